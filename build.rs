@@ -1,0 +1,68 @@
+//! Compiles `proto/` with protox, so that no protoc is needed, into two sets of Rust types.
+//!
+//! The client set is the plain one. In the server set the messages that carry stored key-value pairs declare them as
+//! `bytes`: on the wire an embedded message and a byte string are the same (a tag, a length, the content), so the server
+//! can send pairs and events that it holds already encoded, without decoding and encoding them again.
+
+use std::{env, error::Error, path::PathBuf};
+
+use prost::Message as _;
+use prost_types::{FileDescriptorSet, field_descriptor_proto::Type};
+
+const PROTOS: [&str; 5] = [
+    "mvccpb/kv.proto",
+    "authpb/auth.proto",
+    "etcdserverpb/rpc.proto",
+    "v3lockpb/v3lock.proto",
+    "v3electionpb/v3election.proto",
+];
+
+/// Fields that the server fills with encoded bytes: (message of `etcdserverpb`, field).
+const ENCODED_FIELDS: [(&str, &str); 4] = [
+    ("RangeResponse", "kvs"),
+    ("PutResponse", "prev_kv"),
+    ("DeleteRangeResponse", "prev_kvs"),
+    ("WatchResponse", "events"),
+];
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo:rerun-if-changed=proto");
+    println!("cargo:rerun-if-changed=migrations");
+    let out = PathBuf::from(env::var("OUT_DIR")?);
+    let plain = protox::compile(PROTOS, ["proto"])?;
+    std::fs::write(out.join("descriptors.bin"), plain.encode_to_vec())?;
+
+    let encoded = with_encoded_fields(plain.clone());
+    for (name, descriptors, server) in [("server", encoded, true), ("client", plain, false)] {
+        let dir = out.join(name);
+        std::fs::create_dir_all(&dir)?;
+        tonic_prost_build::configure()
+            .out_dir(&dir)
+            .build_server(server)
+            .build_client(!server)
+            .bytes(".")
+            .compile_fds(descriptors)?;
+    }
+    Ok(())
+}
+
+fn with_encoded_fields(mut set: FileDescriptorSet) -> FileDescriptorSet {
+    let messages = set
+        .file
+        .iter_mut()
+        .filter(|file| file.package() == "etcdserverpb")
+        .flat_map(|file| file.message_type.iter_mut());
+    let mut changed = 0;
+    for message in messages {
+        let name = message.name().to_owned();
+        for field in &mut message.field {
+            if ENCODED_FIELDS.contains(&(name.as_str(), field.name())) {
+                field.set_type(Type::Bytes);
+                field.type_name = None;
+                changed += 1;
+            }
+        }
+    }
+    assert_eq!(changed, ENCODED_FIELDS.len(), "every encoded field exists in proto/");
+    set
+}

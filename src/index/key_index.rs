@@ -1,0 +1,315 @@
+//! One key's history.
+//!
+//! A history is a list of generations. A put of an absent key opens one, each put adds a version to it, a delete closes
+//! it with a tombstone. The history
+//!
+//! ```text
+//! put(2) put(4) delete(5) put(7) put(9)
+//!
+//! generation 1: puts 2 4, tombstone 5     closed, in `History::closed`
+//! generation 2: puts 7 9                  7 in `History::earlier`, 9 in `newest`
+//! ```
+//!
+//! is read at 1 as absent, at 2 and 3 as version 1, at 4 as version 2, at 5 and 6 as absent, at 7 and 8 as version 1 and
+//! from 9 on as version 2. Most keys have one version, so the newest is held inline and the rest behind one pointer.
+
+use crate::types::{LeaseId, Revision, RowId, Version};
+
+/// A live key as a read finds it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Entry {
+    pub version: Version,
+    pub lease: Lease,
+}
+
+/// The lease of a version: the index remembers it for the newest one only.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Lease {
+    Known(Option<LeaseId>),
+    /// An older version's lease stands in its row.
+    InRow,
+}
+
+/// What a compaction left of a key.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fate {
+    Keep,
+    Drop,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct KeyIndex {
+    newest: Newest,
+    history: Option<Box<History>>,
+}
+
+/// The newest row of the key, packed: a version of 0 is a tombstone, a lease of 0 is none.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Newest {
+    row: RowId,
+    create_revision: Revision,
+    version: i64,
+    lease: i64,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+struct History {
+    /// Oldest first. While the newest row is a tombstone, the last of these ends with that same tombstone.
+    closed: Vec<Generation>,
+    /// The open generation's puts before the newest, oldest first; their versions count down from the newest's.
+    earlier: Vec<RowId>,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Generation {
+    create_revision: Revision,
+    /// The version of `puts[0]`: 1 until a compaction takes the first.
+    first_version: i64,
+    /// May be empty after a compaction at exactly the tombstone.
+    puts: Vec<RowId>,
+    tombstone: RowId,
+}
+
+impl KeyIndex {
+    pub(super) fn created(row: RowId, create_revision: Revision, version: i64, lease: Option<LeaseId>) -> Self {
+        let lease = LeaseId::to_wire(lease);
+        Self { newest: Newest { row, create_revision, version, lease }, history: None }
+    }
+
+    pub(super) fn deleted(row: RowId) -> Self {
+        Self { newest: Newest::tombstone(row), history: None }
+    }
+
+    pub(super) fn put(&mut self, row: RowId, create_revision: Revision, version: i64, lease: Option<LeaseId>) {
+        if !self.newest.is_tombstone() {
+            self.history.get_or_insert_default().earlier.push(self.newest.row);
+        }
+        let lease = LeaseId::to_wire(lease);
+        self.newest = Newest { row, create_revision, version, lease };
+    }
+
+    pub(super) fn delete(&mut self, row: RowId) {
+        let newest = std::mem::replace(&mut self.newest, Newest::tombstone(row));
+        if newest.is_tombstone() {
+            return;
+        }
+        let history = self.history.get_or_insert_default();
+        let mut puts = std::mem::take(&mut history.earlier);
+        puts.push(newest.row);
+        history.closed.push(Generation {
+            create_revision: newest.create_revision,
+            first_version: newest.version - (puts.len() as i64 - 1),
+            puts,
+            tombstone: row,
+        });
+    }
+
+    pub(super) fn at(&self, at: Revision) -> Option<Entry> {
+        let newest = &self.newest;
+        if newest.row.revision <= at {
+            return (!newest.is_tombstone())
+                .then(|| Entry { version: newest.version(), lease: Lease::Known(LeaseId::from_wire(newest.lease)) });
+        }
+        self.history.as_ref()?.at(newest, at)
+    }
+
+    /// Drops what no read at or above `revision` needs: all but the newest row at or below it, and that one too if it is a
+    /// tombstone below it. A tombstone at exactly `revision` stays, because a watch may start there.
+    pub(super) fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) -> Fate {
+        if self.newest.row.revision > revision {
+            if let Some(history) = &mut self.history {
+                history.compact(revision, removed);
+                if history.closed.is_empty() && history.earlier.is_empty() {
+                    self.history = None;
+                }
+            }
+            return Fate::Keep;
+        }
+        if let Some(history) = self.history.take() {
+            removed.extend(history.earlier);
+            for generation in history.closed {
+                removed.extend(generation.puts);
+                if generation.tombstone != self.newest.row {
+                    removed.push(generation.tombstone);
+                }
+            }
+        }
+        if self.newest.is_tombstone() && self.newest.row.revision < revision {
+            removed.push(self.newest.row);
+            return Fate::Drop;
+        }
+        Fate::Keep
+    }
+}
+
+impl Newest {
+    fn tombstone(row: RowId) -> Self {
+        Self { row, create_revision: Revision(0), version: 0, lease: 0 }
+    }
+
+    fn is_tombstone(&self) -> bool {
+        self.version == 0
+    }
+
+    fn version(&self) -> Version {
+        Version { row: self.row, create_revision: self.create_revision, version: self.version }
+    }
+}
+
+impl History {
+    fn at(&self, newest: &Newest, at: Revision) -> Option<Entry> {
+        let version = match count_until(&self.earlier, at) {
+            0 => self.closed_at(at)?,
+            puts => Version {
+                row: self.earlier[puts - 1],
+                create_revision: newest.create_revision,
+                version: newest.version - (self.earlier.len() - puts + 1) as i64,
+            },
+        };
+        Some(Entry { version, lease: Lease::InRow })
+    }
+
+    fn closed_at(&self, at: Revision) -> Option<Version> {
+        for generation in self.closed.iter().rev() {
+            if generation.tombstone.revision <= at {
+                return None;
+            }
+            let puts = count_until(&generation.puts, at);
+            if puts > 0 {
+                return Some(Version {
+                    row: generation.puts[puts - 1],
+                    create_revision: generation.create_revision,
+                    version: generation.first_version + (puts as i64 - 1),
+                });
+            }
+        }
+        None
+    }
+
+    /// For a key whose newest row is above `revision`.
+    fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) {
+        let puts = count_until(&self.earlier, revision);
+        if puts > 0 {
+            removed.extend(self.earlier.drain(..puts - 1));
+            removed.extend(self.closed.drain(..).flat_map(Generation::into_rows));
+            return;
+        }
+        // The newest generation that began at or below the revision holds the last row to keep; older ones go.
+        let Some(pivot) = self.closed.iter().rposition(|generation| generation.begins_by(revision)) else { return };
+        removed.extend(self.closed.drain(..pivot).flat_map(Generation::into_rows));
+        let generation = &mut self.closed[0];
+        if generation.tombstone.revision < revision {
+            removed.extend(self.closed.remove(0).into_rows());
+        } else if generation.tombstone.revision == revision {
+            removed.append(&mut generation.puts);
+        } else {
+            let puts = count_until(&generation.puts, revision);
+            removed.extend(generation.puts.drain(..puts - 1));
+            generation.first_version += puts as i64 - 1;
+        }
+    }
+}
+
+impl Generation {
+    fn begins_by(&self, revision: Revision) -> bool {
+        self.puts.first().unwrap_or(&self.tombstone).revision <= revision
+    }
+
+    fn into_rows(self) -> impl Iterator<Item = RowId> {
+        self.puts.into_iter().chain([self.tombstone])
+    }
+}
+
+/// How many of these rows, in order, lie at or below the revision.
+fn count_until(rows: &[RowId], revision: Revision) -> usize {
+    rows.partition_point(|row| row.revision <= revision)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(revision: i64) -> RowId {
+        RowId::new(Revision(revision), 0)
+    }
+
+    /// The history drawn at the top of this file.
+    fn worked_history() -> KeyIndex {
+        let mut key = KeyIndex::created(row(2), Revision(2), 1, None);
+        key.put(row(4), Revision(2), 2, LeaseId::from_wire(40));
+        key.delete(row(5));
+        key.put(row(7), Revision(7), 1, None);
+        key.put(row(9), Revision(7), 2, LeaseId::from_wire(90));
+        key
+    }
+
+    /// (revision, create_revision, version) of what a read finds.
+    fn seen(key: &KeyIndex, at: i64) -> Option<(i64, i64, i64)> {
+        key.at(Revision(at)).map(|entry| {
+            let Version { row, create_revision, version } = entry.version;
+            (row.revision.0, create_revision.0, version)
+        })
+    }
+
+    #[test]
+    fn every_revision_of_the_worked_history_reads_as_drawn() {
+        let key = worked_history();
+        let table = [
+            (1, None),
+            (2, Some((2, 2, 1))),
+            (3, Some((2, 2, 1))),
+            (4, Some((4, 2, 2))),
+            (5, None),
+            (6, None),
+            (7, Some((7, 7, 1))),
+            (8, Some((7, 7, 1))),
+            (9, Some((9, 7, 2))),
+            (100, Some((9, 7, 2))),
+        ];
+        for (at, expected) in table {
+            assert_eq!(seen(&key, at), expected, "at {at}");
+        }
+        assert_eq!(key.at(Revision(9)).map(|entry| entry.lease), Some(Lease::Known(Some(LeaseId(90)))));
+        assert_eq!(key.at(Revision(4)).map(|entry| entry.lease), Some(Lease::InRow));
+    }
+
+    #[test]
+    fn compaction_removes_what_no_readable_revision_needs() {
+        let table: [(i64, &[i64]); 9] = [
+            (1, &[]),
+            (2, &[]),
+            (3, &[]),
+            (4, &[2]),
+            (5, &[2, 4]),
+            (6, &[2, 4, 5]),
+            (7, &[2, 4, 5]),
+            (8, &[2, 4, 5]),
+            (9, &[2, 4, 5, 7]),
+        ];
+        for (revision, expected) in table {
+            let whole = worked_history();
+            let mut key = whole.clone();
+            let mut removed = Vec::new();
+            assert_eq!(key.compact(Revision(revision), &mut removed), Fate::Keep);
+            removed.sort_unstable();
+            assert_eq!(removed, expected.iter().map(|r| row(*r)).collect::<Vec<_>>(), "compacted at {revision}");
+            for at in revision..12 {
+                assert_eq!(seen(&key, at), seen(&whole, at), "compacted at {revision}, read at {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_deleted_key_goes_once_its_tombstone_is_below_the_compaction() {
+        for (revision, fate, expected) in [(4, Fate::Keep, 0), (5, Fate::Keep, 2), (6, Fate::Drop, 3)] {
+            let mut key = KeyIndex::created(row(2), Revision(2), 1, None);
+            key.put(row(3), Revision(2), 2, None);
+            key.delete(row(5));
+            let mut removed = Vec::new();
+            let kept = key.compact(Revision(revision), &mut removed);
+            // At 4 the put at 2 is superseded by the one at 3.
+            let expected = if revision == 4 { 1 } else { expected };
+            assert_eq!((kept, removed.len()), (fate, expected), "compacted at {revision}");
+        }
+    }
+}

@@ -1,0 +1,4 @@
+pub mod index;
+pub mod log;
+pub mod proto;
+pub mod types;

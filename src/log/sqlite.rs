@@ -1,0 +1,420 @@
+//! The log in one SQLite file, owned by one Orlop process.
+//!
+//! Connections: one for writing, a few for reading, one for checkpoints. WAL mode and `synchronous=FULL`: a commit has
+//! returned only when the WAL is on the disk. Other processes may read the file with plain SQL while Orlop runs; a second
+//! Orlop is refused at start by a lock on a file beside it.
+//!
+//! Checkpoints are taken in the background (see [`checkpoint`]), never by a write.
+
+mod append;
+mod checkpoint;
+mod lock;
+
+use std::{path::Path, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use futures_util::TryStreamExt as _;
+use sqlx::{
+    ConnectOptions as _, Connection as _, Row as _, SqliteConnection, SqlitePool,
+    sqlite::{
+        SqliteAutoVacuum, SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteRow, SqliteSynchronous,
+    },
+};
+use tokio::sync::Mutex;
+
+use self::{checkpoint::Checkpointer, lock::FileLock};
+use super::{Append, Appended, Error, Log, Meta, Page, Result, RowColumns, Size, WithPrev};
+use crate::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
+
+/// Readers beyond this wait for one another.
+const READERS_MAX: u32 = 4;
+/// Rows asked for in one statement of [`Log::values`]; keeps read transactions short, so that checkpoints can proceed.
+const VALUES_ROWS_MAX: usize = 2_000;
+/// Revisions in one page of [`Log::changes`], as many as etcd puts into one watch answer.
+const PAGE_REVISIONS_MAX: usize = 1_000;
+/// Ids looked at for one page of [`Log::changes`], whether they match or not.
+const PAGE_IDS_MAX: i64 = 20_000;
+/// Bytes of keys and values after which a page of [`Log::changes`] ends with its revision.
+const PAGE_BYTES_MAX: usize = 1 << 20;
+/// Gives at most this many free pages back to the file system.
+const RECLAIM_STEP: &str = "PRAGMA incremental_vacuum(256)";
+/// Free pages kept for what is written next: giving them back only to take them again costs more than they do.
+const RECLAIM_KEEP_PAGES: i64 = 256;
+
+/// See the module's page.
+pub struct SqliteLog {
+    writer: Arc<Mutex<SqliteConnection>>,
+    readers: SqlitePool,
+    checkpointer: Checkpointer,
+    /// Held until the log is dropped.
+    _lock: FileLock,
+}
+
+impl SqliteLog {
+    /// Opens the database file, made if it is not there, and migrates its schema.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Open`], naming the file, if another process holds it or it cannot be read, written or understood.
+    pub async fn open(file: &Path) -> Result<Self> {
+        let name = file.display();
+        if let Some(folder) = file.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            std::fs::create_dir_all(folder)
+                .map_err(|error| Error::Open(format!("cannot create folder {}: {error}", folder.display())))?;
+        }
+        let lock = FileLock::acquire(file)?;
+        let open = |error: sqlx::Error| Error::Open(format!("cannot open database {name}: {error}"));
+
+        let options = Self::options(file);
+        let mut writer = options.connect().await.map_err(open)?;
+        sqlx::migrate!("migrations/sqlite")
+            .run(&mut writer)
+            .await
+            .map_err(|error| Error::Open(format!("cannot migrate database {name}: {error}")))?;
+        let readers = SqlitePoolOptions::new()
+            .max_connections(READERS_MAX)
+            .idle_timeout(None)
+            .max_lifetime(None)
+            .connect_with(options.clone().pragma("query_only", "ON"))
+            .await
+            .map_err(open)?;
+        let writer = Arc::new(Mutex::new(writer));
+        let checkpointer = Checkpointer::start(options.connect().await.map_err(open)?, Arc::clone(&writer));
+        Ok(Self { writer, readers, checkpointer, _lock: lock })
+    }
+
+    fn options(file: &Path) -> SqliteConnectOptions {
+        SqliteConnectOptions::new()
+            .filename(file)
+            .create_if_missing(true)
+            .auto_vacuum(SqliteAutoVacuum::Incremental)
+            .journal_mode(SqliteJournalMode::Wal)
+            .synchronous(SqliteSynchronous::Full)
+            .busy_timeout(Duration::from_secs(5))
+            .pragma("wal_autocheckpoint", "0")
+            .pragma("temp_store", "MEMORY")
+            .pragma("cache_size", "-8192")
+            .pragma("mmap_size", "268435456")
+            .disable_statement_logging()
+    }
+
+    /// The changes of one revision beyond the first live in `kv_log_more`; both tables are read with the same columns.
+    async fn page_rows(
+        &self,
+        table: Table,
+        from: i64,
+        to: i64,
+        range: &KeyRange,
+        prev: WithPrev,
+        revisions_max: usize,
+    ) -> Result<Vec<(RowColumns, Option<EncodedKv>)>> {
+        let start = range.start().as_slice();
+        let (end, unbounded) = match range {
+            KeyRange::Single(key) => ([key, &[0][..]].concat(), false),
+            KeyRange::Span { end: Some(end), .. } => (end.to_vec(), false),
+            KeyRange::Span { end: None, .. } => (Vec::new(), true),
+        };
+        let mut rows = sqlx::query(table.changes_sql(prev))
+            .bind(from)
+            .bind(to)
+            .bind(start)
+            .bind(unbounded)
+            .bind(end)
+            .fetch(&self.readers);
+        let mut found = Vec::new();
+        let (mut bytes, mut revisions, mut last) = (0, 0, None);
+        while let Some(row) = rows.try_next().await.map_err(unavailable)? {
+            let columns = columns(&row)?;
+            if last != Some(columns.row.revision) {
+                if revisions == revisions_max || bytes > PAGE_BYTES_MAX {
+                    break;
+                }
+                last = Some(columns.row.revision);
+                revisions += 1;
+            }
+            bytes += columns.key.len() + columns.value.len();
+            let prev_kv = prev_kv(&row, &columns, prev)?;
+            found.push((columns, prev_kv));
+        }
+        Ok(found)
+    }
+}
+
+/// The two tables of rows.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Table {
+    First,
+    More,
+}
+
+/// `$sub` is the table's number of a change in its revision.
+macro_rules! changes_sql {
+    ($table:literal, $sub:literal, $more_columns:literal, $join:literal) => {
+        concat!(
+            "SELECT r.id, ",
+            $sub,
+            ", r.key, r.value, r.lease, r.version, r.create_revision, r.prev_revision, r.deleted",
+            $more_columns,
+            " FROM ",
+            $table,
+            " r",
+            $join,
+            " WHERE r.id BETWEEN ? AND ? AND r.key >= ? AND (? OR r.key < ?) ORDER BY r.id, 2"
+        )
+    };
+    ($table:literal, $sub:literal, prev) => {
+        changes_sql!(
+            $table,
+            $sub,
+            ", coalesce(p.value, q.value), coalesce(p.lease, q.lease), coalesce(p.version, q.version), \
+             coalesce(p.create_revision, q.create_revision)",
+            " LEFT JOIN kv_log p ON p.id = r.prev_revision AND p.key = r.key \
+             LEFT JOIN kv_log_more q ON q.id = r.prev_revision AND q.key = r.key"
+        )
+    };
+}
+
+impl Table {
+    fn changes_sql(self, prev: WithPrev) -> &'static str {
+        match (self, prev) {
+            (Self::First, WithPrev::No) => changes_sql!("kv_log", "0", "", ""),
+            (Self::More, WithPrev::No) => changes_sql!("kv_log_more", "r.sub", "", ""),
+            (Self::First, WithPrev::Yes) => changes_sql!("kv_log", "0", prev),
+            (Self::More, WithPrev::Yes) => changes_sql!("kv_log_more", "r.sub", prev),
+        }
+    }
+}
+
+#[async_trait]
+impl Log for SqliteLog {
+    async fn meta(&self) -> Result<Meta> {
+        let mut reader = self.readers.acquire().await.map_err(unavailable)?;
+        let mut meta =
+            Meta { cluster_id: 0, member_id: 0, compact_revision: None, head: Revision::EMPTY, leases: Vec::new() };
+        let facts: Vec<(String, i64)> =
+            sqlx::query_as("SELECT name, value FROM meta").fetch_all(&mut *reader).await.map_err(unavailable)?;
+        for (name, value) in facts {
+            match name.as_str() {
+                "cluster_id" => meta.cluster_id = value.cast_unsigned(),
+                "member_id" => meta.member_id = value.cast_unsigned(),
+                "compact_revision" => meta.compact_revision = Some(Revision(value)),
+                _ => {}
+            }
+        }
+        let head: Option<i64> =
+            sqlx::query_scalar("SELECT max(id) FROM kv_log").fetch_one(&mut *reader).await.map_err(unavailable)?;
+        meta.head = head.map_or(Revision::EMPTY, Revision);
+        let leases: Vec<(i64, i64)> =
+            sqlx::query_as("SELECT id, ttl FROM lease").fetch_all(&mut *reader).await.map_err(unavailable)?;
+        meta.leases = leases.into_iter().map(|(id, ttl)| (LeaseId(id), ttl)).collect();
+        Ok(meta)
+    }
+
+    async fn replay(&self, from: Revision, limit: usize) -> Result<Page> {
+        const FIRST: &str = "SELECT id, 0, key, NULL, lease, version, create_revision, prev_revision, deleted \
+            FROM kv_log WHERE id >= ? ORDER BY id LIMIT ?";
+        const MORE: &str = "SELECT id, sub, key, NULL, lease, version, create_revision, prev_revision, deleted \
+            FROM kv_log_more WHERE id BETWEEN ? AND ? ORDER BY id, sub";
+        let mut reader = self.readers.acquire().await.map_err(unavailable)?;
+        let limit_rows = i64::try_from(limit).unwrap_or(i64::MAX);
+        let rows =
+            sqlx::query(FIRST).bind(from.0).bind(limit_rows).fetch_all(&mut *reader).await.map_err(unavailable)?;
+        let mut first = Vec::with_capacity(rows.len());
+        for row in &rows {
+            first.push(columns(row)?.into_change(None));
+        }
+        // Compaction may leave changes in kv_log_more whose first change is gone, so the last page looks to the end.
+        let whole = first.len() < limit;
+        let last = if whole { Revision(i64::MAX) } else { first.last().map_or(from, |change| change.row.revision) };
+        let rows = sqlx::query(MORE).bind(from.0).bind(last.0).fetch_all(&mut *reader).await.map_err(unavailable)?;
+        for row in &rows {
+            first.push(columns(row)?.into_change(None));
+        }
+        if !rows.is_empty() {
+            first.sort_by_key(|change| change.row);
+        }
+        let next = first.last().map_or(from, |change| change.row.revision.next());
+        Ok(Page { changes: first, next })
+    }
+
+    async fn append(&self, append: Append<'_>) -> Result<Appended> {
+        let mut writer = self.writer.lock().await;
+        let appended = append::append(&mut writer, append).await;
+        drop(writer);
+        self.checkpointer.appended(append.changes);
+        appended
+    }
+
+    async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        const FIRST: &str = "SELECT id, 0, key, value, lease, version, create_revision, prev_revision, deleted \
+            FROM kv_log WHERE id IN (SELECT value FROM json_each(?)) AND deleted = 0";
+        const MORE: &str = "SELECT id, sub, key, value, lease, version, create_revision, prev_revision, deleted \
+            FROM kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?)) AND deleted = 0";
+        let mut found = Vec::with_capacity(rows.len());
+        for chunk in rows.chunks(VALUES_ROWS_MAX) {
+            let (first, more): (Vec<RowId>, Vec<RowId>) = chunk.iter().partition(|row| row.sub == 0);
+            let first = json_list(first.iter().map(|row| row.revision.0.to_string()));
+            let more = json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)));
+            for (sql, list) in [(FIRST, first), (MORE, more)] {
+                let Some(list) = list else { continue };
+                let mut rows = sqlx::query(sql).bind(list).fetch(&self.readers);
+                while let Some(row) = rows.try_next().await.map_err(unavailable)? {
+                    let columns = columns(&row)?;
+                    found.push((columns.row, columns.kv()));
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
+        let mut to = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
+        let mut rows = self.page_rows(Table::First, from.0, to, range, prev, PAGE_REVISIONS_MAX + 1).await?;
+        // One revision more than a page holds: the page was cut, and the next begins with that one.
+        let revisions = rows.len();
+        if revisions > PAGE_REVISIONS_MAX || page_bytes(&rows) > PAGE_BYTES_MAX {
+            if revisions > PAGE_REVISIONS_MAX {
+                rows.pop();
+            }
+            to = rows.last().map_or(to, |(columns, _)| columns.row.revision.0);
+        }
+        let more = self.page_rows(Table::More, from.0, to, range, prev, PAGE_REVISIONS_MAX + 1).await?;
+        if !more.is_empty() {
+            let mut revisions: Vec<i64> = more.iter().map(|(columns, _)| columns.row.revision.0).collect();
+            revisions.dedup();
+            if revisions.len() > PAGE_REVISIONS_MAX || page_bytes(&more) > PAGE_BYTES_MAX {
+                to = revisions[revisions.len().min(PAGE_REVISIONS_MAX) - 1];
+            }
+            rows.extend(more);
+            rows.retain(|(columns, _)| columns.row.revision.0 <= to);
+            rows.sort_by_key(|(columns, _)| columns.row);
+        }
+        let changes = rows.into_iter().map(|(columns, prev_kv)| columns.into_change(prev_kv)).collect();
+        Ok(Page { changes, next: Revision(to + 1) })
+    }
+
+    async fn compact(&self, revision: Revision) -> Result<()> {
+        let mut writer = self.writer.lock().await;
+        sqlx::query(
+            "INSERT INTO meta (name, value) VALUES ('compact_revision', ?) \
+             ON CONFLICT (name) DO UPDATE SET value = max(value, excluded.value)",
+        )
+        .bind(revision.0)
+        .execute(&mut *writer)
+        .await
+        .map_err(unavailable)?;
+        Ok(())
+    }
+
+    async fn purge(&self, rows: &[RowId]) -> Result<()> {
+        let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
+        let first = json_list(first.iter().map(|row| row.revision.0.to_string()));
+        let more = json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)));
+        let mut writer = self.writer.lock().await;
+        let mut transaction = writer.begin().await.map_err(unavailable)?;
+        for (sql, list) in [
+            ("DELETE FROM kv_log WHERE id IN (SELECT value FROM json_each(?))", first),
+            ("DELETE FROM kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?))", more),
+        ] {
+            let Some(list) = list else { continue };
+            sqlx::query(sql).bind(list).execute(&mut *transaction).await.map_err(unavailable)?;
+        }
+        let free: i64 =
+            sqlx::query_scalar("PRAGMA freelist_count").fetch_one(&mut *transaction).await.map_err(unavailable)?;
+        if free > RECLAIM_KEEP_PAGES {
+            sqlx::query(RECLAIM_STEP).execute(&mut *transaction).await.map_err(unavailable)?;
+        }
+        transaction.commit().await.map_err(unavailable)?;
+        drop(writer);
+        self.checkpointer.purged(rows.len());
+        Ok(())
+    }
+
+    async fn size(&self) -> Result<Size> {
+        let row = sqlx::query(
+            "SELECT (SELECT page_count FROM pragma_page_count), (SELECT freelist_count FROM pragma_freelist_count), \
+             (SELECT page_size FROM pragma_page_size)",
+        )
+        .fetch_one(&self.readers)
+        .await
+        .map_err(unavailable)?;
+        let (pages, free, page_size): (i64, i64, i64) = (int(&row, 0)?, int(&row, 1)?, int(&row, 2)?);
+        Ok(Size { total: pages * page_size, in_use: (pages - free) * page_size })
+    }
+
+    async fn close(&self) {
+        self.readers.close().await;
+        self.checkpointer.finish().await;
+    }
+}
+
+fn page_bytes(rows: &[(RowColumns, Option<EncodedKv>)]) -> usize {
+    rows.iter().map(|(columns, _)| columns.key.len() + columns.value.len()).sum()
+}
+
+/// The previous pair, from the columns that [`Table::changes_sql`] joins.
+fn prev_kv(row: &SqliteRow, columns: &RowColumns, prev: WithPrev) -> Result<Option<EncodedKv>> {
+    if prev == WithPrev::No || columns.prev_revision == 0 {
+        return Ok(None);
+    }
+    // A version of 0 is a tombstone or, as NULL, a row that was compacted away.
+    let version = row.try_get_unchecked::<Option<i64>, _>(11).map_err(corrupt)?.unwrap_or(0);
+    if version == 0 {
+        return Ok(None);
+    }
+    let prev = RowColumns {
+        row: RowId::new(Revision(columns.prev_revision), 0),
+        key: columns.key.clone(),
+        value: row.try_get_unchecked::<Option<Vec<u8>>, _>(9).map_err(corrupt)?.unwrap_or_default(),
+        lease: int(row, 10)?,
+        version,
+        create_revision: int(row, 12)?,
+        prev_revision: 0,
+        deleted: false,
+    };
+    Ok(Some(prev.kv()))
+}
+
+/// Reads `id, sub, key, value, lease, version, create_revision, prev_revision, deleted`.
+fn columns(row: &SqliteRow) -> Result<RowColumns> {
+    let sub = u32::try_from(int(row, 1)?)
+        .map_err(|_| Error::Corrupt(format!("sub out of range in row {:?}", int(row, 0))))?;
+    Ok(RowColumns {
+        row: RowId::new(Revision(int(row, 0)?), sub),
+        key: row.try_get_unchecked(2).map_err(corrupt)?,
+        value: row.try_get_unchecked::<Option<Vec<u8>>, _>(3).map_err(corrupt)?.unwrap_or_default(),
+        lease: int(row, 4)?,
+        version: int(row, 5)?,
+        create_revision: int(row, 6)?,
+        prev_revision: int(row, 7)?,
+        deleted: int(row, 8)? != 0,
+    })
+}
+
+fn int(row: &SqliteRow, column: usize) -> Result<i64> {
+    row.try_get_unchecked(column).map_err(corrupt)
+}
+
+/// A JSON array of what is given, for `json_each`: one bind and one statement however many there are.
+fn json_list(items: impl ExactSizeIterator<Item = String>) -> Option<String> {
+    if items.len() == 0 {
+        return None;
+    }
+    let mut list = String::from("[");
+    for item in items {
+        if list.len() > 1 {
+            list.push(',');
+        }
+        list.push_str(&item);
+    }
+    list.push(']');
+    Some(list)
+}
+
+fn unavailable(error: sqlx::Error) -> Error {
+    Error::Unavailable(error.to_string())
+}
+
+fn corrupt(error: sqlx::Error) -> Error {
+    Error::Corrupt(error.to_string())
+}

@@ -1,0 +1,132 @@
+//! Compare-and-append: one statement and one commit for a batch, whatever its size.
+
+use std::sync::LazyLock;
+
+use sqlx::{Connection as _, Sqlite, SqliteConnection, query::Query, sqlite::SqliteArguments};
+
+use crate::{
+    log::{Append, Appended, Error, LeaseChange, Result},
+    types::{Change, ChangeKind, LeaseId},
+};
+
+/// Rows in one statement; larger batches take several statements in the one transaction.
+const STATEMENT_ROWS_MAX: usize = 512;
+
+/// Statements for 1, 2, 4, ... rows: few enough to stay prepared. A batch takes the next larger one, and the rows that it
+/// has too many are NULL and inserted by no one.
+static FIRST: LazyLock<Vec<String>> = LazyLock::new(|| statements(first_sql));
+static MORE: LazyLock<Vec<String>> = LazyLock::new(|| statements(more_sql));
+
+fn statements(sql: fn(usize) -> String) -> Vec<String> {
+    (0..=STATEMENT_ROWS_MAX.ilog2()).map(|power| sql(1 << power)).collect()
+}
+
+/// Inserts nothing unless the head is the expected one, which is bound last.
+fn first_sql(rows: usize) -> String {
+    let values = vec!["(?,?,?,?,?,?,?,?)"; rows].join(",");
+    format!(
+        "INSERT INTO kv_log (id, key, value, lease, version, create_revision, prev_revision, deleted) \
+         SELECT * FROM (VALUES {values}) \
+         WHERE column1 IS NOT NULL AND (SELECT coalesce(max(id), 1) FROM kv_log) = ?"
+    )
+}
+
+fn more_sql(rows: usize) -> String {
+    let values = vec!["(?,?,?,?,?,?,?,?,?)"; rows].join(",");
+    format!(
+        "INSERT INTO kv_log_more (sub, id, key, value, lease, version, create_revision, prev_revision, deleted) \
+         SELECT * FROM (VALUES {values}) WHERE column1 IS NOT NULL"
+    )
+}
+
+pub(super) async fn append(writer: &mut SqliteConnection, append: Append<'_>) -> Result<Appended> {
+    let (first, more): (Vec<&Change>, Vec<&Change>) = append.changes.iter().partition(|change| change.row.sub == 0);
+    let expected = append.expected_head.0;
+    let outcome = if more.is_empty() && append.leases.is_empty() && first.len() <= STATEMENT_ROWS_MAX {
+        insert_first(writer, &first, expected).await
+    } else {
+        append_all(writer, &first, &more, append.leases, expected).await
+    };
+    match outcome {
+        Ok(appended) => Ok(appended),
+        // A row with one of our ids: somebody else wrote to the file.
+        Err(sqlx::Error::Database(error)) if error.is_unique_violation() => Ok(Appended::Conflict),
+        Err(error) => Err(Error::OutcomeUnknown(error.to_string())),
+    }
+}
+
+async fn append_all(
+    writer: &mut SqliteConnection,
+    first: &[&Change],
+    more: &[&Change],
+    leases: &[LeaseChange],
+    mut expected: i64,
+) -> sqlx::Result<Appended> {
+    let mut transaction = writer.begin_with("BEGIN IMMEDIATE").await?;
+    for chunk in first.chunks(STATEMENT_ROWS_MAX) {
+        if insert_first(&mut transaction, chunk, expected).await? == Appended::Conflict {
+            transaction.rollback().await?;
+            return Ok(Appended::Conflict);
+        }
+        expected += chunk.len() as i64;
+    }
+    for chunk in more.chunks(STATEMENT_ROWS_MAX) {
+        let (mut query, padding) = statement(&MORE, chunk.len());
+        for change in chunk {
+            query = bind_row(query.bind(i64::from(change.row.sub)), change);
+        }
+        for _ in 0..padding * 9 {
+            query = query.bind(None::<i64>);
+        }
+        query.execute(&mut *transaction).await?;
+    }
+    for change in leases {
+        let query = match change {
+            LeaseChange::Grant { id, ttl_secs } => {
+                sqlx::query("INSERT INTO lease (id, ttl) VALUES (?, ?)").bind(id.0).bind(ttl_secs)
+            }
+            LeaseChange::Revoke { id } => sqlx::query("DELETE FROM lease WHERE id = ?").bind(id.0),
+        };
+        query.execute(&mut *transaction).await?;
+    }
+    transaction.commit().await?;
+    Ok(Appended::Done)
+}
+
+async fn insert_first(writer: &mut SqliteConnection, rows: &[&Change], expected: i64) -> sqlx::Result<Appended> {
+    if rows.is_empty() {
+        return Ok(Appended::Done);
+    }
+    let (mut query, padding) = statement(&FIRST, rows.len());
+    for change in rows {
+        query = bind_row(query, change);
+    }
+    for _ in 0..padding * 8 {
+        query = query.bind(None::<i64>);
+    }
+    let inserted = query.bind(expected).execute(writer).await?.rows_affected();
+    Ok(if inserted == rows.len() as u64 { Appended::Done } else { Appended::Conflict })
+}
+
+type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
+
+/// The statement for this many rows, and how many more it takes.
+fn statement(statements: &'static [String], rows: usize) -> (SqliteQuery, usize) {
+    let size = rows.next_power_of_two();
+    (sqlx::query(&*statements[size.ilog2() as usize]), size - rows)
+}
+
+fn bind_row(query: SqliteQuery, change: &Change) -> SqliteQuery {
+    let query = query.bind(change.row.revision.0).bind(change.key.as_slice());
+    let prev = change.prev.as_ref().map_or(0, |prev| prev.row.revision.0);
+    match &change.kind {
+        ChangeKind::Put { kv, create_revision, version, lease } => query
+            .bind(&*kv.value())
+            .bind(LeaseId::to_wire(*lease))
+            .bind(*version)
+            .bind(create_revision.0)
+            .bind(prev)
+            .bind(0),
+        ChangeKind::Delete => query.bind(None::<Vec<u8>>).bind(0).bind(0).bind(0).bind(prev).bind(1),
+    }
+}

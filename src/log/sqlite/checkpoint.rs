@@ -1,0 +1,121 @@
+//! Moves the WAL into the database file, beside the writes.
+//!
+//! A passive checkpoint copies what is committed and waits for no one. SQLite starts the WAL over when a write finds all of
+//! it copied; under a load that never pauses no checkpoint ever quite catches up with the writer. So while the WAL is
+//! short that is left to chance, and beyond [`WAL_PAGES_MAX`] one more passive checkpoint, of the few pages written
+//! during the one before, is taken while the writer is held.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use sqlx::{Connection as _, Row as _, SqliteConnection};
+use tokio::{
+    sync::{Mutex, Notify},
+    task::JoinHandle,
+};
+use tracing::warn;
+
+use crate::types::{Change, ChangeKind};
+
+/// Bytes of rows appended after which a checkpoint is taken.
+const CHECKPOINT_BYTES: usize = 8 << 20;
+/// What a row takes in the WAL beside its key and value, about; purged rows count as this much.
+const ROW_BYTES: usize = 64;
+/// A WAL that is longer than this is checkpointed to its end while the writer is held (64 MiB of 4 KiB pages).
+const WAL_PAGES_MAX: i64 = 16_384;
+/// How often a WAL that grows slowly is checkpointed.
+const IDLE_INTERVAL: Duration = Duration::from_secs(5);
+
+pub(super) struct Checkpointer {
+    shared: Arc<Shared>,
+    task: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    /// Bytes appended since the last checkpoint began, about.
+    pending_bytes: AtomicUsize,
+    wake: Notify,
+    stop: Notify,
+}
+
+impl Checkpointer {
+    pub(super) fn start(connection: SqliteConnection, writer: Arc<Mutex<SqliteConnection>>) -> Self {
+        let shared = Arc::new(Shared { pending_bytes: AtomicUsize::new(0), wake: Notify::new(), stop: Notify::new() });
+        let task = tokio::spawn(run(connection, writer, Arc::clone(&shared)));
+        Self { shared, task: Mutex::new(Some(task)) }
+    }
+
+    pub(super) fn appended(&self, changes: &[Change]) {
+        let bytes = changes.iter().map(|change| {
+            let pair = match &change.kind {
+                ChangeKind::Put { kv, .. } => kv.len(),
+                ChangeKind::Delete => change.key.len(),
+            };
+            ROW_BYTES + pair
+        });
+        self.add(bytes.sum());
+    }
+
+    pub(super) fn purged(&self, rows: usize) {
+        self.add(rows * ROW_BYTES);
+    }
+
+    fn add(&self, bytes: usize) {
+        if self.shared.pending_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes >= CHECKPOINT_BYTES {
+            self.shared.wake.notify_one();
+        }
+    }
+
+    /// A last checkpoint, and the end of the task.
+    pub(super) async fn finish(&self) {
+        self.shared.stop.notify_one();
+        if let Some(task) = self.task.lock().await.take()
+            && let Err(error) = task.await
+        {
+            warn!(%error, "checkpoint task failed");
+        }
+    }
+}
+
+async fn run(mut connection: SqliteConnection, writer: Arc<Mutex<SqliteConnection>>, shared: Arc<Shared>) {
+    let mut stopping = false;
+    while !stopping {
+        tokio::select! {
+            () = shared.wake.notified() => {}
+            () = tokio::time::sleep(IDLE_INTERVAL) => {}
+            () = shared.stop.notified() => stopping = true,
+        }
+        if shared.pending_bytes.swap(0, Ordering::Relaxed) > 0
+            && let Err(error) = checkpoint(&mut connection, &writer).await
+        {
+            warn!(%error, "checkpoint failed; it is tried again");
+            shared.pending_bytes.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+    if let Err(error) = connection.close().await {
+        warn!(%error, "closing the checkpoint connection failed");
+    }
+}
+
+async fn checkpoint(connection: &mut SqliteConnection, writer: &Mutex<SqliteConnection>) -> sqlx::Result<()> {
+    if passive(connection).await? <= WAL_PAGES_MAX {
+        return Ok(());
+    }
+    // Once more unheld, so that little is left for the held one.
+    passive(connection).await?;
+    let held = writer.lock().await;
+    passive(connection).await?;
+    drop(held);
+    Ok(())
+}
+
+/// Copies what can be copied without waiting. Returns the WAL's length in pages.
+async fn passive(connection: &mut SqliteConnection) -> sqlx::Result<i64> {
+    let row = sqlx::query("PRAGMA wal_checkpoint(PASSIVE)").fetch_one(&mut *connection).await?;
+    row.try_get(1)
+}

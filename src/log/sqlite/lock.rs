@@ -1,0 +1,49 @@
+//! One Orlop a database file.
+
+use std::{
+    fs::{File, OpenOptions, TryLockError},
+    io::{Read as _, Write as _},
+    path::Path,
+};
+
+use crate::log::{Error, Result};
+
+/// An exclusive lock on `<database file>.lock`, which holds the owner's process id. The operating system lets go of it
+/// when the process ends, however it ends.
+pub(super) struct FileLock(#[expect(dead_code, reason = "held, not read")] File);
+
+impl FileLock {
+    pub(super) fn acquire(database: &Path) -> Result<Self> {
+        let mut path = database.as_os_str().to_owned();
+        path.push(".lock");
+        let name = Path::new(&path).display();
+        let failed =
+            |what: &str, error: std::io::Error| Error::Open(format!("cannot {what} lock file {name}: {error}"));
+
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(|error| failed("open", error))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut owner = String::new();
+                // Only to name it: an owner that has not yet written its id stays unnamed.
+                let _ = file.read_to_string(&mut owner);
+                let owner =
+                    if owner.trim().is_empty() { String::new() } else { format!(" (process {})", owner.trim()) };
+                return Err(Error::Open(format!(
+                    "database {} is in use by another orlop{owner}, which holds {name}",
+                    database.display()
+                )));
+            }
+            Err(TryLockError::Error(error)) => return Err(failed("lock", error)),
+        }
+        file.set_len(0).map_err(|error| failed("write", error))?;
+        writeln!(file, "{}", std::process::id()).map_err(|error| failed("write", error))?;
+        Ok(Self(file))
+    }
+}

@@ -1,0 +1,141 @@
+//! The domain's words: revisions, keys, ranges, rows. Pure values, no behaviour that needs a clock, a log or a lock.
+//!
+//! Sentinels of the wire (0, an empty range end, `"\0"`) end at the edge, in `api`; from here down they are enums and
+//! options. The one exception is the inside of [`crate::index`], which packs them for size.
+
+mod encoded;
+mod key;
+
+use std::fmt;
+
+pub use encoded::{EncodedEvent, EncodedKv};
+pub use key::{Key, KeyRange};
+
+/// A store revision: the id of a row in `kv_log`. The empty store stands at [`Revision::EMPTY`]; each transaction that
+/// changes something adds exactly one.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct Revision(pub i64);
+
+impl Revision {
+    /// The revision of a store that holds nothing yet.
+    pub const EMPTY: Self = Self(1);
+
+    pub const fn next(self) -> Self {
+        Self(self.0 + 1)
+    }
+
+    pub const fn prev(self) -> Self {
+        Self(self.0 - 1)
+    }
+}
+
+impl fmt::Debug for Revision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "r{}", self.0)
+    }
+}
+
+impl fmt::Display for Revision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// One change's place in the log: its revision, and its number among the changes of that revision, from 0.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct RowId {
+    pub revision: Revision,
+    pub sub: u32,
+}
+
+impl RowId {
+    pub const fn new(revision: Revision, sub: u32) -> Self {
+        Self { revision, sub }
+    }
+}
+
+/// A lease's id. Clients may choose any but 0, negative ones too.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LeaseId(pub i64);
+
+impl LeaseId {
+    /// The wire's 0 means "no lease".
+    pub const fn from_wire(id: i64) -> Option<Self> {
+        if id == 0 { None } else { Some(Self(id)) }
+    }
+
+    pub const fn to_wire(lease: Option<Self>) -> i64 {
+        match lease {
+            Some(Self(id)) => id,
+            None => 0,
+        }
+    }
+}
+
+impl fmt::Debug for LeaseId {
+    /// In hexadecimal, as etcdctl prints it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:x}", self.0)
+    }
+}
+
+/// A watch's id, unique on its stream.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct WatchId(pub i64);
+
+/// What is known of a key's version without its value.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Version {
+    pub row: RowId,
+    pub create_revision: Revision,
+    /// 1 at creation, one more with each put.
+    pub version: i64,
+}
+
+/// One change of one key, as it is appended to the log and handed to the index, the lease table and the watchers.
+#[derive(Clone, Debug)]
+pub struct Change {
+    pub row: RowId,
+    pub key: Key,
+    pub kind: ChangeKind,
+    /// The live version that this change replaced; none for a creation.
+    pub prev: Option<Prev>,
+}
+
+#[derive(Clone, Debug)]
+pub enum ChangeKind {
+    Put { kv: EncodedKv, create_revision: Revision, version: i64, lease: Option<LeaseId> },
+    Delete,
+}
+
+/// The version before a change.
+#[derive(Clone, Debug)]
+pub struct Prev {
+    pub row: RowId,
+    pub lease: Option<LeaseId>,
+    /// Its pair, where it was at hand; `None` does not say that there was none.
+    pub kv: Option<EncodedKv>,
+}
+
+impl Change {
+    /// The change as a watch event without the previous pair.
+    pub fn event(&self) -> EncodedEvent {
+        match &self.kind {
+            ChangeKind::Put { kv, .. } => EncodedEvent::put(kv, None),
+            ChangeKind::Delete => EncodedEvent::delete(&self.key, self.row.revision, None),
+        }
+    }
+
+    /// The change as a watch event with the previous pair, where there was one and it is at hand.
+    pub fn event_with_prev(&self) -> EncodedEvent {
+        let prev = self.prev.as_ref().and_then(|prev| prev.kv.as_ref());
+        match &self.kind {
+            ChangeKind::Put { kv, .. } => EncodedEvent::put(kv, prev),
+            ChangeKind::Delete => EncodedEvent::delete(&self.key, self.row.revision, prev),
+        }
+    }
+
+    pub fn is_delete(&self) -> bool {
+        matches!(self.kind, ChangeKind::Delete)
+    }
+}

@@ -1,0 +1,187 @@
+//! Pairs and events as the protobuf bytes that leave the server, made once and shared.
+//!
+//! Layout of a pair (`mvccpb.KeyValue`): key 1, create_revision 2, mod_revision 3, version 4, value 5, lease 6; fields
+//! with their default left out, in the order of their numbers, which is what every protobuf encoder writes.
+
+use bytes::{Buf, Bytes};
+use prost::encoding::{WireType, decode_key, decode_varint, encode_key, encode_varint, encoded_len_varint};
+
+use super::{LeaseId, Revision, Version};
+
+/// An encoded `mvccpb.KeyValue`. Only [`EncodedKv::new`] makes one, so reading it back cannot fail.
+#[derive(Clone, PartialEq, Eq)]
+pub struct EncodedKv(Bytes);
+
+impl EncodedKv {
+    pub fn new(key: &[u8], version: Version, value: &[u8], lease: Option<LeaseId>) -> Self {
+        let lease = LeaseId::to_wire(lease);
+        let numbers = [version.create_revision.0, version.row.revision.0, version.version];
+        let len =
+            bytes_len(key) + numbers.iter().map(|n| int_len(*n)).sum::<usize>() + bytes_len(value) + int_len(lease);
+        let mut buf = Vec::with_capacity(len);
+        put_bytes(&mut buf, 1, key);
+        for (tag, number) in (2..).zip(numbers) {
+            put_int(&mut buf, tag, number);
+        }
+        put_bytes(&mut buf, 5, value);
+        put_int(&mut buf, 6, lease);
+        debug_assert_eq!(buf.len(), len, "the length is computed as it is written");
+        Self(buf.into())
+    }
+
+    pub fn as_bytes(&self) -> &Bytes {
+        &self.0
+    }
+
+    pub fn into_bytes(self) -> Bytes {
+        self.0
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The value, sharing this pair's memory.
+    pub fn value(&self) -> Bytes {
+        let mut rest: &[u8] = &self.0;
+        while rest.has_remaining() {
+            let (tag, wire) = decode_key(&mut rest).expect("made by EncodedKv::new");
+            let number = decode_varint(&mut rest).expect("made by EncodedKv::new");
+            if wire == WireType::LengthDelimited {
+                let len = usize::try_from(number).expect("a length of this buffer");
+                if tag == 5 {
+                    return self.0.slice_ref(&rest[..len]);
+                }
+                rest.advance(len);
+            }
+        }
+        Bytes::new()
+    }
+}
+
+impl std::fmt::Debug for EncodedKv {
+    /// Never the value.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "EncodedKv({} bytes)", self.0.len())
+    }
+}
+
+/// An encoded `mvccpb.Event` inside its frame: the tag and length that it has as an element of `WatchResponse.events`.
+/// Such events concatenated behind an encoded `WatchResponse` without events are that response with them.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct EncodedEvent(Vec<u8>);
+
+/// `WatchResponse.events`.
+const EVENTS_TAG: u32 = 11;
+
+impl EncodedEvent {
+    pub fn put(kv: &EncodedKv, prev: Option<&EncodedKv>) -> Self {
+        Self::frame(false, kv.as_bytes(), prev)
+    }
+
+    /// A deletion: its pair has the key and the revision of the delete, nothing else.
+    pub fn delete(key: &[u8], revision: Revision, prev: Option<&EncodedKv>) -> Self {
+        let mut kv = Vec::with_capacity(bytes_len(key) + int_len(revision.0));
+        put_bytes(&mut kv, 1, key);
+        put_int(&mut kv, 3, revision.0);
+        Self::frame(true, &kv, prev)
+    }
+
+    fn frame(deleted: bool, kv: &[u8], prev: Option<&EncodedKv>) -> Self {
+        let prev: &[u8] = prev.map_or(&[], |prev| prev.as_bytes());
+        let len = int_len(i64::from(deleted)) + bytes_len(kv) + bytes_len(prev);
+        let mut buf = Vec::with_capacity(1 + encoded_len_varint(len as u64) + len);
+        encode_key(EVENTS_TAG, WireType::LengthDelimited, &mut buf);
+        encode_varint(len as u64, &mut buf);
+        put_int(&mut buf, 1, i64::from(deleted));
+        put_bytes(&mut buf, 2, kv);
+        put_bytes(&mut buf, 3, prev);
+        Self(buf)
+    }
+
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+// Every tag here is below 16, so it takes one byte.
+
+fn bytes_len(bytes: &[u8]) -> usize {
+    if bytes.is_empty() { 0 } else { 1 + encoded_len_varint(bytes.len() as u64) + bytes.len() }
+}
+
+fn int_len(number: i64) -> usize {
+    if number == 0 { 0 } else { 1 + encoded_len_varint(number.cast_unsigned()) }
+}
+
+fn put_bytes(buf: &mut Vec<u8>, tag: u32, bytes: &[u8]) {
+    if !bytes.is_empty() {
+        encode_key(tag, WireType::LengthDelimited, buf);
+        encode_varint(bytes.len() as u64, buf);
+        buf.extend_from_slice(bytes);
+    }
+}
+
+fn put_int(buf: &mut Vec<u8>, tag: u32, number: i64) {
+    if number != 0 {
+        encode_key(tag, WireType::Varint, buf);
+        encode_varint(number.cast_unsigned(), buf);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use prost::Message as _;
+
+    use super::*;
+    use crate::{
+        proto::client::{etcdserverpb::WatchResponse, mvccpb},
+        types::RowId,
+    };
+
+    fn pair(key: &[u8], numbers: [i64; 4], value: &[u8]) -> (EncodedKv, mvccpb::KeyValue) {
+        let [create, modified, version, lease] = numbers;
+        let state = Version { row: RowId::new(Revision(modified), 3), create_revision: Revision(create), version };
+        let kv = EncodedKv::new(key, state, value, LeaseId::from_wire(lease));
+        let plain = mvccpb::KeyValue {
+            key: Bytes::copy_from_slice(key),
+            create_revision: create,
+            mod_revision: modified,
+            version,
+            value: Bytes::copy_from_slice(value),
+            lease,
+        };
+        (kv, plain)
+    }
+
+    proptest! {
+        #[test]
+        fn pairs_are_encoded_as_prost_does(key: Vec<u8>, value: Vec<u8>, numbers: [i64; 4]) {
+            let (kv, plain) = pair(&key, numbers, &value);
+            prop_assert_eq!(kv.as_bytes().as_ref(), plain.encode_to_vec().as_slice());
+            prop_assert_eq!(kv.value().as_ref(), value.as_slice());
+        }
+
+        #[test]
+        fn events_are_encoded_as_prost_does(key in prop::collection::vec(any::<u8>(), 1..20), value: Vec<u8>, numbers: [i64; 4], with_prev: bool) {
+            let (kv, plain) = pair(&key, numbers, &value);
+            let prev = with_prev.then_some(&kv);
+            let mut bytes = EncodedEvent::put(&kv, prev).as_bytes().to_vec();
+            bytes.extend(EncodedEvent::delete(&key, Revision(7), prev).as_bytes());
+
+            let response = WatchResponse::decode(bytes.as_slice()).expect("decodes");
+            let prev_kv = with_prev.then(|| plain.clone());
+            let deleted = mvccpb::KeyValue { key: key.into(), mod_revision: 7, ..Default::default() };
+            let expected = [
+                mvccpb::Event { r#type: 0, kv: Some(plain), prev_kv: prev_kv.clone() },
+                mvccpb::Event { r#type: 1, kv: Some(deleted), prev_kv },
+            ];
+            prop_assert_eq!(response.events, expected);
+        }
+    }
+}

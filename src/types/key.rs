@@ -1,0 +1,129 @@
+//! Keys and ranges of keys.
+
+use std::{borrow::Borrow, fmt, ops::Bound, ops::Deref};
+
+/// A key: any bytes, ordered bytewise. Owns exactly its bytes, so that it never keeps a request's buffer alive.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key(Box<[u8]>);
+
+impl Key {
+    pub fn as_slice(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl From<&[u8]> for Key {
+    fn from(bytes: &[u8]) -> Self {
+        Self(bytes.into())
+    }
+}
+
+impl From<Vec<u8>> for Key {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self(bytes.into_boxed_slice())
+    }
+}
+
+impl Deref for Key {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Borrow<[u8]> for Key {
+    fn borrow(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\"{}\"", self.0.escape_ascii())
+    }
+}
+
+/// The keys that a request speaks of.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub enum KeyRange {
+    /// Exactly this key.
+    Single(Key),
+    /// The keys in [start, end); with no end every key from `start` on.
+    Span { start: Key, end: Option<Key> },
+}
+
+impl KeyRange {
+    /// From the wire's pair: an empty `range_end` is the one key, `"\0"` is every key from `key` on.
+    ///
+    /// The answer may be an empty range (`key >= range_end`), which holds nothing and is no error.
+    pub fn from_wire(key: &[u8], range_end: &[u8]) -> Self {
+        match range_end {
+            [] => Self::Single(key.into()),
+            [0] => Self::Span { start: key.into(), end: None },
+            end => Self::Span { start: key.into(), end: Some(end.into()) },
+        }
+    }
+
+    pub fn contains(&self, key: &[u8]) -> bool {
+        match self {
+            Self::Single(only) => only.as_slice() == key,
+            Self::Span { start, end } => start.as_slice() <= key && end.as_ref().is_none_or(|end| key < end.as_slice()),
+        }
+    }
+
+    /// Whether no key can lie in it.
+    pub fn is_empty(&self) -> bool {
+        match self {
+            Self::Single(_) => false,
+            Self::Span { start, end } => end.as_ref().is_some_and(|end| start >= end),
+        }
+    }
+
+    pub fn start(&self) -> &Key {
+        match self {
+            Self::Single(key) | Self::Span { start: key, .. } => key,
+        }
+    }
+
+    /// The range's bounds for an ordered map. Not for an empty range, whose bounds such a map refuses.
+    pub fn bounds(&self) -> (Bound<&[u8]>, Bound<&[u8]>) {
+        match self {
+            Self::Single(key) => (Bound::Included(key), Bound::Included(key)),
+            Self::Span { start, end } => {
+                (Bound::Included(start), end.as_ref().map_or(Bound::Unbounded, |end| Bound::Excluded(end)))
+            }
+        }
+    }
+
+    /// What is left of the range behind `key`.
+    pub fn bounds_after<'a>(&'a self, key: &'a [u8]) -> (Bound<&'a [u8]>, Bound<&'a [u8]>) {
+        (Bound::Excluded(key), self.bounds().1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(key: &[u8], end: &[u8], inside: &[&[u8]], outside: &[&[u8]]) {
+        let range = KeyRange::from_wire(key, end);
+        for key in inside {
+            assert!(range.contains(key), "{range:?} holds {key:?}");
+        }
+        for key in outside {
+            assert!(!range.contains(key), "{range:?} does not hold {key:?}");
+        }
+    }
+
+    #[test]
+    fn wire_pairs_name_these_keys() {
+        check(b"a", b"", &[b"a"], &[b"", b"a\0", b"b"]);
+        check(b"a", b"c", &[b"a", b"a\0", b"b", b"b\xff"], &[b"", b"A", b"c", b"d"]);
+        check(b"b", b"\0", &[b"b", b"c", b"\xff\xff"], &[b"a", b"az", b"\0"]);
+        check(b"\0", b"\0", &[b"\0", b"a", b"\xff"], &[]);
+        check(b"b", b"a", &[], &[b"a", b"b", b"c"]);
+        check(b"b", b"b", &[], &[b"a", b"b", b"c"]);
+    }
+}
