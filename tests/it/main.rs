@@ -1,1 +1,5 @@
-fn main() {}
+//! The one integration-test binary: it links once.
+
+mod differential;
+mod etcdctl;
+mod support;

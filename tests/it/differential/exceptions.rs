@@ -1,0 +1,164 @@
+//! Where two answers may differ: the whole list, each with its reason.
+//!
+//! An entry changes our answer to etcd's where the difference is allowed, and leaves it alone where it is not.
+
+use std::{cmp::Ordering, collections::BTreeMap, ops::Range};
+
+use orlop::proto::client::{
+    etcdserverpb::{
+        RangeRequest, RangeResponse, ResponseOp, TxnRequest, TxnResponse, range_request::SortTarget,
+        request_op::Request, response_op::Response,
+    },
+    mvccpb::KeyValue,
+};
+
+use super::op::{Answer, Op};
+
+struct Exception {
+    reason: &'static str,
+    /// (operation, etcd's answer, ours)
+    allow: fn(&Op, &Answer, &mut Answer),
+}
+
+const EXCEPTIONS: &[Exception] = &[
+    Exception { reason: "a lease's remaining time goes on between the two answers", allow: remaining_time },
+    Exception { reason: "leases of equal time left are listed in no promised order", allow: order_of_leases },
+    Exception { reason: "pairs that are equal in the sort target have no promised order", allow: ties },
+    Exception { reason: "version, sizes and raft's numbers are each server's own", allow: status },
+    Exception { reason: "names, ids and addresses of members are each server's own", allow: members },
+];
+
+/// How often each exception was used, by its reason.
+pub type Used = BTreeMap<&'static str, usize>;
+
+/// Changes `ours` to `etcd` wherever an exception allows the difference.
+pub fn allow(op: &Op, etcd: &Answer, ours: &mut Answer, used: &mut Used) {
+    for Exception { reason, allow } in EXCEPTIONS {
+        if ours == etcd {
+            return;
+        }
+        let before = ours.clone();
+        allow(op, etcd, ours);
+        if *ours != before {
+            *used.entry(reason).or_default() += 1;
+        }
+    }
+}
+
+/// Seconds; the two answers come from the same moment.
+const REMAINING_TTL_TOLERANCE_SECS: u64 = 3;
+
+fn remaining_time(_: &Op, etcd: &Answer, ours: &mut Answer) {
+    if let (Answer::TimeToLive(etcd), Answer::TimeToLive(ours)) = (etcd, ours)
+        && etcd.ttl > 0
+        && etcd.ttl.abs_diff(ours.ttl) <= REMAINING_TTL_TOLERANCE_SECS
+    {
+        ours.ttl = etcd.ttl;
+    }
+}
+
+fn order_of_leases(_: &Op, etcd: &Answer, ours: &mut Answer) {
+    if let (Answer::Leases(etcd), Answer::Leases(ours)) = (etcd, ours) {
+        let sorted = |mut ids: Vec<_>| {
+            ids.sort_unstable();
+            ids
+        };
+        let ids = |leases: &[orlop::proto::client::etcdserverpb::LeaseStatus]| {
+            sorted(leases.iter().map(|lease| lease.id).collect::<Vec<_>>())
+        };
+        if ids(&etcd.leases) == ids(&ours.leases) {
+            ours.leases.clone_from(&etcd.leases);
+        }
+    }
+}
+
+fn status(_: &Op, etcd: &Answer, ours: &mut Answer) {
+    if let (Answer::Status(etcd), Answer::Status(ours)) = (etcd, ours) {
+        let header = ours.header;
+        ours.clone_from(etcd);
+        ours.header = header;
+    }
+}
+
+fn members(_: &Op, etcd: &Answer, ours: &mut Answer) {
+    if let (Answer::Members(etcd), Answer::Members(ours)) = (etcd, ours)
+        && etcd.members.len() == ours.members.len()
+    {
+        ours.members.clone_from(&etcd.members);
+    }
+}
+
+fn ties(op: &Op, etcd: &Answer, ours: &mut Answer) {
+    match (op, etcd, ours) {
+        (Op::Range(request), Answer::Range(etcd), Answer::Range(ours)) => ties_in_range(request, etcd, ours),
+        (Op::Txn(request), Answer::Txn(etcd), Answer::Txn(ours)) => ties_in_txn(request, etcd, ours),
+        _ => {}
+    }
+}
+
+fn ties_in_txn(request: &TxnRequest, etcd: &TxnResponse, ours: &mut TxnResponse) {
+    let requests = if etcd.succeeded { &request.success } else { &request.failure };
+    for ((request, etcd), ours) in requests.iter().zip(&etcd.responses).zip(&mut ours.responses) {
+        ties_in_operation(request.request.as_ref(), etcd, ours);
+    }
+}
+
+fn ties_in_operation(request: Option<&Request>, etcd: &ResponseOp, ours: &mut ResponseOp) {
+    match (request, etcd.response.as_ref(), ours.response.as_mut()) {
+        (
+            Some(Request::RequestRange(request)),
+            Some(Response::ResponseRange(etcd)),
+            Some(Response::ResponseRange(ours)),
+        ) => ties_in_range(request, etcd, ours),
+        (Some(Request::RequestTxn(request)), Some(Response::ResponseTxn(etcd)), Some(Response::ResponseTxn(ours))) => {
+            ties_in_txn(request, etcd, ours)
+        }
+        _ => {}
+    }
+}
+
+fn ties_in_range(request: &RangeRequest, etcd: &RangeResponse, ours: &mut RangeResponse) {
+    let target = request.sort_target();
+    if target == SortTarget::Key || etcd.kvs.len() != ours.kvs.len() {
+        return;
+    }
+    let groups = groups(target, &etcd.kvs);
+    let last = groups.len();
+    let equal = groups.into_iter().enumerate().all(|(index, group)| {
+        let (etcd_group, our_group) = (&etcd.kvs[group.clone()], &ours.kvs[group]);
+        let targets_equal = etcd_group.iter().zip(our_group).all(|(a, b)| by_target(target, a, b).is_eq());
+        // Where the limit cut a group, each server may have kept other pairs of it.
+        let cut = etcd.more && index + 1 == last;
+        targets_equal && (cut || sorted_by_key(etcd_group) == sorted_by_key(our_group))
+    });
+    if equal {
+        ours.kvs.clone_from(&etcd.kvs);
+    }
+}
+
+/// Runs of pairs that are equal in the target.
+fn groups(target: SortTarget, kvs: &[KeyValue]) -> Vec<Range<usize>> {
+    let mut start = 0;
+    let ends = kvs.chunk_by(|a, b| by_target(target, a, b).is_eq()).map(|group| {
+        let range = start..start + group.len();
+        start = range.end;
+        range
+    });
+    ends.collect()
+}
+
+fn by_target(target: SortTarget, a: &KeyValue, b: &KeyValue) -> Ordering {
+    match target {
+        SortTarget::Key => a.key.cmp(&b.key),
+        SortTarget::Version => a.version.cmp(&b.version),
+        SortTarget::Create => a.create_revision.cmp(&b.create_revision),
+        SortTarget::Mod => a.mod_revision.cmp(&b.mod_revision),
+        SortTarget::Value => a.value.cmp(&b.value),
+    }
+}
+
+fn sorted_by_key(kvs: &[KeyValue]) -> Vec<&KeyValue> {
+    let mut sorted: Vec<_> = kvs.iter().collect();
+    sorted.sort_by(|a, b| a.key.cmp(&b.key));
+    sorted
+}

@@ -1,0 +1,192 @@
+//! A round: one seed, two fresh servers, several sequences of operations, and every answer compared.
+
+use std::{collections::VecDeque, fmt};
+
+use orlop::proto::client::{
+    etcdserverpb::{DeleteRangeRequest, PutRequest, RequestOp, TxnRequest, request_op::Request},
+    mvccpb::Event,
+};
+
+use super::{
+    exceptions,
+    generate::{Generator, KEYS, Known},
+    op::{Answer, On, Op},
+    side::Side,
+    watch::{WatchStream, Watermark},
+};
+
+/// Operations between two watermarks; watch streams live as long.
+const SEQUENCE_OPS: usize = 400;
+/// Operations that a report shows.
+const TAIL_OPS: usize = 20;
+
+pub struct Round {
+    seed: u64,
+    etcd: Side,
+    ours: Side,
+    known: Known,
+    performed: usize,
+    tail: VecDeque<Op>,
+    used: exceptions::Used,
+}
+
+/// The first difference of a round, with what it takes to find it again.
+#[derive(Debug)]
+pub struct Mismatch {
+    seed: u64,
+    op_index: usize,
+    op: Op,
+    etcd: String,
+    ours: String,
+    tail: VecDeque<Op>,
+}
+
+impl Round {
+    pub fn new(seed: u64, etcd: Side, ours: Side) -> Self {
+        let known = Known { head: 1, compacted: -1, watches: Vec::new() };
+        Self { seed, etcd, ours, known, performed: 0, tail: VecDeque::new(), used: exceptions::Used::new() }
+    }
+
+    /// Answers which exceptions it needed.
+    pub async fn run(mut self, ops: usize) -> Result<exceptions::Used, Box<Mismatch>> {
+        let mut generator = Generator::new(self.seed);
+        while self.performed < ops {
+            for _ in 0..SEQUENCE_OPS {
+                let op = generator.op(&self.known);
+                self.step(op).await?;
+            }
+            self.finish_sequence().await?;
+        }
+        Ok(self.used)
+    }
+
+    async fn step(&mut self, op: Op) -> Result<(), Box<Mismatch>> {
+        // What a watch has been sent when it is cut off is a matter of time, unless it has all.
+        let cuts = matches!(op, Op::Compact(_) | Op::CancelWatch { .. } | Op::Progress);
+        self.performed += 1;
+        if self.tail.len() == TAIL_OPS {
+            self.tail.pop_front();
+        }
+        self.tail.push_back(op.clone());
+        if cuts {
+            self.catch_up(&op).await?;
+        }
+        let (etcd, mut ours) = tokio::join!(self.etcd.perform(&op), self.ours.perform(&op));
+        exceptions::allow(&op, &etcd, &mut ours, &mut self.used);
+        if etcd != ours || matches!(etcd, Answer::Stalled(_)) {
+            return Err(self.mismatch(&op, &etcd, &ours));
+        }
+        self.learn(&op, &etcd);
+        Ok(())
+    }
+
+    /// Takes from an answer, the same on both, what the next operations are made of.
+    fn learn(&mut self, op: &Op, answer: &Answer) {
+        self.known.head = self.known.head.max(answer.revision().unwrap_or(0));
+        match (op, answer) {
+            (Op::Compact(request), Answer::Compact(_)) => self.known.compacted = request.revision,
+            (Op::Watch { on: On::Stream(stream), .. }, Answer::Watch(created)) if !created.canceled => {
+                self.known.watches.push((*stream, created.watch_id));
+            }
+            (Op::CancelWatch { stream, id }, _) => self.known.watches.retain(|watch| *watch != (*stream, *id)),
+            _ => {}
+        }
+    }
+
+    async fn catch_up(&mut self, op: &Op) -> Result<(), Box<Mismatch>> {
+        let head = self.known.head;
+        let (etcd, ours) = tokio::join!(self.etcd.catch_up(head), self.ours.catch_up(head));
+        if etcd.is_err() || ours.is_err() {
+            return Err(self.mismatch(op, &etcd, &ours));
+        }
+        self.compare_watches(op)
+    }
+
+    /// Makes two changes that every watch sees, waits for them, compares all watches and ends them.
+    async fn finish_sequence(&mut self) -> Result<(), Box<Mismatch>> {
+        let put = |key: &[u8]| PutRequest { key: key.to_vec().into(), ..Default::default() };
+        let success = KEYS.map(|key| RequestOp { request: Some(Request::RequestPut(put(key))) }).into_iter().collect();
+        self.step(Op::Txn(TxnRequest { success, ..Default::default() })).await?;
+        let put = self.known.head;
+        let all = bytes::Bytes::from_static(b"\0");
+        let delete = Op::DeleteRange(DeleteRangeRequest { key: all.clone(), range_end: all, prev_kv: true });
+        self.step(delete.clone()).await?;
+        let watermark = Watermark { put, delete: self.known.head };
+
+        let (etcd, ours) = tokio::join!(self.etcd.reach(watermark), self.ours.reach(watermark));
+        if etcd.is_err() || ours.is_err() {
+            return Err(self.mismatch(&delete, &etcd, &ours));
+        }
+        self.compare_watches(&delete)?;
+        self.etcd.forget_streams();
+        self.ours.forget_streams();
+        self.known.watches.clear();
+        Ok(())
+    }
+
+    /// Both sides have every event up to the head.
+    fn compare_watches(&mut self, op: &Op) -> Result<(), Box<Mismatch>> {
+        let difference = (self.etcd.streams.iter_mut().flatten())
+            .zip(self.ours.streams.iter_mut().flatten())
+            .find_map(|(etcd, ours)| difference(etcd, ours));
+        match difference {
+            Some((etcd, ours)) => Err(self.mismatch(op, &etcd, &ours)),
+            None => Ok(()),
+        }
+    }
+
+    fn mismatch(&self, op: &Op, etcd: &impl fmt::Debug, ours: &impl fmt::Debug) -> Box<Mismatch> {
+        Box::new(Mismatch {
+            seed: self.seed,
+            op_index: self.performed - 1,
+            op: op.clone(),
+            etcd: format!("{etcd:#?}"),
+            ours: format!("{ours:#?}"),
+            tail: self.tail.clone(),
+        })
+    }
+}
+
+/// Compares what came since the last time; equal events are forgotten.
+fn difference(etcd: &mut WatchStream, ours: &mut WatchStream) -> Option<(String, String)> {
+    if !etcd.complaints.is_empty() || !ours.complaints.is_empty() {
+        return Some((format!("{:#?}", etcd.complaints), format!("{:#?}", ours.complaints)));
+    }
+    for (etcd, ours) in etcd.watches.iter_mut().zip(&mut ours.watches) {
+        let say = |what: &dyn fmt::Debug| format!("{what:#?} for {:?}", etcd.create());
+        if !etcd.complaints.is_empty() || !ours.complaints.is_empty() {
+            return Some((say(&etcd.complaints), say(&ours.complaints)));
+        }
+        if etcd.end != ours.end {
+            return Some((say(&etcd.end), say(&ours.end)));
+        }
+        let common = etcd.events.iter().zip(&ours.events).take_while(|(etcd, ours)| etcd == ours).count();
+        if common < etcd.events.len().max(ours.events.len()) {
+            let first = |events: &VecDeque<Event>| events.get(common).map_or("nothing more".to_owned(), |it| say(it));
+            return Some((first(&etcd.events), first(&ours.events)));
+        }
+        etcd.events.clear();
+        ours.events.clear();
+    }
+    None
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { seed, op_index, op, etcd, ours, tail } = self;
+        writeln!(f, "seed {seed} (ORLOP_SEED={seed} replays it), operation {op_index}:")?;
+        writeln!(f, "  {}", cut(&format!("{op:?}"), 6_000))?;
+        writeln!(f, "etcd: {}\nours: {}", cut(etcd, 6_000), cut(ours, 6_000))?;
+        writeln!(f, "the last {} operations:", tail.len())?;
+        tail.iter().try_for_each(|op| writeln!(f, "  {}", cut(&format!("{op:?}"), 1_200)))
+    }
+}
+
+/// A crowded transaction would hide everything else.
+fn cut(text: &str, chars_max: usize) -> String {
+    let mut short: String = text.chars().take(chars_max).collect();
+    if short.len() < text.len() {
+        short.push_str(" ... (cut)");
+    }
+    short
+}

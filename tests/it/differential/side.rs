@@ -1,0 +1,211 @@
+//! One of the two servers: makes operations on it and masks its answers.
+
+use orlop::proto::client::etcdserverpb::{
+    LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest, LeaseRevokeRequest, MemberListRequest, PutRequest,
+    ResponseHeader, ResponseOp, StatusRequest, TxnResponse, WatchCreateRequest, response_op::Response,
+};
+use tokio::time::timeout;
+use tonic::Status;
+
+use super::{
+    generate::SHARED_STREAMS,
+    op::{Answer, On, Op},
+    watch::{WatchStream, Watermark},
+};
+use crate::support::{Client, DEADLINE};
+
+pub struct Side {
+    client: Client,
+    /// The shared ones, made when first needed, then those of one watch each.
+    pub streams: Vec<Option<WatchStream>>,
+    fault: Option<Fault>,
+}
+
+/// A lie that the harness must notice.
+#[derive(Clone, Copy, Debug)]
+pub enum Fault {
+    Count,
+    Header,
+    ErrorText,
+    PairOrder,
+    LostEvent,
+    EventOrder,
+}
+
+impl Side {
+    pub fn new(client: Client, fault: Option<Fault>) -> Self {
+        Self { client, streams: (0..SHARED_STREAMS).map(|_| None).collect(), fault }
+    }
+
+    pub async fn perform(&mut self, op: &Op) -> Answer {
+        let answer = match timeout(DEADLINE * 2, self.answer(op)).await {
+            Ok(answer) => answer.unwrap_or_else(Answer::from),
+            Err(_) => Answer::Stalled("no answer at all".to_owned()),
+        };
+        self.falsify(masked(answer))
+    }
+
+    /// Waits until all events up to `head` are here.
+    pub async fn catch_up(&mut self, head: i64) -> Result<(), String> {
+        for stream in self.streams.iter_mut().flatten() {
+            stream.catch_up(head).await?;
+        }
+        self.falsify_events();
+        Ok(())
+    }
+
+    pub async fn reach(&mut self, watermark: Watermark) -> Result<(), String> {
+        for stream in self.streams.iter_mut().flatten() {
+            stream.reach(watermark).await?;
+        }
+        self.falsify_events();
+        Ok(())
+    }
+
+    /// Ends all streams, as the sequence is over.
+    pub fn forget_streams(&mut self) {
+        self.streams = (0..SHARED_STREAMS).map(|_| None).collect();
+    }
+
+    async fn answer(&mut self, op: &Op) -> Result<Answer, Status> {
+        let Client { kv, lease, maintenance, cluster, .. } = &mut self.client;
+        Ok(match op.clone() {
+            Op::Put(request) => Answer::Put(kv.put(request).await?.into_inner()),
+            Op::Range(request) => Answer::Range(kv.range(request).await?.into_inner()),
+            Op::DeleteRange(request) => Answer::DeleteRange(kv.delete_range(request).await?.into_inner()),
+            Op::Txn(request) => Answer::Txn(kv.txn(request).await?.into_inner()),
+            Op::Compact(request) => Answer::Compact(kv.compact(request).await?.into_inner()),
+            Op::Grant(request) => Answer::Grant(lease.lease_grant(request).await?.into_inner()),
+            Op::GrantBriefly(request) => self.grant_briefly(request).await?,
+            Op::Revoke { id } => Answer::Revoke(lease.lease_revoke(LeaseRevokeRequest { id }).await?.into_inner()),
+            Op::KeepAlive { ids } => self.keep_alive(ids).await?,
+            Op::TimeToLive(request) => Answer::TimeToLive(lease.lease_time_to_live(request).await?.into_inner()),
+            Op::Leases => Answer::Leases(lease.lease_leases(LeaseLeasesRequest {}).await?.into_inner()),
+            Op::Status => Answer::Status(maintenance.status(StatusRequest {}).await?.into_inner()),
+            Op::Members => Answer::Members(cluster.member_list(MemberListRequest::default()).await?.into_inner()),
+            Op::Watch { on, create } => self.watch(on, create).await?,
+            Op::CancelWatch { stream, id } => match &mut self.streams[stream] {
+                Some(stream) => stream.cancel(id).await,
+                None => Answer::Silence,
+            },
+            Op::Progress => Answer::Silence,
+        })
+    }
+
+    async fn grant_briefly(&mut self, request: LeaseGrantRequest) -> Result<Answer, Status> {
+        let Client { kv, lease, .. } = &mut self.client;
+        let mut grant = lease.lease_grant(request).await?.into_inner();
+        let mut put = None;
+        if request.id != 0 {
+            let request = PutRequest { key: "a".into(), lease: grant.id, prev_kv: true, ..Default::default() };
+            put = Some(kv.put(request).await?.into_inner());
+        }
+        let revoke = lease.lease_revoke(LeaseRevokeRequest { id: grant.id }).await?.into_inner();
+        if request.id == 0 && grant.id > 0 {
+            // A positive one, as it should be: which one is the server's choice.
+            grant.id = 1;
+        }
+        Ok(Answer::GrantBriefly { grant, put, revoke })
+    }
+
+    async fn keep_alive(&mut self, ids: Vec<i64>) -> Result<Answer, Status> {
+        let wanted = ids.len();
+        let requests = tokio_stream::iter(ids.into_iter().map(|id| LeaseKeepAliveRequest { id }));
+        let mut stream = self.client.lease.lease_keep_alive(requests).await?.into_inner();
+        let mut answers = Vec::new();
+        while answers.len() < wanted
+            && let Some(answer) = stream.message().await?
+        {
+            answers.push(answer);
+        }
+        Ok(Answer::KeepAlive(answers))
+    }
+
+    async fn watch(&mut self, on: On, create: WatchCreateRequest) -> Result<Answer, Status> {
+        if let On::Stream(index) = on
+            && let Some(stream) = &mut self.streams[index]
+        {
+            return Ok(stream.create(create).await);
+        }
+        let (mut stream, answer) = WatchStream::open(&self.client, create).await?;
+        if let (On::Doomed, Answer::Watch(created)) = (on, &answer)
+            && !created.canceled
+            && let stalled @ Answer::Stalled(_) = stream.ended(created.watch_id).await
+        {
+            return Ok(stalled);
+        }
+        match on {
+            On::Stream(index) => self.streams[index] = Some(stream),
+            On::Fresh | On::Doomed => self.streams.push(Some(stream)),
+        }
+        Ok(answer)
+    }
+
+    fn falsify(&mut self, mut answer: Answer) -> Answer {
+        match (self.fault, &mut answer) {
+            (Some(Fault::Count), Answer::Range(it)) => it.count += 1,
+            (Some(Fault::Header), Answer::Put(it)) => it.header = None,
+            (Some(Fault::ErrorText), Answer::Refused { message, .. }) => message.push('.'),
+            (Some(Fault::PairOrder), Answer::Range(it)) => it.kvs.reverse(),
+            _ => {}
+        }
+        answer
+    }
+
+    fn falsify_events(&mut self) {
+        for watch in self.streams.iter_mut().flatten().flat_map(|stream| &mut stream.watches) {
+            match self.fault {
+                Some(Fault::LostEvent) => drop(watch.events.pop_back()),
+                Some(Fault::EventOrder) => watch.events.make_contiguous().reverse(),
+                Some(Fault::Count | Fault::Header | Fault::ErrorText | Fault::PairOrder) | None => {}
+            }
+        }
+    }
+}
+
+/// Hides whose answer it is: of the ids and the raft term only whether they are set remains.
+pub fn mask(header: &mut Option<ResponseHeader>) {
+    if let Some(header) = header {
+        header.cluster_id = header.cluster_id.min(1);
+        header.member_id = header.member_id.min(1);
+        header.raft_term = header.raft_term.min(1);
+    }
+}
+
+fn masked(mut answer: Answer) -> Answer {
+    match &mut answer {
+        Answer::Put(it) => mask(&mut it.header),
+        Answer::Range(it) => mask(&mut it.header),
+        Answer::DeleteRange(it) => mask(&mut it.header),
+        Answer::Txn(it) => mask_txn(it),
+        Answer::Compact(it) => mask(&mut it.header),
+        Answer::Grant(it) => mask(&mut it.header),
+        Answer::GrantBriefly { grant, put, revoke } => {
+            mask(&mut grant.header);
+            put.iter_mut().for_each(|it| mask(&mut it.header));
+            mask(&mut revoke.header);
+        }
+        Answer::Revoke(it) => mask(&mut it.header),
+        Answer::KeepAlive(answers) => answers.iter_mut().for_each(|it| mask(&mut it.header)),
+        Answer::TimeToLive(it) => mask(&mut it.header),
+        Answer::Leases(it) => mask(&mut it.header),
+        Answer::Status(it) => mask(&mut it.header),
+        Answer::Members(it) => mask(&mut it.header),
+        Answer::Watch(it) => mask(&mut it.header),
+        Answer::Silence | Answer::Refused { .. } | Answer::Stalled(_) => {}
+    }
+    answer
+}
+
+fn mask_txn(txn: &mut TxnResponse) {
+    mask(&mut txn.header);
+    for ResponseOp { response } in &mut txn.responses {
+        match response {
+            Some(Response::ResponseRange(it)) => mask(&mut it.header),
+            Some(Response::ResponsePut(it)) => mask(&mut it.header),
+            Some(Response::ResponseDeleteRange(it)) => mask(&mut it.header),
+            Some(Response::ResponseTxn(it)) => mask_txn(it),
+            None => {}
+        }
+    }
+}

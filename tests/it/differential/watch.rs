@@ -1,0 +1,274 @@
+//! One server's watch streams: what each watch was sent, and whether that keeps watch's guarantees.
+//!
+//! How a server groups events into answers is its own affair; that the events of one revision stay together is not.
+
+use std::collections::VecDeque;
+
+use orlop::proto::client::{
+    etcdserverpb::{
+        WatchCancelRequest, WatchCreateRequest, WatchProgressRequest, WatchRequest, WatchResponse,
+        watch_create_request::FilterType, watch_request::RequestUnion,
+    },
+    mvccpb::Event,
+};
+use tokio::{
+    sync::mpsc,
+    time::{Duration, Instant, timeout_at},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
+
+use super::{generate::KEYS, op::Answer, side::mask};
+use crate::support::{Client, DEADLINE};
+
+/// etcd drops a progress request that comes too early, so it is repeated.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
+
+const STREAM_ENDED: &str = "the watch stream has ended";
+
+/// A stream and the watches made on it, ended ones too.
+pub struct WatchStream {
+    requests: mpsc::Sender<WatchRequest>,
+    /// Unbounded: a reader that falls behind would change what the server does.
+    responses: mpsc::UnboundedReceiver<Result<WatchResponse, Status>>,
+    pub watches: Vec<WatchLog>,
+    pub complaints: Vec<String>,
+}
+
+/// What came for one watch.
+pub struct WatchLog {
+    create: WatchCreateRequest,
+    id: i64,
+    /// Not compared yet, in the order of arrival.
+    pub events: VecDeque<Event>,
+    /// The answer that ended it.
+    pub end: Option<WatchResponse>,
+    pub complaints: Vec<String>,
+    last_revision: i64,
+    in_fragment: bool,
+}
+
+/// The two revisions that end a sequence: one puts every key, the next deletes them all.
+#[derive(Clone, Copy)]
+pub struct Watermark {
+    pub put: i64,
+    pub delete: i64,
+}
+
+impl WatchStream {
+    /// Opens a stream with its first watch: a server may answer nothing, not even headers, before that.
+    pub async fn open(client: &Client, create: WatchCreateRequest) -> Result<(Self, Answer), Status> {
+        let (requests, receiver) = mpsc::channel(16);
+        let first = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create.clone())) };
+        requests.send(first).await.expect("the receiver is here");
+        let mut inbound = client.watch.clone().watch(ReceiverStream::new(receiver)).await?.into_inner();
+        let (sender, responses) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            loop {
+                let message = match inbound.message().await {
+                    Ok(Some(response)) => Ok(response),
+                    Ok(None) => Err(Status::cancelled("the server ended the stream")),
+                    Err(status) => Err(status),
+                };
+                let ended = message.is_err();
+                if sender.send(message).is_err() || ended {
+                    return;
+                }
+            }
+        });
+        let mut stream = Self { requests, responses, watches: Vec::new(), complaints: Vec::new() };
+        let answer = stream.created(create).await;
+        Ok((stream, answer))
+    }
+
+    pub async fn create(&mut self, create: WatchCreateRequest) -> Answer {
+        if let Err(trouble) = self.send(RequestUnion::CreateRequest(create.clone())).await {
+            return Answer::Stalled(trouble);
+        }
+        self.created(create).await
+    }
+
+    /// A cancel of an unknown watch has no answer; a later mistake of the server's would show as a complaint.
+    pub async fn cancel(&mut self, id: i64) -> Answer {
+        let known = self.live(id).is_some();
+        if let Err(trouble) = self.send(RequestUnion::CancelRequest(WatchCancelRequest { watch_id: id })).await {
+            return Answer::Stalled(trouble);
+        }
+        if known { self.ended(id).await } else { Answer::Silence }
+    }
+
+    /// Waits for the answer that ends a watch.
+    pub async fn ended(&mut self, id: i64) -> Answer {
+        self.receive("a canceled answer", |answer| answer.canceled && answer.watch_id == id).await
+    }
+
+    /// Waits until every event up to `head` is here, by the server's own word.
+    pub async fn catch_up(&mut self, head: i64) -> Result<(), String> {
+        if self.says_nothing_of_progress(head) {
+            return Ok(());
+        }
+        let deadline = Instant::now() + DEADLINE;
+        while Instant::now() < deadline {
+            self.send(RequestUnion::ProgressRequest(WatchProgressRequest {})).await?;
+            let again = Instant::now() + PROGRESS_INTERVAL;
+            while let Ok(received) = timeout_at(again, self.responses.recv()).await {
+                let response = self.file(received)?;
+                // One with a lower revision answers an older request, which was repeated.
+                if is_stream_progress(&response) && revision(&response) == head {
+                    return Ok(());
+                }
+            }
+        }
+        Err(format!("no progress answer at revision {head} within {DEADLINE:?}"))
+    }
+
+    /// Waits until every watch has what it must have of the sequence's last two revisions.
+    pub async fn reach(&mut self, watermark: Watermark) -> Result<(), String> {
+        while let Some(late) = self.watches.iter().find(|watch| watch.is_late(watermark)) {
+            let what = format!("the last events of {:?}, which has them up to {}", late.create, late.last_revision);
+            if let Answer::Stalled(trouble) = self.receive(&what, |_| true).await {
+                return Err(trouble);
+            }
+        }
+        Ok(())
+    }
+
+    async fn send(&mut self, request: RequestUnion) -> Result<(), String> {
+        let request = WatchRequest { request_union: Some(request) };
+        self.requests.send(request).await.map_err(|_| STREAM_ENDED.to_owned())
+    }
+
+    async fn created(&mut self, create: WatchCreateRequest) -> Answer {
+        let answer = self.receive("a created answer", |answer| answer.created).await;
+        if let Answer::Watch(created) = &answer
+            && !created.canceled
+        {
+            self.watches.push(WatchLog::new(create, created.watch_id));
+        }
+        answer
+    }
+
+    /// Files what comes until `wanted` comes.
+    async fn receive(&mut self, what: &str, wanted: impl Fn(&WatchResponse) -> bool) -> Answer {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let Ok(received) = timeout_at(deadline, self.responses.recv()).await else {
+                return Answer::Stalled(format!("{what} did not come within {DEADLINE:?}"));
+            };
+            match self.file(received) {
+                Ok(response) if wanted(&response) => return Answer::Watch(response),
+                Ok(_) => {}
+                Err(trouble) => return Answer::Stalled(trouble),
+            }
+        }
+    }
+
+    fn file(&mut self, received: Option<Result<WatchResponse, Status>>) -> Result<WatchResponse, String> {
+        let mut response = received.ok_or(STREAM_ENDED)?.map_err(|status| format!("{STREAM_ENDED}: {status:?}"))?;
+        mask(&mut response.header);
+        if !response.created && !is_stream_progress(&response) {
+            match self.live(response.watch_id) {
+                Some(watch) => watch.take(&response),
+                None => self.complaints.push(format!("an answer for no live watch: {response:?}")),
+            }
+        }
+        Ok(response)
+    }
+
+    fn live(&mut self, id: i64) -> Option<&mut WatchLog> {
+        self.watches.iter_mut().find(|watch| watch.id == id && watch.end.is_none())
+    }
+
+    /// etcd answers progress requests only where every watch of the stream has begun, and none was compacted.
+    fn says_nothing_of_progress(&self, head: i64) -> bool {
+        let compacted = |watch: &WatchLog| watch.end.as_ref().is_some_and(|end| end.compact_revision != 0);
+        let waits = |watch: &WatchLog| watch.end.is_none() && watch.create.start_revision > head;
+        self.watches.iter().all(|watch| watch.end.is_some())
+            || self.watches.iter().any(|watch| compacted(watch) || waits(watch))
+    }
+}
+
+impl Drop for WatchStream {
+    /// Closing `responses` ends the task that reads.
+    fn drop(&mut self) {
+        self.responses.close();
+    }
+}
+
+impl WatchLog {
+    pub fn new(create: WatchCreateRequest, id: i64) -> Self {
+        Self {
+            create,
+            id,
+            events: VecDeque::new(),
+            end: None,
+            complaints: Vec::new(),
+            last_revision: 0,
+            in_fragment: false,
+        }
+    }
+
+    pub fn create(&self) -> &WatchCreateRequest {
+        &self.create
+    }
+
+    /// Appends the events of an answer, and complains where it breaks a guarantee.
+    pub fn take(&mut self, response: &WatchResponse) {
+        if response.canceled {
+            self.end = Some(response.clone());
+        } else if response.events.is_empty() && !self.create.progress_notify {
+            self.complain("an answer without events", response);
+        }
+        let revisions = || response.events.iter().filter_map(|event| event.kv.as_ref()).map(|kv| kv.mod_revision);
+        if !revisions().is_sorted() {
+            self.complain("events out of order", response);
+        }
+        if let (Some(first), Some(last)) = (revisions().next(), revisions().last()) {
+            let least = if self.in_fragment { self.last_revision } else { self.last_revision + 1 };
+            if first < least {
+                self.complain("a revision that was split, repeated or late", response);
+            }
+            if first < self.create.start_revision {
+                self.complain("an event from before the start revision", response);
+            }
+            if revision(response) < last {
+                self.complain("a header older than the events", response);
+            }
+            self.last_revision = self.last_revision.max(last);
+        }
+        self.in_fragment = response.fragment;
+        self.events.extend(response.events.iter().cloned());
+    }
+
+    fn complain(&mut self, what: &str, response: &WatchResponse) {
+        self.complaints.push(format!("{what}, after revision {}: {response:?}", self.last_revision));
+    }
+
+    fn is_late(&self, watermark: Watermark) -> bool {
+        let drops = |filter: FilterType| self.create.filters.contains(&(filter as i32));
+        let last = match (drops(FilterType::Noput), drops(FilterType::Nodelete)) {
+            (_, false) => watermark.delete,
+            (false, true) => watermark.put,
+            (true, true) => return false,
+        };
+        let covers = KEYS.iter().any(|key| self.covers(key));
+        self.end.is_none() && covers && self.create.start_revision <= last && self.last_revision < last
+    }
+
+    fn covers(&self, key: &[u8]) -> bool {
+        let first = if self.create.key.is_empty() { b"\0" } else { &self.create.key[..] };
+        match &self.create.range_end[..] {
+            b"" => key == first,
+            b"\0" => key >= first,
+            end => first <= key && key < end,
+        }
+    }
+}
+
+fn is_stream_progress(response: &WatchResponse) -> bool {
+    response.watch_id == -1 && !response.created && !response.canceled && response.events.is_empty()
+}
+
+fn revision(response: &WatchResponse) -> i64 {
+    response.header.map_or(0, |header| header.revision)
+}

@@ -1,0 +1,228 @@
+//! A server process with a data directory of its own, Orlop or a real etcd.
+
+use std::{
+    ffi::OsString,
+    fs::File,
+    io::{BufRead as _, BufReader},
+    net::TcpListener,
+    path::{Path, PathBuf},
+    process::{Child, ChildStdout, Command, ExitStatus, Stdio},
+    time::Duration,
+};
+
+use orlop::proto::client::etcdserverpb::{RangeRequest, StatusRequest};
+use tempfile::TempDir;
+use tokio::{
+    sync::mpsc,
+    time::{Instant, timeout},
+};
+
+use super::{Client, DEADLINE, etcd_tool, skip};
+
+/// What Orlop prints for each listener once it serves; the URL follows.
+const READY: &str = "orlop: serving client requests on ";
+
+/// A process; dropping it kills the process and removes its data.
+pub struct Server {
+    program: Program,
+    arguments: Vec<OsString>,
+    home: TempDir,
+    process: Child,
+    endpoint: String,
+}
+
+enum Program {
+    Orlop,
+    Etcd { binary: PathBuf, fsync_flag: bool },
+}
+
+impl Server {
+    /// Orlop, or real etcd where `ORLOP_TEST_TARGET` is `etcd`: so the expectations themselves can be checked.
+    pub async fn under_test() -> Option<Self> {
+        match std::env::var("ORLOP_TEST_TARGET").as_deref() {
+            Ok("etcd") => Self::etcd().await,
+            Ok(other) => panic!("ORLOP_TEST_TARGET is `{other}`, neither unset nor etcd"),
+            Err(_) => Some(Self::orlop().await),
+        }
+    }
+
+    pub async fn orlop() -> Self {
+        Self::orlop_with(&[]).await
+    }
+
+    /// Orlop with more flags than the data directory, a free port and a quiet log.
+    pub async fn orlop_with(arguments: &[&str]) -> Self {
+        Self::start(Program::Orlop, arguments.iter().map(OsString::from).collect()).await
+    }
+
+    /// A real etcd, where the machine has one.
+    pub async fn etcd() -> Option<Self> {
+        let Some(binary) = etcd_tool("etcd", "ORLOP_ETCD") else {
+            skip("etcd");
+            return None;
+        };
+        let help = Command::new(&binary).arg("--help").output().expect("etcd prints its flags");
+        let help = [help.stdout, help.stderr].concat();
+        let fsync_flag = String::from_utf8_lossy(&help).contains("--unsafe-no-fsync");
+        Some(Self::start(Program::Etcd { binary, fsync_flag }, Vec::new()).await)
+    }
+
+    /// `http://127.0.0.1:PORT`
+    pub fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    pub fn data_dir(&self) -> PathBuf {
+        self.home.path().join("data")
+    }
+
+    /// SIGKILL; returns when the process is gone.
+    pub fn kill(&mut self) {
+        // It fails only for a process that has ended, which is what was asked for.
+        self.process.kill().ok();
+        self.process.wait().expect("our child can be waited for");
+    }
+
+    /// SIGTERM; returns when the process is gone.
+    pub async fn terminate(&mut self) -> ExitStatus {
+        let signalled = Command::new("kill").args(["-TERM", &self.pid().to_string()]).status();
+        assert!(signalled.is_ok_and(|status| status.success()), "the process takes a signal");
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            if let Some(status) = self.process.try_wait().expect("our child can be waited for") {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "the server did not end within {DEADLINE:?} of SIGTERM");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Starts it again on the same data, on a new port.
+    pub async fn restart(&mut self) {
+        self.kill();
+        (self.process, self.endpoint) = launch(&self.program, &self.arguments, self.home.path()).await;
+    }
+
+    async fn start(program: Program, arguments: Vec<OsString>) -> Self {
+        let home = home();
+        let (process, endpoint) = launch(&program, &arguments, home.path()).await;
+        Self { program, arguments, home, process, endpoint }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// In memory where possible: these tests are about answers, and the disk is slow and shared.
+fn home() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
+    made.expect("a temporary directory can be made")
+}
+
+/// Returns when the server serves.
+async fn launch(program: &Program, arguments: &[OsString], home: &Path) -> (Child, String) {
+    match program {
+        Program::Orlop => launch_orlop(arguments, home).await,
+        Program::Etcd { binary, fsync_flag } => launch_etcd(binary, *fsync_flag, arguments, home).await,
+    }
+}
+
+async fn launch_orlop(arguments: &[OsString], home: &Path) -> (Child, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_orlop"));
+    command.arg("--data-dir").arg(home.join("data")).args(["--log-level", "warn"]);
+    if !arguments.iter().any(|argument| argument == "--listen-client-urls") {
+        command.args(["--listen-client-urls", "http://127.0.0.1:0"]);
+    }
+    command.args(arguments).stdout(Stdio::piped()).stderr(log_file(home));
+    let mut process = command.spawn().expect("orlop is built with the tests");
+    let mut lines = lines(process.stdout.take().expect("stdout is piped"));
+    let ready = async {
+        while let Some(line) = lines.recv().await {
+            if let Some(url) = line.strip_prefix(READY) {
+                return Some(url.trim().to_owned());
+            }
+        }
+        None
+    };
+    match timeout(DEADLINE, ready).await {
+        Ok(Some(endpoint)) => (process, endpoint),
+        ended => {
+            process.kill().ok();
+            let status = process.wait();
+            panic!("orlop is not ready ({ended:?}, {status:?}); it logged:\n{}", log(home))
+        }
+    }
+}
+
+/// Reads to the end, or the process would block on a full pipe.
+fn lines(stdout: ChildStdout) -> mpsc::UnboundedReceiver<String> {
+    let (sender, receiver) = mpsc::unbounded_channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+            // Nobody listens any more once the server is ready.
+            sender.send(line).ok();
+        }
+    });
+    receiver
+}
+
+/// Tries again where somebody else took the ports, which were free a moment ago.
+async fn launch_etcd(binary: &Path, fsync_flag: bool, arguments: &[OsString], home: &Path) -> (Child, String) {
+    for _ in 0..3 {
+        let [client, peer] = free_urls();
+        let mut command = Command::new(binary);
+        command.arg("--data-dir").arg(home.join("data"));
+        command.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
+        command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
+        command.args(["--initial-cluster", &format!("default={peer}"), "--log-level", "error"]);
+        if fsync_flag {
+            command.arg("--unsafe-no-fsync");
+        }
+        command.args(arguments).stdout(Stdio::null()).stderr(log_file(home));
+        let mut process = command.spawn().expect("etcd can be started");
+        if serves(&mut process, &client).await {
+            return (process, client);
+        }
+        process.kill().ok();
+        process.wait().expect("our child can be waited for");
+    }
+    panic!("etcd does not serve; it logged:\n{}", log(home))
+}
+
+/// Waits until it answers a linearizable read; false when it ended or never does.
+async fn serves(process: &mut Child, endpoint: &str) -> bool {
+    let deadline = Instant::now() + DEADLINE;
+    while Instant::now() < deadline && process.try_wait().is_ok_and(|ended| ended.is_none()) {
+        if let Ok(mut client) = Client::try_connect(endpoint).await {
+            let leader = client.maintenance.status(StatusRequest {}).await.is_ok_and(|it| it.into_inner().leader != 0);
+            let range = RangeRequest { key: "k".into(), ..Default::default() };
+            if leader && client.kv.range(range).await.is_ok() {
+                return true;
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    false
+}
+
+fn free_urls() -> [String; 2] {
+    // Both are held until both are known, or they could be the same.
+    let held = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").expect("a port is free"));
+    held.map(|listener| format!("http://{}", listener.local_addr().expect("a bound socket has an address")))
+}
+
+fn log_file(home: &Path) -> File {
+    File::options().create(true).append(true).open(home.join("log")).expect("the log can be written")
+}
+
+fn log(home: &Path) -> String {
+    std::fs::read_to_string(home.join("log")).unwrap_or_else(|error| format!("(unreadable: {error})"))
+}
