@@ -12,7 +12,7 @@ use crate::{
     },
     store::request::{
         Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease, PutRequest,
-        PutResponse, PutValue, RangeRequest, RangeResponse, Relation, RevisionFilter, Sort, SortOrder, SortTarget,
+        PutResponse, PutValue, RangeRequest, RangeResponse, Relation, RevisionFilter, Sort, SortOrder, SortScope, SortTarget,
         TxnRequest, TxnResponse,
     },
     types::{EncodedKv, KeyRange, LeaseId, Revision},
@@ -60,12 +60,19 @@ fn sort(request: &pb::RangeRequest) -> Checked<Option<Sort>> {
         range_request::SortTarget::Mod => SortTarget::ModRevision,
         range_request::SortTarget::Value => SortTarget::Value,
     };
-    let order = match order {
-        range_request::SortOrder::None | range_request::SortOrder::Ascend => SortOrder::Ascend,
-        range_request::SortOrder::Descend => SortOrder::Descend,
+    let filtered = [
+        request.min_mod_revision,
+        request.max_mod_revision,
+        request.min_create_revision,
+        request.max_create_revision,
+    ];
+    let (order, scope) = match order {
+        range_request::SortOrder::None if filtered == [0; 4] => (SortOrder::Ascend, SortScope::FirstKeys),
+        range_request::SortOrder::None | range_request::SortOrder::Ascend => (SortOrder::Ascend, SortScope::All),
+        range_request::SortOrder::Descend => (SortOrder::Descend, SortScope::All),
     };
     let natural = target == SortTarget::Key && order == SortOrder::Ascend;
-    Ok((!natural).then_some(Sort { target, order }))
+    Ok((!natural).then_some(Sort { target, order, scope }))
 }
 
 fn bound(revision: i64) -> Option<Revision> {
@@ -131,16 +138,18 @@ fn op(op: pb::RequestOp, ops_max: usize) -> Checked<Op> {
 fn compare(compare: pb::Compare) -> Checked<Compare> {
     use pb::compare::{CompareResult, CompareTarget as Target};
     let range = key_range(&compare.key, &compare.range_end)?;
-    let invalid = |_| Invalid::CompareTarget;
-    let relation = match CompareResult::try_from(compare.result).map_err(invalid)? {
-        CompareResult::Equal => Relation::Equal,
-        CompareResult::NotEqual => Relation::NotEqual,
-        CompareResult::Greater => Relation::Greater,
-        CompareResult::Less => Relation::Less,
+    let relation = match CompareResult::try_from(compare.result) {
+        Ok(CompareResult::Equal) => Relation::Equal,
+        Ok(CompareResult::NotEqual) => Relation::NotEqual,
+        Ok(CompareResult::Greater) => Relation::Greater,
+        Ok(CompareResult::Less) => Relation::Less,
+        Err(_) => Relation::Unknown,
+    };
+    let Ok(target) = Target::try_from(compare.target) else {
+        return Ok(Compare { range, relation, target: CompareTarget::Unknown });
     };
     // A union that is absent, or of another target, counts as 0 or empty.
-    let union = compare.target_union;
-    let target = match (Target::try_from(compare.target).map_err(invalid)?, union) {
+    let target = match (target, compare.target_union) {
         (Target::Version, Some(TargetUnion::Version(number))) => CompareTarget::Version(number),
         (Target::Version, _) => CompareTarget::Version(0),
         (Target::Create, Some(TargetUnion::CreateRevision(number))) => CompareTarget::CreateRevision(number),

@@ -16,7 +16,6 @@ pub(super) enum Invalid {
     /// A transaction's operation with nothing in it, which etcd answers with this text.
     EmptyOp,
     TooLarge,
-    CompareTarget,
 }
 
 impl Invalid {
@@ -30,8 +29,6 @@ impl Invalid {
             Self::DuplicateKey => "etcdserver: duplicate key given in txn request",
             Self::EmptyOp => "etcdserver: key not found",
             Self::TooLarge => "etcdserver: request is too large",
-            Self::CompareTarget => "orlop: invalid compare; target is one of VERSION, CREATE, MOD, VALUE, LEASE and \
-                result one of EQUAL, GREATER, LESS, NOT_EQUAL",
         }
     }
 }

@@ -107,7 +107,7 @@ impl Table {
 
     /// Moves the changed key from the lease that it hung on to the one that the change names.
     pub fn apply(&mut self, change: &Change) {
-        let before = change.prev.as_ref().and_then(|prev| prev.lease);
+        let before = change.prev_lease;
         let after = match &change.kind {
             ChangeKind::Put { lease, .. } => *lease,
             ChangeKind::Delete => None,
@@ -154,7 +154,8 @@ mod tests {
                 version: 1,
                 lease,
             },
-            prev: before.map(|id| Prev { row, lease: LeaseId::from_wire(id), kv: None }),
+            prev: before.map(|_| Prev { row, kv: None }),
+            prev_lease: before.and_then(LeaseId::from_wire),
         }
     }
 

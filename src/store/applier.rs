@@ -13,7 +13,7 @@ use crate::{
     index::{Lease, TreeIndex},
     lease,
     log::{self, LeaseChange, WithPrev},
-    types::{Change, ChangeKind, KeyRange, LeaseId, Prev, Revision, RowId},
+    types::{Change, ChangeKind, KeyRange, LeaseId, Prev, RowId},
 };
 
 impl Shared {
@@ -122,17 +122,16 @@ impl Shared {
 /// Rows from the log name the revision of what they replaced; the index knows the row and its lease.
 fn complete_prev(index: &TreeIndex, changes: &mut [Change]) {
     let mut newest: HashMap<&[u8], (RowId, Option<LeaseId>)> = HashMap::new();
-    let head: Revision = index.head();
     for change in changes {
-        if let Some(prev) = &mut change.prev {
-            let known = newest.get(change.key.as_slice()).copied().or_else(|| {
-                let entry = index.get(&change.key, head)?;
-                let Lease::Known(lease) = entry.lease else { return None };
-                Some((entry.version.row, lease))
-            });
-            if let Some((row, lease)) = known {
+        let known = newest.get(change.key.as_slice()).copied().or_else(|| {
+            let entry = index.get(&change.key, index.head())?;
+            let Lease::Known(lease) = entry.lease else { return None };
+            Some((entry.version.row, lease))
+        });
+        if let Some((row, lease)) = known {
+            change.prev_lease = lease;
+            if let Some(prev) = change.prev.as_mut().filter(|prev| prev.row.revision == row.revision) {
                 prev.row = row;
-                prev.lease = lease;
             }
         }
         let change: &Change = change;

@@ -9,7 +9,7 @@ use crate::{
     index::{Entry, Lease, TreeIndex},
     lease,
     log::LeaseChange,
-    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version},
+    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
 /// See the module's page.
@@ -132,18 +132,17 @@ impl Batch {
         RowId::new(self.head.next(), sub)
     }
 
-    pub fn push_put(&mut self, key: Key, kv: EncodedKv, version: Version, lease: Option<LeaseId>, prev: Option<Prev>) {
-        let kind = ChangeKind::Put { kv, create_revision: version.create_revision, version: version.version, lease };
-        self.push(Change { row: version.row, key, kind, prev });
-    }
-
-    pub fn push_delete(&mut self, row: RowId, key: Key, prev: Prev) {
-        self.push(Change { row, key, kind: ChangeKind::Delete, prev: Some(prev) });
-    }
-
-    fn push(&mut self, change: Change) {
+    /// Adds a change. A key's second change in one transaction shows the version before the transaction as the previous
+    /// one, as in etcd.
+    pub fn push(&mut self, mut change: Change) {
         let place = self.changes.len();
-        self.shadowed.push(self.newest.insert(change.key.clone(), place));
+        let shadowed = self.newest.insert(change.key.clone(), place);
+        if let Some(before) = shadowed.map(|place| &self.changes[place])
+            && before.row.revision == change.row.revision
+        {
+            change.prev.clone_from(&before.prev);
+        }
+        self.shadowed.push(shadowed);
         self.changes.push(change);
     }
 

@@ -23,6 +23,15 @@ pub struct RangeRequest {
 pub struct Sort {
     pub target: SortTarget,
     pub order: SortOrder,
+    pub scope: SortScope,
+}
+
+/// What a sort with a limit looks at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SortScope {
+    All,
+    /// The first keys of the range, one more than the limit. It is what etcd does when a target is given without an order.
+    FirstKeys,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,6 +121,8 @@ pub enum Relation {
     NotEqual,
     Greater,
     Less,
+    /// One that etcd does not know either; there it holds.
+    Unknown,
 }
 
 /// What is compared, and with what.
@@ -122,6 +133,8 @@ pub enum CompareTarget {
     ModRevision(i64),
     Value(Bytes),
     Lease(i64),
+    /// One that etcd does not know either; there it counts as equal.
+    Unknown,
 }
 
 impl TxnRequest {

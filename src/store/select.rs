@@ -3,7 +3,7 @@
 //! Keys are offered in order with what the index knows of them; their values are needed only for those that are left (and
 //! for a sort by value).
 
-use super::request::{Projection, RangeRequest, RevisionFilter, Sort, SortOrder, SortTarget};
+use super::request::{Projection, RangeRequest, RevisionFilter, Sort, SortOrder, SortScope, SortTarget};
 use crate::{
     index::{Entry, Lease},
     types::{EncodedKv, Key, Version},
@@ -47,13 +47,22 @@ impl Selection {
         if self.projection == Projection::CountOnly || !self.filter.admits(entry.version) {
             return;
         }
-        if self.sort.is_none() && self.selected.len() == self.limit {
-            self.more = true;
+        if self.selected.len() == self.capacity() {
+            self.more |= self.sort.is_none();
             return;
         }
         let pair_from_index = self.projection == Projection::KeysOnly && matches!(entry.lease, Lease::Known(_));
         let key = (pair_from_index && !self.sorts_by_value()).then(|| key.clone());
         self.selected.push(Selected { entry, key });
+    }
+
+    /// How many keys are kept before the sort and the limit.
+    fn capacity(&self) -> usize {
+        match self.sort.map(|sort| sort.scope) {
+            None => self.limit,
+            Some(SortScope::FirstKeys) => self.limit.saturating_add(1),
+            Some(SortScope::All) => usize::MAX,
+        }
     }
 
     /// Whether values are needed before the limit can be applied.

@@ -23,7 +23,7 @@ use crate::{
     index::{Entry, Lease, ReadAt, TreeIndex, Unreadable},
     lease,
     log::LeaseChange,
-    types::{EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version},
+    types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version},
 };
 
 /// Why an evaluation gave no response.
@@ -70,7 +70,8 @@ impl<'a> Evaluation<'a> {
     }
 
     pub fn put(&mut self, request: &PutRequest) -> Evaluated<PutResponse> {
-        self.check_put(request)?;
+        self.check_lease(request)?;
+        self.check_kept(request)?;
         self.whole(|this, mark| this.apply_put(request, mark))
     }
 
@@ -83,7 +84,8 @@ impl<'a> Evaluation<'a> {
         self.choose_path(request, &mut path);
         self.check_missing()?;
         self.check_txn(request, &mut path.iter(), &|this, op| match op {
-            Op::Put(put) => this.check_put(put),
+            // In a transaction etcd looks for the key first, in a Put of its own for the lease.
+            Op::Put(put) => this.check_kept(put).and_then(|()| this.check_lease(put)),
             Op::Range(_) | Op::Delete(_) | Op::Txn(_) => Ok(()),
         })?;
         self.check_txn(request, &mut path.iter(), &|this, op| match op {
@@ -161,6 +163,7 @@ impl<'a> Evaluation<'a> {
                 | CompareTarget::CreateRevision(number)
                 | CompareTarget::ModRevision(number)
                 | CompareTarget::Lease(number) => compare.relation.holds(&0, &number),
+                CompareTarget::Unknown => compare.relation.holds(&0, &0),
                 CompareTarget::Value(_) => false,
             };
         }
@@ -174,6 +177,7 @@ impl<'a> Evaluation<'a> {
             CompareTarget::CreateRevision(number) => relation.holds(&current.version.create_revision.0, number),
             CompareTarget::ModRevision(number) => relation.holds(&current.version.row.revision.0, number),
             CompareTarget::Lease(number) => relation.holds(&LeaseId::to_wire(current.lease), number),
+            CompareTarget::Unknown => relation.holds(&0, &0),
             CompareTarget::Value(value) => {
                 self.pair(current).is_some_and(|kv| relation.holds(&kv.value().as_ref(), &value.as_ref()))
             }
@@ -198,17 +202,21 @@ impl<'a> Evaluation<'a> {
         Ok(())
     }
 
-    fn check_put(&self, put: &PutRequest) -> Evaluated<()> {
-        let keeps = matches!(put.value, PutValue::Keep) || matches!(put.lease, PutLease::Keep);
-        if keeps && self.batch.current(self.index, &put.key).is_none() {
-            return Err(Error::KeyNotFound.into());
-        }
+    fn check_lease(&self, put: &PutRequest) -> Evaluated<()> {
         match put.lease {
             PutLease::Set(Some(lease)) if !self.batch.lease_exists(self.leases, lease) => {
                 Err(Error::LeaseNotFound.into())
             }
             PutLease::Set(_) | PutLease::Keep => Ok(()),
         }
+    }
+
+    fn check_kept(&self, put: &PutRequest) -> Evaluated<()> {
+        let keeps = matches!(put.value, PutValue::Keep) || matches!(put.lease, PutLease::Keep);
+        if keeps && self.batch.current(self.index, &put.key).is_none() {
+            return Err(Error::KeyNotFound.into());
+        }
+        Ok(())
     }
 
     /// Unlike a Range of its own, one in a transaction may not name a negative revision once something was compacted.
@@ -246,8 +254,10 @@ impl<'a> Evaluation<'a> {
             (PutValue::Keep, None) => return Err(Error::KeyNotFound.into()),
         };
         let prev_kv = current.as_ref().filter(|_| put.prev_kv).and_then(|current| self.pair(current));
+        let prev_lease = current.as_ref().and_then(|current| current.lease);
+        let kind = ChangeKind::Put { kv, create_revision: version.create_revision, version: version.version, lease };
         let prev = current.map(|current| self.prev(current));
-        self.batch.push_put(Key::from(&put.key[..]), kv, version, lease, prev);
+        self.batch.push(Change { row, key: Key::from(&put.key[..]), kind, prev, prev_lease });
         Ok(PutResponse { revision: row.revision, prev_kv })
     }
 
@@ -328,8 +338,9 @@ impl<'a> Evaluation<'a> {
 
     fn push_delete(&mut self, key: Key, current: Current, mark: Mark) {
         let row = self.batch.next_row(mark);
-        let prev = self.prev(current);
-        self.batch.push_delete(row, key, prev);
+        let prev_lease = current.lease;
+        let prev = Some(self.prev(current));
+        self.batch.push(Change { row, key, kind: ChangeKind::Delete, prev, prev_lease });
     }
 
     /// The revision that the transaction stands at: its own once it changed something.
@@ -341,7 +352,7 @@ impl<'a> Evaluation<'a> {
 
     fn prev(&self, current: Current) -> Prev {
         let row = current.version.row;
-        Prev { row, lease: current.lease, kv: current.kv.or_else(|| self.cache.get(row)) }
+        Prev { row, kv: current.kv.or_else(|| self.cache.get(row)) }
     }
 
     fn pair(&mut self, current: &Current) -> Option<EncodedKv> {
@@ -386,6 +397,7 @@ impl Relation {
             Self::NotEqual => left != right,
             Self::Greater => left > right,
             Self::Less => left < right,
+            Self::Unknown => true,
         }
     }
 }
