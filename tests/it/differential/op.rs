@@ -62,7 +62,7 @@ pub enum Answer {
     Grant(LeaseGrantResponse),
     GrantBriefly {
         grant: LeaseGrantResponse,
-        put: PutResponse,
+        put: Option<PutResponse>,
         revoke: LeaseRevokeResponse,
     },
     Revoke(LeaseRevokeResponse),
