@@ -51,7 +51,10 @@ async fn answers_equal_those_of_etcd() {
         let (Some(etcd), Some(ours)) = tokio::join!(Server::etcd(), Server::under_test()) else { return };
         match compare(seed, &etcd, &ours, ROUND_OPS, None).await {
             Ok(used) => println!("seed {seed}: equal, with exceptions {used:?}"),
-            Err(mismatch) => mismatches.push(mismatch.to_string()),
+            Err(mismatch) => {
+                let logs = format!("etcd logged:\n{}\nwe logged:\n{}", etcd.log_tail(), ours.log_tail());
+                mismatches.push(format!("{mismatch}\n{logs}"));
+            }
         }
         if mismatches.len() == MISMATCHES_MAX {
             break;

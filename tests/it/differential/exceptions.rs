@@ -6,11 +6,15 @@ use std::{cmp::Ordering, collections::BTreeMap, ops::Range};
 
 use orlop::proto::client::{
     etcdserverpb::{
-        RangeRequest, RangeResponse, ResponseOp, TxnRequest, TxnResponse, range_request::SortTarget,
-        request_op::Request, response_op::Response,
+        RangeRequest, RangeResponse, ResponseOp, TxnRequest, TxnResponse,
+        range_request::{SortOrder, SortTarget},
+        request_op::Request,
+        response_op::Response,
     },
     mvccpb::KeyValue,
 };
+
+use tonic::Code;
 
 use super::op::{Answer, Op};
 
@@ -26,6 +30,11 @@ const EXCEPTIONS: &[Exception] = &[
     Exception { reason: "pairs that are equal in the sort target have no promised order", allow: ties },
     Exception { reason: "version, sizes and raft's numbers are each server's own", allow: status },
     Exception { reason: "names, ids and addresses of members are each server's own", allow: members },
+    Exception { reason: "before 3.6 etcd takes an unknown sort order for none", allow: unknown_sort_order },
+    Exception {
+        reason: "before 3.6 etcd first creates a watch from a negative revision, then cancels it",
+        allow: negative_start_revision,
+    },
 ];
 
 /// How often each exception was used, by its reason.
@@ -85,6 +94,27 @@ fn members(_: &Op, etcd: &Answer, ours: &mut Answer) {
         && etcd.members.len() == ours.members.len()
     {
         ours.members.clone_from(&etcd.members);
+    }
+}
+
+fn unknown_sort_order(op: &Op, etcd: &Answer, ours: &mut Answer) {
+    if let (Op::Range(request), Answer::Range(_), Answer::Refused { code, message }) = (op, etcd, &*ours)
+        && SortOrder::try_from(request.sort_order).is_err()
+        && *code == Code::InvalidArgument
+        && message == "etcdserver: invalid sort option"
+    {
+        *ours = etcd.clone();
+    }
+}
+
+fn negative_start_revision(op: &Op, etcd: &Answer, ours: &mut Answer) {
+    if let (Op::Watch { create, .. }, Answer::Watch(created), Answer::Watch(refused)) = (op, etcd, &*ours)
+        && create.start_revision < 0
+        && (created.created && !created.canceled)
+        && (refused.created && refused.canceled && refused.watch_id == -1)
+        && refused.cancel_reason == "etcdserver: mvcc: required revision has been compacted"
+    {
+        *ours = etcd.clone();
     }
 }
 

@@ -178,7 +178,7 @@ impl fmt::Display for Mismatch {
         writeln!(f, "  {}", cut(&format!("{op:?}"), 6_000))?;
         writeln!(f, "etcd: {}\nours: {}", cut(etcd, 6_000), cut(ours, 6_000))?;
         writeln!(f, "the last {} operations:", tail.len())?;
-        tail.iter().try_for_each(|op| writeln!(f, "  {}", cut(&format!("{op:?}"), 1_200)))
+        tail.iter().try_for_each(|op| writeln!(f, "  {}", cut(&format!("{op:?}"), 500)))
     }
 }
 

@@ -119,7 +119,8 @@ impl WatchStream {
                 }
             }
         }
-        Err(format!("no progress answer at revision {head} within {DEADLINE:?}"))
+        let watches: Vec<_> = self.watches.iter().map(|watch| (&watch.create, watch.id, watch.end.is_some())).collect();
+        Err(format!("no progress answer at revision {head} within {DEADLINE:?}; watches with id and end: {watches:?}"))
     }
 
     /// Waits until every watch has what it must have of the sequence's last two revisions.

@@ -80,6 +80,14 @@ impl Server {
         self.home.path().join("data")
     }
 
+    /// The end of what it logged.
+    pub fn log_tail(&self) -> String {
+        const CHARS: usize = 3_000;
+        let log = log(self.home.path());
+        let skipped = log.chars().count().saturating_sub(CHARS);
+        log.chars().skip(skipped).collect()
+    }
+
     /// SIGKILL; returns when the process is gone.
     pub fn kill(&mut self) {
         // It fails only for a process that has ended, which is what was asked for.
