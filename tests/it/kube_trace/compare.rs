@@ -120,10 +120,11 @@ pub struct Mismatch {
 
 /// Nothing, or how the two differ.
 pub fn difference(peer: Peer, expected: &Answer, got: &Answer) -> Option<String> {
-    let (expected, got) = (masked(peer, expected), masked(peer, got));
+    let (expected, not_compared) = masked(peer, expected);
+    let (got, _) = masked(peer, got);
     (expected != got).then(|| {
-        let exceptions: Vec<_> = applying(peer).map(|it| format!("{} ({})", it.field, it.why)).collect();
-        format!("{}\nnot compared: {}", line_difference(&expected, &got), exceptions.join("; "))
+        let not_compared: Vec<_> = not_compared.iter().map(|it| format!("{} ({})", it.field, it.why)).collect();
+        format!("{}\nnot compared: {}", line_difference(&expected, &got), not_compared.join("; "))
     })
 }
 
@@ -159,10 +160,18 @@ impl fmt::Display for Mismatch {
     }
 }
 
-fn masked(peer: Peer, answer: &Answer) -> Answer {
-    let mut answer = answer.clone();
-    applying(peer).for_each(|exception| (exception.mask)(&mut answer));
-    answer
+/// The answer without what may differ, and which exceptions took something out.
+fn masked(peer: Peer, answer: &Answer) -> (Answer, Vec<&'static Exception>) {
+    let mut masked = answer.clone();
+    let mut taken = Vec::new();
+    for exception in applying(peer) {
+        let before = masked.clone();
+        (exception.mask)(&mut masked);
+        if masked != before {
+            taken.push(exception);
+        }
+    }
+    (masked, taken)
 }
 
 fn applying(peer: Peer) -> impl Iterator<Item = &'static Exception> {
