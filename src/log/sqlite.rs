@@ -168,8 +168,8 @@ macro_rules! changes_sql {
             $sub,
             ", coalesce(p.value, q.value), coalesce(p.lease, q.lease), coalesce(p.version, q.version), \
              coalesce(p.create_revision, q.create_revision)",
-            " LEFT JOIN kv_log p ON p.id = r.prev_revision AND p.key = r.key \
-             LEFT JOIN kv_log_more q ON q.id = r.prev_revision AND q.key = r.key"
+            " LEFT JOIN kv_log p ON p.id = r.prev_revision AND p.key = r.key AND p.deleted = 0 \
+             LEFT JOIN kv_log_more q ON q.id = r.prev_revision AND q.key = r.key AND q.deleted = 0"
         )
     };
 }
@@ -357,7 +357,7 @@ fn prev_kv(row: &SqliteRow, columns: &RowColumns, prev: WithPrev) -> Result<Opti
     if prev == WithPrev::No || columns.prev_revision == 0 {
         return Ok(None);
     }
-    // A version of 0 is a tombstone or, as NULL, a row that was compacted away.
+    // NULL: the row was compacted away.
     let version = row.try_get_unchecked::<Option<i64>, _>(11).map_err(corrupt)?.unwrap_or(0);
     if version == 0 {
         return Ok(None);

@@ -26,6 +26,7 @@ struct Exception {
 
 const EXCEPTIONS: &[Exception] = &[
     Exception { reason: "a lease's remaining time goes on between the two answers", allow: remaining_time },
+    Exception { reason: "etcd lists a lease's keys in no promised order before 3.6", allow: order_of_lease_keys },
     Exception { reason: "leases of equal time left are listed in no promised order", allow: order_of_leases },
     Exception { reason: "pairs that are equal in the sort target have no promised order", allow: ties },
     Exception { reason: "version, sizes and raft's numbers are each server's own", allow: status },
@@ -63,6 +64,16 @@ fn remaining_time(_: &Op, etcd: &Answer, ours: &mut Answer) {
         && etcd.ttl.abs_diff(ours.ttl) <= REMAINING_TTL_TOLERANCE_SECS
     {
         ours.ttl = etcd.ttl;
+    }
+}
+
+fn order_of_lease_keys(_: &Op, etcd: &Answer, ours: &mut Answer) {
+    if let (Answer::TimeToLive(etcd), Answer::TimeToLive(ours)) = (etcd, ours) {
+        let mut sorted = etcd.keys.clone();
+        sorted.sort_unstable();
+        if sorted == ours.keys {
+            ours.keys.clone_from(&etcd.keys);
+        }
     }
 }
 
