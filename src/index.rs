@@ -117,11 +117,11 @@ impl TreeIndex {
     }
 
     /// The live keys at `at` within `bounds`, in order.
-    pub fn range<'a>(
-        &'a self,
+    pub fn range(
+        &self,
         bounds: impl RangeBounds<[u8]>,
         at: Revision,
-    ) -> impl DoubleEndedIterator<Item = (&'a Key, Entry)> {
+    ) -> impl DoubleEndedIterator<Item = (&Key, Entry)> {
         self.keys.range::<[u8], _>(bounds).filter_map(move |(key, index)| Some((key, index.at(at)?)))
     }
 

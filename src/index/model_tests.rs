@@ -288,11 +288,11 @@ impl Model {
         let (key, lease) = (key(number), LeaseId::from_wire(lease));
         let kv = EncodedKv::new(&key, Version { row, create_revision, version }, b"value", lease);
         let kind = ChangeKind::Put { kv, create_revision, version, lease };
-        self.changes.push(Change { row, key, kind, prev: None });
+        self.changes.push(Change { row, key, kind, prev: None, prev_lease: None });
     }
 
     fn delete(&mut self, row: RowId, number: usize) {
-        self.changes.push(Change { row, key: key(number), kind: ChangeKind::Delete, prev: None });
+        self.changes.push(Change { row, key: key(number), kind: ChangeKind::Delete, prev: None, prev_lease: None });
     }
 
     fn index(&self) -> TreeIndex {

@@ -181,10 +181,10 @@ mod tests {
         #[test]
         fn pairs_are_encoded_as_prost_does(key: Vec<u8>, value: Vec<u8>, numbers: [i64; 4]) {
             let (kv, plain) = pair(&key, numbers, &value);
-            prop_assert_eq!(kv.as_bytes().as_ref(), plain.encode_to_vec().as_slice());
-            prop_assert_eq!(kv.value().as_ref(), value.as_slice());
+            prop_assert_eq!(kv.as_bytes().to_vec(), plain.encode_to_vec());
+            prop_assert_eq!(kv.value().to_vec(), value);
             let bare = mvccpb::KeyValue { value: Bytes::new(), ..plain };
-            prop_assert_eq!(kv.without_value().as_bytes().as_ref(), bare.encode_to_vec().as_slice());
+            prop_assert_eq!(kv.without_value().as_bytes().to_vec(), bare.encode_to_vec());
         }
 
         #[test]
