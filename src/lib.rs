@@ -1,4 +1,41 @@
+//! Orlop: etcd's v3 API over an append-only log in a database.
+//!
+//! ```text
+//! client ──gRPC──▶ api ──▶ store: writer (group commit) ──append──▶ log: kv_log
+//!                   │                                                │
+//!                   │                                   committed rows, in revision order
+//!                   ▼                                                ▼
+//! client ◀─range── reader ◀──── index (key → revisions) ◀──────── applier ──▶ watch: hub ──▶ client
+//!                               + value cache                      + leases
+//! ```
+//!
+//! The log is the truth; everything in memory is a cache of it that is rebuilt by reading it once. Data goes one way:
+//! nothing but the applier changes the index, and nothing but committed rows reaches the applier.
+//!
+//! In reading order:
+//!
+//! - [`types`]: revisions, keys, ranges, changes, and their encoded form
+//! - [`index`]: key → revisions, at every readable revision
+//! - [`log`]: the trait and the databases behind it
+//! - [`lease`]: who holds which keys until when
+//! - [`watch`]: committed changes on their way to clients
+//! - [`store`]: requests, the writer that commits them in groups, the readers
+//! - [`api`]: etcd's gRPC services
+//! - [`config`], [`server`]: settings, and the process put together
+//!
+//! What must hold:
+//!
+//! 1. Revisions are dense and in one order; nothing is answered before its commit is durable.
+//! 2. The index equals what the log says, at every revision from the compact revision to the head.
+//! 3. Watches are ordered, unique, atomic and reliable; progress never overtakes an event that it covers.
+
+pub mod api;
+pub mod config;
 pub mod index;
+pub mod lease;
 pub mod log;
 pub mod proto;
+pub mod server;
+pub mod store;
 pub mod types;
+pub mod watch;

@@ -159,9 +159,8 @@ impl RowColumns {
         };
         let prev = (self.prev_revision != 0).then(|| Prev {
             row: RowId::new(Revision(self.prev_revision), 0),
-            lease: None,
             kv: prev_kv,
         });
-        Change { row: self.row, key: Key::from(self.key), kind, prev }
+        Change { row: self.row, key: Key::from(self.key), kind, prev, prev_lease: None }
     }
 }

@@ -1,1 +1,113 @@
-fn main() {}
+//! The command line: settings, logging, runtime, exit codes.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use orlop::{
+    config::{Flags, LogFormat, Settings},
+    server,
+};
+use tokio::{
+    runtime::{Builder, Runtime},
+    signal::unix::{SignalKind, signal},
+};
+use tracing_subscriber::EnvFilter;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// etcd's v3 API over a log in SQLite
+///
+/// Without a command it serves. Settings come from --config-file, then ORLOP_* variables (--data-dir is ORLOP_DATA_DIR),
+/// then flags; the later wins.
+#[derive(Parser)]
+#[command(version, args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+
+    #[command(flatten)]
+    flags: Flags,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve etcd clients; what orlop does without a command
+    Serve(Box<Flags>),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = match cli.command {
+        None => serve(&cli.flags),
+        Some(Command::Serve(flags)) => serve(&flags),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("orlop: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(flags: &Flags) -> Result<(), Box<dyn std::error::Error>> {
+    let settings = Settings::load(flags)?;
+    start_logging(&settings)?;
+    let runtime = runtime(settings.worker_threads)?;
+    let outcome = runtime.block_on(async {
+        let shutdown = shutdown_signal()?;
+        server::serve(settings, shutdown).await?;
+        Ok(())
+    });
+    // A request that is stuck must not keep the process.
+    runtime.shutdown_background();
+    outcome
+}
+
+fn start_logging(settings: &Settings) -> Result<(), String> {
+    let filter = EnvFilter::try_new(&settings.log_level)
+        .map_err(|error| format!("log-level {:?}: {error}; use error, warn, info, debug or trace", settings.log_level))?;
+    let logger = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match settings.log_format {
+        LogFormat::Text => logger.init(),
+        LogFormat::Json => logger.json().flatten_event(true).init(),
+    }
+    Ok(())
+}
+
+/// With few cores one thread is faster than several: requests hop between threads less often.
+fn runtime(worker_threads: usize) -> std::io::Result<Runtime> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = match worker_threads {
+        0 if cores <= 2 => 1,
+        0 => cores,
+        threads => threads,
+    };
+    let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
+    builder.worker_threads(threads).enable_all().build()
+}
+
+/// Done at the first SIGTERM or SIGINT; a second one ends the process at once.
+fn shutdown_signal() -> std::io::Result<impl Future<Output = ()>> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let (first, done) = tokio::sync::oneshot::channel();
+    tokio::spawn(async move {
+        let mut first = Some(first);
+        loop {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            match first.take() {
+                Some(first) => drop(first.send(())),
+                None => std::process::exit(1),
+            }
+        }
+    });
+    Ok(async {
+        // The sender lives as long as the process.
+        let _ = done.await;
+    })
+}

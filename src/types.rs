@@ -98,8 +98,10 @@ pub struct Change {
     pub row: RowId,
     pub key: Key,
     pub kind: ChangeKind,
-    /// The live version that this change replaced; none for a creation.
+    /// The version that was live before the transaction.
     pub prev: Option<Prev>,
+    /// The lease that the key hung on just before this change.
+    pub prev_lease: Option<LeaseId>,
 }
 
 #[derive(Clone, Debug)]
@@ -108,11 +110,10 @@ pub enum ChangeKind {
     Delete,
 }
 
-/// The version before a change.
+/// The version before a transaction.
 #[derive(Clone, Debug)]
 pub struct Prev {
     pub row: RowId,
-    pub lease: Option<LeaseId>,
     /// Its pair, where it was at hand; `None` does not say that there was none.
     pub kv: Option<EncodedKv>,
 }
@@ -130,6 +131,8 @@ impl Change {
     pub fn event_with_prev(&self) -> EncodedEvent {
         let prev = self.prev.as_ref().and_then(|prev| prev.kv.as_ref());
         match &self.kind {
+            // After a delete in the same transaction there is one, but as in etcd a creation shows none.
+            ChangeKind::Put { kv, version: 1, .. } => EncodedEvent::put(kv, None),
             ChangeKind::Put { kv, .. } => EncodedEvent::put(kv, prev),
             ChangeKind::Delete => EncodedEvent::delete(&self.key, self.row.revision, prev),
         }

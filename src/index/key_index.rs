@@ -54,7 +54,8 @@ struct Newest {
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 struct History {
-    /// Oldest first. While the newest row is a tombstone, the last of these ends with that same tombstone.
+    /// Oldest first. While the newest row is a tombstone, the last of these ends with that same tombstone; there is no
+    /// history at all once a compaction has left such a tombstone alone.
     closed: Vec<Generation>,
     /// The open generation's puts before the newest, oldest first; their versions count down from the newest's.
     earlier: Vec<RowId>,
@@ -83,6 +84,9 @@ impl KeyIndex {
     pub(super) fn put(&mut self, row: RowId, create_revision: Revision, version: i64, lease: Option<LeaseId>) {
         if !self.newest.is_tombstone() {
             self.history.get_or_insert_default().earlier.push(self.newest.row);
+        } else if self.history.is_none() {
+            // A tombstone at the compact revision stood alone. Its row is still in the log, for the next compaction.
+            self.history.get_or_insert_default().closed.push(Generation::only(self.newest.row));
         }
         let lease = LeaseId::to_wire(lease);
         self.newest = Newest { row, create_revision, version, lease };
@@ -202,6 +206,7 @@ impl History {
             removed.extend(self.closed.remove(0).into_rows());
         } else if generation.tombstone.revision == revision {
             removed.append(&mut generation.puts);
+            *generation = Generation::only(generation.tombstone);
         } else {
             let puts = count_until(&generation.puts, revision);
             removed.extend(generation.puts.drain(..puts - 1));
@@ -211,6 +216,11 @@ impl History {
 }
 
 impl Generation {
+    /// What a compaction at exactly the tombstone leaves.
+    fn only(tombstone: RowId) -> Self {
+        Self { create_revision: Revision(0), first_version: 1, puts: Vec::new(), tombstone }
+    }
+
     fn begins_by(&self, revision: Revision) -> bool {
         self.puts.first().unwrap_or(&self.tombstone).revision <= revision
     }
@@ -311,5 +321,26 @@ mod tests {
             let expected = if revision == 4 { 1 } else { expected };
             assert_eq!((kept, removed.len()), (fate, expected), "compacted at {revision}");
         }
+    }
+
+    /// It outlives its compaction, because a watch may start there, whatever is written behind it and across a restart.
+    #[test]
+    fn a_tombstone_at_the_compact_revision_goes_with_the_next_compaction() {
+        let mut compacted = KeyIndex::created(row(2), Revision(2), 1, None);
+        compacted.delete(row(3));
+        compacted.compact(Revision(3), &mut Vec::new());
+        let mut put_before = KeyIndex::created(row(2), Revision(2), 1, None);
+        put_before.delete(row(3));
+        put_before.put(row(5), Revision(5), 1, None);
+        put_before.compact(Revision(3), &mut Vec::new());
+        let mut restored = KeyIndex::deleted(row(3));
+        for key in [&mut compacted, &mut restored] {
+            key.put(row(5), Revision(5), 1, None);
+            assert_eq!(*key, put_before);
+        }
+        let mut removed = Vec::new();
+        compacted.compact(Revision(4), &mut removed);
+        assert_eq!(removed, [row(3)]);
+        assert_eq!(compacted, KeyIndex::created(row(5), Revision(5), 1, None));
     }
 }

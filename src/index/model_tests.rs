@@ -1,1 +1,382 @@
+//! The index against a naive model: every change in one list, every question answered by a scan of it.
+//!
+//! Histories are random, but small and over few keys, so that keys are deleted and made again, tombstones fall on
+//! compact revisions, and every revision of a history can be compacted and read. proptest prints what failed, shrunk.
 
+use std::{
+    collections::BTreeSet,
+    ops::{Bound, RangeBounds},
+};
+
+use proptest::{collection::vec, prelude::*, sample::Index};
+
+use super::{CompactionCursor, Entry, Lease, ReadAt, TreeIndex, Unreadable};
+use crate::types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId, Version};
+
+const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "ba", "c"];
+
+/// One key's part of a transaction. A transaction may delete a key and put it again, but not put it twice.
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Put { key: usize, lease: i64 },
+    Delete { key: usize },
+    DeleteAndPut { key: usize, lease: i64 },
+}
+
+/// Every change ever made, in order, and what compactions did to the store.
+#[derive(Clone, Debug, Default)]
+struct Model {
+    changes: Vec<Change>,
+    compact_revision: Option<Revision>,
+    /// The rows that compactions took.
+    gone: BTreeSet<RowId>,
+}
+
+type Bounds = (Bound<Vec<u8>>, Bound<Vec<u8>>);
+type Checked = Result<(), TestCaseError>;
+
+proptest! {
+    #[test]
+    fn index_reads_as_the_model_at_every_revision(history in histories(14)) {
+        let model = Model::of(&history);
+        check_reads(&model.index(), &model)?;
+    }
+
+    #[test]
+    fn ranges_and_walks_of_any_bounds_and_budget_read_as_the_model(
+        history in histories(14),
+        bounds in bounds(),
+        budget in 1..8_usize,
+    ) {
+        let model = Model::of(&history);
+        let index = model.index();
+        for at in model.readable() {
+            check_range(&index, &model, &bounds, at)?;
+            check_walk(&index, &model, &bounds, at, budget)?;
+        }
+    }
+
+    #[test]
+    fn compaction_at_every_revision_keeps_what_can_be_read_and_frees_the_rest(
+        history in histories(10),
+        budget in budgets(),
+    ) {
+        let model = Model::of(&history);
+        for revision in model.revisions() {
+            let (mut model, mut index) = (model.clone(), model.index());
+            check_compaction(&mut index, &mut model, revision, budget)?;
+        }
+    }
+
+    #[test]
+    fn repeated_compactions_keep_what_can_be_read_and_free_the_rest(
+        history in histories(14),
+        revisions in vec(any::<Index>(), 1..5),
+        budget in budgets(),
+    ) {
+        let mut model = Model::of(&history);
+        let mut index = model.index();
+        let all: Vec<_> = model.revisions().collect();
+        let mut revisions: Vec<_> = revisions.iter().map(|index| *index.get(&all)).collect();
+        revisions.sort_unstable();
+        for revision in revisions {
+            check_compaction(&mut index, &mut model, revision, budget)?;
+        }
+    }
+
+    #[test]
+    fn history_goes_on_after_each_compaction_as_if_there_had_been_none(
+        parts in vec((histories(6), any::<Index>()), 1..5),
+        budget in budgets(),
+    ) {
+        let mut model = Model::default();
+        let mut index = TreeIndex::new();
+        for (history, revision) in parts {
+            let known = model.changes.len();
+            history.iter().for_each(|ops| model.commit(ops));
+            model.changes[known..].iter().for_each(|change| index.apply(change));
+            let readable: Vec<_> = model.readable().collect();
+            check_compaction(&mut index, &mut model, *revision.get(&readable), budget)?;
+        }
+    }
+
+    #[test]
+    fn changes_between_the_steps_of_a_compaction_are_read_as_the_model_has_them(
+        history in histories(8),
+        later in histories(8),
+        revision in any::<Index>(),
+        budget in 1..3_usize,
+    ) {
+        let mut model = Model::of(&history);
+        let mut index = model.index();
+        let all: Vec<_> = model.revisions().collect();
+        let revision = *revision.get(&all);
+        index.begin_compaction(revision);
+        model.compact_revision = Some(revision);
+        let (mut cursor, mut removed) = (CompactionCursor::default(), Vec::new());
+        let mut later = later.iter();
+        while index.compact_step(&mut cursor, budget, &mut removed) {
+            let known = model.changes.len();
+            later.next().into_iter().for_each(|ops| model.commit(ops));
+            model.changes[known..].iter().for_each(|change| index.apply(change));
+            check_reads(&index, &model)?;
+        }
+        check_removed(&removed, &mut model)?;
+        check_reads(&index, &model)?;
+        check_rebuilt(&index, &model)?;
+    }
+}
+
+#[test]
+fn older_compaction_does_not_bring_the_compact_revision_back() {
+    let mut index = Model::of(&[vec![Op::Put { key: 0, lease: 0 }], vec![Op::Put { key: 0, lease: 0 }]]).index();
+    index.begin_compaction(Revision(3));
+    index.begin_compaction(Revision(2));
+    assert_eq!(index.compact_revision(), Some(Revision(3)));
+    assert_eq!(index.resolve(ReadAt::Revision(Revision(2))), Err(Unreadable::Compacted));
+}
+
+/// Transactions of a few operations on different keys, each of which may turn out to change nothing.
+fn histories(transactions_max: usize) -> impl Strategy<Value = Vec<Vec<Op>>> {
+    let op = (0..KEYS.len(), 0..3_i64, 0..8_u32).prop_map(|(key, lease, kind)| match kind {
+        0..4 => Op::Put { key, lease },
+        4..7 => Op::Delete { key },
+        _ => Op::DeleteAndPut { key, lease },
+    });
+    let transaction = vec(op, 1..5).prop_map(|mut ops| {
+        let mut seen = BTreeSet::new();
+        ops.retain(|op| seen.insert(op.key()));
+        ops
+    });
+    vec(transaction, 1..=transactions_max)
+}
+
+/// Bounds that an ordered map takes: the start not behind the end.
+fn bounds() -> impl Strategy<Value = Bounds> {
+    let key = proptest::sample::select(vec!["", "a", "a\0", "aa", "ab", "b", "ba", "bb", "c", "d"]);
+    (key.clone(), key, 0..3_u8, 0..3_u8).prop_map(|(a, b, start_kind, end_kind)| {
+        let bound = |key: &str, kind| match kind {
+            0 => Bound::Included(key.as_bytes().to_vec()),
+            1 if a != b => Bound::Excluded(key.as_bytes().to_vec()),
+            _ => Bound::Unbounded,
+        };
+        (bound(a.min(b), start_kind), bound(a.max(b), end_kind))
+    })
+}
+
+/// Of a compaction's step: one key at a time, some, all at once.
+fn budgets() -> impl Strategy<Value = usize> {
+    prop_oneof![1..8_usize, Just(usize::MAX)]
+}
+
+fn check_reads(index: &TreeIndex, model: &Model) -> Checked {
+    prop_assert_eq!(index.head(), model.head());
+    prop_assert_eq!(index.resolve(ReadAt::Latest), Ok(model.head()));
+    for at in (0..model.head().0 + 3).map(Revision) {
+        prop_assert_eq!(index.resolve(ReadAt::Revision(at)), model.resolve(at), "resolving {}", at);
+    }
+    for at in model.readable() {
+        for key in KEYS {
+            prop_assert_eq!(index.get(key.as_bytes(), at), model.get(key.as_bytes(), at), "{:?} at {}", key, at);
+        }
+        prop_assert_eq!(index.get(b"never written", at), None);
+        check_range(index, model, &(Bound::Unbounded, Bound::Unbounded), at)?;
+    }
+    Ok(())
+}
+
+fn check_range(index: &TreeIndex, model: &Model, bounds: &Bounds, at: Revision) -> Checked {
+    let mut expected = model.range(bounds, at);
+    let found: Vec<_> = index.range(borrowed(bounds), at).map(|(key, entry)| (key.clone(), entry)).collect();
+    prop_assert_eq!(&found, &expected, "{:?} at {}", bounds, at);
+    let backwards: Vec<_> = index.range(borrowed(bounds), at).rev().map(|(key, entry)| (key.clone(), entry)).collect();
+    expected.reverse();
+    prop_assert_eq!(backwards, expected, "{:?} at {}, backwards", bounds, at);
+    Ok(())
+}
+
+fn check_walk(index: &TreeIndex, model: &Model, bounds: &Bounds, at: Revision, budget: usize) -> Checked {
+    let mut found = Vec::new();
+    let mut start = bounds.0.clone();
+    loop {
+        let before = found.len();
+        let rest = (start, bounds.1.clone());
+        let last = index.walk(borrowed(&rest), at, budget, |key, entry| found.push((key.clone(), entry)));
+        prop_assert!(found.len() - before <= budget);
+        let Some(last) = last else { break };
+        start = Bound::Excluded(last.to_vec());
+    }
+    prop_assert_eq!(found, model.range(bounds, at), "{:?} at {} by {}", bounds, at, budget);
+    Ok(())
+}
+
+/// Compacts both at `revision` and compares them.
+fn check_compaction(index: &mut TreeIndex, model: &mut Model, revision: Revision, budget: usize) -> Checked {
+    index.begin_compaction(revision);
+    model.compact_revision = Some(revision);
+    prop_assert_eq!(index.compact_revision(), Some(revision));
+    check_reads(index, model)?;
+    check_removed(&compact_to_the_end(index, budget), model)?;
+    check_reads(index, model)?;
+    check_rebuilt(index, model)
+}
+
+/// The rows that a compaction named are those that the model lets go, each once.
+fn check_removed(removed: &[RowId], model: &mut Model) -> Checked {
+    let mut removed = removed.to_vec();
+    removed.sort_unstable();
+    prop_assert_eq!(removed, model.free(), "removed by the compaction at {:?}", model.compact_revision);
+    Ok(())
+}
+
+/// An index made from the rows that survived is the one that was compacted, as after a restart.
+fn check_rebuilt(index: &TreeIndex, model: &Model) -> Checked {
+    let mut rebuilt = TreeIndex::new();
+    model.survivors().for_each(|change| rebuilt.apply(change));
+    if let Some(revision) = model.compact_revision {
+        rebuilt.begin_compaction(revision);
+    }
+    let removed = compact_to_the_end(&mut rebuilt, usize::MAX);
+    prop_assert_eq!(removed, vec![], "nothing that survived is left to remove");
+    prop_assert_eq!(&rebuilt, index);
+    Ok(())
+}
+
+fn compact_to_the_end(index: &mut TreeIndex, budget: usize) -> Vec<RowId> {
+    let (mut cursor, mut removed) = (CompactionCursor::default(), Vec::new());
+    while index.compact_step(&mut cursor, budget, &mut removed) {}
+    removed
+}
+
+impl Model {
+    fn of(history: &[Vec<Op>]) -> Self {
+        let mut model = Self::default();
+        history.iter().for_each(|ops| model.commit(ops));
+        model
+    }
+
+    /// Makes one transaction's changes, at one revision; none if it changes nothing.
+    fn commit(&mut self, ops: &[Op]) {
+        let revision = self.head().next();
+        let mut sub = 0;
+        let mut next_row = || {
+            let row = RowId::new(revision, sub);
+            sub += 1;
+            row
+        };
+        for op in ops {
+            let live = self.newest(op.key()).is_some_and(|change| !change.is_delete());
+            match *op {
+                Op::Put { key, lease } => self.put(next_row(), key, lease),
+                Op::Delete { key } if live => self.delete(next_row(), key),
+                Op::Delete { .. } => {}
+                Op::DeleteAndPut { key, lease } => {
+                    if live {
+                        self.delete(next_row(), key);
+                    }
+                    self.put(next_row(), key, lease);
+                }
+            }
+        }
+    }
+
+    fn put(&mut self, row: RowId, number: usize, lease: i64) {
+        let (create_revision, version) = match self.newest(number).map(|change| &change.kind) {
+            Some(ChangeKind::Put { create_revision, version, .. }) => (*create_revision, version + 1),
+            Some(ChangeKind::Delete) | None => (row.revision, 1),
+        };
+        let (key, lease) = (key(number), LeaseId::from_wire(lease));
+        let kv = EncodedKv::new(&key, Version { row, create_revision, version }, b"value", lease);
+        let kind = ChangeKind::Put { kv, create_revision, version, lease };
+        self.changes.push(Change { row, key, kind, prev: None });
+    }
+
+    fn delete(&mut self, row: RowId, number: usize) {
+        self.changes.push(Change { row, key: key(number), kind: ChangeKind::Delete, prev: None });
+    }
+
+    fn index(&self) -> TreeIndex {
+        let mut index = TreeIndex::new();
+        self.changes.iter().for_each(|change| index.apply(change));
+        index
+    }
+
+    fn head(&self) -> Revision {
+        self.changes.last().map_or(Revision::EMPTY, |change| change.row.revision)
+    }
+
+    fn revisions(&self) -> impl Iterator<Item = Revision> + use<> {
+        (0..=self.head().0).map(Revision)
+    }
+
+    fn readable(&self) -> impl Iterator<Item = Revision> + use<> {
+        let from = self.compact_revision.unwrap_or(Revision(0));
+        (from.0..=self.head().0).map(Revision)
+    }
+
+    fn resolve(&self, at: Revision) -> Result<Revision, Unreadable> {
+        if at > self.head() {
+            Err(Unreadable::Future)
+        } else if self.compact_revision.is_some_and(|compacted| at < compacted) {
+            Err(Unreadable::Compacted)
+        } else {
+            Ok(at)
+        }
+    }
+
+    fn newest(&self, number: usize) -> Option<&Change> {
+        let key = key(number);
+        self.changes.iter().rfind(|change| change.key == key)
+    }
+
+    fn get(&self, key: &[u8], at: Revision) -> Option<Entry> {
+        let mut of_key = self.changes.iter().filter(|change| change.key.as_slice() == key);
+        let newest = of_key.clone().next_back()?.row;
+        let Change { row, kind, .. } = of_key.rfind(|change| change.row.revision <= at)?;
+        let ChangeKind::Put { create_revision, version, lease, .. } = kind else { return None };
+        let lease = if *row == newest { Lease::Known(*lease) } else { Lease::InRow };
+        Some(Entry { version: Version { row: *row, create_revision: *create_revision, version: *version }, lease })
+    }
+
+    fn range(&self, bounds: &Bounds, at: Revision) -> Vec<(Key, Entry)> {
+        let keys: BTreeSet<_> = self.changes.iter().map(|change| &change.key).collect();
+        let inside = keys.into_iter().filter(|key| bounds.contains(&key.to_vec()));
+        inside.filter_map(|key| Some((key.clone(), self.get(key, at)?))).collect()
+    }
+
+    /// What the compact revision lets go of and has not yet gone, in order.
+    fn free(&mut self) -> Vec<RowId> {
+        let going = self.changes.iter().filter(|change| self.goes(change)).map(|change| change.row);
+        let going: Vec<_> = going.filter(|row| !self.gone.contains(row)).collect();
+        self.gone.extend(&going);
+        going
+    }
+
+    /// A row goes when a newer row of its key lies at or below the compact revision, or as a tombstone below it.
+    fn goes(&self, change: &Change) -> bool {
+        let Some(compacted) = self.compact_revision else { return false };
+        let newer = |other: &&Change| other.key == change.key && other.row > change.row;
+        self.changes.iter().filter(newer).any(|newer| newer.row.revision <= compacted)
+            || (change.is_delete() && change.row.revision < compacted)
+    }
+
+    fn survivors(&self) -> impl Iterator<Item = &Change> {
+        self.changes.iter().filter(|change| !self.gone.contains(&change.row))
+    }
+}
+
+impl Op {
+    fn key(self) -> usize {
+        match self {
+            Self::Put { key, .. } | Self::Delete { key } | Self::DeleteAndPut { key, .. } => key,
+        }
+    }
+}
+
+fn key(number: usize) -> Key {
+    Key::from(KEYS[number].as_bytes())
+}
+
+fn borrowed(bounds: &Bounds) -> (Bound<&[u8]>, Bound<&[u8]>) {
+    (bounds.0.as_ref().map(Vec::as_slice), bounds.1.as_ref().map(Vec::as_slice))
+}

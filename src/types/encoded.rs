@@ -47,20 +47,38 @@ impl EncodedKv {
 
     /// The value, sharing this pair's memory.
     pub fn value(&self) -> Bytes {
+        self.value_field().map_or_else(Bytes::new, |field| field.value)
+    }
+
+    /// The same pair with an empty value.
+    pub fn without_value(&self) -> Self {
+        let Some(ValueField { whole, .. }) = self.value_field() else { return self.clone() };
+        Self([&self.0[..whole.start], &self.0[whole.end..]].concat().into())
+    }
+
+    fn value_field(&self) -> Option<ValueField> {
         let mut rest: &[u8] = &self.0;
         while rest.has_remaining() {
+            let start = self.0.len() - rest.len();
             let (tag, wire) = decode_key(&mut rest).expect("made by EncodedKv::new");
             let number = decode_varint(&mut rest).expect("made by EncodedKv::new");
             if wire == WireType::LengthDelimited {
                 let len = usize::try_from(number).expect("a length of this buffer");
-                if tag == 5 {
-                    return self.0.slice_ref(&rest[..len]);
-                }
+                let value = &rest[..len];
                 rest.advance(len);
+                if tag == 5 {
+                    return Some(ValueField { whole: start..self.0.len() - rest.len(), value: self.0.slice_ref(value) });
+                }
             }
         }
-        Bytes::new()
+        None
     }
+}
+
+/// Where the value lies in a pair: with its tag and length, and without.
+struct ValueField {
+    whole: std::ops::Range<usize>,
+    value: Bytes,
 }
 
 impl std::fmt::Debug for EncodedKv {
@@ -165,6 +183,8 @@ mod tests {
             let (kv, plain) = pair(&key, numbers, &value);
             prop_assert_eq!(kv.as_bytes().as_ref(), plain.encode_to_vec().as_slice());
             prop_assert_eq!(kv.value().as_ref(), value.as_slice());
+            let bare = mvccpb::KeyValue { value: Bytes::new(), ..plain };
+            prop_assert_eq!(kv.without_value().as_bytes().as_ref(), bare.encode_to_vec().as_slice());
         }
 
         #[test]

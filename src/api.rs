@@ -1,0 +1,109 @@
+//! The edge: etcd's gRPC services over a [`Store`]. Protobuf types and the wire's sentinels stop here.
+//!
+//! Requests are validated once ([`convert`]), and errors become gRPC codes and etcd's texts in one table ([`status`]).
+//! The KV and Watch services are served by hand ([`kv`], [`watch`]), because their answers are put together from pairs and
+//! events that are already encoded; the others are tonic's generated ones.
+
+mod cluster;
+mod convert;
+mod interval_check;
+mod kv;
+mod lease;
+mod maintenance;
+mod reply;
+mod status;
+mod unary;
+mod watch;
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::sync::watch as watch_channel;
+use tonic::service::Routes;
+
+use crate::{
+    proto::{
+        DESCRIPTORS,
+        server::etcdserverpb::{
+            self as pb, cluster_server::ClusterServer, lease_server::LeaseServer, maintenance_server::MaintenanceServer,
+        },
+    },
+    store::Store,
+    types::Revision,
+};
+
+/// The etcd release whose behaviour and API this server has; clients decide by it what they use.
+pub const ETCD_VERSION: &str = "3.6.13";
+/// What `Status` calls the storage's version.
+const STORAGE_VERSION: &str = "3.6.0";
+/// There are no terms, but clients expect one that is not 0.
+const RAFT_TERM: u64 = 1;
+/// What a request may be longer than `max_request_bytes` by before the transport refuses it.
+const TRANSPORT_SLACK_BYTES: usize = 512 << 10;
+
+/// What the services answer by.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub name: String,
+    pub advertise_client_urls: Vec<String>,
+    /// Bytes of a request that writes.
+    pub max_request_bytes: usize,
+    /// Operations in a transaction, and compares.
+    pub max_txn_ops: usize,
+    pub watch_progress_notify_interval: Duration,
+}
+
+impl Settings {
+    /// Bytes of a message that the transport takes, and above which a fragmented watch answer is cut.
+    fn max_message_bytes(&self) -> usize {
+        self.max_request_bytes.saturating_add(TRANSPORT_SLACK_BYTES)
+    }
+}
+
+/// What every service holds.
+#[derive(Clone)]
+struct Context {
+    store: Arc<Store>,
+    settings: Arc<Settings>,
+    /// Turns true when the server goes down.
+    stopping: watch_channel::Receiver<bool>,
+}
+
+impl Context {
+    fn header(&self, revision: Revision) -> Option<pb::ResponseHeader> {
+        let identity = self.store.identity();
+        Some(pb::ResponseHeader {
+            cluster_id: identity.cluster_id,
+            member_id: identity.member_id,
+            revision: revision.0,
+            raft_term: RAFT_TERM,
+        })
+    }
+}
+
+/// All services. `stopping` ends the streams, which would otherwise outlive any drain.
+///
+/// # Errors
+///
+/// If the descriptors that were compiled in cannot be read.
+pub fn routes(
+    store: Arc<Store>,
+    settings: Settings,
+    stopping: watch_channel::Receiver<bool>,
+) -> Result<Routes, tonic_reflection::server::Error> {
+    let message_bytes = settings.max_message_bytes();
+    let context = Arc::new(Context { store, settings: Arc::new(settings), stopping });
+    let (_, health) = tonic_health::server::health_reporter();
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    Ok(Routes::new(kv::KvService::new(Arc::clone(&context)))
+        .add_service(watch::WatchService::new(Arc::clone(&context)))
+        .add_service(LeaseServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
+        .add_service(ClusterServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
+        .add_service(MaintenanceServer::from_arc(context).max_decoding_message_size(message_bytes))
+        .add_service(health)
+        .add_service(reflection().build_v1()?)
+        .add_service(reflection().build_v1alpha()?))
+}

@@ -1,0 +1,203 @@
+//! The KV service: Range, RangeStream, Put, DeleteRange, Txn, Compact.
+
+use std::{
+    convert::Infallible,
+    future::Future,
+    pin::Pin,
+    sync::Arc,
+    task::{self, Poll},
+};
+
+use http::Request;
+use prost::Message;
+use tonic::{
+    Status,
+    body::Body,
+    codegen::{BoxFuture, Service},
+    server::NamedService,
+};
+use tonic_prost::ProstCodec;
+
+use super::{
+    Context, convert,
+    reply::IntoSegments,
+    status::Invalid,
+    unary::{self, Response},
+};
+use crate::{
+    proto::server::etcdserverpb as pb,
+    store::{RangePieces, request::CompactionWait, request::Projection},
+    types::Revision,
+};
+
+/// Pairs in the first piece of a RangeStream answer; later ones grow with what the pairs weigh.
+const FIRST_PIECE_PAIRS: usize = 10;
+
+/// See the module's page.
+#[derive(Clone)]
+pub(super) struct KvService(Arc<Context>);
+
+impl KvService {
+    pub(super) fn new(context: Arc<Context>) -> Self {
+        Self(context)
+    }
+
+    fn unary<M, A, F>(
+        &self,
+        request: Request<Body>,
+        answer: impl FnOnce(Arc<Context>, M) -> F + Send + 'static,
+    ) -> BoxFuture<http::Response<Body>, Infallible>
+    where
+        M: Message + Default + 'static,
+        A: IntoSegments,
+        F: Future<Output = Result<A, Status>> + Send,
+    {
+        let context = Arc::clone(&self.0);
+        Box::pin(async move {
+            let answer = match unary::request(request, context.settings.max_message_bytes()).await {
+                Ok(message) => answer(context, message).await,
+                Err(status) => Err(status),
+            };
+            unary::respond(answer)
+        })
+    }
+}
+
+impl NamedService for KvService {
+    const NAME: &'static str = "etcdserverpb.KV";
+}
+
+impl Service<Request<Body>> for KvService {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Self::Response, Self::Error>;
+
+    fn poll_ready(&mut self, _: &mut task::Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        match request.uri().path() {
+            "/etcdserverpb.KV/Range" => self.unary(request, range),
+            "/etcdserverpb.KV/Put" => self.unary(request, put),
+            "/etcdserverpb.KV/Txn" => self.unary(request, txn),
+            "/etcdserverpb.KV/DeleteRange" => self.unary(request, delete_range),
+            "/etcdserverpb.KV/Compact" => self.unary(request, compact),
+            "/etcdserverpb.KV/RangeStream" => {
+                let method = RangeStream(Arc::clone(&self.0));
+                let message_bytes = self.0.settings.max_message_bytes();
+                Box::pin(async move {
+                    let mut grpc = tonic::server::Grpc::new(ProstCodec::default())
+                        .apply_max_message_size_config(Some(message_bytes), None);
+                    Ok(grpc.server_streaming(method, request).await)
+                })
+            }
+            path => {
+                let status = Status::unimplemented(format!("unknown method {path} for service {}", Self::NAME));
+                Box::pin(async move { Response::Ok(status.into_http()) })
+            }
+        }
+    }
+}
+
+async fn range(context: Arc<Context>, request: pb::RangeRequest) -> Result<pb::RangeResponse, Status> {
+    let response = context.store.range(&convert::range(&request)?).await?;
+    Ok(context.range_response(response))
+}
+
+async fn put(context: Arc<Context>, request: pb::PutRequest) -> Result<pb::PutResponse, Status> {
+    let bytes = request.encoded_len();
+    let request = convert::put(request)?;
+    context.check_size(bytes)?;
+    let response = context.store.put(request).await?;
+    Ok(context.put_response(response))
+}
+
+async fn delete_range(
+    context: Arc<Context>,
+    request: pb::DeleteRangeRequest,
+) -> Result<pb::DeleteRangeResponse, Status> {
+    let converted = convert::delete(&request)?;
+    context.check_size(request.encoded_len())?;
+    let response = context.store.delete(converted).await?;
+    Ok(context.delete_response(response))
+}
+
+async fn txn(context: Arc<Context>, request: pb::TxnRequest) -> Result<pb::TxnResponse, Status> {
+    let bytes = request.encoded_len();
+    let request = convert::txn(request, context.settings.max_txn_ops)?;
+    if !request.is_read_only() {
+        context.check_size(bytes)?;
+    }
+    let response = context.store.txn(request).await?;
+    Ok(context.txn_response(response))
+}
+
+async fn compact(context: Arc<Context>, request: pb::CompactionRequest) -> Result<pb::CompactionResponse, Status> {
+    let wait = if request.physical { CompactionWait::ForRows } else { CompactionWait::ForRevision };
+    let head = context.store.compact(Revision(request.revision), wait).await?;
+    Ok(pb::CompactionResponse { header: context.header(head) })
+}
+
+impl Context {
+    /// A request that writes must fit into the limit; what is only read may be longer, up to the transport's.
+    fn check_size(&self, bytes: usize) -> Result<(), Invalid> {
+        if bytes > self.settings.max_request_bytes { Err(Invalid::TooLarge) } else { Ok(()) }
+    }
+}
+
+struct RangeStream(Arc<Context>);
+
+type Pieces = Pin<Box<dyn futures_util::Stream<Item = Result<pb::RangeStreamResponse, Status>> + Send>>;
+
+impl tonic::server::ServerStreamingService<pb::RangeRequest> for RangeStream {
+    type Response = pb::RangeStreamResponse;
+    type ResponseStream = Pieces;
+    type Future = BoxFuture<tonic::Response<Pieces>, Status>;
+
+    fn call(&mut self, request: tonic::Request<pb::RangeRequest>) -> Self::Future {
+        let context = Arc::clone(&self.0);
+        Box::pin(async move {
+            let request = request.into_inner();
+            let converted = convert::range(&request)?;
+            if converted.sort.is_some() {
+                return Err(Status::unimplemented("RangeStream does not support custom sort orders"));
+            }
+            if converted.filter != Default::default() {
+                return Err(Status::unimplemented("RangeStream does not support revision filters"));
+            }
+            let pairs = if converted.projection == Projection::CountOnly { usize::MAX } else { FIRST_PIECE_PAIRS };
+            let pieces = context.store.range_pieces(converted)?;
+            let start = (context, pieces, pairs);
+            let stream = futures_util::stream::try_unfold(start, |(context, mut pieces, pairs)| async move {
+                next_piece(&context, &mut pieces, pairs)
+                    .await
+                    .map(|piece| piece.map(|(response, pairs)| (response, (context, pieces, pairs))))
+            });
+            Ok(tonic::Response::new(Box::pin(stream) as Pieces))
+        })
+    }
+}
+
+/// The next piece, and how many pairs to put into the one after it. Header, count and more are on the last alone.
+async fn next_piece(
+    context: &Context,
+    pieces: &mut RangePieces,
+    pairs: usize,
+) -> Result<Option<(pb::RangeStreamResponse, usize)>, Status> {
+    let Some(piece) = pieces.next(pairs).await? else { return Ok(None) };
+    let bytes: usize = piece.kvs.iter().map(crate::types::EncodedKv::len).sum();
+    let target = context.settings.max_request_bytes;
+    let pairs = if bytes < target / 2 {
+        pairs.saturating_mul(2)
+    } else if bytes > target.saturating_mul(2) {
+        (pairs / 2).max(1)
+    } else {
+        pairs
+    };
+    let mut response = context.range_response(piece);
+    if !pieces.is_done() {
+        response = pb::RangeResponse { kvs: response.kvs, ..Default::default() };
+    }
+    Ok(Some((pb::RangeStreamResponse { range_response: Some(response) }, pairs)))
+}

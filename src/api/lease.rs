@@ -1,0 +1,89 @@
+//! The Lease service.
+
+use std::pin::Pin;
+
+use futures_util::{Stream, stream};
+use tonic::{Request, Response, Status, Streaming};
+
+use super::Context;
+use crate::{
+    proto::server::etcdserverpb::{self as pb, lease_server::Lease},
+    store,
+    types::LeaseId,
+};
+
+#[tonic::async_trait]
+impl Lease for Context {
+    async fn lease_grant(
+        &self,
+        request: Request<pb::LeaseGrantRequest>,
+    ) -> Result<Response<pb::LeaseGrantResponse>, Status> {
+        let request = request.into_inner();
+        let granted = self.store.grant(LeaseId::from_wire(request.id), request.ttl).await?;
+        Ok(Response::new(pb::LeaseGrantResponse {
+            header: self.header(granted.revision),
+            id: granted.id.0,
+            ttl: granted.ttl_secs,
+            error: String::new(),
+        }))
+    }
+
+    async fn lease_revoke(
+        &self,
+        request: Request<pb::LeaseRevokeRequest>,
+    ) -> Result<Response<pb::LeaseRevokeResponse>, Status> {
+        let revision = self.store.revoke(LeaseId(request.into_inner().id)).await?;
+        Ok(Response::new(pb::LeaseRevokeResponse { header: self.header(revision) }))
+    }
+
+    type LeaseKeepAliveStream = Pin<Box<dyn Stream<Item = Result<pb::LeaseKeepAliveResponse, Status>> + Send>>;
+
+    async fn lease_keep_alive(
+        &self,
+        request: Request<Streaming<pb::LeaseKeepAliveRequest>>,
+    ) -> Result<Response<Self::LeaseKeepAliveStream>, Status> {
+        let start = (self.clone(), request.into_inner());
+        let answers = stream::try_unfold(start, |(mut service, mut requests)| async move {
+            let request = tokio::select! {
+                request = requests.message() => request?,
+                _ = service.stopping.wait_for(|stopping| *stopping) => return Err(store::Error::Stopped.into()),
+            };
+            let Some(request) = request else { return Ok(None) };
+            let (revision, ttl) = service.store.keep_alive(LeaseId(request.id)).await?;
+            let answer = pb::LeaseKeepAliveResponse { header: service.header(revision), id: request.id, ttl };
+            Ok(Some((answer, (service, requests))))
+        });
+        Ok(Response::new(Box::pin(answers)))
+    }
+
+    async fn lease_time_to_live(
+        &self,
+        request: Request<pb::LeaseTimeToLiveRequest>,
+    ) -> Result<Response<pb::LeaseTimeToLiveResponse>, Status> {
+        let request = request.into_inner();
+        let header = self.header(self.store.head());
+        let response = match self.store.lease(LeaseId(request.id)) {
+            Some(lease) => pb::LeaseTimeToLiveResponse {
+                header,
+                id: request.id,
+                ttl: lease.left_secs,
+                granted_ttl: lease.granted_secs,
+                keys: if request.keys {
+                    lease.keys.iter().map(|key| bytes::Bytes::copy_from_slice(key)).collect()
+                } else {
+                    Vec::new()
+                },
+            },
+            None => pb::LeaseTimeToLiveResponse { header, id: request.id, ttl: -1, ..Default::default() },
+        };
+        Ok(Response::new(response))
+    }
+
+    async fn lease_leases(
+        &self,
+        _: Request<pb::LeaseLeasesRequest>,
+    ) -> Result<Response<pb::LeaseLeasesResponse>, Status> {
+        let leases = self.store.leases().into_iter().map(|id| pb::LeaseStatus { id: id.0 }).collect();
+        Ok(Response::new(pb::LeaseLeasesResponse { header: self.header(self.store.head()), leases }))
+    }
+}

@@ -1,0 +1,263 @@
+//! The body of a unary answer: one frame for a small one, pieces for a large one.
+//!
+//! A large range is never in memory twice: its pairs are shared with the value cache, and each piece is copied together
+//! only when the connection has room for it.
+
+use std::{
+    collections::VecDeque,
+    convert::Infallible,
+    pin::Pin,
+    task::{Context, Poll},
+};
+
+use bytes::{BufMut as _, Bytes, BytesMut};
+use http::{HeaderMap, HeaderValue};
+use http_body::{Body, Frame};
+use prost::{
+    Message,
+    encoding::{WireType, encode_key, encode_varint, encoded_len_varint},
+};
+use tonic::Status;
+
+use super::unary::FRAME_HEAD_BYTES;
+use crate::proto::server::etcdserverpb::{self as pb, response_op::Response};
+
+/// Answers above this are sent in pieces.
+const WHOLE_BYTES_MAX: usize = 1 << 20;
+/// Bytes after which a piece ends with its pair.
+const PIECE_BYTES: usize = 256 << 10;
+/// An operation's answer inside a transaction's that is worth taking apart.
+const OP_BYTES_MIN: usize = 64 << 10;
+
+/// A part of an encoded message, in order.
+pub(super) enum Segment {
+    Encoded(Bytes),
+    /// `RangeResponse.kvs`, without their tags and lengths.
+    Pairs(VecDeque<Bytes>),
+}
+
+/// A message that can be encoded piece by piece.
+pub(super) trait IntoSegments: Message {
+    fn into_segments(self, segments: &mut Segments);
+}
+
+/// Collects segments, joining what is encoded at once.
+#[derive(Default)]
+pub(super) struct Segments {
+    done: VecDeque<Segment>,
+    open: Vec<u8>,
+}
+
+impl Segments {
+    /// Adds fields, as the message that has only them.
+    fn fields(&mut self, message: &impl Message) {
+        message.encode_raw(&mut self.open);
+    }
+
+    fn nested(&mut self, tag: u32, len: usize) {
+        encode_key(tag, WireType::LengthDelimited, &mut self.open);
+        encode_varint(len as u64, &mut self.open);
+    }
+
+    fn pairs(&mut self, pairs: Vec<Bytes>) {
+        self.done.push_back(Segment::Encoded(std::mem::take(&mut self.open).into()));
+        self.done.push_back(Segment::Pairs(pairs.into()));
+    }
+
+    fn finish(mut self) -> VecDeque<Segment> {
+        self.done.push_back(Segment::Encoded(self.open.into()));
+        self.done
+    }
+}
+
+impl IntoSegments for pb::RangeResponse {
+    fn into_segments(mut self, segments: &mut Segments) {
+        let pairs = std::mem::take(&mut self.kvs);
+        segments.fields(&Self { header: self.header.take(), ..Self::default() });
+        segments.pairs(pairs);
+        segments.fields(&self);
+    }
+}
+
+impl IntoSegments for pb::TxnResponse {
+    fn into_segments(mut self, segments: &mut Segments) {
+        let responses = std::mem::take(&mut self.responses);
+        segments.fields(&self);
+        for op in responses {
+            let op_len = op.encoded_len();
+            match op.response {
+                Some(Response::ResponseRange(response)) if op_len >= OP_BYTES_MIN => {
+                    segments.nested(3, op_len);
+                    segments.nested(1, response.encoded_len());
+                    response.into_segments(segments);
+                }
+                Some(Response::ResponseTxn(response)) if op_len >= OP_BYTES_MIN => {
+                    segments.nested(3, op_len);
+                    segments.nested(4, response.encoded_len());
+                    response.into_segments(segments);
+                }
+                response => {
+                    let op = pb::ResponseOp { response };
+                    segments.fields(&Self { responses: vec![op], ..Self::default() });
+                }
+            }
+        }
+    }
+}
+
+/// Messages that are small, or as large as what they answer.
+macro_rules! one_segment {
+    ($($message:ty),+) => {
+        $(impl IntoSegments for $message {
+            fn into_segments(self, segments: &mut Segments) {
+                segments.fields(&self);
+            }
+        })+
+    };
+}
+
+one_segment!(pb::PutResponse, pb::DeleteRangeResponse, pb::CompactionResponse);
+
+/// See the module's page.
+pub(super) struct ReplyBody {
+    segments: VecDeque<Segment>,
+    trailers_sent: bool,
+}
+
+impl ReplyBody {
+    pub(super) fn new(message: impl IntoSegments) -> Result<Self, Status> {
+        let len = message.encoded_len();
+        let wire_len = u32::try_from(len)
+            .map_err(|_| Status::resource_exhausted(format!("orlop: the answer has {len} bytes; a message holds 4 GiB")))?;
+        let head_room = if len <= WHOLE_BYTES_MAX { len } else { 0 };
+        let mut frame = Vec::with_capacity(FRAME_HEAD_BYTES + head_room);
+        frame.put_u8(0);
+        frame.put_u32(wire_len);
+        let segments = if len <= WHOLE_BYTES_MAX {
+            message.encode_raw(&mut frame);
+            VecDeque::from([Segment::Encoded(frame.into())])
+        } else {
+            let mut segments = Segments { open: frame, ..Segments::default() };
+            message.into_segments(&mut segments);
+            segments.finish()
+        };
+        Ok(Self { segments, trailers_sent: false })
+    }
+
+    fn next_piece(&mut self) -> Option<Bytes> {
+        loop {
+            match self.segments.front_mut()? {
+                Segment::Encoded(bytes) => {
+                    let bytes = std::mem::take(bytes);
+                    self.segments.pop_front();
+                    if !bytes.is_empty() {
+                        return Some(bytes);
+                    }
+                }
+                Segment::Pairs(pairs) => {
+                    let piece = join_pairs(pairs);
+                    if !piece.is_empty() {
+                        return Some(piece);
+                    }
+                    self.segments.pop_front();
+                }
+            }
+        }
+    }
+}
+
+fn join_pairs(pairs: &mut VecDeque<Bytes>) -> Bytes {
+    let framed = |pair: &Bytes| 1 + encoded_len_varint(pair.len() as u64) + pair.len();
+    let mut len = 0;
+    let count = pairs
+        .iter()
+        .take_while(|pair| {
+            let room = len < PIECE_BYTES;
+            if room {
+                len += framed(pair);
+            }
+            room
+        })
+        .count();
+    let mut piece = BytesMut::with_capacity(len);
+    for pair in pairs.drain(..count) {
+        encode_key(2, WireType::LengthDelimited, &mut piece);
+        encode_varint(pair.len() as u64, &mut piece);
+        piece.extend_from_slice(&pair);
+    }
+    piece.freeze()
+}
+
+impl Body for ReplyBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let this = self.get_mut();
+        if let Some(piece) = this.next_piece() {
+            return Poll::Ready(Some(Ok(Frame::data(piece))));
+        }
+        if this.trailers_sent {
+            return Poll::Ready(None);
+        }
+        this.trailers_sent = true;
+        let mut trailers = HeaderMap::with_capacity(1);
+        trailers.insert("grpc-status", HeaderValue::from_static("0"));
+        Poll::Ready(Some(Ok(Frame::trailers(trailers))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.trailers_sent
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn drain(mut body: ReplyBody) -> (usize, Vec<u8>) {
+        let mut pieces = 0;
+        let mut bytes = Vec::new();
+        while let Some(piece) = body.next_piece() {
+            pieces += 1;
+            bytes.extend_from_slice(&piece);
+        }
+        (pieces, bytes)
+    }
+
+    fn range(pairs: usize, bytes: usize) -> pb::RangeResponse {
+        pb::RangeResponse {
+            header: Some(pb::ResponseHeader { cluster_id: 1, member_id: 2, revision: 3, raft_term: 4 }),
+            kvs: (0..pairs).map(|n| vec![n as u8; bytes].into()).collect(),
+            more: true,
+            count: 7,
+        }
+    }
+
+    fn txn(responses: Vec<Response>) -> pb::TxnResponse {
+        let responses = responses.into_iter().map(|response| pb::ResponseOp { response: Some(response) }).collect();
+        pb::TxnResponse { header: None, succeeded: true, responses }
+    }
+
+    #[track_caller]
+    fn check<M: IntoSegments + Clone>(message: M, in_pieces: bool) {
+        let (pieces, bytes) = drain(ReplyBody::new(message.clone()).expect("small enough for a message"));
+        assert_eq!(bytes[0], 0);
+        let len = u32::from_be_bytes([bytes[1], bytes[2], bytes[3], bytes[4]]) as usize;
+        assert_eq!(len, bytes.len() - FRAME_HEAD_BYTES);
+        assert_eq!(pieces > 1, in_pieces, "sent in {pieces} pieces");
+        assert!(bytes[FRAME_HEAD_BYTES..] == message.encode_to_vec(), "the pieces together are the message");
+    }
+
+    #[test]
+    fn pieces_together_are_the_message() {
+        check(range(0, 0), false);
+        check(range(1, 1), false);
+        check(range(1000, 1000), false);
+        check(range(3000, 1000), true);
+        check(range(1, 2 << 20), true);
+        let nested = || txn(vec![Response::ResponseRange(range(3, 10)), Response::ResponseRange(range(2000, 1000))]);
+        check(nested(), true);
+        check(txn(vec![Response::ResponseTxn(nested()), Response::ResponsePut(pb::PutResponse::default())]), true);
+    }
+}

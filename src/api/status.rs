@@ -1,0 +1,98 @@
+//! THE table of errors: what a client sees of each, as a gRPC code and etcd's text.
+
+use tonic::{Code, Status};
+
+use crate::store;
+
+/// A request that is wrong in itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Invalid {
+    KeyMissing,
+    ValueProvided,
+    LeaseProvided,
+    SortOption,
+    TooManyOps,
+    DuplicateKey,
+    /// A transaction's operation with nothing in it, which etcd answers with this text.
+    EmptyOp,
+    TooLarge,
+}
+
+impl Invalid {
+    const fn text(self) -> &'static str {
+        match self {
+            Self::KeyMissing => "etcdserver: key is not provided",
+            Self::ValueProvided => "etcdserver: value is provided",
+            Self::LeaseProvided => "etcdserver: lease is provided",
+            Self::SortOption => "etcdserver: invalid sort option",
+            Self::TooManyOps => "etcdserver: too many operations in txn request",
+            Self::DuplicateKey => "etcdserver: duplicate key given in txn request",
+            Self::EmptyOp => "etcdserver: key not found",
+            Self::TooLarge => "etcdserver: request is too large",
+        }
+    }
+}
+
+impl From<Invalid> for Status {
+    fn from(invalid: Invalid) -> Self {
+        Self::invalid_argument(invalid.text())
+    }
+}
+
+impl From<store::Error> for Status {
+    fn from(error: store::Error) -> Self {
+        use store::Error;
+        let (code, text) = match error {
+            Error::Compacted => (Code::OutOfRange, "etcdserver: mvcc: required revision has been compacted"),
+            Error::FutureRevision => (Code::OutOfRange, "etcdserver: mvcc: required revision is a future revision"),
+            Error::KeyNotFound => (Code::InvalidArgument, "etcdserver: key not found"),
+            Error::LeaseNotFound => (Code::NotFound, "etcdserver: requested lease not found"),
+            Error::LeaseExists => (Code::FailedPrecondition, "etcdserver: lease already exists"),
+            Error::LeaseTtlTooLarge => (Code::OutOfRange, "etcdserver: too large lease TTL"),
+            Error::TooManyRequests => (Code::ResourceExhausted, "etcdserver: too many requests"),
+            Error::OutcomeUnknown => (Code::Unavailable, "etcdserver: request timed out"),
+            Error::Unavailable => (Code::Unavailable, "etcdserver: no leader"),
+            Error::Stopped => (Code::Unavailable, "etcdserver: server stopped"),
+            Error::Corrupt => (Code::DataLoss, "etcdserver: corrupt cluster"),
+        };
+        Self::new(code, text)
+    }
+}
+
+/// What the transport answers to a message that is too long, as etcd's does.
+pub(super) fn message_too_large(bytes: usize, bytes_max: usize) -> Status {
+    Status::resource_exhausted(format!("grpc: received message larger than max ({bytes} vs. {bytes_max})"))
+}
+
+/// What is not built yet says so.
+pub(super) fn not_built(what: &str) -> Status {
+    Status::unimplemented(format!("orlop: {what} is not implemented yet"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The texts are etcd's, read by clients; one that changes breaks them.
+    #[test]
+    fn errors_have_etcds_codes_and_texts() {
+        use store::Error;
+        let table = [
+            (Error::Compacted, Code::OutOfRange, "mvcc: required revision has been compacted"),
+            (Error::FutureRevision, Code::OutOfRange, "mvcc: required revision is a future revision"),
+            (Error::KeyNotFound, Code::InvalidArgument, "key not found"),
+            (Error::LeaseNotFound, Code::NotFound, "requested lease not found"),
+            (Error::LeaseExists, Code::FailedPrecondition, "lease already exists"),
+            (Error::LeaseTtlTooLarge, Code::OutOfRange, "too large lease TTL"),
+            (Error::TooManyRequests, Code::ResourceExhausted, "too many requests"),
+            (Error::OutcomeUnknown, Code::Unavailable, "request timed out"),
+            (Error::Unavailable, Code::Unavailable, "no leader"),
+            (Error::Stopped, Code::Unavailable, "server stopped"),
+            (Error::Corrupt, Code::DataLoss, "corrupt cluster"),
+        ];
+        for (error, code, text) in table {
+            let status = Status::from(error);
+            assert_eq!((status.code(), status.message()), (code, format!("etcdserver: {text}").as_str()));
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Unary calls served by hand: one message in, one answer out, over an HTTP/2 exchange that tonic's transport carries.
+//!
+//! tonic's own path copies a request into a buffer of its own and an answer into one that doubles as it grows. Here a
+//! request is decoded from the frame that it came in, and an answer is encoded once into a buffer of its size, or sent in
+//! pieces (see [`super::reply`]).
+
+use std::convert::Infallible;
+
+use bytes::{Buf as _, Bytes, BytesMut};
+use http::{HeaderValue, header::CONTENT_TYPE};
+use http_body::Body as _;
+use http_body_util::BodyExt as _;
+use prost::Message;
+use tonic::{Status, body::Body};
+
+use super::{
+    reply::{IntoSegments, ReplyBody},
+    status::message_too_large,
+};
+
+/// A gRPC frame's head: one byte of flags, four of length.
+pub(super) const FRAME_HEAD_BYTES: usize = 5;
+
+pub(super) type Response = Result<http::Response<Body>, Infallible>;
+
+/// Reads the one message of a unary call.
+pub(super) async fn request<M: Message + Default>(
+    request: http::Request<Body>,
+    message_bytes_max: usize,
+) -> Result<M, Status> {
+    let mut body = request.into_body();
+    let mut received = Bytes::new();
+    let mut wanted = FRAME_HEAD_BYTES;
+    loop {
+        if received.len() >= FRAME_HEAD_BYTES {
+            wanted = FRAME_HEAD_BYTES + message_len(&received, message_bytes_max)?;
+        }
+        if received.len() >= wanted && received.len() >= FRAME_HEAD_BYTES {
+            break;
+        }
+        let Some(frame) = body.frame().await else {
+            return Err(Status::internal("orlop: the request ended before its message did"));
+        };
+        let Ok(data) = frame?.into_data() else { continue };
+        received = append(received, data);
+    }
+    // A stream that the client has not ended would be reset when its body is dropped.
+    while !body.is_end_stream() {
+        if body.frame().await.is_none() {
+            break;
+        }
+    }
+    let message = received.slice(FRAME_HEAD_BYTES..wanted);
+    M::decode(message).map_err(|error| Status::internal(format!("orlop: cannot decode the request: {error}")))
+}
+
+fn message_len(received: &Bytes, message_bytes_max: usize) -> Result<usize, Status> {
+    let mut head = &received[..FRAME_HEAD_BYTES];
+    if head.get_u8() != 0 {
+        return Err(Status::unimplemented("orlop: compressed requests are not supported; send them with identity encoding"));
+    }
+    let len = usize::try_from(head.get_u32()).unwrap_or(usize::MAX);
+    if len > message_bytes_max { Err(message_too_large(len, message_bytes_max)) } else { Ok(len) }
+}
+
+/// Most messages come in one frame and are not copied.
+fn append(received: Bytes, data: Bytes) -> Bytes {
+    if received.is_empty() {
+        return data;
+    }
+    let mut joined = received.try_into_mut().unwrap_or_else(|received| BytesMut::from(&received[..]));
+    joined.extend_from_slice(&data);
+    joined.freeze()
+}
+
+pub(super) fn respond<M: IntoSegments>(answer: Result<M, Status>) -> Response {
+    let body = answer.and_then(ReplyBody::new);
+    Ok(match body {
+        Ok(body) => grpc_response(Body::new(body)),
+        Err(status) => status.into_http(),
+    })
+}
+
+pub(super) fn grpc_response(body: Body) -> http::Response<Body> {
+    let mut response = http::Response::new(body);
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response
+}

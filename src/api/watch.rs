@@ -1,0 +1,272 @@
+//! The Watch service: one session a stream.
+
+use std::{convert::Infallible, pin::Pin, sync::Arc, task, time::Duration};
+
+use bytes::{BufMut as _, Bytes};
+use futures_util::{Stream, StreamExt as _};
+use http::Request;
+use prost::Message as _;
+use tokio::time::{Instant, sleep_until};
+use tonic::{
+    Status, Streaming,
+    body::Body,
+    codec::{BufferSettings, Codec, EncodeBuf, Encoder},
+    codegen::{BoxFuture, Service},
+    server::{NamedService, StreamingService},
+};
+use tonic_prost::ProstDecoder;
+use tracing::{debug, warn};
+
+use super::Context;
+use crate::{
+    proto::server::etcdserverpb::{
+        self as pb,
+        watch_create_request::FilterType,
+        watch_request::RequestUnion,
+    },
+    store,
+    types::{KeyRange, Revision, WatchId},
+    watch::{End, Flavor, Message, Messages, NO_WATCH, Outbox, Session, Spec},
+};
+
+const RANGE_IS_EMPTY: &str = "mvcc: watcher range is empty";
+const NEGATIVE_START: &str = "etcdserver: mvcc: required revision has been compacted";
+/// Pause before a catching-up watch asks a database again that did not answer.
+const RETRY_PAUSE: Duration = Duration::from_millis(500);
+/// Bytes gathered before they are handed to the connection.
+const YIELD_BYTES: usize = 64 << 10;
+
+/// See the module's page.
+#[derive(Clone)]
+pub(super) struct WatchService(Arc<Context>);
+
+impl WatchService {
+    pub(super) fn new(context: Arc<Context>) -> Self {
+        Self(context)
+    }
+}
+
+impl NamedService for WatchService {
+    const NAME: &'static str = "etcdserverpb.Watch";
+}
+
+impl Service<Request<Body>> for WatchService {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Self::Response, Self::Error>;
+
+    fn poll_ready(&mut self, _: &mut task::Context<'_>) -> task::Poll<Result<(), Infallible>> {
+        task::Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let method = WatchMethod(Arc::clone(&self.0));
+        let message_bytes = self.0.settings.max_message_bytes();
+        Box::pin(async move {
+            if request.uri().path() != "/etcdserverpb.Watch/Watch" {
+                let path = request.uri().path();
+                return Ok(Status::unimplemented(format!("unknown method {path} for service {}", Self::NAME)).into_http());
+            }
+            let mut grpc =
+                tonic::server::Grpc::new(WatchCodec).apply_max_message_size_config(Some(message_bytes), None);
+            Ok(grpc.streaming(method, request).await)
+        })
+    }
+}
+
+struct WatchMethod(Arc<Context>);
+
+impl StreamingService<pb::WatchRequest> for WatchMethod {
+    type Response = Frame;
+    type ResponseStream = Pin<Box<dyn Stream<Item = Result<Frame, Status>> + Send>>;
+    type Future = std::future::Ready<Result<tonic::Response<Self::ResponseStream>, Status>>;
+
+    fn call(&mut self, request: tonic::Request<Streaming<pb::WatchRequest>>) -> Self::Future {
+        let context = Arc::clone(&self.0);
+        let outbox = Arc::new(Outbox::new());
+        let messages = Messages::new(Arc::clone(&outbox));
+        tokio::spawn(serve(Arc::clone(&context), request.into_inner(), outbox));
+        let frames = messages.map(move |message| match message {
+            Ok(message) => Ok(context.frame(message)),
+            Err(End::ServerStopped | End::ClientGone) => Err(store::Error::Stopped.into()),
+        });
+        std::future::ready(Ok(tonic::Response::new(Box::pin(frames) as Self::ResponseStream)))
+    }
+}
+
+/// Serves one stream until the client is gone or the server stops. A client that has sent all its requests still gets its
+/// events.
+async fn serve(context: Arc<Context>, mut requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
+    let store = &context.store;
+    let mut session = Session::new(Arc::clone(store.hub()), Arc::clone(store.log()), Arc::clone(&outbox));
+    let mut stopping = context.stopping.clone();
+    let mut requests_open = true;
+    let mut tick = context.next_tick();
+    let mut not_before = Instant::now();
+    while !outbox.has_ended() {
+        tokio::select! {
+            request = requests.message(), if requests_open => match request {
+                Ok(Some(request)) => context.handle_request(&mut session, request),
+                Ok(None) => requests_open = false,
+                Err(status) => {
+                    debug!(error = %status, "watch stream broke");
+                    outbox.end(End::ClientGone);
+                }
+            },
+            () = outbox.attention() => session.attend(),
+            advanced = advance(&mut session, not_before) => if let Err(error) = advanced {
+                warn!(%error, "a watch cannot read the log; it is tried again");
+                not_before = Instant::now() + RETRY_PAUSE;
+            },
+            () = sleep_until(tick) => {
+                session.tick();
+                tick = context.next_tick();
+            }
+            _ = stopping.wait_for(|stopping| *stopping) => {
+                outbox.end(End::ServerStopped);
+            }
+        }
+    }
+}
+
+/// Brings a watch forward, if there is one to bring forward.
+///
+/// # Cancel safety
+///
+/// As [`Session::advance`].
+async fn advance(session: &mut Session, not_before: Instant) -> crate::log::Result<()> {
+    if !session.is_behind() {
+        return std::future::pending().await;
+    }
+    sleep_until(not_before).await;
+    session.advance().await
+}
+
+impl Context {
+    fn handle_request(&self, session: &mut Session, request: pb::WatchRequest) {
+        match request.request_union {
+            Some(RequestUnion::CreateRequest(request)) => match self.spec(&request) {
+                Ok(spec) => session.create(spec),
+                Err(reason) => session.refuse(reason),
+            },
+            Some(RequestUnion::CancelRequest(request)) => session.cancel(WatchId(request.watch_id)),
+            Some(RequestUnion::ProgressRequest(_)) => session.request_progress(),
+            // As in etcd, a request of no kind is passed over.
+            None => {}
+        }
+    }
+
+    fn spec(&self, request: &pb::WatchCreateRequest) -> Result<Spec, &'static str> {
+        // Alone among etcd's requests a watch may leave the key out: it is then the first.
+        let key: &[u8] = if request.key.is_empty() { b"\0" } else { &request.key };
+        let range = KeyRange::from_wire(key, &request.range_end);
+        if range.is_empty() {
+            return Err(RANGE_IS_EMPTY);
+        }
+        if request.start_revision < 0 {
+            return Err(NEGATIVE_START);
+        }
+        let filters = |filter: FilterType| request.filters.contains(&(filter as i32));
+        Ok(Spec {
+            id: (request.watch_id != 0).then_some(WatchId(request.watch_id)),
+            range,
+            start: (request.start_revision != 0).then_some(Revision(request.start_revision)),
+            flavor: Flavor {
+                prev_kv: request.prev_kv,
+                puts: !filters(FilterType::Noput),
+                deletes: !filters(FilterType::Nodelete),
+            },
+            fragment: request.fragment.then(|| self.settings.max_message_bytes()),
+            progress_notify: request.progress_notify,
+        })
+    }
+
+    /// With up to a tenth of jitter, so that the streams of a restarted server do not tick together.
+    fn next_tick(&self) -> Instant {
+        use std::hash::{BuildHasher as _, RandomState};
+        let interval = self.settings.watch_progress_notify_interval;
+        let jitter = u32::try_from(RandomState::new().hash_one(0) % 100).unwrap_or(0);
+        Instant::now() + interval + interval / 1000 * jitter
+    }
+
+    fn frame(&self, message: Message) -> Frame {
+        let response = |id: WatchId, revision| pb::WatchResponse {
+            header: self.header(revision),
+            watch_id: id.0,
+            ..Default::default()
+        };
+        match message {
+            Message::Created { id, revision } => pb::WatchResponse { created: true, ..response(id, revision) }.into(),
+            Message::Refused { revision, reason } => pb::WatchResponse {
+                created: true,
+                canceled: true,
+                cancel_reason: reason.to_owned(),
+                ..response(NO_WATCH, revision)
+            }
+            .into(),
+            Message::Canceled { id, revision } => pb::WatchResponse { canceled: true, ..response(id, revision) }.into(),
+            Message::Compacted { id, compact_revision } => pb::WatchResponse {
+                canceled: true,
+                compact_revision: compact_revision.0,
+                ..response(id, Revision(0))
+            }
+            .into(),
+            Message::Progress { id, revision } => response(id, revision).into(),
+            Message::Events { id, revision, events, fragment } => {
+                Frame { head: pb::WatchResponse { fragment, ..response(id, revision) }, events }
+            }
+        }
+    }
+}
+
+/// A watch answer whose events are encoded already.
+pub(super) struct Frame {
+    head: pb::WatchResponse,
+    /// Concatenated `WatchResponse.events` fields.
+    events: Vec<Bytes>,
+}
+
+impl From<pb::WatchResponse> for Frame {
+    fn from(head: pb::WatchResponse) -> Self {
+        Self { head, events: Vec::new() }
+    }
+}
+
+/// Decodes requests with prost and puts answers together from their parts.
+#[derive(Clone, Copy, Default)]
+struct WatchCodec;
+
+impl Codec for WatchCodec {
+    type Encode = Frame;
+    type Decode = pb::WatchRequest;
+    type Encoder = FrameEncoder;
+    type Decoder = ProstDecoder<pb::WatchRequest>;
+
+    fn encoder(&mut self) -> FrameEncoder {
+        FrameEncoder
+    }
+
+    fn decoder(&mut self) -> Self::Decoder {
+        ProstDecoder::new(BufferSettings::default())
+    }
+}
+
+struct FrameEncoder;
+
+impl Encoder for FrameEncoder {
+    type Item = Frame;
+    type Error = Status;
+
+    fn encode(&mut self, frame: Frame, buffer: &mut EncodeBuf<'_>) -> Result<(), Status> {
+        buffer.reserve(frame.head.encoded_len() + frame.events.iter().map(Bytes::len).sum::<usize>());
+        frame.head.encode_raw(buffer);
+        for events in &frame.events {
+            buffer.put_slice(events);
+        }
+        Ok(())
+    }
+
+    fn buffer_settings(&self) -> BufferSettings {
+        BufferSettings::new(4 << 10, YIELD_BYTES)
+    }
+}

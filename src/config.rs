@@ -1,0 +1,330 @@
+//! Settings: defaults, then a TOML or YAML file, then `ORLOP_*` variables, then flags; the later wins.
+//!
+//! Every setting is named as etcd names it. A flag `--max-txn-ops` is the key `max-txn-ops` in a file and the variable
+//! `ORLOP_MAX_TXN_OPS`.
+
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    str::FromStr,
+    time::Duration,
+};
+
+use clap::ValueEnum;
+use figment::{
+    Figment,
+    providers::{Env, Format as _, Serialized, Toml, Yaml},
+};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+/// What every setting is where nothing says otherwise.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Settings {
+    pub name: String,
+    pub data_dir: PathBuf,
+    /// Empty: SQLite in the data directory.
+    pub datastore_endpoint: String,
+    pub listen_client_urls: Urls,
+    /// Empty: those that are listened on.
+    pub advertise_client_urls: Urls,
+    /// Bytes.
+    pub max_request_bytes: usize,
+    pub max_txn_ops: usize,
+    pub watch_progress_notify_interval: Interval,
+    /// Bytes.
+    pub value_cache_bytes: u64,
+    /// 0: by the number of cores.
+    pub worker_threads: usize,
+    pub log_level: String,
+    pub log_format: LogFormat,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            name: "default".to_owned(),
+            data_dir: "orlop-data".into(),
+            datastore_endpoint: String::new(),
+            listen_client_urls: Urls(vec![ListenUrl::Http("127.0.0.1:2379".to_owned())]),
+            advertise_client_urls: Urls(Vec::new()),
+            max_request_bytes: 1_572_864,
+            max_txn_ops: 128,
+            watch_progress_notify_interval: Interval(Duration::from_secs(600)),
+            value_cache_bytes: 256 << 20,
+            worker_threads: 0,
+            log_level: "info".to_owned(),
+            log_format: LogFormat::Text,
+        }
+    }
+}
+
+/// The flags of the server. What is not given is left to the other sources.
+#[derive(Clone, Debug, Default, clap::Args, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Flags {
+    /// Name of this member, as MemberList shows it [default: default]
+    #[arg(long, value_name = "NAME", global = true)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+
+    /// Folder of the SQLite database, made if it is not there [default: orlop-data]
+    #[arg(long, value_name = "FOLDER")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    data_dir: Option<PathBuf>,
+
+    /// Where the log is kept: sqlite://PATH-OF-FILE [default: orlop.db in the data folder]
+    #[arg(long, value_name = "URL")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    datastore_endpoint: Option<String>,
+
+    /// Addresses to serve clients on, separated by commas: http://HOST:PORT or unix://PATH
+    /// [default: http://127.0.0.1:2379]
+    #[arg(long, value_name = "URLS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    listen_client_urls: Option<Urls>,
+
+    /// Addresses that clients are told to use, separated by commas [default: those that are listened on]
+    #[arg(long, value_name = "URLS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    advertise_client_urls: Option<Urls>,
+
+    /// Longest request that writes, in bytes [default: 1572864]
+    #[arg(long, value_name = "BYTES")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_request_bytes: Option<usize>,
+
+    /// Most operations in a transaction [default: 128]
+    #[arg(long, value_name = "COUNT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_txn_ops: Option<usize>,
+
+    /// How long a watch with progress_notify is silent before it is sent its revision [default: 10m]
+    #[arg(long, value_name = "DURATION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    watch_progress_notify_interval: Option<Interval>,
+
+    /// Memory for values of live keys, in bytes; 0 turns the cache off [default: 268435456]
+    #[arg(long, value_name = "BYTES")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    value_cache_bytes: Option<u64>,
+
+    /// Threads that serve requests; 0: one on a machine of two cores or fewer, else one a core [default: 0]
+    #[arg(long, value_name = "COUNT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    worker_threads: Option<usize>,
+
+    /// What is logged: error, warn, info, debug or trace, or a filter like info,orlop::watch=debug [default: info]
+    #[arg(long, value_name = "LEVEL")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    log_level: Option<String>,
+
+    /// How the log is written, to standard error [default: text]
+    #[arg(long, value_name = "FORMAT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    log_format: Option<LogFormat>,
+
+    /// A file of settings, TOML or, if its name ends in .yaml or .yml, YAML; keys are the flags' names
+    #[arg(long, value_name = "FILE", env = "ORLOP_CONFIG_FILE")]
+    #[serde(skip)]
+    config_file: Option<PathBuf>,
+}
+
+impl Settings {
+    /// Every key, as files and flags spell it.
+    const KEYS: [&'static str; 12] = [
+        "name",
+        "data-dir",
+        "datastore-endpoint",
+        "listen-client-urls",
+        "advertise-client-urls",
+        "max-request-bytes",
+        "max-txn-ops",
+        "watch-progress-notify-interval",
+        "value-cache-bytes",
+        "worker-threads",
+        "log-level",
+        "log-format",
+    ];
+
+    /// Merges all sources and checks the result.
+    ///
+    /// # Errors
+    ///
+    /// A text for the operator that names the setting, where it came from and what it accepts.
+    pub fn load(flags: &Flags) -> Result<Self, String> {
+        let mut figment = Figment::from(Serialized::defaults(Self::default()));
+        if let Some(file) = &flags.config_file {
+            if !file.is_file() {
+                return Err(format!("config-file {} is not a file that can be read", file.display()));
+            }
+            let yaml = file.extension().is_some_and(|extension| extension == "yaml" || extension == "yml");
+            figment = if yaml { figment.merge(Yaml::file(file)) } else { figment.merge(Toml::file(file)) };
+        }
+        // Other ORLOP_* variables are none of ours, those of tests and scripts for example.
+        let variables = Env::prefixed("ORLOP_")
+            .map(|key| key.as_str().replace('_', "-").to_ascii_lowercase().into())
+            .filter(|key| Self::KEYS.contains(&key.as_str()));
+        let settings: Self =
+            figment.merge(variables).merge(Serialized::defaults(flags)).extract().map_err(|error| error.to_string())?;
+        settings.check()?;
+        Ok(settings)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        if self.listen_client_urls.0.is_empty() {
+            return Err("listen-client-urls names no address; give at least one, like http://127.0.0.1:2379".to_owned());
+        }
+        for (key, number) in [("max-request-bytes", self.max_request_bytes), ("max-txn-ops", self.max_txn_ops)] {
+            if number == 0 {
+                return Err(format!("{key} must be at least 1, got 0"));
+            }
+        }
+        if self.watch_progress_notify_interval.0 < Interval::MIN {
+            return Err(format!(
+                "watch-progress-notify-interval must be at least 100ms, got {}",
+                self.watch_progress_notify_interval
+            ));
+        }
+        self.database_file().map(drop)
+    }
+
+    /// The SQLite file.
+    ///
+    /// # Errors
+    ///
+    /// If the endpoint is of a kind that this build does not serve.
+    pub fn database_file(&self) -> Result<PathBuf, String> {
+        if self.datastore_endpoint.is_empty() {
+            return Ok(self.data_dir.join("orlop.db"));
+        }
+        match self.datastore_endpoint.split_once("://") {
+            Some(("sqlite", path)) if !path.is_empty() => Ok(Path::new(path).to_owned()),
+            // Never the endpoint itself: it may hold a password.
+            Some(("postgres" | "postgresql", _)) => {
+                Err("datastore-endpoint: Postgres is not implemented yet; use sqlite://PATH-OF-FILE".to_owned())
+            }
+            _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE".to_owned()),
+        }
+    }
+}
+
+/// An address to listen on, or one that clients are told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ListenUrl {
+    /// `host:port`.
+    Http(String),
+    Unix(PathBuf),
+}
+
+impl FromStr for ListenUrl {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        const ACCEPTED: &str = "use http://HOST:PORT or unix://PATH";
+        match text.split_once("://") {
+            Some(("http", address)) => {
+                let address = address.strip_suffix('/').unwrap_or(address);
+                let port = address.rsplit_once(':').map(|(_, port)| port.parse::<u16>());
+                match port {
+                    Some(Ok(_)) => Ok(Self::Http(address.to_owned())),
+                    Some(Err(_)) | None => Err(format!("{text:?} has no port; {ACCEPTED}")),
+                }
+            }
+            Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
+            Some(("https" | "unixs", _)) => Err(format!("{text:?}: TLS is not implemented yet; {ACCEPTED}")),
+            _ => Err(format!("{text:?} is no address to listen on; {ACCEPTED}")),
+        }
+    }
+}
+
+impl fmt::Display for ListenUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Http(address) => write!(f, "http://{address}"),
+            Self::Unix(path) => write!(f, "unix://{}", path.display()),
+        }
+    }
+}
+
+/// URLs; in a file a list or, as in flags and variables, a text with commas.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Urls(pub Vec<ListenUrl>);
+
+impl FromStr for Urls {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        text.split(',').map(str::trim).filter(|url| !url.is_empty()).map(str::parse).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+impl Serialize for Urls {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.0.iter().map(ToString::to_string))
+    }
+}
+
+impl<'de> Deserialize<'de> for Urls {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "a list of URLs or a text of URLs separated by commas")]
+        enum Form {
+            List(Vec<String>),
+            Text(String),
+        }
+        let text = match Form::deserialize(deserializer)? {
+            Form::List(urls) => urls.join(","),
+            Form::Text(text) => text,
+        };
+        text.parse().map_err(de::Error::custom)
+    }
+}
+
+/// A length of time, written like 10m, 1h30m or 500ms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Interval(pub Duration);
+
+impl Interval {
+    /// As short as a progress interval may be, as in etcd.
+    const MIN: Duration = Duration::from_millis(100);
+}
+
+impl FromStr for Interval {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        humantime::parse_duration(text)
+            .map(Self)
+            .map_err(|error| format!("{text:?} is no duration ({error}); write it like 10m, 1h30m or 500ms"))
+    }
+}
+
+impl fmt::Display for Interval {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        humantime::format_duration(self.0).fmt(f)
+    }
+}
+
+impl Serialize for Interval {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Interval {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// Lines for people
+    #[value(alias = "console")]
+    #[serde(alias = "console")]
+    Text,
+    /// One JSON object a line
+    Json,
+}

@@ -1,0 +1,199 @@
+//! The lease table: a cache of the log's leases and of the keys that hang on them, with deadlines.
+//!
+//! Pure: it is told the time. Deadlines are kept in memory only; after a restart every lease has its whole TTL before it
+//! again, as in etcd, so a lease may end late and never ends early.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    time::Duration,
+};
+
+use tokio::time::Instant;
+
+use crate::types::{Change, ChangeKind, Key, LeaseId};
+
+#[derive(Debug, Default)]
+pub struct Table {
+    leases: HashMap<LeaseId, Lease>,
+    deadlines: BTreeSet<(Instant, LeaseId)>,
+}
+
+#[derive(Debug)]
+struct Lease {
+    ttl_secs: i64,
+    deadline: Instant,
+    keys: BTreeSet<Key>,
+}
+
+/// What a keep-alive did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Renewal {
+    Renewed {
+        ttl_secs: i64,
+    },
+    /// Its time is over, and its revocation is under way or soon will be: it cannot be saved.
+    Expired,
+    Unknown,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Remaining {
+    pub granted_secs: i64,
+    /// Whole seconds left, rounded down.
+    pub left_secs: i64,
+    pub keys: Vec<Key>,
+}
+
+impl Table {
+    pub fn contains(&self, id: LeaseId) -> bool {
+        self.leases.contains_key(&id)
+    }
+
+    pub fn grant(&mut self, id: LeaseId, ttl_secs: i64, now: Instant) {
+        let deadline = deadline(now, ttl_secs);
+        self.deadlines.insert((deadline, id));
+        self.leases.insert(id, Lease { ttl_secs, deadline, keys: BTreeSet::new() });
+    }
+
+    pub fn revoke(&mut self, id: LeaseId) {
+        if let Some(lease) = self.leases.remove(&id) {
+            self.deadlines.remove(&(lease.deadline, id));
+        }
+    }
+
+    pub fn renew(&mut self, id: LeaseId, now: Instant) -> Renewal {
+        let Some(lease) = self.leases.get_mut(&id) else { return Renewal::Unknown };
+        if lease.deadline <= now {
+            return Renewal::Expired;
+        }
+        self.deadlines.remove(&(lease.deadline, id));
+        lease.deadline = deadline(now, lease.ttl_secs);
+        self.deadlines.insert((lease.deadline, id));
+        Renewal::Renewed { ttl_secs: lease.ttl_secs }
+    }
+
+    /// `None` for a lease that is unknown or whose time is over.
+    pub fn remaining(&self, id: LeaseId, now: Instant) -> Option<Remaining> {
+        let lease = self.leases.get(&id).filter(|lease| lease.deadline > now)?;
+        Some(Remaining {
+            granted_secs: lease.ttl_secs,
+            left_secs: i64::try_from((lease.deadline - now).as_secs()).unwrap_or(i64::MAX),
+            keys: lease.keys.iter().cloned().collect(),
+        })
+    }
+
+    pub fn is_expired(&self, id: LeaseId, now: Instant) -> bool {
+        self.leases.get(&id).is_some_and(|lease| lease.deadline <= now)
+    }
+
+    /// The leases whose time is not over, the one that ends next first.
+    pub fn list(&self, now: Instant) -> Vec<LeaseId> {
+        self.deadlines.iter().filter(|(deadline, _)| *deadline > now).map(|(_, id)| *id).collect()
+    }
+
+    /// The leases whose time is over, at most `limit` of them.
+    pub fn expired(&self, now: Instant, limit: usize) -> Vec<LeaseId> {
+        self.deadlines.iter().take_while(|(deadline, _)| *deadline <= now).take(limit).map(|(_, id)| *id).collect()
+    }
+
+    pub fn next_deadline(&self) -> Option<Instant> {
+        self.deadlines.first().map(|(deadline, _)| *deadline)
+    }
+
+    /// The keys on the lease, in order.
+    pub fn keys(&self, id: LeaseId) -> impl Iterator<Item = &Key> {
+        self.leases.get(&id).into_iter().flat_map(|lease| &lease.keys)
+    }
+
+    /// Moves the changed key from the lease that it hung on to the one that the change names.
+    pub fn apply(&mut self, change: &Change) {
+        let before = change.prev_lease;
+        let after = match &change.kind {
+            ChangeKind::Put { lease, .. } => *lease,
+            ChangeKind::Delete => None,
+        };
+        if before == after {
+            return;
+        }
+        if let Some(lease) = before.and_then(|id| self.leases.get_mut(&id)) {
+            lease.keys.remove(&change.key);
+        }
+        if let Some(id) = after {
+            self.attach(id, change.key.clone());
+        }
+    }
+
+    pub fn attach(&mut self, id: LeaseId, key: Key) {
+        if let Some(lease) = self.leases.get_mut(&id) {
+            lease.keys.insert(key);
+        }
+    }
+}
+
+fn deadline(now: Instant, ttl_secs: i64) -> Instant {
+    let ttl = Duration::from_secs(ttl_secs.max(0).cast_unsigned());
+    // Only a clock at the end of its range refuses, and TTLs are bounded to some 285 years.
+    now.checked_add(ttl).unwrap_or(now)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::{EncodedKv, Prev, Revision, RowId, Version};
+
+    fn put(key: &[u8], before: Option<i64>, after: i64) -> Change {
+        let row = RowId::new(Revision(5), 0);
+        let version = Version { row, create_revision: Revision(5), version: 1 };
+        let lease = LeaseId::from_wire(after);
+        Change {
+            row,
+            key: key.into(),
+            kind: ChangeKind::Put {
+                kv: EncodedKv::new(key, version, b"", lease),
+                create_revision: Revision(5),
+                version: 1,
+                lease,
+            },
+            prev: before.map(|_| Prev { row, kv: None }),
+            prev_lease: before.and_then(LeaseId::from_wire),
+        }
+    }
+
+    fn keys(table: &Table, id: i64) -> Vec<&[u8]> {
+        table.keys(LeaseId(id)).map(Key::as_slice).collect()
+    }
+
+    #[test]
+    fn a_put_moves_its_key_from_lease_to_lease() {
+        let now = Instant::now();
+        let mut table = Table::default();
+        table.grant(LeaseId(1), 10, now);
+        table.grant(LeaseId(-2), 10, now);
+        table.apply(&put(b"b", None, 1));
+        table.apply(&put(b"a", None, 1));
+        assert_eq!(keys(&table, 1), [b"a", b"b"]);
+        table.apply(&put(b"a", Some(1), -2));
+        assert_eq!((keys(&table, 1), keys(&table, -2)), (vec![b"b".as_slice()], vec![b"a".as_slice()]));
+        table.apply(&put(b"a", Some(-2), 0));
+        assert!(keys(&table, -2).is_empty());
+    }
+
+    #[test]
+    fn a_renewal_counts_from_now_and_comes_too_late_after_the_deadline() {
+        let start = Instant::now();
+        let at = |secs| start + Duration::from_secs(secs);
+        let mut table = Table::default();
+        table.grant(LeaseId(1), 10, start);
+        table.grant(LeaseId(2), 5, start);
+        assert_eq!(table.list(start), [LeaseId(2), LeaseId(1)]);
+        assert_eq!(table.renew(LeaseId(2), at(4)), Renewal::Renewed { ttl_secs: 5 });
+        assert_eq!(table.next_deadline(), Some(at(9)));
+        assert_eq!(table.expired(at(8), 9), []);
+        assert_eq!(table.expired(at(10), 9), [LeaseId(2), LeaseId(1)]);
+        assert_eq!(table.renew(LeaseId(2), at(9)), Renewal::Expired);
+        assert_eq!(table.remaining(LeaseId(2), at(9)), None);
+        assert_eq!(table.renew(LeaseId(3), at(9)), Renewal::Unknown);
+        table.revoke(LeaseId(2));
+        assert_eq!(table.next_deadline(), Some(at(10)));
+    }
+}

@@ -1,0 +1,274 @@
+//! The store: etcd's data model over a [`Log`].
+//!
+//! ```text
+//! put, delete, txn,  ─▶ queue ─▶ writer ─▶ log.append ─▶ applier ─▶ index, value cache, leases, watch hub
+//! grant, revoke,                 (batch)                   │
+//! compact                                                  └─▶ answers
+//! range ─▶ reader ─▶ index, value cache, log.values
+//! ```
+//!
+//! [`Store`] is the handle that `api` sees. One writer task evaluates requests in batches ([`txn`], pure) and commits a
+//! batch with one append; an answer leaves after its commit and after the index and the watchers have it. Reads run
+//! beside it on the index.
+//!
+//! Lock order: the hub's, then the index's, then the lease table's. None is held across an await.
+
+mod applier;
+mod batch;
+mod compactor;
+mod expiry;
+mod open;
+mod reader;
+pub mod request;
+mod select;
+mod txn;
+mod values;
+mod writer;
+
+use std::{
+    hash::{BuildHasher as _, RandomState},
+    sync::Arc,
+};
+
+use parking_lot::{Mutex, RwLock};
+use tokio::{
+    sync::{Notify, watch},
+    task::JoinHandle,
+    time::Instant,
+};
+
+pub use self::{open::Settings, reader::RangePieces};
+use self::{
+    request::{
+        CompactionWait, DeleteRequest, DeleteResponse, LeaseGranted, PutRequest, PutResponse, TxnRequest, TxnResponse,
+    },
+    values::ValueCache,
+    writer::{Outcome, Request, WriteQueue},
+};
+use crate::{
+    index::{TreeIndex, Unreadable},
+    lease::{self, Remaining, Renewal},
+    log::{self, Log, Size},
+    types::{LeaseId, Revision},
+    watch::Hub,
+};
+
+/// Why a request failed, by what the caller should do about it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    #[error("required revision has been compacted")]
+    Compacted,
+    #[error("required revision is a future revision")]
+    FutureRevision,
+    #[error("key not found")]
+    KeyNotFound,
+    #[error("lease not found")]
+    LeaseNotFound,
+    #[error("lease already exists")]
+    LeaseExists,
+    #[error("lease ttl too large")]
+    LeaseTtlTooLarge,
+    /// The queue of writes is full. Nothing was done; try again later.
+    #[error("too many requests")]
+    TooManyRequests,
+    /// The write may or may not have happened.
+    #[error("request timed out")]
+    OutcomeUnknown,
+    /// The database cannot be read just now. Nothing was done.
+    #[error("database unavailable")]
+    Unavailable,
+    /// The server is going down. Nothing was done.
+    #[error("server stopped")]
+    Stopped,
+    /// The log contradicts itself.
+    #[error("corrupt log")]
+    Corrupt,
+}
+
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl From<Unreadable> for Error {
+    fn from(unreadable: Unreadable) -> Self {
+        match unreadable {
+            Unreadable::Compacted => Self::Compacted,
+            Unreadable::Future => Self::FutureRevision,
+        }
+    }
+}
+
+impl From<log::Error> for Error {
+    /// The caller learns what to do; the operator finds the cause in the server's own log.
+    fn from(error: log::Error) -> Self {
+        tracing::error!(%error, "request failed on the database");
+        match error {
+            log::Error::Unavailable(_) | log::Error::Open(_) => Self::Unavailable,
+            log::Error::OutcomeUnknown(_) => Self::OutcomeUnknown,
+            log::Error::Corrupt(_) => Self::Corrupt,
+        }
+    }
+}
+
+/// Which store this is, among all there are.
+#[derive(Debug, Clone, Copy)]
+pub struct Identity {
+    pub cluster_id: u64,
+    pub member_id: u64,
+}
+
+/// The handle. Cheap to share behind an [`Arc`].
+pub struct Store {
+    shared: Arc<Shared>,
+    queue: WriteQueue,
+    tasks: Mutex<Vec<JoinHandle<()>>>,
+    stop_background: watch::Sender<bool>,
+}
+
+/// What the writer, the readers and the background tasks have in common.
+struct Shared {
+    log: Arc<dyn Log>,
+    identity: Identity,
+    hub: Arc<Hub>,
+    index: RwLock<TreeIndex>,
+    leases: Mutex<lease::Table>,
+    values: ValueCache,
+    /// Set when the next deadline of a lease may have come nearer.
+    lease_deadline: Notify,
+    /// Set when there is something to compact.
+    compaction: Notify,
+    /// The newest revision whose compaction has freed index and rows.
+    compaction_done: watch::Sender<Option<Revision>>,
+}
+
+impl Store {
+    pub fn identity(&self) -> Identity {
+        self.shared.identity
+    }
+
+    /// The newest revision applied.
+    pub fn head(&self) -> Revision {
+        self.shared.index.read().head()
+    }
+
+    pub fn hub(&self) -> &Arc<Hub> {
+        &self.shared.hub
+    }
+
+    pub fn log(&self) -> &Arc<dyn Log> {
+        &self.shared.log
+    }
+
+    pub async fn size(&self) -> Result<Size> {
+        Ok(self.shared.log.size().await?)
+    }
+
+    /// A copy of the index, to compare with one that was rebuilt from the log.
+    pub fn index_snapshot(&self) -> TreeIndex {
+        self.shared.index.read().clone()
+    }
+
+    /// # Cancel safety
+    ///
+    /// A dropped future does not take the write back; so it is with every write of the store.
+    pub async fn put(&self, request: PutRequest) -> Result<PutResponse> {
+        match self.queue.submit(Request::Put(request)).await? {
+            Outcome::Put(response) => Ok(response),
+            outcome => unreachable!("a put is answered as one, not with {outcome:?}"),
+        }
+    }
+
+    pub async fn delete(&self, request: DeleteRequest) -> Result<DeleteResponse> {
+        match self.queue.submit(Request::Delete(request)).await? {
+            Outcome::Delete(response) => Ok(response),
+            outcome => unreachable!("a delete is answered as one, not with {outcome:?}"),
+        }
+    }
+
+    pub async fn txn(&self, request: TxnRequest) -> Result<TxnResponse> {
+        if request.is_read_only() {
+            return self.read_txn(request).await;
+        }
+        match self.queue.submit(Request::Txn(request)).await? {
+            Outcome::Txn(response) => Ok(response),
+            outcome => unreachable!("a transaction is answered as one, not with {outcome:?}"),
+        }
+    }
+
+    /// Forbids reads below `revision`. Returns the head.
+    pub async fn compact(&self, revision: Revision, wait: CompactionWait) -> Result<Revision> {
+        let head = self.submit_for_revision(Request::Compact(revision)).await?;
+        if wait == CompactionWait::ForRows {
+            let mut done = self.shared.compaction_done.subscribe();
+            done.wait_for(|done| *done >= Some(revision)).await.map_err(|_| Error::Stopped)?;
+        }
+        Ok(head)
+    }
+
+    /// Grants a lease with the id that is asked for, or one that is free. A TTL below the minimum is raised to it.
+    pub async fn grant(&self, id: Option<LeaseId>, ttl_secs: i64) -> Result<LeaseGranted> {
+        if ttl_secs > lease::TTL_SECS_MAX {
+            return Err(Error::LeaseTtlTooLarge);
+        }
+        let ttl_secs = ttl_secs.max(lease::TTL_SECS_MIN);
+        let id = id.unwrap_or_else(|| self.free_lease_id());
+        let revision = self.submit_for_revision(Request::Grant { id, ttl_secs }).await?;
+        Ok(LeaseGranted { revision, id, ttl_secs })
+    }
+
+    fn free_lease_id(&self) -> LeaseId {
+        let leases = self.shared.leases.lock();
+        loop {
+            // The standard library's source of randomness: each RandomState has keys of its own.
+            let id = LeaseId(RandomState::new().hash_one(0).cast_signed() & i64::MAX);
+            if id.0 != 0 && !leases.contains(id) {
+                return id;
+            }
+        }
+    }
+
+    /// Ends a lease and deletes the keys on it in one revision. Returns the head.
+    pub async fn revoke(&self, id: LeaseId) -> Result<Revision> {
+        self.submit_for_revision(Request::Revoke(id)).await
+    }
+
+    /// Renews a lease. Returns the seconds that it has before it again, 0 if it is unknown or its time was over, and the
+    /// head from before.
+    pub async fn keep_alive(&self, id: LeaseId) -> Result<(Revision, i64)> {
+        let head = self.head();
+        let renewal = self.shared.leases.lock().renew(id, Instant::now());
+        match renewal {
+            Renewal::Renewed { ttl_secs } => Ok((head, ttl_secs)),
+            Renewal::Unknown => Ok((head, 0)),
+            // The answer that it is over leaves when its keys are gone.
+            Renewal::Expired => self.submit_for_revision(Request::Expire(id)).await.map(|_| (head, 0)),
+        }
+    }
+
+    /// `None` for a lease that is unknown or whose time is over.
+    pub fn lease(&self, id: LeaseId) -> Option<Remaining> {
+        self.shared.leases.lock().remaining(id, Instant::now())
+    }
+
+    pub fn leases(&self) -> Vec<LeaseId> {
+        self.shared.leases.lock().list(Instant::now())
+    }
+
+    async fn submit_for_revision(&self, request: Request) -> Result<Revision> {
+        match self.queue.submit(request).await? {
+            Outcome::Revision(revision) => Ok(revision),
+            outcome => unreachable!("this request is answered with a revision, not with {outcome:?}"),
+        }
+    }
+
+    /// Finishes the writes that were taken, refuses others, and lets go of the log.
+    pub async fn stop(&self) {
+        self.queue.close();
+        self.stop_background.send_replace(true);
+        let tasks = std::mem::take(&mut *self.tasks.lock());
+        for task in tasks {
+            if let Err(error) = task.await {
+                tracing::error!(%error, "a task of the store failed");
+            }
+        }
+        self.shared.log.close().await;
+    }
+}

@@ -1,0 +1,264 @@
+//! Changes that are evaluated but not yet in the log: what the writer gathers between two commits.
+//!
+//! Requests of a batch see the changes of those before them, so the batch is read together with the index that it was
+//! evaluated on.
+
+use std::{collections::BTreeMap, ops::Bound};
+
+use crate::{
+    index::{Entry, Lease, TreeIndex},
+    lease,
+    log::LeaseChange,
+    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version},
+};
+
+/// See the module's page.
+#[derive(Debug)]
+pub struct Batch {
+    base: Revision,
+    head: Revision,
+    changes: Vec<Change>,
+    /// Of each changed key, the place of its newest change in `changes`.
+    newest: BTreeMap<Key, usize>,
+    /// Of each change, what `newest` said before it.
+    shadowed: Vec<Option<usize>>,
+    leases: Vec<LeaseChange>,
+    /// Of each lease change, how many changes of keys came before it.
+    lease_places: Vec<usize>,
+}
+
+/// A place to go back to if a request turns out not to hold.
+#[derive(Clone, Copy, Debug)]
+pub struct Mark {
+    head: Revision,
+    changes: usize,
+    leases: usize,
+}
+
+/// One of a batch's changes.
+#[derive(Clone, Copy, Debug)]
+pub enum BatchChange<'a> {
+    Key(&'a Change),
+    Lease(LeaseChange),
+}
+
+/// A live key as a request in the batch sees it.
+#[derive(Clone, Debug)]
+pub struct Current {
+    pub version: Version,
+    pub lease: Option<LeaseId>,
+    /// Its pair, if the batch made it.
+    pub kv: Option<EncodedKv>,
+}
+
+impl Current {
+    pub fn entry(&self) -> Entry {
+        Entry { version: self.version, lease: Lease::Known(self.lease) }
+    }
+}
+
+impl Batch {
+    pub fn new(base: Revision) -> Self {
+        Self {
+            base,
+            head: base,
+            changes: Vec::new(),
+            newest: BTreeMap::new(),
+            shadowed: Vec::new(),
+            leases: Vec::new(),
+            lease_places: Vec::new(),
+        }
+    }
+
+    /// The revision that the log has after this batch.
+    pub fn head(&self) -> Revision {
+        self.head
+    }
+
+    /// The revision that the log has before this batch.
+    pub fn base(&self) -> Revision {
+        self.base
+    }
+
+    pub fn changes(&self) -> &[Change] {
+        &self.changes
+    }
+
+    pub fn changes_mut(&mut self) -> &mut [Change] {
+        &mut self.changes
+    }
+
+    pub fn leases(&self) -> &[LeaseChange] {
+        &self.leases
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.changes.is_empty() && self.leases.is_empty()
+    }
+
+    pub fn mark(&self) -> Mark {
+        Mark { head: self.head, changes: self.changes.len(), leases: self.leases.len() }
+    }
+
+    /// Forgets all that came after the mark.
+    pub fn roll_back(&mut self, mark: Mark) {
+        while self.changes.len() > mark.changes {
+            let change = self.changes.pop().expect("longer than the mark");
+            match self.shadowed.pop().flatten() {
+                Some(place) => self.newest.insert(change.key, place),
+                None => self.newest.remove(&change.key),
+            };
+        }
+        self.leases.truncate(mark.leases);
+        self.lease_places.truncate(mark.leases);
+        self.head = mark.head;
+    }
+
+    /// Whether something changed since the mark.
+    pub fn changed_since(&self, mark: Mark) -> bool {
+        self.changes.len() > mark.changes
+    }
+
+    /// Gives what changed since the mark its revision. Without this the next transaction would share it.
+    pub fn seal(&mut self, mark: Mark) {
+        if self.changed_since(mark) {
+            self.head = self.head.next();
+        }
+    }
+
+    /// The row of the next change of the transaction that began at the mark.
+    pub fn next_row(&self, mark: Mark) -> RowId {
+        let sub = u32::try_from(self.changes.len() - mark.changes).expect("a transaction has fewer changes than memory");
+        RowId::new(self.head.next(), sub)
+    }
+
+    /// Adds a change. A key's second change in one transaction shows the version before the transaction as the previous
+    /// one, as in etcd.
+    pub fn push(&mut self, mut change: Change) {
+        let place = self.changes.len();
+        let shadowed = self.newest.insert(change.key.clone(), place);
+        if let Some(before) = shadowed.map(|place| &self.changes[place])
+            && before.row.revision == change.row.revision
+        {
+            change.prev.clone_from(&before.prev);
+        }
+        self.shadowed.push(shadowed);
+        self.changes.push(change);
+    }
+
+    pub fn push_lease(&mut self, change: LeaseChange) {
+        self.leases.push(change);
+        self.lease_places.push(self.changes.len());
+    }
+
+    /// All changes in the order in which they were made.
+    pub fn in_order(&self) -> impl Iterator<Item = BatchChange<'_>> {
+        let mut leases = self.leases.iter().zip(&self.lease_places).peekable();
+        let mut changes = self.changes.iter().enumerate().peekable();
+        std::iter::from_fn(move || {
+            let place = changes.peek().map_or(self.changes.len(), |(place, _)| *place);
+            match leases.next_if(|(_, before)| **before <= place) {
+                Some((lease, _)) => Some(BatchChange::Lease(*lease)),
+                None => changes.next().map(|(_, change)| BatchChange::Key(change)),
+            }
+        })
+    }
+
+    /// The key as the next request sees it, if it is live.
+    pub fn current(&self, index: &TreeIndex, key: &[u8]) -> Option<Current> {
+        match self.newest.get(key) {
+            Some(place) => self.changed(*place),
+            None => index.get(key, self.base).map(from_index),
+        }
+    }
+
+    fn changed(&self, place: usize) -> Option<Current> {
+        let change = &self.changes[place];
+        match &change.kind {
+            ChangeKind::Put { kv, create_revision, version, lease } => Some(Current {
+                version: Version { row: change.row, create_revision: *create_revision, version: *version },
+                lease: *lease,
+                kv: Some(kv.clone()),
+            }),
+            ChangeKind::Delete => None,
+        }
+    }
+
+    /// Visits the live keys of a range as the next request sees them, in order.
+    pub fn visit(&self, index: &TreeIndex, range: &KeyRange, mut visit: impl FnMut(&Key, Current)) {
+        if let KeyRange::Single(key) = range {
+            if let Some(current) = self.current(index, key) {
+                visit(key, current);
+            }
+            return;
+        }
+        if range.is_empty() {
+            return;
+        }
+        let mut from = range.bounds().0;
+        for (key, place) in self.newest.range::<[u8], _>(range.bounds()) {
+            if let Some(before) = until(from, key) {
+                index.range(before, self.base).for_each(|(key, entry)| visit(key, from_index(entry)));
+            }
+            if let Some(current) = self.changed(*place) {
+                visit(key, current);
+            }
+            from = Bound::Excluded(key);
+        }
+        let rest = (from, range.bounds().1);
+        if !is_nothing(rest) {
+            index.range(rest, self.base).for_each(|(key, entry)| visit(key, from_index(entry)));
+        }
+    }
+
+    /// Whether the lease is there for the next request.
+    pub fn lease_exists(&self, leases: &lease::Table, wanted: LeaseId) -> bool {
+        self.leases
+            .iter()
+            .rev()
+            .find_map(|change| match *change {
+                LeaseChange::Grant { id, .. } => (id == wanted).then_some(true),
+                LeaseChange::Revoke { id } => (id == wanted).then_some(false),
+            })
+            .unwrap_or_else(|| leases.contains(wanted))
+    }
+
+    /// The live keys on the lease as the next request sees them, in order.
+    pub fn lease_keys(&self, leases: &lease::Table, wanted: LeaseId) -> Vec<Key> {
+        let unchanged = leases.keys(wanted).filter(|key| !self.newest.contains_key(key.as_slice())).cloned();
+        let changed = self
+            .newest
+            .iter()
+            .filter(|(_, place)| self.changed(**place).is_some_and(|current| current.lease == Some(wanted)))
+            .map(|(key, _)| key.clone());
+        let mut keys: Vec<Key> = unchanged.chain(changed).collect();
+        keys.sort_unstable();
+        keys
+    }
+}
+
+fn from_index(entry: Entry) -> Current {
+    let lease = match entry.lease {
+        Lease::Known(lease) => lease,
+        Lease::InRow => None,
+    };
+    debug_assert!(matches!(entry.lease, Lease::Known(_)), "the newest version's lease is in the index");
+    Current { version: entry.version, lease, kv: None }
+}
+
+/// What lies from `from` to before `key`.
+fn until<'a>(from: Bound<&'a [u8]>, key: &'a Key) -> Option<(Bound<&'a [u8]>, Bound<&'a [u8]>)> {
+    let bounds = (from, Bound::Excluded(key.as_slice()));
+    (!is_nothing(bounds)).then_some(bounds)
+}
+
+/// Bounds that an ordered map refuses, because nothing can lie between them.
+fn is_nothing(bounds: (Bound<&[u8]>, Bound<&[u8]>)) -> bool {
+    match bounds {
+        (Bound::Included(from), Bound::Excluded(to)) | (Bound::Excluded(from), Bound::Excluded(to) | Bound::Included(to)) => {
+            from >= to
+        }
+        (Bound::Included(from), Bound::Included(to)) => from > to,
+        (Bound::Unbounded, _) | (_, Bound::Unbounded) => false,
+    }
+}

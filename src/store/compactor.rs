@@ -1,0 +1,76 @@
+//! Frees what a compaction made unreadable: first in the index, then in the log, a little at a time between client writes.
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::{sync::watch, task::yield_now, time::sleep};
+use tracing::{info, warn};
+
+use super::Shared;
+use crate::{index::CompactionCursor, types::RowId};
+
+/// Keys looked at while the index is locked.
+const INDEX_STEP_KEYS: usize = 1_000;
+/// Rows deleted by one transaction (etcd's --compaction-batch-limit).
+const PURGE_ROWS: usize = 1_000;
+/// Pause between such transactions (etcd's --compaction-sleep-interval).
+const PURGE_PAUSE: Duration = Duration::from_millis(10);
+/// Pause before rows are tried again that the database would not delete.
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
+
+/// Runs until stopped. `garbage` are rows that an earlier run of the server had compacted away and not yet deleted.
+pub(super) async fn run(shared: Arc<Shared>, mut garbage: Vec<RowId>, mut stop: watch::Receiver<bool>) {
+    let work = async {
+        purge(&shared, &mut garbage).await;
+        loop {
+            compact(&shared, &mut garbage).await;
+            shared.compaction.notified().await;
+        }
+    };
+    tokio::select! {
+        () = work => {}
+        // A step that is cut off is done again after the next start: the rows to go are known from the log itself.
+        _ = stop.wait_for(|stop| *stop) => {}
+    }
+}
+
+async fn compact(shared: &Shared, garbage: &mut Vec<RowId>) {
+    loop {
+        let target = shared.index.read().compact_revision();
+        if target.is_none() || target <= *shared.compaction_done.borrow() {
+            return;
+        }
+        let mut cursor = CompactionCursor::default();
+        let mut rows = 0;
+        loop {
+            let before = garbage.len();
+            let more = shared.index.write().compact_step(&mut cursor, INDEX_STEP_KEYS, garbage);
+            rows += garbage.len() - before;
+            if garbage.len() >= PURGE_ROWS {
+                purge(shared, garbage).await;
+            }
+            if !more {
+                break;
+            }
+            yield_now().await;
+        }
+        purge(shared, garbage).await;
+        info!(compact_revision = target.map(|revision| revision.0), rows, "compaction finished");
+        shared.compaction_done.send_replace(target);
+    }
+}
+
+async fn purge(shared: &Shared, garbage: &mut Vec<RowId>) {
+    while !garbage.is_empty() {
+        let rest = garbage.len().saturating_sub(PURGE_ROWS);
+        match shared.log.purge(&garbage[rest..]).await {
+            Ok(()) => {
+                garbage.truncate(rest);
+                sleep(PURGE_PAUSE).await;
+            }
+            Err(error) => {
+                warn!(%error, rows = garbage.len(), "deleting compacted rows failed; it is tried again");
+                sleep(RETRY_PAUSE).await;
+            }
+        }
+    }
+}

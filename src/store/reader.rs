@@ -1,0 +1,226 @@
+//! Reads: the index says which rows, the cache or the log gives their pairs.
+//!
+//! A long range lets go of the index every few thousand keys and goes on at the same revision, so it never holds up the
+//! writer. If a compaction overtakes it, a read at the latest revision starts again and any other fails as compacted.
+
+use std::{collections::HashMap, sync::Arc};
+
+use tokio::task::yield_now;
+use tracing::error;
+
+use super::{
+    Error, Result, Shared, Store,
+    batch::Batch,
+    request::{Projection, RangeRequest, RangeResponse, TxnRequest, TxnResponse},
+    select::{Selected, Selection},
+    txn::{Evaluation, Fetched, Stop},
+};
+use crate::{
+    index::{Entry, Lease, ReadAt},
+    types::{EncodedKv, Key, KeyRange, Revision, RowId},
+};
+
+/// Keys looked at while the index is locked.
+const STEP_KEYS: usize = 2_000;
+
+impl Store {
+    pub async fn range(&self, request: &RangeRequest) -> Result<RangeResponse> {
+        loop {
+            match self.shared.range_once(request).await {
+                // The caller did not ask for a revision, so it can have a newer one.
+                Err(Error::Compacted) if request.at == ReadAt::Latest => {}
+                answer => return answer,
+            }
+        }
+    }
+
+    /// A range in pieces, at the revision of the first, for an answer that need not be in memory whole.
+    pub fn range_pieces(self: &Arc<Self>, request: RangeRequest) -> Result<RangePieces> {
+        let at = self.shared.index.read().resolve(request.at)?;
+        Ok(RangePieces { store: Arc::clone(self), request, at, after: None, count: 0, taken: 0, done: false })
+    }
+
+    /// A transaction that only reads, at one revision.
+    pub(super) async fn read_txn(&self, request: TxnRequest) -> Result<TxnResponse> {
+        let mut fetched = Fetched::new();
+        loop {
+            let evaluated = {
+                let index = self.shared.index.read();
+                let leases = self.shared.leases.lock();
+                let mut batch = Batch::new(index.head());
+                Evaluation::new(&index, &leases, &self.shared.values, &fetched, &mut batch).txn(&request)
+            };
+            let rows = match evaluated {
+                Ok(response) => return Ok(response),
+                Err(Stop::Failed(error)) => return Err(error),
+                Err(Stop::NeedsValues(rows)) => rows,
+                Err(Stop::NeedsCommit) => unreachable!("a batch without changes has no revision beyond the log's"),
+            };
+            // Rows that a compaction takes in between are asked for again only if they are still live.
+            fetched.retain(|_, kv| kv.is_some());
+            fetched.extend(rows.iter().map(|row| (*row, None)));
+            let found = self.shared.log.values(&rows).await?;
+            fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
+        }
+    }
+}
+
+impl Shared {
+    async fn range_once(&self, request: &RangeRequest) -> Result<RangeResponse> {
+        let at = self.index.read().resolve(request.at)?;
+        let mut selection = Selection::new(request);
+        let mut after = None;
+        loop {
+            after = self.walk(&request.range, after.as_ref(), at, STEP_KEYS, &mut |key, entry| {
+                selection.offer(key, entry);
+            })?;
+            if after.is_none() {
+                break;
+            }
+            yield_now().await;
+        }
+        let count = selection.count();
+        let selected = selection.take();
+        let kvs = self.pairs(&selected, request.projection, at).await?;
+        let (mut kvs, more) = selection.finish(kvs);
+        if request.projection == Projection::KeysOnly {
+            kvs.iter_mut().for_each(|kv| *kv = kv.without_value());
+        }
+        let revision = self.index.read().head();
+        Ok(RangeResponse { revision, kvs, more, count })
+    }
+
+    /// One step of a walk over a range at a fixed revision. Returns where the next one begins.
+    fn walk(
+        &self,
+        range: &KeyRange,
+        after: Option<&Key>,
+        at: Revision,
+        budget: usize,
+        visit: &mut dyn FnMut(&Key, Entry),
+    ) -> Result<Option<Key>> {
+        let index = self.index.read();
+        index.resolve(ReadAt::Revision(at))?;
+        if let KeyRange::Single(key) = range {
+            if let Some(entry) = index.get(key, at) {
+                visit(key, entry);
+            }
+            return Ok(None);
+        }
+        if range.is_empty() {
+            return Ok(None);
+        }
+        let bounds = after.map_or_else(|| range.bounds(), |after| range.bounds_after(after));
+        Ok(index.walk(bounds, at, budget, visit))
+    }
+
+    /// The pairs of what a read at `at` selected, in its order.
+    async fn pairs(&self, selected: &[Selected], projection: Projection, at: Revision) -> Result<Vec<EncodedKv>> {
+        let mut pairs: Vec<Option<EncodedKv>> = Vec::with_capacity(selected.len());
+        let mut missing: Vec<RowId> = Vec::new();
+        for chunk in selected.chunks(STEP_KEYS) {
+            if !pairs.is_empty() {
+                yield_now().await;
+            }
+            for selected in chunk {
+                let row = selected.entry.version.row;
+                let kv = selected.pair_without_value(projection).or_else(|| self.values.get(row));
+                if kv.is_none() {
+                    missing.push(row);
+                }
+                pairs.push(kv);
+            }
+        }
+        if !missing.is_empty() {
+            self.read_missing(selected, &mut pairs, &missing, at).await?;
+        }
+        Ok(pairs.into_iter().flatten().collect())
+    }
+
+    async fn read_missing(
+        &self,
+        selected: &[Selected],
+        pairs: &mut [Option<EncodedKv>],
+        missing: &[RowId],
+        at: Revision,
+    ) -> Result<()> {
+        let found: HashMap<RowId, EncodedKv> = self.log.values(missing).await?.into_iter().collect();
+        if found.len() < missing.len() {
+            self.index.read().resolve(ReadAt::Revision(at))?;
+            error!(revision = at.0, rows = missing.len() - found.len(), "rows of live versions are missing from the log");
+            return Err(Error::Corrupt);
+        }
+        for (selected, pair) in selected.iter().zip(pairs) {
+            if pair.is_some() {
+                continue;
+            }
+            let row = selected.entry.version.row;
+            *pair = found.get(&row).cloned();
+            // Only the newest version's lease is known to the index.
+            if let (Some(kv), Lease::Known(_)) = (&pair, selected.entry.lease) {
+                self.values.insert(row, kv.clone());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// See [`Store::range_pieces`].
+pub struct RangePieces {
+    store: Arc<Store>,
+    request: RangeRequest,
+    at: Revision,
+    after: Option<Key>,
+    count: usize,
+    taken: usize,
+    done: bool,
+}
+
+impl RangePieces {
+    /// The next pairs, at most `limit` of them (at least 1). The last piece says so by having `count` and `more`; there is
+    /// always one.
+    pub async fn next(&mut self, limit: usize) -> Result<Option<RangeResponse>> {
+        if self.done {
+            return Ok(None);
+        }
+        let limit = limit.min(self.request.limit.map_or(usize::MAX, |all| all - self.taken)).max(1);
+        let all_taken = self.request.limit == Some(self.taken) || self.request.projection == Projection::CountOnly;
+        let shared = &self.store.shared;
+        let mut selected = Vec::new();
+        let mut more = false;
+        loop {
+            let budget = if all_taken { STEP_KEYS } else { (limit - selected.len()).min(STEP_KEYS) };
+            let (projection, range) = (self.request.projection, &self.request.range);
+            let count = &mut self.count;
+            let after = shared.walk(range, self.after.as_ref(), self.at, budget, &mut |key, entry| {
+                *count += 1;
+                if all_taken {
+                    more = projection != Projection::CountOnly;
+                } else {
+                    let key = (projection == Projection::KeysOnly).then(|| key.clone());
+                    selected.push(Selected { entry, key });
+                }
+            })?;
+            self.done = after.is_none();
+            if after.is_some() {
+                self.after = after;
+            }
+            if self.done || selected.len() == limit {
+                break;
+            }
+            yield_now().await;
+        }
+        let mut kvs = shared.pairs(&selected, self.request.projection, self.at).await?;
+        if self.request.projection == Projection::KeysOnly {
+            kvs.iter_mut().for_each(|kv| *kv = kv.without_value());
+        }
+        self.taken += kvs.len();
+        let revision = shared.index.read().head();
+        Ok(Some(RangeResponse { revision, kvs, more, count: self.count }))
+    }
+
+    /// Whether the piece given last was the last.
+    pub fn is_done(&self) -> bool {
+        self.done
+    }
+}

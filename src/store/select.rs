@@ -1,0 +1,126 @@
+//! Which of a range's keys a read returns: filters, limit, count and order, in etcd's order of work. Pure.
+//!
+//! Keys are offered in order with what the index knows of them; their values are needed only for those that are left (and
+//! for a sort by value).
+
+use super::request::{Projection, RangeRequest, RevisionFilter, Sort, SortOrder, SortScope, SortTarget};
+use crate::{
+    index::{Entry, Lease},
+    types::{EncodedKv, Key, Version},
+};
+
+/// A key that a read returns.
+#[derive(Clone, Debug)]
+pub struct Selected {
+    pub entry: Entry,
+    /// Held only where the pair is made without its row.
+    pub key: Option<Key>,
+}
+
+/// Collects the keys of one read.
+#[derive(Debug)]
+pub struct Selection {
+    limit: usize,
+    sort: Option<Sort>,
+    filter: RevisionFilter,
+    projection: Projection,
+    count: usize,
+    more: bool,
+    selected: Vec<Selected>,
+}
+
+impl Selection {
+    pub fn new(request: &RangeRequest) -> Self {
+        Self {
+            limit: request.limit.unwrap_or(usize::MAX),
+            sort: request.sort,
+            filter: request.filter,
+            projection: request.projection,
+            count: 0,
+            more: false,
+            selected: Vec::new(),
+        }
+    }
+
+    pub fn offer(&mut self, key: &Key, entry: Entry) {
+        self.count += 1;
+        if self.projection == Projection::CountOnly || !self.filter.admits(entry.version) {
+            return;
+        }
+        if self.selected.len() == self.capacity() {
+            self.more |= self.sort.is_none();
+            return;
+        }
+        let pair_from_index = self.projection == Projection::KeysOnly && matches!(entry.lease, Lease::Known(_));
+        let key = (pair_from_index && !self.sorts_by_value()).then(|| key.clone());
+        self.selected.push(Selected { entry, key });
+    }
+
+    /// How many keys are kept before the sort and the limit.
+    fn capacity(&self) -> usize {
+        match self.sort.map(|sort| sort.scope) {
+            None => self.limit,
+            Some(SortScope::FirstKeys) => self.limit.saturating_add(1),
+            Some(SortScope::All) => usize::MAX,
+        }
+    }
+
+    /// Whether values are needed before the limit can be applied.
+    pub fn sorts_by_value(&self) -> bool {
+        self.sort.is_some_and(|sort| sort.target == SortTarget::Value)
+    }
+
+    /// Keys in the range, whether selected or not.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The keys selected, in their order, unless they are sorted by value, which [`Selection::finish`] does.
+    pub fn take(&mut self) -> Vec<Selected> {
+        let mut selected = std::mem::take(&mut self.selected);
+        let Some(sort) = self.sort else { return selected };
+        let by = |version: &Version| match sort.target {
+            SortTarget::Version => version.version,
+            SortTarget::CreateRevision => version.create_revision.0,
+            SortTarget::ModRevision => version.row.revision.0,
+            // They come in the order of their keys.
+            SortTarget::Key | SortTarget::Value => 0,
+        };
+        match (sort.target, sort.order) {
+            (SortTarget::Value, _) => return selected,
+            (SortTarget::Key, SortOrder::Ascend) => {}
+            (SortTarget::Key, SortOrder::Descend) => selected.reverse(),
+            (_, SortOrder::Ascend) => selected.sort_by_key(|s| by(&s.entry.version)),
+            (_, SortOrder::Descend) => selected.sort_by_key(|s| std::cmp::Reverse(by(&s.entry.version))),
+        }
+        self.more |= selected.len() > self.limit;
+        selected.truncate(self.limit);
+        selected
+    }
+
+    /// The pairs to answer with, from the pairs of what [`Selection::take`] gave; and whether the limit cut some off.
+    pub fn finish(mut self, mut kvs: Vec<EncodedKv>) -> (Vec<EncodedKv>, bool) {
+        if let Some(sort) = self.sort
+            && sort.target == SortTarget::Value
+        {
+            match sort.order {
+                SortOrder::Ascend => kvs.sort_by_cached_key(EncodedKv::value),
+                SortOrder::Descend => kvs.sort_by_cached_key(|kv| std::cmp::Reverse(kv.value())),
+            }
+            self.more |= kvs.len() > self.limit;
+            kvs.truncate(self.limit);
+        }
+        (kvs, self.more)
+    }
+}
+
+impl RevisionFilter {
+    fn admits(&self, version: Version) -> bool {
+        let modified = version.row.revision;
+        let created = version.create_revision;
+        self.mod_min.is_none_or(|min| modified >= min)
+            && self.mod_max.is_none_or(|max| modified <= max)
+            && self.create_min.is_none_or(|min| created >= min)
+            && self.create_max.is_none_or(|max| created <= max)
+    }
+}

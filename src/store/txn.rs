@@ -1,0 +1,403 @@
+//! Evaluation: what a request does to the store and what it answers. Pure: a view and a request in, changes and a response
+//! out; no clock, no log, no waiting.
+//!
+//! A value that is not at hand makes the evaluation answer [`Stop::NeedsValues`]; the caller reads those rows and evaluates
+//! again, which costs a second pass only where the cache missed.
+//!
+//! The order of work is etcd's: compares read the state before the transaction and fix the path through nested ones; then
+//! everything that can fail is checked along that path; then the operations run in order and see one another's writes.
+
+use std::collections::HashMap;
+
+use super::{
+    Error,
+    batch::{Batch, Current, Mark},
+    request::{
+        Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease, PutRequest,
+        PutResponse, PutValue, RangeRequest, RangeResponse, Relation, TxnRequest, TxnResponse,
+    },
+    select::{Selected, Selection},
+    values::ValueCache,
+};
+use crate::{
+    index::{Entry, Lease, ReadAt, TreeIndex, Unreadable},
+    lease,
+    log::LeaseChange,
+    types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version},
+};
+
+/// Why an evaluation gave no response.
+#[derive(Debug)]
+pub enum Stop {
+    /// The request fails; it changed nothing.
+    Failed(Error),
+    /// These rows' pairs are needed and not at hand.
+    NeedsValues(Vec<RowId>),
+    /// It reads a revision that is not yet in the log: evaluate again when this batch is.
+    NeedsCommit,
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// Pairs read from the log for an evaluation; `None` for a row that is no longer there.
+pub type Fetched = HashMap<RowId, Option<EncodedKv>>;
+
+/// Everything that an evaluation reads, and the batch that it writes to.
+pub struct Evaluation<'a> {
+    pub index: &'a TreeIndex,
+    pub leases: &'a lease::Table,
+    pub cache: &'a ValueCache,
+    pub fetched: &'a Fetched,
+    pub batch: &'a mut Batch,
+    missing: Vec<RowId>,
+}
+
+type Evaluated<T> = Result<T, Stop>;
+
+impl<'a> Evaluation<'a> {
+    pub fn new(
+        index: &'a TreeIndex,
+        leases: &'a lease::Table,
+        cache: &'a ValueCache,
+        fetched: &'a Fetched,
+        batch: &'a mut Batch,
+    ) -> Self {
+        Self { index, leases, cache, fetched, batch, missing: Vec::new() }
+    }
+
+    pub fn put(&mut self, request: &PutRequest) -> Evaluated<PutResponse> {
+        self.check_lease(request)?;
+        self.check_kept(request)?;
+        self.whole(|this, mark| this.apply_put(request, mark))
+    }
+
+    pub fn delete(&mut self, request: &DeleteRequest) -> Evaluated<DeleteResponse> {
+        self.whole(|this, mark| this.apply_delete(request, mark))
+    }
+
+    pub fn txn(&mut self, request: &TxnRequest) -> Evaluated<TxnResponse> {
+        let mut path = Vec::new();
+        self.choose_path(request, &mut path);
+        self.check_missing()?;
+        self.check_txn(request, &mut path.iter(), &|this, op| match op {
+            // In a transaction etcd looks for the key first, in a Put of its own for the lease.
+            Op::Put(put) => this.check_kept(put).and_then(|()| this.check_lease(put)),
+            Op::Range(_) | Op::Delete(_) | Op::Txn(_) => Ok(()),
+        })?;
+        self.check_txn(request, &mut path.iter(), &|this, op| match op {
+            Op::Range(range) => this.check_range(range.at),
+            Op::Put(_) | Op::Delete(_) | Op::Txn(_) => Ok(()),
+        })?;
+        self.whole(|this, mark| this.apply_txn(request, &mut path.iter(), mark))
+    }
+
+    /// Deletes the lease and, in one revision, the keys on it.
+    pub fn revoke(&mut self, id: LeaseId) -> Evaluated<Revision> {
+        if !self.batch.lease_exists(self.leases, id) {
+            return Err(Error::LeaseNotFound.into());
+        }
+        let keys = self.batch.lease_keys(self.leases, id);
+        self.whole(|this, mark| {
+            for key in keys {
+                if let Some(current) = this.batch.current(this.index, &key) {
+                    this.push_delete(key, current, mark);
+                }
+            }
+            this.batch.push_lease(LeaseChange::Revoke { id });
+            Ok(())
+        })?;
+        Ok(self.batch.head())
+    }
+
+    pub fn grant(&mut self, id: LeaseId, ttl_secs: i64) -> Evaluated<Revision> {
+        if self.batch.lease_exists(self.leases, id) {
+            return Err(Error::LeaseExists.into());
+        }
+        self.batch.push_lease(LeaseChange::Grant { id, ttl_secs });
+        Ok(self.batch.head())
+    }
+
+    /// Runs a request that is one transaction: all of its changes get one revision, or it changes nothing.
+    fn whole<T>(&mut self, apply: impl FnOnce(&mut Self, Mark) -> Evaluated<T>) -> Evaluated<T> {
+        let mark = self.batch.mark();
+        let applied = apply(self, mark).and_then(|response| {
+            self.check_missing()?;
+            Ok(response)
+        });
+        match applied {
+            Ok(_) => self.batch.seal(mark),
+            Err(_) => self.batch.roll_back(mark),
+        }
+        applied
+    }
+
+    fn check_missing(&mut self) -> Evaluated<()> {
+        if self.missing.is_empty() { Ok(()) } else { Err(Stop::NeedsValues(std::mem::take(&mut self.missing))) }
+    }
+
+    // Compares.
+
+    /// Which branch each transaction takes, the outer before its nested ones, in the order in which they run.
+    fn choose_path(&mut self, txn: &TxnRequest, path: &mut Vec<bool>) {
+        let succeeded = txn.compares.iter().all(|compare| self.holds(compare));
+        path.push(succeeded);
+        for op in txn.branch(succeeded) {
+            if let Op::Txn(nested) = op {
+                self.choose_path(nested, path);
+            }
+        }
+    }
+
+    /// A compare holds if it does for every live key of its range. With none, the key counts as one that never was: its
+    /// numbers are 0, and no value of it compares.
+    fn holds(&mut self, compare: &Compare) -> bool {
+        let mut found = Vec::new();
+        self.batch.visit(self.index, &compare.range, |_, current| found.push(current));
+        if found.is_empty() {
+            return match compare.target {
+                CompareTarget::Version(number)
+                | CompareTarget::CreateRevision(number)
+                | CompareTarget::ModRevision(number)
+                | CompareTarget::Lease(number) => compare.relation.holds(&0, &number),
+                CompareTarget::Unknown => compare.relation.holds(&0, &0),
+                CompareTarget::Value(_) => false,
+            };
+        }
+        found.iter().all(|current| self.holds_for(compare, current))
+    }
+
+    fn holds_for(&mut self, compare: &Compare, current: &Current) -> bool {
+        let relation = compare.relation;
+        match &compare.target {
+            CompareTarget::Version(number) => relation.holds(&current.version.version, number),
+            CompareTarget::CreateRevision(number) => relation.holds(&current.version.create_revision.0, number),
+            CompareTarget::ModRevision(number) => relation.holds(&current.version.row.revision.0, number),
+            CompareTarget::Lease(number) => relation.holds(&LeaseId::to_wire(current.lease), number),
+            CompareTarget::Unknown => relation.holds(&0, &0),
+            CompareTarget::Value(value) => {
+                self.pair(current).is_some_and(|kv| relation.holds(&kv.value().as_ref(), &value.as_ref()))
+            }
+        }
+    }
+
+    // Checks.
+
+    fn check_txn<'p>(
+        &self,
+        txn: &TxnRequest,
+        path: &mut impl Iterator<Item = &'p bool>,
+        check: &impl Fn(&Self, &Op) -> Evaluated<()>,
+    ) -> Evaluated<()> {
+        let succeeded = *path.next().expect("the path has a step for each transaction on it");
+        for op in txn.branch(succeeded) {
+            match op {
+                Op::Txn(nested) => self.check_txn(nested, path, check)?,
+                Op::Range(_) | Op::Put(_) | Op::Delete(_) => check(self, op)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn check_lease(&self, put: &PutRequest) -> Evaluated<()> {
+        match put.lease {
+            PutLease::Set(Some(lease)) if !self.batch.lease_exists(self.leases, lease) => {
+                Err(Error::LeaseNotFound.into())
+            }
+            PutLease::Set(_) | PutLease::Keep => Ok(()),
+        }
+    }
+
+    fn check_kept(&self, put: &PutRequest) -> Evaluated<()> {
+        let keeps = matches!(put.value, PutValue::Keep) || matches!(put.lease, PutLease::Keep);
+        if keeps && self.batch.current(self.index, &put.key).is_none() {
+            return Err(Error::KeyNotFound.into());
+        }
+        Ok(())
+    }
+
+    /// Unlike a Range of its own, one in a transaction may not name a negative revision once something was compacted.
+    fn check_range(&self, at: ReadAt) -> Evaluated<()> {
+        let ReadAt::Revision(at) = at else { return Ok(()) };
+        if at > self.batch.head() {
+            return Err(Error::from(Unreadable::Future).into());
+        }
+        if at < self.index.compact_revision().unwrap_or(Revision(-1)) {
+            return Err(Error::from(Unreadable::Compacted).into());
+        }
+        if at > self.batch.base() { Err(Stop::NeedsCommit) } else { Ok(()) }
+    }
+
+    // Operations.
+
+    fn apply_put(&mut self, put: &PutRequest, mark: Mark) -> Evaluated<PutResponse> {
+        let current = self.batch.current(self.index, &put.key);
+        let row = self.batch.next_row(mark);
+        let version = match &current {
+            Some(current) => Version { row, version: current.version.version + 1, ..current.version },
+            None => Version { row, create_revision: row.revision, version: 1 },
+        };
+        let lease = match (put.lease, &current) {
+            (PutLease::Set(lease), _) => lease,
+            (PutLease::Keep, Some(current)) => current.lease,
+            (PutLease::Keep, None) => return Err(Error::KeyNotFound.into()),
+        };
+        let kv = match (&put.value, &current) {
+            (PutValue::New(value), _) => EncodedKv::new(&put.key, version, value, lease),
+            (PutValue::Keep, Some(current)) => {
+                let value = self.pair(current).map(|kv| kv.value()).unwrap_or_default();
+                EncodedKv::new(&put.key, version, &value, lease)
+            }
+            (PutValue::Keep, None) => return Err(Error::KeyNotFound.into()),
+        };
+        let prev_kv = current.as_ref().filter(|_| put.prev_kv).and_then(|current| self.pair(current));
+        let prev_lease = current.as_ref().and_then(|current| current.lease);
+        let kind = ChangeKind::Put { kv, create_revision: version.create_revision, version: version.version, lease };
+        let prev = current.map(|current| self.prev(current));
+        self.batch.push(Change { row, key: Key::from(&put.key[..]), kind, prev, prev_lease });
+        Ok(PutResponse { revision: row.revision, prev_kv })
+    }
+
+    fn apply_delete(&mut self, request: &DeleteRequest, mark: Mark) -> Evaluated<DeleteResponse> {
+        let mut found = Vec::new();
+        self.batch.visit(self.index, &request.range, |key, current| found.push((key.clone(), current)));
+        let deleted = found.len();
+        let mut prev_kvs = Vec::new();
+        for (key, current) in found {
+            if request.prev_kv {
+                prev_kvs.extend(self.pair(&current));
+            }
+            self.push_delete(key, current, mark);
+        }
+        Ok(DeleteResponse { revision: self.revision(mark), deleted, prev_kvs })
+    }
+
+    fn apply_range(&mut self, request: &RangeRequest, mark: Mark) -> Evaluated<RangeResponse> {
+        let mut selection = Selection::new(request);
+        let mut made = HashMap::new();
+        match request.at {
+            ReadAt::Revision(at) if at.0 > 0 => {
+                if !request.range.is_empty() {
+                    let entries = self.index.range(request.range.bounds(), at);
+                    entries.for_each(|(key, entry)| selection.offer(key, entry));
+                }
+            }
+            ReadAt::Latest | ReadAt::Revision(_) => self.batch.visit(self.index, &request.range, |key, current| {
+                selection.offer(key, current.entry());
+                if let Some(kv) = current.kv {
+                    made.insert(current.version.row, kv);
+                }
+            }),
+        }
+        let count = selection.count();
+        let mut kvs = Vec::new();
+        for selected in selection.take() {
+            let from_batch = made.remove(&selected.entry.version.row);
+            kvs.extend(self.selected_pair(&selected, from_batch, request.projection));
+        }
+        let (mut kvs, more) = selection.finish(kvs);
+        if request.projection == Projection::KeysOnly {
+            kvs.iter_mut().for_each(|kv| *kv = kv.without_value());
+        }
+        Ok(RangeResponse { revision: self.revision(mark), kvs, more, count })
+    }
+
+    fn selected_pair(
+        &mut self,
+        selected: &Selected,
+        from_batch: Option<EncodedKv>,
+        projection: Projection,
+    ) -> Option<EncodedKv> {
+        if let Some(kv) = selected.pair_without_value(projection) {
+            return Some(kv);
+        }
+        from_batch.or_else(|| self.row(selected.entry.version.row))
+    }
+
+    fn apply_txn<'p>(
+        &mut self,
+        txn: &TxnRequest,
+        path: &mut impl Iterator<Item = &'p bool>,
+        mark: Mark,
+    ) -> Evaluated<TxnResponse> {
+        let succeeded = *path.next().expect("the path has a step for each transaction on it");
+        let mut responses = Vec::new();
+        for op in txn.branch(succeeded) {
+            responses.push(match op {
+                Op::Range(request) => OpResponse::Range(self.apply_range(request, mark)?),
+                Op::Put(request) => OpResponse::Put(self.apply_put(request, mark)?),
+                Op::Delete(request) => OpResponse::Delete(self.apply_delete(request, mark)?),
+                Op::Txn(nested) => OpResponse::Txn(self.apply_txn(nested, path, mark)?),
+            });
+        }
+        Ok(TxnResponse { revision: self.revision(mark), succeeded, responses })
+    }
+
+    fn push_delete(&mut self, key: Key, current: Current, mark: Mark) {
+        let row = self.batch.next_row(mark);
+        let prev_lease = current.lease;
+        let prev = Some(self.prev(current));
+        self.batch.push(Change { row, key, kind: ChangeKind::Delete, prev, prev_lease });
+    }
+
+    /// The revision that the transaction stands at: its own once it changed something.
+    fn revision(&self, mark: Mark) -> Revision {
+        if self.batch.changed_since(mark) { self.batch.head().next() } else { self.batch.head() }
+    }
+
+    // Values.
+
+    fn prev(&self, current: Current) -> Prev {
+        let row = current.version.row;
+        Prev { row, kv: current.kv.or_else(|| self.cache.get(row)) }
+    }
+
+    fn pair(&mut self, current: &Current) -> Option<EncodedKv> {
+        current.kv.clone().or_else(|| self.row(current.version.row))
+    }
+
+    /// The pair of a row; where it is not at hand the evaluation goes on without it and is done again.
+    fn row(&mut self, row: RowId) -> Option<EncodedKv> {
+        if let Some(fetched) = self.fetched.get(&row) {
+            return fetched.clone();
+        }
+        let kv = self.cache.get(row);
+        if kv.is_none() {
+            self.missing.push(row);
+        }
+        kv
+    }
+}
+
+impl Selected {
+    /// The pair of a keys-only read, made from the index alone; `None` where the row is needed.
+    pub(super) fn pair_without_value(&self, projection: Projection) -> Option<EncodedKv> {
+        match (projection, &self.key, self.entry) {
+            (Projection::KeysOnly, Some(key), Entry { version, lease: Lease::Known(lease) }) => {
+                Some(EncodedKv::new(key, version, &[], lease))
+            }
+            _ => None,
+        }
+    }
+}
+
+impl TxnRequest {
+    fn branch(&self, succeeded: bool) -> &[Op] {
+        if succeeded { &self.success } else { &self.failure }
+    }
+}
+
+impl Relation {
+    fn holds<T: Ord>(self, left: &T, right: &T) -> bool {
+        match self {
+            Self::Equal => left == right,
+            Self::NotEqual => left != right,
+            Self::Greater => left > right,
+            Self::Less => left < right,
+            Self::Unknown => true,
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Encoded events, made once and shared by every watch that gets them.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::Flavor;
+use crate::types::{Change, EncodedEvent, Revision};
+
+/// Events after which a chunk ends with its revision, in bytes.
+const CHUNK_BYTES_MAX: usize = 1 << 20;
+
+/// The events of one or more whole revisions, encoded one behind the other as `WatchResponse.events`.
+#[derive(Clone, Debug)]
+pub struct Chunk {
+    bytes: Bytes,
+    /// Where each event ends in `bytes`.
+    ends: Arc<[usize]>,
+    first: Revision,
+}
+
+impl Chunk {
+    /// Cuts the changes that the flavor admits into chunks, at borders of revisions.
+    pub fn cut<'a>(
+        changes: impl IntoIterator<Item = &'a Change>,
+        flavor: Flavor,
+        mut encode: impl FnMut(&'a Change, Flavor) -> EncodedEvent,
+    ) -> Vec<Self> {
+        let mut chunks = Vec::new();
+        let mut open = Open::default();
+        for change in changes {
+            if !flavor.admits(change) {
+                continue;
+            }
+            let revision = change.row.revision;
+            if open.last.is_some_and(|last| last != revision) && open.bytes.len() >= CHUNK_BYTES_MAX {
+                chunks.extend(std::mem::take(&mut open).close());
+            }
+            open.push(encode(change, flavor).as_bytes(), revision);
+        }
+        chunks.extend(open.close());
+        chunks
+    }
+
+    pub fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+
+    /// The oldest revision in it.
+    pub fn first(&self) -> Revision {
+        self.first
+    }
+
+    pub fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// Whether both are one piece of memory.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.ends, &other.ends)
+    }
+
+    /// Its events in pieces of at most `limit` bytes where single events allow it.
+    pub fn pieces(&self, limit: usize) -> impl Iterator<Item = Bytes> {
+        let mut start = 0;
+        let mut ends = self.ends.iter().copied().peekable();
+        std::iter::from_fn(move || {
+            let mut end = ends.next()?;
+            while let Some(next) = ends.next_if(|next| next - start <= limit) {
+                end = next;
+            }
+            let piece = self.bytes.slice(start..end);
+            start = end;
+            Some(piece)
+        })
+    }
+}
+
+impl Flavor {
+    fn admits(self, change: &Change) -> bool {
+        if change.is_delete() { self.deletes } else { self.puts }
+    }
+}
+
+#[derive(Default)]
+struct Open {
+    bytes: Vec<u8>,
+    ends: Vec<usize>,
+    first: Option<Revision>,
+    last: Option<Revision>,
+}
+
+impl Open {
+    fn push(&mut self, event: &[u8], revision: Revision) {
+        self.bytes.extend_from_slice(event);
+        self.ends.push(self.bytes.len());
+        self.first.get_or_insert(revision);
+        self.last = Some(revision);
+    }
+
+    fn close(self) -> Option<Chunk> {
+        Some(Chunk { first: self.first?, bytes: self.bytes.into(), ends: self.ends.into() })
+    }
+}

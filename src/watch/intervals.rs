@@ -1,0 +1,273 @@
+//! Which ranges hold a key: a map from ranges to values that is asked by key.
+//!
+//! Single keys sit in a hash map. Spans sit in a treap: a binary tree ordered by (start, end), kept balanced by random
+//! priorities, in which every node knows the furthest end below it, so that whole subtrees are passed over. Asking takes
+//! O(log n + matches).
+//!
+//! ```text
+//!                 [f, m) reach ∞
+//!                /              \
+//!      [a, z) reach z        [k, ∞) reach ∞
+//!      /          \
+//! [a, c) reach c  [b, d) reach d
+//! ```
+
+use std::{
+    cmp::Ordering,
+    collections::HashMap,
+    hash::{BuildHasher as _, RandomState},
+};
+
+use crate::types::{Key, KeyRange};
+
+/// See the module's page.
+#[derive(Debug)]
+pub struct Intervals<T> {
+    singles: HashMap<Key, T>,
+    spans: Link<T>,
+    priorities: RandomState,
+    inserted: u64,
+}
+
+type Link<T> = Option<Box<Node<T>>>;
+
+#[derive(Debug)]
+struct Node<T> {
+    start: Key,
+    end: End,
+    value: T,
+    priority: u64,
+    /// The furthest end in this subtree.
+    reach: End,
+    left: Link<T>,
+    right: Link<T>,
+}
+
+/// Where a span ends; ordered so that the open end is the furthest.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum End {
+    Before(Key),
+    Never,
+}
+
+impl End {
+    fn new(end: Option<&Key>) -> Self {
+        end.map_or(Self::Never, |end| Self::Before(end.clone()))
+    }
+
+    fn is_behind(&self, key: &[u8]) -> bool {
+        match self {
+            Self::Before(end) => end.as_slice() > key,
+            Self::Never => true,
+        }
+    }
+}
+
+impl<T> Intervals<T> {
+    pub fn new() -> Self {
+        Self { singles: HashMap::new(), spans: None, priorities: RandomState::new(), inserted: 0 }
+    }
+
+    /// The range's value, made if it is not there.
+    pub fn get_or_insert_with(&mut self, range: &KeyRange, make: impl FnOnce() -> T) -> &mut T {
+        match range {
+            KeyRange::Single(key) => self.singles.entry(key.clone()).or_insert_with(make),
+            KeyRange::Span { start, end } => {
+                let end = End::new(end.as_ref());
+                if Self::find(&mut self.spans, start, &end).is_none() {
+                    self.inserted += 1;
+                    let priority = self.priorities.hash_one(self.inserted);
+                    let node = Node {
+                        start: start.clone(),
+                        reach: end.clone(),
+                        end: end.clone(),
+                        value: make(),
+                        priority,
+                        left: None,
+                        right: None,
+                    };
+                    insert(&mut self.spans, Box::new(node));
+                }
+                Self::find(&mut self.spans, start, &end).expect("found or just inserted")
+            }
+        }
+    }
+
+    pub fn get_mut(&mut self, range: &KeyRange) -> Option<&mut T> {
+        match range {
+            KeyRange::Single(key) => self.singles.get_mut(key),
+            KeyRange::Span { start, end } => Self::find(&mut self.spans, start, &End::new(end.as_ref())),
+        }
+    }
+
+    pub fn remove(&mut self, range: &KeyRange) {
+        match range {
+            KeyRange::Single(key) => {
+                self.singles.remove(key);
+            }
+            KeyRange::Span { start, end } => remove(&mut self.spans, start, &End::new(end.as_ref())),
+        }
+    }
+
+    /// Visits the values of all ranges that hold the key.
+    pub fn visit(&self, key: &[u8], visit: &mut impl FnMut(&T)) {
+        if let Some(value) = self.singles.get(key) {
+            visit(value);
+        }
+        visit_spans(&self.spans, key, visit);
+    }
+
+    fn find<'a>(mut link: &'a mut Link<T>, start: &Key, end: &End) -> Option<&'a mut T> {
+        while let Some(node) = link {
+            match node.compare(start, end) {
+                Ordering::Less => link = &mut node.left,
+                Ordering::Greater => link = &mut node.right,
+                Ordering::Equal => return Some(&mut node.value),
+            }
+        }
+        None
+    }
+}
+
+impl<T> Node<T> {
+    /// Where (start, end) lies from here.
+    fn compare(&self, start: &Key, end: &End) -> Ordering {
+        start.cmp(&self.start).then_with(|| end.cmp(&self.end))
+    }
+
+    fn update_reach(&mut self) {
+        let below = [&self.left, &self.right].into_iter().flatten().map(|node| &node.reach).max();
+        let reach = match below {
+            Some(reach) if *reach > self.end => reach.clone(),
+            _ => self.end.clone(),
+        };
+        self.reach = reach;
+    }
+}
+
+fn insert<T>(link: &mut Link<T>, mut node: Box<Node<T>>) {
+    match link {
+        Some(here) if here.priority >= node.priority => {
+            let below = match here.compare(&node.start, &node.end) {
+                Ordering::Less => &mut here.left,
+                Ordering::Greater | Ordering::Equal => &mut here.right,
+            };
+            insert(below, node);
+            here.update_reach();
+        }
+        _ => {
+            (node.left, node.right) = split(link.take(), &node.start, &node.end);
+            node.update_reach();
+            *link = Some(node);
+        }
+    }
+}
+
+/// The nodes before (start, end), and the others.
+fn split<T>(link: Link<T>, start: &Key, end: &End) -> (Link<T>, Link<T>) {
+    let Some(mut node) = link else { return (None, None) };
+    if node.compare(start, end) == Ordering::Greater {
+        let (left, right) = split(node.right.take(), start, end);
+        node.right = left;
+        node.update_reach();
+        (Some(node), right)
+    } else {
+        let (left, right) = split(node.left.take(), start, end);
+        node.left = right;
+        node.update_reach();
+        (left, Some(node))
+    }
+}
+
+fn remove<T>(link: &mut Link<T>, start: &Key, end: &End) {
+    let Some(node) = link else { return };
+    match node.compare(start, end) {
+        Ordering::Less => remove(&mut node.left, start, end),
+        Ordering::Greater => remove(&mut node.right, start, end),
+        Ordering::Equal => {
+            *link = merge(node.left.take(), node.right.take());
+            return;
+        }
+    }
+    node.update_reach();
+}
+
+/// Joins two trees of which all of the first lies before all of the second.
+fn merge<T>(left: Link<T>, right: Link<T>) -> Link<T> {
+    match (left, right) {
+        (Some(mut left), Some(right)) if left.priority >= right.priority => {
+            left.right = merge(left.right.take(), Some(right));
+            left.update_reach();
+            Some(left)
+        }
+        (Some(left), Some(mut right)) => {
+            right.left = merge(Some(left), right.left.take());
+            right.update_reach();
+            Some(right)
+        }
+        (left, None) => left,
+        (None, right) => right,
+    }
+}
+
+fn visit_spans<T>(link: &Link<T>, key: &[u8], visit: &mut impl FnMut(&T)) {
+    let Some(node) = link else { return };
+    if !node.reach.is_behind(key) {
+        return;
+    }
+    visit_spans(&node.left, key, visit);
+    if node.start.as_slice() <= key {
+        if node.end.is_behind(key) {
+            visit(&node.value);
+        }
+        visit_spans(&node.right, key, visit);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn range() -> impl Strategy<Value = KeyRange> {
+        let key = || prop::collection::vec(0_u8..4, 1..3);
+        (key(), prop::option::of(key()), any::<bool>()).prop_map(|(start, end, open)| match end {
+            None => KeyRange::Single(start.into()),
+            Some(_) if open => KeyRange::Span { start: start.into(), end: None },
+            Some(end) => KeyRange::Span { start: start.into(), end: Some(end.into()) },
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn a_key_finds_the_ranges_that_hold_it(
+            steps in prop::collection::vec((range(), any::<bool>()), 0..60),
+            keys in prop::collection::vec(prop::collection::vec(0_u8..5, 0..3), 1..20),
+        ) {
+            let mut intervals = Intervals::new();
+            let mut model = BTreeSet::new();
+            for (range, add) in steps {
+                if add {
+                    intervals.get_or_insert_with(&range, || range.clone());
+                    model.insert(range);
+                } else {
+                    intervals.remove(&range);
+                    model.remove(&range);
+                }
+            }
+            for key in keys {
+                let mut found = Vec::new();
+                intervals.visit(&key, &mut |range: &KeyRange| found.push(range.clone()));
+                found.sort();
+                let expected: Vec<_> = model.iter().filter(|range| range.contains(&key)).cloned().collect();
+                prop_assert_eq!(found, expected);
+            }
+            for range in &model {
+                prop_assert_eq!(intervals.get_mut(range).map(|range| range.clone()), Some(range.clone()));
+            }
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! What waits to be sent on one watch stream: a bounded queue between the hub and the connection.
+//!
+//! The hub and the session push, the connection takes. A full outbox refuses events, never other messages: those are few
+//! and small. What counts is memory: a chunk that several watches of the stream get is counted once.
+
+use std::{
+    collections::VecDeque,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, Waker},
+};
+
+use bytes::Bytes;
+use futures_util::Stream;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use super::chunk::Chunk;
+use crate::types::{Revision, WatchId};
+
+/// Bytes of events that may wait on one stream.
+const OUTBOX_BYTES_MAX: usize = 8 << 20;
+/// What a message costs beside its events.
+const MESSAGE_BYTES: usize = 96;
+/// Events of one watch that are sent as one message, in bytes, when several wait.
+const MERGE_BYTES_MAX: usize = 1 << 20;
+
+/// An answer on a watch stream.
+#[derive(Clone, Debug)]
+pub enum Message {
+    Created {
+        id: WatchId,
+        revision: Revision,
+    },
+    /// A watch that was not created; the stream goes on.
+    Refused {
+        revision: Revision,
+        reason: &'static str,
+    },
+    Canceled {
+        id: WatchId,
+        revision: Revision,
+    },
+    /// The watch needs revisions that were compacted away; it has ended.
+    Compacted {
+        id: WatchId,
+        compact_revision: Revision,
+    },
+    /// Every event at or below the revision was sent before.
+    Progress {
+        id: WatchId,
+        revision: Revision,
+    },
+    Events {
+        id: WatchId,
+        /// At or above the newest event's.
+        revision: Revision,
+        /// One behind the other.
+        events: Vec<Bytes>,
+        /// Whether more of this message follows in the next.
+        fragment: bool,
+    },
+}
+
+/// How a stream ends from the server's side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    ClientGone,
+    ServerStopped,
+}
+
+/// See the module's page.
+#[derive(Debug)]
+pub struct Outbox {
+    inner: Mutex<Inner>,
+    /// Set when the session should look: there is room again, a watch fell behind, a progress can be answered, the client
+    /// is gone.
+    pub(super) attention: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    queue: VecDeque<Queued>,
+    bytes: usize,
+    reader: Option<Waker>,
+    end: Option<End>,
+    /// Watches that the hub dropped because the outbox was full, with the revision that each needs next.
+    lagging: Vec<(WatchId, Revision)>,
+}
+
+#[derive(Debug)]
+enum Queued {
+    Message(Message),
+    Chunk { id: WatchId, revision: Revision, chunk: Chunk, cost: usize },
+    /// A part of a chunk that is too large for one message.
+    Piece { id: WatchId, revision: Revision, bytes: Bytes, fragment: bool },
+}
+
+impl Outbox {
+    pub fn new() -> Self {
+        Self { inner: Mutex::default(), attention: Notify::new() }
+    }
+
+    pub fn push(&self, message: Message) {
+        let mut inner = self.inner.lock();
+        inner.queue.push_back(Queued::Message(message));
+        wake(inner);
+    }
+
+    /// Queues events, in pieces of at most `fragment` bytes if that is given. Returns false, and takes nothing, if the
+    /// outbox is full.
+    #[must_use]
+    pub(super) fn push_chunk(&self, id: WatchId, revision: Revision, chunk: &Chunk, fragment: Option<usize>) -> bool {
+        let mut inner = self.inner.lock();
+        if inner.bytes >= OUTBOX_BYTES_MAX {
+            return false;
+        }
+        if let Some(limit) = fragment.filter(|limit| chunk.len() >= *limit) {
+            inner.bytes += chunk.len();
+            let mut pieces = chunk.pieces(limit).peekable();
+            while let Some(bytes) = pieces.next() {
+                let fragment = pieces.peek().is_some();
+                inner.queue.push_back(Queued::Piece { id, revision, bytes, fragment });
+            }
+            wake(inner);
+            return true;
+        }
+        let shared = matches!(inner.queue.back(), Some(Queued::Chunk { chunk: last, .. }) if last.is_same(chunk));
+        let cost = MESSAGE_BYTES + if shared { 0 } else { chunk.len() };
+        inner.bytes += cost;
+        inner.queue.push_back(Queued::Chunk { id, revision, chunk: chunk.clone(), cost });
+        wake(inner);
+        true
+    }
+
+    /// Remembers that a watch must catch up from `next` on.
+    pub(super) fn fall_behind(&self, id: WatchId, next: Revision) {
+        self.inner.lock().lagging.push((id, next));
+        self.attention.notify_one();
+    }
+
+    pub(super) fn take_lagging(&self) -> Vec<(WatchId, Revision)> {
+        std::mem::take(&mut self.inner.lock().lagging)
+    }
+
+    pub(super) fn is_lagging(&self) -> bool {
+        !self.inner.lock().lagging.is_empty()
+    }
+
+    /// Waits until the session should look: a watch fell behind, there is room again, a progress can be answered, or the
+    /// stream has ended.
+    ///
+    /// # Cancel safety
+    ///
+    /// Nothing is lost when it is dropped.
+    pub async fn attention(&self) {
+        self.attention.notified().await;
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        self.inner.lock().bytes < OUTBOX_BYTES_MAX / 2
+    }
+
+    /// Ends the stream once what waits is sent.
+    pub fn end(&self, end: End) {
+        let mut inner = self.inner.lock();
+        inner.end.get_or_insert(end);
+        wake(inner);
+        self.attention.notify_one();
+    }
+
+    pub fn has_ended(&self) -> bool {
+        self.inner.lock().end.is_some()
+    }
+
+    fn poll_message(&self, context: &mut Context<'_>) -> Poll<Option<Result<Message, End>>> {
+        let mut inner = self.inner.lock();
+        let Some(queued) = inner.queue.pop_front() else {
+            return match inner.end {
+                Some(End::ClientGone) => Poll::Ready(None),
+                Some(End::ServerStopped) => {
+                    inner.end = Some(End::ClientGone);
+                    Poll::Ready(Some(Err(End::ServerStopped)))
+                }
+                None => {
+                    inner.reader = Some(context.waker().clone());
+                    Poll::Pending
+                }
+            };
+        };
+        let full = inner.bytes >= OUTBOX_BYTES_MAX / 2;
+        let message = match queued {
+            Queued::Message(message) => message,
+            Queued::Piece { id, revision, bytes, fragment } => {
+                inner.bytes -= bytes.len();
+                Message::Events { id, revision, events: vec![bytes], fragment }
+            }
+            Queued::Chunk { id, mut revision, chunk, cost } => {
+                inner.bytes -= cost;
+                let mut events = vec![chunk.bytes().clone()];
+                let mut bytes = chunk.len();
+                while let Some(Queued::Chunk { id: next, revision: newer, chunk, cost }) = inner.queue.front()
+                    && *next == id
+                    && bytes + chunk.len() <= MERGE_BYTES_MAX
+                {
+                    bytes += chunk.len();
+                    revision = *newer;
+                    events.push(chunk.bytes().clone());
+                    let cost = *cost;
+                    inner.bytes -= cost;
+                    inner.queue.pop_front();
+                }
+                Message::Events { id, revision, events, fragment: false }
+            }
+        };
+        if full && inner.bytes < OUTBOX_BYTES_MAX / 2 {
+            drop(inner);
+            self.attention.notify_one();
+        }
+        Poll::Ready(Some(Ok(message)))
+    }
+}
+
+impl Default for Outbox {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Wakes the connection after the lock is let go.
+fn wake(mut inner: parking_lot::MutexGuard<'_, Inner>) {
+    let reader = inner.reader.take();
+    drop(inner);
+    if let Some(reader) = reader {
+        reader.wake();
+    }
+}
+
+/// The connection's end of an outbox. Dropped when the client is gone.
+#[derive(Debug)]
+pub struct Messages(Arc<Outbox>);
+
+impl Messages {
+    pub fn new(outbox: Arc<Outbox>) -> Self {
+        Self(outbox)
+    }
+}
+
+impl Stream for Messages {
+    type Item = Result<Message, End>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.0.poll_message(context)
+    }
+}
+
+impl Drop for Messages {
+    fn drop(&mut self) {
+        self.0.end(End::ClientGone);
+    }
+}

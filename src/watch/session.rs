@@ -1,0 +1,226 @@
+//! One watch stream's watches: which there are, which are synced, and the reading of the log for those that are not.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+};
+
+use super::{
+    Spec,
+    chunk::Chunk,
+    hub::{Hub, Joined, encode},
+    outbox::{Message, Outbox},
+};
+use crate::{
+    log::{Log, Page, Result, WithPrev},
+    types::{Revision, WatchId},
+};
+
+const DUPLICATE_ID: &str = "mvcc: duplicate watch ID provided on the WatchStream";
+
+/// See the module's page. Its owner feeds it requests and calls [`Session::advance`] as long as there is work.
+pub struct Session {
+    hub: Arc<Hub>,
+    log: Arc<dyn Log>,
+    outbox: Arc<Outbox>,
+    watches: HashMap<WatchId, Watch>,
+    next_id: i64,
+    /// Watches that catch up, in turn.
+    behind: VecDeque<WatchId>,
+    progress_wanted: bool,
+    /// The head at the last periodic progress.
+    last_tick: Revision,
+}
+
+struct Watch {
+    spec: Spec,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Synced,
+    /// Its first revision is beyond the head.
+    Waiting,
+    /// Everything before `next` was queued.
+    Behind { next: Revision },
+}
+
+impl Session {
+    pub fn new(hub: Arc<Hub>, log: Arc<dyn Log>, outbox: Arc<Outbox>) -> Self {
+        let last_tick = hub.head();
+        Self {
+            hub,
+            log,
+            outbox,
+            watches: HashMap::new(),
+            next_id: 0,
+            behind: VecDeque::new(),
+            progress_wanted: false,
+            last_tick,
+        }
+    }
+
+    pub fn create(&mut self, spec: Spec) {
+        let id = match spec.id {
+            Some(id) if self.watches.contains_key(&id) => return self.refuse(DUPLICATE_ID),
+            Some(id) => id,
+            None => self.free_id(),
+        };
+        let state = match self.hub.create(&self.outbox, id, &spec) {
+            Joined::Synced => State::Synced,
+            Joined::Waiting => State::Waiting,
+            Joined::Behind => {
+                self.behind.push_back(id);
+                State::Behind { next: spec.start.unwrap_or(Revision::EMPTY) }
+            }
+            Joined::Compacted(compact_revision) => {
+                return self.outbox.push(Message::Compacted { id, compact_revision });
+            }
+        };
+        self.watches.insert(id, Watch { spec, state });
+    }
+
+    /// Answers a request that makes no watch; the stream goes on.
+    pub fn refuse(&self, reason: &'static str) {
+        self.hub.at_head(|revision| self.outbox.push(Message::Refused { revision, reason }));
+    }
+
+    /// An unknown id is answered with nothing, as in etcd.
+    pub fn cancel(&mut self, id: WatchId) {
+        if let Some(watch) = self.watches.remove(&id) {
+            self.hub.leave(&self.outbox, id, &watch.spec);
+            self.hub.at_head(|revision| self.outbox.push(Message::Canceled { id, revision }));
+        }
+    }
+
+    /// Answers once all watches of the stream are synced; several requests until then get one answer. A stream without
+    /// watches gets none, as in etcd.
+    pub fn request_progress(&mut self) {
+        self.progress_wanted = !self.watches.is_empty();
+        self.try_progress();
+    }
+
+    /// Sends a progress notification to each synced watch that wants them and was sent nothing since the last tick.
+    pub fn tick(&mut self) {
+        self.take_lagging();
+        let mut head = self.last_tick;
+        for (id, watch) in &self.watches {
+            if watch.spec.progress_notify && watch.state == State::Synced {
+                head = self.hub.progress_of(&self.outbox, *id, &watch.spec, self.last_tick);
+            }
+        }
+        self.last_tick = head;
+    }
+
+    /// Whether [`Session::advance`] would read the log.
+    pub fn is_behind(&self) -> bool {
+        !self.behind.is_empty() && self.outbox.has_room()
+    }
+
+    pub fn has_ended(&self) -> bool {
+        self.outbox.has_ended()
+    }
+
+    /// Notes what the hub said of this stream.
+    pub fn attend(&mut self) {
+        self.take_lagging();
+        self.try_progress();
+    }
+
+    /// Brings the watch whose turn it is one page further.
+    ///
+    /// # Cancel safety
+    ///
+    /// What was read is forgotten and read again; nothing is queued before the last await.
+    pub async fn advance(&mut self) -> Result<()> {
+        let Some(id) = self.behind.front().copied() else { return Ok(()) };
+        let Some(Watch { spec, state: State::Behind { next } }) = self.watches.get(&id) else {
+            self.behind.pop_front();
+            return Ok(());
+        };
+        let prev = if spec.flavor.prev_kv { WithPrev::Yes } else { WithPrev::No };
+        let joined = match self.hub.join(&self.outbox, id, spec, *next) {
+            Joined::Behind => {
+                let head = self.hub.head();
+                let page = self.log.changes(*next, head, &spec.range, prev).await?;
+                self.deliver(id, *next, page, head)
+            }
+            joined => Some(joined),
+        };
+        self.behind.pop_front();
+        match joined {
+            None | Some(Joined::Behind) => self.behind.push_back(id),
+            Some(Joined::Compacted(compact_revision)) => {
+                self.watches.remove(&id);
+                self.outbox.push(Message::Compacted { id, compact_revision });
+            }
+            Some(Joined::Synced) => self.set_state(id, State::Synced),
+            Some(Joined::Waiting) => self.set_state(id, State::Waiting),
+        }
+        self.try_progress();
+        Ok(())
+    }
+
+    /// Queues a page that was read for a watch and moves it on.
+    fn deliver(&mut self, id: WatchId, from: Revision, page: Page, head: Revision) -> Option<Joined> {
+        let watch = self.watches.get_mut(&id)?;
+        // A compaction may have taken rows while they were read.
+        if let Some(compacted) = self.hub.compacted_beyond(from) {
+            return Some(Joined::Compacted(compacted));
+        }
+        let flavor = watch.spec.flavor;
+        for chunk in Chunk::cut(&page.changes, flavor, encode) {
+            if !self.outbox.push_chunk(id, head, &chunk, watch.spec.fragment) {
+                watch.state = State::Behind { next: chunk.first() };
+                return None;
+            }
+        }
+        watch.state = State::Behind { next: page.next };
+        Some(self.hub.join(&self.outbox, id, &watch.spec, page.next))
+    }
+
+    fn set_state(&mut self, id: WatchId, state: State) {
+        if let Some(watch) = self.watches.get_mut(&id) {
+            watch.state = state;
+        }
+    }
+
+    fn take_lagging(&mut self) {
+        for (id, next) in self.outbox.take_lagging() {
+            if let Some(watch) = self.watches.get_mut(&id) {
+                watch.state = State::Behind { next };
+                self.behind.push_back(id);
+            }
+        }
+    }
+
+    fn try_progress(&mut self) {
+        if !self.progress_wanted {
+            return;
+        }
+        self.take_lagging();
+        if self.behind.is_empty() {
+            let newest_start = self.watches.values().filter_map(|watch| watch.spec.start).max();
+            self.progress_wanted = !self.hub.progress(&self.outbox, newest_start);
+        }
+    }
+
+    fn free_id(&mut self) -> WatchId {
+        loop {
+            let id = WatchId(self.next_id);
+            self.next_id += 1;
+            if !self.watches.contains_key(&id) {
+                return id;
+            }
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        for (id, watch) in &self.watches {
+            self.hub.leave(&self.outbox, *id, &watch.spec);
+        }
+    }
+}

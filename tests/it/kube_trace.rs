@@ -1,0 +1,44 @@
+//! The recorded traffic of a whole Kubernetes control plane, replayed on an empty store with every answer compared.
+//!
+//! `tests/data/README.md` says what was recorded. Its calls overlap, so they are replayed by cause and not by time: the
+//! writes one after the other in the order of their revisions, and everything else while the store stands at the revision
+//! that the recorded answer's header names. From then on the answers must be equal; what differs by nature is listed in
+//! [`compare::EXCEPTIONS`].
+//!
+//! The same replay runs against a real etcd where there is one: what etcd itself does not pass proves nothing.
+
+mod compare;
+mod replay;
+mod trace;
+mod watched;
+
+use compare::Peer;
+use replay::Compared;
+
+use crate::support::Server;
+
+/// What the recording holds. A replay that compares less has skipped something.
+const RECORDED: Compared =
+    Compared { txn: 709, range: 882, lease_grant: 24, compact: 4, status: 4, streams: 60, events: 633, progress: 192 };
+
+#[tokio::test]
+async fn replays_equal_on_orlop() {
+    let server = Server::orlop().await;
+    replays_equal(server.endpoint(), Peer::Orlop).await;
+}
+
+#[tokio::test]
+async fn replays_equal_on_etcd() {
+    let Some(server) = Server::etcd().await else { return };
+    match replay::etcd_minor_version(server.endpoint()).await {
+        minor @ 5.. => replays_equal(server.endpoint(), Peer::Etcd { minor }).await,
+        minor => eprintln!("skipped: etcd 3.{minor} lets progress answers overtake events"),
+    }
+}
+
+async fn replays_equal(endpoint: &str, peer: Peer) {
+    match replay::replay(endpoint, peer, trace::load()).await {
+        Ok(compared) => assert_eq!(compared, RECORDED),
+        Err(mismatch) => panic!("{mismatch}"),
+    }
+}

@@ -1,0 +1,234 @@
+//! Sends the steps of the recording, one after the other, and compares what comes back.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::Duration,
+};
+
+use orlop::proto::client::etcdserverpb::{
+    LeaseGrantRequest, LeaseGrantResponse, LeaseKeepAliveRequest, StatusRequest, kv_client::KvClient,
+    lease_client::LeaseClient, maintenance_client::MaintenanceClient, watch_client::WatchClient,
+};
+use tokio::time::{Instant, timeout};
+use tokio_stream::StreamExt;
+use tonic::{
+    Status,
+    metadata::{Ascii, MetadataKey},
+    transport::{Channel, Endpoint},
+};
+
+use super::{
+    compare::{Mismatch, Peer, difference},
+    trace::{Answer, CallId, Exchange, Metadata, RecordedEvent, Request, Step},
+    watched::{PATIENCE, Watched},
+};
+
+/// How many of the recorded answers were compared.
+#[derive(PartialEq, Eq, Debug, Default)]
+pub struct Compared {
+    pub txn: usize,
+    pub range: usize,
+    pub lease_grant: usize,
+    pub compact: usize,
+    pub status: usize,
+    pub streams: usize,
+    pub events: usize,
+    pub progress: usize,
+}
+
+/// Replays the steps on the empty store behind the endpoint, up to the first difference.
+pub async fn replay(endpoint: &str, peer: Peer, steps: Vec<Step>) -> Result<Compared, Box<Mismatch>> {
+    let mut replay = Replay::new(connect(endpoint).await, peer);
+    for step in steps {
+        match step {
+            Step::Call { exchange, metadata } => replay.call(exchange, &metadata).await?,
+            Step::Watch { stream, exchange, metadata, events } => {
+                replay.watch(stream, exchange, &metadata, events).await?;
+            }
+            Step::Progress { stream, exchange } => replay.progress(stream, exchange).await?,
+            Step::End { stream } => replay.end(stream).await?,
+        }
+    }
+    Ok(replay.compared)
+}
+
+pub async fn etcd_minor_version(endpoint: &str) -> u32 {
+    let status = MaintenanceClient::new(connect(endpoint).await).status(StatusRequest {}).await;
+    let version = status.expect("a running etcd tells its status").into_inner().version;
+    let minor = version.split('.').nth(1).and_then(|minor| minor.parse().ok());
+    minor.unwrap_or_else(|| panic!("an etcd's version has a minor part: {version}"))
+}
+
+pub fn with_metadata<T>(metadata: &Metadata, message: T) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    for (name, value) in metadata {
+        let name: MetadataKey<Ascii> = name.parse().expect("a recorded name is one");
+        request.metadata_mut().insert(name, value.parse().expect("a recorded value is one"));
+    }
+    request
+}
+
+struct Replay {
+    peer: Peer,
+    kv: KvClient<Channel>,
+    lease: LeaseClient<Channel>,
+    maintenance: MaintenanceClient<Channel>,
+    watch: WatchClient<Channel>,
+    /// The revision at which the store stands: that of the newest answer.
+    head: i64,
+    streams: BTreeMap<CallId, Stream>,
+    leases: Leases,
+    compared: Compared,
+}
+
+struct Stream {
+    watched: Watched,
+    created: Exchange,
+}
+
+/// The leases granted so far, kept alive: none expired in the recording, and the replay has a pace of its own.
+struct Leases {
+    granted: Vec<i64>,
+    renewed: Instant,
+}
+
+impl Leases {
+    /// Well under the shortest recorded time to live, 15 s.
+    const RENEW_AFTER: Duration = Duration::from_secs(3);
+}
+
+impl Replay {
+    fn new(channel: Channel, peer: Peer) -> Self {
+        Self {
+            peer,
+            kv: KvClient::new(channel.clone()).max_decoding_message_size(usize::MAX),
+            lease: LeaseClient::new(channel.clone()),
+            maintenance: MaintenanceClient::new(channel.clone()),
+            watch: WatchClient::new(channel).max_decoding_message_size(usize::MAX),
+            head: 1,
+            streams: BTreeMap::new(),
+            leases: Leases { granted: Vec::new(), renewed: Instant::now() },
+            compared: Compared::default(),
+        }
+    }
+
+    async fn call(&mut self, exchange: Exchange, metadata: &Metadata) -> Result<(), Box<Mismatch>> {
+        self.renew_leases().await;
+        if matches!(exchange.request, Request::Compact(_)) {
+            // A watch that is still behind a compaction would be canceled; the recorded ones were not.
+            self.settle().await?;
+        }
+        let what = match timeout(PATIENCE, self.send(&exchange, metadata)).await {
+            Ok(Ok(answer)) => difference(self.peer, &exchange.answer, &answer),
+            Ok(Err(status)) => Some(format!("expected: {:?}\ngot: {status}", exchange.answer)),
+            Err(_) => Some("no answer in time".to_owned()),
+        };
+        exchange.expect_none(what)?;
+        match &exchange.answer {
+            Answer::Range(_) => self.compared.range += 1,
+            Answer::Txn(_) => self.compared.txn += 1,
+            Answer::Compact(_) => self.compared.compact += 1,
+            Answer::LeaseGrant(answer) => {
+                self.leases.granted.push(answer.id);
+                self.compared.lease_grant += 1;
+            }
+            Answer::Status(_) => self.compared.status += 1,
+            Answer::Watch(_) => unreachable!("a watch is no unary call"),
+        }
+        self.head = exchange.answer.revision();
+        Ok(())
+    }
+
+    async fn send(&mut self, exchange: &Exchange, metadata: &Metadata) -> Result<Answer, Status> {
+        Ok(match &exchange.request {
+            Request::Range(request) => {
+                Answer::Range(self.kv.range(with_metadata(metadata, request.clone())).await?.into_inner())
+            }
+            Request::Txn(request) => {
+                Answer::Txn(self.kv.txn(with_metadata(metadata, request.clone())).await?.into_inner())
+            }
+            Request::Compact(request) => {
+                Answer::Compact(self.kv.compact(with_metadata(metadata, *request)).await?.into_inner())
+            }
+            Request::LeaseGrant(request) => {
+                let request = with_recorded_id(request, &exchange.answer);
+                Answer::LeaseGrant(self.lease.lease_grant(with_metadata(metadata, request)).await?.into_inner())
+            }
+            Request::Status(request) => {
+                Answer::Status(self.maintenance.status(with_metadata(metadata, *request)).await?.into_inner())
+            }
+            Request::Watch(_) => unreachable!("a watch is no unary call"),
+        })
+    }
+
+    async fn watch(
+        &mut self,
+        stream: CallId,
+        created: Exchange,
+        metadata: &Metadata,
+        events: VecDeque<RecordedEvent>,
+    ) -> Result<(), Box<Mismatch>> {
+        let Request::Watch(request) = &created.request else { unreachable!("a watch begins with a watch request") };
+        let opened = Watched::open(self.peer, &mut self.watch, (metadata, request), &created.answer, events).await;
+        let watched = opened.map_err(|what| created.mismatch(what))?;
+        self.streams.insert(stream, Stream { watched, created });
+        Ok(())
+    }
+
+    async fn progress(&mut self, stream: CallId, exchange: Exchange) -> Result<(), Box<Mismatch>> {
+        let stream = self.streams.get_mut(&stream).expect("a stream asks between its create and its end");
+        let progress = stream.watched.progress(self.head, &exchange.answer).await;
+        progress.map_err(|what| stream.created.mismatch(format!("progress, seq={}: {what}", exchange.seq)))?;
+        self.compared.progress += 1;
+        Ok(())
+    }
+
+    async fn end(&mut self, stream: CallId) -> Result<(), Box<Mismatch>> {
+        let Stream { watched, created } = self.streams.remove(&stream).expect("a stream ends once, after its create");
+        self.compared.events += watched.end(self.head).await.map_err(|what| created.mismatch(what))?;
+        self.compared.streams += 1;
+        Ok(())
+    }
+
+    async fn settle(&mut self) -> Result<(), Box<Mismatch>> {
+        for Stream { watched, created } in self.streams.values_mut() {
+            watched.settle(self.head).await.map_err(|what| created.mismatch(what))?;
+        }
+        Ok(())
+    }
+
+    async fn renew_leases(&mut self) {
+        if self.leases.renewed.elapsed() < Leases::RENEW_AFTER {
+            return;
+        }
+        self.leases.renewed = Instant::now();
+        let requests: Vec<_> = self.leases.granted.iter().map(|id| LeaseKeepAliveRequest { id: *id }).collect();
+        let count = requests.len();
+        let answers = self.lease.lease_keep_alive(tokio_stream::iter(requests)).await;
+        let renewed = answers.expect("the server keeps leases alive").into_inner().take(count);
+        let ttls: Vec<_> = renewed.map(|answer| answer.map(|answer| answer.ttl)).collect().await;
+        assert!(ttls.iter().all(|ttl| ttl.as_ref().is_ok_and(|ttl| *ttl > 0)), "every lease lives on: {ttls:?}");
+    }
+}
+
+impl Exchange {
+    fn mismatch(&self, what: String) -> Box<Mismatch> {
+        Box::new(Mismatch { seq: self.seq, request: self.request.clone(), what })
+    }
+
+    fn expect_none(&self, what: Option<String>) -> Result<(), Box<Mismatch>> {
+        what.map_or(Ok(()), |what| Err(self.mismatch(what)))
+    }
+}
+
+/// The recorded request left the choice to the server. Asking for what that one chose gives later requests and answers the
+/// same ids as in the recording.
+fn with_recorded_id(request: &LeaseGrantRequest, recorded: &Answer) -> LeaseGrantRequest {
+    let Answer::LeaseGrant(LeaseGrantResponse { id, .. }) = recorded else { unreachable!("a grant answers a grant") };
+    LeaseGrantRequest { id: *id, ..*request }
+}
+
+async fn connect(endpoint: &str) -> Channel {
+    let endpoint = Endpoint::from_shared(endpoint.to_owned()).expect("the endpoint is a URL");
+    endpoint.tcp_nodelay(true).connect().await.expect("the server listens")
+}
