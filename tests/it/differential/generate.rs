@@ -175,13 +175,13 @@ impl Generator {
     fn range(&mut self) -> RangeRequest {
         let (key, range_end) = self.span();
         let sorted = self.random.chance(35);
-        // Never a sort order or target that the protocol has not: etcd before 3.6 takes them, and dies of some.
         RangeRequest {
             key: key.into(),
             range_end: range_end.into(),
             limit: if self.random.chance(30) { self.random.between(-1, 6) } else { 0 },
             revision: self.revision(),
-            sort_order: if sorted { self.random.pick(&[0, 1, 1, 2, 2]) } else { 0 },
+            sort_order: if sorted { self.random.pick(&[0, 1, 1, 2, 2]) } else { self.default_or_unknown_order() },
+            // None that is unknown: etcd 3.5 crashes.
             sort_target: if sorted { self.random.pick(&[0, 1, 2, 3, 4]) } else { 0 },
             serializable: self.random.chance(30),
             keys_only: self.random.chance(10),
@@ -191,6 +191,10 @@ impl Generator {
             min_create_revision: self.bound(),
             max_create_revision: self.bound(),
         }
+    }
+
+    fn default_or_unknown_order(&mut self) -> i32 {
+        if self.random.chance(1) { self.random.pick(&[7, -1]) } else { 0 }
     }
 
     fn delete_range(&mut self) -> DeleteRangeRequest {
@@ -372,16 +376,15 @@ impl Generator {
 
     fn start_revision(&mut self) -> i64 {
         let Known { head, compacted, .. } = self.known;
-        // Never a negative one, which etcd refuses from 3.6 on only.
-        let start = match self.random.weighted(&[55, 20, 5, 7, 6, 7]) {
+        match self.random.weighted(&[55, 18, 5, 7, 6, 4, 5]) {
             0 => 0,
             1 => self.random.between(compacted.max(1), head),
             2 => compacted,
             3 => head + self.random.between(1, 12),
             4 => self.random.between(1, compacted - 1),
+            5 => -self.random.between(1, 9),
             _ => head,
-        };
-        start.max(0)
+        }
     }
 
     fn cancel_watch(&mut self) -> Op {
