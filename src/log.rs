@@ -157,10 +157,8 @@ impl RowColumns {
                 lease: LeaseId::from_wire(self.lease),
             }
         };
-        let prev = (self.prev_revision != 0).then(|| Prev {
-            row: RowId::new(Revision(self.prev_revision), 0),
-            kv: prev_kv,
-        });
+        let prev =
+            (self.prev_revision != 0).then(|| Prev { row: RowId::new(Revision(self.prev_revision), 0), kv: prev_kv });
         Change { row: self.row, key: Key::from(self.key), kind, prev, prev_lease: None }
     }
 }

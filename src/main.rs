@@ -66,8 +66,9 @@ fn serve(flags: &Flags) -> Result<(), Box<dyn std::error::Error>> {
 }
 
 fn start_logging(settings: &Settings) -> Result<(), String> {
-    let filter = EnvFilter::try_new(&settings.log_level)
-        .map_err(|error| format!("log-level {:?}: {error}; use error, warn, info, debug or trace", settings.log_level))?;
+    let filter = EnvFilter::try_new(&settings.log_level).map_err(|error| {
+        format!("log-level {:?}: {error}; use error, warn, info, debug or trace", settings.log_level)
+    })?;
     let logger = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     match settings.log_format {
         LogFormat::Text => logger.init(),

@@ -23,10 +23,7 @@ impl Context {
 
 #[tonic::async_trait]
 impl Cluster for Context {
-    async fn member_list(
-        &self,
-        _: Request<pb::MemberListRequest>,
-    ) -> Result<Response<pb::MemberListResponse>, Status> {
+    async fn member_list(&self, _: Request<pb::MemberListRequest>) -> Result<Response<pb::MemberListResponse>, Status> {
         // As in etcd, this header has no revision.
         Ok(Response::new(pb::MemberListResponse { header: self.header(Revision(0)), members: vec![self.member()] }))
     }

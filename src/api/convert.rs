@@ -1,10 +1,6 @@
 //! From the wire's messages to the store's requests, checked on the way, and back.
 
-use super::{
-    Context,
-    interval_check::check_intervals,
-    status::Invalid,
-};
+use super::{Context, interval_check::check_intervals, status::Invalid};
 use crate::{
     index::ReadAt,
     proto::server::etcdserverpb::{
@@ -12,8 +8,8 @@ use crate::{
     },
     store::request::{
         Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease, PutRequest,
-        PutResponse, PutValue, RangeRequest, RangeResponse, Relation, RevisionFilter, Sort, SortOrder, SortScope, SortTarget,
-        TxnRequest, TxnResponse,
+        PutResponse, PutValue, RangeRequest, RangeResponse, Relation, RevisionFilter, Sort, SortOrder, SortScope,
+        SortTarget, TxnRequest, TxnResponse,
     },
     types::{EncodedKv, KeyRange, LeaseId, Revision},
 };
@@ -60,12 +56,8 @@ fn sort(request: &pb::RangeRequest) -> Checked<Option<Sort>> {
         range_request::SortTarget::Mod => SortTarget::ModRevision,
         range_request::SortTarget::Value => SortTarget::Value,
     };
-    let filtered = [
-        request.min_mod_revision,
-        request.max_mod_revision,
-        request.min_create_revision,
-        request.max_create_revision,
-    ];
+    let filtered =
+        [request.min_mod_revision, request.max_mod_revision, request.min_create_revision, request.max_create_revision];
     let (order, scope) = match order {
         range_request::SortOrder::None if filtered == [0; 4] => (SortOrder::Ascend, SortScope::FirstKeys),
         range_request::SortOrder::None | range_request::SortOrder::Ascend => (SortOrder::Ascend, SortScope::All),
@@ -118,7 +110,8 @@ pub(super) fn txn(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest
 fn txn_level(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
     let ops = request.compare.len().max(request.success.len()).max(request.failure.len());
     let ops_left = ops_max.checked_sub(ops).ok_or(Invalid::TooManyOps)?;
-    let branch = |ops: Vec<pb::RequestOp>| ops.into_iter().map(|op| self::op(op, ops_left)).collect::<Checked<Vec<Op>>>();
+    let branch =
+        |ops: Vec<pb::RequestOp>| ops.into_iter().map(|op| self::op(op, ops_left)).collect::<Checked<Vec<Op>>>();
     Ok(TxnRequest {
         compares: request.compare.into_iter().map(compare).collect::<Checked<_>>()?,
         success: branch(request.success)?,

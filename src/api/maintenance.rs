@@ -3,9 +3,7 @@
 use tonic::{Request, Response, Status};
 
 use super::{Context, ETCD_VERSION, RAFT_TERM, STORAGE_VERSION, status::not_built};
-use crate::proto::server::etcdserverpb::{
-    self as pb, alarm_request::AlarmAction, maintenance_server::Maintenance,
-};
+use crate::proto::server::etcdserverpb::{self as pb, alarm_request::AlarmAction, maintenance_server::Maintenance};
 
 type SnapshotStream = futures_util::stream::Empty<Result<pb::SnapshotResponse, Status>>;
 

@@ -127,8 +127,9 @@ pub(super) struct ReplyBody {
 impl ReplyBody {
     pub(super) fn new(message: impl IntoSegments) -> Result<Self, Status> {
         let len = message.encoded_len();
-        let wire_len = u32::try_from(len)
-            .map_err(|_| Status::resource_exhausted(format!("orlop: the answer has {len} bytes; a message holds 4 GiB")))?;
+        let wire_len = u32::try_from(len).map_err(|_| {
+            Status::resource_exhausted(format!("orlop: the answer has {len} bytes; a message holds 4 GiB"))
+        })?;
         let head_room = if len <= WHOLE_BYTES_MAX { len } else { 0 };
         let mut frame = Vec::with_capacity(FRAME_HEAD_BYTES + head_room);
         frame.put_u8(0);

@@ -57,7 +57,9 @@ pub(super) async fn request<M: Message + Default>(
 fn message_len(received: &Bytes, message_bytes_max: usize) -> Result<usize, Status> {
     let mut head = &received[..FRAME_HEAD_BYTES];
     if head.get_u8() != 0 {
-        return Err(Status::unimplemented("orlop: compressed requests are not supported; send them with identity encoding"));
+        return Err(Status::unimplemented(
+            "orlop: compressed requests are not supported; send them with identity encoding",
+        ));
     }
     let len = usize::try_from(head.get_u32()).unwrap_or(usize::MAX);
     if len > message_bytes_max { Err(message_too_large(len, message_bytes_max)) } else { Ok(len) }

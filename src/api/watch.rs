@@ -19,11 +19,7 @@ use tracing::{debug, warn};
 
 use super::Context;
 use crate::{
-    proto::server::etcdserverpb::{
-        self as pb,
-        watch_create_request::FilterType,
-        watch_request::RequestUnion,
-    },
+    proto::server::etcdserverpb::{self as pb, watch_create_request::FilterType, watch_request::RequestUnion},
     store,
     types::{KeyRange, Revision, WatchId},
     watch::{End, Flavor, Message, Messages, NO_WATCH, Outbox, Session, Spec},
@@ -65,7 +61,9 @@ impl Service<Request<Body>> for WatchService {
         Box::pin(async move {
             if request.uri().path() != "/etcdserverpb.Watch/Watch" {
                 let path = request.uri().path();
-                return Ok(Status::unimplemented(format!("unknown method {path} for service {}", Self::NAME)).into_http());
+                return Ok(
+                    Status::unimplemented(format!("unknown method {path} for service {}", Self::NAME)).into_http()
+                );
             }
             let mut grpc =
                 tonic::server::Grpc::new(WatchCodec).apply_max_message_size_config(Some(message_bytes), None);
@@ -205,12 +203,10 @@ impl Context {
             }
             .into(),
             Message::Canceled { id, revision } => pb::WatchResponse { canceled: true, ..response(id, revision) }.into(),
-            Message::Compacted { id, compact_revision } => pb::WatchResponse {
-                canceled: true,
-                compact_revision: compact_revision.0,
-                ..response(id, Revision(0))
+            Message::Compacted { id, compact_revision } => {
+                pb::WatchResponse { canceled: true, compact_revision: compact_revision.0, ..response(id, Revision(0)) }
+                    .into()
             }
-            .into(),
             Message::Progress { id, revision } => response(id, revision).into(),
             Message::Events { id, revision, events, fragment } => {
                 Frame { head: pb::WatchResponse { fragment, ..response(id, revision) }, events }

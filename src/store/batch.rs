@@ -128,7 +128,8 @@ impl Batch {
 
     /// The row of the next change of the transaction that began at the mark.
     pub fn next_row(&self, mark: Mark) -> RowId {
-        let sub = u32::try_from(self.changes.len() - mark.changes).expect("a transaction has fewer changes than memory");
+        let sub =
+            u32::try_from(self.changes.len() - mark.changes).expect("a transaction has fewer changes than memory");
         RowId::new(self.head.next(), sub)
     }
 
@@ -255,9 +256,8 @@ fn until<'a>(from: Bound<&'a [u8]>, key: &'a Key) -> Option<(Bound<&'a [u8]>, Bo
 /// Bounds that an ordered map refuses, because nothing can lie between them.
 fn is_nothing(bounds: (Bound<&[u8]>, Bound<&[u8]>)) -> bool {
     match bounds {
-        (Bound::Included(from), Bound::Excluded(to)) | (Bound::Excluded(from), Bound::Excluded(to) | Bound::Included(to)) => {
-            from >= to
-        }
+        (Bound::Included(from), Bound::Excluded(to))
+        | (Bound::Excluded(from), Bound::Excluded(to) | Bound::Included(to)) => from >= to,
         (Bound::Included(from), Bound::Included(to)) => from > to,
         (Bound::Unbounded, _) | (_, Bound::Unbounded) => false,
     }

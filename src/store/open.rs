@@ -115,7 +115,10 @@ async fn restore(log: &dyn Log, meta: &Meta) -> Result<(TreeIndex, Vec<RowId>)> 
 /// Above the compact revision no revision is missing.
 fn check_order(meta: &Meta, index: &TreeIndex, first: RowId, last: RowId) -> Result<()> {
     if first.revision <= Revision(1) || last.revision > meta.head {
-        return Err(Error::Corrupt(format!("row {} lies outside the log, whose head is {}", first.revision, meta.head)));
+        return Err(Error::Corrupt(format!(
+            "row {} lies outside the log, whose head is {}",
+            first.revision, meta.head
+        )));
     }
     let gap = first.revision > index.head().next();
     if gap && meta.compact_revision.is_none_or(|compacted| index.head() >= compacted) {

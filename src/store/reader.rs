@@ -147,7 +147,11 @@ impl Shared {
         let found: HashMap<RowId, EncodedKv> = self.log.values(missing).await?.into_iter().collect();
         if found.len() < missing.len() {
             self.index.read().resolve(ReadAt::Revision(at))?;
-            error!(revision = at.0, rows = missing.len() - found.len(), "rows of live versions are missing from the log");
+            error!(
+                revision = at.0,
+                rows = missing.len() - found.len(),
+                "rows of live versions are missing from the log"
+            );
             return Err(Error::Corrupt);
         }
         for (selected, pair) in selected.iter().zip(pairs) {

@@ -255,12 +255,7 @@ impl Writer {
         self.commit(batch, served).await;
     }
 
-    fn evaluate(
-        &self,
-        request: &Request,
-        batch: &mut Batch,
-        fetched: &Fetched,
-    ) -> std::result::Result<Outcome, Stop> {
+    fn evaluate(&self, request: &Request, batch: &mut Batch, fetched: &Fetched) -> std::result::Result<Outcome, Stop> {
         let index = self.shared.index.read();
         let leases = self.shared.leases.lock();
         let mut evaluation = Evaluation::new(&index, &leases, &self.shared.values, fetched, batch);
@@ -299,8 +294,7 @@ impl Writer {
             if self.shared.hub.wants_prev() {
                 self.shared.fill_prev(batch.changes_mut()).await;
             }
-            let append =
-                Append { expected_head: batch.base(), changes: batch.changes(), leases: batch.leases() };
+            let append = Append { expected_head: batch.base(), changes: batch.changes(), leases: batch.leases() };
             match self.shared.log.append(append).await {
                 Ok(Appended::Done) => self.shared.apply_batch(&batch, Instant::now()),
                 Ok(Appended::Conflict) => {

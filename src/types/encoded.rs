@@ -67,7 +67,10 @@ impl EncodedKv {
                 let value = &rest[..len];
                 rest.advance(len);
                 if tag == 5 {
-                    return Some(ValueField { whole: start..self.0.len() - rest.len(), value: self.0.slice_ref(value) });
+                    return Some(ValueField {
+                        whole: start..self.0.len() - rest.len(),
+                        value: self.0.slice_ref(value),
+                    });
                 }
             }
         }

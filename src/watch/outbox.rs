@@ -91,9 +91,19 @@ struct Inner {
 #[derive(Debug)]
 enum Queued {
     Message(Message),
-    Chunk { id: WatchId, revision: Revision, chunk: Chunk, cost: usize },
+    Chunk {
+        id: WatchId,
+        revision: Revision,
+        chunk: Chunk,
+        cost: usize,
+    },
     /// A part of a chunk that is too large for one message.
-    Piece { id: WatchId, revision: Revision, bytes: Bytes, fragment: bool },
+    Piece {
+        id: WatchId,
+        revision: Revision,
+        bytes: Bytes,
+        fragment: bool,
+    },
 }
 
 impl Outbox {

@@ -43,7 +43,9 @@ enum State {
     /// Its first revision is beyond the head.
     Waiting,
     /// Everything before `next` was queued.
-    Behind { next: Revision },
+    Behind {
+        next: Revision,
+    },
 }
 
 impl Session {

@@ -7,6 +7,8 @@ use orlop::proto::client::etcdserverpb::{
     StatusResponse, TxnRequest, TxnResponse, WatchCreateRequest, WatchResponse,
 };
 
+use tonic::Code;
+
 /// One step, made on both servers at once.
 #[derive(Clone, Debug)]
 pub enum Op {
@@ -76,7 +78,7 @@ pub enum Answer {
     /// Nothing is answered to this request.
     Silence,
     Refused {
-        code: tonic::Code,
+        code: Code,
         message: String,
     },
     /// What should have come did not.
@@ -84,6 +86,15 @@ pub enum Answer {
 }
 
 impl Answer {
+    /// No operation here makes a sound server answer so, even where both do.
+    pub fn is_failure(&self) -> bool {
+        match self {
+            Self::Stalled(_) => true,
+            Self::Refused { code, .. } => matches!(code, Code::Unavailable | Code::Unknown | Code::Internal),
+            _ => false,
+        }
+    }
+
     /// The revision in the header, by which the harness knows the head.
     pub fn revision(&self) -> Option<i64> {
         let header = match self {

@@ -73,7 +73,7 @@ impl Round {
         }
         let (etcd, mut ours) = tokio::join!(self.etcd.perform(&op), self.ours.perform(&op));
         exceptions::allow(&op, &etcd, &mut ours, &mut self.used);
-        if etcd != ours || matches!(etcd, Answer::Stalled(_)) {
+        if etcd != ours || etcd.is_failure() {
             return Err(self.mismatch(&op, &etcd, &ours));
         }
         self.learn(&op, &etcd);
