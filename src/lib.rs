@@ -1,3 +1,4 @@
+pub mod bench;
 pub mod index;
 pub mod log;
 pub mod proto;
