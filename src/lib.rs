@@ -22,6 +22,7 @@
 //! - [`store`]: requests, the writer that commits them in groups, the readers
 //! - [`api`]: etcd's gRPC services
 //! - [`config`], [`server`]: settings, and the process put together
+//! - [`bench`]: a load on any etcd endpoint
 //!
 //! What must hold:
 //!
@@ -30,6 +31,7 @@
 //! 3. Watches are ordered, unique, atomic and reliable; progress never overtakes an event that it covers.
 
 pub mod api;
+pub mod bench;
 pub mod config;
 pub mod index;
 pub mod lease;

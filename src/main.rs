@@ -1,9 +1,10 @@
 //! The command line: settings, logging, runtime, exit codes.
 
-use std::process::ExitCode;
+use std::{io::IsTerminal as _, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 use orlop::{
+    bench,
     config::{Flags, LogFormat, Settings},
     server,
 };
@@ -34,6 +35,9 @@ struct Cli {
 enum Command {
     /// Serve etcd clients; what orlop does without a command
     Serve(Box<Flags>),
+
+    /// Load an etcd endpoint in a closed loop and report what it did
+    Bench(bench::Args),
 }
 
 fn main() -> ExitCode {
@@ -41,6 +45,7 @@ fn main() -> ExitCode {
     let outcome = match cli.command {
         None => serve(&cli.flags),
         Some(Command::Serve(flags)) => serve(&flags),
+        Some(Command::Bench(args)) => load(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -65,11 +70,19 @@ fn serve(flags: &Flags) -> Result<(), Box<dyn std::error::Error>> {
     outcome
 }
 
+fn load(args: bench::Args) -> Result<(), Box<dyn std::error::Error>> {
+    Builder::new_current_thread().enable_all().build()?.block_on(bench::run(args))?;
+    Ok(())
+}
+
 fn start_logging(settings: &Settings) -> Result<(), String> {
     let filter = EnvFilter::try_new(&settings.log_level).map_err(|error| {
         format!("log-level {:?}: {error}; use error, warn, info, debug or trace", settings.log_level)
     })?;
-    let logger = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let logger = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
     match settings.log_format {
         LogFormat::Text => logger.init(),
         LogFormat::Json => logger.json().flatten_event(true).init(),

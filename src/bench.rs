@@ -1,0 +1,186 @@
+//! `orlop bench`: a closed-loop load on any etcd endpoint, over real gRPC.
+//!
+//! The same command drives Orlop and etcd, so that their figures compare. A run claims a prefix that holds no keys,
+//! loads what the scenario reads, drives it, prints what it measured, and deletes the prefix. Keys and their order are
+//! the same in each run.
+//!
+//! The client shares the machine with the server more often than not, so it has to be cheap: one task a client
+//! ([`closed_loop`]), connections without tonic's channel ([`connection`]), large answers counted instead of decoded
+//! ([`wire`]). It is meant for a current-thread runtime. It opens no connection twice: clients of a lost one stop, and
+//! the report says so.
+
+mod args;
+mod closed_loop;
+mod connection;
+mod interrupt;
+mod keyspace;
+mod read;
+mod report;
+mod watch;
+mod wire;
+mod write;
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Write as _},
+    sync::Arc,
+    time::Duration,
+};
+
+use self::{
+    args::{Common, Defaults, End, Plan},
+    closed_loop::{Recorder, Run, Worker},
+    connection::{Endpoint, Pool},
+    interrupt::Interrupt,
+    keyspace::KeySpace,
+    report::{Report, Row},
+};
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    common: Common,
+
+    #[command(subcommand)]
+    scenario: Scenario,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Scenario {
+    /// Put keys
+    Put(write::Put),
+    /// Create keys, each in a transaction that compares mod_revision with 0
+    CreateTxn(write::CreateTxn),
+    /// Update keys, each in a transaction that compares mod_revision with the last one seen
+    Update(write::Update),
+    /// Get single keys, linearizable
+    Get(read::Get),
+    /// Range over all keys at once
+    Range(read::Range),
+    /// Put keys below a prefix that many watchers watch
+    Watch(watch::Watch),
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("{0}")]
+    Flags(String),
+    #[error("cannot connect: {source}, endpoint=`{endpoint}`")]
+    Connect { endpoint: Endpoint, source: io::Error },
+    #[error(
+        "the prefix is in use: give another --prefix, or --purge to delete its keys, prefix=`{prefix}` keys={count}"
+    )]
+    PrefixInUse { prefix: String, count: i64 },
+    #[error("{step} failed: {error}, endpoint=`{endpoint}`")]
+    Step { step: &'static str, endpoint: String, error: String },
+    #[error("interrupted before anything was measured")]
+    Interrupted,
+    #[error("no operation succeeded: {0}")]
+    NothingSucceeded(String),
+    #[error("cannot print the report: {0}")]
+    Print(#[from] io::Error),
+}
+
+/// Runs one scenario and prints its report to the standard output.
+pub async fn run(args: Args) -> Result<(), Error> {
+    let Args { common, scenario } = args;
+    let plan = scenario.plan(&common)?;
+    let interrupt = Interrupt::listen();
+    let prepare = Bench::prepare(&common, plan, interrupt.clone());
+    // Nothing has been written yet when preparing is cut short.
+    let bench = tokio::select! {
+        bench = prepare => bench?,
+        () = interrupt.wait() => return Err(Error::Interrupted),
+    };
+    let measured = scenario.measure(&bench).await;
+    let printed = measured.and_then(|report| print(&report, common.json));
+    let cleared = if common.keep { Ok(()) } else { bench.keys.clear(&mut bench.pool.client(0)).await };
+    printed.and(cleared)
+}
+
+impl Scenario {
+    fn plan(&self, common: &Common) -> Result<Plan, Error> {
+        let small = Defaults::SMALL_OPS;
+        match self {
+            Self::Put(_) | Self::CreateTxn(_) | Self::Update(_) | Self::Get(_) => common.plan(small, None),
+            Self::Range(_) => common.plan(Defaults { clients: 1, ..small }, None),
+            Self::Watch(watch) => {
+                watch.check_flags()?;
+                let defaults = Defaults { clients: 8, end: End::AfterTotal(1_000), warmup: Duration::ZERO };
+                common.plan(defaults, Some(watch.streams()))
+            }
+        }
+    }
+
+    async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
+        match self {
+            Self::Put(put) => put.measure(bench).await,
+            Self::CreateTxn(create) => create.measure(bench).await,
+            Self::Update(update) => update.measure(bench).await,
+            Self::Get(get) => get.measure(bench).await,
+            Self::Range(range) => range.measure(bench).await,
+            Self::Watch(watch) => watch.measure(bench).await,
+        }
+    }
+}
+
+/// What every scenario works with.
+struct Bench {
+    endpoints: Vec<Endpoint>,
+    plan: Plan,
+    pool: Pool,
+    keys: Arc<KeySpace>,
+    interrupt: Interrupt,
+}
+
+impl Bench {
+    async fn prepare(common: &Common, plan: Plan, interrupt: Interrupt) -> Result<Self, Error> {
+        let pool = Pool::connect(&common.endpoints, plan.connections).await?;
+        let keys = Arc::new(KeySpace::new(common.prefix.clone()));
+        keys.claim(&mut pool.client(0), common.purge).await?;
+        Ok(Self { endpoints: common.endpoints.clone(), plan, pool, keys, interrupt })
+    }
+
+    async fn load(&self, keys: usize, value_size: usize) -> Result<(), Error> {
+        self.keys.load(&self.pool, keys, &write::filler(value_size), &self.interrupt).await
+    }
+
+    /// Drives one worker for each client; `worker` makes it from the client's number.
+    async fn drive<W: Worker>(&self, worker: impl Fn(usize) -> W) -> Recorder {
+        let workers = (0..self.plan.clients).map(worker).collect();
+        let run = Run::begin(self.plan.limits);
+        run.drive(workers, &self.interrupt).await;
+        run.take()
+    }
+
+    fn report(
+        &self,
+        scenario: &'static str,
+        value_size: usize,
+        recorder: &Recorder,
+        facts: BTreeMap<&'static str, f64>,
+    ) -> Report {
+        Report {
+            scenario,
+            endpoints: self.endpoints.iter().map(Endpoint::to_string).collect(),
+            clients: self.plan.clients,
+            connections: self.pool.len(),
+            value_size,
+            interrupted: self.interrupt.is_set(),
+            results: vec![Row::new(scenario, recorder)],
+            facts,
+            first_error: recorder.first_error.clone(),
+        }
+    }
+}
+
+fn print(report: &Report, json: bool) -> Result<(), Error> {
+    let text = if json { serde_json::to_string(report).map_err(io::Error::from)? + "\n" } else { report.to_string() };
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(text.as_bytes())?;
+    stdout.flush()?;
+    match &report.first_error {
+        Some(error) if report.results.iter().all(|row| row.count == 0) => Err(Error::NothingSucceeded(error.clone())),
+        _ => Ok(()),
+    }
+}

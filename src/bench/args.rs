@@ -1,0 +1,212 @@
+//! The flags that all scenarios share, and the plan they make.
+
+use std::time::Duration;
+
+use super::{Error, closed_loop::Limits, connection::Endpoint};
+
+/// Flags that are given to any scenario.
+#[derive(Debug, clap::Args)]
+pub struct Common {
+    /// Servers to load, separated by commas: http://host:port or unix://path
+    #[arg(long, global = true, value_delimiter = ',', default_value = "http://127.0.0.1:2379", value_name = "URLS")]
+    pub endpoints: Vec<Endpoint>,
+
+    /// Clients, each with one operation in flight [default: 64; range: 1; watch: 8]
+    #[arg(long, global = true, value_parser = at_least_one, value_name = "N")]
+    clients: Option<usize>,
+
+    /// Connections, which clients (for watch: streams) share in turn [default: one each, at most 8]
+    #[arg(long, global = true, value_parser = at_least_one, value_name = "N")]
+    connections: Option<usize>,
+
+    /// End after this many operations, those of the warm-up not counted [default: none; watch: 1000]
+    #[arg(long, global = true, conflicts_with = "duration", value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
+    total: Option<u64>,
+
+    /// End after this time, the warm-up not counted: 500ms, 10s, 2m [default: 10s; watch: none]
+    #[arg(long, global = true, value_parser = duration, value_name = "TIME")]
+    duration: Option<Duration>,
+
+    /// Measure nothing before this time has passed [default: 1s; watch: 0s]
+    #[arg(long, global = true, value_parser = duration, value_name = "TIME")]
+    warmup: Option<Duration>,
+
+    /// Prefix of all keys written; it must hold none before
+    #[arg(long, global = true, default_value = "orlop-bench/")]
+    pub prefix: String,
+
+    /// Delete what the prefix holds first, instead of refusing to run
+    #[arg(long, global = true)]
+    pub purge: bool,
+
+    /// Leave the keys in place afterwards
+    #[arg(long, global = true)]
+    pub keep: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long, global = true)]
+    pub json: bool,
+}
+
+/// What a scenario does where a flag says nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct Defaults {
+    pub clients: usize,
+    pub end: End,
+    pub warmup: Duration,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum End {
+    AfterTotal(u64),
+    AfterDuration(Duration),
+}
+
+impl Defaults {
+    /// Of a scenario whose operations are small.
+    pub const SMALL_OPS: Self =
+        Self { clients: 64, end: End::AfterDuration(Duration::from_secs(10)), warmup: Duration::from_secs(1) };
+}
+
+/// The flags with the scenario's defaults filled in.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    pub clients: usize,
+    /// Shared by `sharers` clients or streams.
+    pub connections: usize,
+    pub limits: Limits,
+}
+
+impl Common {
+    /// `sharers` is how many share the connections, where that is not the clients.
+    pub fn plan(&self, defaults: Defaults, sharers: Option<usize>) -> Result<Plan, Error> {
+        if self.prefix.is_empty() {
+            return Err(Error::Flags(
+                "--prefix must not be empty: all keys below it are deleted in the end".to_owned(),
+            ));
+        }
+        let clients = self.clients.unwrap_or(defaults.clients);
+        let endpoints = self.endpoints.len();
+        let connections =
+            self.connections.unwrap_or_else(|| sharers.unwrap_or(clients).min(CONNECTIONS_DEFAULT_MAX).max(endpoints));
+        if connections < endpoints {
+            let text =
+                format!("--connections must reach every endpoint, connections={connections} endpoints={endpoints}");
+            return Err(Error::Flags(text));
+        }
+        let warmup = self.warmup.unwrap_or(defaults.warmup);
+        let (total, duration) = match (self.total, self.duration, defaults.end) {
+            (None, None, End::AfterTotal(total)) => (Some(total), None),
+            (None, None, End::AfterDuration(duration)) => (None, Some(duration)),
+            (total, duration, _) => (total, duration),
+        };
+        Ok(Plan { clients, connections, limits: Limits { total, duration, warmup } })
+    }
+}
+
+const CONNECTIONS_DEFAULT_MAX: usize = 8;
+
+/// Far above what one process drives well; below it no product of two counts overflows.
+const COUNT_MAX: usize = 1_000_000;
+
+/// A count of clients, connections, keys and the like.
+pub fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count @ 1..=COUNT_MAX) => Ok(count),
+        _ => Err(format!("must be a number from 1 to {COUNT_MAX}")),
+    }
+}
+
+/// etcd takes requests of 1.5 MiB unless it is told otherwise; a server may be told to take more.
+const VALUE_SIZE_MAX: usize = 64 << 20;
+
+/// Bytes of a value.
+pub fn value_size(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(size @ 0..=VALUE_SIZE_MAX) => Ok(size),
+        _ => Err(format!("must be a number of bytes from 0 to {VALUE_SIZE_MAX}")),
+    }
+}
+
+const DURATION_MAX: Duration = Duration::from_secs(24 * 3600);
+
+/// A whole number with `ms`, `s`, `m` or `h`.
+fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let millis: u64 = match &text[digits.len()..] {
+        "ms" => 1,
+        "s" => 1_000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => return Err("must end in ms, s, m or h".to_owned()),
+    };
+    let count: u64 = digits.parse().map_err(|error| format!("{error}"))?;
+    let duration = Duration::from_millis(count.saturating_mul(millis));
+    if duration > DURATION_MAX { Err("must be a day at most".to_owned()) } else { Ok(duration) }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        common: Common,
+    }
+
+    #[track_caller]
+    fn plan(flags: &str, sharers: Option<usize>) -> Result<Plan, String> {
+        let cli = Cli::try_parse_from(["bench"].into_iter().chain(flags.split_whitespace()));
+        let common = cli.map_err(|error| error.to_string())?.common;
+        common.plan(Defaults::SMALL_OPS, sharers).map_err(|error| error.to_string())
+    }
+
+    #[track_caller]
+    fn check_connections(flags: &str, sharers: Option<usize>, want: usize) {
+        assert_eq!(plan(flags, sharers).unwrap().connections, want, "{flags}");
+    }
+
+    #[track_caller]
+    fn check_limits(flags: &str, total: Option<u64>, duration_secs: Option<u64>) {
+        let limits = plan(flags, None).unwrap().limits;
+        assert_eq!((limits.total, limits.duration), (total, duration_secs.map(Duration::from_secs)), "{flags}");
+    }
+
+    #[track_caller]
+    fn check_refused(flags: &str, want: &str) {
+        let error = plan(flags, None).unwrap_err();
+        assert!(error.contains(want), "{flags}: {error}");
+    }
+
+    #[test]
+    fn connections_follow_clients_and_endpoints() {
+        check_connections("", None, 8);
+        check_connections("--clients 3", None, 3);
+        check_connections("--clients 3 --connections 5", None, 5);
+        check_connections("--clients 1 --endpoints http://a:1,http://b:2", None, 2);
+        check_connections("", Some(2), 2);
+    }
+
+    #[test]
+    fn run_ends_by_total_or_duration() {
+        check_limits("", None, Some(10));
+        check_limits("--total 5", Some(5), None);
+        check_limits("--duration 2m", None, Some(120));
+    }
+
+    #[test]
+    fn bad_flags_are_refused() {
+        check_refused("--total 5 --duration 1s", "cannot be used with");
+        check_refused("--total 0", "0 is not in 1..");
+        check_refused("--clients 0", "must be a number from 1");
+        check_refused("--duration 10", "must end in ms, s, m or h");
+        check_refused("--duration s", "cannot parse integer");
+        check_refused("--duration 25h", "a day at most");
+        check_refused("--endpoints https://a:1", "TLS is not supported");
+        check_refused("--endpoints http://a:1,http://b:2 --connections 1", "must reach every endpoint");
+        check_refused("--prefix=", "must not be empty");
+    }
+}

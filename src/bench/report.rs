@@ -1,0 +1,199 @@
+//! What a run did, as an aligned table or as one JSON object.
+
+use std::{collections::BTreeMap, fmt, time::Duration};
+
+use serde::Serialize;
+
+use super::closed_loop::Recorder;
+
+#[derive(Debug, Serialize)]
+pub struct Report {
+    pub scenario: &'static str,
+    pub endpoints: Vec<String>,
+    pub clients: usize,
+    pub connections: usize,
+    pub value_size: usize,
+    /// The user ended the run before its time.
+    pub interrupted: bool,
+    pub results: Vec<Row>,
+    /// What only this scenario has to tell, by name with its unit.
+    #[serde(flatten)]
+    pub facts: BTreeMap<&'static str, f64>,
+    pub first_error: Option<String>,
+}
+
+/// One kind of operation.
+#[derive(Debug, Serialize)]
+pub struct Row {
+    pub operation: &'static str,
+    pub count: u64,
+    pub elapsed_secs: f64,
+    pub per_sec: f64,
+    pub p50_ms: f64,
+    pub p90_ms: f64,
+    pub p99_ms: f64,
+    pub max_ms: f64,
+    pub errors: u64,
+}
+
+impl Row {
+    pub fn new(operation: &'static str, recorder: &Recorder) -> Self {
+        let quantile = |quantile| millis(recorder.latency.value_at_quantile(quantile));
+        let count = recorder.latency.len();
+        Self {
+            operation,
+            count,
+            elapsed_secs: rounded(recorder.elapsed().as_secs_f64()),
+            per_sec: per_sec(count, recorder.elapsed()),
+            p50_ms: quantile(0.5),
+            p90_ms: quantile(0.9),
+            p99_ms: quantile(0.99),
+            max_ms: millis(recorder.latency.max()),
+            errors: recorder.errors,
+        }
+    }
+
+    const TITLES: [&str; 9] =
+        ["operation", "count", "seconds", "per second", "p50 ms", "p90 ms", "p99 ms", "max ms", "errors"];
+
+    fn cells(&self) -> [String; 9] {
+        [
+            self.operation.to_owned(),
+            self.count.to_string(),
+            format!("{:.2}", self.elapsed_secs),
+            format!("{:.1}", self.per_sec),
+            format!("{:.3}", self.p50_ms),
+            format!("{:.3}", self.p90_ms),
+            format!("{:.3}", self.p99_ms),
+            format!("{:.3}", self.max_ms),
+            self.errors.to_string(),
+        ]
+    }
+}
+
+/// A rate; 0 when nothing was measured.
+pub fn per_sec(count: u64, elapsed: Duration) -> f64 {
+    if elapsed.is_zero() { 0.0 } else { rounded(count as f64 / elapsed.as_secs_f64()) }
+}
+
+fn millis(nanos: u64) -> f64 {
+    rounded(nanos as f64 / 1e6)
+}
+
+/// To three decimals: more would be noise.
+pub fn rounded(number: f64) -> f64 {
+    (number * 1e3).round() / 1e3
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { scenario, clients, connections, value_size, .. } = self;
+        let endpoints = self.endpoints.join(",");
+        writeln!(
+            f,
+            "{scenario}: endpoints={endpoints} clients={clients} connections={connections} value_size={value_size}"
+        )?;
+        let mut lines = vec![Row::TITLES.map(str::to_owned)];
+        lines.extend(self.results.iter().map(Row::cells));
+        write_table(f, &lines)?;
+        for (name, value) in &self.facts {
+            writeln!(f, "{name}: {value}")?;
+        }
+        if let Some(error) = &self.first_error {
+            writeln!(f, "first error: {error}")?;
+        }
+        if self.interrupted {
+            writeln!(f, "interrupted: only what was measured so far")?;
+        }
+        Ok(())
+    }
+}
+
+/// The first column leans left, the numbers right.
+fn write_table<const N: usize>(f: &mut fmt::Formatter<'_>, lines: &[[String; N]]) -> fmt::Result {
+    let widths: [usize; N] =
+        std::array::from_fn(|column| lines.iter().map(|line| line[column].len()).max().unwrap_or_default());
+    for line in lines {
+        for (column, (cell, width)) in line.iter().zip(widths).enumerate() {
+            if column == 0 {
+                write!(f, "{cell:<width$}")?;
+            } else {
+                write!(f, "  {cell:>width$}")?;
+            }
+        }
+        writeln!(f)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+
+    /// 1 ms to 1,000 ms, one of each, over two seconds.
+    fn report() -> Report {
+        let start = Instant::now();
+        let mut recorder = Recorder::new(start);
+        for millis in 1..=1000 {
+            recorder.succeed(Duration::from_millis(millis), start + 2 * Duration::from_millis(millis));
+        }
+        recorder.fail(3, || "Unavailable: gone".to_owned());
+        Report {
+            scenario: "update",
+            endpoints: vec!["http://a:1".to_owned(), "unix://b".to_owned()],
+            clients: 64,
+            connections: 8,
+            value_size: 256,
+            interrupted: true,
+            results: vec![Row::new("update", &recorder)],
+            facts: BTreeMap::from([("retries", 7.0)]),
+            first_error: recorder.first_error,
+        }
+    }
+
+    #[track_caller]
+    fn check_near(got: f64, want: f64) {
+        assert!((got - want).abs() <= want / 1000.0, "{got} is not {want} to three digits");
+    }
+
+    #[test]
+    fn row_has_rate_and_quantiles() {
+        let row = &report().results[0];
+        assert_eq!((row.count, row.errors), (1000, 3));
+        assert_eq!((row.elapsed_secs, row.per_sec), (2.0, 500.0));
+        check_near(row.p50_ms, 500.0);
+        check_near(row.p90_ms, 900.0);
+        check_near(row.p99_ms, 990.0);
+        check_near(row.max_ms, 1000.0);
+    }
+
+    #[test]
+    fn nothing_measured_is_zeros() {
+        let row = Row::new("get", &Recorder::new(Instant::now()));
+        assert_eq!((row.count, row.per_sec, row.p50_ms, row.max_ms), (0, 0.0, 0.0, 0.0));
+    }
+
+    #[test]
+    fn table_is_aligned() {
+        let text = report().to_string();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "update: endpoints=http://a:1,unix://b clients=64 connections=8 value_size=256");
+        assert_eq!(lines[1].len(), lines[2].len());
+        assert!(lines[1].starts_with("operation  count  seconds  per second"), "{text}");
+        assert!(lines[2].starts_with("update      1000     2.00       500.0"), "{text}");
+        assert_eq!(lines[3..5], ["retries: 7", "first error: Unavailable: gone"]);
+        assert_eq!(lines[5], "interrupted: only what was measured so far");
+    }
+
+    #[test]
+    fn json_is_one_flat_object() {
+        let json = serde_json::to_value(report()).unwrap();
+        assert_eq!(json["scenario"], "update");
+        assert_eq!(json["retries"], 7.0);
+        assert_eq!(json["interrupted"], true);
+        assert_eq!(json["results"][0]["per_sec"], 500.0);
+        assert_eq!(json["results"][0]["errors"], 3);
+    }
+}

@@ -1,0 +1,317 @@
+//! Answers read by walking their protobuf tags, without building the messages.
+//!
+//! With a thousand watchers, or ranges of ten thousand pairs, decoding every `KeyValue` would make the load command the
+//! slower side. A [`Tally`] takes from an answer what the report needs and leaves the rest where it lies, in the
+//! connection's buffer. Requests are encoded by prost as usual.
+
+use std::marker::PhantomData;
+
+use bytes::Buf as _;
+use tonic::{
+    Status,
+    codec::{BufferSettings, Codec, DecodeBuf, Decoder},
+};
+use tonic_prost::ProstCodec;
+
+/// What is taken from an answer.
+pub trait Tally: Sized + Send + 'static {
+    fn read(message: &[u8]) -> Result<Self, Malformed>;
+}
+
+/// A `RangeResponse`.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct RangeTally {
+    pub kvs: u64,
+    /// Of the whole message.
+    pub bytes: u64,
+}
+
+impl Tally for RangeTally {
+    fn read(message: &[u8]) -> Result<Self, Malformed> {
+        let mut tally = Self { kvs: 0, bytes: message.len() as u64 };
+        for field in Fields(message) {
+            if let (range_response::KVS, Value::Bytes(_)) = field? {
+                tally.kvs += 1;
+            }
+        }
+        Ok(tally)
+    }
+}
+
+/// A `WatchResponse`.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct WatchTally {
+    pub created: bool,
+    pub canceled: bool,
+    pub cancel_reason: String,
+    pub events: u64,
+    /// The stamps of the events that have one, in the order of the events.
+    pub stamps: Vec<u64>,
+}
+
+impl Tally for WatchTally {
+    fn read(message: &[u8]) -> Result<Self, Malformed> {
+        let mut tally = Self::default();
+        for field in Fields(message) {
+            match field? {
+                (watch_response::CREATED, Value::Varint(created)) => tally.created = created != 0,
+                (watch_response::CANCELED, Value::Varint(canceled)) => tally.canceled = canceled != 0,
+                (watch_response::CANCEL_REASON, Value::Bytes(reason)) => {
+                    tally.cancel_reason = String::from_utf8_lossy(reason).into_owned();
+                }
+                (watch_response::EVENTS, Value::Bytes(event)) => {
+                    tally.events += 1;
+                    tally.stamps.extend(event_stamp(event)?);
+                }
+                _ => {}
+            }
+        }
+        Ok(tally)
+    }
+}
+
+/// Bytes that a stamp takes at the start of a value.
+pub const STAMP_LEN: usize = size_of::<u64>();
+
+/// The stamp that the event's value begins with; `None` for a deletion and for a value that is too short.
+fn event_stamp(event: &[u8]) -> Result<Option<u64>, Malformed> {
+    let Some(kv) = bytes_field(event, event::KV)? else { return Ok(None) };
+    let Some(value) = bytes_field(kv, key_value::VALUE)? else { return Ok(None) };
+    Ok(value.first_chunk::<STAMP_LEN>().map(|stamp| u64::from_be_bytes(*stamp)))
+}
+
+fn bytes_field(message: &[u8], wanted: u32) -> Result<Option<&[u8]>, Malformed> {
+    for field in Fields(message) {
+        if let (number, Value::Bytes(bytes)) = field?
+            && number == wanted
+        {
+            return Ok(Some(bytes));
+        }
+    }
+    Ok(None)
+}
+
+/// Field numbers of `etcdserverpb.RangeResponse`.
+mod range_response {
+    pub const KVS: u32 = 2;
+}
+
+/// Field numbers of `etcdserverpb.WatchResponse`.
+mod watch_response {
+    pub const CREATED: u32 = 3;
+    pub const CANCELED: u32 = 4;
+    pub const CANCEL_REASON: u32 = 6;
+    pub const EVENTS: u32 = 11;
+}
+
+/// Field numbers of `mvccpb.Event`.
+mod event {
+    pub const KV: u32 = 2;
+}
+
+/// Field numbers of `mvccpb.KeyValue`.
+mod key_value {
+    pub const VALUE: u32 = 5;
+}
+
+/// The answer is not the protobuf message it should be.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("malformed protobuf message")]
+pub struct Malformed;
+
+#[derive(Debug, PartialEq, Eq)]
+enum Value<'a> {
+    Varint(u64),
+    Bytes(&'a [u8]),
+    /// A fixed32 or fixed64; etcd's messages have none.
+    Fixed,
+}
+
+/// The fields of a message as (number, value), in the order of the wire; ends after the first that is malformed.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    /// Takes the next field; `None` when it is malformed.
+    fn take_field(&mut self) -> Option<(u32, Value<'a>)> {
+        let tag = u32::try_from(self.take_varint()?).ok()?;
+        let value = match tag & 7 {
+            0 => Value::Varint(self.take_varint()?),
+            1 => self.take_bytes(8).map(|_| Value::Fixed)?,
+            2 => {
+                let len = usize::try_from(self.take_varint()?).ok()?;
+                Value::Bytes(self.take_bytes(len)?)
+            }
+            5 => self.take_bytes(4).map(|_| Value::Fixed)?,
+            _ => return None,
+        };
+        Some((tag >> 3, value))
+    }
+
+    fn take_varint(&mut self) -> Option<u64> {
+        let mut value = 0;
+        for shift in (0..u64::BITS).step_by(7) {
+            let (&byte, rest) = self.0.split_first()?;
+            self.0 = rest;
+            value |= u64::from(byte & 0x7f) << shift;
+            if byte < 0x80 {
+                return Some(value);
+            }
+        }
+        None
+    }
+
+    fn take_bytes(&mut self, len: usize) -> Option<&'a [u8]> {
+        let (bytes, rest) = self.0.split_at_checked(len)?;
+        self.0 = rest;
+        Some(bytes)
+    }
+}
+
+impl<'a> Iterator for Fields<'a> {
+    type Item = Result<(u32, Value<'a>), Malformed>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.0.is_empty() {
+            return None;
+        }
+        let field = self.take_field();
+        if field.is_none() {
+            self.0 = &[];
+        }
+        Some(field.ok_or(Malformed))
+    }
+}
+
+/// Sends the prost message `M`, receives the tally `T`.
+pub struct TallyCodec<M, T>(PhantomData<(M, T)>);
+
+impl<M, T> Default for TallyCodec<M, T> {
+    fn default() -> Self {
+        Self(PhantomData)
+    }
+}
+
+impl<M: prost::Message + 'static, T: Tally> Codec for TallyCodec<M, T> {
+    type Encode = M;
+    type Decode = T;
+    type Encoder = <ProstCodec<M, ()> as Codec>::Encoder;
+    type Decoder = TallyDecoder<T>;
+
+    fn encoder(&mut self) -> Self::Encoder {
+        ProstCodec::<M, ()>::raw_encoder(BufferSettings::default())
+    }
+
+    fn decoder(&mut self) -> Self::Decoder {
+        TallyDecoder(PhantomData)
+    }
+}
+
+pub struct TallyDecoder<T>(PhantomData<T>);
+
+impl<T: Tally> Decoder for TallyDecoder<T> {
+    type Item = T;
+    type Error = Status;
+
+    fn decode(&mut self, src: &mut DecodeBuf<'_>) -> Result<Option<T>, Status> {
+        let len = src.remaining();
+        // tonic keeps a message in one piece; were that to change, this copies it into one.
+        let tally = if src.chunk().len() == len { T::read(src.chunk()) } else { T::read(&src.copy_to_bytes(len)) };
+        src.advance(src.remaining());
+        tally.map(Some).map_err(|error| Status::internal(error.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use prost::Message as _;
+
+    use super::*;
+    use crate::proto::client::{
+        etcdserverpb::{RangeResponse, ResponseHeader, WatchResponse},
+        mvccpb::{Event, KeyValue},
+    };
+
+    fn pair(value: &[u8]) -> KeyValue {
+        KeyValue {
+            key: Bytes::from_static(b"registry/a"),
+            create_revision: 300,
+            mod_revision: i64::MAX,
+            version: -1,
+            value: Bytes::copy_from_slice(value),
+            lease: 7,
+        }
+    }
+
+    fn put(value: &[u8]) -> Event {
+        Event { r#type: 0, kv: Some(pair(value)), prev_kv: Some(pair(b"the pair before")) }
+    }
+
+    fn header() -> Option<ResponseHeader> {
+        Some(ResponseHeader { cluster_id: u64::MAX, member_id: 1, revision: 12, raft_term: 2 })
+    }
+
+    #[test]
+    fn range_counts_pairs() {
+        for count in [0, 1, 3, 1000] {
+            let answer = RangeResponse { header: header(), kvs: vec![pair(&[0; 200]); count], more: true, count: 5000 }
+                .encode_to_vec();
+            let want = RangeTally { kvs: count as u64, bytes: answer.len() as u64 };
+            assert_eq!(RangeTally::read(&answer), Ok(want), "{count} pairs");
+        }
+    }
+
+    #[test]
+    fn watch_reads_events_and_their_stamps() {
+        let deletion = Event { r#type: 1, kv: Some(pair(b"")), prev_kv: None };
+        let with_stamp = |stamp: u64| put(&[&stamp.to_be_bytes()[..], b"filler"].concat());
+        let answer = WatchResponse {
+            header: header(),
+            watch_id: 5,
+            events: vec![with_stamp(3), deletion, put(b"short"), with_stamp(u64::MAX)],
+            ..WatchResponse::default()
+        };
+        let want = WatchTally { events: 4, stamps: vec![3, u64::MAX], ..WatchTally::default() };
+        assert_eq!(WatchTally::read(&answer.encode_to_vec()), Ok(want));
+    }
+
+    #[test]
+    fn watch_reads_created_and_canceled() {
+        let answer = WatchResponse {
+            header: header(),
+            watch_id: -1,
+            created: true,
+            canceled: true,
+            cancel_reason: "etcdserver: permission denied".to_owned(),
+            ..WatchResponse::default()
+        };
+        let want = WatchTally {
+            created: true,
+            canceled: true,
+            cancel_reason: "etcdserver: permission denied".to_owned(),
+            ..WatchTally::default()
+        };
+        assert_eq!(WatchTally::read(&answer.encode_to_vec()), Ok(want));
+    }
+
+    #[test]
+    fn cut_messages_are_malformed_or_shorter_never_a_panic() {
+        let answer = WatchResponse { header: header(), watch_id: 5, events: vec![put(b"value")], ..Default::default() }
+            .encode_to_vec();
+        for len in 0..answer.len() {
+            match WatchTally::read(&answer[..len]) {
+                Ok(tally) => assert_eq!(tally.events, 0, "cut at {len}"),
+                Err(Malformed) => {}
+            }
+        }
+    }
+
+    #[test]
+    fn broken_tags_are_malformed() {
+        for message in [&[0x0b_u8][..], &[0xff; 11], &[0x12, 0xff, 0x01, 0x00], &[0x09, 0, 0]] {
+            assert_eq!(RangeTally::read(message), Err(Malformed), "{message:x?}");
+        }
+        let fixed = [0x09, 0, 0, 0, 0, 0, 0, 0, 0, 0x0d, 0, 0, 0, 0];
+        assert_eq!(RangeTally::read(&fixed), Ok(RangeTally { kvs: 0, bytes: 14 }));
+    }
+}

@@ -1,0 +1,267 @@
+//! The scenarios that write: put, create in a transaction, compare-and-swap.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use bytes::Bytes;
+use tonic::Status;
+
+use super::{
+    Bench, Error,
+    args::{at_least_one, value_size},
+    closed_loop::{Done, Worker},
+    connection::Client,
+    keyspace::KeySpace,
+    report::Report,
+};
+use crate::proto::client::etcdserverpb::{
+    Compare, PutRequest, RangeRequest, RequestOp, TxnRequest, TxnResponse,
+    compare::{CompareResult, CompareTarget, TargetUnion},
+    request_op, response_op,
+};
+
+#[derive(Debug, clap::Args)]
+pub struct Put {
+    /// Bytes of each value
+    #[arg(long, default_value = "256", value_parser = value_size, value_name = "BYTES")]
+    value_size: usize,
+
+    /// Keys that are written again and again, split among the clients
+    #[arg(long, default_value = "10000", value_parser = at_least_one, value_name = "N")]
+    key_space: usize,
+}
+
+impl Put {
+    pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
+        let value = filler(self.value_size);
+        let putter = |number| Putter {
+            client: bench.pool.client(number),
+            keys: OwnKeys::new(bench, number, Some(self.key_space)),
+            value: Value::Plain(value.clone()),
+        };
+        let recorder = bench.drive(putter).await;
+        Ok(bench.report("put", self.value_size, &recorder, BTreeMap::new()))
+    }
+}
+
+#[derive(Debug, clap::Args)]
+pub struct CreateTxn {
+    /// Bytes of each value
+    #[arg(long, default_value = "256", value_parser = value_size, value_name = "BYTES")]
+    value_size: usize,
+}
+
+impl CreateTxn {
+    pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
+        let value = filler(self.value_size);
+        let creator = |number| Creator {
+            client: bench.pool.client(number),
+            keys: OwnKeys::new(bench, number, None),
+            value: value.clone(),
+        };
+        let recorder = bench.drive(creator).await;
+        Ok(bench.report("create-txn", self.value_size, &recorder, BTreeMap::new()))
+    }
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Update {
+    /// Bytes of each value
+    #[arg(long, default_value = "256", value_parser = value_size, value_name = "BYTES")]
+    value_size: usize,
+
+    /// Keys that are updated again and again, split among the clients; the first round creates them
+    #[arg(long, default_value = "1000", value_parser = at_least_one, value_name = "N")]
+    key_space: usize,
+}
+
+impl Update {
+    pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
+        let value = filler(self.value_size);
+        let updater = |number| Updater {
+            client: bench.pool.client(number),
+            keys: OwnKeys::new(bench, number, Some(self.key_space)),
+            value: value.clone(),
+            mod_revisions: BTreeMap::new(),
+        };
+        let recorder = bench.drive(updater).await;
+        let facts = BTreeMap::from([("retries", recorder.done.retries as f64)]);
+        Ok(bench.report("update", self.value_size, &recorder, facts))
+    }
+}
+
+pub fn filler(len: usize) -> Bytes {
+    vec![b'x'; len].into()
+}
+
+/// A client's keys in turn.
+pub struct OwnKeys {
+    keys: Arc<KeySpace>,
+    client: usize,
+    next: u64,
+    /// Keys before the first comes again.
+    span: u64,
+}
+
+impl OwnKeys {
+    /// The client's share of `key_space` keys, one at least; new keys for ever without.
+    pub fn new(bench: &Bench, client: usize, key_space: Option<usize>) -> Self {
+        let span = key_space.map_or(u64::MAX, |keys| keys.div_ceil(bench.plan.clients) as u64);
+        Self { keys: Arc::clone(&bench.keys), client, next: 0, span }
+    }
+
+    fn take(&mut self) -> Bytes {
+        let sequence = self.next;
+        self.next = (sequence + 1) % self.span;
+        self.keys.key(self.client, sequence)
+    }
+}
+
+pub enum Value {
+    Plain(Bytes),
+    /// Begins with the stamp of its put.
+    Stamped(Vec<u8>),
+}
+
+impl Value {
+    fn at(&mut self, stamp: u64) -> Bytes {
+        match self {
+            Self::Plain(value) => value.clone(),
+            Self::Stamped(value) => {
+                if let Some(start) = value.first_chunk_mut() {
+                    *start = stamp.to_be_bytes();
+                }
+                Bytes::copy_from_slice(value)
+            }
+        }
+    }
+}
+
+pub struct Putter {
+    pub client: Client,
+    pub keys: OwnKeys,
+    pub value: Value,
+}
+
+impl Worker for Putter {
+    async fn step(&mut self, stamp: u64) -> Result<Done, Status> {
+        let request = PutRequest { key: self.keys.take(), value: self.value.at(stamp), ..PutRequest::default() };
+        self.client.kv.put(request).await?;
+        Ok(Done::default())
+    }
+
+    fn client(&self) -> &Client {
+        &self.client
+    }
+}
+
+struct Creator {
+    client: Client,
+    keys: OwnKeys,
+    value: Bytes,
+}
+
+impl Worker for Creator {
+    async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
+        let request = put_if_unchanged(self.keys.take(), 0, self.value.clone());
+        let answer = self.client.kv.txn(request).await?.into_inner();
+        if answer.succeeded { Ok(Done::default()) } else { Err(Status::already_exists("the key to create exists")) }
+    }
+
+    fn client(&self) -> &Client {
+        &self.client
+    }
+}
+
+struct Updater {
+    client: Client,
+    keys: OwnKeys,
+    value: Bytes,
+    /// As last seen; a key that was not written yet is absent.
+    mod_revisions: BTreeMap<Bytes, i64>,
+}
+
+impl Worker for Updater {
+    async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
+        let key = self.keys.take();
+        let mut expected = self.mod_revisions.get(&key).copied().unwrap_or_default();
+        let mut done = Done::default();
+        loop {
+            let mut request = put_if_unchanged(key.clone(), expected, self.value.clone());
+            let range = RangeRequest { key: key.clone(), ..RangeRequest::default() };
+            request.failure.push(RequestOp { request: Some(request_op::Request::RequestRange(range)) });
+            let answer = self.client.kv.txn(request).await?.into_inner();
+            if answer.succeeded {
+                let revision = answer.header.map_or(0, |header| header.revision);
+                self.mod_revisions.insert(key, revision);
+                return Ok(done);
+            }
+            expected = found_mod_revision(&answer);
+            done.retries += 1;
+        }
+    }
+
+    fn client(&self) -> &Client {
+        &self.client
+    }
+}
+
+/// A put under the condition that the key still has this mod revision, 0 for a key that does not exist.
+fn put_if_unchanged(key: Bytes, mod_revision: i64, value: Bytes) -> TxnRequest {
+    let unchanged = Compare {
+        result: CompareResult::Equal.into(),
+        target: CompareTarget::Mod.into(),
+        key: key.clone(),
+        range_end: Bytes::new(),
+        target_union: Some(TargetUnion::ModRevision(mod_revision)),
+    };
+    let put = PutRequest { key, value, ..PutRequest::default() };
+    TxnRequest {
+        compare: vec![unchanged],
+        success: vec![RequestOp { request: Some(request_op::Request::RequestPut(put)) }],
+        failure: Vec::new(),
+    }
+}
+
+/// The key's mod revision, from the range of a transaction that failed; 0 when there is no such key.
+fn found_mod_revision(answer: &TxnResponse) -> i64 {
+    let found = answer.responses.first().and_then(|op| op.response.as_ref());
+    let Some(response_op::Response::ResponseRange(range)) = found else { return 0 };
+    range.kvs.first().map_or(0, |kv| kv.mod_revision)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proto::client::{
+        etcdserverpb::{RangeResponse, ResponseOp},
+        mvccpb::KeyValue,
+    };
+
+    #[test]
+    fn own_keys_come_again_after_the_span() {
+        let keys = Arc::new(KeySpace::new("p/".to_owned()));
+        let mut own = OwnKeys { keys, client: 3, next: 0, span: 2 };
+        let taken = [own.take(), own.take(), own.take()];
+        assert_eq!(taken, ["p/000003/0000000000", "p/000003/0000000001", "p/000003/0000000000"].map(Bytes::from));
+    }
+
+    #[test]
+    fn stamp_stands_at_the_start_of_the_value() {
+        let mut value = Value::Stamped(vec![b'x'; 10]);
+        assert_eq!(value.at(258), b"\0\0\0\0\0\0\x01\x02xx"[..]);
+        assert_eq!(Value::Plain(filler(3)).at(258), b"xxx"[..]);
+    }
+
+    #[test]
+    fn failed_transaction_tells_the_mod_revision() {
+        let answer = |kvs| {
+            let range = RangeResponse { kvs, ..RangeResponse::default() };
+            let response = Some(response_op::Response::ResponseRange(range));
+            TxnResponse { responses: vec![ResponseOp { response }], ..TxnResponse::default() }
+        };
+        let kv = KeyValue { mod_revision: 42, ..KeyValue::default() };
+        assert_eq!(found_mod_revision(&answer(vec![kv])), 42);
+        assert_eq!(found_mod_revision(&answer(Vec::new())), 0);
+        assert_eq!(found_mod_revision(&TxnResponse::default()), 0);
+    }
+}
