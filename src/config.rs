@@ -64,7 +64,7 @@ impl Default for Settings {
 #[serde(rename_all = "kebab-case")]
 pub struct Flags {
     /// Name of this member, as MemberList shows it [default: default]
-    #[arg(long, value_name = "NAME", global = true)]
+    #[arg(long, value_name = "NAME")]
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
 
