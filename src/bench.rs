@@ -24,11 +24,10 @@ use std::{
     collections::BTreeMap,
     io::{self, Write as _},
     sync::Arc,
-    time::Duration,
 };
 
 use self::{
-    args::{Common, Defaults, End, Plan},
+    args::{Common, Plan},
     closed_loop::{Recorder, Run, Worker},
     connection::{Endpoint, Pool},
     interrupt::Interrupt,
@@ -100,14 +99,12 @@ pub async fn run(args: Args) -> Result<(), Error> {
 
 impl Scenario {
     fn plan(&self, common: &Common) -> Result<Plan, Error> {
-        let small = Defaults::SMALL_OPS;
         match self {
-            Self::Put(_) | Self::CreateTxn(_) | Self::Update(_) | Self::Get(_) => common.plan(small, None),
-            Self::Range(_) => common.plan(Defaults { clients: 1, ..small }, None),
+            Self::Put(_) | Self::CreateTxn(_) | Self::Update(_) | Self::Get(_) => common.plan(64, None),
+            Self::Range(_) => common.plan(1, None),
             Self::Watch(watch) => {
                 watch.check_flags()?;
-                let defaults = Defaults { clients: 8, end: End::AfterTotal(1_000), warmup: Duration::ZERO };
-                common.plan(defaults, Some(watch.streams()))
+                common.plan(8, Some(watch.streams()))
             }
         }
     }

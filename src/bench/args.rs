@@ -19,17 +19,17 @@ pub struct Common {
     #[arg(long, global = true, value_parser = at_least_one, value_name = "N")]
     connections: Option<usize>,
 
-    /// End after this many operations, those of the warm-up not counted [default: none; watch: 1000]
+    /// End after this many operations, those of the warm-up not counted
     #[arg(long, global = true, conflicts_with = "duration", value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
     total: Option<u64>,
 
-    /// End after this time, the warm-up not counted: 500ms, 10s, 2m [default: 10s; watch: none]
+    /// End after this time, the warm-up not counted: 500ms, 10s, 2m [default: 10s, without --total]
     #[arg(long, global = true, value_parser = duration, value_name = "TIME")]
     duration: Option<Duration>,
 
-    /// Measure nothing before this time has passed [default: 1s; watch: 0s]
-    #[arg(long, global = true, value_parser = duration, value_name = "TIME")]
-    warmup: Option<Duration>,
+    /// Measure nothing before this time has passed
+    #[arg(long, global = true, default_value = "1s", value_parser = duration, value_name = "TIME")]
+    warmup: Duration,
 
     /// Prefix of all keys written; it must hold none before
     #[arg(long, global = true, default_value = "orlop-bench/")]
@@ -48,25 +48,7 @@ pub struct Common {
     pub json: bool,
 }
 
-/// What a scenario does where a flag says nothing.
-#[derive(Clone, Copy, Debug)]
-pub struct Defaults {
-    pub clients: usize,
-    pub end: End,
-    pub warmup: Duration,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub enum End {
-    AfterTotal(u64),
-    AfterDuration(Duration),
-}
-
-impl Defaults {
-    /// Of a scenario whose operations are small.
-    pub const SMALL_OPS: Self =
-        Self { clients: 64, end: End::AfterDuration(Duration::from_secs(10)), warmup: Duration::from_secs(1) };
-}
+const DURATION_DEFAULT: Duration = Duration::from_secs(10);
 
 /// The flags with the scenario's defaults filled in.
 #[derive(Clone, Copy, Debug)]
@@ -78,14 +60,14 @@ pub struct Plan {
 }
 
 impl Common {
-    /// `sharers` is how many share the connections, where that is not the clients.
-    pub fn plan(&self, defaults: Defaults, sharers: Option<usize>) -> Result<Plan, Error> {
+    /// `clients_default` is the scenario's; `sharers` is how many share the connections, where that is not the clients.
+    pub fn plan(&self, clients_default: usize, sharers: Option<usize>) -> Result<Plan, Error> {
         if self.prefix.is_empty() {
             return Err(Error::Flags(
                 "--prefix must not be empty: all keys below it are deleted in the end".to_owned(),
             ));
         }
-        let clients = self.clients.unwrap_or(defaults.clients);
+        let clients = self.clients.unwrap_or(clients_default);
         let endpoints = self.endpoints.len();
         let connections =
             self.connections.unwrap_or_else(|| sharers.unwrap_or(clients).min(CONNECTIONS_DEFAULT_MAX).max(endpoints));
@@ -94,13 +76,9 @@ impl Common {
                 format!("--connections must reach every endpoint, connections={connections} endpoints={endpoints}");
             return Err(Error::Flags(text));
         }
-        let warmup = self.warmup.unwrap_or(defaults.warmup);
-        let (total, duration) = match (self.total, self.duration, defaults.end) {
-            (None, None, End::AfterTotal(total)) => (Some(total), None),
-            (None, None, End::AfterDuration(duration)) => (None, Some(duration)),
-            (total, duration, _) => (total, duration),
-        };
-        Ok(Plan { clients, connections, limits: Limits { total, duration, warmup } })
+        let duration = self.duration.or(if self.total.is_some() { None } else { Some(DURATION_DEFAULT) });
+        let limits = Limits { total: self.total, duration, warmup: self.warmup };
+        Ok(Plan { clients, connections, limits })
     }
 }
 
@@ -130,18 +108,8 @@ pub fn value_size(text: &str) -> Result<usize, String> {
 
 const DURATION_MAX: Duration = Duration::from_secs(24 * 3600);
 
-/// A whole number with `ms`, `s`, `m` or `h`.
 fn duration(text: &str) -> Result<Duration, String> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let millis: u64 = match &text[digits.len()..] {
-        "ms" => 1,
-        "s" => 1_000,
-        "m" => 60_000,
-        "h" => 3_600_000,
-        _ => return Err("must end in ms, s, m or h".to_owned()),
-    };
-    let count: u64 = digits.parse().map_err(|error| format!("{error}"))?;
-    let duration = Duration::from_millis(count.saturating_mul(millis));
+    let duration = humantime::parse_duration(text).map_err(|error| error.to_string())?;
     if duration > DURATION_MAX { Err("must be a day at most".to_owned()) } else { Ok(duration) }
 }
 
@@ -161,7 +129,7 @@ mod tests {
     fn plan(flags: &str, sharers: Option<usize>) -> Result<Plan, String> {
         let cli = Cli::try_parse_from(["bench"].into_iter().chain(flags.split_whitespace()));
         let common = cli.map_err(|error| error.to_string())?.common;
-        common.plan(Defaults::SMALL_OPS, sharers).map_err(|error| error.to_string())
+        common.plan(64, sharers).map_err(|error| error.to_string())
     }
 
     #[track_caller]
@@ -202,8 +170,8 @@ mod tests {
         check_refused("--total 5 --duration 1s", "cannot be used with");
         check_refused("--total 0", "0 is not in 1..");
         check_refused("--clients 0", "must be a number from 1");
-        check_refused("--duration 10", "must end in ms, s, m or h");
-        check_refused("--duration s", "cannot parse integer");
+        check_refused("--duration 10", "time unit needed");
+        check_refused("--duration s", "expected number");
         check_refused("--duration 25h", "a day at most");
         check_refused("--endpoints https://a:1", "TLS is not supported");
         check_refused("--endpoints http://a:1,http://b:2 --connections 1", "must reach every endpoint");

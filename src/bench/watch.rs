@@ -1,15 +1,18 @@
 //! The fan-out scenario: many watchers of one prefix, and some clients that put below it.
 //!
-//! Each value begins with the moment its put started, so an event tells its own delay, whether it overtakes the put's
-//! answer or not. The puts do not wait for the watchers: with many watchers they outrun the deliveries, and the delay is
-//! then the length of the server's queue. Puts have connections of their own, or their answers would stand behind the
-//! events.
+//! Each value begins with a stamp of its put, so an event tells its own delay, whether it overtakes the put's answer or
+//! not. By default a client puts again when every watcher has its last put: the loop is closed, and the rate and the
+//! delay hold for any length of the run. With `--pace answered` it only waits for the put's answer: the puts outrun the
+//! deliveries, the delay is the length of the server's queue, and a server may catch up with many events in one answer.
+//! Puts have connections of their own, or their answers would stand behind the events.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use bytes::Bytes;
 use futures_util::stream::{self, StreamExt as _};
 use parking_lot::Mutex;
 use tokio::{
+    sync::Notify,
     task::JoinSet,
     time::{Instant, sleep, timeout},
 };
@@ -18,13 +21,13 @@ use tonic::{Status, Streaming};
 use super::{
     Bench, Error,
     args::{at_least_one, value_size},
-    closed_loop::{Recorder, Run, describe},
+    closed_loop::{Done, Recorder, Run, Worker, describe},
     connection::{Client, Pool},
     report::{Report, Row},
-    wire::{STAMP_LEN, WatchTally},
-    write::{OwnKeys, Putter, Value},
+    wire::{Stamp, WatchTally},
+    write::OwnKeys,
 };
-use crate::proto::client::etcdserverpb::{WatchCreateRequest, WatchRequest, watch_request::RequestUnion};
+use crate::proto::client::etcdserverpb::{PutRequest, WatchCreateRequest, WatchRequest, watch_request::RequestUnion};
 
 /// Until all watches of one stream are created.
 const CREATE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -46,20 +49,32 @@ pub struct Watch {
     #[arg(long, default_value = "10", value_parser = at_least_one, value_name = "N")]
     streams: usize,
 
-    /// Bytes of each value, at least 8
+    /// Bytes of each value, at least 12
     #[arg(long, default_value = "256", value_parser = value_size, value_name = "BYTES")]
     value_size: usize,
 
     /// Keys that are written again and again, split among the clients
     #[arg(long, default_value = "1000", value_parser = at_least_one, value_name = "N")]
     key_space: usize,
+
+    /// When a client puts again
+    #[arg(long, value_enum, default_value_t = Pace::Delivered)]
+    pace: Pace,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Pace {
+    /// When every watcher has the event of its last put
+    Delivered,
+    /// When its last put is answered
+    Answered,
 }
 
 impl Watch {
     pub fn check_flags(&self) -> Result<(), Error> {
-        if self.value_size < STAMP_LEN {
+        if self.value_size < Stamp::LEN {
             let text = format!("--value-size must hold the stamp of the put, value_size={}", self.value_size);
-            return Err(Error::Flags(format!("{text} min={STAMP_LEN}")));
+            return Err(Error::Flags(format!("{text} min={}", Stamp::LEN)));
         }
         Ok(())
     }
@@ -74,7 +89,7 @@ impl Watch {
         let streams = self.open_streams(bench).await?;
 
         let run = Run::begin(bench.plan.limits);
-        let deliveries = Arc::new(Deliveries::new(Arc::clone(&run)));
+        let deliveries = Arc::new(Deliveries::new(Arc::clone(&run), bench.plan.clients));
         // Ends the readers when it goes out of scope.
         let mut readers = JoinSet::new();
         for answers in streams {
@@ -83,24 +98,29 @@ impl Watch {
         let putter = |number| Putter {
             client: put_pool.client(number),
             keys: OwnKeys::new(bench, number, Some(self.key_space)),
-            value: Value::Stamped(vec![b'x'; self.value_size]),
+            value: vec![b'x'; self.value_size],
+            number,
+            deliveries: Arc::clone(&deliveries),
+            awaited: if self.pace == Pace::Delivered { self.watchers } else { 0 },
         };
         run.drive((0..bench.plan.clients).map(putter).collect(), &bench.interrupt).await;
-        let puts = run.take();
-        let expected = puts.latency.len() * self.watchers as u64;
+        let rounds = run.take();
+        let expected = rounds.latency.len() * self.watchers as u64;
         deliveries.drain(expected, bench).await;
-        Ok(self.report(bench, &puts, &deliveries.recorder.lock(), expected))
+        Ok(self.report(bench, &rounds, &deliveries.recorders.lock(), expected))
     }
 
-    fn report(&self, bench: &Bench, puts: &Recorder, events: &Recorder, expected: u64) -> Report {
+    /// A round is a put with all that its client waits for; a put that fails is a round that fails.
+    fn report(&self, bench: &Bench, rounds: &Recorder, recorders: &Recorders, expected: u64) -> Report {
+        let Recorders { puts, events } = recorders;
         let facts = BTreeMap::from([
             ("watchers", self.watchers as f64),
             ("streams", self.streams() as f64),
             ("events_missing", expected.saturating_sub(events.latency.len()) as f64),
         ]);
-        let mut report = bench.report("watch", self.value_size, puts, facts);
-        report.results = vec![Row::new("put", puts), Row::new("event", events)];
-        report.first_error = puts.first_error.clone().or_else(|| events.first_error.clone());
+        let mut report = bench.report("watch", self.value_size, rounds, facts);
+        report.results = vec![Row::new("put", puts), Row::new("event", events), Row::new("round", rounds)];
+        report.first_error = rounds.first_error.clone().or_else(|| events.first_error.clone());
         report
     }
 
@@ -157,18 +177,73 @@ async fn read(mut answers: Streaming<WatchTally>, deliveries: Arc<Deliveries>) {
     }
 }
 
+/// A client that puts, and then waits until its event has arrived as often as it should.
+struct Putter {
+    client: Client,
+    keys: OwnKeys,
+    value: Vec<u8>,
+    number: usize,
+    deliveries: Arc<Deliveries>,
+    /// Deliveries to wait for.
+    awaited: usize,
+}
+
+impl Worker for Putter {
+    async fn step(&mut self, started: u64) -> Result<Done, Status> {
+        let stamp = Stamp { started, client: u32::try_from(self.number).unwrap_or(u32::MAX) };
+        stamp.write(&mut self.value);
+        self.deliveries.expect(self.number, started, self.awaited);
+        let value = Bytes::copy_from_slice(&self.value);
+        self.client.kv.put(PutRequest { key: self.keys.take(), value, ..PutRequest::default() }).await?;
+        self.deliveries.record_put(started);
+        let delivered = timeout(SILENCE_MAX, self.deliveries.wait(self.number)).await;
+        let late = |_| Status::deadline_exceeded(format!("no event at some watchers after {SILENCE_MAX:?}"));
+        delivered.map(|()| Done::default()).map_err(late)
+    }
+
+    fn client(&self) -> &Client {
+        &self.client
+    }
+}
+
+/// What the readers of the streams tell the report and the clients.
 struct Deliveries {
     run: Arc<Run>,
-    /// Stamp from which events count.
+    /// Start from which puts and their events count.
     measured_from: u64,
-    recorder: Mutex<Recorder>,
+    /// Lock order: before the lock of a round.
+    recorders: Mutex<Recorders>,
+    /// By client.
+    rounds: Vec<Round>,
+}
+
+struct Recorders {
+    puts: Recorder,
+    events: Recorder,
+}
+
+/// One client's put in flight.
+#[derive(Default)]
+struct Round {
+    state: Mutex<RoundState>,
+    delivered: Notify,
+}
+
+#[derive(Default)]
+struct RoundState {
+    /// Of the put; its events carry the same.
+    started: u64,
+    /// Deliveries still to come.
+    awaited: usize,
 }
 
 impl Deliveries {
-    fn new(run: Arc<Run>) -> Self {
+    fn new(run: Arc<Run>, clients: usize) -> Self {
         let measured_from = run.stamp_measured_from();
-        let recorder = Mutex::new(Recorder::new(run.measured_from()));
-        Self { run, measured_from, recorder }
+        let recorder = || Recorder::new(run.measured_from());
+        let recorders = Mutex::new(Recorders { puts: recorder(), events: recorder() });
+        let rounds = (0..clients).map(|_| Round::default()).collect();
+        Self { run, measured_from, recorders, rounds }
     }
 
     fn record(&self, answer: &WatchTally) {
@@ -177,14 +252,41 @@ impl Deliveries {
         }
         let now = Instant::now();
         let stamp_now = self.run.stamp(now);
-        let mut recorder = self.recorder.lock();
-        for stamp in answer.stamps.iter().filter(|stamp| **stamp >= self.measured_from) {
-            recorder.succeed(Duration::from_nanos(stamp_now.saturating_sub(*stamp)), now);
+        let mut recorders = self.recorders.lock();
+        for stamp in &answer.stamps {
+            if stamp.started >= self.measured_from {
+                recorders.events.succeed(Duration::from_nanos(stamp_now.saturating_sub(stamp.started)), now);
+            }
+            if let Some(round) = self.rounds.get(stamp.client as usize) {
+                round.deliver(stamp.started);
+            }
+        }
+    }
+
+    fn record_put(&self, started: u64) {
+        if started >= self.measured_from {
+            let now = Instant::now();
+            let took = Duration::from_nanos(self.run.stamp(now).saturating_sub(started));
+            self.recorders.lock().puts.succeed(took, now);
         }
     }
 
     fn fail(&self, describe: impl FnOnce() -> String) {
-        self.recorder.lock().fail(1, describe);
+        self.recorders.lock().events.fail(1, describe);
+    }
+
+    /// Begins the client's next round.
+    fn expect(&self, client: usize, started: u64, awaited: usize) {
+        *self.rounds[client].state.lock() = RoundState { started, awaited };
+    }
+
+    /// Returns once nothing of the client's round is awaited. Cancel safe: it only looks.
+    async fn wait(&self, client: usize) {
+        let round = &self.rounds[client];
+        // A permit left from a round that was given up wakes once for nothing.
+        while round.state.lock().awaited > 0 {
+            round.delivered.notified().await;
+        }
     }
 
     /// Waits for the events that are still to come.
@@ -192,9 +294,21 @@ impl Deliveries {
         let (mut seen, mut seen_at) = (0, Instant::now());
         while seen < expected && seen_at.elapsed() < SILENCE_MAX && !bench.interrupt.is_set() {
             sleep(DRAIN_POLL).await;
-            let delivered = self.recorder.lock().latency.len();
+            let delivered = self.recorders.lock().events.latency.len();
             if delivered > seen {
                 (seen, seen_at) = (delivered, Instant::now());
+            }
+        }
+    }
+}
+
+impl Round {
+    fn deliver(&self, started: u64) {
+        let mut state = self.state.lock();
+        if state.started == started && state.awaited > 0 {
+            state.awaited -= 1;
+            if state.awaited == 0 {
+                self.delivered.notify_one();
             }
         }
     }

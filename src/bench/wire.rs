@@ -46,7 +46,7 @@ pub struct WatchTally {
     pub cancel_reason: String,
     pub events: u64,
     /// The stamps of the events that have one, in the order of the events.
-    pub stamps: Vec<u64>,
+    pub stamps: Vec<Stamp>,
 }
 
 impl Tally for WatchTally {
@@ -70,14 +70,39 @@ impl Tally for WatchTally {
     }
 }
 
-/// Bytes that a stamp takes at the start of a value.
-pub const STAMP_LEN: usize = size_of::<u64>();
+/// What the value of a watched key begins with, so that each event tells which put it comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stamp {
+    /// When the put started, in nanoseconds since the run began.
+    pub started: u64,
+    pub client: u32,
+}
+
+impl Stamp {
+    pub const LEN: usize = size_of::<u64>() + size_of::<u32>();
+
+    /// Writes the stamp over the start of the value, if there is room.
+    pub fn write(self, value: &mut [u8]) {
+        if let Some((started, rest)) = value.split_first_chunk_mut()
+            && let Some(client) = rest.first_chunk_mut()
+        {
+            *started = self.started.to_be_bytes();
+            *client = self.client.to_be_bytes();
+        }
+    }
+
+    fn read(value: &[u8]) -> Option<Self> {
+        let (started, rest) = value.split_first_chunk()?;
+        let client = rest.first_chunk()?;
+        Some(Self { started: u64::from_be_bytes(*started), client: u32::from_be_bytes(*client) })
+    }
+}
 
 /// The stamp that the event's value begins with; `None` for a deletion and for a value that is too short.
-fn event_stamp(event: &[u8]) -> Result<Option<u64>, Malformed> {
+fn event_stamp(event: &[u8]) -> Result<Option<Stamp>, Malformed> {
     let Some(kv) = bytes_field(event, event::KV)? else { return Ok(None) };
     let Some(value) = bytes_field(kv, key_value::VALUE)? else { return Ok(None) };
-    Ok(value.first_chunk::<STAMP_LEN>().map(|stamp| u64::from_be_bytes(*stamp)))
+    Ok(Stamp::read(value))
 }
 
 fn bytes_field(message: &[u8], wanted: u32) -> Result<Option<&[u8]>, Malformed> {
@@ -264,14 +289,19 @@ mod tests {
     #[test]
     fn watch_reads_events_and_their_stamps() {
         let deletion = Event { r#type: 1, kv: Some(pair(b"")), prev_kv: None };
-        let with_stamp = |stamp: u64| put(&[&stamp.to_be_bytes()[..], b"filler"].concat());
+        let stamps = [Stamp { started: 3, client: 0 }, Stamp { started: u64::MAX, client: u32::MAX }];
+        let with_stamp = |stamp: Stamp| {
+            let mut value = [b'x'; Stamp::LEN + 5];
+            stamp.write(&mut value);
+            put(&value)
+        };
         let answer = WatchResponse {
             header: header(),
             watch_id: 5,
-            events: vec![with_stamp(3), deletion, put(b"short"), with_stamp(u64::MAX)],
+            events: vec![with_stamp(stamps[0]), deletion, put(b"too short"), with_stamp(stamps[1])],
             ..WatchResponse::default()
         };
-        let want = WatchTally { events: 4, stamps: vec![3, u64::MAX], ..WatchTally::default() };
+        let want = WatchTally { events: 4, stamps: stamps.to_vec(), ..WatchTally::default() };
         assert_eq!(WatchTally::read(&answer.encode_to_vec()), Ok(want));
     }
 
@@ -299,10 +329,8 @@ mod tests {
         let answer = WatchResponse { header: header(), watch_id: 5, events: vec![put(b"value")], ..Default::default() }
             .encode_to_vec();
         for len in 0..answer.len() {
-            match WatchTally::read(&answer[..len]) {
-                Ok(tally) => assert_eq!(tally.events, 0, "cut at {len}"),
-                Err(Malformed) => {}
-            }
+            let events = WatchTally::read(&answer[..len]).map_or(0, |tally| tally.events);
+            assert_eq!(events, 0, "cut at {len}");
         }
     }
 

@@ -36,7 +36,7 @@ impl Put {
         let putter = |number| Putter {
             client: bench.pool.client(number),
             keys: OwnKeys::new(bench, number, Some(self.key_space)),
-            value: Value::Plain(value.clone()),
+            value: value.clone(),
         };
         let recorder = bench.drive(putter).await;
         Ok(bench.report("put", self.value_size, &recorder, BTreeMap::new()))
@@ -109,42 +109,22 @@ impl OwnKeys {
         Self { keys: Arc::clone(&bench.keys), client, next: 0, span }
     }
 
-    fn take(&mut self) -> Bytes {
+    pub fn take(&mut self) -> Bytes {
         let sequence = self.next;
         self.next = (sequence + 1) % self.span;
         self.keys.key(self.client, sequence)
     }
 }
 
-pub enum Value {
-    Plain(Bytes),
-    /// Begins with the stamp of its put.
-    Stamped(Vec<u8>),
-}
-
-impl Value {
-    fn at(&mut self, stamp: u64) -> Bytes {
-        match self {
-            Self::Plain(value) => value.clone(),
-            Self::Stamped(value) => {
-                if let Some(start) = value.first_chunk_mut() {
-                    *start = stamp.to_be_bytes();
-                }
-                Bytes::copy_from_slice(value)
-            }
-        }
-    }
-}
-
-pub struct Putter {
-    pub client: Client,
-    pub keys: OwnKeys,
-    pub value: Value,
+struct Putter {
+    client: Client,
+    keys: OwnKeys,
+    value: Bytes,
 }
 
 impl Worker for Putter {
-    async fn step(&mut self, stamp: u64) -> Result<Done, Status> {
-        let request = PutRequest { key: self.keys.take(), value: self.value.at(stamp), ..PutRequest::default() };
+    async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
+        let request = PutRequest { key: self.keys.take(), value: self.value.clone(), ..PutRequest::default() };
         self.client.kv.put(request).await?;
         Ok(Done::default())
     }
@@ -243,13 +223,6 @@ mod tests {
         let mut own = OwnKeys { keys, client: 3, next: 0, span: 2 };
         let taken = [own.take(), own.take(), own.take()];
         assert_eq!(taken, ["p/000003/0000000000", "p/000003/0000000001", "p/000003/0000000000"].map(Bytes::from));
-    }
-
-    #[test]
-    fn stamp_stands_at_the_start_of_the_value() {
-        let mut value = Value::Stamped(vec![b'x'; 10]);
-        assert_eq!(value.at(258), b"\0\0\0\0\0\0\x01\x02xx"[..]);
-        assert_eq!(Value::Plain(filler(3)).at(258), b"xxx"[..]);
     }
 
     #[test]
