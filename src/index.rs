@@ -18,7 +18,7 @@ use std::{
 pub use key_index::{Entry, Lease};
 use key_index::{Fate, KeyIndex};
 
-use crate::types::{Change, ChangeKind, Key, Revision, RowId};
+use crate::types::{Change, ChangeKind, Key, KeyBounds, Revision, RowId};
 
 /// At which revision to read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -130,7 +130,7 @@ impl TreeIndex {
     /// back for the rest.
     pub fn walk(
         &self,
-        bounds: (Bound<&[u8]>, Bound<&[u8]>),
+        bounds: KeyBounds<'_>,
         at: Revision,
         budget: usize,
         mut visit: impl FnMut(&Key, Entry),

@@ -170,27 +170,27 @@ impl Store {
     ///
     /// A dropped future does not take the write back; so it is with every write of the store.
     pub async fn put(&self, request: PutRequest) -> Result<PutResponse> {
-        match self.queue.submit(Request::Put(request)).await? {
-            Outcome::Put(response) => Ok(response),
-            outcome => unreachable!("a put is answered as one, not with {outcome:?}"),
-        }
+        let Outcome::Put(response) = self.queue.submit(Request::Put(request)).await? else {
+            unreachable!("a put is answered as one")
+        };
+        Ok(response)
     }
 
     pub async fn delete(&self, request: DeleteRequest) -> Result<DeleteResponse> {
-        match self.queue.submit(Request::Delete(request)).await? {
-            Outcome::Delete(response) => Ok(response),
-            outcome => unreachable!("a delete is answered as one, not with {outcome:?}"),
-        }
+        let Outcome::Delete(response) = self.queue.submit(Request::Delete(request)).await? else {
+            unreachable!("a delete is answered as one")
+        };
+        Ok(response)
     }
 
     pub async fn txn(&self, request: TxnRequest) -> Result<TxnResponse> {
         if request.is_read_only() {
             return self.read_txn(request).await;
         }
-        match self.queue.submit(Request::Txn(request)).await? {
-            Outcome::Txn(response) => Ok(response),
-            outcome => unreachable!("a transaction is answered as one, not with {outcome:?}"),
-        }
+        let Outcome::Txn(response) = self.queue.submit(Request::Txn(request)).await? else {
+            unreachable!("a transaction is answered as one")
+        };
+        Ok(response)
     }
 
     /// Forbids reads below `revision`. Returns the head.
@@ -253,10 +253,10 @@ impl Store {
     }
 
     async fn submit_for_revision(&self, request: Request) -> Result<Revision> {
-        match self.queue.submit(request).await? {
-            Outcome::Revision(revision) => Ok(revision),
-            outcome => unreachable!("this request is answered with a revision, not with {outcome:?}"),
-        }
+        let Outcome::Revision(revision) = self.queue.submit(request).await? else {
+            unreachable!("this request is answered with a revision")
+        };
+        Ok(revision)
     }
 
     /// Finishes the writes that were taken, refuses others, and lets go of the log.

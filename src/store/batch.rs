@@ -9,7 +9,7 @@ use crate::{
     index::{Entry, Lease, TreeIndex},
     lease,
     log::LeaseChange,
-    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version},
+    types::{Change, ChangeKind, EncodedKv, Key, KeyBounds, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
 /// See the module's page.
@@ -248,13 +248,13 @@ fn from_index(entry: Entry) -> Current {
 }
 
 /// What lies from `from` to before `key`.
-fn until<'a>(from: Bound<&'a [u8]>, key: &'a Key) -> Option<(Bound<&'a [u8]>, Bound<&'a [u8]>)> {
+fn until<'a>(from: Bound<&'a [u8]>, key: &'a Key) -> Option<KeyBounds<'a>> {
     let bounds = (from, Bound::Excluded(key.as_slice()));
     (!is_nothing(bounds)).then_some(bounds)
 }
 
 /// Bounds that an ordered map refuses, because nothing can lie between them.
-fn is_nothing(bounds: (Bound<&[u8]>, Bound<&[u8]>)) -> bool {
+fn is_nothing(bounds: KeyBounds<'_>) -> bool {
     match bounds {
         (Bound::Included(from), Bound::Excluded(to))
         | (Bound::Excluded(from), Bound::Excluded(to) | Bound::Included(to)) => from >= to,

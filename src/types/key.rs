@@ -44,6 +44,9 @@ impl fmt::Debug for Key {
     }
 }
 
+/// A part of the key space, as ordered maps are asked for it.
+pub type KeyBounds<'a> = (Bound<&'a [u8]>, Bound<&'a [u8]>);
+
 /// The keys that a request speaks of.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub enum KeyRange {
@@ -87,7 +90,7 @@ impl KeyRange {
     }
 
     /// The range's bounds for an ordered map. Not for an empty range, whose bounds such a map refuses.
-    pub fn bounds(&self) -> (Bound<&[u8]>, Bound<&[u8]>) {
+    pub fn bounds(&self) -> KeyBounds<'_> {
         match self {
             Self::Single(key) => (Bound::Included(key), Bound::Included(key)),
             Self::Span { start, end } => {
@@ -97,7 +100,7 @@ impl KeyRange {
     }
 
     /// What is left of the range behind `key`.
-    pub fn bounds_after<'a>(&'a self, key: &'a [u8]) -> (Bound<&'a [u8]>, Bound<&'a [u8]>) {
+    pub fn bounds_after<'a>(&'a self, key: &'a [u8]) -> KeyBounds<'a> {
         (Bound::Excluded(key), self.bounds().1)
     }
 }

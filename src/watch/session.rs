@@ -146,9 +146,9 @@ impl Session {
             Joined::Behind => {
                 let head = self.hub.head();
                 let page = self.log.changes(*next, head, &spec.range, prev).await?;
-                self.deliver(id, *next, page, head)
+                self.deliver(id, *next, &page, head)
             }
-            joined => Some(joined),
+            joined @ (Joined::Synced | Joined::Waiting | Joined::Compacted(_)) => Some(joined),
         };
         self.behind.pop_front();
         match joined {
@@ -165,7 +165,7 @@ impl Session {
     }
 
     /// Queues a page that was read for a watch and moves it on.
-    fn deliver(&mut self, id: WatchId, from: Revision, page: Page, head: Revision) -> Option<Joined> {
+    fn deliver(&mut self, id: WatchId, from: Revision, page: &Page, head: Revision) -> Option<Joined> {
         let watch = self.watches.get_mut(&id)?;
         // A compaction may have taken rows while they were read.
         if let Some(compacted) = self.hub.compacted_beyond(from) {

@@ -94,7 +94,7 @@ fn watch_log_complains_where_a_guarantee_is_broken() {
     /// (header revision, fragment, event revisions)
     type Row<'a> = (i64, bool, &'a [i64]);
     // What one watch from revision 5 on gets, and whether that is allowed.
-    let rows: &[(&[Row], bool)] = &[
+    let rows: &[(&[Row<'_>], bool)] = &[
         (&[(7, false, &[5, 5, 7])], true),
         (&[(5, false, &[5]), (7, false, &[6, 7])], true),
         (&[(5, true, &[5]), (5, false, &[5])], true),

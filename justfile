@@ -1,0 +1,53 @@
+# Recipes for those who work on Orlop. `just` alone lists them.
+
+_default:
+    @just --list
+
+# Build the server for use.
+build:
+    cargo build --release
+
+# Serve on 127.0.0.1:2379 with data in orlop-data.
+run *args:
+    cargo run --release -- {{ args }}
+
+# Run every test. Those that compare with a real etcd say "skipped" where there is none; `just etcd` gets one.
+test *args:
+    cargo test {{ args }}
+
+# Unpack etcd and etcdctl from Debian's packages into target/tools, for the tests and benches.
+etcd:
+    scripts/fetch-etcd
+
+# Format the code.
+fmt:
+    cargo fmt
+
+# What CI holds of format and lints.
+lint:
+    cargo fmt --check
+    cargo clippy --all-targets -- -D warnings
+
+# Build the documentation of the code.
+docs:
+    RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --document-private-items
+
+# Licences, banned crates and sources.
+deny:
+    cargo deny check licenses bans sources
+
+# Known vulnerabilities in what Orlop depends on (needs the network).
+advisories:
+    cargo deny check advisories
+
+# Compare with etcd at random for long: `just differential 1000000`.
+differential ops="1000000":
+    ORLOP_DIFF_OPS={{ ops }} cargo test --test it differential -- --nocapture
+
+# Measure Orlop beside etcd on this machine and print the tables of docs/benchmarks.md.
+bench-compare:
+    scripts/bench-compare
+
+# All that CI does.
+ci:
+    .ci/run
