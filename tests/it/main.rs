@@ -2,4 +2,5 @@
 
 mod differential;
 mod etcdctl;
+mod kube_trace;
 mod support;
