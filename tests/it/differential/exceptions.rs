@@ -106,7 +106,7 @@ fn members(_: &Op, etcd: &Answer, ours: &mut Answer) {
 }
 
 fn unknown_sort_order(op: &Op, etcd: &Answer, ours: &mut Answer) {
-    if let (Op::Range(request), Answer::Range(_), Answer::Refused { code, message }) = (op, etcd, &*ours)
+    if let (Op::Range(request), Answer::Refused { code, message }) = (op, &*ours)
         && SortOrder::try_from(request.sort_order).is_err()
         && *code == Code::InvalidArgument
         && message == "etcdserver: invalid sort option"
