@@ -120,9 +120,8 @@ impl Hub {
         self.state.lock().join(outbox, id, spec, next)
     }
 
-    /// Whether what was read of the log from `from` on is whole.
-    pub(super) fn compacted_beyond(&self, from: Revision) -> Option<Revision> {
-        self.state.lock().compact_revision.filter(|compacted| from < *compacted)
+    pub(super) fn compact_revision(&self) -> Option<Revision> {
+        self.state.lock().compact_revision
     }
 
     pub(super) fn leave(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {

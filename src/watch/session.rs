@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     log::{Log, Page, Result, WithPrev},
-    types::{Revision, WatchId},
+    types::{Change, Revision, WatchId},
 };
 
 const DUPLICATE_ID: &str = "mvcc: duplicate watch ID provided on the WatchStream";
@@ -146,7 +146,7 @@ impl Session {
             Joined::Behind => {
                 let head = self.hub.head();
                 let page = self.log.changes(*next, head, &spec.range, prev).await?;
-                self.deliver(id, *next, &page, head)
+                self.deliver(id, *next, page, head)
             }
             joined @ (Joined::Synced | Joined::Waiting | Joined::Compacted(_)) => Some(joined),
         };
@@ -165,12 +165,16 @@ impl Session {
     }
 
     /// Queues a page that was read for a watch and moves it on.
-    fn deliver(&mut self, id: WatchId, from: Revision, page: &Page, head: Revision) -> Option<Joined> {
+    fn deliver(&mut self, id: WatchId, from: Revision, mut page: Page, head: Revision) -> Option<Joined> {
         let watch = self.watches.get_mut(&id)?;
         // A compaction may have taken rows while they were read.
-        if let Some(compacted) = self.hub.compacted_beyond(from) {
+        let compacted = self.hub.compact_revision();
+        if let Some(compacted) = compacted.filter(|compacted| from < *compacted) {
             return Some(Joined::Compacted(compacted));
         }
+        // What was before the compact revision cannot be read, whether its row is still there or not.
+        let readable = |change: &&mut Change| Some(change.row.revision) > compacted;
+        page.changes.iter_mut().take_while(|change| !readable(change)).for_each(|change| change.prev = None);
         let flavor = watch.spec.flavor;
         for chunk in Chunk::cut(&page.changes, flavor, encode) {
             if !self.outbox.push_chunk(id, head, &chunk, watch.spec.fragment) {
