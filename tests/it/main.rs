@@ -6,3 +6,4 @@ mod differential;
 mod etcdctl;
 mod kube_trace;
 mod support;
+mod tidy;
