@@ -94,7 +94,6 @@ impl SqliteLog {
             .pragma("wal_autocheckpoint", "0")
             .pragma("temp_store", "MEMORY")
             .pragma("cache_size", "-8192")
-            .pragma("mmap_size", "268435456")
             .disable_statement_logging()
     }
 

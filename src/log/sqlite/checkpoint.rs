@@ -22,12 +22,14 @@ use tracing::warn;
 
 use crate::types::{Change, ChangeKind};
 
-/// Bytes of rows appended after which a checkpoint is taken.
+/// Bytes written to the WAL, about, after which a checkpoint is taken.
 const CHECKPOINT_BYTES: usize = 8 << 20;
 /// What a row takes in the WAL beside its key and value, about; purged rows count as this much.
 const ROW_BYTES: usize = 64;
-/// A WAL that is longer than this is checkpointed to its end while the writer is held (64 MiB of 4 KiB pages).
-const WAL_PAGES_MAX: i64 = 16_384;
+/// What a commit takes in the WAL beside its rows: it writes whole pages, of which the first and the last were there before.
+const COMMIT_BYTES: usize = 8 << 10;
+/// A WAL that is longer than this is checkpointed to its end while the writer is held (32 MiB of 4 KiB pages).
+const WAL_PAGES_MAX: i64 = 8_192;
 /// How often a WAL that grows slowly is checkpointed.
 const IDLE_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -37,7 +39,7 @@ pub(super) struct Checkpointer {
 }
 
 struct Shared {
-    /// Bytes appended since the last checkpoint began, about.
+    /// Bytes written to the WAL since the last checkpoint began, about.
     pending_bytes: AtomicUsize,
     wake: Notify,
     stop: Notify,
@@ -58,11 +60,11 @@ impl Checkpointer {
             };
             ROW_BYTES + pair
         });
-        self.add(bytes.sum());
+        self.add(COMMIT_BYTES + bytes.sum::<usize>());
     }
 
     pub(super) fn purged(&self, rows: usize) {
-        self.add(rows * ROW_BYTES);
+        self.add(COMMIT_BYTES + rows * ROW_BYTES);
     }
 
     fn add(&self, bytes: usize) {
