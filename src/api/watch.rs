@@ -103,7 +103,7 @@ async fn serve(context: Arc<Context>, mut requests: Streaming<pb::WatchRequest>,
     let mut not_before = Instant::now();
     while !outbox.has_ended() {
         tokio::select! {
-            request = requests.message(), if requests_open => match request {
+            request = requests.message(), if requests_open && outbox.has_room() => match request {
                 Ok(Some(request)) => context.handle_request(&mut session, request),
                 Ok(None) => requests_open = false,
                 Err(status) => {
@@ -117,7 +117,10 @@ async fn serve(context: Arc<Context>, mut requests: Streaming<pb::WatchRequest>,
                 not_before = Instant::now() + RETRY_PAUSE;
             },
             () = sleep_until(tick) => {
-                session.tick();
+                // Who does not read is not told that there is nothing to read.
+                if outbox.has_room() {
+                    session.tick();
+                }
                 tick = context.next_tick();
             }
             _ = stopping.wait_for(|stopping| *stopping) => {

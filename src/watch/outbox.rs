@@ -1,7 +1,8 @@
 //! What waits to be sent on one watch stream: a bounded queue between the hub and the connection.
 //!
-//! The hub and the session push, the connection takes. A full outbox refuses events, never other messages: those are few
-//! and small. What counts is memory: a chunk that several watches of the stream get is counted once.
+//! The hub and the session push, the connection takes. A full outbox refuses events, never other messages; those answer
+//! requests, and requests are read only while there is room. What counts is memory: a chunk that several watches of the
+//! stream get is counted once.
 
 use std::{
     collections::VecDeque,
@@ -91,6 +92,7 @@ struct Inner {
 #[derive(Debug)]
 enum Queued {
     Message(Message),
+    /// Counted with what it costs this stream.
     Chunk {
         id: WatchId,
         revision: Revision,
@@ -113,6 +115,7 @@ impl Outbox {
 
     pub fn push(&self, message: Message) {
         let mut inner = self.inner.lock();
+        inner.bytes += MESSAGE_BYTES;
         inner.queue.push_back(Queued::Message(message));
         wake(inner);
     }
@@ -167,7 +170,8 @@ impl Outbox {
         self.attention.notified().await;
     }
 
-    pub(super) fn has_room(&self) -> bool {
+    /// Whether it is half empty, so that requests may be answered and watches catch up.
+    pub fn has_room(&self) -> bool {
         self.inner.lock().bytes < OUTBOX_BYTES_MAX / 2
     }
 
@@ -200,7 +204,10 @@ impl Outbox {
         };
         let full = inner.bytes >= OUTBOX_BYTES_MAX / 2;
         let message = match queued {
-            Queued::Message(message) => message,
+            Queued::Message(message) => {
+                inner.bytes -= MESSAGE_BYTES;
+                message
+            }
             Queued::Piece { id, revision, bytes, fragment } => {
                 inner.bytes -= bytes.len();
                 Message::Events { id, revision, events: vec![bytes], fragment }
