@@ -78,7 +78,7 @@ struct Step {
 type Checked = Result<(), TestCaseError>;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(600))]
+    #![proptest_config(ProptestConfig::with_cases(3_000))]
 
     #[test]
     fn requests_do_and_answer_what_the_model_does(steps in vec(steps(), 1..8), cache_bytes in select(vec![0, 400, 1 << 20])) {
@@ -91,6 +91,15 @@ proptest! {
             Ok::<_, TestCaseError>(())
         })?;
     }
+}
+
+#[tokio::test]
+async fn lease_that_was_granted_anew_unnoticed_has_its_new_ttl() -> Checked {
+    let id = LeaseId(1);
+    let step = |requests, fate| Step { requests, fate, compact: None };
+    let mut world = World::new(0);
+    world.run(step(vec![Request::Grant { id, ttl_secs: 10 }], Fate::Committed)).await?;
+    world.run(step(vec![Request::Revoke(id), Request::Grant { id, ttl_secs: 1_000 }], Fate::FoundLater)).await
 }
 
 /// The store's parts without its tasks, and the model.
@@ -180,8 +189,7 @@ impl World {
 
     fn evaluate(&mut self, request: &Request) -> Result<Outcome, Stop> {
         let (index, leases) = (self.shared.index.read(), self.shared.leases.lock());
-        let mut evaluation =
-            Evaluation::new(&index, &leases, &self.shared.values, &self.fetched, &mut self.batch);
+        let mut evaluation = Evaluation::new(&index, &leases, &self.shared.values, &self.fetched, &mut self.batch);
         match request {
             Request::Put(put) => evaluation.put(put).map(Outcome::Put),
             Request::Delete(delete) => evaluation.delete(delete).map(Outcome::Delete),
@@ -215,11 +223,8 @@ impl World {
     }
 
     async fn append(&mut self) -> Checked {
-        let append = Append {
-            expected_head: self.batch.base(),
-            changes: self.batch.changes(),
-            leases: self.batch.leases(),
-        };
+        let append =
+            Append { expected_head: self.batch.base(), changes: self.batch.changes(), leases: self.batch.leases() };
         prop_assert_eq!(self.shared.log.append(append).await.unwrap(), Appended::Done);
         self.committed = self.model.clone();
         Ok(())
@@ -303,8 +308,7 @@ impl World {
         let oldest = self.model.compact_revision.unwrap_or(Revision(0));
         for at in (oldest.0..=index.head().0).map(Revision) {
             let live: Vec<_> = index.range(.., at).map(|(key, entry)| (key.clone(), entry.version)).collect();
-            let expected: Vec<_> =
-                self.model.live_at(at).into_iter().map(|pair| (pair.key, pair.version)).collect();
+            let expected: Vec<_> = self.model.live_at(at).into_iter().map(|pair| (pair.key, pair.version)).collect();
             prop_assert_eq!(live, expected, "at {}", at);
         }
         for pair in self.model.live() {
