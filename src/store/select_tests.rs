@@ -103,7 +103,8 @@ pub(super) fn ranges() -> impl Strategy<Value = RangeRequest> {
     let filter = (bound(), bound(), bound(), bound()).prop_map(|(mod_min, mod_max, create_min, create_max)| {
         RevisionFilter { mod_min, mod_max, create_min, create_max }
     });
-    let projection = prop_oneof![3 => Just(Projection::Whole), 2 => Just(Projection::KeysOnly), 1 => Just(Projection::CountOnly)];
+    let projection =
+        prop_oneof![3 => Just(Projection::Whole), 2 => Just(Projection::KeysOnly), 1 => Just(Projection::CountOnly)];
     let limit = option::of(1..5_usize);
     (filter, projection, limit, option::of(sorts())).prop_map(|(filter, projection, limit, sort)| {
         // The edge never asks for both: with a filter etcd sorts all.
