@@ -59,18 +59,22 @@ async fn compact(shared: &Shared, garbage: &mut Vec<RowId>) {
     }
 }
 
-async fn purge(shared: &Shared, garbage: &mut Vec<RowId>) {
-    while !garbage.is_empty() {
-        let rest = garbage.len().saturating_sub(PURGE_ROWS);
-        match shared.log.purge(&garbage[rest..]).await {
+/// Deletes rows in their order. A key's tombstone comes behind the puts that it ends: with the tombstone gone and a stop
+/// before the puts are, the key would live again after the next start.
+pub(super) async fn purge(shared: &Shared, garbage: &mut Vec<RowId>) {
+    let mut rows = garbage.as_slice();
+    while !rows.is_empty() {
+        let (now, later) = rows.split_at(rows.len().min(PURGE_ROWS));
+        match shared.log.purge(now).await {
             Ok(()) => {
-                garbage.truncate(rest);
+                rows = later;
                 sleep(PURGE_PAUSE).await;
             }
             Err(error) => {
-                warn!(%error, rows = garbage.len(), "deleting compacted rows failed; it is tried again");
+                warn!(%error, rows = rows.len(), "deleting compacted rows failed; it is tried again");
                 sleep(RETRY_PAUSE).await;
             }
         }
     }
+    garbage.clear();
 }
