@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     index::{CompactionCursor, TreeIndex},
-    log::{Append, Appended, Log as _, SqliteLog},
+    log::{Append, Appended, SqliteLog},
     types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Revision, RowId, Version},
 };
 

@@ -8,7 +8,7 @@ use super::Flavor;
 use crate::types::{Change, EncodedEvent, Revision};
 
 /// Events after which a chunk ends with its revision, in bytes.
-const CHUNK_BYTES_MAX: usize = 1 << 20;
+const CHUNK_BYTES_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
 
 /// The events of one or more whole revisions, encoded one behind the other as `WatchResponse.events`.
 #[derive(Clone, Debug)]
