@@ -81,7 +81,7 @@ impl Chunk {
 }
 
 impl Flavor {
-    fn admits(self, change: &Change) -> bool {
+    pub(super) fn admits(self, change: &Change) -> bool {
         if change.is_delete() { self.deletes } else { self.puts }
     }
 }
