@@ -107,3 +107,8 @@ pub fn routes(
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?))
 }
+
+#[cfg(test)]
+mod convert_tests;
+#[cfg(test)]
+mod interval_check_tests;

@@ -81,7 +81,7 @@ struct Create {
 type Checked = Result<(), TestCaseError>;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1_500))]
+    #![proptest_config(ProptestConfig::with_cases(4_000))]
 
     #[test]
     fn watches_are_ordered_unique_atomic_and_reliable(steps in vec(steps(), 1..60)) {
