@@ -11,9 +11,9 @@ use super::{Append, Appended, LeaseChange, Log, Meta, Page, Result, Size, WithPr
 use crate::types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId};
 
 /// Revisions in a page of [`Log::changes`].
-const PAGE_REVISIONS_MAX: usize = 3;
+const PAGE_REVISIONS_MAX: usize = 6;
 /// Rows looked at for a page of [`Log::changes`], but for those that end its last revision.
-const PAGE_ROWS_MAX: usize = 8;
+const PAGE_ROWS_MAX: usize = 16;
 
 /// See the module's page.
 #[derive(Default)]
@@ -94,8 +94,9 @@ impl Log for MemoryLog {
         Ok(rows.iter().filter_map(|row| Some((*row, state.pair(*row)?))).collect())
     }
 
-    /// Waits once when the page is read, so that a test can let something happen before it is used.
+    /// Waits once before the page is read and once behind, so that a test can let something happen there.
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
+        yield_now().await;
         let mut page = Page { changes: Vec::new(), next: to.next() };
         {
             let state = self.0.lock();

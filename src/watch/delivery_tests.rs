@@ -52,9 +52,10 @@ enum Action {
     Tick,
     Read(usize),
     Attend,
-    /// Brings a watch forward; what is given happens while it reads the log, and it may be given up then.
+    /// Brings a watch forward; what is given happens before and behind its reading of the log, and it may be given up
+    /// before it reads.
     Advance {
-        amid: Vec<Amid>,
+        amid: [Vec<Amid>; 2],
         give_up: bool,
     },
 }
@@ -177,6 +178,8 @@ struct Stream {
     outbox: Arc<Outbox>,
     messages: Messages,
     reader: Reader,
+    /// Whether the session found a watch to bring forward when it last did something. If not it sleeps, until it is called.
+    awake: bool,
 }
 
 impl World {
@@ -186,7 +189,8 @@ impl World {
         let stream = || {
             let outbox = Arc::new(Outbox::new());
             let session = Session::new(Arc::clone(&hub), Arc::clone(&log) as Arc<dyn Log>, Arc::clone(&outbox));
-            Stream { session, messages: Messages::new(Arc::clone(&outbox)), outbox, reader: Reader::default() }
+            let messages = Messages::new(Arc::clone(&outbox));
+            Stream { session, messages, outbox, reader: Reader::default(), awake: false }
         };
         let streams = (0..STREAMS).map(|_| stream()).collect();
         Self { log, hub, history: History::default(), streams }
@@ -224,33 +228,39 @@ impl World {
                 stream.session.request_progress();
             }
             Action::Tick if has_room => stream.session.tick(),
-            Action::Create(_) | Action::Cancel(_) | Action::Progress | Action::Tick => {}
-            Action::Read(messages) => stream.read(history, messages)?,
-            Action::Attend => stream.attend(),
+            Action::Create(_) | Action::Cancel(_) | Action::Progress | Action::Tick => return Ok(()),
+            Action::Read(messages) => return stream.read(history, messages),
+            Action::Attend => {
+                stream.attend();
+                return Ok(());
+            }
+            Action::Advance { .. } if !stream.awake => return Ok(()),
             Action::Advance { amid, give_up } => {
-                if !stream.session.is_behind() {
-                    return Ok(());
-                }
                 let Stream { session, messages, reader, .. } = stream;
                 let mut advance = pin!(session.advance());
-                if poll!(&mut advance).is_ready() {
-                    return Ok(());
-                }
+                let mut waits = poll!(&mut advance).is_pending();
                 for amid in amid {
-                    match amid {
-                        Amid::Publish(txn) => {
-                            let changes = history.commit(&[txn], hub.wants_prev());
-                            publish(log, hub, changes).await;
-                        }
-                        Amid::Compact { back, purge } => compact(log, hub, history, back, purge).await,
-                        Amid::Read(most) => read(messages, reader, history, most)?,
+                    if !waits {
+                        break;
                     }
+                    for amid in amid {
+                        match amid {
+                            Amid::Publish(txn) => {
+                                let changes = history.commit(&[txn], hub.wants_prev());
+                                publish(log, hub, changes).await;
+                            }
+                            Amid::Compact { back, purge } => compact(log, hub, history, back, purge).await,
+                            Amid::Read(most) => read(messages, reader, history, most)?,
+                        }
+                    }
+                    waits = !give_up && poll!(&mut advance).is_pending();
                 }
-                if !give_up {
+                if waits {
                     advance.await.unwrap();
                 }
             }
         }
+        stream.awake = stream.session.is_behind();
         Ok(())
     }
 
@@ -259,12 +269,13 @@ impl World {
         for stream in &mut self.streams {
             loop {
                 stream.read(&self.history, usize::MAX)?;
-                let attended = stream.attend_if_called();
-                let behind = stream.session.is_behind();
-                if behind {
+                let attended = stream.attend();
+                let advanced = stream.awake;
+                if advanced {
                     stream.session.advance().await.unwrap();
+                    stream.awake = stream.session.is_behind();
                 }
-                if !attended && !behind {
+                if !attended && !advanced {
                     break;
                 }
             }
@@ -350,6 +361,7 @@ impl Stream {
         };
         self.reader.created(spec.clone(), head);
         self.session.create(spec);
+        self.awake = self.session.is_behind();
     }
 
     fn cancel(&mut self, place: usize) {
@@ -361,14 +373,12 @@ impl Stream {
         }
     }
 
-    fn attend(&mut self) {
-        self.attend_if_called();
-    }
-
-    fn attend_if_called(&mut self) -> bool {
+    /// Only if it is called.
+    fn attend(&mut self) -> bool {
         let called = self.outbox.attention().now_or_never().is_some();
         if called {
             self.session.attend();
+            self.awake = self.session.is_behind();
         }
         called
     }
@@ -612,7 +622,7 @@ fn actions() -> impl Strategy<Value = Action> {
         3 => (1..4_usize).prop_map(Action::Read),
         1 => Just(Action::Read(usize::MAX)),
         3 => Just(Action::Attend),
-        5 => (vec(amid(), 0..3), prop::bool::weighted(0.1))
+        5 => ([vec(amid(), 0..2), vec(amid(), 0..3)], prop::bool::weighted(0.1))
             .prop_map(|(amid, give_up)| Action::Advance { amid, give_up }),
     ]
 }
