@@ -1,6 +1,6 @@
 //! Frees what a compaction made unreadable: first in the index, then in the log, a little at a time between client writes.
 
-use std::{sync::Arc, time::Duration};
+use std::{cmp::Reverse, sync::Arc, time::Duration};
 
 use tokio::{sync::watch, task::yield_now, time::sleep};
 use tracing::{info, warn};
@@ -40,26 +40,19 @@ async fn compact(shared: &Shared, garbage: &mut Vec<RowId>) {
             return;
         }
         let mut cursor = CompactionCursor::default();
-        let mut rows = 0;
-        loop {
-            let before = garbage.len();
-            let more = shared.index.write().compact_step(&mut cursor, INDEX_STEP_KEYS, garbage);
-            rows += garbage.len() - before;
-            if garbage.len() >= PURGE_ROWS {
-                purge(shared, garbage).await;
-            }
-            if !more {
-                break;
-            }
+        while shared.index.write().compact_step(&mut cursor, INDEX_STEP_KEYS, garbage) {
             yield_now().await;
         }
+        let rows = garbage.len();
         purge(shared, garbage).await;
         info!(compact_revision = target.map(|revision| revision.0), rows, "compaction finished");
         shared.compaction_done.send_replace(target);
     }
 }
 
+/// Deletes the rows in the order in which they lie on the disk, so that a step touches few pages and empties them.
 async fn purge(shared: &Shared, garbage: &mut Vec<RowId>) {
+    garbage.sort_unstable_by_key(|row| Reverse(*row));
     while !garbage.is_empty() {
         let rest = garbage.len().saturating_sub(PURGE_ROWS);
         match shared.log.purge(&garbage[rest..]).await {
