@@ -3,7 +3,10 @@
 #![allow(clippy::wildcard_enum_match_arm, reason = "a test speaks of the variants that it means")]
 
 mod differential;
+mod durability;
 mod etcdctl;
 mod kube_trace;
+mod slow_watch;
+mod start;
 mod support;
 mod tidy;
