@@ -3,6 +3,8 @@
 //! [`Log`] is what the store needs of a database, in the domain's words; each backend is one module, and nothing outside
 //! them names sqlx. A log knows nothing of keys' states: it appends rows and gives them back.
 
+#[cfg(test)]
+pub(crate) mod memory;
 mod sqlite;
 
 use async_trait::async_trait;

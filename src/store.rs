@@ -272,3 +272,12 @@ impl Store {
         self.shared.log.close().await;
     }
 }
+
+#[cfg(test)]
+mod batch_tests;
+#[cfg(test)]
+mod model_tests;
+#[cfg(test)]
+mod select_tests;
+#[cfg(test)]
+mod txn_tests;

@@ -86,6 +86,11 @@ impl Table {
         self.leases.get(&id).is_some_and(|lease| lease.deadline <= now)
     }
 
+    /// All leases, those whose time is over too, with their TTLs in seconds.
+    pub fn granted(&self) -> Vec<(LeaseId, i64)> {
+        self.leases.iter().map(|(id, lease)| (*id, lease.ttl_secs)).collect()
+    }
+
     /// The leases whose time is not over, the one that ends next first.
     pub fn list(&self, now: Instant) -> Vec<LeaseId> {
         self.deadlines.iter().filter(|(deadline, _)| *deadline > now).map(|(_, id)| *id).collect()

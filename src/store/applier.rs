@@ -72,8 +72,9 @@ impl Shared {
     fn resync_leases(&self, logged: &[(LeaseId, i64)], now: Instant) {
         let mut leases = self.leases.lock();
         let logged: HashMap<LeaseId, i64> = logged.iter().copied().collect();
-        for id in leases.list(now) {
-            if !logged.contains_key(&id) {
+        for (id, ttl_secs) in leases.granted() {
+            // With another TTL it was revoked and granted anew.
+            if logged.get(&id) != Some(&ttl_secs) {
                 leases.revoke(id);
             }
         }

@@ -1,0 +1,139 @@
+//! A log in memory, for unit tests: every row in one list, and answers found by walking it. It gives what a database
+//! would: rows name the revision of what they replaced, not its row nor its lease, and pages end early.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use tokio::task::yield_now;
+
+use super::{Append, Appended, LeaseChange, Log, Meta, Page, Result, Size, WithPrev};
+use crate::types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId};
+
+/// Revisions in a page of [`Log::changes`].
+const PAGE_REVISIONS_MAX: usize = 3;
+/// Rows looked at for a page of [`Log::changes`], but for those that end its last revision.
+const PAGE_ROWS_MAX: usize = 8;
+
+/// See the module's page.
+#[derive(Default)]
+pub struct MemoryLog(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    rows: Vec<Change>,
+    leases: BTreeMap<LeaseId, i64>,
+    compact_revision: Option<Revision>,
+}
+
+impl State {
+    fn head(&self) -> Revision {
+        self.rows.last().map_or(Revision::EMPTY, |change| change.row.revision)
+    }
+
+    fn pair(&self, row: RowId) -> Option<EncodedKv> {
+        self.rows.iter().find(|change| change.row == row).and_then(pair)
+    }
+
+    /// The change as a database gives it.
+    fn read(&self, change: &Change, with_prev: WithPrev) -> Change {
+        let prev = change.prev.as_ref().map(|prev| {
+            let kv = if with_prev == WithPrev::Yes { self.pair(prev.row) } else { None };
+            Prev { row: RowId::new(prev.row.revision, 0), kv }
+        });
+        Change { prev, prev_lease: None, ..change.clone() }
+    }
+}
+
+fn pair(change: &Change) -> Option<EncodedKv> {
+    match &change.kind {
+        ChangeKind::Put { kv, .. } => Some(kv.clone()),
+        ChangeKind::Delete => None,
+    }
+}
+
+#[async_trait]
+impl Log for MemoryLog {
+    async fn meta(&self) -> Result<Meta> {
+        let state = self.0.lock();
+        Ok(Meta {
+            cluster_id: 1,
+            member_id: 1,
+            compact_revision: state.compact_revision,
+            head: state.head(),
+            leases: state.leases.iter().map(|(id, ttl_secs)| (*id, *ttl_secs)).collect(),
+        })
+    }
+
+    async fn replay(&self, from: Revision, limit: usize) -> Result<Page> {
+        let state = self.0.lock();
+        let rows = || state.rows.iter().filter(|change| change.row.revision >= from);
+        let revisions: BTreeSet<Revision> = rows().map(|change| change.row.revision).take(limit).collect();
+        let next = revisions.last().map_or(from, |last| last.next());
+        let changes = rows().filter(|change| change.row.revision < next);
+        Ok(Page { changes: changes.map(|change| state.read(change, WithPrev::No)).collect(), next })
+    }
+
+    async fn append(&self, append: Append<'_>) -> Result<Appended> {
+        let mut state = self.0.lock();
+        if state.head() != append.expected_head {
+            return Ok(Appended::Conflict);
+        }
+        state.rows.extend(append.changes.iter().cloned());
+        for change in append.leases {
+            match *change {
+                LeaseChange::Grant { id, ttl_secs } => state.leases.insert(id, ttl_secs),
+                LeaseChange::Revoke { id } => state.leases.remove(&id),
+            };
+        }
+        Ok(Appended::Done)
+    }
+
+    async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        let state = self.0.lock();
+        Ok(rows.iter().filter_map(|row| Some((*row, state.pair(*row)?))).collect())
+    }
+
+    /// Waits once when the page is read, so that a test can let something happen before it is used.
+    async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
+        let mut page = Page { changes: Vec::new(), next: to.next() };
+        {
+            let state = self.0.lock();
+            let mut revisions = BTreeSet::new();
+            let mut last = None;
+            let within = state.rows.iter().filter(|change| (from..=to).contains(&change.row.revision));
+            for (looked_at, change) in within.enumerate() {
+                let revision = change.row.revision;
+                let full = looked_at >= PAGE_ROWS_MAX || revisions.len() >= PAGE_REVISIONS_MAX;
+                if full && last != Some(revision) {
+                    page.next = revision;
+                    break;
+                }
+                last = Some(revision);
+                if range.contains(&change.key) {
+                    revisions.insert(revision);
+                    page.changes.push(state.read(change, prev));
+                }
+            }
+        }
+        yield_now().await;
+        Ok(page)
+    }
+
+    async fn compact(&self, revision: Revision) -> Result<()> {
+        let mut state = self.0.lock();
+        state.compact_revision = state.compact_revision.max(Some(revision));
+        Ok(())
+    }
+
+    async fn purge(&self, rows: &[RowId]) -> Result<()> {
+        self.0.lock().rows.retain(|change| !rows.contains(&change.row));
+        Ok(())
+    }
+
+    async fn size(&self) -> Result<Size> {
+        Ok(Size { total: 0, in_use: 0 })
+    }
+
+    async fn close(&self) {}
+}

@@ -1,0 +1,128 @@
+//! Selections against the naive one of the model: filters, sorts, limits, projections, `more` and `count`.
+
+use bytes::Bytes;
+use proptest::{collection::vec, option, prelude::*};
+
+use super::{
+    model_tests::{Pair, select},
+    request::{Projection, RangeRequest, RangeResponse, RevisionFilter, Sort, SortOrder, SortScope, SortTarget},
+    select::Selection,
+};
+use crate::{
+    index::{Entry, Lease, ReadAt},
+    types::{EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version},
+};
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2_000))]
+
+    #[test]
+    fn selection_takes_what_the_model_takes(pairs in pairs(), request in ranges(), leases_known: bool) {
+        let expected = select(pairs.clone(), &request, Revision(9));
+        prop_assert_eq!(run(&pairs, &request, leases_known), expected, "{:?} of {:?}", request, pairs);
+    }
+}
+
+#[test]
+fn more_is_said_only_where_the_limit_cut() {
+    let pairs: Vec<Pair> = (0..3).map(|number| pair(number, [number + 2, number + 2, 1], "x", 0)).collect();
+    let check = |limit, projection, more, kvs, count| {
+        let request = RangeRequest { limit, projection, ..whole() };
+        let response = run(&pairs, &request, true);
+        assert_eq!((response.more, response.kvs.len(), response.count), (more, kvs, count), "{request:?}");
+    };
+    check(None, Projection::Whole, false, 3, 3);
+    check(Some(3), Projection::Whole, false, 3, 3);
+    check(Some(2), Projection::Whole, true, 2, 3);
+    check(Some(2), Projection::KeysOnly, true, 2, 3);
+    check(Some(2), Projection::CountOnly, false, 0, 3);
+}
+
+#[test]
+fn count_is_of_the_range_and_limit_of_what_the_filter_left() {
+    let pairs: Vec<Pair> = (0..4).map(|number| pair(number, [number + 2, number + 2, 1], "x", 0)).collect();
+    let filter = RevisionFilter { mod_min: Some(Revision(4)), ..RevisionFilter::default() };
+    let response = run(&pairs, &RangeRequest { filter, limit: Some(1), ..whole() }, true);
+    assert_eq!((response.kvs, response.more, response.count), (vec![pairs[2].encoded()], true, 4));
+    let response = run(&pairs, &RangeRequest { filter, limit: Some(2), ..whole() }, true);
+    assert_eq!((response.kvs.len(), response.more, response.count), (2, false, 4));
+}
+
+/// The order of work of the reader and of an evaluation.
+fn run(pairs: &[Pair], request: &RangeRequest, leases_known: bool) -> RangeResponse {
+    let mut selection = Selection::new(request);
+    for pair in pairs {
+        let lease = if leases_known { Lease::Known(pair.lease) } else { Lease::InRow };
+        selection.offer(&pair.key, Entry { version: pair.version, lease });
+    }
+    let count = selection.count();
+    let stored = |row| pairs.iter().find(|pair| pair.version.row == row).expect("a pair that was offered").encoded();
+    let taken = selection.take().into_iter().map(|selected| {
+        selected.pair_without_value(request.projection).unwrap_or_else(|| stored(selected.entry.version.row))
+    });
+    let (mut kvs, more) = selection.finish(taken.collect());
+    if request.projection == Projection::KeysOnly {
+        kvs.iter_mut().for_each(|kv| *kv = EncodedKv::without_value(kv));
+    }
+    RangeResponse { revision: Revision(9), kvs, more, count }
+}
+
+fn whole() -> RangeRequest {
+    RangeRequest {
+        range: KeyRange::from_wire(b"\0", b"\0"),
+        at: ReadAt::Latest,
+        limit: None,
+        sort: None,
+        filter: RevisionFilter::default(),
+        projection: Projection::Whole,
+    }
+}
+
+fn pair(number: i64, [modified, created, version]: [i64; 3], value: &str, lease: i64) -> Pair {
+    let row = RowId::new(Revision(modified), u32::try_from(number).unwrap());
+    Pair {
+        key: Key::from(format!("key {number:03}").as_bytes()),
+        version: Version { row, create_revision: Revision(created), version },
+        value: Bytes::copy_from_slice(value.as_bytes()),
+        lease: LeaseId::from_wire(lease),
+    }
+}
+
+/// In the order of their keys; numbers and values often the same.
+fn pairs() -> impl Strategy<Value = Vec<Pair>> {
+    let fields = (2..8_i64, 2..8_i64, 1..4_i64, prop::sample::select(vec!["", "a", "ab", "b"]), 0..3_i64);
+    vec(fields, 0..9).prop_map(|fields| {
+        let numbered = (0..).zip(fields);
+        numbered.map(|(number, (m, c, v, value, lease))| pair(number, [m, c, v], value, lease)).collect()
+    })
+}
+
+/// Requests of a range, as to what is selected of it.
+pub(super) fn ranges() -> impl Strategy<Value = RangeRequest> {
+    let bound = || option::weighted(0.2, (0..9_i64).prop_map(Revision));
+    let filter = (bound(), bound(), bound(), bound()).prop_map(|(mod_min, mod_max, create_min, create_max)| {
+        RevisionFilter { mod_min, mod_max, create_min, create_max }
+    });
+    let projection =
+        prop_oneof![3 => Just(Projection::Whole), 2 => Just(Projection::KeysOnly), 1 => Just(Projection::CountOnly)];
+    let limit = option::of(1..5_usize);
+    (filter, projection, limit, option::of(sorts())).prop_map(|(filter, projection, limit, sort)| {
+        // The edge never asks for both: with a filter etcd sorts all.
+        let scope = if filter == RevisionFilter::default() { None } else { Some(SortScope::All) };
+        let sort = sort.map(|sort| Sort { scope: scope.unwrap_or(sort.scope), ..sort });
+        RangeRequest { limit, sort, filter, projection, ..whole() }
+    })
+}
+
+fn sorts() -> impl Strategy<Value = Sort> {
+    let target = prop::sample::select(vec![
+        SortTarget::Key,
+        SortTarget::Version,
+        SortTarget::CreateRevision,
+        SortTarget::ModRevision,
+        SortTarget::Value,
+    ]);
+    let order = prop::sample::select(vec![SortOrder::Ascend, SortOrder::Descend]);
+    let scope = prop::sample::select(vec![SortScope::All, SortScope::FirstKeys]);
+    (target, order, scope).prop_map(|(target, order, scope)| Sort { target, order, scope })
+}

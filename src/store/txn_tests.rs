@@ -1,0 +1,517 @@
+//! Evaluation, batches and their application against the naive store of `model_tests`.
+//!
+//! Random requests run in batches on both. A batch is committed, taken back as after a conflict, or found in the log later as
+//! after an append of unknown outcome; compactions come in between. Revisions that a request names are given as distances
+//! from the head, so that reads of old, present, future and compacted revisions all happen. proptest prints what failed.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use bytes::Bytes;
+use parking_lot::{Mutex, RwLock};
+use proptest::{collection::vec, prelude::*, sample::select};
+use tokio::{
+    sync::{Notify, watch},
+    time::Instant,
+};
+
+use super::{
+    Error, Identity, Shared,
+    batch::Batch,
+    model_tests::Model,
+    request::{
+        Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, PutLease, PutRequest, PutResponse, PutValue,
+        RangeRequest, Relation, RevisionFilter, TxnRequest, TxnResponse,
+    },
+    select_tests,
+    txn::{Evaluation, Fetched, Stop},
+    values::ValueCache,
+};
+use crate::{
+    index::{CompactionCursor, Lease, ReadAt, TreeIndex},
+    lease,
+    log::{Append, Appended, memory::MemoryLog},
+    types::{ChangeKind, Key, KeyRange, LeaseId, Revision},
+    watch::Hub,
+};
+
+pub(super) const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "ba", "c"];
+const LEASES: [i64; 3] = [1, -2, 3];
+
+#[derive(Clone, Debug)]
+pub(super) enum Request {
+    Put(PutRequest),
+    Delete(DeleteRequest),
+    Txn(TxnRequest),
+    Grant { id: LeaseId, ttl_secs: i64 },
+    Revoke(LeaseId),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Outcome {
+    Put(PutResponse),
+    Delete(DeleteResponse),
+    Txn(TxnResponse),
+    Revision(Revision),
+}
+
+/// What becomes of a batch.
+#[derive(Clone, Copy, Debug)]
+enum Fate {
+    Committed,
+    /// The append met a conflict.
+    Dropped,
+    /// It is in the log, but nobody said so; the log is read again.
+    FoundLater,
+}
+
+#[derive(Clone, Debug)]
+struct Step {
+    requests: Vec<Request>,
+    fate: Fate,
+    /// Compacts afterwards, this far below the head.
+    compact: Option<i64>,
+}
+
+type Checked = Result<(), TestCaseError>;
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(3_000))]
+
+    #[test]
+    fn requests_do_and_answer_what_the_model_does(steps in vec(steps(), 1..8), cache_bytes in select(vec![0, 400, 1 << 20])) {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let mut world = World::new(cache_bytes);
+            for step in steps {
+                world.run(step).await?;
+            }
+            Ok::<_, TestCaseError>(())
+        })?;
+    }
+}
+
+#[tokio::test]
+async fn lease_that_was_granted_anew_unnoticed_has_its_new_ttl() -> Checked {
+    let id = LeaseId(1);
+    let step = |requests, fate| Step { requests, fate, compact: None };
+    let mut world = World::new(0);
+    world.run(step(vec![Request::Grant { id, ttl_secs: 10 }], Fate::Committed)).await?;
+    world.run(step(vec![Request::Revoke(id), Request::Grant { id, ttl_secs: 1_000 }], Fate::FoundLater)).await
+}
+
+/// The store's parts without its tasks, and the model.
+struct World {
+    shared: Shared,
+    batch: Batch,
+    fetched: Fetched,
+    model: Model,
+    /// What the log has.
+    committed: Model,
+}
+
+impl World {
+    fn new(cache_bytes: u64) -> Self {
+        let model = Model::new();
+        Self {
+            shared: shared(cache_bytes),
+            batch: Batch::new(Revision::EMPTY),
+            fetched: Fetched::new(),
+            committed: model.clone(),
+            model,
+        }
+    }
+
+    async fn run(&mut self, step: Step) -> Checked {
+        for request in &step.requests {
+            self.request(request).await?;
+        }
+        match step.fate {
+            Fate::Committed => self.commit().await?,
+            Fate::Dropped => {
+                self.model = self.committed.clone();
+                self.next_batch()?;
+            }
+            Fate::FoundLater => {
+                self.append().await?;
+                self.shared.resync().await.unwrap();
+                self.next_batch()?;
+            }
+        }
+        if let Some(back) = step.compact {
+            self.compact(back).await;
+        }
+        self.check_applied()
+    }
+
+    /// Evaluates one request as the writer does, and checks what came of it.
+    async fn request(&mut self, request: &Request) -> Checked {
+        let request = anchored(request, self.model.head);
+        let expected = self.on_model(&request);
+        let outcome = loop {
+            let before = format!("{:?}", self.batch);
+            let mark = self.batch.mark();
+            let stop = match self.evaluate(&request) {
+                Ok(outcome) => {
+                    let after = format!("{:?}", self.batch);
+                    self.batch.roll_back(mark);
+                    prop_assert_eq!(format!("{:?}", self.batch), before, "taken back as if it had not been");
+                    let again = self.evaluate(&request).map_err(|stop| TestCaseError::fail(format!("{stop:?}")))?;
+                    prop_assert_eq!(&again, &outcome, "the same once more");
+                    prop_assert_eq!(format!("{:?}", self.batch), after);
+                    break Ok(outcome);
+                }
+                Err(stop) => stop,
+            };
+            prop_assert_eq!(format!("{:?}", self.batch), before, "{:?} left the batch as it was", stop);
+            match stop {
+                Stop::Failed(error) => break Err(error),
+                Stop::NeedsValues(rows) => {
+                    prop_assert!(!rows.is_empty() && rows.iter().all(|row| !self.fetched.contains_key(row)));
+                    let found: HashMap<_, _> = self.shared.log.values(&rows).await.unwrap().into_iter().collect();
+                    prop_assert!(rows.iter().all(|row| found.contains_key(row)), "{:?} are in the log", rows);
+                    self.fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
+                }
+                Stop::NeedsCommit => {
+                    prop_assert!(!self.batch.changes().is_empty(), "there is something to commit");
+                    let after = self.model.clone();
+                    self.model = self.before_request();
+                    self.commit().await?;
+                    self.model = after;
+                }
+            }
+        };
+        prop_assert_eq!(&outcome, &expected, "{:?}", request);
+        self.check_batch()
+    }
+
+    fn evaluate(&mut self, request: &Request) -> Result<Outcome, Stop> {
+        let (index, leases) = (self.shared.index.read(), self.shared.leases.lock());
+        let mut evaluation = Evaluation::new(&index, &leases, &self.shared.values, &self.fetched, &mut self.batch);
+        match request {
+            Request::Put(put) => evaluation.put(put).map(Outcome::Put),
+            Request::Delete(delete) => evaluation.delete(delete).map(Outcome::Delete),
+            Request::Txn(txn) => evaluation.txn(txn).map(Outcome::Txn),
+            Request::Grant { id, ttl_secs } => evaluation.grant(*id, *ttl_secs).map(Outcome::Revision),
+            Request::Revoke(id) => evaluation.revoke(*id).map(Outcome::Revision),
+        }
+    }
+
+    /// The model moves on only where the request did not fail.
+    fn on_model(&mut self, request: &Request) -> Result<Outcome, Error> {
+        let mut model = self.model.clone();
+        let outcome = match request {
+            Request::Put(put) => model.put(put).map(Outcome::Put),
+            Request::Delete(delete) => Ok(Outcome::Delete(model.delete(delete))),
+            Request::Txn(txn) => model.txn(txn).map(Outcome::Txn),
+            Request::Grant { id, ttl_secs } => model.grant(*id, *ttl_secs).map(Outcome::Revision),
+            Request::Revoke(id) => model.revoke(*id).map(Outcome::Revision),
+        }?;
+        self.model = model;
+        Ok(outcome)
+    }
+
+    /// The model with all that the batch holds, and no more.
+    fn before_request(&self) -> Model {
+        let mut model = self.model.clone();
+        model.rows.truncate(self.committed.rows.len() + self.batch.changes().len());
+        model.lease_changes.truncate(self.committed.lease_changes.len() + self.batch.leases().len());
+        model.head = self.batch.head();
+        model
+    }
+
+    async fn append(&mut self) -> Checked {
+        let append =
+            Append { expected_head: self.batch.base(), changes: self.batch.changes(), leases: self.batch.leases() };
+        prop_assert_eq!(self.shared.log.append(append).await.unwrap(), Appended::Done);
+        self.committed = self.model.clone();
+        Ok(())
+    }
+
+    async fn commit(&mut self) -> Checked {
+        self.append().await?;
+        self.shared.fill_prev(self.batch.changes_mut()).await;
+        for (change, row) in self.batch.changes().iter().zip(self.new_rows(&self.batch)) {
+            let prev = change.prev.as_ref().map(|prev| prev.kv.clone());
+            let expected = row.prev.as_ref().map(|pair| Some(pair.encoded()));
+            prop_assert_eq!(prev, expected, "{:?}", change);
+        }
+        self.shared.apply_batch(&self.batch, Instant::now());
+        self.next_batch()
+    }
+
+    fn next_batch(&mut self) -> Checked {
+        let head = self.shared.index.read().head();
+        prop_assert_eq!(head, self.model.head);
+        self.batch = Batch::new(head);
+        self.fetched.clear();
+        Ok(())
+    }
+
+    async fn compact(&mut self, back: i64) {
+        let revision = Revision(self.model.head.0 - back);
+        let mut removed = Vec::new();
+        {
+            let mut index = self.shared.index.write();
+            index.begin_compaction(revision);
+            while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
+        }
+        self.shared.log.purge(&removed).await.unwrap();
+        self.model.compact_revision = self.model.compact_revision.max(Some(revision));
+        self.committed.compact_revision = self.model.compact_revision;
+    }
+
+    // Checks.
+
+    fn new_rows(&self, batch: &Batch) -> Vec<super::model_tests::Row> {
+        let from = self.model.rows.iter().filter(|row| row.id.revision <= batch.base()).count();
+        self.model.rows[from..].to_vec()
+    }
+
+    /// The batch holds what the model did since its base.
+    fn check_batch(&self) -> Checked {
+        prop_assert_eq!(self.batch.head(), self.model.head);
+        let rows = self.new_rows(&self.batch);
+        prop_assert_eq!(self.batch.changes().len(), rows.len());
+        for (change, row) in self.batch.changes().iter().zip(&rows) {
+            prop_assert_eq!((change.row, &change.key, change.prev_lease), (row.id, &row.key, row.prev_lease));
+            let prev = change.prev.as_ref().map(|prev| prev.row);
+            prop_assert_eq!(prev, row.prev.as_ref().map(|pair| pair.version.row), "{:?}", change);
+            if let Some(kv) = change.prev.as_ref().and_then(|prev| prev.kv.as_ref()) {
+                prop_assert_eq!(kv, &row.prev.as_ref().unwrap().encoded());
+            }
+            match (&change.kind, &row.pair) {
+                (ChangeKind::Put { kv, create_revision, version, lease }, Some(pair)) => {
+                    prop_assert_eq!(kv, &pair.encoded());
+                    let expected = (pair.version.create_revision, pair.version.version, pair.lease);
+                    prop_assert_eq!((*create_revision, *version, *lease), expected);
+                }
+                (ChangeKind::Delete, None) => {}
+                (ChangeKind::Put { .. } | ChangeKind::Delete, _) => prop_assert!(false, "{change:?} is {row:?}"),
+            }
+        }
+        let lease_changes = &self.model.lease_changes[self.committed.lease_changes.len()..];
+        prop_assert_eq!(self.batch.leases(), lease_changes);
+        let leases = self.shared.leases.lock();
+        for id in LEASES.map(LeaseId) {
+            prop_assert_eq!(self.batch.lease_exists(&leases, id), self.model.leases.contains_key(&id), "{:?}", id);
+            prop_assert_eq!(self.batch.lease_keys(&leases, id), self.model.lease_keys(id), "{:?}", id);
+        }
+        Ok(())
+    }
+
+    /// Index, leases and cached values say what the model says, with nothing in a batch.
+    fn check_applied(&self) -> Checked {
+        let index = self.shared.index.read();
+        let oldest = self.model.compact_revision.unwrap_or(Revision(0));
+        for at in (oldest.0..=index.head().0).map(Revision) {
+            let live: Vec<_> = index.range(.., at).map(|(key, entry)| (key.clone(), entry.version)).collect();
+            let expected: Vec<_> = self.model.live_at(at).into_iter().map(|pair| (pair.key, pair.version)).collect();
+            prop_assert_eq!(live, expected, "at {}", at);
+        }
+        for pair in self.model.live() {
+            let entry = index.get(&pair.key, index.head()).expect("as the model");
+            prop_assert_eq!(entry.lease, Lease::Known(pair.lease), "{:?}", &pair.key);
+            if let Some(cached) = self.shared.values.get(pair.version.row) {
+                prop_assert_eq!(cached, pair.encoded());
+            }
+        }
+        let now = Instant::now();
+        let leases = self.shared.leases.lock();
+        let listed: BTreeSet<LeaseId> = leases.list(now).into_iter().collect();
+        prop_assert_eq!(listed, self.model.leases.keys().copied().collect());
+        for (id, ttl_secs) in &self.model.leases {
+            let remaining = leases.remaining(*id, now).expect("it is listed");
+            prop_assert_eq!((remaining.granted_secs, remaining.keys), (*ttl_secs, self.model.lease_keys(*id)));
+        }
+        Ok(())
+    }
+}
+
+fn shared(cache_bytes: u64) -> Shared {
+    Shared {
+        log: Arc::new(MemoryLog::default()),
+        identity: Identity { cluster_id: 1, member_id: 1 },
+        hub: Arc::new(Hub::new(Revision::EMPTY, None)),
+        index: RwLock::new(TreeIndex::new()),
+        leases: Mutex::new(lease::Table::default()),
+        values: ValueCache::new(cache_bytes),
+        lease_deadline: Notify::new(),
+        compaction: Notify::new(),
+        compaction_done: watch::Sender::new(None),
+    }
+}
+
+// Requests.
+
+/// The request with its distances from the head made revisions.
+fn anchored(request: &Request, head: Revision) -> Request {
+    let mut request = request.clone();
+    if let Request::Txn(txn) = &mut request {
+        anchor(txn, head);
+    }
+    request
+}
+
+fn anchor(txn: &mut TxnRequest, head: Revision) {
+    let revision = |back: i64| head.0 - back;
+    for compare in &mut txn.compares {
+        if let CompareTarget::CreateRevision(back) | CompareTarget::ModRevision(back) = &mut compare.target {
+            *back = revision(*back).max(0);
+        }
+    }
+    for op in txn.success.iter_mut().chain(&mut txn.failure) {
+        match op {
+            Op::Range(range) => {
+                if let ReadAt::Revision(at) = &mut range.at {
+                    // Only 0 is the head in a transaction, and the edge has made it so.
+                    *at = Revision(if revision(at.0) == 0 { -1 } else { revision(at.0) });
+                }
+                let RevisionFilter { mod_min, mod_max, create_min, create_max } = &mut range.filter;
+                for back in [mod_min, mod_max, create_min, create_max].into_iter().flatten() {
+                    *back = Revision(revision(back.0));
+                }
+            }
+            Op::Txn(nested) => anchor(nested, head),
+            Op::Put(_) | Op::Delete(_) => {}
+        }
+    }
+}
+
+fn steps() -> impl Strategy<Value = Step> {
+    let fate = prop_oneof![6 => Just(Fate::Committed), 1 => Just(Fate::Dropped), 2 => Just(Fate::FoundLater)];
+    let compact = prop::option::weighted(0.3, 0..4_i64);
+    (vec(requests(), 0..6), fate, compact).prop_map(|(requests, fate, compact)| Step { requests, fate, compact })
+}
+
+pub(super) fn requests() -> impl Strategy<Value = Request> {
+    let id = || select(LEASES.to_vec()).prop_map(LeaseId);
+    prop_oneof![
+        4 => puts().prop_map(Request::Put),
+        2 => deletes().prop_map(Request::Delete),
+        6 => txns(2).prop_map(|txn| Request::Txn(distinct(txn))),
+        2 => (id(), 2..5_i64).prop_map(|(id, ttl)| Request::Grant { id, ttl_secs: ttl * 1_000 }),
+        1 => id().prop_map(Request::Revoke),
+    ]
+}
+
+fn puts() -> impl Strategy<Value = PutRequest> {
+    let value = prop_oneof![
+        4 => select(vec!["", "x", "y", "a longer value"]).prop_map(|value| PutValue::New(Bytes::from_static(value.as_bytes()))),
+        1 => Just(PutValue::Keep),
+    ];
+    let lease = prop_oneof![
+        4 => Just(PutLease::Set(None)),
+        4 => select(LEASES.to_vec()).prop_map(|id| PutLease::Set(Some(LeaseId(id)))),
+        2 => Just(PutLease::Keep),
+    ];
+    (select(KEYS.to_vec()), value, lease, any::<bool>()).prop_map(|(key, value, lease, prev_kv)| PutRequest {
+        key: Bytes::from_static(key.as_bytes()),
+        value,
+        lease,
+        prev_kv,
+    })
+}
+
+fn deletes() -> impl Strategy<Value = DeleteRequest> {
+    (key_ranges(), any::<bool>()).prop_map(|(range, prev_kv)| DeleteRequest { range, prev_kv })
+}
+
+/// Single keys, and spans that are open, closed or empty.
+pub(super) fn key_ranges() -> impl Strategy<Value = KeyRange> {
+    let key = || select([&KEYS[..], &["\0", "aa", "bb", "d"]].concat());
+    prop_oneof![
+        4 => key().prop_map(|key| KeyRange::Single(Key::from(key.as_bytes()))),
+        1 => key().prop_map(|key| KeyRange::Span { start: Key::from(key.as_bytes()), end: None }),
+        4 => (key(), key()).prop_map(|(start, end)| KeyRange::from_wire(start.as_bytes(), end.as_bytes())),
+    ]
+}
+
+fn compares() -> impl Strategy<Value = Compare> {
+    let relation = select(vec![
+        Relation::Equal,
+        Relation::NotEqual,
+        Relation::Greater,
+        Relation::Less,
+        Relation::Equal,
+        Relation::Unknown,
+    ]);
+    let target = prop_oneof![
+        (0..4_i64).prop_map(CompareTarget::Version),
+        (0..6_i64).prop_map(CompareTarget::CreateRevision),
+        (0..6_i64).prop_map(CompareTarget::ModRevision),
+        select(vec!["", "x", "y"]).prop_map(|value| CompareTarget::Value(Bytes::from_static(value.as_bytes()))),
+        select(vec![0, 1, -2, 3]).prop_map(CompareTarget::Lease),
+        Just(CompareTarget::Unknown),
+    ];
+    (key_ranges(), relation, target).prop_map(|(range, relation, target)| Compare { range, relation, target })
+}
+
+fn ranges() -> impl Strategy<Value = RangeRequest> {
+    let at = prop_oneof![
+        8 => Just(ReadAt::Latest),
+        4 => (0..5_i64).prop_map(|back| ReadAt::Revision(Revision(back))),
+        1 => select(vec![-2, -1, 40]).prop_map(|back| ReadAt::Revision(Revision(back))),
+    ];
+    (select_tests::ranges(), key_ranges(), at).prop_map(|(request, range, at)| RangeRequest { range, at, ..request })
+}
+
+fn txns(depth: u32) -> BoxedStrategy<TxnRequest> {
+    let op = || {
+        let leaf = prop_oneof![
+            4 => puts().prop_map(Op::Put),
+            2 => deletes().prop_map(Op::Delete),
+            3 => ranges().prop_map(Op::Range),
+        ];
+        if depth == 0 {
+            return leaf.boxed();
+        }
+        prop_oneof![6 => leaf, 1 => txns(depth - 1).prop_map(Op::Txn)].boxed()
+    };
+    (vec(compares(), 0..3), vec(op(), 0..4), vec(op(), 0..4))
+        .prop_map(|(compares, success, failure)| TxnRequest { compares, success, failure })
+        .boxed()
+}
+
+/// Leaves out the puts that the edge refuses: a key put twice, or put and deleted by a range, in one branch; a delete to the
+/// end of the key space counts for nothing there.
+fn distinct(mut txn: TxnRequest) -> TxnRequest {
+    for branch in [&mut txn.success, &mut txn.failure] {
+        let mut taken = Vec::new();
+        deleted(branch, &mut taken);
+        leave_out_puts(branch, &mut taken);
+    }
+    txn
+}
+
+fn deleted(ops: &[Op], ranges: &mut Vec<KeyRange>) {
+    for op in ops {
+        match op {
+            Op::Delete(DeleteRequest { range: KeyRange::Span { end: None, .. }, .. }) => {}
+            Op::Delete(delete) => ranges.push(delete.range.clone()),
+            Op::Txn(nested) => {
+                deleted(&nested.success, ranges);
+                deleted(&nested.failure, ranges);
+            }
+            Op::Put(_) | Op::Range(_) => {}
+        }
+    }
+}
+
+fn leave_out_puts(ops: &mut Vec<Op>, taken: &mut Vec<KeyRange>) {
+    ops.retain_mut(|op| match op {
+        Op::Put(put) => {
+            let free = !taken.iter().any(|range| range.contains(&put.key));
+            taken.push(KeyRange::Single(Key::from(&put.key[..])));
+            free
+        }
+        Op::Txn(nested) => {
+            leave_out_puts(&mut nested.success, taken);
+            leave_out_puts(&mut nested.failure, taken);
+            true
+        }
+        Op::Range(_) | Op::Delete(_) => true,
+    });
+}
