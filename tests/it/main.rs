@@ -9,6 +9,7 @@ mod kube_trace;
 mod kv;
 mod lease;
 mod services;
+mod size;
 mod slow_watch;
 mod start;
 mod support;
