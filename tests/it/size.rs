@@ -43,8 +43,10 @@ async fn large_store_is_read_in_pages_and_shrinks_after_compaction() {
     let (file_after, memory_after) = (file_bytes(&mut client).await, memory_kib(&server));
     println!("file {file} to {file_after} bytes, memory {memory} to {memory_after} KiB");
     assert!(file_after < file / 4, "free pages go back to the file system: {file_after} of {file}");
-    // What the allocator keeps for itself is not the index's.
-    assert!(memory_after < memory + 64 * 1024, "{memory_after} of {memory} KiB");
+    // A small index is less than what the allocator keeps for itself.
+    if keys >= 1_000_000 {
+        assert!(memory_after < memory * 3 / 4, "the index lets go of its memory: {memory_after} of {memory} KiB");
+    }
     let database = server.data_dir().join("orlop.db");
     eventually("the file on the disk follows", || {
         let bytes = database.metadata().map(|metadata| metadata.len()).unwrap_or(u64::MAX);
