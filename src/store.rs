@@ -276,6 +276,8 @@ impl Store {
 #[cfg(test)]
 mod batch_tests;
 #[cfg(test)]
+mod compactor_tests;
+#[cfg(test)]
 mod model_tests;
 #[cfg(test)]
 mod select_tests;

@@ -138,6 +138,12 @@ impl Change {
         }
     }
 
+    /// Whether its event shows a previous pair, and that is not at hand.
+    pub fn lacks_prev(&self) -> bool {
+        !matches!(self.kind, ChangeKind::Put { version: 1, .. })
+            && self.prev.as_ref().is_some_and(|prev| prev.kv.is_none())
+    }
+
     pub fn is_delete(&self) -> bool {
         matches!(self.kind, ChangeKind::Delete)
     }

@@ -54,3 +54,6 @@ pub struct Flavor {
 
 /// The id of a message that is about no single watch.
 pub const NO_WATCH: WatchId = WatchId(-1);
+
+#[cfg(test)]
+mod delivery_tests;

@@ -118,15 +118,18 @@ impl KeyIndex {
     }
 
     /// Drops what no read at or above `revision` needs: all but the newest row at or below it, and that one too if it is a
-    /// tombstone below it. A tombstone at exactly `revision` stays, because a watch may start there.
+    /// tombstone below it. Every row of exactly `revision` stays, because a watch may start there, and because the log
+    /// knows its head by its newest revision's first row.
     pub(super) fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) -> Fate {
+        if self.has_row_at(revision) {
+            self.drop_before(revision, removed);
+            return Fate::Keep;
+        }
         if self.newest.row.revision > revision {
             if let Some(history) = &mut self.history {
                 history.compact(revision, removed);
-                if history.closed.is_empty() && history.earlier.is_empty() {
-                    self.history = None;
-                }
             }
+            self.forget_empty_history();
             return Fate::Keep;
         }
         if let Some(history) = self.history.take() {
@@ -143,6 +146,32 @@ impl KeyIndex {
             return Fate::Drop;
         }
         Fate::Keep
+    }
+
+    fn has_row_at(&self, revision: Revision) -> bool {
+        let in_history = |history: &History| {
+            has_row_at(&history.earlier, revision)
+                || history.closed.iter().any(|g| g.tombstone.revision == revision || has_row_at(&g.puts, revision))
+        };
+        self.newest.row.revision == revision || self.history.as_deref().is_some_and(in_history)
+    }
+
+    fn drop_before(&mut self, revision: Revision, removed: &mut Vec<RowId>) {
+        let Some(history) = &mut self.history else { return };
+        history.drop_before(revision, removed);
+        if let [only] = history.closed.as_slice()
+            && only.puts.is_empty()
+            && only.tombstone == self.newest.row
+        {
+            history.closed.clear();
+        }
+        self.forget_empty_history();
+    }
+
+    fn forget_empty_history(&mut self) {
+        if self.history.as_ref().is_some_and(|history| history.closed.is_empty() && history.earlier.is_empty()) {
+            self.history = None;
+        }
     }
 }
 
@@ -190,7 +219,23 @@ impl History {
         None
     }
 
-    /// For a key whose newest row is above `revision`.
+    /// For a key that has a row at `revision`, which supersedes all before it.
+    fn drop_before(&mut self, revision: Revision, removed: &mut Vec<RowId>) {
+        let older = count_until(&self.earlier, revision.prev());
+        removed.extend(self.earlier.drain(..older));
+        let older = self.closed.partition_point(|generation| generation.tombstone.revision < revision);
+        removed.extend(self.closed.drain(..older).flat_map(Generation::into_rows));
+        if let Some(generation) = self.closed.first_mut() {
+            let older = count_until(&generation.puts, revision.prev());
+            removed.extend(generation.puts.drain(..older));
+            generation.first_version += older as i64;
+            if generation.puts.is_empty() {
+                *generation = Generation::only(generation.tombstone);
+            }
+        }
+    }
+
+    /// For a key whose newest row is above `revision` and that has none at it.
     fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) {
         let puts = count_until(&self.earlier, revision);
         if puts > 0 {
@@ -204,9 +249,6 @@ impl History {
         let generation = &mut self.closed[0];
         if generation.tombstone.revision < revision {
             removed.extend(self.closed.remove(0).into_rows());
-        } else if generation.tombstone.revision == revision {
-            removed.append(&mut generation.puts);
-            *generation = Generation::only(generation.tombstone);
         } else {
             let puts = count_until(&generation.puts, revision);
             removed.extend(generation.puts.drain(..puts - 1));
@@ -228,6 +270,10 @@ impl Generation {
     fn into_rows(self) -> impl Iterator<Item = RowId> {
         self.puts.into_iter().chain([self.tombstone])
     }
+}
+
+fn has_row_at(rows: &[RowId], revision: Revision) -> bool {
+    count_until(rows, revision) > count_until(rows, revision.prev())
 }
 
 /// How many of these rows, in order, lie at or below the revision.

@@ -15,12 +15,14 @@ use crate::types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId,
 
 const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "ba", "c"];
 
-/// One key's part of a transaction. A transaction may delete a key and put it again, but not put it twice.
+/// One key's part of a transaction. A transaction may delete a key and put it again, or put it and delete it with all keys,
+/// but not put it twice.
 #[derive(Clone, Copy, Debug)]
 enum Op {
     Put { key: usize, lease: i64 },
     Delete { key: usize },
     DeleteAndPut { key: usize, lease: i64 },
+    PutAndDelete { key: usize, lease: i64 },
 }
 
 /// Every change ever made, in order, and what compactions did to the store.
@@ -140,7 +142,8 @@ fn older_compaction_does_not_bring_the_compact_revision_back() {
 fn histories(transactions_max: usize) -> impl Strategy<Value = Vec<Vec<Op>>> {
     let op = (0..KEYS.len(), 0..3_i64, 0..8_u32).prop_map(|(key, lease, kind)| match kind {
         0..4 => Op::Put { key, lease },
-        4..7 => Op::Delete { key },
+        4..6 => Op::Delete { key },
+        6 => Op::PutAndDelete { key, lease },
         _ => Op::DeleteAndPut { key, lease },
     });
     let transaction = vec(op, 1..5).prop_map(|mut ops| {
@@ -276,6 +279,10 @@ impl Model {
                     }
                     self.put(next_row(), key, lease);
                 }
+                Op::PutAndDelete { key, lease } => {
+                    self.put(next_row(), key, lease);
+                    self.delete(next_row(), key);
+                }
             }
         }
     }
@@ -352,12 +359,12 @@ impl Model {
         going
     }
 
-    /// A row goes when a newer row of its key lies at or below the compact revision, or as a tombstone below it.
+    /// A row below the compact revision goes when a newer row of its key lies at or below it, or as a tombstone.
     fn goes(&self, change: &Change) -> bool {
         let Some(compacted) = self.compact_revision else { return false };
         let newer = |other: &&Change| other.key == change.key && other.row > change.row;
-        self.changes.iter().filter(newer).any(|newer| newer.row.revision <= compacted)
-            || (change.is_delete() && change.row.revision < compacted)
+        let superseded = || self.changes.iter().filter(newer).any(|newer| newer.row.revision <= compacted);
+        change.row.revision < compacted && (change.is_delete() || superseded())
     }
 
     fn survivors(&self) -> impl Iterator<Item = &Change> {
@@ -368,7 +375,10 @@ impl Model {
 impl Op {
     fn key(self) -> usize {
         match self {
-            Self::Put { key, .. } | Self::Delete { key } | Self::DeleteAndPut { key, .. } => key,
+            Self::Put { key, .. }
+            | Self::Delete { key }
+            | Self::DeleteAndPut { key, .. }
+            | Self::PutAndDelete { key, .. } => key,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Frees what a compaction made unreadable: first in the index, then in the log, a little at a time between client writes.
 
-use std::{cmp::Reverse, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use tokio::{sync::watch, task::yield_now, time::sleep};
 use tracing::{info, warn};
@@ -50,20 +50,24 @@ async fn compact(shared: &Shared, garbage: &mut Vec<RowId>) {
     }
 }
 
-/// Deletes the rows in the order in which they lie on the disk, so that a step touches few pages and empties them.
-async fn purge(shared: &Shared, garbage: &mut Vec<RowId>) {
-    garbage.sort_unstable_by_key(|row| Reverse(*row));
-    while !garbage.is_empty() {
-        let rest = garbage.len().saturating_sub(PURGE_ROWS);
-        match shared.log.purge(&garbage[rest..]).await {
+/// Deletes rows in their order. A key's tombstone comes behind the puts that it ends: with the tombstone gone and a stop
+/// before the puts are, the key would live again after the next start. And rows that lie together on the disk go together,
+/// so that a step touches few pages and empties them.
+pub(super) async fn purge(shared: &Shared, garbage: &mut Vec<RowId>) {
+    garbage.sort_unstable();
+    let mut rows = garbage.as_slice();
+    while !rows.is_empty() {
+        let (now, later) = rows.split_at(rows.len().min(PURGE_ROWS));
+        match shared.log.purge(now).await {
             Ok(()) => {
-                garbage.truncate(rest);
+                rows = later;
                 sleep(PURGE_PAUSE).await;
             }
             Err(error) => {
-                warn!(%error, rows = garbage.len(), "deleting compacted rows failed; it is tried again");
+                warn!(%error, rows = rows.len(), "deleting compacted rows failed; it is tried again");
                 sleep(RETRY_PAUSE).await;
             }
         }
     }
+    garbage.clear();
 }

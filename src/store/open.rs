@@ -71,7 +71,7 @@ impl Store {
 }
 
 /// The index, and the rows that were compacted away but are still there.
-async fn restore(log: &dyn Log, meta: &Meta) -> Result<(TreeIndex, Vec<RowId>)> {
+pub(super) async fn restore(log: &dyn Log, meta: &Meta) -> Result<(TreeIndex, Vec<RowId>)> {
     let started = WallInstant::now();
     let mut reported = started;
     let mut index = TreeIndex::new();

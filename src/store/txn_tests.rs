@@ -330,7 +330,7 @@ impl World {
     }
 }
 
-fn shared(cache_bytes: u64) -> Shared {
+pub(super) fn shared(cache_bytes: u64) -> Shared {
     Shared {
         log: Arc::new(MemoryLog::default()),
         identity: Identity { cluster_id: 1, member_id: 1 },

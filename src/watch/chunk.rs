@@ -8,7 +8,7 @@ use super::Flavor;
 use crate::types::{Change, EncodedEvent, Revision};
 
 /// Events after which a chunk ends with its revision, in bytes.
-const CHUNK_BYTES_MAX: usize = 1 << 20;
+const CHUNK_BYTES_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
 
 /// The events of one or more whole revisions, encoded one behind the other as `WatchResponse.events`.
 #[derive(Clone, Debug)]
@@ -81,7 +81,7 @@ impl Chunk {
 }
 
 impl Flavor {
-    fn admits(self, change: &Change) -> bool {
+    pub(super) fn admits(self, change: &Change) -> bool {
         if change.is_delete() { self.deletes } else { self.puts }
     }
 }

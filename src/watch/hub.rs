@@ -282,9 +282,14 @@ impl State {
             if members.is_empty() {
                 continue;
             }
-            let chunks = Chunk::cut(changes.iter().copied(), *flavor, encode);
+            // A watch that joined after the previous pairs were gathered reads what it needs from the log.
+            let lacking = changes.iter().find(|change| flavor.prev_kv && flavor.admits(change) && change.lacks_prev());
+            let lacking = lacking.map(|change| change.row.revision);
+            let complete = changes.iter().copied();
+            let complete = complete.take_while(|change| lacking.is_none_or(|lacking| change.row.revision < lacking));
+            let chunks = Chunk::cut(complete, *flavor, encode);
             let before = members.len();
-            members.retain_mut(|member| chunks.iter().all(|chunk| member.send(chunk, head)));
+            members.retain_mut(|member| chunks.iter().all(|chunk| member.send(chunk, head)) && member.stays(lacking));
             if flavor.prev_kv {
                 self.prev_kv_members -= before - members.len();
             }
@@ -299,6 +304,14 @@ pub(super) fn encode(change: &Change, flavor: Flavor) -> EncodedEvent {
 impl Member {
     fn is(&self, outbox: &Arc<Outbox>, id: WatchId) -> bool {
         self.id == id && Arc::ptr_eq(&self.outbox, outbox)
+    }
+
+    /// Returns false if it must read the log from a revision on.
+    fn stays(&self, lacking: Option<Revision>) -> bool {
+        if let Some(next) = lacking {
+            self.outbox.fall_behind(self.id, next);
+        }
+        lacking.is_none()
     }
 
     /// Returns false if the client is too slow for the hub.

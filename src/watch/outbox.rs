@@ -19,12 +19,12 @@ use tokio::sync::Notify;
 use super::chunk::Chunk;
 use crate::types::{Revision, WatchId};
 
-/// Bytes of events that may wait on one stream.
-const OUTBOX_BYTES_MAX: usize = 8 << 20;
+/// Bytes of events that may wait on one stream. Unit tests have it full soon.
+const OUTBOX_BYTES_MAX: usize = if cfg!(test) { 1 << 10 } else { 8 << 20 };
 /// What a message costs beside its events.
 const MESSAGE_BYTES: usize = 96;
 /// Events of one watch that are sent as one message, in bytes, when several wait.
-const MERGE_BYTES_MAX: usize = 1 << 20;
+const MERGE_BYTES_MAX: usize = if cfg!(test) { 256 } else { 1 << 20 };
 
 /// An answer on a watch stream.
 #[derive(Clone, Debug)]

@@ -1,0 +1,95 @@
+//! What a compaction leaves in the log, wherever a stop cuts it off.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use tokio::time::timeout;
+
+use super::{
+    Settings, Store,
+    compactor::purge,
+    open::restore,
+    request::{CompactionWait, DeleteRequest, Op, PutLease, PutRequest, PutValue, TxnRequest},
+    txn_tests::shared,
+};
+use crate::{
+    index::{CompactionCursor, TreeIndex},
+    log::{Append, Appended, SqliteLog},
+    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Revision, RowId, Version},
+};
+
+/// The rows that go are more than are deleted at once, so a stop falls between a key's put and its tombstone.
+#[tokio::test(start_paused = true)]
+async fn stop_amid_a_purge_brings_no_deleted_key_back() {
+    let shared = shared(0);
+    let changes = created_and_deleted(801);
+    let append = Append { expected_head: Revision::EMPTY, changes: &changes, leases: &[] };
+    assert_eq!(shared.log.append(append).await.unwrap(), Appended::Done);
+    let head = changes.last().expect("changes").row.revision;
+    shared.log.compact(head).await.unwrap();
+
+    let mut index = TreeIndex::new();
+    changes.iter().for_each(|change| index.apply(change));
+    index.begin_compaction(head);
+    let mut garbage = Vec::new();
+    while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut garbage) {}
+    // Ends in the pause behind the first transaction.
+    timeout(Duration::from_millis(1), purge(&shared, &mut garbage)).await.unwrap_err();
+
+    let meta = shared.log.meta().await.unwrap();
+    let (restored, _) = restore(&*shared.log, &meta).await.unwrap();
+    let live: Vec<Key> = restored.range(.., head).map(|(key, _)| key.clone()).collect();
+    assert_eq!(live, [Key::from(&b"a"[..]), Key::from(&b"z"[..])]);
+}
+
+/// Keys that were each put and then deleted between two that are put twice, so that pairs of rows that go begin at an odd
+/// place from either end.
+fn created_and_deleted(keys: usize) -> Vec<Change> {
+    let put = |key: &str| (key.to_owned(), true);
+    let pairs = (0..keys).flat_map(|number| [true, false].map(|put| (format!("key {number:05}"), put)));
+    let ops = [put("a"), put("a")].into_iter().chain(pairs).chain([put("z"), put("z")]);
+    let mut changes: Vec<Change> = Vec::new();
+    for (revision, (key, is_put)) in (2..).map(Revision).zip(ops) {
+        let before = changes.last().filter(|before| is_put && *before.key == *key.as_bytes());
+        let row = RowId::new(revision, 0);
+        let create_revision = before.map_or(revision, |before| before.row.revision);
+        let version = Version { row, create_revision, version: if before.is_some() { 2 } else { 1 } };
+        let kv = EncodedKv::new(key.as_bytes(), version, b"value", None);
+        let put = ChangeKind::Put { kv, create_revision, version: version.version, lease: None };
+        let kind = if is_put { put } else { ChangeKind::Delete };
+        changes.push(Change { row, key: Key::from(key.as_bytes()), kind, prev: None, prev_lease: None });
+    }
+    changes
+}
+
+/// A transaction may put a key and delete all keys; what is left of it is its second change.
+#[tokio::test]
+async fn compaction_at_the_head_keeps_the_head() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("log.db");
+    let open = async || {
+        let log = Arc::new(SqliteLog::open(&file).await.unwrap());
+        Store::open(log, Settings { value_cache_bytes: 0 }).await.unwrap()
+    };
+    let put = || PutRequest {
+        key: Bytes::from_static(b"a"),
+        value: PutValue::New(Bytes::from_static(b"value")),
+        lease: PutLease::Set(None),
+        prev_kv: false,
+    };
+    let delete = DeleteRequest { range: KeyRange::from_wire(b"\0", b"\0"), prev_kv: false };
+
+    let store = open().await;
+    let success = vec![Op::Put(put()), Op::Delete(delete)];
+    let txn = TxnRequest { compares: vec![], success, failure: vec![] };
+    assert_eq!(store.txn(txn).await.unwrap().revision, Revision(2));
+    store.compact(Revision(2), CompactionWait::ForRows).await.unwrap();
+    assert_eq!(store.log().meta().await.unwrap().head, Revision(2));
+    store.stop().await;
+    drop(store);
+
+    let store = open().await;
+    assert_eq!(store.head(), Revision(2));
+    assert_eq!(store.put(put()).await.unwrap().revision, Revision(3));
+    store.stop().await;
+}
