@@ -152,6 +152,7 @@ impl Hub {
             return false;
         }
         if let Some(start) = newest_start.filter(|start| *start > state.head) {
+            state.progress.retain(|(_, other)| !Arc::ptr_eq(other, outbox));
             state.progress.push((start, Arc::clone(outbox)));
             return false;
         }
@@ -323,5 +324,23 @@ impl Member {
             self.outbox.fall_behind(self.id, chunk.first());
         }
         taken
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stream_that_waits_with_its_progress_is_remembered_once() {
+        let hub = Hub::new(Revision::EMPTY, None);
+        let outbox = Arc::new(Outbox::new());
+        for start in [9, 9, 8, 7] {
+            assert!(!hub.progress(&outbox, Some(Revision(start))));
+        }
+        let waiting = |hub: &Hub| hub.state.lock().progress.iter().map(|(start, _)| start.0).collect::<Vec<_>>();
+        assert_eq!(waiting(&hub), [7]);
+        hub.publish(&[], Revision(7), || {});
+        assert_eq!(waiting(&hub), [0; 0]);
     }
 }

@@ -92,7 +92,13 @@ impl Session {
     pub fn cancel(&mut self, id: WatchId) {
         if let Some(watch) = self.watches.remove(&id) {
             self.hub.leave(&self.outbox, id, &watch.spec);
+            // What is known of it must not be taken for the next one's that chooses its id.
+            self.take_lagging();
+            self.behind.retain(|behind| *behind != id);
             self.hub.at_head(|revision| self.outbox.push(Message::Canceled { id, revision }));
+            // Progress may have waited for it alone.
+            self.progress_wanted &= !self.watches.is_empty();
+            self.try_progress();
         }
     }
 
@@ -139,6 +145,7 @@ impl Session {
         let Some(id) = self.behind.front().copied() else { return Ok(()) };
         let Some(Watch { spec, state: State::Behind { next } }) = self.watches.get(&id) else {
             self.behind.pop_front();
+            self.try_progress();
             return Ok(());
         };
         let prev = if spec.flavor.prev_kv { WithPrev::Yes } else { WithPrev::No };
