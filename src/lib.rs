@@ -22,7 +22,7 @@
 //! - [`store`]: requests, the writer that commits them in groups, the readers
 //! - [`api`]: etcd's gRPC services
 //! - [`config`], [`server`]: settings, and the process put together
-//! - [`bench`]: a load on any etcd endpoint
+//! - [`mod@bench`]: a load on any etcd endpoint
 //!
 //! What must hold:
 //!

@@ -95,9 +95,9 @@ pub struct Size {
 pub trait Log: Send + Sync + 'static {
     async fn meta(&self) -> Result<Meta>;
 
-    /// The rows of the revisions from `from` on, values left out (every put's pair has an empty one), at most about
-    /// `limit` revisions. Empty at the end of the log.
-    async fn replay(&self, from: Revision, limit: usize) -> Result<Page>;
+    /// The rows from `from` on in their order, values left out (every put's pair has an empty one), at most about `limit` of
+    /// them. Empty at the end of the log.
+    async fn replay(&self, from: RowId, limit: usize) -> Result<Vec<Change>>;
 
     /// Appends all of it if the head is the expected one, and nothing otherwise. Durable once it returns.
     ///

@@ -65,13 +65,10 @@ impl Log for MemoryLog {
         })
     }
 
-    async fn replay(&self, from: Revision, limit: usize) -> Result<Page> {
+    async fn replay(&self, from: RowId, limit: usize) -> Result<Vec<Change>> {
         let state = self.0.lock();
-        let rows = || state.rows.iter().filter(|change| change.row.revision >= from);
-        let revisions: BTreeSet<Revision> = rows().map(|change| change.row.revision).take(limit).collect();
-        let next = revisions.last().map_or(from, |last| last.next());
-        let changes = rows().filter(|change| change.row.revision < next);
-        Ok(Page { changes: changes.map(|change| state.read(change, WithPrev::No)).collect(), next })
+        let rows = state.rows.iter().filter(|change| change.row >= from).take(limit);
+        Ok(rows.map(|change| state.read(change, WithPrev::No)).collect())
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {

@@ -24,7 +24,7 @@ use tokio::sync::Mutex;
 
 use self::{checkpoint::Checkpointer, lock::FileLock};
 use super::{Append, Appended, Error, Log, Meta, Page, Result, RowColumns, Size, WithPrev};
-use crate::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
+use crate::types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
 /// Readers beyond this wait for one another.
 const READERS_MAX: u32 = 4;
@@ -36,6 +36,8 @@ const PAGE_REVISIONS_MAX: usize = 1_000;
 const PAGE_IDS_MAX: i64 = 20_000;
 /// Bytes of keys and values after which a page of [`Log::changes`] ends with its revision.
 const PAGE_BYTES_MAX: usize = 1 << 20;
+/// Bytes that the WAL's file keeps when it is written from its start again; one large transaction may make it longer.
+const WAL_FILE_BYTES_MAX: &str = "67108864";
 /// Gives at most this many free pages back to the file system.
 const RECLAIM_STEP: &str = "PRAGMA incremental_vacuum(256)";
 /// Free pages kept for what is written next: giving them back only to take them again costs more than they do.
@@ -92,6 +94,7 @@ impl SqliteLog {
             .synchronous(SqliteSynchronous::Full)
             .busy_timeout(Duration::from_secs(5))
             .pragma("wal_autocheckpoint", "0")
+            .pragma("journal_size_limit", WAL_FILE_BYTES_MAX)
             .pragma("temp_store", "MEMORY")
             .pragma("cache_size", "-8192")
             .disable_statement_logging()
@@ -209,31 +212,34 @@ impl Log for SqliteLog {
         Ok(meta)
     }
 
-    async fn replay(&self, from: Revision, limit: usize) -> Result<Page> {
+    async fn replay(&self, from: RowId, limit: usize) -> Result<Vec<Change>> {
         const FIRST: &str = "SELECT id, 0, key, NULL, lease, version, create_revision, prev_revision, deleted \
-            FROM kv_log WHERE id >= ? ORDER BY id LIMIT ?";
+            FROM kv_log WHERE (id, 0) >= (?, ?) ORDER BY id LIMIT ?";
         const MORE: &str = "SELECT id, sub, key, NULL, lease, version, create_revision, prev_revision, deleted \
-            FROM kv_log_more WHERE id BETWEEN ? AND ? ORDER BY id, sub";
-        let mut reader = self.readers.acquire().await.map_err(unavailable)?;
-        let limit_rows = i64::try_from(limit).unwrap_or(i64::MAX);
-        let rows =
-            sqlx::query(FIRST).bind(from.0).bind(limit_rows).fetch_all(&mut *reader).await.map_err(unavailable)?;
-        let mut first = Vec::with_capacity(rows.len());
-        for row in &rows {
-            first.push(columns(row)?.into_change(None));
+            FROM kv_log_more WHERE (id, sub) >= (?, ?) ORDER BY id, sub LIMIT ?";
+        let mut changes: Vec<Change> = Vec::with_capacity(limit);
+        // Where one table was cut, the other's rows beyond that are left to the next call.
+        let mut last = None;
+        for sql in [FIRST, MORE] {
+            let before = changes.len();
+            let mut rows = sqlx::query(sql)
+                .bind(from.revision.0)
+                .bind(i64::from(from.sub))
+                .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+                .fetch(&self.readers);
+            while let Some(row) = rows.try_next().await.map_err(unavailable)? {
+                changes.push(columns(&row)?.into_change(None));
+            }
+            if changes.len() - before == limit {
+                let cut = changes.last().map(|change| change.row);
+                last = last.map_or(cut, |last: RowId| cut.map(|cut| cut.min(last)));
+            }
         }
-        // Compaction may leave changes in kv_log_more whose first change is gone, so the last page looks to the end.
-        let whole = first.len() < limit;
-        let last = if whole { Revision(i64::MAX) } else { first.last().map_or(from, |change| change.row.revision) };
-        let rows = sqlx::query(MORE).bind(from.0).bind(last.0).fetch_all(&mut *reader).await.map_err(unavailable)?;
-        for row in &rows {
-            first.push(columns(row)?.into_change(None));
+        changes.sort_by_key(|change| change.row);
+        if let Some(last) = last {
+            changes.truncate(changes.partition_point(|change| change.row <= last));
         }
-        if !rows.is_empty() {
-            first.sort_by_key(|change| change.row);
-        }
-        let next = first.last().map_or(from, |change| change.row.revision.next());
-        Ok(Page { changes: first, next })
+        Ok(changes)
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {

@@ -40,19 +40,10 @@ async fn compact(shared: &Shared, garbage: &mut Vec<RowId>) {
             return;
         }
         let mut cursor = CompactionCursor::default();
-        let mut rows = 0;
-        loop {
-            let before = garbage.len();
-            let more = shared.index.write().compact_step(&mut cursor, INDEX_STEP_KEYS, garbage);
-            rows += garbage.len() - before;
-            if garbage.len() >= PURGE_ROWS {
-                purge(shared, garbage).await;
-            }
-            if !more {
-                break;
-            }
+        while shared.index.write().compact_step(&mut cursor, INDEX_STEP_KEYS, garbage) {
             yield_now().await;
         }
+        let rows = garbage.len();
         purge(shared, garbage).await;
         info!(compact_revision = target.map(|revision| revision.0), rows, "compaction finished");
         shared.compaction_done.send_replace(target);
@@ -60,8 +51,10 @@ async fn compact(shared: &Shared, garbage: &mut Vec<RowId>) {
 }
 
 /// Deletes rows in their order. A key's tombstone comes behind the puts that it ends: with the tombstone gone and a stop
-/// before the puts are, the key would live again after the next start.
+/// before the puts are, the key would live again after the next start. And rows that lie together on the disk go together,
+/// so that a step touches few pages and empties them.
 pub(super) async fn purge(shared: &Shared, garbage: &mut Vec<RowId>) {
+    garbage.sort_unstable();
     let mut rows = garbage.as_slice();
     while !rows.is_empty() {
         let (now, later) = rows.split_at(rows.len().min(PURGE_ROWS));

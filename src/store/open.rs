@@ -21,8 +21,8 @@ use crate::{
     watch::Hub,
 };
 
-/// Revisions read at a time while the index is rebuilt.
-const REPLAY_REVISIONS: usize = 10_000;
+/// Rows read at a time while the index is rebuilt.
+const REPLAY_ROWS: usize = 10_000;
 /// How often a long start says how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -75,15 +75,15 @@ pub(super) async fn restore(log: &dyn Log, meta: &Meta) -> Result<(TreeIndex, Ve
     let started = WallInstant::now();
     let mut reported = started;
     let mut index = TreeIndex::new();
-    let mut next = Revision(i64::MIN);
+    let mut next = RowId::new(Revision(i64::MIN), 0);
     let mut rows = 0_usize;
     loop {
-        let page = log.replay(next, REPLAY_REVISIONS).await?;
-        let (Some(first), Some(last)) = (page.changes.first(), page.changes.last()) else { break };
+        let changes = log.replay(next, REPLAY_ROWS).await?;
+        let (Some(first), Some(last)) = (changes.first(), changes.last()) else { break };
         check_order(meta, &index, first.row, last.row)?;
-        page.changes.iter().for_each(|change| index.apply(change));
-        rows += page.changes.len();
-        next = page.next;
+        changes.iter().for_each(|change| index.apply(change));
+        rows += changes.len();
+        next = RowId::new(last.row.revision, last.row.sub + 1);
         if reported.elapsed() > PROGRESS_INTERVAL {
             reported = WallInstant::now();
             info!(rows, revision = index.head().0, head = meta.head.0, "reading the log");

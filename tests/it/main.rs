@@ -3,7 +3,14 @@
 #![allow(clippy::wildcard_enum_match_arm, reason = "a test speaks of the variants that it means")]
 
 mod differential;
+mod durability;
 mod etcdctl;
 mod kube_trace;
+mod kv;
+mod lease;
+mod services;
+mod size;
+mod slow_watch;
+mod start;
 mod support;
 mod tidy;

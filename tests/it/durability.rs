@@ -1,0 +1,244 @@
+//! What was acknowledged is there after the process is gone, however it went, and what is rebuilt from the log is what was in
+//! memory.
+
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+};
+
+use orlop::{
+    log::{Log as _, SqliteLog},
+    proto::client::etcdserverpb::{PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request},
+    store::{
+        Settings, Store,
+        request::{CompactionWait, DeleteRequest, Op, PutLease, PutValue, TxnRequest as StoreTxn},
+    },
+    types::{KeyRange, LeaseId, Revision},
+};
+use sqlx::{Connection as _, SqliteConnection};
+use tonic::Code;
+
+use crate::support::{Client, Random, Server, eventually};
+
+const CLIENTS: usize = 24;
+/// Acknowledged writes in a round before the server is taken away.
+const ROUND_WRITES: usize = 1_500;
+
+/// What clients were told: key to revision.
+type Acknowledged = BTreeMap<String, i64>;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn acknowledged_writes_survive_kill_9_and_transactions_stay_whole() {
+    let mut server = Server::orlop().await;
+    let mut acknowledged = Acknowledged::new();
+    for round in 0..4 {
+        let load = Load::start(server.endpoint(), round).await;
+        load.until(ROUND_WRITES).await;
+        server.kill();
+        acknowledged.extend(load.finish().await);
+        check_density(&server.data_dir().join("orlop.db")).await;
+        server.restart().await;
+        check(server.endpoint(), &acknowledged).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sigterm_under_load_answers_or_refuses_every_write_and_ends_well() {
+    let mut server = Server::orlop().await;
+    let load = Load::start(server.endpoint(), 0).await;
+    load.until(ROUND_WRITES).await;
+    let status = server.terminate().await;
+    assert!(status.success(), "{status:?}");
+    let acknowledged = load.finish().await;
+    server.restart().await;
+    check(server.endpoint(), &acknowledged).await;
+}
+
+/// Clients that write until the server is gone.
+struct Load {
+    tasks: Vec<tokio::task::JoinHandle<Acknowledged>>,
+    written: Arc<AtomicUsize>,
+    stop: Arc<AtomicBool>,
+}
+
+impl Load {
+    async fn start(endpoint: &str, round: usize) -> Self {
+        let written = Arc::new(AtomicUsize::new(0));
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut tasks = Vec::new();
+        for client in 0..CLIENTS {
+            let kv = Client::connect(endpoint).await;
+            tasks.push(tokio::spawn(write(kv, format!("{round}/{client}"), Arc::clone(&written), Arc::clone(&stop))));
+        }
+        Self { tasks, written, stop }
+    }
+
+    async fn until(&self, writes: usize) {
+        eventually("the load", || {
+            let done = self.written.load(Ordering::Relaxed);
+            async move { if done >= writes { Ok(()) } else { Err(done) } }
+        })
+        .await;
+    }
+
+    async fn finish(self) -> Acknowledged {
+        self.stop.store(true, Ordering::Relaxed);
+        let mut all = Acknowledged::new();
+        for task in self.tasks {
+            all.extend(task.await.expect("a client ends with what it was told"));
+        }
+        assert!(all.len() >= ROUND_WRITES);
+        all
+    }
+}
+
+/// Single puts and, every third time, two keys in one transaction; every key is written once.
+async fn write(mut client: Client, name: String, written: Arc<AtomicUsize>, stop: Arc<AtomicBool>) -> Acknowledged {
+    let mut acknowledged = Acknowledged::new();
+    for number in 0.. {
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
+        let pair = number % 3 == 0;
+        let keys: Vec<String> = if pair {
+            vec![format!("pair/{name}/{number}/a"), format!("pair/{name}/{number}/b")]
+        } else {
+            vec![format!("one/{name}/{number}")]
+        };
+        let put =
+            |key: &String| PutRequest { key: key.clone().into(), value: vec![b'v'; 300].into(), ..Default::default() };
+        let header = if pair {
+            let success = keys.iter().map(|key| RequestOp { request: Some(Request::RequestPut(put(key))) }).collect();
+            client.kv.txn(TxnRequest { success, ..Default::default() }).await.map(|answer| answer.into_inner().header)
+        } else {
+            client.kv.put(put(&keys[0])).await.map(|answer| answer.into_inner().header)
+        };
+        match header {
+            Ok(header) => {
+                let revision = header.expect("an answer has a header").revision;
+                acknowledged.extend(keys.into_iter().map(|key| (key, revision)));
+                written.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(status) => {
+                let gone = [Code::Unavailable, Code::Cancelled, Code::Unknown, Code::Internal];
+                assert!(gone.contains(&status.code()), "{status:?}");
+                break;
+            }
+        }
+    }
+    acknowledged
+}
+
+async fn check(endpoint: &str, acknowledged: &Acknowledged) {
+    let mut client = Client::connect(endpoint).await;
+    let everything = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
+    let answer = client.kv.range(everything).await.expect("the server takes a range").into_inner();
+    let head = answer.header.expect("an answer has a header").revision;
+    let text = |key: &[u8]| String::from_utf8(key.to_vec()).expect("keys are text");
+    let there: Acknowledged = answer.kvs.iter().map(|kv| (text(&kv.key), kv.mod_revision)).collect();
+    for (key, revision) in acknowledged {
+        assert_eq!(there.get(key), Some(revision), "{key} was acknowledged at {revision}");
+        assert!(*revision <= head);
+    }
+    for (key, revision) in there.iter().filter(|(key, _)| key.starts_with("pair/")) {
+        let other = format!("{}{}", &key[..key.len() - 1], if key.ends_with('a') { 'b' } else { 'a' });
+        assert_eq!(there.get(&other), Some(revision), "{key} and {other} are one transaction");
+    }
+}
+
+/// Revisions have no gap, on the disk.
+async fn check_density(file: &Path) {
+    let mut database =
+        SqliteConnection::connect(&format!("sqlite://{}", file.display())).await.expect("the file opens");
+    let (rows, first, last): (i64, i64, i64) = sqlx::query_as("SELECT count(*), min(id), max(id) FROM kv_log")
+        .fetch_one(&mut database)
+        .await
+        .expect("the log can be read with SQL");
+    assert_eq!((first, rows), (2, last - first + 1));
+}
+
+#[tokio::test]
+async fn index_and_leases_rebuilt_from_the_log_equal_those_in_memory() {
+    for seed in 1..=6 {
+        let home = tempfile::tempdir().expect("a temporary directory can be made");
+        let file = home.path().join("orlop.db");
+        let mut random = Random::new(seed);
+        // Several starts on one log: what was rebuilt once is written on and rebuilt again.
+        for _ in 0..3 {
+            let store = open(&file).await;
+            for _ in 0..400 {
+                operate(&store, &mut random).await;
+            }
+            // Half of the time a compaction is cut off before its rows are gone.
+            let wait = if random.chance(50) { CompactionWait::ForRows } else { CompactionWait::ForRevision };
+            let revision = Revision(random.between(store.head().0 - 100, store.head().0));
+            // One that is not above the last is refused, which is as good.
+            let _ = store.compact(revision, wait).await;
+            let compacted = store.index_snapshot().compact_revision();
+            if let Some(compacted) = compacted {
+                eventually("compaction of the index", || {
+                    let index = store.index_snapshot();
+                    let mut again = index.clone();
+                    while again.compact_step(&mut Default::default(), usize::MAX, &mut Vec::new()) {}
+                    async move { if again == index { Ok(()) } else { Err(compacted) } }
+                })
+                .await;
+            }
+            let before = (store.index_snapshot(), leases(&store));
+            store.stop().await;
+            drop(store);
+
+            let store = open(&file).await;
+            assert_eq!(store.index_snapshot(), before.0, "seed {seed}");
+            assert_eq!(leases(&store), before.1, "seed {seed}");
+            store.stop().await;
+        }
+    }
+}
+
+async fn open(file: &Path) -> Store {
+    let log = SqliteLog::open(file).await.expect("the file opens");
+    assert!(log.meta().await.is_ok());
+    Store::open(Arc::new(log), Settings { value_cache_bytes: 64 << 10 }).await.expect("the log can be read")
+}
+
+fn leases(store: &Store) -> Vec<(LeaseId, Vec<u8>)> {
+    let mut all = Vec::new();
+    for id in store.leases() {
+        let lease = store.lease(id).expect("a lease that is listed");
+        all.extend(lease.keys.iter().map(|key| (id, key.to_vec())));
+        all.push((id, lease.granted_secs.to_string().into_bytes()));
+    }
+    all.sort();
+    all
+}
+
+async fn operate(store: &Store, random: &mut Random) {
+    let key = |random: &mut Random| vec![b'a' + random.below(9) as u8];
+    let lease = |random: &mut Random| LeaseId(random.between(1, 4));
+    let put = |random: &mut Random| orlop::store::request::PutRequest {
+        key: key(random).into(),
+        value: PutValue::New(vec![b'v'; random.below(400)].into()),
+        lease: PutLease::Set(random.chance(30).then(|| lease(random))),
+        prev_kv: false,
+    };
+    let delete = |random: &mut Random| DeleteRequest {
+        range: KeyRange::from_wire(&key(random), if random.chance(30) { b"e" } else { b"" }),
+        prev_kv: random.chance(50),
+    };
+    // Refusals (an unknown lease, one that exists) are part of the game.
+    match random.weighted(&[50, 12, 20, 6, 4]) {
+        0 => drop(store.put(put(random)).await),
+        1 => drop(store.delete(delete(random)).await),
+        2 => {
+            let success = vec![Op::Delete(delete(random)), Op::Delete(delete(random)), Op::Put(put(random))];
+            drop(store.txn(StoreTxn { compares: Vec::new(), success, failure: Vec::new() }).await);
+        }
+        3 => drop(store.grant(Some(lease(random)), random.between(1_000, 9_000)).await),
+        _ => drop(store.revoke(lease(random)).await),
+    }
+}

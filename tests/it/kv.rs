@@ -1,0 +1,432 @@
+//! KV, request by request: one row a request, with what etcd answers.
+
+use orlop::proto::client::{
+    etcdserverpb::{
+        CompactionRequest, Compare, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RangeRequest, RangeResponse,
+        RequestOp, TxnRequest, compare::TargetUnion, request_op::Request, response_op::Response,
+    },
+    mvccpb::KeyValue,
+};
+use tonic::{Code, Status};
+
+use crate::support::{Client, Server};
+
+/// A store with this history: a=1 (2), b=1 (3), c=1 (4), b=2 (5), c deleted (6), c=3 (7).
+async fn history() -> Option<(Server, Client)> {
+    let server = Server::under_test().await?;
+    let mut client = Client::connect(server.endpoint()).await;
+    for (key, value) in [("a", "1"), ("b", "1"), ("c", "1"), ("b", "2")] {
+        client.kv.put(put(key, value)).await.expect("a put");
+    }
+    client.kv.delete_range(delete("c", "")).await.expect("a delete");
+    client.kv.put(put("c", "3")).await.expect("a put");
+    Some((server, client))
+}
+
+fn put(key: &str, value: &str) -> PutRequest {
+    PutRequest { key: key.to_owned().into(), value: value.to_owned().into(), ..Default::default() }
+}
+
+fn delete(key: &str, end: &str) -> DeleteRangeRequest {
+    DeleteRangeRequest { key: key.to_owned().into(), range_end: end.to_owned().into(), prev_kv: true }
+}
+
+fn range(key: &str, end: &str) -> RangeRequest {
+    RangeRequest { key: key.to_owned().into(), range_end: end.to_owned().into(), ..Default::default() }
+}
+
+fn all() -> RangeRequest {
+    range("\0", "\0")
+}
+
+/// `key=value@mod/version`
+fn shown(kv: &KeyValue) -> String {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    format!("{}={}@{}/{}", text(&kv.key), text(&kv.value), kv.mod_revision, kv.version)
+}
+
+fn list(kvs: &[KeyValue]) -> Vec<String> {
+    kvs.iter().map(shown).collect()
+}
+
+#[track_caller]
+fn check(what: &RangeRequest, answer: &RangeResponse, kvs: &[&str], more: bool, count: i64) {
+    assert_eq!(
+        (list(&answer.kvs), answer.more, answer.count),
+        (kvs.iter().map(ToString::to_string).collect(), more, count),
+        "{what:?}"
+    );
+    assert_eq!(answer.header.as_ref().map(|header| header.revision), Some(7), "the header has the head: {what:?}");
+}
+
+#[track_caller]
+fn check_refused<T: std::fmt::Debug>(what: impl std::fmt::Debug, answer: Result<T, Status>, code: Code, text: &str) {
+    let status = answer.expect_err("it is refused");
+    assert_eq!((status.code(), status.message()), (code, text), "{what:?}");
+}
+
+const COMPACTED: &str = "etcdserver: mvcc: required revision has been compacted";
+const FUTURE: &str = "etcdserver: mvcc: required revision is a future revision";
+
+#[tokio::test]
+async fn range_answers_by_every_field() {
+    let Some((_server, mut client)) = history().await else { return };
+    let with = |change: fn(&mut RangeRequest)| {
+        let mut request = all();
+        change(&mut request);
+        request
+    };
+    let (a, b, c) = ("a=1@2/1", "b=2@5/2", "c=3@7/1");
+    let table: Vec<(RangeRequest, Vec<&str>, bool, i64)> = vec![
+        (all(), vec![a, b, c], false, 3),
+        (range("a", ""), vec![a], false, 1),
+        (range("a", "c"), vec![a, b], false, 2),
+        (range("b", "\0"), vec![b, c], false, 2),
+        (range("c", "a"), vec![], false, 0),
+        (range("b", "b"), vec![], false, 0),
+        (range("x", ""), vec![], false, 0),
+        (with(|r| r.revision = -7), vec![a, b, c], false, 3),
+        (with(|r| r.revision = 1), vec![], false, 0),
+        (with(|r| r.revision = 4), vec![a, "b=1@3/1", "c=1@4/1"], false, 3),
+        (with(|r| r.revision = 6), vec![a, b], false, 2),
+        (with(|r| r.limit = 2), vec![a, b], true, 3),
+        (with(|r| r.limit = 3), vec![a, b, c], false, 3),
+        (with(|r| r.limit = -1), vec![a, b, c], false, 3),
+        (with(|r| (r.limit, r.revision) = (1, 4)), vec![a], true, 3),
+        (with(|r| r.count_only = true), vec![], false, 3),
+        (with(|r| (r.count_only, r.limit) = (true, 1)), vec![], false, 3),
+        (with(|r| r.keys_only = true), vec!["a=@2/1", "b=@5/2", "c=@7/1"], false, 3),
+        (with(|r| (r.keys_only, r.revision) = (true, 4)), vec!["a=@2/1", "b=@3/1", "c=@4/1"], false, 3),
+        (
+            with(|r| (r.keys_only, r.sort_target, r.sort_order) = (true, 4, 2)),
+            vec!["c=@7/1", "b=@5/2", "a=@2/1"],
+            false,
+            3,
+        ),
+        (with(|r| r.serializable = true), vec![a, b, c], false, 3),
+        (with(|r| r.sort_order = 2), vec![c, b, a], false, 3),
+        (with(|r| (r.sort_order, r.limit) = (2, 1)), vec![c], true, 3),
+        (with(|r| (r.sort_target, r.sort_order, r.limit) = (1, 2, 1)), vec![b], true, 3),
+        (with(|r| (r.sort_target, r.sort_order) = (2, 1)), vec![a, b, c], false, 3),
+        (with(|r| (r.sort_target, r.sort_order) = (3, 2)), vec![c, b, a], false, 3),
+        (with(|r| (r.sort_target, r.sort_order) = (4, 2)), vec![c, b, a], false, 3),
+        (with(|r| r.min_mod_revision = 5), vec![b, c], false, 3),
+        (with(|r| r.max_mod_revision = 5), vec![a, b], false, 3),
+        (with(|r| (r.min_mod_revision, r.limit) = (3, 1)), vec![b], true, 3),
+        (with(|r| r.min_create_revision = 3), vec![b, c], false, 3),
+        (with(|r| r.max_create_revision = 3), vec![a, b], false, 3),
+    ];
+    for (request, kvs, more, count) in table {
+        let answer = client.kv.range(request.clone()).await.expect("a range is answered").into_inner();
+        check(&request, &answer, &kvs, more, count);
+    }
+    check_refused(
+        "no key",
+        client.kv.range(range("", "")).await,
+        Code::InvalidArgument,
+        "etcdserver: key is not provided",
+    );
+    check_refused("future", client.kv.range(with(|r| r.revision = 8)).await, Code::OutOfRange, FUTURE);
+}
+
+#[tokio::test]
+async fn unknown_sorts_are_refused_everywhere() {
+    let server = Server::orlop().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    for (order, target) in [(7, 0), (0, 7), (-1, 0), (0, -1)] {
+        let request = RangeRequest { sort_order: order, sort_target: target, ..all() };
+        let text = "etcdserver: invalid sort option";
+        check_refused((order, target), client.kv.range(request.clone()).await, Code::InvalidArgument, text);
+        let txn = TxnRequest { success: vec![op(Request::RequestRange(request))], ..Default::default() };
+        check_refused((order, target), client.kv.txn(txn).await, Code::InvalidArgument, text);
+    }
+}
+
+#[tokio::test]
+async fn range_stream_in_pieces_is_the_range() {
+    let server = Server::orlop().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    for number in 0..400 {
+        client.kv.put(put(&format!("k{number:03}"), &"v".repeat(number * 40))).await.expect("a put");
+    }
+    let requests = [
+        all(),
+        RangeRequest { limit: 37, ..all() },
+        RangeRequest { limit: 400, ..all() },
+        RangeRequest { keys_only: true, ..all() },
+        RangeRequest { count_only: true, ..all() },
+        RangeRequest { revision: 100, ..all() },
+        range("x", "z"),
+        range("k001", ""),
+    ];
+    for request in requests {
+        let whole = client.kv.range(request.clone()).await.expect("a range").into_inner();
+        let mut pieces = client.kv.range_stream(request.clone()).await.expect("a stream").into_inner();
+        let mut merged = RangeResponse::default();
+        let mut count = 0;
+        while let Some(piece) = pieces.message().await.expect("a piece") {
+            let piece = piece.range_response.expect("a piece holds an answer");
+            assert!(merged.header.is_none(), "header, more and count are in the last piece");
+            merged.kvs.extend(piece.kvs);
+            (merged.header, merged.more, merged.count) = (piece.header, piece.more, piece.count);
+            count += 1;
+        }
+        assert!(merged == whole, "{request:?}");
+        assert!(count > 1 || whole.kvs.len() <= 10, "{request:?} came in {count} pieces");
+    }
+    for (request, text) in [
+        (RangeRequest { sort_order: 2, ..all() }, "RangeStream does not support custom sort orders"),
+        (RangeRequest { min_mod_revision: 1, ..all() }, "RangeStream does not support revision filters"),
+    ] {
+        check_refused(&request, client.kv.range_stream(request.clone()).await, Code::Unimplemented, text);
+    }
+}
+
+#[tokio::test]
+async fn put_keeps_and_shows_what_it_is_asked_to() {
+    let Some((_server, mut client)) = history().await else { return };
+    let lease =
+        client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 77 }).await.expect("a lease").into_inner().id;
+    let rows: [(PutRequest, Option<&str>, &str, i64); 5] = [
+        (PutRequest { prev_kv: true, ..put("a", "2") }, Some("a=1@2/1"), "a=2@8/2", 0),
+        (PutRequest { prev_kv: true, lease, ..put("new", "1") }, None, "new=1@9/1", 77),
+        (PutRequest { ignore_lease: true, ..put("new", "2") }, None, "new=2@10/2", 77),
+        (PutRequest { ignore_value: true, prev_kv: true, ..put("new", "") }, Some("new=2@10/2"), "new=2@11/3", 0),
+        (put("new", ""), None, "new=@12/4", 0),
+    ];
+    for (request, prev, now, lease) in rows {
+        let key = request.key.clone();
+        let answer = client.kv.put(request.clone()).await.expect("a put").into_inner();
+        assert_eq!(answer.prev_kv.as_ref().map(shown).as_deref(), prev, "{request:?}");
+        let found =
+            client.kv.range(RangeRequest { key, ..Default::default() }).await.expect("a range").into_inner().kvs;
+        assert_eq!((shown(&found[0]).as_str(), found[0].lease), (now, lease), "{request:?}");
+    }
+    let refused = [
+        (put("", "v"), Code::InvalidArgument, "etcdserver: key is not provided"),
+        (PutRequest { ignore_value: true, ..put("a", "v") }, Code::InvalidArgument, "etcdserver: value is provided"),
+        (
+            PutRequest { ignore_lease: true, lease: 1, ..put("a", "v") },
+            Code::InvalidArgument,
+            "etcdserver: lease is provided",
+        ),
+        (PutRequest { ignore_value: true, ..put("none", "") }, Code::InvalidArgument, "etcdserver: key not found"),
+        (PutRequest { lease: 1, ..put("a", "v") }, Code::NotFound, "etcdserver: requested lease not found"),
+        (put("a", &"v".repeat(1_600_000)), Code::InvalidArgument, "etcdserver: request is too large"),
+    ];
+    for (request, code, text) in refused {
+        check_refused(&request.key, client.kv.put(request.clone()).await, code, text);
+    }
+    let too_long = client.kv.put(put("a", &"v".repeat(3_000_000))).await.expect_err("the transport refuses it");
+    assert_eq!(too_long.code(), Code::ResourceExhausted);
+    assert!(too_long.message().starts_with("grpc: received message larger than max (30000"), "{too_long:?}");
+    let head = client.kv.range(range("a", "")).await.expect("a range").into_inner().header.expect("a header").revision;
+    assert_eq!(head, 12, "what is refused uses no revision");
+}
+
+#[tokio::test]
+async fn delete_range_counts_shows_and_uses_one_revision() {
+    let Some((_server, mut client)) = history().await else { return };
+    let rows: [(&str, &str, &[&str], i64); 5] = [
+        ("x", "", &[], 7),
+        ("c", "a", &[], 7),
+        ("a", "c", &["a=1@2/1", "b=2@5/2"], 8),
+        ("a", "c", &[], 8),
+        ("\0", "\0", &["c=3@7/1"], 9),
+    ];
+    for (key, end, prev, head) in rows {
+        let answer = client.kv.delete_range(delete(key, end)).await.expect("a delete").into_inner();
+        assert_eq!(list(&answer.prev_kvs), prev, "{key} {end}");
+        assert_eq!(
+            (answer.deleted, answer.header.expect("a header").revision),
+            (prev.len() as i64, head),
+            "{key} {end}"
+        );
+    }
+    check_refused(
+        "no key",
+        client.kv.delete_range(delete("", "")).await,
+        Code::InvalidArgument,
+        "etcdserver: key is not provided",
+    );
+}
+
+fn op(request: Request) -> RequestOp {
+    RequestOp { request: Some(request) }
+}
+
+fn compare(key: &str, target: TargetUnion, result: i32) -> Compare {
+    let code = match target {
+        TargetUnion::Version(_) => 0,
+        TargetUnion::CreateRevision(_) => 1,
+        TargetUnion::ModRevision(_) => 2,
+        TargetUnion::Value(_) => 3,
+        TargetUnion::Lease(_) => 4,
+    };
+    Compare { key: key.to_owned().into(), target: code, result, target_union: Some(target), ..Default::default() }
+}
+
+#[tokio::test]
+async fn compares_hold_as_in_etcd() {
+    let Some((_server, mut client)) = history().await else { return };
+    const EQUAL: i32 = 0;
+    const GREATER: i32 = 1;
+    const LESS: i32 = 2;
+    const NOT_EQUAL: i32 = 3;
+    let value = |text: &'static str| TargetUnion::Value(text.into());
+    let span = |compare: Compare, end: &'static str| Compare { range_end: end.into(), ..compare };
+    let table = [
+        (compare("b", TargetUnion::Version(2), EQUAL), true),
+        (compare("b", TargetUnion::Version(2), NOT_EQUAL), false),
+        (compare("b", TargetUnion::ModRevision(4), GREATER), true),
+        (compare("b", TargetUnion::CreateRevision(3), LESS), false),
+        (compare("b", value("2"), EQUAL), true),
+        (compare("b", value("1"), GREATER), true),
+        (compare("b", TargetUnion::Lease(0), EQUAL), true),
+        (compare("x", TargetUnion::ModRevision(0), EQUAL), true),
+        (compare("x", TargetUnion::Version(0), GREATER), false),
+        (compare("x", value(""), EQUAL), false),
+        (compare("x", value(""), NOT_EQUAL), false),
+        (span(compare("a", TargetUnion::Version(0), GREATER), "z"), true),
+        (span(compare("a", TargetUnion::Version(1), EQUAL), "z"), false),
+        (span(compare("x", TargetUnion::Version(0), EQUAL), "z"), true),
+        (Compare { target_union: None, ..compare("x", TargetUnion::ModRevision(9), EQUAL) }, true),
+    ];
+    for (compare, holds) in table {
+        let txn = TxnRequest { compare: vec![compare.clone()], ..Default::default() };
+        let answer = client.kv.txn(txn).await.expect("a transaction").into_inner();
+        assert_eq!((answer.succeeded, answer.header.expect("a header").revision), (holds, 7), "{compare:?}");
+    }
+}
+
+#[tokio::test]
+async fn transaction_reads_its_own_writes_and_uses_one_revision() {
+    let Some((_server, mut client)) = history().await else { return };
+    let nested = TxnRequest {
+        // Sees the store as it was before the whole.
+        compare: vec![compare("new", TargetUnion::Version(0), 0)],
+        success: vec![op(Request::RequestDeleteRange(delete("a", ""))), op(Request::RequestRange(all()))],
+        ..Default::default()
+    };
+    let txn = TxnRequest {
+        success: vec![
+            op(Request::RequestRange(range("new", ""))),
+            op(Request::RequestPut(put("new", "1"))),
+            op(Request::RequestTxn(nested)),
+            op(Request::RequestRange(RangeRequest { revision: 4, ..all() })),
+        ],
+        ..Default::default()
+    };
+    let answer = client.kv.txn(txn).await.expect("a transaction").into_inner();
+    let mut seen = Vec::new();
+    for response in answer.responses {
+        match response.response {
+            Some(Response::ResponseRange(range)) => seen.push(list(&range.kvs)),
+            Some(Response::ResponsePut(_)) => seen.push(vec!["put".to_owned()]),
+            Some(Response::ResponseTxn(nested)) => {
+                assert!(nested.succeeded);
+                let Some(Response::ResponseRange(range)) = &nested.responses[1].response else {
+                    panic!("a range answers")
+                };
+                seen.push(list(&range.kvs));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let expected: [&[&str]; 4] =
+        [&[], &["put"], &["b=2@5/2", "c=3@7/1", "new=1@8/1"], &["a=1@2/1", "b=1@3/1", "c=1@4/1"]];
+    assert_eq!(seen, expected);
+    assert_eq!(answer.header.expect("a header").revision, 8);
+}
+
+#[tokio::test]
+async fn bad_transactions_are_refused_whole() {
+    let Some((_server, mut client)) = history().await else { return };
+    let put = |key: &str| op(Request::RequestPut(put(key, "v")));
+    let delete = |key: &str, end: &str| op(Request::RequestDeleteRange(delete(key, end)));
+    let of = |success: Vec<RequestOp>| TxnRequest { success, ..Default::default() };
+    let nested = |success: Vec<RequestOp>| op(Request::RequestTxn(of(success)));
+    let invalid = Code::InvalidArgument;
+    let duplicate = "etcdserver: duplicate key given in txn request";
+    let too_many = "etcdserver: too many operations in txn request";
+    let at = |revision| op(Request::RequestRange(RangeRequest { revision, ..all() }));
+    let leased = op(Request::RequestPut(PutRequest { key: "leased".into(), lease: 5, ..Default::default() }));
+    let table = [
+        (of(vec![put("k"), put("k")]), invalid, duplicate),
+        (of(vec![put("k"), delete("j", "l")]), invalid, duplicate),
+        (of(vec![put("k"), nested(vec![put("k")])]), invalid, duplicate),
+        (of(vec![nested(vec![delete("j", "l")]), put("k")]), invalid, duplicate),
+        (of(vec![put("")]), invalid, "etcdserver: key is not provided"),
+        (of(vec![RequestOp { request: None }]), invalid, "etcdserver: key not found"),
+        (of(vec![put("k"), at(99)]), Code::OutOfRange, FUTURE),
+        (of(vec![put("k"), leased]), Code::NotFound, "etcdserver: requested lease not found"),
+        (of((0..129).map(|n| put(&format!("k{n}"))).collect()), invalid, too_many),
+        (
+            of([
+                vec![nested((0..28).map(|n| put(&format!("n{n}"))).collect())],
+                (0..100).map(|n| put(&format!("k{n}"))).collect(),
+            ]
+            .concat()),
+            invalid,
+            too_many,
+        ),
+    ];
+    for (txn, code, text) in table {
+        check_refused(txn.success.len(), client.kv.txn(txn).await, code, text);
+    }
+    let found = client.kv.range(range("k", "l")).await.expect("a range").into_inner();
+    assert_eq!((found.count, found.header.expect("a header").revision), (0, 7));
+    for allowed in [vec![delete("a", "c"), delete("b", "d")], (0..128).map(|n| put(&format!("k{n}"))).collect()] {
+        client.kv.txn(of(allowed)).await.expect("etcd allows it");
+    }
+}
+
+#[tokio::test]
+async fn compaction_forbids_what_lies_below_and_keeps_the_rest() {
+    let Some((_server, mut client)) = history().await else { return };
+    let compact = |revision, physical| CompactionRequest { revision, physical };
+    check_refused("future", client.kv.compact(compact(8, false)).await, Code::OutOfRange, FUTURE);
+    let before = client.kv.range(RangeRequest { revision: 6, ..all() }).await.expect("a range").into_inner();
+    for (revision, physical) in [(4, false), (6, true)] {
+        client.kv.compact(compact(revision, physical)).await.expect("a compaction");
+    }
+    for revision in [6, 5, 0, -1] {
+        check_refused(revision, client.kv.compact(compact(revision, false)).await, Code::OutOfRange, COMPACTED);
+    }
+    let after = client.kv.range(RangeRequest { revision: 6, ..all() }).await.expect("a range").into_inner();
+    assert_eq!(after, before);
+    let below = client.kv.range(RangeRequest { revision: 5, ..all() }).await;
+    check_refused("below", below, Code::OutOfRange, COMPACTED);
+    let txn = TxnRequest {
+        success: vec![
+            op(Request::RequestPut(put("k", "v"))),
+            op(Request::RequestRange(RangeRequest { revision: 5, ..all() })),
+        ],
+        ..Default::default()
+    };
+    check_refused("inner", client.kv.txn(txn).await, Code::OutOfRange, COMPACTED);
+}
+
+#[tokio::test]
+async fn large_answers_arrive_whole() {
+    let server = Server::orlop_with(&["--value-cache-bytes", "3000000"]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    // 40 MiB, more than the cache, so that part of it comes from the log.
+    for number in 0..40 {
+        let value = vec![number; 1 << 20];
+        let request = PutRequest { key: format!("k{number:02}").into(), value: value.into(), ..Default::default() };
+        client.kv.put(request).await.expect("a put");
+    }
+    let whole = |kvs: &[KeyValue]| {
+        kvs.len() == 40 && kvs.iter().enumerate().all(|(n, kv)| kv.value.len() == 1 << 20 && kv.value[7] == n as u8)
+    };
+    let answer = client.kv.range(all()).await.expect("a range").into_inner();
+    assert!(whole(&answer.kvs) && answer.count == 40 && !answer.more);
+    let txn = TxnRequest {
+        success: vec![op(Request::RequestRange(all())), op(Request::RequestRange(range("k00", "")))],
+        ..Default::default()
+    };
+    let answer = client.kv.txn(txn).await.expect("a transaction").into_inner();
+    let Some(Response::ResponseRange(first)) = &answer.responses[0].response else { panic!("a range answers") };
+    assert!(whole(&first.kvs) && answer.responses.len() == 2);
+}

@@ -1,0 +1,135 @@
+//! Leases: limits, keys, expiry, restarts.
+
+use orlop::proto::client::etcdserverpb::{
+    LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest, LeaseRevokeRequest, LeaseTimeToLiveRequest,
+    PutRequest, RangeRequest, WatchCreateRequest, WatchRequest, watch_request::RequestUnion,
+};
+use tonic::Code;
+
+use crate::support::{Client, Server, eventually};
+
+async fn put(client: &mut Client, key: &str, lease: i64) {
+    let request = PutRequest { key: key.to_owned().into(), lease, ..Default::default() };
+    client.kv.put(request).await.expect("a put");
+}
+
+async fn keys(client: &mut Client, id: i64) -> (i64, Vec<String>) {
+    let request = LeaseTimeToLiveRequest { id, keys: true };
+    let answer = client.lease.lease_time_to_live(request).await.expect("a lease is looked at").into_inner();
+    (answer.granted_ttl, answer.keys.iter().map(|key| String::from_utf8_lossy(key).into_owned()).collect())
+}
+
+#[tokio::test]
+async fn grants_keep_to_their_limits() {
+    let Some(server) = Server::under_test().await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    /// (asked id, asked TTL, granted TTL or the refusal)
+    type Row = (i64, i64, Result<i64, (Code, &'static str)>);
+    let table: [Row; 8] = [
+        (1, 100, Ok(100)),
+        (-7, 100, Ok(100)),
+        (1, 100, Err((Code::FailedPrecondition, "etcdserver: lease already exists"))),
+        (2, 0, Ok(2)),
+        (3, -5, Ok(2)),
+        (4, 9_000_000_000, Ok(9_000_000_000)),
+        (5, 9_000_000_001, Err((Code::OutOfRange, "etcdserver: too large lease TTL"))),
+        (0, 100, Ok(100)),
+    ];
+    for (id, ttl, expected) in table {
+        let answer = client.lease.lease_grant(LeaseGrantRequest { ttl, id }).await;
+        match (answer, expected) {
+            (Ok(answer), Ok(expected)) => {
+                let answer = answer.into_inner();
+                assert_eq!(answer.ttl, expected, "{id} {ttl}");
+                assert!(if id == 0 { answer.id > 0 } else { answer.id == id });
+            }
+            (Err(status), Err(expected)) => assert_eq!((status.code(), status.message()), expected, "{id} {ttl}"),
+            (answer, expected) => panic!("{id} {ttl}: {answer:?}, not {expected:?}"),
+        }
+    }
+    let unknown = client.lease.lease_revoke(LeaseRevokeRequest { id: 99 }).await.expect_err("it is unknown");
+    assert_eq!((unknown.code(), unknown.message()), (Code::NotFound, "etcdserver: requested lease not found"));
+    let unknown = client.lease.lease_time_to_live(LeaseTimeToLiveRequest { id: 99, keys: true }).await;
+    assert_eq!(unknown.expect("no error").into_inner().ttl, -1);
+}
+
+#[tokio::test]
+async fn keys_move_from_lease_to_lease_and_go_with_the_one_they_are_on() {
+    let server = Server::orlop().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    for id in [1, 2] {
+        client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id }).await.expect("a grant");
+    }
+    for (key, lease) in [("c", 1), ("a", 1), ("b", 1), ("moved", 1), ("moved", 2), ("detached", 1), ("detached", 0)] {
+        put(&mut client, key, lease).await;
+    }
+    assert_eq!(keys(&mut client, 1).await, (600, vec!["a".into(), "b".into(), "c".into()]));
+    assert_eq!(keys(&mut client, 2).await, (600, vec!["moved".into()]));
+
+    let watch = WatchCreateRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
+    let requests = tokio_stream::iter([WatchRequest { request_union: Some(RequestUnion::CreateRequest(watch)) }]);
+    let mut events = client.watch.watch(requests).await.expect("a stream").into_inner();
+    assert!(events.message().await.expect("an answer").expect("an answer").created);
+    client.lease.lease_revoke(LeaseRevokeRequest { id: 1 }).await.expect("a revocation");
+    let gone = events.message().await.expect("an answer").expect("an answer").events;
+    let gone: Vec<_> =
+        gone.iter().map(|event| event.kv.as_ref().expect("a pair")).map(|kv| (&kv.key[..], kv.mod_revision)).collect();
+    assert_eq!(gone, [(&b"a"[..], 9), (&b"b"[..], 9), (&b"c"[..], 9)], "in one revision, in the order of the keys");
+    let left = client.kv.range(RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() }).await;
+    assert_eq!(left.expect("a range").into_inner().count, 2);
+}
+
+#[tokio::test]
+async fn lease_ends_when_nobody_keeps_it_alive_and_not_before() {
+    let server = Server::orlop().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    for (id, key) in [(1, "kept"), (2, "left")] {
+        client.lease.lease_grant(LeaseGrantRequest { ttl: 2, id }).await.expect("a grant");
+        put(&mut client, key, id).await;
+    }
+    let started = tokio::time::Instant::now();
+    let mut keeper = client.clone();
+    let keeping = tokio::spawn(async move {
+        loop {
+            let request = tokio_stream::iter([LeaseKeepAliveRequest { id: 1 }]);
+            let mut answers = keeper.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
+            assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, 2);
+            tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+        }
+    });
+    eventually("expiry", || {
+        let mut client = client.clone();
+        async move {
+            let all = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
+            let kvs = client.kv.range(all).await.expect("a range").into_inner().kvs;
+            if kvs.iter().map(|kv| &kv.key[..]).eq([b"kept"]) { Ok(()) } else { Err(kvs.len()) }
+        }
+    })
+    .await;
+    assert!(started.elapsed() >= std::time::Duration::from_secs(2), "never early");
+    keeping.abort();
+    let request = tokio_stream::iter([LeaseKeepAliveRequest { id: 2 }]);
+    let mut answers = client.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
+    assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, 0, "it cannot be saved");
+}
+
+#[tokio::test]
+async fn leases_and_their_keys_survive_a_restart() {
+    let mut server = Server::orlop().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    for id in [1, 2, 3] {
+        client.lease.lease_grant(LeaseGrantRequest { ttl: 600 + id, id }).await.expect("a grant");
+    }
+    put(&mut client, "k", 1).await;
+    put(&mut client, "l", 2).await;
+    client.lease.lease_revoke(LeaseRevokeRequest { id: 3 }).await.expect("a revocation");
+    server.restart().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let leases = client.lease.lease_leases(LeaseLeasesRequest {}).await.expect("a list").into_inner().leases;
+    assert_eq!(leases.iter().map(|lease| lease.id).collect::<Vec<_>>(), [1, 2]);
+    assert_eq!(keys(&mut client, 1).await, (601, vec!["k".into()]));
+    client.lease.lease_revoke(LeaseRevokeRequest { id: 2 }).await.expect("a revocation");
+    let found =
+        client.kv.range(RangeRequest { key: "l".into(), ..Default::default() }).await.expect("a range").into_inner();
+    assert_eq!(found.count, 0);
+}

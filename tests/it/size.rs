@@ -1,0 +1,111 @@
+//! A large store: loaded, read in pages, deleted, compacted; file and memory shrink again.
+//!
+//! `ORLOP_SIZE_KEYS` sets how many keys; a million where `CI` is set.
+
+use std::time::Instant;
+
+use orlop::proto::client::etcdserverpb::{
+    CompactionRequest, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, StatusRequest, TxnRequest,
+    request_op::Request,
+};
+
+use crate::support::{Client, Server, eventually};
+
+const LOADERS: usize = 8;
+const TXN_KEYS: usize = 128;
+const PAGE_KEYS: i64 = 10_000;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn large_store_is_read_in_pages_and_shrinks_after_compaction() {
+    let default = if std::env::var_os("CI").is_some() { 1_000_000 } else { 150_000 };
+    let keys: usize = std::env::var("ORLOP_SIZE_KEYS").ok().and_then(|text| text.parse().ok()).unwrap_or(default);
+    // A small cache, so that what is measured is the index.
+    let mut server = Server::orlop_with(&["--value-cache-bytes", "8388608"]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    load(server.endpoint(), keys).await;
+    read_in_pages(&mut client, keys).await;
+
+    let restart = Instant::now();
+    server.restart().await;
+    println!("{keys} keys: started in {:?}", restart.elapsed());
+    let mut client = Client::connect(server.endpoint()).await;
+    let (file, memory) = (file_bytes(&mut client).await, memory_kib(&server));
+
+    // The compaction at the delete's own revision keeps the tombstones, the one after the next write takes them.
+    let everything = DeleteRangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
+    let deleted = client.kv.delete_range(everything).await.expect("a delete").into_inner().deleted;
+    assert_eq!(deleted, keys as i64);
+    for _ in 0..2 {
+        let put = PutRequest { key: "last".into(), ..Default::default() };
+        let revision = client.kv.put(put).await.expect("a put").into_inner().header.expect("a header").revision;
+        client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
+    }
+    let (file_after, memory_after) = (file_bytes(&mut client).await, memory_kib(&server));
+    println!("file {file} to {file_after} bytes, memory {memory} to {memory_after} KiB");
+    assert!(file_after < file / 4, "free pages go back to the file system: {file_after} of {file}");
+    // A small index is less than what the allocator keeps for itself.
+    if keys >= 1_000_000 {
+        assert!(memory_after < memory * 3 / 4, "the index lets go of its memory: {memory_after} of {memory} KiB");
+    }
+    let database = server.data_dir().join("orlop.db");
+    eventually("the file on the disk follows", || {
+        let bytes = database.metadata().map(|metadata| metadata.len()).unwrap_or(u64::MAX);
+        async move { if bytes < file.cast_unsigned() / 4 { Ok(()) } else { Err(bytes) } }
+    })
+    .await;
+    read_in_pages(&mut client, 1).await;
+}
+
+async fn load(endpoint: &str, keys: usize) {
+    let started = Instant::now();
+    let mut loaders = Vec::new();
+    for loader in 0..LOADERS {
+        let mut client = Client::connect(endpoint).await;
+        loaders.push(tokio::spawn(async move {
+            let own: Vec<usize> = (loader..keys).step_by(LOADERS).collect();
+            for chunk in own.chunks(TXN_KEYS) {
+                let put = |number: &usize| PutRequest {
+                    key: format!("/registry/things/{number:08}").into(),
+                    value: vec![b'v'; 100].into(),
+                    ..Default::default()
+                };
+                let success = chunk.iter().map(|number| RequestOp { request: Some(Request::RequestPut(put(number))) });
+                let txn = TxnRequest { success: success.collect(), ..Default::default() };
+                client.kv.txn(txn).await.expect("a transaction");
+            }
+        }));
+    }
+    for loader in loaders {
+        loader.await.expect("every transaction is answered");
+    }
+    println!("{keys} keys: loaded in {:?}", started.elapsed());
+}
+
+/// As Kubernetes lists: page after page, all at the first page's revision, each with the count of what is left.
+async fn read_in_pages(client: &mut Client, keys: usize) {
+    let (mut from, mut revision, mut seen) = (b"\0".to_vec(), 0, 0);
+    loop {
+        let request =
+            RangeRequest { key: from.into(), range_end: "\0".into(), limit: PAGE_KEYS, revision, ..Default::default() };
+        let page = client.kv.range(request).await.expect("a page").into_inner();
+        assert_eq!(page.count, (keys - seen) as i64);
+        assert!(page.kvs.is_sorted_by(|a, b| a.key < b.key));
+        seen += page.kvs.len();
+        if !page.more {
+            break;
+        }
+        revision = page.header.expect("a header").revision;
+        from = [&page.kvs.last().expect("a page that is not the last has pairs").key[..], &[0]].concat();
+    }
+    assert_eq!(seen, keys);
+}
+
+async fn file_bytes(client: &mut Client) -> i64 {
+    client.maintenance.status(StatusRequest {}).await.expect("a status").into_inner().db_size
+}
+
+fn memory_kib(server: &Server) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("Linux tells of processes");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("it has a size");
+    line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
+}

@@ -1,0 +1,222 @@
+//! Watches under strain: slow readers, large answers, clients that have nothing more to say, a server that goes down.
+
+use orlop::proto::client::etcdserverpb::{
+    PutRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest, WatchRequest,
+    WatchResponse, request_op::Request, watch_request::RequestUnion,
+};
+use tokio::{sync::mpsc, time::timeout};
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::{Code, Streaming};
+
+use crate::support::{Client, DEADLINE, Server};
+
+/// A watch stream: requests go in, answers come out.
+struct Stream {
+    requests: Option<mpsc::UnboundedSender<WatchRequest>>,
+    answers: Streaming<WatchResponse>,
+}
+
+impl Stream {
+    async fn open(client: &mut Client) -> Self {
+        let (requests, receiver) = mpsc::unbounded_channel();
+        let answers = client.watch.watch(UnboundedReceiverStream::new(receiver)).await.expect("a stream opens");
+        Self { requests: Some(requests), answers: answers.into_inner() }
+    }
+
+    fn ask(&self, request: RequestUnion) {
+        let requests = self.requests.as_ref().expect("the stream is not closed");
+        requests.send(WatchRequest { request_union: Some(request) }).expect("the stream is open");
+    }
+
+    async fn create(&mut self, create: WatchCreateRequest) -> WatchResponse {
+        self.ask(RequestUnion::CreateRequest(create));
+        let created = self.next().await;
+        assert!(created.created, "{created:?}");
+        created
+    }
+
+    async fn next(&mut self) -> WatchResponse {
+        let answer = timeout(DEADLINE, self.answers.message()).await.expect("an answer comes in time");
+        answer.expect("the stream lives").expect("the stream goes on")
+    }
+
+    /// Reads until an event of the revision has come; returns the revisions of all events.
+    async fn read_until(&mut self, revision: i64) -> Vec<i64> {
+        let mut seen = Vec::new();
+        while seen.last() != Some(&revision) {
+            let answer = self.next().await;
+            let header = answer.header.expect("an answer has a header").revision;
+            for event in answer.events {
+                let at = event.kv.expect("an event has a pair").mod_revision;
+                assert!(at <= header, "header {header} covers event {at}");
+                seen.push(at);
+            }
+        }
+        seen
+    }
+}
+
+fn everything(start_revision: i64) -> WatchCreateRequest {
+    WatchCreateRequest { key: "\0".into(), range_end: "\0".into(), start_revision, ..Default::default() }
+}
+
+async fn put(client: &mut Client, key: &str, value: Vec<u8>) -> i64 {
+    let put = PutRequest { key: key.to_owned().into(), value: value.into(), ..Default::default() };
+    let answer = client.kv.put(put).await.expect("the server takes a put").into_inner();
+    answer.header.expect("an answer has a header").revision
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn slow_watcher_loses_nothing_and_delays_nobody() {
+    const PUTS: i64 = 16_000;
+    let server = Server::orlop().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    // On connections of their own, so that the slow one's flow control is its own.
+    let mut slow_client = Client::connect(server.endpoint()).await;
+    let mut slow = Stream::open(&mut slow_client).await;
+    slow.create(everything(0)).await;
+    let mut fast_client = Client::connect(server.endpoint()).await;
+    let mut fast = Stream::open(&mut fast_client).await;
+    fast.create(everything(0)).await;
+    let fast = tokio::spawn(async move { fast.read_until(PUTS + 1).await });
+
+    let mut writers = Vec::new();
+    for _ in 0..16 {
+        let mut client = client.clone();
+        writers.push(tokio::spawn(async move {
+            for _ in 0..PUTS / 16 {
+                put(&mut client, "k", vec![b'v'; 1024]).await;
+            }
+        }));
+    }
+    for writer in writers {
+        writer.await.expect("every put is answered");
+    }
+    let expected: Vec<i64> = (2..=PUTS + 1).collect();
+    let fast = timeout(DEADLINE, fast).await.expect("the fast one is not held up").expect("it reads to the end");
+    assert!(fast == expected, "the fast watcher gets each event once, in order");
+
+    // The slow one's events go on while it reads.
+    let last = put(&mut client, "k", Vec::new()).await;
+    let slow = slow.read_until(last).await;
+    assert!(slow == (2..=last).collect::<Vec<_>>(), "the slow watcher gets each event once, in order");
+}
+
+#[tokio::test]
+async fn progress_is_answered_after_the_events_that_it_covers() {
+    let server = Server::orlop().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    for _ in 0..3_000 {
+        put(&mut client, "k", vec![b'v'; 512]).await;
+    }
+    let mut stream = Stream::open(&mut client).await;
+    // It has 3,000 revisions to catch up when the progress is asked for.
+    stream.ask(RequestUnion::CreateRequest(everything(2)));
+    stream.ask(RequestUnion::ProgressRequest(WatchProgressRequest {}));
+    let mut newest = 0;
+    loop {
+        let answer = stream.next().await;
+        if answer.watch_id == -1 {
+            assert_eq!((newest, answer.header.expect("an answer has a header").revision), (3_001, 3_001));
+            break;
+        }
+        newest = answer.events.last().map_or(newest, |event| event.kv.as_ref().expect("a pair").mod_revision);
+    }
+    // Synced now: answered at once, and again.
+    for _ in 0..3 {
+        stream.ask(RequestUnion::ProgressRequest(WatchProgressRequest {}));
+        assert_eq!(stream.next().await.watch_id, -1);
+    }
+}
+
+#[tokio::test]
+async fn fragments_are_one_revision_cut_in_pieces() {
+    let server = Server::orlop().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let pair = |value: u8| {
+        let put = |key: &str| PutRequest {
+            key: key.to_owned().into(),
+            value: vec![value; 700_000].into(),
+            ..Default::default()
+        };
+        let success = ["a", "b"].map(|key| RequestOp { request: Some(Request::RequestPut(put(key))) });
+        TxnRequest { success: success.to_vec(), ..Default::default() }
+    };
+    client.kv.txn(pair(1)).await.expect("a transaction below the limit");
+    for (fragment, expected) in [(true, vec![(true, 1), (false, 1)]), (false, vec![(false, 2)])] {
+        let mut stream = Stream::open(&mut client).await;
+        stream.create(WatchCreateRequest { fragment, prev_kv: true, ..everything(0) }).await;
+        client.kv.txn(pair(2)).await.expect("a transaction below the limit");
+        let mut answers = Vec::new();
+        for _ in 0..expected.len() {
+            let answer = stream.next().await;
+            answers.push((answer.fragment, answer.events.len()));
+        }
+        assert_eq!(answers, expected, "fragment={fragment}");
+    }
+}
+
+#[tokio::test]
+async fn client_that_has_said_all_still_gets_its_events() {
+    let server = Server::orlop().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut stream = Stream::open(&mut client).await;
+    stream.create(everything(0)).await;
+    stream.requests = None;
+    let revision = put(&mut client, "k", b"v".to_vec()).await;
+    assert_eq!(stream.read_until(revision).await, [revision]);
+}
+
+#[tokio::test]
+async fn refused_watches_leave_the_stream_open() {
+    let server = Server::orlop().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut stream = Stream::open(&mut client).await;
+    let range = |key: &str, end: &str| WatchCreateRequest {
+        key: key.to_owned().into(),
+        range_end: end.to_owned().into(),
+        ..Default::default()
+    };
+    assert_eq!(stream.create(WatchCreateRequest { watch_id: 7, ..everything(0) }).await.watch_id, 7);
+    let table = [
+        (WatchCreateRequest { watch_id: 7, ..everything(0) }, "mvcc: duplicate watch ID provided on the WatchStream"),
+        (range("b", "a"), "mvcc: watcher range is empty"),
+        (everything(-1), "etcdserver: mvcc: required revision has been compacted"),
+    ];
+    for (create, reason) in table {
+        let refused = stream.create(create).await;
+        assert_eq!((refused.canceled, refused.watch_id, refused.cancel_reason.as_str()), (true, -1, reason));
+    }
+    // An unknown id is answered with nothing: the next answer is of the known one.
+    stream.ask(RequestUnion::CancelRequest(WatchCancelRequest { watch_id: 99 }));
+    stream.ask(RequestUnion::CancelRequest(WatchCancelRequest { watch_id: 7 }));
+    let canceled = stream.next().await;
+    assert_eq!((canceled.canceled, canceled.watch_id), (true, 7));
+}
+
+#[tokio::test]
+async fn silent_watch_is_told_its_revision_from_time_to_time() {
+    let server = Server::orlop_with(&["--watch-progress-notify-interval", "100ms"]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let revision = put(&mut client, "other", Vec::new()).await;
+    let mut stream = Stream::open(&mut client).await;
+    let watch = WatchCreateRequest { key: "k".into(), progress_notify: true, ..Default::default() };
+    let id = stream.create(watch).await.watch_id;
+    for _ in 0..2 {
+        let told = stream.next().await;
+        assert_eq!((told.watch_id, told.events.len(), told.created), (id, 0, false));
+        assert_eq!(told.header.expect("an answer has a header").revision, revision);
+    }
+}
+
+#[tokio::test]
+async fn streams_end_with_a_status_when_the_server_goes_down() {
+    let mut server = Server::orlop().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut stream = Stream::open(&mut client).await;
+    stream.create(everything(0)).await;
+    let ended = tokio::spawn(async move { stream.answers.message().await });
+    assert!(server.terminate().await.success());
+    let status = ended.await.expect("the reader ends").expect_err("the stream ends with a status");
+    assert_eq!((status.code(), status.message()), (Code::Unavailable, "etcdserver: server stopped"));
+}

@@ -1,0 +1,129 @@
+//! How a start goes wrong: with exit code 1, soon, and a text that says what to do.
+
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Output},
+};
+
+use orlop::proto::client::etcdserverpb::{
+    MemberListRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
+};
+
+use crate::support::{Client, Server};
+
+/// Runs orlop to its end, which must come by itself.
+fn run(home: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
+    let mut command = Command::new("timeout");
+    command
+        .arg("20")
+        .arg(env!("CARGO_BIN_EXE_orlop"))
+        .args(arguments)
+        .envs(variables.iter().copied())
+        .current_dir(home);
+    command.output().expect("orlop is built with the tests")
+}
+
+#[track_caller]
+fn check_refused(arguments: &[&str], variables: &[(&str, &str)], named: &[&str]) {
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    fs::write(home.path().join("bad.toml"), "max-txn-opps = 3\n").expect("a file can be written");
+    fs::write(home.path().join("bad.yaml"), "max-txn-ops: many\n").expect("a file can be written");
+    fs::write(home.path().join("garbage.db"), vec![7; 8192]).expect("a file can be written");
+    fs::create_dir(home.path().join("folder.db")).expect("a folder can be made");
+    let output = run(home.path(), arguments, variables);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(matches!(output.status.code(), Some(1 | 2)), "{arguments:?} {variables:?}: {:?} {text}", output.status);
+    for name in named {
+        assert!(text.contains(name), "{arguments:?} {variables:?} says {name}: {text}");
+    }
+    assert!(!text.contains("panicked") && !text.contains("secret"), "{text}");
+}
+
+#[test]
+fn bad_settings_are_named_with_what_is_accepted() {
+    check_refused(&["--max-txn-ops", "0"], &[], &["max-txn-ops", "at least 1"]);
+    check_refused(&["--max-txn-ops", "many"], &[], &["--max-txn-ops", "many"]);
+    check_refused(&["--no-such-flag"], &[], &["--no-such-flag"]);
+    check_refused(
+        &["--listen-client-urls", "127.0.0.1:2379"],
+        &[],
+        &["127.0.0.1:2379", "http://HOST:PORT or unix://PATH"],
+    );
+    check_refused(&["--listen-client-urls", "https://127.0.0.1:1"], &[], &["TLS", "not implemented yet"]);
+    check_refused(&["--listen-client-urls", ""], &[], &["listen-client-urls"]);
+    check_refused(&["--watch-progress-notify-interval", "1ms"], &[], &["at least 100ms"]);
+    check_refused(&["--watch-progress-notify-interval", "soon"], &[], &["soon", "10m"]);
+    check_refused(&["--log-level", "=,"], &[], &["log-level"]);
+    check_refused(&["--log-format", "xml"], &[], &["xml", "text", "json"]);
+    check_refused(&[], &[("ORLOP_MAX_TXN_OPS", "many")], &["MAX-TXN-OPS", "many"]);
+    check_refused(&["--config-file", "bad.toml"], &[], &["max-txn-opps", "bad.toml"]);
+    check_refused(&["--config-file", "bad.yaml"], &[], &["max-txn-ops", "bad.yaml"]);
+    check_refused(&["--config-file", "none.toml"], &[], &["none.toml"]);
+    check_refused(&["--datastore-endpoint", "postgres://user:secret@host/db"], &[], &["Postgres", "sqlite://"]);
+    check_refused(&["--datastore-endpoint", "mysql://user:secret@host/db"], &[], &["sqlite://"]);
+}
+
+#[test]
+fn databases_that_cannot_be_opened_are_named() {
+    let port = ["--listen-client-urls", "http://127.0.0.1:0"];
+    for (endpoint, named) in [
+        ("sqlite://garbage.db", "garbage.db"),
+        ("sqlite://folder.db", "folder.db"),
+        ("sqlite:///proc/none/orlop.db", "/proc/none"),
+    ] {
+        check_refused(&[&port[..], &["--datastore-endpoint", endpoint]].concat(), &[], &[named]);
+    }
+    check_refused(&["--listen-client-urls", "http://256.0.0.1:1"], &[], &["256.0.0.1"]);
+}
+
+#[tokio::test]
+async fn second_process_on_the_same_data_is_refused() {
+    let server = Server::orlop().await;
+    let folder = server.data_dir();
+    let folder = folder.to_str().expect("a temporary path is text");
+    let pid = server.pid().to_string();
+    check_refused(
+        &["--data-dir", folder, "--listen-client-urls", "http://127.0.0.1:0"],
+        &[],
+        &["orlop.db", "in use", &pid],
+    );
+    // And the first one goes on.
+    let mut client = Client::connect(server.endpoint()).await;
+    assert!(client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.is_ok());
+
+    let port = server.endpoint();
+    check_refused(&["--listen-client-urls", port], &[], &[port, "in use"]);
+}
+
+#[tokio::test]
+async fn flags_win_over_variables_and_variables_over_the_file() {
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    let file = home.path().join("orlop.toml");
+    fs::write(&file, "name = \"file\"\nmax-txn-ops = 1\n").expect("a file can be written");
+    let file = file.to_str().expect("a temporary path is text");
+    let server = Server::orlop_with(&["--config-file", file, "--name", "flag"]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let members =
+        client.cluster.member_list(MemberListRequest::default()).await.expect("members answer").into_inner().members;
+    assert_eq!(members[0].name, "flag");
+    assert_eq!(members[0].client_ur_ls, [server.endpoint()]);
+    let range = RangeRequest { key: "k".into(), ..Default::default() };
+    let op = RequestOp { request: Some(Request::RequestRange(range)) };
+    let txn = TxnRequest { success: vec![op.clone(), op], ..Default::default() };
+    let refused = client.kv.txn(txn).await.expect_err("two operations are more than the file allows");
+    assert_eq!(refused.message(), "etcdserver: too many operations in txn request");
+}
+
+#[tokio::test]
+async fn unix_socket_serves_and_is_taken_over_after_a_kill() {
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    let url = format!("unix://{}", home.path().join("orlop.sock").display());
+    let mut server = Server::orlop_with(&["--listen-client-urls", &url]).await;
+    for _ in 0..2 {
+        let mut client = Client::connect(&url).await;
+        assert!(client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.is_ok());
+        server.kill();
+        server.restart().await;
+    }
+}
