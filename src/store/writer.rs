@@ -350,3 +350,38 @@ impl Writer {
         Ok(head)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+    use crate::{store::txn_tests::shared, types::KeyRange};
+
+    fn delete() -> Request {
+        Request::Delete(DeleteRequest { range: KeyRange::from_wire(b"k", b""), prev_kv: false })
+    }
+
+    /// The writer does not run, so everything that is taken waits.
+    #[tokio::test]
+    async fn full_queue_refuses_at_once_and_takes_again_when_there_is_room() {
+        let (mut writer, queue) = Writer::new(Arc::new(shared(0)));
+        let mut waiting: Vec<_> = (0..QUEUE_REQUESTS_MAX).map(|_| Box::pin(queue.submit(delete()))).collect();
+        assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "they are taken and wait");
+        assert!(matches!(queue.submit(delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
+
+        assert!(writer.gather().await);
+        assert!(queue.submit(delete()).now_or_never().is_none(), "there is room again");
+    }
+
+    #[tokio::test]
+    async fn closed_queue_serves_what_waits_and_refuses_the_rest() {
+        let (writer, queue) = Writer::new(Arc::new(shared(0)));
+        let mut waiting = Box::pin(queue.submit(delete()));
+        assert!(waiting.as_mut().now_or_never().is_none());
+        queue.close();
+        writer.run().await;
+        assert!(matches!(waiting.await, Ok(Outcome::Delete(_))));
+        assert!(matches!(queue.submit(delete()).await, Err(Error::Stopped)));
+    }
+}
