@@ -32,8 +32,11 @@ const OP_BYTES_MIN: usize = 64 << 10;
 /// A part of an encoded message, in order.
 pub(super) enum Segment {
     Encoded(Bytes),
-    /// `RangeResponse.kvs`, without their tags and lengths.
-    Pairs(VecDeque<Bytes>),
+    /// A repeated field of pairs, without their tags and lengths.
+    Pairs {
+        tag: u32,
+        pairs: VecDeque<Bytes>,
+    },
 }
 
 /// A message that can be encoded piece by piece.
@@ -59,9 +62,9 @@ impl Segments {
         encode_varint(len as u64, &mut self.open);
     }
 
-    fn pairs(&mut self, pairs: Vec<Bytes>) {
+    fn pairs(&mut self, tag: u32, pairs: Vec<Bytes>) {
         self.done.push_back(Segment::Encoded(std::mem::take(&mut self.open).into()));
-        self.done.push_back(Segment::Pairs(pairs.into()));
+        self.done.push_back(Segment::Pairs { tag, pairs: pairs.into() });
     }
 
     fn finish(mut self) -> VecDeque<Segment> {
@@ -74,8 +77,16 @@ impl IntoSegments for pb::RangeResponse {
     fn into_segments(mut self, segments: &mut Segments) {
         let pairs = std::mem::take(&mut self.kvs);
         segments.fields(&Self { header: self.header.take(), ..Self::default() });
-        segments.pairs(pairs);
+        segments.pairs(2, pairs);
         segments.fields(&self);
+    }
+}
+
+impl IntoSegments for pb::DeleteRangeResponse {
+    fn into_segments(mut self, segments: &mut Segments) {
+        let pairs = std::mem::take(&mut self.prev_kvs);
+        segments.fields(&self);
+        segments.pairs(3, pairs);
     }
 }
 
@@ -94,6 +105,11 @@ impl IntoSegments for pb::TxnResponse {
                 Some(Response::ResponseTxn(response)) if op_len >= OP_BYTES_MIN => {
                     segments.nested(3, op_len);
                     segments.nested(4, response.encoded_len());
+                    response.into_segments(segments);
+                }
+                Some(Response::ResponseDeleteRange(response)) if op_len >= OP_BYTES_MIN => {
+                    segments.nested(3, op_len);
+                    segments.nested(3, response.encoded_len());
                     response.into_segments(segments);
                 }
                 response => {
@@ -116,7 +132,7 @@ macro_rules! one_segment {
     };
 }
 
-one_segment!(pb::PutResponse, pb::DeleteRangeResponse, pb::CompactionResponse);
+one_segment!(pb::PutResponse, pb::CompactionResponse);
 
 /// See the module's page.
 pub(super) struct ReplyBody {
@@ -155,8 +171,8 @@ impl ReplyBody {
                         return Some(bytes);
                     }
                 }
-                Segment::Pairs(pairs) => {
-                    let piece = join_pairs(pairs);
+                Segment::Pairs { tag, pairs } => {
+                    let piece = join_pairs(*tag, pairs);
                     if !piece.is_empty() {
                         return Some(piece);
                     }
@@ -167,7 +183,7 @@ impl ReplyBody {
     }
 }
 
-fn join_pairs(pairs: &mut VecDeque<Bytes>) -> Bytes {
+fn join_pairs(tag: u32, pairs: &mut VecDeque<Bytes>) -> Bytes {
     let framed = |pair: &Bytes| 1 + encoded_len_varint(pair.len() as u64) + pair.len();
     let mut len = 0;
     let count = pairs
@@ -182,7 +198,7 @@ fn join_pairs(pairs: &mut VecDeque<Bytes>) -> Bytes {
         .count();
     let mut piece = BytesMut::with_capacity(len);
     for pair in pairs.drain(..count) {
-        encode_key(2, WireType::LengthDelimited, &mut piece);
+        encode_key(tag, WireType::LengthDelimited, &mut piece);
         encode_varint(pair.len() as u64, &mut piece);
         piece.extend_from_slice(&pair);
     }
@@ -257,6 +273,11 @@ mod tests {
         check(range(1000, 1000), false);
         check(range(3000, 1000), true);
         check(range(1, 2 << 20), true);
+        let delete =
+            |pairs: usize| pb::DeleteRangeResponse { prev_kvs: range(pairs, 1000).kvs, deleted: 9, header: None };
+        check(delete(3), false);
+        check(delete(3000), true);
+        check(txn(vec![Response::ResponseDeleteRange(delete(3000))]), true);
         let nested = || txn(vec![Response::ResponseRange(range(3, 10)), Response::ResponseRange(range(2000, 1000))]);
         check(nested(), true);
         check(txn(vec![Response::ResponseTxn(nested()), Response::ResponsePut(pb::PutResponse::default())]), true);

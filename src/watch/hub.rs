@@ -2,8 +2,8 @@
 //!
 //! One lock guards it. Joining, progress and publishing happen under that lock, so they have one order: a watch that joins at
 //! a revision gets every later one, and a progress notification is queued behind all events that it covers. Publishing
-//! encodes an event once for each flavor in use and copies it once for each range that it falls into, however many watches
-//! there are.
+//! puts an event together once for each range and flavor that it falls into, from pairs that are encoded already, however
+//! many watches share them.
 
 use std::{collections::BTreeMap, sync::Arc};
 
