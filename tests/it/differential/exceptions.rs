@@ -32,10 +32,6 @@ const EXCEPTIONS: &[Exception] = &[
     Exception { reason: "version, sizes and raft's numbers are each server's own", allow: status },
     Exception { reason: "names, ids and addresses of members are each server's own", allow: members },
     Exception { reason: "before 3.6 etcd takes an unknown sort order for none", allow: unknown_sort_order },
-    Exception {
-        reason: "before 3.6 etcd first creates a watch from a negative revision, then cancels it",
-        allow: negative_start_revision,
-    },
 ];
 
 /// How often each exception was used, by its reason.
@@ -110,17 +106,6 @@ fn unknown_sort_order(op: &Op, etcd: &Answer, ours: &mut Answer) {
         && SortOrder::try_from(request.sort_order).is_err()
         && *code == Code::InvalidArgument
         && message == "etcdserver: invalid sort option"
-    {
-        *ours = etcd.clone();
-    }
-}
-
-fn negative_start_revision(op: &Op, etcd: &Answer, ours: &mut Answer) {
-    if let (Op::Watch { create, .. }, Answer::Watch(created), Answer::Watch(refused)) = (op, etcd, &*ours)
-        && create.start_revision < 0
-        && (created.created && !created.canceled)
-        && (refused.created && refused.canceled && refused.watch_id == -1)
-        && refused.cancel_reason == "etcdserver: mvcc: required revision has been compacted"
     {
         *ours = etcd.clone();
     }
