@@ -43,8 +43,6 @@ const TRANSPORT_SLACK_BYTES: usize = 512 << 10;
 /// What the services answer by.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    pub name: String,
-    pub advertise_client_urls: Vec<String>,
     /// Bytes of a request that writes.
     pub max_request_bytes: usize,
     /// Operations in a transaction, and compares.

@@ -3,12 +3,7 @@
 //! Every setting is named as etcd names it. A flag `--max-txn-ops` is the key `max-txn-ops` in a file and the variable
 //! `ORLOP_MAX_TXN_OPS`.
 
-use std::{
-    fmt,
-    path::{Path, PathBuf},
-    str::FromStr,
-    time::Duration,
-};
+use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
 
 use clap::ValueEnum;
 use figment::{
@@ -24,7 +19,9 @@ pub struct Settings {
     pub name: String,
     pub data_dir: PathBuf,
     /// Empty: SQLite in the data directory.
-    pub datastore_endpoint: String,
+    pub datastore_endpoint: Secret,
+    pub datastore_poll_interval: Interval,
+    pub datastore_connections: u32,
     pub listen_client_urls: Urls,
     /// Empty: those that are listened on.
     pub advertise_client_urls: Urls,
@@ -45,7 +42,9 @@ impl Default for Settings {
         Self {
             name: "default".to_owned(),
             data_dir: "orlop-data".into(),
-            datastore_endpoint: String::new(),
+            datastore_endpoint: Secret::default(),
+            datastore_poll_interval: Interval(Duration::from_millis(100)),
+            datastore_connections: 8,
             listen_client_urls: Urls(vec![ListenUrl::Http("127.0.0.1:2379".to_owned())]),
             advertise_client_urls: Urls(Vec::new()),
             max_request_bytes: 1_572_864,
@@ -73,10 +72,21 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     data_dir: Option<PathBuf>,
 
-    /// Where the log is kept: sqlite://PATH-OF-FILE [default: orlop.db in the data folder]
+    /// Where the log is kept: sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE, with ?sslmode= and
+    /// ?sslrootcert= as libpq has them [default: orlop.db in the data folder]
     #[arg(long, value_name = "URL")]
     #[serde(skip_serializing_if = "Option::is_none")]
-    datastore_endpoint: Option<String>,
+    datastore_endpoint: Option<Secret>,
+
+    /// How often a Postgres log is looked at when no notification tells of new rows [default: 100ms]
+    #[arg(long, value_name = "DURATION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    datastore_poll_interval: Option<Interval>,
+
+    /// Connections to Postgres for reading; three more are for appending, listening and asking [default: 8]
+    #[arg(long, value_name = "COUNT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    datastore_connections: Option<u32>,
 
     /// Addresses to serve clients on, separated by commas: http://HOST:PORT or unix://PATH
     /// [default: http://127.0.0.1:2379]
@@ -132,10 +142,12 @@ pub struct Flags {
 
 impl Settings {
     /// Every key, as files and flags spell it.
-    const KEYS: [&'static str; 12] = [
+    const KEYS: [&'static str; 14] = [
         "name",
         "data-dir",
         "datastore-endpoint",
+        "datastore-poll-interval",
+        "datastore-connections",
         "listen-client-urls",
         "advertise-client-urls",
         "max-request-bytes",
@@ -186,26 +198,59 @@ impl Settings {
                 self.watch_progress_notify_interval
             ));
         }
-        self.database_file().map(drop)
+        if self.datastore_poll_interval.0 < Interval::POLL_MIN {
+            return Err(format!("datastore-poll-interval must be at least 1ms, got {}", self.datastore_poll_interval));
+        }
+        if self.datastore_connections == 0 {
+            return Err("datastore-connections must be at least 1, got 0".to_owned());
+        }
+        self.datastore().map(drop)
     }
 
-    /// The SQLite file.
+    /// Where the log is kept.
     ///
     /// # Errors
     ///
-    /// If the endpoint is of a kind that this build does not serve.
-    pub fn database_file(&self) -> Result<PathBuf, String> {
-        if self.datastore_endpoint.is_empty() {
-            return Ok(self.data_dir.join("orlop.db"));
+    /// If the endpoint is of a kind that is not served.
+    pub fn datastore(&self) -> Result<Datastore, String> {
+        let endpoint = &self.datastore_endpoint.0;
+        if endpoint.is_empty() {
+            return Ok(Datastore::Sqlite(self.data_dir.join("orlop.db")));
         }
-        match self.datastore_endpoint.split_once("://") {
-            Some(("sqlite", path)) if !path.is_empty() => Ok(Path::new(path).to_owned()),
+        match endpoint.split_once("://") {
+            Some(("sqlite", path)) if !path.is_empty() => Ok(Datastore::Sqlite(path.into())),
+            Some(("postgres" | "postgresql", place)) if !place.is_empty() => Ok(Datastore::Postgres(endpoint.clone())),
             // Never the endpoint itself: it may hold a password.
-            Some(("postgres" | "postgresql", _)) => {
-                Err("datastore-endpoint: Postgres is not implemented yet; use sqlite://PATH-OF-FILE".to_owned())
-            }
-            _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE".to_owned()),
+            _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE"
+                .to_owned()),
         }
+    }
+}
+
+/// A kind of database, and where it is.
+#[derive(Clone, PartialEq, Eq)]
+pub enum Datastore {
+    Sqlite(PathBuf),
+    /// A URL that may hold a password.
+    Postgres(String),
+}
+
+/// A text that is never shown.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Secret(String);
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_empty() { "none" } else { "not shown" })
+    }
+}
+
+impl FromStr for Secret {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(Self(text.to_owned()))
     }
 }
 
@@ -288,6 +333,8 @@ pub struct Interval(pub Duration);
 impl Interval {
     /// As short as a progress interval may be, as in etcd.
     const MIN: Duration = Duration::from_millis(100);
+    /// Shorter ones would only keep the database busy.
+    const POLL_MIN: Duration = Duration::from_millis(1);
 }
 
 impl FromStr for Interval {

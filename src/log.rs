@@ -5,13 +5,20 @@
 
 #[cfg(test)]
 pub(crate) mod memory;
+mod postgres;
+mod rows;
 mod sqlite;
+
+use std::time::Duration;
 
 use async_trait::async_trait;
 
-pub use sqlite::SqliteLog;
+pub use self::{
+    postgres::{PostgresLog, PostgresSettings},
+    sqlite::SqliteLog,
+};
 
-use crate::types::{Change, EncodedKv, Key, KeyRange, LeaseId, Revision, RowId};
+use crate::types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
 /// What went wrong with the database, by what the caller should do.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -28,34 +35,83 @@ pub enum Error {
     /// A row says what no row can say.
     #[error("the log is corrupt: {0}")]
     Corrupt(String),
+    /// The database is not the one that was read before: it lacks or contradicts what was applied.
+    #[error("the log has another history: {0}")]
+    Diverged(String),
 }
 
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// Where the log stands. Between two equal positions nothing was appended, granted, revoked or compacted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Position {
+    pub head: Revision,
+    /// Counts the appends that changed leases or compacted.
+    pub epoch: i64,
+    /// Tells one run of the database server from another: after a failover or a restart the log is looked at again before
+    /// it is trusted. Always 0 where the log is this process's own.
+    pub server: i64,
+}
 
 /// What the log says of the store as a whole.
 #[derive(Debug, Clone)]
 pub struct Meta {
     pub cluster_id: u64,
     pub member_id: u64,
+    pub position: Position,
     pub compact_revision: Option<Revision>,
-    pub head: Revision,
-    pub leases: Vec<(LeaseId, i64)>,
+    pub leases: Vec<LoggedLease>,
 }
 
-/// Rows and lease changes that become durable together.
+/// A lease that was granted and neither revoked nor expired.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LoggedLease {
+    pub id: LeaseId,
+    pub ttl_secs: i64,
+    /// Seconds until its deadline by the database's clock, negative once that is past. `None`: the database keeps no
+    /// deadlines.
+    pub left_secs: Option<f64>,
+}
+
+/// What becomes durable together.
 #[derive(Debug, Clone, Copy)]
 pub struct Append<'a> {
-    /// The revision that the rows were evaluated on.
-    pub expected_head: Revision,
-    /// In order; revisions dense from `expected_head` + 1.
+    /// What the rows were evaluated on.
+    pub expected: Position,
+    /// In order; revisions dense from the expected head's next.
     pub changes: &'a [Change],
     pub leases: &'a [LeaseChange],
+    /// A compact revision to record. It never goes back.
+    pub compact: Option<Revision>,
+}
+
+#[cfg(test)]
+impl<'a> Append<'a> {
+    /// Rows alone, on a log of this process's own.
+    pub fn rows(head: Revision, changes: &'a [Change]) -> Self {
+        Self { expected: Position { head, epoch: 0, server: 0 }, changes, leases: &[], compact: None }
+    }
+}
+
+impl Append<'_> {
+    pub fn is_empty(&self) -> bool {
+        self.changes.is_empty() && self.leases.is_empty() && self.compact.is_none()
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LeaseChange {
-    Grant { id: LeaseId, ttl_secs: i64 },
-    Revoke { id: LeaseId },
+    Grant {
+        id: LeaseId,
+        ttl_secs: i64,
+    },
+    Revoke {
+        id: LeaseId,
+    },
+    /// As revoke, but only if its time is over by the clock that the log goes by; otherwise the append is a conflict.
+    Expire {
+        id: LeaseId,
+    },
 }
 
 #[must_use]
@@ -63,7 +119,7 @@ pub enum LeaseChange {
 pub enum Appended {
     /// All is durable.
     Done,
-    /// The head was not the expected one; nothing was written.
+    /// The log did not stand where it was expected to; nothing was written.
     Conflict,
 }
 
@@ -73,6 +129,9 @@ pub struct Page {
     pub changes: Vec<Change>,
     /// Where the next page begins.
     pub next: Revision,
+    /// Rows may be missing at or below this revision, as they were compacted away. `None` where only this process deletes
+    /// rows.
+    pub purged: Option<Revision>,
 }
 
 /// Whether changes are read with the pairs that they replaced.
@@ -90,16 +149,22 @@ pub struct Size {
     pub in_use: i64,
 }
 
+/// Takes the log's rows in their order, a part at a time, with what the log says as a whole.
+pub type Visit<'a> = dyn FnMut(&Meta, Vec<Change>) -> Result<()> + Send + 'a;
+
 /// An append-only log of changes.
 #[async_trait]
 pub trait Log: Send + Sync + 'static {
     async fn meta(&self) -> Result<Meta>;
 
-    /// The rows from `from` on in their order, values left out (every put's pair has an empty one), at most about `limit` of
-    /// them. Empty at the end of the log.
-    async fn replay(&self, from: RowId, limit: usize) -> Result<Vec<Change>>;
+    /// Visits all rows as they are at one moment, values left out (every put's pair has an empty one).
+    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta>;
 
-    /// Appends all of it if the head is the expected one, and nothing otherwise. Durable once it returns.
+    /// Appends all of it if the log stands where it is expected to, and nothing otherwise. Durable once it returns.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unavailable`] only if nothing was written and nothing will be.
     ///
     /// # Cancel safety
     ///
@@ -113,54 +178,56 @@ pub trait Log: Send + Sync + 'static {
     /// size or by rows looked at; it may be empty before `to` is reached.
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page>;
 
-    /// Records the compact revision, which never goes back.
-    async fn compact(&self, revision: Revision) -> Result<()>;
-
-    /// Deletes rows that were compacted away, and gives free space back to the file system in steps.
-    async fn purge(&self, rows: &[RowId]) -> Result<()>;
+    /// Deletes rows that were compacted away, all at or below the compact revision `compacted`, and gives free space back
+    /// to the file system in steps.
+    async fn purge(&self, rows: &[RowId], compacted: Revision) -> Result<()>;
 
     async fn size(&self) -> Result<Size>;
 
     /// Finishes what is under way and lets go of the database.
     async fn close(&self);
+
+    /// What is asked of a log that other instances append to as well; `None` where this process is the only one.
+    fn shared(&self) -> Option<&dyn SharedLog>;
 }
 
-/// Builds a [`Change`] from a row's columns.
-struct RowColumns {
-    row: RowId,
-    key: Vec<u8>,
-    value: Vec<u8>,
-    lease: i64,
-    version: i64,
-    create_revision: i64,
-    prev_revision: i64,
-    deleted: bool,
+/// An instance of the server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    pub id: u64,
+    pub name: String,
+    pub client_urls: Vec<String>,
 }
 
-impl RowColumns {
-    fn kv(&self) -> EncodedKv {
-        let version = crate::types::Version {
-            row: self.row,
-            create_revision: Revision(self.create_revision),
-            version: self.version,
-        };
-        EncodedKv::new(&self.key, version, &self.value, LeaseId::from_wire(self.lease))
-    }
-
-    fn into_change(self, prev_kv: Option<EncodedKv>) -> Change {
-        use crate::types::{ChangeKind, Prev};
-        let kind = if self.deleted {
-            ChangeKind::Delete
-        } else {
-            ChangeKind::Put {
-                kv: self.kv(),
-                create_revision: Revision(self.create_revision),
-                version: self.version,
-                lease: LeaseId::from_wire(self.lease),
-            }
-        };
-        let prev =
-            (self.prev_revision != 0).then(|| Prev { row: RowId::new(Revision(self.prev_revision), 0), kv: prev_kv });
-        Change { row: self.row, key: Key::from(self.key), kind, prev, prev_lease: None }
-    }
+/// Whether looking at leases renews them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Touch {
+    Renew,
+    Look,
 }
+
+/// What several instances on one log need of it to act as one server.
+#[async_trait]
+pub trait SharedLog: Send + Sync {
+    /// Where the log stands: not before anything that was acknowledged before the call.
+    async fn position(&self) -> Result<Position>;
+
+    /// Returns when the log may have moved beyond `seen`: because it said so, or because it is time to look.
+    async fn moved(&self, seen: Revision);
+
+    /// Waits for this instance's turn to append, and keeps it until the next [`Log::append`], which an instance that
+    /// loses race after race needs. The turn is lost, and that append fails, if it does not follow soon.
+    async fn take_turn(&self) -> Result<()>;
+
+    /// These leases' TTLs and time left, those that are unknown left out. Renewal gives a lease its whole TTL again,
+    /// unless its time is over, and is durable once it returns.
+    async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>>;
+
+    /// Says that this instance lives, and returns all that do, this one among them, the one that lives longest first.
+    async fn beat(&self) -> Result<Vec<Member>>;
+}
+
+/// How long an instance is silent before it counts as gone.
+pub const SILENCE_MAX: Duration = Duration::from_secs(10);
+/// How often an instance says that it lives.
+pub const BEAT_INTERVAL: Duration = Duration::from_secs(1);

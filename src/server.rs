@@ -18,8 +18,8 @@ use tracing::{info, warn};
 
 use crate::{
     api,
-    config::{ListenUrl, Settings},
-    log::SqliteLog,
+    config::{Datastore, ListenUrl, Settings},
+    log::{Log, PostgresLog, PostgresSettings, SqliteLog},
     store::{self, Store},
 };
 
@@ -51,20 +51,14 @@ impl std::error::Error for Error {}
 ///
 /// If an address cannot be bound or the database cannot be opened or read.
 pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
-    let file = settings.database_file().map_err(Error)?;
     let mut listeners = Vec::new();
     for url in &settings.listen_client_urls.0 {
         listeners.push(Listener::bind(url).await?);
     }
-    let log = SqliteLog::open(&file).await.map_err(|error| Error(error.to_string()))?;
-    let store_settings = store::Settings { value_cache_bytes: settings.value_cache_bytes };
-    let store = Store::open(Arc::new(log), store_settings)
-        .await
-        .map_err(|error| Error(format!("cannot read database {}: {error}", file.display())))?;
-    let store = Arc::new(store);
+    let store = Arc::new(open_store(&settings, advertised_urls(&settings, &listeners)).await?);
 
     let (stop, stopping) = watch::channel(false);
-    let routes = api::routes(Arc::clone(&store), api_settings(&settings, &listeners), stopping.clone())
+    let routes = api::routes(Arc::clone(&store), api_settings(&settings), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
     let mut servers = JoinSet::new();
     for listener in listeners {
@@ -76,6 +70,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     let mut outcome = Ok(());
     tokio::select! {
         () = shutdown => info!("going down"),
+        failure = store.failed() => outcome = Err(Error(format!("the log has another history than this instance: {failure}"))),
         Some(ended) = servers.join_next() => outcome = Err(Error(match ended {
             Ok(Ok(())) => "a listener ended by itself".to_owned(),
             Ok(Err(error)) => format!("a listener failed: {error}"),
@@ -92,14 +87,39 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     outcome
 }
 
-fn api_settings(settings: &Settings, listeners: &[Listener]) -> api::Settings {
-    let advertised: Vec<String> = match settings.advertise_client_urls.0.as_slice() {
+fn advertised_urls(settings: &Settings, listeners: &[Listener]) -> Vec<String> {
+    match settings.advertise_client_urls.0.as_slice() {
         [] => listeners.iter().map(|listener| listener.url.to_string()).collect(),
         urls => urls.iter().map(ToString::to_string).collect(),
-    };
-    api::Settings {
+    }
+}
+
+/// Opens the log and reads it.
+async fn open_store(settings: &Settings, client_urls: Vec<String>) -> Result<Store, Error> {
+    let store_settings = store::Settings {
+        value_cache_bytes: settings.value_cache_bytes,
+        poll_interval: settings.datastore_poll_interval.0,
         name: settings.name.clone(),
-        advertise_client_urls: advertised,
+        client_urls: client_urls.clone(),
+    };
+    let log: Arc<dyn Log> = match settings.datastore().map_err(Error)? {
+        Datastore::Sqlite(file) => Arc::new(SqliteLog::open(&file).await.map_err(|error| Error(error.to_string()))?),
+        Datastore::Postgres(endpoint) => {
+            let settings = PostgresSettings {
+                endpoint,
+                poll_interval: settings.datastore_poll_interval.0,
+                connections_max: settings.datastore_connections,
+                name: settings.name.clone(),
+                client_urls,
+            };
+            Arc::new(PostgresLog::open(settings).await.map_err(|error| Error(error.to_string()))?)
+        }
+    };
+    Store::open(log, store_settings).await.map_err(|error| Error(format!("cannot read the database: {error}")))
+}
+
+fn api_settings(settings: &Settings) -> api::Settings {
+    api::Settings {
         max_request_bytes: settings.max_request_bytes,
         max_txn_ops: settings.max_txn_ops,
         watch_progress_notify_interval: settings.watch_progress_notify_interval.0,

@@ -11,12 +11,18 @@
 //! batch with one append; an answer leaves after its commit and after the index and the watchers have it. Reads run
 //! beside it on the index.
 //!
+//! Where several instances share the log, a linearizable read first asks where the log stands ([`Store::confirm`], one
+//! question for all who wait), and what the others append comes in by [`catch_up`].
+//!
 //! Lock order: the hub's, then the index's, then the lease table's. None is held across an await.
 
 mod applier;
 mod batch;
+mod catch_up;
+mod coalesce;
 mod compactor;
 mod expiry;
+mod members;
 mod open;
 mod reader;
 pub mod request;
@@ -27,31 +33,40 @@ mod writer;
 
 use std::{
     hash::{BuildHasher as _, RandomState},
-    sync::Arc,
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
 };
 
 use parking_lot::{Mutex, RwLock};
 use tokio::{
     sync::{Notify, watch},
     task::JoinHandle,
-    time::Instant,
+    time::{Instant, sleep, timeout_at},
 };
 
-pub use self::{open::Settings, reader::RangePieces};
 use self::{
+    catch_up::Standing,
+    coalesce::Coalesced,
+    members::Members,
     request::{
         CompactionWait, DeleteRequest, DeleteResponse, LeaseGranted, PutRequest, PutResponse, TxnRequest, TxnResponse,
     },
     values::ValueCache,
     writer::{Outcome, Request, WriteQueue},
 };
+pub use self::{open::Settings, reader::RangePieces};
 use crate::{
     index::{TreeIndex, Unreadable},
     lease::{self, Remaining, Renewal},
-    log::{self, Log, Size},
+    log::{self, Log, LoggedLease, Size, Touch},
     types::{LeaseId, Revision},
     watch::Hub,
 };
+
+/// How long a request waits for the database before it is told that nothing was done, as long as etcd's for a leader.
+const WAIT_MAX: Duration = Duration::from_secs(7);
+/// Pause before the database is asked again that did not answer.
+const ASK_PAUSE: Duration = Duration::from_millis(50);
 
 /// Why a request failed, by what the caller should do about it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -101,7 +116,7 @@ impl From<log::Error> for Error {
     fn from(error: log::Error) -> Self {
         tracing::error!(%error, "request failed on the database");
         match error {
-            log::Error::Unavailable(_) | log::Error::Open(_) => Self::Unavailable,
+            log::Error::Unavailable(_) | log::Error::Open(_) | log::Error::Diverged(_) => Self::Unavailable,
             log::Error::OutcomeUnknown(_) => Self::OutcomeUnknown,
             log::Error::Corrupt(_) => Self::Corrupt,
         }
@@ -119,6 +134,10 @@ pub struct Identity {
 pub struct Store {
     shared: Arc<Shared>,
     queue: WriteQueue,
+    /// Who waits to stand where the log stands. `None` where this process is the only one on the log: it always does.
+    heads: Option<Coalesced<(), log::Result<()>>>,
+    /// Leases to be renewed in the log. `None` where deadlines are in memory alone.
+    renewals: Option<Coalesced<LeaseId, log::Result<Option<LoggedLease>>>>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
     stop_background: watch::Sender<bool>,
 }
@@ -127,6 +146,8 @@ pub struct Store {
 struct Shared {
     log: Arc<dyn Log>,
     identity: Identity,
+    standing: Standing,
+    members: Members,
     hub: Arc<Hub>,
     index: RwLock<TreeIndex>,
     leases: Mutex<lease::Table>,
@@ -135,6 +156,8 @@ struct Shared {
     lease_deadline: Notify,
     /// Set when there is something to compact.
     compaction: Notify,
+    /// Whether this instance recorded a compaction, and so deletes its rows.
+    purge_duty: AtomicBool,
     /// The newest revision whose compaction has freed index and rows.
     compaction_done: watch::Sender<Option<Revision>>,
 }
@@ -155,6 +178,36 @@ impl Store {
 
     pub fn log(&self) -> &Arc<dyn Log> {
         &self.shared.log
+    }
+
+    /// Waits until this instance stands where the log stood when this was called, so that what is read next is not older
+    /// than anything that any instance acknowledged before.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unavailable`] if the database does not answer for long.
+    pub async fn confirm(&self) -> Result<()> {
+        let Some(heads) = &self.heads else { return Ok(()) };
+        let deadline = Instant::now() + WAIT_MAX;
+        loop {
+            match timeout_at(deadline, heads.ask(())).await {
+                Ok(Some(Ok(()))) => return Ok(()),
+                Ok(Some(Err(_))) if Instant::now() < deadline => sleep(ASK_PAUSE).await,
+                Ok(_) | Err(_) => return Err(Error::Unavailable),
+            }
+        }
+    }
+
+    /// Why the store cannot go on, once that is so: the text is for the operator.
+    pub fn failed(&self) -> impl Future<Output = String> + Send + use<> {
+        let mut failed = self.shared.standing.failed.subscribe();
+        async move {
+            let text = failed.wait_for(Option::is_some).await.ok().and_then(|failed| failed.clone());
+            match text {
+                Some(text) => text,
+                None => std::future::pending().await,
+            }
+        }
     }
 
     pub async fn size(&self) -> Result<Size> {
@@ -234,7 +287,10 @@ impl Store {
     /// head from before.
     pub async fn keep_alive(&self, id: LeaseId) -> Result<(Revision, i64)> {
         let head = self.head();
-        let renewal = self.shared.leases.lock().renew(id, Instant::now());
+        let renewal = match &self.renewals {
+            None => self.shared.leases.lock().renew(id, Instant::now()),
+            Some(renewals) => self.renew_in_log(renewals, id).await?,
+        };
         match renewal {
             Renewal::Renewed { ttl_secs } => Ok((head, ttl_secs)),
             Renewal::Unknown => Ok((head, 0)),
@@ -243,13 +299,53 @@ impl Store {
         }
     }
 
-    /// `None` for a lease that is unknown or whose time is over.
-    pub fn lease(&self, id: LeaseId) -> Option<Remaining> {
-        self.shared.leases.lock().remaining(id, Instant::now())
+    async fn renew_in_log(
+        &self,
+        renewals: &Coalesced<LeaseId, log::Result<Option<LoggedLease>>>,
+        id: LeaseId,
+    ) -> Result<Renewal> {
+        let deadline = Instant::now() + WAIT_MAX;
+        let logged = loop {
+            match timeout_at(deadline, renewals.ask(id)).await {
+                Ok(Some(Ok(logged))) => break logged,
+                Ok(Some(Err(_))) if Instant::now() < deadline => sleep(ASK_PAUSE).await,
+                Ok(_) | Err(_) => return Err(Error::Unavailable),
+            }
+        };
+        let Some(logged) = logged else { return Ok(Renewal::Unknown) };
+        self.shared.leases.lock().set_left(&logged, Instant::now());
+        if logged.left_secs.is_some_and(|left| left > 0.0) {
+            return Ok(Renewal::Renewed { ttl_secs: logged.ttl_secs });
+        }
+        // It may have been granted elsewhere; the writer must know it to end it.
+        self.confirm().await?;
+        Ok(Renewal::Expired)
     }
 
-    pub fn leases(&self) -> Vec<LeaseId> {
-        self.shared.leases.lock().list(Instant::now())
+    /// `None` for a lease that is unknown or whose time is over.
+    pub async fn lease(&self, id: LeaseId) -> Result<Option<Remaining>> {
+        self.confirm().await?;
+        self.look_at(&[id]).await?;
+        Ok(self.shared.leases.lock().remaining(id, Instant::now()))
+    }
+
+    pub async fn leases(&self) -> Result<Vec<LeaseId>> {
+        self.confirm().await?;
+        if self.renewals.is_some() {
+            let over = self.shared.leases.lock().expired(Instant::now(), usize::MAX);
+            self.look_at(&over).await?;
+        }
+        Ok(self.shared.leases.lock().list(Instant::now()))
+    }
+
+    /// Takes up how much time these leases have left by the log, where it keeps deadlines.
+    async fn look_at(&self, ids: &[LeaseId]) -> Result<()> {
+        if let Some(log) = self.shared.log.shared().filter(|_| !ids.is_empty()) {
+            let logged = log.leases(ids, Touch::Look).await?;
+            let mut leases = self.shared.leases.lock();
+            logged.iter().for_each(|logged| leases.set_left(logged, Instant::now()));
+        }
+        Ok(())
     }
 
     async fn submit_for_revision(&self, request: Request) -> Result<Revision> {

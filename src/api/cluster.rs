@@ -1,31 +1,31 @@
-//! The Cluster service: the one member that there is.
+//! The Cluster service: the instances that serve the store.
 
 use tonic::{Request, Response, Status};
 
 use super::{Context, status::not_built};
 use crate::{
+    log::Member,
     proto::server::etcdserverpb::{self as pb, cluster_server::Cluster},
     types::Revision,
 };
 
-impl Context {
-    fn member(&self) -> pb::Member {
-        pb::Member {
-            id: self.store.identity().member_id,
-            name: self.settings.name.clone(),
-            // There are no peers, but etcdctl's tables want a column.
-            peer_ur_ls: Vec::new(),
-            client_ur_ls: self.settings.advertise_client_urls.clone(),
-            is_learner: false,
-        }
+fn member(member: Member) -> pb::Member {
+    pb::Member {
+        id: member.id,
+        name: member.name,
+        // There are no peers, but etcdctl's tables want a column.
+        peer_ur_ls: Vec::new(),
+        client_ur_ls: member.client_urls,
+        is_learner: false,
     }
 }
 
 #[tonic::async_trait]
 impl Cluster for Context {
     async fn member_list(&self, _: Request<pb::MemberListRequest>) -> Result<Response<pb::MemberListResponse>, Status> {
+        let members = self.store.members().await.into_iter().map(member).collect();
         // As in etcd, this header has no revision.
-        Ok(Response::new(pb::MemberListResponse { header: self.header(Revision(0)), members: vec![self.member()] }))
+        Ok(Response::new(pb::MemberListResponse { header: self.header(Revision(0)), members }))
     }
 
     async fn member_add(&self, _: Request<pb::MemberAddRequest>) -> Result<Response<pb::MemberAddResponse>, Status> {

@@ -7,9 +7,9 @@ use crate::{
         self as pb, compare::TargetUnion, range_request, request_op::Request, response_op::Response,
     },
     store::request::{
-        Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease, PutRequest,
-        PutResponse, PutValue, RangeRequest, RangeResponse, Relation, RevisionFilter, Sort, SortOrder, SortScope,
-        SortTarget, TxnRequest, TxnResponse,
+        Compare, CompareTarget, Consistency, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease,
+        PutRequest, PutResponse, PutValue, RangeRequest, RangeResponse, Relation, RevisionFilter, Sort, SortOrder,
+        SortScope, SortTarget, TxnRequest, TxnResponse,
     },
     types::{EncodedKv, KeyRange, LeaseId, Revision},
 };
@@ -43,6 +43,7 @@ fn range_at(request: &pb::RangeRequest, at: ReadAt) -> Checked<RangeRequest> {
             (false, true) => Projection::KeysOnly,
             (false, false) => Projection::Whole,
         },
+        consistency: if request.serializable { Consistency::Serializable } else { Consistency::Linearizable },
     })
 }
 

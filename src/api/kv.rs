@@ -167,7 +167,7 @@ impl tonic::server::ServerStreamingService<pb::RangeRequest> for RangeStream {
                 return Err(Status::unimplemented("RangeStream does not support revision filters"));
             }
             let pairs = if converted.projection == Projection::CountOnly { usize::MAX } else { FIRST_PIECE_PAIRS };
-            let pieces = context.store.range_pieces(converted)?;
+            let pieces = context.store.range_pieces(converted).await?;
             let start = (context, pieces, pairs);
             let stream = futures_util::stream::try_unfold(start, |(context, mut pieces, pairs)| async move {
                 next_piece(&context, &mut pieces, pairs)

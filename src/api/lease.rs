@@ -61,8 +61,9 @@ impl Lease for Context {
         request: Request<pb::LeaseTimeToLiveRequest>,
     ) -> Result<Response<pb::LeaseTimeToLiveResponse>, Status> {
         let request = request.into_inner();
+        let lease = self.store.lease(LeaseId(request.id)).await?;
         let header = self.header(self.store.head());
-        let response = match self.store.lease(LeaseId(request.id)) {
+        let response = match lease {
             Some(lease) => pb::LeaseTimeToLiveResponse {
                 header,
                 id: request.id,
@@ -83,7 +84,7 @@ impl Lease for Context {
         &self,
         _: Request<pb::LeaseLeasesRequest>,
     ) -> Result<Response<pb::LeaseLeasesResponse>, Status> {
-        let leases = self.store.leases().into_iter().map(|id| pb::LeaseStatus { id: id.0 }).collect();
+        let leases = self.store.leases().await?.into_iter().map(|id| pb::LeaseStatus { id: id.0 }).collect();
         Ok(Response::new(pb::LeaseLeasesResponse { header: self.header(self.store.head()), leases }))
     }
 }

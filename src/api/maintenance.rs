@@ -18,7 +18,7 @@ impl Maintenance for Context {
             version: ETCD_VERSION.to_owned(),
             db_size: size.total,
             db_size_in_use: size.in_use,
-            leader: self.store.identity().member_id,
+            leader: self.store.leader(),
             raft_index: applied,
             raft_applied_index: applied,
             raft_term: RAFT_TERM,

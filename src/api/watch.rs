@@ -101,9 +101,15 @@ async fn serve(context: Arc<Context>, mut requests: Streaming<pb::WatchRequest>,
     let mut requests_open = true;
     let mut tick = context.next_tick();
     let mut not_before = Instant::now();
+    let mut confirming = None;
     while !outbox.has_ended() {
         tokio::select! {
             request = requests.message(), if requests_open && outbox.has_room() => match request {
+                Ok(Some(pb::WatchRequest { request_union: Some(RequestUnion::ProgressRequest(_)) })) => {
+                    // What any instance acknowledged before is covered by the answer. A question that began before this
+                    // request may be too old to say so.
+                    confirming = Some(Box::pin(store.confirm()));
+                }
                 Ok(Some(request)) => context.handle_request(&mut session, request),
                 Ok(None) => requests_open = false,
                 Err(status) => {
@@ -111,6 +117,14 @@ async fn serve(context: Arc<Context>, mut requests: Streaming<pb::WatchRequest>,
                     outbox.end(End::ClientGone);
                 }
             },
+            confirmed = confirmation(&mut confirming) => {
+                confirming = None;
+                match confirmed {
+                    Ok(()) => session.request_progress(),
+                    // As in etcd, who hears nothing asks again.
+                    Err(error) => debug!(%error, "a progress request is not answered"),
+                }
+            }
             () = outbox.attention() => session.attend(),
             advanced = advance(&mut session, not_before) => if let Err(error) = advanced {
                 warn!(%error, "a watch cannot read the log; it is tried again");
@@ -127,6 +141,14 @@ async fn serve(context: Arc<Context>, mut requests: Streaming<pb::WatchRequest>,
                 outbox.end(End::ServerStopped);
             }
         }
+    }
+}
+
+/// Waits for the confirmation that a progress request waits for, if one does.
+async fn confirmation<F: Future + Unpin>(confirming: &mut Option<F>) -> F::Output {
+    match confirming {
+        Some(confirming) => confirming.await,
+        None => std::future::pending().await,
     }
 }
 
@@ -151,9 +173,8 @@ impl Context {
                 Err(reason) => session.refuse(reason),
             },
             Some(RequestUnion::CancelRequest(request)) => session.cancel(WatchId(request.watch_id)),
-            Some(RequestUnion::ProgressRequest(_)) => session.request_progress(),
-            // As in etcd, a request of no kind is passed over.
-            None => {}
+            // As in etcd, a request of no kind is passed over. Progress is the stream's own business.
+            Some(RequestUnion::ProgressRequest(_)) | None => {}
         }
     }
 

@@ -1,7 +1,8 @@
 //! The lease table: a cache of the log's leases and of the keys that hang on them, with deadlines.
 //!
-//! Pure: it is told the time. Deadlines are kept in memory only; after a restart every lease has its whole TTL before it
-//! again, as in etcd, so a lease may end late and never ends early.
+//! Pure: it is told the time. Where this process is the only one on the log, deadlines are kept here alone; after a restart
+//! every lease has its whole TTL before it again, as in etcd, so a lease may end late and never ends early. Where several
+//! instances share the log, deadlines are the log's, and those here are what was last heard of them.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -10,10 +11,15 @@ use std::{
 
 use tokio::time::Instant;
 
-use crate::types::{Change, ChangeKind, Key, LeaseId};
+use crate::{
+    log::LoggedLease,
+    types::{Change, ChangeKind, Key, LeaseId},
+};
 
 #[derive(Debug, Default)]
 pub struct Table {
+    /// Where the log stood, counted in its changes of leases and compactions, when this was its state.
+    pub epoch: i64,
     leases: HashMap<LeaseId, Lease>,
     deadlines: BTreeSet<(Instant, LeaseId)>,
 }
@@ -70,6 +76,17 @@ impl Table {
         lease.deadline = deadline(now, lease.ttl_secs);
         self.deadlines.insert((lease.deadline, id));
         Renewal::Renewed { ttl_secs: lease.ttl_secs }
+    }
+
+    /// Takes up how much time the log says that a lease has left.
+    pub fn set_left(&mut self, logged: &LoggedLease, now: Instant) {
+        let Some(left) = logged.left_secs else { return };
+        let Some(lease) = self.leases.get_mut(&logged.id) else { return };
+        self.deadlines.remove(&(lease.deadline, logged.id));
+        // A time far off is as good as any, and one before the clock began is over.
+        let left = Duration::try_from_secs_f64(left.max(0.0)).unwrap_or(Duration::MAX);
+        lease.deadline = now.checked_add(left).unwrap_or_else(|| deadline(now, lease.ttl_secs));
+        self.deadlines.insert((lease.deadline, logged.id));
     }
 
     /// `None` for a lease that is unknown or whose time is over.

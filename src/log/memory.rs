@@ -7,7 +7,9 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use tokio::task::yield_now;
 
-use super::{Append, Appended, LeaseChange, Log, Meta, Page, Result, Size, WithPrev};
+use super::{
+    Append, Appended, LeaseChange, Log, LoggedLease, Meta, Page, Position, Result, SharedLog, Size, Visit, WithPrev,
+};
 use crate::types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId};
 
 /// Revisions in a page of [`Log::changes`].
@@ -60,29 +62,37 @@ impl Log for MemoryLog {
             cluster_id: 1,
             member_id: 1,
             compact_revision: state.compact_revision,
-            head: state.head(),
-            leases: state.leases.iter().map(|(id, ttl_secs)| (*id, *ttl_secs)).collect(),
+            position: Position { head: state.head(), epoch: 0, server: 0 },
+            leases: state
+                .leases
+                .iter()
+                .map(|(id, ttl_secs)| LoggedLease { id: *id, ttl_secs: *ttl_secs, left_secs: None })
+                .collect(),
         })
     }
 
-    async fn replay(&self, from: RowId, limit: usize) -> Result<Vec<Change>> {
+    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
+        let meta = self.meta().await?;
         let state = self.0.lock();
-        let rows = state.rows.iter().filter(|change| change.row >= from).take(limit);
-        Ok(rows.map(|change| state.read(change, WithPrev::No)).collect())
+        for rows in state.rows.chunks(PAGE_ROWS_MAX) {
+            visit(&meta, rows.iter().map(|change| state.read(change, WithPrev::No)).collect())?;
+        }
+        Ok(meta)
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
         let mut state = self.0.lock();
-        if state.head() != append.expected_head {
+        if state.head() != append.expected.head {
             return Ok(Appended::Conflict);
         }
         state.rows.extend(append.changes.iter().cloned());
         for change in append.leases {
             match *change {
                 LeaseChange::Grant { id, ttl_secs } => state.leases.insert(id, ttl_secs),
-                LeaseChange::Revoke { id } => state.leases.remove(&id),
+                LeaseChange::Revoke { id } | LeaseChange::Expire { id } => state.leases.remove(&id),
             };
         }
+        state.compact_revision = state.compact_revision.max(append.compact);
         Ok(Appended::Done)
     }
 
@@ -94,7 +104,7 @@ impl Log for MemoryLog {
     /// Waits once before the page is read and once behind, so that a test can let something happen there.
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
         yield_now().await;
-        let mut page = Page { changes: Vec::new(), next: to.next() };
+        let mut page = Page { changes: Vec::new(), next: to.next(), purged: None };
         {
             let state = self.0.lock();
             let mut revisions = BTreeSet::new();
@@ -118,13 +128,7 @@ impl Log for MemoryLog {
         Ok(page)
     }
 
-    async fn compact(&self, revision: Revision) -> Result<()> {
-        let mut state = self.0.lock();
-        state.compact_revision = state.compact_revision.max(Some(revision));
-        Ok(())
-    }
-
-    async fn purge(&self, rows: &[RowId]) -> Result<()> {
+    async fn purge(&self, rows: &[RowId], _compacted: Revision) -> Result<()> {
         self.0.lock().rows.retain(|change| !rows.contains(&change.row));
         Ok(())
     }
@@ -134,4 +138,8 @@ impl Log for MemoryLog {
     }
 
     async fn close(&self) {}
+
+    fn shared(&self) -> Option<&dyn SharedLog> {
+        None
+    }
 }

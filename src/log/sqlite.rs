@@ -15,27 +15,23 @@ use std::{path::Path, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use futures_util::TryStreamExt as _;
 use sqlx::{
-    ConnectOptions as _, Connection as _, Row as _, SqliteConnection, SqlitePool,
-    sqlite::{
-        SqliteAutoVacuum, SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteRow, SqliteSynchronous,
-    },
+    ConnectOptions as _, Connection as _, SqliteConnection, SqlitePool,
+    sqlite::{SqliteAutoVacuum, SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
 };
 use tokio::sync::Mutex;
 
 use self::{checkpoint::Checkpointer, lock::FileLock};
-use super::{Append, Appended, Error, Log, Meta, Page, Result, RowColumns, Size, WithPrev};
+use super::{
+    Append, Appended, Error, Log, LoggedLease, Meta, Page, Position, Result, SharedLog, Size, Visit, WithPrev,
+    rows::{
+        LogRow as _, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS, RowColumns,
+        SqlRange, VALUES_ROWS_MAX, merge, unavailable,
+    },
+};
 use crate::types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
 /// Readers beyond this wait for one another.
 const READERS_MAX: u32 = 4;
-/// Rows asked for in one statement of [`Log::values`]; keeps read transactions short, so that checkpoints can proceed.
-const VALUES_ROWS_MAX: usize = 2_000;
-/// Revisions in one page of [`Log::changes`], as many as etcd puts into one watch answer.
-const PAGE_REVISIONS_MAX: usize = 1_000;
-/// Ids looked at for one page of [`Log::changes`], whether they match or not.
-const PAGE_IDS_MAX: i64 = 20_000;
-/// Bytes of keys and values after which a page of [`Log::changes`] ends with its revision.
-const PAGE_BYTES_MAX: usize = 1 << 20;
 /// Bytes that the WAL's file keeps when it is written from its start again; one large transaction may make it longer.
 const WAL_FILE_BYTES_MAX: &str = "67108864";
 /// Gives at most this many free pages back to the file system.
@@ -109,24 +105,19 @@ impl SqliteLog {
         range: &KeyRange,
         prev: WithPrev,
         revisions_max: usize,
-    ) -> Result<Vec<(RowColumns, Option<EncodedKv>)>> {
-        let start = range.start().as_slice();
-        let (end, unbounded) = match range {
-            KeyRange::Single(key) => ([key, &[0][..]].concat(), false),
-            KeyRange::Span { end: Some(end), .. } => (end.to_vec(), false),
-            KeyRange::Span { end: None, .. } => (Vec::new(), true),
-        };
+    ) -> Result<Vec<PageRow>> {
+        let range = SqlRange::of(range);
         let mut rows = sqlx::query(table.changes_sql(prev))
             .bind(from)
             .bind(to)
-            .bind(start)
-            .bind(unbounded)
-            .bind(end)
+            .bind(range.start)
+            .bind(range.unbounded)
+            .bind(range.end)
             .fetch(&self.readers);
         let mut found = Vec::new();
         let (mut bytes, mut revisions, mut last) = (0, 0, None);
         while let Some(row) = rows.try_next().await.map_err(unavailable)? {
-            let columns = columns(&row)?;
+            let columns = RowColumns::read(&row, 0)?;
             if last != Some(columns.row.revision) {
                 if revisions == revisions_max || bytes > PAGE_BYTES_MAX {
                     break;
@@ -134,11 +125,32 @@ impl SqliteLog {
                 last = Some(columns.row.revision);
                 revisions += 1;
             }
-            bytes += columns.key.len() + columns.value.len();
-            let prev_kv = prev_kv(&row, &columns, prev)?;
+            bytes += columns.len();
+            let prev_kv = columns.prev_kv(&row, 9, prev)?;
             found.push((columns, prev_kv));
         }
         Ok(found)
+    }
+
+    /// Rows from `from` on in their order, values left out, about `limit` of them.
+    async fn rows_from(&self, from: RowId, limit: usize) -> Result<Vec<Change>> {
+        const FIRST: &str = "SELECT id, 0, key, NULL, lease, version, create_revision, prev_revision, deleted \
+            FROM kv_log WHERE (id, 0) >= (?, ?) ORDER BY id LIMIT ?";
+        const MORE: &str = "SELECT id, sub, key, NULL, lease, version, create_revision, prev_revision, deleted \
+            FROM kv_log_more WHERE (id, sub) >= (?, ?) ORDER BY id, sub LIMIT ?";
+        let mut tables = [Vec::new(), Vec::new()];
+        for (sql, changes) in [FIRST, MORE].into_iter().zip(&mut tables) {
+            let mut rows = sqlx::query(sql)
+                .bind(from.revision.0)
+                .bind(i64::from(from.sub))
+                .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+                .fetch(&self.readers);
+            while let Some(row) = rows.try_next().await.map_err(unavailable)? {
+                changes.push(RowColumns::read(&row, 0)?.into_change(None));
+            }
+        }
+        let [first, more] = tables;
+        Ok(merge(first, more, limit))
     }
 }
 
@@ -191,8 +203,13 @@ impl Table {
 impl Log for SqliteLog {
     async fn meta(&self) -> Result<Meta> {
         let mut reader = self.readers.acquire().await.map_err(unavailable)?;
-        let mut meta =
-            Meta { cluster_id: 0, member_id: 0, compact_revision: None, head: Revision::EMPTY, leases: Vec::new() };
+        let mut meta = Meta {
+            cluster_id: 0,
+            member_id: 0,
+            position: Position { head: Revision::EMPTY, epoch: 0, server: 0 },
+            compact_revision: None,
+            leases: Vec::new(),
+        };
         let facts: Vec<(String, i64)> =
             sqlx::query_as("SELECT name, value FROM meta").fetch_all(&mut *reader).await.map_err(unavailable)?;
         for (name, value) in facts {
@@ -205,41 +222,24 @@ impl Log for SqliteLog {
         }
         let head: Option<i64> =
             sqlx::query_scalar("SELECT max(id) FROM kv_log").fetch_one(&mut *reader).await.map_err(unavailable)?;
-        meta.head = head.map_or(Revision::EMPTY, Revision);
+        meta.position.head = head.map_or(Revision::EMPTY, Revision);
         let leases: Vec<(i64, i64)> =
             sqlx::query_as("SELECT id, ttl FROM lease").fetch_all(&mut *reader).await.map_err(unavailable)?;
-        meta.leases = leases.into_iter().map(|(id, ttl)| (LeaseId(id), ttl)).collect();
+        let lease = |(id, ttl_secs)| LoggedLease { id: LeaseId(id), ttl_secs, left_secs: None };
+        meta.leases = leases.into_iter().map(lease).collect();
         Ok(meta)
     }
 
-    async fn replay(&self, from: RowId, limit: usize) -> Result<Vec<Change>> {
-        const FIRST: &str = "SELECT id, 0, key, NULL, lease, version, create_revision, prev_revision, deleted \
-            FROM kv_log WHERE (id, 0) >= (?, ?) ORDER BY id LIMIT ?";
-        const MORE: &str = "SELECT id, sub, key, NULL, lease, version, create_revision, prev_revision, deleted \
-            FROM kv_log_more WHERE (id, sub) >= (?, ?) ORDER BY id, sub LIMIT ?";
-        let mut changes: Vec<Change> = Vec::with_capacity(limit);
-        // Where one table was cut, the other's rows beyond that are left to the next call.
-        let mut last = None;
-        for sql in [FIRST, MORE] {
-            let before = changes.len();
-            let mut rows = sqlx::query(sql)
-                .bind(from.revision.0)
-                .bind(i64::from(from.sub))
-                .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-                .fetch(&self.readers);
-            while let Some(row) = rows.try_next().await.map_err(unavailable)? {
-                changes.push(columns(&row)?.into_change(None));
-            }
-            if changes.len() - before == limit {
-                let cut = changes.last().map(|change| change.row);
-                last = last.map_or(cut, |last: RowId| cut.map(|cut| cut.min(last)));
-            }
+    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
+        // Nobody else writes while this process starts, so that what is read in parts is of one moment.
+        let meta = self.meta().await?;
+        let mut next = RowId::new(Revision(i64::MIN), 0);
+        loop {
+            let changes = self.rows_from(next, REPLAY_ROWS).await?;
+            let Some(last) = changes.last() else { return Ok(meta) };
+            next = RowId::new(last.row.revision, last.row.sub + 1);
+            visit(&meta, changes)?;
         }
-        changes.sort_by_key(|change| change.row);
-        if let Some(last) = last {
-            changes.truncate(changes.partition_point(|change| change.row <= last));
-        }
-        Ok(changes)
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
@@ -264,7 +264,7 @@ impl Log for SqliteLog {
                 let Some(list) = list else { continue };
                 let mut rows = sqlx::query(sql).bind(list).fetch(&self.readers);
                 while let Some(row) = rows.try_next().await.map_err(unavailable)? {
-                    let columns = columns(&row)?;
+                    let columns = RowColumns::read(&row, 0)?;
                     found.push((columns.row, columns.kv()));
                 }
             }
@@ -273,45 +273,14 @@ impl Log for SqliteLog {
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
-        let mut to = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
-        let mut rows = self.page_rows(Table::First, from.0, to, range, prev, PAGE_REVISIONS_MAX + 1).await?;
-        // One revision more than a page holds: the page was cut, and the next begins with that one.
-        let revisions = rows.len();
-        if revisions > PAGE_REVISIONS_MAX || page_bytes(&rows) > PAGE_BYTES_MAX {
-            if revisions > PAGE_REVISIONS_MAX {
-                rows.pop();
-            }
-            to = rows.last().map_or(to, |(columns, _)| columns.row.revision.0);
-        }
-        let more = self.page_rows(Table::More, from.0, to, range, prev, PAGE_REVISIONS_MAX + 1).await?;
-        if !more.is_empty() {
-            let mut revisions: Vec<i64> = more.iter().map(|(columns, _)| columns.row.revision.0).collect();
-            revisions.dedup();
-            if revisions.len() > PAGE_REVISIONS_MAX || page_bytes(&more) > PAGE_BYTES_MAX {
-                to = revisions[revisions.len().min(PAGE_REVISIONS_MAX) - 1];
-            }
-            rows.extend(more);
-            rows.retain(|(columns, _)| columns.row.revision.0 <= to);
-            rows.sort_by_key(|(columns, _)| columns.row);
-        }
-        let changes = rows.into_iter().map(|(columns, prev_kv)| columns.into_change(prev_kv)).collect();
-        Ok(Page { changes, next: Revision(to + 1) })
+        let to = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
+        let first = self.page_rows(Table::First, from.0, to, range, prev, PAGE_REVISIONS_MAX + 1).await?;
+        let mut page = PageBuilder::new(first, to);
+        page.add_more(self.page_rows(Table::More, from.0, page.to(), range, prev, PAGE_REVISIONS_MAX + 1).await?);
+        Ok(page.finish(None))
     }
 
-    async fn compact(&self, revision: Revision) -> Result<()> {
-        let mut writer = self.writer.lock().await;
-        sqlx::query(
-            "INSERT INTO meta (name, value) VALUES ('compact_revision', ?) \
-             ON CONFLICT (name) DO UPDATE SET value = max(value, excluded.value)",
-        )
-        .bind(revision.0)
-        .execute(&mut *writer)
-        .await
-        .map_err(unavailable)?;
-        Ok(())
-    }
-
-    async fn purge(&self, rows: &[RowId]) -> Result<()> {
+    async fn purge(&self, rows: &[RowId], _compacted: Revision) -> Result<()> {
         let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
         let first = json_list(first.iter().map(|row| row.revision.0.to_string()));
         let more = json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)));
@@ -343,7 +312,7 @@ impl Log for SqliteLog {
         .fetch_one(&self.readers)
         .await
         .map_err(unavailable)?;
-        let (pages, free, page_size): (i64, i64, i64) = (int(&row, 0)?, int(&row, 1)?, int(&row, 2)?);
+        let (pages, free, page_size): (i64, i64, i64) = (row.int(0)?, row.int(1)?, row.int(2)?);
         Ok(Size { total: pages * page_size, in_use: (pages - free) * page_size })
     }
 
@@ -351,53 +320,10 @@ impl Log for SqliteLog {
         self.readers.close().await;
         self.checkpointer.finish().await;
     }
-}
 
-fn page_bytes(rows: &[(RowColumns, Option<EncodedKv>)]) -> usize {
-    rows.iter().map(|(columns, _)| columns.key.len() + columns.value.len()).sum()
-}
-
-/// The previous pair, from the columns that [`Table::changes_sql`] joins.
-fn prev_kv(row: &SqliteRow, columns: &RowColumns, prev: WithPrev) -> Result<Option<EncodedKv>> {
-    if prev == WithPrev::No || columns.prev_revision == 0 {
-        return Ok(None);
+    fn shared(&self) -> Option<&dyn SharedLog> {
+        None
     }
-    // NULL: the row was compacted away.
-    let version = row.try_get_unchecked::<Option<i64>, _>(11).map_err(corrupt)?.unwrap_or(0);
-    if version == 0 {
-        return Ok(None);
-    }
-    let prev = RowColumns {
-        row: RowId::new(Revision(columns.prev_revision), 0),
-        key: columns.key.clone(),
-        value: row.try_get_unchecked::<Option<Vec<u8>>, _>(9).map_err(corrupt)?.unwrap_or_default(),
-        lease: int(row, 10)?,
-        version,
-        create_revision: int(row, 12)?,
-        prev_revision: 0,
-        deleted: false,
-    };
-    Ok(Some(prev.kv()))
-}
-
-/// Reads `id, sub, key, value, lease, version, create_revision, prev_revision, deleted`.
-fn columns(row: &SqliteRow) -> Result<RowColumns> {
-    let sub = u32::try_from(int(row, 1)?)
-        .map_err(|_| Error::Corrupt(format!("sub out of range in row {:?}", int(row, 0))))?;
-    Ok(RowColumns {
-        row: RowId::new(Revision(int(row, 0)?), sub),
-        key: row.try_get_unchecked(2).map_err(corrupt)?,
-        value: row.try_get_unchecked::<Option<Vec<u8>>, _>(3).map_err(corrupt)?.unwrap_or_default(),
-        lease: int(row, 4)?,
-        version: int(row, 5)?,
-        create_revision: int(row, 6)?,
-        prev_revision: int(row, 7)?,
-        deleted: int(row, 8)? != 0,
-    })
-}
-
-fn int(row: &SqliteRow, column: usize) -> Result<i64> {
-    row.try_get_unchecked(column).map_err(corrupt)
 }
 
 /// A JSON array of what is given, for `json_each`: one bind and one statement however many there are.
@@ -414,12 +340,4 @@ fn json_list(items: impl ExactSizeIterator<Item = String>) -> Option<String> {
     }
     list.push(']');
     Some(list)
-}
-
-fn unavailable(error: sqlx::Error) -> Error {
-    Error::Unavailable(error.to_string())
-}
-
-fn corrupt(error: sqlx::Error) -> Error {
-    Error::Corrupt(error.to_string())
 }

@@ -10,30 +10,49 @@ use super::{
     batch::{Batch, BatchChange},
 };
 use crate::{
-    index::{Lease, TreeIndex},
-    lease,
-    log::{self, LeaseChange, WithPrev},
-    types::{Change, ChangeKind, KeyRange, LeaseId, Prev, RowId},
+    log::{LeaseChange, Position},
+    types::{Change, Prev, Revision, RowId},
 };
 
 impl Shared {
-    /// Takes up a batch that this instance committed. Index and hub move on together: whoever read a revision finds the hub
-    /// at that revision or beyond.
-    pub(super) fn apply_batch(&self, batch: &Batch, now: Instant) {
-        self.hub.publish(batch.changes(), batch.head(), || {
-            self.apply_to_index(batch.changes());
+    /// Takes up a batch that this instance committed at `expected`. Index and hub move on together: whoever read a revision
+    /// finds the hub at that revision or beyond. What was read from the log meanwhile is not taken up again.
+    pub(super) fn apply_batch(&self, batch: &Batch, expected: Position, now: Instant) {
+        let epoch = if batch.advances_epoch() { expected.epoch + 1 } else { expected.epoch };
+        self.hub.publish(batch.changes(), batch.head(), |changes| {
+            self.apply_to_index(changes);
+            let first = changes.first().map(|change| change.row);
             let mut leases = self.leases.lock();
+            let is_new = epoch > leases.epoch;
             for change in batch.in_order() {
                 match change {
-                    BatchChange::Key(change) => leases.apply(change),
-                    BatchChange::Lease(LeaseChange::Grant { id, ttl_secs }) => leases.grant(id, ttl_secs, now),
-                    BatchChange::Lease(LeaseChange::Revoke { id }) => leases.revoke(id),
+                    BatchChange::Key(change) if first.is_some_and(|first| change.row >= first) => leases.apply(change),
+                    BatchChange::Key(_) => {}
+                    BatchChange::Lease(change) if is_new => match change {
+                        LeaseChange::Grant { id, ttl_secs } => leases.grant(id, ttl_secs, now),
+                        LeaseChange::Revoke { id } | LeaseChange::Expire { id } => leases.revoke(id),
+                    },
+                    BatchChange::Lease(_) => {}
                 }
             }
+            leases.epoch = leases.epoch.max(epoch);
         });
         if !batch.leases().is_empty() {
             self.lease_deadline.notify_one();
         }
+        if let Some(revision) = batch.compaction() {
+            self.purge_duty.store(true, std::sync::atomic::Ordering::Relaxed);
+            self.note_compaction(revision);
+        }
+    }
+
+    /// Takes up changes read from the log, all up to `head`.
+    pub(super) fn apply_logged(&self, changes: &[Change], head: Revision) {
+        self.hub.publish(changes, head, |changes| {
+            self.apply_to_index(changes);
+            let mut leases = self.leases.lock();
+            changes.iter().for_each(|change| leases.apply(change));
+        });
     }
 
     fn apply_to_index(&self, changes: &[Change]) {
@@ -45,46 +64,7 @@ impl Shared {
         for change in changes {
             self.values.apply(change);
         }
-    }
-
-    /// Takes up what the log has beyond the index: rows that another wrote, or of an append whose outcome was unknown.
-    pub(super) async fn resync(&self) -> log::Result<()> {
-        let everything = KeyRange::from_wire(b"\0", b"\0");
-        let now = Instant::now();
-        loop {
-            let meta = self.log.meta().await?;
-            self.resync_leases(&meta.leases, now);
-            let next = self.index.read().head().next();
-            if meta.head < next {
-                return Ok(());
-            }
-            let mut page = self.log.changes(next, meta.head, &everything, WithPrev::Yes).await?;
-            complete_prev(&self.index.read(), &mut page.changes);
-            let head = page.next.prev().min(meta.head);
-            self.hub.publish(&page.changes, head, || {
-                self.apply_to_index(&page.changes);
-                let mut leases = self.leases.lock();
-                page.changes.iter().for_each(|change| leases.apply(change));
-            });
-        }
-    }
-
-    fn resync_leases(&self, logged: &[(LeaseId, i64)], now: Instant) {
-        let mut leases = self.leases.lock();
-        let logged: HashMap<LeaseId, i64> = logged.iter().copied().collect();
-        for (id, ttl_secs) in leases.granted() {
-            // With another TTL it was revoked and granted anew.
-            if logged.get(&id) != Some(&ttl_secs) {
-                leases.revoke(id);
-            }
-        }
-        for (id, ttl_secs) in logged {
-            if !leases.contains(id) {
-                leases.grant(id, ttl_secs, now);
-            }
-        }
-        drop(leases);
-        self.lease_deadline.notify_one();
+        self.standing.note_applied(changes, self.log.shared().is_some());
     }
 
     /// Completes changes with the pairs that they replace, for watchers that asked for them. A pair that cannot be had is
@@ -107,39 +87,5 @@ impl Shared {
                 prev.kv = found.get(&prev.row).cloned();
             }
         }
-    }
-
-    /// Hangs every key of the index on the lease that it names; for a start.
-    pub(super) fn attach_leases(index: &TreeIndex, leases: &mut lease::Table) {
-        let from_first = KeyRange::from_wire(b"", b"\0");
-        for (key, entry) in index.range(from_first.bounds(), index.head()) {
-            if let Lease::Known(Some(id)) = entry.lease {
-                leases.attach(id, key.clone());
-            }
-        }
-    }
-}
-
-/// Rows from the log name the revision of what they replaced; the index knows the row and its lease.
-fn complete_prev(index: &TreeIndex, changes: &mut [Change]) {
-    let mut newest: HashMap<&[u8], (RowId, Option<LeaseId>)> = HashMap::new();
-    for change in changes {
-        let known = newest.get(change.key.as_slice()).copied().or_else(|| {
-            let entry = index.get(&change.key, index.head())?;
-            let Lease::Known(lease) = entry.lease else { return None };
-            Some((entry.version.row, lease))
-        });
-        if let Some((row, lease)) = known {
-            change.prev_lease = lease;
-            if let Some(prev) = change.prev.as_mut().filter(|prev| prev.row.revision == row.revision) {
-                prev.row = row;
-            }
-        }
-        let change: &Change = change;
-        let lease = match &change.kind {
-            ChangeKind::Put { lease, .. } => *lease,
-            ChangeKind::Delete => None,
-        };
-        newest.insert(change.key.as_slice(), (change.row, lease));
     }
 }

@@ -25,6 +25,7 @@ pub struct Batch {
     leases: Vec<LeaseChange>,
     /// Of each lease change, how many changes of keys came before it.
     lease_places: Vec<usize>,
+    compaction: Option<Revision>,
 }
 
 /// A place to go back to if a request turns out not to hold.
@@ -67,6 +68,7 @@ impl Batch {
             shadowed: Vec::new(),
             leases: Vec::new(),
             lease_places: Vec::new(),
+            compaction: None,
         }
     }
 
@@ -93,7 +95,20 @@ impl Batch {
     }
 
     pub fn is_empty(&self) -> bool {
-        self.changes.is_empty() && self.leases.is_empty()
+        self.changes.is_empty() && !self.advances_epoch()
+    }
+
+    /// Whether it changes more than keys.
+    pub fn advances_epoch(&self) -> bool {
+        !self.leases.is_empty() || self.compaction.is_some()
+    }
+
+    pub fn compaction(&self) -> Option<Revision> {
+        self.compaction
+    }
+
+    pub fn set_compaction(&mut self, revision: Revision) {
+        self.compaction = Some(revision);
     }
 
     pub fn mark(&self) -> Mark {
@@ -219,7 +234,7 @@ impl Batch {
             .rev()
             .find_map(|change| match *change {
                 LeaseChange::Grant { id, .. } => (id == wanted).then_some(true),
-                LeaseChange::Revoke { id } => (id == wanted).then_some(false),
+                LeaseChange::Revoke { id } | LeaseChange::Expire { id } => (id == wanted).then_some(false),
             })
             .unwrap_or_else(|| leases.contains(wanted))
     }

@@ -118,7 +118,9 @@ impl World {
         }
         let in_order = self.batch.in_order().map(|change| match change {
             BatchChange::Key(change) => Ok(change.row),
-            BatchChange::Lease(LeaseChange::Grant { id, .. } | LeaseChange::Revoke { id }) => Err(id),
+            BatchChange::Lease(
+                LeaseChange::Grant { id, .. } | LeaseChange::Revoke { id } | LeaseChange::Expire { id },
+            ) => Err(id),
         });
         prop_assert_eq!(in_order.collect::<Vec<_>>(), self.made.clone());
         prop_assert_eq!(self.batch.is_empty(), self.made.is_empty());

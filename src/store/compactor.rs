@@ -1,12 +1,18 @@
 //! Frees what a compaction made unreadable: first in the index, then in the log, a little at a time between client writes.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use tokio::{sync::watch, task::yield_now, time::sleep};
 use tracing::{info, warn};
 
 use super::Shared;
-use crate::{index::CompactionCursor, types::RowId};
+use crate::{
+    index::CompactionCursor,
+    types::{Revision, RowId},
+};
 
 /// Keys looked at while the index is locked.
 const INDEX_STEP_KEYS: usize = 1_000;
@@ -16,11 +22,16 @@ const PURGE_ROWS: usize = 1_000;
 const PURGE_PAUSE: Duration = Duration::from_millis(10);
 /// Pause before rows are tried again that the database would not delete.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
+/// How long other instances have to read what compaction is about to delete; one that did not must read the whole log anew.
+const OTHERS_READ_MAX: Duration = Duration::from_millis(500);
 
 /// Runs until stopped. `garbage` are rows that an earlier run of the server had compacted away and not yet deleted.
 pub(super) async fn run(shared: Arc<Shared>, mut garbage: Vec<RowId>, mut stop: watch::Receiver<bool>) {
     let work = async {
-        purge(&shared, &mut garbage).await;
+        let compacted = *shared.compaction_done.borrow();
+        if let Some(compacted) = compacted {
+            purge(&shared, &mut garbage, compacted).await;
+        }
         loop {
             compact(&shared, &mut garbage).await;
             shared.compaction.notified().await;
@@ -35,30 +46,43 @@ pub(super) async fn run(shared: Arc<Shared>, mut garbage: Vec<RowId>, mut stop: 
 
 async fn compact(shared: &Shared, garbage: &mut Vec<RowId>) {
     loop {
-        let target = shared.index.read().compact_revision();
-        if target.is_none() || target <= *shared.compaction_done.borrow() {
+        let Some(target) = shared.index.read().compact_revision() else { return };
+        if Some(target) <= *shared.compaction_done.borrow() {
             return;
         }
+        let is_own = shared.purge_duty.swap(false, Ordering::Relaxed);
         let mut cursor = CompactionCursor::default();
         while shared.index.write().compact_step(&mut cursor, INDEX_STEP_KEYS, garbage) {
             yield_now().await;
         }
         let rows = garbage.len();
-        purge(shared, garbage).await;
-        info!(compact_revision = target.map(|revision| revision.0), rows, "compaction finished");
-        shared.compaction_done.send_replace(target);
+        if is_own {
+            if !shared.members.is_alone() {
+                sleep(OTHERS_READ_MAX).await;
+            }
+            purge(shared, garbage, target).await;
+            info!(compact_revision = target.0, rows, "compaction finished");
+        } else {
+            // The rows are deleted by the instance that recorded it.
+            garbage.clear();
+        }
+        shared.compaction_done.send_if_modified(|done| {
+            let further = *done < Some(target);
+            *done = (*done).max(Some(target));
+            further
+        });
     }
 }
 
 /// Deletes rows in their order. A key's tombstone comes behind the puts that it ends: with the tombstone gone and a stop
 /// before the puts are, the key would live again after the next start. And rows that lie together on the disk go together,
 /// so that a step touches few pages and empties them.
-pub(super) async fn purge(shared: &Shared, garbage: &mut Vec<RowId>) {
+pub(super) async fn purge(shared: &Shared, garbage: &mut Vec<RowId>, compacted: Revision) {
     garbage.sort_unstable();
     let mut rows = garbage.as_slice();
     while !rows.is_empty() {
         let (now, later) = rows.split_at(rows.len().min(PURGE_ROWS));
-        match shared.log.purge(now).await {
+        match shared.log.purge(now, compacted).await {
             Ok(()) => {
                 rows = later;
                 sleep(PURGE_PAUSE).await;

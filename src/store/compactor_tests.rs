@@ -8,7 +8,7 @@ use tokio::time::timeout;
 use super::{
     Settings, Store,
     compactor::purge,
-    open::restore,
+    open::replay,
     request::{CompactionWait, DeleteRequest, Op, PutLease, PutRequest, PutValue, TxnRequest},
     txn_tests::shared,
 };
@@ -23,10 +23,9 @@ use crate::{
 async fn stop_amid_a_purge_brings_no_deleted_key_back() {
     let shared = shared(0);
     let changes = created_and_deleted(801);
-    let append = Append { expected_head: Revision::EMPTY, changes: &changes, leases: &[] };
-    assert_eq!(shared.log.append(append).await.unwrap(), Appended::Done);
     let head = changes.last().expect("changes").row.revision;
-    shared.log.compact(head).await.unwrap();
+    let append = Append { compact: Some(head), ..Append::rows(Revision::EMPTY, &changes) };
+    assert_eq!(shared.log.append(append).await.unwrap(), Appended::Done);
 
     let mut index = TreeIndex::new();
     changes.iter().for_each(|change| index.apply(change));
@@ -34,10 +33,9 @@ async fn stop_amid_a_purge_brings_no_deleted_key_back() {
     let mut garbage = Vec::new();
     while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut garbage) {}
     // Ends in the pause behind the first transaction.
-    timeout(Duration::from_millis(1), purge(&shared, &mut garbage)).await.unwrap_err();
+    timeout(Duration::from_millis(1), purge(&shared, &mut garbage, head)).await.unwrap_err();
 
-    let meta = shared.log.meta().await.unwrap();
-    let (restored, _) = restore(&*shared.log, &meta).await.unwrap();
+    let restored = replay(&*shared.log).await.unwrap().index;
     let live: Vec<Key> = restored.range(.., head).map(|(key, _)| key.clone()).collect();
     assert_eq!(live, [Key::from(&b"a"[..]), Key::from(&b"z"[..])]);
 }
@@ -69,7 +67,7 @@ async fn compaction_at_the_head_keeps_the_head() {
     let file = folder.path().join("log.db");
     let open = async || {
         let log = Arc::new(SqliteLog::open(&file).await.unwrap());
-        Store::open(log, Settings { value_cache_bytes: 0 }).await.unwrap()
+        Store::open(log, Settings { value_cache_bytes: 0, ..Settings::default() }).await.unwrap()
     };
     let put = || PutRequest {
         key: Bytes::from_static(b"a"),
@@ -84,7 +82,7 @@ async fn compaction_at_the_head_keeps_the_head() {
     let txn = TxnRequest { compares: vec![], success, failure: vec![] };
     assert_eq!(store.txn(txn).await.unwrap().revision, Revision(2));
     store.compact(Revision(2), CompactionWait::ForRows).await.unwrap();
-    assert_eq!(store.log().meta().await.unwrap().head, Revision(2));
+    assert_eq!(store.log().meta().await.unwrap().position.head, Revision(2));
     store.stop().await;
     drop(store);
 

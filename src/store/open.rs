@@ -1,7 +1,8 @@
 //! Opening a store: the index and the leases are rebuilt from the log, then the tasks start.
 
 use std::{
-    sync::Arc,
+    collections::HashMap,
+    sync::{Arc, atomic::AtomicBool},
     time::{Duration, Instant as WallInstant},
 };
 
@@ -12,24 +13,45 @@ use tokio::{
 };
 use tracing::info;
 
-use super::{Identity, Shared, Store, compactor, expiry, values::ValueCache, writer::Writer};
+use super::{
+    Identity, Shared, Store,
+    catch_up::{self, Standing, lease_table},
+    coalesce::Coalesced,
+    compactor, expiry,
+    members::{self, Members},
+    values::ValueCache,
+    writer::Writer,
+};
 use crate::{
     index::{CompactionCursor, TreeIndex},
-    lease,
-    log::{Error, Log, Meta, Result},
-    types::{Revision, RowId},
+    log::{Error, Log, LoggedLease, Member, Meta, Result, Touch},
+    types::{LeaseId, Revision, RowId},
     watch::Hub,
 };
 
-/// Rows read at a time while the index is rebuilt.
-const REPLAY_ROWS: usize = 10_000;
 /// How often a long start says how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Settings {
     /// Bytes of encoded pairs that are held in memory.
     pub value_cache_bytes: u64,
+    /// How often a log that others append to is looked at when nothing tells that they did.
+    pub poll_interval: Duration,
+    /// This instance's name and the URLs that clients reach it at.
+    pub name: String,
+    pub client_urls: Vec<String>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            value_cache_bytes: 256 << 20,
+            poll_interval: Duration::from_millis(100),
+            name: "default".to_owned(),
+            client_urls: Vec::new(),
+        }
+    }
 }
 
 impl Store {
@@ -39,18 +61,19 @@ impl Store {
     ///
     /// If the log cannot be read, or its revisions are not dense.
     pub async fn open(log: Arc<dyn Log>, settings: Settings) -> Result<Self> {
-        let meta = log.meta().await?;
-        let (index, garbage) = restore(&*log, &meta).await?;
-        let mut leases = lease::Table::default();
-        let now = Instant::now();
-        for (id, ttl_secs) in &meta.leases {
-            leases.grant(*id, *ttl_secs, now);
+        if let Some(shared) = log.shared() {
+            // Before anything looks at leases: if nobody was there, they have not run down.
+            shared.beat().await?;
         }
-        Shared::attach_leases(&index, &mut leases);
+        let Replayed { meta, index, garbage } = replay(&*log).await?;
+        let leases = lease_table(&meta, &index, Instant::now());
+        let own = Member { id: meta.member_id, name: settings.name, client_urls: settings.client_urls };
 
         let (stop_background, stopped) = watch::channel(false);
         let shared = Arc::new(Shared {
             identity: Identity { cluster_id: meta.cluster_id, member_id: meta.member_id },
+            standing: Standing::new(meta.position.server),
+            members: Members::new(own),
             hub: Arc::new(Hub::new(index.head(), index.compact_revision())),
             compaction_done: watch::Sender::new(index.compact_revision()),
             index: RwLock::new(index),
@@ -58,44 +81,98 @@ impl Store {
             values: ValueCache::new(settings.value_cache_bytes),
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
+            purge_duty: AtomicBool::new(false),
             log,
         });
+        shared.fill_tail().await?;
         let (writer, queue) = Writer::new(Arc::clone(&shared));
-        let tasks = vec![
+        let mut tasks = vec![
             tokio::spawn(writer.run()),
             tokio::spawn(compactor::run(Arc::clone(&shared), garbage, stopped.clone())),
-            tokio::spawn(expiry::run(Arc::clone(&shared), queue.clone(), stopped)),
+            tokio::spawn(expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
-        Ok(Self { shared, queue, tasks: Mutex::new(tasks), stop_background })
+        let (mut heads, mut renewals) = (None, None);
+        if shared.log.shared().is_some() {
+            tasks.push(tokio::spawn(catch_up::run(Arc::clone(&shared), settings.poll_interval, stopped.clone())));
+            tasks.push(tokio::spawn(members::run(Arc::clone(&shared), stopped)));
+            heads = Some(ask_for_heads(Arc::clone(&shared)));
+            renewals = Some(ask_for_renewals(Arc::clone(&shared)));
+        }
+        Ok(Self { shared, queue, heads, renewals, tasks: Mutex::new(tasks), stop_background })
     }
 }
 
-/// The index, and the rows that were compacted away but are still there.
-pub(super) async fn restore(log: &dyn Log, meta: &Meta) -> Result<(TreeIndex, Vec<RowId>)> {
+/// Answers those who wait to stand where the log stands.
+fn ask_for_heads(shared: Arc<Shared>) -> Coalesced<(), Result<()>> {
+    let (heads, run) = Coalesced::new(move |waiting: Vec<()>| {
+        let shared = Arc::clone(&shared);
+        async move {
+            let reached = match shared.log.shared() {
+                Some(log) => shared.reach_head(log).await,
+                None => Ok(()),
+            };
+            vec![reached; waiting.len()]
+        }
+    });
+    tokio::spawn(run);
+    heads
+}
+
+/// Renews leases in the log, `None` for one that it does not know.
+fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<LoggedLease>>> {
+    let (renewals, run) = Coalesced::new(move |ids: Vec<LeaseId>| {
+        let shared = Arc::clone(&shared);
+        async move {
+            let Some(log) = shared.log.shared() else { return vec![Ok(None); ids.len()] };
+            match log.leases(&ids, Touch::Renew).await {
+                Ok(found) => {
+                    let found: HashMap<LeaseId, LoggedLease> =
+                        found.into_iter().map(|logged| (logged.id, logged)).collect();
+                    ids.iter().map(|id| Ok(found.get(id).copied())).collect()
+                }
+                Err(error) => vec![Err(error); ids.len()],
+            }
+        }
+    });
+    tokio::spawn(run);
+    renewals
+}
+
+/// What the log says.
+pub(super) struct Replayed {
+    pub(super) meta: Meta,
+    pub(super) index: TreeIndex,
+    /// Rows that were compacted away but are still there.
+    pub(super) garbage: Vec<RowId>,
+}
+
+/// Reads the whole log.
+pub(super) async fn replay(log: &dyn Log) -> Result<Replayed> {
     let started = WallInstant::now();
     let mut reported = started;
     let mut index = TreeIndex::new();
-    let mut next = RowId::new(Revision(i64::MIN), 0);
     let mut rows = 0_usize;
-    loop {
-        let changes = log.replay(next, REPLAY_ROWS).await?;
-        let (Some(first), Some(last)) = (changes.first(), changes.last()) else { break };
-        check_order(meta, &index, first.row, last.row)?;
-        changes.iter().for_each(|change| index.apply(change));
-        rows += changes.len();
-        next = RowId::new(last.row.revision, last.row.sub + 1);
-        if reported.elapsed() > PROGRESS_INTERVAL {
-            reported = WallInstant::now();
-            info!(rows, revision = index.head().0, head = meta.head.0, "reading the log");
-        }
-    }
-    if index.head() != meta.head {
-        return Err(Error::Corrupt(format!("the log ends at revision {}, its head is {}", index.head(), meta.head)));
+    let meta = log
+        .replay(&mut |meta, changes| {
+            let (Some(first), Some(last)) = (changes.first(), changes.last()) else { return Ok(()) };
+            check_order(meta, &index, first.row, last.row)?;
+            changes.iter().for_each(|change| index.apply(change));
+            rows += changes.len();
+            if reported.elapsed() > PROGRESS_INTERVAL {
+                reported = WallInstant::now();
+                info!(rows, revision = index.head().0, head = meta.position.head.0, "reading the log");
+            }
+            Ok(())
+        })
+        .await?;
+    let head = meta.position.head;
+    if index.head() != head {
+        return Err(Error::Corrupt(format!("the log ends at revision {}, its head is {head}", index.head())));
     }
     let mut garbage = Vec::new();
     if let Some(revision) = meta.compact_revision {
-        if revision > meta.head {
-            return Err(Error::Corrupt(format!("compact revision {revision} is beyond the head {}", meta.head)));
+        if revision > head {
+            return Err(Error::Corrupt(format!("compact revision {revision} is beyond the head {head}")));
         }
         index.begin_compaction(revision);
         let mut cursor = CompactionCursor::default();
@@ -109,15 +186,15 @@ pub(super) async fn restore(log: &dyn Log, meta: &Meta) -> Result<(TreeIndex, Ve
         elapsed_ms = started.elapsed().as_millis(),
         "log read"
     );
-    Ok((index, garbage))
+    Ok(Replayed { meta, index, garbage })
 }
 
 /// Above the compact revision no revision is missing.
 fn check_order(meta: &Meta, index: &TreeIndex, first: RowId, last: RowId) -> Result<()> {
-    if first.revision <= Revision(1) || last.revision > meta.head {
+    if first.revision <= Revision(1) || last.revision > meta.position.head {
         return Err(Error::Corrupt(format!(
             "row {} lies outside the log, whose head is {}",
-            first.revision, meta.head
+            first.revision, meta.position.head
         )));
     }
     let gap = first.revision > index.head().next();

@@ -11,7 +11,7 @@ use tracing::error;
 use super::{
     Error, Result, Shared, Store,
     batch::Batch,
-    request::{Projection, RangeRequest, RangeResponse, TxnRequest, TxnResponse},
+    request::{Consistency, Projection, RangeRequest, RangeResponse, TxnRequest, TxnResponse},
     select::{Selected, Selection},
     txn::{Evaluation, Fetched, Stop},
 };
@@ -25,6 +25,9 @@ const STEP_KEYS: usize = 2_000;
 
 impl Store {
     pub async fn range(&self, request: &RangeRequest) -> Result<RangeResponse> {
+        if request.consistency == Consistency::Linearizable {
+            self.confirm().await?;
+        }
         loop {
             match self.shared.range_once(request).await {
                 // The caller did not ask for a revision, so it can have a newer one.
@@ -35,27 +38,43 @@ impl Store {
     }
 
     /// A range in pieces, at the revision of the first, for an answer that need not be in memory whole.
-    pub fn range_pieces(self: &Arc<Self>, request: RangeRequest) -> Result<RangePieces> {
+    pub async fn range_pieces(self: &Arc<Self>, request: RangeRequest) -> Result<RangePieces> {
+        if request.consistency == Consistency::Linearizable {
+            self.confirm().await?;
+        }
         let at = self.shared.index.read().resolve(request.at)?;
         Ok(RangePieces { store: Arc::clone(self), request, at, after: None, count: 0, taken: 0, done: false })
     }
 
     /// A transaction that only reads, at one revision.
     pub(super) async fn read_txn(&self, request: TxnRequest) -> Result<TxnResponse> {
+        if !request.is_serializable() {
+            self.confirm().await?;
+        }
         let mut fetched = Fetched::new();
         loop {
-            let evaluated = {
+            let (head, evaluated) = {
                 let index = self.shared.index.read();
                 let leases = self.shared.leases.lock();
                 let mut batch = Batch::new(index.head());
-                Evaluation::new(&index, &leases, &self.shared.values, &fetched, &mut batch).txn(&request)
+                let evaluation =
+                    Evaluation::new(&index, &leases, &self.shared.values, &fetched, &mut batch).txn(&request);
+                (index.head(), evaluation)
             };
             let rows = match evaluated {
                 Ok(response) => return Ok(response),
                 Err(Stop::Failed(error)) => return Err(error),
                 Err(Stop::NeedsValues(rows)) => rows,
-                Err(Stop::NeedsCommit) => unreachable!("a batch without changes has no revision beyond the log's"),
+                Err(Stop::NeedsCommit | Stop::Moved) => {
+                    unreachable!("a batch without changes has no revision beyond the log's")
+                }
             };
+            if rows.iter().any(|row| fetched.get(row).is_some_and(Option::is_none)) {
+                let error = self.shared.why_missing(head, rows.len()).await;
+                if error != Error::Compacted {
+                    return Err(error);
+                }
+            }
             // Rows that a compaction takes in between are asked for again only if they are still live.
             fetched.retain(|_, kv| kv.is_some());
             fetched.extend(rows.iter().map(|row| (*row, None)));
@@ -88,6 +107,23 @@ impl Shared {
         }
         let revision = self.index.read().head();
         Ok(RangeResponse { revision, kvs, more, count })
+    }
+
+    /// Why rows of versions that were live at `at` are not in the log: another instance compacted them away, of which this
+    /// one hears now. If not, they should be there.
+    async fn why_missing(&self, at: Revision, rows: usize) -> Error {
+        if self.log.shared().is_some()
+            && let Err(error) = self.catch_up().await
+        {
+            return error.into();
+        }
+        match self.index.read().resolve(ReadAt::Revision(at)) {
+            Err(unreadable) => unreadable.into(),
+            Ok(_) => {
+                error!(revision = at.0, rows, "rows of live versions are missing from the log");
+                Error::Corrupt
+            }
+        }
     }
 
     /// One step of a walk over a range at a fixed revision. Returns where the next one begins.
@@ -146,13 +182,7 @@ impl Shared {
     ) -> Result<()> {
         let found: HashMap<RowId, EncodedKv> = self.log.values(missing).await?.into_iter().collect();
         if found.len() < missing.len() {
-            self.index.read().resolve(ReadAt::Revision(at))?;
-            error!(
-                revision = at.0,
-                rows = missing.len() - found.len(),
-                "rows of live versions are missing from the log"
-            );
-            return Err(Error::Corrupt);
+            return Err(self.why_missing(at, missing.len() - found.len()).await);
         }
         for (selected, pair) in selected.iter().zip(pairs) {
             if pair.is_some() {

@@ -17,6 +17,15 @@ pub struct RangeRequest {
     pub sort: Option<Sort>,
     pub filter: RevisionFilter,
     pub projection: Projection,
+    pub consistency: Consistency,
+}
+
+/// Whether a read must see all that was acknowledged before it, by whichever instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Consistency {
+    Linearizable,
+    /// What this instance has may do.
+    Serializable,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,6 +155,18 @@ impl TxnRequest {
             Op::Txn(nested) => nested.is_read_only(),
         };
         self.success.iter().chain(&self.failure).all(reads)
+    }
+}
+
+impl TxnRequest {
+    /// Whether it only reads, and all of its reads are serializable.
+    pub fn is_serializable(&self) -> bool {
+        let serializable = |op: &Op| match op {
+            Op::Range(range) => range.consistency == Consistency::Serializable,
+            Op::Put(_) | Op::Delete(_) | Op::Txn(_) => false,
+        };
+        let mut ops = self.success.iter().chain(&self.failure).peekable();
+        ops.peek().is_some() && ops.all(serializable)
     }
 }
 

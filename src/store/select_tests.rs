@@ -5,7 +5,9 @@ use proptest::{collection::vec, option, prelude::*};
 
 use super::{
     model_tests::{Pair, select},
-    request::{Projection, RangeRequest, RangeResponse, RevisionFilter, Sort, SortOrder, SortScope, SortTarget},
+    request::{
+        Consistency, Projection, RangeRequest, RangeResponse, RevisionFilter, Sort, SortOrder, SortScope, SortTarget,
+    },
     select::Selection,
 };
 use crate::{
@@ -75,6 +77,7 @@ fn whole() -> RangeRequest {
         sort: None,
         filter: RevisionFilter::default(),
         projection: Projection::Whole,
+        consistency: Consistency::Linearizable,
     }
 }
 

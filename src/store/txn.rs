@@ -35,6 +35,8 @@ pub enum Stop {
     NeedsValues(Vec<RowId>),
     /// It reads a revision that is not yet in the log: evaluate again when this batch is.
     NeedsCommit,
+    /// The store moved on from what the batch is evaluated on.
+    Moved,
 }
 
 impl From<Error> for Stop {
@@ -97,6 +99,15 @@ impl<'a> Evaluation<'a> {
 
     /// Deletes the lease and, in one revision, the keys on it.
     pub fn revoke(&mut self, id: LeaseId) -> Evaluated<Revision> {
+        self.end_lease(LeaseChange::Revoke { id }, id)
+    }
+
+    /// As revoke, of a lease whose time is over.
+    pub fn expire(&mut self, id: LeaseId) -> Evaluated<Revision> {
+        self.end_lease(LeaseChange::Expire { id }, id)
+    }
+
+    fn end_lease(&mut self, end: LeaseChange, id: LeaseId) -> Evaluated<Revision> {
         if !self.batch.lease_exists(self.leases, id) {
             return Err(Error::LeaseNotFound.into());
         }
@@ -107,7 +118,7 @@ impl<'a> Evaluation<'a> {
                     this.push_delete(key, current, mark);
                 }
             }
-            this.batch.push_lease(LeaseChange::Revoke { id });
+            this.batch.push_lease(end);
             Ok(())
         })?;
         Ok(self.batch.head())
@@ -119,6 +130,19 @@ impl<'a> Evaluation<'a> {
         }
         self.batch.push_lease(LeaseChange::Grant { id, ttl_secs });
         Ok(self.batch.head())
+    }
+
+    /// Checks a compaction, which is alone in its batch.
+    pub fn compact(&mut self, revision: Revision) -> Evaluated<Revision> {
+        if revision > self.index.head() {
+            return Err(Error::from(Unreadable::Future).into());
+        }
+        // A store that was never compacted counts as compacted at -1.
+        if revision <= self.index.compact_revision().unwrap_or(Revision(-1)) {
+            return Err(Error::from(Unreadable::Compacted).into());
+        }
+        self.batch.set_compaction(revision);
+        Ok(self.index.head())
     }
 
     /// Runs a request that is one transaction: all of its changes get one revision, or it changes nothing.

@@ -6,7 +6,7 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    sync::Arc,
+    sync::{Arc, atomic::AtomicBool},
 };
 
 use bytes::Bytes;
@@ -20,6 +20,8 @@ use tokio::{
 use super::{
     Error, Identity, Shared,
     batch::Batch,
+    catch_up::Standing,
+    members::Members,
     model_tests::Model,
     request::{
         Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, PutLease, PutRequest, PutResponse, PutValue,
@@ -32,7 +34,7 @@ use super::{
 use crate::{
     index::{CompactionCursor, Lease, ReadAt, TreeIndex},
     lease,
-    log::{Append, Appended, memory::MemoryLog},
+    log::{Append, Appended, Member, memory::MemoryLog},
     types::{ChangeKind, Key, KeyRange, LeaseId, Revision},
     watch::Hub,
 };
@@ -136,7 +138,7 @@ impl World {
             }
             Fate::FoundLater => {
                 self.append().await?;
-                self.shared.resync().await.unwrap();
+                self.shared.catch_up().await.unwrap();
                 self.next_batch()?;
             }
         }
@@ -174,6 +176,7 @@ impl World {
                     prop_assert!(rows.iter().all(|row| found.contains_key(row)), "{:?} are in the log", rows);
                     self.fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
                 }
+                Stop::Moved => prop_assert!(false, "nobody else writes"),
                 Stop::NeedsCommit => {
                     prop_assert!(!self.batch.changes().is_empty(), "there is something to commit");
                     let after = self.model.clone();
@@ -223,8 +226,7 @@ impl World {
     }
 
     async fn append(&mut self) -> Checked {
-        let append =
-            Append { expected_head: self.batch.base(), changes: self.batch.changes(), leases: self.batch.leases() };
+        let append = Append { leases: self.batch.leases(), ..Append::rows(self.batch.base(), self.batch.changes()) };
         prop_assert_eq!(self.shared.log.append(append).await.unwrap(), Appended::Done);
         self.committed = self.model.clone();
         Ok(())
@@ -238,7 +240,7 @@ impl World {
             let expected = row.prev.as_ref().map(|pair| Some(pair.encoded()));
             prop_assert_eq!(prev, expected, "{:?}", change);
         }
-        self.shared.apply_batch(&self.batch, Instant::now());
+        self.shared.apply_batch(&self.batch, self.shared.position(), Instant::now());
         self.next_batch()
     }
 
@@ -258,7 +260,7 @@ impl World {
             index.begin_compaction(revision);
             while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
         }
-        self.shared.log.purge(&removed).await.unwrap();
+        self.shared.log.purge(&removed, revision).await.unwrap();
         self.model.compact_revision = self.model.compact_revision.max(Some(revision));
         self.committed.compact_revision = self.model.compact_revision;
     }
@@ -334,12 +336,15 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
     Shared {
         log: Arc::new(MemoryLog::default()),
         identity: Identity { cluster_id: 1, member_id: 1 },
+        standing: Standing::new(0),
+        members: Members::new(Member { id: 1, name: "default".to_owned(), client_urls: Vec::new() }),
         hub: Arc::new(Hub::new(Revision::EMPTY, None)),
         index: RwLock::new(TreeIndex::new()),
         leases: Mutex::new(lease::Table::default()),
         values: ValueCache::new(cache_bytes),
         lease_deadline: Notify::new(),
         compaction: Notify::new(),
+        purge_duty: AtomicBool::new(false),
         compaction_done: watch::Sender::new(None),
     }
 }

@@ -12,6 +12,10 @@
 //!
 //! One client sees one commit's latency, a thousand share it. A request that changes nothing is answered in its place in
 //! the order. If the outcome of an append is unknown, so are the answers, and the writer reads the log before it goes on.
+//!
+//! Where other instances append too, an append may lose a race: then the writer catches up, evaluates the requests anew and
+//! waits for its turn, in which nobody else can append. While races are lost it goes on taking turns. A batch that changes
+//! nothing is answered only if the log still stands where the batch was evaluated.
 
 use std::{
     collections::VecDeque,
@@ -25,19 +29,18 @@ use std::{
 use tokio::{
     sync::{Notify, mpsc, oneshot},
     task::yield_now,
-    time::Instant,
+    time::{Instant, sleep},
 };
-use tracing::{error, info};
+use tracing::{debug, error, info, warn};
 
 use super::{
-    Error, Result, Shared,
+    Error, Result, Shared, WAIT_MAX,
     batch::Batch,
     request::{DeleteRequest, DeleteResponse, Op, PutRequest, PutResponse, PutValue, TxnRequest, TxnResponse},
     txn::{Evaluation, Fetched, Stop},
 };
 use crate::{
-    index::Unreadable,
-    log::{Append, Appended},
+    log::{self, Append, Appended, Position},
     types::{LeaseId, Revision, RowId},
 };
 
@@ -97,6 +100,7 @@ impl Ticket {
 struct Command {
     request: Request,
     bytes: usize,
+    since: Instant,
     ticket: Ticket,
 }
 
@@ -120,7 +124,7 @@ impl WriteQueue {
             return Err(Error::TooManyRequests);
         }
         let (ticket, outcome) = oneshot::channel();
-        let command = Command { request, bytes, ticket: Ticket(ticket) };
+        let command = Command { request, bytes, since: Instant::now(), ticket: Ticket(ticket) };
         if let Err(refused) = self.commands.try_send(command) {
             self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
             return Err(match refused {
@@ -174,6 +178,21 @@ pub(super) struct Writer {
     close: Arc<Notify>,
     /// Taken from the queue and not yet evaluated for good.
     gathered: VecDeque<Command>,
+    /// Another instance appended in between, so that this one waits for its turn.
+    is_contended: bool,
+    /// Nobody else can append until this instance has.
+    has_turn: bool,
+    is_closed: bool,
+}
+
+/// What became of a batch.
+enum Committed {
+    /// Its requests can be answered.
+    Done,
+    /// The log stands elsewhere than it was evaluated at; nothing was written.
+    Raced,
+    /// The database takes nothing just now; nothing was written.
+    Refused,
 }
 
 impl Writer {
@@ -183,7 +202,17 @@ impl Writer {
         let close = Arc::new(Notify::new());
         let queue =
             WriteQueue { commands: sender, waiting_bytes: Arc::clone(&waiting_bytes), close: Arc::clone(&close) };
-        (Self { shared, commands, waiting_bytes, close, gathered: VecDeque::new() }, queue)
+        let writer = Self {
+            shared,
+            commands,
+            waiting_bytes,
+            close,
+            gathered: VecDeque::new(),
+            is_contended: false,
+            has_turn: false,
+            is_closed: false,
+        };
+        (writer, queue)
     }
 
     pub(super) async fn run(mut self) {
@@ -201,7 +230,10 @@ impl Writer {
                     Some(command) => self.take(command),
                     None => return false,
                 },
-                () = self.close.notified() => self.commands.close(),
+                () = self.close.notified(), if !self.is_closed => {
+                    self.commands.close();
+                    self.is_closed = true;
+                }
             }
         }
         for _ in 0..GATHER_YIELDS {
@@ -220,8 +252,12 @@ impl Writer {
     }
 
     async fn serve_batch(&mut self) {
-        let mut batch = Batch::new(self.shared.index.read().head());
-        let mut served: Vec<(Command, Result<Outcome>)> = Vec::with_capacity(self.gathered.len());
+        if self.is_contended && !self.has_turn {
+            self.take_turn().await;
+        }
+        let expected = self.shared.position();
+        let mut batch = Batch::new(expected.head);
+        let mut served: Served = Vec::with_capacity(self.gathered.len());
         let mut fetched = Fetched::new();
         let mut bytes = 0;
         while let Some(command) = self.gathered.pop_front() {
@@ -231,33 +267,67 @@ impl Writer {
                 self.gathered.push_front(command);
                 break;
             }
-            if let Request::Compact(revision) = command.request {
-                let outcome = self.compact(revision).await.map(Outcome::Revision);
-                command.ticket.answer(outcome);
-                continue;
-            }
-            match self.evaluate(&command.request, &mut batch, &fetched) {
+            match self.evaluate(&command.request, expected, &mut batch, &fetched) {
                 Ok(outcome) => {
                     bytes += command.bytes;
                     served.push((command, Ok(outcome)));
                 }
                 Err(Stop::Failed(error)) => served.push((command, Err(error))),
-                Err(Stop::NeedsValues(rows)) => match self.fetch(rows, &mut fetched).await {
-                    Ok(()) => self.gathered.push_front(command),
+                Err(Stop::NeedsValues(rows)) => match self.fetch(rows, expected, &mut fetched).await {
+                    Ok(true) => self.gathered.push_front(command),
+                    Ok(false) => {
+                        self.gathered.push_front(command);
+                        self.gather_again(served);
+                        return self.resync().await;
+                    }
                     Err(error) => command.ticket.answer(Err(error)),
                 },
                 Err(Stop::NeedsCommit) => {
                     self.gathered.push_front(command);
                     break;
                 }
+                Err(Stop::Moved) => {
+                    self.gathered.push_front(command);
+                    return self.gather_again(served);
+                }
+            }
+            if alone {
+                break;
             }
         }
-        self.commit(batch, served).await;
+        self.commit(batch, expected, served).await;
     }
 
-    fn evaluate(&self, request: &Request, batch: &mut Batch, fetched: &Fetched) -> std::result::Result<Outcome, Stop> {
+    /// Waits until nobody else can append, and catches up with those who did. Where that is not possible the batch takes
+    /// its chance.
+    async fn take_turn(&mut self) {
+        let shared = Arc::clone(&self.shared);
+        let Some(log) = shared.log.shared() else { return };
+        let before = shared.position();
+        if let Err(failure) = log.take_turn().await {
+            warn!(error = %failure, "no turn to append");
+            return;
+        }
+        self.has_turn = true;
+        if let Err(failure) = shared.reach_head(log).await {
+            warn!(error = %failure, "cannot catch up before an append");
+        }
+        // Nobody came in between, so racing costs less.
+        self.is_contended = shared.position() != before;
+    }
+
+    fn evaluate(
+        &self,
+        request: &Request,
+        expected: Position,
+        batch: &mut Batch,
+        fetched: &Fetched,
+    ) -> std::result::Result<Outcome, Stop> {
         let index = self.shared.index.read();
         let leases = self.shared.leases.lock();
+        if index.head() != expected.head || leases.epoch != expected.epoch {
+            return Err(Stop::Moved);
+        }
         let mut evaluation = Evaluation::new(&index, &leases, &self.shared.values, fetched, batch);
         match request {
             Request::Put(request) => evaluation.put(request).map(Outcome::Put),
@@ -266,19 +336,23 @@ impl Writer {
             Request::Grant { id, ttl_secs } => evaluation.grant(*id, *ttl_secs).map(Outcome::Revision),
             Request::Revoke(id) => evaluation.revoke(*id).map(Outcome::Revision),
             Request::Expire(id) if leases.is_expired(*id, Instant::now()) => {
-                match evaluation.revoke(*id) {
+                match evaluation.expire(*id) {
                     // Another revocation of this batch came first.
                     Err(Stop::Failed(Error::LeaseNotFound)) => Ok(Outcome::Revision(batch.head())),
                     outcome => outcome.map(Outcome::Revision),
                 }
             }
             Request::Expire(_) => Ok(Outcome::Revision(batch.head())),
-            Request::Compact(_) => unreachable!("a compaction is served on its own"),
+            Request::Compact(revision) => evaluation.compact(*revision).map(Outcome::Revision),
         }
     }
 
-    async fn fetch(&self, rows: Vec<RowId>, fetched: &mut Fetched) -> Result<()> {
+    /// Returns false if rows are gone that another instance compacted away.
+    async fn fetch(&self, rows: Vec<RowId>, expected: Position, fetched: &mut Fetched) -> Result<bool> {
         if rows.iter().any(|row| fetched.contains_key(row)) {
+            if self.shared.is_beyond(expected).await? {
+                return Ok(false);
+            }
             // It was asked for, was not there, and is asked for again: the index names a row that the log has not.
             error!(?rows, "rows of live versions are missing from the log");
             return Err(Error::Corrupt);
@@ -286,70 +360,158 @@ impl Writer {
         fetched.extend(rows.iter().map(|row| (*row, None)));
         let found = self.shared.log.values(&rows).await?;
         fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
-        Ok(())
+        Ok(true)
     }
 
-    async fn commit(&mut self, mut batch: Batch, served: Vec<(Command, Result<Outcome>)>) {
-        if !batch.is_empty() {
+    async fn commit(&mut self, mut batch: Batch, expected: Position, served: Served) {
+        let committed = if batch.is_empty() && !self.has_turn {
+            self.confirm(expected).await
+        } else {
             if self.shared.hub.wants_prev() {
                 self.shared.fill_prev(batch.changes_mut()).await;
             }
-            let append = Append { expected_head: batch.base(), changes: batch.changes(), leases: batch.leases() };
-            match self.shared.log.append(append).await {
-                Ok(Appended::Done) => self.shared.apply_batch(&batch, Instant::now()),
-                Ok(Appended::Conflict) => {
-                    info!(revision = batch.base().0, "the log moved on without this instance; reading what it missed");
-                    self.resync().await;
-                    for (command, _) in served.into_iter().rev() {
-                        self.gathered.push_front(command);
-                    }
-                    return;
-                }
-                Err(failure) => {
-                    error!(error = %failure, batch_len = served.len(), "append failed, its outcome is unknown");
-                    for (command, _) in served {
-                        command.ticket.answer(Err(Error::OutcomeUnknown));
-                    }
-                    self.resync().await;
-                    return;
-                }
-            }
-        }
-        for (command, outcome) in served {
-            command.ticket.answer(outcome);
-        }
-    }
-
-    /// Reads what the log has and the index has not, for as long as it takes.
-    async fn resync(&self) {
-        while let Err(failure) = self.shared.resync().await {
-            error!(error = %failure, "cannot read the log; trying again");
-            tokio::time::sleep(RESYNC_PAUSE).await;
-        }
-    }
-
-    async fn compact(&self, revision: Revision) -> Result<Revision> {
-        let head = {
-            let index = self.shared.index.read();
-            if revision > index.head() {
-                return Err(Unreadable::Future.into());
-            }
-            // A store that was never compacted counts as compacted at -1.
-            if revision <= index.compact_revision().unwrap_or(Revision(-1)) {
-                return Err(Unreadable::Compacted.into());
-            }
-            index.head()
+            self.append(&batch, expected).await
         };
-        self.shared.log.compact(revision).await.map_err(|failure| {
-            error!(error = %failure, revision = revision.0, "recording a compaction failed");
-            Error::OutcomeUnknown
-        })?;
-        self.shared.hub.compacted(revision, || self.shared.index.write().begin_compaction(revision));
-        self.shared.compaction.notify_one();
-        info!(compact_revision = revision.0, "compaction recorded");
-        Ok(head)
+        match committed {
+            Ok(Committed::Done) => {
+                for (command, outcome) in served {
+                    command.ticket.answer(outcome);
+                }
+            }
+            Ok(Committed::Raced) => {
+                self.gather_again(served);
+                self.resync().await;
+            }
+            Ok(Committed::Refused) => {
+                self.gather_again(served);
+                self.refuse_overdue();
+                sleep(RESYNC_PAUSE).await;
+                self.resync().await;
+            }
+            Err(error) => {
+                for (command, _) in served {
+                    command.ticket.answer(Err(error.clone()));
+                }
+                self.resync().await;
+            }
+        }
+    }
+
+    /// Whether a batch that changes nothing was evaluated on all that was acknowledged, by any instance, before.
+    async fn confirm(&mut self, expected: Position) -> Result<Committed> {
+        let Some(log) = self.shared.log.shared() else { return Ok(Committed::Done) };
+        match log.position().await {
+            Ok(position) if position == expected => Ok(Committed::Done),
+            Ok(_) => Ok(Committed::Raced),
+            Err(failure) => {
+                warn!(error = %failure, "cannot ask where the log stands");
+                Ok(Committed::Refused)
+            }
+        }
+    }
+
+    async fn append(&mut self, batch: &Batch, expected: Position) -> Result<Committed> {
+        let append = Append { expected, changes: batch.changes(), leases: batch.leases(), compact: batch.compaction() };
+        self.has_turn = false;
+        let shared = Arc::clone(&self.shared);
+        let _appending = shared.standing.appending(batch.head());
+        match shared.log.append(append).await {
+            Ok(Appended::Done) => {
+                shared.apply_batch(batch, expected, Instant::now());
+                if let Some(revision) = batch.compaction() {
+                    info!(compact_revision = revision.0, "compaction recorded");
+                }
+                Ok(Committed::Done)
+            }
+            Ok(Appended::Conflict) => {
+                debug!(revision = expected.head.0, "the log moved on without this instance");
+                self.is_contended = true;
+                // A lease may have been renewed elsewhere.
+                shared.look_at_leases(batch.leases()).await;
+                Ok(Committed::Raced)
+            }
+            Err(log::Error::Unavailable(reason)) => {
+                warn!(reason, "nothing can be appended just now; trying again");
+                Ok(Committed::Refused)
+            }
+            Err(failure) => {
+                error!(error = %failure, "append failed, its outcome is unknown");
+                Err(Error::OutcomeUnknown)
+            }
+        }
+    }
+
+    fn gather_again(&mut self, served: Served) {
+        for (command, _) in served.into_iter().rev() {
+            self.gathered.push_front(command);
+        }
+    }
+
+    /// Reads what the log has and the index has not, for as long as it takes. Requests that wait too long meanwhile are
+    /// answered that nothing was done.
+    async fn resync(&mut self) {
+        let shared = Arc::clone(&self.shared);
+        // At first without a pause.
+        let attempt = async |pause| {
+            sleep(pause).await;
+            shared.catch_up().await
+        };
+        let mut catching_up = Box::pin(attempt(Duration::ZERO));
+        let mut failing = false;
+        loop {
+            tokio::select! {
+                caught_up = &mut catching_up => match caught_up {
+                    Ok(()) => break,
+                    Err(failure) => {
+                        if !failing {
+                            error!(error = %failure, "cannot read the log; trying again");
+                        }
+                        failing = true;
+                        if matches!(failure, log::Error::Diverged(_)) || self.is_closed {
+                            return self.refuse_all();
+                        }
+                        catching_up.set(attempt(RESYNC_PAUSE));
+                    }
+                },
+                () = sleep(RESYNC_PAUSE) => self.refuse_overdue(),
+                () = self.close.notified(), if !self.is_closed => {
+                    self.commands.close();
+                    self.is_closed = true;
+                }
+            }
+        }
+        if failing {
+            info!("the log can be read again");
+        }
+    }
+
+    fn refuse_overdue(&mut self) {
+        while self.gathered.len() < QUEUE_REQUESTS_MAX {
+            let Ok(command) = self.commands.try_recv() else { break };
+            self.take(command);
+        }
+        let (overdue, waiting) = std::mem::take(&mut self.gathered)
+            .into_iter()
+            .partition::<Vec<_>, _>(|command| command.since.elapsed() > WAIT_MAX);
+        self.gathered = waiting.into();
+        for command in overdue {
+            command.ticket.answer(Err(Error::Unavailable));
+        }
+    }
+
+    /// The end: what waits cannot be written any more.
+    fn refuse_all(&mut self) {
+        self.commands.close();
+        while let Ok(command) = self.commands.try_recv() {
+            self.take(command);
+        }
+        for command in self.gathered.drain(..) {
+            command.ticket.answer(Err(Error::Unavailable));
+        }
     }
 }
+
+type Served = Vec<(Command, Result<Outcome>)>;
 
 #[cfg(test)]
 mod tests {

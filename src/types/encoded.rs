@@ -47,7 +47,11 @@ impl EncodedKv {
 
     /// The value, sharing this pair's memory.
     pub fn value(&self) -> Bytes {
-        self.value_field().map_or_else(Bytes::new, |field| field.value)
+        self.value_field().map_or_else(Bytes::new, |field| self.0.slice(field.value))
+    }
+
+    pub fn value_slice(&self) -> &[u8] {
+        self.value_field().map_or(&[], |field| &self.0[field.value])
     }
 
     /// The same pair with an empty value.
@@ -64,13 +68,10 @@ impl EncodedKv {
             let number = decode_varint(&mut rest).expect("made by EncodedKv::new");
             if wire == WireType::LengthDelimited {
                 let len = usize::try_from(number).expect("a length of this buffer");
-                let value = &rest[..len];
                 rest.advance(len);
                 if tag == 5 {
-                    return Some(ValueField {
-                        whole: start..self.0.len() - rest.len(),
-                        value: self.0.slice_ref(value),
-                    });
+                    let end = self.0.len() - rest.len();
+                    return Some(ValueField { whole: start..end, value: end - len..end });
                 }
             }
         }
@@ -81,7 +82,7 @@ impl EncodedKv {
 /// Where the value lies in a pair: with its tag and length, and without.
 struct ValueField {
     whole: std::ops::Range<usize>,
-    value: Bytes,
+    value: std::ops::Range<usize>,
 }
 
 impl std::fmt::Debug for EncodedKv {

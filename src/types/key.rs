@@ -68,6 +68,11 @@ impl KeyRange {
         }
     }
 
+    /// Every key there is.
+    pub fn all() -> Self {
+        Self::Span { start: Key::from(&b""[..]), end: None }
+    }
+
     pub fn contains(&self, key: &[u8]) -> bool {
         match self {
             Self::Single(only) => only.as_slice() == key,

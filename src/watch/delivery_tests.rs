@@ -287,9 +287,9 @@ impl World {
 
 async fn publish(log: &MemoryLog, hub: &Hub, changes: Vec<Change>) {
     let (Some(first), Some(last)) = (changes.first(), changes.last()) else { return };
-    let append = Append { expected_head: first.row.revision.prev(), changes: &changes, leases: &[] };
+    let append = Append::rows(first.row.revision.prev(), &changes);
     assert_eq!(log.append(append).await.unwrap(), Appended::Done);
-    hub.publish(&changes, last.row.revision, || {});
+    hub.publish(&changes, last.row.revision, |_| {});
 }
 
 async fn compact(log: &MemoryLog, hub: &Hub, history: &mut History, back: i64, purge: bool) {
@@ -297,13 +297,14 @@ async fn compact(log: &MemoryLog, hub: &Hub, history: &mut History, back: i64, p
     if Some(revision) <= history.compact_revision {
         return;
     }
-    log.compact(revision).await.unwrap();
+    let append = Append { compact: Some(revision), ..Append::rows(history.index.head(), &[]) };
+    assert_eq!(log.append(append).await.unwrap(), Appended::Done);
     hub.compacted(revision, || history.compact_revision = Some(revision));
     if purge {
         let mut removed = Vec::new();
         history.index.begin_compaction(revision);
         while history.index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
-        log.purge(&removed).await.unwrap();
+        log.purge(&removed, revision).await.unwrap();
     }
 }
 

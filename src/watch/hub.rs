@@ -87,12 +87,33 @@ impl Hub {
         self.state.lock().prev_kv_members > 0
     }
 
-    /// Hands out committed changes, all up to `head`. `apply` makes them readable; no watch, progress or join is served
-    /// in between.
-    pub fn publish(&self, changes: &[Change], head: Revision, apply: impl FnOnce()) {
+    /// Hands out committed changes, all up to `head`, but for those that were handed out before. `apply` makes the others
+    /// readable; no watch, progress or join is served in between.
+    pub fn publish(&self, changes: &[Change], head: Revision, apply: impl FnOnce(&[Change])) {
+        let mut state = self.state.lock();
+        let known = changes.partition_point(|change| change.row.revision <= state.head);
+        let changes = &changes[known..];
+        apply(changes);
+        let head = head.max(state.head);
+        state.publish(changes, head);
+    }
+
+    /// Stands at `head` without having been handed what lies before it. `apply` makes it readable. Watches read what they
+    /// miss from the log, or learn there that it was compacted.
+    pub fn start_over(&self, head: Revision, compact_revision: Option<Revision>, apply: impl FnOnce()) {
         let mut state = self.state.lock();
         apply();
-        state.publish(changes, head);
+        let next = state.head.next();
+        state.compact_revision = state.compact_revision.max(compact_revision);
+        for group in state.groups.drain(..).flatten() {
+            for member in group.members.into_iter().flat_map(|(_, members)| members) {
+                member.outbox.fall_behind(member.id, next);
+            }
+        }
+        state.ranges = Intervals::new();
+        state.free_groups.clear();
+        state.prev_kv_members = 0;
+        state.publish(&[], head);
     }
 
     /// Takes note of a compaction. `apply` makes it effective for reads.
@@ -340,7 +361,7 @@ mod tests {
         }
         let waiting = |hub: &Hub| hub.state.lock().progress.iter().map(|(start, _)| start.0).collect::<Vec<_>>();
         assert_eq!(waiting(&hub), [7]);
-        hub.publish(&[], Revision(7), || {});
+        hub.publish(&[], Revision(7), |_| {});
         assert_eq!(waiting(&hub), [0; 0]);
     }
 }

@@ -188,13 +188,13 @@ async fn index_and_leases_rebuilt_from_the_log_equal_those_in_memory() {
                 })
                 .await;
             }
-            let before = (store.index_snapshot(), leases(&store));
+            let before = (store.index_snapshot(), leases(&store).await);
             store.stop().await;
             drop(store);
 
             let store = open(&file).await;
             assert_eq!(store.index_snapshot(), before.0, "seed {seed}");
-            assert_eq!(leases(&store), before.1, "seed {seed}");
+            assert_eq!(leases(&store).await, before.1, "seed {seed}");
             store.stop().await;
         }
     }
@@ -203,13 +203,15 @@ async fn index_and_leases_rebuilt_from_the_log_equal_those_in_memory() {
 async fn open(file: &Path) -> Store {
     let log = SqliteLog::open(file).await.expect("the file opens");
     assert!(log.meta().await.is_ok());
-    Store::open(Arc::new(log), Settings { value_cache_bytes: 64 << 10 }).await.expect("the log can be read")
+    Store::open(Arc::new(log), Settings { value_cache_bytes: 64 << 10, ..Settings::default() })
+        .await
+        .expect("the log can be read")
 }
 
-fn leases(store: &Store) -> Vec<(LeaseId, Vec<u8>)> {
+async fn leases(store: &Store) -> Vec<(LeaseId, Vec<u8>)> {
     let mut all = Vec::new();
-    for id in store.leases() {
-        let lease = store.lease(id).expect("a lease that is listed");
+    for id in store.leases().await.expect("leases are listed") {
+        let lease = store.lease(id).await.expect("a lease is looked at").expect("a lease that is listed");
         all.extend(lease.keys.iter().map(|key| (id, key.to_vec())));
         all.push((id, lease.granted_secs.to_string().into_bytes()));
     }

@@ -41,11 +41,11 @@ fn more_sql(rows: usize) -> String {
 
 pub(super) async fn append(writer: &mut SqliteConnection, append: Append<'_>) -> Result<Appended> {
     let (first, more): (Vec<&Change>, Vec<&Change>) = append.changes.iter().partition(|change| change.row.sub == 0);
-    let expected = append.expected_head.0;
-    let outcome = if more.is_empty() && append.leases.is_empty() && first.len() <= STATEMENT_ROWS_MAX {
-        insert_first(writer, &first, expected).await
+    let rows_alone = append.leases.is_empty() && append.compact.is_none();
+    let outcome = if rows_alone && more.is_empty() && first.len() <= STATEMENT_ROWS_MAX {
+        insert_first(writer, &first, append.expected.head.0).await
     } else {
-        append_all(writer, &first, &more, append.leases, expected).await
+        append_all(writer, &first, &more, append).await
     };
     match outcome {
         Ok(appended) => Ok(appended),
@@ -59,9 +59,9 @@ async fn append_all(
     writer: &mut SqliteConnection,
     first: &[&Change],
     more: &[&Change],
-    leases: &[LeaseChange],
-    mut expected: i64,
+    append: Append<'_>,
 ) -> sqlx::Result<Appended> {
+    let mut expected = append.expected.head.0;
     let mut transaction = writer.begin_with("BEGIN IMMEDIATE").await?;
     for chunk in first.chunks(STATEMENT_ROWS_MAX) {
         if insert_first(&mut transaction, chunk, expected).await? == Appended::Conflict {
@@ -80,14 +80,26 @@ async fn append_all(
         }
         query.execute(&mut *transaction).await?;
     }
-    for change in leases {
+    for change in append.leases {
         let query = match change {
             LeaseChange::Grant { id, ttl_secs } => {
                 sqlx::query("INSERT INTO lease (id, ttl) VALUES (?, ?)").bind(id.0).bind(ttl_secs)
             }
-            LeaseChange::Revoke { id } => sqlx::query("DELETE FROM lease WHERE id = ?").bind(id.0),
+            // Deadlines are this process's own: the writer has looked at the clock.
+            LeaseChange::Revoke { id } | LeaseChange::Expire { id } => {
+                sqlx::query("DELETE FROM lease WHERE id = ?").bind(id.0)
+            }
         };
         query.execute(&mut *transaction).await?;
+    }
+    if let Some(revision) = append.compact {
+        sqlx::query(
+            "INSERT INTO meta (name, value) VALUES ('compact_revision', ?) \
+             ON CONFLICT (name) DO UPDATE SET value = max(value, excluded.value)",
+        )
+        .bind(revision.0)
+        .execute(&mut *transaction)
+        .await?;
     }
     transaction.commit().await?;
     Ok(Appended::Done)
@@ -121,7 +133,7 @@ fn bind_row(query: SqliteQuery, change: &Change) -> SqliteQuery {
     let prev = change.prev.as_ref().map_or(0, |prev| prev.row.revision.0);
     match &change.kind {
         ChangeKind::Put { kv, create_revision, version, lease } => query
-            .bind(&*kv.value())
+            .bind(kv.value_slice())
             .bind(LeaseId::to_wire(*lease))
             .bind(*version)
             .bind(create_revision.0)

@@ -1,0 +1,182 @@
+-- One row a revision: the first (for most transactions the only) change that a transaction made.
+-- Rows are only ever appended, and deleted by compaction; no column of a row changes. The newest row is never deleted,
+-- so max(id) is the store's revision. There is no index but the primary key: Orlop keeps key -> revisions in memory.
+CREATE TABLE kv_log (
+    id              bigint  PRIMARY KEY,       -- the revision, without gaps; the empty store stands at 1
+    key             bytea   NOT NULL,
+    value           bytea,                     -- NULL for a delete
+    lease           bigint  NOT NULL,          -- 0: none
+    version         bigint  NOT NULL,          -- puts since the key was created, from 1; 0 for a delete
+    create_revision bigint  NOT NULL,          -- id of the key's first put since it was last absent; 0 for a delete
+    prev_revision   bigint  NOT NULL,          -- id of the version that this change replaced; 0: there was none
+    deleted         boolean NOT NULL           -- this change deleted the key
+);
+
+-- The second and further changes of a transaction, in their order. id is the transaction's revision.
+CREATE TABLE kv_log_more (
+    id              bigint  NOT NULL,
+    sub             bigint  NOT NULL,          -- from 1
+    key             bytea   NOT NULL,
+    value           bytea,
+    lease           bigint  NOT NULL,
+    version         bigint  NOT NULL,
+    create_revision bigint  NOT NULL,
+    prev_revision   bigint  NOT NULL,
+    deleted         boolean NOT NULL,
+    PRIMARY KEY (id, sub)
+);
+
+-- Every change in order, for people with a SQL prompt.
+CREATE VIEW kv_events AS
+    SELECT id, 0::bigint AS sub, key, value, lease, version, create_revision, prev_revision, deleted FROM kv_log
+    UNION ALL
+    SELECT id, sub, key, value, lease, version, create_revision, prev_revision, deleted FROM kv_log_more;
+
+-- Leases that were granted and neither revoked nor expired. Which keys hang on one is told by kv_log.
+CREATE TABLE lease (
+    id       bigint      PRIMARY KEY,
+    ttl      bigint      NOT NULL,             -- seconds, as granted
+    deadline timestamptz NOT NULL              -- by this server's clock, which all instances go by
+);
+
+-- Instances of Orlop that serve this log. One that has not been heard of for some seconds is gone.
+CREATE TABLE member (
+    id          bigint      PRIMARY KEY,
+    name        text        NOT NULL,
+    client_urls text[]      NOT NULL,
+    run         bigint      NOT NULL,          -- another number at each start
+    started     timestamptz NOT NULL,
+    beat        timestamptz NOT NULL           -- when it was last heard of
+);
+
+-- Facts about the store.
+CREATE TABLE meta (
+    name  text   PRIMARY KEY,
+    value bigint NOT NULL
+);
+
+INSERT INTO meta (name, value) VALUES
+    ('cluster_id', ('x' || substr(md5(random()::text || clock_timestamp()::text), 1, 15))::bit(60)::bigint),
+    ('epoch', 0),                              -- counts appends that changed leases or recorded a compaction
+    ('purged_revision', 0),                    -- the compact revision of the newest compaction that deleted rows
+    ('last_beat', 0);                          -- microseconds since 1970: when any instance was last heard of
+    -- compact_revision joins them with the first compaction.
+
+-- The lock under which the log is appended to. Its number is told apart from other programs' by the table's.
+CREATE FUNCTION orlop_lock() RETURNS void LANGUAGE sql AS
+    'SELECT pg_advisory_xact_lock((1869771888::bigint << 32) | ''kv_log''::regclass::oid::bigint)';
+
+-- The channel on which appends are told.
+CREATE FUNCTION orlop_channel() RETURNS text LANGUAGE sql AS
+    'SELECT ''orlop_'' || ''kv_log''::regclass::oid';
+
+-- Which run of which server this is. A failover or a restart gives another number.
+CREATE FUNCTION orlop_server() RETURNS bigint LANGUAGE sql AS
+    'SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint';
+
+-- Where the log stands.
+CREATE FUNCTION orlop_position(OUT head bigint, OUT epoch bigint, OUT server bigint) LANGUAGE sql AS
+    'SELECT (SELECT coalesce(max(id), 1) FROM kv_log), (SELECT value FROM meta WHERE name = ''epoch''), orlop_server()';
+
+-- Compare-and-append. Adds all of it and returns true if the log stands where the caller expects it; else adds nothing.
+--
+-- The lock keeps rivals out until this transaction has committed, and the statement behind it sees all that they committed
+-- before: a VOLATILE function takes a snapshot for each of its statements, but only at READ COMMITTED. Comparing with the
+-- head, and not leaving it to the primary key, is what holds off an instance that was paused until the rows above its head
+-- had been written and compacted away.
+CREATE FUNCTION orlop_append(
+    expected_head bigint, expected_epoch bigint, expected_server bigint,
+    keys bytea[], vals bytea[], leases bigint[], versions bigint[], creates bigint[], prevs bigint[], deletes boolean[],
+    more_ids bigint[], more_subs bigint[], more_keys bytea[], more_vals bytea[], more_leases bigint[],
+    more_versions bigint[], more_creates bigint[], more_prevs bigint[], more_deletes boolean[],
+    grants bigint[], ttls bigint[], revokes bigint[], expires bigint[], compact bigint
+) RETURNS boolean LANGUAGE plpgsql AS $$
+DECLARE
+    now_at record;
+    due    bigint;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE 'orlop_append needs transaction isolation read committed, not %', current_setting('transaction_isolation');
+    END IF;
+    PERFORM orlop_lock();
+    SELECT * INTO now_at FROM orlop_position();
+    IF (now_at.head, now_at.epoch, now_at.server) <> (expected_head, expected_epoch, expected_server) THEN
+        RETURN false;
+    END IF;
+    IF cardinality(expires) > 0 THEN
+        -- Locked, so that no renewal comes between the look and the deletion.
+        PERFORM 1 FROM lease l WHERE l.id = ANY (expires) AND l.deadline <= clock_timestamp() ORDER BY l.id FOR UPDATE;
+        GET DIAGNOSTICS due = ROW_COUNT;
+        IF due < cardinality(expires) THEN
+            RETURN false;
+        END IF;
+    END IF;
+    IF cardinality(keys) > 0 THEN
+        INSERT INTO kv_log (id, key, value, lease, version, create_revision, prev_revision, deleted)
+        SELECT expected_head + r.place, r.key, r.val, r.lease, r.version, r.create_revision, r.prev_revision, r.deleted
+        FROM unnest(keys, vals, leases, versions, creates, prevs, deletes) WITH ORDINALITY
+            AS r (key, val, lease, version, create_revision, prev_revision, deleted, place);
+    END IF;
+    IF cardinality(more_ids) > 0 THEN
+        INSERT INTO kv_log_more (id, sub, key, value, lease, version, create_revision, prev_revision, deleted)
+        SELECT * FROM unnest(more_ids, more_subs, more_keys, more_vals, more_leases, more_versions, more_creates,
+            more_prevs, more_deletes);
+    END IF;
+    IF cardinality(grants) > 0 OR cardinality(revokes) > 0 OR cardinality(expires) > 0 OR compact IS NOT NULL THEN
+        DELETE FROM lease l WHERE l.id = ANY (revokes) OR l.id = ANY (expires);
+        INSERT INTO lease (id, ttl, deadline)
+        SELECT g.id, g.ttl, clock_timestamp() + make_interval(secs => g.ttl) FROM unnest(grants, ttls) AS g (id, ttl);
+        IF compact IS NOT NULL THEN
+            INSERT INTO meta AS m (name, value) VALUES ('compact_revision', compact)
+            ON CONFLICT (name) DO UPDATE SET value = greatest(m.value, excluded.value);
+        END IF;
+        UPDATE meta m SET value = m.value + 1 WHERE m.name = 'epoch';
+    END IF;
+    PERFORM pg_notify(orlop_channel(), (expected_head + cardinality(keys))::text);
+    RETURN true;
+END
+$$;
+
+-- Deletes rows that a compaction at the revision `compacted` freed, on the server that they were found on.
+CREATE FUNCTION orlop_purge(
+    expected_server bigint, compacted bigint, ids bigint[], more_ids bigint[], more_subs bigint[]
+) RETURNS boolean LANGUAGE plpgsql AS $$
+BEGIN
+    IF orlop_server() <> expected_server
+        OR NOT EXISTS (SELECT 1 FROM meta WHERE name = 'compact_revision' AND value >= compacted) THEN
+        RETURN false;
+    END IF;
+    UPDATE meta SET value = compacted WHERE name = 'purged_revision' AND value < compacted;
+    DELETE FROM kv_log l WHERE l.id = ANY (ids) AND l.id <= compacted;
+    DELETE FROM kv_log_more l USING unnest(more_ids, more_subs) AS m (id, sub)
+    WHERE l.id = m.id AND l.sub = m.sub AND l.id <= compacted;
+    RETURN true;
+END
+$$;
+
+-- Says that an instance lives.
+--
+-- Leases do not run down while no instance is there to renew them: the first to come back moves all deadlines on by the
+-- time that nobody was heard of, if that was longer than silence_max.
+CREATE FUNCTION orlop_beat(
+    member_id bigint, member_name text, member_urls text[], member_run bigint, silence_max double precision
+) RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    silence double precision;
+    last    bigint;
+BEGIN
+    SELECT value INTO last FROM meta WHERE name = 'last_beat' FOR UPDATE;
+    silence := extract(epoch FROM clock_timestamp()) - last / 1000000.0;
+    IF last > 0 AND silence > silence_max THEN
+        UPDATE lease SET deadline = deadline + make_interval(secs => silence);
+    END IF;
+    UPDATE meta SET value = greatest(last, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
+    WHERE name = 'last_beat';
+    INSERT INTO member AS m (id, name, client_urls, run, started, beat)
+    VALUES (member_id, member_name, member_urls, member_run, clock_timestamp(), clock_timestamp())
+    ON CONFLICT (id) DO UPDATE SET
+        name = excluded.name, client_urls = excluded.client_urls, run = excluded.run, beat = excluded.beat,
+        started = CASE WHEN m.run = excluded.run THEN m.started ELSE excluded.started END;
+    DELETE FROM member WHERE beat < clock_timestamp() - interval '1 hour';
+END
+$$;

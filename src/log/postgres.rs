@@ -1,0 +1,284 @@
+//! The log in a Postgres database, to which any number of Orlop instances append.
+//!
+//! Connections: one to append on, one to ask for the log's position on, one that listens for notifications, and a pool for
+//! all other reads. A batch is one call of the function `orlop_append`, which the migration makes: compare-and-append
+//! under an advisory lock, one round trip and one commit. What is read of rows that compaction may be deleting at the same
+//! time comes with the revision up to which it deletes, from the same snapshot.
+//!
+//! A server that was restarted or failed over to is another one (see [`Position::server`]): it is not appended to before
+//! the store has looked at its log again.
+
+mod append;
+mod connection;
+mod listener;
+mod read;
+
+use std::{
+    collections::HashSet,
+    hash::{BuildHasher as _, Hash as _, Hasher as _, RandomState},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use sqlx::{PgConnection, Row as _, postgres::PgRow};
+use tracing::warn;
+
+use self::{
+    append::Appender,
+    connection::{Database, Lane, bounded, read},
+    listener::Listener,
+};
+use super::{
+    Append, Appended, Log, LoggedLease, Member, Meta, Page, Position, Result, SILENCE_MAX, SharedLog, Size, Touch,
+    Visit, WithPrev,
+    rows::{LogRow as _, corrupt},
+};
+use crate::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
+
+/// A silence of all instances that is longer than this does not count against leases. Seconds.
+const SILENCE_FREE_SECS: f64 = 2.0;
+
+/// Where the database is and who asks.
+#[derive(Debug, Clone)]
+pub struct PostgresSettings {
+    /// `postgres://USER:PASSWORD@HOST:PORT/DATABASE?sslmode=...`
+    pub endpoint: String,
+    /// How often the log is looked at when no notification tells to.
+    pub poll_interval: Duration,
+    /// Connections for reading.
+    pub connections_max: u32,
+    /// This instance's name, which with its URLs tells it from others.
+    pub name: String,
+    pub client_urls: Vec<String>,
+}
+
+/// See the module's page.
+pub struct PostgresLog {
+    database: Database,
+    appender: Appender,
+    /// For the one question that every linearizable read waits for.
+    asker: Lane,
+    listener: Listener,
+    poll_interval: Duration,
+    member: Member,
+    /// Another number at each start.
+    run: i64,
+}
+
+impl PostgresLog {
+    /// Connects, tries again for a while if there is no answer, and migrates the schema.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Open`] if the database cannot be reached, is a standby, or refuses what is needed; the text names it without
+    /// its password.
+    pub async fn open(settings: PostgresSettings) -> Result<Self> {
+        let database = Database::new(&settings.endpoint, settings.connections_max)?;
+        let mut connection = database.connect_first().await?;
+        database.migrate(&mut connection).await?;
+        let cluster_id: i64 = sqlx::query_scalar("SELECT value FROM meta WHERE name = 'cluster_id'")
+            .fetch_one(&mut connection)
+            .await
+            .map_err(|error| database.open_error("read", &error))?;
+        let channel: String = sqlx::query_scalar("SELECT orlop_channel()")
+            .fetch_one(&mut connection)
+            .await
+            .map_err(|error| database.open_error("read", &error))?;
+        let member = Member {
+            id: member_id(cluster_id, &settings.name, &settings.client_urls),
+            name: settings.name,
+            client_urls: settings.client_urls,
+        };
+        Ok(Self {
+            appender: Appender::new(connection),
+            asker: Lane::default(),
+            listener: Listener::start(database.clone(), channel),
+            database,
+            poll_interval: settings.poll_interval,
+            member,
+            run: (RandomState::new().hash_one(0) >> 1).cast_signed(),
+        })
+    }
+}
+
+/// Stable for one name and set of URLs in one cluster, as etcd's is for one set of peer URLs.
+fn member_id(cluster_id: i64, name: &str, client_urls: &[String]) -> u64 {
+    // FNV-1a, which no version of a library changes.
+    struct Fnv(u64);
+    impl std::hash::Hasher for Fnv {
+        fn finish(&self) -> u64 {
+            self.0
+        }
+        fn write(&mut self, bytes: &[u8]) {
+            for byte in bytes {
+                self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
+            }
+        }
+    }
+    let mut hasher = Fnv(0xcbf2_9ce4_8422_2325);
+    hasher.write(&cluster_id.to_le_bytes());
+    name.hash(&mut hasher);
+    for url in client_urls {
+        url.hash(&mut hasher);
+    }
+    // 0 is nobody, and the database's integers have a sign.
+    (hasher.finish() >> 1).max(1)
+}
+
+fn position(row: &PgRow) -> Result<Position> {
+    Ok(Position { head: Revision(row.int(0)?), epoch: row.int(1)?, server: row.int(2)? })
+}
+
+fn logged_lease(row: &PgRow) -> sqlx::Result<LoggedLease> {
+    Ok(LoggedLease { id: LeaseId(row.try_get(0)?), ttl_secs: row.try_get(1)?, left_secs: Some(row.try_get(2)?) })
+}
+
+const ALL_LEASES: &str = "SELECT id, ttl, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease";
+const LOOK_AT_LEASES: &str =
+    "SELECT id, ttl, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease WHERE id = ANY ($1)";
+/// Locks in one order, so that two instances that renew the same leases do not wait for one another.
+const RENEW_LEASES: &str = "UPDATE lease SET deadline = clock_timestamp() + make_interval(secs => ttl) \
+    WHERE id IN (SELECT id FROM lease WHERE id = ANY ($1) ORDER BY id FOR UPDATE) AND deadline > clock_timestamp() \
+    RETURNING id, ttl, extract(epoch FROM deadline - clock_timestamp())::float8";
+const BEAT: &str = "SELECT orlop_beat($1, $2, $3, $4, $5)";
+const LEAVE: &str = "DELETE FROM member WHERE id = $1 AND run = $2";
+const LIVE_MEMBERS: &str = "SELECT id, name, client_urls FROM member \
+    WHERE beat > clock_timestamp() - make_interval(secs => $1) ORDER BY started, id";
+
+impl PostgresLog {
+    async fn meta_on(&self, connection: &mut PgConnection) -> sqlx::Result<Result<Meta>> {
+        // The position first: leases and facts read after it are of it or newer, and an append finds out if they are newer.
+        let row = sqlx::query("SELECT head, epoch, server FROM orlop_position()").fetch_one(&mut *connection).await?;
+        let facts: Vec<(String, i64)> =
+            sqlx::query_as("SELECT name, value FROM meta").fetch_all(&mut *connection).await?;
+        let leases = sqlx::query(ALL_LEASES).fetch_all(connection).await?;
+        let fact = |wanted: &str| facts.iter().find(|(name, _)| name == wanted).map(|(_, value)| *value);
+        let leases = leases.iter().map(logged_lease).collect::<sqlx::Result<_>>()?;
+        Ok(position(&row).map(|position| Meta {
+            cluster_id: fact("cluster_id").unwrap_or(0).cast_unsigned(),
+            member_id: self.member.id,
+            position,
+            compact_revision: fact("compact_revision").map(Revision),
+            leases,
+        }))
+    }
+}
+
+#[async_trait]
+impl Log for PostgresLog {
+    async fn meta(&self) -> Result<Meta> {
+        read!(self.database, connection => self.meta_on(connection))?
+    }
+
+    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
+        let mut connection = self.database.connect().await.map_err(|error| self.database.unavailable(&error))?;
+        read::begin_snapshot(&mut connection).await?;
+        let meta = self.meta_on(&mut connection).await.map_err(|error| self.database.unavailable(&error))??;
+        read::replay(&mut connection, &meta, visit).await?;
+        Ok(meta)
+    }
+
+    async fn append(&self, append: Append<'_>) -> Result<Appended> {
+        self.appender.append(&self.database, append).await
+    }
+
+    async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        read!(self.database, connection => read::values(connection, rows))?
+    }
+
+    async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
+        read!(self.database, connection => read::changes(connection, from, to, range, prev))?
+    }
+
+    async fn purge(&self, rows: &[RowId], compacted: Revision) -> Result<()> {
+        let server = self.appender.server();
+        let purged = read!(self.database, connection => append::purge(connection, server, rows, compacted))?;
+        if !purged {
+            // The rows are not those that were found, or the compaction is not known there.
+            warn!(rows = rows.len(), "compacted rows were left to the next start: the database is another one");
+        }
+        Ok(())
+    }
+
+    async fn size(&self) -> Result<Size> {
+        const SIZE: &str = "SELECT pg_total_relation_size('kv_log') + pg_total_relation_size('kv_log_more') \
+            + pg_total_relation_size('lease') + pg_total_relation_size('meta')";
+        let total: i64 = read!(self.database, connection => sqlx::query_scalar(SIZE).fetch_one(connection))?;
+        // What of it is free only an extension could tell.
+        Ok(Size { total, in_use: total })
+    }
+
+    async fn close(&self) {
+        self.listener.stop();
+        let left = read!(self.database, connection => {
+            sqlx::query(LEAVE).bind(self.member.id.cast_signed()).bind(self.run).execute(connection)
+        });
+        if let Err(error) = left {
+            warn!(%error, "could not sign off; the other instances will notice in a while");
+        }
+        self.appender.close().await;
+        self.asker.close().await;
+        self.database.close().await;
+    }
+
+    fn shared(&self) -> Option<&dyn SharedLog> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl SharedLog for PostgresLog {
+    async fn position(&self) -> Result<Position> {
+        let asked = async {
+            let mut asker = self.asker.occupy(&self.database).await?;
+            let query = sqlx::query("SELECT head, epoch, server FROM orlop_position()");
+            let row = bounded(query.fetch_one(&mut asker.connection)).await?;
+            asker.keep();
+            Ok(row)
+        };
+        position(&asked.await.map_err(|error| self.database.unavailable(&error))?)
+    }
+
+    async fn moved(&self, seen: Revision) {
+        self.listener.told_beyond(seen, self.poll_interval).await;
+    }
+
+    async fn take_turn(&self) -> Result<()> {
+        self.appender.take_turn(&self.database).await
+    }
+
+    async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>> {
+        let ids: Vec<i64> = ids.iter().map(|id| id.0).collect();
+        let rows = read!(self.database, connection => async {
+            if touch == Touch::Look {
+                return sqlx::query(LOOK_AT_LEASES).bind(&ids).fetch_all(connection).await;
+            }
+            let mut rows = sqlx::query(RENEW_LEASES).bind(&ids).fetch_all(&mut *connection).await?;
+            if rows.len() < ids.len() {
+                // The others are unknown or over; which of the two is told by looking.
+                let renewed: HashSet<i64> = rows.iter().map(|row| row.get(0)).collect();
+                let rest: Vec<i64> = ids.iter().copied().filter(|id| !renewed.contains(id)).collect();
+                rows.extend(sqlx::query(LOOK_AT_LEASES).bind(rest).fetch_all(connection).await?);
+            }
+            Ok(rows)
+        })?;
+        rows.iter().map(logged_lease).collect::<sqlx::Result<_>>().map_err(corrupt)
+    }
+
+    async fn beat(&self) -> Result<Vec<Member>> {
+        let rows: Vec<(i64, String, Vec<String>)> = read!(self.database, connection => async {
+            sqlx::query(BEAT)
+                .bind(self.member.id.cast_signed())
+                .bind(&self.member.name)
+                .bind(&self.member.client_urls)
+                .bind(self.run)
+                .bind(SILENCE_FREE_SECS)
+                .execute(&mut *connection)
+                .await?;
+            sqlx::query_as(LIVE_MEMBERS).bind(SILENCE_MAX.as_secs_f64()).fetch_all(connection).await
+        })?;
+        let member =
+            |(id, name, client_urls): (i64, String, Vec<String>)| Member { id: id.cast_unsigned(), name, client_urls };
+        Ok(rows.into_iter().map(member).collect())
+    }
+}

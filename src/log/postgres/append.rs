@@ -1,0 +1,226 @@
+//! Compare-and-append: one call of a function of the database's for a batch, whatever its size.
+//!
+//! Who loses the race reads what it missed and tries again, and among busy instances might lose again and again. So a
+//! loser takes a *turn*: a transaction that holds the lock under which all append, from before it reads until it appends.
+//! Waiters get that lock in the order in which they came. A turn that is not used soon is ended by the server, with the
+//! connection.
+
+use std::sync::atomic::{AtomicI64, Ordering};
+
+use sqlx::{Connection as _, PgConnection};
+use tokio::sync::Mutex;
+use tracing::debug;
+
+use super::connection::{Database, bounded, sqlstate};
+use crate::{
+    log::{Append, Appended, Error, LeaseChange, Result},
+    types::{Change, ChangeKind, LeaseId, Revision, RowId},
+};
+
+const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, \
+    $19, $20, $21, $22, $23, $24)";
+const PURGE: &str = "SELECT orlop_purge($1, $2, $3, $4, $5)";
+
+/// The connection that appends.
+pub(super) struct Appender {
+    state: Mutex<State>,
+    /// The server that the newest append went to.
+    server: AtomicI64,
+}
+
+struct State {
+    connection: Option<PgConnection>,
+    has_turn: bool,
+}
+
+impl State {
+    async fn take_connection(&mut self, database: &Database) -> Result<PgConnection> {
+        match self.connection.take() {
+            Some(connection) => Ok(connection),
+            None => {
+                self.has_turn = false;
+                database.connect().await.map_err(|error| database.unavailable(&error))
+            }
+        }
+    }
+}
+
+impl Appender {
+    pub(super) fn new(connection: PgConnection) -> Self {
+        Self { state: Mutex::new(State { connection: Some(connection), has_turn: false }), server: AtomicI64::new(0) }
+    }
+
+    /// The server that the store has looked at and appends to.
+    pub(super) fn server(&self) -> i64 {
+        self.server.load(Ordering::Relaxed)
+    }
+
+    /// As [`crate::log::SharedLog::take_turn`].
+    pub(super) async fn take_turn(&self, database: &Database) -> Result<()> {
+        let mut state = self.state.lock().await;
+        let mut connection = state.take_connection(database).await?;
+        if !state.has_turn {
+            bounded(sqlx::raw_sql("BEGIN; SELECT orlop_lock()").execute(&mut connection))
+                .await
+                .map_err(|error| database.unavailable(&error))?;
+        }
+        state.has_turn = true;
+        state.connection = Some(connection);
+        Ok(())
+    }
+
+    /// The connection is given up when anything fails or the future is dropped.
+    pub(super) async fn append(&self, database: &Database, append: Append<'_>) -> Result<Appended> {
+        let mut state = self.state.lock().await;
+        let mut connection = state.take_connection(database).await?;
+        self.server.store(append.expected.server, Ordering::Relaxed);
+        let has_turn = std::mem::take(&mut state.has_turn);
+        let appended = if append.is_empty() {
+            // Nothing but a turn to give back.
+            Appended::Done
+        } else {
+            match bounded(call(&mut connection, append)).await {
+                Ok(true) => Appended::Done,
+                Ok(false) => Appended::Conflict,
+                // Without the commit nothing is written.
+                Err(error) if has_turn => return Err(database.unavailable(&error)),
+                Err(error) => return Err(outcome(database, &error)),
+            }
+        };
+        if has_turn {
+            let end = if appended == Appended::Done && !append.is_empty() { "COMMIT" } else { "ROLLBACK" };
+            bounded(sqlx::raw_sql(end).execute(&mut connection)).await.map_err(|error| outcome(database, &error))?;
+        }
+        state.connection = Some(connection);
+        Ok(appended)
+    }
+
+    pub(super) async fn close(&self) {
+        if let Some(connection) = self.state.lock().await.connection.take()
+            && let Err(error) = bounded(connection.close()).await
+        {
+            debug!(%error, "closing the connection that appends failed");
+        }
+    }
+}
+
+/// What an error of an append means. An error that the server reports of a statement ends its transaction; of one that
+/// ends the connection, or says that the outcome is unknown, nothing follows.
+fn outcome(database: &Database, error: &sqlx::Error) -> Error {
+    const NOTHING_WRITTEN: [&str; 9] = ["22", "23", "25", "42", "53", "54", "55", "58", "P0"];
+    let refused = sqlstate(error).is_some_and(|code| {
+        NOTHING_WRITTEN.iter().any(|class| code.starts_with(class))
+            || ["40001", "40P01", "57014"].contains(&code.as_str())
+    });
+    if refused { database.unavailable(error) } else { Error::OutcomeUnknown(error.to_string()) }
+}
+
+/// Columns of rows, as arrays.
+#[derive(Default)]
+struct Columns<'a> {
+    keys: Vec<&'a [u8]>,
+    values: Vec<Option<&'a [u8]>>,
+    leases: Vec<i64>,
+    versions: Vec<i64>,
+    creates: Vec<i64>,
+    prevs: Vec<i64>,
+    deletes: Vec<bool>,
+}
+
+impl<'a> Columns<'a> {
+    fn with_capacity(rows: usize) -> Self {
+        Self {
+            keys: Vec::with_capacity(rows),
+            values: Vec::with_capacity(rows),
+            leases: Vec::with_capacity(rows),
+            versions: Vec::with_capacity(rows),
+            creates: Vec::with_capacity(rows),
+            prevs: Vec::with_capacity(rows),
+            deletes: Vec::with_capacity(rows),
+        }
+    }
+
+    fn push(&mut self, change: &'a Change) {
+        self.keys.push(change.key.as_slice());
+        self.prevs.push(change.prev.as_ref().map_or(0, |prev| prev.row.revision.0));
+        let (value, lease, version, create_revision) = match &change.kind {
+            ChangeKind::Put { kv, create_revision, version, lease } => {
+                (Some(kv.value_slice()), LeaseId::to_wire(*lease), *version, create_revision.0)
+            }
+            ChangeKind::Delete => (None, 0, 0, 0),
+        };
+        self.deletes.push(value.is_none());
+        self.values.push(value);
+        self.leases.push(lease);
+        self.versions.push(version);
+        self.creates.push(create_revision);
+    }
+}
+
+async fn call(connection: &mut PgConnection, append: Append<'_>) -> sqlx::Result<bool> {
+    let mut first = Columns::with_capacity(append.changes.len());
+    let mut more = Columns::default();
+    let (mut more_ids, mut more_subs) = (Vec::new(), Vec::new());
+    for change in append.changes {
+        if change.row.sub == 0 {
+            first.push(change);
+        } else {
+            more_ids.push(change.row.revision.0);
+            more_subs.push(i64::from(change.row.sub));
+            more.push(change);
+        }
+    }
+    let (mut grants, mut ttls, mut revokes, mut expires) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for change in append.leases {
+        match *change {
+            LeaseChange::Grant { id, ttl_secs } => {
+                grants.push(id.0);
+                ttls.push(ttl_secs);
+            }
+            LeaseChange::Revoke { id } => revokes.push(id.0),
+            LeaseChange::Expire { id } => expires.push(id.0),
+        }
+    }
+    let expected = append.expected;
+    let mut query = sqlx::query_scalar(APPEND).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
+    query = bind(query, first).bind(more_ids).bind(more_subs);
+    bind(query, more)
+        .bind(grants)
+        .bind(ttls)
+        .bind(revokes)
+        .bind(expires)
+        .bind(append.compact.map(|revision| revision.0))
+        .fetch_one(connection)
+        .await
+}
+
+type AppendQuery<'q> = sqlx::query::QueryScalar<'q, sqlx::Postgres, bool, sqlx::postgres::PgArguments>;
+
+fn bind<'q>(query: AppendQuery<'q>, columns: Columns<'q>) -> AppendQuery<'q> {
+    query
+        .bind(columns.keys)
+        .bind(columns.values)
+        .bind(columns.leases)
+        .bind(columns.versions)
+        .bind(columns.creates)
+        .bind(columns.prevs)
+        .bind(columns.deletes)
+}
+
+/// Returns false if nothing was deleted, as the rows are another server's.
+pub(super) async fn purge(
+    connection: &mut PgConnection,
+    server: i64,
+    rows: &[RowId],
+    compacted: Revision,
+) -> sqlx::Result<bool> {
+    let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
+    sqlx::query_scalar(PURGE)
+        .bind(server)
+        .bind(compacted.0)
+        .bind(first.iter().map(|row| row.revision.0).collect::<Vec<_>>())
+        .bind(more.iter().map(|row| row.revision.0).collect::<Vec<_>>())
+        .bind(more.iter().map(|row| i64::from(row.sub)).collect::<Vec<_>>())
+        .fetch_one(connection)
+        .await
+}

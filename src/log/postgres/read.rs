@@ -1,0 +1,222 @@
+//! Reading rows.
+
+use futures_util::TryStreamExt as _;
+use sqlx::PgConnection;
+
+use crate::{
+    log::{
+        Meta, Page, Result, Visit, WithPrev,
+        rows::{
+            LogRow as _, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
+            RowColumns, SqlRange, VALUES_ROWS_MAX, merge, unavailable,
+        },
+    },
+    types::{Change, EncodedKv, KeyRange, Revision, RowId},
+};
+
+/// All that follows on this connection sees the database as it is now, however long it takes.
+pub(super) async fn begin_snapshot(connection: &mut PgConnection) -> Result<()> {
+    sqlx::raw_sql(
+        "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = 0; \
+         SET LOCAL idle_in_transaction_session_timeout = '60s'",
+    )
+    .execute(connection)
+    .await
+    .map(drop)
+    .map_err(unavailable)
+}
+
+/// As [`crate::log::Log::replay`], within a snapshot.
+pub(super) async fn replay(connection: &mut PgConnection, meta: &Meta, visit: &mut Visit<'_>) -> Result<()> {
+    const FIRST: &str = "SELECT id, 0::bigint, key, NULL::bytea, lease, version, create_revision, prev_revision, \
+        deleted::int::bigint FROM kv_log WHERE id >= $1 + ($2 > 0)::int ORDER BY id LIMIT $3";
+    const MORE: &str = "SELECT id, sub, key, NULL::bytea, lease, version, create_revision, prev_revision, \
+        deleted::int::bigint FROM kv_log_more WHERE (id, sub) >= ($1, $2) ORDER BY id, sub LIMIT $3";
+    let mut next = RowId::new(Revision(0), 0);
+    loop {
+        let mut tables = [Vec::new(), Vec::new()];
+        for (sql, changes) in [FIRST, MORE].into_iter().zip(&mut tables) {
+            let mut rows = sqlx::query(sql)
+                .bind(next.revision.0)
+                .bind(i64::from(next.sub))
+                .bind(REPLAY_ROWS as i64)
+                .fetch(&mut *connection);
+            while let Some(row) = rows.try_next().await.map_err(unavailable)? {
+                changes.push(RowColumns::read(&row, 0)?.into_change(None));
+            }
+        }
+        let [first, more] = tables;
+        let changes: Vec<Change> = merge(first, more, REPLAY_ROWS);
+        let Some(last) = changes.last() else { return Ok(()) };
+        next = RowId::new(last.row.revision, last.row.sub + 1);
+        visit(meta, changes)?;
+    }
+}
+
+/// As [`crate::log::Log::values`].
+pub(super) async fn values(
+    connection: &mut PgConnection,
+    rows: &[RowId],
+) -> sqlx::Result<Result<Vec<(RowId, EncodedKv)>>> {
+    const FIRST: &str = "SELECT id, 0::bigint, key, value, lease, version, create_revision, prev_revision, 0::bigint \
+        FROM kv_log WHERE id = ANY ($1) AND NOT deleted";
+    const MORE: &str = "SELECT id, sub, key, value, lease, version, create_revision, prev_revision, 0::bigint \
+        FROM kv_log_more JOIN unnest($1, $2) AS wanted (wanted_id, wanted_sub) ON id = wanted_id AND sub = wanted_sub \
+        WHERE NOT deleted";
+    let mut found = Vec::with_capacity(rows.len());
+    for chunk in rows.chunks(VALUES_ROWS_MAX) {
+        let (first, more): (Vec<RowId>, Vec<RowId>) = chunk.iter().partition(|row| row.sub == 0);
+        let ids = |rows: &[RowId]| rows.iter().map(|row| row.revision.0).collect::<Vec<i64>>();
+        let subs: Vec<i64> = more.iter().map(|row| i64::from(row.sub)).collect();
+        let queries = [
+            (!first.is_empty()).then(|| sqlx::query(FIRST).bind(ids(&first))),
+            (!more.is_empty()).then(|| sqlx::query(MORE).bind(ids(&more)).bind(subs)),
+        ];
+        for query in queries.into_iter().flatten() {
+            let mut rows = query.fetch(&mut *connection);
+            while let Some(row) = rows.try_next().await? {
+                match RowColumns::read(&row, 0) {
+                    Ok(columns) => found.push((columns.row, columns.kv())),
+                    Err(error) => return Ok(Err(error)),
+                }
+            }
+        }
+    }
+    Ok(Ok(found))
+}
+
+/// Column 0 and 1 are about the whole: the revision up to which rows may be missing, and whether the other table has rows
+/// of these revisions. They come in one row alone where no row matches. Of a long page the rows beyond its bytes are left
+/// on the server; the lengths by which it is cut are known without the values being read.
+macro_rules! first_sql {
+    ($columns:literal, $joins:literal) => {
+        concat!(
+            "SELECT g.purged, g.more, r.id, 0::bigint, r.key, r.value, r.lease, r.version, r.create_revision, \
+             r.prev_revision, r.deleted::int::bigint",
+            $columns,
+            " FROM (SELECT (SELECT value FROM meta WHERE name = 'purged_revision') AS purged, \
+             EXISTS (SELECT 1 FROM kv_log_more WHERE id BETWEEN $1 AND $2)::int::bigint AS more) g \
+             LEFT JOIN (SELECT * FROM (SELECT l.*, sum(octet_length(key) + coalesce(octet_length(value), 0)) \
+             OVER (ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before FROM (SELECT * FROM kv_log \
+             WHERE id BETWEEN $1 AND $2 AND key >= $3 AND ($4 OR key < $5) ORDER BY id LIMIT $6) l) w \
+             WHERE coalesce(before, 0) <= $7) r ON true",
+            $joins,
+            " ORDER BY r.id"
+        )
+    };
+}
+
+macro_rules! more_sql {
+    ($columns:literal, $joins:literal) => {
+        concat!(
+            "SELECT (SELECT value FROM meta WHERE name = 'purged_revision'), 0::bigint, r.id, r.sub, r.key, r.value, \
+             r.lease, r.version, r.create_revision, r.prev_revision, r.deleted::int::bigint",
+            $columns,
+            " FROM kv_log_more r",
+            $joins,
+            " WHERE r.id BETWEEN $1 AND $2 AND r.key >= $3 AND ($4 OR r.key < $5) ORDER BY r.id, r.sub"
+        )
+    };
+}
+
+macro_rules! with_prev {
+    ($sql:ident) => {
+        $sql!(
+            ", coalesce(p.value, q.value), coalesce(p.lease, q.lease), coalesce(p.version, q.version), \
+             coalesce(p.create_revision, q.create_revision)",
+            " LEFT JOIN kv_log p ON p.id = r.prev_revision AND p.key = r.key AND NOT p.deleted \
+             LEFT JOIN kv_log_more q ON q.id = r.prev_revision AND q.key = r.key AND NOT q.deleted"
+        )
+    };
+}
+
+/// As [`crate::log::Log::changes`].
+pub(super) async fn changes(
+    connection: &mut PgConnection,
+    from: Revision,
+    to: Revision,
+    range: &KeyRange,
+    prev: WithPrev,
+) -> sqlx::Result<Result<Page>> {
+    let to = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
+    let range = SqlRange::of(range);
+    let mut about = About::default();
+    let mut first = Vec::new();
+    let sql = match prev {
+        WithPrev::No => first_sql!("", ""),
+        WithPrev::Yes => with_prev!(first_sql),
+    };
+    {
+        let mut rows = sqlx::query(sql)
+            .bind(from.0)
+            .bind(to)
+            .bind(&range.start)
+            .bind(range.unbounded)
+            .bind(&range.end)
+            .bind(PAGE_REVISIONS_MAX as i64 + 1)
+            .bind(PAGE_BYTES_MAX as i64)
+            .fetch(&mut *connection);
+        while let Some(row) = rows.try_next().await? {
+            if let Err(error) = about.take(&row, prev, &mut first) {
+                return Ok(Err(error));
+            }
+        }
+    }
+    let mut page = PageBuilder::new(first, to);
+    if about.has_more {
+        let mut more = Vec::new();
+        let sql = match prev {
+            WithPrev::No => more_sql!("", ""),
+            WithPrev::Yes => with_prev!(more_sql),
+        };
+        let mut rows = sqlx::query(sql)
+            .bind(from.0)
+            .bind(page.to())
+            .bind(&range.start)
+            .bind(range.unbounded)
+            .bind(&range.end)
+            .fetch(&mut *connection);
+        let (mut revisions, mut last) = (0, None);
+        while let Some(row) = rows.try_next().await? {
+            if let Err(error) = about.take(&row, prev, &mut more) {
+                return Ok(Err(error));
+            }
+            // As in the first table, one revision more than a page holds tells that there are more.
+            let revision = more.last().map(|(columns, _): &PageRow| columns.row.revision);
+            if revision != last {
+                last = revision;
+                revisions += 1;
+                if revisions > PAGE_REVISIONS_MAX {
+                    break;
+                }
+            }
+        }
+        page.add_more(more);
+    }
+    Ok(Ok(page.finish(Some(about.purged))))
+}
+
+/// What the rows of a page say of the whole.
+struct About {
+    purged: Revision,
+    has_more: bool,
+}
+
+impl Default for About {
+    fn default() -> Self {
+        Self { purged: Revision(0), has_more: false }
+    }
+}
+
+impl About {
+    fn take(&mut self, row: &sqlx::postgres::PgRow, prev: WithPrev, rows: &mut Vec<PageRow>) -> Result<()> {
+        self.purged = self.purged.max(Revision(row.int(0)?));
+        self.has_more |= row.int(1)? != 0;
+        if row.int_or_null(2)?.is_some() {
+            let columns = RowColumns::read(row, 2)?;
+            let prev_kv = columns.prev_kv(row, 11, prev)?;
+            rows.push((columns, prev_kv));
+        }
+        Ok(())
+    }
+}

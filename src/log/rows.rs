@@ -1,0 +1,215 @@
+//! What both databases' rows have in common: their columns, and how they are gathered into pages.
+
+use sqlx::{ColumnIndex, Decode, Row, Type};
+
+use super::{Error, Page, Result, WithPrev};
+use crate::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
+
+/// Revisions in one page of [`super::Log::changes`], as many as etcd puts into one watch answer.
+pub(super) const PAGE_REVISIONS_MAX: usize = 1_000;
+/// Ids looked at for one page of [`super::Log::changes`], whether they match or not.
+pub(super) const PAGE_IDS_MAX: i64 = 20_000;
+/// Bytes of keys and values after which a page of [`super::Log::changes`] ends with its revision.
+pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
+/// Rows visited at a time by [`super::Log::replay`].
+pub(super) const REPLAY_ROWS: usize = 10_000;
+/// Rows asked for in one statement of [`super::Log::values`]; keeps reads short.
+pub(super) const VALUES_ROWS_MAX: usize = 2_000;
+
+/// A row's columns, `id, sub, key, value, lease, version, create_revision, prev_revision, deleted` (0 or 1).
+pub(super) struct RowColumns {
+    pub(super) row: RowId,
+    key: Vec<u8>,
+    value: Vec<u8>,
+    lease: i64,
+    version: i64,
+    create_revision: i64,
+    prev_revision: i64,
+    deleted: bool,
+}
+
+/// A row that can be read whichever database it comes from.
+pub(super) trait LogRow: Row {
+    fn int(&self, column: usize) -> Result<i64>;
+    fn int_or_null(&self, column: usize) -> Result<Option<i64>>;
+    fn bytes(&self, column: usize) -> Result<Vec<u8>>;
+}
+
+impl<R> LogRow for R
+where
+    R: Row,
+    usize: ColumnIndex<R>,
+    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
+{
+    fn int(&self, column: usize) -> Result<i64> {
+        self.try_get_unchecked(column).map_err(corrupt)
+    }
+
+    fn int_or_null(&self, column: usize) -> Result<Option<i64>> {
+        self.try_get_unchecked(column).map_err(corrupt)
+    }
+
+    /// NULL is read as nothing.
+    fn bytes(&self, column: usize) -> Result<Vec<u8>> {
+        Ok(self.try_get_unchecked::<Option<Vec<u8>>, _>(column).map_err(corrupt)?.unwrap_or_default())
+    }
+}
+
+impl RowColumns {
+    /// Reads the columns from the one at `at` on.
+    pub(super) fn read(row: &impl LogRow, at: usize) -> Result<Self> {
+        let id = row.int(at)?;
+        let sub = row.int(at + 1)?;
+        let sub = u32::try_from(sub).map_err(|_| Error::Corrupt(format!("row {id} has the sub {sub}")))?;
+        Ok(Self {
+            row: RowId::new(Revision(id), sub),
+            key: row.bytes(at + 2)?,
+            value: row.bytes(at + 3)?,
+            lease: row.int(at + 4)?,
+            version: row.int(at + 5)?,
+            create_revision: row.int(at + 6)?,
+            prev_revision: row.int(at + 7)?,
+            deleted: row.int(at + 8)? != 0,
+        })
+    }
+
+    /// The pair that this row replaced, from its `value, lease, version, create_revision`, which are joined from the column
+    /// at `at` on.
+    pub(super) fn prev_kv(&self, row: &impl LogRow, at: usize, prev: WithPrev) -> Result<Option<EncodedKv>> {
+        if prev == WithPrev::No || self.prev_revision == 0 {
+            return Ok(None);
+        }
+        // NULL: the row was compacted away.
+        let Some(version) = row.int_or_null(at + 2)? else { return Ok(None) };
+        let prev = Self {
+            row: RowId::new(Revision(self.prev_revision), 0),
+            key: self.key.clone(),
+            value: row.bytes(at)?,
+            lease: row.int(at + 1)?,
+            version,
+            create_revision: row.int(at + 3)?,
+            prev_revision: 0,
+            deleted: false,
+        };
+        Ok(Some(prev.kv()))
+    }
+
+    pub(super) fn kv(&self) -> EncodedKv {
+        let version = Version { row: self.row, create_revision: Revision(self.create_revision), version: self.version };
+        EncodedKv::new(&self.key, version, &self.value, LeaseId::from_wire(self.lease))
+    }
+
+    pub(super) fn into_change(self, prev_kv: Option<EncodedKv>) -> Change {
+        let kind = if self.deleted {
+            ChangeKind::Delete
+        } else {
+            ChangeKind::Put {
+                kv: self.kv(),
+                create_revision: Revision(self.create_revision),
+                version: self.version,
+                lease: LeaseId::from_wire(self.lease),
+            }
+        };
+        let prev =
+            (self.prev_revision != 0).then(|| Prev { row: RowId::new(Revision(self.prev_revision), 0), kv: prev_kv });
+        Change { row: self.row, key: Key::from(self.key), kind, prev, prev_lease: None }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.key.len() + self.value.len()
+    }
+}
+
+/// A row of a page, and the pair that it replaced.
+pub(super) type PageRow = (RowColumns, Option<EncodedKv>);
+
+/// Gathers a page of revisions up to `to` from the two tables.
+pub(super) struct PageBuilder {
+    rows: Vec<PageRow>,
+    to: i64,
+}
+
+impl PageBuilder {
+    /// Of the first table one revision more than a page holds is asked for: if it is there, the page was cut before it.
+    pub(super) fn new(mut first: Vec<PageRow>, mut to: i64) -> Self {
+        if first.len() > PAGE_REVISIONS_MAX || bytes(&first) > PAGE_BYTES_MAX {
+            if first.len() > PAGE_REVISIONS_MAX {
+                first.pop();
+            }
+            to = first.last().map_or(to, |(columns, _)| columns.row.revision.0);
+        }
+        Self { rows: first, to }
+    }
+
+    /// The last revision that the other table is to be asked for.
+    pub(super) fn to(&self) -> i64 {
+        self.to
+    }
+
+    /// Of the other table, too, one revision more may be there than a page holds.
+    pub(super) fn add_more(&mut self, more: Vec<PageRow>) {
+        if more.is_empty() {
+            return;
+        }
+        let mut revisions: Vec<i64> = more.iter().map(|(columns, _)| columns.row.revision.0).collect();
+        revisions.dedup();
+        if revisions.len() > PAGE_REVISIONS_MAX || bytes(&more) > PAGE_BYTES_MAX {
+            self.to = revisions[revisions.len().min(PAGE_REVISIONS_MAX) - 1];
+        }
+        self.rows.extend(more);
+        self.rows.retain(|(columns, _)| columns.row.revision.0 <= self.to);
+        self.rows.sort_by_key(|(columns, _)| columns.row);
+    }
+
+    pub(super) fn finish(self, purged: Option<Revision>) -> Page {
+        let changes = self.rows.into_iter().map(|(columns, prev_kv)| columns.into_change(prev_kv)).collect();
+        Page { changes, next: Revision(self.to + 1), purged }
+    }
+}
+
+fn bytes(rows: &[PageRow]) -> usize {
+    rows.iter().map(|(columns, _)| columns.len()).sum()
+}
+
+/// Merges rows of the two tables, each of them in order and cut at `limit`. What lies beyond the cut of one is left to the
+/// next call in the other too.
+pub(super) fn merge(mut first: Vec<Change>, more: Vec<Change>, limit: usize) -> Vec<Change> {
+    let cut = [&first, &more].into_iter().filter(|rows| rows.len() == limit).filter_map(|rows| rows.last());
+    let cut = cut.map(|change| change.row).min();
+    if !more.is_empty() {
+        first.extend(more);
+        first.sort_by_key(|change| change.row);
+    }
+    if let Some(cut) = cut {
+        first.truncate(first.partition_point(|change| change.row <= cut));
+    }
+    first
+}
+
+/// The bounds of a range for SQL: `key >= start AND (unbounded OR key < end)`.
+pub(super) struct SqlRange {
+    pub(super) start: Vec<u8>,
+    pub(super) end: Vec<u8>,
+    pub(super) unbounded: bool,
+}
+
+impl SqlRange {
+    pub(super) fn of(range: &KeyRange) -> Self {
+        let start = range.start().to_vec();
+        let (end, unbounded) = match range {
+            KeyRange::Single(key) => ([key, &[0][..]].concat(), false),
+            KeyRange::Span { end: Some(end), .. } => (end.to_vec(), false),
+            KeyRange::Span { end: None, .. } => (Vec::new(), true),
+        };
+        Self { start, end, unbounded }
+    }
+}
+
+pub(super) fn unavailable(error: sqlx::Error) -> Error {
+    Error::Unavailable(error.to_string())
+}
+
+pub(super) fn corrupt(error: sqlx::Error) -> Error {
+    Error::Corrupt(error.to_string())
+}
