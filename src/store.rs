@@ -313,7 +313,7 @@ impl Store {
             }
         };
         let Some(logged) = logged else { return Ok(Renewal::Unknown) };
-        self.shared.leases.lock().set_left(&logged, Instant::now());
+        self.shared.set_lease_deadlines(&[logged]);
         if logged.left_secs.is_some_and(|left| left > 0.0) {
             return Ok(Renewal::Renewed { ttl_secs: logged.ttl_secs });
         }
@@ -342,8 +342,7 @@ impl Store {
     async fn look_at(&self, ids: &[LeaseId]) -> Result<()> {
         if let Some(log) = self.shared.log.shared().filter(|_| !ids.is_empty()) {
             let logged = log.leases(ids, Touch::Look).await?;
-            let mut leases = self.shared.leases.lock();
-            logged.iter().for_each(|logged| leases.set_left(logged, Instant::now()));
+            self.shared.set_lease_deadlines(&logged);
         }
         Ok(())
     }

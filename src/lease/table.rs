@@ -11,10 +11,7 @@ use std::{
 
 use tokio::time::Instant;
 
-use crate::{
-    log::LoggedLease,
-    types::{Change, ChangeKind, Key, LeaseId},
-};
+use crate::types::{Change, ChangeKind, Key, LeaseId};
 
 #[derive(Debug, Default)]
 pub struct Table {
@@ -78,15 +75,14 @@ impl Table {
         Renewal::Renewed { ttl_secs: lease.ttl_secs }
     }
 
-    /// Takes up how much time the log says that a lease has left.
-    pub fn set_left(&mut self, logged: &LoggedLease, now: Instant) {
-        let Some(left) = logged.left_secs else { return };
-        let Some(lease) = self.leases.get_mut(&logged.id) else { return };
-        self.deadlines.remove(&(lease.deadline, logged.id));
+    /// Takes up how many seconds a lease has left by the log's clock.
+    pub fn set_left(&mut self, id: LeaseId, left_secs: f64, now: Instant) {
+        let Some(lease) = self.leases.get_mut(&id) else { return };
+        self.deadlines.remove(&(lease.deadline, id));
         // A time far off is as good as any, and one before the clock began is over.
-        let left = Duration::try_from_secs_f64(left.max(0.0)).unwrap_or(Duration::MAX);
+        let left = Duration::try_from_secs_f64(left_secs.max(0.0)).unwrap_or(Duration::MAX);
         lease.deadline = now.checked_add(left).unwrap_or_else(|| deadline(now, lease.ttl_secs));
-        self.deadlines.insert((lease.deadline, logged.id));
+        self.deadlines.insert((lease.deadline, id));
     }
 
     /// `None` for a lease that is unknown or whose time is over.

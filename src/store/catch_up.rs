@@ -151,10 +151,20 @@ impl Shared {
         let Some(log) = self.log.shared().filter(|_| !ids.is_empty()) else { return };
         match log.leases(&ids, Touch::Look).await {
             Ok(logged) => {
-                let mut leases = self.leases.lock();
-                logged.iter().for_each(|logged| leases.set_left(logged, Instant::now()));
+                self.set_lease_deadlines(&logged);
             }
             Err(error) => warn!(%error, "leases cannot be looked at"),
+        }
+    }
+
+    /// Takes up how much time leases have left by the log's clock.
+    pub(super) fn set_lease_deadlines(&self, logged: &[LoggedLease]) {
+        let now = Instant::now();
+        let mut leases = self.leases.lock();
+        for lease in logged {
+            if let Some(left_secs) = lease.left_secs {
+                leases.set_left(lease.id, left_secs, now);
+            }
         }
     }
 
@@ -356,7 +366,9 @@ impl Shared {
             if !leases.contains(logged.id) {
                 leases.grant(logged.id, logged.ttl_secs, now);
             }
-            leases.set_left(logged, now);
+            if let Some(left_secs) = logged.left_secs {
+                leases.set_left(logged.id, left_secs, now);
+            }
         }
         leases.epoch = leases.epoch.max(meta.position.epoch);
         drop(leases);
@@ -375,7 +387,9 @@ pub(super) fn lease_table(meta: &Meta, index: &TreeIndex, now: Instant) -> lease
     let mut leases = lease::Table::default();
     for logged in &meta.leases {
         leases.grant(logged.id, logged.ttl_secs, now);
-        leases.set_left(logged, now);
+        if let Some(left_secs) = logged.left_secs {
+            leases.set_left(logged.id, left_secs, now);
+        }
     }
     leases.epoch = meta.position.epoch;
     for (key, entry) in index.range(KeyRange::all().bounds(), index.head()) {

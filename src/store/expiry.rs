@@ -63,11 +63,8 @@ async fn over(shared: &Shared) -> log::Result<Vec<LeaseId>> {
         shared.beat(log).await?;
     }
     let logged = log.leases(&expired, Touch::Look).await?;
+    shared.set_lease_deadlines(&logged);
     let now = Instant::now();
-    {
-        let mut leases = shared.leases.lock();
-        logged.iter().for_each(|logged| leases.set_left(logged, now));
-    }
     if logged.len() < expired.len() {
         // Those that are gone there were ended by another, of which this instance is about to hear.
         shared.catch_up().await?;
