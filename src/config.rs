@@ -16,6 +16,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Settings {
+    /// Empty: as [`Settings::member_name`] says.
     pub name: String,
     pub data_dir: PathBuf,
     /// Empty: SQLite in the data directory.
@@ -40,7 +41,7 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            name: "default".to_owned(),
+            name: String::new(),
             data_dir: "orlop-data".into(),
             datastore_endpoint: Secret::default(),
             datastore_poll_interval: Interval(Duration::from_millis(100)),
@@ -62,7 +63,8 @@ impl Default for Settings {
 #[derive(Clone, Debug, Default, clap::Args, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Flags {
-    /// Name of this member, as MemberList shows it [default: default]
+    /// Name of this member, as MemberList shows it; instances on one database each need their own [default: default, and
+    /// on Postgres HOSTNAME-PORT]
     #[arg(long, value_name = "NAME")]
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
@@ -205,6 +207,24 @@ impl Settings {
             return Err("datastore-connections must be at least 1, got 0".to_owned());
         }
         self.datastore().map(drop)
+    }
+
+    /// The name that is set, or one that tells instances on one database apart and stays over restarts.
+    pub fn member_name(&self) -> String {
+        if !self.name.is_empty() {
+            return self.name.clone();
+        }
+        if !matches!(self.datastore(), Ok(Datastore::Postgres(_))) {
+            return "default".to_owned();
+        }
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").or_else(|_| std::env::var("HOSTNAME"));
+        let host = host.as_deref().map_or("orlop", str::trim);
+        match self.listen_client_urls.0.first() {
+            Some(ListenUrl::Http(address)) => {
+                format!("{host}-{}", address.rsplit_once(':').map_or(address.as_str(), |(_, port)| port))
+            }
+            Some(ListenUrl::Unix(_)) | None => host.to_owned(),
+        }
     }
 
     /// Where the log is kept.

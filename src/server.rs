@@ -99,7 +99,7 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>) -> Result<Sto
     let store_settings = store::Settings {
         value_cache_bytes: settings.value_cache_bytes,
         poll_interval: settings.datastore_poll_interval.0,
-        name: settings.name.clone(),
+        name: settings.member_name(),
         client_urls: client_urls.clone(),
     };
     let log: Arc<dyn Log> = match settings.datastore().map_err(Error)? {
@@ -109,7 +109,7 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>) -> Result<Sto
                 endpoint,
                 poll_interval: settings.datastore_poll_interval.0,
                 connections_max: settings.datastore_connections,
-                name: settings.name.clone(),
+                name: settings.member_name(),
                 client_urls,
             };
             Arc::new(PostgresLog::open(settings).await.map_err(|error| Error(error.to_string()))?)

@@ -154,16 +154,17 @@ BEGIN
 END
 $$;
 
--- Says that an instance lives.
+-- Says that an instance lives. Returns the run under which its name was last heard of.
 --
 -- Leases do not run down while no instance is there to renew them: the first to come back moves all deadlines on by the
 -- time that nobody was heard of, if that was longer than silence_max.
 CREATE FUNCTION orlop_beat(
     member_id bigint, member_name text, member_urls text[], member_run bigint, silence_max double precision
-) RETURNS void LANGUAGE plpgsql AS $$
+) RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE
     silence double precision;
     last    bigint;
+    heard   bigint;
 BEGIN
     SELECT value INTO last FROM meta WHERE name = 'last_beat' FOR UPDATE;
     silence := extract(epoch FROM clock_timestamp()) - last / 1000000.0;
@@ -172,11 +173,13 @@ BEGIN
     END IF;
     UPDATE meta SET value = greatest(last, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
     WHERE name = 'last_beat';
+    SELECT run INTO heard FROM member WHERE id = member_id;
     INSERT INTO member AS m (id, name, client_urls, run, started, beat)
     VALUES (member_id, member_name, member_urls, member_run, clock_timestamp(), clock_timestamp())
     ON CONFLICT (id) DO UPDATE SET
         name = excluded.name, client_urls = excluded.client_urls, run = excluded.run, beat = excluded.beat,
         started = CASE WHEN m.run = excluded.run THEN m.started ELSE excluded.started END;
     DELETE FROM member WHERE beat < clock_timestamp() - interval '1 hour';
+    RETURN heard;
 END
 $$;

@@ -15,7 +15,8 @@ mod read;
 
 use std::{
     collections::HashSet,
-    hash::{BuildHasher as _, Hash as _, Hasher as _, RandomState},
+    hash::{BuildHasher as _, RandomState},
+    sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
 
@@ -47,7 +48,7 @@ pub struct PostgresSettings {
     pub poll_interval: Duration,
     /// Connections for reading.
     pub connections_max: u32,
-    /// This instance's name, which with its URLs tells it from others.
+    /// This instance's name, which tells it from others.
     pub name: String,
     pub client_urls: Vec<String>,
 }
@@ -63,6 +64,7 @@ pub struct PostgresLog {
     member: Member,
     /// Another number at each start.
     run: i64,
+    has_beaten: AtomicBool,
 }
 
 impl PostgresLog {
@@ -85,7 +87,7 @@ impl PostgresLog {
             .await
             .map_err(|error| database.open_error("read", &error))?;
         let member = Member {
-            id: member_id(cluster_id, &settings.name, &settings.client_urls),
+            id: member_id(cluster_id, &settings.name),
             name: settings.name,
             client_urls: settings.client_urls,
         };
@@ -97,32 +99,19 @@ impl PostgresLog {
             poll_interval: settings.poll_interval,
             member,
             run: (RandomState::new().hash_one(0) >> 1).cast_signed(),
+            has_beaten: AtomicBool::new(false),
         })
     }
 }
 
-/// Stable for one name and set of URLs in one cluster, as etcd's is for one set of peer URLs.
-fn member_id(cluster_id: i64, name: &str, client_urls: &[String]) -> u64 {
+/// Stable for one name in one cluster.
+fn member_id(cluster_id: i64, name: &str) -> u64 {
     // FNV-1a, which no version of a library changes.
-    struct Fnv(u64);
-    impl std::hash::Hasher for Fnv {
-        fn finish(&self) -> u64 {
-            self.0
-        }
-        fn write(&mut self, bytes: &[u8]) {
-            for byte in bytes {
-                self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
-            }
-        }
-    }
-    let mut hasher = Fnv(0xcbf2_9ce4_8422_2325);
-    hasher.write(&cluster_id.to_le_bytes());
-    name.hash(&mut hasher);
-    for url in client_urls {
-        url.hash(&mut hasher);
-    }
+    let bytes = cluster_id.to_le_bytes().into_iter().chain(name.bytes());
+    let hash = bytes
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
     // 0 is nobody, and the database's integers have a sign.
-    (hasher.finish() >> 1).max(1)
+    (hash >> 1).max(1)
 }
 
 fn position(row: &PgRow) -> Result<Position> {
@@ -266,19 +255,23 @@ impl SharedLog for PostgresLog {
     }
 
     async fn beat(&self) -> Result<Vec<Member>> {
-        let rows: Vec<(i64, String, Vec<String>)> = read!(self.database, connection => async {
-            sqlx::query(BEAT)
+        type Row = (i64, String, Vec<String>);
+        let (heard, rows): (Option<i64>, Vec<Row>) = read!(self.database, connection => async {
+            let heard = sqlx::query_scalar(BEAT)
                 .bind(self.member.id.cast_signed())
                 .bind(&self.member.name)
                 .bind(&self.member.client_urls)
                 .bind(self.run)
                 .bind(SILENCE_FREE_SECS)
-                .execute(&mut *connection)
+                .fetch_one(&mut *connection)
                 .await?;
-            sqlx::query_as(LIVE_MEMBERS).bind(SILENCE_MAX.as_secs_f64()).fetch_all(connection).await
+            let live = sqlx::query_as(LIVE_MEMBERS).bind(SILENCE_MAX.as_secs_f64());
+            Ok((heard, live.fetch_all(connection).await?))
         })?;
-        let member =
-            |(id, name, client_urls): (i64, String, Vec<String>)| Member { id: id.cast_unsigned(), name, client_urls };
+        if self.has_beaten.swap(true, Ordering::Relaxed) && heard.is_some_and(|run| run != self.run) {
+            warn!(name = self.member.name, "another instance serves under this one's name; give each its own --name");
+        }
+        let member = |(id, name, client_urls): Row| Member { id: id.cast_unsigned(), name, client_urls };
         Ok(rows.into_iter().map(member).collect())
     }
 }

@@ -33,22 +33,21 @@ use self::{
     side::{Fault, Side},
     watch::WatchLog,
 };
-use crate::support::{Client, Server};
+use crate::support::{Backend, Client, Server, on_both_backends};
 
 /// Operations before both servers start anew, so that a seed replays in seconds.
 const ROUND_OPS: usize = 5_000;
 /// Rounds with a difference before the test gives up.
 const MISMATCHES_MAX: usize = 4;
 
-#[tokio::test]
-async fn answers_equal_those_of_etcd() {
+async fn answers_equal_those_of_etcd(backend: Backend) {
     let ops = number("ORLOP_DIFF_OPS").unwrap_or(if env::var_os("CI").is_some() { 100_000 } else { 20_000 });
     let first_seed = number("ORLOP_SEED").unwrap_or_else(|| RandomState::new().hash_one(()) >> 16);
     println!("seeds from {first_seed} on");
     let rounds = ops.div_ceil(ROUND_OPS as u64);
     let mut mismatches = Vec::new();
     for seed in first_seed..first_seed + rounds {
-        let (Some(etcd), Some(ours)) = tokio::join!(Server::etcd(), Server::under_test()) else { return };
+        let (Some(etcd), Some(ours)) = tokio::join!(Server::etcd(), Server::under_test(backend)) else { return };
         match compare(seed, &etcd, &ours, ROUND_OPS, None).await {
             Ok(used) => println!("seed {seed}: equal, with exceptions {used:?}"),
             Err(mismatch) => {
@@ -63,11 +62,12 @@ async fn answers_equal_those_of_etcd() {
     assert!(mismatches.is_empty(), "{}", mismatches.join("\n"));
 }
 
-#[tokio::test]
-async fn harness_finds_a_difference() {
+async fn harness_finds_a_difference(backend: Backend) {
     let faults = [Fault::Count, Fault::Header, Fault::ErrorText, Fault::PairOrder, Fault::LostEvent, Fault::EventOrder];
     for fault in [None].into_iter().chain(faults.map(Some)) {
-        let (Some(one), Some(other)) = tokio::join!(Server::under_test(), Server::under_test()) else { return };
+        let (Some(one), Some(other)) = tokio::join!(Server::under_test(backend), Server::under_test(backend)) else {
+            return;
+        };
         let found = compare(1, &one, &other, 400, fault).await;
         assert_eq!(found.is_err(), fault.is_some(), "with {fault:?}: {found:?}");
     }
@@ -119,3 +119,5 @@ fn watch_log_complains_where_a_guarantee_is_broken() {
         assert_eq!(log.complaints.is_empty(), *allowed, "{answers:?}: {:?}", log.complaints);
     }
 }
+
+on_both_backends!(answers_equal_those_of_etcd, harness_finds_a_difference,);

@@ -22,7 +22,7 @@ use orlop::{
 use sqlx::{Connection as _, SqliteConnection};
 use tonic::Code;
 
-use crate::support::{Client, Random, Server, eventually};
+use crate::support::{Backend, Client, Random, Server, eventually, on_both_backends};
 
 const CLIENTS: usize = 24;
 /// Acknowledged writes in a round before the server is taken away.
@@ -31,9 +31,8 @@ const ROUND_WRITES: usize = 1_500;
 /// What clients were told: key to revision.
 type Acknowledged = BTreeMap<String, i64>;
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn acknowledged_writes_survive_kill_9_and_transactions_stay_whole() {
-    let mut server = Server::orlop().await;
+async fn acknowledged_writes_survive_kill_9_and_transactions_stay_whole(backend: Backend) {
+    let Some(mut server) = Server::orlop(backend).await else { return };
     let mut acknowledged = Acknowledged::new();
     for round in 0..4 {
         let load = Load::start(server.endpoint(), round).await;
@@ -46,9 +45,8 @@ async fn acknowledged_writes_survive_kill_9_and_transactions_stay_whole() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sigterm_under_load_answers_or_refuses_every_write_and_ends_well() {
-    let mut server = Server::orlop().await;
+async fn sigterm_under_load_answers_or_refuses_every_write_and_ends_well(backend: Backend) {
+    let Some(mut server) = Server::orlop(backend).await else { return };
     let load = Load::start(server.endpoint(), 0).await;
     load.until(ROUND_WRITES).await;
     let status = server.terminate().await;
@@ -244,3 +242,8 @@ async fn operate(store: &Store, random: &mut Random) {
         _ => drop(store.revoke(lease(random)).await),
     }
 }
+
+on_both_backends!(
+    acknowledged_writes_survive_kill_9_and_transactions_stay_whole,
+    sigterm_under_load_answers_or_refuses_every_write_and_ends_well,
+);

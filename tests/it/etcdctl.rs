@@ -13,7 +13,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::support::{DEADLINE, Server, etcd_tool, eventually, skip};
+use crate::support::{Backend, DEADLINE, Server, etcd_tool, eventually, on_both_backends, skip};
 
 /// Beyond the minute that `check perf` itself takes.
 const CHECK_PERF_DEADLINE: Duration = Duration::from_secs(120);
@@ -33,12 +33,12 @@ struct Running {
 
 impl Etcdctl {
     /// With a fresh server; none where the machine has no etcdctl.
-    async fn start() -> Option<Self> {
+    async fn start(backend: Backend) -> Option<Self> {
         let Some(program) = etcd_tool("etcdctl", "ORLOP_ETCDCTL") else {
             skip("etcdctl");
             return None;
         };
-        Some(Self { program, server: Server::under_test().await? })
+        Some(Self { program, server: Server::under_test(backend).await? })
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
@@ -162,9 +162,8 @@ fn json(printed: &str) -> serde_json::Value {
     serde_json::from_str(printed).expect("etcdctl prints JSON")
 }
 
-#[tokio::test]
-async fn get_prints_every_selection_of_keys() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn get_prints_every_selection_of_keys(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     // Revisions 2 to 7.
     etcdctl.put_all(&[("a", "1"), ("a/1", "x"), ("a/2", "y"), ("b", "z"), ("c", "0"), ("a", "2")]).await;
     etcdctl
@@ -189,9 +188,8 @@ async fn get_prints_every_selection_of_keys() {
     assert!(future.contains("etcdserver: mvcc: required revision is a future revision"), "{future}");
 }
 
-#[tokio::test]
-async fn get_sorts_by_each_target() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn get_sorts_by_each_target(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     // Ordered by key a b c; by creation c a b; by change b c a; by version b c a; by value c b a.
     etcdctl.put_all(&[("k/c", "0"), ("k/a", "0"), ("k/b", "2"), ("k/c", "1"), ("k/a", "3"), ("k/a", "3")]).await;
     for (target, ascending) in
@@ -206,9 +204,8 @@ async fn get_sorts_by_each_target() {
     }
 }
 
-#[tokio::test]
-async fn json_output_has_the_pair_and_its_revisions() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn json_output_has_the_pair_and_its_revisions(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     etcdctl.put_all(&[("a", "1"), ("b", "x"), ("a", "2")]).await;
     let mut answer = json(&etcdctl.prints(&["get", "a", "-w", "json"]).await);
     let header = answer["header"].take();
@@ -223,9 +220,8 @@ async fn json_output_has_the_pair_and_its_revisions() {
     assert_eq!(answer["count"], 1);
 }
 
-#[tokio::test]
-async fn put_and_del_print_previous_pairs_and_counts() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn put_and_del_print_previous_pairs_and_counts(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     etcdctl
         .check(&[
             (&["put", "a", "1"], "OK\n"),
@@ -246,9 +242,8 @@ async fn put_and_del_print_previous_pairs_and_counts() {
     assert!(absent.contains("etcdserver: key not found"), "{absent}");
 }
 
-#[tokio::test]
-async fn txn_runs_the_branch_that_its_compares_choose() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn txn_runs_the_branch_that_its_compares_choose(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     etcdctl.put_all(&[("a", "1"), ("b", "x")]).await;
     let rows = [
         ("mod(\"a\") = \"2\"\n\nput a v2\nget a\n\nput a no\n\n", "SUCCESS\n\nOK\n\na\nv2\n"),
@@ -261,9 +256,8 @@ async fn txn_runs_the_branch_that_its_compares_choose() {
     }
 }
 
-#[tokio::test]
-async fn watch_from_a_revision_prints_history_and_goes_on() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn watch_from_a_revision_prints_history_and_goes_on(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     etcdctl.put_all(&[("a/1", "1"), ("b", "x"), ("a/1", "2")]).await;
     etcdctl.check(&[(&["del", "a/1"], "1\n")]).await;
 
@@ -277,9 +271,8 @@ async fn watch_from_a_revision_prints_history_and_goes_on() {
     plain.expect_lines(&["PUT", "a/1", "again"]).await;
 }
 
-#[tokio::test]
-async fn interactive_watch_takes_watches_and_progress_requests() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn interactive_watch_takes_watches_and_progress_requests(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     etcdctl.put_all(&[("a", "1"), ("b", "2")]).await;
     let mut watch = etcdctl.spawn(&["watch", "-i"]);
     watch.type_line("watch a --rev 2").await;
@@ -293,9 +286,8 @@ async fn interactive_watch_takes_watches_and_progress_requests() {
     watch.expect_lines(&["PUT", "b", "3"]).await;
 }
 
-#[tokio::test]
-async fn lease_commands_follow_a_lease_through_its_life() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn lease_commands_follow_a_lease_through_its_life(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     let granted = etcdctl.prints(&["lease", "grant", "1000"]).await;
     let id = lease_id(&granted);
     assert_eq!(granted, format!("lease {id} granted with TTL(1000s)\n"));
@@ -331,9 +323,8 @@ async fn lease_commands_follow_a_lease_through_its_life() {
     }
 }
 
-#[tokio::test]
-async fn compaction_takes_older_revisions_away() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn compaction_takes_older_revisions_away(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     etcdctl.put_all(&[("a", "1"), ("a", "2"), ("a", "3")]).await;
     etcdctl.check(&[(&["compaction", "3"], "compacted revision 3\n"), (&["get", "a", "--rev", "3"], "a\n2\n")]).await;
     let compacted = "etcdserver: mvcc: required revision has been compacted";
@@ -346,9 +337,8 @@ async fn compaction_takes_older_revisions_away() {
     assert!(future.contains("etcdserver: mvcc: required revision is a future revision"), "{future}");
 }
 
-#[tokio::test]
-async fn endpoint_and_member_commands_show_one_healthy_leader() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn endpoint_and_member_commands_show_one_healthy_leader(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     etcdctl.put_all(&[("a", "1")]).await;
     let status = json(&etcdctl.prints(&["endpoint", "status", "-w", "json"]).await);
     let status = &status[0]["Status"];
@@ -375,9 +365,8 @@ async fn endpoint_and_member_commands_show_one_healthy_leader() {
     etcdctl.prints(&["endpoint", "health", "--cluster"]).await;
 }
 
-#[tokio::test]
-async fn lock_waits_for_the_holder() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn lock_waits_for_the_holder(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     assert_eq!(etcdctl.prints(&["lock", "gate", "echo", "held"]).await, "held\n");
     let mut holder = etcdctl.spawn(&["lock", "gate"]);
     let key = holder.line().await;
@@ -390,9 +379,8 @@ async fn lock_waits_for_the_holder() {
     etcdctl.wait_for_keys("gate/", 0).await;
 }
 
-#[tokio::test]
-async fn elect_passes_leadership_on() {
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+async fn elect_passes_leadership_on(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     let mut alice = etcdctl.spawn(&["elect", "seat", "alice"]);
     let key = alice.line().await;
     assert!(key.starts_with("seat/"), "{key}");
@@ -407,17 +395,32 @@ async fn elect_passes_leadership_on() {
     observer.expect_lines(&[&key, "bob"]).await;
 }
 
-#[tokio::test]
-async fn check_perf_passes_at_the_small_load() {
+async fn check_perf_passes_at_the_small_load(backend: Backend) {
     // It loads the server for a minute.
     if std::env::var_os("CI").is_none() && std::env::var_os("ORLOP_SLOW_TESTS").is_none() {
         println!("skipped: no ORLOP_SLOW_TESTS, and this takes a minute");
         return;
     }
-    let Some(etcdctl) = Etcdctl::start().await else { return };
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     let check = etcdctl.command(&["check", "perf", "--load", "s"]).output();
     let output = timeout(CHECK_PERF_DEADLINE, check).await.expect("it ends").expect("etcdctl can be started");
     let printed = text(&output.stdout);
     assert!(output.status.success(), "{printed}{}", text(&output.stderr));
     assert!(printed.contains("PASS: Throughput is ") && printed.ends_with("PASS\n"), "{printed}");
 }
+
+on_both_backends!(
+    get_prints_every_selection_of_keys,
+    get_sorts_by_each_target,
+    json_output_has_the_pair_and_its_revisions,
+    put_and_del_print_previous_pairs_and_counts,
+    txn_runs_the_branch_that_its_compares_choose,
+    watch_from_a_revision_prints_history_and_goes_on,
+    interactive_watch_takes_watches_and_progress_requests,
+    lease_commands_follow_a_lease_through_its_life,
+    compaction_takes_older_revisions_away,
+    endpoint_and_member_commands_show_one_healthy_leader,
+    lock_waits_for_the_holder,
+    elect_passes_leadership_on,
+    check_perf_passes_at_the_small_load,
+);

@@ -15,15 +15,14 @@ mod watched;
 use compare::Peer;
 use replay::Compared;
 
-use crate::support::{Server, skip};
+use crate::support::{Backend, Server, on_both_backends, skip};
 
 /// What the recording holds. A replay that compares less has skipped something.
 const RECORDED: Compared =
     Compared { txn: 709, range: 882, lease_grant: 24, compact: 4, status: 4, streams: 60, events: 633, progress: 192 };
 
-#[tokio::test]
-async fn replays_equal_on_orlop() {
-    let server = Server::orlop().await;
+async fn replays_equal_on_orlop(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     replays_equal(server.endpoint(), Peer::Orlop).await;
 }
 
@@ -43,3 +42,5 @@ async fn replays_equal(endpoint: &str, peer: Peer) {
         Err(mismatch) => panic!("{mismatch}"),
     }
 }
+
+on_both_backends!(replays_equal_on_orlop);

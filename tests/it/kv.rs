@@ -9,11 +9,11 @@ use orlop::proto::client::{
 };
 use tonic::{Code, Status};
 
-use crate::support::{Client, Server};
+use crate::support::{Backend, Client, Server, on_both_backends};
 
 /// A store with this history: a=1 (2), b=1 (3), c=1 (4), b=2 (5), c deleted (6), c=3 (7).
-async fn history() -> Option<(Server, Client)> {
-    let server = Server::under_test().await?;
+async fn history(backend: Backend) -> Option<(Server, Client)> {
+    let server = Server::under_test(backend).await?;
     let mut client = Client::connect(server.endpoint()).await;
     for (key, value) in [("a", "1"), ("b", "1"), ("c", "1"), ("b", "2")] {
         client.kv.put(put(key, value)).await.expect("a put");
@@ -68,9 +68,8 @@ fn check_refused<T: std::fmt::Debug>(what: impl std::fmt::Debug, answer: Result<
 const COMPACTED: &str = "etcdserver: mvcc: required revision has been compacted";
 const FUTURE: &str = "etcdserver: mvcc: required revision is a future revision";
 
-#[tokio::test]
-async fn range_answers_by_every_field() {
-    let Some((_server, mut client)) = history().await else { return };
+async fn range_answers_by_every_field(backend: Backend) {
+    let Some((_server, mut client)) = history(backend).await else { return };
     let with = |change: fn(&mut RangeRequest)| {
         let mut request = all();
         change(&mut request);
@@ -129,9 +128,8 @@ async fn range_answers_by_every_field() {
     check_refused("future", client.kv.range(with(|r| r.revision = 8)).await, Code::OutOfRange, FUTURE);
 }
 
-#[tokio::test]
-async fn unknown_sorts_are_refused_everywhere() {
-    let server = Server::orlop().await;
+async fn unknown_sorts_are_refused_everywhere(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for (order, target) in [(7, 0), (0, 7), (-1, 0), (0, -1)] {
         let request = RangeRequest { sort_order: order, sort_target: target, ..all() };
@@ -142,9 +140,8 @@ async fn unknown_sorts_are_refused_everywhere() {
     }
 }
 
-#[tokio::test]
-async fn range_stream_in_pieces_is_the_range() {
-    let server = Server::orlop().await;
+async fn range_stream_in_pieces_is_the_range(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for number in 0..400 {
         client.kv.put(put(&format!("k{number:03}"), &"v".repeat(number * 40))).await.expect("a put");
@@ -182,9 +179,8 @@ async fn range_stream_in_pieces_is_the_range() {
     }
 }
 
-#[tokio::test]
-async fn put_keeps_and_shows_what_it_is_asked_to() {
-    let Some((_server, mut client)) = history().await else { return };
+async fn put_keeps_and_shows_what_it_is_asked_to(backend: Backend) {
+    let Some((_server, mut client)) = history(backend).await else { return };
     let lease =
         client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 77 }).await.expect("a lease").into_inner().id;
     let rows: [(PutRequest, Option<&str>, &str, i64); 5] = [
@@ -224,9 +220,8 @@ async fn put_keeps_and_shows_what_it_is_asked_to() {
     assert_eq!(head, 12, "what is refused uses no revision");
 }
 
-#[tokio::test]
-async fn delete_range_counts_shows_and_uses_one_revision() {
-    let Some((_server, mut client)) = history().await else { return };
+async fn delete_range_counts_shows_and_uses_one_revision(backend: Backend) {
+    let Some((_server, mut client)) = history(backend).await else { return };
     let rows: [(&str, &str, &[&str], i64); 5] = [
         ("x", "", &[], 7),
         ("c", "a", &[], 7),
@@ -266,9 +261,8 @@ fn compare(key: &str, target: TargetUnion, result: i32) -> Compare {
     Compare { key: key.to_owned().into(), target: code, result, target_union: Some(target), ..Default::default() }
 }
 
-#[tokio::test]
-async fn compares_hold_as_in_etcd() {
-    let Some((_server, mut client)) = history().await else { return };
+async fn compares_hold_as_in_etcd(backend: Backend) {
+    let Some((_server, mut client)) = history(backend).await else { return };
     const EQUAL: i32 = 0;
     const GREATER: i32 = 1;
     const LESS: i32 = 2;
@@ -299,9 +293,8 @@ async fn compares_hold_as_in_etcd() {
     }
 }
 
-#[tokio::test]
-async fn transaction_reads_its_own_writes_and_uses_one_revision() {
-    let Some((_server, mut client)) = history().await else { return };
+async fn transaction_reads_its_own_writes_and_uses_one_revision(backend: Backend) {
+    let Some((_server, mut client)) = history(backend).await else { return };
     let nested = TxnRequest {
         // Sees the store as it was before the whole.
         compare: vec![compare("new", TargetUnion::Version(0), 0)],
@@ -339,9 +332,8 @@ async fn transaction_reads_its_own_writes_and_uses_one_revision() {
     assert_eq!(answer.header.expect("a header").revision, 8);
 }
 
-#[tokio::test]
-async fn bad_transactions_are_refused_whole() {
-    let Some((_server, mut client)) = history().await else { return };
+async fn bad_transactions_are_refused_whole(backend: Backend) {
+    let Some((_server, mut client)) = history(backend).await else { return };
     let put = |key: &str| op(Request::RequestPut(put(key, "v")));
     let delete = |key: &str, end: &str| op(Request::RequestDeleteRange(delete(key, end)));
     let of = |success: Vec<RequestOp>| TxnRequest { success, ..Default::default() };
@@ -381,9 +373,8 @@ async fn bad_transactions_are_refused_whole() {
     }
 }
 
-#[tokio::test]
-async fn compaction_forbids_what_lies_below_and_keeps_the_rest() {
-    let Some((_server, mut client)) = history().await else { return };
+async fn compaction_forbids_what_lies_below_and_keeps_the_rest(backend: Backend) {
+    let Some((_server, mut client)) = history(backend).await else { return };
     let compact = |revision, physical| CompactionRequest { revision, physical };
     check_refused("future", client.kv.compact(compact(8, false)).await, Code::OutOfRange, FUTURE);
     let before = client.kv.range(RangeRequest { revision: 6, ..all() }).await.expect("a range").into_inner();
@@ -407,9 +398,8 @@ async fn compaction_forbids_what_lies_below_and_keeps_the_rest() {
     check_refused("inner", client.kv.txn(txn).await, Code::OutOfRange, COMPACTED);
 }
 
-#[tokio::test]
-async fn large_answers_arrive_whole() {
-    let server = Server::orlop_with(&["--value-cache-bytes", "3000000"]).await;
+async fn large_answers_arrive_whole(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "3000000"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     // 40 MiB, more than the cache, so that part of it comes from the log.
     for number in 0..40 {
@@ -430,3 +420,16 @@ async fn large_answers_arrive_whole() {
     let Some(Response::ResponseRange(first)) = &answer.responses[0].response else { panic!("a range answers") };
     assert!(whole(&first.kvs) && answer.responses.len() == 2);
 }
+
+on_both_backends!(
+    range_answers_by_every_field,
+    unknown_sorts_are_refused_everywhere,
+    range_stream_in_pieces_is_the_range,
+    put_keeps_and_shows_what_it_is_asked_to,
+    delete_range_counts_shows_and_uses_one_revision,
+    compares_hold_as_in_etcd,
+    transaction_reads_its_own_writes_and_uses_one_revision,
+    bad_transactions_are_refused_whole,
+    compaction_forbids_what_lies_below_and_keeps_the_rest,
+    large_answers_arrive_whole,
+);

@@ -6,7 +6,7 @@ use orlop::proto::client::etcdserverpb::{
 };
 use tonic::Code;
 
-use crate::support::{Client, Server, eventually};
+use crate::support::{Backend, Client, Server, eventually, on_both_backends};
 
 async fn put(client: &mut Client, key: &str, lease: i64) {
     let request = PutRequest { key: key.to_owned().into(), lease, ..Default::default() };
@@ -19,9 +19,8 @@ async fn keys(client: &mut Client, id: i64) -> (i64, Vec<String>) {
     (answer.granted_ttl, answer.keys.iter().map(|key| String::from_utf8_lossy(key).into_owned()).collect())
 }
 
-#[tokio::test]
-async fn grants_keep_to_their_limits() {
-    let Some(server) = Server::under_test().await else { return };
+async fn grants_keep_to_their_limits(backend: Backend) {
+    let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     /// (asked id, asked TTL, granted TTL or the refusal)
     type Row = (i64, i64, Result<i64, (Code, &'static str)>);
@@ -53,9 +52,8 @@ async fn grants_keep_to_their_limits() {
     assert_eq!(unknown.expect("no error").into_inner().ttl, -1);
 }
 
-#[tokio::test]
-async fn keys_move_from_lease_to_lease_and_go_with_the_one_they_are_on() {
-    let server = Server::orlop().await;
+async fn keys_move_from_lease_to_lease_and_go_with_the_one_they_are_on(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for id in [1, 2] {
         client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id }).await.expect("a grant");
@@ -79,9 +77,8 @@ async fn keys_move_from_lease_to_lease_and_go_with_the_one_they_are_on() {
     assert_eq!(left.expect("a range").into_inner().count, 2);
 }
 
-#[tokio::test]
-async fn lease_ends_when_nobody_keeps_it_alive_and_not_before() {
-    let server = Server::orlop().await;
+async fn lease_ends_when_nobody_keeps_it_alive_and_not_before(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for (id, key) in [(1, "kept"), (2, "left")] {
         client.lease.lease_grant(LeaseGrantRequest { ttl: 2, id }).await.expect("a grant");
@@ -113,9 +110,8 @@ async fn lease_ends_when_nobody_keeps_it_alive_and_not_before() {
     assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, 0, "it cannot be saved");
 }
 
-#[tokio::test]
-async fn leases_and_their_keys_survive_a_restart() {
-    let mut server = Server::orlop().await;
+async fn leases_and_their_keys_survive_a_restart(backend: Backend) {
+    let Some(mut server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for id in [1, 2, 3] {
         client.lease.lease_grant(LeaseGrantRequest { ttl: 600 + id, id }).await.expect("a grant");
@@ -133,3 +129,10 @@ async fn leases_and_their_keys_survive_a_restart() {
         client.kv.range(RangeRequest { key: "l".into(), ..Default::default() }).await.expect("a range").into_inner();
     assert_eq!(found.count, 0);
 }
+
+on_both_backends!(
+    grants_keep_to_their_limits,
+    keys_move_from_lease_to_lease_and_go_with_the_one_they_are_on,
+    lease_ends_when_nobody_keeps_it_alive_and_not_before,
+    leases_and_their_keys_survive_a_restart,
+);

@@ -5,11 +5,10 @@ use orlop::proto::client::etcdserverpb::{
 };
 use tonic::Code;
 
-use crate::support::{Client, Server};
+use crate::support::{Backend, Client, Server, on_both_backends};
 
-#[tokio::test]
-async fn status_names_a_leader_a_version_and_sizes() {
-    let server = Server::orlop().await;
+async fn status_names_a_leader_a_version_and_sizes(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("a put");
     let status = client.maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
@@ -21,9 +20,8 @@ async fn status_names_a_leader_a_version_and_sizes() {
     assert!(status.raft_index > 0 && status.raft_applied_index > 0 && status.errors.is_empty());
 }
 
-#[tokio::test]
-async fn identity_survives_a_restart() {
-    let mut server = Server::orlop().await;
+async fn identity_survives_a_restart(backend: Backend) {
+    let Some(mut server) = Server::orlop_with(backend, &["--name", "one"]).await else { return };
     let mut seen = Vec::new();
     for _ in 0..2 {
         let mut client = Client::connect(server.endpoint()).await;
@@ -36,9 +34,8 @@ async fn identity_survives_a_restart() {
     assert_eq!(seen[0], seen[1]);
 }
 
-#[tokio::test]
-async fn what_is_not_built_says_so() {
-    let server = Server::orlop().await;
+async fn what_is_not_built_says_so(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     let Client { mut maintenance, mut cluster, .. } = Client::connect(server.endpoint()).await;
     let refused = [
         maintenance.defragment(DefragmentRequest {}).await.map(drop),
@@ -55,9 +52,8 @@ async fn what_is_not_built_says_so() {
     assert_eq!(alarms, []);
 }
 
-#[tokio::test]
-async fn health_is_serving_and_reflection_lists_the_services() {
-    let server = Server::orlop().await;
+async fn health_is_serving_and_reflection_lists_the_services(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     let channel = tonic::transport::Endpoint::from_shared(server.endpoint().to_owned()).expect("a URL").connect().await;
     let channel = channel.expect("a ready server accepts connections");
     let mut health = tonic_health::pb::health_client::HealthClient::new(channel.clone());
@@ -85,3 +81,10 @@ async fn health_is_serving_and_reflection_lists_the_services() {
         assert!(names.iter().any(|listed| listed == name), "{name} is in {names:?}");
     }
 }
+
+on_both_backends!(
+    status_names_a_leader_a_version_and_sizes,
+    identity_survives_a_restart,
+    what_is_not_built_says_so,
+    health_is_serving_and_reflection_lists_the_services,
+);

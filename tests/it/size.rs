@@ -9,18 +9,17 @@ use orlop::proto::client::etcdserverpb::{
     request_op::Request,
 };
 
-use crate::support::{Client, Server, eventually};
+use crate::support::{Backend, Client, Server, eventually, on_both_backends};
 
 const LOADERS: usize = 8;
 const TXN_KEYS: usize = 128;
 const PAGE_KEYS: i64 = 10_000;
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn large_store_is_read_in_pages_and_shrinks_after_compaction() {
+async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Backend) {
     let default = if std::env::var_os("CI").is_some() { 1_000_000 } else { 150_000 };
     let keys: usize = std::env::var("ORLOP_SIZE_KEYS").ok().and_then(|text| text.parse().ok()).unwrap_or(default);
     // A small cache, so that what is measured is the index.
-    let mut server = Server::orlop_with(&["--value-cache-bytes", "8388608"]).await;
+    let Some(mut server) = Server::orlop_with(backend, &["--value-cache-bytes", "8388608"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     load(server.endpoint(), keys).await;
     read_in_pages(&mut client, keys).await;
@@ -109,3 +108,5 @@ fn memory_kib(server: &Server) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("it has a size");
     line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
 }
+
+on_both_backends!(large_store_is_read_in_pages_and_shrinks_after_compaction,);

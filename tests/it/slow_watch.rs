@@ -8,7 +8,7 @@ use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Code, Streaming};
 
-use crate::support::{Client, DEADLINE, Server};
+use crate::support::{Backend, Client, DEADLINE, Server, on_both_backends};
 
 /// A watch stream: requests go in, answers come out.
 struct Stream {
@@ -66,10 +66,9 @@ async fn put(client: &mut Client, key: &str, value: Vec<u8>) -> i64 {
     answer.header.expect("an answer has a header").revision
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn slow_watcher_loses_nothing_and_delays_nobody() {
+async fn slow_watcher_loses_nothing_and_delays_nobody(backend: Backend) {
     const PUTS: i64 = 16_000;
-    let server = Server::orlop().await;
+    let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     // On connections of their own, so that the slow one's flow control is its own.
     let mut slow_client = Client::connect(server.endpoint()).await;
@@ -102,9 +101,8 @@ async fn slow_watcher_loses_nothing_and_delays_nobody() {
     assert!(slow == (2..=last).collect::<Vec<_>>(), "the slow watcher gets each event once, in order");
 }
 
-#[tokio::test]
-async fn progress_is_answered_after_the_events_that_it_covers() {
-    let server = Server::orlop().await;
+async fn progress_is_answered_after_the_events_that_it_covers(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for _ in 0..3_000 {
         put(&mut client, "k", vec![b'v'; 512]).await;
@@ -129,9 +127,8 @@ async fn progress_is_answered_after_the_events_that_it_covers() {
     }
 }
 
-#[tokio::test]
-async fn fragments_are_one_revision_cut_in_pieces() {
-    let server = Server::orlop().await;
+async fn fragments_are_one_revision_cut_in_pieces(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let pair = |value: u8| {
         let put = |key: &str| PutRequest {
@@ -156,9 +153,8 @@ async fn fragments_are_one_revision_cut_in_pieces() {
     }
 }
 
-#[tokio::test]
-async fn client_that_has_said_all_still_gets_its_events() {
-    let server = Server::orlop().await;
+async fn client_that_has_said_all_still_gets_its_events(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let mut stream = Stream::open(&mut client).await;
     stream.create(everything(0)).await;
@@ -167,9 +163,8 @@ async fn client_that_has_said_all_still_gets_its_events() {
     assert_eq!(stream.read_until(revision).await, [revision]);
 }
 
-#[tokio::test]
-async fn refused_watches_leave_the_stream_open() {
-    let server = Server::orlop().await;
+async fn refused_watches_leave_the_stream_open(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let mut stream = Stream::open(&mut client).await;
     let range = |key: &str, end: &str| WatchCreateRequest {
@@ -194,9 +189,10 @@ async fn refused_watches_leave_the_stream_open() {
     assert_eq!((canceled.canceled, canceled.watch_id), (true, 7));
 }
 
-#[tokio::test]
-async fn silent_watch_is_told_its_revision_from_time_to_time() {
-    let server = Server::orlop_with(&["--watch-progress-notify-interval", "100ms"]).await;
+async fn silent_watch_is_told_its_revision_from_time_to_time(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &["--watch-progress-notify-interval", "100ms"]).await else {
+        return;
+    };
     let mut client = Client::connect(server.endpoint()).await;
     let revision = put(&mut client, "other", Vec::new()).await;
     let mut stream = Stream::open(&mut client).await;
@@ -209,9 +205,8 @@ async fn silent_watch_is_told_its_revision_from_time_to_time() {
     }
 }
 
-#[tokio::test]
-async fn streams_end_with_a_status_when_the_server_goes_down() {
-    let mut server = Server::orlop().await;
+async fn streams_end_with_a_status_when_the_server_goes_down(backend: Backend) {
+    let Some(mut server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let mut stream = Stream::open(&mut client).await;
     stream.create(everything(0)).await;
@@ -220,3 +215,13 @@ async fn streams_end_with_a_status_when_the_server_goes_down() {
     let status = ended.await.expect("the reader ends").expect_err("the stream ends with a status");
     assert_eq!((status.code(), status.message()), (Code::Unavailable, "etcdserver: server stopped"));
 }
+
+on_both_backends!(
+    slow_watcher_loses_nothing_and_delays_nobody,
+    progress_is_answered_after_the_events_that_it_covers,
+    fragments_are_one_revision_cut_in_pieces,
+    client_that_has_said_all_still_gets_its_events,
+    refused_watches_leave_the_stream_open,
+    silent_watch_is_told_its_revision_from_time_to_time,
+    streams_end_with_a_status_when_the_server_goes_down,
+);

@@ -10,7 +10,7 @@ use orlop::proto::client::etcdserverpb::{
     MemberListRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
 };
 
-use crate::support::{Client, Server};
+use crate::support::{Backend, Client, Server};
 
 /// Runs orlop to its end, which must come by itself.
 fn run(home: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
@@ -77,9 +77,13 @@ fn databases_that_cannot_be_opened_are_named() {
     check_refused(&["--listen-client-urls", "http://256.0.0.1:1"], &[], &["256.0.0.1"]);
 }
 
+async fn sqlite(arguments: &[&str]) -> Server {
+    Server::orlop_with(Backend::Sqlite, arguments).await.expect("SQLite is always there")
+}
+
 #[tokio::test]
 async fn second_process_on_the_same_data_is_refused() {
-    let server = Server::orlop().await;
+    let server = sqlite(&[]).await;
     let folder = server.data_dir();
     let folder = folder.to_str().expect("a temporary path is text");
     let pid = server.pid().to_string();
@@ -102,7 +106,7 @@ async fn flags_win_over_variables_and_variables_over_the_file() {
     let file = home.path().join("orlop.toml");
     fs::write(&file, "name = \"file\"\nmax-txn-ops = 1\n").expect("a file can be written");
     let file = file.to_str().expect("a temporary path is text");
-    let server = Server::orlop_with(&["--config-file", file, "--name", "flag"]).await;
+    let server = sqlite(&["--config-file", file, "--name", "flag"]).await;
     let mut client = Client::connect(server.endpoint()).await;
     let members =
         client.cluster.member_list(MemberListRequest::default()).await.expect("members answer").into_inner().members;
@@ -119,7 +123,7 @@ async fn flags_win_over_variables_and_variables_over_the_file() {
 async fn unix_socket_serves_and_is_taken_over_after_a_kill() {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
     let url = format!("unix://{}", home.path().join("orlop.sock").display());
-    let mut server = Server::orlop_with(&["--listen-client-urls", &url]).await;
+    let mut server = sqlite(&["--listen-client-urls", &url]).await;
     for _ in 0..2 {
         let mut client = Client::connect(&url).await;
         assert!(client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.is_ok());

@@ -3,6 +3,7 @@
 //! A target that is not on the machine is skipped with a line that says so; where `CI` is set, it is a failure instead.
 
 mod client;
+mod postgres;
 mod random;
 mod server;
 mod tools;
@@ -11,7 +12,40 @@ use std::{fmt::Debug, future::Future, time::Duration};
 
 use tokio::time::Instant;
 
-pub use self::{client::Client, random::Random, server::Server, tools::etcd_tool};
+pub use self::{
+    client::Client,
+    postgres::{Fsync, Postgres},
+    random::Random,
+    server::Server,
+    tools::etcd_tool,
+};
+
+/// What a server keeps its log in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    Sqlite,
+    Postgres,
+}
+
+/// Makes tests of functions that take a backend, one on each. A function that is not listed is dead code.
+macro_rules! on_both_backends {
+    ($($name:ident),+ $(,)?) => {
+        mod sqlite {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                super::$name($crate::support::Backend::Sqlite).await;
+            })+
+        }
+
+        mod postgres {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                super::$name($crate::support::Backend::Postgres).await;
+            })+
+        }
+    };
+}
+pub(crate) use on_both_backends;
 
 /// How long a test waits for what should happen at once. Generous, as CI machines stall.
 pub const DEADLINE: Duration = Duration::from_secs(30);
@@ -47,11 +81,10 @@ where
 mod tests {
     use orlop::proto::client::etcdserverpb::{MemberListRequest, PutRequest, RangeRequest, StatusRequest};
 
-    use super::{Client, Server};
+    use super::{Backend, Client, Server};
 
-    #[tokio::test]
-    async fn acknowledged_write_survives_sigkill_and_sigterm() {
-        let Some(mut server) = Server::under_test().await else { return };
+    async fn acknowledged_write_survives_sigkill_and_sigterm(backend: Backend) {
+        let Some(mut server) = Server::under_test(backend).await else { return };
         for (value, kill) in [("1", true), ("2", false)] {
             let mut client = Client::connect(server.endpoint()).await;
             client
@@ -65,7 +98,7 @@ mod tests {
             } else {
                 server.terminate().await;
             }
-            assert!(server.data_dir().exists(), "the data outlives the process");
+            assert!(backend != Backend::Sqlite || server.data_dir().exists(), "the data outlives the process");
             server.restart().await;
             assert_ne!(pid, server.pid());
 
@@ -76,12 +109,13 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn one_member_leads_itself() {
-        let Some(server) = Server::under_test().await else { return };
+    async fn one_member_leads_itself(backend: Backend) {
+        let Some(server) = Server::under_test(backend).await else { return };
         let mut client = Client::connect(server.endpoint()).await;
         let status = client.maintenance.status(StatusRequest {}).await.expect("status answers").into_inner();
         let list = client.cluster.member_list(MemberListRequest::default()).await.expect("members answer").into_inner();
         assert_eq!(list.members.iter().map(|member| member.id).collect::<Vec<_>>(), [status.leader]);
     }
+
+    on_both_backends!(acknowledged_write_survives_sigkill_and_sigterm, one_member_leads_itself,);
 }

@@ -17,7 +17,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-use super::{Client, DEADLINE, etcd_tool, skip};
+use super::{Backend, Client, DEADLINE, Postgres, etcd_tool, eventually, skip};
 
 /// What Orlop prints for each listener once it serves; the URL follows.
 const READY: &str = "orlop: serving client requests on ";
@@ -32,27 +32,41 @@ pub struct Server {
 }
 
 enum Program {
-    Orlop,
+    Orlop { datastore: Option<String> },
     Etcd { binary: PathBuf, fsync_flag: bool },
 }
 
 impl Server {
     /// Orlop, or real etcd where `ORLOP_TEST_TARGET` is `etcd`: so the expectations themselves can be checked.
-    pub async fn under_test() -> Option<Self> {
+    pub async fn under_test(backend: Backend) -> Option<Self> {
         match std::env::var("ORLOP_TEST_TARGET").as_deref() {
+            // It has one backend of its own.
+            Ok("etcd") if backend == Backend::Postgres => None,
             Ok("etcd") => Self::etcd().await,
             Ok(other) => panic!("ORLOP_TEST_TARGET is `{other}`, neither unset nor etcd"),
-            Err(_) => Some(Self::orlop().await),
+            Err(_) => Self::orlop(backend).await,
         }
     }
 
-    pub async fn orlop() -> Self {
-        Self::orlop_with(&[]).await
+    /// Orlop on a store of its own; none where the machine has no such backend.
+    pub async fn orlop(backend: Backend) -> Option<Self> {
+        Self::orlop_with(backend, &[]).await
     }
 
     /// Orlop with more flags than the data directory, a free port and a quiet log.
-    pub async fn orlop_with(arguments: &[&str]) -> Self {
-        Self::start(Program::Orlop, arguments.iter().map(OsString::from).collect()).await
+    pub async fn orlop_with(backend: Backend, arguments: &[&str]) -> Option<Self> {
+        let datastore = match backend {
+            Backend::Sqlite => None,
+            Backend::Postgres => Some(Postgres::shared().await?.create_database()),
+        };
+        let arguments = arguments.iter().map(OsString::from).collect();
+        Some(Self::start(Program::Orlop { datastore }, arguments).await)
+    }
+
+    /// Orlop on a database that others may serve too.
+    pub async fn orlop_on(datastore: &str, arguments: &[&str]) -> Self {
+        let arguments = arguments.iter().map(OsString::from).collect();
+        Self::start(Program::Orlop { datastore: Some(datastore.to_owned()) }, arguments).await
     }
 
     /// A real etcd, where the machine has one.
@@ -97,8 +111,7 @@ impl Server {
 
     /// SIGTERM; returns when the process is gone.
     pub async fn terminate(&mut self) -> ExitStatus {
-        let signalled = Command::new("kill").args(["-TERM", &self.pid().to_string()]).status();
-        assert!(signalled.is_ok_and(|status| status.success()), "the process takes a signal");
+        self.signal("-TERM");
         let deadline = Instant::now() + DEADLINE;
         loop {
             if let Some(status) = self.process.try_wait().expect("our child can be waited for") {
@@ -107,6 +120,28 @@ impl Server {
             assert!(Instant::now() < deadline, "the server did not end within {DEADLINE:?} of SIGTERM");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
+    }
+
+    /// Nothing of it runs until [`Server::resume`].
+    pub fn pause(&self) {
+        self.signal("-STOP");
+    }
+
+    pub fn resume(&self) {
+        self.signal("-CONT");
+    }
+
+    fn signal(&self, signal: &str) {
+        let signalled = Command::new("kill").args([signal, &self.pid().to_string()]).status();
+        assert!(signalled.is_ok_and(|status| status.success()), "the process takes a signal");
+    }
+
+    /// Waits until it ends by itself.
+    pub async fn ended(&mut self) -> ExitStatus {
+        eventually("the end of the server", || {
+            std::future::ready(self.process.try_wait().expect("our child can be waited for").ok_or("it runs"))
+        })
+        .await
     }
 
     /// Starts it again on the same data, on a new port.
@@ -138,14 +173,17 @@ fn home() -> TempDir {
 /// Returns when the server serves.
 async fn launch(program: &Program, arguments: &[OsString], home: &Path) -> (Child, String) {
     match program {
-        Program::Orlop => launch_orlop(arguments, home).await,
+        Program::Orlop { datastore } => launch_orlop(datastore.as_deref(), arguments, home).await,
         Program::Etcd { binary, fsync_flag } => launch_etcd(binary, *fsync_flag, arguments, home).await,
     }
 }
 
-async fn launch_orlop(arguments: &[OsString], home: &Path) -> (Child, String) {
+async fn launch_orlop(datastore: Option<&str>, arguments: &[OsString], home: &Path) -> (Child, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_orlop"));
     command.arg("--data-dir").arg(home.join("data")).args(["--log-level", "warn"]);
+    if let Some(datastore) = datastore {
+        command.args(["--datastore-endpoint", datastore]);
+    }
     if !arguments.iter().any(|argument| argument == "--listen-client-urls") {
         command.args(["--listen-client-urls", "http://127.0.0.1:0"]);
     }

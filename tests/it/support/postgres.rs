@@ -1,0 +1,216 @@
+//! A private Postgres: its own folder, its own port, gone with the test process however that ends.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader, Write as _},
+    net::TcpListener,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    sync::{
+        Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+use tempfile::TempDir;
+use tokio::sync::OnceCell;
+
+use super::{eventually, skip};
+
+/// Starts the server and stops it (immediate mode) on command. When nobody holds the other end of its standard input any more
+/// it stops the server for good and removes the folder. `$1`: the folder; the rest: the server's command.
+const GUARD: &str = r#"
+folder=$1; shift
+start() { "$@" >>"$folder/log" 2>&1 & server=$!; }
+stop() { kill -QUIT "$server"; wait "$server"; }
+start "$@"
+while read -r order; do
+  case $order in
+    stop) stop ;;
+    start) start "$@" ;;
+  esac
+  echo done
+done
+stop
+rm -rf "$folder"
+"#;
+
+/// Whether commits wait for the disk.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Fsync {
+    On,
+    Off,
+}
+
+/// A running cluster.
+pub struct Postgres {
+    programs: PathBuf,
+    folder: PathBuf,
+    port: u16,
+    guard: Mutex<Guard>,
+    databases: AtomicU32,
+}
+
+struct Guard {
+    _process: Child,
+    orders: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+static SHARED: OnceCell<Option<Postgres>> = OnceCell::const_new();
+
+impl Postgres {
+    /// The one that most tests share, each with a database of its own; none where the machine has no Postgres.
+    pub async fn shared() -> Option<&'static Self> {
+        SHARED.get_or_init(|| Self::start(Fsync::Off)).await.as_ref()
+    }
+
+    /// One of the test's own, which it may stop.
+    pub async fn start(fsync: Fsync) -> Option<Self> {
+        let Some(programs) = programs() else {
+            skip("postgres");
+            return None;
+        };
+        // The guard removes it, as it may outlive this process.
+        let folder = home(fsync).keep();
+        let (as_user, user) = user();
+        let chown = Command::new("chown").arg(&user).arg(&folder).status();
+        assert!(chown.is_ok_and(|status| status.success()), "the folder can be given to {user}");
+        let data = folder.join("data");
+        let made = Command::new(as_user[0])
+            .args(&as_user[1..])
+            .arg(programs.join("initdb"))
+            .args(["--no-sync", "--auth=trust", "--username=postgres", "--encoding=UTF8", "--locale=C", "-D"])
+            .arg(&data)
+            .output()
+            .expect("initdb can be started");
+        assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
+        let port = free_port();
+        let settings = [
+            format!("port={port}"),
+            "listen_addresses=127.0.0.1".to_owned(),
+            format!("unix_socket_directories={}", folder.display()),
+            format!("fsync={}", if fsync == Fsync::On { "on" } else { "off" }),
+            "max_connections=300".to_owned(),
+            "shared_buffers=64MB".to_owned(),
+        ];
+        let mut process = Command::new("sh")
+            .args(["-c", GUARD, "guard"])
+            .arg(&folder)
+            .args(&as_user)
+            .arg(programs.join("postgres"))
+            .arg("-D")
+            .arg(&data)
+            .args(settings.iter().flat_map(|setting| ["-c", setting]))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("sh can be started");
+        let orders = process.stdin.take().expect("stdin is piped");
+        let answers = BufReader::new(process.stdout.take().expect("stdout is piped"));
+        let guard = Mutex::new(Guard { _process: process, orders, answers });
+        let cluster = Self { programs, folder, port, guard, databases: AtomicU32::new(0) };
+        cluster.wait_until_ready().await;
+        Some(cluster)
+    }
+
+    /// A database, and a role that owns a schema in it and nothing else. Returns the endpoint.
+    pub fn create_database(&self) -> String {
+        let name = format!("orlop_{}", self.databases.fetch_add(1, Ordering::Relaxed));
+        self.psql("postgres", &format!("CREATE DATABASE {name}"));
+        self.psql(
+            &name,
+            &format!(
+                "CREATE ROLE {name} LOGIN PASSWORD 'pass word'; REVOKE ALL ON SCHEMA public FROM PUBLIC; \
+                 CREATE SCHEMA AUTHORIZATION {name}"
+            ),
+        );
+        format!("postgres://{name}:pass%20word@127.0.0.1:{}/{name}", self.port)
+    }
+
+    /// What psql prints, as the superuser.
+    pub fn psql(&self, database: &str, sql: &str) -> String {
+        let output = Command::new(self.programs.join("psql"))
+            .args(["-h", "127.0.0.1", "-p", &self.port.to_string(), "-U", "postgres", "-d", database])
+            .args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-c", sql])
+            .output()
+            .expect("psql can be started");
+        assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).trim().to_owned()
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// As a crash: no client is told anything, and the next start recovers.
+    pub fn stop(&self) {
+        self.order("stop");
+    }
+
+    pub async fn start_again(&self) {
+        self.order("start");
+        self.wait_until_ready().await;
+    }
+
+    /// The folder of the data, to be copied or replaced while the server is stopped.
+    pub fn data(&self) -> PathBuf {
+        self.folder.join("data")
+    }
+
+    fn order(&self, order: &str) {
+        let mut guard = self.guard.lock().expect("no test panics with the guard in hand");
+        writeln!(guard.orders, "{order}").expect("the guard runs");
+        guard.answers.read_line(&mut String::new()).expect("the guard answers");
+    }
+
+    async fn wait_until_ready(&self) {
+        eventually("the start of postgres", async || {
+            let ready = Command::new(self.programs.join("pg_isready"))
+                .args(["-q", "-h", "127.0.0.1", "-p", &self.port.to_string()])
+                .status();
+            if ready.is_ok_and(|status| status.success()) { Ok(()) } else { Err(self.log()) }
+        })
+        .await;
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.folder.join("log")).unwrap_or_default()
+    }
+}
+
+/// Where the server's programs are: beside the initdb that is on the PATH, or where Debian has them.
+fn programs() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let versions = fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
+    let mut debian: Vec<PathBuf> = versions.map(|version| version.path().join("bin")).collect();
+    debian.sort();
+    let mut folders = std::env::split_paths(&path).chain(debian.into_iter().rev());
+    // It may be a link to where the others are.
+    let initdb = folders.find_map(|folder| folder.join("initdb").canonicalize().ok())?;
+    initdb.parent().map(Path::to_owned)
+}
+
+/// Postgres refuses to run as root: the command before its own, and the user that it then runs as.
+fn user() -> (Vec<&'static str>, String) {
+    let own = fs::metadata("/proc/self").expect("a process sees itself").uid();
+    if own == 0 {
+        (vec!["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"], "postgres".to_owned())
+    } else {
+        (vec!["env"], own.to_string())
+    }
+}
+
+/// In memory where the disk is not waited for.
+fn home(fsync: Fsync) -> TempDir {
+    let memory = Path::new("/dev/shm");
+    let in_memory = fsync == Fsync::Off && memory.is_dir();
+    let made = if in_memory { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
+    made.expect("a temporary directory can be made")
+}
+
+fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
+    listener.local_addr().expect("a bound socket has an address").port()
+}
