@@ -19,7 +19,7 @@ use orlop::{
     },
     types::{KeyRange, LeaseId, Revision},
 };
-use sqlx::{Connection as _, SqliteConnection};
+use sqlx::{Connection as _, PgConnection, SqliteConnection};
 use tonic::Code;
 
 use crate::support::{Backend, Client, Random, Server, eventually, on_both_backends};
@@ -39,7 +39,7 @@ async fn acknowledged_writes_survive_kill_9_and_transactions_stay_whole(backend:
         load.until(ROUND_WRITES).await;
         server.kill();
         acknowledged.extend(load.finish().await);
-        check_density(&server.data_dir().join("orlop.db")).await;
+        check_density(&server).await;
         server.restart().await;
         check(server.endpoint(), &acknowledged).await;
     }
@@ -149,13 +149,21 @@ async fn check(endpoint: &str, acknowledged: &Acknowledged) {
 }
 
 /// Revisions have no gap, on the disk.
-async fn check_density(file: &Path) {
-    let mut database =
-        SqliteConnection::connect(&format!("sqlite://{}", file.display())).await.expect("the file opens");
-    let (rows, first, last): (i64, i64, i64) = sqlx::query_as("SELECT count(*), min(id), max(id) FROM kv_log")
-        .fetch_one(&mut database)
-        .await
-        .expect("the log can be read with SQL");
+async fn check_density(server: &Server) {
+    const COUNT: &str = "SELECT count(*), min(id), max(id) FROM kv_log";
+    let counted = match server.datastore() {
+        Some(url) => {
+            let mut database = PgConnection::connect(url).await.expect("the database is there");
+            sqlx::query_as(COUNT).fetch_one(&mut database).await
+        }
+        None => {
+            let file = server.data_dir().join("orlop.db");
+            let mut database =
+                SqliteConnection::connect(&format!("sqlite://{}", file.display())).await.expect("the file opens");
+            sqlx::query_as(COUNT).fetch_one(&mut database).await
+        }
+    };
+    let (rows, first, last): (i64, i64, i64) = counted.expect("the log can be read with SQL");
     assert_eq!((first, rows), (2, last - first + 1));
 }
 

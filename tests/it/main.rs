@@ -5,9 +5,11 @@
 mod differential;
 mod durability;
 mod etcdctl;
+mod instances;
 mod kube_trace;
 mod kv;
 mod lease;
+mod outage;
 mod services;
 mod size;
 mod slow_watch;

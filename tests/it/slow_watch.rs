@@ -1,64 +1,13 @@
 //! Watches under strain: slow readers, large answers, clients that have nothing more to say, a server that goes down.
 
 use orlop::proto::client::etcdserverpb::{
-    PutRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest, WatchRequest,
-    WatchResponse, request_op::Request, watch_request::RequestUnion,
+    PutRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest,
+    request_op::Request, watch_request::RequestUnion,
 };
-use tokio::{sync::mpsc, time::timeout};
-use tokio_stream::wrappers::UnboundedReceiverStream;
-use tonic::{Code, Streaming};
+use tokio::time::timeout;
+use tonic::Code;
 
-use crate::support::{Backend, Client, DEADLINE, Server, on_both_backends};
-
-/// A watch stream: requests go in, answers come out.
-struct Stream {
-    requests: Option<mpsc::UnboundedSender<WatchRequest>>,
-    answers: Streaming<WatchResponse>,
-}
-
-impl Stream {
-    async fn open(client: &mut Client) -> Self {
-        let (requests, receiver) = mpsc::unbounded_channel();
-        let answers = client.watch.watch(UnboundedReceiverStream::new(receiver)).await.expect("a stream opens");
-        Self { requests: Some(requests), answers: answers.into_inner() }
-    }
-
-    fn ask(&self, request: RequestUnion) {
-        let requests = self.requests.as_ref().expect("the stream is not closed");
-        requests.send(WatchRequest { request_union: Some(request) }).expect("the stream is open");
-    }
-
-    async fn create(&mut self, create: WatchCreateRequest) -> WatchResponse {
-        self.ask(RequestUnion::CreateRequest(create));
-        let created = self.next().await;
-        assert!(created.created, "{created:?}");
-        created
-    }
-
-    async fn next(&mut self) -> WatchResponse {
-        let answer = timeout(DEADLINE, self.answers.message()).await.expect("an answer comes in time");
-        answer.expect("the stream lives").expect("the stream goes on")
-    }
-
-    /// Reads until an event of the revision has come; returns the revisions of all events.
-    async fn read_until(&mut self, revision: i64) -> Vec<i64> {
-        let mut seen = Vec::new();
-        while seen.last() != Some(&revision) {
-            let answer = self.next().await;
-            let header = answer.header.expect("an answer has a header").revision;
-            for event in answer.events {
-                let at = event.kv.expect("an event has a pair").mod_revision;
-                assert!(at <= header, "header {header} covers event {at}");
-                seen.push(at);
-            }
-        }
-        seen
-    }
-}
-
-fn everything(start_revision: i64) -> WatchCreateRequest {
-    WatchCreateRequest { key: "\0".into(), range_end: "\0".into(), start_revision, ..Default::default() }
-}
+use crate::support::{Backend, Client, DEADLINE, Server, Stream, everything, on_both_backends};
 
 async fn put(client: &mut Client, key: &str, value: Vec<u8>) -> i64 {
     let put = PutRequest { key: key.to_owned().into(), value: value.into(), ..Default::default() };

@@ -60,8 +60,12 @@ fn bad_settings_are_named_with_what_is_accepted() {
     check_refused(&["--config-file", "bad.toml"], &[], &["max-txn-opps", "bad.toml"]);
     check_refused(&["--config-file", "bad.yaml"], &[], &["max-txn-ops", "bad.yaml"]);
     check_refused(&["--config-file", "none.toml"], &[], &["none.toml"]);
-    check_refused(&["--datastore-endpoint", "postgres://user:secret@host/db"], &[], &["Postgres", "sqlite://"]);
-    check_refused(&["--datastore-endpoint", "mysql://user:secret@host/db"], &[], &["sqlite://"]);
+    check_refused(&["--datastore-endpoint", "mysql://user:secret@host/db"], &[], &["sqlite://", "postgres://"]);
+    check_refused(&["--datastore-endpoint", "postgres://"], &[], &["sqlite://", "postgres://"]);
+    check_refused(&["--datastore-endpoint", "postgres://user:secret@host:many/db"], &[], &["no postgres URL", "port"]);
+    check_refused(&["--datastore-endpoint", "postgres://user:secret@host/db?sslmode=some"], &[], &["ssl_mode", "some"]);
+    check_refused(&["--datastore-connections", "0"], &[], &["datastore-connections", "at least 1"]);
+    check_refused(&["--datastore-poll-interval", "1us"], &[], &["datastore-poll-interval", "at least 1ms"]);
 }
 
 #[test]

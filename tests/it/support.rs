@@ -6,6 +6,7 @@ mod client;
 mod postgres;
 mod random;
 mod server;
+mod stream;
 mod tools;
 
 use std::{fmt::Debug, future::Future, time::Duration};
@@ -17,6 +18,7 @@ pub use self::{
     postgres::{Fsync, Postgres},
     random::Random,
     server::Server,
+    stream::{Stream, everything},
     tools::etcd_tool,
 };
 

@@ -90,6 +90,14 @@ impl Server {
         self.process.id()
     }
 
+    /// The endpoint of its database, if it is no file.
+    pub fn datastore(&self) -> Option<&str> {
+        match &self.program {
+            Program::Orlop { datastore } => datastore.as_deref(),
+            Program::Etcd { .. } => None,
+        }
+    }
+
     pub fn data_dir(&self) -> PathBuf {
         self.home.path().join("data")
     }

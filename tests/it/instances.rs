@@ -1,0 +1,336 @@
+//! Several instances on one Postgres database: what one acknowledges the others know, whoever is slow, paused or gone.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use orlop::proto::client::etcdserverpb::{
+    CompactionRequest, Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest,
+    LeaseRevokeRequest, LeaseTimeToLiveRequest, MemberListRequest, PutRequest, RangeRequest, RequestOp, StatusRequest,
+    TxnRequest, WatchProgressRequest, compare::TargetUnion, request_op::Request, watch_request::RequestUnion,
+};
+use tonic::Code;
+
+use crate::support::{Client, Postgres, Server, Stream, eventually, everything};
+
+/// Instances of one store, named a, b, c.
+async fn instances<const N: usize>() -> Option<[(Server, Client); N]> {
+    let datastore = Postgres::shared().await?.create_database();
+    let mut all = Vec::new();
+    for name in ["a", "b", "c"].iter().take(N) {
+        let server = Server::orlop_on(&datastore, &["--name", name]).await;
+        let client = Client::connect(server.endpoint()).await;
+        all.push((server, client));
+    }
+    all.try_into().ok()
+}
+
+fn put(key: &str, value: &str) -> PutRequest {
+    PutRequest { key: key.to_owned().into(), value: value.to_owned().into(), ..Default::default() }
+}
+
+fn get(key: &str) -> RangeRequest {
+    RangeRequest { key: key.to_owned().into(), ..Default::default() }
+}
+
+async fn put_at(client: &mut Client, request: PutRequest) -> i64 {
+    let answer = client.kv.put(request).await.expect("the server takes a put").into_inner();
+    answer.header.expect("an answer has a header").revision
+}
+
+async fn value_at(client: &mut Client, request: RangeRequest) -> Option<String> {
+    let kvs = client.kv.range(request).await.expect("the server takes a range").into_inner().kvs;
+    kvs.first().map(|kv| String::from_utf8_lossy(&kv.value).into_owned())
+}
+
+/// Puts `new` if the key has the value `old`.
+fn swap(key: &str, old: &str, new: &str) -> TxnRequest {
+    let compare = Compare {
+        key: key.to_owned().into(),
+        target: 3,
+        target_union: Some(TargetUnion::Value(old.to_owned().into())),
+        ..Default::default()
+    };
+    let op = |request| RequestOp { request: Some(request) };
+    TxnRequest {
+        compare: vec![compare],
+        success: vec![op(Request::RequestPut(put(key, new)))],
+        failure: vec![op(Request::RequestRange(get(key)))],
+    }
+}
+
+async fn keep_alive(client: &mut Client, id: i64) -> i64 {
+    let request = tokio_stream::iter([LeaseKeepAliveRequest { id }]);
+    let mut answers = client.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
+    answers.message().await.expect("an answer").expect("an answer").ttl
+}
+
+#[tokio::test]
+async fn each_sees_at_once_what_another_acknowledged() {
+    let Some([(_one, mut a), (_two, mut b), (_three, mut c)]) = instances().await else { return };
+    for round in 0..60 {
+        let value = format!("value {round}");
+        let revision = put_at(&mut a, put("k", &value)).await;
+        assert_eq!(value_at(&mut b, get("k")).await.as_ref(), Some(&value), "a range");
+        let read = TxnRequest { success: swap("k", "", "").failure, ..Default::default() };
+        let answer = c.kv.txn(read).await.expect("a transaction").into_inner();
+        assert!(answer.header.expect("a header").revision >= revision, "a transaction that reads");
+        let swapped = b.kv.txn(swap("k", &value, "swapped")).await.expect("a transaction").into_inner();
+        assert!(swapped.succeeded, "a compare");
+        let again = a.kv.txn(swap("k", &value, "again")).await.expect("a transaction").into_inner();
+        assert!(!again.succeeded, "a compare that fails and writes nothing");
+        assert!(again.header.expect("a header").revision > revision);
+        let delete = DeleteRangeRequest { key: "k".into(), prev_kv: true, ..Default::default() };
+        let deleted = c.kv.delete_range(delete.clone()).await.expect("a delete").into_inner();
+        assert_eq!(&deleted.prev_kvs[0].value[..], b"swapped");
+        let nothing = a.kv.delete_range(delete).await.expect("a delete").into_inner();
+        assert_eq!(nothing.deleted, 0);
+        assert!(nothing.header.expect("a header").revision >= deleted.header.expect("a header").revision);
+    }
+}
+
+#[tokio::test]
+async fn watches_get_the_rows_of_all_and_progress_covers_them() {
+    let Some([(_one, mut a), (_two, mut b)]) = instances().await else { return };
+    let mut stream = Stream::open(&mut b).await;
+    stream.create(everything(0)).await;
+    let mut seen = Vec::new();
+    for round in 0..100 {
+        let revision = put_at(&mut a, put("k", &round.to_string())).await;
+        stream.ask(RequestUnion::ProgressRequest(WatchProgressRequest {}));
+        loop {
+            let answer = stream.next().await;
+            let header = answer.header.expect("a header").revision;
+            if answer.events.is_empty() {
+                assert!(header >= revision, "progress {header} is asked for after {revision} was acknowledged");
+                break;
+            }
+            seen.extend(answer.events.iter().map(|event| event.kv.as_ref().expect("a pair").mod_revision));
+        }
+        assert_eq!(seen.last(), Some(&revision), "progress does not overtake events");
+    }
+    assert_eq!(seen, (2..102).collect::<Vec<_>>());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn increments_from_all_sides_are_all_counted_and_nobody_starves() {
+    let Some(all) = instances::<3>().await else { return };
+    let mut first = all[0].1.clone();
+    put_at(&mut first, put("counter", "0")).await;
+    let mut tasks = Vec::new();
+    for (_, client) in &all {
+        for _ in 0..3 {
+            let mut client = client.clone();
+            tasks.push(tokio::spawn(async move {
+                for _ in 0..40 {
+                    loop {
+                        let old = value_at(&mut client, get("counter")).await.expect("the counter is there");
+                        let new = (old.parse::<u32>().expect("a number") + 1).to_string();
+                        let txn = swap("counter", &old, &new);
+                        if client.kv.txn(txn).await.expect("a transaction").into_inner().succeeded {
+                            break;
+                        }
+                    }
+                }
+            }));
+        }
+    }
+    for task in tasks {
+        task.await.expect("everybody comes to the end");
+    }
+    assert_eq!(value_at(&mut first, get("counter")).await.as_deref(), Some("360"));
+    let at_361 = RangeRequest { revision: 361, ..get("counter") };
+    assert_eq!(value_at(&mut first, at_361).await.as_deref(), Some("359"), "one revision an increment");
+}
+
+#[tokio::test]
+async fn members_come_and_go_and_agree_on_a_leader() {
+    let Some([(one, mut a), (mut two, mut b), (_three, mut c)]) = instances().await else { return };
+    let mut ids = BTreeSet::new();
+    for client in [&mut a, &mut b, &mut c] {
+        let list = client.cluster.member_list(MemberListRequest::default()).await.expect("a list").into_inner();
+        let names: Vec<&str> = list.members.iter().map(|member| member.name.as_str()).collect();
+        assert_eq!(names, ["a", "b", "c"], "the one that lives longest first");
+        assert_eq!(list.members[0].client_ur_ls, [one.endpoint()]);
+        let header = list.header.expect("a header");
+        assert!(list.members.iter().any(|member| member.id == header.member_id), "each is in its own list");
+        ids.insert((header.member_id, header.cluster_id));
+    }
+    assert_eq!(ids.len(), 3, "each has an id of its own");
+    assert_eq!(ids.iter().map(|(_, cluster)| cluster).collect::<BTreeSet<_>>().len(), 1, "one cluster");
+    let mut leader = None;
+    for client in [&mut a, &mut b, &mut c] {
+        let status = eventually("an agreement on the leader", async || {
+            let status = client.clone().maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
+            let agreed = leader.is_none_or(|leader| leader == status.leader);
+            if agreed { Ok(status) } else { Err(status.leader) }
+        })
+        .await;
+        leader = Some(status.leader);
+    }
+
+    two.terminate().await;
+    let list = c.cluster.member_list(MemberListRequest::default()).await.expect("a list").into_inner();
+    let names: Vec<&str> = list.members.iter().map(|member| member.name.as_str()).collect();
+    assert_eq!(names, ["a", "c"], "who leaves says so");
+    two.restart().await;
+    let mut b = Client::connect(two.endpoint()).await;
+    let list = b.cluster.member_list(MemberListRequest::default()).await.expect("a list").into_inner();
+    let header = list.header.expect("a header");
+    assert!(ids.contains(&(header.member_id, header.cluster_id)), "a restart keeps the id");
+    assert_eq!(list.members.len(), 3);
+}
+
+#[tokio::test]
+async fn leases_belong_to_all() {
+    let Some([(_one, mut a), (_two, mut b)]) = instances().await else { return };
+    let grant = |id, ttl| LeaseGrantRequest { ttl, id };
+    a.lease.lease_grant(grant(7, 100)).await.expect("a grant");
+    let twice = b.lease.lease_grant(grant(7, 100)).await.expect_err("the id is taken");
+    assert_eq!(twice.code(), Code::FailedPrecondition);
+    put_at(&mut b, PutRequest { lease: 7, ..put("k", "1") }).await;
+    assert_eq!(keep_alive(&mut b, 7).await, 100);
+    let look = LeaseTimeToLiveRequest { id: 7, keys: true };
+    let seen = a.lease.lease_time_to_live(look).await.expect("a look").into_inner();
+    assert_eq!((seen.granted_ttl, &seen.keys[..]), (100, &["k".into()][..]));
+    assert!((98..=99).contains(&seen.ttl), "{seen:?}");
+
+    b.lease.lease_revoke(LeaseRevokeRequest { id: 7 }).await.expect("a revocation");
+    assert_eq!(keep_alive(&mut a, 7).await, 0);
+    let refused = a.kv.put(PutRequest { lease: 7, ..put("k", "2") }).await.expect_err("the lease is gone");
+    assert_eq!(refused.code(), Code::NotFound);
+    assert_eq!(value_at(&mut a, get("k")).await, None, "the key went with it");
+    assert_eq!(a.lease.lease_leases(LeaseLeasesRequest {}).await.expect("a list").into_inner().leases, []);
+    a.lease.lease_grant(grant(7, 50)).await.expect("the id is free again");
+    let seen = b.lease.lease_time_to_live(LeaseTimeToLiveRequest { id: 7, keys: true }).await.expect("a look");
+    assert_eq!((seen.get_ref().granted_ttl, seen.get_ref().keys.len()), (50, 0));
+}
+
+/// The paused instance is the one that granted the lease and would expire it first.
+#[tokio::test]
+async fn lease_expires_once_while_an_instance_is_paused_and_stays_so() {
+    let Some([(one, mut a), (_two, mut b)]) = instances().await else { return };
+    let mut stream = Stream::open(&mut b).await;
+    stream.create(everything(0)).await;
+    for (id, key) in [(1, "kept"), (2, "left")] {
+        a.lease.lease_grant(LeaseGrantRequest { ttl: 3, id }).await.expect("a grant");
+        put_at(&mut a, PutRequest { lease: id, ..put(key, "1") }).await;
+    }
+    one.pause();
+    let mut keeper = b.clone();
+    let keeping = tokio::spawn(async move {
+        loop {
+            assert_eq!(keep_alive(&mut keeper, 1).await, 3, "it is kept alive on the other instance");
+            tokio::time::sleep(Duration::from_millis(300)).await;
+        }
+    });
+    let mut deleted = Vec::new();
+    while deleted.is_empty() {
+        for event in stream.next().await.events.into_iter().filter(|event| event.r#type == 1) {
+            deleted.push(event.kv.expect("a pair").key);
+        }
+    }
+    assert_eq!(deleted, ["left"]);
+    let after = put_at(&mut b, put("left", "put again by somebody")).await;
+
+    one.resume();
+    assert_eq!(keep_alive(&mut a, 2).await, 0, "it cannot be revived");
+    assert_eq!(keep_alive(&mut a, 1).await, 3);
+    let end = put_at(&mut a, put("end", "")).await;
+    assert_eq!(stream.read_until(end).await, (after..=end).collect::<Vec<_>>(), "nothing else happened");
+    assert_eq!(value_at(&mut a, get("left")).await.as_deref(), Some("put again by somebody"));
+    keeping.abort();
+}
+
+#[tokio::test]
+async fn compaction_holds_for_all_and_ends_watches_behind_it_everywhere() {
+    let Some([(_one, mut a), (_two, mut b)]) = instances().await else { return };
+    for round in 0..50 {
+        put_at(&mut a, put("k", &round.to_string())).await;
+    }
+    let compact = CompactionRequest { revision: 40, physical: true };
+    a.kv.compact(compact).await.expect("a compaction");
+    let old = b.kv.range(RangeRequest { revision: 39, ..get("k") }).await.expect_err("it was compacted");
+    assert_eq!(old.code(), Code::OutOfRange);
+    assert_eq!(b.kv.compact(compact).await.expect_err("it was compacted").code(), Code::OutOfRange);
+    assert_eq!(value_at(&mut b, RangeRequest { revision: 40, ..get("k") }).await.as_deref(), Some("38"));
+    for client in [&mut a, &mut b] {
+        let mut stream = Stream::open(client).await;
+        stream.create(everything(5)).await;
+        let canceled = stream.next().await;
+        assert!(canceled.canceled && canceled.compact_revision == 40, "{canceled:?}");
+        let created = stream.create(everything(41)).await;
+        assert!(!created.canceled);
+        assert_eq!(stream.read_until(51).await, (41..=51).collect::<Vec<_>>());
+    }
+}
+
+/// Paused with writes under way until what it had is compacted away.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stale_writer_changes_nobodys_history() {
+    let Some([(one, mut a), (two, mut b)]) = instances().await else { return };
+    let mut stream = Stream::open(&mut a).await;
+    stream.create(everything(0)).await;
+    for number in 0..20 {
+        put_at(&mut a, put(&format!("key {number}"), "before")).await;
+    }
+    stream.read_until(21).await;
+    let mut waiting = Vec::new();
+    for number in 0..200 {
+        let mut client = a.clone();
+        waiting.push(tokio::spawn(async move {
+            let key = format!("key {}", number % 20);
+            let answer = client.kv.txn(swap(&key, "before", &format!("stale {number}"))).await;
+            answer.map(|answer| (key, number, answer.into_inner()))
+        }));
+        if number == 100 {
+            one.pause();
+        }
+    }
+    // All that it can have had under way has come to the database.
+    let seen = eventually("quiet", async || {
+        let head = |answer: tonic::Response<orlop::proto::client::etcdserverpb::StatusResponse>| {
+            answer.into_inner().header.expect("a header").revision
+        };
+        let before = head(b.clone().maintenance.status(StatusRequest {}).await.expect("a status"));
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        let after = head(b.clone().maintenance.status(StatusRequest {}).await.expect("a status"));
+        if before == after { Ok(after) } else { Err(after) }
+    })
+    .await;
+    for number in 0..20 {
+        let delete = DeleteRangeRequest { key: format!("key {number}").into(), ..Default::default() };
+        b.kv.delete_range(delete).await.expect("a delete");
+    }
+    let last = put_at(&mut b, put("last", "")).await;
+    b.kv.compact(CompactionRequest { revision: last, physical: true }).await.expect("a compaction");
+
+    one.resume();
+    let mut swapped = BTreeSet::new();
+    for task in waiting {
+        match task.await.expect("a request ends") {
+            Ok((key, number, answer)) if answer.succeeded => {
+                let revision = answer.header.expect("a header").revision;
+                assert!(revision <= seen, "{key} was swapped at {revision}, when it was deleted already");
+                assert!(swapped.insert(key.clone()), "{key} was swapped twice, the second time by {number}");
+            }
+            Ok((_, _, answer)) => assert!(answer.header.expect("a header").revision >= 21),
+            Err(status) => assert_eq!(status.code(), Code::Unavailable, "{status:?}"),
+        }
+    }
+    let all = || RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
+    for client in [&mut a, &mut b] {
+        let answer = client.kv.range(all()).await.expect("a range").into_inner();
+        assert_eq!(answer.header.expect("a header").revision, last, "nothing was added");
+        let keys: Vec<_> = answer.kvs.iter().map(|kv| &kv.key[..]).collect();
+        assert_eq!(keys, [b"last"]);
+    }
+    let compacted = loop {
+        let answer = stream.next().await;
+        if answer.canceled {
+            break answer;
+        }
+    };
+    assert_eq!(compacted.compact_revision, last, "the watch is told that it missed something");
+    assert_eq!(put_at(&mut a, put("next", "")).await, last + 1, "it goes on");
+    assert_eq!(value_at(&mut b, get("next")).await.as_deref(), Some(""));
+    drop(two);
+}

@@ -1,0 +1,142 @@
+//! The database goes away, comes back, or comes back as another one.
+
+use std::process::Command;
+
+use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use tonic::Code;
+
+use crate::support::{Client, Fsync, Postgres, Server, Stream, eventually, everything};
+
+fn put(key: &str) -> PutRequest {
+    PutRequest { key: key.to_owned().into(), value: "value".into(), ..Default::default() }
+}
+
+async fn put_at(client: &mut Client, key: &str) -> i64 {
+    let answer = client.kv.put(put(key)).await.expect("the server takes a put").into_inner();
+    answer.header.expect("an answer has a header").revision
+}
+
+/// Writes until it succeeds; a write whose outcome is unknown may have happened.
+async fn put_at_last(client: &Client, key: &str) -> i64 {
+    eventually("a write after the database is back", async || {
+        let answer = client.clone().kv.put(put(key)).await?;
+        Ok::<_, tonic::Status>(answer.into_inner().header.expect("a header").revision)
+    })
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn outage_is_told_and_survived() {
+    let Some(postgres) = Postgres::start(Fsync::On).await else { return };
+    let datastore = postgres.create_database();
+    let (one, two) = (Server::orlop_on(&datastore, &[]).await, Server::orlop_on(&datastore, &[]).await);
+    let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
+    let mut stream = Stream::open(&mut b).await;
+    stream.create(everything(0)).await;
+    let before = put_at(&mut a, "before").await;
+    stream.read_until(before).await;
+
+    postgres.stop();
+    let texts = ["etcdserver: request timed out", "etcdserver: no leader"];
+    let refused = a.kv.put(put("during")).await.expect_err("there is no database");
+    assert_eq!(refused.code(), Code::Unavailable);
+    assert!(texts.contains(&refused.message()), "{refused:?}");
+    let range = || RangeRequest { key: "before".into(), ..Default::default() };
+    let unread = b.kv.range(range()).await.expect_err("a linearizable read needs the database");
+    assert_eq!((unread.code(), unread.message()), (Code::Unavailable, texts[1]));
+    let stale = b.kv.range(RangeRequest { serializable: true, ..range() }).await.expect("a serializable one does not");
+    assert_eq!(stale.into_inner().count, 1);
+
+    postgres.start_again().await;
+    let after = put_at_last(&a, "after").await;
+    assert_eq!(stream.read_until(after).await, (before + 1..=after).collect::<Vec<_>>(), "the same stream, no gap");
+    assert_eq!(b.kv.range(range()).await.expect("a range").into_inner().count, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shorter_log_stops_the_instance() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let mut server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    for _ in 0..5 {
+        put_at(&mut client, "kept").await;
+    }
+    postgres.stop();
+    let backup = postgres.data().with_extension("backup");
+    copy(&postgres.data(), &backup);
+    postgres.start_again().await;
+    let head = put_at_last(&client, "lost").await;
+    assert_eq!(head, 7);
+
+    postgres.stop();
+    std::fs::remove_dir_all(postgres.data()).expect("the folder can be removed");
+    copy(&backup, &postgres.data());
+    postgres.start_again().await;
+    assert!(!server.ended().await.success());
+    let log = server.log_tail();
+    assert!(log.contains("had revision 7") && log.contains("ends at revision 6"), "{log}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn log_that_was_written_anew_stops_the_instance() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let datastore = postgres.create_database();
+    let mut server = Server::orlop_on(&datastore, &["--name", "one"]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    put_at(&mut client, "kept").await;
+    postgres.stop();
+    let backup = postgres.data().with_extension("backup");
+    copy(&postgres.data(), &backup);
+    postgres.start_again().await;
+    assert_eq!(put_at_last(&client, "lost").await, 3);
+
+    server.pause();
+    postgres.stop();
+    std::fs::remove_dir_all(postgres.data()).expect("the folder can be removed");
+    copy(&backup, &postgres.data());
+    postgres.start_again().await;
+    let other = Server::orlop_on(&datastore, &["--name", "two"]).await;
+    let mut written_anew = Client::connect(other.endpoint()).await;
+    for revision in [3, 4] {
+        assert_eq!(put_at(&mut written_anew, "another").await, revision);
+    }
+    server.resume();
+    assert!(!server.ended().await.success());
+    let log = server.log_tail();
+    assert!(log.contains("revision 3 is another one") && log.contains("ends at revision 4"), "{log}");
+    assert_eq!(put_at(&mut written_anew, "another").await, 5, "the other goes on");
+}
+
+#[tokio::test]
+async fn role_without_rights_is_told_what_it_lacks() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let endpoint = postgres.create_database();
+    let (rest, database) = endpoint.rsplit_once('/').expect("a URL has a path");
+    postgres.psql(
+        database,
+        &format!("ALTER SCHEMA {database} OWNER TO postgres; GRANT USAGE ON SCHEMA {database} TO {database}"),
+    );
+    let says = |endpoint: &str| {
+        let output = Command::new(env!("CARGO_BIN_EXE_orlop"))
+            .args(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", endpoint])
+            .output()
+            .expect("orlop is built with the tests");
+        assert_eq!(output.status.code(), Some(1));
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!text.contains("pass word") && !text.contains("pass%20word") && !text.contains("panicked"), "{text}");
+        text
+    };
+    let text = says(&endpoint);
+    assert!(text.contains("permission denied for schema") && text.contains("CREATE SCHEMA AUTHORIZATION"), "{text}");
+    let text = says(&format!("{rest}/no_such_database"));
+    assert!(text.contains("no_such_database"), "{text}");
+    let text = says(&endpoint.replace("pass%20word", "pass%20wort"));
+    // With the authentication of the tests' Postgres any password is right.
+    assert!(text.contains("permission denied"), "{text}");
+}
+
+/// Keeps owner and rights, which Postgres looks at.
+fn copy(from: &std::path::Path, to: &std::path::Path) {
+    let copied = Command::new("cp").arg("-a").args([from, to]).status();
+    assert!(copied.is_ok_and(|status| status.success()), "the folder can be copied");
+}
