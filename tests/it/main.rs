@@ -9,6 +9,7 @@ mod instances;
 mod kube_trace;
 mod kv;
 mod lease;
+mod linearizability;
 mod outage;
 mod services;
 mod size;

@@ -1,0 +1,132 @@
+//! Linearizability of several instances on one database while everything fails around them.
+//!
+//! Clients on three instances put, swap, read and delete a few keys; watches on all instances follow. Meanwhile instances
+//! are killed, ended, paused and restarted, and Postgres is restarted in immediate mode. Then the history of answers is
+//! checked by [`checker`], and what the watches saw by [`watcher`].
+//!
+//! `ORLOP_LINEAR_SECS` lengthens the run, `ORLOP_SEED` repeats its choices (not its timing).
+
+mod checker;
+mod watcher;
+mod workload;
+
+use std::{
+    env,
+    hash::{BuildHasher as _, RandomState},
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep},
+};
+
+use self::{watcher::Watcher, workload::Endpoints};
+use crate::support::{Fsync, Postgres, Random, Server};
+
+const INSTANCES: usize = 3;
+const CLIENTS: usize = 9;
+/// How long keys are used before others are, so that no key's history grows beyond what can be checked.
+const KEYS_CHANGE: Duration = Duration::from_secs(4);
+/// Postgres takes some seconds to come back; in between there should be some peace.
+const POSTGRES_PAUSE: Duration = Duration::from_secs(12);
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn history_is_linearizable_whatever_fails() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let secs = number("ORLOP_LINEAR_SECS").unwrap_or(if env::var_os("CI").is_some() { 300 } else { 20 });
+    let seed = number("ORLOP_SEED").unwrap_or_else(|| RandomState::new().hash_one(()) >> 16);
+    println!("seed {seed}, {secs} seconds");
+    let datastore = postgres.create_database();
+    let mut servers = Vec::new();
+    for name in ["a", "b", "c"] {
+        servers.push(Server::orlop_on(&datastore, &["--name", name]).await);
+    }
+    let endpoints: Endpoints = Arc::new(Mutex::new(servers.iter().map(|it| it.endpoint().to_owned()).collect()));
+
+    let (stop, stopped) = watch::channel(false);
+    let started = Instant::now();
+    let clients: Vec<_> = (0..CLIENTS)
+        .map(|client| {
+            let random = Random::new(seed ^ (client as u64 + 1) << 32);
+            let run = workload::Client::new(client, Arc::clone(&endpoints), started, random);
+            tokio::spawn(run.run(stopped.clone()))
+        })
+        .collect();
+    let watchers: Vec<_> = (0..INSTANCES)
+        .map(|instance| tokio::spawn(Watcher::new(instance, Arc::clone(&endpoints)).run(stopped.clone())))
+        .collect();
+
+    let faults = break_things(&postgres, &mut servers, &endpoints, Duration::from_secs(secs), Random::new(seed)).await;
+    stop.send_replace(true);
+    let mut history = Vec::new();
+    for client in clients {
+        history.extend(client.await.expect("a client ends"));
+    }
+    let head = workload::head(&endpoints).await;
+    let log = watcher::read_all(&endpoints, head).await;
+    for watcher in watchers {
+        watcher.await.expect("a watch keeps its guarantees").check(&log, head);
+    }
+    let checked = workload::check(history, &log).unwrap_or_else(|wrong| panic!("seed {seed}: {wrong}"));
+    println!("{faults:?}: {checked:?}");
+    assert!(checked.acknowledged > secs as usize * 20, "most of the time something works: {checked:?}");
+}
+
+#[derive(Debug, Default)]
+struct Faults {
+    killed: usize,
+    ended: usize,
+    paused: usize,
+    postgres: usize,
+}
+
+/// Does something bad every now and then, and leaves all running.
+async fn break_things(
+    postgres: &Postgres,
+    servers: &mut [Server],
+    endpoints: &Endpoints,
+    duration: Duration,
+    mut random: Random,
+) -> Faults {
+    let mut faults = Faults::default();
+    let (started, mut postgres_broke) = (Instant::now(), Instant::now());
+    while started.elapsed() < duration {
+        sleep(Duration::from_millis(random.next() % 1_500)).await;
+        let victim = random.below(servers.len());
+        match random.weighted(&[3, 1, 3, 2]) {
+            0 => {
+                faults.killed += 1;
+                servers[victim].restart().await;
+            }
+            1 => {
+                faults.ended += 1;
+                servers[victim].terminate().await;
+                servers[victim].restart().await;
+            }
+            2 => {
+                faults.paused += 1;
+                servers[victim].pause();
+                sleep(Duration::from_millis(random.next() % 3_500)).await;
+                servers[victim].resume();
+            }
+            _ if postgres_broke.elapsed() > POSTGRES_PAUSE => {
+                faults.postgres += 1;
+                postgres.stop();
+                sleep(Duration::from_millis(random.next() % 1_000)).await;
+                postgres.start_again().await;
+                postgres_broke = Instant::now();
+            }
+            _ => {}
+        }
+        let current: Vec<String> = servers.iter().map(|server| server.endpoint().to_owned()).collect();
+        *endpoints.lock().expect("nobody panics with the endpoints in hand") = current;
+    }
+    faults
+}
+
+fn number(variable: &str) -> Option<u64> {
+    let text = env::var(variable).ok()?;
+    Some(text.parse().unwrap_or_else(|error| panic!("{variable} is `{text}`: {error}")))
+}

@@ -1,0 +1,266 @@
+//! Is a history of one key linearizable? The algorithm of Wing and Gong with Lowe's cache: look for an order of the
+//! operations that the key's rules allow, in which nothing comes before what had ended when it began.
+
+use std::collections::HashSet;
+
+/// What was asked of the key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ask {
+    Put(u64),
+    Swap { old: u64, new: u64 },
+    Read,
+    Delete,
+}
+
+/// A value and the revision of its write.
+pub type Found = Option<(u64, i64)>;
+
+/// What was answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// A put, a swap that was made, or a delete of something, at this revision.
+    Written(i64),
+    /// What a read, or a swap that was not made, found.
+    Found(Found),
+    /// A delete of nothing.
+    Nothing,
+    /// It may have happened, at any time since, or not at all.
+    Unknown,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Operation {
+    pub ask: Ask,
+    pub answer: Answer,
+    pub began: u64,
+    /// `u64::MAX` if it is not known to have ended.
+    pub ended: u64,
+}
+
+/// What the key holds. The revision is `None` after a write that was not answered, until a read tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+struct State {
+    value: Option<u64>,
+    revision: Option<i64>,
+}
+
+impl State {
+    fn after(self, operation: &Operation) -> Option<Self> {
+        let written = |value: Option<u64>, revision: i64| {
+            let newer = self.revision.is_none_or(|before| before < revision);
+            newer.then_some(Self { value, revision: Some(revision) })
+        };
+        match (operation.ask, operation.answer) {
+            (Ask::Put(value), Answer::Written(revision)) => written(Some(value), revision),
+            (Ask::Put(value), Answer::Unknown) => Some(Self { value: Some(value), revision: None }),
+            (Ask::Swap { old, new }, Answer::Written(revision)) if self.value == Some(old) => {
+                written(Some(new), revision)
+            }
+            (Ask::Swap { old, new }, Answer::Unknown) if self.value == Some(old) => {
+                Some(Self { value: Some(new), revision: None })
+            }
+            (Ask::Swap { old, .. }, Answer::Found(found)) if self.value != Some(old) => self.shows(found),
+            (Ask::Read, Answer::Found(found)) => self.shows(found),
+            (Ask::Delete, Answer::Written(revision)) if self.value.is_some() => written(None, revision),
+            (Ask::Delete, Answer::Nothing) if self.value.is_none() => Some(self),
+            (Ask::Delete, Answer::Unknown) if self.value.is_some() => Some(Self { value: None, revision: None }),
+            _ => None,
+        }
+    }
+
+    fn shows(self, found: Found) -> Option<Self> {
+        match found {
+            None => self.value.is_none().then_some(self),
+            Some((value, revision)) => {
+                let same = self.value == Some(value) && self.revision.is_none_or(|known| known == revision);
+                same.then_some(Self { revision: Some(revision), ..self })
+            }
+        }
+    }
+}
+
+/// # Errors
+///
+/// The operations around the first that fits in nowhere.
+pub fn check(mut operations: Vec<Operation>) -> Result<(), Vec<Operation>> {
+    operations.sort_by_key(|operation| operation.began);
+    let mut done = vec![0_u64; operations.len().div_ceil(64)];
+    let is_done = |done: &[u64], at: usize| done[at / 64] >> (at % 64) & 1 == 1;
+    let mut seen: HashSet<(Vec<u64>, State)> = HashSet::new();
+    let mut path: Vec<(usize, State)> = Vec::new();
+    let (mut state, mut from, mut deepest) = (State::default(), 0, 0);
+    loop {
+        // Whatever comes next must have begun before any of those that are left had ended.
+        let mut first_end = u64::MAX;
+        for (at, operation) in operations.iter().enumerate() {
+            if operation.began > first_end {
+                break;
+            }
+            if !is_done(&done, at) {
+                first_end = first_end.min(operation.ended);
+            }
+        }
+        if first_end == u64::MAX && left_are_unknown(&operations, |at| is_done(&done, at)) {
+            return Ok(());
+        }
+        let mut next = None;
+        for (at, operation) in operations.iter().enumerate().skip(from) {
+            if operation.began > first_end {
+                break;
+            }
+            if is_done(&done, at) {
+                continue;
+            }
+            if let Some(after) = state.after(operation) {
+                done[at / 64] |= 1 << (at % 64);
+                if seen.insert((done.clone(), after)) {
+                    next = Some((at, after));
+                    break;
+                }
+                done[at / 64] &= !(1 << (at % 64));
+            }
+        }
+        match next {
+            Some((at, after)) => {
+                path.push((at, state));
+                state = after;
+                from = 0;
+                deepest = deepest.max(path.len());
+            }
+            None => {
+                let Some((at, before)) = path.pop() else {
+                    let around = deepest.saturating_sub(8)..(deepest + 8).min(operations.len());
+                    return Err(operations[around].to_vec());
+                };
+                done[at / 64] &= !(1 << (at % 64));
+                state = before;
+                from = at + 1;
+            }
+        }
+    }
+}
+
+fn left_are_unknown(operations: &[Operation], is_done: impl Fn(usize) -> bool) -> bool {
+    operations.iter().enumerate().all(|(at, operation)| is_done(at) || operation.answer == Answer::Unknown)
+}
+
+mod tests {
+    use super::{Answer, Ask, Operation, check};
+    use crate::support::Random;
+
+    const fn operation(ask: Ask, answer: Answer, began: u64, ended: u64) -> Operation {
+        Operation { ask, answer, began, ended }
+    }
+
+    #[test]
+    fn histories_are_told_apart() {
+        let put = |value, revision, began, ended| operation(Ask::Put(value), Answer::Written(revision), began, ended);
+        let unknown = |value, began| operation(Ask::Put(value), Answer::Unknown, began, u64::MAX);
+        let read = |found, began, ended| operation(Ask::Read, Answer::Found(found), began, ended);
+        let swap = |old, new, revision, began, ended| {
+            operation(Ask::Swap { old, new }, Answer::Written(revision), began, ended)
+        };
+        let delete = |answer, began, ended| operation(Ask::Delete, answer, began, ended);
+        let table: [(&str, Vec<Operation>, bool); 14] = [
+            ("one after the other", vec![put(1, 2, 0, 1), read(Some((1, 2)), 2, 3)], true),
+            ("stale read", vec![put(1, 2, 0, 1), put(2, 3, 2, 3), read(Some((1, 2)), 4, 5)], false),
+            (
+                "a read beside a write sees the old",
+                vec![put(1, 2, 0, 1), put(2, 3, 2, 5), read(Some((1, 2)), 3, 4)],
+                true,
+            ),
+            (
+                "a read beside a write sees the new",
+                vec![put(1, 2, 0, 1), put(2, 3, 2, 5), read(Some((2, 3)), 3, 4)],
+                true,
+            ),
+            (
+                "new, then old",
+                vec![put(1, 2, 0, 1), put(2, 3, 2, 9), read(Some((2, 3)), 3, 4), read(Some((1, 2)), 5, 6)],
+                false,
+            ),
+            ("lost update", vec![put(1, 2, 0, 1), swap(1, 2, 3, 2, 5), swap(1, 3, 4, 2, 5)], false),
+            ("one swap wins", vec![put(1, 2, 0, 1), swap(1, 2, 3, 2, 5), swap(2, 3, 4, 2, 5)], true),
+            ("never happened", vec![put(1, 2, 0, 1), unknown(2, 2), read(Some((1, 2)), 9, 10)], true),
+            (
+                "happened late",
+                vec![put(1, 2, 0, 1), unknown(2, 2), read(Some((1, 2)), 3, 4), read(Some((2, 5)), 5, 6)],
+                true,
+            ),
+            (
+                "happened and was taken back",
+                vec![put(1, 2, 0, 1), unknown(2, 2), read(Some((2, 3)), 3, 4), read(Some((1, 2)), 5, 6)],
+                false,
+            ),
+            ("happened before it was asked", vec![read(Some((2, 2)), 0, 1), unknown(2, 2)], false),
+            ("revisions against time", vec![put(1, 3, 0, 1), put(2, 2, 2, 3)], false),
+            (
+                "deleted twice",
+                vec![put(1, 2, 0, 1), delete(Answer::Written(3), 2, 3), delete(Answer::Written(4), 4, 5)],
+                false,
+            ),
+            (
+                "deleted, then nothing",
+                vec![
+                    put(1, 2, 0, 1),
+                    delete(Answer::Written(3), 2, 3),
+                    delete(Answer::Nothing, 4, 5),
+                    read(None, 6, 7),
+                ],
+                true,
+            ),
+        ];
+        for (name, history, linearizable) in table {
+            assert_eq!(check(history).is_ok(), linearizable, "{name}");
+        }
+    }
+
+    /// What was done one after the other stays linearizable when it is taken to have lasted longer, and does not when a read
+    /// is made to have seen what was never there.
+    #[test]
+    fn random_histories_pass_and_fail_when_they_are_doctored() {
+        for seed in 0..200 {
+            let mut random = Random::new(seed);
+            let mut history = sequential(&mut random, 60);
+            for operation in &mut history {
+                operation.began = operation.began.saturating_sub(random.next() % 40);
+                operation.ended += random.next() % 40;
+            }
+            assert!(check(history.clone()).is_ok(), "seed {seed}");
+            let reads: Vec<usize> = (0..history.len()).filter(|at| history[*at].ask == Ask::Read).collect();
+            let Some(read) = reads.last() else { continue };
+            history[*read].answer = Answer::Found(Some((999_999, 7)));
+            assert!(check(history).is_err(), "seed {seed}, doctored");
+        }
+    }
+
+    fn sequential(random: &mut Random, operations: u64) -> Vec<Operation> {
+        let (mut found, mut revision): (super::Found, i64) = (None, 1);
+        let mut history = Vec::new();
+        for number in 0..operations {
+            let ask = match random.below(4) {
+                0 => Ask::Put(number),
+                1 => Ask::Swap { old: found.map_or(0, |(value, _)| value), new: number },
+                2 => Ask::Read,
+                _ => Ask::Delete,
+            };
+            let writes = match ask {
+                Ask::Put(value) => Some(Some(value)),
+                Ask::Swap { new, .. } => found.map(|_| Some(new)),
+                Ask::Read => None,
+                Ask::Delete => found.map(|_| None),
+            };
+            let answer = match (ask, writes) {
+                (_, Some(value)) => {
+                    revision += 1;
+                    found = value.map(|value| (value, revision));
+                    Answer::Written(revision)
+                }
+                (Ask::Delete, None) => Answer::Nothing,
+                (_, None) => Answer::Found(found),
+            };
+            history.push(operation(ask, answer, number * 10 + 100, number * 10 + 105));
+        }
+        history
+    }
+}

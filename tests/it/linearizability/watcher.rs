@@ -1,0 +1,208 @@
+//! Watches that run all the while: ordered, unique, atomic, reliable and resumable, whatever stream they are on.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use orlop::proto::client::etcdserverpb::{
+    WatchCreateRequest, WatchProgressRequest, WatchRequest, WatchResponse, watch_request::RequestUnion,
+};
+use tokio::{
+    sync::{mpsc, watch},
+    time::{Instant, sleep, timeout},
+};
+use tokio_stream::wrappers::UnboundedReceiverStream;
+
+use super::workload::{Endpoints, connect, value};
+use crate::support::DEADLINE;
+
+/// A change of a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Event {
+    pub revision: i64,
+    pub key: String,
+    /// `None`: it was deleted.
+    pub value: Option<u64>,
+}
+
+/// All events, by revision.
+pub type Log = BTreeMap<i64, Vec<Event>>;
+
+/// How often progress is asked for.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
+
+pub struct Watcher {
+    /// Where it watches next; it goes on to the next one when a stream breaks.
+    instance: usize,
+    endpoints: Endpoints,
+    seen: Log,
+    /// Everything up to here was delivered.
+    covered: i64,
+    streams: usize,
+}
+
+impl Watcher {
+    pub fn new(instance: usize, endpoints: Endpoints) -> Self {
+        Self { instance, endpoints, seen: Log::new(), covered: 1, streams: 0 }
+    }
+
+    /// # Panics
+    ///
+    /// When a stream breaks a guarantee.
+    pub async fn run(mut self, stopped: watch::Receiver<bool>) -> Self {
+        while !*stopped.borrow() {
+            self.watch(|_| *stopped.borrow()).await;
+            self.instance += 1;
+        }
+        self
+    }
+
+    /// Watches the rest and compares everything with the log.
+    pub fn check(&self, log: &Log, head: i64) {
+        let covered = self.covered.min(head);
+        let expected: Vec<_> = log.range(..=covered).collect();
+        let seen: Vec<_> = self.seen.range(..=covered).collect();
+        assert!(
+            expected == seen,
+            "over {} streams, up to revision {covered}, {}",
+            self.streams,
+            difference(log, &self.seen)
+        );
+        assert!(self.streams > 0 && covered > 1, "it watched");
+    }
+
+    /// Follows one stream until it breaks or `done` says so.
+    async fn watch(&mut self, done: impl Fn(&Self) -> bool) {
+        let Some(mut connection) = connect(&self.endpoints, self.instance).await else { return };
+        let (requests, receiver) = mpsc::unbounded_channel();
+        let ask = |request| requests.send(WatchRequest { request_union: Some(request) }).is_ok();
+        let create = WatchCreateRequest {
+            key: "lin/".into(),
+            range_end: "lin0".into(),
+            start_revision: self.covered + 1,
+            ..Default::default()
+        };
+        ask(RequestUnion::CreateRequest(create));
+        let opening = connection.watch.watch(UnboundedReceiverStream::new(receiver));
+        let Ok(Ok(stream)) = timeout(Duration::from_secs(5), opening).await else { return };
+        let mut answers = stream.into_inner();
+        self.streams += 1;
+        let mut heard = Instant::now();
+        while !done(self) {
+            match timeout(PROGRESS_INTERVAL, answers.message()).await {
+                Ok(Ok(Some(answer))) => {
+                    heard = Instant::now();
+                    if answer.canceled {
+                        return;
+                    }
+                    self.take(answer);
+                }
+                Ok(Ok(None) | Err(_)) => return,
+                // A paused instance says nothing for long; another one can.
+                Err(_)
+                    if heard.elapsed() > Duration::from_secs(2)
+                        || !ask(RequestUnion::ProgressRequest(WatchProgressRequest {})) =>
+                {
+                    return;
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
+    fn take(&mut self, answer: WatchResponse) {
+        let header = answer.header.expect("an answer has a header").revision;
+        if answer.created {
+            return;
+        }
+        let mut batch = Log::new();
+        let mut last = 0;
+        for event in answer.events {
+            let kv = event.kv.expect("an event has a pair");
+            let revision = kv.mod_revision;
+            assert!(revision >= last, "ordered: {revision} after {last}");
+            assert!(revision > self.covered, "unique, and not behind a progress: {revision} after {}", self.covered);
+            assert!(revision <= header, "{revision} under a header of {header}");
+            last = revision;
+            let key = String::from_utf8_lossy(&kv.key).into_owned();
+            let value = (event.r#type == 0).then(|| value(&kv.value));
+            batch.entry(revision).or_default().push(Event { revision, key, value });
+        }
+        // A header may be ahead of the events of its answer; only an answer without events promises that there are no others.
+        self.covered = self.covered.max(if batch.is_empty() { header } else { last });
+        self.seen.append(&mut batch);
+    }
+}
+
+/// What a fresh watch gets from the first revision to `head`.
+pub async fn read_all(endpoints: &Endpoints, head: i64) -> Log {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let mut watcher = Watcher::new(0, endpoints.clone());
+        watcher.watch(|watcher| watcher.covered >= head || Instant::now() > deadline).await;
+        if watcher.covered >= head {
+            return watcher.seen;
+        }
+        assert!(Instant::now() < deadline, "the log cannot be read up to {head}, but to {}", watcher.covered);
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+fn difference(log: &Log, seen: &Log) -> String {
+    let first = log.keys().chain(seen.keys()).filter(|revision| log.get(revision) != seen.get(revision)).min();
+    first.map_or_else(
+        || "equal".to_owned(),
+        |revision| format!("revision {revision}: the log has {:?}, it saw {:?}", log.get(revision), seen.get(revision)),
+    )
+}
+
+mod tests {
+    use orlop::proto::client::{
+        etcdserverpb::{ResponseHeader, WatchResponse},
+        mvccpb::{Event, KeyValue},
+    };
+
+    use super::Watcher;
+
+    /// (header revision, event revisions); without events it is a progress.
+    fn takes(answers: &[(i64, &[i64])]) -> bool {
+        let answers: Vec<WatchResponse> = answers
+            .iter()
+            .map(|(header, events)| WatchResponse {
+                header: Some(ResponseHeader { revision: *header, ..Default::default() }),
+                events: events
+                    .iter()
+                    .map(|revision| {
+                        let kv = KeyValue {
+                            key: "k".into(),
+                            value: "1".into(),
+                            mod_revision: *revision,
+                            ..Default::default()
+                        };
+                        Event { kv: Some(kv), ..Default::default() }
+                    })
+                    .collect(),
+                ..Default::default()
+            })
+            .collect();
+        let taken = std::panic::catch_unwind(|| {
+            let mut watcher = Watcher::new(0, super::Endpoints::default());
+            answers.into_iter().for_each(|answer| watcher.take(answer));
+        });
+        taken.is_ok()
+    }
+
+    #[test]
+    fn broken_guarantees_are_found() {
+        let table: [(&str, &[(i64, &[i64])], bool); 7] = [
+            ("in order", &[(2, &[2]), (4, &[3, 4])], true),
+            ("one revision in two answers", &[(3, &[2, 3]), (3, &[3])], false),
+            ("going back", &[(3, &[3]), (3, &[2])], false),
+            ("going back in one answer", &[(3, &[3, 2])], false),
+            ("progress, then what it leaves room for", &[(5, &[]), (6, &[6])], true),
+            ("progress that overtook", &[(5, &[]), (5, &[5])], false),
+            ("beyond its header", &[(5, &[6])], false),
+        ];
+        for (name, answers, sound) in table {
+            assert_eq!(takes(answers), sound, "{name}");
+        }
+    }
+}

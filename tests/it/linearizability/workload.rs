@@ -1,0 +1,332 @@
+//! Clients that ask and write down what they were answered, and the check of all that they wrote down.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use orlop::proto::client::{
+    etcdserverpb::{
+        Compare, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, ResponseHeader, TxnRequest,
+        compare::TargetUnion, request_op::Request, response_op::Response,
+    },
+    mvccpb::KeyValue,
+};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, timeout},
+};
+use tonic::{Code, Status};
+
+use super::{
+    KEYS_CHANGE,
+    checker::{self, Answer, Ask, Found, Operation},
+    watcher::Log,
+};
+use crate::support::{Client as Connection, DEADLINE, Random, eventually};
+
+/// Where the instances listen just now.
+pub type Endpoints = Arc<Mutex<Vec<String>>>;
+
+const KEYS: usize = 4;
+const ANSWER_MAX: Duration = Duration::from_secs(10);
+
+/// An operation and its answer, with the header's revision.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    key: String,
+    operation: Operation,
+    header: Option<i64>,
+    /// It was refused: it must not have happened.
+    refused: bool,
+}
+
+/// How a call failed, by what may have come of it.
+enum Failure {
+    Refused,
+    Unknown,
+}
+
+pub struct Client {
+    number: usize,
+    endpoints: Endpoints,
+    started: Instant,
+    random: Random,
+    next_value: u64,
+    /// The last value seen of each key, to swap.
+    seen: HashMap<String, u64>,
+}
+
+impl Client {
+    pub fn new(number: usize, endpoints: Endpoints, started: Instant, random: Random) -> Self {
+        Self { number, endpoints, started, random, next_value: 1, seen: HashMap::new() }
+    }
+
+    pub async fn run(mut self, stopped: watch::Receiver<bool>) -> Vec<Entry> {
+        let mut history = Vec::new();
+        let mut connection = None;
+        while !*stopped.borrow() {
+            let Some(connected) = &mut connection else {
+                connection = connect(&self.endpoints, self.number).await;
+                continue;
+            };
+            let (key, ask) = self.choose();
+            let began = self.now();
+            let answer = timeout(ANSWER_MAX, call(connected, &key, ask)).await.unwrap_or(Err(Failure::Unknown));
+            let mut entry = Entry {
+                key,
+                operation: Operation { ask, answer: Answer::Unknown, began, ended: u64::MAX },
+                header: None,
+                refused: false,
+            };
+            match answer {
+                Ok((answer, header)) => {
+                    entry.operation = Operation { answer, ended: self.now(), ..entry.operation };
+                    entry.header = Some(header);
+                    self.learn(&entry);
+                }
+                Err(failure) => {
+                    entry.refused = matches!(failure, Failure::Refused);
+                    connection = None;
+                }
+            }
+            history.push(entry);
+            sleep(Duration::from_millis(self.random.next() % 20)).await;
+        }
+        history
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_nanos()).expect("a run is shorter than centuries")
+    }
+
+    fn choose(&mut self) -> (String, Ask) {
+        let period = self.started.elapsed().as_secs() / KEYS_CHANGE.as_secs();
+        let key = format!("lin/{period:04}/{}", self.random.below(KEYS));
+        self.next_value += 1;
+        let new = self.next_value * 1_000 + self.number as u64;
+        let ask = match (self.random.weighted(&[4, 4, 5, 1]), self.seen.get(&key)) {
+            (0, _) => Ask::Put(new),
+            (1, Some(old)) => Ask::Swap { old: *old, new },
+            (3, _) => Ask::Delete,
+            _ => Ask::Read,
+        };
+        (key, ask)
+    }
+
+    fn learn(&mut self, entry: &Entry) {
+        let value = match (entry.operation.ask, entry.operation.answer) {
+            (Ask::Put(value) | Ask::Swap { new: value, .. }, Answer::Written(_))
+            | (_, Answer::Found(Some((value, _)))) => value,
+            _ => return,
+        };
+        self.seen.insert(entry.key.clone(), value);
+    }
+}
+
+/// The instance of that number, or after it the others.
+pub async fn connect(endpoints: &Endpoints, number: usize) -> Option<Connection> {
+    let endpoint = {
+        let endpoints = endpoints.lock().expect("nobody panics with the endpoints in hand");
+        endpoints[number % endpoints.len()].clone()
+    };
+    if let Ok(Ok(connection)) = timeout(Duration::from_secs(1), Connection::try_connect(&endpoint)).await {
+        return Some(connection);
+    }
+    sleep(Duration::from_millis(20)).await;
+    None
+}
+
+/// The newest revision, once all is well again.
+pub async fn head(endpoints: &Endpoints) -> i64 {
+    eventually("a read when all is well again", async || {
+        let mut connection = connect(endpoints, 0).await.ok_or("no connection")?;
+        let range = RangeRequest { key: "k".into(), ..Default::default() };
+        let answer = timeout(DEADLINE, connection.kv.range(range)).await.map_err(|_| "no answer")?;
+        Ok::<_, &str>(revision(answer.map_err(|_| "an error")?.into_inner().header))
+    })
+    .await
+}
+
+fn revision(header: Option<ResponseHeader>) -> i64 {
+    header.expect("an answer has a header").revision
+}
+
+async fn call(connection: &mut Connection, key: &str, ask: Ask) -> Result<(Answer, i64), Failure> {
+    let bytes = || bytes::Bytes::copy_from_slice(key.as_bytes());
+    let put = |value: u64| PutRequest { key: bytes(), value: value.to_string().into(), ..Default::default() };
+    let get = || RangeRequest { key: bytes(), ..Default::default() };
+    let kv = &mut connection.kv;
+    match ask {
+        Ask::Put(value) => {
+            let header = revision(kv.put(put(value)).await.map_err(failure)?.into_inner().header);
+            Ok((Answer::Written(header), header))
+        }
+        Ask::Read => {
+            let answer = kv.range(get()).await.map_err(failure)?.into_inner();
+            Ok((Answer::Found(found(&answer.kvs)), revision(answer.header)))
+        }
+        Ask::Delete => {
+            let delete = DeleteRangeRequest { key: bytes(), ..Default::default() };
+            let answer = kv.delete_range(delete).await.map_err(failure)?.into_inner();
+            let header = revision(answer.header);
+            Ok((if answer.deleted == 0 { Answer::Nothing } else { Answer::Written(header) }, header))
+        }
+        Ask::Swap { old, new } => {
+            let compare = Compare {
+                key: bytes(),
+                target: 3,
+                target_union: Some(TargetUnion::Value(old.to_string().into())),
+                ..Default::default()
+            };
+            let op = |request| RequestOp { request: Some(request) };
+            let txn = TxnRequest {
+                compare: vec![compare],
+                success: vec![op(Request::RequestPut(put(new)))],
+                failure: vec![op(Request::RequestRange(get()))],
+            };
+            let answer = kv.txn(txn).await.map_err(failure)?.into_inner();
+            let header = revision(answer.header);
+            if answer.succeeded {
+                return Ok((Answer::Written(header), header));
+            }
+            let response = answer.responses.into_iter().next().and_then(|response| response.response);
+            let Some(Response::ResponseRange(range)) = response else { panic!("a range is answered as one") };
+            Ok((Answer::Found(found(&range.kvs)), header))
+        }
+    }
+}
+
+fn found(kvs: &[KeyValue]) -> Found {
+    kvs.first().map(|kv| (value(&kv.value), kv.mod_revision))
+}
+
+pub fn value(bytes: &[u8]) -> u64 {
+    std::str::from_utf8(bytes).ok().and_then(|text| text.parse().ok()).expect("values are numbers")
+}
+
+/// Only what says that nothing was done counts as that.
+fn failure(status: Status) -> Failure {
+    match (status.code(), status.message()) {
+        (Code::Unavailable, "etcdserver: no leader") | (Code::ResourceExhausted, _) => Failure::Refused,
+        _ => Failure::Unknown,
+    }
+}
+
+#[derive(Debug, Default)]
+pub struct Checked {
+    pub acknowledged: usize,
+    pub unknown: usize,
+    pub refused: usize,
+    pub keys: usize,
+}
+
+/// The whole check of a history against the log's events.
+pub fn check(history: Vec<Entry>, log: &Log) -> Result<Checked, String> {
+    check_headers(&history)?;
+    let mut checked = Checked::default();
+    let mut keys: BTreeMap<String, Vec<Operation>> = BTreeMap::new();
+    let written: HashMap<u64, i64> =
+        log.values().flatten().filter_map(|event| Some((event.value?, event.revision))).collect();
+    let mut revisions = HashSet::new();
+    for Entry { key, mut operation, refused, .. } in history {
+        let value = match operation.ask {
+            Ask::Put(value) | Ask::Swap { new: value, .. } => Some(value),
+            Ask::Read | Ask::Delete => None,
+        };
+        match operation.answer {
+            Answer::Written(revision) => {
+                checked.acknowledged += 1;
+                let event = log.get(&revision).and_then(|events| events.iter().find(|event| event.key == key));
+                if event.is_none_or(|event| event.value != value) {
+                    return Err(format!("{operation:?} of {key} was acknowledged; the log has {event:?} there"));
+                }
+                if !revisions.insert(revision) {
+                    return Err(format!("revision {revision} was given twice"));
+                }
+            }
+            Answer::Found(_) | Answer::Nothing => checked.acknowledged += 1,
+            Answer::Unknown if refused => {
+                checked.refused += 1;
+                if value.is_some_and(|value| written.contains_key(&value)) {
+                    return Err(format!("{operation:?} of {key} was refused and happened"));
+                }
+                continue;
+            }
+            Answer::Unknown => {
+                checked.unknown += 1;
+                // The values are unique, so the log tells whether it happened, if not when it should have been visible.
+                match (operation.ask, value.map(|value| written.get(&value))) {
+                    (Ask::Read, _) | (_, Some(None)) => continue,
+                    (_, Some(Some(revision))) => operation.answer = Answer::Written(*revision),
+                    (_, None) => {}
+                }
+            }
+        }
+        keys.entry(key).or_default().push(operation);
+    }
+    checked.keys = keys.len();
+    for (key, operations) in keys {
+        checker::check(operations).map_err(|around| format!("{key} is not linearizable; around:\n{around:#?}"))?;
+    }
+    Ok(checked)
+}
+
+/// What began after another had ended stands at its revision or a later one.
+fn check_headers(history: &[Entry]) -> Result<(), String> {
+    let answered = || history.iter().filter_map(|entry| Some((entry, entry.header?)));
+    let mut ends: Vec<(u64, i64)> = answered().map(|(entry, header)| (entry.operation.ended, header)).collect();
+    ends.sort_unstable();
+    let mut begins: Vec<_> = answered().collect();
+    begins.sort_by_key(|(entry, _)| entry.operation.began);
+    let (mut at, mut newest) = (0, 0);
+    for (entry, header) in begins {
+        while at < ends.len() && ends[at].0 < entry.operation.began {
+            newest = newest.max(ends[at].1);
+            at += 1;
+        }
+        if header < newest {
+            return Err(format!("{entry:?} stands at {header}, though {newest} had been answered before it began"));
+        }
+    }
+    Ok(())
+}
+
+mod tests {
+    use super::{Entry, check};
+    use crate::linearizability::{
+        checker::{Answer, Ask, Operation},
+        watcher::{Event, Log},
+    };
+
+    fn entry(ask: Ask, answer: Answer, began: u64, header: i64) -> Entry {
+        let operation = Operation { ask, answer, began, ended: began + 1 };
+        Entry { key: "k".to_owned(), operation, header: Some(header), refused: false }
+    }
+
+    #[test]
+    fn check_finds_what_is_wrong() {
+        let event = |revision, value| (revision, vec![Event { revision, key: "k".to_owned(), value: Some(value) }]);
+        let log: Log = [event(2, 1), event(3, 2)].into();
+        let sound = vec![
+            entry(Ask::Put(1), Answer::Written(2), 0, 2),
+            entry(Ask::Put(2), Answer::Written(3), 2, 3),
+            entry(Ask::Read, Answer::Found(Some((2, 3))), 4, 3),
+        ];
+        assert_eq!(check(sound.clone(), &log).expect("it is sound").acknowledged, 3);
+        let refused = Entry { refused: true, ..entry(Ask::Put(2), Answer::Unknown, 2, 3) };
+        let doctored = [
+            (0, entry(Ask::Put(9), Answer::Written(2), 0, 2), "the log has"),
+            (2, entry(Ask::Read, Answer::Found(Some((1, 2))), 4, 3), "not linearizable"),
+            (2, entry(Ask::Read, Answer::Found(Some((2, 3))), 4, 2), "stands at 2"),
+            (1, refused, "was refused and happened"),
+        ];
+        for (at, wrong, text) in doctored {
+            let mut history = sound.clone();
+            history[at] = wrong;
+            let error = check(history, &log).expect_err(text);
+            assert!(error.contains(text), "{error}");
+        }
+    }
+}
