@@ -42,8 +42,10 @@ impl Store {
         if request.consistency == Consistency::Linearizable {
             self.confirm().await?;
         }
-        let at = self.shared.index.read().resolve(request.at)?;
-        Ok(RangePieces { store: Arc::clone(self), request, at, after: None, count: 0, taken: 0, done: false })
+        let index = self.shared.index.read();
+        let (revision, at) = (index.head(), index.resolve(request.at)?);
+        drop(index);
+        Ok(RangePieces { store: Arc::clone(self), request, revision, at, after: None, count: 0, taken: 0, done: false })
     }
 
     /// A transaction that only reads, at one revision.
@@ -86,7 +88,11 @@ impl Store {
 
 impl Shared {
     async fn range_once(&self, request: &RangeRequest) -> Result<RangeResponse> {
-        let at = self.index.read().resolve(request.at)?;
+        // The header is of the moment at which the range is read: a watch from the next revision continues it.
+        let (revision, at) = {
+            let index = self.index.read();
+            (index.head(), index.resolve(request.at)?)
+        };
         let mut selection = Selection::new(request);
         let mut after = None;
         loop {
@@ -105,7 +111,6 @@ impl Shared {
         if request.projection == Projection::KeysOnly {
             kvs.iter_mut().for_each(|kv| *kv = kv.without_value());
         }
-        let revision = self.index.read().head();
         Ok(RangeResponse { revision, kvs, more, count })
     }
 
@@ -203,6 +208,8 @@ impl Shared {
 pub struct RangePieces {
     store: Arc<Store>,
     request: RangeRequest,
+    /// The head when it began.
+    revision: Revision,
     at: Revision,
     after: Option<Key>,
     count: usize,
@@ -249,8 +256,7 @@ impl RangePieces {
             kvs.iter_mut().for_each(|kv| *kv = kv.without_value());
         }
         self.taken += kvs.len();
-        let revision = shared.index.read().head();
-        Ok(Some(RangeResponse { revision, kvs, more, count: self.count }))
+        Ok(Some(RangeResponse { revision: self.revision, kvs, more, count: self.count }))
     }
 
     /// Whether the piece given last was the last.

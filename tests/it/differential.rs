@@ -41,7 +41,13 @@ const ROUND_OPS: usize = 5_000;
 const MISMATCHES_MAX: usize = 4;
 
 async fn answers_equal_those_of_etcd(backend: Backend) {
-    let ops = number("ORLOP_DIFF_OPS").unwrap_or(if env::var_os("CI").is_some() { 100_000 } else { 20_000 });
+    let default = match (env::var_os("CI").is_some(), backend) {
+        (true, Backend::Sqlite) => 100_000,
+        (true, Backend::Postgres) => 30_000,
+        (false, Backend::Sqlite) => 20_000,
+        (false, Backend::Postgres) => 10_000,
+    };
+    let ops = number("ORLOP_DIFF_OPS").unwrap_or(default);
     let first_seed = number("ORLOP_SEED").unwrap_or_else(|| RandomState::new().hash_one(()) >> 16);
     println!("seeds from {first_seed} on");
     let rounds = ops.div_ceil(ROUND_OPS as u64);

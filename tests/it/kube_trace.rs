@@ -15,7 +15,7 @@ mod watched;
 use compare::Peer;
 use replay::Compared;
 
-use crate::support::{Backend, Server, on_both_backends, skip};
+use crate::support::{Backend, Postgres, Server, on_both_backends, skip};
 
 /// What the recording holds. A replay that compares less has skipped something.
 const RECORDED: Compared =
@@ -23,21 +23,30 @@ const RECORDED: Compared =
 
 async fn replays_equal_on_orlop(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
-    replays_equal(server.endpoint(), Peer::Orlop).await;
+    replays_equal(&[server.endpoint()], Peer::Orlop).await;
+}
+
+/// The recording tells calls apart but not connections, so every step goes to the other instance than the one before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn replays_equal_on_two_instances_of_one_database() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let (one, other) = (Server::orlop_on(&datastore, &[]).await, Server::orlop_on(&datastore, &[]).await);
+    replays_equal(&[one.endpoint(), other.endpoint()], Peer::Orlop).await;
 }
 
 #[tokio::test]
 async fn replays_equal_on_etcd() {
     let Some(server) = Server::etcd().await else { return };
     match replay::etcd_minor_version(server.endpoint()).await {
-        minor @ 5.. => replays_equal(server.endpoint(), Peer::Etcd { minor }).await,
+        minor @ 5.. => replays_equal(&[server.endpoint()], Peer::Etcd { minor }).await,
         // An older one lets progress answers overtake events.
         _ => skip("etcd 3.5 or later"),
     }
 }
 
-async fn replays_equal(endpoint: &str, peer: Peer) {
-    match replay::replay(endpoint, peer, trace::load()).await {
+async fn replays_equal(endpoints: &[&str], peer: Peer) {
+    match replay::replay(endpoints, peer, trace::load()).await {
         Ok(compared) => assert_eq!(compared, RECORDED),
         Err(mismatch) => panic!("{mismatch}"),
     }

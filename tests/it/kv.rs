@@ -398,6 +398,30 @@ async fn compaction_forbids_what_lies_below_and_keeps_the_rest(backend: Backend)
     check_refused("inner", client.kv.txn(txn).await, Code::OutOfRange, COMPACTED);
 }
 
+/// A client lists, and then watches from the revision behind the one in the header.
+async fn list_shows_the_store_at_its_headers_revision(backend: Backend) {
+    const KEYS: usize = 10_000;
+    let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "500000"]).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for first in (0..KEYS).step_by(100) {
+        let puts = (first..first + 100).map(|number| Request::RequestPut(put(&format!("k/{number:05}"), "value")));
+        let success = puts.map(|put| RequestOp { request: Some(put) }).collect();
+        client.kv.txn(TxnRequest { success, ..Default::default() }).await.expect("a transaction");
+    }
+    let mut writer = client.clone();
+    let writing = tokio::spawn(async move {
+        for number in (0..KEYS).cycle().step_by(7) {
+            writer.kv.put(put(&format!("k/{number:05}"), "newer")).await.expect("a put");
+        }
+    });
+    for _ in 0..30 {
+        let answer = client.kv.range(range("k/", "k0")).await.expect("a range").into_inner();
+        let newest = answer.kvs.iter().map(|kv| kv.mod_revision).max().expect("there are keys");
+        assert_eq!(newest, answer.header.expect("a header").revision, "every revision writes a key of the list");
+    }
+    writing.abort();
+}
+
 async fn large_answers_arrive_whole(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "3000000"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -431,5 +455,6 @@ on_both_backends!(
     transaction_reads_its_own_writes_and_uses_one_revision,
     bad_transactions_are_refused_whole,
     compaction_forbids_what_lies_below_and_keeps_the_rest,
+    list_shows_the_store_at_its_headers_revision,
     large_answers_arrive_whole,
 );

@@ -46,6 +46,7 @@ async fn history_is_linearizable_whatever_fails() {
     let endpoints: Endpoints = Arc::new(Mutex::new(servers.iter().map(|it| it.endpoint().to_owned()).collect()));
 
     let (stop, stopped) = watch::channel(false);
+    let (end, ends) = watch::channel(None);
     let started = Instant::now();
     let clients: Vec<_> = (0..CLIENTS)
         .map(|client| {
@@ -55,7 +56,7 @@ async fn history_is_linearizable_whatever_fails() {
         })
         .collect();
     let watchers: Vec<_> = (0..INSTANCES)
-        .map(|instance| tokio::spawn(Watcher::new(instance, Arc::clone(&endpoints)).run(stopped.clone())))
+        .map(|instance| tokio::spawn(Watcher::new(instance, Arc::clone(&endpoints)).run(ends.clone())))
         .collect();
 
     let faults = break_things(&postgres, &mut servers, &endpoints, Duration::from_secs(secs), Random::new(seed)).await;
@@ -65,6 +66,7 @@ async fn history_is_linearizable_whatever_fails() {
         history.extend(client.await.expect("a client ends"));
     }
     let head = workload::head(&endpoints).await;
+    end.send_replace(Some(head));
     let log = watcher::read_all(&endpoints, head).await;
     for watcher in watchers {
         watcher.await.expect("a watch keeps its guarantees").check(&log, head);

@@ -2,6 +2,7 @@
 
 #![allow(clippy::wildcard_enum_match_arm, reason = "a test speaks of the variants that it means")]
 
+mod ambiguity;
 mod differential;
 mod durability;
 mod etcdctl;

@@ -4,6 +4,7 @@
 
 mod client;
 mod postgres;
+mod proxy;
 mod random;
 mod server;
 mod stream;
@@ -16,6 +17,7 @@ use tokio::time::Instant;
 pub use self::{
     client::Client,
     postgres::{Fsync, Postgres},
+    proxy::{Cut, Proxy},
     random::Random,
     server::Server,
     stream::{Stream, everything},

@@ -90,7 +90,7 @@ impl Database {
             set_up(&mut connection).await?;
             Ok(connection)
         };
-        timeout(CONNECT_MAX, connecting).await.unwrap_or(Err(sqlx::Error::PoolTimedOut))
+        timeout(CONNECT_MAX, connecting).await.unwrap_or_else(|_| Err(silence(CONNECT_MAX)))
     }
 
     /// The first connection of a start, which waits for a database that is just coming up.
@@ -273,6 +273,9 @@ impl Occupied<'_> {
 
 /// Gives up on a server that does not answer.
 pub(super) async fn bounded<T>(work: impl Future<Output = sqlx::Result<T>>) -> sqlx::Result<T> {
-    let silence = || std::io::Error::new(std::io::ErrorKind::TimedOut, format!("no answer within {GIVE_UP:?}"));
-    timeout(GIVE_UP, work).await.unwrap_or_else(|_| Err(sqlx::Error::Io(silence())))
+    timeout(GIVE_UP, work).await.unwrap_or_else(|_| Err(silence(GIVE_UP)))
+}
+
+fn silence(patience: Duration) -> sqlx::Error {
+    sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, format!("no answer within {patience:?}")))
 }

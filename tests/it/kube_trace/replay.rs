@@ -6,7 +6,7 @@ use std::{
 };
 
 use orlop::proto::client::etcdserverpb::{
-    LeaseGrantRequest, LeaseGrantResponse, LeaseKeepAliveRequest, StatusRequest, kv_client::KvClient,
+    LeaseGrantRequest, LeaseGrantResponse, LeaseKeepAliveRequest, RangeRequest, StatusRequest, kv_client::KvClient,
     lease_client::LeaseClient, maintenance_client::MaintenanceClient, watch_client::WatchClient,
 };
 use tokio::time::{Instant, timeout};
@@ -36,10 +36,15 @@ pub struct Compared {
     pub progress: usize,
 }
 
-/// Replays the steps on the empty store behind the endpoint, up to the first difference.
-pub async fn replay(endpoint: &str, peer: Peer, steps: Vec<Step>) -> Result<Compared, Box<Mismatch>> {
-    let mut replay = Replay::new(connect(endpoint).await, peer);
+/// Replays the steps on the empty store behind the endpoints, up to the first difference. Calls and streams go to each
+/// endpoint in turn.
+pub async fn replay(endpoints: &[&str], peer: Peer, steps: Vec<Step>) -> Result<Compared, Box<Mismatch>> {
+    let mut replay = Replay::new(peer);
+    for endpoint in endpoints {
+        replay.instances.push_back(Instance::new(connect(endpoint).await));
+    }
     for step in steps {
+        replay.instances.rotate_left(1);
         match step {
             Step::Call { exchange, metadata } => replay.call(exchange, &metadata).await?,
             Step::Watch { stream, exchange, metadata, events } => {
@@ -70,10 +75,8 @@ pub fn with_metadata<T>(metadata: &Metadata, message: T) -> tonic::Request<T> {
 
 struct Replay {
     peer: Peer,
-    kv: KvClient<Channel>,
-    lease: LeaseClient<Channel>,
-    maintenance: MaintenanceClient<Channel>,
-    watch: WatchClient<Channel>,
+    /// The first one's turn it is.
+    instances: VecDeque<Instance>,
     /// The revision at which the store stands: that of the newest answer.
     head: i64,
     streams: BTreeMap<CallId, Stream>,
@@ -81,9 +84,19 @@ struct Replay {
     compared: Compared,
 }
 
+/// The clients of one server of the store.
+#[derive(Clone)]
+struct Instance {
+    kv: KvClient<Channel>,
+    lease: LeaseClient<Channel>,
+    maintenance: MaintenanceClient<Channel>,
+    watch: WatchClient<Channel>,
+}
+
 struct Stream {
     watched: Watched,
     created: Exchange,
+    instance: Instance,
 }
 
 /// The leases granted so far, kept alive: none expired in the recording, and the replay has a pace of its own.
@@ -97,14 +110,31 @@ impl Leases {
     const RENEW_AFTER: Duration = Duration::from_secs(3);
 }
 
-impl Replay {
-    fn new(channel: Channel, peer: Peer) -> Self {
+impl Instance {
+    fn new(channel: Channel) -> Self {
         Self {
-            peer,
             kv: KvClient::new(channel.clone()).max_decoding_message_size(usize::MAX),
             lease: LeaseClient::new(channel.clone()),
             maintenance: MaintenanceClient::new(channel.clone()),
             watch: WatchClient::new(channel).max_decoding_message_size(usize::MAX),
+        }
+    }
+
+    /// Brings it to where the others are: what is not linearizable, as a watch's created answer and the
+    /// status, tells how far this one instance is. A linearizable read must not be behind.
+    async fn reach(&mut self, head: i64) {
+        let read = RangeRequest { key: "\0".into(), ..Default::default() };
+        let answer = self.kv.range(read).await.expect("the server takes a range").into_inner();
+        let revision = answer.header.expect("an answer has a header").revision;
+        assert_eq!(revision, head, "a linearizable read sees every write that was answered, on any instance");
+    }
+}
+
+impl Replay {
+    fn new(peer: Peer) -> Self {
+        Self {
+            peer,
+            instances: VecDeque::new(),
             head: 1,
             streams: BTreeMap::new(),
             leases: Leases { granted: Vec::new(), renewed: Instant::now() },
@@ -140,22 +170,24 @@ impl Replay {
     }
 
     async fn send(&mut self, exchange: &Exchange, metadata: &Metadata) -> Result<Answer, Status> {
+        let instance = self.instances.front_mut().expect("there is a server");
         Ok(match &exchange.request {
             Request::Range(request) => {
-                Answer::Range(self.kv.range(with_metadata(metadata, request.clone())).await?.into_inner())
+                Answer::Range(instance.kv.range(with_metadata(metadata, request.clone())).await?.into_inner())
             }
             Request::Txn(request) => {
-                Answer::Txn(self.kv.txn(with_metadata(metadata, request.clone())).await?.into_inner())
+                Answer::Txn(instance.kv.txn(with_metadata(metadata, request.clone())).await?.into_inner())
             }
             Request::Compact(request) => {
-                Answer::Compact(self.kv.compact(with_metadata(metadata, *request)).await?.into_inner())
+                Answer::Compact(instance.kv.compact(with_metadata(metadata, *request)).await?.into_inner())
             }
             Request::LeaseGrant(request) => {
                 let request = with_recorded_id(request, &exchange.answer);
-                Answer::LeaseGrant(self.lease.lease_grant(with_metadata(metadata, request)).await?.into_inner())
+                Answer::LeaseGrant(instance.lease.lease_grant(with_metadata(metadata, request)).await?.into_inner())
             }
             Request::Status(request) => {
-                Answer::Status(self.maintenance.status(with_metadata(metadata, *request)).await?.into_inner())
+                instance.reach(self.head).await;
+                Answer::Status(instance.maintenance.status(with_metadata(metadata, *request)).await?.into_inner())
             }
             Request::Watch(_) => unreachable!("a watch is no unary call"),
         })
@@ -169,14 +201,17 @@ impl Replay {
         events: VecDeque<RecordedEvent>,
     ) -> Result<(), Box<Mismatch>> {
         let Request::Watch(request) = &created.request else { unreachable!("a watch begins with a watch request") };
-        let opened = Watched::open(self.peer, &mut self.watch, (metadata, request), &created.answer, events).await;
+        let mut instance = self.instances.front().expect("there is a server").clone();
+        instance.reach(self.head).await;
+        let opened = Watched::open(self.peer, &mut instance.watch, (metadata, request), &created.answer, events).await;
         let watched = opened.map_err(|what| created.mismatch(what))?;
-        self.streams.insert(stream, Stream { watched, created });
+        self.streams.insert(stream, Stream { watched, created, instance });
         Ok(())
     }
 
     async fn progress(&mut self, stream: CallId, exchange: Exchange) -> Result<(), Box<Mismatch>> {
         let stream = self.streams.get_mut(&stream).expect("a stream asks between its create and its end");
+        // Not brought there first: the answer must cover what any instance acknowledged.
         let progress = stream.watched.progress(self.head, &exchange.answer).await;
         progress.map_err(|what| stream.created.mismatch(format!("progress, seq={}: {what}", exchange.seq)))?;
         self.compared.progress += 1;
@@ -184,14 +219,16 @@ impl Replay {
     }
 
     async fn end(&mut self, stream: CallId) -> Result<(), Box<Mismatch>> {
-        let Stream { watched, created } = self.streams.remove(&stream).expect("a stream ends once, after its create");
+        let stream = self.streams.remove(&stream).expect("a stream ends once, after its create");
+        let Stream { watched, created, mut instance } = stream;
+        instance.reach(self.head).await;
         self.compared.events += watched.end(self.head).await.map_err(|what| created.mismatch(what))?;
         self.compared.streams += 1;
         Ok(())
     }
 
     async fn settle(&mut self) -> Result<(), Box<Mismatch>> {
-        for Stream { watched, created } in self.streams.values_mut() {
+        for Stream { watched, created, .. } in self.streams.values_mut() {
             watched.settle(self.head).await.map_err(|what| created.mismatch(what))?;
         }
         Ok(())
@@ -204,7 +241,8 @@ impl Replay {
         self.leases.renewed = Instant::now();
         let requests: Vec<_> = self.leases.granted.iter().map(|id| LeaseKeepAliveRequest { id: *id }).collect();
         let count = requests.len();
-        let answers = self.lease.lease_keep_alive(tokio_stream::iter(requests)).await;
+        let instance = self.instances.front_mut().expect("there is a server");
+        let answers = instance.lease.lease_keep_alive(tokio_stream::iter(requests)).await;
         let renewed = answers.expect("the server keeps leases alive").into_inner().take(count);
         let ttls: Vec<_> = renewed.map(|answer| answer.map(|answer| answer.ttl)).collect().await;
         assert!(ttls.iter().all(|ttl| ttl.as_ref().is_ok_and(|ttl| *ttl > 0)), "every lease lives on: {ttls:?}");

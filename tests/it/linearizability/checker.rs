@@ -37,33 +37,33 @@ pub struct Operation {
     pub ended: u64,
 }
 
-/// What the key holds. The revision is `None` after a write that was not answered, until a read tells it.
+/// What the key holds. After a write that was not answered its revision is only known to be a later one, until a read
+/// tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 struct State {
     value: Option<u64>,
-    revision: Option<i64>,
+    revision: i64,
+    is_later: bool,
 }
 
 impl State {
     fn after(self, operation: &Operation) -> Option<Self> {
         let written = |value: Option<u64>, revision: i64| {
-            let newer = self.revision.is_none_or(|before| before < revision);
-            newer.then_some(Self { value, revision: Some(revision) })
+            (self.revision < revision).then_some(Self { value, revision, is_later: false })
         };
+        let unanswered = |value: Option<u64>| Some(Self { value, is_later: true, ..self });
         match (operation.ask, operation.answer) {
             (Ask::Put(value), Answer::Written(revision)) => written(Some(value), revision),
-            (Ask::Put(value), Answer::Unknown) => Some(Self { value: Some(value), revision: None }),
+            (Ask::Put(value), Answer::Unknown) => unanswered(Some(value)),
             (Ask::Swap { old, new }, Answer::Written(revision)) if self.value == Some(old) => {
                 written(Some(new), revision)
             }
-            (Ask::Swap { old, new }, Answer::Unknown) if self.value == Some(old) => {
-                Some(Self { value: Some(new), revision: None })
-            }
+            (Ask::Swap { old, new }, Answer::Unknown) if self.value == Some(old) => unanswered(Some(new)),
             (Ask::Swap { old, .. }, Answer::Found(found)) if self.value != Some(old) => self.shows(found),
             (Ask::Read, Answer::Found(found)) => self.shows(found),
             (Ask::Delete, Answer::Written(revision)) if self.value.is_some() => written(None, revision),
             (Ask::Delete, Answer::Nothing) if self.value.is_none() => Some(self),
-            (Ask::Delete, Answer::Unknown) if self.value.is_some() => Some(Self { value: None, revision: None }),
+            (Ask::Delete, Answer::Unknown) if self.value.is_some() => unanswered(None),
             _ => None,
         }
     }
@@ -72,8 +72,8 @@ impl State {
         match found {
             None => self.value.is_none().then_some(self),
             Some((value, revision)) => {
-                let same = self.value == Some(value) && self.revision.is_none_or(|known| known == revision);
-                same.then_some(Self { revision: Some(revision), ..self })
+                let fits = if self.is_later { self.revision < revision } else { self.revision == revision };
+                (fits && self.value == Some(value)).then_some(Self { revision, is_later: false, ..self })
             }
         }
     }

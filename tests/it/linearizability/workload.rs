@@ -225,6 +225,7 @@ pub struct Checked {
 /// The whole check of a history against the log's events.
 pub fn check(history: Vec<Entry>, log: &Log) -> Result<Checked, String> {
     check_headers(&history)?;
+    let agreement = check_agreement(&history, log);
     let mut checked = Checked::default();
     let mut keys: BTreeMap<String, Vec<Operation>> = BTreeMap::new();
     let written: HashMap<u64, i64> =
@@ -270,7 +271,56 @@ pub fn check(history: Vec<Entry>, log: &Log) -> Result<Checked, String> {
     for (key, operations) in keys {
         checker::check(operations).map_err(|around| format!("{key} is not linearizable; around:\n{around:#?}"))?;
     }
-    Ok(checked)
+    agreement.map(|()| checked)
+}
+
+/// Answers and log tell the same story: each event is of one write that may have happened, and what an answer shows is what
+/// the log has at the revision in its header. A client that lists and then watches from the next revision relies on that.
+fn check_agreement(history: &[Entry], log: &Log) -> Result<(), String> {
+    let mut puts: HashMap<(&str, u64), bool> = HashMap::new();
+    let (mut deleted, mut perhaps_deleted) = (HashSet::new(), HashMap::<&str, usize>::new());
+    for Entry { key, operation, refused, .. } in history {
+        match (operation.ask, operation.answer) {
+            _ if *refused => {}
+            (Ask::Put(value) | Ask::Swap { new: value, .. }, Answer::Written(_) | Answer::Unknown) => {
+                puts.insert((key, value), false);
+            }
+            (Ask::Delete, Answer::Written(revision)) => drop(deleted.insert((key.as_str(), revision))),
+            (Ask::Delete, Answer::Unknown) => *perhaps_deleted.entry(key).or_default() += 1,
+            _ => {}
+        }
+    }
+    let mut states: HashMap<&str, BTreeMap<i64, Found>> = HashMap::new();
+    for event in log.values().flatten() {
+        let (key, revision) = (event.key.as_str(), event.revision);
+        states.entry(key).or_default().insert(revision, event.value.map(|value| (value, revision)));
+        match event.value {
+            Some(value) => match puts.get_mut(&(key, value)) {
+                None => return Err(format!("nobody wrote {event:?}")),
+                Some(true) => return Err(format!("{event:?} was there before: it was done twice")),
+                Some(happened) => *happened = true,
+            },
+            None if deleted.contains(&(key, revision)) => {}
+            None => match perhaps_deleted.get_mut(key).filter(|left| **left > 0) {
+                None => return Err(format!("nobody deleted {event:?}")),
+                Some(left) => *left -= 1,
+            },
+        }
+    }
+    for entry in history {
+        let found = match entry.operation.answer {
+            Answer::Found(found) => found,
+            Answer::Nothing => None,
+            Answer::Written(_) | Answer::Unknown => continue,
+        };
+        let Some(header) = entry.header else { continue };
+        let newest = states.get(entry.key.as_str()).and_then(|states| states.range(..=header).next_back());
+        let logged = newest.and_then(|(_, found)| *found);
+        if logged != found {
+            return Err(format!("{entry:?} does not show what the log has at its header's revision: {logged:?}"));
+        }
+    }
+    Ok(())
 }
 
 /// What began after another had ended stands at its revision or a later one.
@@ -325,6 +375,27 @@ mod tests {
         for (at, wrong, text) in doctored {
             let mut history = sound.clone();
             history[at] = wrong;
+            let error = check(history, &log).expect_err(text);
+            assert!(error.contains(text), "{error}");
+        }
+        let logs: [(Log, &str); 2] = [
+            ([event(2, 1), event(3, 2), event(4, 1)].into(), "it was done twice"),
+            ([event(2, 1), event(3, 2), event(4, 9)].into(), "nobody wrote"),
+        ];
+        for (log, text) in logs {
+            let error = check(sound.clone(), &log).expect_err(text);
+            assert!(error.contains(text), "{error}");
+        }
+        let overlapping = [
+            (entry(Ask::Read, Answer::Found(Some((1, 2))), 1, 3), "does not show what the log has"),
+            (entry(Ask::Read, Answer::Found(Some((2, 3))), 1, 2), "does not show what the log has"),
+        ];
+        for (read, text) in overlapping {
+            let mut history = sound.clone();
+            history[0].operation.ended = 3;
+            history[1].operation.began = 1;
+            history[2] = read;
+            history[2].operation.ended = 9;
             let error = check(history, &log).expect_err(text);
             assert!(error.contains(text), "{error}");
         }

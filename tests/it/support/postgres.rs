@@ -21,9 +21,13 @@ use super::{eventually, skip};
 /// Starts the server and stops it (immediate mode) on command. When nobody holds the other end of its standard input any more
 /// it stops the server for good and removes the folder. `$1`: the folder; the rest: the server's command.
 const GUARD: &str = r#"
+# Nobody may read an answer any more, and that must not end us before the work is done.
+trap '' PIPE
 folder=$1; shift
 start() { "$@" >>"$folder/log" 2>&1 & server=$!; }
-stop() { kill -QUIT "$server"; wait "$server"; }
+runs() { { read -r _ _ state _ <"/proc/$server/stat"; } 2>/dev/null && [ "$state" != Z ]; }
+# More than once, as a shell's background job ignores the signal until it has a handler of its own.
+stop() { while runs; do kill -QUIT "$server"; sleep 0.05; done; wait "$server"; }
 start "$@"
 while read -r order; do
   case $order in

@@ -1,0 +1,112 @@
+//! The connection to Postgres breaks at every point of a commit: what was acknowledged is there, what was refused is not.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use tonic::Code;
+
+use crate::support::{Client, Cut, Postgres, Proxy, Random, Server, Stream, eventually, everything};
+
+const CLIENTS: usize = 6;
+const CUTS: usize = 300;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn cut_commits_lose_nothing_acknowledged_and_do_nothing_refused() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let proxy = Proxy::start(postgres.port()).await;
+    let server = Server::orlop_on(&proxy.endpoint(&postgres.create_database()), &[]).await;
+    let client = Client::connect(server.endpoint()).await;
+    let mut watching = client.clone();
+    let mut stream = Stream::open(&mut watching).await;
+    stream.create(everything(0)).await;
+
+    let mut tasks = Vec::new();
+    let (stop, stopped) = tokio::sync::watch::channel(false);
+    for number in 0..CLIENTS {
+        tasks.push(tokio::spawn(write(client.clone(), number, stopped.clone())));
+    }
+    let mut random = Random::new(7);
+    let mut cut = BTreeMap::new();
+    while proxy.cuts() < CUTS {
+        let kind = random.pick(&[Cut::Before, Cut::During, Cut::After]);
+        let before = proxy.cuts();
+        proxy.arm(kind);
+        eventually("a cut", async || if proxy.cuts() > before { Ok(()) } else { Err("no append came") }).await;
+        *cut.entry(format!("{kind:?}")).or_insert(0) += 1;
+    }
+    stop.send_replace(true);
+    let (mut acknowledged, mut refused, mut unknown) = (BTreeMap::new(), BTreeSet::new(), 0);
+    for task in tasks {
+        let outcomes = task.await.expect("a client ends");
+        acknowledged.extend(outcomes.acknowledged);
+        refused.extend(outcomes.refused);
+        unknown += outcomes.unknown;
+    }
+    println!("{cut:?}: {} acknowledged, {} refused, {unknown} unknown", acknowledged.len(), refused.len());
+    assert!(unknown > CUTS / 2 && acknowledged.len() > CUTS, "it was cut, and it worked");
+
+    let all = || RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
+    let answer = eventually("a read", async || client.clone().kv.range(all()).await).await.into_inner();
+    let head = answer.header.expect("a header").revision;
+    let there: BTreeMap<String, i64> =
+        answer.kvs.iter().map(|kv| (String::from_utf8_lossy(&kv.key).into_owned(), kv.mod_revision)).collect();
+    for (key, revision) in &acknowledged {
+        assert_eq!(there.get(key), Some(revision), "{key} was acknowledged");
+    }
+    for key in &refused {
+        assert!(!there.contains_key(key), "{key} was refused");
+    }
+    assert_eq!(stream.read_until(head).await, (2..=head).collect::<Vec<_>>(), "the watch has no gap");
+    assert_eq!(there.len() as i64, head - 1, "and nothing was done twice");
+}
+
+#[derive(Default)]
+struct Outcomes {
+    acknowledged: BTreeMap<String, i64>,
+    refused: BTreeSet<String>,
+    unknown: usize,
+}
+
+/// Puts one key after the other, each once.
+async fn write(mut client: Client, number: usize, stopped: tokio::sync::watch::Receiver<bool>) -> Outcomes {
+    let mut outcomes = Outcomes::default();
+    for round in 0.. {
+        if *stopped.borrow() {
+            break;
+        }
+        let key = format!("{number}/{round}");
+        let put = PutRequest { key: key.clone().into(), value: "value".into(), ..Default::default() };
+        match client.kv.put(put).await {
+            Ok(answer) => {
+                outcomes.acknowledged.insert(key, answer.into_inner().header.expect("a header").revision);
+            }
+            Err(status) if status.message() == "etcdserver: no leader" => {
+                outcomes.refused.insert(key);
+            }
+            Err(status) => {
+                assert_eq!((status.code(), status.message()), (Code::Unavailable, "etcdserver: request timed out"));
+                outcomes.unknown += 1;
+            }
+        }
+    }
+    outcomes
+}
+
+/// A pooler in between, for example, tells of nothing.
+#[tokio::test]
+async fn rows_of_others_arrive_without_notifications() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let proxy = Proxy::start(postgres.port()).await;
+    proxy.drop_notifications();
+    let one = Server::orlop_on(&datastore, &["--name", "one"]).await;
+    let deaf = Server::orlop_on(&proxy.endpoint(&datastore), &["--name", "deaf"]).await;
+    let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(deaf.endpoint()).await);
+    let mut stream = Stream::open(&mut b).await;
+    stream.create(everything(0)).await;
+    for round in 0..10 {
+        let put = PutRequest { key: "k".into(), value: round.to_string().into(), ..Default::default() };
+        let revision = a.kv.put(put).await.expect("a put").into_inner().header.expect("a header").revision;
+        assert_eq!(stream.read_until(revision).await, [revision]);
+    }
+}

@@ -1,0 +1,201 @@
+//! A proxy between Orlop and Postgres that understands just enough of the protocol to cut a connection at a chosen point.
+//!
+//! A client's messages are a type byte, a length that counts itself, and a body; only the first has no type. The server's
+//! all have one. What is of interest: Parse (`P`: a statement's name and text), Bind (`B`: a portal and the statement's name),
+//! ReadyForQuery (`Z`, which ends an answer) and NotificationResponse (`A`).
+
+use std::{
+    collections::HashSet,
+    io,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU16, AtomicUsize, Ordering},
+    },
+};
+
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{
+        TcpListener, TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::Notify,
+};
+
+/// The statement that commits.
+const APPEND: &[u8] = b"orlop_append";
+
+/// Where a connection is cut when an append comes along it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    /// The server never sees the statement.
+    Before,
+    /// The server has it, and may do it while the connection breaks.
+    During,
+    /// The server has done it, and its answer is lost.
+    After,
+}
+
+/// See the module's page. It runs until the test's runtime ends.
+pub struct Proxy {
+    port: u16,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    server_port: AtomicU16,
+    /// What is done to the next append.
+    armed: Mutex<Option<Cut>>,
+    cuts: AtomicUsize,
+    drops_notifications: AtomicBool,
+}
+
+impl Proxy {
+    pub async fn start(server_port: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+        let port = listener.local_addr().expect("a bound socket has an address").port();
+        let shared = Arc::new(Shared {
+            server_port: AtomicU16::new(server_port),
+            armed: Mutex::new(None),
+            cuts: AtomicUsize::new(0),
+            drops_notifications: AtomicBool::new(false),
+        });
+        let accepting = Arc::clone(&shared);
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                tokio::spawn(serve(client, Arc::clone(&accepting)));
+            }
+        });
+        Self { port, shared }
+    }
+
+    /// The endpoint with this proxy in the server's place.
+    pub fn endpoint(&self, endpoint: &str) -> String {
+        let server = format!(":{}/", self.shared.server_port.load(Ordering::Relaxed));
+        endpoint.replace(&server, &format!(":{}/", self.port))
+    }
+
+    /// Cuts the connection of the next append, unless a cut is armed already.
+    pub fn arm(&self, cut: Cut) {
+        self.shared.armed.lock().expect("nobody panics with it in hand").get_or_insert(cut);
+    }
+
+    /// Appends that were cut.
+    pub fn cuts(&self) -> usize {
+        self.shared.cuts.load(Ordering::Relaxed)
+    }
+
+    pub fn drop_notifications(&self) {
+        self.shared.drops_notifications.store(true, Ordering::Relaxed);
+    }
+}
+
+/// One connection.
+struct Link {
+    shared: Arc<Shared>,
+    /// The answer under way is the last that is read, and is not passed on.
+    is_last_answer: AtomicBool,
+    end: Notify,
+}
+
+async fn serve(client: TcpStream, shared: Arc<Shared>) {
+    let server = TcpStream::connect(("127.0.0.1", shared.server_port.load(Ordering::Relaxed))).await;
+    let Ok(server) = server else { return };
+    // Otherwise the two halves of an answer wait for one another.
+    let _ = (client.set_nodelay(true), server.set_nodelay(true));
+    let (mut from_client, mut to_client) = client.into_split();
+    let Ok(start) = startup(&mut from_client, &mut to_client).await else { return };
+    let (from_server, to_server) = server.into_split();
+    let link = Link { shared, is_last_answer: AtomicBool::new(false), end: Notify::new() };
+    // Whichever ends first drops all four halves, and so closes both sides.
+    tokio::select! {
+        _ = requests(&link, start, from_client, to_server) => {}
+        _ = answers(&link, from_server, to_client) => {}
+        () = link.end.notified() => {}
+    }
+}
+
+/// The first message, a length and a body. A question for TLS before it is answered with no.
+async fn startup(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::Result<Vec<u8>> {
+    const TLS: [u8; 4] = 80_877_103_u32.to_be_bytes();
+    loop {
+        let mut message = vec![0; 4];
+        from.read_exact(&mut message).await?;
+        let length = u32::from_be_bytes([message[0], message[1], message[2], message[3]]) as usize;
+        message.resize(length, 0);
+        from.read_exact(&mut message[4..]).await?;
+        if message[4..] != TLS {
+            return Ok(message);
+        }
+        to.write_all(b"N").await?;
+    }
+}
+
+async fn requests(
+    link: &Link,
+    start: Vec<u8>,
+    mut client: OwnedReadHalf,
+    mut server: OwnedWriteHalf,
+) -> io::Result<()> {
+    server.write_all(&start).await?;
+    let mut appends: HashSet<Vec<u8>> = HashSet::new();
+    loop {
+        let message = read(&mut client).await?;
+        match message[0] {
+            b'P' if message.windows(APPEND.len()).any(|part| part == APPEND) => {
+                appends.insert(text(&message[5..]).to_vec());
+            }
+            b'B' => {
+                let portal = text(&message[5..]).len();
+                let is_append = appends.contains(text(&message[5 + portal + 1..]));
+                let cut = if is_append { link.shared.armed.lock().expect("nobody panics").take() } else { None };
+                if let Some(cut) = cut {
+                    link.shared.cuts.fetch_add(1, Ordering::Relaxed);
+                    match cut {
+                        Cut::Before => return Ok(()),
+                        Cut::During => {
+                            server.write_all(&message).await?;
+                            // Execute and Sync follow.
+                            for _ in 0..2 {
+                                let rest = read(&mut client).await?;
+                                server.write_all(&rest).await?;
+                            }
+                            return Ok(());
+                        }
+                        Cut::After => link.is_last_answer.store(true, Ordering::Relaxed),
+                    }
+                }
+            }
+            _ => {}
+        }
+        server.write_all(&message).await?;
+    }
+}
+
+async fn answers(link: &Link, mut server: OwnedReadHalf, mut client: OwnedWriteHalf) -> io::Result<()> {
+    loop {
+        let message = read(&mut server).await?;
+        if link.is_last_answer.load(Ordering::Relaxed) {
+            if message[0] == b'Z' {
+                link.end.notify_one();
+            }
+        } else if message[0] != b'A' || !link.shared.drops_notifications.load(Ordering::Relaxed) {
+            client.write_all(&message).await?;
+        }
+    }
+}
+
+/// A message whole, with its type and length.
+async fn read(from: &mut OwnedReadHalf) -> io::Result<Vec<u8>> {
+    let mut message = vec![0; 5];
+    from.read_exact(&mut message).await?;
+    let length = u32::from_be_bytes([message[1], message[2], message[3], message[4]]) as usize;
+    message.resize(1 + length, 0);
+    from.read_exact(&mut message[5..]).await?;
+    Ok(message)
+}
+
+/// What comes before the next zero byte.
+fn text(bytes: &[u8]) -> &[u8] {
+    bytes.split(|byte| *byte == 0).next().unwrap_or_default()
+}
