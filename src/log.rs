@@ -129,8 +129,8 @@ pub struct Page {
     pub changes: Vec<Change>,
     /// Where the next page begins.
     pub next: Revision,
-    /// Rows may be missing at or below this revision, as they were compacted away. `None` where only this process deletes
-    /// rows.
+    /// Rows may be missing below this revision, as they were compacted away; at it and beyond all are there. `None` where
+    /// only this process deletes rows.
     pub purged: Option<Revision>,
 }
 
@@ -212,8 +212,8 @@ pub trait SharedLog: Send + Sync {
     /// Where the log stands: not before anything that was acknowledged before the call.
     async fn position(&self) -> Result<Position>;
 
-    /// Returns when the log may have moved beyond `seen`: because it said so, or because it is time to look.
-    async fn moved(&self, seen: Revision);
+    /// Returns when the log may have moved beyond `seen`: with its head if it told, and with nothing when it is time to look.
+    async fn moved(&self, seen: Revision) -> Option<Revision>;
 
     /// Waits for this instance's turn to append, and keeps it until the next [`Log::append`], which an instance that
     /// loses race after race needs. The turn is lost, and that append fails, if it does not follow soon.

@@ -26,6 +26,7 @@ struct State {
     rows: Vec<Change>,
     leases: BTreeMap<LeaseId, i64>,
     compact_revision: Option<Revision>,
+    purged: Option<Revision>,
 }
 
 impl State {
@@ -107,6 +108,7 @@ impl Log for MemoryLog {
         let mut page = Page { changes: Vec::new(), next: to.next(), purged: None };
         {
             let state = self.0.lock();
+            page.purged = state.purged;
             let mut revisions = BTreeSet::new();
             let mut last = None;
             let within = state.rows.iter().filter(|change| (from..=to).contains(&change.row.revision));
@@ -128,8 +130,10 @@ impl Log for MemoryLog {
         Ok(page)
     }
 
-    async fn purge(&self, rows: &[RowId], _compacted: Revision) -> Result<()> {
-        self.0.lock().rows.retain(|change| !rows.contains(&change.row));
+    async fn purge(&self, rows: &[RowId], compacted: Revision) -> Result<()> {
+        let mut state = self.0.lock();
+        state.rows.retain(|change| !rows.contains(&change.row));
+        state.purged = state.purged.max(Some(compacted));
         Ok(())
     }
 

@@ -228,8 +228,8 @@ impl SharedLog for PostgresLog {
         position(&asked.await.map_err(|error| self.database.unavailable(&error))?)
     }
 
-    async fn moved(&self, seen: Revision) {
-        self.listener.told_beyond(seen, self.poll_interval).await;
+    async fn moved(&self, seen: Revision) -> Option<Revision> {
+        self.listener.told_beyond(seen, self.poll_interval).await
     }
 
     async fn take_turn(&self) -> Result<()> {

@@ -260,7 +260,7 @@ impl Shared {
         let next = self.index.read().head().next();
         let prev = if self.hub.wants_prev() { WithPrev::Yes } else { WithPrev::No };
         let mut page = self.log.changes(next, to, &KeyRange::all(), prev).await?;
-        if page.purged.is_some_and(|purged| purged >= next) {
+        if page.purged.is_some_and(|purged| purged > next) {
             return Ok(false);
         }
         let mut expected = next;
@@ -432,13 +432,17 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: 
         let mut is_away = false;
         loop {
             let seen = shared.index.read().head();
-            log.moved(seen).await;
-            // Mostly it is this instance's own commit that it hears of, a moment before it is applied.
-            let own = shared.standing.own_append.load(Ordering::Relaxed) > seen.0 || shared.index.read().head() > seen;
-            if own && looked.elapsed() < poll_interval {
+            let told = log.moved(seen).await;
+            // Mostly it is this instance's own commit that it hears of, a moment before it is applied or after.
+            if let Some(told) = told.filter(|_| looked.elapsed() < poll_interval) {
                 let mut applied = shared.standing.applied.subscribe();
-                let _ = timeout(OWN_APPEND_MAX, applied.changed()).await;
-                continue;
+                if told <= shared.index.read().head() {
+                    continue;
+                }
+                if told.0 <= shared.standing.own_append.load(Ordering::Relaxed) {
+                    let _ = timeout(OWN_APPEND_MAX, applied.changed()).await;
+                    continue;
+                }
             }
             looked = Instant::now();
             match shared.reach_head(log).await {

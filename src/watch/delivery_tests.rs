@@ -285,6 +285,42 @@ impl World {
     }
 }
 
+/// Another instance compacts, and the hub has not heard of it when the watch reads the log.
+#[tokio::test]
+async fn watch_behind_rows_that_another_instance_deleted_is_told_so() {
+    for (start, told) in [(2, true), (4, true), (5, false), (6, false)] {
+        let (log, hub) = (Arc::new(MemoryLog::default()), Arc::new(Hub::new(Revision::EMPTY, None)));
+        let mut history = History::default();
+        for _ in 0..6 {
+            let changes = history.commit(&[vec![(0, true)]], true);
+            publish(&log, &hub, changes).await;
+        }
+        let outbox = Arc::new(Outbox::new());
+        let mut messages = Messages::new(Arc::clone(&outbox));
+        let mut session = Session::new(Arc::clone(&hub), log.clone() as Arc<dyn Log>, outbox);
+        let rows: Vec<RowId> = (2..5).map(|revision| RowId::new(Revision(revision), 0)).collect();
+        log.purge(&rows, Revision(5)).await.unwrap();
+        session.create(Spec {
+            id: None,
+            range: KeyRange::all(),
+            start: Some(Revision(start)),
+            flavor: Flavor { prev_kv: false, puts: true, deletes: true },
+            fragment: None,
+            progress_notify: false,
+        });
+        while session.is_behind() {
+            session.advance().await.unwrap();
+        }
+        let mut compacted = None;
+        while let Some(Some(message)) = messages.next().now_or_never() {
+            if let Message::Compacted { compact_revision, .. } = message.unwrap() {
+                compacted = Some(compact_revision);
+            }
+        }
+        assert_eq!(compacted, told.then_some(Revision(5)), "from {start}");
+    }
+}
+
 async fn publish(log: &MemoryLog, hub: &Hub, changes: Vec<Change>) {
     let (Some(first), Some(last)) = (changes.first(), changes.last()) else { return };
     let append = Append::rows(first.row.revision.prev(), &changes);

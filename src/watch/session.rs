@@ -179,6 +179,10 @@ impl Session {
         if let Some(compacted) = compacted.filter(|compacted| from < *compacted) {
             return Some(Joined::Compacted(compacted));
         }
+        // Another instance's compaction, of which the hub has not heard yet, may have taken some too.
+        if let Some(purged) = page.purged.filter(|purged| from < *purged) {
+            return Some(Joined::Compacted(purged));
+        }
         // What was before the compact revision cannot be read, whether its row is still there or not.
         let readable = |change: &&mut Change| Some(change.row.revision) > compacted;
         page.changes.iter_mut().take_while(|change| !readable(change)).for_each(|change| change.prev = None);

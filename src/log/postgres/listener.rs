@@ -27,16 +27,19 @@ impl Listener {
         Self { told, task: tokio::spawn(run(database, channel, tell)) }
     }
 
-    /// Returns when a revision beyond `seen` was told of, and after `patience` in any case.
-    pub(super) async fn told_beyond(&self, seen: Revision, patience: Duration) {
+    /// Returns a revision beyond `seen` when one was told of, and nothing after `patience`.
+    pub(super) async fn told_beyond(&self, seen: Revision, patience: Duration) -> Option<Revision> {
         let mut told = self.told.clone();
-        // A sender that is gone tells nothing more; looking goes on.
-        let _ = timeout(patience, async {
-            if told.wait_for(|told| *told > seen).await.is_err() {
-                std::future::pending::<()>().await;
+        timeout(patience, async {
+            let head = told.wait_for(|told| *told > seen).await.map(|told| *told);
+            match head {
+                Ok(head) => head,
+                // A sender that is gone tells nothing more; looking goes on.
+                Err(_) => std::future::pending().await,
             }
         })
-        .await;
+        .await
+        .ok()
     }
 
     pub(super) fn stop(&self) {
