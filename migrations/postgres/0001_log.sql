@@ -74,16 +74,13 @@ CREATE FUNCTION orlop_channel() RETURNS text LANGUAGE sql AS
 CREATE FUNCTION orlop_server() RETURNS bigint LANGUAGE sql AS
     'SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint';
 
--- Where the log stands.
-CREATE FUNCTION orlop_position(OUT head bigint, OUT epoch bigint, OUT server bigint) LANGUAGE sql AS
-    'SELECT (SELECT coalesce(max(id), 1) FROM kv_log), (SELECT value FROM meta WHERE name = ''epoch''), orlop_server()';
-
 -- Compare-and-append. Adds all of it and returns true if the log stands where the caller expects it; else adds nothing.
 --
 -- The lock keeps rivals out until this transaction has committed, and the statement behind it sees all that they committed
 -- before: a VOLATILE function takes a snapshot for each of its statements, but only at READ COMMITTED. Comparing with the
 -- head, and not leaving it to the primary key, is what holds off an instance that was paused until the rows above its head
 -- had been written and compacted away.
+-- What the other functions here do is written out where every append needs it: a call of one costs as much as an insert.
 CREATE FUNCTION orlop_append(
     expected_head bigint, expected_epoch bigint, expected_server bigint,
     keys bytea[], vals bytea[], leases bigint[], versions bigint[], creates bigint[], prevs bigint[], deletes boolean[],
@@ -92,15 +89,19 @@ CREATE FUNCTION orlop_append(
     grants bigint[], ttls bigint[], revokes bigint[], expires bigint[], compact bigint
 ) RETURNS boolean LANGUAGE plpgsql AS $$
 DECLARE
-    now_at record;
+    head   bigint;
+    epoch  bigint;
+    server bigint;
     due    bigint;
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE 'orlop_append needs transaction isolation read committed, not %', current_setting('transaction_isolation');
     END IF;
-    PERFORM orlop_lock();
-    SELECT * INTO now_at FROM orlop_position();
-    IF (now_at.head, now_at.epoch, now_at.server) <> (expected_head, expected_epoch, expected_server) THEN
+    PERFORM pg_advisory_xact_lock((1869771888::bigint << 32) | 'kv_log'::regclass::oid::bigint);
+    SELECT (SELECT coalesce(max(l.id), 1) FROM kv_log l), (SELECT m.value FROM meta m WHERE m.name = 'epoch'),
+        (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint
+    INTO head, epoch, server;
+    IF (head, epoch, server) <> (expected_head, expected_epoch, expected_server) THEN
         RETURN false;
     END IF;
     IF cardinality(expires) > 0 THEN
@@ -132,7 +133,7 @@ BEGIN
         END IF;
         UPDATE meta m SET value = m.value + 1 WHERE m.name = 'epoch';
     END IF;
-    PERFORM pg_notify(orlop_channel(), (expected_head + cardinality(keys))::text);
+    PERFORM pg_notify('orlop_' || 'kv_log'::regclass::oid, (expected_head + cardinality(keys))::text);
     RETURN true;
 END
 $$;

@@ -122,6 +122,8 @@ fn logged_lease(row: &PgRow) -> sqlx::Result<LoggedLease> {
     Ok(LoggedLease { id: LeaseId(row.try_get(0)?), ttl_secs: row.try_get(1)?, left_secs: Some(row.try_get(2)?) })
 }
 
+const POSITION: &str = "SELECT (SELECT coalesce(max(id), 1) FROM kv_log), \
+    (SELECT value FROM meta WHERE name = 'epoch'), orlop_server()";
 const ALL_LEASES: &str = "SELECT id, ttl, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease";
 const LOOK_AT_LEASES: &str =
     "SELECT id, ttl, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease WHERE id = ANY ($1)";
@@ -137,7 +139,7 @@ const LIVE_MEMBERS: &str = "SELECT id, name, client_urls FROM member \
 impl PostgresLog {
     async fn meta_on(&self, connection: &mut PgConnection) -> sqlx::Result<Result<Meta>> {
         // The position first: leases and facts read after it are of it or newer, and an append finds out if they are newer.
-        let row = sqlx::query("SELECT head, epoch, server FROM orlop_position()").fetch_one(&mut *connection).await?;
+        let row = sqlx::query(POSITION).fetch_one(&mut *connection).await?;
         let facts: Vec<(String, i64)> =
             sqlx::query_as("SELECT name, value FROM meta").fetch_all(&mut *connection).await?;
         let leases = sqlx::query(ALL_LEASES).fetch_all(connection).await?;
@@ -220,7 +222,7 @@ impl SharedLog for PostgresLog {
     async fn position(&self) -> Result<Position> {
         let asked = async {
             let mut asker = self.asker.occupy(&self.database).await?;
-            let query = sqlx::query("SELECT head, epoch, server FROM orlop_position()");
+            let query = sqlx::query(POSITION);
             let row = bounded(query.fetch_one(&mut asker.connection)).await?;
             asker.keep();
             Ok(row)
