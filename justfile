@@ -44,6 +44,10 @@ advisories:
 differential ops="1000000":
     ORLOP_DIFF_OPS={{ ops }} cargo test --test it differential -- --nocapture
 
+# Break three instances and their Postgres for long and check the history: `just linearizability 3600`.
+linearizability secs="1800":
+    ORLOP_LINEAR_SECS={{ secs }} cargo test --test it linearizability -- --nocapture
+
 # Measure Orlop beside etcd on this machine and print the tables of docs/benchmarks.md.
 bench-compare:
     scripts/bench-compare
