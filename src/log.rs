@@ -178,9 +178,9 @@ pub trait Log: Send + Sync + 'static {
     /// size or by rows looked at; it may be empty before `to` is reached.
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page>;
 
-    /// Deletes rows that were compacted away, all at or below the compact revision `compacted`, and gives free space back
-    /// to the file system in steps.
-    async fn purge(&self, rows: &[RowId], compacted: Revision) -> Result<()>;
+    /// Deletes rows that were compacted away, all at or below the compact revision `compacted`, if they are on the server
+    /// ([`Position::server`]) on which they were found, and gives free space back to the file system in steps.
+    async fn purge(&self, rows: &[RowId], compacted: Revision, server: i64) -> Result<()>;
 
     async fn size(&self) -> Result<Size>;
 

@@ -3,7 +3,10 @@
 use tonic::{Request, Response, Status};
 
 use super::{Context, ETCD_VERSION, RAFT_TERM, STORAGE_VERSION, status::not_built};
-use crate::proto::server::etcdserverpb::{self as pb, alarm_request::AlarmAction, maintenance_server::Maintenance};
+use crate::{
+    log::Size,
+    proto::server::etcdserverpb::{self as pb, alarm_request::AlarmAction, maintenance_server::Maintenance},
+};
 
 type SnapshotStream = futures_util::stream::Empty<Result<pb::SnapshotResponse, Status>>;
 
@@ -11,18 +14,22 @@ type SnapshotStream = futures_util::stream::Empty<Result<pb::SnapshotResponse, S
 impl Maintenance for Context {
     async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusResponse>, Status> {
         let head = self.store.head();
-        let size = self.store.size().await?;
+        // As in etcd, one that is cut off says so and still answers.
+        let (size, leader, errors) = match self.store.size().await {
+            Ok(size) => (size, self.store.leader(), Vec::new()),
+            Err(error) => (Size { total: 0, in_use: 0 }, 0, vec![Status::from(error).message().to_owned()]),
+        };
         let applied = head.0.cast_unsigned();
         Ok(Response::new(pb::StatusResponse {
             header: self.header(head),
             version: ETCD_VERSION.to_owned(),
             db_size: size.total,
             db_size_in_use: size.in_use,
-            leader: self.store.leader(),
+            leader,
             raft_index: applied,
             raft_applied_index: applied,
             raft_term: RAFT_TERM,
-            errors: Vec::new(),
+            errors,
             is_learner: false,
             storage_version: STORAGE_VERSION.to_owned(),
             db_size_quota: 0,

@@ -130,7 +130,7 @@ impl Log for MemoryLog {
         Ok(page)
     }
 
-    async fn purge(&self, rows: &[RowId], compacted: Revision) -> Result<()> {
+    async fn purge(&self, rows: &[RowId], compacted: Revision, _server: i64) -> Result<()> {
         let mut state = self.0.lock();
         state.rows.retain(|change| !rows.contains(&change.row));
         state.purged = state.purged.max(Some(compacted));

@@ -30,8 +30,8 @@ use self::{
     listener::Listener,
 };
 use super::{
-    Append, Appended, Log, LoggedLease, Member, Meta, Page, Position, Result, SILENCE_MAX, SharedLog, Size, Touch,
-    Visit, WithPrev,
+    Append, Appended, Error, Log, LoggedLease, Member, Meta, Page, Position, Result, SILENCE_MAX, SharedLog, Size,
+    Touch, Visit, WithPrev,
     rows::{LogRow as _, corrupt},
 };
 use crate::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
@@ -72,7 +72,7 @@ impl PostgresLog {
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if the database cannot be reached, is a standby, or refuses what is needed; the text names it without
+    /// [`super::Error::Open`] if the database cannot be reached, is a standby, or refuses what is needed; the text names it without
     /// its password.
     pub async fn open(settings: PostgresSettings) -> Result<Self> {
         let database = Database::new(&settings.endpoint, settings.connections_max)?;
@@ -181,14 +181,9 @@ impl Log for PostgresLog {
         read!(self.database, connection => read::changes(connection, from, to, range, prev))?
     }
 
-    async fn purge(&self, rows: &[RowId], compacted: Revision) -> Result<()> {
-        let server = self.appender.server();
+    async fn purge(&self, rows: &[RowId], compacted: Revision, server: i64) -> Result<()> {
         let purged = read!(self.database, connection => append::purge(connection, server, rows, compacted))?;
-        if !purged {
-            // The rows are not those that were found, or the compaction is not known there.
-            warn!(rows = rows.len(), "compacted rows were left to the next start: the database is another one");
-        }
-        Ok(())
+        if purged { Ok(()) } else { Err(Error::Unavailable("another server has the database now".to_owned())) }
     }
 
     async fn size(&self) -> Result<Size> {

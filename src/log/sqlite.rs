@@ -280,7 +280,7 @@ impl Log for SqliteLog {
         Ok(page.finish(None))
     }
 
-    async fn purge(&self, rows: &[RowId], _compacted: Revision) -> Result<()> {
+    async fn purge(&self, rows: &[RowId], _compacted: Revision, _server: i64) -> Result<()> {
         let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
         let first = json_list(first.iter().map(|row| row.revision.0.to_string()));
         let more = json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)));

@@ -355,6 +355,10 @@ impl Shared {
     fn take_in_leases(&self, meta: &Meta) {
         let now = Instant::now();
         let mut leases = self.leases.lock();
+        if self.log.shared().is_some() && meta.position.epoch < leases.epoch {
+            // An append of this instance was applied since that was read.
+            return;
+        }
         let logged: HashMap<LeaseId, &LoggedLease> = meta.leases.iter().map(|lease| (lease.id, lease)).collect();
         for (id, ttl_secs) in leases.granted() {
             // With another TTL it was revoked and granted anew.

@@ -82,7 +82,7 @@ pub(super) async fn purge(shared: &Shared, garbage: &mut Vec<RowId>, compacted: 
     let mut rows = garbage.as_slice();
     while !rows.is_empty() {
         let (now, later) = rows.split_at(rows.len().min(PURGE_ROWS));
-        match shared.log.purge(now, compacted).await {
+        match shared.log.purge(now, compacted, shared.position().server).await {
             Ok(()) => {
                 rows = later;
                 sleep(PURGE_PAUSE).await;

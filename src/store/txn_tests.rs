@@ -260,7 +260,7 @@ impl World {
             index.begin_compaction(revision);
             while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
         }
-        self.shared.log.purge(&removed, revision).await.unwrap();
+        self.shared.log.purge(&removed, revision, 0).await.unwrap();
         self.model.compact_revision = self.model.compact_revision.max(Some(revision));
         self.committed.compact_revision = self.model.compact_revision;
     }

@@ -299,7 +299,7 @@ async fn watch_behind_rows_that_another_instance_deleted_is_told_so() {
         let mut messages = Messages::new(Arc::clone(&outbox));
         let mut session = Session::new(Arc::clone(&hub), log.clone() as Arc<dyn Log>, outbox);
         let rows: Vec<RowId> = (2..5).map(|revision| RowId::new(Revision(revision), 0)).collect();
-        log.purge(&rows, Revision(5)).await.unwrap();
+        log.purge(&rows, Revision(5), 0).await.unwrap();
         session.create(Spec {
             id: None,
             range: KeyRange::all(),
@@ -340,7 +340,7 @@ async fn compact(log: &MemoryLog, hub: &Hub, history: &mut History, back: i64, p
         let mut removed = Vec::new();
         history.index.begin_compaction(revision);
         while history.index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
-        log.purge(&removed, revision).await.unwrap();
+        log.purge(&removed, revision, 0).await.unwrap();
     }
 }
 

@@ -204,6 +204,35 @@ async fn leases_belong_to_all() {
     assert_eq!((seen.get_ref().granted_ttl, seen.get_ref().keys.len()), (50, 0));
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn leases_granted_on_all_sides_at_once_are_all_there() {
+    let Some(all) = instances::<3>().await else { return };
+    let mut tasks = Vec::new();
+    for (instance, (_, client)) in (0..).zip(&all) {
+        for task in 0..4 {
+            let mut client = client.clone();
+            tasks.push(tokio::spawn(async move {
+                for round in 0..60 {
+                    let id = 1 + instance * 10_000 + task * 100 + round;
+                    client.lease.lease_grant(LeaseGrantRequest { ttl: 100, id }).await.expect("a grant");
+                    put_at(&mut client, PutRequest { lease: id, ..put(&id.to_string(), "") }).await;
+                    if round % 2 == 0 {
+                        client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("a revocation");
+                    }
+                }
+            }));
+        }
+    }
+    for task in tasks {
+        task.await.expect("a lease that was granted is there");
+    }
+    for (_, client) in &all {
+        let leases =
+            client.clone().lease.lease_leases(LeaseLeasesRequest {}).await.expect("a list").into_inner().leases;
+        assert_eq!(leases.len(), 3 * 4 * 30);
+    }
+}
+
 /// The paused instance is the one that granted the lease and would expire it first.
 #[tokio::test]
 async fn lease_expires_once_while_an_instance_is_paused_and_stays_so() {

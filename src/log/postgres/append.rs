@@ -5,8 +5,6 @@
 //! Waiters get that lock in the order in which they came. A turn that is not used soon is ended by the server, with the
 //! connection.
 
-use std::sync::atomic::{AtomicI64, Ordering};
-
 use sqlx::{Connection as _, PgConnection};
 use tokio::sync::Mutex;
 use tracing::debug;
@@ -24,8 +22,6 @@ const PURGE: &str = "SELECT orlop_purge($1, $2, $3, $4, $5)";
 /// The connection that appends.
 pub(super) struct Appender {
     state: Mutex<State>,
-    /// The server that the newest append went to.
-    server: AtomicI64,
 }
 
 struct State {
@@ -47,12 +43,7 @@ impl State {
 
 impl Appender {
     pub(super) fn new(connection: PgConnection) -> Self {
-        Self { state: Mutex::new(State { connection: Some(connection), has_turn: false }), server: AtomicI64::new(0) }
-    }
-
-    /// The server that the store has looked at and appends to.
-    pub(super) fn server(&self) -> i64 {
-        self.server.load(Ordering::Relaxed)
+        Self { state: Mutex::new(State { connection: Some(connection), has_turn: false }) }
     }
 
     /// As [`crate::log::SharedLog::take_turn`].
@@ -73,7 +64,6 @@ impl Appender {
     pub(super) async fn append(&self, database: &Database, append: Append<'_>) -> Result<Appended> {
         let mut state = self.state.lock().await;
         let mut connection = state.take_connection(database).await?;
-        self.server.store(append.expected.server, Ordering::Relaxed);
         let has_turn = std::mem::take(&mut state.has_turn);
         let appended = if append.is_empty() {
             // Nothing but a turn to give back.
@@ -207,7 +197,7 @@ fn bind<'q>(query: AppendQuery<'q>, columns: Columns<'q>) -> AppendQuery<'q> {
         .bind(columns.deletes)
 }
 
-/// Returns false if nothing was deleted, as the rows are another server's.
+/// Returns false if nothing was deleted, as another server answers, or one that knows of no such compaction.
 pub(super) async fn purge(
     connection: &mut PgConnection,
     server: i64,

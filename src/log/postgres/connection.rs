@@ -30,8 +30,11 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// What every connection is told first.
 ///
 /// Whoever set `synchronous_commit` to off for the role did not mean us; stricter settings stay. The idle limit ends a
-/// turn (see [`super::append`]) whose instance was paused.
+/// turn (see [`super::append`]) whose instance was paused. A standby, to which an address may lead for a while, would
+/// answer with what was true a moment ago.
 const SET_UP: &str = "\
+    DO $$ BEGIN IF pg_is_in_recovery() THEN RAISE 'the server is a standby, which takes no writes' \
+    USING ERRCODE = '25006'; END IF; END $$; \
     SET default_transaction_isolation = 'read committed'; \
     SET statement_timeout = '10s'; \
     SET lock_timeout = '5s'; \
@@ -108,17 +111,11 @@ impl Database {
             sleep(pause).await;
             pause = (pause * 2).min(PAUSE_MAX);
         };
-        let row = sqlx::query("SELECT pg_is_in_recovery(), current_setting('fsync')::bool, current_schema()::text")
+        let row = sqlx::query("SELECT current_setting('fsync')::bool, current_schema()::text")
             .fetch_one(&mut connection)
             .await
             .map_err(|error| self.open_error("read", &error))?;
-        if row.get::<bool, _>(0) {
-            return Err(Error::Open(format!(
-                "database {} is a standby, which takes no writes; give the address of the primary",
-                self.name
-            )));
-        }
-        if row.get::<Option<String>, _>(2).is_none() {
+        if row.get::<Option<String>, _>(1).is_none() {
             return Err(Error::Open(format!(
                 "in database {} no schema of the search path exists for the role {}; create one, for example with \
                  CREATE SCHEMA AUTHORIZATION {}",
@@ -127,7 +124,7 @@ impl Database {
                 self.options.get_username()
             )));
         }
-        if !row.get::<bool, _>(1) {
+        if !row.get::<bool, _>(0) {
             warn!(
                 database = self.name,
                 "the server runs with fsync = off: a crash of its machine loses acknowledged writes"
