@@ -104,10 +104,10 @@ async fn serve(context: Arc<Context>, mut requests: Streaming<pb::WatchRequest>,
     let mut confirming = None;
     while !outbox.has_ended() {
         tokio::select! {
-            request = requests.message(), if requests_open && outbox.has_room() => match request {
+            request = requests.message(), if requests_open && confirming.is_none() && outbox.has_room() => match request {
                 Ok(Some(pb::WatchRequest { request_union: Some(RequestUnion::ProgressRequest(_)) })) => {
-                    // What any instance acknowledged before is covered by the answer. A question that began before this
-                    // request may be too old to say so.
+                    // The answer covers what any instance acknowledged before. The next request waits for it, as requests
+                    // are served in their order.
                     confirming = Some(Box::pin(store.confirm()));
                 }
                 Ok(Some(request)) => context.handle_request(&mut session, request),
