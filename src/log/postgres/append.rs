@@ -19,6 +19,10 @@ const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $1
     $19, $20, $21, $22, $23, $24)";
 const PURGE: &str = "SELECT orlop_purge($1, $2, $3, $4, $5)";
 
+/// A batch has fewer rows than this, but for a delete of many keys, whose statement takes hundreds of megabytes that the
+/// connection would keep.
+const ROWS_USUAL: usize = 4_096;
+
 /// The connection that appends.
 pub(super) struct Appender {
     state: Mutex<State>,
@@ -80,6 +84,9 @@ impl Appender {
         if has_turn {
             let end = if appended == Appended::Done && !append.is_empty() { "COMMIT" } else { "ROLLBACK" };
             bounded(sqlx::raw_sql(end).execute(&mut connection)).await.map_err(|error| outcome(database, &error))?;
+        }
+        if append.changes.len() > ROWS_USUAL {
+            connection.shrink_buffers();
         }
         state.connection = Some(connection);
         Ok(appended)
