@@ -33,8 +33,9 @@ use crate::{
 
 /// The etcd release whose behaviour and API this server has; clients decide by it what they use.
 pub const ETCD_VERSION: &str = "3.6.13";
-/// What `Status` calls the storage's version.
-const STORAGE_VERSION: &str = "3.6.0";
+/// The cluster's version and the storage's: the release without its patch.
+pub const CLUSTER_VERSION: &str = "3.6.0";
+pub const STORAGE_VERSION: &str = "3.6.0";
 /// There are no terms, but clients expect one that is not 0.
 const RAFT_TERM: u64 = 1;
 /// What a request may be longer than `max_request_bytes` by before the transport refuses it.

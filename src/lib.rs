@@ -21,6 +21,7 @@
 //! - [`watch`]: committed changes on their way to clients
 //! - [`store`]: requests, the writer that commits them in groups, the readers
 //! - [`api`]: etcd's gRPC services
+//! - [`http`]: what is asked for by plain HTTP
 //! - [`config`], [`server`]: settings, and the process put together
 //! - [`mod@bench`]: a load on any etcd endpoint
 //!
@@ -33,6 +34,7 @@
 pub mod api;
 pub mod bench;
 pub mod config;
+pub mod http;
 pub mod index;
 pub mod lease;
 pub mod log;

@@ -19,6 +19,7 @@ use tracing::{info, warn};
 use crate::{
     api,
     config::{Datastore, ListenUrl, Settings},
+    http,
     log::{Log, PostgresLog, PostgresSettings, SqliteLog},
     store::{self, Store},
 };
@@ -60,6 +61,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     let (stop, stopping) = watch::channel(false);
     let routes = api::routes(Arc::clone(&store), api_settings(&settings), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
+    let routes = http::routes(routes);
     let mut servers = JoinSet::new();
     for listener in listeners {
         announce(&listener.url);
@@ -169,6 +171,7 @@ impl Listener {
             let _ = stopping.wait_for(|stopping| *stopping).await;
         };
         let server = Server::builder()
+            .accept_http1(true)
             .initial_stream_window_size(STREAM_WINDOW)
             .initial_connection_window_size(CONNECTION_WINDOW)
             .max_concurrent_streams(u32::MAX)

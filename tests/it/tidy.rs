@@ -17,7 +17,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("config", &[]),
     ("bench", &["proto"]),
     ("api", &["types", "index", "log", "watch", "store", "proto"]),
-    ("server", &["api", "config", "log", "store"]),
+    ("http", &["api", "store", "proto"]),
+    ("server", &["api", "config", "http", "log", "store"]),
     ("main", &["bench", "config", "server"]),
     ("lib", &[]),
 ];
