@@ -10,6 +10,7 @@ mod interval_check;
 mod kv;
 mod lease;
 mod maintenance;
+mod meter;
 mod reply;
 mod status;
 mod unary;
@@ -90,6 +91,7 @@ pub fn routes(
     stopping: watch_channel::Receiver<bool>,
 ) -> Result<Routes, tonic_reflection::server::Error> {
     let message_bytes = settings.max_message_bytes();
+    let meter = meter::Meter::new(Arc::clone(store.metrics()))?;
     let context = Arc::new(Context { store, settings: Arc::new(settings), stopping });
     let (_, health) = tonic_health::server::health_reporter();
     let reflection = || {
@@ -97,14 +99,15 @@ pub fn routes(
             .register_encoded_file_descriptor_set(DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
-    Ok(Routes::new(kv::KvService::new(Arc::clone(&context)))
+    let routes = Routes::new(kv::KvService::new(Arc::clone(&context)))
         .add_service(watch::WatchService::new(Arc::clone(&context)))
         .add_service(LeaseServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
         .add_service(ClusterServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
         .add_service(MaintenanceServer::from_arc(context).max_decoding_message_size(message_bytes))
         .add_service(health)
         .add_service(reflection().build_v1()?)
-        .add_service(reflection().build_v1alpha()?))
+        .add_service(reflection().build_v1alpha()?);
+    Ok(Routes::from(routes.into_axum_router().layer(meter)))
 }
 
 #[cfg(test)]

@@ -36,6 +36,19 @@ pub struct Settings {
     pub worker_threads: usize,
     pub log_level: String,
     pub log_format: LogFormat,
+    /// Bytes; 0: etcd's 2 GiB, below 0: none.
+    pub quota_backend_bytes: i64,
+    pub auto_compaction_mode: AutoCompactionMode,
+    /// As [`Settings::auto_compaction`] reads it.
+    pub auto_compaction_retention: String,
+    pub compaction_batch_limit: usize,
+    pub compaction_sleep_interval: Interval,
+    pub max_concurrent_streams: u32,
+    pub grpc_keepalive_interval: Interval,
+    pub grpc_keepalive_timeout: Interval,
+    pub warning_apply_duration: Interval,
+    pub warning_unary_request_duration: Interval,
+    pub metrics: MetricsDetail,
 }
 
 impl Default for Settings {
@@ -55,6 +68,17 @@ impl Default for Settings {
             worker_threads: 0,
             log_level: "info".to_owned(),
             log_format: LogFormat::Text,
+            quota_backend_bytes: 0,
+            auto_compaction_mode: AutoCompactionMode::Periodic,
+            auto_compaction_retention: "0".to_owned(),
+            compaction_batch_limit: 1_000,
+            compaction_sleep_interval: Interval(Duration::from_millis(10)),
+            max_concurrent_streams: u32::MAX,
+            grpc_keepalive_interval: Interval(Duration::from_secs(2 * 60 * 60)),
+            grpc_keepalive_timeout: Interval(Duration::from_secs(20)),
+            warning_apply_duration: Interval(Duration::from_millis(100)),
+            warning_unary_request_duration: Interval(Duration::from_millis(300)),
+            metrics: MetricsDetail::Basic,
         }
     }
 }
@@ -136,6 +160,62 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     log_format: Option<LogFormat>,
 
+    /// Bytes in use beyond which writes are refused and the alarm NOSPACE is raised; 0 is 2 GiB, below 0 none [default: 0]
+    #[arg(long, value_name = "BYTES", allow_negative_numbers = true)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    quota_backend_bytes: Option<i64>,
+
+    /// How auto-compaction-retention is meant [default: periodic]
+    #[arg(long, value_name = "MODE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    auto_compaction_mode: Option<AutoCompactionMode>,
+
+    /// History that automatic compaction keeps: a duration like 30m or a number of hours or, with the mode revision, a number
+    /// of revisions; 0 turns it off [default: 0]
+    #[arg(long, value_name = "RETENTION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    auto_compaction_retention: Option<String>,
+
+    /// Rows that compaction deletes in one step [default: 1000]
+    #[arg(long, value_name = "COUNT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compaction_batch_limit: Option<usize>,
+
+    /// Pause between steps of compaction [default: 10ms]
+    #[arg(long, value_name = "DURATION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compaction_sleep_interval: Option<Interval>,
+
+    /// Most calls at the same time on one connection [default: 4294967295]
+    #[arg(long, value_name = "COUNT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_concurrent_streams: Option<u32>,
+
+    /// A connection that is silent for this long is asked whether it is still there [default: 2h]
+    #[arg(long, value_name = "DURATION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    grpc_keepalive_interval: Option<Interval>,
+
+    /// One that then does not answer for this long is closed [default: 20s]
+    #[arg(long, value_name = "DURATION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    grpc_keepalive_timeout: Option<Interval>,
+
+    /// Batches of writes that take longer are counted as slow [default: 100ms]
+    #[arg(long, value_name = "DURATION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    warning_apply_duration: Option<Interval>,
+
+    /// Requests that take longer are logged with their parts [default: 300ms]
+    #[arg(long, value_name = "DURATION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    warning_unary_request_duration: Option<Interval>,
+
+    /// What is measured: extensive adds the time of each gRPC call, by method [default: basic]
+    #[arg(long, value_name = "DETAIL")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    metrics: Option<MetricsDetail>,
+
     /// A file of settings, TOML or, if its name ends in .yaml or .yml, YAML; keys are the flags' names
     #[arg(long, value_name = "FILE", env = "ORLOP_CONFIG_FILE")]
     #[serde(skip)]
@@ -144,7 +224,7 @@ pub struct Flags {
 
 impl Settings {
     /// Every key, as files and flags spell it.
-    const KEYS: [&'static str; 14] = [
+    const KEYS: [&'static str; 25] = [
         "name",
         "data-dir",
         "datastore-endpoint",
@@ -159,6 +239,17 @@ impl Settings {
         "worker-threads",
         "log-level",
         "log-format",
+        "quota-backend-bytes",
+        "auto-compaction-mode",
+        "auto-compaction-retention",
+        "compaction-batch-limit",
+        "compaction-sleep-interval",
+        "max-concurrent-streams",
+        "grpc-keepalive-interval",
+        "grpc-keepalive-timeout",
+        "warning-apply-duration",
+        "warning-unary-request-duration",
+        "metrics",
     ];
 
     /// Merges all sources and checks the result.
@@ -189,7 +280,11 @@ impl Settings {
         if self.listen_client_urls.0.is_empty() {
             return Err("listen-client-urls names no address; give at least one, like http://127.0.0.1:2379".to_owned());
         }
-        for (key, number) in [("max-request-bytes", self.max_request_bytes), ("max-txn-ops", self.max_txn_ops)] {
+        for (key, number) in [
+            ("max-request-bytes", self.max_request_bytes),
+            ("max-txn-ops", self.max_txn_ops),
+            ("compaction-batch-limit", self.compaction_batch_limit),
+        ] {
             if number == 0 {
                 return Err(format!("{key} must be at least 1, got 0"));
             }
@@ -206,7 +301,34 @@ impl Settings {
         if self.datastore_connections == 0 {
             return Err("datastore-connections must be at least 1, got 0".to_owned());
         }
+        self.auto_compaction()?;
         self.datastore().map(drop)
+    }
+
+    /// What automatic compaction keeps; `None`: there is none.
+    ///
+    /// # Errors
+    ///
+    /// If the retention is not what the mode takes.
+    pub fn auto_compaction(&self) -> Result<Option<Retention>, String> {
+        let text = self.auto_compaction_retention.trim();
+        let number = text.parse::<u32>().ok();
+        let retention = match (self.auto_compaction_mode, number) {
+            (_, Some(0)) => return Ok(None),
+            (AutoCompactionMode::Revision, Some(revisions)) => Retention::Revisions(i64::from(revisions)),
+            (AutoCompactionMode::Periodic, Some(hours)) => {
+                Retention::Time(Duration::from_secs(60 * 60 * u64::from(hours)))
+            }
+            (AutoCompactionMode::Revision, None) => {
+                return Err(format!(
+                    "auto-compaction-retention must be a number of revisions with auto-compaction-mode revision, got {text:?}"
+                ));
+            }
+            (AutoCompactionMode::Periodic, None) => Retention::Time(
+                text.parse::<Interval>().map_err(|error| format!("auto-compaction-retention: {error}"))?.0,
+            ),
+        };
+        Ok(if retention == Retention::Time(Duration::ZERO) { None } else { Some(retention) })
     }
 
     /// The name that is set, or one that tells instances on one database apart and stays over restarts.
@@ -245,6 +367,29 @@ impl Settings {
                 .to_owned()),
         }
     }
+}
+
+/// What automatic compaction keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retention {
+    Time(Duration),
+    Revisions(i64),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum AutoCompactionMode {
+    /// By time
+    Periodic,
+    /// By number of revisions
+    Revision,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum MetricsDetail {
+    Basic,
+    Extensive,
 }
 
 /// A kind of database, and where it is.

@@ -3,27 +3,58 @@
 //!
 //! Everything here is a client of [`crate::api`] or [`crate::store`]; nothing of etcd's behaviour is decided here.
 
+mod health;
+mod metrics;
 mod version;
+
+use std::sync::Arc;
 
 use axum::{
     Router,
-    http::{HeaderMap, StatusCode, header::CONTENT_TYPE},
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
+    middleware::map_response,
     response::{IntoResponse as _, Response},
 };
 use tonic::{Status, service::Routes};
 
+use crate::store::Store;
+
 /// The gRPC services and all HTTP endpoints.
-pub fn routes(grpc: Routes) -> Routes {
-    let http = Router::new().merge(version::routes());
-    Routes::from(grpc.into_axum_router().merge(http).fallback(unknown))
+pub fn routes(grpc: Routes, store: &Arc<Store>) -> Routes {
+    Routes::from(grpc.into_axum_router().merge(http(store)).fallback(unknown))
+}
+
+/// What probes and Prometheus ask for, for a port of its own.
+pub fn probe_routes(store: &Arc<Store>) -> Routes {
+    Routes::from(http(store).fallback(unknown))
+}
+
+fn http(store: &Arc<Store>) -> Router {
+    Router::new()
+        .merge(version::routes())
+        .merge(metrics::routes(Arc::clone(store)))
+        .merge(health::routes(Arc::clone(store)))
+        .layer(map_response(for_all_origins))
+}
+
+/// As etcd's default for `--cors`.
+async fn for_all_origins(mut response: Response) -> Response {
+    const HEADERS: [(HeaderName, HeaderValue); 3] = [
+        (header::ACCESS_CONTROL_ALLOW_ORIGIN, HeaderValue::from_static("*")),
+        (header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("POST, GET, OPTIONS, PUT, DELETE")),
+        (header::ACCESS_CONTROL_ALLOW_HEADERS, HeaderValue::from_static("accept, content-type, authorization")),
+    ];
+    response.headers_mut().extend(HEADERS);
+    response
 }
 
 /// What nobody serves, answered in the language of the question.
 async fn unknown(headers: HeaderMap) -> Response {
-    let is_grpc = headers.get(CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));
-    if is_grpc {
-        Status::unimplemented("unknown service or method").into_http()
-    } else {
-        (StatusCode::NOT_FOUND, "404 page not found\n").into_response()
-    }
+    let is_grpc =
+        headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));
+    if is_grpc { Status::unimplemented("unknown service or method").into_http() } else { not_found() }
+}
+
+fn not_found() -> Response {
+    (StatusCode::NOT_FOUND, "404 page not found\n").into_response()
 }

@@ -15,6 +15,7 @@
 //! In reading order:
 //!
 //! - [`types`]: revisions, keys, ranges, changes, and their encoded form
+//! - [`metrics`]: what is counted
 //! - [`index`]: key → revisions, at every readable revision
 //! - [`log`]: the trait and the databases behind it
 //! - [`lease`]: who holds which keys until when
@@ -38,6 +39,7 @@ pub mod http;
 pub mod index;
 pub mod lease;
 pub mod log;
+pub mod metrics;
 pub mod proto;
 pub mod server;
 pub mod store;

@@ -46,7 +46,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Position {
     pub head: Revision,
-    /// Counts the appends that changed leases or compacted.
+    /// Counts the appends that changed leases or alarms, or compacted.
     pub epoch: i64,
     /// Tells one run of the database server from another: after a failover or a restart the log is looked at again before
     /// it is trusted. Always 0 where the log is this process's own.
@@ -61,6 +61,74 @@ pub struct Meta {
     pub position: Position,
     pub compact_revision: Option<Revision>,
     pub leases: Vec<LoggedLease>,
+    pub alarms: Vec<(Alarm, Cause)>,
+}
+
+/// That something is wrong with a member, as etcd has it. Alarms outlive restarts and hold for all instances.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Alarm {
+    /// As a client gave it, or the instance's that noticed.
+    pub member_id: u64,
+    pub kind: AlarmKind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum AlarmKind {
+    NoSpace,
+    Corrupt,
+}
+
+/// Who raised an alarm: what the server raised it takes back by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cause {
+    Client,
+    Quota,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AlarmChange {
+    Raise { alarm: Alarm, cause: Cause },
+    Clear { alarm: Alarm },
+}
+
+impl AlarmKind {
+    /// As etcd prints it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NoSpace => "NOSPACE",
+            Self::Corrupt => "CORRUPT",
+        }
+    }
+}
+
+impl Alarm {
+    /// How it is called among the facts of a log: `alarm/KIND/MEMBER`, the member in hexadecimal.
+    fn fact(self) -> String {
+        format!("alarm/{}/{:x}", self.kind.name(), self.member_id)
+    }
+
+    fn from_fact(name: &str) -> Option<Self> {
+        let (kind, member) = name.strip_prefix("alarm/")?.split_once('/')?;
+        let kind = [AlarmKind::NoSpace, AlarmKind::Corrupt].into_iter().find(|known| known.name() == kind)?;
+        Some(Self { member_id: u64::from_str_radix(member, 16).ok()?, kind })
+    }
+}
+
+impl AlarmChange {
+    /// The fact that it makes or, with no value, takes away.
+    fn fact(self) -> (String, Option<i64>) {
+        match self {
+            Self::Raise { alarm, cause: Cause::Client } => (alarm.fact(), Some(1)),
+            Self::Raise { alarm, cause: Cause::Quota } => (alarm.fact(), Some(2)),
+            Self::Clear { alarm } => (alarm.fact(), None),
+        }
+    }
+}
+
+/// The alarms among a log's facts.
+fn alarms<'a>(facts: impl Iterator<Item = (&'a str, i64)>) -> Vec<(Alarm, Cause)> {
+    let cause = |value| if value == 2 { Cause::Quota } else { Cause::Client };
+    facts.filter_map(|(name, value)| Some((Alarm::from_fact(name)?, cause(value)))).collect()
 }
 
 /// A lease that was granted and neither revoked nor expired.
@@ -83,19 +151,21 @@ pub struct Append<'a> {
     pub leases: &'a [LeaseChange],
     /// A compact revision to record. It never goes back.
     pub compact: Option<Revision>,
+    /// An alarm to raise or clear; then there is nothing else.
+    pub alarm: Option<AlarmChange>,
 }
 
 #[cfg(test)]
 impl<'a> Append<'a> {
     /// Rows alone, on a log of this process's own.
     pub fn rows(head: Revision, changes: &'a [Change]) -> Self {
-        Self { expected: Position { head, epoch: 0, server: 0 }, changes, leases: &[], compact: None }
+        Self { expected: Position { head, epoch: 0, server: 0 }, changes, leases: &[], compact: None, alarm: None }
     }
 }
 
 impl Append<'_> {
     pub fn is_empty(&self) -> bool {
-        self.changes.is_empty() && self.leases.is_empty() && self.compact.is_none()
+        self.changes.is_empty() && self.leases.is_empty() && self.compact.is_none() && self.alarm.is_none()
     }
 }
 
@@ -145,8 +215,34 @@ pub enum WithPrev {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
     pub total: i64,
-    /// `total` less the free pages.
+    /// `total` less what is free to be written again.
     pub in_use: i64,
+}
+
+/// How well a size is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Precision {
+    /// What is free may be as it was counted last.
+    Quick,
+    /// Counted, which may read the whole log.
+    Exact,
+}
+
+/// A step of making room, short enough for writes to wait for it.
+#[derive(Debug, Clone, Copy)]
+pub enum Reclaim<'a> {
+    /// Deletes rows that were compacted away, all at or below the compact revision `compacted`, if they are on the server
+    /// ([`Position::server`]) on which they were found, and gives some free space back to the file system.
+    Rows { rows: &'a [RowId], compacted: Revision, server: i64 },
+    /// Gives free space back to the file system.
+    Space,
+}
+
+/// Whether another step would do more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reclaimed {
+    More,
+    All,
 }
 
 /// Takes the log's rows in their order, a part at a time, with what the log says as a whole.
@@ -178,11 +274,10 @@ pub trait Log: Send + Sync + 'static {
     /// size or by rows looked at; it may be empty before `to` is reached.
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page>;
 
-    /// Deletes rows that were compacted away, all at or below the compact revision `compacted`, if they are on the server
-    /// ([`Position::server`]) on which they were found, and gives free space back to the file system in steps.
-    async fn purge(&self, rows: &[RowId], compacted: Revision, server: i64) -> Result<()>;
+    /// Makes room. See [`Reclaim`].
+    async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed>;
 
-    async fn size(&self) -> Result<Size>;
+    async fn size(&self, precision: Precision) -> Result<Size>;
 
     /// Finishes what is under way and lets go of the database.
     async fn close(&self);

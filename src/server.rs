@@ -18,10 +18,11 @@ use tracing::{info, warn};
 
 use crate::{
     api,
-    config::{Datastore, ListenUrl, Settings},
+    config::{Datastore, ListenUrl, MetricsDetail, Retention, Settings},
     http,
     log::{Log, PostgresLog, PostgresSettings, SqliteLog},
-    store::{self, Store},
+    metrics::{self, Metrics},
+    store::{self, AutoCompaction, Pace, Patience, Store},
 };
 
 /// How long clients have to finish their requests once the server goes down.
@@ -56,12 +57,16 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     for url in &settings.listen_client_urls.0 {
         listeners.push(Listener::bind(url).await?);
     }
-    let store = Arc::new(open_store(&settings, advertised_urls(&settings, &listeners)).await?);
+    let metrics = Arc::new(Metrics::new(match settings.metrics {
+        MetricsDetail::Basic => metrics::Detail::Basic,
+        MetricsDetail::Extensive => metrics::Detail::Extensive,
+    }));
+    let store = Arc::new(open_store(&settings, advertised_urls(&settings, &listeners), metrics).await?);
 
     let (stop, stopping) = watch::channel(false);
     let routes = api::routes(Arc::clone(&store), api_settings(&settings), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
-    let routes = http::routes(routes);
+    let routes = http::routes(routes, &store);
     let mut servers = JoinSet::new();
     for listener in listeners {
         announce(&listener.url);
@@ -97,12 +102,23 @@ fn advertised_urls(settings: &Settings, listeners: &[Listener]) -> Vec<String> {
 }
 
 /// Opens the log and reads it.
-async fn open_store(settings: &Settings, client_urls: Vec<String>) -> Result<Store, Error> {
+async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<Metrics>) -> Result<Store, Error> {
     let store_settings = store::Settings {
         value_cache_bytes: settings.value_cache_bytes,
         poll_interval: settings.datastore_poll_interval.0,
         name: settings.member_name(),
         client_urls: client_urls.clone(),
+        metrics,
+        patience: Patience {
+            apply: settings.warning_apply_duration.0,
+            request: settings.warning_unary_request_duration.0,
+        },
+        quota_bytes: settings.quota_backend_bytes,
+        auto_compaction: settings.auto_compaction().map_err(Error)?.map(|retention| match retention {
+            Retention::Time(time) => AutoCompaction::Periodic(time),
+            Retention::Revisions(revisions) => AutoCompaction::Revision(revisions),
+        }),
+        compaction: Pace { rows: settings.compaction_batch_limit, pause: settings.compaction_sleep_interval.0 },
     };
     let log: Arc<dyn Log> = match settings.datastore().map_err(Error)? {
         Datastore::Sqlite(file) => Arc::new(SqliteLog::open(&file).await.map_err(|error| Error(error.to_string()))?),

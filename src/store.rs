@@ -17,6 +17,7 @@
 //! Lock order: the hub's, then the index's, then the lease table's. None is held across an await.
 
 mod applier;
+mod auto_compact;
 mod batch;
 mod catch_up;
 mod coalesce;
@@ -27,6 +28,9 @@ mod open;
 mod reader;
 pub mod request;
 mod select;
+mod space;
+mod state;
+mod timing;
 mod txn;
 mod values;
 mod writer;
@@ -38,12 +42,14 @@ use std::{
 };
 
 use parking_lot::{Mutex, RwLock};
+use prometheus::Histogram;
 use tokio::{
     sync::{Notify, watch},
     task::JoinHandle,
     time::{Instant, sleep, timeout_at},
 };
 
+pub use self::{auto_compact::AutoCompaction, compactor::Pace, open::Settings, reader::RangePieces, timing::Patience};
 use self::{
     catch_up::Standing,
     coalesce::Coalesced,
@@ -51,20 +57,23 @@ use self::{
     request::{
         CompactionWait, DeleteRequest, DeleteResponse, LeaseGranted, PutRequest, PutResponse, TxnRequest, TxnResponse,
     },
+    space::Space,
     values::ValueCache,
     writer::{Outcome, Request, WriteQueue},
 };
-pub use self::{open::Settings, reader::RangePieces};
 use crate::{
     index::{TreeIndex, Unreadable},
     lease::{self, Remaining, Renewal},
-    log::{self, Log, LoggedLease, Size, Touch},
+    log::{self, Log, LoggedLease, Precision, Size, Touch},
+    metrics::Metrics,
     types::{LeaseId, Revision},
     watch::Hub,
 };
 
 /// How long a request waits for the database before it is told that nothing was done, as long as etcd's for a leader.
 const WAIT_MAX: Duration = Duration::from_secs(7);
+/// A linearizable read that waits longer for the log's head is counted as slow.
+const SLOW_CONFIRM: Duration = Duration::from_millis(500);
 /// Pause before the database is asked again that did not answer.
 const ASK_PAUSE: Duration = Duration::from_millis(50);
 
@@ -86,6 +95,9 @@ pub enum Error {
     /// The queue of writes is full. Nothing was done; try again later.
     #[error("too many requests")]
     TooManyRequests,
+    /// The database has no room for it, or the alarm that says so is raised.
+    #[error("database space exceeded")]
+    NoSpace,
     /// The write may or may not have happened.
     #[error("request timed out")]
     OutcomeUnknown,
@@ -138,6 +150,8 @@ pub struct Store {
     heads: Option<Coalesced<(), log::Result<()>>>,
     /// Leases to be renewed in the log. `None` where deadlines are in memory alone.
     renewals: Option<Coalesced<LeaseId, log::Result<Option<LoggedLease>>>>,
+    /// Times of ranges, of those that failed first.
+    range_times: [Histogram; 2],
     tasks: Mutex<Vec<JoinHandle<()>>>,
     stop_background: watch::Sender<bool>,
 }
@@ -148,6 +162,8 @@ struct Shared {
     identity: Identity,
     standing: Standing,
     members: Members,
+    space: Space,
+    metrics: Arc<Metrics>,
     hub: Arc<Hub>,
     index: RwLock<TreeIndex>,
     leases: Mutex<lease::Table>,
@@ -188,14 +204,21 @@ impl Store {
     /// [`Error::Unavailable`] if the database does not answer for long.
     pub async fn confirm(&self) -> Result<()> {
         let Some(heads) = &self.heads else { return Ok(()) };
-        let deadline = Instant::now() + WAIT_MAX;
-        loop {
+        let metrics = &self.shared.metrics.store;
+        let started = Instant::now();
+        let deadline = started + WAIT_MAX;
+        let confirmed = loop {
             match timeout_at(deadline, heads.ask(())).await {
-                Ok(Some(Ok(()))) => return Ok(()),
+                Ok(Some(Ok(()))) => break Ok(()),
                 Ok(Some(Err(_))) if Instant::now() < deadline => sleep(ASK_PAUSE).await,
-                Ok(_) | Err(_) => return Err(Error::Unavailable),
+                Ok(_) | Err(_) => break Err(Error::Unavailable),
             }
+        };
+        if started.elapsed() > SLOW_CONFIRM {
+            metrics.slow_confirms.inc();
         }
+        metrics.failed_confirms.inc_by(u64::from(confirmed.is_err()));
+        confirmed
     }
 
     /// Why the store cannot go on, once that is so: the text is for the operator.
@@ -211,7 +234,7 @@ impl Store {
     }
 
     pub async fn size(&self) -> Result<Size> {
-        Ok(self.shared.log.size().await?)
+        Ok(self.shared.log.size(Precision::Quick).await?)
     }
 
     /// A copy of the index, to compare with one that was rebuilt from the log.
@@ -237,6 +260,7 @@ impl Store {
     }
 
     pub async fn txn(&self, request: TxnRequest) -> Result<TxnResponse> {
+        self.shared.metrics.store.txns.inc();
         if request.is_read_only() {
             return self.read_txn(request).await;
         }
@@ -292,7 +316,10 @@ impl Store {
             Some(renewals) => self.renew_in_log(renewals, id).await?,
         };
         match renewal {
-            Renewal::Renewed { ttl_secs } => Ok((head, ttl_secs)),
+            Renewal::Renewed { ttl_secs } => {
+                self.shared.metrics.store.leases_renewed.inc();
+                Ok((head, ttl_secs))
+            }
             Renewal::Unknown => Ok((head, 0)),
             // The answer that it is over leaves when its keys are gone.
             Renewal::Expired => self.submit_for_revision(Request::Expire(id)).await.map(|_| (head, 0)),

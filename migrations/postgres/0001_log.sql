@@ -57,10 +57,10 @@ CREATE TABLE meta (
 
 INSERT INTO meta (name, value) VALUES
     ('cluster_id', ('x' || substr(md5(random()::text || clock_timestamp()::text), 1, 15))::bit(60)::bigint),
-    ('epoch', 0),                              -- counts appends that changed leases or recorded a compaction
+    ('epoch', 0),                              -- counts appends that changed leases or alarms or recorded a compaction
     ('purged_revision', 0),                    -- the compact revision of the newest compaction that deleted rows
     ('last_beat', 0);                          -- microseconds since 1970: when any instance was last heard of
-    -- compact_revision joins them with the first compaction.
+    -- compact_revision joins them with the first compaction, alarm/KIND/MEMBER with an alarm.
 
 -- The lock under which the log is appended to. Its number is told apart from other programs' by the table's.
 CREATE FUNCTION orlop_lock() RETURNS void LANGUAGE sql AS
@@ -134,6 +134,24 @@ BEGIN
         UPDATE meta m SET value = m.value + 1 WHERE m.name = 'epoch';
     END IF;
     PERFORM pg_notify('orlop_' || 'kv_log'::regclass::oid, (expected_head + cardinality(keys))::text);
+    RETURN true;
+END
+$$;
+
+-- As orlop_append, for a fact that tells of an alarm: it is set or, without a value, removed.
+CREATE FUNCTION orlop_alarm(
+    expected_head bigint, expected_epoch bigint, expected_server bigint, fact text, fact_value bigint
+) RETURNS boolean LANGUAGE plpgsql AS $$
+BEGIN
+    IF NOT orlop_append(expected_head, expected_epoch, expected_server, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}',
+        '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', NULL) THEN
+        RETURN false;
+    END IF;
+    DELETE FROM meta WHERE name = fact;
+    IF fact_value IS NOT NULL THEN
+        INSERT INTO meta (name, value) VALUES (fact, fact_value);
+    END IF;
+    UPDATE meta SET value = value + 1 WHERE name = 'epoch';
     RETURN true;
 END
 $$;

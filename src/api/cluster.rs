@@ -2,7 +2,7 @@
 
 use tonic::{Request, Response, Status};
 
-use super::{Context, status::not_built};
+use super::Context;
 use crate::{
     log::Member,
     proto::server::etcdserverpb::{self as pb, cluster_server::Cluster},
@@ -28,28 +28,64 @@ impl Cluster for Context {
         Ok(Response::new(pb::MemberListResponse { header: self.header(Revision(0)), members }))
     }
 
-    async fn member_add(&self, _: Request<pb::MemberAddRequest>) -> Result<Response<pb::MemberAddResponse>, Status> {
-        Err(not_built("MemberAdd"))
+    /// An instance joins by being started on the database; nobody has to be told before.
+    async fn member_add(
+        &self,
+        request: Request<pb::MemberAddRequest>,
+    ) -> Result<Response<pb::MemberAddResponse>, Status> {
+        check_urls(&request.into_inner().peer_ur_ls)?;
+        Err(Status::unimplemented(
+            "orlop: members join by being started on the same database and leave by being stopped; there is nothing to add",
+        ))
     }
 
     async fn member_remove(
         &self,
-        _: Request<pb::MemberRemoveRequest>,
+        request: Request<pb::MemberRemoveRequest>,
     ) -> Result<Response<pb::MemberRemoveResponse>, Status> {
-        Err(not_built("MemberRemove"))
+        self.known(request.into_inner().id).await?;
+        // As etcd, of a cluster that would lose its last one or a live one.
+        Err(Status::failed_precondition("etcdserver: re-configuration failed due to not enough started members"))
     }
 
+    /// There are no peers to reach at other URLs.
     async fn member_update(
         &self,
-        _: Request<pb::MemberUpdateRequest>,
+        request: Request<pb::MemberUpdateRequest>,
     ) -> Result<Response<pb::MemberUpdateResponse>, Status> {
-        Err(not_built("MemberUpdate"))
+        let request = request.into_inner();
+        check_urls(&request.peer_ur_ls)?;
+        self.known(request.id).await?;
+        let members = self.store.members().await.into_iter().map(member).collect();
+        Ok(Response::new(pb::MemberUpdateResponse { header: self.header(Revision(0)), members }))
     }
 
     async fn member_promote(
         &self,
-        _: Request<pb::MemberPromoteRequest>,
+        request: Request<pb::MemberPromoteRequest>,
     ) -> Result<Response<pb::MemberPromoteResponse>, Status> {
-        Err(not_built("MemberPromote"))
+        self.known(request.into_inner().id).await?;
+        Err(Status::failed_precondition("etcdserver: can only promote a learner member"))
+    }
+}
+
+impl Context {
+    async fn known(&self, id: u64) -> Result<(), Status> {
+        let known = self.store.members().await.iter().any(|member| member.id == id);
+        if known { Ok(()) } else { Err(Status::not_found("etcdserver: member not found")) }
+    }
+}
+
+fn check_urls(urls: &[String]) -> Result<(), Status> {
+    let is_url = |url: &String| {
+        let place = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
+        place
+            .and_then(|place| place.rsplit_once(':'))
+            .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
+    };
+    if !urls.is_empty() && urls.iter().all(is_url) {
+        Ok(())
+    } else {
+        Err(Status::invalid_argument("etcdserver: given member URLs are invalid"))
     }
 }

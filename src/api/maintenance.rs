@@ -1,11 +1,14 @@
-//! The Maintenance service: Status, and the list of alarms, of which there are none yet.
+//! The Maintenance service: Status, alarms, Defragment, and the answers that make sense without Raft.
 
 use tonic::{Request, Response, Status};
 
-use super::{Context, ETCD_VERSION, RAFT_TERM, STORAGE_VERSION, status::not_built};
+use super::{CLUSTER_VERSION, Context, ETCD_VERSION, RAFT_TERM, STORAGE_VERSION, status::not_built};
 use crate::{
-    log::Size,
-    proto::server::etcdserverpb::{self as pb, alarm_request::AlarmAction, maintenance_server::Maintenance},
+    log::{Alarm, AlarmChange, AlarmKind, Cause, Size},
+    proto::server::etcdserverpb::{
+        self as pb, AlarmType, alarm_request::AlarmAction, downgrade_request::DowngradeAction,
+        maintenance_server::Maintenance,
+    },
 };
 
 type SnapshotStream = futures_util::stream::Empty<Result<pb::SnapshotResponse, Status>>;
@@ -15,10 +18,11 @@ impl Maintenance for Context {
     async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusResponse>, Status> {
         let head = self.store.head();
         // As in etcd, one that is cut off says so and still answers.
-        let (size, leader, errors) = match self.store.size().await {
+        let (size, leader, mut errors) = match self.store.size().await {
             Ok(size) => (size, self.store.leader(), Vec::new()),
             Err(error) => (Size { total: 0, in_use: 0 }, 0, vec![Status::from(error).message().to_owned()]),
         };
+        errors.extend(self.store.alarms().into_iter().map(alarm_text));
         let applied = head.0.cast_unsigned();
         Ok(Response::new(pb::StatusResponse {
             header: self.header(head),
@@ -32,23 +36,40 @@ impl Maintenance for Context {
             errors,
             is_learner: false,
             storage_version: STORAGE_VERSION.to_owned(),
-            db_size_quota: 0,
+            db_size_quota: self.store.quota().cast_signed(),
             downgrade_info: Some(pb::DowngradeInfo::default()),
         }))
     }
 
     async fn alarm(&self, request: Request<pb::AlarmRequest>) -> Result<Response<pb::AlarmResponse>, Status> {
-        match request.into_inner().action() {
-            AlarmAction::Get => {
-                let header = self.header(self.store.head());
-                Ok(Response::new(pb::AlarmResponse { header, alarms: Vec::new() }))
+        let request = request.into_inner();
+        let asked = alarm_kind(request.alarm());
+        let wanted = |kind: AlarmKind| request.alarm() == AlarmType::None || asked == Some(kind);
+        let alarms = match (request.action(), asked) {
+            (AlarmAction::Get, _) => self.store.alarms().into_iter().filter(|alarm| wanted(alarm.kind)).collect(),
+            (AlarmAction::Activate, Some(kind)) => {
+                let alarm = Alarm { member_id: request.member_id, kind };
+                self.store.change_alarm(AlarmChange::Raise { alarm, cause: Cause::Client }).await?;
+                vec![alarm]
             }
-            AlarmAction::Activate | AlarmAction::Deactivate => Err(not_built("Alarm other than GET")),
-        }
+            (AlarmAction::Deactivate, Some(kind)) => {
+                let alarm = Alarm { member_id: request.member_id, kind };
+                let raised = self.store.alarms().contains(&alarm);
+                if raised {
+                    self.store.change_alarm(AlarmChange::Clear { alarm }).await?;
+                }
+                raised.then_some(alarm).into_iter().collect()
+            }
+            (AlarmAction::Activate | AlarmAction::Deactivate, None) => Vec::new(),
+        };
+        let alarms = alarms.into_iter().map(alarm_member).collect();
+        Ok(Response::new(pb::AlarmResponse { header: self.header(self.store.head()), alarms }))
     }
 
     async fn defragment(&self, _: Request<pb::DefragmentRequest>) -> Result<Response<pb::DefragmentResponse>, Status> {
-        Err(not_built("Defragment"))
+        self.store.defragment().await?;
+        // As in etcd, this header is empty.
+        Ok(Response::new(pb::DefragmentResponse { header: Some(pb::ResponseHeader::default()) }))
     }
 
     async fn hash(&self, _: Request<pb::HashRequest>) -> Result<Response<pb::HashResponse>, Status> {
@@ -65,11 +86,75 @@ impl Maintenance for Context {
         Err(not_built("Snapshot"))
     }
 
-    async fn move_leader(&self, _: Request<pb::MoveLeaderRequest>) -> Result<Response<pb::MoveLeaderResponse>, Status> {
-        Err(not_built("MoveLeader"))
+    /// Every instance takes writes: there is nothing to move. The text is etcd's for one that cannot take over.
+    async fn move_leader(
+        &self,
+        request: Request<pb::MoveLeaderRequest>,
+    ) -> Result<Response<pb::MoveLeaderResponse>, Status> {
+        let (target, leader) = (request.into_inner().target_id, self.store.leader());
+        if leader != self.store.identity().member_id {
+            return Err(Status::failed_precondition("etcdserver: not leader"));
+        }
+        if target != leader {
+            return Err(Status::failed_precondition("etcdserver: bad leader transferee"));
+        }
+        Ok(Response::new(pb::MoveLeaderResponse { header: self.header(self.store.head()) }))
     }
 
-    async fn downgrade(&self, _: Request<pb::DowngradeRequest>) -> Result<Response<pb::DowngradeResponse>, Status> {
-        Err(not_built("Downgrade"))
+    /// The storage has no older form, so that there is nothing to enable.
+    async fn downgrade(
+        &self,
+        request: Request<pb::DowngradeRequest>,
+    ) -> Result<Response<pb::DowngradeResponse>, Status> {
+        let request = request.into_inner();
+        if request.action() == DowngradeAction::Cancel {
+            return Err(Status::failed_precondition("etcdserver: no inflight downgrade job"));
+        }
+        let target = minor_version(&request.version)
+            .ok_or_else(|| Status::invalid_argument("etcdserver: wrong downgrade target version format"))?;
+        let current = minor_version(CLUSTER_VERSION).unwrap_or_default();
+        if target.0 != current.0 || target.1 + 1 != current.1 {
+            return Err(Status::invalid_argument("etcdserver: invalid downgrade target version"));
+        }
+        match request.action() {
+            DowngradeAction::Validate => Ok(Response::new(pb::DowngradeResponse {
+                header: self.header(self.store.head()),
+                version: CLUSTER_VERSION.to_owned(),
+            })),
+            DowngradeAction::Enable | DowngradeAction::Cancel => {
+                Err(Status::unimplemented("orlop: there is no older storage format to downgrade to"))
+            }
+        }
+    }
+}
+
+fn alarm_kind(alarm: AlarmType) -> Option<AlarmKind> {
+    match alarm {
+        AlarmType::None => None,
+        AlarmType::Nospace => Some(AlarmKind::NoSpace),
+        AlarmType::Corrupt => Some(AlarmKind::Corrupt),
+    }
+}
+
+fn alarm_member(alarm: Alarm) -> pb::AlarmMember {
+    let kind = match alarm.kind {
+        AlarmKind::NoSpace => AlarmType::Nospace,
+        AlarmKind::Corrupt => AlarmType::Corrupt,
+    };
+    pb::AlarmMember { member_id: alarm.member_id, alarm: kind.into() }
+}
+
+/// As etcd's Status prints a raised alarm.
+fn alarm_text(alarm: Alarm) -> String {
+    format!("memberID:{} alarm:{} ", alarm.member_id, alarm.kind.name())
+}
+
+/// MAJOR.MINOR of MAJOR.MINOR[.PATCH].
+fn minor_version(text: &str) -> Option<(u64, u64)> {
+    let mut parts = text.split('.').map(|part| part.parse::<u64>().ok());
+    let version = (parts.next()??, parts.next()??);
+    match parts.next() {
+        None | Some(Some(_)) if parts.next().is_none() => Some(version),
+        _ => None,
     }
 }

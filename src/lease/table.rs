@@ -48,6 +48,14 @@ pub struct Remaining {
 }
 
 impl Table {
+    pub fn len(&self) -> usize {
+        self.leases.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.leases.is_empty()
+    }
+
     pub fn contains(&self, id: LeaseId) -> bool {
         self.leases.contains_key(&id)
     }

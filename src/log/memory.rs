@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 use tokio::task::yield_now;
 
 use super::{
-    Append, Appended, LeaseChange, Log, LoggedLease, Meta, Page, Position, Result, SharedLog, Size, Visit, WithPrev,
+    Alarm, AlarmChange, Append, Appended, Cause, LeaseChange, Log, LoggedLease, Meta, Page, Position, Precision,
+    Reclaim, Reclaimed, Result, SharedLog, Size, Visit, WithPrev,
 };
 use crate::types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId};
 
@@ -25,6 +26,7 @@ pub struct MemoryLog(Mutex<State>);
 struct State {
     rows: Vec<Change>,
     leases: BTreeMap<LeaseId, i64>,
+    alarms: Vec<(Alarm, Cause)>,
     compact_revision: Option<Revision>,
     purged: Option<Revision>,
 }
@@ -63,6 +65,7 @@ impl Log for MemoryLog {
             cluster_id: 1,
             member_id: 1,
             compact_revision: state.compact_revision,
+            alarms: state.alarms.clone(),
             position: Position { head: state.head(), epoch: 0, server: 0 },
             leases: state
                 .leases
@@ -94,6 +97,11 @@ impl Log for MemoryLog {
             };
         }
         state.compact_revision = state.compact_revision.max(append.compact);
+        match append.alarm {
+            Some(AlarmChange::Raise { alarm, cause }) => state.alarms.push((alarm, cause)),
+            Some(AlarmChange::Clear { alarm }) => state.alarms.retain(|(raised, _)| *raised != alarm),
+            None => {}
+        }
         Ok(Appended::Done)
     }
 
@@ -130,14 +138,15 @@ impl Log for MemoryLog {
         Ok(page)
     }
 
-    async fn purge(&self, rows: &[RowId], compacted: Revision, _server: i64) -> Result<()> {
+    async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {
+        let Reclaim::Rows { rows, compacted, .. } = what else { return Ok(Reclaimed::All) };
         let mut state = self.0.lock();
         state.rows.retain(|change| !rows.contains(&change.row));
         state.purged = state.purged.max(Some(compacted));
-        Ok(())
+        Ok(Reclaimed::All)
     }
 
-    async fn size(&self) -> Result<Size> {
+    async fn size(&self, _: Precision) -> Result<Size> {
         Ok(Size { total: 0, in_use: 0 })
     }
 

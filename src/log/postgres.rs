@@ -12,11 +12,12 @@ mod append;
 mod connection;
 mod listener;
 mod read;
+mod space;
 
 use std::{
     collections::HashSet,
     hash::{BuildHasher as _, RandomState},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicBool, AtomicI64, Ordering},
     time::Duration,
 };
 
@@ -30,8 +31,8 @@ use self::{
     listener::Listener,
 };
 use super::{
-    Append, Appended, Error, Log, LoggedLease, Member, Meta, Page, Position, Result, SILENCE_MAX, SharedLog, Size,
-    Touch, Visit, WithPrev,
+    Append, Appended, Error, Log, LoggedLease, Member, Meta, Page, Position, Precision, Reclaim, Reclaimed, Result,
+    SILENCE_MAX, SharedLog, Size, Touch, Visit, WithPrev, alarms,
     rows::{LogRow as _, corrupt},
 };
 use crate::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
@@ -65,6 +66,8 @@ pub struct PostgresLog {
     /// Another number at each start.
     run: i64,
     has_beaten: AtomicBool,
+    /// Of the tables' bytes, those that were free when they were counted last.
+    free_bytes: AtomicI64,
 }
 
 impl PostgresLog {
@@ -100,6 +103,7 @@ impl PostgresLog {
             member,
             run: (RandomState::new().hash_one(0) >> 1).cast_signed(),
             has_beaten: AtomicBool::new(false),
+            free_bytes: AtomicI64::new(0),
         })
     }
 }
@@ -151,6 +155,7 @@ impl PostgresLog {
             position,
             compact_revision: fact("compact_revision").map(Revision),
             leases,
+            alarms: alarms(facts.iter().map(|(name, value)| (name.as_str(), *value))),
         }))
     }
 }
@@ -181,17 +186,26 @@ impl Log for PostgresLog {
         read!(self.database, connection => read::changes(connection, from, to, range, prev))?
     }
 
-    async fn purge(&self, rows: &[RowId], compacted: Revision, server: i64) -> Result<()> {
-        let purged = read!(self.database, connection => append::purge(connection, server, rows, compacted))?;
-        if purged { Ok(()) } else { Err(Error::Unavailable("another server has the database now".to_owned())) }
+    async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {
+        match what {
+            Reclaim::Rows { rows, compacted, server } => {
+                let purged = read!(self.database, connection => append::purge(connection, server, rows, compacted))?;
+                if !purged {
+                    return Err(Error::Unavailable("another server has the database now".to_owned()));
+                }
+            }
+            Reclaim::Space => space::vacuum(&self.database).await?,
+        }
+        Ok(Reclaimed::All)
     }
 
-    async fn size(&self) -> Result<Size> {
-        const SIZE: &str = "SELECT pg_total_relation_size('kv_log') + pg_total_relation_size('kv_log_more') \
-            + pg_total_relation_size('lease') + pg_total_relation_size('meta')";
-        let total: i64 = read!(self.database, connection => sqlx::query_scalar(SIZE).fetch_one(connection))?;
-        // What of it is free only an extension could tell.
-        Ok(Size { total, in_use: total })
+    async fn size(&self, precision: Precision) -> Result<Size> {
+        let total = read!(self.database, connection => space::total(connection))?;
+        if precision == Precision::Exact {
+            let in_use = read!(self.database, connection => space::in_use(connection))?;
+            self.free_bytes.store((total - in_use).max(0), Ordering::Relaxed);
+        }
+        Ok(Size { total, in_use: (total - self.free_bytes.load(Ordering::Relaxed)).max(0) })
     }
 
     async fn close(&self) {

@@ -22,7 +22,8 @@ use tokio::sync::Mutex;
 
 use self::{checkpoint::Checkpointer, lock::FileLock};
 use super::{
-    Append, Appended, Error, Log, LoggedLease, Meta, Page, Position, Result, SharedLog, Size, Visit, WithPrev,
+    Append, Appended, Error, Log, LoggedLease, Meta, Page, Position, Precision, Reclaim, Reclaimed, Result, SharedLog,
+    Size, Visit, WithPrev, alarms,
     rows::{
         LogRow as _, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS, RowColumns,
         SqlRange, VALUES_ROWS_MAX, merge, unavailable,
@@ -36,6 +37,7 @@ const READERS_MAX: u32 = 4;
 const WAL_FILE_BYTES_MAX: &str = "67108864";
 /// Gives at most this many free pages back to the file system.
 const RECLAIM_STEP: &str = "PRAGMA incremental_vacuum(256)";
+const RECLAIM_STEP_PAGES: usize = 256;
 /// Free pages kept for what is written next: giving them back only to take them again costs more than they do.
 const RECLAIM_KEEP_PAGES: i64 = 256;
 
@@ -209,9 +211,11 @@ impl Log for SqliteLog {
             position: Position { head: Revision::EMPTY, epoch: 0, server: 0 },
             compact_revision: None,
             leases: Vec::new(),
+            alarms: Vec::new(),
         };
         let facts: Vec<(String, i64)> =
             sqlx::query_as("SELECT name, value FROM meta").fetch_all(&mut *reader).await.map_err(unavailable)?;
+        meta.alarms = alarms(facts.iter().map(|(name, value)| (name.as_str(), *value)));
         for (name, value) in facts {
             match name.as_str() {
                 "cluster_id" => meta.cluster_id = value.cast_unsigned(),
@@ -280,7 +284,37 @@ impl Log for SqliteLog {
         Ok(page.finish(None))
     }
 
-    async fn purge(&self, rows: &[RowId], _compacted: Revision, _server: i64) -> Result<()> {
+    async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {
+        match what {
+            Reclaim::Rows { rows, .. } => self.delete(rows).await.map(|()| Reclaimed::All),
+            Reclaim::Space => self.give_back().await,
+        }
+    }
+
+    async fn size(&self, _: Precision) -> Result<Size> {
+        let row = sqlx::query(
+            "SELECT (SELECT page_count FROM pragma_page_count), (SELECT freelist_count FROM pragma_freelist_count), \
+             (SELECT page_size FROM pragma_page_size)",
+        )
+        .fetch_one(&self.readers)
+        .await
+        .map_err(unavailable)?;
+        let (pages, free, page_size): (i64, i64, i64) = (row.int(0)?, row.int(1)?, row.int(2)?);
+        Ok(Size { total: pages * page_size, in_use: (pages - free) * page_size })
+    }
+
+    async fn close(&self) {
+        self.readers.close().await;
+        self.checkpointer.finish().await;
+    }
+
+    fn shared(&self) -> Option<&dyn SharedLog> {
+        None
+    }
+}
+
+impl SqliteLog {
+    async fn delete(&self, rows: &[RowId]) -> Result<()> {
         let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
         let first = json_list(first.iter().map(|row| row.revision.0.to_string()));
         let more = json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)));
@@ -304,25 +338,15 @@ impl Log for SqliteLog {
         Ok(())
     }
 
-    async fn size(&self) -> Result<Size> {
-        let row = sqlx::query(
-            "SELECT (SELECT page_count FROM pragma_page_count), (SELECT freelist_count FROM pragma_freelist_count), \
-             (SELECT page_size FROM pragma_page_size)",
-        )
-        .fetch_one(&self.readers)
-        .await
-        .map_err(unavailable)?;
-        let (pages, free, page_size): (i64, i64, i64) = (row.int(0)?, row.int(1)?, row.int(2)?);
-        Ok(Size { total: pages * page_size, in_use: (pages - free) * page_size })
-    }
-
-    async fn close(&self) {
-        self.readers.close().await;
-        self.checkpointer.finish().await;
-    }
-
-    fn shared(&self) -> Option<&dyn SharedLog> {
-        None
+    /// One step, after which writes that wait have their turn.
+    async fn give_back(&self) -> Result<Reclaimed> {
+        let mut writer = self.writer.lock().await;
+        sqlx::query(RECLAIM_STEP).execute(&mut *writer).await.map_err(unavailable)?;
+        let free: i64 =
+            sqlx::query_scalar("PRAGMA freelist_count").fetch_one(&mut *writer).await.map_err(unavailable)?;
+        drop(writer);
+        self.checkpointer.purged(RECLAIM_STEP_PAGES);
+        Ok(if free > 0 { Reclaimed::More } else { Reclaimed::All })
     }
 }
 

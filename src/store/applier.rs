@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     log::{LeaseChange, Position},
-    types::{Change, Prev, Revision, RowId},
+    types::{Change, ChangeKind, Prev, Revision, RowId},
 };
 
 impl Shared {
@@ -36,8 +36,12 @@ impl Shared {
                 }
             }
             leases.epoch = leases.epoch.max(epoch);
+            if let Some(change) = batch.alarm().filter(|_| is_new) {
+                self.space.apply(change);
+            }
         });
         if !batch.leases().is_empty() {
+            self.count_leases(batch.leases());
             self.lease_deadline.notify_one();
         }
         if let Some(revision) = batch.compaction() {
@@ -64,7 +68,39 @@ impl Shared {
         for change in changes {
             self.values.apply(change);
         }
+        self.count(changes);
         self.standing.note_applied(changes, self.log.shared().is_some());
+    }
+
+    fn count_leases(&self, changes: &[LeaseChange]) {
+        let metrics = &self.metrics.store;
+        for change in changes {
+            match *change {
+                LeaseChange::Grant { ttl_secs, .. } => {
+                    metrics.leases_granted.inc();
+                    metrics.lease_ttl.observe(ttl_secs as f64);
+                }
+                LeaseChange::Revoke { .. } | LeaseChange::Expire { .. } => metrics.leases_revoked.inc(),
+            }
+        }
+    }
+
+    fn count(&self, changes: &[Change]) {
+        let (mut puts, mut bytes) = (0, 0);
+        for change in changes {
+            if let ChangeKind::Put { kv, .. } = &change.kind {
+                puts += 1;
+                bytes += kv.len();
+            }
+        }
+        let metrics = &self.metrics.store;
+        metrics.puts.inc_by(puts);
+        metrics.deletes.inc_by(changes.len() as u64 - puts);
+        metrics.events.inc_by(changes.len() as u64);
+        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+        metrics.put_bytes.add(bytes);
+        metrics.written_bytes.add(bytes);
+        self.space.note_written(changes, bytes);
     }
 
     /// Completes changes with the pairs that they replace, for watchers that asked for them. A pair that cannot be had is

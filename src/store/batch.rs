@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, ops::Bound};
 use crate::{
     index::{Entry, Lease, TreeIndex},
     lease,
-    log::LeaseChange,
+    log::{AlarmChange, LeaseChange},
     types::{Change, ChangeKind, EncodedKv, Key, KeyBounds, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
@@ -26,6 +26,7 @@ pub struct Batch {
     /// Of each lease change, how many changes of keys came before it.
     lease_places: Vec<usize>,
     compaction: Option<Revision>,
+    alarm: Option<AlarmChange>,
 }
 
 /// A place to go back to if a request turns out not to hold.
@@ -69,6 +70,7 @@ impl Batch {
             leases: Vec::new(),
             lease_places: Vec::new(),
             compaction: None,
+            alarm: None,
         }
     }
 
@@ -100,7 +102,15 @@ impl Batch {
 
     /// Whether it changes more than keys.
     pub fn advances_epoch(&self) -> bool {
-        !self.leases.is_empty() || self.compaction.is_some()
+        !self.leases.is_empty() || self.compaction.is_some() || self.alarm.is_some()
+    }
+
+    pub fn alarm(&self) -> Option<AlarmChange> {
+        self.alarm
+    }
+
+    pub fn set_alarm(&mut self, change: AlarmChange) {
+        self.alarm = Some(change);
     }
 
     pub fn compaction(&self) -> Option<Revision> {

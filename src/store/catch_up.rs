@@ -290,6 +290,7 @@ impl Shared {
         let replayed = replay(&*self.log).await?;
         let leases = lease_table(&replayed.meta, &replayed.index, Instant::now());
         let (head, compacted) = (replayed.index.head(), replayed.index.compact_revision());
+        self.space.take_in(&replayed.meta);
         let mut before = (replayed.index, leases);
         self.hub.start_over(head, compacted, || {
             std::mem::swap(&mut *self.index.write(), &mut before.0);
@@ -375,6 +376,8 @@ impl Shared {
             }
         }
         leases.epoch = leases.epoch.max(meta.position.epoch);
+        // Under the lease table's lock, as an alarm of this instance's own moves its epoch on.
+        self.space.take_in(meta);
         drop(leases);
         self.lease_deadline.notify_one();
     }

@@ -5,35 +5,51 @@ use std::{
     time::Duration,
 };
 
-use tokio::{sync::watch, task::yield_now, time::sleep};
+use tokio::{
+    sync::watch,
+    task::yield_now,
+    time::{Instant, sleep},
+};
 use tracing::{info, warn};
 
 use super::Shared;
 use crate::{
     index::CompactionCursor,
+    log::Reclaim,
     types::{Revision, RowId},
 };
 
 /// Keys looked at while the index is locked.
 const INDEX_STEP_KEYS: usize = 1_000;
-/// Rows deleted by one transaction (etcd's --compaction-batch-limit).
-const PURGE_ROWS: usize = 1_000;
-/// Pause between such transactions (etcd's --compaction-sleep-interval).
-const PURGE_PAUSE: Duration = Duration::from_millis(10);
 /// Pause before rows are tried again that the database would not delete.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 /// How long other instances have to read what compaction is about to delete; one that did not must read the whole log anew.
 const OTHERS_READ_MAX: Duration = Duration::from_millis(500);
 
+/// How fast compacted rows are deleted.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    /// Rows deleted by one transaction (etcd's --compaction-batch-limit).
+    pub rows: usize,
+    /// Pause between such transactions (etcd's --compaction-sleep-interval).
+    pub pause: Duration,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self { rows: 1_000, pause: Duration::from_millis(10) }
+    }
+}
+
 /// Runs until stopped. `garbage` are rows that an earlier run of the server had compacted away and not yet deleted.
-pub(super) async fn run(shared: Arc<Shared>, mut garbage: Vec<RowId>, mut stop: watch::Receiver<bool>) {
+pub(super) async fn run(shared: Arc<Shared>, pace: Pace, mut garbage: Vec<RowId>, mut stop: watch::Receiver<bool>) {
     let work = async {
         let compacted = *shared.compaction_done.borrow();
         if let Some(compacted) = compacted {
-            purge(&shared, &mut garbage, compacted).await;
+            purge(&shared, pace, &mut garbage, compacted).await;
         }
         loop {
-            compact(&shared, &mut garbage).await;
+            compact(&shared, pace, &mut garbage).await;
             shared.compaction.notified().await;
         }
     };
@@ -44,24 +60,33 @@ pub(super) async fn run(shared: Arc<Shared>, mut garbage: Vec<RowId>, mut stop: 
     }
 }
 
-async fn compact(shared: &Shared, garbage: &mut Vec<RowId>) {
+fn ms(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64() * 1000.0
+}
+
+async fn compact(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>) {
     loop {
         let Some(target) = shared.index.read().compact_revision() else { return };
         if Some(target) <= *shared.compaction_done.borrow() {
             return;
         }
         let is_own = shared.purge_duty.swap(false, Ordering::Relaxed);
+        let metrics = &shared.metrics.store;
+        let begun = Instant::now();
         let mut cursor = CompactionCursor::default();
         while shared.index.write().compact_step(&mut cursor, INDEX_STEP_KEYS, garbage) {
             yield_now().await;
         }
+        metrics.index_compaction_pause.observe(ms(begun));
         let rows = garbage.len();
         if is_own {
             if !shared.members.is_alone() {
                 sleep(OTHERS_READ_MAX).await;
             }
-            purge(shared, garbage, target).await;
+            purge(shared, pace, garbage, target).await;
+            metrics.compaction_total.observe(ms(begun));
             info!(compact_revision = target.0, rows, "compaction finished");
+            shared.space.note_freed();
         } else {
             // The rows are deleted by the instance that recorded it.
             garbage.clear();
@@ -77,15 +102,19 @@ async fn compact(shared: &Shared, garbage: &mut Vec<RowId>) {
 /// Deletes rows in their order. A key's tombstone comes behind the puts that it ends: with the tombstone gone and a stop
 /// before the puts are, the key would live again after the next start. And rows that lie together on the disk go together,
 /// so that a step touches few pages and empties them.
-pub(super) async fn purge(shared: &Shared, garbage: &mut Vec<RowId>, compacted: Revision) {
+pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>, compacted: Revision) {
     garbage.sort_unstable();
     let mut rows = garbage.as_slice();
     while !rows.is_empty() {
-        let (now, later) = rows.split_at(rows.len().min(PURGE_ROWS));
-        match shared.log.purge(now, compacted, shared.position().server).await {
-            Ok(()) => {
+        let (now, later) = rows.split_at(rows.len().min(pace.rows));
+        let begun = Instant::now();
+        let step = Reclaim::Rows { rows: now, compacted, server: shared.position().server };
+        match shared.log.reclaim(step).await {
+            Ok(_) => {
+                shared.metrics.store.compaction_pause.observe(ms(begun));
+                shared.metrics.store.compacted_rows.inc_by(now.len() as u64);
                 rows = later;
-                sleep(PURGE_PAUSE).await;
+                sleep(pace.pause).await;
             }
             Err(error) => {
                 warn!(%error, rows = rows.len(), "deleting compacted rows failed; it is tried again");

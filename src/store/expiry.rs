@@ -38,7 +38,10 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
             };
             for id in expired {
                 match queue.submit(Request::Expire(id)).await {
-                    Ok(_) => debug!(lease_id = ?id, "lease expired"),
+                    Ok(_) => {
+                        shared.metrics.store.leases_expired.inc();
+                        debug!(lease_id = ?id, "lease expired");
+                    }
                     Err(Error::Stopped) => return,
                     Err(error) => {
                         warn!(lease_id = ?id, %error, "lease expiry failed; it is tried again");

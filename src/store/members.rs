@@ -34,6 +34,11 @@ impl Members {
         self.state.lock().live.first().map_or(self.own.id, |member| member.id)
     }
 
+    /// Those that live, as far as this one has heard.
+    pub(super) fn live(&self) -> Vec<Member> {
+        self.state.lock().live.clone()
+    }
+
     pub(super) fn leads(&self) -> bool {
         self.leader() == self.own.id
     }
@@ -52,6 +57,9 @@ impl Shared {
         if !live.is_empty() && live != state.live {
             let names: Vec<&str> = live.iter().map(|member| member.name.as_str()).collect();
             info!(members = ?names, "members changed");
+            if live.first().map(|leader| leader.id) != state.live.first().map(|leader| leader.id) {
+                self.metrics.store.leader_changes.inc();
+            }
             state.live.clone_from(&live);
         }
         Ok(live)
@@ -94,6 +102,7 @@ pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
                 warn!(%error, "the other members cannot be told that this one lives; trying again");
             }
             failing = beat.is_err();
+            shared.metrics.store.failed_beats.inc_by(u64::from(failing));
         }
     };
     tokio::select! {

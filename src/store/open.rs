@@ -15,16 +15,21 @@ use tracing::info;
 
 use super::{
     Identity, Shared, Store,
+    auto_compact::{self, AutoCompaction},
     catch_up::{self, Standing, lease_table},
     coalesce::Coalesced,
-    compactor, expiry,
+    compactor::{self, Pace},
+    expiry,
     members::{self, Members},
+    space::{self, Space},
+    timing::Patience,
     values::ValueCache,
     writer::Writer,
 };
 use crate::{
     index::{CompactionCursor, TreeIndex},
     log::{Error, Log, LoggedLease, Member, Meta, Result, Touch},
+    metrics::Metrics,
     types::{LeaseId, Revision, RowId},
     watch::Hub,
 };
@@ -41,6 +46,12 @@ pub struct Settings {
     /// This instance's name and the URLs that clients reach it at.
     pub name: String,
     pub client_urls: Vec<String>,
+    pub metrics: Arc<Metrics>,
+    pub patience: Patience,
+    /// Bytes; 0: etcd's 2 GiB, below 0: none.
+    pub quota_bytes: i64,
+    pub auto_compaction: Option<AutoCompaction>,
+    pub compaction: Pace,
 }
 
 impl Default for Settings {
@@ -50,6 +61,11 @@ impl Default for Settings {
             poll_interval: Duration::from_millis(100),
             name: "default".to_owned(),
             client_urls: Vec::new(),
+            metrics: Arc::default(),
+            patience: Patience::default(),
+            quota_bytes: 0,
+            auto_compaction: None,
+            compaction: Pace::default(),
         }
     }
 }
@@ -74,7 +90,9 @@ impl Store {
             identity: Identity { cluster_id: meta.cluster_id, member_id: meta.member_id },
             standing: Standing::new(meta.position.server),
             members: Members::new(own),
-            hub: Arc::new(Hub::new(index.head(), index.compact_revision())),
+            space: Space::new(settings.quota_bytes),
+            hub: Arc::new(Hub::new(index.head(), index.compact_revision(), Arc::clone(&settings.metrics))),
+            metrics: settings.metrics,
             compaction_done: watch::Sender::new(index.compact_revision()),
             index: RwLock::new(index),
             leases: Mutex::new(leases),
@@ -84,13 +102,18 @@ impl Store {
             purge_duty: AtomicBool::new(false),
             log,
         });
+        shared.space.take_in(&meta);
         shared.fill_tail().await?;
-        let (writer, queue) = Writer::new(Arc::clone(&shared));
+        let (writer, queue) = Writer::new(Arc::clone(&shared), settings.patience);
         let mut tasks = vec![
             tokio::spawn(writer.run()),
-            tokio::spawn(compactor::run(Arc::clone(&shared), garbage, stopped.clone())),
+            tokio::spawn(compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
+            tokio::spawn(space::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
             tokio::spawn(expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
+        if let Some(policy) = settings.auto_compaction {
+            tasks.push(tokio::spawn(auto_compact::run(Arc::clone(&shared), queue.clone(), policy, stopped.clone())));
+        }
         let (mut heads, mut renewals) = (None, None);
         if shared.log.shared().is_some() {
             tasks.push(tokio::spawn(catch_up::run(Arc::clone(&shared), settings.poll_interval, stopped.clone())));
@@ -98,7 +121,8 @@ impl Store {
             heads = Some(ask_for_heads(Arc::clone(&shared)));
             renewals = Some(ask_for_renewals(Arc::clone(&shared)));
         }
-        Ok(Self { shared, queue, heads, renewals, tasks: Mutex::new(tasks), stop_background })
+        let range_times = ["false", "true"].map(|success| shared.metrics.store.range.with_label_values(&[success]));
+        Ok(Self { shared, queue, heads, renewals, range_times, tasks: Mutex::new(tasks), stop_background })
     }
 }
 

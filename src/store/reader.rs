@@ -5,7 +5,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use tokio::task::yield_now;
+use tokio::{task::yield_now, time::Instant};
 use tracing::error;
 
 use super::{
@@ -25,6 +25,16 @@ const STEP_KEYS: usize = 2_000;
 
 impl Store {
     pub async fn range(&self, request: &RangeRequest) -> Result<RangeResponse> {
+        let started = Instant::now();
+        let metrics = &self.shared.metrics.store;
+        metrics.ranges.inc();
+        let answer = self.range_whole(request).await;
+        self.range_times[usize::from(answer.is_ok())].observe(started.elapsed().as_secs_f64());
+        answer
+    }
+
+    async fn range_whole(&self, request: &RangeRequest) -> Result<RangeResponse> {
+        self.shared.space.check_sound()?;
         if request.consistency == Consistency::Linearizable {
             self.confirm().await?;
         }
@@ -39,6 +49,7 @@ impl Store {
 
     /// A range in pieces, at the revision of the first, for an answer that need not be in memory whole.
     pub async fn range_pieces(self: &Arc<Self>, request: RangeRequest) -> Result<RangePieces> {
+        self.shared.space.check_sound()?;
         if request.consistency == Consistency::Linearizable {
             self.confirm().await?;
         }
@@ -50,6 +61,7 @@ impl Store {
 
     /// A transaction that only reads, at one revision.
     pub(super) async fn read_txn(&self, request: TxnRequest) -> Result<TxnResponse> {
+        self.shared.space.check_sound()?;
         if !request.is_serializable() {
             self.confirm().await?;
         }

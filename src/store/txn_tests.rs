@@ -34,7 +34,7 @@ use super::{
 use crate::{
     index::{CompactionCursor, Lease, ReadAt, TreeIndex},
     lease,
-    log::{Append, Appended, Member, memory::MemoryLog},
+    log::{Append, Appended, Member, Reclaim, memory::MemoryLog},
     types::{ChangeKind, Key, KeyRange, LeaseId, Revision},
     watch::Hub,
 };
@@ -260,7 +260,7 @@ impl World {
             index.begin_compaction(revision);
             while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
         }
-        self.shared.log.purge(&removed, revision, 0).await.unwrap();
+        self.shared.log.reclaim(Reclaim::Rows { rows: &removed, compacted: revision, server: 0 }).await.unwrap();
         self.model.compact_revision = self.model.compact_revision.max(Some(revision));
         self.committed.compact_revision = self.model.compact_revision;
     }
@@ -338,7 +338,9 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         identity: Identity { cluster_id: 1, member_id: 1 },
         standing: Standing::new(0),
         members: Members::new(Member { id: 1, name: "default".to_owned(), client_urls: Vec::new() }),
-        hub: Arc::new(Hub::new(Revision::EMPTY, None)),
+        metrics: Arc::default(),
+        space: super::space::Space::new(0),
+        hub: Arc::new(Hub::new(Revision::EMPTY, None, Arc::default())),
         index: RwLock::new(TreeIndex::new()),
         leases: Mutex::new(lease::Table::default()),
         values: ValueCache::new(cache_bytes),

@@ -33,6 +33,19 @@ impl ValueCache {
         self.0.get(&row)
     }
 
+    /// What it takes, about.
+    pub fn bytes(&self) -> u64 {
+        self.0.weight()
+    }
+
+    pub fn hits(&self) -> u64 {
+        self.0.hits()
+    }
+
+    pub fn misses(&self) -> u64 {
+        self.0.misses()
+    }
+
     /// For pairs of live versions only: older ones would push out what is read more.
     pub fn insert(&self, row: RowId, kv: EncodedKv) {
         self.0.insert(row, kv);

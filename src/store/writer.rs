@@ -37,10 +37,11 @@ use super::{
     Error, Result, Shared, WAIT_MAX,
     batch::Batch,
     request::{DeleteRequest, DeleteResponse, Op, PutRequest, PutResponse, PutValue, TxnRequest, TxnResponse},
+    timing::{Laps, Patience, Timing},
     txn::{Evaluation, Fetched, Stop},
 };
 use crate::{
-    log::{self, Append, Appended, Position},
+    log::{self, AlarmChange, Append, Appended, Position},
     types::{LeaseId, Revision, RowId},
 };
 
@@ -74,6 +75,7 @@ pub(super) enum Request {
     /// Revokes the lease if its time is over when this is evaluated.
     Expire(LeaseId),
     Compact(Revision),
+    Alarm(AlarmChange),
 }
 
 #[derive(Debug)]
@@ -136,6 +138,11 @@ impl WriteQueue {
         outcome.await.unwrap_or(Err(Error::OutcomeUnknown))
     }
 
+    /// How many wait.
+    pub(super) fn len(&self) -> usize {
+        self.commands.max_capacity() - self.commands.capacity()
+    }
+
     /// Takes no further request; those that wait are served.
     pub(super) fn close(&self) {
         self.close.notify_one();
@@ -165,7 +172,12 @@ impl Request {
         match self {
             Self::Put(request) => put(request),
             Self::Txn(request) => txn(request),
-            Self::Delete(_) | Self::Grant { .. } | Self::Revoke(_) | Self::Expire(_) | Self::Compact(_) => 64,
+            Self::Delete(_)
+            | Self::Grant { .. }
+            | Self::Revoke(_)
+            | Self::Expire(_)
+            | Self::Compact(_)
+            | Self::Alarm(_) => 64,
         }
     }
 }
@@ -173,6 +185,7 @@ impl Request {
 /// The one task that appends.
 pub(super) struct Writer {
     shared: Arc<Shared>,
+    timing: Timing,
     commands: mpsc::Receiver<Command>,
     waiting_bytes: Arc<AtomicUsize>,
     close: Arc<Notify>,
@@ -196,13 +209,14 @@ enum Committed {
 }
 
 impl Writer {
-    pub(super) fn new(shared: Arc<Shared>) -> (Self, WriteQueue) {
+    pub(super) fn new(shared: Arc<Shared>, patience: Patience) -> (Self, WriteQueue) {
         let (sender, commands) = mpsc::channel(QUEUE_REQUESTS_MAX);
         let waiting_bytes = Arc::new(AtomicUsize::new(0));
         let close = Arc::new(Notify::new());
         let queue =
             WriteQueue { commands: sender, waiting_bytes: Arc::clone(&waiting_bytes), close: Arc::clone(&close) };
         let writer = Self {
+            timing: Timing::new(&shared.metrics.store, patience),
             shared,
             commands,
             waiting_bytes,
@@ -255,6 +269,10 @@ impl Writer {
         if self.is_contended && !self.has_turn {
             self.take_turn().await;
         }
+        let started = Instant::now();
+        if let Some(oldest) = self.gathered.front() {
+            self.shared.metrics.store.queue.observe((started - oldest.since).as_secs_f64());
+        }
         let expected = self.shared.position();
         let mut batch = Batch::new(expected.head);
         let mut served: Served = Vec::with_capacity(self.gathered.len());
@@ -262,10 +280,14 @@ impl Writer {
         let mut bytes = 0;
         while let Some(command) = self.gathered.pop_front() {
             let full = batch.changes().len() >= BATCH_CHANGES_MAX || bytes >= BATCH_BYTES_MAX;
-            let alone = matches!(command.request, Request::Compact(_));
+            let alone = matches!(command.request, Request::Compact(_) | Request::Alarm(_));
             if (full || alone) && !served.is_empty() {
                 self.gathered.push_front(command);
                 break;
+            }
+            if let Err(error) = self.shared.admit(&command.request, command.bytes).await {
+                served.push((command, Err(error)));
+                continue;
             }
             match self.evaluate(&command.request, expected, &mut batch, &fetched) {
                 Ok(outcome) => {
@@ -295,7 +317,7 @@ impl Writer {
                 break;
             }
         }
-        self.commit(batch, expected, served).await;
+        self.commit(batch, expected, served, started).await;
     }
 
     /// Waits until nobody else can append, and catches up with those who did. Where that is not possible the batch takes
@@ -344,6 +366,10 @@ impl Writer {
             }
             Request::Expire(_) => Ok(Outcome::Revision(batch.head())),
             Request::Compact(revision) => evaluation.compact(*revision).map(Outcome::Revision),
+            Request::Alarm(change) => {
+                batch.set_alarm(*change);
+                Ok(Outcome::Revision(batch.head()))
+            }
         }
     }
 
@@ -363,7 +389,11 @@ impl Writer {
         Ok(true)
     }
 
-    async fn commit(&mut self, mut batch: Batch, expected: Position, served: Served) {
+    async fn commit(&mut self, mut batch: Batch, expected: Position, served: Served, started: Instant) {
+        let evaluated = Instant::now();
+        let metrics = &self.shared.metrics.store;
+        metrics.batch_requests.observe(served.len() as f64);
+        metrics.batch_rows.observe(batch.changes().len() as f64);
         let committed = if batch.is_empty() && !self.has_turn {
             self.confirm(expected).await
         } else {
@@ -373,11 +403,7 @@ impl Writer {
             self.append(&batch, expected).await
         };
         match committed {
-            Ok(Committed::Done) => {
-                for (command, outcome) in served {
-                    command.ticket.answer(outcome);
-                }
-            }
+            Ok(Committed::Done) => self.answer(served, Laps { started, evaluated, committed: Instant::now() }),
             Ok(Committed::Raced) => {
                 self.gather_again(served);
                 self.resync().await;
@@ -389,11 +415,22 @@ impl Writer {
                 self.resync().await;
             }
             Err(error) => {
-                for (command, _) in served {
-                    command.ticket.answer(Err(error.clone()));
-                }
+                self.shared.metrics.store.failed.inc();
+                let failed = served.into_iter().map(|(command, _)| (command, Err(error.clone()))).collect();
+                self.answer(failed, Laps { started, evaluated, committed: Instant::now() });
                 self.resync().await;
             }
+        }
+    }
+
+    fn answer(&self, served: Served, laps: Laps) {
+        let mut slow = false;
+        for (command, outcome) in served {
+            slow |= self.timing.note(&command.request, command.since, laps, outcome.is_ok());
+            command.ticket.answer(outcome);
+        }
+        if slow {
+            self.shared.metrics.store.slow_applies.inc();
         }
     }
 
@@ -411,12 +448,23 @@ impl Writer {
     }
 
     async fn append(&mut self, batch: &Batch, expected: Position) -> Result<Committed> {
-        let append = Append { expected, changes: batch.changes(), leases: batch.leases(), compact: batch.compaction() };
+        let append = Append {
+            expected,
+            changes: batch.changes(),
+            leases: batch.leases(),
+            compact: batch.compaction(),
+            alarm: batch.alarm(),
+        };
         self.has_turn = false;
         let shared = Arc::clone(&self.shared);
+        let metrics = &shared.metrics.store;
         let _appending = shared.standing.appending(batch.head());
+        let begun = Instant::now();
         match shared.log.append(append).await {
             Ok(Appended::Done) => {
+                let took = begun.elapsed().as_secs_f64();
+                metrics.fsync.observe(took);
+                metrics.commit.observe(took);
                 shared.apply_batch(batch, expected, Instant::now());
                 if let Some(revision) = batch.compaction() {
                     info!(compact_revision = revision.0, "compaction recorded");
@@ -425,12 +473,14 @@ impl Writer {
             }
             Ok(Appended::Conflict) => {
                 debug!(revision = expected.head.0, "the log moved on without this instance");
+                metrics.raced.inc();
                 self.is_contended = true;
                 // A lease may have been renewed elsewhere.
                 shared.look_at_leases(batch.leases()).await;
                 Ok(Committed::Raced)
             }
             Err(log::Error::Unavailable(reason)) => {
+                metrics.failed.inc();
                 warn!(reason, "nothing can be appended just now; trying again");
                 Ok(Committed::Refused)
             }
@@ -527,7 +577,7 @@ mod tests {
     /// The writer does not run, so everything that is taken waits.
     #[tokio::test]
     async fn full_queue_refuses_at_once_and_takes_again_when_there_is_room() {
-        let (mut writer, queue) = Writer::new(Arc::new(shared(0)));
+        let (mut writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default());
         let mut waiting: Vec<_> = (0..QUEUE_REQUESTS_MAX).map(|_| Box::pin(queue.submit(delete()))).collect();
         assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "they are taken and wait");
         assert!(matches!(queue.submit(delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
@@ -538,7 +588,7 @@ mod tests {
 
     #[tokio::test]
     async fn closed_queue_serves_what_waits_and_refuses_the_rest() {
-        let (writer, queue) = Writer::new(Arc::new(shared(0)));
+        let (writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default());
         let mut waiting = Box::pin(queue.submit(delete()));
         assert!(waiting.as_mut().now_or_never().is_none());
         queue.close();

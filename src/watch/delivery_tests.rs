@@ -18,7 +18,7 @@ use prost::Message as _;
 use super::{Flavor, Hub, Message, Messages, NO_WATCH, Outbox, Session, Spec};
 use crate::{
     index::{CompactionCursor, TreeIndex},
-    log::{Append, Appended, Log, memory::MemoryLog},
+    log::{Append, Appended, Log, Reclaim, memory::MemoryLog},
     proto::client::{etcdserverpb::WatchResponse, mvccpb::Event},
     types::{
         Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version, WatchId,
@@ -185,7 +185,7 @@ struct Stream {
 impl World {
     fn new() -> Self {
         let log = Arc::new(MemoryLog::default());
-        let hub = Arc::new(Hub::new(Revision::EMPTY, None));
+        let hub = Arc::new(Hub::new(Revision::EMPTY, None, Arc::default()));
         let stream = || {
             let outbox = Arc::new(Outbox::new());
             let session = Session::new(Arc::clone(&hub), Arc::clone(&log) as Arc<dyn Log>, Arc::clone(&outbox));
@@ -289,7 +289,7 @@ impl World {
 #[tokio::test]
 async fn watch_behind_rows_that_another_instance_deleted_is_told_so() {
     for (start, told) in [(2, true), (4, true), (5, false), (6, false)] {
-        let (log, hub) = (Arc::new(MemoryLog::default()), Arc::new(Hub::new(Revision::EMPTY, None)));
+        let (log, hub) = (Arc::new(MemoryLog::default()), Arc::new(Hub::new(Revision::EMPTY, None, Arc::default())));
         let mut history = History::default();
         for _ in 0..6 {
             let changes = history.commit(&[vec![(0, true)]], true);
@@ -299,7 +299,7 @@ async fn watch_behind_rows_that_another_instance_deleted_is_told_so() {
         let mut messages = Messages::new(Arc::clone(&outbox));
         let mut session = Session::new(Arc::clone(&hub), log.clone() as Arc<dyn Log>, outbox);
         let rows: Vec<RowId> = (2..5).map(|revision| RowId::new(Revision(revision), 0)).collect();
-        log.purge(&rows, Revision(5), 0).await.unwrap();
+        log.reclaim(Reclaim::Rows { rows: &rows, compacted: Revision(5), server: 0 }).await.unwrap();
         session.create(Spec {
             id: None,
             range: KeyRange::all(),
@@ -340,7 +340,7 @@ async fn compact(log: &MemoryLog, hub: &Hub, history: &mut History, back: i64, p
         let mut removed = Vec::new();
         history.index.begin_compaction(revision);
         while history.index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
-        log.purge(&removed, revision, 0).await.unwrap();
+        log.reclaim(Reclaim::Rows { rows: &removed, compacted: revision, server: 0 }).await.unwrap();
     }
 }
 

@@ -15,11 +15,15 @@ use super::{
     intervals::Intervals,
     outbox::{Message, Outbox},
 };
-use crate::types::{Change, EncodedEvent, KeyRange, Revision, WatchId};
+use crate::{
+    metrics::Metrics,
+    types::{Change, EncodedEvent, KeyRange, Revision, WatchId},
+};
 
 /// See the module's page.
 pub struct Hub {
     state: Mutex<State>,
+    pub(super) metrics: Arc<Metrics>,
 }
 
 struct State {
@@ -62,8 +66,9 @@ pub(super) enum Joined {
 }
 
 impl Hub {
-    pub fn new(head: Revision, compact_revision: Option<Revision>) -> Self {
+    pub fn new(head: Revision, compact_revision: Option<Revision>, metrics: Arc<Metrics>) -> Self {
         Self {
+            metrics,
             state: Mutex::new(State {
                 head,
                 compact_revision,
@@ -354,7 +359,7 @@ mod tests {
 
     #[test]
     fn stream_that_waits_with_its_progress_is_remembered_once() {
-        let hub = Hub::new(Revision::EMPTY, None);
+        let hub = Hub::new(Revision::EMPTY, None, Arc::default());
         let outbox = Arc::new(Outbox::new());
         for start in [9, 9, 8, 7] {
             assert!(!hub.progress(&outbox, Some(Revision(start))));

@@ -30,6 +30,8 @@ pub struct Session {
     progress_wanted: bool,
     /// The head at the last periodic progress.
     last_tick: Revision,
+    /// Watches, and those behind, as they were counted last.
+    counted: (i64, i64),
 }
 
 struct Watch {
@@ -51,6 +53,7 @@ enum State {
 impl Session {
     pub fn new(hub: Arc<Hub>, log: Arc<dyn Log>, outbox: Arc<Outbox>) -> Self {
         let last_tick = hub.head();
+        hub.metrics.watch.streams.inc();
         Self {
             hub,
             log,
@@ -60,6 +63,7 @@ impl Session {
             behind: VecDeque::new(),
             progress_wanted: false,
             last_tick,
+            counted: (0, 0),
         }
     }
 
@@ -81,6 +85,7 @@ impl Session {
             }
         };
         self.watches.insert(id, Watch { spec, state });
+        self.count();
     }
 
     /// Answers a request that makes no watch; the stream goes on.
@@ -99,6 +104,7 @@ impl Session {
             // Progress may have waited for it alone.
             self.progress_wanted &= !self.watches.is_empty();
             self.try_progress();
+            self.count();
         }
     }
 
@@ -167,6 +173,7 @@ impl Session {
             Some(Joined::Synced) => self.set_state(id, State::Synced),
             Some(Joined::Waiting) => self.set_state(id, State::Waiting),
         }
+        self.count();
         self.try_progress();
         Ok(())
     }
@@ -210,6 +217,18 @@ impl Session {
                 self.behind.push_back(id);
             }
         }
+        self.count();
+    }
+
+    /// Tells the metrics what changed since the last time.
+    fn count(&mut self) {
+        let now = (self.watches.len() as i64, self.behind.len() as i64);
+        if now != self.counted {
+            let metrics = &self.hub.metrics.watch;
+            metrics.watchers.add(now.0 - self.counted.0);
+            metrics.behind.add(now.1 - self.counted.1);
+            self.counted = now;
+        }
     }
 
     fn try_progress(&mut self) {
@@ -239,5 +258,9 @@ impl Drop for Session {
         for (id, watch) in &self.watches {
             self.hub.leave(&self.outbox, *id, &watch.spec);
         }
+        let metrics = &self.hub.metrics.watch;
+        metrics.streams.dec();
+        metrics.watchers.sub(self.counted.0);
+        metrics.behind.sub(self.counted.1);
     }
 }

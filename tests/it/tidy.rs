@@ -8,17 +8,18 @@ use std::{
 /// Of each module, the modules that it may name.
 const IMPORTS: &[(&str, &[&str])] = &[
     ("types", &["proto"]),
+    ("metrics", &[]),
     ("index", &["types"]),
     ("lease", &["types"]),
     ("log", &["types"]),
-    ("watch", &["types", "log"]),
-    ("store", &["types", "index", "lease", "log", "watch"]),
+    ("watch", &["types", "log", "metrics"]),
+    ("store", &["types", "index", "lease", "log", "metrics", "watch"]),
     ("proto", &[]),
     ("config", &[]),
     ("bench", &["proto"]),
-    ("api", &["types", "index", "log", "watch", "store", "proto"]),
-    ("http", &["api", "store", "proto"]),
-    ("server", &["api", "config", "http", "log", "store"]),
+    ("api", &["types", "index", "log", "metrics", "watch", "store", "proto"]),
+    ("http", &["api", "log", "metrics", "store", "proto"]),
+    ("server", &["api", "config", "http", "log", "metrics", "store"]),
     ("main", &["bench", "config", "server"]),
     ("lib", &[]),
 ];

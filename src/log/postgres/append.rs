@@ -17,6 +17,7 @@ use crate::{
 
 const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, \
     $19, $20, $21, $22, $23, $24)";
+const ALARM: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5)";
 const PURGE: &str = "SELECT orlop_purge($1, $2, $3, $4, $5)";
 
 /// A batch has fewer rows than this, but for a delete of many keys, whose statement takes hundreds of megabytes that the
@@ -155,6 +156,12 @@ impl<'a> Columns<'a> {
 }
 
 async fn call(connection: &mut PgConnection, append: Append<'_>) -> sqlx::Result<bool> {
+    if let Some(change) = append.alarm {
+        let (name, value) = change.fact();
+        let expected = append.expected;
+        let query = sqlx::query_scalar(ALARM).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
+        return query.bind(name).bind(value).fetch_one(connection).await;
+    }
     let mut first = Columns::with_capacity(append.changes.len());
     let mut more = Columns::default();
     let (mut more_ids, mut more_subs) = (Vec::new(), Vec::new());

@@ -41,7 +41,7 @@ fn more_sql(rows: usize) -> String {
 
 pub(super) async fn append(writer: &mut SqliteConnection, append: Append<'_>) -> Result<Appended> {
     let (first, more): (Vec<&Change>, Vec<&Change>) = append.changes.iter().partition(|change| change.row.sub == 0);
-    let rows_alone = append.leases.is_empty() && append.compact.is_none();
+    let rows_alone = append.leases.is_empty() && append.compact.is_none() && append.alarm.is_none();
     let outcome = if rows_alone && more.is_empty() && first.len() <= STATEMENT_ROWS_MAX {
         insert_first(writer, &first, append.expected.head.0).await
     } else {
@@ -100,6 +100,15 @@ async fn append_all(
         .bind(revision.0)
         .execute(&mut *transaction)
         .await?;
+    }
+    if let Some(change) = append.alarm {
+        let query = match change.fact() {
+            (name, Some(value)) => {
+                sqlx::query("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)").bind(name).bind(value)
+            }
+            (name, None) => sqlx::query("DELETE FROM meta WHERE name = ?").bind(name),
+        };
+        query.execute(&mut *transaction).await?;
     }
     transaction.commit().await?;
     Ok(Appended::Done)

@@ -1,0 +1,325 @@
+//! Counts gRPC calls: begun, ended and how, messages and bytes either way.
+//!
+//! A layer around all services, so that no service counts by itself. The series of every method and code are there from the
+//! start, at 0, as etcd's are. What a call costs: a lookup by path, and a look at each frame's length.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    convert::Infallible,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use axum::{body::Body, routing::Route};
+use bytes::{Buf as _, Bytes};
+use http::{HeaderMap, Request, Response};
+use http_body::{Frame, SizeHint};
+use parking_lot::Mutex;
+use prometheus::{Histogram, IntCounter};
+use prost::Message as _;
+use prost_types::FileDescriptorSet;
+use tokio::time::Instant;
+use tonic::{Code, codegen::BoxFuture};
+use tower::{Layer, Service};
+
+use super::unary::FRAME_HEAD_BYTES;
+use crate::{metrics::Metrics, proto::DESCRIPTORS};
+
+/// Every code with the name that grpc-go's metrics have for it, by its number.
+const CODES: [&str; 17] = [
+    "OK",
+    "Canceled",
+    "Unknown",
+    "InvalidArgument",
+    "DeadlineExceeded",
+    "NotFound",
+    "AlreadyExists",
+    "PermissionDenied",
+    "ResourceExhausted",
+    "FailedPrecondition",
+    "Aborted",
+    "OutOfRange",
+    "Unimplemented",
+    "Internal",
+    "Unavailable",
+    "DataLoss",
+    "Unauthenticated",
+];
+/// Client versions that are told apart; a client can name any.
+const CLIENT_VERSIONS_MAX: usize = 32;
+
+/// See the module's page.
+#[derive(Clone)]
+pub(super) struct Meter {
+    metrics: Arc<Metrics>,
+    methods: Arc<HashMap<String, Arc<Method>>>,
+    clients: Arc<Mutex<BTreeSet<String>>>,
+}
+
+/// What is counted of one method.
+struct Method {
+    started: IntCounter,
+    handled: [IntCounter; CODES.len()],
+    received: IntCounter,
+    sent: IntCounter,
+    received_bytes: IntCounter,
+    sent_bytes: IntCounter,
+    handling: Option<Histogram>,
+    kind: &'static str,
+}
+
+impl Meter {
+    /// # Errors
+    ///
+    /// If the descriptors that were compiled in cannot be read.
+    pub(super) fn new(metrics: Arc<Metrics>) -> Result<Self, prost::DecodeError> {
+        let descriptors = FileDescriptorSet::decode(DESCRIPTORS)?;
+        let mut methods = HashMap::new();
+        for file in &descriptors.file {
+            for service in &file.service {
+                let service_name = format!("{}.{}", file.package(), service.name());
+                for method in &service.method {
+                    let (grpc, kind) = match (method.client_streaming(), method.server_streaming()) {
+                        (false, false) => ("unary", "unary"),
+                        (false, true) => ("server_stream", "stream"),
+                        (true, false) => ("client_stream", "stream"),
+                        (true, true) => ("bidi_stream", "stream"),
+                    };
+                    let counted = Method::new(&metrics, [grpc, &service_name, method.name()], kind);
+                    methods.insert(format!("/{service_name}/{}", method.name()), Arc::new(counted));
+                }
+            }
+        }
+        Ok(Self { metrics, methods: Arc::new(methods), clients: Arc::default() })
+    }
+
+    fn count_client(&self, headers: &HeaderMap, kind: &str) {
+        let named = headers.get("client-api-version").and_then(|version| version.to_str().ok()).unwrap_or("unknown");
+        let is_version = named.len() <= 16 && named.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+        let version = if is_version && self.is_told_apart(named) { named } else { "unknown" };
+        self.metrics.rpc.clients.with_label_values(&[kind, version]).inc();
+    }
+
+    fn is_told_apart(&self, version: &str) -> bool {
+        let mut known = self.clients.lock();
+        if known.contains(version) {
+            return true;
+        }
+        known.len() < CLIENT_VERSIONS_MAX && known.insert(version.to_owned())
+    }
+}
+
+impl Method {
+    fn new(metrics: &Metrics, labels: [&str; 3], kind: &'static str) -> Self {
+        let rpc = &metrics.rpc;
+        let [grpc, service, method] = labels;
+        Self {
+            started: rpc.started.with_label_values(&labels),
+            handled: CODES.map(|code| rpc.handled.with_label_values(&[grpc, service, method, code])),
+            received: rpc.received.with_label_values(&labels),
+            sent: rpc.sent.with_label_values(&labels),
+            received_bytes: rpc.received_bytes.clone(),
+            sent_bytes: rpc.sent_bytes.clone(),
+            handling: metrics.handling.as_ref().map(|handling| handling.with_label_values(&labels)),
+            kind,
+        }
+    }
+}
+
+impl Layer<Route> for Meter {
+    type Service = Metered;
+
+    fn layer(&self, inner: Route) -> Metered {
+        Metered { inner, meter: self.clone() }
+    }
+}
+
+/// A service whose calls are counted.
+#[derive(Clone)]
+pub(super) struct Metered {
+    inner: Route,
+    meter: Meter,
+}
+
+impl Service<Request<Body>> for Metered {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Response<Body>, Infallible>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Service::<Request<Body>>::poll_ready(&mut self.inner, context)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let Some(method) = self.meter.methods.get(request.uri().path()).map(Arc::clone) else {
+            let served = self.inner.call(request);
+            return Box::pin(served);
+        };
+        method.started.inc();
+        self.meter.count_client(request.headers(), method.kind);
+        // Counts the call as canceled when it is dropped before it has ended.
+        let call = Call { method: Arc::clone(&method), begun: Instant::now(), ended: false };
+        let request = request.map(|body| Body::new(Received { inner: body, method, frames: Frames::default() }));
+        let served = self.inner.call(request);
+        Box::pin(async move {
+            let response = served.await?;
+            let mut call = call;
+            // An answer without messages has its status in its head.
+            call.end_with(response.headers());
+            Ok(response.map(|body| Body::new(Sent { inner: body, call, frames: Frames::default() })))
+        })
+    }
+}
+
+struct Call {
+    method: Arc<Method>,
+    begun: Instant,
+    ended: bool,
+}
+
+impl Call {
+    /// Ends it if these tell its status.
+    fn end_with(&mut self, headers: &HeaderMap) {
+        if let Some(status) = headers.get("grpc-status") {
+            self.end(Code::from_bytes(status.as_bytes()));
+        }
+    }
+
+    fn end(&mut self, code: Code) {
+        if std::mem::replace(&mut self.ended, true) {
+            return;
+        }
+        self.method.handled[code as usize].inc();
+        if let Some(handling) = &self.method.handling {
+            handling.observe(self.begun.elapsed().as_secs_f64());
+        }
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        self.end(Code::Cancelled);
+    }
+}
+
+/// Finds the messages in data that is cut anywhere.
+#[derive(Default)]
+struct Frames {
+    head: [u8; FRAME_HEAD_BYTES],
+    head_bytes: usize,
+    /// Bytes of the message at hand that are still to come.
+    left: usize,
+}
+
+impl Frames {
+    /// How many messages begin in this data.
+    fn count(&mut self, mut data: &[u8]) -> u64 {
+        let mut messages = 0;
+        loop {
+            let skipped = self.left.min(data.len());
+            self.left -= skipped;
+            data.advance(skipped);
+            if data.is_empty() {
+                return messages;
+            }
+            let taken = (FRAME_HEAD_BYTES - self.head_bytes).min(data.len());
+            self.head[self.head_bytes..self.head_bytes + taken].copy_from_slice(&data[..taken]);
+            self.head_bytes += taken;
+            data.advance(taken);
+            if self.head_bytes == FRAME_HEAD_BYTES {
+                self.head_bytes = 0;
+                let [_, len @ ..] = self.head;
+                self.left = u32::from_be_bytes(len) as usize;
+                messages += 1;
+            }
+        }
+    }
+}
+
+/// A request's body.
+struct Received {
+    inner: Body,
+    method: Arc<Method>,
+    frames: Frames,
+}
+
+impl http_body::Body for Received {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let frame = Pin::new(&mut self.inner).poll_frame(context);
+        if let Poll::Ready(Some(Ok(frame))) = &frame
+            && let Some(data) = frame.data_ref()
+        {
+            let messages = self.frames.count(data);
+            self.method.received.inc_by(messages);
+            self.method.received_bytes.inc_by(data.len() as u64);
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+/// An answer's body.
+struct Sent {
+    inner: Body,
+    call: Call,
+    frames: Frames,
+}
+
+impl http_body::Body for Sent {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let frame = Pin::new(&mut self.inner).poll_frame(context);
+        if let Poll::Ready(Some(Ok(frame))) = &frame {
+            if let Some(data) = frame.data_ref() {
+                let messages = self.frames.count(data);
+                self.call.method.sent.inc_by(messages);
+                self.call.method.sent_bytes.inc_by(data.len() as u64);
+            } else if let Some(trailers) = frame.trailers_ref() {
+                self.call.end_with(trailers);
+            }
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_are_counted_wherever_the_data_is_cut() {
+        let message = |len: u8| [vec![0, 0, 0, 0, len], vec![7; usize::from(len)]].concat();
+        let data = [message(3), message(0), message(9)].concat();
+        for at in 0..=data.len() {
+            let mut frames = Frames::default();
+            assert_eq!(frames.count(&data[..at]) + frames.count(&data[at..]), 3, "cut at {at}");
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! `GET /health`, `/livez` and `/readyz`, as etcd answers them.
+//!
+//! `/livez` fails where a restart might help, `/readyz` where requests should go elsewhere. Each check is a real read.
+
+use std::{sync::Arc, time::Duration};
+
+use axum::{
+    Router,
+    extract::{Path, Query, State},
+    http::{HeaderName, StatusCode},
+    response::{IntoResponse as _, Response},
+    routing::get,
+};
+use tokio::time::timeout;
+use tonic::Status;
+use tracing::warn;
+
+use crate::{
+    log::{Alarm, AlarmKind},
+    store::{Store, request::Consistency},
+};
+
+/// A check that takes longer has failed. Requests are told after 7 s that the database is away; this is to be told before
+/// a probe gives up.
+const CHECK_MAX: Duration = Duration::from_secs(5);
+const NO_SNIFF: (HeaderName, &str) = (HeaderName::from_static("x-content-type-options"), "nosniff");
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Check {
+    DataCorruption,
+    SerializableRead,
+    LinearizableRead,
+    NonLearner,
+}
+
+/// One of the two sets of checks.
+#[derive(Clone, Copy)]
+struct Probe {
+    name: &'static str,
+    checks: &'static [Check],
+}
+
+const LIVEZ: Probe = Probe { name: "livez", checks: &[Check::SerializableRead] };
+const READYZ: Probe = Probe {
+    name: "readyz",
+    checks: &[Check::DataCorruption, Check::SerializableRead, Check::LinearizableRead, Check::NonLearner],
+};
+
+type Parameters = Query<Vec<(String, String)>>;
+
+pub(super) fn routes(store: Arc<Store>) -> Router {
+    let mut router = Router::new().route("/health", get(health));
+    for probe in [LIVEZ, READYZ] {
+        let all = move |State(store): State<Arc<Store>>, Query(parameters): Parameters| async move {
+            probe.answer(&store, probe.checks, &parameters).await
+        };
+        let one = move |State(store): State<Arc<Store>>, Path(name): Path<String>, Query(parameters): Parameters| async move {
+            match probe.checks.iter().position(|check| check.name() == name) {
+                Some(place) => probe.answer(&store, &probe.checks[place..=place], &parameters).await,
+                None => super::not_found(),
+            }
+        };
+        router =
+            router.route(&format!("/{}", probe.name), get(all)).route(&format!("/{}/{{check}}", probe.name), get(one));
+    }
+    router.with_state(store)
+}
+
+/// `?exclude=NOSPACE` passes over an alarm, `?serializable=true` over what the database has to say.
+async fn health(State(store): State<Arc<Store>>, Query(parameters): Parameters) -> Response {
+    let named =
+        |name: &'static str| parameters.iter().filter(move |(key, _)| key == name).map(|(_, value)| value.as_str());
+    let excluded: Vec<&str> = named("exclude").collect();
+    let serializable = named("serializable").any(|value| value == "true");
+    let reason = ill(&store, &excluded, serializable).await;
+    let metrics = &store.metrics().health;
+    let status = match &reason {
+        None => {
+            metrics.success.inc();
+            StatusCode::OK
+        }
+        Some(reason) => {
+            warn!(reason, "serving /health false");
+            metrics.failures.inc();
+            StatusCode::SERVICE_UNAVAILABLE
+        }
+    };
+    let body = format!("{{\"health\":\"{}\",\"reason\":{:?}}}", reason.is_none(), reason.unwrap_or_default());
+    (status, [NO_SNIFF], body).into_response()
+}
+
+/// Why the server is not healthy.
+async fn ill(store: &Store, excluded: &[&str], serializable: bool) -> Option<String> {
+    for Alarm { kind, .. } in store.alarms() {
+        if !excluded.contains(&kind.name()) {
+            return Some(format!("ALARM {}", kind.name()));
+        }
+    }
+    let consistency = if serializable { Consistency::Serializable } else { Consistency::Linearizable };
+    read(store, consistency).await.err().map(|error| format!("RANGE ERROR:{error}"))
+}
+
+/// Reads as a client would.
+async fn read(store: &Store, consistency: Consistency) -> Result<(), String> {
+    match timeout(CHECK_MAX, store.probe(consistency)).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(error)) => Err(Status::from(error).message().to_owned()),
+        Err(_) => Err("etcdserver: request timed out".to_owned()),
+    }
+}
+
+impl Check {
+    fn name(self) -> &'static str {
+        match self {
+            Self::DataCorruption => "data_corruption",
+            Self::SerializableRead => "serializable_read",
+            Self::LinearizableRead => "linearizable_read",
+            Self::NonLearner => "non_learner",
+        }
+    }
+
+    async fn run(self, store: &Store) -> Result<(), String> {
+        match self {
+            Self::DataCorruption => match store.alarms().iter().any(|alarm| alarm.kind == AlarmKind::Corrupt) {
+                true => Err("alarm activated: CORRUPT".to_owned()),
+                false => Ok(()),
+            },
+            Self::SerializableRead => read(store, Consistency::Serializable).await,
+            Self::LinearizableRead => read(store, Consistency::Linearizable).await,
+            // There are no learners.
+            Self::NonLearner => Ok(()),
+        }
+    }
+}
+
+impl Probe {
+    async fn answer(self, store: &Store, checks: &[Check], parameters: &[(String, String)]) -> Response {
+        let metrics = &store.metrics().health;
+        let excluded = |check: &Check| parameters.iter().any(|(key, value)| key == "exclude" && value == check.name());
+        let mut lines = String::new();
+        let mut failed = false;
+        for check in checks.iter().filter(|check| !excluded(check)) {
+            let outcome = check.run(store).await;
+            metrics.check.with_label_values(&[self.name, check.name()]).set(i64::from(outcome.is_ok()));
+            let status = if outcome.is_ok() { "success" } else { "error" };
+            metrics.checks.with_label_values(&[self.name, check.name(), status]).inc();
+            match outcome {
+                Ok(()) => lines += &format!("[+]{} ok\n", check.name()),
+                Err(error) => {
+                    warn!(probe = self.name, check = check.name(), error, "health check failed");
+                    lines += &format!("[-]{} failed: {error}\n", check.name());
+                    failed = true;
+                }
+            }
+        }
+        if failed {
+            return (StatusCode::SERVICE_UNAVAILABLE, [NO_SNIFF], format!("{lines}{} check failed\n", self.name))
+                .into_response();
+        }
+        let verbose = parameters.iter().any(|(key, _)| key == "verbose");
+        ([NO_SNIFF], format!("{}ok\n", if verbose { lines.as_str() } else { "" })).into_response()
+    }
+}

@@ -1,0 +1,50 @@
+//! `GET /metrics`, in Prometheus' text format.
+
+use std::sync::Arc;
+
+use axum::{
+    Router,
+    extract::State,
+    http::{StatusCode, header::CONTENT_TYPE},
+    response::{IntoResponse as _, Response},
+    routing::any,
+};
+
+use crate::{
+    api::{CLUSTER_VERSION, ETCD_VERSION},
+    store::Store,
+};
+
+const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+pub(super) fn routes(store: Arc<Store>) -> Router {
+    let state = &store.metrics().state;
+    state.server_version.with_label_values(&[ETCD_VERSION]).set(1);
+    // As etcd's, without the patch.
+    let minor = CLUSTER_VERSION.rsplit_once('.').map_or(CLUSTER_VERSION, |(minor, _)| minor);
+    state.cluster_version.with_label_values(&[minor]).set(1);
+    state.build.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
+    // As in etcd, any method will do.
+    Router::new().route("/metrics", any(metrics)).with_state(store)
+}
+
+async fn metrics(State(store): State<Arc<Store>>) -> Response {
+    store.tell_state().await;
+    tell_descriptors(store.metrics());
+    match store.metrics().text() {
+        Ok(text) => ([(CONTENT_TYPE, TEXT_FORMAT)], text).into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("metrics: {error}\n")).into_response(),
+    }
+}
+
+/// Where the system tells.
+fn tell_descriptors(metrics: &crate::metrics::Metrics) {
+    if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
+        metrics.state.fds_used.set(i64::try_from(open.count()).unwrap_or(i64::MAX));
+    }
+    let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    let limit = limits.lines().find_map(|line| line.strip_prefix("Max open files"));
+    if let Some(limit) = limit.and_then(|line| line.split_whitespace().next()?.parse().ok()) {
+        metrics.state.fds_limit.set(limit);
+    }
+}

@@ -1,0 +1,263 @@
+//! What the server counts: under etcd's names where the thing is the same, and under `orlop_` where it is our own.
+//!
+//! Each group is a table, and belongs to who fills it. Counters and histograms move when the thing happens; the gauges of
+//! [`State`] are set when somebody asks for them (see `http::metrics`). Counting allocates nothing and locks nothing.
+
+use prometheus::{
+    Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, TextEncoder, core::Collector, exponential_buckets, process_collector::ProcessCollector,
+};
+
+/// Buckets that double from `from` on, `count` of them.
+fn doubling(from: f64, count: usize) -> Vec<f64> {
+    exponential_buckets(from, 2.0, count).expect("the first is positive, and there are some")
+}
+
+/// A kind of metric, made from its row of a table.
+trait Metric: Collector + Clone + Sized + 'static {
+    fn make(opts: Opts, labels: &[&str], buckets: Vec<f64>) -> prometheus::Result<Self>;
+}
+
+macro_rules! kinds {
+    ($($kind:ident => |$opts:ident, $labels:ident, $buckets:ident| $make:expr;)+) => {
+        $(impl Metric for $kind {
+            fn make($opts: Opts, $labels: &[&str], $buckets: Vec<f64>) -> prometheus::Result<Self> {
+                $make
+            }
+        })+
+    };
+}
+
+kinds! {
+    IntCounter => |opts, _labels, _buckets| Self::with_opts(opts);
+    IntCounterVec => |opts, labels, _buckets| Self::new(opts, labels);
+    IntGauge => |opts, _labels, _buckets| Self::with_opts(opts);
+    IntGaugeVec => |opts, labels, _buckets| Self::new(opts, labels);
+    Histogram => |opts, _labels, buckets| Self::with_opts(HistogramOpts { common_opts: opts, buckets });
+    HistogramVec => |opts, labels, buckets| Self::new(HistogramOpts { common_opts: opts, buckets }, labels);
+}
+
+fn register<M: Metric>(registry: &Registry, name: &str, help: &str, labels: &[&str], buckets: Vec<f64>) -> M {
+    let made = M::make(Opts::new(name, help), labels, buckets).and_then(|metric| {
+        registry.register(Box::new(metric.clone()))?;
+        Ok(metric)
+    });
+    made.unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+macro_rules! metrics {
+    ($(#[$doc:meta])* $group:ident {
+        $($field:ident: $kind:ident $name:literal $([$($label:literal),+])? $(in $buckets:expr)?, $help:literal;)+
+    }) => {
+        $(#[$doc])*
+        #[derive(Debug)]
+        pub struct $group {
+            $(pub $field: $kind,)+
+        }
+
+        impl $group {
+            fn new(registry: &Registry) -> Self {
+                Self {
+                    $($field: register(registry, $name, $help, &[$($($label),+)?], {
+                        #[allow(unused_mut, unused_assignments, reason = "most have none")]
+                        let mut buckets = Vec::new();
+                        $(buckets = $buckets;)?
+                        buckets
+                    }),)+
+                }
+            }
+        }
+    };
+}
+
+metrics! {
+    /// Counted by the store: writer, readers, leases, compactor.
+    Store {
+        puts: IntCounter "etcd_mvcc_put_total", "Puts, those of transactions and of other instances included.";
+        deletes: IntCounter "etcd_mvcc_delete_total", "Keys deleted, those of other instances included.";
+        txns: IntCounter "etcd_mvcc_txn_total", "Transactions.";
+        ranges: IntCounter "etcd_mvcc_range_total", "Ranges outside of transactions.";
+        events: IntCounter "etcd_debugging_mvcc_events_total", "Changes handed to the watch hub.";
+        put_bytes: IntGauge "etcd_debugging_mvcc_total_put_size_in_bytes", "Bytes of all pairs put.";
+        apply: HistogramVec "etcd_server_apply_duration_seconds" ["version", "op", "success"] in doubling(0.0001, 20),
+            "From a write's evaluation until it is committed and applied.";
+        request: HistogramVec "etcd_server_request_duration_seconds" ["type", "success"] in doubling(0.001, 14),
+            "From a write's arrival in the queue until its answer.";
+        range: HistogramVec "etcd_server_range_duration_seconds" ["success"] in doubling(0.0001, 20),
+            "Time of a range.";
+        slow_applies: IntCounter "etcd_server_slow_apply_total", "Writes slower than warning-apply-duration.";
+        failed: IntCounter "etcd_server_proposals_failed_total", "Batches whose outcome is unknown or that the log refused.";
+        slow_confirms: IntCounter "etcd_server_slow_read_indexes_total",
+            "Linearizable reads that waited long for where the log stands.";
+        failed_confirms: IntCounter "etcd_server_read_indexes_failed_total",
+            "Linearizable reads that could not learn where the log stands.";
+        fsync: Histogram "etcd_disk_wal_fsync_duration_seconds" in doubling(0.001, 14),
+            "Time of an append's durable commit.";
+        commit: Histogram "etcd_disk_backend_commit_duration_seconds" in doubling(0.001, 14),
+            "Time of an append's durable commit.";
+        written_bytes: IntGauge "etcd_disk_wal_write_bytes_total", "Bytes of keys and values appended.";
+        batch_requests: Histogram "orlop_batch_requests" in doubling(1.0, 12), "Requests that one commit carries.";
+        batch_rows: Histogram "orlop_batch_rows" in doubling(1.0, 14), "Rows that one commit carries.";
+        queue: Histogram "orlop_queue_duration_seconds" in doubling(0.0001, 18), "How long the oldest request of a batch waited for it.";
+        raced: IntCounter "orlop_append_conflicts_total", "Appends that another instance was faster than.";
+        leases_granted: IntCounter "etcd_debugging_lease_granted_total", "Leases granted.";
+        leases_revoked: IntCounter "etcd_debugging_lease_revoked_total", "Leases revoked, expired ones included.";
+        leases_renewed: IntCounter "etcd_debugging_lease_renewed_total", "Leases kept alive.";
+        leases_expired: IntCounter "etcd_debugging_server_lease_expired_total", "Leases that this instance found expired.";
+        lease_ttl: Histogram "etcd_debugging_lease_ttl_total" in doubling(1.0, 24), "TTLs granted, in seconds.";
+        compacted_rows: IntCounter "etcd_debugging_mvcc_db_compaction_keys_total", "Rows deleted by compactions.";
+        compaction_pause: Histogram "etcd_debugging_mvcc_db_compaction_pause_duration_milliseconds" in doubling(1.0, 13),
+            "Time of one step of deleting rows.";
+        compaction_total: Histogram "etcd_debugging_mvcc_db_compaction_total_duration_milliseconds" in doubling(100.0, 14),
+            "Time of a whole compaction.";
+        index_compaction_pause: Histogram "etcd_debugging_mvcc_index_compaction_pause_duration_milliseconds"
+            in doubling(0.5, 12), "Time of a compaction of the index.";
+        leader_changes: IntCounter "etcd_server_leader_changes_seen_total", "Changes of the leading instance.";
+        failed_beats: IntCounter "etcd_server_heartbeat_send_failures_total",
+            "Times that this instance could not say that it lives.";
+    }
+}
+
+metrics! {
+    /// Counted by watch streams.
+    Watch {
+        streams: IntGauge "etcd_debugging_mvcc_watch_stream_total", "Watch streams.";
+        watchers: IntGauge "etcd_debugging_mvcc_watcher_total", "Watchers.";
+        behind: IntGauge "etcd_debugging_mvcc_slow_watcher_total", "Watchers that read the log, as they are behind.";
+    }
+}
+
+metrics! {
+    /// Counted at the edge, call by call.
+    Rpc {
+        started: IntCounterVec "grpc_server_started_total" ["grpc_type", "grpc_service", "grpc_method"], "Calls begun.";
+        handled: IntCounterVec "grpc_server_handled_total" ["grpc_type", "grpc_service", "grpc_method", "grpc_code"],
+            "Calls ended.";
+        received: IntCounterVec "grpc_server_msg_received_total" ["grpc_type", "grpc_service", "grpc_method"],
+            "Messages received.";
+        sent: IntCounterVec "grpc_server_msg_sent_total" ["grpc_type", "grpc_service", "grpc_method"], "Messages sent.";
+        received_bytes: IntCounter "etcd_network_client_grpc_received_bytes_total", "Bytes of messages received.";
+        sent_bytes: IntCounter "etcd_network_client_grpc_sent_bytes_total", "Bytes of messages sent.";
+        clients: IntCounterVec "etcd_server_client_requests_total" ["type", "client_api_version"],
+            "Calls, by the API version that the client names.";
+    }
+}
+
+metrics! {
+    /// Counted by the health endpoints.
+    Health {
+        success: IntCounter "etcd_server_health_success", "Healthy answers of /health.";
+        failures: IntCounter "etcd_server_health_failures", "Unhealthy answers of /health.";
+        check: IntGaugeVec "etcd_server_healthcheck" ["type", "name"], "1 where a check's newest outcome is good.";
+        checks: IntCounterVec "etcd_server_healthchecks_total" ["type", "name", "status"], "Outcomes of checks.";
+    }
+}
+
+metrics! {
+    /// Counted by maintenance.
+    Maintenance {
+        defrag: Histogram "etcd_disk_backend_defrag_duration_seconds" in doubling(0.1, 13), "Time of a defragmentation.";
+        defrag_inflight: IntGauge "etcd_disk_defrag_inflight", "1 while a defragmentation runs.";
+        snapshot: Histogram "etcd_disk_backend_snapshot_duration_seconds" in doubling(0.01, 17), "Time of a snapshot.";
+        hash: Histogram "etcd_mvcc_hash_duration_seconds" in doubling(0.01, 15), "Time of a hash of the whole log.";
+        hash_rev: Histogram "etcd_mvcc_hash_rev_duration_seconds" in doubling(0.01, 15), "Time of a hash of the pairs.";
+    }
+}
+
+metrics! {
+    /// How things stand, set when it is asked for.
+    State {
+        has_leader: IntGauge "etcd_server_has_leader", "1 while the database can be reached.";
+        is_leader: IntGauge "etcd_server_is_leader", "1 on the instance that does first what one should do.";
+        is_learner: IntGauge "etcd_server_is_learner", "0: there are no learners.";
+        committed: IntGauge "etcd_server_proposals_committed_total", "The newest revision committed, as far as is known.";
+        applied: IntGauge "etcd_server_proposals_applied_total", "The newest revision applied.";
+        pending: IntGauge "etcd_server_proposals_pending", "Writes that wait.";
+        applying_snapshot: IntGauge "etcd_server_snapshot_apply_in_progress_total", "1 while the index is rebuilt.";
+        quota: IntGauge "etcd_server_quota_backend_bytes", "Bytes that the database may have.";
+        server_version: IntGaugeVec "etcd_server_version" ["server_version"], "1 for the etcd release that is served.";
+        cluster_version: IntGaugeVec "etcd_cluster_version" ["cluster_version"], "1 for the cluster's version.";
+        server_id: IntGaugeVec "etcd_server_id" ["server_id"], "1 for this member's id, in hexadecimal.";
+        known_peers: IntGaugeVec "etcd_network_known_peers" ["Local", "Remote"], "1 for each other instance that lives.";
+        db_bytes: IntGauge "etcd_mvcc_db_total_size_in_bytes", "Bytes of the database.";
+        db_bytes_in_use: IntGauge "etcd_mvcc_db_total_size_in_use_in_bytes", "Bytes of the database less its free pages.";
+        reads: IntGauge "etcd_mvcc_db_open_read_transactions", "Queries that read the database.";
+        keys: IntGauge "etcd_debugging_mvcc_keys_total", "Keys in the index, deleted ones not yet compacted included.";
+        revision: IntGauge "etcd_debugging_mvcc_current_revision", "The head.";
+        compact_revision: IntGauge "etcd_debugging_mvcc_compact_revision", "The compact revision, -1 before the first.";
+        last_compaction: IntGauge "etcd_debugging_mvcc_db_compaction_last", "When the last compaction ended, in Unix seconds.";
+        pending_events: IntGauge "etcd_debugging_mvcc_pending_events_total", "Messages that wait to be sent to watchers.";
+        auth_revision: IntGauge "etcd_debugging_auth_revision", "The auth store's revision.";
+        alarms: IntGaugeVec "etcd_debugging_server_alarms" ["server_id", "alarm_type"], "1 for each alarm.";
+        fds_used: IntGauge "os_fd_used", "Open file descriptors.";
+        fds_limit: IntGauge "os_fd_limit", "File descriptors that may be open.";
+        cache_bytes: IntGauge "orlop_value_cache_bytes", "Bytes of pairs that are held in memory.";
+        cache_hits: IntGauge "orlop_value_cache_hits", "Pairs that were found in memory.";
+        cache_misses: IntGauge "orlop_value_cache_misses", "Pairs that had to be read from the log.";
+        leases: IntGauge "orlop_leases", "Leases.";
+        instances: IntGauge "orlop_instances", "Instances that serve this log.";
+        connections: IntGaugeVec "orlop_database_connections" ["state"], "Connections to the database, idle and used.";
+        build: IntGaugeVec "orlop_build_info" ["version"], "1 for the version of Orlop.";
+    }
+}
+
+/// All of them, and their text.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    pub store: Store,
+    pub watch: Watch,
+    pub rpc: Rpc,
+    pub handling: Option<HistogramVec>,
+    pub health: Health,
+    pub maintenance: Maintenance,
+    pub state: State,
+}
+
+/// What is counted, as etcd's `--metrics`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detail {
+    Basic,
+    /// The time of each call, by method, too.
+    Extensive,
+}
+
+impl Metrics {
+    pub fn new(detail: Detail) -> Self {
+        let registry = Registry::new();
+        let process = registry.register(Box::new(ProcessCollector::for_self()));
+        process.expect("it is the first");
+        let handling = (detail == Detail::Extensive).then(|| {
+            let labels = ["grpc_type", "grpc_service", "grpc_method"];
+            let buckets = prometheus::DEFAULT_BUCKETS.to_vec();
+            register(&registry, "grpc_server_handling_seconds", "Time of a call.", &labels, buckets)
+        });
+        Self {
+            store: Store::new(&registry),
+            watch: Watch::new(&registry),
+            rpc: Rpc::new(&registry),
+            handling,
+            health: Health::new(&registry),
+            maintenance: Maintenance::new(&registry),
+            state: State::new(&registry),
+            registry,
+        }
+    }
+
+    /// Prometheus' text format.
+    ///
+    /// # Errors
+    ///
+    /// If a metric contradicts itself.
+    pub fn text(&self) -> Result<Vec<u8>, prometheus::Error> {
+        let mut text = Vec::with_capacity(64 << 10);
+        TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
+        Ok(text)
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new(Detail::Basic)
+    }
+}

@@ -1,0 +1,148 @@
+//! Automatic compaction, as etcd's `--auto-compaction-mode`. Of several instances the leading one does it.
+
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+use tokio::{
+    sync::watch,
+    time::{Instant, MissedTickBehavior, interval},
+};
+use tracing::{info, warn};
+
+use super::{
+    Error, Shared,
+    writer::{Request, WriteQueue},
+};
+use crate::types::Revision;
+
+/// What is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AutoCompaction {
+    /// What was current within this time.
+    Periodic(Duration),
+    /// This many revisions below the head.
+    Revision(i64),
+}
+
+/// Compactions of a long retention come at least this often.
+const PERIOD_MAX: Duration = Duration::from_secs(60 * 60);
+/// Looks at the head for each period.
+const SAMPLES: u32 = 10;
+/// How often revisions are counted.
+const REVISION_INTERVAL: Duration = Duration::from_secs(5 * 60);
+
+pub(super) async fn run(
+    shared: Arc<Shared>,
+    queue: WriteQueue,
+    policy: AutoCompaction,
+    mut stop: watch::Receiver<bool>,
+) {
+    let work = async {
+        let mut plan = Plan::new(policy);
+        let mut ticks = interval(plan.tick());
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let (head, compacted) = {
+                let index = shared.index.read();
+                (index.head(), index.compact_revision())
+            };
+            let Some(target) = plan.look(head, Instant::now()) else { continue };
+            if !shared.members.leads() || Some(target) <= compacted || target > head {
+                continue;
+            }
+            info!(compact_revision = target.0, "starting auto compaction");
+            match queue.submit(Request::Compact(target)).await {
+                Ok(_) | Err(Error::Compacted) => {}
+                Err(error) => {
+                    warn!(%error, compact_revision = target.0, "auto compaction failed; the next look tries again")
+                }
+            }
+        }
+    };
+    tokio::select! {
+        () = work => {}
+        _ = stop.wait_for(|stop| *stop) => {}
+    }
+}
+
+/// When to compact, and to which revision. Pure.
+struct Plan {
+    policy: AutoCompaction,
+    /// Heads and when they were current, the oldest first.
+    samples: VecDeque<(Instant, Revision)>,
+    compacted_at: Option<Instant>,
+}
+
+impl Plan {
+    fn new(policy: AutoCompaction) -> Self {
+        Self { policy, samples: VecDeque::new(), compacted_at: None }
+    }
+
+    fn tick(&self) -> Duration {
+        match self.policy {
+            AutoCompaction::Periodic(retention) => (retention.min(PERIOD_MAX) / SAMPLES).max(Duration::from_millis(1)),
+            AutoCompaction::Revision(_) => REVISION_INTERVAL,
+        }
+    }
+
+    fn look(&mut self, head: Revision, now: Instant) -> Option<Revision> {
+        match self.policy {
+            AutoCompaction::Revision(kept) => {
+                let target = head.0.saturating_sub(kept);
+                (target > 0).then_some(Revision(target))
+            }
+            AutoCompaction::Periodic(retention) => self.look_back(head, now, retention),
+        }
+    }
+
+    /// The first compaction comes after one retention, the next ones each after one more, or an hour if that is less.
+    fn look_back(&mut self, head: Revision, now: Instant, retention: Duration) -> Option<Revision> {
+        self.samples.push_back((now, head));
+        let old = self.samples.iter().take_while(|(at, _)| now.duration_since(*at) >= retention).count();
+        let target = self.samples.get(old.checked_sub(1)?)?.1;
+        self.samples.drain(..old - 1);
+        if self.compacted_at.is_some_and(|at| now.duration_since(at) < retention.min(PERIOD_MAX)) {
+            return None;
+        }
+        self.compacted_at = Some(now);
+        Some(target)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(policy: AutoCompaction, heads: impl Fn(u64) -> i64, minutes: u64, expected: &[(u64, i64)]) {
+        let mut plan = Plan::new(policy);
+        let start = Instant::now();
+        let tick = plan.tick();
+        let mut compactions = Vec::new();
+        let mut at = Duration::ZERO;
+        while at <= Duration::from_secs(60 * minutes) {
+            let minute = at.as_secs() / 60;
+            if let Some(target) = plan.look(Revision(heads(minute)), start + at) {
+                compactions.push((minute, target.0));
+            }
+            at += tick;
+        }
+        assert_eq!(compactions, expected);
+    }
+
+    #[test]
+    fn periodic_keeps_what_was_current_within_the_retention() {
+        let minutes = |minutes: u64| AutoCompaction::Periodic(Duration::from_secs(60 * minutes));
+        // A revision a minute, from 1 on.
+        let heads = |minute: u64| minute as i64 + 1;
+        check(minutes(10), heads, 9, &[]);
+        check(minutes(10), heads, 30, &[(10, 1), (20, 11), (30, 21)]);
+        check(minutes(120), heads, 240, &[(120, 1), (180, 61), (240, 121)]);
+    }
+
+    #[test]
+    fn revision_mode_keeps_a_number_of_revisions() {
+        let heads = |minute: u64| 100 * minute as i64 + 1;
+        check(AutoCompaction::Revision(1_000), heads, 20, &[(10, 1), (15, 501), (20, 1_001)]);
+    }
+}

@@ -1,0 +1,84 @@
+//! How things stand, for those who look from outside: gauges and health.
+
+use std::sync::Arc;
+
+use super::{
+    Result, Store,
+    request::{Consistency, Projection, RangeRequest},
+};
+use crate::{index::ReadAt, log::Precision, metrics::Metrics, types::KeyRange};
+
+impl Store {
+    pub fn metrics(&self) -> &Arc<Metrics> {
+        &self.shared.metrics
+    }
+
+    /// Reads a key as a client would.
+    pub async fn probe(&self, consistency: Consistency) -> Result<()> {
+        let request = RangeRequest {
+            range: KeyRange::from_wire(b"health", b""),
+            at: ReadAt::Latest,
+            limit: Some(1),
+            sort: None,
+            filter: Default::default(),
+            projection: Projection::KeysOnly,
+            consistency,
+        };
+        self.range(&request).await.map(drop)
+    }
+
+    /// Sets the gauges that the store knows of. Those that only the database knows stay as they are where it does not
+    /// answer.
+    pub async fn tell_state(&self) {
+        let (state, shared) = (&self.metrics().state, &self.shared);
+        {
+            let index = shared.index.read();
+            let head = index.head().0;
+            state.revision.set(head);
+            state.applied.set(head);
+            state.committed.set(head);
+            state.compact_revision.set(index.compact_revision().map_or(-1, |revision| revision.0));
+            state.keys.set(as_gauge(index.len()));
+        }
+        state.pending.set(as_gauge(self.queue.len()));
+        state.leases.set(as_gauge(shared.leases.lock().len()));
+        state.cache_bytes.set(shared.values.bytes().cast_signed());
+        state.cache_hits.set(shared.values.hits().cast_signed());
+        state.cache_misses.set(shared.values.misses().cast_signed());
+        let (own, leader) = (self.identity().member_id, self.leader());
+        state.is_leader.set(i64::from(leader == own));
+        state.server_id.with_label_values(&[&format!("{own:x}")]).set(1);
+        self.tell_members(own);
+        self.tell_alarms();
+        let size = shared.log.size(Precision::Quick).await;
+        state.has_leader.set(i64::from(size.is_ok()));
+        if let Ok(size) = size {
+            state.db_bytes.set(size.total);
+            state.db_bytes_in_use.set(size.in_use);
+        }
+    }
+
+    fn tell_alarms(&self) {
+        let state = &self.metrics().state;
+        state.quota.set(self.shared.space.quota().cast_signed());
+        state.alarms.reset();
+        for alarm in self.alarms() {
+            state.alarms.with_label_values(&[&format!("{:x}", alarm.member_id), alarm.kind.name()]).set(1);
+        }
+    }
+
+    fn tell_members(&self, own: u64) {
+        let state = &self.metrics().state;
+        let live = self.shared.members.live();
+        state.instances.set(as_gauge(live.len()));
+        state.known_peers.reset();
+        let own_id = format!("{own:x}");
+        for member in live.iter().filter(|member| member.id != own) {
+            state.known_peers.with_label_values(&[&own_id, &format!("{:x}", member.id)]).set(1);
+        }
+    }
+}
+
+fn as_gauge(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,143 @@
+//! How long writes take: histograms, and a line in the server's log for each that took long, with its parts.
+
+use std::time::Duration;
+
+use prometheus::Histogram;
+use tokio::time::Instant;
+use tracing::warn;
+
+use super::{
+    request::{Op, TxnRequest},
+    writer::Request,
+};
+use crate::{metrics, types::KeyRange};
+
+/// When a batch reached each part of its way.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Laps {
+    /// The first request was looked at.
+    pub(super) started: Instant,
+    /// The append began.
+    pub(super) evaluated: Instant,
+    /// It is committed and applied.
+    pub(super) committed: Instant,
+}
+
+/// Beyond these a write is named in the server's log.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// From evaluation to the end of the commit, for the whole batch.
+    pub apply: Duration,
+    /// From its arrival to its answer, for one request.
+    pub request: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self { apply: Duration::from_millis(100), request: Duration::from_millis(300) }
+    }
+}
+
+/// See the module's page.
+pub(super) struct Timing {
+    patience: Patience,
+    kinds: [Kind; KINDS.len()],
+}
+
+/// One kind of request; the two outcomes, failure first.
+struct Kind {
+    apply: [Histogram; 2],
+    request: [Histogram; 2],
+}
+
+const KINDS: [&str; 7] = ["Put", "DeleteRange", "Txn", "LeaseGrant", "LeaseRevoke", "Compaction", "Alarm"];
+
+impl Timing {
+    pub(super) fn new(metrics: &metrics::Store, patience: Patience) -> Self {
+        let apply = |kind: &str, success: &str| metrics.apply.with_label_values(&["v3", kind, success]);
+        let request = |kind: &str, success: &str| metrics.request.with_label_values(&[kind, success]);
+        let kinds = KINDS.map(|kind| Kind {
+            apply: ["false", "true"].map(|success| apply(kind, success)),
+            request: ["false", "true"].map(|success| request(kind, success)),
+        });
+        Self { patience, kinds }
+    }
+
+    /// Notes a request that is about to be answered. Returns whether its batch was slow.
+    pub(super) fn note(&self, request: &Request, since: Instant, laps: Laps, succeeded: bool) -> bool {
+        let kind = &self.kinds[kind(request)];
+        let (apply, whole) = (laps.committed - laps.started, laps.committed - since);
+        kind.apply[usize::from(succeeded)].observe(apply.as_secs_f64());
+        kind.request[usize::from(succeeded)].observe(whole.as_secs_f64());
+        if whole > self.patience.request {
+            warn!(
+                request = describe(request),
+                took_ms = ms(whole),
+                queue_ms = ms(laps.started.saturating_duration_since(since)),
+                evaluate_ms = ms(laps.evaluated - laps.started),
+                commit_ms = ms(laps.committed - laps.evaluated),
+                expected_ms = ms(self.patience.request),
+                "apply request took too long"
+            );
+        }
+        apply > self.patience.apply
+    }
+}
+
+fn ms(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn kind(request: &Request) -> usize {
+    match request {
+        Request::Put(_) => 0,
+        Request::Delete(_) => 1,
+        Request::Txn(_) => 2,
+        Request::Grant { .. } => 3,
+        Request::Revoke(_) | Request::Expire(_) => 4,
+        Request::Compact(_) => 5,
+        Request::Alarm(_) => 6,
+    }
+}
+
+/// What was asked, without any value.
+fn describe(request: &Request) -> String {
+    match request {
+        Request::Put(put) => format!("put key={}", name(&put.key)),
+        Request::Delete(delete) => format!("delete_range {}", range(&delete.range)),
+        Request::Txn(txn) => describe_txn(txn),
+        Request::Grant { id, ttl_secs } => format!("lease_grant id={id:?} ttl={ttl_secs}"),
+        Request::Revoke(id) | Request::Expire(id) => format!("lease_revoke id={id:?}"),
+        Request::Compact(revision) => format!("compaction revision={revision}"),
+        Request::Alarm(change) => format!("alarm {change:?}"),
+    }
+}
+
+fn describe_txn(txn: &TxnRequest) -> String {
+    let first = txn.success.iter().chain(&txn.failure).find_map(|op| match op {
+        Op::Put(put) => Some(format!("key={}", name(&put.key))),
+        Op::Range(read) => Some(range(&read.range)),
+        Op::Delete(delete) => Some(range(&delete.range)),
+        Op::Txn(_) => None,
+    });
+    let (success, failure) = (txn.success.len(), txn.failure.len());
+    format!(
+        "txn compares={} success={success} failure={failure} first {}",
+        txn.compares.len(),
+        first.unwrap_or_default()
+    )
+}
+
+fn range(range: &KeyRange) -> String {
+    match range {
+        KeyRange::Single(key) => format!("key={}", name(key.as_slice())),
+        _ => format!("range={range:?}").chars().take(2 * NAME_CHARS).collect(),
+    }
+}
+
+const NAME_CHARS: usize = 128;
+
+/// A key for people: escaped and cut.
+fn name(key: &[u8]) -> String {
+    key.escape_ascii().to_string().chars().take(NAME_CHARS).collect()
+}
