@@ -52,7 +52,11 @@ async fn for_all_origins(mut response: Response) -> Response {
 async fn unknown(headers: HeaderMap) -> Response {
     let is_grpc =
         headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));
-    if is_grpc { Status::unimplemented("unknown service or method").into_http() } else { not_found() }
+    if is_grpc {
+        Status::unimplemented("unknown service or method").into_http()
+    } else {
+        for_all_origins(not_found()).await
+    }
 }
 
 fn not_found() -> Response {

@@ -6,7 +6,12 @@ use super::{
     Result, Store,
     request::{Consistency, Projection, RangeRequest},
 };
-use crate::{index::ReadAt, log::Precision, metrics::Metrics, types::KeyRange};
+use crate::{
+    index::ReadAt,
+    log::{AlarmKind, Precision},
+    metrics::Metrics,
+    types::KeyRange,
+};
 
 impl Store {
     pub fn metrics(&self) -> &Arc<Metrics> {
@@ -62,6 +67,10 @@ impl Store {
         let state = &self.metrics().state;
         state.quota.set(self.shared.space.quota().cast_signed());
         state.alarms.reset();
+        let own = format!("{:x}", self.identity().member_id);
+        for kind in [AlarmKind::NoSpace, AlarmKind::Corrupt] {
+            state.alarms.with_label_values(&[own.as_str(), kind.name()]).set(0);
+        }
         for alarm in self.alarms() {
             state.alarms.with_label_values(&[&format!("{:x}", alarm.member_id), alarm.kind.name()]).set(1);
         }

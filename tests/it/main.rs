@@ -2,15 +2,18 @@
 
 #![allow(clippy::wildcard_enum_match_arm, reason = "a test speaks of the variants that it means")]
 
+mod alarm;
 mod ambiguity;
 mod differential;
 mod durability;
 mod etcdctl;
+mod health;
 mod instances;
 mod kube_trace;
 mod kv;
 mod lease;
 mod linearizability;
+mod metrics;
 mod outage;
 mod services;
 mod size;

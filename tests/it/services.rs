@@ -1,7 +1,9 @@
 //! What stands around the data: members, status, health, reflection, what is not built.
 
 use orlop::proto::client::etcdserverpb::{
-    AlarmRequest, DefragmentRequest, HashKvRequest, MemberAddRequest, MemberListRequest, PutRequest, StatusRequest,
+    DowngradeRequest, HashKvRequest, HashRequest, MemberAddRequest, MemberListRequest, MemberPromoteRequest,
+    MemberRemoveRequest, MemberUpdateRequest, MoveLeaderRequest, PutRequest, SnapshotRequest, StatusRequest,
+    downgrade_request::DowngradeAction,
 };
 use tonic::Code;
 
@@ -36,20 +38,70 @@ async fn identity_survives_a_restart(backend: Backend) {
 
 async fn what_is_not_built_says_so(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
-    let Client { mut maintenance, mut cluster, .. } = Client::connect(server.endpoint()).await;
+    let mut maintenance = Client::connect(server.endpoint()).await.maintenance;
     let refused = [
-        maintenance.defragment(DefragmentRequest {}).await.map(drop),
+        maintenance.hash(HashRequest {}).await.map(drop),
         maintenance.hash_kv(HashKvRequest { revision: 0 }).await.map(drop),
-        maintenance.alarm(AlarmRequest { action: 1, ..Default::default() }).await.map(drop),
-        cluster.member_add(MemberAddRequest::default()).await.map(drop),
+        maintenance.snapshot(SnapshotRequest {}).await.map(drop),
     ];
     for answer in refused {
         let status = answer.expect_err("it is not built");
         assert_eq!(status.code(), Code::Unimplemented);
         assert!(status.message().ends_with("is not implemented yet"), "{status:?}");
     }
-    let alarms = maintenance.alarm(AlarmRequest::default()).await.expect("the list is there").into_inner().alarms;
-    assert_eq!(alarms, []);
+}
+
+/// Instances come and go by being started and stopped, and all of them write.
+async fn what_raft_needs_is_answered_as_it_makes_sense_without(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let Client { mut maintenance, mut cluster, .. } = Client::connect(server.endpoint()).await;
+    let status = maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
+    let own = status.leader;
+    let urls = || vec!["http://127.0.0.1:2380".to_owned()];
+    let check = |what: &str, answer: Result<(), tonic::Status>, code: Code, text: &str| {
+        let status = answer.expect_err(what);
+        assert_eq!((status.code(), status.message()), (code, text), "{what}");
+    };
+    let bad_urls = "etcdserver: given member URLs are invalid";
+    let add = |peer_ur_ls| MemberAddRequest { peer_ur_ls, ..Default::default() };
+    check("no URL", cluster.member_add(add(Vec::new())).await.map(drop), Code::InvalidArgument, bad_urls);
+    check("a bad URL", cluster.member_add(add(vec!["x".to_owned()])).await.map(drop), Code::InvalidArgument, bad_urls);
+    let no_adding =
+        "orlop: members join by being started on the same database and leave by being stopped; there is nothing to add";
+    check("an addition", cluster.member_add(add(urls())).await.map(drop), Code::Unimplemented, no_adding);
+    let unknown = "etcdserver: member not found";
+    let remove = |id| MemberRemoveRequest { id };
+    check("an unknown one", cluster.member_remove(remove(1)).await.map(drop), Code::NotFound, unknown);
+    let too_few = "etcdserver: re-configuration failed due to not enough started members";
+    check("a live one", cluster.member_remove(remove(own)).await.map(drop), Code::FailedPrecondition, too_few);
+    let promote = |id| MemberPromoteRequest { id };
+    check("unknown", cluster.member_promote(promote(1)).await.map(drop), Code::NotFound, unknown);
+    let no_learner = "etcdserver: can only promote a learner member";
+    check("no learner", cluster.member_promote(promote(own)).await.map(drop), Code::FailedPrecondition, no_learner);
+    let update = |id, peer_ur_ls| MemberUpdateRequest { id, peer_ur_ls };
+    check("an update of none", cluster.member_update(update(1, urls())).await.map(drop), Code::NotFound, unknown);
+    cluster.member_update(update(own, urls())).await.expect("nothing changes");
+
+    let move_to = |target_id| MoveLeaderRequest { target_id };
+    let bad_target = "etcdserver: bad leader transferee";
+    check("to none", maintenance.move_leader(move_to(1)).await.map(drop), Code::FailedPrecondition, bad_target);
+    maintenance.move_leader(move_to(own)).await.expect("it leads");
+    let downgrade = |action: DowngradeAction, version: &str| DowngradeRequest {
+        action: action.into(),
+        version: version.to_owned(),
+    };
+    for (version, text) in [
+        ("x", "etcdserver: wrong downgrade target version format"),
+        ("3.6.0", "etcdserver: invalid downgrade target version"),
+        ("3.4.0", "etcdserver: invalid downgrade target version"),
+    ] {
+        let answer = maintenance.downgrade(downgrade(DowngradeAction::Validate, version)).await.map(drop);
+        check(version, answer, Code::InvalidArgument, text);
+    }
+    maintenance.downgrade(downgrade(DowngradeAction::Validate, "3.5.0")).await.expect("one minor below");
+    let no_job = "etcdserver: no inflight downgrade job";
+    let cancel = maintenance.downgrade(downgrade(DowngradeAction::Cancel, "")).await.map(drop);
+    check("a cancel", cancel, Code::FailedPrecondition, no_job);
 }
 
 async fn health_is_serving_and_reflection_lists_the_services(backend: Backend) {
@@ -86,5 +138,6 @@ on_both_backends!(
     status_names_a_leader_a_version_and_sizes,
     identity_survives_a_restart,
     what_is_not_built_says_so,
+    what_raft_needs_is_answered_as_it_makes_sense_without,
     health_is_serving_and_reflection_lists_the_services,
 );

@@ -3,6 +3,7 @@
 //! A target that is not on the machine is skipped with a line that says so; where `CI` is set, it is a failure instead.
 
 mod client;
+mod http;
 mod postgres;
 mod proxy;
 mod random;
@@ -16,6 +17,7 @@ use tokio::time::Instant;
 
 pub use self::{
     client::Client,
+    http::{http, http_get},
     postgres::{Fsync, Postgres},
     proxy::{Cut, Proxy},
     random::Random,

@@ -1,0 +1,141 @@
+//! Alarms: raised and cleared by clients, and by the quota.
+
+use orlop::proto::client::etcdserverpb::{
+    AlarmMember, AlarmRequest, AlarmType, CompactionRequest, DefragmentRequest, DeleteRangeRequest, LeaseGrantRequest,
+    PutRequest, RangeRequest, RequestOp, StatusRequest, TxnRequest, alarm_request::AlarmAction, request_op::Request,
+};
+use tonic::{Code, Status};
+
+use crate::support::{Backend, Client, Postgres, Server, eventually, http_get, on_both_backends};
+
+const NO_SPACE: &str = "etcdserver: mvcc: database space exceeded";
+const CORRUPT: &str = "etcdserver: corrupt cluster";
+
+fn put(key: &str, value: Vec<u8>) -> PutRequest {
+    PutRequest { key: key.to_owned().into(), value: value.into(), ..Default::default() }
+}
+
+fn txn(requests: Vec<Request>) -> TxnRequest {
+    let success = requests.into_iter().map(|request| RequestOp { request: Some(request) }).collect();
+    TxnRequest { success, ..Default::default() }
+}
+
+fn key(key: &str) -> RangeRequest {
+    RangeRequest { key: key.to_owned().into(), ..Default::default() }
+}
+
+fn delete(key: &str) -> DeleteRangeRequest {
+    DeleteRangeRequest { key: key.to_owned().into(), ..Default::default() }
+}
+
+async fn alarm(client: &mut Client, action: AlarmAction, alarm: AlarmType) -> Vec<AlarmMember> {
+    let request = AlarmRequest { action: action.into(), member_id: 7, alarm: alarm.into() };
+    client.maintenance.alarm(request).await.expect("alarms are always served").into_inner().alarms
+}
+
+/// What was refused with which text, in the order of the requests.
+async fn refusals(client: &mut Client) -> Vec<(&'static str, Option<String>)> {
+    let text = |status: Status| status.message().to_owned();
+    let mut answers = Vec::new();
+    answers.push(("put", client.kv.put(put("k", b"v".into())).await.map(drop)));
+    let with_put = txn(vec![Request::RequestPut(put("k", b"v".into()))]);
+    answers.push(("txn with a put", client.kv.txn(with_put).await.map(drop)));
+    let without = txn(vec![Request::RequestDeleteRange(delete("nothing"))]);
+    answers.push(("txn without", client.kv.txn(without).await.map(drop)));
+    answers.push(("range", client.kv.range(key("k")).await.map(drop)));
+    answers.push(("delete", client.kv.delete_range(delete("nothing")).await.map(drop)));
+    answers.push(("grant", client.lease.lease_grant(LeaseGrantRequest { ttl: 60, id: 0 }).await.map(drop)));
+    let revision =
+        client.kv.range(key("k")).await.ok().map_or(1, |range| range.into_inner().header.expect("a header").revision);
+    let compaction = client.kv.compact(CompactionRequest { revision, physical: false }).await.map(drop);
+    answers.push(("compact", compaction));
+    answers.into_iter().map(|(what, answer)| (what, answer.err().map(text))).collect()
+}
+
+fn expected(refused: &[&str], text: &str) -> Vec<(&'static str, Option<String>)> {
+    ["put", "txn with a put", "txn without", "range", "delete", "grant", "compact"]
+        .map(|what| (what, refused.contains(&what).then(|| text.to_owned())))
+        .to_vec()
+}
+
+async fn alarm_refuses_what_etcds_does_until_it_is_cleared(backend: Backend) {
+    let Some(mut server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let member = |alarm: AlarmType| AlarmMember { member_id: 7, alarm: alarm.into() };
+    let space = expected(&["put", "txn with a put", "grant"], NO_SPACE);
+    let all = ["put", "txn with a put", "txn without", "range", "delete", "grant", "compact"];
+    for (raised, refused) in [(AlarmType::Nospace, space), (AlarmType::Corrupt, expected(&all, CORRUPT))] {
+        assert_eq!(alarm(&mut client, AlarmAction::Activate, raised).await, [member(raised)]);
+        assert_eq!(alarm(&mut client, AlarmAction::Activate, raised).await, [member(raised)], "twice is once");
+        assert_eq!(alarm(&mut client, AlarmAction::Get, AlarmType::None).await, [member(raised)]);
+        assert_eq!(refusals(&mut client).await, refused);
+
+        server.restart().await;
+        client = Client::connect(server.endpoint()).await;
+        assert_eq!(alarm(&mut client, AlarmAction::Get, raised).await, [member(raised)], "it outlives a restart");
+        let status = client.maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
+        assert_eq!(status.errors, [format!("memberID:7 alarm:{} ", raised.as_str_name())]);
+        assert_eq!(http_get(server.endpoint(), "/health").await.status, 503);
+
+        assert_eq!(alarm(&mut client, AlarmAction::Deactivate, raised).await, [member(raised)]);
+        assert_eq!(alarm(&mut client, AlarmAction::Deactivate, raised).await, []);
+        assert_eq!(http_get(server.endpoint(), "/health").await.status, 200);
+        client.kv.put(put("k", b"v".into())).await.expect("it is taken again");
+    }
+}
+
+/// Filled to the alarm, refused, compacted, defragmented, writable again; with nothing lost.
+async fn quota_raises_the_alarm_and_room_clears_it(backend: Backend) {
+    let quota = 4_000_000.to_string();
+    let Some(server) = Server::orlop_with(backend, &["--quota-backend-bytes", &quota]).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(put("kept", b"value".into())).await.expect("there is room");
+    // Nothing that a database could make smaller.
+    let mut random = crate::support::Random::new(1);
+    let mut written = 0;
+    let refused = loop {
+        let value: Vec<u8> = (0..50_000).map(|_| (random.below(256)) as u8).collect();
+        match client.kv.put(put("filler", value)).await {
+            Ok(_) => written += 1,
+            Err(refused) => break refused,
+        }
+        assert!(written < 200, "4 MB are full after 10 MB");
+    };
+    assert_eq!((refused.code(), refused.message()), (Code::ResourceExhausted, NO_SPACE));
+    assert!(written > 50, "it was refused after {written} x 50 kB already");
+    eventually("the alarm", async || {
+        let alarms = alarm(&mut client.clone(), AlarmAction::Get, AlarmType::Nospace).await;
+        if alarms.len() == 1 { Ok(()) } else { Err(alarms) }
+    })
+    .await;
+    assert_eq!(http_get(server.endpoint(), "/health?exclude=NOSPACE").await.status, 200);
+    assert_eq!(http_get(server.endpoint(), "/readyz").await.status, 200, "reads are served");
+
+    let revision =
+        client.kv.range(key("kept")).await.expect("reads are served").into_inner().header.expect("a header").revision;
+    client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("compactions are served");
+    client.maintenance.defragment(DefragmentRequest {}).await.expect("so is defragmentation");
+    eventually("room", async || client.clone().kv.put(put("more", b"value".into())).await.map(drop)).await;
+    assert_eq!(alarm(&mut client, AlarmAction::Get, AlarmType::None).await, []);
+    for kept in ["kept", "filler", "more"] {
+        assert_eq!(client.kv.range(key(kept)).await.expect("a range").into_inner().count, 1, "{kept}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn alarm_holds_for_all_instances() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let (one, two) = (Server::orlop_on(&datastore, &[]).await, Server::orlop_on(&datastore, &[]).await);
+    let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
+    alarm(&mut a, AlarmAction::Activate, AlarmType::Nospace).await;
+    eventually("the alarm on the other", async || match b.clone().kv.put(put("k", b"v".into())).await {
+        Err(status) if status.message() == NO_SPACE => Ok(()),
+        other => Err(other),
+    })
+    .await;
+    alarm(&mut b, AlarmAction::Deactivate, AlarmType::Nospace).await;
+    eventually("its end on the first", async || a.clone().kv.put(put("k", b"v".into())).await.map(drop)).await;
+}
+
+on_both_backends!(alarm_refuses_what_etcds_does_until_it_is_cleared, quota_raises_the_alarm_and_room_clears_it,);

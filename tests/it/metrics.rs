@@ -1,0 +1,156 @@
+//! `/metrics`: the names that etcd has, and that they count.
+
+use std::collections::BTreeMap;
+
+use orlop::proto::client::etcdserverpb::{DeleteRangeRequest, LeaseGrantRequest, PutRequest, RangeRequest, TxnRequest};
+
+use crate::support::{Backend, Client, Server, Stream, everything, http_get, on_both_backends};
+
+/// What etcd has and Orlop has not, each with its reason in docs/metrics.md.
+fn lacking() -> &'static str {
+    let (_, list) = include_str!("../../docs/metrics.md").split_once("## What etcd has").expect("the page has a list");
+    list
+}
+
+/// Every series with its value.
+async fn series(server: &Server) -> BTreeMap<String, f64> {
+    let text = http_get(server.endpoint(), "/metrics").await.body;
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    lines
+        .filter_map(|line| line.rsplit_once(' '))
+        .map(|(name, value)| (name.to_owned(), value.parse().expect(name)))
+        .collect()
+}
+
+/// Every name with its type.
+async fn kinds(server: &Server) -> BTreeMap<String, String> {
+    let text = http_get(server.endpoint(), "/metrics").await.body;
+    let kinds = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
+    kinds.map(|(name, kind)| (name.to_owned(), kind.to_owned())).collect()
+}
+
+fn everything_range() -> RangeRequest {
+    RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn etcds_metrics_are_there_or_listed_as_lacking() {
+    let Some(etcd) = Server::etcd().await else { return };
+    let Some(orlop) = Server::orlop(Backend::Sqlite).await else { return };
+    // Some are there with the first call, or the first check.
+    for server in [&etcd, &orlop] {
+        Client::connect(server.endpoint()).await.kv.range(everything_range()).await.expect("a range");
+        http_get(server.endpoint(), "/readyz").await;
+    }
+    let (theirs, ours) = (kinds(&etcd).await, kinds(&orlop).await);
+    for (name, kind) in theirs {
+        let is_listed = lacking().contains(&format!("`{name}`"));
+        // Those of a runtime that is not ours.
+        if name.starts_with("go_") || name.starts_with("promhttp_") {
+            continue;
+        }
+        match ours.get(&name) {
+            Some(own) => {
+                assert!(*own == kind && !is_listed, "{name} is a {own} here, a {kind} there, listed: {is_listed}")
+            }
+            None => assert!(is_listed, "{name}, a {kind}, is neither there nor in the list of docs/metrics.md"),
+        }
+    }
+}
+
+async fn requests_are_counted(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let before = series(&server).await;
+    let mut stream = Stream::open(&mut client).await;
+    stream.create(everything(0)).await;
+    for _ in 0..3 {
+        client.kv.put(PutRequest { key: "k".into(), value: "v".into(), ..Default::default() }).await.expect("a put");
+    }
+    client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await.expect("a range");
+    client.kv.range(RangeRequest::default()).await.expect_err("a range without a key");
+    client.kv.delete_range(DeleteRangeRequest { key: "k".into(), ..Default::default() }).await.expect("a delete");
+    client.kv.txn(TxnRequest::default()).await.expect("a transaction");
+    client.lease.lease_grant(LeaseGrantRequest { ttl: 60, id: 0 }).await.expect("a grant");
+    stream.read_until(5).await;
+    let after = series(&server).await;
+    let call = |metric: &str, kind: &str, service: &str, method: &str, code: &str| {
+        let code = if code.is_empty() { String::new() } else { format!("grpc_code=\"{code}\",") };
+        format!(
+            "{metric}{{{code}grpc_method=\"{method}\",grpc_service=\"etcdserverpb.{service}\",grpc_type=\"{kind}\"}}"
+        )
+    };
+    for (name, grown) in [
+        ("etcd_mvcc_put_total".to_owned(), 3.0),
+        ("etcd_mvcc_delete_total".to_owned(), 1.0),
+        ("etcd_mvcc_txn_total".to_owned(), 1.0),
+        ("etcd_mvcc_range_total".to_owned(), 1.0),
+        ("etcd_debugging_mvcc_events_total".to_owned(), 4.0),
+        ("etcd_debugging_mvcc_current_revision".to_owned(), 4.0),
+        ("etcd_debugging_mvcc_watch_stream_total".to_owned(), 1.0),
+        ("etcd_debugging_mvcc_watcher_total".to_owned(), 1.0),
+        ("etcd_debugging_lease_granted_total".to_owned(), 1.0),
+        ("orlop_leases".to_owned(), 1.0),
+        ("etcd_disk_wal_fsync_duration_seconds_count".to_owned(), 5.0),
+        ("etcd_server_apply_duration_seconds_count{op=\"Put\",success=\"true\",version=\"v3\"}".to_owned(), 3.0),
+        (call("grpc_server_started_total", "unary", "KV", "Put", ""), 3.0),
+        (call("grpc_server_handled_total", "unary", "KV", "Put", "OK"), 3.0),
+        (call("grpc_server_msg_received_total", "unary", "KV", "Put", ""), 3.0),
+        (call("grpc_server_msg_sent_total", "unary", "KV", "Put", ""), 3.0),
+        (call("grpc_server_handled_total", "unary", "KV", "Range", "InvalidArgument"), 1.0),
+        (call("grpc_server_started_total", "bidi_stream", "Watch", "Watch", ""), 1.0),
+        (call("grpc_server_msg_received_total", "bidi_stream", "Watch", "Watch", ""), 1.0),
+        (call("grpc_server_handled_total", "bidi_stream", "Watch", "Watch", "OK"), 0.0),
+    ] {
+        let read = |series: &BTreeMap<String, f64>| series.get(&name).copied();
+        let (Some(from), Some(to)) = (read(&before), read(&after)) else { panic!("{name} is not there") };
+        assert_eq!(to - from, grown, "{name}");
+    }
+    for (name, expected) in [("etcd_server_has_leader", 1.0), ("etcd_server_is_leader", 1.0), ("orlop_instances", 1.0)]
+    {
+        assert_eq!(after.get(name), Some(&expected), "{name}");
+    }
+}
+
+/// What the dashboard and the alerts ask for is there. Names of series are what looks like one: the rest of the language has
+/// no underscore, but for the functions named here.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn series_of_dashboard_and_alerts_are_there() {
+    const FUNCTIONS: [&str; 4] = ["histogram_quantile", "predict_linear", "sum_over_time", "__rate_interval"];
+    const LABELS: [&str; 6] = ["grpc_service", "grpc_method", "grpc_type", "grpc_code", "alarm_type", "server_id"];
+    let Some(server) = Server::orlop_with(Backend::Sqlite, &["--metrics", "extensive"]).await else { return };
+    let kinds = kinds(&server).await;
+    let mut asked = 0;
+    for (file, text) in [
+        ("dashboard", include_str!("../../monitoring/dashboard.json")),
+        ("alerts", include_str!("../../monitoring/alerts.yaml")),
+    ] {
+        for name in expressions(text).iter().flat_map(|expression| words(expression)) {
+            if !name.contains('_') || FUNCTIONS.contains(&name.as_str()) || LABELS.contains(&name.as_str()) {
+                continue;
+            }
+            let base = ["_bucket", "_count", "_sum"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
+            assert!(kinds.contains_key(base) || kinds.contains_key(&name), "{file} asks for {name}");
+            asked += 1;
+        }
+    }
+    assert!(asked > 20, "the expressions were found");
+}
+
+/// The values of `expr`, in JSON and in YAML on one line.
+fn expressions(text: &str) -> Vec<String> {
+    let value = |line: &str| {
+        let line = line.trim().trim_start_matches("- ");
+        let value = line.strip_prefix("\"expr\":").or_else(|| line.strip_prefix("expr:"))?;
+        Some(value.trim().trim_end_matches(',').replace("\\\"", "\""))
+    };
+    text.lines().filter_map(value).collect()
+}
+
+fn words(expression: &str) -> Vec<String> {
+    // What stands in quotes is a label's value.
+    let code: String = expression.trim_matches('"').split('"').step_by(2).collect::<Vec<_>>().join(" ");
+    code.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_').map(ToOwned::to_owned).collect()
+}
+
+on_both_backends!(requests_are_counted,);
