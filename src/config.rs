@@ -24,6 +24,8 @@ pub struct Settings {
     pub datastore_poll_interval: Interval,
     pub datastore_connections: u32,
     pub listen_client_urls: Urls,
+    /// Where metrics and health are served as well.
+    pub listen_metrics_urls: Urls,
     /// Empty: those that are listened on.
     pub advertise_client_urls: Urls,
     /// Bytes.
@@ -49,6 +51,13 @@ pub struct Settings {
     pub warning_apply_duration: Interval,
     pub warning_unary_request_duration: Interval,
     pub metrics: MetricsDetail,
+    /// Empty: none, as with the other files.
+    pub cert_file: PathBuf,
+    pub key_file: PathBuf,
+    pub client_cert_auth: bool,
+    pub trusted_ca_file: PathBuf,
+    pub tls_min_version: TlsVersion,
+    pub tls_max_version: TlsVersion,
 }
 
 impl Default for Settings {
@@ -79,6 +88,13 @@ impl Default for Settings {
             warning_apply_duration: Interval(Duration::from_millis(100)),
             warning_unary_request_duration: Interval(Duration::from_millis(300)),
             metrics: MetricsDetail::Basic,
+            listen_metrics_urls: Urls(Vec::new()),
+            cert_file: PathBuf::new(),
+            key_file: PathBuf::new(),
+            client_cert_auth: false,
+            trusted_ca_file: PathBuf::new(),
+            tls_min_version: TlsVersion::Tls12,
+            tls_max_version: TlsVersion::Tls13,
         }
     }
 }
@@ -100,7 +116,7 @@ pub struct Flags {
 
     /// Where the log is kept: sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE, with ?sslmode= and
     /// ?sslrootcert= as libpq has them [default: orlop.db in the data folder]
-    #[arg(long, value_name = "URL")]
+    #[arg(long, value_name = "URL", alias = "endpoint")]
     #[serde(skip_serializing_if = "Option::is_none")]
     datastore_endpoint: Option<Secret>,
 
@@ -114,7 +130,7 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     datastore_connections: Option<u32>,
 
-    /// Addresses to serve clients on, separated by commas: http://HOST:PORT or unix://PATH
+    /// Addresses to serve clients on, separated by commas: http://HOST:PORT, https://HOST:PORT or unix://PATH
     /// [default: http://127.0.0.1:2379]
     #[arg(long, value_name = "URLS")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -216,6 +232,41 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     metrics: Option<MetricsDetail>,
 
+    /// Addresses to serve metrics and health on as well, separated by commas
+    #[arg(long, value_name = "URLS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    listen_metrics_urls: Option<Urls>,
+
+    /// The certificate for https addresses, PEM, with those between it and its root; read anew when it changes
+    #[arg(long, value_name = "FILE", alias = "server-cert-file")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cert_file: Option<PathBuf>,
+
+    /// The certificate's key, PEM
+    #[arg(long, value_name = "FILE", alias = "server-key-file")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    key_file: Option<PathBuf>,
+
+    /// Serve only clients with a certificate of trusted-ca-file
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    client_cert_auth: Option<bool>,
+
+    /// Roots of clients' certificates, PEM; with it every client needs a certificate
+    #[arg(long, value_name = "FILE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trusted_ca_file: Option<PathBuf>,
+
+    /// Oldest TLS that is spoken [default: TLS1.2]
+    #[arg(long, value_name = "VERSION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tls_min_version: Option<TlsVersion>,
+
+    /// Newest TLS that is spoken [default: TLS1.3]
+    #[arg(long, value_name = "VERSION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tls_max_version: Option<TlsVersion>,
+
     /// A file of settings, TOML or, if its name ends in .yaml or .yml, YAML; keys are the flags' names
     #[arg(long, value_name = "FILE", env = "ORLOP_CONFIG_FILE")]
     #[serde(skip)]
@@ -224,7 +275,7 @@ pub struct Flags {
 
 impl Settings {
     /// Every key, as files and flags spell it.
-    const KEYS: [&'static str; 25] = [
+    const KEYS: [&'static str; 32] = [
         "name",
         "data-dir",
         "datastore-endpoint",
@@ -250,6 +301,13 @@ impl Settings {
         "warning-apply-duration",
         "warning-unary-request-duration",
         "metrics",
+        "listen-metrics-urls",
+        "cert-file",
+        "key-file",
+        "client-cert-auth",
+        "trusted-ca-file",
+        "tls-min-version",
+        "tls-max-version",
     ];
 
     /// Merges all sources and checks the result.
@@ -302,7 +360,32 @@ impl Settings {
             return Err("datastore-connections must be at least 1, got 0".to_owned());
         }
         self.auto_compaction()?;
+        self.tls()?;
         self.datastore().map(drop)
+    }
+
+    /// The files for https addresses, if there are any.
+    ///
+    /// # Errors
+    ///
+    /// If some are given and others that they need are not.
+    pub fn tls(&self) -> Result<Option<TlsFiles>, String> {
+        let given = |file: &PathBuf| (!file.as_os_str().is_empty()).then(|| file.clone());
+        let versions = (self.tls_min_version, self.tls_max_version);
+        if versions == (TlsVersion::Tls13, TlsVersion::Tls12) {
+            return Err("tls-min-version TLS1.3 is above tls-max-version TLS1.2".to_owned());
+        }
+        let trusted_ca_file = given(&self.trusted_ca_file);
+        if self.client_cert_auth && trusted_ca_file.is_none() {
+            return Err("client-cert-auth needs trusted-ca-file, the roots of clients' certificates".to_owned());
+        }
+        match (given(&self.cert_file), given(&self.key_file)) {
+            (Some(cert_file), Some(key_file)) => Ok(Some(TlsFiles { cert_file, key_file, trusted_ca_file, versions })),
+            (None, None) if trusted_ca_file.is_none() => Ok(None),
+            (None, None) => Err("trusted-ca-file needs cert-file and key-file".to_owned()),
+            (Some(_), None) => Err("cert-file needs key-file, the certificate's key".to_owned()),
+            (None, Some(_)) => Err("key-file needs cert-file, the key's certificate".to_owned()),
+        }
     }
 
     /// What automatic compaction keeps; `None`: there is none.
@@ -342,7 +425,7 @@ impl Settings {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").or_else(|_| std::env::var("HOSTNAME"));
         let host = host.as_deref().map_or("orlop", str::trim);
         match self.listen_client_urls.0.first() {
-            Some(ListenUrl::Http(address)) => {
+            Some(ListenUrl::Http(address) | ListenUrl::Https(address)) => {
                 format!("{host}-{}", address.rsplit_once(':').map_or(address.as_str(), |(_, port)| port))
             }
             Some(ListenUrl::Unix(_)) | None => host.to_owned(),
@@ -385,6 +468,30 @@ pub enum AutoCompactionMode {
     Revision,
 }
 
+/// The files for https addresses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The server's certificate and those between it and its root, PEM.
+    pub cert_file: PathBuf,
+    /// Its key, PEM.
+    pub key_file: PathBuf,
+    /// Roots of clients' certificates, PEM. With them every client must have a certificate, as in etcd.
+    pub trusted_ca_file: Option<PathBuf>,
+    /// The oldest and the newest that are spoken.
+    pub versions: (TlsVersion, TlsVersion),
+}
+
+/// As etcd writes them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+pub enum TlsVersion {
+    #[value(name = "TLS1.2")]
+    #[serde(rename = "TLS1.2")]
+    Tls12,
+    #[value(name = "TLS1.3")]
+    #[serde(rename = "TLS1.3")]
+    Tls13,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum MetricsDetail {
@@ -424,6 +531,8 @@ impl FromStr for Secret {
 pub enum ListenUrl {
     /// `host:port`.
     Http(String),
+    /// `host:port`, with TLS.
+    Https(String),
     Unix(PathBuf),
 }
 
@@ -431,18 +540,19 @@ impl FromStr for ListenUrl {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        const ACCEPTED: &str = "use http://HOST:PORT or unix://PATH";
+        const ACCEPTED: &str = "use http://HOST:PORT, https://HOST:PORT or unix://PATH";
         match text.split_once("://") {
-            Some(("http", address)) => {
+            Some((scheme @ ("http" | "https"), address)) => {
                 let address = address.strip_suffix('/').unwrap_or(address);
                 let port = address.rsplit_once(':').map(|(_, port)| port.parse::<u16>());
                 match port {
-                    Some(Ok(_)) => Ok(Self::Http(address.to_owned())),
+                    Some(Ok(_)) if scheme == "http" => Ok(Self::Http(address.to_owned())),
+                    Some(Ok(_)) => Ok(Self::Https(address.to_owned())),
                     Some(Err(_)) | None => Err(format!("{text:?} has no port; {ACCEPTED}")),
                 }
             }
             Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
-            Some(("https" | "unixs", _)) => Err(format!("{text:?}: TLS is not implemented yet; {ACCEPTED}")),
+            Some(("unixs", _)) => Err(format!("{text:?}: unix sockets are served without TLS; {ACCEPTED}")),
             _ => Err(format!("{text:?} is no address to listen on; {ACCEPTED}")),
         }
     }
@@ -452,6 +562,7 @@ impl fmt::Display for ListenUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Http(address) => write!(f, "http://{address}"),
+            Self::Https(address) => write!(f, "https://{address}"),
             Self::Unix(path) => write!(f, "unix://{}", path.display()),
         }
     }

@@ -23,6 +23,7 @@
 //! - [`store`]: requests, the writer that commits them in groups, the readers
 //! - [`api`]: etcd's gRPC services
 //! - [`http`]: what is asked for by plain HTTP
+//! - [`listen`]: addresses and TLS
 //! - [`config`], [`server`]: settings, and the process put together
 //! - [`mod@bench`]: a load on any etcd endpoint
 //!
@@ -38,6 +39,7 @@ pub mod config;
 pub mod http;
 pub mod index;
 pub mod lease;
+pub mod listen;
 pub mod log;
 pub mod metrics;
 pub mod proto;

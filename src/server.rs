@@ -1,25 +1,16 @@
 //! The composition root: opens the log and the store, binds the listeners, serves, drains. The only module that knows all
 //! the others.
 
-use std::{fmt, io::Write as _, path::Path, sync::Arc, time::Duration};
+use std::{fmt, io::Write as _, sync::Arc, time::Duration};
 
-use tokio::{
-    net::{TcpListener, UnixListener, UnixStream},
-    sync::watch,
-    task::JoinSet,
-    time::timeout,
-};
-use tokio_stream::wrappers::UnixListenerStream;
-use tonic::{
-    service::Routes,
-    transport::{Server, server::TcpIncoming},
-};
+use tokio::{sync::watch, task::JoinSet, time::timeout};
 use tracing::{info, warn};
 
 use crate::{
     api,
-    config::{Datastore, ListenUrl, MetricsDetail, Retention, Settings},
+    config::{Datastore, ListenUrl, MetricsDetail, Retention, Settings, Urls},
     http,
+    listen::{self, Listener, tls},
     log::{Log, PostgresLog, PostgresSettings, SqliteLog},
     metrics::{self, Metrics},
     store::{self, AutoCompaction, Pace, Patience, Store},
@@ -27,13 +18,6 @@ use crate::{
 
 /// How long clients have to finish their requests once the server goes down.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
-/// What a client may send on a stream, and on a connection, before it is read. Bytes.
-const STREAM_WINDOW: u32 = 2 << 20;
-const CONNECTION_WINDOW: u32 = 16 << 20;
-/// As etcd: a connection that is silent for this long is asked whether it is still there.
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2 * 60 * 60);
-const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
-
 /// Why the server did not start or stopped by itself; a text for the operator.
 #[derive(Debug)]
 pub struct Error(String);
@@ -53,10 +37,12 @@ impl std::error::Error for Error {}
 ///
 /// If an address cannot be bound or the database cannot be opened or read.
 pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
-    let mut listeners = Vec::new();
-    for url in &settings.listen_client_urls.0 {
-        listeners.push(Listener::bind(url).await?);
-    }
+    let tls = match settings.tls().map_err(Error)? {
+        Some(files) => Some(Arc::new(tls::Acceptor::new(files).map_err(Error)?)),
+        None => None,
+    };
+    let listeners = bind(&settings.listen_client_urls, tls.as_ref()).await?;
+    let metrics_listeners = bind(&settings.listen_metrics_urls, tls.as_ref()).await?;
     let metrics = Arc::new(Metrics::new(match settings.metrics {
         MetricsDetail::Basic => metrics::Detail::Basic,
         MetricsDetail::Extensive => metrics::Detail::Extensive,
@@ -70,9 +56,13 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     let mut servers = JoinSet::new();
     for listener in listeners {
         announce(&listener.url);
-        servers.spawn(listener.serve(routes.clone(), stopping.clone()));
+        servers.spawn(listener.serve(routes.clone(), connections(&settings), stopping.clone()));
     }
     drop(routes);
+    for listener in metrics_listeners {
+        info!(url = %listener.url, "serving metrics and health");
+        servers.spawn(listener.serve(http::probe_routes(&store), connections(&settings), stopping.clone()));
+    }
 
     let mut outcome = Ok(());
     tokio::select! {
@@ -92,6 +82,22 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     store.stop().await;
     info!("stopped");
     outcome
+}
+
+async fn bind(urls: &Urls, tls: Option<&Arc<tls::Acceptor>>) -> Result<Vec<Listener>, Error> {
+    let mut listeners = Vec::new();
+    for url in &urls.0 {
+        listeners.push(Listener::bind(url, tls).await.map_err(Error)?);
+    }
+    Ok(listeners)
+}
+
+fn connections(settings: &Settings) -> listen::Settings {
+    listen::Settings {
+        max_concurrent_streams: settings.max_concurrent_streams,
+        keepalive_interval: settings.grpc_keepalive_interval.0,
+        keepalive_timeout: settings.grpc_keepalive_timeout.0,
+    }
 }
 
 fn advertised_urls(settings: &Settings, listeners: &[Listener]) -> Vec<String> {
@@ -149,72 +155,4 @@ fn announce(url: &ListenUrl) {
     info!(%url, "ready to serve client requests");
     // Nobody may be reading; that is no reason to stop.
     let _ = writeln!(std::io::stdout(), "orlop: serving client requests on {url}");
-}
-
-/// A bound address.
-struct Listener {
-    url: ListenUrl,
-    socket: Socket,
-}
-
-enum Socket {
-    Tcp(TcpListener),
-    Unix(UnixListener),
-}
-
-impl Listener {
-    async fn bind(url: &ListenUrl) -> Result<Self, Error> {
-        let failed = |error: std::io::Error| Error(format!("cannot listen on {url}: {error}"));
-        match url {
-            ListenUrl::Http(address) => {
-                let socket = TcpListener::bind(address).await.map_err(failed)?;
-                let port = socket.local_addr().map_err(failed)?.port();
-                // The host stays as it was written, so that clients are told a name that fits their certificates.
-                let host = address.rsplit_once(':').map_or(address.as_str(), |(host, _)| host);
-                Ok(Self { url: ListenUrl::Http(format!("{host}:{port}")), socket: Socket::Tcp(socket) })
-            }
-            ListenUrl::Unix(path) => {
-                remove_stale(path).await.map_err(failed)?;
-                let socket = UnixListener::bind(path).map_err(failed)?;
-                Ok(Self { url: url.clone(), socket: Socket::Unix(socket) })
-            }
-        }
-    }
-
-    async fn serve(self, routes: Routes, mut stopping: watch::Receiver<bool>) -> Result<(), tonic::transport::Error> {
-        let stopped = async move {
-            // A sender that is gone means the same.
-            let _ = stopping.wait_for(|stopping| *stopping).await;
-        };
-        let server = Server::builder()
-            .accept_http1(true)
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW)
-            .max_concurrent_streams(u32::MAX)
-            .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
-            .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
-            .add_routes(routes);
-        match self.socket {
-            Socket::Tcp(socket) => {
-                let incoming = TcpIncoming::from(socket).with_nodelay(Some(true));
-                server.serve_with_incoming_shutdown(incoming, stopped).await
-            }
-            Socket::Unix(socket) => {
-                let outcome = server.serve_with_incoming_shutdown(UnixListenerStream::new(socket), stopped).await;
-                if let ListenUrl::Unix(path) = &self.url {
-                    // What is left over is cleared at the next start.
-                    let _ = std::fs::remove_file(path);
-                }
-                outcome
-            }
-        }
-    }
-}
-
-/// Clears a socket that a killed server left behind; one that is in use stays, and binding it fails.
-async fn remove_stale(path: &Path) -> std::io::Result<()> {
-    match UnixStream::connect(path).await {
-        Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => std::fs::remove_file(path),
-        Ok(_) | Err(_) => Ok(()),
-    }
 }

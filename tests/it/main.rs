@@ -21,3 +21,4 @@ mod slow_watch;
 mod start;
 mod support;
 mod tidy;
+mod tls;

@@ -25,7 +25,7 @@ fn run(home: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
 }
 
 #[track_caller]
-fn check_refused(arguments: &[&str], variables: &[(&str, &str)], named: &[&str]) {
+pub fn check_refused(arguments: &[&str], variables: &[(&str, &str)], named: &[&str]) {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
     fs::write(home.path().join("bad.toml"), "max-txn-opps = 3\n").expect("a file can be written");
     fs::write(home.path().join("bad.yaml"), "max-txn-ops: many\n").expect("a file can be written");
@@ -48,9 +48,18 @@ fn bad_settings_are_named_with_what_is_accepted() {
     check_refused(
         &["--listen-client-urls", "127.0.0.1:2379"],
         &[],
-        &["127.0.0.1:2379", "http://HOST:PORT or unix://PATH"],
+        &["127.0.0.1:2379", "http://HOST:PORT, https://HOST:PORT or unix://PATH"],
     );
-    check_refused(&["--listen-client-urls", "https://127.0.0.1:1"], &[], &["TLS", "not implemented yet"]);
+    check_refused(&["--listen-client-urls", "unixs:///x.sock"], &[], &["unix sockets are served without TLS"]);
+    check_refused(&["--auto-compaction-retention", "soon"], &[], &["auto-compaction-retention", "soon", "10m"]);
+    check_refused(
+        &["--auto-compaction-mode", "revision", "--auto-compaction-retention", "10m"],
+        &[],
+        &["auto-compaction-retention", "number of revisions"],
+    );
+    check_refused(&["--auto-compaction-mode", "some"], &[], &["some", "periodic", "revision"]);
+    check_refused(&["--metrics", "all"], &[], &["all", "basic", "extensive"]);
+    check_refused(&["--compaction-batch-limit", "0"], &[], &["compaction-batch-limit", "at least 1"]);
     check_refused(&["--listen-client-urls", ""], &[], &["listen-client-urls"]);
     check_refused(&["--watch-progress-notify-interval", "1ms"], &[], &["at least 100ms"]);
     check_refused(&["--watch-progress-notify-interval", "soon"], &[], &["soon", "10m"]);

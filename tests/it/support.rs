@@ -2,6 +2,7 @@
 //!
 //! A target that is not on the machine is skipped with a line that says so; where `CI` is set, it is a failure instead.
 
+mod certificates;
 mod client;
 mod http;
 mod postgres;
@@ -16,6 +17,7 @@ use std::{fmt::Debug, future::Future, time::Duration};
 use tokio::time::Instant;
 
 pub use self::{
+    certificates::{Authority, Certificate},
     client::Client,
     http::{http, http_get},
     postgres::{Fsync, Postgres},

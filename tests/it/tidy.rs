@@ -16,10 +16,11 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("store", &["types", "index", "lease", "log", "metrics", "watch"]),
     ("proto", &[]),
     ("config", &[]),
+    ("listen", &["config"]),
     ("bench", &["proto"]),
     ("api", &["types", "index", "log", "metrics", "watch", "store", "proto"]),
     ("http", &["api", "log", "metrics", "store", "proto"]),
-    ("server", &["api", "config", "http", "log", "metrics", "store"]),
+    ("server", &["api", "config", "http", "listen", "log", "metrics", "store"]),
     ("main", &["bench", "config", "server"]),
     ("lib", &[]),
 ];

@@ -1,0 +1,231 @@
+//! Addresses that clients come to: bound, accepted from, and served.
+//!
+//! gRPC and plain HTTP share a port. A client that takes long to say who it is holds up nobody else.
+
+pub mod tls;
+
+use std::{
+    fmt, io,
+    path::Path,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpListener, TcpStream, UnixListener, UnixStream},
+    sync::{Semaphore, mpsc, watch},
+    time::sleep,
+};
+use tokio_rustls::server::TlsStream;
+use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tonic::{
+    service::Routes,
+    transport::{
+        Server,
+        server::{Connected, TcpIncoming},
+    },
+};
+use tracing::{debug, warn};
+
+use crate::config::ListenUrl;
+
+/// What a client may send on a stream, and on a connection, before it is read. Bytes.
+const STREAM_WINDOW: u32 = 2 << 20;
+const CONNECTION_WINDOW: u32 = 16 << 20;
+/// Handshakes at the same time; who comes then waits in the system's queue.
+const HANDSHAKES_MAX: usize = 512;
+/// Pause after the system would give no connection, for example for want of file descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// How connections are treated.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    pub max_concurrent_streams: u32,
+    /// A connection that is silent for this long is asked whether it is still there.
+    pub keepalive_interval: Duration,
+    pub keepalive_timeout: Duration,
+}
+
+/// A bound address.
+pub struct Listener {
+    /// A port of 0 has become a real one.
+    pub url: ListenUrl,
+    socket: Socket,
+}
+
+enum Socket {
+    Tcp(TcpListener),
+    Tls(TcpListener, Arc<tls::Acceptor>),
+    Unix(UnixListener),
+}
+
+impl Listener {
+    /// # Errors
+    ///
+    /// If the address cannot be bound, or is https without certificates; the text names it.
+    pub async fn bind(url: &ListenUrl, tls: Option<&Arc<tls::Acceptor>>) -> Result<Self, String> {
+        let failed = |error: io::Error| format!("cannot listen on {url}: {error}");
+        match url {
+            ListenUrl::Http(address) => {
+                if tls.is_some() {
+                    warn!(%url, "this address is served without TLS, though there are certificates: its scheme is http");
+                }
+                let (socket, address) = bind_tcp(address).await.map_err(failed)?;
+                Ok(Self { url: ListenUrl::Http(address), socket: Socket::Tcp(socket) })
+            }
+            ListenUrl::Https(address) => {
+                let Some(tls) = tls else {
+                    return Err(format!("{url} needs a certificate and its key: give cert-file and key-file"));
+                };
+                let (socket, address) = bind_tcp(address).await.map_err(failed)?;
+                Ok(Self { url: ListenUrl::Https(address), socket: Socket::Tls(socket, Arc::clone(tls)) })
+            }
+            ListenUrl::Unix(path) => {
+                remove_stale(path).await.map_err(failed)?;
+                let socket = UnixListener::bind(path).map_err(failed)?;
+                Ok(Self { url: url.clone(), socket: Socket::Unix(socket) })
+            }
+        }
+    }
+
+    /// Serves until `stopping` turns true and the clients have finished.
+    pub async fn serve(
+        self,
+        routes: Routes,
+        settings: Settings,
+        mut stopping: watch::Receiver<bool>,
+    ) -> Result<(), tonic::transport::Error> {
+        let stopped = async move {
+            // A sender that is gone means the same.
+            let _ = stopping.wait_for(|stopping| *stopping).await;
+        };
+        let server = Server::builder()
+            .accept_http1(true)
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
+            .max_concurrent_streams(settings.max_concurrent_streams)
+            .http2_keepalive_interval(Some(settings.keepalive_interval))
+            .http2_keepalive_timeout(Some(settings.keepalive_timeout))
+            .add_routes(routes);
+        match self.socket {
+            Socket::Tcp(socket) => {
+                let incoming = TcpIncoming::from(socket).with_nodelay(Some(true));
+                server.serve_with_incoming_shutdown(incoming, stopped).await
+            }
+            Socket::Tls(socket, acceptor) => {
+                let (ready, connections) = mpsc::channel(1);
+                let accepting = tokio::spawn(accept_tls(socket, acceptor, ready));
+                let outcome = server.serve_with_incoming_shutdown(ReceiverStream::new(connections), stopped).await;
+                accepting.abort();
+                outcome
+            }
+            Socket::Unix(socket) => {
+                let outcome = server.serve_with_incoming_shutdown(UnixListenerStream::new(socket), stopped).await;
+                if let ListenUrl::Unix(path) = &self.url {
+                    // What is left over is cleared at the next start.
+                    let _ = std::fs::remove_file(path);
+                }
+                outcome
+            }
+        }
+    }
+}
+
+/// The socket, and the address with its real port. The host stays as it was written, so that clients are told a name that
+/// fits their certificates.
+async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
+    let socket = TcpListener::bind(address).await?;
+    let port = socket.local_addr()?.port();
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+    Ok((socket, format!("{host}:{port}")))
+}
+
+async fn accept_tls(socket: TcpListener, acceptor: Arc<tls::Acceptor>, ready: mpsc::Sender<io::Result<TlsConnection>>) {
+    let handshakes = Arc::new(Semaphore::new(HANDSHAKES_MAX));
+    // The semaphore is never closed.
+    while let Ok(handshake) = Arc::clone(&handshakes).acquire_owned().await {
+        let (stream, remote) = match socket.accept().await {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                warn!(%error, "cannot accept a connection; trying again");
+                sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        let (acceptor, ready) = (Arc::clone(&acceptor), ready.clone());
+        tokio::spawn(async move {
+            let accepted = match stream.set_nodelay(true) {
+                Ok(()) => acceptor.accept(stream).await,
+                Err(error) => Err(error),
+            };
+            drop(handshake);
+            match accepted {
+                // Nobody takes it any more once the server goes down.
+                Ok(stream) => drop(ready.send(Ok(TlsConnection(stream))).await),
+                Err(error) => debug!(%remote, %error, "rejected connection"),
+            }
+        });
+    }
+}
+
+/// A client's connection.
+struct TlsConnection(TlsStream<TcpStream>);
+
+impl Connected for TlsConnection {
+    type ConnectInfo = ();
+
+    fn connect_info(&self) {}
+}
+
+impl fmt::Debug for TlsConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("TlsConnection")
+    }
+}
+
+impl AsyncRead for TlsConnection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for TlsConnection {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write_vectored(context, buffers)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.0.is_write_vectored()
+    }
+}
+
+/// Clears a socket that a killed server left behind; one that is in use stays, and binding it fails.
+async fn remove_stale(path: &Path) -> io::Result<()> {
+    match UnixStream::connect(path).await {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => std::fs::remove_file(path),
+        Ok(_) | Err(_) => Ok(()),
+    }
+}

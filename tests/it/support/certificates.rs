@@ -1,0 +1,77 @@
+//! Certificates, made by openssl as an operator makes them.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use tempfile::TempDir;
+
+use super::skip;
+
+/// A root, and a folder of what it signed.
+pub struct Authority {
+    folder: TempDir,
+}
+
+/// A certificate and its key.
+#[derive(Clone)]
+pub struct Certificate {
+    pub cert: PathBuf,
+    pub key: PathBuf,
+}
+
+impl Authority {
+    /// None where the machine has no openssl.
+    pub fn new() -> Option<Self> {
+        if Command::new("openssl").arg("version").output().is_err() {
+            skip("openssl");
+            return None;
+        }
+        let folder = tempfile::tempdir().expect("a temporary directory can be made");
+        let arguments = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout root.key -out root.pem -subj /CN=root -days 30";
+        openssl(folder.path(), arguments);
+        Some(Self { folder })
+    }
+
+    pub fn root(&self) -> PathBuf {
+        self.folder.path().join("root.pem")
+    }
+
+    /// For 127.0.0.1 and localhost, as a server's or a client's; valid for so many days, which may be none.
+    pub fn sign(&self, name: &str, days: i32) -> Certificate {
+        let folder = self.folder.path();
+        std::fs::write(folder.join("names"), "subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+            .expect("a file can be written");
+        openssl(
+            folder,
+            &format!(
+                "req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout {name}.key -out {name}.csr -subj /CN={name}"
+            ),
+        );
+        openssl(
+            folder,
+            &format!(
+                "x509 -req -in {name}.csr -CA root.pem -CAkey root.key -CAcreateserial -days {days} -extfile names -out {name}.pem"
+            ),
+        );
+        Certificate { cert: folder.join(format!("{name}.pem")), key: folder.join(format!("{name}.key")) }
+    }
+}
+
+impl Certificate {
+    /// Puts another one in this one's place, as whoever renews it does.
+    pub fn replace_by(&self, other: &Self) {
+        for (from, to) in [(&other.key, &self.key), (&other.cert, &self.cert)] {
+            let new = to.with_extension("new");
+            std::fs::copy(from, &new).expect("a file can be copied");
+            std::fs::rename(&new, to).expect("a file can be renamed");
+        }
+    }
+}
+
+fn openssl(folder: &Path, arguments: &str) {
+    let output = Command::new("openssl").args(arguments.split(' ')).current_dir(folder).output();
+    let output = output.expect("openssl can be started");
+    assert!(output.status.success(), "openssl {arguments}: {}", String::from_utf8_lossy(&output.stderr));
+}

@@ -1,0 +1,223 @@
+//! TLS, with certificates from openssl and clients that others wrote: etcdctl over gRPC, curl over HTTP.
+
+use std::{
+    path::Path,
+    process::{Output, Stdio},
+    sync::{Arc, Mutex},
+};
+
+use tokio::{
+    io::{AsyncBufReadExt as _, BufReader},
+    process::Command,
+    time::timeout,
+};
+
+use crate::{
+    start::check_refused,
+    support::{Authority, Backend, Certificate, DEADLINE, Server, etcd_tool, eventually, skip},
+};
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a temporary path is text")
+}
+
+/// A server on https, with more flags.
+async fn server(certificate: &Certificate, more: &[&str]) -> Server {
+    let flags = ["--listen-client-urls", "https://127.0.0.1:0", "--cert-file", text(&certificate.cert), "--key-file"];
+    let flags = [&flags[..], &[text(&certificate.key)], more].concat();
+    Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is always there")
+}
+
+/// What a client shows and whom it trusts.
+struct Identity<'a> {
+    root: &'a Path,
+    certificate: Option<&'a Certificate>,
+}
+
+impl Identity<'_> {
+    /// etcdctl with these flags; none where the machine has none.
+    fn etcdctl(&self, endpoint: &str, arguments: &[&str]) -> Option<Command> {
+        let Some(program) = etcd_tool("etcdctl", "ORLOP_ETCDCTL") else {
+            skip("etcdctl");
+            return None;
+        };
+        let mut command = Command::new(program);
+        command.env("ETCDCTL_API", "3").args(["--endpoints", endpoint, "--cacert", text(self.root)]);
+        command.args(["--dial-timeout", "2s", "--command-timeout", "3s"]);
+        if let Some(certificate) = self.certificate {
+            command.args(["--cert", text(&certificate.cert), "--key", text(&certificate.key)]);
+        }
+        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        Some(command)
+    }
+
+    fn curl(&self, url: &str, more: &[&str]) -> Command {
+        let mut command = Command::new("curl");
+        command.args(["-sS", "--max-time", "5", "--cacert", text(self.root)]).args(more);
+        if let Some(certificate) = self.certificate {
+            command.args(["--cert", text(&certificate.cert), "--key", text(&certificate.key)]);
+        }
+        command.arg(url).kill_on_drop(true);
+        command
+    }
+
+    /// Whether etcdctl and curl are served.
+    async fn is_served(&self, endpoint: &str) -> Option<[bool; 2]> {
+        let put = output(&mut self.etcdctl(endpoint, &["put", "k", "v"])?).await;
+        let version = output(&mut self.curl(&format!("{endpoint}/version"), &[])).await;
+        let told = String::from_utf8_lossy(&version.stdout).contains("etcdserver");
+        Some([put.status.success(), version.status.success() && told])
+    }
+}
+
+async fn output(command: &mut Command) -> Output {
+    let output = timeout(DEADLINE, command.output()).await;
+    output.expect("the command ends").expect("the command can be started")
+}
+
+fn has_curl() -> bool {
+    let found = std::process::Command::new("curl").arg("--version").output().is_ok();
+    if !found {
+        skip("curl");
+    }
+    found
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_clients_with_a_certificate_of_the_right_root_get_in() {
+    let (Some(ours), Some(theirs), true) = (Authority::new(), Authority::new(), has_curl()) else { return };
+    let own = ours.sign("server", 30);
+    let open = server(&own, &[]).await;
+    let root = ours.root();
+    let closed = server(&own, &["--trusted-ca-file", text(&root), "--client-cert-auth"]).await;
+    let (client, expired, foreign) = (ours.sign("client", 30), ours.sign("expired", -1), theirs.sign("client", 30));
+    for (what, root, certificate, served_by_open, served_by_closed) in [
+        ("a client without a certificate", ours.root(), None, true, false),
+        ("a client with one", ours.root(), Some(&client), true, true),
+        ("a client with an expired one", ours.root(), Some(&expired), true, false),
+        ("a client with one of another root", ours.root(), Some(&foreign), true, false),
+        ("a client that trusts another root", theirs.root(), Some(&client), false, false),
+    ] {
+        let identity = Identity { root: &root, certificate };
+        for (server, served) in [(&open, served_by_open), (&closed, served_by_closed)] {
+            let Some(found) = identity.is_served(server.endpoint()).await else { return };
+            assert_eq!(found, [served; 2], "{what}, clients must have one: {}", std::ptr::eq(server, &closed));
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn metrics_have_an_address_of_their_own() {
+    let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
+    let root = authority.root();
+    let port =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a free port").port();
+    let metrics = format!("http://127.0.0.1:{port}");
+    let flags = ["--trusted-ca-file", text(&root), "--listen-metrics-urls", &metrics];
+    let _server = server(&authority.sign("server", 30), &flags).await;
+    let identity = Identity { root: &root, certificate: None };
+    for (path, status) in
+        [("/metrics", "200"), ("/livez", "200"), ("/readyz", "200"), ("/health", "200"), ("/v3/kv/put", "404")]
+    {
+        let asked =
+            output(&mut identity.curl(&format!("{metrics}{path}"), &["-o", "/dev/null", "-w", "%{http_code}"])).await;
+        assert_eq!(
+            String::from_utf8_lossy(&asked.stdout),
+            status,
+            "{path}: no certificate is needed, and no data is there"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn versions_of_tls_are_as_set() {
+    let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
+    let certificate = authority.sign("server", 30);
+    let root = authority.root();
+    let identity = Identity { root: &root, certificate: None };
+    for (flags, served) in [
+        (&[][..], [true, true]),
+        (&["--tls-min-version", "TLS1.3"], [false, true]),
+        (&["--tls-max-version", "TLS1.2"], [true, false]),
+    ] {
+        let server = server(&certificate, flags).await;
+        let mut found = Vec::new();
+        for only in [&["--tlsv1.2", "--tls-max", "1.2"][..], &["--tlsv1.3"]] {
+            let asked = output(&mut identity.curl(&format!("{}/version", server.endpoint()), only)).await;
+            found.push(asked.status.success());
+        }
+        assert_eq!(found, served, "TLS 1.2 and 1.3 with {flags:?}");
+    }
+}
+
+/// A renewed certificate and another root are taken up without a restart, and a stream that is open stays.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn certificates_are_read_anew_while_streams_go_on() {
+    let (Some(old), Some(new)) = (Authority::new(), Authority::new()) else { return };
+    let certificate = old.sign("server", 30);
+    let server = server(&certificate, &[]).await;
+    let (old_root, new_root) = (old.root(), new.root());
+    let before = Identity { root: &old_root, certificate: None };
+    let after = Identity { root: &new_root, certificate: None };
+    let Some(mut watch) = before.etcdctl(server.endpoint(), &["watch", "k"]) else { return };
+    let mut watch = watch.spawn().expect("etcdctl can be started");
+    let mut lines = BufReader::new(watch.stdout.take().expect("stdout is piped")).lines();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let keep = Arc::clone(&seen);
+    tokio::spawn(async move {
+        while let Ok(Some(line)) = lines.next_line().await {
+            keep.lock().expect("nobody panics with it in hand").push(line);
+        }
+    });
+    let has_seen = |value: &str| {
+        let seen = seen.lock().expect("nobody panics with it in hand");
+        if seen.iter().any(|line| line == value) { Ok(()) } else { Err(seen.clone()) }
+    };
+    eventually("an event", async || {
+        output(&mut before.etcdctl(server.endpoint(), &["put", "k", "before"]).expect("it is there")).await;
+        has_seen("before")
+    })
+    .await;
+
+    // Half of a change is no change.
+    std::fs::write(&certificate.cert, "nonsense").expect("a file can be written");
+    let put =
+        |identity: &Identity<'_>| identity.etcdctl(server.endpoint(), &["put", "k", "after"]).expect("it is there");
+    assert!(output(&mut put(&before)).await.status.success(), "the former one is used on");
+    certificate.replace_by(&new.sign("server", 30));
+    eventually("the new certificate", async || {
+        let answer = output(&mut put(&after)).await;
+        if answer.status.success() { Ok(()) } else { Err(answer) }
+    })
+    .await;
+    eventually("the event on the stream that was open", async || has_seen("after")).await;
+    let gone = watch.try_wait().expect("our child can be waited for");
+    assert!(gone.is_none(), "it is the same stream");
+}
+
+#[test]
+fn files_that_cannot_be_used_are_named() {
+    let Some(authority) = Authority::new() else { return };
+    let (one, two, expired) = (authority.sign("one", 30), authority.sign("two", 30), authority.sign("expired", -1));
+    let url = ["--listen-client-urls", "https://127.0.0.1:0"];
+    let root = authority.root();
+    let (cert, key) = (text(&one.cert), text(&one.key));
+    for (flags, named) in [
+        (&[][..], &["https://127.0.0.1:0", "cert-file", "key-file"][..]),
+        (&["--cert-file", cert], &["cert-file needs key-file"]),
+        (&["--key-file", key], &["key-file needs cert-file"]),
+        (&["--cert-file", "none.pem", "--key-file", key], &["cert-file none.pem"]),
+        (&["--cert-file", cert, "--key-file", "none.pem"], &["key-file none.pem"]),
+        (&["--cert-file", "garbage.db", "--key-file", key], &["cert-file garbage.db", "no certificate"]),
+        (&["--cert-file", cert, "--key-file", cert], &["key-file", "no private key"]),
+        (&["--cert-file", cert, "--key-file", text(&two.key)], &["cannot be used together"]),
+        (&["--cert-file", text(&expired.cert), "--key-file", text(&expired.key)], &["cert-file", "valid from"]),
+        (&["--cert-file", cert, "--key-file", key, "--client-cert-auth"], &["client-cert-auth needs trusted-ca-file"]),
+        (&["--cert-file", cert, "--key-file", key, "--trusted-ca-file", key], &["trusted-ca-file", "no certificate"]),
+        (&["--trusted-ca-file", text(&root)], &["trusted-ca-file needs cert-file"]),
+        (&["--tls-min-version", "TLS1.1"], &["TLS1.1", "TLS1.2", "TLS1.3"]),
+        (&["--tls-min-version", "TLS1.3", "--tls-max-version", "TLS1.2"], &["tls-min-version", "above"]),
+    ] {
+        check_refused(&[&url[..], flags].concat(), &[], named);
+    }
+}
