@@ -6,11 +6,14 @@
 
 mod cluster;
 mod convert;
+mod election;
 mod interval_check;
 mod kv;
 mod lease;
+mod lock;
 mod maintenance;
 mod meter;
+mod queue;
 mod reply;
 mod status;
 mod unary;
@@ -21,11 +24,17 @@ use std::{sync::Arc, time::Duration};
 use tokio::sync::watch as watch_channel;
 use tonic::service::Routes;
 
+use self::{election::ElectionService, lock::LockService};
 use crate::{
     proto::{
         DESCRIPTORS,
-        server::etcdserverpb::{
-            self as pb, cluster_server::ClusterServer, lease_server::LeaseServer, maintenance_server::MaintenanceServer,
+        server::{
+            etcdserverpb::{
+                self as pb, cluster_server::ClusterServer, lease_server::LeaseServer,
+                maintenance_server::MaintenanceServer,
+            },
+            v3electionpb::election_server::ElectionServer,
+            v3lockpb::lock_server::LockServer,
         },
     },
     store::Store,
@@ -103,7 +112,9 @@ pub fn routes(
         .add_service(watch::WatchService::new(Arc::clone(&context)))
         .add_service(LeaseServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
         .add_service(ClusterServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
-        .add_service(MaintenanceServer::from_arc(context).max_decoding_message_size(message_bytes))
+        .add_service(MaintenanceServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
+        .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(message_bytes))
+        .add_service(ElectionServer::new(ElectionService(context)).max_decoding_message_size(message_bytes))
         .add_service(health)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?);

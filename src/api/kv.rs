@@ -100,7 +100,7 @@ impl Service<Request<Body>> for KvService {
     }
 }
 
-async fn range(context: Arc<Context>, request: pb::RangeRequest) -> Result<pb::RangeResponse, Status> {
+pub(super) async fn range(context: Arc<Context>, request: pb::RangeRequest) -> Result<pb::RangeResponse, Status> {
     let response = context.store.range(&convert::range(&request)?).await?;
     Ok(context.range_response(response))
 }
@@ -113,7 +113,7 @@ async fn put(context: Arc<Context>, request: pb::PutRequest) -> Result<pb::PutRe
     Ok(context.put_response(response))
 }
 
-async fn delete_range(
+pub(super) async fn delete_range(
     context: Arc<Context>,
     request: pb::DeleteRangeRequest,
 ) -> Result<pb::DeleteRangeResponse, Status> {
@@ -123,7 +123,7 @@ async fn delete_range(
     Ok(context.delete_response(response))
 }
 
-async fn txn(context: Arc<Context>, request: pb::TxnRequest) -> Result<pb::TxnResponse, Status> {
+pub(super) async fn txn(context: Arc<Context>, request: pb::TxnRequest) -> Result<pb::TxnResponse, Status> {
     let bytes = request.encoded_len();
     let request = convert::txn(request, context.settings.max_txn_ops)?;
     if !request.is_read_only() {

@@ -13,6 +13,7 @@ mod kube_trace;
 mod kv;
 mod lease;
 mod linearizability;
+mod lock;
 mod metrics;
 mod outage;
 mod services;

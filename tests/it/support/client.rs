@@ -1,8 +1,12 @@
 //! Clients of one server, over one connection.
 
-use orlop::proto::client::etcdserverpb::{
-    cluster_client::ClusterClient, kv_client::KvClient, lease_client::LeaseClient,
-    maintenance_client::MaintenanceClient, watch_client::WatchClient,
+use orlop::proto::client::{
+    etcdserverpb::{
+        cluster_client::ClusterClient, kv_client::KvClient, lease_client::LeaseClient,
+        maintenance_client::MaintenanceClient, watch_client::WatchClient,
+    },
+    v3electionpb::election_client::ElectionClient,
+    v3lockpb::lock_client::LockClient,
 };
 use tonic::transport::{Channel, Endpoint};
 
@@ -13,6 +17,8 @@ pub struct Client {
     pub lease: LeaseClient<Channel>,
     pub maintenance: MaintenanceClient<Channel>,
     pub cluster: ClusterClient<Channel>,
+    pub lock: LockClient<Channel>,
+    pub election: ElectionClient<Channel>,
 }
 
 impl Client {
@@ -29,6 +35,8 @@ impl Client {
             watch: WatchClient::new(channel.clone()).max_decoding_message_size(usize::MAX),
             lease: LeaseClient::new(channel.clone()).max_decoding_message_size(usize::MAX),
             maintenance: MaintenanceClient::new(channel.clone()).max_decoding_message_size(usize::MAX),
+            lock: LockClient::new(channel.clone()),
+            election: ElectionClient::new(channel.clone()),
             cluster: ClusterClient::new(channel).max_decoding_message_size(usize::MAX),
         })
     }

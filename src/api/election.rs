@@ -1,0 +1,139 @@
+//! The Election service: who is first in a queue leads, and tells a value. See [`super::queue`].
+
+use std::{pin::Pin, sync::Arc};
+
+use bytes::Bytes;
+use futures_util::{Stream, stream};
+use tonic::{Request, Response, Status};
+
+use super::{
+    Context,
+    queue::{Queue, Watch, below, first, guarded, prefix, remove, unknown},
+};
+use crate::{
+    proto::server::{
+        etcdserverpb::{self as pb, request_op},
+        mvccpb::{KeyValue, event::EventType},
+        v3electionpb::{
+            CampaignRequest, CampaignResponse, LeaderKey, LeaderRequest, LeaderResponse, ProclaimRequest,
+            ProclaimResponse, ResignRequest, ResignResponse, election_server::Election,
+        },
+    },
+    types::{KeyRange, Revision},
+};
+
+/// See the module's page.
+pub(super) struct ElectionService(pub(super) Arc<Context>);
+
+impl ElectionService {
+    async fn campaign(&self, request: CampaignRequest) -> Result<CampaignResponse, Status> {
+        let queue = Queue::join(&self.0, &request.name, request.lease).await?;
+        let entry = queue.enter(request.value.clone()).await?;
+        let leader =
+            LeaderKey { name: request.name, key: entry.key.clone(), rev: entry.create_revision, lease: queue.lease() };
+        // The caller stands here already, with another value.
+        if entry.found.as_ref().is_some_and(|value| *value != request.value)
+            && let Err(status) = self.proclaim(&leader, request.value).await
+        {
+            remove(&self.0, &entry.key, entry.create_revision).await?;
+            return Err(status);
+        }
+        queue.wait(&entry).await?;
+        Ok(CampaignResponse { header: entry.header, leader: Some(leader) })
+    }
+
+    async fn proclaim(&self, leader: &LeaderKey, value: Bytes) -> Result<Option<pb::ResponseHeader>, Status> {
+        let put = pb::PutRequest { key: leader.key.clone(), value, lease: leader.lease, ..Default::default() };
+        let put = request_op::Request::RequestPut(put);
+        let answer = guarded(&self.0, &leader.key, leader.rev, put, None).await?;
+        if answer.succeeded { Ok(answer.header) } else { Err(Status::unknown("election: not leader")) }
+    }
+}
+
+fn named(leader: Option<LeaderKey>) -> Result<LeaderKey, Status> {
+    leader.ok_or_else(|| Status::unknown("\"leader\" field must be provided"))
+}
+
+#[tonic::async_trait]
+impl Election for ElectionService {
+    async fn campaign(&self, request: Request<CampaignRequest>) -> Result<Response<CampaignResponse>, Status> {
+        ElectionService::campaign(self, request.into_inner()).await.map(Response::new).map_err(unknown)
+    }
+
+    async fn proclaim(&self, request: Request<ProclaimRequest>) -> Result<Response<ProclaimResponse>, Status> {
+        let request = request.into_inner();
+        let leader = named(request.leader)?;
+        let header = ElectionService::proclaim(self, &leader, request.value).await.map_err(unknown)?;
+        Ok(Response::new(ProclaimResponse { header }))
+    }
+
+    async fn leader(&self, request: Request<LeaderRequest>) -> Result<Response<LeaderResponse>, Status> {
+        let (header, kv) = first(&self.0, &prefix(&request.into_inner().name)).await.map_err(unknown)?;
+        match kv {
+            Some(kv) => Ok(Response::new(LeaderResponse { header, kv: Some(kv) })),
+            None => Err(Status::unknown("election: no leader")),
+        }
+    }
+
+    type ObserveStream = Pin<Box<dyn Stream<Item = Result<LeaderResponse, Status>> + Send>>;
+
+    async fn observe(&self, request: Request<LeaderRequest>) -> Result<Response<Self::ObserveStream>, Status> {
+        let observer =
+            Observer { context: Arc::clone(&self.0), prefix: prefix(&request.into_inner().name), leader: None };
+        let answers = stream::try_unfold(observer, |mut observer| async move {
+            let answer = observer.next().await.map_err(unknown)?;
+            Ok(Some((answer, observer)))
+        });
+        Ok(Response::new(Box::pin(answers)))
+    }
+
+    async fn resign(&self, request: Request<ResignRequest>) -> Result<Response<ResignResponse>, Status> {
+        let leader = named(request.into_inner().leader)?;
+        let removed = remove(&self.0, &leader.key, leader.rev).await.map_err(unknown)?;
+        Ok(Response::new(ResignResponse { header: removed.header }))
+    }
+}
+
+/// Follows who leads, and with which value.
+struct Observer {
+    context: Arc<Context>,
+    prefix: Vec<u8>,
+    /// On the leader's key.
+    leader: Option<Watch>,
+}
+
+impl Observer {
+    async fn next(&mut self) -> Result<LeaderResponse, Status> {
+        while let Some(watch) = &mut self.leader {
+            let event = watch.next().await?;
+            match event.kv {
+                Some(kv) if event.r#type == EventType::Put as i32 => return Ok(self.answer(kv.mod_revision, kv)),
+                // The leader is gone.
+                _ => self.leader = None,
+            }
+        }
+        let (header, kv) = first(&self.context, &self.prefix).await?;
+        let head = header.as_ref().map_or(0, |header| header.revision);
+        let (revision, kv) = match kv {
+            Some(kv) => (head, kv),
+            None => self.first_to_come(Revision(head)).await?,
+        };
+        let range = KeyRange::from_wire(&kv.key, b"");
+        self.leader = Some(Watch::new(&self.context, range, Revision(revision).next()));
+        Ok(self.answer(revision, kv))
+    }
+
+    async fn first_to_come(&self, head: Revision) -> Result<(i64, KeyValue), Status> {
+        let mut watch = Watch::new(&self.context, below(&self.prefix), head.next());
+        loop {
+            let event = watch.next().await?;
+            if let (EventType::Put, Some(kv)) = (event.r#type(), event.kv) {
+                return Ok((kv.mod_revision, kv));
+            }
+        }
+    }
+
+    fn answer(&self, revision: i64, kv: KeyValue) -> LeaderResponse {
+        LeaderResponse { header: self.context.header(Revision(revision)), kv: Some(kv) }
+    }
+}

@@ -1,0 +1,48 @@
+//! The Lock service: locks that the server waits for. See [`super::queue`].
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tonic::{Request, Response, Status};
+
+use super::{
+    Context, kv,
+    queue::{Queue, Waited, unknown},
+};
+use crate::proto::server::{
+    etcdserverpb as pb,
+    v3lockpb::{LockRequest, LockResponse, UnlockRequest, UnlockResponse, lock_server::Lock},
+};
+
+/// See the module's page.
+pub(super) struct LockService(pub(super) Arc<Context>);
+
+impl LockService {
+    async fn lock(&self, request: LockRequest) -> Result<LockResponse, Status> {
+        let queue = Queue::join(&self.0, &request.name, request.lease).await?;
+        let entry = queue.enter(Bytes::new()).await?;
+        if queue.wait(&entry).await? == Waited::No {
+            return Ok(LockResponse { header: entry.header, key: entry.key });
+        }
+        // The lease may have ended meanwhile, and the key with it.
+        let get = pb::RangeRequest { key: entry.key.clone(), ..Default::default() };
+        let owned = kv::range(Arc::clone(&self.0), get).await?;
+        if owned.kvs.is_empty() {
+            return Err(Status::unknown("mutex: session is expired"));
+        }
+        Ok(LockResponse { header: owned.header, key: entry.key })
+    }
+}
+
+#[tonic::async_trait]
+impl Lock for LockService {
+    async fn lock(&self, request: Request<LockRequest>) -> Result<Response<LockResponse>, Status> {
+        LockService::lock(self, request.into_inner()).await.map(Response::new).map_err(unknown)
+    }
+
+    async fn unlock(&self, request: Request<UnlockRequest>) -> Result<Response<UnlockResponse>, Status> {
+        let delete = pb::DeleteRangeRequest { key: request.into_inner().key, ..Default::default() };
+        let deleted = kv::delete_range(Arc::clone(&self.0), delete).await.map_err(unknown)?;
+        Ok(Response::new(UnlockResponse { header: deleted.header }))
+    }
+}

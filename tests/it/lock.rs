@@ -1,0 +1,220 @@
+//! The Lock and Election services, which stand in the same queues as clients that do it on their own.
+
+use std::time::Duration;
+
+use orlop::proto::client::{
+    etcdserverpb::{LeaseGrantRequest, LeaseRevokeRequest, PutRequest, RangeRequest},
+    v3electionpb::{CampaignRequest, LeaderKey, LeaderRequest, LeaderResponse, ProclaimRequest, ResignRequest},
+    v3lockpb::{LockRequest, UnlockRequest},
+};
+use tokio::{sync::mpsc, task::JoinHandle, time::timeout};
+use tonic::{Code, Status};
+
+use crate::support::{Backend, Client, DEADLINE, Postgres, Server, eventually, on_both_backends};
+
+async fn grant(client: &mut Client, id: i64) -> i64 {
+    let granted = client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id }).await.expect("a lease").into_inner();
+    granted.id
+}
+
+async fn revoke(client: &mut Client, id: i64) {
+    client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("the lease was there");
+}
+
+/// Asks for the lock; the answer is its key.
+fn lock(client: &Client, name: &str, lease: i64) -> JoinHandle<Result<String, Status>> {
+    let (mut lock, name) = (client.lock.clone(), name.to_owned());
+    tokio::spawn(async move {
+        let answer = lock.lock(LockRequest { name: name.into(), lease }).await?.into_inner();
+        Ok(String::from_utf8_lossy(&answer.key).into_owned())
+    })
+}
+
+async fn held(lock: JoinHandle<Result<String, Status>>) -> String {
+    let answer = timeout(DEADLINE, lock).await.expect("the lock comes").expect("the task ends");
+    answer.expect("the lock is given")
+}
+
+/// Waits until this many stand below the prefix.
+async fn wait_for_keys(client: &Client, prefix: &str, count: i64) {
+    let end = format!("{}0", &prefix[..prefix.len() - 1]);
+    let range =
+        RangeRequest { key: prefix.to_owned().into(), range_end: end.into(), count_only: true, ..Default::default() };
+    eventually(&format!("{count} below {prefix}"), async || {
+        let found = client.clone().kv.range(range.clone()).await.expect("a range").into_inner().count;
+        if found == count { Ok(()) } else { Err(found) }
+    })
+    .await;
+}
+
+async fn lock_goes_to_one_at_a_time_in_the_order_of_asking(backend: Backend) {
+    let Some(server) = Server::under_test(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for id in [0x10, 0x11, 0x12, 0x13] {
+        grant(&mut client, id).await;
+    }
+    assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10");
+    assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10", "who has it gets it again");
+    assert_eq!(held(lock(&client, "other", 0x11)).await, "other/11", "another lock is free");
+    let mut waiting = Vec::new();
+    for (place, id) in [0x11, 0x12, 0x13].into_iter().enumerate() {
+        waiting.push(lock(&client, "door", id));
+        wait_for_keys(&client, "door/", 2 + place as i64).await;
+    }
+    let [second, third, fourth] = <[_; 3]>::try_from(waiting).expect("three wait");
+    assert!(!second.is_finished() && !third.is_finished() && !fourth.is_finished());
+
+    client.lock.unlock(UnlockRequest { key: "door/10".into() }).await.expect("it is given back");
+    assert_eq!(held(second).await, "door/11");
+    // Who does not wait any more leaves the queue.
+    third.abort();
+    wait_for_keys(&client, "door/", 2).await;
+    assert!(!fourth.is_finished());
+    revoke(&mut client, 0x11).await;
+    assert_eq!(held(fourth).await, "door/13", "a lease that ends gives its locks back");
+}
+
+async fn lock_answers_what_etcds_does_to_what_cannot_be(backend: Backend) {
+    let Some(server) = Server::under_test(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let refused = lock(&client, "door", 99).await.expect("the task ends").expect_err("there is no such lease");
+    assert_eq!((refused.code(), refused.message()), (Code::Unknown, "etcdserver: requested lease not found"));
+    let refused = client.lock.unlock(UnlockRequest::default()).await.expect_err("there is no key");
+    assert_eq!((refused.code(), refused.message()), (Code::Unknown, "etcdserver: key is not provided"));
+    client.lock.unlock(UnlockRequest { key: "nothing".into() }).await.expect("nothing is given back");
+    let own = held(lock(&client, "door", 0)).await;
+    assert!(own.starts_with("door/") && own.len() > "door/".len(), "the server grants a lease: {own}");
+
+    grant(&mut client, 0x20).await;
+    let waiting = lock(&client, "door", 0x20);
+    wait_for_keys(&client, "door/", 2).await;
+    revoke(&mut client, 0x20).await;
+    client.lock.unlock(UnlockRequest { key: own.into() }).await.expect("it is given back");
+    let expired = timeout(DEADLINE, waiting)
+        .await
+        .expect("it is answered")
+        .expect("the task ends")
+        .expect_err("its lease is over");
+    assert_eq!((expired.code(), expired.message()), (Code::Unknown, "mutex: session is expired"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lock_is_one_for_all_instances() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let (one, two) = (Server::orlop_on(&datastore, &[]).await, Server::orlop_on(&datastore, &[]).await);
+    let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
+    grant(&mut a, 0x10).await;
+    grant(&mut b, 0x11).await;
+    assert_eq!(held(lock(&a, "door", 0x10)).await, "door/10");
+    let waiting = lock(&b, "door", 0x11);
+    wait_for_keys(&a, "door/", 2).await;
+    a.lock.unlock(UnlockRequest { key: "door/10".into() }).await.expect("it is given back");
+    assert_eq!(held(waiting).await, "door/11");
+}
+
+fn campaign(client: &Client, name: &str, lease: i64, value: &str) -> JoinHandle<Result<LeaderKey, Status>> {
+    let mut election = client.election.clone();
+    let request = CampaignRequest { name: name.to_owned().into(), lease, value: value.to_owned().into() };
+    tokio::spawn(async move { Ok(election.campaign(request).await?.into_inner().leader.expect("a leader")) })
+}
+
+async fn elected(campaign: JoinHandle<Result<LeaderKey, Status>>) -> LeaderKey {
+    timeout(DEADLINE, campaign).await.expect("it is elected").expect("the task ends").expect("it is elected")
+}
+
+async fn leader(client: &mut Client) -> Result<String, Status> {
+    let answer = client.election.leader(LeaderRequest { name: "seat".into() }).await?.into_inner();
+    Ok(String::from_utf8_lossy(&answer.kv.expect("a leader has a pair").value).into_owned())
+}
+
+/// The values of who leads. etcd answers the call itself only with the first of them.
+fn observe(client: &Client) -> mpsc::UnboundedReceiver<String> {
+    let (sender, values) = mpsc::unbounded_channel();
+    let mut election = client.election.clone();
+    tokio::spawn(async move {
+        let observed = election.observe(LeaderRequest { name: "seat".into() }).await;
+        let mut observed = observed.expect("a stream").into_inner();
+        while let Ok(Some(LeaderResponse { kv: Some(kv), .. })) = observed.message().await {
+            // The test may be over.
+            sender.send(String::from_utf8_lossy(&kv.value).into_owned()).ok();
+        }
+    });
+    values
+}
+
+async fn election_passes_from_one_to_the_next(backend: Backend) {
+    let Some(server) = Server::under_test(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let none = leader(&mut client).await.expect_err("nobody leads");
+    assert_eq!((none.code(), none.message()), (Code::Unknown, "election: no leader"));
+    let mut observed = observe(&client);
+    for id in [0x10, 0x11] {
+        grant(&mut client, id).await;
+    }
+    let mut seen =
+        async || timeout(DEADLINE, observed.recv()).await.expect("a leader comes").expect("the stream is open");
+    let first = elected(campaign(&client, "seat", 0x10, "alice")).await;
+    assert_eq!((&first.key[..], &first.name[..], first.lease), (&b"seat/10"[..], &b"seat"[..], 0x10));
+    assert_eq!(leader(&mut client).await.expect("a leader"), "alice");
+    assert_eq!(seen().await, "alice");
+    let again = elected(campaign(&client, "seat", 0x10, "Alice")).await;
+    assert_eq!((&again.key, again.rev), (&first.key, first.rev), "she stays, with another value");
+    assert_eq!(seen().await, "Alice");
+    let proclaim = |leader: &LeaderKey, value: &str| ProclaimRequest {
+        leader: Some(leader.clone()),
+        value: value.to_owned().into(),
+    };
+    client.election.proclaim(proclaim(&first, "ALICE")).await.expect("she leads");
+    assert_eq!(seen().await, "ALICE");
+
+    let second = campaign(&client, "seat", 0x11, "bob");
+    wait_for_keys(&client, "seat/", 2).await;
+    assert_eq!(leader(&mut client).await.expect("a leader"), "ALICE");
+    client.election.resign(ResignRequest { leader: Some(first.clone()) }).await.expect("she steps down");
+    let second = elected(second).await;
+    assert_eq!(seen().await, "bob");
+    let late = client.election.proclaim(proclaim(&first, "alice")).await.expect_err("she leads no more");
+    assert_eq!((late.code(), late.message()), (Code::Unknown, "election: not leader"));
+    client.election.resign(ResignRequest { leader: Some(first) }).await.expect("that changes nothing");
+    assert_eq!(leader(&mut client).await.expect("a leader"), "bob");
+    revoke(&mut client, second.lease).await;
+    assert_eq!(leader(&mut client).await.expect_err("his lease is over").message(), "election: no leader");
+}
+
+async fn election_answers_what_etcds_does_to_what_cannot_be(backend: Backend) {
+    let Some(server) = Server::under_test(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let no_leader = "\"leader\" field must be provided";
+    let no_key = "etcdserver: key is not provided";
+    let empty = || Some(LeaderKey::default());
+    let answers = [
+        (client.election.proclaim(ProclaimRequest::default()).await.map(drop), no_leader),
+        (client.election.resign(ResignRequest::default()).await.map(drop), no_leader),
+        (client.election.proclaim(ProclaimRequest { leader: empty(), value: "v".into() }).await.map(drop), no_key),
+        (client.election.resign(ResignRequest { leader: empty() }).await.map(drop), no_key),
+    ];
+    for (answer, text) in answers {
+        let refused = answer.expect_err("it names nobody");
+        assert_eq!((refused.code(), refused.message()), (Code::Unknown, text));
+    }
+    let unleased =
+        campaign(&client, "seat", 99, "v").await.expect("the task ends").expect_err("there is no such lease");
+    assert_eq!((unleased.code(), unleased.message()), (Code::Unknown, "etcdserver: requested lease not found"));
+
+    // An entry that another client made counts as much as the server's own.
+    let put = PutRequest { key: "seat/aa".into(), value: "carol".into(), ..Default::default() };
+    client.kv.put(put).await.expect("a put");
+    assert_eq!(leader(&mut client).await.expect("a leader"), "carol");
+    grant(&mut client, 0x10).await;
+    let waiting = campaign(&client, "seat", 0x10, "dave");
+    wait_for_keys(&client, "seat/", 2).await;
+    assert!(timeout(Duration::from_millis(50), waiting).await.is_err(), "dave waits");
+}
+
+on_both_backends!(
+    lock_goes_to_one_at_a_time_in_the_order_of_asking,
+    lock_answers_what_etcds_does_to_what_cannot_be,
+    election_passes_from_one_to_the_next,
+    election_answers_what_etcds_does_to_what_cannot_be,
+);
