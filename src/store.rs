@@ -23,6 +23,7 @@ mod catch_up;
 mod coalesce;
 mod compactor;
 mod expiry;
+pub mod hash;
 mod members;
 mod open;
 mod reader;

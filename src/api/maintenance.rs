@@ -9,6 +9,7 @@ use crate::{
         self as pb, AlarmType, alarm_request::AlarmAction, downgrade_request::DowngradeAction,
         maintenance_server::Maintenance,
     },
+    types::Revision,
 };
 
 type SnapshotStream = futures_util::stream::Empty<Result<pb::SnapshotResponse, Status>>;
@@ -76,8 +77,15 @@ impl Maintenance for Context {
         Err(not_built("Hash"))
     }
 
-    async fn hash_kv(&self, _: Request<pb::HashKvRequest>) -> Result<Response<pb::HashKvResponse>, Status> {
-        Err(not_built("HashKV"))
+    async fn hash_kv(&self, request: Request<pb::HashKvRequest>) -> Result<Response<pb::HashKvResponse>, Status> {
+        let revision = request.into_inner().revision;
+        let hashed = self.store.hash((revision != 0).then_some(Revision(revision))).await?;
+        Ok(Response::new(pb::HashKvResponse {
+            header: self.header(self.store.head()),
+            hash: hashed.hash,
+            compact_revision: hashed.compact_revision.map_or(-1, |revision| revision.0),
+            hash_revision: hashed.revision.0,
+        }))
     }
 
     type SnapshotStream = SnapshotStream;

@@ -144,7 +144,7 @@ impl Shared {
     }
 
     /// One step of a walk over a range at a fixed revision. Returns where the next one begins.
-    fn walk(
+    pub(super) fn walk(
         &self,
         range: &KeyRange,
         after: Option<&Key>,

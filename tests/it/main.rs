@@ -7,6 +7,7 @@ mod ambiguity;
 mod differential;
 mod durability;
 mod etcdctl;
+mod hashkv;
 mod health;
 mod instances;
 mod kube_trace;

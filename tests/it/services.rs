@@ -1,8 +1,8 @@
 //! What stands around the data: members, status, health, reflection, what is not built.
 
 use orlop::proto::client::etcdserverpb::{
-    DowngradeRequest, HashKvRequest, HashRequest, MemberAddRequest, MemberListRequest, MemberPromoteRequest,
-    MemberRemoveRequest, MemberUpdateRequest, MoveLeaderRequest, PutRequest, SnapshotRequest, StatusRequest,
+    DowngradeRequest, HashRequest, MemberAddRequest, MemberListRequest, MemberPromoteRequest, MemberRemoveRequest,
+    MemberUpdateRequest, MoveLeaderRequest, PutRequest, SnapshotRequest, StatusRequest,
     downgrade_request::DowngradeAction,
 };
 use tonic::Code;
@@ -39,11 +39,8 @@ async fn identity_survives_a_restart(backend: Backend) {
 async fn what_is_not_built_says_so(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut maintenance = Client::connect(server.endpoint()).await.maintenance;
-    let refused = [
-        maintenance.hash(HashRequest {}).await.map(drop),
-        maintenance.hash_kv(HashKvRequest { revision: 0 }).await.map(drop),
-        maintenance.snapshot(SnapshotRequest {}).await.map(drop),
-    ];
+    let refused =
+        [maintenance.hash(HashRequest {}).await.map(drop), maintenance.snapshot(SnapshotRequest {}).await.map(drop)];
     for answer in refused {
         let status = answer.expect_err("it is not built");
         assert_eq!(status.code(), Code::Unimplemented);

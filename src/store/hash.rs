@@ -1,0 +1,113 @@
+//! etcd's hash of the pairs: two stores with the same history have the same.
+//!
+//! CRC-32 (Castagnoli) over the name of etcd's bucket, `key`, and then of each change up to a revision, in their order, the
+//! revision as etcd writes it in 17 bytes (18 for a delete) and the pair. Changes at or below the compact revision count only
+//! if a compaction at the revision that is asked for would keep them, so that it makes no difference how far the deletion
+//! of compacted rows has come. At the compact revision itself etcd 3.5 and later answer the hash that they took before that
+//! compaction; here it is the same hash as of any other revision.
+
+use std::collections::HashSet;
+
+use tokio::{task::yield_now, time::Instant};
+
+use super::{Error, Result, Store};
+use crate::{
+    index::ReadAt,
+    log::WithPrev,
+    types::{Change, ChangeKind, EncodedKv, KeyRange, Revision, RowId, Version},
+};
+
+const BUCKET: &[u8] = b"key";
+/// Keys looked at while the index is locked.
+const STEP_KEYS: usize = 2_000;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hashed {
+    pub hash: u32,
+    /// Up to and with this one.
+    pub revision: Revision,
+    pub compact_revision: Option<Revision>,
+}
+
+impl Store {
+    /// The hash of the pairs at a revision; `None`: at the head.
+    pub async fn hash(&self, revision: Option<Revision>) -> Result<Hashed> {
+        self.confirm().await?;
+        let begun = Instant::now();
+        let hashed = loop {
+            // A compaction on the way changes what counts.
+            if let Some(hashed) = self.hash_once(revision).await? {
+                break hashed;
+            }
+        };
+        self.shared.metrics.maintenance.hash_rev.observe(begun.elapsed().as_secs_f64());
+        Ok(hashed)
+    }
+
+    async fn hash_once(&self, revision: Option<Revision>) -> Result<Option<Hashed>> {
+        let (target, compacted) = {
+            let index = self.shared.index.read();
+            let at = revision.map_or(ReadAt::Latest, ReadAt::Revision);
+            (index.resolve(at)?, index.compact_revision())
+        };
+        let kept = match self.kept(target, compacted).await {
+            Err(Error::Compacted) if revision.is_none() => return Ok(None),
+            kept => kept?,
+        };
+        let counts = |change: &Change| match compacted {
+            Some(compacted) if change.row.revision <= compacted => {
+                // Where no key lives, etcd passes over nothing: there is but the delete that a compaction leaves.
+                let last_delete = change.row.revision == compacted && matches!(change.kind, ChangeKind::Delete);
+                kept.contains(&change.row) || (kept.is_empty() && last_delete)
+            }
+            _ => true,
+        };
+        let mut hash = crc32c::crc32c(BUCKET);
+        let mut next = Revision::EMPTY.next();
+        while next <= target {
+            let page = self.shared.log.changes(next, target, &KeyRange::all(), WithPrev::No).await?;
+            if page.purged.is_some_and(|purged| purged > compacted.unwrap_or(Revision::EMPTY)) {
+                // Another instance compacted, of which this one hears now.
+                self.shared.catch_up().await?;
+                return Ok(None);
+            }
+            hash = page.changes.iter().filter(|change| counts(change)).fold(hash, append);
+            next = page.next;
+        }
+        let unchanged = self.shared.index.read().compact_revision() == compacted;
+        Ok(unchanged.then_some(Hashed { hash, revision: target, compact_revision: compacted }))
+    }
+
+    /// Rows at or below the compact revision that a compaction at `target` would keep.
+    async fn kept(&self, target: Revision, compacted: Option<Revision>) -> Result<HashSet<RowId>> {
+        let mut kept = HashSet::new();
+        if compacted.is_none() {
+            return Ok(kept);
+        }
+        let mut after = None;
+        loop {
+            after = self.shared.walk(&KeyRange::all(), after.as_ref(), target, STEP_KEYS, &mut |_, entry| {
+                kept.insert(entry.version.row);
+            })?;
+            if after.is_none() {
+                return Ok(kept);
+            }
+            yield_now().await;
+        }
+    }
+}
+
+fn append(hash: u32, change: &Change) -> u32 {
+    let mut key = [b'_'; 18];
+    key[..8].copy_from_slice(&change.row.revision.0.to_be_bytes());
+    key[9..17].copy_from_slice(&i64::from(change.row.sub).to_be_bytes());
+    key[17] = b't';
+    match &change.kind {
+        ChangeKind::Put { kv, .. } => crc32c::crc32c_append(crc32c::crc32c_append(hash, &key[..17]), kv.as_bytes()),
+        ChangeKind::Delete => {
+            let hash = crc32c::crc32c_append(hash, &key);
+            let nothing = Version { row: RowId::new(Revision(0), 0), create_revision: Revision(0), version: 0 };
+            crc32c::crc32c_append(hash, EncodedKv::new(&change.key, nothing, b"", None).as_bytes())
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! HashKV: two stores with one history have one hash, etcd's.
+
+use orlop::proto::client::etcdserverpb::{
+    CompactionRequest, DeleteRangeRequest, HashKvRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest,
+    request_op::Request,
+};
+use tonic::Code;
+
+use crate::support::{Backend, Client, Postgres, Random, Server, eventually, on_both_backends};
+
+fn put(key: &str, value: String, lease: i64) -> PutRequest {
+    PutRequest { key: key.to_owned().into(), value: value.into(), lease, ..Default::default() }
+}
+
+fn delete(key: &str, end: &str) -> DeleteRangeRequest {
+    DeleteRangeRequest { key: key.to_owned().into(), range_end: end.to_owned().into(), ..Default::default() }
+}
+
+/// Hash and compact revision.
+async fn hash(client: &mut Client, revision: i64) -> Result<(u32, i64), (Code, String)> {
+    let answer = client.maintenance.hash_kv(HashKvRequest { revision }).await;
+    let answer = answer.map_err(|status| (status.code(), status.message().to_owned()))?.into_inner();
+    Ok((answer.hash, answer.compact_revision))
+}
+
+async fn compact(client: &mut Client, revision: i64) {
+    client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
+}
+
+/// The same operations for the same seed. Returns the head.
+async fn play(client: &mut Client, random: &mut Random, operations: usize) -> i64 {
+    const KEYS: [&str; 5] = ["a", "b", "ba", "c", "d"];
+    let mut head = 0;
+    for number in 0..operations {
+        let key = random.pick(&KEYS);
+        let header = match random.weighted(&[6, 3, 2]) {
+            0 => {
+                client
+                    .kv
+                    .put(put(key, format!("value {number}"), random.pick(&[0, 0, 7])))
+                    .await
+                    .expect("a put")
+                    .into_inner()
+                    .header
+            }
+            1 => {
+                client
+                    .kv
+                    .delete_range(delete(key, random.pick(&["", "", "c"])))
+                    .await
+                    .expect("a delete")
+                    .into_inner()
+                    .header
+            }
+            _ => {
+                let requests = [
+                    Request::RequestPut(put("x", number.to_string(), 0)),
+                    Request::RequestDeleteRange(delete(key, "")),
+                    Request::RequestPut(put("y", String::new(), 7)),
+                ];
+                let success = requests.map(|request| RequestOp { request: Some(request) }).to_vec();
+                client
+                    .kv
+                    .txn(TxnRequest { success, ..Default::default() })
+                    .await
+                    .expect("a transaction")
+                    .into_inner()
+                    .header
+            }
+        };
+        head = header.expect("a header").revision;
+    }
+    head
+}
+
+/// As it was seen on etcd, and computed by hand.
+async fn worked_example_has_its_hash(backend: Backend) {
+    let Some(server) = Server::under_test(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(put("k", "1".to_owned(), 0)).await.expect("a put");
+    client.kv.delete_range(delete("k", "")).await.expect("a delete");
+    for value in ["1", "2"] {
+        client.kv.put(put("z", value.to_owned(), 0)).await.expect("a put");
+    }
+    for revision in [3, 4] {
+        compact(&mut client, revision).await;
+    }
+    assert_eq!(hash(&mut client, 0).await, Ok((3_701_189_477, 4)));
+    let compacted = (Code::OutOfRange, "etcdserver: mvcc: required revision has been compacted".to_owned());
+    assert_eq!(hash(&mut client, 3).await, Err(compacted));
+    let future = (Code::OutOfRange, "etcdserver: mvcc: required revision is a future revision".to_owned());
+    assert_eq!(hash(&mut client, 6).await, Err(future));
+}
+
+async fn hashes_equal_those_of_etcd(backend: Backend) {
+    let (Some(etcd), Some(mut server)) = (Server::etcd().await, Server::orlop(backend).await) else { return };
+    let (mut theirs, mut ours) = (Client::connect(etcd.endpoint()).await, Client::connect(server.endpoint()).await);
+    for client in [&mut theirs, &mut ours] {
+        client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 7 }).await.expect("a lease");
+    }
+    for round in 0..6 {
+        let head = play(&mut theirs, &mut Random::new(round), 40).await;
+        assert_eq!(play(&mut ours, &mut Random::new(round), 40).await, head);
+        for revision in [0, 1, 2, head - 30, head - 7, head - 1, head, head + 1] {
+            assert_eq!(
+                hash(&mut ours, revision).await,
+                hash(&mut theirs, revision).await,
+                "round {round}, at {revision}"
+            );
+        }
+        // At the compact revision itself etcd answers the hash that it took before that compaction, with the compact revision
+        // of before.
+        let target = head - 10;
+        for client in [&mut theirs, &mut ours] {
+            compact(client, target).await;
+        }
+        for revision in [0, target - 1, target + 1, head] {
+            assert_eq!(
+                hash(&mut ours, revision).await,
+                hash(&mut theirs, revision).await,
+                "compacted at {target}, at {revision}"
+            );
+        }
+    }
+    let before = hash(&mut ours, 0).await;
+    server.restart().await;
+    assert_eq!(hash(&mut Client::connect(server.endpoint()).await, 0).await, before, "a restart changes nothing");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn instances_have_one_hash() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let (one, two) = (Server::orlop_on(&datastore, &[]).await, Server::orlop_on(&datastore, &[]).await);
+    let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
+    a.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 7 }).await.expect("a lease");
+    for round in 0..3 {
+        play(&mut a, &mut Random::new(round), 30).await;
+        let head = play(&mut b, &mut Random::new(round + 100), 30).await;
+        assert_eq!(hash(&mut a, 0).await, hash(&mut b, 0).await);
+        compact(&mut a, head - 5).await;
+        eventually("the compaction on the other", async || {
+            match (hash(&mut a.clone(), 0).await, hash(&mut b.clone(), 0).await) {
+                (one, two) if one == two => Ok(()),
+                differing => Err(differing),
+            }
+        })
+        .await;
+    }
+}
+
+on_both_backends!(worked_example_has_its_hash, hashes_equal_those_of_etcd,);
