@@ -3,6 +3,7 @@
 //!
 //! Everything here is a client of [`crate::api`] or [`crate::store`]; nothing of etcd's behaviour is decided here.
 
+mod gateway;
 mod health;
 mod metrics;
 mod version;
@@ -20,8 +21,14 @@ use tonic::{Status, service::Routes};
 use crate::store::Store;
 
 /// The gRPC services and all HTTP endpoints.
-pub fn routes(grpc: Routes, store: &Arc<Store>) -> Routes {
-    Routes::from(grpc.into_axum_router().merge(http(store)).fallback(unknown))
+///
+/// # Errors
+///
+/// If the descriptors that were compiled in cannot be read.
+pub fn routes(grpc: Routes, store: &Arc<Store>) -> Result<Routes, prost_reflect::DescriptorError> {
+    let grpc = grpc.into_axum_router();
+    let gateway = gateway::routes(grpc.clone())?.layer(map_response(for_all_origins));
+    Ok(Routes::from(grpc.merge(http(store)).merge(gateway).fallback(unknown)))
 }
 
 /// What probes and Prometheus ask for, for a port of its own.

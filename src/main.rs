@@ -2,7 +2,8 @@
 
 use std::{io::IsTerminal as _, process::ExitCode};
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
+use clap_complete::Shell;
 use orlop::{
     bench,
     config::{Flags, LogFormat, Settings},
@@ -17,7 +18,7 @@ use tracing_subscriber::EnvFilter;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// etcd's v3 API over a log in SQLite
+/// etcd's v3 API over a log in SQLite or Postgres
 ///
 /// Without a command it serves. Settings come from --config-file, then ORLOP_* variables (--data-dir is ORLOP_DATA_DIR),
 /// then flags; the later wins.
@@ -38,6 +39,12 @@ enum Command {
 
     /// Load an etcd endpoint in a closed loop and report what it did
     Bench(bench::Args),
+
+    /// Print the completions of a shell
+    Completions { shell: Shell },
+
+    /// Print the manual page, in roff
+    Man,
 }
 
 fn main() -> ExitCode {
@@ -46,6 +53,11 @@ fn main() -> ExitCode {
         None => serve(&cli.flags),
         Some(Command::Serve(flags)) => serve(&flags),
         Some(Command::Bench(args)) => load(args),
+        Some(Command::Completions { shell }) => {
+            clap_complete::generate(shell, &mut Cli::command(), "orlop", &mut std::io::stdout());
+            Ok(())
+        }
+        Some(Command::Man) => clap_mangen::Man::new(Cli::command()).render(&mut std::io::stdout()).map_err(Into::into),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -52,13 +52,15 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     let (stop, stopping) = watch::channel(false);
     let routes = api::routes(Arc::clone(&store), api_settings(&settings), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
-    let routes = http::routes(routes, &store);
+    let routes =
+        http::routes(routes, &store).map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
     for listener in listeners {
         announce(&listener.url);
         servers.spawn(listener.serve(routes.clone(), connections(&settings), stopping.clone()));
     }
     drop(routes);
+    tell_service_manager("READY=1");
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
         servers.spawn(listener.serve(http::probe_routes(&store), connections(&settings), stopping.clone()));
@@ -74,6 +76,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
             Err(error) => format!("a listener failed: {error}"),
         })),
     }
+    tell_service_manager("STOPPING=1");
     stop.send_replace(true);
     if timeout(DRAIN_MAX, async { while servers.join_next().await.is_some() {} }).await.is_err() {
         warn!("some clients did not finish in time; closing their connections");
@@ -83,6 +86,28 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     info!("stopped");
     outcome
 }
+
+/// What systemd waits for with `Type=notify`: a datagram to the socket that it names.
+#[cfg(target_os = "linux")]
+fn tell_service_manager(state: &str) {
+    use std::os::{
+        linux::net::SocketAddrExt as _,
+        unix::net::{SocketAddr, UnixDatagram},
+    };
+
+    let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return };
+    let address = match path.to_str().and_then(|path| path.strip_prefix('@')) {
+        Some(name) => SocketAddr::from_abstract_name(name),
+        None => SocketAddr::from_pathname(&path),
+    };
+    let told = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address));
+    if let Err(error) = told {
+        warn!(%error, state, "the service manager cannot be told");
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn tell_service_manager(_: &str) {}
 
 async fn bind(urls: &Urls, tls: Option<&Arc<tls::Acceptor>>) -> Result<Vec<Listener>, Error> {
     let mut listeners = Vec::new();

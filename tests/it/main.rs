@@ -7,6 +7,7 @@ mod ambiguity;
 mod differential;
 mod durability;
 mod etcdctl;
+mod gateway;
 mod hashkv;
 mod health;
 mod instances;

@@ -10,7 +10,7 @@ use orlop::proto::client::etcdserverpb::{
     MemberListRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
 };
 
-use crate::support::{Backend, Client, Server};
+use crate::support::{Backend, Client, DEADLINE, Server};
 
 /// Runs orlop to its end, which must come by itself.
 fn run(home: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
@@ -142,5 +142,47 @@ async fn unix_socket_serves_and_is_taken_over_after_a_kill() {
         assert!(client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.is_ok());
         server.kill();
         server.restart().await;
+    }
+}
+
+/// As systemd waits with `Type=notify`.
+#[test]
+fn service_manager_is_told_of_start_and_end() {
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    let path = home.path().join("notify.sock");
+    let socket = std::os::unix::net::UnixDatagram::bind(&path).expect("a socket can be bound");
+    socket.set_read_timeout(Some(DEADLINE)).expect("a deadline can be set");
+    let mut orlop = Command::new(env!("CARGO_BIN_EXE_orlop"))
+        .args(["--listen-client-urls", "http://127.0.0.1:0"])
+        .env("NOTIFY_SOCKET", &path)
+        .current_dir(home.path())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .expect("orlop is built with the tests");
+    let told = || {
+        let mut text = [0; 64];
+        let len = socket.recv(&mut text).expect("it tells in time");
+        String::from_utf8_lossy(&text[..len]).into_owned()
+    };
+    assert_eq!(told(), "READY=1");
+    let ended = Command::new("kill").args(["-TERM", &orlop.id().to_string()]).status();
+    assert!(ended.is_ok_and(|status| status.success()));
+    assert_eq!(told(), "STOPPING=1");
+    assert!(orlop.wait().is_ok_and(|status| status.success()));
+}
+
+#[test]
+fn manual_page_and_completions_name_every_setting() {
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    let help = String::from_utf8(run(home.path(), &["--help"], &[]).stdout).expect("help is text");
+    let flags: Vec<&str> = help.split_whitespace().filter(|word| word.starts_with("--")).collect();
+    assert!(flags.contains(&"--max-txn-ops") && flags.contains(&"--cert-file"));
+    for arguments in [&["man"][..], &["completions", "bash"], &["completions", "zsh"], &["completions", "fish"]] {
+        let output = run(home.path(), arguments, &[]);
+        assert!(output.status.success(), "{arguments:?}: {output:?}");
+        let text = String::from_utf8_lossy(&output.stdout).replace("\\-", "-");
+        for flag in ["max-txn-ops", "cert-file", "quota-backend-bytes"] {
+            assert!(text.contains(flag), "{arguments:?} names {flag}");
+        }
     }
 }

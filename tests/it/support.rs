@@ -19,7 +19,7 @@ use tokio::time::Instant;
 pub use self::{
     certificates::{Authority, Certificate},
     client::Client,
-    http::{http, http_get},
+    http::{Answer, http, http_get},
     postgres::{Fsync, Postgres},
     proxy::{Cut, Proxy},
     random::Random,

@@ -1,0 +1,369 @@
+//! The JSON gateway: `POST /v3/...` for every call of the gRPC services, as etcd's.
+//!
+//! Generic over the descriptors of `proto/`, with no code for any one call: JSON becomes a message, goes to the services of
+//! this process as a gRPC request, and the messages of the answer become JSON. Conventions are grpc-gateway's: original
+//! field names, 64-bit numbers as strings, bytes in base64, defaults left out; a stream is one `{"result": ...}` a line, and
+//! requests of a stream are JSON values one behind the other.
+
+use std::{convert::Infallible, sync::Arc};
+
+use axum::{
+    Router,
+    body::{Body, BodyDataStream},
+    extract::{Request, State},
+    http::{HeaderMap, HeaderName, Method, StatusCode, header},
+    response::{IntoResponse as _, Response},
+    routing::any,
+};
+use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
+use futures_util::{Stream, StreamExt as _, stream};
+use http_body_util::BodyExt as _;
+use prost::Message as _;
+use prost_reflect::{
+    DescriptorError, DescriptorPool, DynamicMessage, MessageDescriptor, MethodDescriptor, SerializeOptions,
+};
+use tonic::{Code, Status};
+use tower::ServiceExt as _;
+
+use crate::proto::DESCRIPTORS;
+
+/// The JSON of one message at most, in bytes. The services have limits of their own.
+const MESSAGE_BYTES_MAX: usize = 16 << 20;
+const FRAME_HEAD_BYTES: usize = 5;
+
+/// Which path is which call.
+const PATHS: [(&str, &str); 50] = [
+    ("kv/range", "etcdserverpb.KV/Range"),
+    ("kv/put", "etcdserverpb.KV/Put"),
+    ("kv/deleterange", "etcdserverpb.KV/DeleteRange"),
+    ("kv/txn", "etcdserverpb.KV/Txn"),
+    ("kv/compaction", "etcdserverpb.KV/Compact"),
+    ("watch", "etcdserverpb.Watch/Watch"),
+    ("lease/grant", "etcdserverpb.Lease/LeaseGrant"),
+    ("lease/revoke", "etcdserverpb.Lease/LeaseRevoke"),
+    ("kv/lease/revoke", "etcdserverpb.Lease/LeaseRevoke"),
+    ("lease/keepalive", "etcdserverpb.Lease/LeaseKeepAlive"),
+    ("lease/timetolive", "etcdserverpb.Lease/LeaseTimeToLive"),
+    ("kv/lease/timetolive", "etcdserverpb.Lease/LeaseTimeToLive"),
+    ("lease/leases", "etcdserverpb.Lease/LeaseLeases"),
+    ("kv/lease/leases", "etcdserverpb.Lease/LeaseLeases"),
+    ("cluster/member/add", "etcdserverpb.Cluster/MemberAdd"),
+    ("cluster/member/remove", "etcdserverpb.Cluster/MemberRemove"),
+    ("cluster/member/update", "etcdserverpb.Cluster/MemberUpdate"),
+    ("cluster/member/list", "etcdserverpb.Cluster/MemberList"),
+    ("cluster/member/promote", "etcdserverpb.Cluster/MemberPromote"),
+    ("maintenance/alarm", "etcdserverpb.Maintenance/Alarm"),
+    ("maintenance/status", "etcdserverpb.Maintenance/Status"),
+    ("maintenance/defragment", "etcdserverpb.Maintenance/Defragment"),
+    ("maintenance/hash", "etcdserverpb.Maintenance/Hash"),
+    ("maintenance/hashkv", "etcdserverpb.Maintenance/HashKV"),
+    ("maintenance/snapshot", "etcdserverpb.Maintenance/Snapshot"),
+    ("maintenance/transfer-leadership", "etcdserverpb.Maintenance/MoveLeader"),
+    ("maintenance/downgrade", "etcdserverpb.Maintenance/Downgrade"),
+    ("auth/enable", "etcdserverpb.Auth/AuthEnable"),
+    ("auth/disable", "etcdserverpb.Auth/AuthDisable"),
+    ("auth/status", "etcdserverpb.Auth/AuthStatus"),
+    ("auth/authenticate", "etcdserverpb.Auth/Authenticate"),
+    ("auth/user/add", "etcdserverpb.Auth/UserAdd"),
+    ("auth/user/get", "etcdserverpb.Auth/UserGet"),
+    ("auth/user/list", "etcdserverpb.Auth/UserList"),
+    ("auth/user/delete", "etcdserverpb.Auth/UserDelete"),
+    ("auth/user/changepw", "etcdserverpb.Auth/UserChangePassword"),
+    ("auth/user/grant", "etcdserverpb.Auth/UserGrantRole"),
+    ("auth/user/revoke", "etcdserverpb.Auth/UserRevokeRole"),
+    ("auth/role/add", "etcdserverpb.Auth/RoleAdd"),
+    ("auth/role/get", "etcdserverpb.Auth/RoleGet"),
+    ("auth/role/list", "etcdserverpb.Auth/RoleList"),
+    ("auth/role/delete", "etcdserverpb.Auth/RoleDelete"),
+    ("auth/role/grant", "etcdserverpb.Auth/RoleGrantPermission"),
+    ("auth/role/revoke", "etcdserverpb.Auth/RoleRevokePermission"),
+    ("lock/lock", "v3lockpb.Lock/Lock"),
+    ("lock/unlock", "v3lockpb.Lock/Unlock"),
+    ("election/campaign", "v3electionpb.Election/Campaign"),
+    ("election/proclaim", "v3electionpb.Election/Proclaim"),
+    ("election/leader", "v3electionpb.Election/Leader"),
+    ("election/resign", "v3electionpb.Election/Resign"),
+];
+const OBSERVE: (&str, &str) = ("election/observe", "v3electionpb.Election/Observe");
+
+struct Gateway {
+    pool: DescriptorPool,
+    grpc: Router,
+}
+
+/// # Errors
+///
+/// If the descriptors that were compiled in cannot be read.
+pub(super) fn routes(grpc: Router) -> Result<Router, DescriptorError> {
+    let gateway = Gateway { pool: DescriptorPool::decode(DESCRIPTORS)?, grpc };
+    Ok(Router::new().route("/v3/{*path}", any(serve)).with_state(Arc::new(gateway)))
+}
+
+async fn serve(State(gateway): State<Arc<Gateway>>, request: Request) -> Response {
+    let path = request.uri().path().trim_start_matches("/v3/");
+    let Some((_, method)) = PATHS.iter().chain([&OBSERVE]).find(|(known, _)| *known == path) else {
+        return refused(&Status::not_found("Not Found"));
+    };
+    if request.method() == Method::OPTIONS {
+        return StatusCode::OK.into_response();
+    }
+    if request.method() != Method::POST {
+        return refused(&Status::unimplemented("Method Not Allowed"));
+    }
+    match gateway.call(method, request).await {
+        Ok(response) => response,
+        Err(status) => refused(&status),
+    }
+}
+
+impl Gateway {
+    async fn call(&self, method: &str, request: Request) -> Result<Response, Status> {
+        let described = self.describe(method)?;
+        let (head, body) = request.into_parts();
+        let body = if described.is_client_streaming() {
+            Body::from_stream(frames(body.into_data_stream(), described.input()))
+        } else {
+            let json = http_body_util::Limited::new(body, MESSAGE_BYTES_MAX).collect().await;
+            let json = json.map_err(|error| Status::invalid_argument(error.to_string()))?.to_bytes();
+            Body::from(frame(&message(described.input(), &json)?))
+        };
+        let request = http::Request::post(format!("http://gateway/{method}"))
+            .header(header::CONTENT_TYPE, "application/grpc")
+            .header(header::TE, "trailers")
+            .body(body)
+            .map_err(|error| Status::internal(error.to_string()))?;
+        let (mut grpc_head, body) = request.into_parts();
+        grpc_head.headers.extend(metadata(&head.headers));
+        let request = http::Request::from_parts(grpc_head, body);
+        let response = match self.grpc.clone().oneshot(request).await {
+            Ok(response) => response,
+            Err(never) => match never {},
+        };
+        if described.is_server_streaming() {
+            return Ok(streamed(response, described.output()));
+        }
+        unary(response, described.output()).await
+    }
+
+    fn describe(&self, method: &str) -> Result<MethodDescriptor, Status> {
+        let (service, name) = method.split_once('/').unwrap_or_default();
+        let service = self.pool.get_service_by_name(service);
+        service
+            .and_then(|service| service.methods().find(|known| known.name() == name))
+            .ok_or_else(|| Status::unimplemented(format!("unknown method {method}")))
+    }
+}
+
+/// What goes on as metadata: the token, and headers that say so.
+fn metadata(headers: &HeaderMap) -> HeaderMap {
+    const PREFIX: &str = "grpc-metadata-";
+    let mut metadata = HeaderMap::new();
+    for (name, value) in headers {
+        let name = match name.as_str().strip_prefix(PREFIX) {
+            Some(name) => HeaderName::try_from(name).ok(),
+            None => (name == header::AUTHORIZATION).then(|| name.clone()),
+        };
+        if let Some(name) = name {
+            metadata.append(name, value.clone());
+        }
+    }
+    metadata
+}
+
+/// A message of JSON. Nothing at all is an empty one.
+fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, Status> {
+    if json.iter().all(u8::is_ascii_whitespace) {
+        return Ok(DynamicMessage::new(kind));
+    }
+    let mut values = serde_json::Deserializer::from_slice(json);
+    let options = prost_reflect::DeserializeOptions::new().deny_unknown_fields(false);
+    DynamicMessage::deserialize_with_options(kind, &mut values, &options)
+        .map_err(|error| Status::invalid_argument(error.to_string()))
+}
+
+fn frame(message: &DynamicMessage) -> Bytes {
+    let len = message.encoded_len();
+    let mut bytes = BytesMut::with_capacity(FRAME_HEAD_BYTES + len);
+    bytes.put_u8(0);
+    bytes.put_u32(u32::try_from(len).unwrap_or(u32::MAX));
+    bytes.put_slice(&message.encode_to_vec());
+    bytes.freeze()
+}
+
+/// Messages of JSON values that come one behind the other, each as soon as it is whole.
+fn frames(body: BodyDataStream, kind: MessageDescriptor) -> impl Stream<Item = Result<Bytes, axum::Error>> {
+    let start = (body, kind, Vec::new(), Ended::No);
+    stream::try_unfold(start, |(mut body, kind, mut text, mut ended)| async move {
+        loop {
+            match first_value(&text) {
+                Ok(Some(len)) => {
+                    let read = message(kind.clone(), &text[..len]).map_err(axum::Error::new)?;
+                    text.drain(..len);
+                    return Ok(Some((frame(&read), (body, kind, text, ended))));
+                }
+                Ok(None) if ended == Ended::Yes => return Ok(None),
+                Ok(None) if text.len() > MESSAGE_BYTES_MAX => return Err(axum::Error::new("a message is too long")),
+                Ok(None) => {}
+                Err(error) => return Err(axum::Error::new(error)),
+            }
+            match body.next().await {
+                Some(data) => text.extend_from_slice(&data?),
+                None => ended = Ended::Yes,
+            }
+        }
+    })
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ended {
+    Yes,
+    No,
+}
+
+/// Where the first JSON value ends; `None` if it is not whole yet.
+fn first_value(text: &[u8]) -> serde_json::Result<Option<usize>> {
+    let mut values = serde_json::Deserializer::from_slice(text).into_iter::<serde::de::IgnoredAny>();
+    match values.next() {
+        Some(Ok(_)) => Ok(Some(values.byte_offset())),
+        Some(Err(error)) if !error.is_eof() => Err(error),
+        Some(Err(_)) | None => Ok(None),
+    }
+}
+
+/// The status that these headers or trailers tell.
+fn status(headers: &HeaderMap) -> Option<Status> {
+    Status::from_header_map(headers)
+}
+
+async fn unary(response: Response, kind: MessageDescriptor) -> Result<Response, Status> {
+    if let Some(status) = status(response.headers()).filter(|status| status.code() != Code::Ok) {
+        return Err(status);
+    }
+    let collected = response.into_body().collect().await.map_err(|error| Status::internal(error.to_string()))?;
+    if let Some(status) = collected.trailers().and_then(status).filter(|status| status.code() != Code::Ok) {
+        return Err(status);
+    }
+    let mut bytes = collected.to_bytes();
+    if bytes.len() < FRAME_HEAD_BYTES {
+        return Err(Status::internal("the service answered nothing"));
+    }
+    bytes.advance(FRAME_HEAD_BYTES);
+    let json = json(kind, bytes)?;
+    Ok(([(header::CONTENT_TYPE, "application/json")], json).into_response())
+}
+
+fn json(kind: MessageDescriptor, bytes: Bytes) -> Result<Vec<u8>, Status> {
+    let options =
+        SerializeOptions::new().stringify_64_bit_integers(true).use_proto_field_name(true).skip_default_fields(true);
+    let message = DynamicMessage::decode(kind, bytes).map_err(|error| Status::internal(error.to_string()))?;
+    let mut json = Vec::new();
+    message
+        .serialize_with_options(&mut serde_json::Serializer::new(&mut json), &options)
+        .map_err(|error| Status::internal(error.to_string()))?;
+    Ok(json)
+}
+
+/// One line a message, as they come.
+fn streamed(response: Response, kind: MessageDescriptor) -> Response {
+    let failed = status(response.headers()).filter(|status| status.code() != Code::Ok);
+    if let Some(failed) = failed {
+        let line = format!("{{\"error\":{}}}\n", error_json(&failed));
+        return (http_status(failed.code()), [(header::CONTENT_TYPE, "application/json")], line).into_response();
+    }
+    let start = (response.into_body(), kind, BytesMut::new(), Ended::No);
+    let lines = stream::unfold(start, |(mut body, kind, mut received, mut ended)| async move {
+        while ended == Ended::No {
+            if let Some(message) = take_message(&mut received) {
+                let line = match json(kind.clone(), message) {
+                    Ok(json) => [b"{\"result\":", &json[..], b"}\n"].concat(),
+                    Err(status) => {
+                        ended = Ended::Yes;
+                        format!("{{\"error\":{}}}\n", error_json(&status)).into_bytes()
+                    }
+                };
+                return Some((Ok::<_, Infallible>(line), (body, kind, received, ended)));
+            }
+            let failed = match body.frame().await {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => {
+                        received.extend_from_slice(&data);
+                        continue;
+                    }
+                    Err(frame) => frame.trailers_ref().and_then(status).filter(|status| status.code() != Code::Ok),
+                },
+                Some(Err(error)) => Some(Status::unavailable(error.to_string())),
+                None => None,
+            };
+            ended = Ended::Yes;
+            if let Some(status) = failed {
+                let line = format!("{{\"error\":{}}}\n", error_json(&status)).into_bytes();
+                return Some((Ok(line), (body, kind, received, ended)));
+            }
+        }
+        None
+    });
+    ([(header::CONTENT_TYPE, "application/json")], Body::from_stream(lines)).into_response()
+}
+
+/// The first message, once it is whole.
+fn take_message(received: &mut BytesMut) -> Option<Bytes> {
+    let len = u32::from_be_bytes(received.get(1..FRAME_HEAD_BYTES)?.try_into().ok()?) as usize;
+    if received.len() < FRAME_HEAD_BYTES + len {
+        return None;
+    }
+    received.advance(FRAME_HEAD_BYTES);
+    Some(received.split_to(len).freeze())
+}
+
+fn refused(status: &Status) -> Response {
+    (http_status(status.code()), [(header::CONTENT_TYPE, "application/json")], error_json(status)).into_response()
+}
+
+fn error_json(status: &Status) -> String {
+    serde_json::json!({ "code": status.code() as i32, "message": status.message() }).to_string()
+}
+
+/// As grpc-gateway maps them.
+fn http_status(code: Code) -> StatusCode {
+    match code {
+        Code::Ok => StatusCode::OK,
+        Code::InvalidArgument | Code::FailedPrecondition | Code::OutOfRange => StatusCode::BAD_REQUEST,
+        Code::Unauthenticated => StatusCode::UNAUTHORIZED,
+        Code::PermissionDenied => StatusCode::FORBIDDEN,
+        Code::NotFound => StatusCode::NOT_FOUND,
+        Code::AlreadyExists | Code::Aborted => StatusCode::CONFLICT,
+        Code::ResourceExhausted => StatusCode::TOO_MANY_REQUESTS,
+        Code::Cancelled => StatusCode::from_u16(499).unwrap_or(StatusCode::BAD_REQUEST),
+        Code::Unknown | Code::Internal | Code::DataLoss => StatusCode::INTERNAL_SERVER_ERROR,
+        Code::Unimplemented => StatusCode::NOT_IMPLEMENTED,
+        Code::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
+        Code::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_path_is_a_method_that_exists() {
+        let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors");
+        let gateway = Gateway { pool, grpc: Router::new() };
+        for (path, method) in PATHS.iter().chain([&OBSERVE]) {
+            assert!(gateway.describe(method).is_ok(), "{path}: {method}");
+        }
+        let methods: usize = gateway.pool.services().map(|service| service.methods().len()).sum();
+        // Three have two paths, RangeStream has none.
+        assert_eq!(PATHS.len() + 1, methods - 1 + 3);
+    }
+
+    #[test]
+    fn values_are_found_one_behind_the_other() {
+        for (text, len) in
+            [("", None), (" ", None), ("{\"a\":", None), ("{\"a\":1}", Some(7)), (" {} {}", Some(3)), ("{}{", Some(2))]
+        {
+            assert_eq!(first_value(text.as_bytes()).expect("no mistake in it"), len, "{text:?}");
+        }
+        assert!(first_value(b"{]").is_err());
+    }
+}

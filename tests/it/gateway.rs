@@ -1,0 +1,159 @@
+//! The JSON gateway: the calls of etcd's documentation, with answers compared with a real etcd's.
+
+use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    time::timeout,
+};
+
+use crate::support::{Answer, Backend, DEADLINE, Server, http, on_both_backends};
+
+/// Played in this order.
+const CALLS: [(&str, &str); 45] = [
+    ("kv/put", r#"{"key": "Zm9v", "value": "YmFy"}"#),
+    ("kv/range", r#"{"key": "Zm9v"}"#),
+    ("kv/range", r#"{"key": "Zm9v", "range_end": "Zm9w"}"#),
+    ("kv/range", r#"{"key": "Zm9v", "rangeEnd": "Zm9w", "limit": "1", "sort_order": "DESCEND", "sort_target": 3}"#),
+    ("kv/range", r#"{"key": "AA==", "range_end": "AA==", "keys_only": true, "count_only": false}"#),
+    ("kv/range", r#"{"key": "bm9uZQ=="}"#),
+    ("kv/put", r#"{"key": "Zm9v", "value": "YmF6", "prev_kv": true}"#),
+    ("kv/put", r#"{"key":"X3Rlc3Q=","value":""}"#),
+    (
+        "kv/txn",
+        r#"{"compare":[{"target":"CREATE","key":"Zm9v","createRevision":"2"}],"success":[{"requestPut":{"key":"Zm9v","value":"YmFy"}}]}"#,
+    ),
+    (
+        "kv/txn",
+        r#"{"compare":[{"version":"4","result":"EQUAL","target":"VERSION","key":"Zm9v"}],"success":[{"requestRange":{"key":"Zm9v"}}],"failure":[{"request_range":{"key":"Zm9v"}}]}"#,
+    ),
+    ("kv/deleterange", r#"{"key": "Zm9v", "prev_kv": true}"#),
+    ("lease/grant", r#"{"TTL": "600", "ID": 7}"#),
+    ("lease/grant", r#"{"TTL": 600, "ID": "7"}"#),
+    ("kv/put", r#"{"key": "a2V5", "value": "dg==", "lease": "7"}"#),
+    ("lease/timetolive", r#"{"ID": "7", "keys": true}"#),
+    ("kv/lease/timetolive", r#"{"ID": "8"}"#),
+    ("lease/leases", "{}"),
+    ("kv/lease/leases", "{}"),
+    ("lease/keepalive", r#"{"ID": "7"}"#),
+    ("lease/keepalive", r#"{"ID": "8"}"#),
+    ("lease/revoke", r#"{"ID": "7"}"#),
+    ("kv/lease/revoke", r#"{"ID": "7"}"#),
+    ("kv/compaction", r#"{"revision": "3", "physical": true}"#),
+    ("kv/range", r#"{"key": "Zm9v", "revision": "2"}"#),
+    ("kv/range", r#"{"key": "Zm9v", "revision": "1000"}"#),
+    ("kv/range", "{}"),
+    ("cluster/member/list", "{}"),
+    ("maintenance/status", "{}"),
+    ("maintenance/alarm", "{}"),
+    ("maintenance/alarm", r#"{"action": "ACTIVATE", "memberID": "7", "alarm": "NOSPACE"}"#),
+    ("kv/put", r#"{"key": "Zm9v", "value": "YmFy"}"#),
+    ("maintenance/alarm", r#"{"action": 2, "memberID": "7", "alarm": 1}"#),
+    ("maintenance/hashkv", r#"{"revision": "0"}"#),
+    ("lock/unlock", "{}"),
+    ("election/leader", r#"{"name": "ZQ=="}"#),
+    ("election/proclaim", "{}"),
+    // What cannot be.
+    ("kv/put", r#"{"key": "Zm9v"#),
+    ("kv/put", r#"{"key": 7}"#),
+    ("kv/put", r#"{"key": "Zm9v", "lease": "seven"}"#),
+    ("kv/put", "[]"),
+    ("kv/range", r#"{"key": "Zm9v", "sort_order": "SIDEWAYS"}"#),
+    ("kv/range", r#"{"key": "Zm9v", "no_such_field": 1}"#),
+    ("nothing", "{}"),
+    ("kv/nothing", "{}"),
+    ("kv/rangestream", r#"{"key": "Zm9v"}"#),
+];
+
+/// What is each server's own becomes the same.
+fn masked(body: &str) -> Value {
+    fn mask(value: &mut Value) {
+        match value {
+            Value::Object(fields) => {
+                for own in
+                    ["cluster_id", "member_id", "raft_term", "dbSize", "dbSizeInUse", "raftIndex", "raftAppliedIndex"]
+                {
+                    fields.remove(own);
+                }
+                fields.values_mut().for_each(mask);
+            }
+            Value::Array(values) => values.iter_mut().for_each(mask),
+            _ => {}
+        }
+    }
+    let mut value = serde_json::from_str(body.trim()).unwrap_or_else(|error| panic!("{error}: {body}"));
+    mask(&mut value);
+    value
+}
+
+async fn call(server: &Server, path: &str, body: &str) -> Answer {
+    http(server.endpoint(), "POST", &format!("/v3/{path}"), body).await
+}
+
+async fn answers_equal_those_of_etcd(backend: Backend) {
+    let (Some(etcd), Some(orlop)) = (Server::etcd().await, Server::orlop(backend).await) else { return };
+    for (number, (path, body)) in CALLS.into_iter().enumerate() {
+        let (theirs, ours) = (call(&etcd, path, body).await, call(&orlop, path, body).await);
+        let what = format!("call {number}: {path} {body}\nthey: {theirs:?}\nwe: {ours:?}");
+        // Mistakes are told in each one's own words, and what 3.5 does not know is told otherwise.
+        let (their_body, mut our_body) = (masked(&theirs.body), masked(&ours.body));
+        if our_body.get("code").is_some() {
+            let is_ours = theirs.status == 400 && !ours.body.contains("etcdserver:");
+            assert_eq!(ours.status, theirs.status, "{what}");
+            assert_eq!(our_body["code"], their_body["code"], "{what}");
+            assert!(is_ours || our_body["message"] == their_body["message"], "{what}");
+            continue;
+        }
+        assert_eq!(ours.status, theirs.status, "{what}");
+        assert_eq!(ours.header("content-type"), theirs.header("content-type"), "{what}");
+        match path {
+            // Names, addresses and versions are each server's own; 3.6 tells more.
+            "cluster/member/list" => assert!(our_body["members"][0]["ID"].is_string(), "{what}"),
+            "maintenance/status" => {
+                assert!(our_body["leader"].is_string() && our_body["version"].is_string(), "{what}")
+            }
+            "maintenance/hashkv" => {
+                our_body.as_object_mut().expect("an object").remove("hash_revision");
+                assert_eq!(our_body, their_body, "{what}");
+            }
+            _ => assert_eq!(our_body, their_body, "{what}"),
+        }
+    }
+    for method in ["GET", "PUT", "DELETE"] {
+        let (theirs, ours) = (
+            http(etcd.endpoint(), method, "/v3/kv/range", "").await,
+            http(orlop.endpoint(), method, "/v3/kv/range", "").await,
+        );
+        assert_eq!(ours.status, theirs.status, "{method}: {theirs:?} {ours:?}");
+    }
+}
+
+/// As `curl -N` watches.
+async fn watch_streams_while_events_come(backend: Backend) {
+    let Some(server) = Server::under_test(backend).await else { return };
+    let address = server.endpoint().strip_prefix("http://").expect("an http endpoint");
+    let mut stream = TcpStream::connect(address).await.expect("a ready server accepts connections");
+    let body = r#"{"create_request": {"key":"Zm9v"} }"#;
+    let head = format!("POST /v3/watch HTTP/1.1\r\nHost: {address}\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    stream.write_all(head.as_bytes()).await.expect("the server reads");
+    let mut received = String::new();
+    let mut read_until = async |wanted: &str| {
+        while !received.contains(wanted) {
+            let mut part = vec![0; 4096];
+            let len = timeout(DEADLINE, stream.read(&mut part)).await.expect("it comes").expect("the stream is open");
+            assert!(len > 0, "the stream goes on: {received}");
+            received += &String::from_utf8_lossy(&part[..len]);
+        }
+        received.clone()
+    };
+    let created = read_until("\"created\":true").await;
+    assert!(created.contains("{\"result\":{\"header\":{"), "{created}");
+    for value in ["MQ==", "Mg=="] {
+        let put = json!({ "key": "Zm9v", "value": value }).to_string();
+        assert_eq!(call(&server, "kv/put", &put).await.status, 200);
+        let events = read_until(&format!("\"value\":\"{value}\"")).await;
+        assert!(events.contains("\"events\":[{\"kv\":{\"key\":\"Zm9v\""), "{events}");
+    }
+}
+
+on_both_backends!(answers_equal_those_of_etcd, watch_streams_while_events_come,);
