@@ -159,7 +159,8 @@ impl Shared {
         if !is_tight || !takes_room(request) {
             return Ok(());
         }
-        if !space.no_space.load(Ordering::Relaxed) {
+        // Counting may read the whole log: once is enough until the alarm is raised.
+        if !space.no_space.load(Ordering::Relaxed) && !space.refused.load(Ordering::Relaxed) {
             self.measure(Precision::Exact).await;
             if !space.is_beyond(bytes) {
                 return Ok(());
