@@ -40,6 +40,11 @@ deny:
 advisories:
     cargo deny check advisories
 
+# Lint and render the Helm chart; check the Dockerfile and the systemd unit.
+packaging:
+    scripts/check-chart
+    scripts/check-packaging
+
 # Compare with etcd at random for long: `just differential 1000000`.
 differential ops="1000000":
     ORLOP_DIFF_OPS={{ ops }} cargo test --test it differential -- --nocapture

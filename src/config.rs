@@ -3,12 +3,13 @@
 //! Every setting is named as etcd names it. A flag `--max-txn-ops` is the key `max-txn-ops` in a file and the variable
 //! `ORLOP_MAX_TXN_OPS`.
 
-use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
+use std::{convert::Infallible, fmt, path::PathBuf, str::FromStr, time::Duration};
 
 use clap::ValueEnum;
 use figment::{
-    Figment,
+    Figment, Metadata, Profile, Provider,
     providers::{Env, Format as _, Serialized, Toml, Yaml},
+    value::{Dict, Map, Value},
 };
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
@@ -273,6 +274,47 @@ pub struct Flags {
     config_file: Option<PathBuf>,
 }
 
+/// `ORLOP_*` variables. One that is a text stays one, though it looks like a number.
+struct Variables;
+
+impl Variables {
+    const TEXTS: [&'static str; 8] = [
+        "name",
+        "data-dir",
+        "log-level",
+        "auto-compaction-retention",
+        "datastore-endpoint",
+        "cert-file",
+        "key-file",
+        "trusted-ca-file",
+    ];
+
+    /// Other ORLOP_* variables are none of ours, those of tests and scripts for example.
+    fn source() -> Env {
+        Env::prefixed("ORLOP_")
+            .map(|key| key.as_str().replace('_', "-").to_ascii_lowercase().into())
+            .filter(|key| Settings::KEYS.contains(&key.as_str()))
+    }
+}
+
+impl Provider for Variables {
+    fn metadata(&self) -> Metadata {
+        Self::source().metadata()
+    }
+
+    fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
+        let value = |key: &str, text: String| {
+            if Self::TEXTS.contains(&key) {
+                Value::from(text)
+            } else {
+                text.parse().unwrap_or_else(|never: Infallible| match never {})
+            }
+        };
+        let read = Self::source().iter().map(|(key, text)| (key.to_string(), value(key.as_str(), text))).collect();
+        Ok(Profile::Default.collect(read))
+    }
+}
+
 impl Settings {
     /// Every key, as files and flags spell it.
     const KEYS: [&'static str; 32] = [
@@ -324,12 +366,8 @@ impl Settings {
             let yaml = file.extension().is_some_and(|extension| extension == "yaml" || extension == "yml");
             figment = if yaml { figment.merge(Yaml::file(file)) } else { figment.merge(Toml::file(file)) };
         }
-        // Other ORLOP_* variables are none of ours, those of tests and scripts for example.
-        let variables = Env::prefixed("ORLOP_")
-            .map(|key| key.as_str().replace('_', "-").to_ascii_lowercase().into())
-            .filter(|key| Self::KEYS.contains(&key.as_str()));
         let settings: Self =
-            figment.merge(variables).merge(Serialized::defaults(flags)).extract().map_err(|error| error.to_string())?;
+            figment.merge(Variables).merge(Serialized::defaults(flags)).extract().map_err(|error| error.to_string())?;
         settings.check()?;
         Ok(settings)
     }

@@ -66,6 +66,9 @@ fn bad_settings_are_named_with_what_is_accepted() {
     check_refused(&["--log-level", "=,"], &[], &["log-level"]);
     check_refused(&["--log-format", "xml"], &[], &["xml", "text", "json"]);
     check_refused(&[], &[("ORLOP_MAX_TXN_OPS", "many")], &["MAX-TXN-OPS", "many"]);
+    // A text that looks like a number is a text: what is wrong here is something else.
+    let numbers = [("ORLOP_NAME", "12"), ("ORLOP_AUTO_COMPACTION_RETENTION", "5"), ("ORLOP_DATA_DIR", "1.50")];
+    check_refused(&["--max-txn-ops", "0"], &numbers, &["max-txn-ops must be at least 1"]);
     check_refused(&["--config-file", "bad.toml"], &[], &["max-txn-opps", "bad.toml"]);
     check_refused(&["--config-file", "bad.yaml"], &[], &["max-txn-ops", "bad.yaml"]);
     check_refused(&["--config-file", "none.toml"], &[], &["none.toml"]);

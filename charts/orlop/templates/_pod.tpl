@@ -1,0 +1,211 @@
+{{/* The pod, the same in StatefulSet and Deployment but for SQLite's volume. */}}
+{{- define "orlop.pod" -}}
+metadata:
+  labels:
+    {{- include "orlop.podLabels" . | nindent 4 }}
+    {{- with .Values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with .Values.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "orlop.serviceAccountName" . }}
+  automountServiceAccountToken: {{ .Values.serviceAccount.automountServiceAccountToken }}
+  # A Service named orlop would put variables that begin with ORLOP_ into every pod beside it.
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ .Values.terminationGracePeriodSeconds }}
+  securityContext:
+    {{- toYaml .Values.podSecurityContext | nindent 4 }}
+  {{- with .Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with .Values.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- $selector := dict "matchLabels" (include "orlop.selectorLabels" $ | fromYaml) }}
+    {{- range . }}
+    - {{- merge (deepCopy .) (dict "labelSelector" (ternary .labelSelector $selector (hasKey . "labelSelector"))) | toYaml | nindent 6 }}
+    {{- end }}
+  {{- end }}
+  containers:
+    - name: orlop
+      image: {{ include "orlop.image" . | quote }}
+      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      securityContext:
+        {{- toYaml .Values.securityContext | nindent 8 }}
+      {{- $args := list }}
+      {{- if ne (include "orlop.retention" .) "0" }}
+      {{- $args = append $args (printf "--auto-compaction-mode=%s" .Values.autoCompaction.mode) }}
+      {{- $args = append $args (printf "--auto-compaction-retention=%s" (include "orlop.retention" .)) }}
+      {{- end }}
+      {{- with concat $args .Values.extraArgs }}
+      args:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      env:
+        - name: POD_IP
+          valueFrom:
+            fieldRef:
+              fieldPath: status.podIP
+        # The member's id follows from its name: instances on one database each need their own.
+        - name: ORLOP_NAME
+          valueFrom:
+            fieldRef:
+              fieldPath: metadata.name
+        - name: ORLOP_LISTEN_CLIENT_URLS
+          value: {{ printf "%s://%s:2379" (include "orlop.scheme" .) .Values.listenAddress | quote }}
+        - name: ORLOP_ADVERTISE_CLIENT_URLS
+          value: {{ include "orlop.advertiseClientUrls" . | quote }}
+        # Without TLS always: probes and Prometheus have no client certificate.
+        - name: ORLOP_LISTEN_METRICS_URLS
+          value: {{ printf "http://%s:%d" .Values.listenAddress (int .Values.metrics.port) | quote }}
+        - name: ORLOP_METRICS
+          value: {{ .Values.metrics.detail | quote }}
+        - name: ORLOP_LOG_FORMAT
+          value: {{ .Values.logFormat | quote }}
+        - name: ORLOP_LOG_LEVEL
+          value: {{ .Values.logLevel | quote }}
+        - name: ORLOP_QUOTA_BACKEND_BYTES
+          value: {{ printf "%d" (int64 .Values.quotaBackendBytes) | quote }}
+        {{- if eq .Values.datastore.kind "postgres" }}
+        - name: ORLOP_DATASTORE_ENDPOINT
+          valueFrom:
+            secretKeyRef:
+              name: {{ .Values.datastore.postgres.existingSecret }}
+              key: {{ .Values.datastore.postgres.secretKey }}
+        - name: ORLOP_DATASTORE_CONNECTIONS
+          value: {{ printf "%d" (int .Values.datastore.postgres.connections) | quote }}
+        {{- else }}
+        - name: ORLOP_DATA_DIR
+          # A folder of its own: a file system's root may hold lost+found, and belongs to root.
+          value: /var/lib/orlop/data
+        {{- end }}
+        {{- if .Values.tls.enabled }}
+        - name: ORLOP_CERT_FILE
+          value: /etc/orlop/tls/tls.crt
+        - name: ORLOP_KEY_FILE
+          value: /etc/orlop/tls/tls.key
+        {{- if .Values.tls.clientCertAuth }}
+        - name: ORLOP_CLIENT_CERT_AUTH
+          value: "true"
+        - name: ORLOP_TRUSTED_CA_FILE
+          value: /etc/orlop/client-ca/ca.crt
+        {{- end }}
+        {{- end }}
+        {{- with .Values.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- with .Values.extraEnvFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      ports:
+        - name: client
+          containerPort: 2379
+        - name: metrics
+          containerPort: {{ .Values.metrics.port }}
+      # Ten minutes to read the log: a million keys take a few seconds.
+      startupProbe:
+        httpGet: { path: /livez, port: metrics }
+        periodSeconds: 5
+        failureThreshold: 120
+        timeoutSeconds: 6
+      # Fails where a restart might help; a database that is away is not such a case.
+      livenessProbe:
+        httpGet: { path: /livez, port: metrics }
+        periodSeconds: 10
+        failureThreshold: 6
+        timeoutSeconds: 6
+      # Fails where requests should go elsewhere.
+      readinessProbe:
+        httpGet: { path: /readyz, port: metrics }
+        periodSeconds: 5
+        failureThreshold: 2
+        timeoutSeconds: 6
+      {{- with .Values.resources }}
+      resources:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- $mounts := include "orlop.mounts" . | fromYamlArray }}
+      {{- with concat $mounts .Values.extraVolumeMounts }}
+      volumeMounts:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+  {{- $volumes := include "orlop.volumes" . | fromYamlArray }}
+  {{- with concat $volumes .Values.extraVolumes }}
+  volumes:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
+{{- define "orlop.mounts" -}}
+{{- if eq .Values.datastore.kind "sqlite" }}
+- name: data
+  mountPath: /var/lib/orlop
+{{- else if .Values.datastore.postgres.tlsSecret }}
+- name: postgres
+  mountPath: /etc/orlop/postgres
+  readOnly: true
+{{- end }}
+{{- if .Values.tls.enabled }}
+# Folders, not files (subPath): renewed certificates arrive in the pod and are used without a restart.
+- name: tls
+  mountPath: /etc/orlop/tls
+  readOnly: true
+{{- if .Values.tls.clientCertAuth }}
+- name: client-ca
+  mountPath: /etc/orlop/client-ca
+  readOnly: true
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "orlop.volumes" -}}
+{{- if eq .Values.datastore.kind "sqlite" }}
+{{- if .Values.persistence.existingClaim }}
+- name: data
+  persistentVolumeClaim:
+    claimName: {{ .Values.persistence.existingClaim }}
+{{- else if not .Values.persistence.enabled }}
+- name: data
+  emptyDir: {}
+{{- end }}
+{{- else if .Values.datastore.postgres.tlsSecret }}
+- name: postgres
+  secret:
+    secretName: {{ .Values.datastore.postgres.tlsSecret }}
+    defaultMode: 0440
+{{- end }}
+{{- if .Values.tls.enabled }}
+- name: tls
+  secret:
+    secretName: {{ include "orlop.tlsSecret" . }}
+    defaultMode: 0440
+{{- if .Values.tls.clientCertAuth }}
+- name: client-ca
+  secret:
+    secretName: {{ default (include "orlop.tlsSecret" .) .Values.tls.clientCA.existingSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ .Values.tls.clientCA.key }}
+        path: ca.crt
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,57 @@
+"""Python packages for the checks, in a folder of their own under target/tools.
+
+A script calls `enter` first: it goes on in that folder's interpreter, which has the packages. They are unpacked once, anew
+when the list changes. Nothing is installed for the machine but Debian's python3-venv, if that is what is missing.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def enter(name: str, packages: list[str]) -> None:
+    folder = ROOT / "target" / "tools" / name
+    if Path(sys.prefix).resolve() == folder.resolve():
+        return
+    stamp = folder / "packages.txt"
+    if not stamp.is_file() or stamp.read_text() != "\n".join(packages):
+        shutil.rmtree(folder, ignore_errors=True)
+        make(folder)
+        pip = [folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+        subprocess.run([*pip, *packages], check=True)
+        # Last: a folder that was left half made is made anew.
+        stamp.write_text("\n".join(packages))
+    python = str(folder / "bin" / "python")
+    os.execv(python, [python, *sys.argv])
+
+
+def make(folder: Path) -> None:
+    if subprocess.run([sys.executable, "-c", "import ensurepip"], stderr=subprocess.DEVNULL).returncode:
+        if os.geteuid() or not shutil.which("apt-get"):
+            sys.exit("this needs Python's venv: install python3-venv")
+        subprocess.run(["apt-get", "-qq", "update"], check=True)
+        install = ["apt-get", "-qq", "install", "-y", "--no-install-recommends", "python3-venv"]
+        subprocess.run(install, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+
+
+def settings() -> set[str]:
+    """The settings that docs/configuration.md lists, as flags without dashes."""
+    names = set()
+    for line in (ROOT / "docs/configuration.md").read_text().splitlines():
+        if line.startswith("| `"):
+            names.update(cell.strip(" `") for cell in line.split("|")[1].split(","))
+    # The file of settings cannot name itself, so the table has it not.
+    return names | {"config-file"}
+
+
+def unknown_settings(text: str) -> list[str]:
+    """ORLOP_* variables and --flags in a text that no setting has."""
+    known = settings()
+    variables = {found.lower().replace("_", "-") for found in re.findall(r"\bORLOP_([A-Z][A-Z_]*[A-Z])\b", text)}
+    return sorted(variables - known)
