@@ -4,6 +4,7 @@
 //! The KV and Watch services are served by hand ([`kv`], [`watch`]), because their answers are put together from pairs and
 //! events that are already encoded; the others are tonic's generated ones.
 
+mod auth;
 mod cluster;
 mod convert;
 mod election;
@@ -15,6 +16,7 @@ mod maintenance;
 mod meter;
 mod queue;
 mod reply;
+mod snapshot;
 mod status;
 mod unary;
 mod watch;
@@ -30,13 +32,14 @@ use crate::{
         DESCRIPTORS,
         server::{
             etcdserverpb::{
-                self as pb, cluster_server::ClusterServer, lease_server::LeaseServer,
+                self as pb, auth_server::AuthServer, cluster_server::ClusterServer, lease_server::LeaseServer,
                 maintenance_server::MaintenanceServer,
             },
             v3electionpb::election_server::ElectionServer,
             v3lockpb::lock_server::LockServer,
         },
     },
+    snapshot::Folder,
     store::Store,
     types::Revision,
 };
@@ -59,6 +62,8 @@ pub struct Settings {
     /// Operations in a transaction, and compares.
     pub max_txn_ops: usize,
     pub watch_progress_notify_interval: Duration,
+    /// Where snapshots lie while they are sent.
+    pub snapshots: Folder,
 }
 
 impl Settings {
@@ -112,6 +117,7 @@ pub fn routes(
         .add_service(watch::WatchService::new(Arc::clone(&context)))
         .add_service(LeaseServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
         .add_service(ClusterServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
+        .add_service(AuthServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
         .add_service(MaintenanceServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
         .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(message_bytes))
         .add_service(ElectionServer::new(ElectionService(context)).max_decoding_message_size(message_bytes))

@@ -110,16 +110,9 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
 
-    /// Folder of the SQLite database, made if it is not there [default: orlop-data]
-    #[arg(long, value_name = "FOLDER")]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    data_dir: Option<PathBuf>,
-
-    /// Where the log is kept: sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE, with ?sslmode= and
-    /// ?sslrootcert= as libpq has them [default: orlop.db in the data folder]
-    #[arg(long, value_name = "URL", alias = "endpoint")]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    datastore_endpoint: Option<Secret>,
+    #[command(flatten)]
+    #[serde(flatten)]
+    datastore: DatastoreFlags,
 
     /// How often a Postgres log is looked at when no notification tells of new rows [default: 100ms]
     #[arg(long, value_name = "DURATION")]
@@ -267,11 +260,33 @@ pub struct Flags {
     #[arg(long, value_name = "VERSION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     tls_max_version: Option<TlsVersion>,
+}
 
+/// Where the log is.
+#[derive(Clone, Debug, Default, clap::Args, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DatastoreFlags {
     /// A file of settings, TOML or, if its name ends in .yaml or .yml, YAML; keys are the flags' names
     #[arg(long, value_name = "FILE", env = "ORLOP_CONFIG_FILE")]
     #[serde(skip)]
     config_file: Option<PathBuf>,
+
+    /// Folder of the SQLite database, made if it is not there [default: orlop-data]
+    #[arg(long, value_name = "FOLDER")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    data_dir: Option<PathBuf>,
+
+    /// Where the log is kept: sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE, with ?sslmode= and
+    /// ?sslrootcert= as libpq has them [default: orlop.db in the data folder]
+    #[arg(long, value_name = "URL", alias = "endpoint")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    datastore_endpoint: Option<Secret>,
+}
+
+impl From<DatastoreFlags> for Flags {
+    fn from(datastore: DatastoreFlags) -> Self {
+        Self { datastore, ..Self::default() }
+    }
 }
 
 /// `ORLOP_*` variables. One that is a text stays one, though it looks like a number.
@@ -359,7 +374,7 @@ impl Settings {
     /// A text for the operator that names the setting, where it came from and what it accepts.
     pub fn load(flags: &Flags) -> Result<Self, String> {
         let mut figment = Figment::from(Serialized::defaults(Self::default()));
-        if let Some(file) = &flags.config_file {
+        if let Some(file) = &flags.datastore.config_file {
             if !file.is_file() {
                 return Err(format!("config-file {} is not a file that can be read", file.display()));
             }
@@ -468,6 +483,22 @@ impl Settings {
             }
             Some(ListenUrl::Unix(_)) | None => host.to_owned(),
         }
+    }
+
+    /// Where snapshots lie while they are sent: beside SQLite's file, which has room for one more of its size, or where the
+    /// system has temporary files.
+    ///
+    /// # Errors
+    ///
+    /// As [`Settings::datastore`].
+    pub fn snapshot_folder(&self) -> Result<PathBuf, String> {
+        Ok(match self.datastore()? {
+            Datastore::Sqlite(mut file) => {
+                file.as_mut_os_string().push(".snapshots");
+                file
+            }
+            Datastore::Postgres(_) => std::env::temp_dir().join(format!("orlop-{}", std::process::id())),
+        })
     }
 
     /// Where the log is kept.

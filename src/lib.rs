@@ -25,6 +25,7 @@
 //! - [`http`]: what is asked for by plain HTTP
 //! - [`listen`]: addresses and TLS
 //! - [`config`], [`server`]: settings, and the process put together
+//! - [`snapshot`]: a log as one file
 //! - [`mod@bench`]: a load on any etcd endpoint
 //!
 //! What must hold:
@@ -44,6 +45,7 @@ pub mod log;
 pub mod metrics;
 pub mod proto;
 pub mod server;
+pub mod snapshot;
 pub mod store;
 pub mod types;
 pub mod watch;

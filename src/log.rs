@@ -14,8 +14,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 pub use self::{
-    postgres::{PostgresLog, PostgresSettings},
-    sqlite::SqliteLog,
+    postgres::{PostgresLoader, PostgresLog, PostgresSettings},
+    sqlite::{SqliteLoader, SqliteLog, SqliteView},
 };
 
 use crate::types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId};
@@ -125,10 +125,10 @@ impl AlarmChange {
     }
 }
 
-/// The alarms among a log's facts.
-fn alarms<'a>(facts: impl Iterator<Item = (&'a str, i64)>) -> Vec<(Alarm, Cause)> {
-    let cause = |value| if value == 2 { Cause::Quota } else { Cause::Client };
-    facts.filter_map(|(name, value)| Some((Alarm::from_fact(name)?, cause(value)))).collect()
+/// The alarm that a fact of a log tells of, if it does.
+fn alarm(name: &str, value: i64) -> Option<(Alarm, Cause)> {
+    let cause = if value == 2 { Cause::Quota } else { Cause::Client };
+    Some((Alarm::from_fact(name)?, cause))
 }
 
 /// A lease that was granted and neither revoked nor expired.
@@ -248,13 +248,44 @@ pub enum Reclaimed {
 /// Takes the log's rows in their order, a part at a time, with what the log says as a whole.
 pub type Visit<'a> = dyn FnMut(&Meta, Vec<Change>) -> Result<()> + Send + 'a;
 
-/// An append-only log of changes.
+/// What can be read of a log as a whole.
 #[async_trait]
-pub trait Log: Send + Sync + 'static {
+pub trait History: Send + Sync + 'static {
+    /// What holds at one moment.
     async fn meta(&self) -> Result<Meta>;
 
     /// Visits all rows as they are at one moment, values left out (every put's pair has an empty one).
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta>;
+
+    /// The changes within `range` at revisions from `from` to at most `to`, whole revisions only. A page ends early by
+    /// size or by rows looked at; it may be empty before `to` is reached.
+    async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page>;
+}
+
+/// Fills an empty database. Nothing of it is there before [`Load::finish`] is done.
+#[async_trait]
+pub trait Load: Send {
+    /// Adds rows, which come in their order.
+    async fn add(&mut self, changes: &[Change]) -> Result<()>;
+
+    /// Adds the leases, whose time begins anew, and the compact revision; then all of it is durable.
+    async fn finish(self: Box<Self>, meta: &Meta) -> Result<()>;
+}
+
+/// Which cluster a database that is filled belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cluster {
+    /// The one that the rows are of.
+    Same,
+    /// One of its own: from here on it has another history.
+    New,
+}
+
+/// An append-only log of changes.
+#[async_trait]
+pub trait Log: History {
+    /// The log as it is now, whatever is appended or deleted later, for as long as it is held.
+    async fn freeze(&self) -> Result<Box<dyn History>>;
 
     /// Appends all of it if the log stands where it is expected to, and nothing otherwise. Durable once it returns.
     ///
@@ -269,10 +300,6 @@ pub trait Log: Send + Sync + 'static {
 
     /// The pairs in these rows, in no order; rows that hold a delete or were compacted away are left out.
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>>;
-
-    /// The changes within `range` at revisions from `from` to at most `to`, whole revisions only. A page ends early by
-    /// size or by rows looked at; it may be empty before `to` is reached.
-    async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page>;
 
     /// Makes room. See [`Reclaim`].
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed>;

@@ -7,7 +7,7 @@ use clap_complete::Shell;
 use orlop::{
     bench,
     config::{Flags, LogFormat, Settings},
-    server,
+    server, snapshot,
 };
 use tokio::{
     runtime::{Builder, Runtime},
@@ -40,6 +40,9 @@ enum Command {
     /// Load an etcd endpoint in a closed loop and report what it did
     Bench(bench::Args),
 
+    /// Look at what etcdctl snapshot save wrote, or restore it
+    Snapshot(snapshot::Args),
+
     /// Print the completions of a shell
     Completions { shell: Shell },
 
@@ -52,7 +55,8 @@ fn main() -> ExitCode {
     let outcome = match cli.command {
         None => serve(&cli.flags),
         Some(Command::Serve(flags)) => serve(&flags),
-        Some(Command::Bench(args)) => load(args),
+        Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(args).await?) }),
+        Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
         Some(Command::Completions { shell }) => {
             clap_complete::generate(shell, &mut Cli::command(), "orlop", &mut std::io::stdout());
             Ok(())
@@ -68,7 +72,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn serve(flags: &Flags) -> Result<(), Box<dyn std::error::Error>> {
+fn serve(flags: &Flags) -> Outcome {
     let settings = Settings::load(flags)?;
     start_logging(&settings)?;
     let runtime = runtime(settings.worker_threads)?;
@@ -82,9 +86,10 @@ fn serve(flags: &Flags) -> Result<(), Box<dyn std::error::Error>> {
     outcome
 }
 
-fn load(args: bench::Args) -> Result<(), Box<dyn std::error::Error>> {
-    Builder::new_current_thread().enable_all().build()?.block_on(bench::run(args))?;
-    Ok(())
+type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+fn on_one_thread(command: impl Future<Output = Outcome>) -> Outcome {
+    Builder::new_current_thread().enable_all().build()?.block_on(command)
 }
 
 fn start_logging(settings: &Settings) -> Result<(), String> {

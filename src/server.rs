@@ -13,6 +13,7 @@ use crate::{
     listen::{self, Listener, tls},
     log::{Log, PostgresLog, PostgresSettings, SqliteLog},
     metrics::{self, Metrics},
+    snapshot::Folder,
     store::{self, AutoCompaction, Pace, Patience, Store},
 };
 
@@ -49,8 +50,11 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     }));
     let store = Arc::new(open_store(&settings, advertised_urls(&settings, &listeners), metrics).await?);
 
+    let snapshots = Folder(settings.snapshot_folder().map_err(Error)?);
+    // The log's lock keeps others out of the folder.
+    snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
-    let routes = api::routes(Arc::clone(&store), api_settings(&settings), stopping.clone())
+    let routes = api::routes(Arc::clone(&store), api_settings(&settings, snapshots), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
     let routes =
         http::routes(routes, &store).map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
@@ -167,11 +171,12 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
     Store::open(log, store_settings).await.map_err(|error| Error(format!("cannot read the database: {error}")))
 }
 
-fn api_settings(settings: &Settings) -> api::Settings {
+fn api_settings(settings: &Settings, snapshots: Folder) -> api::Settings {
     api::Settings {
         max_request_bytes: settings.max_request_bytes,
         max_txn_ops: settings.max_txn_ops,
         watch_progress_notify_interval: settings.watch_progress_notify_interval.0,
+        snapshots,
     }
 }
 

@@ -50,6 +50,7 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
+pub(crate) use self::open::replay;
 pub use self::{auto_compact::AutoCompaction, compactor::Pace, open::Settings, reader::RangePieces, timing::Patience};
 use self::{
     catch_up::Standing,

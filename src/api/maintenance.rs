@@ -2,7 +2,7 @@
 
 use tonic::{Request, Response, Status};
 
-use super::{CLUSTER_VERSION, Context, ETCD_VERSION, RAFT_TERM, STORAGE_VERSION, status::not_built};
+use super::{CLUSTER_VERSION, Context, ETCD_VERSION, RAFT_TERM, STORAGE_VERSION, snapshot::SnapshotStream};
 use crate::{
     log::{Alarm, AlarmChange, AlarmKind, Cause, Size},
     proto::server::etcdserverpb::{
@@ -11,8 +11,6 @@ use crate::{
     },
     types::Revision,
 };
-
-type SnapshotStream = futures_util::stream::Empty<Result<pb::SnapshotResponse, Status>>;
 
 #[tonic::async_trait]
 impl Maintenance for Context {
@@ -74,7 +72,8 @@ impl Maintenance for Context {
     }
 
     async fn hash(&self, _: Request<pb::HashRequest>) -> Result<Response<pb::HashResponse>, Status> {
-        Err(not_built("Hash"))
+        let hashed = self.store.hash_all().await?;
+        Ok(Response::new(pb::HashResponse { header: self.header(self.store.head()), hash: hashed }))
     }
 
     async fn hash_kv(&self, request: Request<pb::HashKvRequest>) -> Result<Response<pb::HashKvResponse>, Status> {
@@ -91,7 +90,7 @@ impl Maintenance for Context {
     type SnapshotStream = SnapshotStream;
 
     async fn snapshot(&self, _: Request<pb::SnapshotRequest>) -> Result<Response<SnapshotStream>, Status> {
-        Err(not_built("Snapshot"))
+        self.send_snapshot().await.map(Response::new)
     }
 
     /// Every instance takes writes: there is nothing to move. The text is etcd's for one that cannot take over.

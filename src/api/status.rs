@@ -65,11 +65,6 @@ pub(super) fn message_too_large(bytes: usize, bytes_max: usize) -> Status {
     Status::resource_exhausted(format!("grpc: received message larger than max ({bytes} vs. {bytes_max})"))
 }
 
-/// What is not built yet says so.
-pub(super) fn not_built(what: &str) -> Status {
-    Status::unimplemented(format!("orlop: {what} is not implemented yet"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -8,21 +8,21 @@ use parking_lot::Mutex;
 use tokio::task::yield_now;
 
 use super::{
-    Alarm, AlarmChange, Append, Appended, Cause, LeaseChange, Log, LoggedLease, Meta, Page, Position, Precision,
-    Reclaim, Reclaimed, Result, SharedLog, Size, Visit, WithPrev,
+    Alarm, AlarmChange, Append, Appended, Cause, History, LeaseChange, Log, LoggedLease, Meta, Page, Position,
+    Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Visit, WithPrev,
 };
 use crate::types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId};
 
-/// Revisions in a page of [`Log::changes`].
+/// Revisions in a page of [`History::changes`].
 const PAGE_REVISIONS_MAX: usize = 6;
-/// Rows looked at for a page of [`Log::changes`], but for those that end its last revision.
+/// Rows looked at for a page of [`History::changes`], but for those that end its last revision.
 const PAGE_ROWS_MAX: usize = 16;
 
 /// See the module's page.
 #[derive(Default)]
 pub struct MemoryLog(Mutex<State>);
 
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct State {
     rows: Vec<Change>,
     leases: BTreeMap<LeaseId, i64>,
@@ -58,7 +58,7 @@ fn pair(change: &Change) -> Option<EncodedKv> {
 }
 
 #[async_trait]
-impl Log for MemoryLog {
+impl History for MemoryLog {
     async fn meta(&self) -> Result<Meta> {
         let state = self.0.lock();
         Ok(Meta {
@@ -82,32 +82,6 @@ impl Log for MemoryLog {
             visit(&meta, rows.iter().map(|change| state.read(change, WithPrev::No)).collect())?;
         }
         Ok(meta)
-    }
-
-    async fn append(&self, append: Append<'_>) -> Result<Appended> {
-        let mut state = self.0.lock();
-        if state.head() != append.expected.head {
-            return Ok(Appended::Conflict);
-        }
-        state.rows.extend(append.changes.iter().cloned());
-        for change in append.leases {
-            match *change {
-                LeaseChange::Grant { id, ttl_secs } => state.leases.insert(id, ttl_secs),
-                LeaseChange::Revoke { id } | LeaseChange::Expire { id } => state.leases.remove(&id),
-            };
-        }
-        state.compact_revision = state.compact_revision.max(append.compact);
-        match append.alarm {
-            Some(AlarmChange::Raise { alarm, cause }) => state.alarms.push((alarm, cause)),
-            Some(AlarmChange::Clear { alarm }) => state.alarms.retain(|(raised, _)| *raised != alarm),
-            None => {}
-        }
-        Ok(Appended::Done)
-    }
-
-    async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
-        let state = self.0.lock();
-        Ok(rows.iter().filter_map(|row| Some((*row, state.pair(*row)?))).collect())
     }
 
     /// Waits once before the page is read and once behind, so that a test can let something happen there.
@@ -136,6 +110,39 @@ impl Log for MemoryLog {
         }
         yield_now().await;
         Ok(page)
+    }
+}
+
+#[async_trait]
+impl Log for MemoryLog {
+    async fn freeze(&self) -> Result<Box<dyn History>> {
+        Ok(Box::new(Self(Mutex::new(self.0.lock().clone()))))
+    }
+
+    async fn append(&self, append: Append<'_>) -> Result<Appended> {
+        let mut state = self.0.lock();
+        if state.head() != append.expected.head {
+            return Ok(Appended::Conflict);
+        }
+        state.rows.extend(append.changes.iter().cloned());
+        for change in append.leases {
+            match *change {
+                LeaseChange::Grant { id, ttl_secs } => state.leases.insert(id, ttl_secs),
+                LeaseChange::Revoke { id } | LeaseChange::Expire { id } => state.leases.remove(&id),
+            };
+        }
+        state.compact_revision = state.compact_revision.max(append.compact);
+        match append.alarm {
+            Some(AlarmChange::Raise { alarm, cause }) => state.alarms.push((alarm, cause)),
+            Some(AlarmChange::Clear { alarm }) => state.alarms.retain(|(raised, _)| *raised != alarm),
+            None => {}
+        }
+        Ok(Appended::Done)
+    }
+
+    async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        let state = self.0.lock();
+        Ok(rows.iter().filter_map(|row| Some((*row, state.pair(*row)?))).collect())
     }
 
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {

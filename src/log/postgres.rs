@@ -11,8 +11,10 @@
 mod append;
 mod connection;
 mod listener;
+mod load;
 mod read;
 mod space;
+mod view;
 
 use std::{
     collections::HashSet,
@@ -25,14 +27,16 @@ use async_trait::async_trait;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use tracing::warn;
 
+pub use self::load::PostgresLoader;
 use self::{
     append::Appender,
     connection::{Database, Lane, bounded, read},
     listener::Listener,
+    view::View,
 };
 use super::{
-    Append, Appended, Error, Log, LoggedLease, Member, Meta, Page, Position, Precision, Reclaim, Reclaimed, Result,
-    SILENCE_MAX, SharedLog, Size, Touch, Visit, WithPrev, alarms,
+    Append, Appended, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision, Reclaim, Reclaimed,
+    Result, SILENCE_MAX, SharedLog, Size, Touch, Visit, WithPrev,
     rows::{LogRow as _, corrupt},
 };
 use crate::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
@@ -128,7 +132,6 @@ fn logged_lease(row: &PgRow) -> sqlx::Result<LoggedLease> {
 
 const POSITION: &str = "SELECT (SELECT coalesce(max(id), 1) FROM kv_log), \
     (SELECT value FROM meta WHERE name = 'epoch'), orlop_server()";
-const ALL_LEASES: &str = "SELECT id, ttl, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease";
 const LOOK_AT_LEASES: &str =
     "SELECT id, ttl, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease WHERE id = ANY ($1)";
 /// Locks in one order, so that two instances that renew the same leases do not wait for one another.
@@ -140,38 +143,26 @@ const LEAVE: &str = "DELETE FROM member WHERE id = $1 AND run = $2";
 const LIVE_MEMBERS: &str = "SELECT id, name, client_urls FROM member \
     WHERE beat > clock_timestamp() - make_interval(secs => $1) ORDER BY started, id";
 
-impl PostgresLog {
-    async fn meta_on(&self, connection: &mut PgConnection) -> sqlx::Result<Result<Meta>> {
-        // The position first: leases and facts read after it are of it or newer, and an append finds out if they are newer.
-        let row = sqlx::query(POSITION).fetch_one(&mut *connection).await?;
-        let facts: Vec<(String, i64)> =
-            sqlx::query_as("SELECT name, value FROM meta").fetch_all(&mut *connection).await?;
-        let leases = sqlx::query(ALL_LEASES).fetch_all(connection).await?;
-        let fact = |wanted: &str| facts.iter().find(|(name, _)| name == wanted).map(|(_, value)| *value);
-        let leases = leases.iter().map(logged_lease).collect::<sqlx::Result<_>>()?;
-        Ok(position(&row).map(|position| Meta {
-            cluster_id: fact("cluster_id").unwrap_or(0).cast_unsigned(),
-            member_id: self.member.id,
-            position,
-            compact_revision: fact("compact_revision").map(Revision),
-            leases,
-            alarms: alarms(facts.iter().map(|(name, value)| (name.as_str(), *value))),
-        }))
+#[async_trait]
+impl History for PostgresLog {
+    async fn meta(&self) -> Result<Meta> {
+        let meta = read!(self.database, connection => read::meta(connection))?;
+        Ok(Meta { member_id: self.member.id, ..meta })
+    }
+
+    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
+        self.freeze().await?.replay(visit).await
+    }
+
+    async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
+        read!(self.database, connection => read::changes(connection, from, to, range, prev))?
     }
 }
 
 #[async_trait]
 impl Log for PostgresLog {
-    async fn meta(&self) -> Result<Meta> {
-        read!(self.database, connection => self.meta_on(connection))?
-    }
-
-    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
-        let mut connection = self.database.connect().await.map_err(|error| self.database.unavailable(&error))?;
-        read::begin_snapshot(&mut connection).await?;
-        let meta = self.meta_on(&mut connection).await.map_err(|error| self.database.unavailable(&error))??;
-        read::replay(&mut connection, &meta, visit).await?;
-        Ok(meta)
+    async fn freeze(&self) -> Result<Box<dyn History>> {
+        Ok(Box::new(View::now(&self.database, self.member.id).await?))
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
@@ -180,10 +171,6 @@ impl Log for PostgresLog {
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         read!(self.database, connection => read::values(connection, rows))?
-    }
-
-    async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
-        read!(self.database, connection => read::changes(connection, from, to, range, prev))?
     }
 
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {

@@ -2,7 +2,7 @@
 
 use sqlx::{ColumnIndex, Decode, Row, Type};
 
-use super::{Error, Page, Result, WithPrev};
+use super::{Error, LoggedLease, Meta, Page, Position, Result, WithPrev, alarm};
 use crate::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
 
 /// Revisions in one page of [`super::Log::changes`], as many as etcd puts into one watch answer.
@@ -204,6 +204,34 @@ impl SqlRange {
         };
         Self { start, end, unbounded }
     }
+}
+
+/// What [`Meta`] is made of, in one statement so that it is of one moment: `kind, name, a, b, c, left`, where a
+/// `position` has head, epoch and server, a `fact` a value, and a `lease` its id, TTL and the seconds left.
+pub(super) type MetaRow = (String, String, i64, i64, i64, Option<f64>);
+
+pub(super) fn meta(rows: &[MetaRow]) -> Meta {
+    let mut meta = Meta {
+        cluster_id: 0,
+        member_id: 0,
+        position: Position { head: Revision::EMPTY, epoch: 0, server: 0 },
+        compact_revision: None,
+        leases: Vec::new(),
+        alarms: Vec::new(),
+    };
+    for (kind, name, a, b, c, left_secs) in rows {
+        match (kind.as_str(), name.as_str()) {
+            ("position", _) => meta.position = Position { head: Revision(*a), epoch: *b, server: *c },
+            ("lease", _) => {
+                meta.leases.push(LoggedLease { id: LeaseId(*a), ttl_secs: *b, left_secs: *left_secs });
+            }
+            (_, "cluster_id") => meta.cluster_id = a.cast_unsigned(),
+            (_, "member_id") => meta.member_id = a.cast_unsigned(),
+            (_, "compact_revision") => meta.compact_revision = Some(Revision(*a)),
+            (_, name) => meta.alarms.extend(alarm(name, *a)),
+        }
+    }
+    meta
 }
 
 pub(super) fn unavailable(error: sqlx::Error) -> Error {

@@ -12,8 +12,8 @@ use tokio::{task::yield_now, time::Instant};
 
 use super::{Error, Result, Store};
 use crate::{
-    index::ReadAt,
-    log::WithPrev,
+    index::{ReadAt, TreeIndex},
+    log::{self, History, WithPrev},
     types::{Change, ChangeKind, EncodedKv, KeyRange, Revision, RowId, Version},
 };
 
@@ -44,6 +44,19 @@ impl Store {
         Ok(hashed)
     }
 
+    /// A hash of everything that the log holds: pairs, leases and the compact revision.
+    pub async fn hash_all(&self) -> Result<u32> {
+        let hashed = self.hash(None).await?;
+        let mut leases = self.shared.log.meta().await?.leases;
+        leases.sort_unstable_by_key(|lease| lease.id);
+        let compacted = hashed.compact_revision.map_or(0, |revision| revision.0);
+        let hash = crc32c::crc32c_append(hashed.hash, &compacted.to_be_bytes());
+        Ok(leases.iter().fold(hash, |hash, lease| {
+            let hash = crc32c::crc32c_append(hash, &lease.id.0.to_be_bytes());
+            crc32c::crc32c_append(hash, &lease.ttl_secs.to_be_bytes())
+        }))
+    }
+
     async fn hash_once(&self, revision: Option<Revision>) -> Result<Option<Hashed>> {
         let (target, compacted) = {
             let index = self.shared.index.read();
@@ -54,26 +67,12 @@ impl Store {
             Err(Error::Compacted) if revision.is_none() => return Ok(None),
             kept => kept?,
         };
-        let counts = |change: &Change| match compacted {
-            Some(compacted) if change.row.revision <= compacted => {
-                // Where no key lives, etcd passes over nothing: there is but the delete that a compaction leaves.
-                let last_delete = change.row.revision == compacted && matches!(change.kind, ChangeKind::Delete);
-                kept.contains(&change.row) || (kept.is_empty() && last_delete)
-            }
-            _ => true,
+        let log = &*self.shared.log;
+        let Some(hash) = hash_rows(log, target, compacted, &kept).await? else {
+            // Another instance compacted, of which this one hears now.
+            self.shared.catch_up().await?;
+            return Ok(None);
         };
-        let mut hash = crc32c::crc32c(BUCKET);
-        let mut next = Revision::EMPTY.next();
-        while next <= target {
-            let page = self.shared.log.changes(next, target, &KeyRange::all(), WithPrev::No).await?;
-            if page.purged.is_some_and(|purged| purged > compacted.unwrap_or(Revision::EMPTY)) {
-                // Another instance compacted, of which this one hears now.
-                self.shared.catch_up().await?;
-                return Ok(None);
-            }
-            hash = page.changes.iter().filter(|change| counts(change)).fold(hash, append);
-            next = page.next;
-        }
         let unchanged = self.shared.index.read().compact_revision() == compacted;
         Ok(unchanged.then_some(Hashed { hash, revision: target, compact_revision: compacted }))
     }
@@ -95,6 +94,45 @@ impl Store {
             yield_now().await;
         }
     }
+}
+
+/// The hash of a history that no one changes, at its head.
+pub(crate) async fn of_history(history: &dyn History, index: &TreeIndex) -> log::Result<u32> {
+    let (head, compacted) = (index.head(), index.compact_revision());
+    let mut kept = HashSet::new();
+    if compacted.is_some() {
+        kept.extend(index.range(KeyRange::all().bounds(), head).map(|(_, entry)| entry.version.row));
+    }
+    let hash = hash_rows(history, head, compacted, &kept).await?;
+    hash.ok_or_else(|| log::Error::Unavailable("rows are being deleted".to_owned()))
+}
+
+/// `kept` are the rows at or below the compact revision that count. `None`: some may have been deleted already.
+async fn hash_rows(
+    history: &dyn History,
+    target: Revision,
+    compacted: Option<Revision>,
+    kept: &HashSet<RowId>,
+) -> log::Result<Option<u32>> {
+    let counts = |change: &Change| match compacted {
+        Some(compacted) if change.row.revision <= compacted => {
+            // Where no key lives, etcd passes over nothing: there is but the delete that a compaction leaves.
+            let last_delete = change.row.revision == compacted && matches!(change.kind, ChangeKind::Delete);
+            kept.contains(&change.row) || (kept.is_empty() && last_delete)
+        }
+        _ => true,
+    };
+    let mut hash = crc32c::crc32c(BUCKET);
+    let mut next = Revision::EMPTY.next();
+    while next <= target {
+        let page = history.changes(next, target, &KeyRange::all(), WithPrev::No).await?;
+        if page.purged.is_some_and(|purged| purged > compacted.unwrap_or(Revision::EMPTY)) {
+            return Ok(None);
+        }
+        hash = page.changes.iter().filter(|change| counts(change)).fold(hash, append);
+        next = page.next;
+    }
+    Ok(Some(hash))
 }
 
 fn append(hash: u32, change: &Change) -> u32 {

@@ -28,7 +28,7 @@ use super::{
 };
 use crate::{
     index::{CompactionCursor, TreeIndex},
-    log::{Error, Log, LoggedLease, Member, Meta, Result, Touch},
+    log::{Error, History, Log, LoggedLease, Member, Meta, Result, Touch},
     metrics::Metrics,
     types::{LeaseId, Revision, RowId},
     watch::Hub,
@@ -81,7 +81,7 @@ impl Store {
             // Before anything looks at leases: if nobody was there, they have not run down.
             shared.beat().await?;
         }
-        let Replayed { meta, index, garbage } = replay(&*log).await?;
+        let Replayed { meta, index, garbage, .. } = replay(&*log).await?;
         let leases = lease_table(&meta, &index, Instant::now());
         let own = Member { id: meta.member_id, name: settings.name, client_urls: settings.client_urls };
 
@@ -162,16 +162,21 @@ fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<Log
     renewals
 }
 
-/// What the log says.
-pub(super) struct Replayed {
-    pub(super) meta: Meta,
-    pub(super) index: TreeIndex,
+/// What a log says.
+pub(crate) struct Replayed {
+    pub(crate) meta: Meta,
+    pub(crate) index: TreeIndex,
+    pub(crate) rows: usize,
     /// Rows that were compacted away but are still there.
-    pub(super) garbage: Vec<RowId>,
+    pub(crate) garbage: Vec<RowId>,
 }
 
-/// Reads the whole log.
-pub(super) async fn replay(log: &dyn Log) -> Result<Replayed> {
+/// Reads a whole log.
+///
+/// # Errors
+///
+/// [`Error::Corrupt`] if it contradicts itself.
+pub(crate) async fn replay(log: &dyn History) -> Result<Replayed> {
     let started = WallInstant::now();
     let mut reported = started;
     let mut index = TreeIndex::new();
@@ -210,7 +215,7 @@ pub(super) async fn replay(log: &dyn Log) -> Result<Replayed> {
         elapsed_ms = started.elapsed().as_millis(),
         "log read"
     );
-    Ok(Replayed { meta, index, garbage })
+    Ok(Replayed { meta, index, rows, garbage })
 }
 
 /// Above the compact revision no revision is missing.

@@ -11,7 +11,7 @@ use std::{
 };
 
 use orlop::{
-    log::{Log as _, SqliteLog},
+    log::{History as _, SqliteLog},
     proto::client::etcdserverpb::{PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request},
     store::{
         Settings, Store,

@@ -21,6 +21,7 @@ mod outage;
 mod services;
 mod size;
 mod slow_watch;
+mod snapshot;
 mod start;
 mod support;
 mod tidy;

@@ -1,11 +1,13 @@
 //! What stands around the data: members, status, health, reflection, what is not built.
 
 use orlop::proto::client::etcdserverpb::{
-    DowngradeRequest, HashRequest, MemberAddRequest, MemberListRequest, MemberPromoteRequest, MemberRemoveRequest,
-    MemberUpdateRequest, MoveLeaderRequest, PutRequest, SnapshotRequest, StatusRequest,
-    downgrade_request::DowngradeAction,
+    AuthDisableRequest, AuthEnableRequest, AuthRoleAddRequest, AuthRoleDeleteRequest, AuthRoleGetRequest,
+    AuthRoleListRequest, AuthStatusRequest, AuthUserAddRequest, AuthUserDeleteRequest, AuthUserGetRequest,
+    AuthUserGrantRoleRequest, AuthUserListRequest, AuthenticateRequest, DowngradeRequest, MemberAddRequest,
+    MemberListRequest, MemberPromoteRequest, MemberRemoveRequest, MemberUpdateRequest, MoveLeaderRequest, PutRequest,
+    StatusRequest, auth_client::AuthClient, downgrade_request::DowngradeAction,
 };
-use tonic::Code;
+use tonic::{Code, transport::Channel};
 
 use crate::support::{Backend, Client, Server, on_both_backends};
 
@@ -36,15 +38,49 @@ async fn identity_survives_a_restart(backend: Backend) {
     assert_eq!(seen[0], seen[1]);
 }
 
-async fn what_is_not_built_says_so(backend: Backend) {
+async fn users_and_roles_cannot_be_made_and_say_so(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
-    let mut maintenance = Client::connect(server.endpoint()).await.maintenance;
-    let refused =
-        [maintenance.hash(HashRequest {}).await.map(drop), maintenance.snapshot(SnapshotRequest {}).await.map(drop)];
+    let mut auth = auth(&server).await;
+    let refused = [
+        auth.user_add(AuthUserAddRequest::default()).await.map(drop),
+        auth.role_add(AuthRoleAddRequest::default()).await.map(drop),
+    ];
     for answer in refused {
         let status = answer.expect_err("it is not built");
         assert_eq!(status.code(), Code::Unimplemented);
-        assert!(status.message().ends_with("is not implemented yet"), "{status:?}");
+        assert!(status.message().ends_with("are not implemented yet"), "{status:?}");
+    }
+}
+
+async fn auth(server: &Server) -> AuthClient<Channel> {
+    AuthClient::connect(server.endpoint().to_owned()).await.expect("a ready server accepts connections")
+}
+
+/// A client that brings a name and a password goes on without where it hears that they are not needed.
+async fn auth_answers_as_where_it_was_never_turned_on(backend: Backend) {
+    let Some(server) = Server::under_test(backend).await else { return };
+    let mut auth = auth(&server).await;
+    let status = auth.auth_status(AuthStatusRequest {}).await.expect("a status").into_inner();
+    assert_eq!((status.enabled, status.auth_revision), (false, 1));
+    assert_eq!(status.header.expect("a header").revision, 1);
+    auth.auth_disable(AuthDisableRequest {}).await.expect("it is off");
+    assert!(auth.user_list(AuthUserListRequest {}).await.expect("a list").into_inner().users.is_empty());
+    assert!(auth.role_list(AuthRoleListRequest {}).await.expect("a list").into_inner().roles.is_empty());
+    let (name, role) = ("u".to_owned(), "r".to_owned());
+    let login = AuthenticateRequest { name: name.clone(), password: "p".to_owned() };
+    let grant = AuthUserGrantRoleRequest { user: name.clone(), role: role.clone() };
+    let rows = [
+        (auth.authenticate(login).await.map(drop), "authentication is not enabled"),
+        (auth.auth_enable(AuthEnableRequest {}).await.map(drop), "root user does not exist"),
+        (auth.user_get(AuthUserGetRequest { name: name.clone() }).await.map(drop), "user name not found"),
+        (auth.user_delete(AuthUserDeleteRequest { name }).await.map(drop), "user name not found"),
+        (auth.user_grant_role(grant).await.map(drop), "user name not found"),
+        (auth.role_get(AuthRoleGetRequest { role: role.clone() }).await.map(drop), "role name not found"),
+        (auth.role_delete(AuthRoleDeleteRequest { role }).await.map(drop), "role name not found"),
+    ];
+    for (answer, text) in rows {
+        let status = answer.expect_err(text);
+        assert_eq!((status.code(), status.message()), (Code::FailedPrecondition, &*format!("etcdserver: {text}")));
     }
 }
 
@@ -134,7 +170,8 @@ async fn health_is_serving_and_reflection_lists_the_services(backend: Backend) {
 on_both_backends!(
     status_names_a_leader_a_version_and_sizes,
     identity_survives_a_restart,
-    what_is_not_built_says_so,
+    users_and_roles_cannot_be_made_and_say_so,
+    auth_answers_as_where_it_was_never_turned_on,
     what_raft_needs_is_answered_as_it_makes_sense_without,
     health_is_serving_and_reflection_lists_the_services,
 );

@@ -18,10 +18,11 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("config", &[]),
     ("listen", &["config"]),
     ("bench", &["proto"]),
-    ("api", &["types", "index", "log", "metrics", "watch", "store", "proto"]),
+    ("snapshot", &["types", "config", "log", "store"]),
+    ("api", &["types", "index", "log", "metrics", "watch", "store", "snapshot", "proto"]),
     ("http", &["api", "log", "metrics", "store", "proto"]),
-    ("server", &["api", "config", "http", "listen", "log", "metrics", "store"]),
-    ("main", &["bench", "config", "server"]),
+    ("server", &["api", "config", "http", "listen", "log", "metrics", "snapshot", "store"]),
+    ("main", &["bench", "config", "server", "snapshot"]),
     ("lib", &[]),
 ];
 

@@ -159,10 +159,15 @@ spec:
 {{- if eq .Values.datastore.kind "sqlite" }}
 - name: data
   mountPath: /var/lib/orlop
-{{- else if .Values.datastore.postgres.tlsSecret }}
+{{- else }}
+# Snapshots lie there while they are sent.
+- name: tmp
+  mountPath: /tmp
+{{- if .Values.datastore.postgres.tlsSecret }}
 - name: postgres
   mountPath: /etc/orlop/postgres
   readOnly: true
+{{- end }}
 {{- end }}
 {{- if .Values.tls.enabled }}
 # Folders, not files (subPath): renewed certificates arrive in the pod and are used without a restart.
@@ -187,11 +192,15 @@ spec:
 - name: data
   emptyDir: {}
 {{- end }}
-{{- else if .Values.datastore.postgres.tlsSecret }}
+{{- else }}
+- name: tmp
+  emptyDir: {}
+{{- if .Values.datastore.postgres.tlsSecret }}
 - name: postgres
   secret:
     secretName: {{ .Values.datastore.postgres.tlsSecret }}
     defaultMode: 0440
+{{- end }}
 {{- end }}
 {{- if .Values.tls.enabled }}
 - name: tls

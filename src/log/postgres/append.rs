@@ -115,7 +115,7 @@ fn outcome(database: &Database, error: &sqlx::Error) -> Error {
 
 /// Columns of rows, as arrays.
 #[derive(Default)]
-struct Columns<'a> {
+pub(super) struct Columns<'a> {
     keys: Vec<&'a [u8]>,
     values: Vec<Option<&'a [u8]>>,
     leases: Vec<i64>,
@@ -126,7 +126,7 @@ struct Columns<'a> {
 }
 
 impl<'a> Columns<'a> {
-    fn with_capacity(rows: usize) -> Self {
+    pub(super) fn with_capacity(rows: usize) -> Self {
         Self {
             keys: Vec::with_capacity(rows),
             values: Vec::with_capacity(rows),
@@ -138,7 +138,7 @@ impl<'a> Columns<'a> {
         }
     }
 
-    fn push(&mut self, change: &'a Change) {
+    pub(super) fn push(&mut self, change: &'a Change) {
         self.keys.push(change.key.as_slice());
         self.prevs.push(change.prev.as_ref().map_or(0, |prev| prev.row.revision.0));
         let (value, lease, version, create_revision) = match &change.kind {
@@ -198,9 +198,10 @@ async fn call(connection: &mut PgConnection, append: Append<'_>) -> sqlx::Result
         .await
 }
 
-type AppendQuery<'q> = sqlx::query::QueryScalar<'q, sqlx::Postgres, bool, sqlx::postgres::PgArguments>;
+pub(super) type RowsQuery<'q, O> = sqlx::query::QueryScalar<'q, sqlx::Postgres, O, sqlx::postgres::PgArguments>;
 
-fn bind<'q>(query: AppendQuery<'q>, columns: Columns<'q>) -> AppendQuery<'q> {
+/// Binds seven arrays.
+pub(super) fn bind<'q, O>(query: RowsQuery<'q, O>, columns: Columns<'q>) -> RowsQuery<'q, O> {
     query
         .bind(columns.keys)
         .bind(columns.values)

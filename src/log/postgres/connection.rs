@@ -74,6 +74,11 @@ impl Database {
         Ok(Self { options, pool, name })
     }
 
+    /// For people.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
     pub(super) fn options(&self) -> PgConnectOptions {
         self.options.clone()
     }

@@ -7,26 +7,24 @@ use crate::{
     log::{
         Meta, Page, Result, Visit, WithPrev,
         rows::{
-            LogRow as _, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
-            RowColumns, SqlRange, VALUES_ROWS_MAX, merge, unavailable,
+            self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow,
+            REPLAY_ROWS, RowColumns, SqlRange, VALUES_ROWS_MAX, merge, unavailable,
         },
     },
     types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
 
-/// All that follows on this connection sees the database as it is now, however long it takes.
-pub(super) async fn begin_snapshot(connection: &mut PgConnection) -> Result<()> {
-    sqlx::raw_sql(
-        "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = 0; \
-         SET LOCAL idle_in_transaction_session_timeout = '60s'",
-    )
-    .execute(connection)
-    .await
-    .map(drop)
-    .map_err(unavailable)
+/// As [`crate::log::History::meta`], but for the member.
+pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
+    const META: &str = "SELECT 'position', '', (SELECT coalesce(max(id), 1) FROM kv_log), \
+            (SELECT value FROM meta WHERE name = 'epoch'), orlop_server(), NULL::float8 \
+        UNION ALL SELECT 'fact', name, value, 0, 0, NULL FROM meta \
+        UNION ALL SELECT 'lease', '', id, ttl, 0, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease";
+    let rows: Vec<MetaRow> = sqlx::query_as(META).fetch_all(connection).await?;
+    Ok(rows::meta(&rows))
 }
 
-/// As [`crate::log::Log::replay`], within a snapshot.
+/// As [`crate::log::History::replay`], within a snapshot.
 pub(super) async fn replay(connection: &mut PgConnection, meta: &Meta, visit: &mut Visit<'_>) -> Result<()> {
     const FIRST: &str = "SELECT id, 0::bigint, key, NULL::bytea, lease, version, create_revision, prev_revision, \
         deleted::int::bigint FROM kv_log WHERE id >= $1 + ($2 > 0)::int ORDER BY id LIMIT $3";
@@ -130,7 +128,7 @@ macro_rules! with_prev {
     };
 }
 
-/// As [`crate::log::Log::changes`].
+/// As [`crate::log::History::changes`].
 pub(super) async fn changes(
     connection: &mut PgConnection,
     from: Revision,

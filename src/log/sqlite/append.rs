@@ -61,24 +61,10 @@ async fn append_all(
     more: &[&Change],
     append: Append<'_>,
 ) -> sqlx::Result<Appended> {
-    let mut expected = append.expected.head.0;
     let mut transaction = writer.begin_with("BEGIN IMMEDIATE").await?;
-    for chunk in first.chunks(STATEMENT_ROWS_MAX) {
-        if insert_first(&mut transaction, chunk, expected).await? == Appended::Conflict {
-            transaction.rollback().await?;
-            return Ok(Appended::Conflict);
-        }
-        expected += chunk.len() as i64;
-    }
-    for chunk in more.chunks(STATEMENT_ROWS_MAX) {
-        let (mut query, padding) = statement(&MORE, chunk.len());
-        for change in chunk {
-            query = bind_row(query.bind(i64::from(change.row.sub)), change);
-        }
-        for _ in 0..padding * 9 {
-            query = query.bind(None::<i64>);
-        }
-        query.execute(&mut *transaction).await?;
+    if insert(&mut transaction, first, more, append.expected.head.0).await? == Appended::Conflict {
+        transaction.rollback().await?;
+        return Ok(Appended::Conflict);
     }
     for change in append.leases {
         let query = match change {
@@ -111,6 +97,32 @@ async fn append_all(
         query.execute(&mut *transaction).await?;
     }
     transaction.commit().await?;
+    Ok(Appended::Done)
+}
+
+/// Inserts rows of both tables within a transaction, if the newest is `newest`.
+pub(super) async fn insert(
+    writer: &mut SqliteConnection,
+    first: &[&Change],
+    more: &[&Change],
+    mut newest: i64,
+) -> sqlx::Result<Appended> {
+    for chunk in first.chunks(STATEMENT_ROWS_MAX) {
+        if insert_first(writer, chunk, newest).await? == Appended::Conflict {
+            return Ok(Appended::Conflict);
+        }
+        newest = chunk[chunk.len() - 1].row.revision.0;
+    }
+    for chunk in more.chunks(STATEMENT_ROWS_MAX) {
+        let (mut query, padding) = statement(&MORE, chunk.len());
+        for change in chunk {
+            query = bind_row(query.bind(i64::from(change.row.sub)), change);
+        }
+        for _ in 0..padding * 9 {
+            query = query.bind(None::<i64>);
+        }
+        query.execute(&mut *writer).await?;
+    }
     Ok(Appended::Done)
 }
 

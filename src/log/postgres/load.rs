@@ -1,0 +1,132 @@
+//! Filling an empty database.
+
+use async_trait::async_trait;
+use sqlx::{Connection as _, PgConnection};
+
+use super::{
+    append::{Columns, bind},
+    connection::{Database, bounded},
+};
+use crate::{
+    log::{Error, Load, Meta, Result, SILENCE_MAX},
+    types::Change,
+};
+
+/// One transaction, as long as it takes: those who would append wait for it.
+const BEGIN: &str = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
+    SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT orlop_lock()";
+const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
+    OR EXISTS (SELECT 1 FROM lease)";
+const LIVE_MEMBER: &str = "SELECT name FROM member WHERE beat > clock_timestamp() - make_interval(secs => $1) LIMIT 1";
+const ADD_FIRST: &str = "WITH added AS (INSERT INTO kv_log \
+    (key, value, lease, version, create_revision, prev_revision, deleted, id) \
+    SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8) RETURNING 1) SELECT count(*) FROM added";
+const ADD_MORE: &str = "WITH added AS (INSERT INTO kv_log_more \
+    (key, value, lease, version, create_revision, prev_revision, deleted, id, sub) \
+    SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8, $9) RETURNING 1) SELECT count(*) FROM added";
+const ADD_LEASES: &str = "INSERT INTO lease (id, ttl, deadline) \
+    SELECT id, ttl, clock_timestamp() + make_interval(secs => ttl) FROM unnest($1, $2) AS l (id, ttl)";
+/// Below the compact revision rows may be missing from now on.
+const ADD_COMPACTION: &str = "INSERT INTO meta AS m (name, value) VALUES ('compact_revision', $1), ('purged_revision', $1) \
+    ON CONFLICT (name) DO UPDATE SET value = excluded.value";
+/// Leases run down from now on.
+const NEW_CLUSTER: &str = "DELETE FROM meta WHERE name LIKE 'alarm/%'; \
+    UPDATE meta SET value = value + 1 WHERE name = 'epoch'; \
+    UPDATE meta SET value = (extract(epoch FROM clock_timestamp()) * 1000000)::bigint WHERE name = 'last_beat'; \
+    UPDATE meta SET value = ('x' || substr(md5(random()::text || clock_timestamp()::text), 1, 15))::bit(60)::bigint \
+    WHERE name = 'cluster_id'";
+
+/// One transaction that holds the lock under which all append. The database is a cluster of its own from then on.
+pub struct PostgresLoader {
+    database: Database,
+    connection: PgConnection,
+}
+
+impl PostgresLoader {
+    /// Migrates the schema.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Open`] if the database cannot be reached, holds anything, or is served by an instance.
+    pub async fn open(endpoint: &str) -> Result<Self> {
+        let database = Database::new(endpoint, 1)?;
+        let mut connection = database.connect_first().await?;
+        database.migrate(&mut connection).await?;
+        let failed = |error: sqlx::Error| database.open_error("write to", &error);
+        bounded(sqlx::raw_sql(BEGIN).execute(&mut connection)).await.map_err(failed)?;
+        if sqlx::query_scalar(HAS_ROWS).fetch_one(&mut connection).await.map_err(failed)? {
+            return Err(Error::Open(format!(
+                "database {} holds a log already; choose an empty database or schema",
+                database.name()
+            )));
+        }
+        let mut loader = Self { database, connection };
+        loader.refuse_if_served().await?;
+        Ok(loader)
+    }
+
+    /// The database's, for people.
+    pub fn name(&self) -> &str {
+        self.database.name()
+    }
+
+    async fn refuse_if_served(&mut self) -> Result<()> {
+        let live = sqlx::query_scalar::<_, String>(LIVE_MEMBER).bind(SILENCE_MAX.as_secs_f64());
+        match live.fetch_optional(&mut self.connection).await.map_err(|error| self.database.unavailable(&error))? {
+            Some(name) => Err(Error::Open(format!(
+                "database {} is served by {name}, or was just now; stop it and try again in {} seconds",
+                self.database.name(),
+                SILENCE_MAX.as_secs()
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    async fn add_rows(&mut self, changes: &[Change]) -> sqlx::Result<()> {
+        let (first, more): (Vec<&Change>, Vec<&Change>) = changes.iter().partition(|change| change.row.sub == 0);
+        for (sql, rows) in [(ADD_FIRST, &first), (ADD_MORE, &more)] {
+            if rows.is_empty() {
+                continue;
+            }
+            let mut columns = Columns::with_capacity(rows.len());
+            rows.iter().for_each(|change| columns.push(change));
+            let ids: Vec<i64> = rows.iter().map(|change| change.row.revision.0).collect();
+            let mut query = bind(sqlx::query_scalar::<_, i64>(sql), columns).bind(ids);
+            if sql == ADD_MORE {
+                query = query.bind(rows.iter().map(|change| i64::from(change.row.sub)).collect::<Vec<_>>());
+            }
+            query.fetch_one(&mut self.connection).await?;
+        }
+        Ok(())
+    }
+
+    async fn add_facts(&mut self, meta: &Meta) -> sqlx::Result<()> {
+        let (ids, ttls): (Vec<i64>, Vec<i64>) = meta.leases.iter().map(|lease| (lease.id.0, lease.ttl_secs)).unzip();
+        sqlx::query(ADD_LEASES).bind(ids).bind(ttls).execute(&mut self.connection).await?;
+        if let Some(revision) = meta.compact_revision {
+            sqlx::query(ADD_COMPACTION).bind(revision.0).execute(&mut self.connection).await?;
+        }
+        sqlx::raw_sql(NEW_CLUSTER).execute(&mut self.connection).await.map(drop)
+    }
+}
+
+#[async_trait]
+impl Load for PostgresLoader {
+    async fn add(&mut self, changes: &[Change]) -> Result<()> {
+        self.add_rows(changes).await.map_err(|error| self.database.unavailable(&error))
+    }
+
+    async fn finish(mut self: Box<Self>, meta: &Meta) -> Result<()> {
+        self.add_facts(meta).await.map_err(|error| self.database.unavailable(&error))?;
+        self.refuse_if_served().await?;
+        let Self { database, mut connection } = *self;
+        sqlx::raw_sql("COMMIT")
+            .execute(&mut connection)
+            .await
+            .map_err(|error| Error::OutcomeUnknown(error.to_string()))?;
+        // What counts is done.
+        let _ = bounded(connection.close()).await;
+        database.close().await;
+        Ok(())
+    }
+}

@@ -1,0 +1,54 @@
+//! A log that does not change while it is read.
+
+use async_trait::async_trait;
+use sqlx::PgConnection;
+use tokio::sync::Mutex;
+
+use super::{
+    connection::{Database, bounded},
+    read,
+};
+use crate::{
+    log::{History, Meta, Page, Result, Visit, WithPrev},
+    types::{KeyRange, Revision},
+};
+
+/// The moment is that of the first read. Longer than this idle between two reads, and the server ends it.
+const BEGIN: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = 0; \
+    SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT 1 FROM meta";
+
+/// One connection with a transaction.
+pub(super) struct View {
+    connection: Mutex<PgConnection>,
+    database: Database,
+    member_id: u64,
+}
+
+impl View {
+    pub(super) async fn now(database: &Database, member_id: u64) -> Result<Self> {
+        let mut connection = database.connect().await.map_err(|error| database.unavailable(&error))?;
+        let begun = bounded(sqlx::raw_sql(BEGIN).execute(&mut connection)).await;
+        begun.map_err(|error| database.unavailable(&error))?;
+        Ok(Self { connection: Mutex::new(connection), database: database.clone(), member_id })
+    }
+}
+
+#[async_trait]
+impl History for View {
+    async fn meta(&self) -> Result<Meta> {
+        let meta = read::meta(&mut *self.connection.lock().await).await;
+        let meta = meta.map_err(|error| self.database.unavailable(&error))?;
+        Ok(Meta { member_id: self.member_id, ..meta })
+    }
+
+    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
+        let meta = self.meta().await?;
+        read::replay(&mut *self.connection.lock().await, &meta, visit).await?;
+        Ok(meta)
+    }
+
+    async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
+        let page = read::changes(&mut *self.connection.lock().await, from, to, range, prev).await;
+        page.map_err(|error| self.database.unavailable(&error))?
+    }
+}

@@ -1,0 +1,135 @@
+//! Filling a new database file.
+
+use std::{
+    fs::File,
+    path::{Path, PathBuf},
+};
+
+use async_trait::async_trait;
+use sqlx::{
+    ConnectOptions as _, Connection as _, SqliteConnection,
+    sqlite::{SqliteJournalMode, SqliteSynchronous},
+};
+
+use super::{FileLock, SqliteLog, append, take_place};
+use crate::{
+    log::{Appended, Cluster, Error, Load, Meta, Result},
+    types::Change,
+};
+
+/// One transaction in a file of its own. What is not finished is no database.
+pub struct SqliteLoader {
+    connection: SqliteConnection,
+    /// What is written.
+    file: PathBuf,
+    /// Where that goes in the end.
+    place: Option<Place>,
+    cluster: Cluster,
+    /// The newest row of the first table.
+    newest: i64,
+}
+
+struct Place {
+    file: PathBuf,
+    _lock: FileLock,
+}
+
+impl SqliteLoader {
+    /// A file that is looked at by nobody else and need not survive a crash; it may be there, empty.
+    pub async fn scratch(file: &Path, cluster: Cluster) -> Result<Self> {
+        let failed = |error: sqlx::Error| Error::Open(format!("cannot write {}: {error}", file.display()));
+        let options = SqliteLog::options(file).journal_mode(SqliteJournalMode::Off).synchronous(SqliteSynchronous::Off);
+        let mut connection = options.connect().await.map_err(failed)?;
+        sqlx::migrate!("migrations/sqlite")
+            .run_direct(None, &mut connection, false)
+            .await
+            .map_err(|error| Error::Open(format!("cannot write {}: {error}", file.display())))?;
+        sqlx::raw_sql("BEGIN").execute(&mut connection).await.map_err(failed)?;
+        Ok(Self { connection, file: file.to_owned(), place: None, cluster, newest: 1 })
+    }
+
+    /// The database file of an instance that is to start, a cluster of its own.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Open`] if there is anything in its place.
+    pub async fn database(file: &Path) -> Result<Self> {
+        let lock = take_place(file)?;
+        for suffix in ["", "-wal", "-shm", "-journal"] {
+            let there = with_suffix(file, suffix);
+            if there.exists() {
+                return Err(Error::Open(format!(
+                    "{} is there already; move it away, with what lies beside it under its name, or choose another folder",
+                    there.display()
+                )));
+            }
+        }
+        let scratch = with_suffix(file, ".restoring");
+        match std::fs::remove_file(&scratch) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(Error::Open(format!("cannot remove {}: {error}", scratch.display())));
+            }
+            Ok(()) | Err(_) => {}
+        }
+        let loader = Self::scratch(&scratch, Cluster::New).await?;
+        Ok(Self { place: Some(Place { file: file.to_owned(), _lock: lock }), ..loader })
+    }
+
+    fn failed(&self) -> impl Fn(sqlx::Error) -> Error + use<> {
+        let file = self.file.clone();
+        move |error| Error::Unavailable(format!("cannot write {}: {error}", file.display()))
+    }
+
+    async fn add_facts(&mut self, meta: &Meta) -> sqlx::Result<()> {
+        for lease in &meta.leases {
+            let insert = sqlx::query("INSERT INTO lease (id, ttl) VALUES (?, ?)").bind(lease.id.0).bind(lease.ttl_secs);
+            insert.execute(&mut self.connection).await?;
+        }
+        let cluster_id = (self.cluster == Cluster::Same).then_some(("cluster_id", meta.cluster_id.cast_signed()));
+        let compact_revision = meta.compact_revision.map(|revision| ("compact_revision", revision.0));
+        for (name, value) in [cluster_id, compact_revision].into_iter().flatten() {
+            let insert = sqlx::query("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)").bind(name).bind(value);
+            insert.execute(&mut self.connection).await?;
+        }
+        sqlx::raw_sql("COMMIT").execute(&mut self.connection).await.map(drop)
+    }
+}
+
+#[async_trait]
+impl Load for SqliteLoader {
+    async fn add(&mut self, changes: &[Change]) -> Result<()> {
+        let failed = self.failed();
+        let (first, more): (Vec<&Change>, Vec<&Change>) = changes.iter().partition(|change| change.row.sub == 0);
+        let appended = append::insert(&mut self.connection, &first, &more, self.newest).await.map_err(failed)?;
+        if appended == Appended::Conflict {
+            return Err(Error::Corrupt(format!("rows behind revision {} are out of order", self.newest)));
+        }
+        self.newest = first.last().map_or(self.newest, |change| change.row.revision.0);
+        Ok(())
+    }
+
+    async fn finish(mut self: Box<Self>, meta: &Meta) -> Result<()> {
+        let failed = self.failed();
+        self.add_facts(meta).await.map_err(&failed)?;
+        let Self { connection, file, place, .. } = *self;
+        connection.close().await.map_err(&failed)?;
+        let Some(place) = place else { return Ok(()) };
+        settle(&file, &place.file).map_err(|error| failed(error.into()))
+    }
+}
+
+/// Moves a file to its place, on the disk.
+fn settle(file: &Path, place: &Path) -> std::io::Result<()> {
+    File::open(file)?.sync_all()?;
+    std::fs::rename(file, place)?;
+    match place.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        Some(folder) => File::open(folder)?.sync_all(),
+        None => File::open(".")?.sync_all(),
+    }
+}
+
+fn with_suffix(file: &Path, suffix: &str) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}

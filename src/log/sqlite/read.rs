@@ -1,0 +1,207 @@
+//! Reading rows.
+
+use futures_util::TryStreamExt as _;
+use sqlx::SqliteConnection;
+
+use crate::{
+    log::{
+        Meta, Page, Result, Size, Visit, WithPrev,
+        rows::{
+            self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow,
+            REPLAY_ROWS, RowColumns, SqlRange, VALUES_ROWS_MAX, merge, unavailable,
+        },
+    },
+    types::{Change, EncodedKv, KeyRange, Revision, RowId},
+};
+
+/// As [`crate::log::History::meta`].
+pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
+    const META: &str = "SELECT 'position', '', coalesce(max(id), 1), 0, 0, NULL FROM kv_log \
+        UNION ALL SELECT 'fact', name, value, 0, 0, NULL FROM meta \
+        UNION ALL SELECT 'lease', '', id, ttl, 0, NULL FROM lease";
+    let rows: Vec<MetaRow> = sqlx::query_as(META).fetch_all(connection).await.map_err(unavailable)?;
+    Ok(rows::meta(&rows))
+}
+
+/// As [`crate::log::History::replay`].
+pub(super) async fn replay(connection: &mut SqliteConnection, visit: &mut Visit<'_>) -> Result<Meta> {
+    // Nobody else writes while this process starts, so that what is read in parts is of one moment.
+    let meta = meta(&mut *connection).await?;
+    let mut next = RowId::new(Revision(i64::MIN), 0);
+    loop {
+        let changes = rows_from(&mut *connection, next, REPLAY_ROWS).await?;
+        let Some(last) = changes.last() else { return Ok(meta) };
+        next = RowId::new(last.row.revision, last.row.sub + 1);
+        visit(&meta, changes)?;
+    }
+}
+
+/// As [`crate::log::Log::values`].
+pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+    const FIRST: &str = "SELECT id, 0, key, value, lease, version, create_revision, prev_revision, deleted \
+        FROM kv_log WHERE id IN (SELECT value FROM json_each(?)) AND deleted = 0";
+    const MORE: &str = "SELECT id, sub, key, value, lease, version, create_revision, prev_revision, deleted \
+        FROM kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?)) AND deleted = 0";
+    let mut found = Vec::with_capacity(rows.len());
+    for chunk in rows.chunks(VALUES_ROWS_MAX) {
+        let (first, more): (Vec<RowId>, Vec<RowId>) = chunk.iter().partition(|row| row.sub == 0);
+        let first = json_list(first.iter().map(|row| row.revision.0.to_string()));
+        let more = json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)));
+        for (sql, list) in [(FIRST, first), (MORE, more)] {
+            let Some(list) = list else { continue };
+            let mut rows = sqlx::query(sql).bind(list).fetch(&mut *connection);
+            while let Some(row) = rows.try_next().await.map_err(unavailable)? {
+                let columns = RowColumns::read(&row, 0)?;
+                found.push((columns.row, columns.kv()));
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// As [`crate::log::History::changes`].
+pub(super) async fn changes(
+    connection: &mut SqliteConnection,
+    from: Revision,
+    to: Revision,
+    range: &KeyRange,
+    prev: WithPrev,
+) -> Result<Page> {
+    let to = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
+    let first = page_rows(&mut *connection, Table::First, from.0, to, range, prev, PAGE_REVISIONS_MAX + 1).await?;
+    let mut page = PageBuilder::new(first, to);
+    page.add_more(
+        page_rows(&mut *connection, Table::More, from.0, page.to(), range, prev, PAGE_REVISIONS_MAX + 1).await?,
+    );
+    Ok(page.finish(None))
+}
+
+pub(super) async fn size(connection: &mut SqliteConnection) -> Result<Size> {
+    let row = sqlx::query(
+        "SELECT (SELECT page_count FROM pragma_page_count), (SELECT freelist_count FROM pragma_freelist_count), \
+         (SELECT page_size FROM pragma_page_size)",
+    )
+    .fetch_one(connection)
+    .await
+    .map_err(unavailable)?;
+    let (pages, free, page_size): (i64, i64, i64) = (row.int(0)?, row.int(1)?, row.int(2)?);
+    Ok(Size { total: pages * page_size, in_use: (pages - free) * page_size })
+}
+
+/// The changes of one revision beyond the first live in `kv_log_more`; both tables are read with the same columns.
+async fn page_rows(
+    connection: &mut SqliteConnection,
+    table: Table,
+    from: i64,
+    to: i64,
+    range: &KeyRange,
+    prev: WithPrev,
+    revisions_max: usize,
+) -> Result<Vec<PageRow>> {
+    let range = SqlRange::of(range);
+    let mut rows = sqlx::query(table.changes_sql(prev))
+        .bind(from)
+        .bind(to)
+        .bind(range.start)
+        .bind(range.unbounded)
+        .bind(range.end)
+        .fetch(&mut *connection);
+    let mut found = Vec::new();
+    let (mut bytes, mut revisions, mut last) = (0, 0, None);
+    while let Some(row) = rows.try_next().await.map_err(unavailable)? {
+        let columns = RowColumns::read(&row, 0)?;
+        if last != Some(columns.row.revision) {
+            if revisions == revisions_max || bytes > PAGE_BYTES_MAX {
+                break;
+            }
+            last = Some(columns.row.revision);
+            revisions += 1;
+        }
+        bytes += columns.len();
+        let prev_kv = columns.prev_kv(&row, 9, prev)?;
+        found.push((columns, prev_kv));
+    }
+    Ok(found)
+}
+
+/// Rows from `from` on in their order, values left out, about `limit` of them.
+async fn rows_from(connection: &mut SqliteConnection, from: RowId, limit: usize) -> Result<Vec<Change>> {
+    const FIRST: &str = "SELECT id, 0, key, NULL, lease, version, create_revision, prev_revision, deleted \
+        FROM kv_log WHERE (id, 0) >= (?, ?) ORDER BY id LIMIT ?";
+    const MORE: &str = "SELECT id, sub, key, NULL, lease, version, create_revision, prev_revision, deleted \
+        FROM kv_log_more WHERE (id, sub) >= (?, ?) ORDER BY id, sub LIMIT ?";
+    let mut tables = [Vec::new(), Vec::new()];
+    for (sql, changes) in [FIRST, MORE].into_iter().zip(&mut tables) {
+        let mut rows = sqlx::query(sql)
+            .bind(from.revision.0)
+            .bind(i64::from(from.sub))
+            .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+            .fetch(&mut *connection);
+        while let Some(row) = rows.try_next().await.map_err(unavailable)? {
+            changes.push(RowColumns::read(&row, 0)?.into_change(None));
+        }
+    }
+    let [first, more] = tables;
+    Ok(merge(first, more, limit))
+}
+
+/// The two tables of rows.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Table {
+    First,
+    More,
+}
+
+/// `$sub` is the table's number of a change in its revision.
+macro_rules! changes_sql {
+    ($table:literal, $sub:literal, $more_columns:literal, $join:literal) => {
+        concat!(
+            "SELECT r.id, ",
+            $sub,
+            ", r.key, r.value, r.lease, r.version, r.create_revision, r.prev_revision, r.deleted",
+            $more_columns,
+            " FROM ",
+            $table,
+            " r",
+            $join,
+            " WHERE r.id BETWEEN ? AND ? AND r.key >= ? AND (? OR r.key < ?) ORDER BY r.id, 2"
+        )
+    };
+    ($table:literal, $sub:literal, prev) => {
+        changes_sql!(
+            $table,
+            $sub,
+            ", coalesce(p.value, q.value), coalesce(p.lease, q.lease), coalesce(p.version, q.version), \
+             coalesce(p.create_revision, q.create_revision)",
+            " LEFT JOIN kv_log p ON p.id = r.prev_revision AND p.key = r.key AND p.deleted = 0 \
+             LEFT JOIN kv_log_more q ON q.id = r.prev_revision AND q.key = r.key AND q.deleted = 0"
+        )
+    };
+}
+
+impl Table {
+    fn changes_sql(self, prev: WithPrev) -> &'static str {
+        match (self, prev) {
+            (Self::First, WithPrev::No) => changes_sql!("kv_log", "0", "", ""),
+            (Self::More, WithPrev::No) => changes_sql!("kv_log_more", "r.sub", "", ""),
+            (Self::First, WithPrev::Yes) => changes_sql!("kv_log", "0", prev),
+            (Self::More, WithPrev::Yes) => changes_sql!("kv_log_more", "r.sub", prev),
+        }
+    }
+}
+
+/// A JSON array of what is given, for `json_each`: one bind and one statement however many there are.
+pub(super) fn json_list(items: impl ExactSizeIterator<Item = String>) -> Option<String> {
+    if items.len() == 0 {
+        return None;
+    }
+    let mut list = String::from("[");
+    for item in items {
+        if list.len() > 1 {
+            list.push(',');
+        }
+        list.push_str(&item);
+    }
+    list.push(']');
+    Some(list)
+}

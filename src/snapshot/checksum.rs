@@ -1,0 +1,84 @@
+//! The checksum behind a snapshot.
+
+use std::{fs::File, io::Read, path::Path};
+
+use sha2::{Digest as _, Sha256};
+
+use super::{Error, Result, unusable};
+
+/// Of a SHA-256.
+pub const CHECKSUM_BYTES: u64 = 32;
+/// The size of a database file is a multiple of this, in SQLite as in etcd's bbolt; so etcd's tools tell whether there is
+/// a checksum behind it.
+const BLOCK_BYTES: u64 = 512;
+/// How a SQLite database begins.
+const SQLITE_MAGIC: &[u8] = b"SQLite format 3\0";
+/// What etcd's own database has at its 16th byte, in the byte order of nearly all machines.
+const BBOLT_MAGIC: &[u8] = &[0xed, 0xda, 0x0c, 0xed];
+
+/// Whether a snapshot's checksum must be there and hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HashCheck {
+    Verify,
+    /// For a database file that was copied by other means.
+    Skip,
+}
+
+/// The checksum of what is read through it.
+pub struct Hashing<R> {
+    reader: R,
+    hash: Sha256,
+}
+
+impl<R: Read> Hashing<R> {
+    pub fn new(reader: R) -> Self {
+        Self { reader, hash: Sha256::new() }
+    }
+
+    pub fn checksum(self) -> Vec<u8> {
+        self.hash.finalize().to_vec()
+    }
+}
+
+impl<R: Read> Read for Hashing<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let read = self.reader.read(buffer)?;
+        self.hash.update(&buffer[..read]);
+        Ok(read)
+    }
+}
+
+/// Looks whether a file is a snapshot, and whole. Returns its bytes without the checksum.
+pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
+    let unreadable = |error: std::io::Error| unusable("read", path, &error);
+    let name = path.display();
+    let mut file = File::open(path).map_err(unreadable)?;
+    let size = file.metadata().map_err(unreadable)?.len();
+    let mut head = Vec::new();
+    (&mut file).take(BLOCK_BYTES).read_to_end(&mut head).map_err(unreadable)?;
+    if head.get(16..20) == Some(BBOLT_MAGIC) {
+        return Err(Error::File(format!("{name} is a snapshot of etcd's own, which only etcdutl restores")));
+    }
+    if !head.starts_with(SQLITE_MAGIC) {
+        return Err(Error::File(format!("{name} is no snapshot: it does not begin as a SQLite database does")));
+    }
+    let has_checksum = size % BLOCK_BYTES == CHECKSUM_BYTES;
+    if check == HashCheck::Skip {
+        return Ok(if has_checksum { size - CHECKSUM_BYTES } else { size });
+    }
+    if !has_checksum {
+        return Err(Error::File(format!(
+            "{name} has no checksum at its end: it is cut off, or a copy of a database file, for which there is \
+             --skip-hash-check"
+        )));
+    }
+    let mut whole = Hashing::new(head.chain(file).take(size - CHECKSUM_BYTES));
+    std::io::copy(&mut whole, &mut std::io::sink()).map_err(unreadable)?;
+    let mut found = Vec::new();
+    let Hashing { reader, hash } = whole;
+    reader.into_inner().read_to_end(&mut found).map_err(unreadable)?;
+    if hash.finalize().as_slice() != found {
+        return Err(Error::File(format!("{name} is damaged: its checksum does not hold")));
+    }
+    Ok(size - CHECKSUM_BYTES)
+}

@@ -1,0 +1,142 @@
+//! `orlop snapshot`: what is done with snapshots without a server.
+
+use std::{
+    io::Write as _,
+    path::{Path, PathBuf},
+};
+
+use clap::{Subcommand, ValueEnum};
+
+use super::{HashCheck, Status, restore, status};
+use crate::{
+    config::{Datastore, DatastoreFlags, Flags, Settings},
+    log::{Load, PostgresLoader, SqliteLoader},
+};
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Check a snapshot and tell what it holds
+    Status {
+        #[command(flatten)]
+        snapshot: SnapshotArgs,
+
+        /// How it is told
+        #[arg(short, long, default_value = "simple", value_name = "FORMAT")]
+        write_out: Format,
+    },
+
+    /// Fill an empty database from a snapshot, for a server that is then started on it
+    ///
+    /// The server is a cluster of its own: revisions, leases and history are those of the snapshot, leases begin their time
+    /// anew, alarms are not taken over.
+    Restore {
+        #[command(flatten)]
+        snapshot: SnapshotArgs,
+
+        #[command(flatten)]
+        datastore: DatastoreFlags,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+struct SnapshotArgs {
+    /// What etcdctl snapshot save wrote
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+
+    /// Take a file whose checksum is not there or does not hold: one that was copied from a data folder
+    #[arg(long)]
+    skip_hash_check: bool,
+}
+
+impl SnapshotArgs {
+    fn check(&self) -> HashCheck {
+        if self.skip_hash_check { HashCheck::Skip } else { HashCheck::Verify }
+    }
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Format {
+    /// One line a fact
+    Simple,
+    /// One object, with etcdctl's names where it has one
+    Json,
+}
+
+/// # Errors
+///
+/// A text for the operator.
+pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
+    match args.command {
+        Command::Status { snapshot, write_out } => {
+            let status = status(&snapshot.file, snapshot.check()).await?;
+            let told = match write_out {
+                Format::Simple => simple(&status),
+                Format::Json => json(&status).to_string(),
+            };
+            Ok(writeln!(std::io::stdout(), "{told}")?)
+        }
+        Command::Restore { snapshot, datastore } => {
+            let settings = Settings::load(&Flags::from(datastore))?;
+            let (into, place) = empty_database(&settings).await?;
+            let status = restore(&snapshot.file, snapshot.check(), into).await?;
+            Ok(writeln!(
+                std::io::stdout(),
+                "restored into {place}: revision {}, {} keys, {} leases",
+                status.revision,
+                status.keys,
+                status.leases
+            )?)
+        }
+    }
+}
+
+/// The database that a server with these settings would serve, and its name for people.
+async fn empty_database(settings: &Settings) -> Result<(Box<dyn Load>, String), Box<dyn std::error::Error>> {
+    Ok(match settings.datastore()? {
+        Datastore::Sqlite(file) => (Box::new(SqliteLoader::database(&file).await?), shown(&file)),
+        Datastore::Postgres(endpoint) => {
+            let loader = PostgresLoader::open(&endpoint).await?;
+            let name = format!("database {}", loader.name());
+            (Box::new(loader), name)
+        }
+    })
+}
+
+fn shown(file: &Path) -> String {
+    file.display().to_string()
+}
+
+fn simple(status: &Status) -> String {
+    let compact_revision = status.compact_revision.map_or("none".to_owned(), |revision| revision.to_string());
+    format!(
+        "hash              {}\n\
+         revision          {}\n\
+         compact revision  {compact_revision}\n\
+         keys              {}\n\
+         rows              {}\n\
+         leases            {}\n\
+         cluster           {:x}\n\
+         bytes             {}",
+        status.hash, status.revision, status.keys, status.rows, status.leases, status.cluster_id, status.bytes
+    )
+}
+
+fn json(status: &Status) -> serde_json::Value {
+    serde_json::json!({
+        "hash": status.hash,
+        "revision": status.revision.0,
+        "compactRevision": status.compact_revision.map(|revision| revision.0),
+        "totalKey": status.rows,
+        "liveKey": status.keys,
+        "leases": status.leases,
+        "clusterId": status.cluster_id,
+        "totalSize": status.bytes,
+    })
+}

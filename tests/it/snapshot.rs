@@ -1,0 +1,363 @@
+//! Snapshots: one moment of the log, whole, and the same in whichever database it is restored.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use orlop::proto::client::{
+    etcdserverpb::{
+        CompactionRequest, DeleteRangeRequest, HashKvRequest, HashRequest, LeaseGrantRequest, LeaseLeasesRequest,
+        LeaseRevokeRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, RequestOp, SnapshotRequest, TxnRequest,
+        request_op::Request,
+    },
+    mvccpb::KeyValue,
+};
+use tempfile::TempDir;
+use tokio::task::JoinSet;
+
+use crate::support::{Backend, Client, Postgres, Random, Server, etcd_tool, eventually, on_both_backends, skip};
+
+const WRITERS: u64 = 4;
+/// Acknowledged writes before the snapshot is asked for, and again behind it.
+const WRITES_BEFORE: usize = 1_000;
+
+/// What the writers know: which leases were granted, and which revoked at which revision.
+#[derive(Default)]
+struct Leases {
+    granted: BTreeMap<i64, i64>,
+    revoked: BTreeMap<i64, i64>,
+}
+
+fn orlop(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_orlop")).args(arguments).output().expect("orlop is built with the tests")
+}
+
+#[track_caller]
+fn prints(arguments: &[&str]) -> String {
+    let output = orlop(arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).expect("text")
+}
+
+/// As etcdctl writes it: the pieces, the last of which is the checksum.
+async fn save(client: &mut Client, folder: &Path) -> PathBuf {
+    let mut pieces = client.maintenance.snapshot(SnapshotRequest {}).await.expect("a snapshot").into_inner();
+    let mut bytes = Vec::new();
+    let mut remaining = Vec::new();
+    while let Some(piece) = pieces.message().await.expect("a piece") {
+        assert!(!piece.blob.is_empty() && piece.blob.len() <= 32 << 10, "{}", piece.blob.len());
+        bytes.extend_from_slice(&piece.blob);
+        remaining.push((piece.remaining_bytes, bytes.len() as u64));
+    }
+    let whole = bytes.len() as u64 - 32;
+    for (remaining, sent) in &remaining {
+        assert_eq!(remaining + sent.min(&whole), whole);
+    }
+    assert_eq!(whole % 4096, 0, "pages of a database");
+    let file = folder.join("snapshot.db");
+    fs::write(&file, bytes).expect("a file can be written");
+    file
+}
+
+fn status(file: &Path) -> serde_json::Value {
+    let told = prints(&["snapshot", "status", path(file), "--write-out", "json"]);
+    serde_json::from_str(&told).expect("JSON")
+}
+
+fn path(file: &Path) -> &str {
+    file.to_str().expect("a path in UTF-8")
+}
+
+/// A server on a database that was filled from a snapshot.
+async fn restored(backend: Backend, file: &Path, folder: &Path) -> Option<Server> {
+    let datastore = match backend {
+        Backend::Sqlite => format!("sqlite://{}", path(&folder.join("restored.db"))),
+        Backend::Postgres => Postgres::shared().await?.create_database(),
+    };
+    let told = prints(&["snapshot", "restore", path(file), "--datastore-endpoint", &datastore]);
+    assert!(told.starts_with("restored into ") && !told.contains("pass%20word"), "{told}");
+    Some(Server::orlop_on(&datastore, &[]).await)
+}
+
+async fn pairs(client: &mut Client, revision: i64) -> Vec<KeyValue> {
+    let range = RangeRequest { key: vec![0].into(), range_end: vec![0].into(), revision, ..Default::default() };
+    client.kv.range(range).await.expect("a range").into_inner().kvs
+}
+
+async fn hash(client: &mut Client, revision: i64) -> u32 {
+    client.maintenance.hash_kv(HashKvRequest { revision }).await.expect("a hash").into_inner().hash
+}
+
+async fn hash_of_all(client: &mut Client) -> u32 {
+    client.maintenance.hash(HashRequest {}).await.expect("a hash").into_inner().hash
+}
+
+async fn cluster(client: &mut Client) -> u64 {
+    let range = RangeRequest { key: "k".into(), ..Default::default() };
+    client.kv.range(range).await.expect("a range").into_inner().header.expect("a header").cluster_id
+}
+
+async fn leases(client: &mut Client) -> BTreeSet<i64> {
+    let listed = client.lease.lease_leases(LeaseLeasesRequest {}).await.expect("leases").into_inner().leases;
+    listed.into_iter().map(|lease| lease.id).collect()
+}
+
+fn put(key: String, value: Vec<u8>, lease: i64) -> PutRequest {
+    PutRequest { key: key.into(), value: value.into(), lease, ..Default::default() }
+}
+
+/// Puts, deletes, transactions, leases and compactions until it is told to stop.
+async fn write(
+    mut client: Client,
+    writer: u64,
+    stop: Arc<AtomicBool>,
+    done: Arc<std::sync::atomic::AtomicUsize>,
+) -> Leases {
+    let mut random = Random::new(writer);
+    let mut leases = Leases::default();
+    while !stop.load(Ordering::Relaxed) {
+        let key = format!("key/{}", random.below(200));
+        match random.weighted(&[60, 15, 15, 5, 3, 1]) {
+            0 => drop(client.kv.put(put(key, vec![7; random.below(3_000)], 0)).await.expect("a put")),
+            1 => {
+                let delete = DeleteRangeRequest { key: key.into(), ..Default::default() };
+                client.kv.delete_range(delete).await.expect("a delete");
+            }
+            2 => {
+                let puts = [key, format!("txn/{}", random.below(50)), format!("txn/{}", 50 + random.below(50))];
+                let success = puts.map(|key| RequestOp { request: Some(Request::RequestPut(put(key, vec![8], 0))) });
+                let txn = TxnRequest { success: success.to_vec(), ..Default::default() };
+                client.kv.txn(txn).await.expect("a transaction");
+            }
+            3 => {
+                let granted = client.lease.lease_grant(LeaseGrantRequest { ttl: 5_000, id: 0 }).await;
+                let granted = granted.expect("a lease").into_inner();
+                leases.granted.insert(granted.id, granted.header.expect("a header").revision);
+                client.kv.put(put(format!("leased/{:x}", granted.id), vec![9], granted.id)).await.expect("a put");
+            }
+            4 => {
+                let id = leases.granted.keys().copied().find(|id| !leases.revoked.contains_key(id));
+                let Some(id) = id else { continue };
+                let revoked = client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("a revocation");
+                leases.revoked.insert(id, revoked.into_inner().header.expect("a header").revision);
+            }
+            _ => {
+                let head = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await;
+                let revision = head.expect("a range").into_inner().header.expect("a header").revision - 50;
+                // Another writer's may have gone further.
+                let _ = client.kv.compact(CompactionRequest { revision, physical: false }).await;
+            }
+        }
+        done.fetch_add(1, Ordering::Relaxed);
+    }
+    leases
+}
+
+/// Takes a snapshot while writers are at it.
+async fn save_under_load(server: &Server, folder: &Path) -> (PathBuf, Leases) {
+    let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::default());
+    let mut writers = JoinSet::new();
+    for writer in 0..WRITERS {
+        let client = Client::connect(server.endpoint()).await;
+        writers.spawn(write(client, writer, Arc::clone(&stop), Arc::clone(&done)));
+    }
+    let written = async |count: usize| {
+        eventually("the writes", async || match done.load(Ordering::Relaxed) {
+            enough if enough >= count => Ok(()),
+            few => Err(few),
+        })
+        .await;
+    };
+    written(WRITES_BEFORE).await;
+    let file = save(&mut Client::connect(server.endpoint()).await, folder).await;
+    written(done.load(Ordering::Relaxed) + WRITES_BEFORE / 10).await;
+    stop.store(true, Ordering::Relaxed);
+    let mut all = Leases::default();
+    while let Some(leases) = writers.join_next().await {
+        let leases = leases.expect("a writer");
+        all.granted.extend(leases.granted);
+        all.revoked.extend(leases.revoked);
+    }
+    (file, all)
+}
+
+async fn snapshot_under_load_is_one_moment(backend: Backend) {
+    let other = if backend == Backend::Sqlite { Backend::Postgres } else { Backend::Sqlite };
+    let Some(server) = Server::orlop(backend).await else { return };
+    let home = TempDir::new().expect("a folder");
+    let (file, known) = save_under_load(&server, home.path()).await;
+    let told = status(&file);
+    let revision = told["revision"].as_i64().expect("a revision");
+    let Some(copy) = restored(other, &file, home.path()).await else { return };
+    let (mut ours, mut theirs) = (Client::connect(server.endpoint()).await, Client::connect(copy.endpoint()).await);
+
+    assert_eq!(pairs(&mut theirs, 0).await, pairs(&mut theirs, revision).await, "the head is the snapshot's");
+    assert_eq!(Some(u64::from(hash(&mut theirs, 0).await)), told["hash"].as_u64());
+    // The source has compacted on, but if it still has the moment, it is the same there.
+    if let Ok(range) = ours.kv.range(RangeRequest { key: "k".into(), revision, ..Default::default() }).await {
+        drop(range);
+        assert_eq!(pairs(&mut theirs, revision).await, pairs(&mut ours, revision).await);
+    }
+    let there = leases(&mut theirs).await;
+    let at = |revisions: &BTreeMap<i64, i64>, id: &i64| revisions.get(id).is_some_and(|at| *at <= revision);
+    for id in known.granted.keys() {
+        // A grant has no revision of its own: one that answered with a revision below was made before.
+        let granted_before = known.granted[id] < revision;
+        let revoked_before = at(&known.revoked, id);
+        assert!(!(revoked_before && there.contains(id)), "{id:x} was revoked before revision {revision}");
+        assert!(!granted_before || revoked_before || there.contains(id), "{id:x} was granted before {revision}");
+    }
+    for pair in pairs(&mut theirs, 0).await.iter().filter(|pair| pair.lease != 0) {
+        let asked = LeaseTimeToLiveRequest { id: pair.lease, keys: true };
+        let lease = theirs.lease.lease_time_to_live(asked).await.expect("an answer").into_inner();
+        assert!(lease.keys.contains(&pair.key) && lease.granted_ttl == 5_000 && lease.ttl > 4_000, "{lease:?}");
+    }
+
+    // And back, where nothing differs, then on.
+    let file = save(&mut theirs, home.path()).await;
+    assert_eq!(status(&file)["hash"], told["hash"]);
+    let back_folder = TempDir::new().expect("a folder");
+    let Some(back) = restored(backend, &file, back_folder.path()).await else { return };
+    let mut back = Client::connect(back.endpoint()).await;
+    assert_eq!(pairs(&mut back, 0).await, pairs(&mut theirs, 0).await);
+    assert_eq!(leases(&mut back).await, leases(&mut theirs).await);
+    assert_eq!(hash_of_all(&mut back).await, hash_of_all(&mut theirs).await);
+    let next = back.kv.put(put("new".to_owned(), Vec::new(), 0)).await.expect("a put").into_inner();
+    assert_eq!(next.header.expect("a header").revision, revision + 1);
+    let clusters = BTreeSet::from([cluster(&mut ours).await, cluster(&mut theirs).await, cluster(&mut back).await]);
+    assert_eq!(clusters.len(), 3, "each is a cluster of its own");
+}
+
+async fn empty_and_small_stores_are_saved_by_etcdctl(backend: Backend) {
+    let Some(etcdctl) = etcd_tool("etcdctl", "ORLOP_ETCDCTL") else { return skip("etcdctl") };
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for (revision, keys) in [(1, 0), (2, 1)] {
+        let home = TempDir::new().expect("a folder");
+        let file = home.path().join("saved.db");
+        let saved = Command::new(&etcdctl)
+            .args(["--endpoints", server.endpoint(), "snapshot", "save", path(&file)])
+            .output()
+            .expect("etcdctl can be started");
+        assert!(saved.status.success(), "{}", String::from_utf8_lossy(&saved.stderr));
+        let told = status(&file);
+        assert_eq!((&told["revision"], &told["liveKey"]), (&revision.into(), &keys.into()));
+        let shown = prints(&["snapshot", "status", path(&file)]);
+        assert!(shown.contains(&format!("revision          {revision}\n")), "{shown}");
+        if let Some(copy) = restored(backend, &file, home.path()).await {
+            assert_eq!(pairs(&mut Client::connect(copy.endpoint()).await, 0).await.len(), keys);
+        }
+        client.kv.put(put("a".to_owned(), vec![1], 0)).await.expect("a put");
+    }
+}
+
+#[track_caller]
+fn refused(arguments: &[&str], because: &[&str]) {
+    let output = orlop(arguments);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
+    for because in because {
+        assert!(text.contains(because), "{arguments:?} says {because:?}: {text}");
+    }
+    assert!(!text.contains("pass%20word"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_no_whole_snapshot_is_refused() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(put("a".to_owned(), vec![1; 100_000], 0)).await.expect("a put");
+    let home = TempDir::new().expect("a folder");
+    let whole = fs::read(save(&mut client, home.path()).await).expect("a file can be read");
+    let file = home.path().join("given.db");
+    let target = home.path().join("data");
+    let bbolt = [vec![0; 16], vec![0xed, 0xda, 0x0c, 0xed], vec![0; 12_300]].concat();
+    let rows: [(&str, Vec<u8>, &str); 7] = [
+        ("cut off", whole[..whole.len() - 5_000].to_vec(), "cut off"),
+        ("cut off at a page, with a checksum's length behind it", whole[..whole.len() - 4_096].to_vec(), "damaged"),
+        (
+            "damaged",
+            {
+                let mut bytes = whole.clone();
+                bytes[60_000] ^= 1;
+                bytes
+            },
+            "damaged",
+        ),
+        ("without its checksum", whole[..whole.len() - 32].to_vec(), "--skip-hash-check"),
+        ("text", b"hello".to_vec(), "no snapshot"),
+        ("nothing", Vec::new(), "no snapshot"),
+        ("etcd's", bbolt, "etcdutl"),
+    ];
+    for (what, bytes, because) in rows {
+        fs::write(&file, bytes).expect("a file can be written");
+        println!("{what}");
+        refused(&["snapshot", "status", path(&file)], &["given.db", because]);
+        refused(&["snapshot", "restore", path(&file), "--data-dir", path(&target)], &["given.db", because]);
+        assert!(!target.join("orlop.db").exists(), "{what}");
+    }
+    refused(&["snapshot", "status", path(&home.path().join("absent"))], &["absent", "No such file"]);
+
+    // Without the checksum, as a copy of a database file, it is taken when that is meant.
+    fs::write(&file, &whole[..whole.len() - 32]).expect("a file can be written");
+    prints(&["snapshot", "restore", path(&file), "--skip-hash-check", "--data-dir", path(&target)]);
+    let again = ["snapshot", "restore", path(&file), "--skip-hash-check", "--data-dir", path(&target)];
+    refused(&again, &["orlop.db is there already", "move it away"]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn databases_of_others_and_of_other_versions_are_refused() {
+    let home = TempDir::new().expect("a folder");
+    let sqlite = |name: &str, statements: &'static str| {
+        let file = home.path().join(name);
+        async move {
+            use sqlx::{ConnectOptions as _, Connection as _, Executor as _, sqlite::SqliteConnectOptions};
+            let options = SqliteConnectOptions::new().filename(&file).create_if_missing(true);
+            let mut connection = options.connect().await.expect("a database");
+            connection.execute(sqlx::raw_sql(statements)).await.expect("the statements");
+            connection.close().await.expect("it closes");
+            file
+        }
+    };
+    let other = sqlite("other.db", "CREATE TABLE t (a)").await;
+    refused(&["snapshot", "status", path(&other), "--skip-hash-check"], &["other.db", "no database of orlop's"]);
+
+    let target = home.path().join("data");
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let saved = save(&mut Client::connect(server.endpoint()).await, home.path()).await;
+    let newer = sqlite(
+        saved.file_name().and_then(|name| name.to_str()).expect("a name"),
+        "INSERT INTO _sqlx_migrations SELECT 99, description, installed_on, success, checksum, execution_time \
+         FROM _sqlx_migrations",
+    )
+    .await;
+    let restore = ["snapshot", "restore", path(&newer), "--skip-hash-check", "--data-dir", path(&target)];
+    refused(&restore, &["another version of orlop", "99"]);
+    assert!(!target.join("orlop.db").exists());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn postgres_that_holds_a_log_or_is_served_is_refused() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let source = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let home = TempDir::new().expect("a folder");
+    let file = save(&mut Client::connect(source.endpoint()).await, home.path()).await;
+    let datastore = postgres.create_database();
+    let restore = ["snapshot", "restore", path(&file), "--datastore-endpoint", &datastore];
+    {
+        let mut server = Server::orlop_on(&datastore, &["--name", "alice"]).await;
+        refused(&restore, &["served by alice"]);
+        Client::connect(server.endpoint()).await.kv.put(put("a".to_owned(), vec![1], 0)).await.expect("a put");
+        server.terminate().await;
+    }
+    refused(&restore, &["holds a log already"]);
+}
+
+on_both_backends!(snapshot_under_load_is_one_moment, empty_and_small_stores_are_saved_by_etcdctl,);
