@@ -17,6 +17,7 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream, UnixListener, UnixStream},
     sync::{Semaphore, mpsc, watch},
+    task::JoinHandle,
     time::sleep,
 };
 use tokio_rustls::server::TlsStream;
@@ -30,7 +31,7 @@ use tonic::{
 };
 use tracing::{debug, warn};
 
-use crate::config::ListenUrl;
+use crate::config::{ListenUrl, Scheme};
 
 /// What a client may send on a stream, and on a connection, before it is read. Bytes.
 const STREAM_WINDOW: u32 = 2 << 20;
@@ -54,39 +55,41 @@ pub struct Listener {
     /// A port of 0 has become a real one.
     pub url: ListenUrl,
     socket: Socket,
+    tls: Option<Arc<tls::Acceptor>>,
 }
 
 enum Socket {
     Tcp(TcpListener),
-    Tls(TcpListener, Arc<tls::Acceptor>),
     Unix(UnixListener),
 }
 
 impl Listener {
     /// # Errors
     ///
-    /// If the address cannot be bound, or is https without certificates; the text names it.
+    /// If the address cannot be bound, or is to speak TLS without certificates; the text names it.
     pub async fn bind(url: &ListenUrl, tls: Option<&Arc<tls::Acceptor>>) -> Result<Self, String> {
         let failed = |error: io::Error| format!("cannot listen on {url}: {error}");
-        match url {
-            ListenUrl::Http(address) => {
-                if tls.is_some() {
+        let tls = match (url.scheme(), tls) {
+            (Scheme::Tls, None) => {
+                return Err(format!("{url} needs a certificate and its key: give cert-file and key-file"));
+            }
+            (Scheme::Tls, Some(tls)) => Some(Arc::clone(tls)),
+            (Scheme::Plain, tls) => {
+                if tls.is_some() && matches!(url, ListenUrl::Tcp(..)) {
                     warn!(%url, "this address is served without TLS, though there are certificates: its scheme is http");
                 }
-                let (socket, address) = bind_tcp(address).await.map_err(failed)?;
-                Ok(Self { url: ListenUrl::Http(address), socket: Socket::Tcp(socket) })
+                None
             }
-            ListenUrl::Https(address) => {
-                let Some(tls) = tls else {
-                    return Err(format!("{url} needs a certificate and its key: give cert-file and key-file"));
-                };
+        };
+        match url {
+            ListenUrl::Tcp(address, scheme) => {
                 let (socket, address) = bind_tcp(address).await.map_err(failed)?;
-                Ok(Self { url: ListenUrl::Https(address), socket: Socket::Tls(socket, Arc::clone(tls)) })
+                Ok(Self { url: ListenUrl::Tcp(address, *scheme), socket: Socket::Tcp(socket), tls })
             }
-            ListenUrl::Unix(path) => {
+            ListenUrl::Unix(path, _) => {
                 remove_stale(path).await.map_err(failed)?;
                 let socket = UnixListener::bind(path).map_err(failed)?;
-                Ok(Self { url: url.clone(), socket: Socket::Unix(socket) })
+                Ok(Self { url: url.clone(), socket: Socket::Unix(socket), tls })
             }
         }
     }
@@ -110,27 +113,28 @@ impl Listener {
             .http2_keepalive_interval(Some(settings.keepalive_interval))
             .http2_keepalive_timeout(Some(settings.keepalive_timeout))
             .add_routes(routes);
-        match self.socket {
-            Socket::Tcp(socket) => {
+        let outcome = match (self.socket, self.tls) {
+            (Socket::Tcp(socket), None) => {
                 let incoming = TcpIncoming::from(socket).with_nodelay(Some(true));
                 server.serve_with_incoming_shutdown(incoming, stopped).await
             }
-            Socket::Tls(socket, acceptor) => {
-                let (ready, connections) = mpsc::channel(1);
-                let accepting = tokio::spawn(accept_tls(socket, acceptor, ready));
-                let outcome = server.serve_with_incoming_shutdown(ReceiverStream::new(connections), stopped).await;
-                accepting.abort();
-                outcome
+            (Socket::Unix(socket), None) => {
+                server.serve_with_incoming_shutdown(UnixListenerStream::new(socket), stopped).await
             }
-            Socket::Unix(socket) => {
-                let outcome = server.serve_with_incoming_shutdown(UnixListenerStream::new(socket), stopped).await;
-                if let ListenUrl::Unix(path) = &self.url {
-                    // What is left over is cleared at the next start.
-                    let _ = std::fs::remove_file(path);
-                }
-                outcome
+            (Socket::Tcp(socket), Some(tls)) => {
+                let (connections, _accepting) = accept_tls(socket, tls);
+                server.serve_with_incoming_shutdown(connections, stopped).await
             }
+            (Socket::Unix(socket), Some(tls)) => {
+                let (connections, _accepting) = accept_tls(socket, tls);
+                server.serve_with_incoming_shutdown(connections, stopped).await
+            }
+        };
+        if let ListenUrl::Unix(path, _) = &self.url {
+            // What is left over is cleared at the next start.
+            let _ = std::fs::remove_file(path);
         }
+        outcome
     }
 }
 
@@ -143,7 +147,54 @@ async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
     Ok((socket, format!("{host}:{port}")))
 }
 
-async fn accept_tls(socket: TcpListener, acceptor: Arc<tls::Acceptor>, ready: mpsc::Sender<io::Result<TlsConnection>>) {
+/// A socket that clients come to.
+trait Accept: Send + 'static {
+    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+
+    /// The next client, and a name for it.
+    fn accept(&self) -> impl Future<Output = io::Result<(Self::Stream, String)>> + Send;
+}
+
+impl Accept for TcpListener {
+    type Stream = TcpStream;
+
+    async fn accept(&self) -> io::Result<(TcpStream, String)> {
+        let (stream, remote) = Self::accept(self).await?;
+        stream.set_nodelay(true)?;
+        Ok((stream, remote.to_string()))
+    }
+}
+
+impl Accept for UnixListener {
+    type Stream = UnixStream;
+
+    async fn accept(&self) -> io::Result<(UnixStream, String)> {
+        Self::accept(self).await.map(|(stream, _)| (stream, "@".to_owned()))
+    }
+}
+
+type TlsConnections<S> = ReceiverStream<io::Result<TlsConnection<S>>>;
+
+/// Those who have said who they are; nobody is accepted any more when the second is dropped.
+fn accept_tls<L: Accept>(socket: L, acceptor: Arc<tls::Acceptor>) -> (TlsConnections<L::Stream>, AbortOnDropHandle) {
+    let (ready, connections) = mpsc::channel(1);
+    let accepting = tokio::spawn(shake_hands(socket, acceptor, ready));
+    (ReceiverStream::new(connections), AbortOnDropHandle(accepting))
+}
+
+struct AbortOnDropHandle(JoinHandle<()>);
+
+impl Drop for AbortOnDropHandle {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+async fn shake_hands<L: Accept>(
+    socket: L,
+    acceptor: Arc<tls::Acceptor>,
+    ready: mpsc::Sender<io::Result<TlsConnection<L::Stream>>>,
+) {
     let handshakes = Arc::new(Semaphore::new(HANDSHAKES_MAX));
     // The semaphore is never closed.
     while let Ok(handshake) = Arc::clone(&handshakes).acquire_owned().await {
@@ -157,10 +208,7 @@ async fn accept_tls(socket: TcpListener, acceptor: Arc<tls::Acceptor>, ready: mp
         };
         let (acceptor, ready) = (Arc::clone(&acceptor), ready.clone());
         tokio::spawn(async move {
-            let accepted = match stream.set_nodelay(true) {
-                Ok(()) => acceptor.accept(stream).await,
-                Err(error) => Err(error),
-            };
+            let accepted = acceptor.accept(stream).await;
             drop(handshake);
             match accepted {
                 // Nobody takes it any more once the server goes down.
@@ -172,21 +220,21 @@ async fn accept_tls(socket: TcpListener, acceptor: Arc<tls::Acceptor>, ready: mp
 }
 
 /// A client's connection.
-struct TlsConnection(TlsStream<TcpStream>);
+struct TlsConnection<S>(TlsStream<S>);
 
-impl Connected for TlsConnection {
+impl<S> Connected for TlsConnection<S> {
     type ConnectInfo = ();
 
     fn connect_info(&self) {}
 }
 
-impl fmt::Debug for TlsConnection {
+impl<S> fmt::Debug for TlsConnection<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("TlsConnection")
     }
 }
 
-impl AsyncRead for TlsConnection {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for TlsConnection<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -196,7 +244,7 @@ impl AsyncRead for TlsConnection {
     }
 }
 
-impl AsyncWrite for TlsConnection {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for TlsConnection<S> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.0).poll_write(context, bytes)
     }

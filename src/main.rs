@@ -2,17 +2,18 @@
 
 use std::{io::IsTerminal as _, process::ExitCode};
 
-use clap::{CommandFactory as _, Parser, Subcommand};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
 use orlop::{
     bench,
-    config::{Flags, LogFormat, Settings},
+    config::{Flags, LogFormat, Settings, foreign_flags, ignored_flags},
     server, snapshot,
 };
 use tokio::{
     runtime::{Builder, Runtime},
     signal::unix::{SignalKind, signal},
 };
+use tracing::warn;
 use tracing_subscriber::EnvFilter;
 
 #[global_allocator]
@@ -51,10 +52,11 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let matches = command().get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let outcome = match cli.command {
-        None => serve(&cli.flags),
-        Some(Command::Serve(flags)) => serve(&flags),
+        None => serve(&cli.flags, &ignored_flags(&matches)),
+        Some(Command::Serve(flags)) => serve(&flags, &[]),
         Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(args).await?) }),
         Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
         Some(Command::Completions { shell }) => {
@@ -72,9 +74,16 @@ fn main() -> ExitCode {
     }
 }
 
-fn serve(flags: &Flags) -> Outcome {
+fn command() -> clap::Command {
+    Cli::command().args(foreign_flags())
+}
+
+fn serve(flags: &Flags, ignored: &[&str]) -> Outcome {
     let settings = Settings::load(flags)?;
     start_logging(&settings)?;
+    if !ignored.is_empty() {
+        warn!(flags = ignored.join(", "), "flags of etcd's that mean nothing here are ignored");
+    }
     let runtime = runtime(settings.worker_threads)?;
     let outcome = runtime.block_on(async {
         let shutdown = shutdown_signal()?;

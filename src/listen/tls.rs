@@ -3,6 +3,9 @@
 //! Files are looked at when somebody connects, at most once a second, so that a renewed certificate needs no restart and no
 //! connection is dropped. Files that make no sense together, as they may while they are being replaced, leave what was.
 
+mod clients;
+mod self_signed;
+
 use std::{
     fs::Metadata,
     io,
@@ -12,21 +15,23 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use tokio::{net::TcpStream, time::timeout};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    time::timeout,
+};
 use tokio_rustls::{
     TlsAcceptor,
     rustls::{
-        RootCertStore, ServerConfig, SupportedProtocolVersion,
-        crypto::ring,
+        ServerConfig, SupportedCipherSuite, SupportedProtocolVersion,
+        crypto::{CryptoProvider, ring},
         pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
-        server::{WebPkiClientVerifier, danger::ClientCertVerifier},
         version::{TLS12, TLS13},
     },
     server::TlsStream,
 };
 use tracing::{info, warn};
 
-use crate::config::{TlsFiles, TlsVersion};
+use crate::config::{CipherSuite, Tls, TlsVersion};
 
 /// How long a client has to speak TLS.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(10);
@@ -36,7 +41,7 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// Makes connections of clients' TLS. Cheap to share behind an [`Arc`].
 #[derive(Debug)]
 pub struct Acceptor {
-    settings: TlsFiles,
+    settings: Tls,
     state: Mutex<State>,
 }
 
@@ -55,7 +60,10 @@ impl Acceptor {
     /// # Errors
     ///
     /// A text for the operator that names setting and file.
-    pub fn new(settings: TlsFiles) -> Result<Self, String> {
+    pub fn new(settings: Tls) -> Result<Self, String> {
+        if let Some(wanted) = &settings.self_signed {
+            self_signed::ensure(wanted, &settings.cert_file, &settings.key_file)?;
+        }
         let state = State { stamps: stamps(&settings), config: load(&settings)?, looked: Instant::now() };
         Ok(Self { settings, state: Mutex::new(state) })
     }
@@ -65,7 +73,7 @@ impl Acceptor {
     /// # Errors
     ///
     /// If the client does not, in time and in ways that are accepted.
-    pub async fn accept(&self, stream: TcpStream) -> io::Result<TlsStream<TcpStream>> {
+    pub async fn accept<S: AsyncRead + AsyncWrite + Unpin>(&self, stream: S) -> io::Result<TlsStream<S>> {
         let handshake = TlsAcceptor::from(self.config()).accept(stream);
         timeout(HANDSHAKE_MAX, handshake).await.unwrap_or_else(|_| {
             Err(io::Error::new(io::ErrorKind::TimedOut, format!("no TLS handshake within {HANDSHAKE_MAX:?}")))
@@ -94,10 +102,13 @@ impl Acceptor {
     }
 }
 
-fn stamps(settings: &TlsFiles) -> Vec<Option<Stamp>> {
+fn stamps(settings: &Tls) -> Vec<Option<Stamp>> {
     let stamp = |metadata: Metadata| (metadata.modified().ok(), metadata.len());
-    [Some(&settings.cert_file), Some(&settings.key_file), settings.trusted_ca_file.as_ref()]
+    let clients = settings.clients.iter();
+    let of_clients = clients.flat_map(|clients| [Some(&clients.trusted_ca_file), clients.crl_file.as_ref()]);
+    [Some(&settings.cert_file), Some(&settings.key_file)]
         .into_iter()
+        .chain(of_clients)
         .flatten()
         .map(|file| std::fs::metadata(file).ok().map(stamp))
         .collect()
@@ -114,18 +125,17 @@ fn versions((min, max): (TlsVersion, TlsVersion)) -> &'static [&'static Supporte
     &BOTH[place(min)..=place(max)]
 }
 
-fn load(settings: &TlsFiles) -> Result<Arc<ServerConfig>, String> {
+fn load(settings: &Tls) -> Result<Arc<ServerConfig>, String> {
     let cert_file = settings.cert_file.display();
     let certificates = certificates("cert-file", &settings.cert_file)?;
     check_time("cert-file", &settings.cert_file, &certificates[0])?;
     let key = PrivateKeyDer::from_pem_file(&settings.key_file)
         .map_err(|error| format!("key-file {}: no private key can be read: {error}", settings.key_file.display()))?;
-    let provider = Arc::new(ring::default_provider());
-    let builder = ServerConfig::builder_with_provider(provider)
+    let builder = ServerConfig::builder_with_provider(provider(&settings.cipher_suites))
         .with_protocol_versions(versions(settings.versions))
-        .map_err(|error| format!("tls-min-version, tls-max-version: {error}"))?;
-    let builder = match &settings.trusted_ca_file {
-        Some(file) => builder.with_client_cert_verifier(verifier(file)?),
+        .map_err(|error| format!("tls-min-version, tls-max-version, cipher-suites: {error}"))?;
+    let builder = match &settings.clients {
+        Some(clients) => builder.with_client_cert_verifier(clients::verifier(clients)?),
         None => builder.with_no_client_auth(),
     };
     let mut config = builder.with_single_cert(certificates, key).map_err(|error| {
@@ -146,14 +156,16 @@ fn certificates(setting: &str, file: &Path) -> Result<Vec<CertificateDer<'static
     Ok(found)
 }
 
-fn verifier(file: &Path) -> Result<Arc<dyn ClientCertVerifier>, String> {
-    let mut roots = RootCertStore::empty();
-    for certificate in certificates("trusted-ca-file", file)? {
-        roots.add(certificate).map_err(|error| format!("trusted-ca-file {}: {error}", file.display()))?;
+/// All ciphers or those that are named. Where none of TLS 1.3 is, all of its are there, as in etcd.
+fn provider(named: &[CipherSuite]) -> Arc<CryptoProvider> {
+    let mut provider = ring::default_provider();
+    let name = |suite: &SupportedCipherSuite| format!("{:?}", suite.suite()).replace("TLS13_", "TLS_");
+    let is_named = |suite: &SupportedCipherSuite| named.iter().any(|named| named.name() == name(suite));
+    let any_of_tls13 = provider.cipher_suites.iter().any(|suite| suite.tls13().is_some() && is_named(suite));
+    if !named.is_empty() {
+        provider.cipher_suites.retain(|suite| is_named(suite) || (suite.tls13().is_some() && !any_of_tls13));
     }
-    WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::new(ring::default_provider()))
-        .build()
-        .map_err(|error| format!("trusted-ca-file {}: {error}", file.display()))
+    Arc::new(provider)
 }
 
 /// A certificate that no client takes is better known at start.

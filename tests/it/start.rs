@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    io::BufRead as _,
     path::Path,
     process::{Command, Output},
 };
@@ -48,9 +49,10 @@ fn bad_settings_are_named_with_what_is_accepted() {
     check_refused(
         &["--listen-client-urls", "127.0.0.1:2379"],
         &[],
-        &["127.0.0.1:2379", "http://HOST:PORT, https://HOST:PORT or unix://PATH"],
+        &["127.0.0.1:2379", "http://HOST:PORT, https://HOST:PORT, unix://PATH or unixs://PATH"],
     );
-    check_refused(&["--listen-client-urls", "unixs:///x.sock"], &[], &["unix sockets are served without TLS"]);
+    check_refused(&["--listen-client-urls", "unixs:///x.sock"], &[], &["unixs:///x.sock needs a certificate"]);
+    check_refused(&["--listen-address", "nowhere"], &[], &["listen-address", "no port"]);
     check_refused(&["--auto-compaction-retention", "soon"], &[], &["auto-compaction-retention", "soon", "10m"]);
     check_refused(
         &["--auto-compaction-mode", "revision", "--auto-compaction-retention", "10m"],
@@ -133,6 +135,62 @@ async fn flags_win_over_variables_and_variables_over_the_file() {
     let txn = TxnRequest { success: vec![op.clone(), op], ..Default::default() };
     let refused = client.kv.txn(txn).await.expect_err("two operations are more than the file allows");
     assert_eq!(refused.message(), "etcdserver: too many operations in txn request");
+}
+
+/// As kubeadm writes it into a control plane's manifest.
+#[tokio::test]
+async fn command_line_of_etcd_is_taken() {
+    let server = sqlite(&[
+        "--advertise-client-urls=http://10.0.0.1:2379",
+        "--feature-gates=InitialCorruptCheck=true",
+        "--initial-advertise-peer-urls=https://10.0.0.1:2380",
+        "--initial-cluster=node=https://10.0.0.1:2380",
+        "--initial-cluster-state=new",
+        "--listen-metrics-urls=http://127.0.0.1:0",
+        "--listen-peer-urls=https://10.0.0.1:2380",
+        "--name=node",
+        "--peer-cert-file=/etc/kubernetes/pki/etcd/peer.crt",
+        "--peer-client-cert-auth=true",
+        "--peer-key-file",
+        "/etc/kubernetes/pki/etcd/peer.key",
+        "--snapshot-count=10000",
+        "--experimental-watch-progress-notify-interval=5s",
+        "--pre-vote",
+        "--log-format=console",
+    ])
+    .await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let list = client.cluster.member_list(MemberListRequest::default()).await.expect("members answer").into_inner();
+    assert_eq!((&*list.members[0].name, &*list.members[0].client_ur_ls[0]), ("node", "http://10.0.0.1:2379"));
+    let log = server.log_tail();
+    for ignored in ["feature-gates", "initial-cluster-state", "peer-client-cert-auth", "peer-key-file", "pre-vote"] {
+        assert!(log.contains(ignored), "{ignored} is named: {log}");
+    }
+    assert!(!log.contains("experimental") && !log.contains("metrics"), "{log}");
+}
+
+#[tokio::test]
+async fn address_of_kine_replaces_the_default_and_joins_others() {
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    let run = |flags: &[&str]| {
+        let mut orlop = Command::new(env!("CARGO_BIN_EXE_orlop"))
+            .args(flags)
+            .current_dir(home.path())
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::null())
+            .spawn()
+            .expect("orlop is built with the tests");
+        let stdout = orlop.stdout.take().expect("stdout is piped");
+        let urls = std::io::BufReader::new(stdout).lines().map_while(Result::ok).take(flags.len() / 2);
+        let urls: Vec<String> = urls.map(|line| line.rsplit(' ').next().unwrap_or_default().to_owned()).collect();
+        orlop.kill().and_then(|()| orlop.wait().map(drop)).expect("our child can be ended");
+        urls
+    };
+    let socket = format!("unix://{}", home.path().join("sock").display());
+    let alone = run(&["--listen-address", "127.0.0.1:0"]);
+    assert!(alone[0].starts_with("http://127.0.0.1:") && !alone[0].ends_with(":2379"), "{alone:?}");
+    let both = run(&["--listen-address", "127.0.0.1:0", "--listen-client-urls", &socket]);
+    assert!(both[0] == socket && both[1].starts_with("http://127.0.0.1:"), "{both:?}");
 }
 
 #[tokio::test]

@@ -107,6 +107,97 @@ async fn only_clients_with_a_certificate_of_the_right_root_get_in() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_are_refused_by_revocation_and_by_name() {
+    let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
+    let (own, good, bad) = (authority.sign("server", 30), authority.sign("good", 30), authority.sign("bad", 30));
+    let root = authority.root();
+    let revoked = authority.revoke(&bad);
+    let der = revoked.with_extension("der");
+    for (flags, good_is_served, bad_is_served) in [
+        (&[][..], true, true),
+        (&["--client-crl-file", text(&revoked)], true, false),
+        (&["--client-crl-file", text(&der)], true, false),
+        // The certificates are for 127.0.0.1 and localhost.
+        (&["--client-cert-allowed-hostname", "localhost"], true, true),
+        (&["--client-cert-allowed-hostname", "elsewhere.example,127.0.0.1"], true, true),
+        (&["--client-cert-allowed-hostname", "elsewhere.example"], false, false),
+    ] {
+        let server = server(&own, &[&["--trusted-ca-file", text(&root)], flags].concat()).await;
+        for (certificate, served) in [(&good, good_is_served), (&bad, bad_is_served)] {
+            let identity = Identity { root: &root, certificate: Some(certificate) };
+            let Some(found) = identity.is_served(server.endpoint()).await else { return };
+            assert_eq!(found, [served; 2], "{flags:?} {:?}", certificate.cert);
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unix_sockets_speak_tls() {
+    let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    let socket = home.path().join("orlop.sock");
+    let url = format!("unixs://{}", text(&socket));
+    let (own, root) = (authority.sign("server", 30), authority.root());
+    let flags = ["--listen-client-urls", &url, "--cert-file", text(&own.cert), "--key-file", text(&own.key)];
+    let server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is always there");
+    assert_eq!(server.endpoint(), url);
+    let identity = Identity { root: &root, certificate: None };
+    let asked = output(&mut identity.curl("https://localhost/version", &["--unix-socket", text(&socket)])).await;
+    assert!(String::from_utf8_lossy(&asked.stdout).contains("etcdserver"), "{asked:?}");
+    let plain = output(&mut identity.curl("http://localhost/version", &["--unix-socket", text(&socket)])).await;
+    assert!(!plain.status.success(), "{plain:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ciphers_are_those_that_are_named() {
+    let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
+    let (certificate, root) = (authority.sign("server", 30), authority.root());
+    let identity = Identity { root: &root, certificate: None };
+    const ONE: &str = "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256,TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256";
+    for (flags, served) in [
+        (&[][..], [true, true, true, true]),
+        (&["--cipher-suites", ONE], [true, false, true, true]),
+        (&["--cipher-suites", "TLS_AES_256_GCM_SHA384"], [false, false, false, true]),
+    ] {
+        let server = server(&certificate, flags).await;
+        let mut found = Vec::new();
+        for only in [
+            ["--tls-max", "1.2", "--ciphers", "ECDHE-ECDSA-AES128-GCM-SHA256"],
+            ["--tls-max", "1.2", "--ciphers", "ECDHE-ECDSA-AES256-GCM-SHA384"],
+            ["--tlsv1.3", "--tls13-ciphers", "TLS_AES_128_GCM_SHA256", "-s"],
+            ["--tlsv1.3", "--tls13-ciphers", "TLS_AES_256_GCM_SHA384", "-s"],
+        ] {
+            let asked = output(&mut identity.curl(&format!("{}/version", server.endpoint()), &only)).await;
+            found.push(asked.status.success());
+        }
+        assert_eq!(found, served, "{flags:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_certificate_of_its_own_outlives_a_restart() {
+    if !has_curl() {
+        return;
+    }
+    let flags = ["--listen-client-urls", "https://127.0.0.1:0", "--auto-tls", "--self-signed-cert-validity", "3"];
+    let mut server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is always there");
+    let made = server.data_dir().join("fixtures/client/cert.pem");
+    let first = std::fs::read(&made).expect("the certificate is where etcd has it");
+    for _ in 0..2 {
+        // Who has the certificate trusts it; nobody else does.
+        let trusting = Identity { root: &made, certificate: None };
+        let asked = output(&mut trusting.curl(&format!("{}/version", server.endpoint()), &[])).await;
+        assert!(asked.status.success(), "{asked:?}");
+        server.restart().await;
+    }
+    assert_eq!(std::fs::read(&made).expect("it is there"), first);
+    let Some(stranger) = Authority::new() else { return };
+    let root = stranger.root();
+    let doubting = Identity { root: &root, certificate: None };
+    assert!(!output(&mut doubting.curl(&format!("{}/version", server.endpoint()), &[])).await.status.success());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn metrics_have_an_address_of_their_own() {
     let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
     let root = authority.root();
@@ -202,6 +293,7 @@ fn files_that_cannot_be_used_are_named() {
     let url = ["--listen-client-urls", "https://127.0.0.1:0"];
     let root = authority.root();
     let (cert, key) = (text(&one.cert), text(&one.key));
+    let with_clients = ["--cert-file", cert, "--key-file", key, "--trusted-ca-file", text(&root)];
     for (flags, named) in [
         (&[][..], &["https://127.0.0.1:0", "cert-file", "key-file"][..]),
         (&["--cert-file", cert], &["cert-file needs key-file"]),
@@ -215,6 +307,13 @@ fn files_that_cannot_be_used_are_named() {
         (&["--cert-file", cert, "--key-file", key, "--client-cert-auth"], &["client-cert-auth needs trusted-ca-file"]),
         (&["--cert-file", cert, "--key-file", key, "--trusted-ca-file", key], &["trusted-ca-file", "no certificate"]),
         (&["--trusted-ca-file", text(&root)], &["trusted-ca-file needs cert-file"]),
+        (&["--client-crl-file", cert], &["client-crl-file needs trusted-ca-file"]),
+        (&["--client-cert-allowed-hostname", "a"], &["client-cert-allowed-hostname needs trusted-ca-file"]),
+        (&[&with_clients[..], &["--client-crl-file", "none.pem"]].concat(), &["client-crl-file none.pem"]),
+        (&[&with_clients[..], &["--client-crl-file", cert]].concat(), &["client-crl-file", "no revocation list"]),
+        (&[&with_clients[..], &["--client-cert-allowed-hostname", "a b"]].concat(), &["hostname", "a b"]),
+        (&["--cipher-suites", "TLS_RSA_WITH_RC4_128_SHA"], &["TLS_RSA_WITH_RC4_128_SHA", "TLS_AES_128_GCM_SHA256"]),
+        (&["--auto-tls", "--self-signed-cert-validity", "0"], &["self-signed-cert-validity", "from 1 to 100"]),
         (&["--tls-min-version", "TLS1.1"], &["TLS1.1", "TLS1.2", "TLS1.3"]),
         (&["--tls-min-version", "TLS1.3", "--tls-max-version", "TLS1.2"], &["tls-min-version", "above"]),
     ] {

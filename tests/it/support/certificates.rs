@@ -59,6 +59,27 @@ impl Authority {
     }
 }
 
+impl Authority {
+    /// A list of certificates that are no longer to be trusted, PEM.
+    pub fn revoke(&self, certificate: &Certificate) -> PathBuf {
+        let folder = self.folder.path();
+        let write = |name: &str, text: &str| std::fs::write(folder.join(name), text).expect("a file can be written");
+        write("index", "");
+        write("number", "01\n");
+        write(
+            "ca.cnf",
+            "[ca]\ndefault_ca = own\n[own]\ndatabase = index\ncrlnumber = number\ndefault_md = sha256\n\
+             default_crl_days = 30\ncrl_extensions = crl\n[crl]\nauthorityKeyIdentifier = keyid:always\n",
+        );
+        let name = certificate.cert.to_str().expect("a temporary path is text");
+        let signer = "ca -config ca.cnf -cert root.pem -keyfile root.key";
+        openssl(folder, &format!("{signer} -revoke {name}"));
+        openssl(folder, &format!("{signer} -gencrl -out revoked.pem"));
+        openssl(folder, "crl -in revoked.pem -outform DER -out revoked.der");
+        folder.join("revoked.pem")
+    }
+}
+
 impl Certificate {
     /// Puts another one in this one's place, as whoever renews it does.
     pub fn replace_by(&self, other: &Self) {

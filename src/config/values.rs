@@ -1,0 +1,309 @@
+//! What settings are made of, and how they are written.
+
+use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
+
+use clap::ValueEnum;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+/// What automatic compaction keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retention {
+    Time(Duration),
+    Revisions(i64),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum AutoCompactionMode {
+    /// By time
+    Periodic,
+    /// By number of revisions
+    Revision,
+}
+
+/// What TLS is spoken with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tls {
+    /// The server's certificate and those between it and its root, PEM.
+    pub cert_file: PathBuf,
+    /// Its key, PEM.
+    pub key_file: PathBuf,
+    /// Set where the two files are made if they are not there.
+    pub self_signed: Option<SelfSigned>,
+    /// Who may connect; `None`: anybody.
+    pub clients: Option<TlsClients>,
+    /// The oldest and the newest that are spoken.
+    pub versions: (TlsVersion, TlsVersion),
+    /// None: all.
+    pub cipher_suites: Vec<CipherSuite>,
+}
+
+/// What a client's certificate must be, as every client must have one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsClients {
+    /// Roots, PEM.
+    pub trusted_ca_file: PathBuf,
+    /// Revoked certificates, PEM or DER.
+    pub crl_file: Option<PathBuf>,
+    /// Names of which it must be for one; none: it may be for any.
+    pub allowed_hostnames: Vec<String>,
+}
+
+/// A certificate that the server makes for itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SelfSigned {
+    pub hosts: Vec<String>,
+    pub validity_years: u32,
+}
+
+/// As etcd writes them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+pub enum TlsVersion {
+    #[value(name = "TLS1.2")]
+    #[serde(rename = "TLS1.2")]
+    Tls12,
+    #[value(name = "TLS1.3")]
+    #[serde(rename = "TLS1.3")]
+    Tls13,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum MetricsDetail {
+    Basic,
+    Extensive,
+}
+
+/// A cipher by its IANA name, as in etcd.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CipherSuite(String);
+
+impl CipherSuite {
+    /// Those that can be chosen: each is one that rustls has.
+    pub const NAMES: [&'static str; 9] = [
+        "TLS_AES_128_GCM_SHA256",
+        "TLS_AES_256_GCM_SHA384",
+        "TLS_CHACHA20_POLY1305_SHA256",
+        "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256",
+        "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384",
+        "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256",
+        "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256",
+        "TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384",
+        "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256",
+    ];
+
+    pub fn name(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for CipherSuite {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        // Go's older names for two of them.
+        let name = if text.ends_with("_CHACHA20_POLY1305") { format!("{text}_SHA256") } else { text.to_owned() };
+        if Self::NAMES.contains(&name.as_str()) {
+            return Ok(Self(name));
+        }
+        Err(format!("{text:?} is no cipher suite that is served; use {}", Self::NAMES.join(", ")))
+    }
+}
+
+impl fmt::Display for CipherSuite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A kind of database, and where it is.
+#[derive(Clone, PartialEq, Eq)]
+pub enum Datastore {
+    Sqlite(PathBuf),
+    /// A URL that may hold a password.
+    Postgres(String),
+}
+
+/// A text that is never shown.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Secret(pub(super) String);
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_empty() { "none" } else { "not shown" })
+    }
+}
+
+impl FromStr for Secret {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(Self(text.to_owned()))
+    }
+}
+
+/// An address to listen on, or one that clients are told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ListenUrl {
+    /// `host:port`.
+    Tcp(String, Scheme),
+    Unix(PathBuf, Scheme),
+}
+
+/// Whether TLS is spoken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scheme {
+    Plain,
+    Tls,
+}
+
+impl ListenUrl {
+    pub fn scheme(&self) -> Scheme {
+        match self {
+            Self::Tcp(_, scheme) | Self::Unix(_, scheme) => *scheme,
+        }
+    }
+
+    /// The host, without the brackets of an IPv6 address.
+    pub fn host(&self) -> Option<&str> {
+        match self {
+            Self::Tcp(address, _) => {
+                let host = address.rsplit_once(':').map_or(address.as_str(), |(host, _)| host);
+                Some(host.trim_start_matches('[').trim_end_matches(']'))
+            }
+            Self::Unix(..) => None,
+        }
+    }
+}
+
+impl FromStr for ListenUrl {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        const ACCEPTED: &str = "use http://HOST:PORT, https://HOST:PORT, unix://PATH or unixs://PATH";
+        let Some((scheme, address)) = text.split_once("://") else {
+            return Err(format!("{text:?} is no address to listen on; {ACCEPTED}"));
+        };
+        let security = if scheme.ends_with('s') { Scheme::Tls } else { Scheme::Plain };
+        match scheme {
+            "http" | "https" => {
+                let address = address.strip_suffix('/').unwrap_or(address);
+                match address.rsplit_once(':').map(|(_, port)| port.parse::<u16>()) {
+                    Some(Ok(_)) => Ok(Self::Tcp(address.to_owned(), security)),
+                    Some(Err(_)) | None => Err(format!("{text:?} has no port; {ACCEPTED}")),
+                }
+            }
+            "unix" | "unixs" if !address.is_empty() => Ok(Self::Unix(address.into(), security)),
+            _ => Err(format!("{text:?} is no address to listen on; {ACCEPTED}")),
+        }
+    }
+}
+
+impl fmt::Display for ListenUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address, Scheme::Plain) => write!(f, "http://{address}"),
+            Self::Tcp(address, Scheme::Tls) => write!(f, "https://{address}"),
+            Self::Unix(path, Scheme::Plain) => write!(f, "unix://{}", path.display()),
+            Self::Unix(path, Scheme::Tls) => write!(f, "unixs://{}", path.display()),
+        }
+    }
+}
+
+/// A list; in a file a list too or, as in flags and variables, a text with commas.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct List<T>(pub Vec<T>);
+
+pub type Urls = List<ListenUrl>;
+
+impl<T> Default for List<T> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<T: FromStr> FromStr for List<T> {
+    type Err = T::Err;
+
+    fn from_str(text: &str) -> Result<Self, T::Err> {
+        text.split(',')
+            .map(str::trim)
+            .filter(|item| !item.is_empty())
+            .map(str::parse)
+            .collect::<Result<_, _>>()
+            .map(Self)
+    }
+}
+
+impl<T: fmt::Display> Serialize for List<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.0.iter().map(ToString::to_string))
+    }
+}
+
+impl<'de, T: FromStr<Err: fmt::Display>> Deserialize<'de> for List<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "a list or a text with commas")]
+        enum Form {
+            List(Vec<String>),
+            Text(String),
+        }
+        let text = match Form::deserialize(deserializer)? {
+            Form::List(items) => items.join(","),
+            Form::Text(text) => text,
+        };
+        text.parse().map_err(de::Error::custom)
+    }
+}
+
+/// A length of time, written like 10m, 1h30m or 500ms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Interval(pub Duration);
+
+impl Interval {
+    /// As short as a progress interval may be, as in etcd.
+    pub(super) const MIN: Duration = Duration::from_millis(100);
+    /// Shorter ones would only keep the database busy.
+    pub(super) const POLL_MIN: Duration = Duration::from_millis(1);
+}
+
+impl FromStr for Interval {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        humantime::parse_duration(text)
+            .map(Self)
+            .map_err(|error| format!("{text:?} is no duration ({error}); write it like 10m, 1h30m or 500ms"))
+    }
+}
+
+impl fmt::Display for Interval {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        humantime::format_duration(self.0).fmt(f)
+    }
+}
+
+impl Serialize for Interval {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Interval {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// Lines for people
+    #[value(alias = "console")]
+    #[serde(alias = "console")]
+    Text,
+    /// One JSON object a line
+    Json,
+}

@@ -1,0 +1,44 @@
+//! Settings from the environment.
+
+use std::convert::Infallible;
+
+use figment::{
+    Metadata, Profile, Provider,
+    providers::{Env, Serialized},
+    value::{Dict, Map, Value},
+};
+
+use super::Settings;
+
+/// `ORLOP_*` variables. One that is a text stays one, though it looks like a number.
+pub(super) struct Variables {
+    source: Env,
+    defaults: Dict,
+}
+
+impl Variables {
+    /// Other ORLOP_* variables are none of ours, those of tests and scripts for example.
+    pub(super) fn new() -> Result<Self, Box<figment::Error>> {
+        let defaults = Serialized::defaults(Settings::default()).data()?.remove(&Profile::Default).unwrap_or_default();
+        let known: Vec<String> = defaults.keys().cloned().collect();
+        let source = Env::prefixed("ORLOP_")
+            .map(|key| key.as_str().replace('_', "-").to_ascii_lowercase().into())
+            .filter(move |key| known.iter().any(|known| known == key.as_str()));
+        Ok(Self { source, defaults })
+    }
+}
+
+impl Provider for Variables {
+    fn metadata(&self) -> Metadata {
+        self.source.metadata()
+    }
+
+    fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
+        let value = |key: &str, text: String| match self.defaults.get(key) {
+            Some(Value::String(..) | Value::Array(..)) => Value::from(text),
+            _ => text.parse().unwrap_or_else(|never: Infallible| match never {}),
+        };
+        let read = self.source.iter().map(|(key, text)| (key.to_string(), value(key.as_str(), text))).collect();
+        Ok(Profile::Default.collect(read))
+    }
+}

@@ -1,0 +1,61 @@
+//! A certificate that the server makes for itself, as etcd does with `--auto-tls`: what is sent is encrypted, but no client
+//! can know who answers.
+
+use std::{fs, io::Write as _, os::unix::fs::OpenOptionsExt as _, path::Path, time::Duration};
+
+use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, KeyPair, KeyUsagePurpose};
+use tracing::info;
+use x509_parser::time::ASN1Time;
+
+use super::{certificates, check_time};
+use crate::config::SelfSigned;
+
+const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+/// Valid from so long ago, for machines whose clocks differ.
+const EARLIER: Duration = Duration::from_secs(60 * 60);
+
+/// Makes the certificate and its key, unless they are there and the certificate can still be used.
+///
+/// # Errors
+///
+/// A text for the operator.
+pub(super) fn ensure(wanted: &SelfSigned, cert_file: &Path, key_file: &Path) -> Result<(), String> {
+    let usable = key_file.is_file()
+        && certificates("auto-tls", cert_file).is_ok_and(|found| check_time("auto-tls", cert_file, &found[0]).is_ok());
+    if usable {
+        return Ok(());
+    }
+    let made = make(wanted).map_err(|error| format!("auto-tls: no certificate can be made: {error}"))?;
+    for (file, text) in [(key_file, &made.key), (cert_file, &made.cert)] {
+        write(file, text).map_err(|error| format!("auto-tls: cannot write {}: {error}", file.display()))?;
+    }
+    info!(cert_file = %cert_file.display(), hosts = ?wanted.hosts, "made a certificate");
+    Ok(())
+}
+
+struct Pem {
+    cert: String,
+    key: String,
+}
+
+fn make(wanted: &SelfSigned) -> Result<Pem, rcgen::Error> {
+    let mut params = CertificateParams::new(wanted.hosts.clone())?;
+    params.distinguished_name.push(DnType::OrganizationName, "orlop");
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    let now = ASN1Time::now().to_datetime();
+    params.not_before = now - EARLIER;
+    params.not_after = now + YEAR * wanted.validity_years;
+    let key = KeyPair::generate()?;
+    Ok(Pem { cert: params.self_signed(&key)?.pem(), key: key.serialize_pem() })
+}
+
+/// For the server's user alone.
+fn write(file: &Path, text: &str) -> std::io::Result<()> {
+    if let Some(folder) = file.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(file)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()
+}
