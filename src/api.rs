@@ -41,6 +41,7 @@ use crate::{
     },
     snapshot::Folder,
     store::Store,
+    trace::export::Exporter,
     types::Revision,
 };
 
@@ -64,6 +65,10 @@ pub struct Settings {
     pub watch_progress_notify_interval: Duration,
     /// Where snapshots lie while they are sent.
     pub snapshots: Folder,
+    /// A request that takes longer is named in the log.
+    pub patience: Duration,
+    /// Where requests are told as spans.
+    pub exporter: Option<Arc<Exporter>>,
 }
 
 impl Settings {
@@ -105,7 +110,7 @@ pub fn routes(
     stopping: watch_channel::Receiver<bool>,
 ) -> Result<Routes, tonic_reflection::server::Error> {
     let message_bytes = settings.max_message_bytes();
-    let meter = meter::Meter::new(Arc::clone(store.metrics()))?;
+    let meter = meter::Meter::new(Arc::clone(store.metrics()), settings.patience, settings.exporter.clone())?;
     let context = Arc::new(Context { store, settings: Arc::new(settings), stopping });
     let (_, health) = tonic_health::server::health_reporter();
     let reflection = || {

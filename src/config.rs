@@ -67,6 +67,14 @@ pub struct Settings {
     pub warning_apply_duration: Interval,
     pub warning_unary_request_duration: Interval,
     pub metrics: MetricsDetail,
+    pub enable_distributed_tracing: bool,
+    /// `HOST:PORT`.
+    pub distributed_tracing_address: String,
+    pub distributed_tracing_service_name: String,
+    /// Empty: none.
+    pub distributed_tracing_instance_id: String,
+    /// Of a million.
+    pub distributed_tracing_sampling_rate: u32,
     /// Empty: none, as with the other files.
     pub cert_file: PathBuf,
     pub key_file: PathBuf,
@@ -110,6 +118,11 @@ impl Default for Settings {
             warning_apply_duration: Interval(Duration::from_millis(100)),
             warning_unary_request_duration: Interval(Duration::from_millis(300)),
             metrics: MetricsDetail::Basic,
+            enable_distributed_tracing: false,
+            distributed_tracing_address: "localhost:4317".to_owned(),
+            distributed_tracing_service_name: "orlop".to_owned(),
+            distributed_tracing_instance_id: String::new(),
+            distributed_tracing_sampling_rate: 0,
             listen_metrics_urls: List::default(),
             cert_file: PathBuf::new(),
             key_file: PathBuf::new(),
@@ -195,6 +208,12 @@ impl Settings {
             return Err(format!(
                 "self-signed-cert-validity must be from 1 to 100 years, got {}",
                 self.self_signed_cert_validity
+            ));
+        }
+        if self.distributed_tracing_sampling_rate > 1_000_000 {
+            return Err(format!(
+                "distributed-tracing-sampling-rate is of a million and at most that, got {}",
+                self.distributed_tracing_sampling_rate
             ));
         }
         if self.datastore_connections == 0 {

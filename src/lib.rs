@@ -16,6 +16,7 @@
 //!
 //! - [`types`]: revisions, keys, ranges, changes, and their encoded form
 //! - [`metrics`]: what is counted
+//! - [`trace`]: a request's number and the parts of its time
 //! - [`index`]: key → revisions, at every readable revision
 //! - [`log`]: the trait and the databases behind it
 //! - [`lease`]: who holds which keys until when
@@ -24,7 +25,7 @@
 //! - [`api`]: etcd's gRPC services
 //! - [`http`]: what is asked for by plain HTTP
 //! - [`listen`]: addresses and TLS
-//! - [`config`], [`server`]: settings, and the process put together
+//! - [`config`], [`logging`], [`server`]: settings, the server's own log, and the process put together
 //! - [`snapshot`]: a log as one file
 //! - [`mod@bench`]: a load on any etcd endpoint
 //!
@@ -42,10 +43,12 @@ pub mod index;
 pub mod lease;
 pub mod listen;
 pub mod log;
+pub mod logging;
 pub mod metrics;
 pub mod proto;
 pub mod server;
 pub mod snapshot;
 pub mod store;
+pub mod trace;
 pub mod types;
 pub mod watch;

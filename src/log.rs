@@ -219,6 +219,13 @@ pub struct Size {
     pub in_use: i64,
 }
 
+/// Connections for reading.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Connections {
+    pub idle: usize,
+    pub used: usize,
+}
+
 /// How well a size is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
@@ -305,6 +312,8 @@ pub trait Log: History {
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed>;
 
     async fn size(&self, precision: Precision) -> Result<Size>;
+
+    fn connections(&self) -> Connections;
 
     /// Finishes what is under way and lets go of the database.
     async fn close(&self);

@@ -1,20 +1,19 @@
 //! The command line: settings, logging, runtime, exit codes.
 
-use std::{io::IsTerminal as _, process::ExitCode};
+use std::process::ExitCode;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
 use orlop::{
     bench,
-    config::{Flags, LogFormat, Settings, foreign_flags, ignored_flags},
-    server, snapshot,
+    config::{Flags, Settings, foreign_flags, ignored_flags},
+    logging, server, snapshot,
 };
 use tokio::{
     runtime::{Builder, Runtime},
     signal::unix::{SignalKind, signal},
 };
 use tracing::warn;
-use tracing_subscriber::EnvFilter;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -80,7 +79,7 @@ fn command() -> clap::Command {
 
 fn serve(flags: &Flags, ignored: &[&str]) -> Outcome {
     let settings = Settings::load(flags)?;
-    start_logging(&settings)?;
+    logging::start(&settings.log_level, settings.log_format)?;
     if !ignored.is_empty() {
         warn!(flags = ignored.join(", "), "flags of etcd's that mean nothing here are ignored");
     }
@@ -99,21 +98,6 @@ type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 fn on_one_thread(command: impl Future<Output = Outcome>) -> Outcome {
     Builder::new_current_thread().enable_all().build()?.block_on(command)
-}
-
-fn start_logging(settings: &Settings) -> Result<(), String> {
-    let filter = EnvFilter::try_new(&settings.log_level).map_err(|error| {
-        format!("log-level {:?}: {error}; use error, warn, info, debug or trace", settings.log_level)
-    })?;
-    let logger = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal());
-    match settings.log_format {
-        LogFormat::Text => logger.init(),
-        LogFormat::Json => logger.json().flatten_event(true).init(),
-    }
-    Ok(())
 }
 
 /// With few cores one thread is faster than several: requests hop between threads less often.

@@ -15,6 +15,7 @@ use crate::{
     metrics::{self, Metrics},
     snapshot::Folder,
     store::{self, AutoCompaction, Pace, Patience, Store},
+    trace::export::{self, Exporter},
 };
 
 /// How long clients have to finish their requests once the server goes down.
@@ -54,8 +55,10 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     // The log's lock keeps others out of the folder.
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
-    let routes = api::routes(Arc::clone(&store), api_settings(&settings, snapshots), stopping.clone())
-        .map_err(|error| Error(format!("cannot build the services: {error}")))?;
+    let exporter = exporter(&settings)?;
+    let routes =
+        api::routes(Arc::clone(&store), api_settings(&settings, snapshots, exporter.clone()), stopping.clone())
+            .map_err(|error| Error(format!("cannot build the services: {error}")))?;
     let routes =
         http::routes(routes, &store).map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
@@ -87,6 +90,10 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         servers.shutdown().await;
     }
     store.stop().await;
+    if let Some(exporter) = exporter {
+        // It waits for tasks of this runtime.
+        let _ = tokio::task::spawn_blocking(move || exporter.finish()).await;
+    }
     info!("stopped");
     outcome
 }
@@ -171,12 +178,30 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
     Store::open(log, store_settings).await.map_err(|error| Error(format!("cannot read the database: {error}")))
 }
 
-fn api_settings(settings: &Settings, snapshots: Folder) -> api::Settings {
+fn exporter(settings: &Settings) -> Result<Option<Arc<Exporter>>, Error> {
+    if !settings.enable_distributed_tracing {
+        return Ok(None);
+    }
+    let tracing = export::Settings {
+        address: settings.distributed_tracing_address.clone(),
+        service_name: settings.distributed_tracing_service_name.clone(),
+        instance_id: settings.distributed_tracing_instance_id.clone(),
+        sampling_rate: settings.distributed_tracing_sampling_rate,
+    };
+    let exporter = Exporter::new(&tracing)
+        .map_err(|error| Error(format!("distributed-tracing-address {:?}: {error}", tracing.address)))?;
+    info!(address = tracing.address, sampling_rate = tracing.sampling_rate, "sending spans");
+    Ok(Some(Arc::new(exporter)))
+}
+
+fn api_settings(settings: &Settings, snapshots: Folder, exporter: Option<Arc<Exporter>>) -> api::Settings {
     api::Settings {
         max_request_bytes: settings.max_request_bytes,
         max_txn_ops: settings.max_txn_ops,
         watch_progress_notify_interval: settings.watch_progress_notify_interval.0,
         snapshots,
+        patience: settings.warning_unary_request_duration.0,
+        exporter,
     }
 }
 

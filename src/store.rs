@@ -68,6 +68,7 @@ use crate::{
     lease::{self, Remaining, Renewal},
     log::{self, Log, LoggedLease, Precision, Size, Touch},
     metrics::Metrics,
+    trace::{self, Part},
     types::{LeaseId, Revision},
     watch::Hub,
 };
@@ -128,7 +129,8 @@ impl From<Unreadable> for Error {
 impl From<log::Error> for Error {
     /// The caller learns what to do; the operator finds the cause in the server's own log.
     fn from(error: log::Error) -> Self {
-        tracing::error!(%error, "request failed on the database");
+        let id = trace::current().map(tracing::field::display);
+        tracing::error!(id, %error, "request failed on the database");
         match error {
             log::Error::Unavailable(_) | log::Error::Open(_) | log::Error::Diverged(_) => Self::Unavailable,
             log::Error::OutcomeUnknown(_) => Self::OutcomeUnknown,
@@ -152,6 +154,8 @@ pub struct Store {
     heads: Option<Coalesced<(), log::Result<()>>>,
     /// Leases to be renewed in the log. `None` where deadlines are in memory alone.
     renewals: Option<Coalesced<LeaseId, log::Result<Option<LoggedLease>>>>,
+    /// A request that takes longer is slow.
+    patience: Duration,
     /// Times of ranges, of those that failed first.
     range_times: [Histogram; 2],
     tasks: Mutex<Vec<JoinHandle<()>>>,
@@ -216,6 +220,7 @@ impl Store {
                 Ok(_) | Err(_) => break Err(Error::Unavailable),
             }
         };
+        trace::note(Part::Confirm, started.elapsed());
         if started.elapsed() > SLOW_CONFIRM {
             metrics.slow_confirms.inc();
         }

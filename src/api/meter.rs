@@ -1,4 +1,5 @@
-//! Counts gRPC calls: begun, ended and how, messages and bytes either way.
+//! Counts gRPC calls: begun, ended and how, messages and bytes either way; and follows those of one question and one
+//! answer, so that a slow one is named in the log with the parts of its time.
 //!
 //! A layer around all services, so that no service counts by itself. The series of every method and code are there from the
 //! start, at 0, as etcd's are. What a call costs: a lookup by path, and a look at each frame's length.
@@ -9,11 +10,12 @@ use std::{
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
+    time::Duration,
 };
 
 use axum::{body::Body, routing::Route};
 use bytes::{Buf as _, Bytes};
-use http::{HeaderMap, Request, Response};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use http_body::{Frame, SizeHint};
 use parking_lot::Mutex;
 use prometheus::{Histogram, IntCounter};
@@ -22,9 +24,17 @@ use prost_types::FileDescriptorSet;
 use tokio::time::Instant;
 use tonic::{Code, codegen::BoxFuture};
 use tower::{Layer, Service};
+use tracing::warn;
 
 use super::unary::FRAME_HEAD_BYTES;
-use crate::{metrics::Metrics, proto::DESCRIPTORS};
+use crate::{
+    metrics::Metrics,
+    proto::DESCRIPTORS,
+    trace::{
+        self, Part, RequestId, Trace,
+        export::{Ended, Exporter, Parent},
+    },
+};
 
 /// Every code with the name that grpc-go's metrics have for it, by its number.
 const CODES: [&str; 17] = [
@@ -55,6 +65,8 @@ pub(super) struct Meter {
     metrics: Arc<Metrics>,
     methods: Arc<HashMap<String, Arc<Method>>>,
     clients: Arc<Mutex<BTreeSet<String>>>,
+    patience: Duration,
+    exporter: Option<Arc<Exporter>>,
 }
 
 /// What is counted of one method.
@@ -67,13 +79,20 @@ struct Method {
     sent_bytes: IntCounter,
     handling: Option<Histogram>,
     kind: &'static str,
+    path: String,
+    /// Whether it is a matter of the server alone how long it takes.
+    is_followed: bool,
 }
 
 impl Meter {
     /// # Errors
     ///
     /// If the descriptors that were compiled in cannot be read.
-    pub(super) fn new(metrics: Arc<Metrics>) -> Result<Self, prost::DecodeError> {
+    pub(super) fn new(
+        metrics: Arc<Metrics>,
+        patience: Duration,
+        exporter: Option<Arc<Exporter>>,
+    ) -> Result<Self, prost::DecodeError> {
         let descriptors = FileDescriptorSet::decode(DESCRIPTORS)?;
         let mut methods = HashMap::new();
         for file in &descriptors.file {
@@ -87,11 +106,11 @@ impl Meter {
                         (true, true) => ("bidi_stream", "stream"),
                     };
                     let counted = Method::new(&metrics, [grpc, &service_name, method.name()], kind);
-                    methods.insert(format!("/{service_name}/{}", method.name()), Arc::new(counted));
+                    methods.insert(counted.path.clone(), Arc::new(counted));
                 }
             }
         }
-        Ok(Self { metrics, methods: Arc::new(methods), clients: Arc::default() })
+        Ok(Self { metrics, methods: Arc::new(methods), clients: Arc::default(), patience, exporter })
     }
 
     fn count_client(&self, headers: &HeaderMap, kind: &str) {
@@ -123,6 +142,9 @@ impl Method {
             sent_bytes: rpc.sent_bytes.clone(),
             handling: metrics.handling.as_ref().map(|handling| handling.with_label_values(&labels)),
             kind,
+            path: format!("/{service}/{method}"),
+            // Who waits for a lock or an election waits for another client.
+            is_followed: grpc == "unary" && service.starts_with("etcdserverpb."),
         }
     }
 }
@@ -159,12 +181,28 @@ impl Service<Request<Body>> for Metered {
         method.started.inc();
         self.meter.count_client(request.headers(), method.kind);
         // Counts the call as canceled when it is dropped before it has ended.
-        let call = Call { method: Arc::clone(&method), begun: Instant::now(), ended: false };
+        let exporter = self.meter.exporter.clone().filter(|_| method.is_followed);
+        let exported = exporter.map(|exporter| (exporter.parent(request.headers()), exporter));
+        let patience = self.meter.patience;
+        let mut call = Call {
+            method: Arc::clone(&method),
+            begun: Instant::now(),
+            ended: false,
+            followed: None,
+            patience,
+            exported,
+        };
         let request = request.map(|body| Body::new(Received { inner: body, method, frames: Frames::default() }));
         let served = self.inner.call(request);
         Box::pin(async move {
-            let response = served.await?;
-            let mut call = call;
+            let response = if call.method.is_followed {
+                let (response, trace) = trace::follow(served).await;
+                let id = trace.id;
+                call.followed = Some(Followed { trace, answered: Instant::now() });
+                with_id(response?, id)
+            } else {
+                served.await?
+            };
             // An answer without messages has its status in its head.
             call.end_with(response.headers());
             Ok(response.map(|body| Body::new(Sent { inner: body, call, frames: Frames::default() })))
@@ -172,10 +210,29 @@ impl Service<Request<Body>> for Metered {
     }
 }
 
+/// By the number of a request that failed it is found in the server's log.
+fn with_id(mut response: Response<Body>, id: RequestId) -> Response<Body> {
+    const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+    if response.headers().contains_key("grpc-status")
+        && let Ok(id) = HeaderValue::try_from(id.to_string())
+    {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    response
+}
+
 struct Call {
     method: Arc<Method>,
     begun: Instant,
     ended: bool,
+    followed: Option<Followed>,
+    patience: Duration,
+    exported: Option<(Parent, Arc<Exporter>)>,
+}
+
+struct Followed {
+    trace: Trace,
+    answered: Instant,
 }
 
 impl Call {
@@ -193,6 +250,37 @@ impl Call {
         self.method.handled[code as usize].inc();
         if let Some(handling) = &self.method.handling {
             handling.observe(self.begun.elapsed().as_secs_f64());
+        }
+        if let Some(Followed { mut trace, answered }) = self.followed.take() {
+            let took = self.begun.elapsed();
+            trace.add(Part::Send, answered.elapsed());
+            self.tell(&trace, took, code);
+        }
+    }
+
+    fn tell(&self, trace: &Trace, took: Duration, code: Code) {
+        let path = &self.method.path;
+        if let Some((parent, exporter)) = &self.exported {
+            exporter.record(&Ended { path, parent, took, code: code as i32, trace });
+        }
+        if took > self.patience {
+            let part = |part| trace.part(part).map(tracing::field::debug);
+            warn!(
+                id = %trace.id,
+                method = path.trim_start_matches('/'),
+                request = trace.request,
+                code = CODES[code as usize],
+                ?took,
+                "expected-duration" = ?self.patience,
+                queue = part(Part::Queue),
+                evaluate = part(Part::Evaluate),
+                commit = part(Part::Commit),
+                confirm = part(Part::Confirm),
+                select = part(Part::Select),
+                read = part(Part::Read),
+                send = part(Part::Send),
+                "apply request took too long"
+            );
         }
     }
 }

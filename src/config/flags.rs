@@ -138,6 +138,32 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     metrics: Option<MetricsDetail>,
 
+    /// Send requests as OpenTelemetry spans to a collector
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+        alias = "experimental-enable-distributed-tracing")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    enable_distributed_tracing: Option<bool>,
+
+    /// The collector's address, HOST:PORT, for OTLP over gRPC [default: localhost:4317]
+    #[arg(long, value_name = "ADDRESS", alias = "experimental-distributed-tracing-address")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    distributed_tracing_address: Option<String>,
+
+    /// What the spans say of whose they are [default: orlop]
+    #[arg(long, value_name = "NAME", alias = "experimental-distributed-tracing-service-name")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    distributed_tracing_service_name: Option<String>,
+
+    /// And of which instance
+    #[arg(long, value_name = "ID", alias = "experimental-distributed-tracing-instance-id")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    distributed_tracing_instance_id: Option<String>,
+
+    /// Requests of a million that are sent, beside those whose callers' spans are [default: 0]
+    #[arg(long, value_name = "COUNT", alias = "experimental-distributed-tracing-sampling-rate")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    distributed_tracing_sampling_rate: Option<u32>,
+
     /// Addresses to serve metrics and health on as well, separated by commas
     #[arg(long, value_name = "URLS")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 use tokio::task::yield_now;
 
 use super::{
-    Alarm, AlarmChange, Append, Appended, Cause, History, LeaseChange, Log, LoggedLease, Meta, Page, Position,
-    Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Visit, WithPrev,
+    Alarm, AlarmChange, Append, Appended, Cause, Connections, History, LeaseChange, Log, LoggedLease, Meta, Page,
+    Position, Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Visit, WithPrev,
 };
 use crate::types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId};
 
@@ -155,6 +155,10 @@ impl Log for MemoryLog {
 
     async fn size(&self, _: Precision) -> Result<Size> {
         Ok(Size { total: 0, in_use: 0 })
+    }
+
+    fn connections(&self) -> Connections {
+        Connections { idle: 0, used: 0 }
     }
 
     async fn close(&self) {}

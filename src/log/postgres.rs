@@ -35,8 +35,8 @@ use self::{
     view::View,
 };
 use super::{
-    Append, Appended, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision, Reclaim, Reclaimed,
-    Result, SILENCE_MAX, SharedLog, Size, Touch, Visit, WithPrev,
+    Append, Appended, Connections, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision, Reclaim,
+    Reclaimed, Result, SILENCE_MAX, SharedLog, Size, Touch, Visit, WithPrev,
     rows::{LogRow as _, corrupt},
 };
 use crate::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
@@ -193,6 +193,10 @@ impl Log for PostgresLog {
             self.free_bytes.store((total - in_use).max(0), Ordering::Relaxed);
         }
         Ok(Size { total, in_use: (total - self.free_bytes.load(Ordering::Relaxed)).max(0) })
+    }
+
+    fn connections(&self) -> Connections {
+        self.database.connections()
     }
 
     async fn close(&self) {

@@ -2,7 +2,7 @@
 
 use sqlx::{ColumnIndex, Decode, Row, Type};
 
-use super::{Error, LoggedLease, Meta, Page, Position, Result, WithPrev, alarm};
+use super::{Connections, Error, LoggedLease, Meta, Page, Position, Result, WithPrev, alarm};
 use crate::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
 
 /// Revisions in one page of [`super::Log::changes`], as many as etcd puts into one watch answer.
@@ -232,6 +232,11 @@ pub(super) fn meta(rows: &[MetaRow]) -> Meta {
         }
     }
     meta
+}
+
+/// Of a pool of so many, idle ones among them; the two are counted one after the other.
+pub(super) fn connections(all: u32, idle: usize) -> Connections {
+    Connections { idle, used: usize::try_from(all).unwrap_or(usize::MAX).saturating_sub(idle) }
 }
 
 pub(super) fn unavailable(error: sqlx::Error) -> Error {

@@ -26,8 +26,9 @@ use tokio::sync::Mutex;
 use self::{checkpoint::Checkpointer, lock::FileLock};
 pub use self::{load::SqliteLoader, view::SqliteView};
 use super::{
-    Append, Appended, Error, History, Log, Meta, Page, Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Visit,
-    WithPrev, rows::unavailable,
+    Append, Appended, Connections, Error, History, Log, Meta, Page, Precision, Reclaim, Reclaimed, Result, SharedLog,
+    Size, Visit, WithPrev,
+    rows::{connections, unavailable},
 };
 use crate::types::{EncodedKv, KeyRange, Revision, RowId};
 
@@ -154,6 +155,10 @@ impl Log for SqliteLog {
 
     async fn size(&self, _: Precision) -> Result<Size> {
         read::size(&mut *self.reader().await?).await
+    }
+
+    fn connections(&self) -> Connections {
+        connections(self.readers.size(), self.readers.num_idle())
     }
 
     async fn close(&self) {

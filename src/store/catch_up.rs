@@ -287,7 +287,11 @@ impl Shared {
             revision = self.index.read().head().0,
             "rows that were not read yet were compacted away; reading the log anew"
         );
-        let replayed = replay(&*self.log).await?;
+        let rebuilding = &self.metrics.state.applying_snapshot;
+        rebuilding.set(1);
+        let replayed = replay(&*self.log).await;
+        rebuilding.set(0);
+        let replayed = replayed?;
         let leases = lease_table(&replayed.meta, &replayed.index, Instant::now());
         let (head, compacted) = (replayed.index.head(), replayed.index.compact_revision());
         self.space.take_in(&replayed.meta);

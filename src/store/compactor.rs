@@ -85,6 +85,7 @@ async fn compact(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>) {
             }
             purge(shared, pace, garbage, target).await;
             metrics.compaction_total.observe(ms(begun));
+            shared.metrics.state.last_compaction.set(unix_seconds());
             info!(compact_revision = target.0, rows, "compaction finished");
             shared.space.note_freed();
         } else {
@@ -123,4 +124,10 @@ pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>,
         }
     }
     garbage.clear();
+}
+
+#[expect(clippy::disallowed_methods, reason = "for people, who go by the wall clock")]
+fn unix_seconds() -> i64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs().cast_signed())
 }

@@ -46,15 +46,18 @@ impl Store {
 
     /// A hash of everything that the log holds: pairs, leases and the compact revision.
     pub async fn hash_all(&self) -> Result<u32> {
+        let begun = Instant::now();
         let hashed = self.hash(None).await?;
         let mut leases = self.shared.log.meta().await?.leases;
         leases.sort_unstable_by_key(|lease| lease.id);
         let compacted = hashed.compact_revision.map_or(0, |revision| revision.0);
         let hash = crc32c::crc32c_append(hashed.hash, &compacted.to_be_bytes());
-        Ok(leases.iter().fold(hash, |hash, lease| {
+        let hash = leases.iter().fold(hash, |hash, lease| {
             let hash = crc32c::crc32c_append(hash, &lease.id.0.to_be_bytes());
             crc32c::crc32c_append(hash, &lease.ttl_secs.to_be_bytes())
-        }))
+        });
+        self.shared.metrics.maintenance.hash.observe(begun.elapsed().as_secs_f64());
+        Ok(hash)
     }
 
     async fn hash_once(&self, revision: Option<Revision>) -> Result<Option<Hashed>> {

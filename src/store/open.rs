@@ -122,7 +122,8 @@ impl Store {
             renewals = Some(ask_for_renewals(Arc::clone(&shared)));
         }
         let range_times = ["false", "true"].map(|success| shared.metrics.store.range.with_label_values(&[success]));
-        Ok(Self { shared, queue, heads, renewals, range_times, tasks: Mutex::new(tasks), stop_background })
+        let patience = settings.patience.request;
+        Ok(Self { shared, queue, heads, renewals, patience, range_times, tasks: Mutex::new(tasks), stop_background })
     }
 }
 

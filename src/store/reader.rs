@@ -13,15 +13,19 @@ use super::{
     batch::Batch,
     request::{Consistency, Projection, RangeRequest, RangeResponse, TxnRequest, TxnResponse},
     select::{Selected, Selection},
+    timing,
     txn::{Evaluation, Fetched, Stop},
 };
 use crate::{
     index::{Entry, Lease, ReadAt},
+    trace::{self, Part},
     types::{EncodedKv, Key, KeyRange, Revision, RowId},
 };
 
 /// Keys looked at while the index is locked.
 const STEP_KEYS: usize = 2_000;
+/// What was asked for is noted with every answer that has more pairs.
+const DESCRIBED_PAIRS: usize = 1_000;
 
 impl Store {
     pub async fn range(&self, request: &RangeRequest) -> Result<RangeResponse> {
@@ -29,7 +33,13 @@ impl Store {
         let metrics = &self.shared.metrics.store;
         metrics.ranges.inc();
         let answer = self.range_whole(request).await;
-        self.range_times[usize::from(answer.is_ok())].observe(started.elapsed().as_secs_f64());
+        let took = started.elapsed();
+        self.range_times[usize::from(answer.is_ok())].observe(took.as_secs_f64());
+        let pairs = answer.as_ref().map_or(0, |answer| answer.kvs.len());
+        // One that has much to send may become slow yet.
+        if took > self.patience || pairs > DESCRIBED_PAIRS {
+            trace::describe(|| format!("range {} pairs={pairs}", timing::range(&request.range)));
+        }
         answer
     }
 
@@ -105,6 +115,7 @@ impl Shared {
             let index = self.index.read();
             (index.head(), index.resolve(request.at)?)
         };
+        let begun = Instant::now();
         let mut selection = Selection::new(request);
         let mut after = None;
         loop {
@@ -118,7 +129,10 @@ impl Shared {
         }
         let count = selection.count();
         let selected = selection.take();
+        let selected_at = Instant::now();
         let kvs = self.pairs(&selected, request.projection, at).await?;
+        trace::note(Part::Select, selected_at - begun);
+        trace::note(Part::Read, selected_at.elapsed());
         let (mut kvs, more) = selection.finish(kvs);
         if request.projection == Projection::KeysOnly {
             kvs.iter_mut().for_each(|kv| *kv = kv.without_value());

@@ -55,6 +55,11 @@ impl Store {
         state.server_id.with_label_values(&[&format!("{own:x}")]).set(1);
         self.tell_members(own);
         self.tell_alarms();
+        let connections = shared.log.connections();
+        state.reads.set(as_gauge(connections.used));
+        for (kind, count) in [("idle", connections.idle), ("used", connections.used)] {
+            state.connections.with_label_values(&[kind]).set(as_gauge(count));
+        }
         let size = shared.log.size(Precision::Quick).await;
         state.has_leader.set(i64::from(size.is_ok()));
         if let Ok(size) = size {

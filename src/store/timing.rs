@@ -1,4 +1,4 @@
-//! How long writes take: histograms, and a line in the server's log for each that took long, with its parts.
+//! How long requests take: histograms, and what is noted of a request for its trace.
 
 use std::time::Duration;
 
@@ -10,7 +10,11 @@ use super::{
     request::{Op, TxnRequest},
     writer::Request,
 };
-use crate::{metrics, types::KeyRange};
+use crate::{
+    metrics,
+    trace::{self, Part},
+    types::KeyRange,
+};
 
 /// When a batch reached each part of its way.
 #[derive(Clone, Copy, Debug)]
@@ -63,29 +67,49 @@ impl Timing {
         Self { patience, kinds }
     }
 
-    /// Notes a request that is about to be answered. Returns whether its batch was slow.
-    pub(super) fn note(&self, request: &Request, since: Instant, laps: Laps, succeeded: bool) -> bool {
+    /// Counts a request that is about to be answered.
+    pub(super) fn note(&self, request: &Request, since: Instant, laps: Laps, succeeded: bool) -> Times {
         let kind = &self.kinds[kind(request)];
         let (apply, whole) = (laps.committed - laps.started, laps.committed - since);
         kind.apply[usize::from(succeeded)].observe(apply.as_secs_f64());
         kind.request[usize::from(succeeded)].observe(whole.as_secs_f64());
-        if whole > self.patience.request {
-            warn!(
-                request = describe(request),
-                took_ms = ms(whole),
-                queue_ms = ms(laps.started.saturating_duration_since(since)),
-                evaluate_ms = ms(laps.evaluated - laps.started),
-                commit_ms = ms(laps.committed - laps.evaluated),
-                expected_ms = ms(self.patience.request),
-                "apply request took too long"
-            );
+        Times {
+            queue: laps.started.saturating_duration_since(since),
+            evaluate: laps.evaluated - laps.started,
+            commit: laps.committed - laps.evaluated,
+            apply_is_slow: apply > self.patience.apply,
+            request: (whole > self.patience.request).then(|| describe(request)),
         }
-        apply > self.patience.apply
     }
 }
 
-fn ms(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+/// The parts of one request's time.
+#[derive(Debug)]
+pub(super) struct Times {
+    queue: Duration,
+    evaluate: Duration,
+    commit: Duration,
+    pub(super) apply_is_slow: bool,
+    /// What was asked, if it took long.
+    request: Option<String>,
+}
+
+impl Times {
+    /// For the trace of the request at hand; what the server did by itself goes into its log if it took long.
+    pub(super) fn note(self) {
+        let Self { queue, evaluate, commit, request, .. } = self;
+        let is_traced = [(Part::Queue, queue), (Part::Evaluate, evaluate), (Part::Commit, commit)]
+            .into_iter()
+            .fold(false, |_, (part, took)| trace::note(part, took));
+        match request {
+            Some(request) if is_traced => trace::describe(|| request),
+            Some(request) => {
+                let took = queue + evaluate + commit;
+                warn!(request, ?took, ?queue, ?evaluate, ?commit, "apply request took too long");
+            }
+            None => {}
+        }
+    }
 }
 
 fn kind(request: &Request) -> usize {
@@ -128,7 +152,7 @@ fn describe_txn(txn: &TxnRequest) -> String {
     )
 }
 
-fn range(range: &KeyRange) -> String {
+pub(super) fn range(range: &KeyRange) -> String {
     match range {
         KeyRange::Single(key) => format!("key={}", name(key.as_slice())),
         _ => format!("range={range:?}").chars().take(2 * NAME_CHARS).collect(),

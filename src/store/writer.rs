@@ -37,7 +37,7 @@ use super::{
     Error, Result, Shared, WAIT_MAX,
     batch::Batch,
     request::{DeleteRequest, DeleteResponse, Op, PutRequest, PutResponse, PutValue, TxnRequest, TxnResponse},
-    timing::{Laps, Patience, Timing},
+    timing::{Laps, Patience, Times, Timing},
     txn::{Evaluation, Fetched, Stop},
 };
 use crate::{
@@ -89,12 +89,19 @@ pub(super) enum Outcome {
 /// The right to answer one request, once.
 #[must_use]
 #[derive(Debug)]
-struct Ticket(oneshot::Sender<Result<Outcome>>);
+struct Ticket(oneshot::Sender<Answer>);
+
+/// What a request came to and, if it was in a batch, how long that took.
+#[derive(Debug)]
+struct Answer {
+    outcome: Result<Outcome>,
+    times: Option<Times>,
+}
 
 impl Ticket {
     /// The client may be gone; what it asked for has happened all the same.
-    fn answer(self, outcome: Result<Outcome>) {
-        let _ = self.0.send(outcome);
+    fn answer(self, outcome: Result<Outcome>, times: Option<Times>) {
+        let _ = self.0.send(Answer { outcome, times });
     }
 }
 
@@ -125,7 +132,7 @@ impl WriteQueue {
             self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
             return Err(Error::TooManyRequests);
         }
-        let (ticket, outcome) = oneshot::channel();
+        let (ticket, answer) = oneshot::channel();
         let command = Command { request, bytes, since: Instant::now(), ticket: Ticket(ticket) };
         if let Err(refused) = self.commands.try_send(command) {
             self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
@@ -135,7 +142,11 @@ impl WriteQueue {
             });
         }
         // A ticket dropped unanswered: the writer died with the request in hand.
-        outcome.await.unwrap_or(Err(Error::OutcomeUnknown))
+        let Ok(Answer { outcome, times }) = answer.await else { return Err(Error::OutcomeUnknown) };
+        if let Some(times) = times {
+            times.note();
+        }
+        outcome
     }
 
     /// How many wait.
@@ -302,7 +313,7 @@ impl Writer {
                         self.gather_again(served);
                         return self.resync().await;
                     }
-                    Err(error) => command.ticket.answer(Err(error)),
+                    Err(error) => command.ticket.answer(Err(error), None),
                 },
                 Err(Stop::NeedsCommit) => {
                     self.gathered.push_front(command);
@@ -426,8 +437,9 @@ impl Writer {
     fn answer(&self, served: Served, laps: Laps) {
         let mut slow = false;
         for (command, outcome) in served {
-            slow |= self.timing.note(&command.request, command.since, laps, outcome.is_ok());
-            command.ticket.answer(outcome);
+            let times = self.timing.note(&command.request, command.since, laps, outcome.is_ok());
+            slow |= times.apply_is_slow;
+            command.ticket.answer(outcome, Some(times));
         }
         if slow {
             self.shared.metrics.store.slow_applies.inc();
@@ -545,7 +557,7 @@ impl Writer {
             .partition::<Vec<_>, _>(|command| command.since.elapsed() > WAIT_MAX);
         self.gathered = waiting.into();
         for command in overdue {
-            command.ticket.answer(Err(Error::Unavailable));
+            command.ticket.answer(Err(Error::Unavailable), None);
         }
     }
 
@@ -556,7 +568,7 @@ impl Writer {
             self.take(command);
         }
         for command in self.gathered.drain(..) {
-            command.ticket.answer(Err(Error::Unavailable));
+            command.ticket.answer(Err(Error::Unavailable), None);
         }
     }
 }

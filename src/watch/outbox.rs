@@ -14,6 +14,7 @@ use std::{
 use bytes::Bytes;
 use futures_util::Stream;
 use parking_lot::Mutex;
+use prometheus::IntGauge;
 use tokio::sync::Notify;
 
 use super::chunk::Chunk;
@@ -81,12 +82,41 @@ pub struct Outbox {
 
 #[derive(Debug, Default)]
 struct Inner {
-    queue: VecDeque<Queued>,
+    queue: Waiting,
     bytes: usize,
     reader: Option<Waker>,
     end: Option<End>,
     /// Watches that the hub dropped because the outbox was full, with the revision that each needs next.
     lagging: Vec<(WatchId, Revision)>,
+}
+
+/// What waits, counted with what waits on other streams.
+#[derive(Debug, Default)]
+struct Waiting {
+    queue: VecDeque<Queued>,
+    gauge: Option<IntGauge>,
+}
+
+impl Waiting {
+    fn push(&mut self, queued: Queued) {
+        self.queue.push_back(queued);
+        self.gauge.iter().for_each(IntGauge::inc);
+    }
+
+    fn pop(&mut self) -> Option<Queued> {
+        let popped = self.queue.pop_front();
+        if popped.is_some() {
+            self.gauge.iter().for_each(IntGauge::dec);
+        }
+        popped
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let left = i64::try_from(self.queue.len()).unwrap_or(i64::MAX);
+        self.gauge.iter().for_each(|gauge| gauge.sub(left));
+    }
 }
 
 #[derive(Debug)]
@@ -113,10 +143,16 @@ impl Outbox {
         Self { inner: Mutex::default(), attention: Notify::new() }
     }
 
+    /// One whose messages are counted while they wait.
+    pub fn counted(gauge: &IntGauge) -> Self {
+        let queue = Waiting { queue: VecDeque::new(), gauge: Some(gauge.clone()) };
+        Self { inner: Mutex::new(Inner { queue, ..Inner::default() }), attention: Notify::new() }
+    }
+
     pub fn push(&self, message: Message) {
         let mut inner = self.inner.lock();
         inner.bytes += MESSAGE_BYTES;
-        inner.queue.push_back(Queued::Message(message));
+        inner.queue.push(Queued::Message(message));
         wake(inner);
     }
 
@@ -133,15 +169,15 @@ impl Outbox {
             let mut pieces = chunk.pieces(limit).peekable();
             while let Some(bytes) = pieces.next() {
                 let fragment = pieces.peek().is_some();
-                inner.queue.push_back(Queued::Piece { id, revision, bytes, fragment });
+                inner.queue.push(Queued::Piece { id, revision, bytes, fragment });
             }
             wake(inner);
             return true;
         }
-        let shared = matches!(inner.queue.back(), Some(Queued::Chunk { chunk: last, .. }) if last.is_same(chunk));
+        let shared = matches!(inner.queue.queue.back(), Some(Queued::Chunk { chunk: last, .. }) if last.is_same(chunk));
         let cost = MESSAGE_BYTES + if shared { 0 } else { chunk.len() };
         inner.bytes += cost;
-        inner.queue.push_back(Queued::Chunk { id, revision, chunk: chunk.clone(), cost });
+        inner.queue.push(Queued::Chunk { id, revision, chunk: chunk.clone(), cost });
         wake(inner);
         true
     }
@@ -189,7 +225,7 @@ impl Outbox {
 
     fn poll_message(&self, context: &mut Context<'_>) -> Poll<Option<Result<Message, End>>> {
         let mut inner = self.inner.lock();
-        let Some(queued) = inner.queue.pop_front() else {
+        let Some(queued) = inner.queue.pop() else {
             return match inner.end {
                 Some(End::ClientGone) => Poll::Ready(None),
                 Some(End::ServerStopped) => {
@@ -216,7 +252,7 @@ impl Outbox {
                 inner.bytes -= cost;
                 let mut events = vec![chunk.bytes().clone()];
                 let mut bytes = chunk.len();
-                while let Some(Queued::Chunk { id: next, revision: newer, chunk, cost }) = inner.queue.front()
+                while let Some(Queued::Chunk { id: next, revision: newer, chunk, cost }) = inner.queue.queue.front()
                     && *next == id
                     && bytes + chunk.len() <= MERGE_BYTES_MAX
                 {
@@ -225,7 +261,7 @@ impl Outbox {
                     events.push(chunk.bytes().clone());
                     let cost = *cost;
                     inner.bytes -= cost;
-                    inner.queue.pop_front();
+                    inner.queue.pop();
                 }
                 Message::Events { id, revision, events, fragment: false }
             }

@@ -26,3 +26,4 @@ mod start;
 mod support;
 mod tidy;
 mod tls;
+mod trace;

@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use orlop::proto::client::etcdserverpb::{DeleteRangeRequest, LeaseGrantRequest, PutRequest, RangeRequest, TxnRequest};
+use orlop::proto::client::etcdserverpb::{
+    CompactionRequest, DeleteRangeRequest, HashRequest, LeaseGrantRequest, PutRequest, RangeRequest, TxnRequest,
+};
 
-use crate::support::{Backend, Client, Server, Stream, everything, http_get, on_both_backends};
+use crate::support::{Backend, Client, Server, Stream, eventually, everything, http_get, on_both_backends};
 
 /// What etcd has and Orlop has not, each with its reason in docs/metrics.md.
 fn lacking() -> &'static str {
@@ -106,10 +108,25 @@ async fn requests_are_counted(backend: Backend) {
         let (Some(from), Some(to)) = (read(&before), read(&after)) else { panic!("{name} is not there") };
         assert_eq!(to - from, grown, "{name}");
     }
-    for (name, expected) in [("etcd_server_has_leader", 1.0), ("etcd_server_is_leader", 1.0), ("orlop_instances", 1.0)]
-    {
+    for (name, expected) in [
+        ("etcd_server_has_leader", 1.0),
+        ("etcd_server_is_leader", 1.0),
+        ("orlop_instances", 1.0),
+        ("etcd_debugging_mvcc_pending_events_total", 0.0),
+        ("etcd_debugging_mvcc_db_compaction_last", 0.0),
+    ] {
         assert_eq!(after.get(name), Some(&expected), "{name}");
     }
+    client.kv.compact(CompactionRequest { revision: 5, physical: true }).await.expect("a compaction");
+    client.maintenance.hash(HashRequest {}).await.expect("a hash");
+    let last = eventually("the end of the compaction", async || {
+        let series = series(&server).await;
+        if series["etcd_debugging_mvcc_db_compaction_last"] > 1.7e9 { Ok(series) } else { Err(series) }
+    })
+    .await;
+    assert_eq!(last["etcd_mvcc_hash_duration_seconds_count"], 1.0);
+    let connections = ["idle", "used"].map(|state| last[&format!("orlop_database_connections{{state=\"{state}\"}}")]);
+    assert!(connections.iter().sum::<f64>() >= 1.0, "{connections:?}");
 }
 
 /// What the dashboard and the alerts ask for is there. Names of series are what looks like one: the rest of the language has

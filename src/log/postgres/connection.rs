@@ -14,7 +14,7 @@ use tokio::{
 };
 use tracing::warn;
 
-use crate::log::{Error, Result};
+use crate::log::{Connections, Error, Result, rows::connections};
 
 /// How long the server has to take a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
@@ -77,6 +77,10 @@ impl Database {
     /// For people.
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    pub(super) fn connections(&self) -> Connections {
+        connections(self.pool.size(), self.pool.num_idle())
     }
 
     pub(super) fn options(&self) -> PgConnectOptions {

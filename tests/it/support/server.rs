@@ -102,10 +102,15 @@ impl Server {
         self.home.path().join("data")
     }
 
+    /// What it logged.
+    pub fn log(&self) -> String {
+        log(self.home.path())
+    }
+
     /// The end of what it logged.
     pub fn log_tail(&self) -> String {
         const CHARS: usize = 3_000;
-        let log = log(self.home.path());
+        let log = self.log();
         let skipped = log.chars().count().saturating_sub(CHARS);
         log.chars().skip(skipped).collect()
     }

@@ -1,0 +1,117 @@
+//! The server's log, to standard error: lines for people, or JSON objects with the names that etcd's have for level, time
+//! and message.
+
+use std::{fmt, io::IsTerminal as _};
+
+use serde_json::{Map, Value};
+use tracing::{
+    Event, Level, Subscriber,
+    field::{Field, Visit},
+};
+use tracing_subscriber::{
+    EnvFilter,
+    fmt::{
+        FmtContext, FormatEvent, FormatFields,
+        format::Writer,
+        time::{FormatTime as _, SystemTime},
+    },
+    registry::LookupSpan,
+};
+
+use crate::config::LogFormat;
+
+/// Begins to log.
+///
+/// # Errors
+///
+/// If the level is none that is known.
+pub fn start(level: &str, format: LogFormat) -> Result<(), String> {
+    let filter = EnvFilter::try_new(level)
+        .map_err(|error| format!("log-level {level:?}: {error}; use error, warn, info, debug or trace"))?;
+    let logger = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
+    match format {
+        LogFormat::Text => logger.init(),
+        LogFormat::Json => logger.event_format(Json).init(),
+    }
+    Ok(())
+}
+
+/// One object a line: `level`, `ts`, `caller`, `msg`, then what the event says.
+struct Json;
+
+impl<S, N> FormatEvent<S, N> for Json
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(&self, _: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        let metadata = event.metadata();
+        let mut time = String::new();
+        SystemTime.format_time(&mut Writer::new(&mut time))?;
+        let mut said = Said::default();
+        event.record(&mut said);
+        let level = match *metadata.level() {
+            Level::ERROR => "error",
+            Level::WARN => "warn",
+            Level::INFO => "info",
+            Level::DEBUG => "debug",
+            Level::TRACE => "trace",
+        };
+        write!(writer, r#"{{"level":"{level}","ts":"{time}""#)?;
+        if let (Some(file), Some(line)) = (metadata.file(), metadata.line()) {
+            // From the folder of the sources on.
+            let file = file.rsplit_once("src/").map_or(file, |(_, file)| file);
+            write!(writer, r#","caller":{}"#, Value::from(format!("{file}:{line}")))?;
+        }
+        write!(writer, r#","msg":{}"#, Value::from(said.message))?;
+        for (name, value) in &said.fields {
+            write!(writer, ",{}:{value}", Value::from(name.as_str()))?;
+        }
+        writeln!(writer, "}}")
+    }
+}
+
+/// What an event says.
+#[derive(Default)]
+struct Said {
+    message: String,
+    fields: Map<String, Value>,
+}
+
+impl Said {
+    fn take(&mut self, field: &Field, value: Value) {
+        match (field.name(), value) {
+            ("message", Value::String(message)) => self.message = message,
+            (name, value) => drop(self.fields.insert(name.trim_start_matches("r#").to_owned(), value)),
+        }
+    }
+}
+
+impl Visit for Said {
+    fn record_f64(&mut self, field: &Field, value: f64) {
+        self.take(field, value.into());
+    }
+
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.take(field, value.into());
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.take(field, value.into());
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.take(field, value.into());
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.take(field, value.into());
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.take(field, format!("{value:?}").into());
+    }
+}

@@ -1,0 +1,149 @@
+//! Requests as OpenTelemetry spans, sent to a collector: a span for the call and one for each part of its time.
+//!
+//! A span is made when its call has ended, from what the trace noted, so that a call that is not sampled costs a look at
+//! one header. A caller's `traceparent` is the span's parent and decides whether it is sampled, as in etcd.
+
+use std::time::{Duration, SystemTime};
+
+use http::HeaderMap;
+use opentelemetry::{
+    Context, KeyValue,
+    propagation::{Extractor, TextMapPropagator as _},
+    trace::{Span as _, SpanKind, Status, TraceContextExt as _, Tracer as _, TracerProvider as _},
+};
+use opentelemetry_otlp::{ExporterBuildError, SpanExporter, WithExportConfig as _};
+use opentelemetry_sdk::{
+    Resource,
+    propagation::TraceContextPropagator,
+    trace::{Sampler, SdkTracer, SdkTracerProvider},
+};
+
+use super::{Part, Trace};
+
+/// How long the last spans have to leave when the server stops.
+const FLUSH_MAX: Duration = Duration::from_secs(3);
+const MILLION: f64 = 1_000_000.0;
+
+/// Where spans go and which.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// `HOST:PORT` of a collector's OTLP over gRPC.
+    pub address: String,
+    pub service_name: String,
+    /// Empty: none.
+    pub instance_id: String,
+    /// Of a million calls without a sampled parent.
+    pub sampling_rate: u32,
+}
+
+/// Sends spans in the background; those that find no room are dropped.
+#[derive(Debug)]
+pub struct Exporter {
+    provider: SdkTracerProvider,
+    tracer: SdkTracer,
+}
+
+/// A call that has ended.
+#[derive(Debug)]
+pub struct Ended<'a> {
+    /// `/SERVICE/METHOD`.
+    pub path: &'a str,
+    pub parent: &'a Parent,
+    pub took: Duration,
+    /// gRPC's number.
+    pub code: i32,
+    pub trace: &'a Trace,
+}
+
+/// What the caller said of its own span.
+#[derive(Clone, Debug)]
+pub struct Parent(Context);
+
+impl Exporter {
+    /// To be called where tokio runs.
+    ///
+    /// # Errors
+    ///
+    /// If the address is none. A collector that is not there is warned of later, and tried again.
+    pub fn new(settings: &Settings) -> Result<Self, ExporterBuildError> {
+        let exporter =
+            SpanExporter::builder().with_tonic().with_endpoint(format!("http://{}", settings.address)).build()?;
+        let mut resource = Resource::builder().with_service_name(settings.service_name.clone());
+        if !settings.instance_id.is_empty() {
+            resource = resource.with_attribute(KeyValue::new("service.instance.id", settings.instance_id.clone()));
+        }
+        let sampler = Sampler::TraceIdRatioBased(f64::from(settings.sampling_rate) / MILLION);
+        let provider = SdkTracerProvider::builder()
+            .with_resource(resource.build())
+            .with_sampler(Sampler::ParentBased(Box::new(sampler)))
+            .with_batch_exporter(exporter)
+            .build();
+        Ok(Self { tracer: provider.tracer("orlop"), provider })
+    }
+
+    pub fn parent(&self, headers: &HeaderMap) -> Parent {
+        Parent(TraceContextPropagator::new().extract_with_context(&Context::new(), &Headers(headers)))
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "spans are told by the wall clock")]
+    pub fn record(&self, ended: &Ended<'_>) {
+        let end = SystemTime::now();
+        let begin = end - ended.took;
+        let name = ended.path.trim_start_matches('/').to_owned();
+        let (service, method) = name.split_once('/').unwrap_or((&name, ""));
+        let mut attributes = vec![
+            KeyValue::new("rpc.system", "grpc"),
+            KeyValue::new("rpc.service", service.to_owned()),
+            KeyValue::new("rpc.method", method.to_owned()),
+            KeyValue::new("rpc.grpc.status_code", i64::from(ended.code)),
+            KeyValue::new("request_id", ended.trace.id.to_string()),
+        ];
+        attributes.extend(ended.trace.request.clone().map(|request| KeyValue::new("request", request)));
+        let mut span = self
+            .tracer
+            .span_builder(name.clone())
+            .with_kind(SpanKind::Server)
+            .with_start_time(begin)
+            .with_attributes(attributes)
+            .start_with_context(&self.tracer, &ended.parent.0);
+        if !span.is_recording() {
+            return;
+        }
+        if ended.code != 0 {
+            span.set_status(Status::error(""));
+        }
+        self.record_parts(ended, &Context::new().with_remote_span_context(span.span_context().clone()), end);
+        span.end_with_timestamp(end);
+    }
+
+    /// Parts come one behind the other, and what is before the first is nobody's: so they are laid out from the end.
+    fn record_parts(&self, ended: &Ended<'_>, parent: &Context, end: SystemTime) {
+        let mut until = end;
+        for part in Part::ALL.into_iter().rev() {
+            let Some(took) = ended.trace.part(part) else { continue };
+            let from = until - took;
+            let builder = self.tracer.span_builder(part.name()).with_kind(SpanKind::Internal).with_start_time(from);
+            builder.start_with_context(&self.tracer, parent).end_with_timestamp(until);
+            until = from;
+        }
+    }
+
+    /// Sends what is there and ends. Blocks.
+    pub fn finish(&self) {
+        if let Err(error) = self.provider.shutdown_with_timeout(FLUSH_MAX) {
+            tracing::warn!(%error, "the last spans may be lost");
+        }
+    }
+}
+
+struct Headers<'a>(&'a HeaderMap);
+
+impl Extractor for Headers<'_> {
+    fn get(&self, key: &str) -> Option<&str> {
+        self.0.get(key)?.to_str().ok()
+    }
+
+    fn keys(&self) -> Vec<&str> {
+        self.0.keys().map(http::HeaderName::as_str).collect()
+    }
+}

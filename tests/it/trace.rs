@@ -1,0 +1,180 @@
+//! What the server's log and its spans say of a request: which it was, how long its parts took, and never a value.
+
+use std::sync::Arc;
+
+use opentelemetry_proto::tonic::{
+    collector::trace::v1::{
+        ExportTraceServiceRequest, ExportTraceServiceResponse,
+        trace_service_server::{TraceService, TraceServiceServer},
+    },
+    common::v1::any_value::Value,
+    trace::v1::Span,
+};
+use orlop::proto::client::etcdserverpb::{
+    DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request as Op,
+};
+use parking_lot::Mutex;
+use tokio::net::TcpListener;
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::{Request, Response, Status, transport};
+
+use crate::support::{Backend, Client, Server, eventually, on_both_backends};
+
+const VALUE: &str = "this is nobody's business";
+/// Every request is slow.
+const SLOW: [&str; 2] = ["--warning-unary-request-duration", "1ns"];
+
+fn put(key: &str) -> PutRequest {
+    PutRequest { key: key.to_owned().into(), value: VALUE.into(), ..Default::default() }
+}
+
+/// The lines about slow requests of one method.
+async fn slow(server: &Server, method: &str) -> Vec<serde_json::Value> {
+    eventually(method, async || {
+        let log = server.log();
+        let lines = log.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("a JSON object"));
+        let found: Vec<_> = lines.filter(|line| line["method"] == method).collect();
+        if found.is_empty() { Err(log) } else { Ok(found) }
+    })
+    .await
+}
+
+async fn slow_requests_are_named_with_the_parts_of_their_time(backend: Backend) {
+    let flags = [&SLOW[..], &["--log-format", "json"]].concat();
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for _ in 0..2 {
+        client.kv.put(put("key/1")).await.expect("a put");
+    }
+    let range = RangeRequest { key: "key/".into(), range_end: "key0".into(), ..Default::default() };
+    client.kv.range(range).await.expect("a range");
+    let txn =
+        TxnRequest { success: vec![RequestOp { request: Some(Op::RequestPut(put("key/2"))) }], ..Default::default() };
+    client.kv.txn(txn).await.expect("a transaction");
+    let delete = DeleteRangeRequest { key: "key/2".into(), ..Default::default() };
+    client.kv.delete_range(delete).await.expect("a delete");
+
+    let write = ["queue", "evaluate", "commit", "send"];
+    let confirm = if backend == Backend::Postgres { &["confirm"][..] } else { &[] };
+    let read = [confirm, &["select", "read", "send"]].concat();
+    for (method, request, parts) in [
+        ("Put", "put key=key/1", &write[..]),
+        ("Range", "range range=", &read),
+        ("Txn", "key/2", &write),
+        ("DeleteRange", "delete_range key=key/2", &write),
+    ] {
+        let lines = slow(&server, &format!("etcdserverpb.KV/{method}")).await;
+        let line = &lines[0];
+        assert_eq!((line["level"].as_str(), line["msg"].as_str()), (Some("warn"), Some("apply request took too long")));
+        let is_time = |text: &str| text.len() == "2026-01-01T00:00:00.000000Z".len() && text.ends_with('Z');
+        assert!(line["ts"].as_str().is_some_and(is_time), "{line}");
+        assert!(line["caller"].as_str().is_some_and(|caller| caller.starts_with("api/meter.rs:")), "{line}");
+        assert!(line["request"].as_str().is_some_and(|asked| asked.contains(request)), "{line}");
+        assert_eq!((&line["code"], &line["expected-duration"]), (&"OK".into(), &"1ns".into()));
+        for part in parts {
+            assert!(
+                line[part].as_str().is_some_and(|took| took.ends_with('s')),
+                "{method} has the part {part}: {line}"
+            );
+        }
+    }
+    let ids: Vec<_> = slow(&server, "etcdserverpb.KV/Put").await.iter().map(|line| line["id"].clone()).collect();
+    assert!(ids[0] != ids[1] && ids[0].as_str().is_some_and(|id| id.len() == 16), "{ids:?}");
+    assert!(!server.log().contains("nobody"), "no value is logged");
+}
+
+/// By it an error that a client saw is found in the log.
+async fn failed_request_tells_its_number(backend: Backend) {
+    let flags = [&SLOW[..], &["--log-format", "json"]].concat();
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let refused = client.kv.put(put("")).await.expect_err("a key is needed");
+    let id = refused.metadata().get("x-request-id").expect("a number").to_str().expect("text");
+    let line = &slow(&server, "etcdserverpb.KV/Put").await[0];
+    assert_eq!((line["id"].as_str(), line["code"].as_str()), (Some(id), Some("InvalidArgument")));
+}
+
+/// A collector of spans.
+#[derive(Clone, Default)]
+struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
+
+#[tonic::async_trait]
+impl TraceService for Collector {
+    async fn export(
+        &self,
+        request: Request<ExportTraceServiceRequest>,
+    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
+        for spans in request.into_inner().resource_spans {
+            let attributes = spans.resource.unwrap_or_default().attributes;
+            let service = attributes.into_iter().find(|attribute| attribute.key == "service.name");
+            let service = service.and_then(|service| service.value).and_then(|value| value.value);
+            let Some(Value::StringValue(service)) = service else { continue };
+            let spans = spans.scope_spans.into_iter().flat_map(|scope| scope.spans);
+            self.0.lock().extend(spans.map(|span| (service.clone(), span)));
+        }
+        Ok(Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+impl Collector {
+    async fn start(&self) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+        let address = listener.local_addr().expect("a bound socket has an address").to_string();
+        let served = transport::Server::builder()
+            .add_service(TraceServiceServer::new(self.clone()))
+            .serve_with_incoming(TcpListenerStream::new(listener));
+        tokio::spawn(served);
+        address
+    }
+
+    async fn spans(&self, count: usize) -> Vec<(String, Span)> {
+        eventually("spans", async || {
+            let spans = self.0.lock().clone();
+            if spans.len() >= count { Ok(spans) } else { Err(spans.len()) }
+        })
+        .await
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn spans_of_a_call_and_its_parts_go_to_the_collector() {
+    const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
+    const CALLER: &str = "b7ad6b7169203331";
+    let collector = Collector::default();
+    let address = collector.start().await;
+    let flags = ["--enable-distributed-tracing", "--distributed-tracing-address", &address];
+    let mut server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is built in");
+    let mut client = Client::connect(server.endpoint()).await;
+    for (sampled, key) in [("00", "not this one"), ("01", "key")] {
+        let mut request = Request::new(put(key));
+        let parent = format!("00-{TRACE}-{CALLER}-{sampled}");
+        request.metadata_mut().insert("traceparent", parent.parse().expect("text"));
+        client.kv.put(request).await.expect("a put");
+    }
+    // Without a parent none is taken, as the rate is 0.
+    client.kv.put(put("nor this one")).await.expect("a put");
+    // What is left is sent before the end.
+    server.terminate().await;
+
+    let spans = collector.spans(4).await;
+    let (service, call) = spans.iter().find(|(_, span)| span.name == "etcdserverpb.KV/Put").expect("the call");
+    assert_eq!(
+        (service.as_str(), hex(&call.trace_id), hex(&call.parent_span_id)),
+        ("orlop", TRACE.into(), CALLER.into())
+    );
+    assert!(call.attributes.iter().any(|attribute| attribute.key == "request_id"), "{call:?}");
+    for part in ["queue", "evaluate", "commit"] {
+        let (_, span) = spans.iter().find(|(_, span)| span.name == part).expect(part);
+        assert_eq!(span.parent_span_id, call.span_id);
+        assert!(span.start_time_unix_nano <= span.end_time_unix_nano, "{span:?}");
+        assert!(call.start_time_unix_nano <= span.start_time_unix_nano, "{part} lies in the call");
+        assert!(span.end_time_unix_nano <= call.end_time_unix_nano, "{part} lies in the call");
+    }
+    assert_eq!(spans.iter().filter(|(_, span)| span.name.contains("Put")).count(), 1, "{spans:?}");
+}
+
+on_both_backends!(slow_requests_are_named_with_the_parts_of_their_time, failed_request_tells_its_number,);
