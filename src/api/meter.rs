@@ -248,13 +248,13 @@ impl Call {
             return;
         }
         self.method.handled[code as usize].inc();
+        let now = Instant::now();
         if let Some(handling) = &self.method.handling {
-            handling.observe(self.begun.elapsed().as_secs_f64());
+            handling.observe((now - self.begun).as_secs_f64());
         }
         if let Some(Followed { mut trace, answered }) = self.followed.take() {
-            let took = self.begun.elapsed();
-            trace.add(Part::Send, answered.elapsed());
-            self.tell(&trace, took, code);
+            trace.add(Part::Send, now - answered);
+            self.tell(&trace, now - self.begun, code);
         }
     }
 

@@ -411,7 +411,34 @@ async fn check_perf_is_served_to_its_end(backend: Backend) {
     assert!(!verdicts.to_lowercase().contains("error"), "{verdicts}");
 }
 
+async fn check_datascale_is_served_and_cleans_up(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
+    let output = etcdctl.output(&["check", "datascale", "--load", "s"]).await;
+    let printed = text(&[output.stdout, output.stderr].concat());
+    // What it says of memory it reads from /metrics.
+    assert!(output.status.success() && printed.contains("PASS: Approximate system memory used"), "{printed}");
+    etcdctl.check(&[(&["get", "--from-key", ""], "")]).await;
+}
+
+async fn make_mirror_copies_and_follows(backend: Backend) {
+    let Some(etcdctl) = Etcdctl::start(backend).await else { return };
+    let Some(copy) = Etcdctl::start(backend).await else { return };
+    etcdctl.put_all(&[("a/1", "1"), ("a/2", "2"), ("b", "x")]).await;
+    let target = copy.server.endpoint().trim_start_matches("http://").to_owned();
+    let _mirror = etcdctl.spawn(&["make-mirror", "--prefix", "a/", &target]);
+    copy.wait_for_keys("a/", 2).await;
+    etcdctl.put_all(&[("a/3", "3"), ("a/1", "4")]).await;
+    etcdctl.check(&[(&["del", "a/2"], "1\n")]).await;
+    eventually("the copy", async || {
+        let copied = copy.prints(&["get", "--from-key", ""]).await;
+        if copied == "a/1\n4\na/3\n3\n" { Ok(()) } else { Err(copied) }
+    })
+    .await;
+}
+
 on_both_backends!(
+    check_datascale_is_served_and_cleans_up,
+    make_mirror_copies_and_follows,
     get_prints_every_selection_of_keys,
     get_sorts_by_each_target,
     json_output_has_the_pair_and_its_revisions,

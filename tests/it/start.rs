@@ -193,6 +193,28 @@ async fn address_of_kine_replaces_the_default_and_joins_others() {
     assert!(both[0] == socket && both[1].starts_with("http://127.0.0.1:"), "{both:?}");
 }
 
+/// What docs say of where it runs holds for what is built where releases are.
+#[test]
+fn binary_needs_no_glibc_newer_than_documented() {
+    if std::env::var_os("CI").is_none() {
+        println!("skipped: only CI builds on the system that is as old as is documented");
+        return;
+    }
+    const MINOR: u32 = 34;
+    let documented = format!("glibc 2.{MINOR}");
+    assert!(
+        include_str!("../../README.md").contains(&documented)
+            && include_str!("../../docs/systemd.md").contains(&documented)
+    );
+    let binary = fs::read(env!("CARGO_BIN_EXE_orlop")).expect("orlop is built with the tests");
+    let needed = binary.windows(8).enumerate().filter(|(_, bytes)| *bytes == b"GLIBC_2.").map(|(at, _)| {
+        let digits = binary[at + 8..].iter().take_while(|byte| byte.is_ascii_digit());
+        digits.fold(0, |number, digit| number * 10 + u32::from(digit - b'0'))
+    });
+    let newest = needed.max();
+    assert!(newest.is_some_and(|newest| newest <= MINOR), "it needs glibc 2.{newest:?}");
+}
+
 #[tokio::test]
 async fn unix_socket_serves_and_is_taken_over_after_a_kill() {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
