@@ -12,8 +12,10 @@
 mod args;
 mod closed_loop;
 mod connection;
+mod endpoint;
 mod interrupt;
 mod keyspace;
+mod progress;
 mod read;
 mod report;
 mod watch;
@@ -26,10 +28,13 @@ use std::{
     sync::Arc,
 };
 
+use http::HeaderValue;
+
 use self::{
     args::{Common, Plan},
     closed_loop::{Recorder, Run, Worker},
-    connection::{Endpoint, Pool},
+    connection::Pool,
+    endpoint::{Endpoint, Target},
     interrupt::Interrupt,
     keyspace::KeySpace,
     report::{Report, Row},
@@ -123,8 +128,10 @@ impl Scenario {
 
 /// What every scenario works with.
 struct Bench {
-    endpoints: Vec<Endpoint>,
+    target: Target,
     plan: Plan,
+    /// Whether to show how far a run is.
+    shows_progress: bool,
     pool: Pool,
     keys: Arc<KeySpace>,
     interrupt: Interrupt,
@@ -132,10 +139,11 @@ struct Bench {
 
 impl Bench {
     async fn prepare(common: &Common, plan: Plan, interrupt: Interrupt) -> Result<Self, Error> {
-        let pool = Pool::connect(&common.endpoints, plan.connections).await?;
+        let target = log_in(common).await?;
+        let pool = Pool::connect(&target, plan.connections).await?;
         let keys = Arc::new(KeySpace::new(common.prefix.clone()));
         keys.claim(&mut pool.client(0), common.purge).await?;
-        Ok(Self { endpoints: common.endpoints.clone(), plan, pool, keys, interrupt })
+        Ok(Self { target, plan, shows_progress: !common.json, pool, keys, interrupt })
     }
 
     async fn load(&self, keys: usize, value_size: usize) -> Result<(), Error> {
@@ -146,8 +154,19 @@ impl Bench {
     async fn drive<W: Worker>(&self, worker: impl Fn(usize) -> W) -> Recorder {
         let workers = (0..self.plan.clients).map(worker).collect();
         let run = Run::begin(self.plan.limits);
-        run.drive(workers, &self.interrupt).await;
+        self.show(&run, run.drive(workers, &self.interrupt)).await;
         run.take()
+    }
+
+    /// Shows how far a run is while it is driven.
+    async fn show(&self, run: &Run, driven: impl Future<Output = ()>) {
+        if !self.shows_progress {
+            return driven.await;
+        }
+        tokio::select! {
+            () = driven => {}
+            () = progress::show(run, self.plan.limits) => {}
+        }
     }
 
     fn report(
@@ -159,7 +178,7 @@ impl Bench {
     ) -> Report {
         Report {
             scenario,
-            endpoints: self.endpoints.iter().map(Endpoint::to_string).collect(),
+            endpoints: self.target.endpoints.iter().map(Endpoint::to_string).collect(),
             clients: self.plan.clients,
             connections: self.pool.len(),
             value_size,
@@ -169,6 +188,20 @@ impl Bench {
             first_error: recorder.first_error.clone(),
         }
     }
+}
+
+/// The endpoints and, where they ask for a login, its token.
+async fn log_in(common: &Common) -> Result<Target, Error> {
+    let endpoints = common.endpoints.clone();
+    let needs_tls = endpoints.iter().any(|endpoint| endpoint.has_tls);
+    let tls = if needs_tls { Some(common.identity.tls()?) } else { None };
+    let mut target = Target { endpoints, tls, token: None };
+    let Some((name, password)) = common.identity.login() else { return Ok(target) };
+    let client = Pool::connect(&target, 1).await?.client(0);
+    let failed = |error: String| Error::Step { step: "logging in", endpoint: client.endpoint().to_string(), error };
+    let token = client.authenticate(name, password).await.map_err(|status| failed(closed_loop::describe(&status)))?;
+    target.token = token.map(HeaderValue::try_from).transpose().map_err(|error| failed(error.to_string()))?;
+    Ok(target)
 }
 
 fn print(report: &Report, json: bool) -> Result<(), Error> {

@@ -2,14 +2,21 @@
 
 use std::time::Duration;
 
-use super::{Error, closed_loop::Limits, connection::Endpoint};
+use super::{
+    Error,
+    closed_loop::Limits,
+    endpoint::{Endpoint, Identity},
+};
 
 /// Flags that are given to any scenario.
 #[derive(Debug, clap::Args)]
 pub struct Common {
-    /// Servers to load, separated by commas: http://host:port or unix://path
+    /// Servers to load, separated by commas: http://host:port, https://host:port, unix://path or unixs://path
     #[arg(long, global = true, value_delimiter = ',', default_value = "http://127.0.0.1:2379", value_name = "URLS")]
     pub endpoints: Vec<Endpoint>,
+
+    #[command(flatten)]
+    pub identity: Identity,
 
     /// Clients, each with one operation in flight [default: 64; range: 1; watch: 8]
     #[arg(long, global = true, value_parser = at_least_one, value_name = "N")]
@@ -173,7 +180,8 @@ mod tests {
         check_refused("--duration 10", "time unit needed");
         check_refused("--duration s", "expected number");
         check_refused("--duration 25h", "a day at most");
-        check_refused("--endpoints https://a:1", "TLS is not supported");
+        check_refused("--cert a.pem", "--key");
+        check_refused("--password x", "--user");
         check_refused("--endpoints http://a:1,http://b:2 --connections 1", "must reach every endpoint");
         check_refused("--prefix=", "must not be empty");
     }

@@ -127,6 +127,17 @@ impl Run {
         std::mem::replace(&mut *self.recorder.lock(), Recorder::new(self.measured_from))
     }
 
+    /// What was measured until now.
+    pub fn so_far(&self) -> SoFar {
+        let recorder = self.recorder.lock();
+        SoFar {
+            count: recorder.latency.len(),
+            errors: recorder.errors,
+            p99_nanos: recorder.latency.value_at_quantile(0.99),
+            elapsed: Instant::now().saturating_duration_since(self.measured_from),
+        }
+    }
+
     async fn client<W: Worker>(self: Arc<Self>, mut worker: W) {
         loop {
             let started = Instant::now();
@@ -166,6 +177,16 @@ impl Run {
 
 async fn join_all(clients: &mut JoinSet<()>) {
     while clients.join_next().await.is_some() {}
+}
+
+/// A look at a run that goes on.
+#[derive(Clone, Copy, Debug)]
+pub struct SoFar {
+    pub count: u64,
+    pub errors: u64,
+    pub p99_nanos: u64,
+    /// Since the end of the warm-up.
+    pub elapsed: Duration,
 }
 
 /// What was measured.

@@ -1,21 +1,18 @@
 //! Connections to the endpoints under load.
 //!
 //! A [`Connection`] is one HTTP/2 connection, used straight from hyper: tonic's own channel would add a queue and a task
-//! to each request. It is not opened again when it is lost; its clients stop and the report tells. Known limit: no TLS.
+//! to each request. It is not opened again when it is lost; its clients stop and the report tells.
 
 use std::{
-    fmt,
     future::Future,
     io,
-    path::PathBuf,
     pin::Pin,
-    str::FromStr,
     sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
 
-use http::{Request, Response, Uri, uri::PathAndQuery};
+use http::{HeaderValue, Request, Response, Uri, uri::PathAndQuery};
 use hyper::{
     body::Incoming,
     client::conn::http2::{self, SendRequest},
@@ -26,14 +23,21 @@ use tokio::{
     net::{TcpStream, UnixStream},
     time::timeout,
 };
-use tonic::{Status, Streaming, body::Body, client::Grpc};
+use tokio_rustls::{
+    TlsConnector,
+    rustls::{ClientConfig, pki_types::ServerName},
+};
+use tonic::{Code, Status, Streaming, body::Body, client::Grpc};
 use tower_service::Service;
 
 use super::{
     Error,
+    endpoint::{Endpoint, Place, Target},
     wire::{RangeTally, TallyCodec, WatchTally},
 };
-use crate::proto::client::etcdserverpb::{RangeRequest, WatchRequest, kv_client::KvClient};
+use crate::proto::client::etcdserverpb::{
+    AuthenticateRequest, RangeRequest, WatchRequest, auth_client::AuthClient, kv_client::KvClient,
+};
 
 /// Windows so large that the server never waits for the client's leave to send.
 const STREAM_WINDOW_BYTES: u32 = 16 << 20;
@@ -41,54 +45,15 @@ const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Where a server listens: `http://host:port`, `host:port` or `unix://path`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Endpoint {
-    /// Host and port.
-    Tcp(String),
-    Unix(PathBuf),
-}
-
-impl FromStr for Endpoint {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        if let Some(path) = text.strip_prefix("unix:") {
-            let path = path.strip_prefix("//").unwrap_or(path);
-            return if path.is_empty() { Err("no path".to_owned()) } else { Ok(Self::Unix(path.into())) };
-        }
-        let authority = match text.split_once("://") {
-            None => text,
-            Some(("http", rest)) => rest.strip_suffix('/').unwrap_or(rest),
-            Some(("https", _)) => return Err("TLS is not supported".to_owned()),
-            Some((scheme, _)) => return Err(format!("unknown scheme `{scheme}`")),
-        };
-        let parsed: http::uri::Authority = authority.parse().map_err(|error| format!("{error}"))?;
-        match parsed.port_u16() {
-            Some(_) => Ok(Self::Tcp(authority.to_owned())),
-            None => Err("no port".to_owned()),
-        }
-    }
-}
-
-impl fmt::Display for Endpoint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Tcp(authority) => write!(f, "http://{authority}"),
-            Self::Unix(path) => write!(f, "unix://{}", path.display()),
-        }
-    }
-}
-
 /// Open connections, dealt out in turn.
 pub struct Pool(Vec<Client>);
 
 impl Pool {
     /// Opens `connections` connections, spread evenly over the endpoints.
-    pub async fn connect(endpoints: &[Endpoint], connections: usize) -> Result<Self, Error> {
+    pub async fn connect(target: &Target, connections: usize) -> Result<Self, Error> {
         let mut clients = Vec::with_capacity(connections);
-        for endpoint in endpoints.iter().cycle().take(connections) {
-            let connected = timeout(CONNECT_TIMEOUT, Client::connect(endpoint)).await;
+        for endpoint in target.endpoints.iter().cycle().take(connections) {
+            let connected = timeout(CONNECT_TIMEOUT, Client::connect(endpoint, target)).await;
             let client = connected.unwrap_or_else(|_| Err(io::Error::from(io::ErrorKind::TimedOut)));
             clients.push(client.map_err(|source| Error::Connect { endpoint: endpoint.clone(), source })?);
         }
@@ -120,24 +85,30 @@ pub struct Client {
     pub kv: KvClient<Connection>,
     raw: Grpc<Connection>,
     connection: Connection,
+    origin: Uri,
     endpoint: Arc<Endpoint>,
 }
 
 impl Client {
-    async fn connect(endpoint: &Endpoint) -> io::Result<Self> {
-        let (connection, authority) = match endpoint {
-            Endpoint::Tcp(authority) => {
+    async fn connect(endpoint: &Endpoint, target: &Target) -> io::Result<Self> {
+        let tls = target.tls.as_ref().filter(|_| endpoint.has_tls);
+        let (connection, authority) = match &endpoint.place {
+            Place::Tcp(authority) => {
                 let stream = TcpStream::connect(authority).await?;
                 stream.set_nodelay(true)?;
-                (Connection::open(stream).await?, authority.as_str())
+                (Connection::secure(stream, tls, authority, target).await?, authority.as_str())
             }
-            Endpoint::Unix(path) => (Connection::open(UnixStream::connect(path).await?).await?, "localhost"),
+            Place::Unix(path) => {
+                let stream = UnixStream::connect(path).await?;
+                (Connection::secure(stream, tls, "localhost", target).await?, "localhost")
+            }
         };
-        let origin = Uri::builder().scheme("http").authority(authority).path_and_query("/").build();
+        let scheme = if endpoint.has_tls { "https" } else { "http" };
+        let origin = Uri::builder().scheme(scheme).authority(authority).path_and_query("/").build();
         let origin = origin.map_err(io::Error::other)?;
         let kv = KvClient::with_origin(connection.clone(), origin.clone()).max_decoding_message_size(usize::MAX);
-        let raw = Grpc::with_origin(connection.clone(), origin).max_decoding_message_size(usize::MAX);
-        Ok(Self { kv, raw, connection, endpoint: Arc::new(endpoint.clone()) })
+        let raw = Grpc::with_origin(connection.clone(), origin.clone()).max_decoding_message_size(usize::MAX);
+        Ok(Self { kv, raw, connection, origin, endpoint: Arc::new(endpoint.clone()) })
     }
 
     /// A range whose pairs are counted and not decoded.
@@ -161,13 +132,23 @@ impl Client {
         Ok(answer.into_inner())
     }
 
+    /// Trades name and password for a token. `None`: auth is off, and no token is needed.
+    pub async fn authenticate(&self, name: String, password: String) -> Result<Option<String>, Status> {
+        let mut auth = AuthClient::with_origin(self.connection.clone(), self.origin.clone());
+        match auth.authenticate(AuthenticateRequest { name, password }).await {
+            Ok(answer) => Ok(Some(answer.into_inner().token)),
+            Err(status) if status.code() == Code::FailedPrecondition => Ok(None),
+            Err(status) => Err(status),
+        }
+    }
+
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
 
     /// Whether the connection is gone for good.
     pub fn is_lost(&self) -> bool {
-        self.connection.0.is_closed()
+        self.connection.sender.is_closed()
     }
 }
 
@@ -176,10 +157,27 @@ fn lost(error: hyper::Error) -> Status {
 }
 
 #[derive(Clone)]
-pub struct Connection(SendRequest<Body>);
+pub struct Connection {
+    sender: SendRequest<Body>,
+    token: Option<HeaderValue>,
+}
 
 impl Connection {
-    async fn open<S>(stream: S) -> io::Result<Self>
+    /// With TLS if that is given, towards a server of this name.
+    async fn secure<S>(stream: S, tls: Option<&Arc<ClientConfig>>, authority: &str, target: &Target) -> io::Result<Self>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let token = target.token.clone();
+        let Some(tls) = tls else { return Self::open(stream, token).await };
+        let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let name = ServerName::try_from(host).map_err(io::Error::other)?;
+        let stream = TlsConnector::from(Arc::clone(tls)).connect(name, stream).await?;
+        Self::open(stream, token).await
+    }
+
+    async fn open<S>(stream: S, token: Option<HeaderValue>) -> io::Result<Self>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
@@ -191,7 +189,7 @@ impl Connection {
             .map_err(io::Error::other)?;
         // Each request tells when the connection fails; the driver's own error adds nothing.
         tokio::spawn(async { driver.await.ok() });
-        Ok(Self(sender))
+        Ok(Self { sender, token })
     }
 }
 
@@ -201,11 +199,14 @@ impl Service<Request<Body>> for Connection {
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        self.0.poll_ready(cx)
+        self.sender.poll_ready(cx)
     }
 
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
-        Box::pin(self.0.send_request(request))
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        if let Some(token) = &self.token {
+            request.headers_mut().insert("token", token.clone());
+        }
+        Box::pin(self.sender.send_request(request))
     }
 }
 
@@ -213,31 +214,12 @@ impl Service<Request<Body>> for Connection {
 mod tests {
     use super::*;
 
-    #[track_caller]
-    fn check(text: &str, want: Result<&str, &str>) {
-        let got = text.parse::<Endpoint>().map(|endpoint| endpoint.to_string());
-        assert_eq!(got.as_deref().map_err(String::as_str), want, "{text}");
-    }
-
-    #[test]
-    fn endpoints_parse() {
-        check("http://127.0.0.1:2379", Ok("http://127.0.0.1:2379"));
-        check("http://[::1]:2379/", Ok("http://[::1]:2379"));
-        check("db-1.example:80", Ok("http://db-1.example:80"));
-        check("unix:///run/orlop.sock", Ok("unix:///run/orlop.sock"));
-        check("unix://orlop.sock", Ok("unix://orlop.sock"));
-        check("unix:orlop.sock", Ok("unix://orlop.sock"));
-        check("unix://", Err("no path"));
-        check("http://localhost", Err("no port"));
-        check("https://localhost:2379", Err("TLS is not supported"));
-        check("grpc://localhost:2379", Err("unknown scheme `grpc`"));
-    }
-
     #[tokio::test]
     async fn refused_connection_names_the_endpoint() {
         let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let endpoint = Endpoint::Tcp(closed.to_string());
-        let error = Pool::connect(&[endpoint], 1).await.map(|_| ()).unwrap_err().to_string();
+        let endpoint = Endpoint { place: Place::Tcp(closed.to_string()), has_tls: false };
+        let target = Target { endpoints: vec![endpoint], tls: None, token: None };
+        let error = Pool::connect(&target, 1).await.map(|_| ()).unwrap_err().to_string();
         assert!(error.contains(&closed.to_string()), "{error}");
     }
 }

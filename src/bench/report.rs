@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, fmt, time::Duration};
 
+use hdrhistogram::Histogram;
 use serde::Serialize;
 
 use super::closed_loop::Recorder;
@@ -34,7 +35,18 @@ pub struct Row {
     pub p99_ms: f64,
     pub max_ms: f64,
     pub errors: u64,
+    pub histogram: Vec<Bucket>,
 }
+
+/// How many operations took at most so long, and longer than the bucket before says.
+#[derive(Debug, Serialize)]
+pub struct Bucket {
+    pub up_to_ms: f64,
+    pub count: u64,
+}
+
+/// Columns of a histogram's longest bar.
+const BAR_WIDTH: u64 = 40;
 
 impl Row {
     pub fn new(operation: &'static str, recorder: &Recorder) -> Self {
@@ -50,7 +62,18 @@ impl Row {
             p99_ms: quantile(0.99),
             max_ms: millis(recorder.latency.max()),
             errors: recorder.errors,
+            histogram: histogram(&recorder.latency),
         }
+    }
+
+    /// A line a bucket.
+    fn write_histogram(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let most = self.histogram.iter().map(|bucket| bucket.count).max().unwrap_or_default();
+        for Bucket { up_to_ms, count } in &self.histogram {
+            let bar = "#".repeat(usize::try_from((count * BAR_WIDTH).div_ceil(most.max(1))).unwrap_or_default());
+            writeln!(f, "{:<10} up to {up_to_ms:>8} ms {count:>10} {bar}", self.operation)?;
+        }
+        Ok(())
     }
 
     const TITLES: [&str; 9] =
@@ -69,6 +92,22 @@ impl Row {
             self.errors.to_string(),
         ]
     }
+}
+
+/// From the fastest to the slowest, in steps of 1, 2, 5 times a power of ten.
+fn histogram(latency: &Histogram<u64>) -> Vec<Bucket> {
+    let mut recorded = latency.iter_recorded().peekable();
+    let mut buckets = Vec::new();
+    for up_to in (3..13).flat_map(|power| [1, 2, 5].map(|digit| digit * 10_u64.pow(power))) {
+        let mut count = 0;
+        while let Some(step) = recorded.next_if(|step| step.value_iterated_to() <= up_to) {
+            count += step.count_since_last_iteration();
+        }
+        if count > 0 || (!buckets.is_empty() && recorded.peek().is_some()) {
+            buckets.push(Bucket { up_to_ms: millis(up_to), count });
+        }
+    }
+    buckets
 }
 
 /// A rate; 0 when nothing was measured.
@@ -96,6 +135,9 @@ impl fmt::Display for Report {
         let mut lines = vec![Row::TITLES.map(str::to_owned)];
         lines.extend(self.results.iter().map(Row::cells));
         write_table(f, &lines)?;
+        for row in &self.results {
+            row.write_histogram(f)?;
+        }
         for (name, value) in &self.facts {
             writeln!(f, "{name}: {value}")?;
         }
@@ -170,6 +212,17 @@ mod tests {
     }
 
     #[test]
+    fn histogram_has_all_operations() {
+        let row = &report().results[0];
+        let counts: Vec<_> = row.histogram.iter().map(|bucket| (bucket.up_to_ms, bucket.count)).collect();
+        let steps: Vec<_> = counts.iter().map(|(up_to, _)| *up_to).collect();
+        assert_eq!(steps, [2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0]);
+        assert_eq!(counts.iter().map(|(_, count)| count).sum::<u64>(), 1000);
+        let text = report().to_string();
+        assert!(text.contains(&format!("{:>10} {}\n", counts[8].1, "#".repeat(40))), "{text}");
+    }
+
+    #[test]
     fn nothing_measured_is_zeros() {
         let row = Row::new("get", &Recorder::new(Instant::now()));
         assert_eq!((row.count, row.per_sec, row.p50_ms, row.max_ms), (0, 0.0, 0.0, 0.0));
@@ -183,8 +236,9 @@ mod tests {
         assert_eq!(lines[1].len(), lines[2].len());
         assert!(lines[1].starts_with("operation  count  seconds  per second"), "{text}");
         assert!(lines[2].starts_with("update      1000     2.00       500.0"), "{text}");
-        assert_eq!(lines[3..5], ["retries: 7", "first error: Unavailable: gone"]);
-        assert_eq!(lines[5], "interrupted: only what was measured so far");
+        let last = &lines[lines.len() - 3..];
+        assert_eq!(last[..2], ["retries: 7", "first error: Unavailable: gone"]);
+        assert_eq!(last[2], "interrupted: only what was measured so far");
     }
 
     #[test]

@@ -84,8 +84,8 @@ impl Watch {
     }
 
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
-        let put_connections = bench.plan.clients.min(PUT_CONNECTIONS_MAX).max(bench.endpoints.len());
-        let put_pool = Pool::connect(&bench.endpoints, put_connections).await?;
+        let put_connections = bench.plan.clients.min(PUT_CONNECTIONS_MAX).max(bench.target.endpoints.len());
+        let put_pool = Pool::connect(&bench.target, put_connections).await?;
         let streams = self.open_streams(bench).await?;
 
         let run = Run::begin(bench.plan.limits);
@@ -103,7 +103,7 @@ impl Watch {
             deliveries: Arc::clone(&deliveries),
             awaited: if self.pace == Pace::Delivered { self.watchers } else { 0 },
         };
-        run.drive((0..bench.plan.clients).map(putter).collect(), &bench.interrupt).await;
+        bench.show(&run, run.drive((0..bench.plan.clients).map(putter).collect(), &bench.interrupt)).await;
         let rounds = run.take();
         let expected = rounds.latency.len() * self.watchers as u64;
         deliveries.drain(expected, bench).await;

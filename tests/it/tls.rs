@@ -131,6 +131,32 @@ async fn clients_are_refused_by_revocation_and_by_name() {
     }
 }
 
+/// The load command has etcdctl's flags.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn load_command_shows_a_certificate_and_trusts_a_root() {
+    let (Some(ours), Some(theirs)) = (Authority::new(), Authority::new()) else { return };
+    let (own, client, root) = (ours.sign("server", 30), ours.sign("client", 30), ours.root());
+    let server = server(&own, &["--trusted-ca-file", text(&root)]).await;
+    let certificate = ["--cert", text(&client.cert), "--key", text(&client.key)];
+    let other = theirs.root();
+    for (what, flags, served) in [
+        ("a certificate and the right root", [&["--cacert", text(&root)][..], &certificate].concat(), true),
+        ("another root", [&["--cacert", text(&other)][..], &certificate].concat(), false),
+        ("any root", [&["--insecure-skip-tls-verify"][..], &certificate].concat(), true),
+        ("no certificate", vec!["--cacert", text(&root)], false),
+        (
+            "a login where auth is off",
+            [&["--cacert", text(&root), "--user", "root:x"][..], &certificate].concat(),
+            true,
+        ),
+    ] {
+        let mut bench = Command::new(env!("CARGO_BIN_EXE_orlop"));
+        bench.args(["bench", "--endpoints", server.endpoint(), "--total", "20", "--warmup", "0s", "--json"]);
+        let ended = output(bench.args(&flags).arg("put")).await;
+        assert_eq!(ended.status.success(), served, "{what}: {ended:?}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unix_sockets_speak_tls() {
     let (Some(authority), true) = (Authority::new(), has_curl()) else { return };

@@ -1,0 +1,234 @@
+//! Where the servers under load are, and how one gets in: as etcdctl's flags say it.
+
+use std::{fmt, path::PathBuf, str::FromStr, sync::Arc};
+
+use http::HeaderValue;
+use tokio_rustls::rustls::{
+    ClientConfig, DigitallySignedStruct, Error as TlsError, RootCertStore, SignatureScheme,
+    client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature},
+    pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject as _},
+};
+
+use super::Error;
+
+/// Where a server listens: `http://host:port`, `https://host:port`, `host:port`, `unix://path` or `unixs://path`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint {
+    pub place: Place,
+    pub has_tls: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Host and port.
+    Tcp(String),
+    Unix(PathBuf),
+}
+
+impl FromStr for Endpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        for (scheme, has_tls) in [("unix:", false), ("unixs:", true)] {
+            let Some(path) = text.strip_prefix(scheme) else { continue };
+            let path = path.strip_prefix("//").unwrap_or(path);
+            let place = Place::Unix(path.into());
+            return if path.is_empty() { Err("no path".to_owned()) } else { Ok(Self { place, has_tls }) };
+        }
+        let (scheme, rest) = text.split_once("://").unwrap_or(("http", text));
+        let has_tls = match scheme {
+            "http" => false,
+            "https" => true,
+            scheme => return Err(format!("unknown scheme `{scheme}`")),
+        };
+        let authority = rest.strip_suffix('/').unwrap_or(rest);
+        let parsed: http::uri::Authority = authority.parse().map_err(|error| format!("{error}"))?;
+        match parsed.port_u16() {
+            Some(_) => Ok(Self { place: Place::Tcp(authority.to_owned()), has_tls }),
+            None => Err("no port".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let secure = if self.has_tls { "s" } else { "" };
+        match &self.place {
+            Place::Tcp(authority) => write!(f, "http{secure}://{authority}"),
+            Place::Unix(path) => write!(f, "unix{secure}://{}", path.display()),
+        }
+    }
+}
+
+/// Who the client is and whom it trusts, with etcdctl's flags.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct Identity {
+    /// Roots of the servers' certificates, PEM; without it the system's
+    #[arg(long, global = true, value_name = "FILE")]
+    cacert: Option<PathBuf>,
+
+    /// The client's certificate, PEM
+    #[arg(long, global = true, requires = "key", value_name = "FILE")]
+    cert: Option<PathBuf>,
+
+    /// The certificate's key, PEM
+    #[arg(long, global = true, requires = "cert", value_name = "FILE")]
+    key: Option<PathBuf>,
+
+    /// Take any server's certificate
+    #[arg(long, global = true)]
+    insecure_skip_tls_verify: bool,
+
+    /// Log in as a user, where the servers ask for it
+    #[arg(long, global = true, value_name = "NAME[:PASSWORD]")]
+    user: Option<String>,
+
+    /// The user's password
+    #[arg(long, global = true, requires = "user", value_name = "PASSWORD")]
+    password: Option<String>,
+}
+
+impl Identity {
+    /// Name and password.
+    pub fn login(&self) -> Option<(String, String)> {
+        let user = self.user.as_deref()?;
+        Some(match (&self.password, user.split_once(':')) {
+            (Some(password), _) => (user.to_owned(), password.clone()),
+            (None, Some((name, password))) => (name.to_owned(), password.to_owned()),
+            (None, None) => (user.to_owned(), String::new()),
+        })
+    }
+
+    /// # Errors
+    ///
+    /// [`Error::Flags`], naming flag and file.
+    pub fn tls(&self) -> Result<Arc<ClientConfig>, Error> {
+        let provider = Arc::new(ring::default_provider());
+        let builder = ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions();
+        let builder = builder.map_err(|error| Error::Flags(format!("TLS cannot be set up: {error}")))?;
+        let builder = if self.insecure_skip_tls_verify {
+            builder.dangerous().with_custom_certificate_verifier(Arc::new(Anybody(provider)))
+        } else {
+            builder.with_root_certificates(self.roots()?)
+        };
+        let mut config = match (&self.cert, &self.key) {
+            (Some(cert), Some(key)) => {
+                let unusable = |what: String| Error::Flags(format!("--cert {}: {what}", cert.display()));
+                let certificates = CertificateDer::pem_file_iter(cert).and_then(Iterator::collect);
+                let certificates = certificates.map_err(|error| unusable(error.to_string()))?;
+                let key = PrivateKeyDer::from_pem_file(key)
+                    .map_err(|error| Error::Flags(format!("--key {}: {error}", key.display())))?;
+                builder.with_client_auth_cert(certificates, key).map_err(|error| unusable(error.to_string()))?
+            }
+            _ => builder.with_no_client_auth(),
+        };
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(Arc::new(config))
+    }
+
+    fn roots(&self) -> Result<RootCertStore, Error> {
+        let mut roots = RootCertStore::empty();
+        let Some(file) = &self.cacert else {
+            roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+            return Ok(roots);
+        };
+        let unusable = |what: String| Error::Flags(format!("--cacert {}: {what}", file.display()));
+        for certificate in CertificateDer::pem_file_iter(file).map_err(|error| unusable(error.to_string()))? {
+            let certificate = certificate.map_err(|error| unusable(error.to_string()))?;
+            roots.add(certificate).map_err(|error| unusable(error.to_string()))?;
+        }
+        if roots.is_empty() { Err(unusable("it holds no certificate".to_owned())) } else { Ok(roots) }
+    }
+}
+
+/// The endpoints with all that it takes to connect to them.
+#[derive(Clone)]
+pub struct Target {
+    pub endpoints: Vec<Endpoint>,
+    pub tls: Option<Arc<ClientConfig>>,
+    /// Goes with every request.
+    pub token: Option<HeaderValue>,
+}
+
+/// Trusts whoever answers.
+#[derive(Debug)]
+struct Anybody(Arc<CryptoProvider>);
+
+impl ServerCertVerifier for Anybody {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, TlsError> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, TlsError> {
+        verify_tls12_signature(message, cert, dss, &self.0.signature_verification_algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, TlsError> {
+        verify_tls13_signature(message, cert, dss, &self.0.signature_verification_algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(text: &str, want: Result<&str, &str>) {
+        let got = text.parse::<Endpoint>().map(|endpoint| endpoint.to_string());
+        assert_eq!(got.as_deref().map_err(String::as_str), want, "{text}");
+    }
+
+    #[test]
+    fn endpoints_parse() {
+        check("http://127.0.0.1:2379", Ok("http://127.0.0.1:2379"));
+        check("http://[::1]:2379/", Ok("http://[::1]:2379"));
+        check("db-1.example:80", Ok("http://db-1.example:80"));
+        check("https://localhost:2379", Ok("https://localhost:2379"));
+        check("unix:///run/orlop.sock", Ok("unix:///run/orlop.sock"));
+        check("unixs:///run/orlop.sock", Ok("unixs:///run/orlop.sock"));
+        check("unix://orlop.sock", Ok("unix://orlop.sock"));
+        check("unix:orlop.sock", Ok("unix://orlop.sock"));
+        check("unix://", Err("no path"));
+        check("http://localhost", Err("no port"));
+        check("grpc://localhost:2379", Err("unknown scheme `grpc`"));
+    }
+
+    #[test]
+    fn login_is_written_in_one_flag_or_two() {
+        let identity = |user: Option<&str>, password: Option<&str>| Identity {
+            user: user.map(str::to_owned),
+            password: password.map(str::to_owned),
+            ..Identity::default()
+        };
+        for (given, want) in [
+            (identity(None, None), None),
+            (identity(Some("root:a:b"), None), Some(("root", "a:b"))),
+            (identity(Some("root"), Some("secret")), Some(("root", "secret"))),
+            (identity(Some("root"), None), Some(("root", ""))),
+        ] {
+            assert_eq!(given.login(), want.map(|(name, password)| (name.to_owned(), password.to_owned())));
+        }
+    }
+}
