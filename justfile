@@ -53,6 +53,14 @@ differential ops="1000000":
 linearizability secs="1800":
     ORLOP_LINEAR_SECS={{ secs }} cargo test --test it linearizability -- --nocapture
 
+# How long the pure cores take with a million keys.
+bench-cores:
+    cargo bench --features internals --bench time
+
+# Count the instructions of the pure cores; fails where one takes twice what it did.
+instructions:
+    scripts/count-instructions
+
 # Measure Orlop beside etcd on this machine and print the tables of docs/benchmarks.md.
 bench-compare:
     scripts/bench-compare

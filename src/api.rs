@@ -15,7 +15,7 @@ mod lock;
 mod maintenance;
 mod meter;
 mod queue;
-mod reply;
+pub(crate) mod reply;
 mod snapshot;
 mod status;
 mod unary;

@@ -40,6 +40,8 @@ pub mod bench;
 pub mod config;
 pub mod http;
 pub mod index;
+#[cfg(feature = "internals")]
+pub mod internals;
 pub mod lease;
 pub mod listen;
 pub mod log;

@@ -18,7 +18,7 @@
 
 mod applier;
 mod auto_compact;
-mod batch;
+pub(crate) mod batch;
 mod catch_up;
 mod coalesce;
 mod compactor;
@@ -32,8 +32,8 @@ mod select;
 mod space;
 mod state;
 mod timing;
-mod txn;
-mod values;
+pub(crate) mod txn;
+pub(crate) mod values;
 mod writer;
 
 use std::{

@@ -16,7 +16,7 @@
 
 mod chunk;
 mod hub;
-mod intervals;
+pub(crate) mod intervals;
 mod outbox;
 mod session;
 

@@ -30,7 +30,7 @@ const PIECE_BYTES: usize = 256 << 10;
 const OP_BYTES_MIN: usize = 64 << 10;
 
 /// A part of an encoded message, in order.
-pub(super) enum Segment {
+pub(crate) enum Segment {
     Encoded(Bytes),
     /// A repeated field of pairs, without their tags and lengths.
     Pairs {
@@ -40,13 +40,13 @@ pub(super) enum Segment {
 }
 
 /// A message that can be encoded piece by piece.
-pub(super) trait IntoSegments: Message {
+pub(crate) trait IntoSegments: Message {
     fn into_segments(self, segments: &mut Segments);
 }
 
 /// Collects segments, joining what is encoded at once.
 #[derive(Default)]
-pub(super) struct Segments {
+pub(crate) struct Segments {
     done: VecDeque<Segment>,
     open: Vec<u8>,
 }
@@ -135,13 +135,13 @@ macro_rules! one_segment {
 one_segment!(pb::PutResponse, pb::CompactionResponse);
 
 /// See the module's page.
-pub(super) struct ReplyBody {
+pub(crate) struct ReplyBody {
     segments: VecDeque<Segment>,
     trailers_sent: bool,
 }
 
 impl ReplyBody {
-    pub(super) fn new(message: impl IntoSegments) -> Result<Self, Status> {
+    pub(crate) fn new(message: impl IntoSegments) -> Result<Self, Status> {
         let len = message.encoded_len();
         let wire_len = u32::try_from(len).map_err(|_| {
             Status::resource_exhausted(format!("orlop: the answer has {len} bytes; a message holds 4 GiB"))

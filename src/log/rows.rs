@@ -5,13 +5,13 @@ use sqlx::{ColumnIndex, Decode, Row, Type};
 use super::{Connections, Error, LoggedLease, Meta, Page, Position, Result, WithPrev, alarm};
 use crate::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
 
-/// Revisions in one page of [`super::Log::changes`], as many as etcd puts into one watch answer.
+/// Revisions in one page of [`super::History::changes`], as many as etcd puts into one watch answer.
 pub(super) const PAGE_REVISIONS_MAX: usize = 1_000;
-/// Ids looked at for one page of [`super::Log::changes`], whether they match or not.
+/// Ids looked at for one page of [`super::History::changes`], whether they match or not.
 pub(super) const PAGE_IDS_MAX: i64 = 20_000;
-/// Bytes of keys and values after which a page of [`super::Log::changes`] ends with its revision.
+/// Bytes of keys and values after which a page of [`super::History::changes`] ends with its revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
-/// Rows visited at a time by [`super::Log::replay`].
+/// Rows visited at a time by [`super::History::replay`].
 pub(super) const REPLAY_ROWS: usize = 10_000;
 /// Rows asked for in one statement of [`super::Log::values`]; keeps reads short.
 pub(super) const VALUES_ROWS_MAX: usize = 2_000;

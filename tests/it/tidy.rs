@@ -24,6 +24,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("http", &["api", "log", "metrics", "store", "proto"]),
     ("server", &["api", "config", "http", "listen", "log", "metrics", "snapshot", "store", "trace"]),
     ("logging", &["config"]),
+    ("internals", &["api", "index", "lease", "proto", "store", "types", "watch"]),
     ("main", &["bench", "config", "logging", "server", "snapshot"]),
     ("lib", &[]),
 ];

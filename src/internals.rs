@@ -1,0 +1,197 @@
+//! The pure cores, each with an input that is made up, for the benches: nothing here is an API.
+//!
+//! Inputs are as kube-apiserver makes them, keys below `/registry/pods/`, and the same in every run.
+
+use std::collections::HashMap;
+
+use bytes::Bytes;
+
+use crate::{
+    api::reply::ReplyBody,
+    index::{CompactionCursor, TreeIndex},
+    lease,
+    proto::server::etcdserverpb as pb,
+    store::{
+        batch::Batch,
+        request::{Compare, CompareTarget, Op, PutLease, PutRequest, PutValue, Relation, TxnRequest},
+        txn::Evaluation,
+        values::ValueCache,
+    },
+    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Revision, RowId, Version},
+    watch::intervals::Intervals,
+};
+
+/// Keys in a namespace.
+const NAMESPACE: usize = 1_000;
+/// A prime, so that keys come in an order that no cache likes.
+const STRIDE: usize = 7_919;
+
+fn key(number: usize) -> Key {
+    let name = format!("/registry/pods/namespace-{:05}/pod-{:03}", number / NAMESPACE, number % NAMESPACE);
+    Key::from(name.as_bytes())
+}
+
+/// Keys from all over a store of so many.
+fn scattered(keys: usize, count: usize) -> impl Iterator<Item = usize> {
+    (0..count).map(move |number| number * STRIDE % keys)
+}
+
+fn put(key: Key, revision: i64, create_revision: Revision, version: i64, value: &[u8]) -> Change {
+    let row = RowId::new(Revision(revision), 0);
+    let kv = EncodedKv::new(&key, Version { row, create_revision, version }, value, None);
+    let kind = ChangeKind::Put { kv, create_revision, version, lease: None };
+    Change { row, key, kind, prev: None, prev_lease: None }
+}
+
+/// An index of keys that were each created.
+#[derive(Clone)]
+pub struct Index {
+    index: TreeIndex,
+    keys: usize,
+}
+
+impl Index {
+    pub fn new(keys: usize) -> Self {
+        let mut index = TreeIndex::new();
+        for number in 0..keys {
+            let revision = Revision(number as i64 + 2);
+            index.apply(&put(key(number), revision.0, revision, 1, b""));
+        }
+        Self { index, keys }
+    }
+
+    /// Puts of so many keys, of which each is there.
+    pub fn puts(&self, count: usize) -> Vec<Change> {
+        let head = self.index.head().0;
+        let change = |(place, number): (usize, usize)| {
+            put(key(number), head + 1 + place as i64, Revision(number as i64 + 2), 2, b"")
+        };
+        scattered(self.keys, count).enumerate().map(change).collect()
+    }
+
+    pub fn apply(&mut self, changes: &[Change]) {
+        changes.iter().for_each(|change| self.index.apply(change));
+    }
+
+    pub fn wanted(&self, count: usize) -> Vec<Key> {
+        scattered(self.keys, count).map(key).collect()
+    }
+
+    /// How many of them are live.
+    pub fn get(&self, keys: &[Key]) -> usize {
+        keys.iter().filter(|key| self.index.get(key, self.index.head()).is_some()).count()
+    }
+
+    /// How many keys the first so many namespaces have.
+    pub fn range(&self, namespaces: usize) -> usize {
+        let range = KeyRange::from_wire(&key(0), &key(namespaces * NAMESPACE));
+        self.index.range(range.bounds(), self.index.head()).count()
+    }
+
+    /// Frees all versions but the newest. Returns how many.
+    pub fn compact(&mut self) -> usize {
+        self.index.begin_compaction(self.index.head());
+        let mut removed = Vec::new();
+        while self.index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
+        removed.len()
+    }
+}
+
+/// What kube-apiserver's updates are evaluated on, and the updates.
+pub struct Transactions {
+    index: Index,
+    leases: lease::Table,
+    values: ValueCache,
+    requests: Vec<TxnRequest>,
+}
+
+impl Transactions {
+    pub fn new(keys: usize, count: usize) -> Self {
+        let update = |number| {
+            let (key, value) = (key(number), Bytes::from_static(&[b'x'; 512]));
+            let unchanged = Compare {
+                range: KeyRange::Single(key.clone()),
+                relation: Relation::Equal,
+                target: CompareTarget::ModRevision(number as i64 + 2),
+            };
+            let key = Bytes::copy_from_slice(&key);
+            let put = PutRequest { key, value: PutValue::New(value), lease: PutLease::Set(None), prev_kv: false };
+            TxnRequest { compares: vec![unchanged], success: vec![Op::Put(put)], failure: Vec::new() }
+        };
+        Self {
+            index: Index::new(keys),
+            leases: lease::Table::default(),
+            values: ValueCache::new(0),
+            requests: scattered(keys, count).map(update).collect(),
+        }
+    }
+
+    /// Evaluates them in one batch. Returns how many succeed.
+    pub fn evaluate(&self) -> usize {
+        let fetched = HashMap::new();
+        let mut batch = Batch::new(self.index.index.head());
+        let mut succeeded = 0;
+        for request in &self.requests {
+            let evaluation =
+                Evaluation::new(&self.index.index, &self.leases, &self.values, &fetched, &mut batch).txn(request);
+            succeeded += usize::from(evaluation.is_ok_and(|response| response.succeeded));
+        }
+        succeeded
+    }
+}
+
+/// A list's answer.
+#[derive(Clone)]
+pub struct Answer(pb::RangeResponse);
+
+impl Answer {
+    pub fn new(pairs: usize, value_bytes: usize) -> Self {
+        let value = vec![b'x'; value_bytes];
+        let kvs = (0..pairs).map(|number| {
+            let revision = number as i64 + 2;
+            match put(key(number), revision, Revision(revision), 1, &value).kind {
+                ChangeKind::Put { kv, .. } => kv.into_bytes(),
+                ChangeKind::Delete => Bytes::new(),
+            }
+        });
+        Self(pb::RangeResponse { kvs: kvs.collect(), count: pairs as i64, ..Default::default() })
+    }
+
+    /// Whether it could be encoded.
+    pub fn encode(self) -> bool {
+        ReplyBody::new(self.0).is_ok()
+    }
+}
+
+/// What watches are looked up in: one on each key, and one on each namespace.
+pub struct Watchers {
+    intervals: Intervals<usize>,
+    keys: usize,
+}
+
+impl Watchers {
+    pub fn new(watchers: usize) -> Self {
+        let mut intervals = Intervals::new();
+        for number in 0..watchers {
+            *intervals.get_or_insert_with(&KeyRange::Single(key(number)), || 0) += 1;
+        }
+        for namespace in 0..watchers.div_ceil(NAMESPACE) {
+            let range = KeyRange::from_wire(&key(namespace * NAMESPACE), &key((namespace + 1) * NAMESPACE));
+            *intervals.get_or_insert_with(&range, || 0) += 1;
+        }
+        Self { intervals, keys: watchers }
+    }
+
+    pub fn changed(&self, count: usize) -> Vec<Key> {
+        scattered(self.keys, count).map(key).collect()
+    }
+
+    /// How many watchers these keys have.
+    pub fn visit(&self, keys: &[Key]) -> usize {
+        let mut found = 0;
+        for key in keys {
+            self.intervals.visit(key, &mut |count| found += count);
+        }
+        found
+    }
+}
