@@ -15,6 +15,7 @@ mod connection;
 mod endpoint;
 mod interrupt;
 mod keyspace;
+mod kubernetes;
 mod progress;
 mod read;
 mod report;
@@ -63,6 +64,8 @@ enum Scenario {
     Range(read::Range),
     /// Put keys below a prefix that many watchers watch
     Watch(watch::Watch),
+    /// Do what kube-apiserver does: leases, pods, lists in pages, counts, probes, watches
+    Kubernetes(kubernetes::Kubernetes),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -105,7 +108,9 @@ pub async fn run(args: Args) -> Result<(), Error> {
 impl Scenario {
     fn plan(&self, common: &Common) -> Result<Plan, Error> {
         match self {
-            Self::Put(_) | Self::CreateTxn(_) | Self::Update(_) | Self::Get(_) => common.plan(64, None),
+            Self::Put(_) | Self::CreateTxn(_) | Self::Update(_) | Self::Get(_) | Self::Kubernetes(_) => {
+                common.plan(64, None)
+            }
             Self::Range(_) => common.plan(1, None),
             Self::Watch(watch) => {
                 watch.check_flags()?;
@@ -122,6 +127,7 @@ impl Scenario {
             Self::Get(get) => get.measure(bench).await,
             Self::Range(range) => range.measure(bench).await,
             Self::Watch(watch) => watch.measure(bench).await,
+            Self::Kubernetes(kubernetes) => kubernetes.measure(bench).await,
         }
     }
 }

@@ -147,7 +147,7 @@ impl Watch {
 }
 
 /// A stream on which all watches are created.
-async fn open_stream(
+pub(super) async fn open_stream(
     client: &mut Client,
     create: WatchCreateRequest,
     watches: usize,

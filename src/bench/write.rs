@@ -78,10 +78,9 @@ impl Update {
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
         let value = filler(self.value_size);
         let updater = |number| Updater {
-            client: bench.pool.client(number),
+            swap: CompareAndSwap::new(bench.pool.client(number)),
             keys: OwnKeys::new(bench, number, Some(self.key_space)),
             value: value.clone(),
-            mod_revisions: BTreeMap::new(),
         };
         let recorder = bench.drive(updater).await;
         let facts = BTreeMap::from([("retries", recorder.done.retries as f64)]);
@@ -153,20 +152,39 @@ impl Worker for Creator {
 }
 
 struct Updater {
-    client: Client,
+    swap: CompareAndSwap,
     keys: OwnKeys,
     value: Bytes,
-    /// As last seen; a key that was not written yet is absent.
-    mod_revisions: BTreeMap<Bytes, i64>,
 }
 
 impl Worker for Updater {
     async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
-        let key = self.keys.take();
+        self.swap.update(self.keys.take(), self.value.clone()).await
+    }
+
+    fn client(&self) -> &Client {
+        &self.swap.client
+    }
+}
+
+/// Updates keys, each in a transaction that compares mod_revision with the last one seen.
+pub struct CompareAndSwap {
+    pub client: Client,
+    /// As last seen; a key that was not written yet is absent.
+    mod_revisions: BTreeMap<Bytes, i64>,
+}
+
+impl CompareAndSwap {
+    pub fn new(client: Client) -> Self {
+        Self { client, mod_revisions: BTreeMap::new() }
+    }
+
+    /// Tries again with what it finds until it succeeds; creates a key that is not there.
+    pub async fn update(&mut self, key: Bytes, value: Bytes) -> Result<Done, Status> {
         let mut expected = self.mod_revisions.get(&key).copied().unwrap_or_default();
         let mut done = Done::default();
         loop {
-            let mut request = put_if_unchanged(key.clone(), expected, self.value.clone());
+            let mut request = put_if_unchanged(key.clone(), expected, value.clone());
             let range = RangeRequest { key: key.clone(), ..RangeRequest::default() };
             request.failure.push(RequestOp { request: Some(request_op::Request::RequestRange(range)) });
             let answer = self.client.kv.txn(request).await?.into_inner();
@@ -178,10 +196,6 @@ impl Worker for Updater {
             expected = found_mod_revision(&answer);
             done.retries += 1;
         }
-    }
-
-    fn client(&self) -> &Client {
-        &self.client
     }
 }
 
