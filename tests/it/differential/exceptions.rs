@@ -2,7 +2,11 @@
 //!
 //! An entry changes our answer to etcd's where the difference is allowed, and leaves it alone where it is not.
 
-use std::{cmp::Ordering, collections::BTreeMap, ops::Range};
+use std::{
+    cmp::Ordering,
+    collections::{BTreeMap, VecDeque},
+    ops::Range,
+};
 
 use orlop::proto::client::{
     etcdserverpb::{
@@ -11,7 +15,7 @@ use orlop::proto::client::{
         request_op::Request,
         response_op::Response,
     },
-    mvccpb::KeyValue,
+    mvccpb::{Event, KeyValue},
 };
 
 use tonic::Code;
@@ -34,6 +38,9 @@ const EXCEPTIONS: &[Exception] = &[
     Exception { reason: "before 3.6 etcd takes an unknown sort order for none", allow: unknown_sort_order },
 ];
 
+/// Of events there is one.
+const SUPERSEDED: &str = "the rows of the compact revision stay together";
+
 /// How often each exception was used, by its reason.
 pub type Used = BTreeMap<&'static str, usize>;
 
@@ -49,6 +56,29 @@ pub fn allow(op: &Op, etcd: &Answer, ours: &mut Answer, used: &mut Used) {
             *used.entry(reason).or_default() += 1;
         }
     }
+}
+
+/// Takes those events out of `ours` that a watch may see here and not in etcd. Both are all that came for one watch.
+pub fn allow_events(compact_revision: i64, etcd: &VecDeque<Event>, ours: &mut VecDeque<Event>, used: &mut Used) {
+    let mut index = 0;
+    while index < ours.len() {
+        if etcd.get(index) != ours.get(index) && is_superseded(compact_revision, ours, index) {
+            ours.remove(index);
+            *used.entry(SUPERSEDED).or_default() += 1;
+        } else {
+            index += 1;
+        }
+    }
+}
+
+/// Whether an event is of exactly the compact revision and has one of the same key behind it in that revision: etcd's
+/// compaction drops such a row, ours keeps all rows of the revision.
+fn is_superseded(compact_revision: i64, events: &VecDeque<Event>, index: usize) -> bool {
+    let pair = |index: usize| events.get(index).and_then(|event| event.kv.as_ref());
+    let Some(first) = pair(index).filter(|kv| kv.mod_revision == compact_revision) else { return false };
+    (index + 1..events.len())
+        .filter_map(pair)
+        .any(|later| later.key == first.key && later.mod_revision == first.mod_revision)
 }
 
 /// Seconds; the two answers come from the same moment.
@@ -184,4 +214,44 @@ fn sorted_by_key(kvs: &[KeyValue]) -> Vec<&KeyValue> {
     let mut sorted: Vec<_> = kvs.iter().collect();
     sorted.sort_by(|a, b| a.key.cmp(&b.key));
     sorted
+}
+
+#[test]
+fn only_superseded_events_of_the_compact_revision_may_be_extra() {
+    /// (key, revision)
+    type Row<'a> = (&'a str, i64);
+    // Etcd's events, ours, and how many of ours are allowed to be extra, with a compaction at 5.
+    let rows: &[(&[Row<'_>], &[Row<'_>], usize)] = &[
+        (&[("b", 5), ("a", 5)], &[("a", 5), ("b", 5), ("a", 5)], 1),
+        (&[("a", 5), ("b", 5)], &[("a", 5), ("b", 5), ("a", 5), ("b", 5)], 2),
+        (&[("a", 5), ("a", 5)], &[("a", 5), ("a", 5)], 0),
+        (&[("a", 5)], &[("a", 5), ("b", 5)], 0),
+        (&[("a", 5)], &[("b", 5), ("a", 5)], 0),
+        (&[("a", 6)], &[("a", 5), ("a", 6)], 0),
+        (&[("a", 6)], &[("a", 6), ("a", 6)], 0),
+        (&[("a", 4)], &[("a", 4), ("a", 4)], 0),
+        (&[("a", 5), ("b", 5), ("a", 5)], &[("b", 5), ("a", 5)], 0),
+        (&[], &[("a", 5)], 0),
+    ];
+    // The value tells two events of a key and revision apart, counted from the last, which both have.
+    let events = |rows: &[Row<'_>]| -> VecDeque<Event> {
+        let event = |(index, (key, mod_revision)): (usize, &Row<'_>)| {
+            let later = rows[index + 1..].iter().filter(|row| **row == (*key, *mod_revision)).count();
+            let kv = KeyValue {
+                key: key.to_string().into(),
+                mod_revision: *mod_revision,
+                value: later.to_string().into(),
+                ..Default::default()
+            };
+            Event { kv: Some(kv), ..Default::default() }
+        };
+        rows.iter().enumerate().map(event).collect()
+    };
+    for (etcd, ours, extra) in rows {
+        let (theirs, mut left, mut used) = (events(etcd), events(ours), Used::new());
+        allow_events(5, &theirs, &mut left, &mut used);
+        assert_eq!(left.len(), ours.len() - extra, "{etcd:?} {ours:?}");
+        assert_eq!(left == theirs, *extra > 0 || etcd == ours, "{etcd:?} {ours:?}");
+        assert_eq!(used.values().sum::<usize>(), *extra, "{etcd:?} {ours:?}");
+    }
 }

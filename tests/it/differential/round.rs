@@ -126,9 +126,10 @@ impl Round {
 
     /// Both sides have every event up to the head.
     fn compare_watches(&mut self, op: &Op) -> Result<(), Box<Mismatch>> {
+        let (compacted, used) = (self.known.compacted, &mut self.used);
         let difference = (self.etcd.streams.iter_mut().flatten())
             .zip(self.ours.streams.iter_mut().flatten())
-            .find_map(|(etcd, ours)| difference(etcd, ours));
+            .find_map(|(etcd, ours)| difference(etcd, ours, compacted, used));
         match difference {
             Some((etcd, ours)) => Err(self.mismatch(op, &etcd, &ours)),
             None => Ok(()),
@@ -148,7 +149,12 @@ impl Round {
 }
 
 /// Compares what came since the last time; equal events are forgotten.
-fn difference(etcd: &mut WatchStream, ours: &mut WatchStream) -> Option<(String, String)> {
+fn difference(
+    etcd: &mut WatchStream,
+    ours: &mut WatchStream,
+    compacted: i64,
+    used: &mut exceptions::Used,
+) -> Option<(String, String)> {
     if !etcd.complaints.is_empty() || !ours.complaints.is_empty() {
         return Some((format!("{:#?}", etcd.complaints), format!("{:#?}", ours.complaints)));
     }
@@ -160,6 +166,7 @@ fn difference(etcd: &mut WatchStream, ours: &mut WatchStream) -> Option<(String,
         if etcd.end != ours.end {
             return Some((say(&etcd.end), say(&ours.end)));
         }
+        exceptions::allow_events(compacted, &etcd.events, &mut ours.events, used);
         let common = etcd.events.iter().zip(&ours.events).take_while(|(etcd, ours)| etcd == ours).count();
         if common < etcd.events.len().max(ours.events.len()) {
             let first = |events: &VecDeque<Event>| events.get(common).map_or("nothing more".to_owned(), |it| say(it));
