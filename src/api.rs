@@ -63,7 +63,7 @@ pub struct Settings {
     /// Operations in a transaction, and compares.
     pub max_txn_ops: usize,
     pub watch_progress_notify_interval: Duration,
-    /// Where snapshots lie while they are sent.
+    /// Where snapshots are written.
     pub snapshots: Folder,
     /// A request that takes longer is named in the log.
     pub patience: Duration,

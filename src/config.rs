@@ -328,22 +328,6 @@ impl Settings {
         }
     }
 
-    /// Where snapshots lie while they are sent: beside SQLite's file, which has room for one more of its size, or where the
-    /// system has temporary files.
-    ///
-    /// # Errors
-    ///
-    /// As [`Settings::datastore`].
-    pub fn snapshot_folder(&self) -> Result<PathBuf, String> {
-        Ok(match self.datastore()? {
-            Datastore::Sqlite(mut file) => {
-                file.as_mut_os_string().push(".snapshots");
-                file
-            }
-            Datastore::Postgres(_) => std::env::temp_dir().join(format!("orlop-{}", std::process::id())),
-        })
-    }
-
     /// Where the log is kept.
     ///
     /// # Errors

@@ -51,8 +51,8 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     }));
     let store = Arc::new(open_store(&settings, advertised_urls(&settings, &listeners), metrics).await?);
 
-    let snapshots = Folder(settings.snapshot_folder().map_err(Error)?);
-    // The log's lock keeps others out of the folder.
+    let snapshots = Folder::of(&settings.datastore().map_err(Error)?);
+    // The log's lock keeps others out of a folder of its own.
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
     let exporter = exporter(&settings)?;

@@ -5,17 +5,19 @@ mod checksum;
 mod command;
 
 use std::{
-    fs::File,
+    fs::{DirBuilder, File},
+    os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
 };
 
-use tempfile::{NamedTempFile, TempPath};
+use tempfile::NamedTempFile;
 
 pub use self::{
     checksum::{CHECKSUM_BYTES, HashCheck, Hashing},
     command::{Args, run},
 };
 use crate::{
+    config::Datastore,
     log::{self, Cluster, History, Load, Log, SqliteLoader, SqliteView, WithPrev},
     store::{hash, replay},
     types::{KeyRange, Revision},
@@ -33,34 +35,55 @@ pub enum Error {
 
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// A snapshot on the disk, without its checksum. Gone when it is dropped.
+/// A snapshot on the disk, without its checksum. Its file has no name any more, and is gone when this is dropped.
 pub struct Snapshot {
     pub file: File,
     pub bytes: u64,
-    _path: TempPath,
 }
 
-/// Where snapshots lie while they are sent: a folder of one server's own.
-#[derive(Debug, Clone)]
-pub struct Folder(pub PathBuf);
+/// Where snapshots are written before they are sent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Folder {
+    /// A server's own, made when it is needed.
+    Own(PathBuf),
+    /// Everybody's: nothing in it is ours but files whose names nobody can foresee.
+    Shared(PathBuf),
+}
 
 impl Folder {
-    /// Removes what a server left that did not end well. Only who alone uses the folder may.
+    /// Beside SQLite's file, which has room for one more of its size, or where the system has temporary files.
+    pub fn of(datastore: &Datastore) -> Self {
+        match datastore {
+            Datastore::Sqlite(file) => {
+                let mut folder = file.clone();
+                folder.as_mut_os_string().push(".snapshots");
+                Self::Own(folder)
+            }
+            Datastore::Postgres(_) => Self::Shared(std::env::temp_dir()),
+        }
+    }
+
+    /// Removes what a server left that did not end well, if the folder is its own. Only who alone uses that may.
     ///
     /// # Errors
     ///
     /// If there is something that cannot be removed.
     pub fn clear(&self) -> Result<()> {
-        match std::fs::remove_dir_all(&self.0) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(unusable("remove", &self.0, &error)),
+        let Self::Own(folder) = self else { return Ok(()) };
+        match std::fs::remove_dir_all(folder) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(unusable("remove", folder, &error)),
             Ok(()) | Err(_) => Ok(()),
         }
     }
 
+    /// A file that only its owner may read.
     fn new_file(&self) -> Result<NamedTempFile> {
-        std::fs::create_dir_all(&self.0)
-            .and_then(|()| tempfile::Builder::new().prefix("orlop-snapshot-").tempfile_in(&self.0))
-            .map_err(|error| unusable("create a file in", &self.0, &error))
+        let (made, folder) = match self {
+            Self::Own(folder) => (DirBuilder::new().recursive(true).mode(0o700).create(folder), folder),
+            Self::Shared(folder) => (Ok(()), folder),
+        };
+        made.and_then(|()| tempfile::Builder::new().prefix("orlop-snapshot-").tempfile_in(folder))
+            .map_err(|error| unusable("create a file in", folder, &error))
     }
 
     /// Takes a snapshot of all that is in the log now; it is written to meanwhile.
@@ -77,7 +100,9 @@ impl Folder {
         let into = Box::new(SqliteLoader::scratch(&path, Cluster::Same).await?);
         copy(&*log.freeze().await?, into).await?;
         let bytes = file.metadata().map_err(|error| unusable("read", &path, &error))?.len();
-        Ok(Snapshot { file, bytes, _path: path })
+        // If the server is killed while it sends, nothing is left behind.
+        path.close().map_err(|error| Error::File(format!("cannot remove a snapshot's file: {error}")))?;
+        Ok(Snapshot { file, bytes })
     }
 }
 
@@ -149,4 +174,35 @@ async fn open(file: &Path, check: HashCheck) -> Result<(SqliteView, Status)> {
 
 fn unusable(what: &str, path: &Path, error: &std::io::Error) -> Error {
     Error::File(format!("cannot {what} {}: {error}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt as _};
+
+    use super::*;
+
+    #[test]
+    fn only_a_folder_of_its_own_is_made_and_cleared() {
+        let home = tempfile::tempdir().unwrap();
+        let own = Folder::of(&Datastore::Sqlite(home.path().join("orlop.db")));
+        assert_eq!(own, Folder::Own(home.path().join("orlop.db.snapshots")));
+        let elsewhere = Folder::of(&Datastore::Postgres("postgres://a@b/c".to_owned()));
+        assert_eq!(elsewhere, Folder::Shared(std::env::temp_dir()));
+
+        for (folder, place, clears) in [
+            (own, home.path().join("orlop.db.snapshots"), true),
+            (Folder::Shared(home.path().to_owned()), home.path().to_owned(), false),
+        ] {
+            let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+            let file = folder.new_file().unwrap();
+            assert_eq!(mode(file.path()), 0o600);
+            assert!(!clears || mode(&place) == 0o700);
+            assert_eq!(file.path().parent(), Some(&*place));
+            let left = place.join("left");
+            fs::write(&left, "").unwrap();
+            folder.clear().unwrap();
+            assert_eq!(!left.exists(), clears, "{folder:?}");
+        }
+    }
 }
