@@ -13,7 +13,7 @@ use std::{
 use tempfile::NamedTempFile;
 
 pub use self::{
-    checksum::{CHECKSUM_BYTES, HashCheck, Hashing},
+    checksum::{HashCheck, Hashing},
     command::{Args, run},
 };
 use crate::{

@@ -7,7 +7,7 @@ use sha2::{Digest as _, Sha256};
 use super::{Error, Result, unusable};
 
 /// Of a SHA-256.
-pub const CHECKSUM_BYTES: u64 = 32;
+const CHECKSUM_BYTES: u64 = 32;
 /// The size of a database file is a multiple of this, in SQLite as in etcd's bbolt; so etcd's tools tell whether there is
 /// a checksum behind it.
 const BLOCK_BYTES: u64 = 512;
