@@ -64,6 +64,7 @@ pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
     }
     let has_checksum = size % BLOCK_BYTES == CHECKSUM_BYTES;
     if check == HashCheck::Skip {
+        refuse_wal(path)?;
         return Ok(if has_checksum { size - CHECKSUM_BYTES } else { size });
     }
     if !has_checksum {
@@ -81,4 +82,18 @@ pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
         return Err(Error::File(format!("{name} is damaged: its checksum does not hold")));
     }
     Ok(size - CHECKSUM_BYTES)
+}
+
+/// What lies in a WAL beside a copied file is not read, and would be missed without a word.
+fn refuse_wal(path: &Path) -> Result<()> {
+    let mut wal = path.to_owned();
+    wal.as_mut_os_string().push("-wal");
+    if !wal.metadata().is_ok_and(|metadata| metadata.len() > 0) {
+        return Ok(());
+    }
+    let (name, wal) = (path.display(), wal.display());
+    Err(Error::File(format!(
+        "{name} is not whole: what was committed last is in {wal}; bring it into the file with: sqlite3 {name} \
+         'PRAGMA wal_checkpoint(TRUNCATE)'"
+    )))
 }

@@ -344,6 +344,37 @@ async fn databases_of_others_and_of_other_versions_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn copied_file_whose_wal_lies_beside_it_is_refused() {
+    use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
+    let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    // One in the file, one in its WAL.
+    Client::connect(server.endpoint()).await.kv.put(put("a".to_owned(), vec![1], 0)).await.expect("a put");
+    server.terminate().await;
+    server.restart().await;
+    Client::connect(server.endpoint()).await.kv.put(put("b".to_owned(), vec![1], 0)).await.expect("a put");
+    server.kill();
+    let home = TempDir::new().expect("a folder");
+    let file = home.path().join("copied.db");
+    let wal = home.path().join("copied.db-wal");
+    fs::copy(server.data_dir().join("orlop.db"), &file).expect("the file can be copied");
+    fs::copy(server.data_dir().join("orlop.db-wal"), &wal).expect("its WAL can be copied");
+    let target = home.path().join("data");
+    refused(&["snapshot", "status", path(&file), "--skip-hash-check"], &["copied.db-wal", "wal_checkpoint"]);
+    let restore = ["snapshot", "restore", path(&file), "--skip-hash-check", "--data-dir", path(&target)];
+    refused(&restore, &["copied.db-wal", "wal_checkpoint"]);
+    assert!(!target.join("orlop.db").exists());
+
+    // As the text says. What is left of the WAL may be there, empty.
+    let mut connection = SqliteConnectOptions::new().filename(&file).connect().await.expect("a database");
+    sqlx::raw_sql("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut connection).await.expect("a checkpoint");
+    connection.close().await.expect("it closes");
+    fs::write(&wal, "").expect("a file can be written");
+    let told = prints(&["snapshot", "status", path(&file), "--skip-hash-check", "--write-out", "json"]);
+    let told: serde_json::Value = serde_json::from_str(&told).expect("JSON");
+    assert_eq!((&told["revision"], &told["liveKey"]), (&3.into(), &2.into()));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn postgres_that_holds_a_log_or_is_served_is_refused() {
     let Some(postgres) = Postgres::shared().await else { return };
     let source = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
