@@ -1,7 +1,8 @@
 //! Requests as OpenTelemetry spans, sent to a collector: a span for the call and one for each part of its time.
 //!
 //! A span is made when its call has ended, from what the trace noted, so that a call that is not sampled costs a look at
-//! one header. A caller's `traceparent` is the span's parent and decides whether it is sampled, as in etcd.
+//! one header and a copy of its path. A caller's `traceparent` is the span's parent and decides whether it is sampled, as
+//! in etcd.
 
 use std::time::{Duration, SystemTime};
 
@@ -89,26 +90,17 @@ impl Exporter {
     pub fn record(&self, ended: &Ended<'_>) {
         let end = SystemTime::now();
         let begin = end - ended.took;
-        let name = ended.path.trim_start_matches('/').to_owned();
-        let (service, method) = name.split_once('/').unwrap_or((&name, ""));
-        let mut attributes = vec![
-            KeyValue::new("rpc.system", "grpc"),
-            KeyValue::new("rpc.service", service.to_owned()),
-            KeyValue::new("rpc.method", method.to_owned()),
-            KeyValue::new("rpc.grpc.status_code", i64::from(ended.code)),
-            KeyValue::new("request_id", ended.trace.id.to_string()),
-        ];
-        attributes.extend(ended.trace.request.clone().map(|request| KeyValue::new("request", request)));
+        // With no attributes yet: most calls are not sampled.
         let mut span = self
             .tracer
-            .span_builder(name.clone())
+            .span_builder(ended.name().to_owned())
             .with_kind(SpanKind::Server)
             .with_start_time(begin)
-            .with_attributes(attributes)
             .start_with_context(&self.tracer, &ended.parent.0);
         if !span.is_recording() {
             return;
         }
+        span.set_attributes(ended.attributes());
         if ended.code != 0 {
             span.set_status(Status::error(""));
         }
@@ -133,6 +125,26 @@ impl Exporter {
         if let Err(error) = self.provider.shutdown_with_timeout(FLUSH_MAX) {
             tracing::warn!(%error, "the last spans may be lost");
         }
+    }
+}
+
+impl Ended<'_> {
+    fn name(&self) -> &str {
+        self.path.trim_start_matches('/')
+    }
+
+    fn attributes(&self) -> impl Iterator<Item = KeyValue> {
+        let (service, method) = self.name().split_once('/').unwrap_or((self.name(), ""));
+        let request = self.trace.request.clone().map(|request| KeyValue::new("request", request));
+        [
+            KeyValue::new("rpc.system", "grpc"),
+            KeyValue::new("rpc.service", service.to_owned()),
+            KeyValue::new("rpc.method", method.to_owned()),
+            KeyValue::new("rpc.grpc.status_code", i64::from(self.code)),
+            KeyValue::new("request_id", self.trace.id.to_string()),
+        ]
+        .into_iter()
+        .chain(request)
     }
 }
 
