@@ -129,6 +129,42 @@ async fn requests_are_counted(backend: Backend) {
     assert!(connections.iter().sum::<f64>() >= 1.0, "{connections:?}");
 }
 
+/// The gauge of what waits to be sent, once it is as wanted.
+async fn pending_events(server: &Server, what: &str, wanted: impl Fn(f64) -> bool) {
+    eventually(what, async || {
+        let pending = series(server).await["etcd_debugging_mvcc_pending_events_total"];
+        if wanted(pending) { Ok(()) } else { Err(pending) }
+    })
+    .await;
+}
+
+async fn events_of_a_stream_that_is_not_read_are_pending(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut writer = Client::connect(server.endpoint()).await;
+    // On a connection of its own, whose flow control then stops the stream.
+    let mut stream = Stream::open(&mut Client::connect(server.endpoint()).await).await;
+    stream.create(everything(0)).await;
+    let value = vec![b'v'; 512 << 10];
+    let mut put = async || {
+        let put = PutRequest { key: "k".into(), value: value.clone().into(), ..Default::default() };
+        writer.kv.put(put).await.expect("a put").into_inner().header.expect("a header").revision
+    };
+    let mut last = 0;
+    for _ in 0..8 {
+        last = put().await;
+    }
+    pending_events(&server, "events that wait", |pending| pending > 0.0).await;
+    stream.read_until(last).await;
+    pending_events(&server, "the last event sent", |pending| pending == 0.0).await;
+
+    for _ in 0..8 {
+        put().await;
+    }
+    pending_events(&server, "events that wait again", |pending| pending > 0.0).await;
+    drop(stream);
+    pending_events(&server, "the end of the stream", |pending| pending == 0.0).await;
+}
+
 /// What the dashboard and the alerts ask for is there. Names of series are what looks like one: the rest of the language has
 /// no underscore, but for the functions named here.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -170,4 +206,4 @@ fn words(expression: &str) -> Vec<String> {
     code.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_').map(ToOwned::to_owned).collect()
 }
 
-on_both_backends!(requests_are_counted,);
+on_both_backends!(requests_are_counted, events_of_a_stream_that_is_not_read_are_pending,);
