@@ -16,6 +16,7 @@ mod kv;
 mod lease;
 mod linearizability;
 mod lock;
+mod log;
 mod metrics;
 mod outage;
 mod services;

@@ -1,0 +1,114 @@
+//! What the log promises of itself, without a server around it.
+
+use std::{sync::Arc, time::Duration};
+
+use orlop::{
+    log::{
+        Append, Appended, History, LeaseChange, Log, Meta, Position, PostgresLog, PostgresSettings, Reclaim, SqliteLog,
+        WithPrev,
+    },
+    types::{Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version},
+};
+use tempfile::TempDir;
+
+use crate::support::{Backend, Postgres, on_both_backends};
+
+const LEASE: LeaseId = LeaseId(7);
+
+/// An empty one; none where the machine has no such backend.
+async fn open(backend: Backend, home: &TempDir) -> Option<Arc<dyn Log>> {
+    Some(match backend {
+        Backend::Sqlite => Arc::new(SqliteLog::open(&home.path().join("orlop.db")).await.expect("the file opens")),
+        Backend::Postgres => {
+            let settings = PostgresSettings {
+                endpoint: Postgres::shared().await?.create_database(),
+                poll_interval: Duration::from_secs(1),
+                connections_max: 2,
+                name: "test".to_owned(),
+                client_urls: Vec::new(),
+            };
+            Arc::new(PostgresLog::open(settings).await.expect("the database opens"))
+        }
+    })
+}
+
+fn row(revision: i64, sub: u32) -> RowId {
+    RowId::new(Revision(revision), sub)
+}
+
+fn put(key: &'static str, row: RowId, prev: Option<RowId>) -> Change {
+    let version = Version { row, create_revision: row.revision, version: if prev.is_some() { 2 } else { 1 } };
+    let value = format!("{key} at {}", row.revision.0);
+    let kind = ChangeKind::Put {
+        kv: EncodedKv::new(key.as_bytes(), version, value.as_bytes(), None),
+        create_revision: version.create_revision,
+        version: version.version,
+        lease: None,
+    };
+    Change { row, key: key.as_bytes().into(), kind, prev: prev.map(|row| Prev { row, kv: None }), prev_lease: None }
+}
+
+async fn append(log: &dyn Log, changes: &[Change], leases: &[LeaseChange], compact: Option<Revision>) {
+    let expected = log.meta().await.expect("the log answers").position;
+    let appended = log.append(Append { expected, changes, leases, compact, alarm: None }).await;
+    assert_eq!(appended.expect("the log takes rows"), Appended::Done);
+}
+
+/// All that a log says, but for how long leases have yet.
+#[derive(Debug, PartialEq)]
+struct Told {
+    position: Position,
+    compact_revision: Option<Revision>,
+    leases: Vec<(LeaseId, i64)>,
+    events: Vec<(RowId, EncodedEvent)>,
+    replayed: Vec<(RowId, Key)>,
+}
+
+async fn told(log: &dyn History) -> Told {
+    let meta = log.meta().await.expect("the log answers");
+    let page = log.changes(Revision(2), meta.position.head, &KeyRange::all(), WithPrev::Yes).await;
+    let page = page.expect("the log answers");
+    assert_eq!(page.next, meta.position.head.next(), "a few rows are one page");
+    let mut replayed = Vec::new();
+    let mut visit = |_: &Meta, changes: Vec<Change>| {
+        replayed.extend(changes.into_iter().map(|change| (change.row, change.key)));
+        Ok(())
+    };
+    log.replay(&mut visit).await.expect("the log answers");
+    Told {
+        position: meta.position,
+        compact_revision: meta.compact_revision,
+        leases: meta.leases.iter().map(|lease| (lease.id, lease.ttl_secs)).collect(),
+        events: page.changes.iter().map(|change| (change.row, change.event_with_prev())).collect(),
+        replayed,
+    }
+}
+
+async fn frozen_log_stays_as_it_was(backend: Backend) {
+    let home = TempDir::new().expect("a folder");
+    let Some(log) = open(backend, &home).await else { return };
+    let delete = Change { kind: ChangeKind::Delete, ..put("a", row(4, 0), Some(row(2, 0))) };
+    let first = [put("a", row(2, 0), None), put("b", row(3, 0), None), delete, put("c", row(5, 0), None)];
+    append(&*log, &first, &[LeaseChange::Grant { id: LEASE, ttl_secs: 5_000 }], None).await;
+    append(&*log, &[put("d", row(6, 0), None), put("e", row(6, 1), None)], &[], None).await;
+    let before = told(&*log).await;
+    let frozen = log.freeze().await.expect("the log can be frozen");
+
+    let later = [put("b", row(7, 0), Some(row(3, 0))), put("e", row(8, 0), Some(row(6, 1)))];
+    append(&*log, &later, &[LeaseChange::Revoke { id: LEASE }], None).await;
+    append(&*log, &[], &[], Some(Revision(8))).await;
+    let server = log.meta().await.expect("the log answers").position.server;
+    let rows = [row(2, 0), row(3, 0), row(4, 0), row(6, 1)];
+    for what in [Reclaim::Rows { rows: &rows, compacted: Revision(8), server }, Reclaim::Space] {
+        log.reclaim(what).await.expect("rows can be deleted");
+    }
+    let now = told(&*log).await;
+    let left = [row(5, 0), row(6, 0), row(7, 0), row(8, 0)];
+    assert!(now.events.iter().map(|(row, _)| *row).eq(left) && now.leases.is_empty(), "{now:?}");
+
+    assert_eq!(told(&*frozen).await, before);
+    drop(frozen);
+    log.close().await;
+}
+
+on_both_backends!(frozen_log_stays_as_it_was,);
