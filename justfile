@@ -61,9 +61,11 @@ bench-cores:
 instructions:
     scripts/count-instructions
 
-# Measure Orlop beside etcd on this machine and print the tables of docs/benchmarks.md.
-bench-compare:
-    scripts/bench-compare
+# Measure Orlop beside etcd on this machine and write tables and plots into docs/benchmarks.md.
+bench-compare *args:
+    cargo build --release
+    scripts/fetch-etcd
+    target/release/orlop bench compare --work-dir target --output docs/benchmarks.md {{ args }}
 
 # All that CI does.
 ci:

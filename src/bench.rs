@@ -10,14 +10,19 @@
 //! the report says so.
 
 mod args;
+mod catch_up;
 mod closed_loop;
+mod compare;
 mod connection;
 mod endpoint;
+mod get;
+mod idle;
 mod interrupt;
 mod keyspace;
 mod kubernetes;
+mod maintenance;
 mod progress;
-mod read;
+mod range;
 mod report;
 mod watch;
 mod wire;
@@ -33,7 +38,7 @@ use http::HeaderValue;
 
 use self::{
     args::{Common, Plan},
-    closed_loop::{Recorder, Run, Worker},
+    closed_loop::{Limits, Recorder, Run, Worker},
     connection::Pool,
     endpoint::{Endpoint, Target},
     interrupt::Interrupt,
@@ -47,7 +52,15 @@ pub struct Args {
     common: Common,
 
     #[command(subcommand)]
-    scenario: Scenario,
+    command: Command,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    #[command(flatten)]
+    Run(Scenario),
+    /// Compare Orlop on SQLite, Orlop on Postgres and a real etcd, each started here, under all these loads
+    Compare(compare::Compare),
 }
 
 #[derive(Debug, clap::Subcommand)]
@@ -59,11 +72,17 @@ enum Scenario {
     /// Update keys, each in a transaction that compares mod_revision with the last one seen
     Update(write::Update),
     /// Get single keys, linearizable
-    Get(read::Get),
-    /// Range over all keys at once
-    Range(read::Range),
+    Get(get::Get),
+    /// Range over all keys: at once, in pages, at an old revision
+    Range(range::Range),
     /// Put keys below a prefix that many watchers watch
     Watch(watch::Watch),
+    /// Watch from many revisions back until all their events are there
+    CatchUp(catch_up::CatchUp),
+    /// Hold connections and watches while nothing happens
+    Idle(idle::Idle),
+    /// Put keys while the store is compacted and defragmented
+    Maintenance(maintenance::Maintenance),
     /// Do what kube-apiserver does: leases, pods, lists in pages, counts, probes, watches
     Kubernetes(kubernetes::Kubernetes),
 }
@@ -80,20 +99,28 @@ pub enum Error {
     PrefixInUse { prefix: String, count: i64 },
     #[error("{step} failed: {error}, endpoint=`{endpoint}`")]
     Step { step: &'static str, endpoint: String, error: String },
+    #[error("{program} failed: {error}")]
+    Program { program: String, error: String },
     #[error("interrupted before anything was measured")]
     Interrupted,
     #[error("no operation succeeded: {0}")]
     NothingSucceeded(String),
-    #[error("cannot print the report: {0}")]
-    Print(#[from] io::Error),
+    #[error("cannot read or write: {0}")]
+    Io(#[from] io::Error),
 }
 
-/// Runs one scenario and prints its report to the standard output.
+/// Runs one scenario, or compares, and prints the outcome to the standard output.
 pub async fn run(args: Args) -> Result<(), Error> {
-    let Args { common, scenario } = args;
-    let plan = scenario.plan(&common)?;
+    match args.command {
+        Command::Run(scenario) => run_scenario(&args.common, &scenario).await,
+        Command::Compare(compare) => compare.run(&args.common).await,
+    }
+}
+
+async fn run_scenario(common: &Common, scenario: &Scenario) -> Result<(), Error> {
+    let plan = scenario.plan(common)?;
     let interrupt = Interrupt::listen();
-    let prepare = Bench::prepare(&common, plan, interrupt.clone());
+    let prepare = Bench::prepare(common, plan, interrupt.clone());
     // Nothing has been written yet when preparing is cut short.
     let bench = tokio::select! {
         bench = prepare => bench?,
@@ -111,7 +138,9 @@ impl Scenario {
             Self::Put(_) | Self::CreateTxn(_) | Self::Update(_) | Self::Get(_) | Self::Kubernetes(_) => {
                 common.plan(64, None)
             }
-            Self::Range(_) => common.plan(1, None),
+            Self::Maintenance(_) => common.plan(64, None),
+            Self::Range(_) | Self::CatchUp(_) => common.plan(1, None),
+            Self::Idle(idle) => common.plan(1, Some(idle.streams())),
             Self::Watch(watch) => {
                 watch.check_flags()?;
                 common.plan(8, Some(watch.streams()))
@@ -127,6 +156,9 @@ impl Scenario {
             Self::Get(get) => get.measure(bench).await,
             Self::Range(range) => range.measure(bench).await,
             Self::Watch(watch) => watch.measure(bench).await,
+            Self::CatchUp(catch_up) => catch_up.measure(bench).await,
+            Self::Idle(idle) => idle.measure(bench).await,
+            Self::Maintenance(maintenance) => maintenance.measure(bench).await,
             Self::Kubernetes(kubernetes) => kubernetes.measure(bench).await,
         }
     }
@@ -138,6 +170,8 @@ struct Bench {
     plan: Plan,
     /// Whether to show how far a run is.
     shows_progress: bool,
+    /// Whether an earlier run has written the keys.
+    has_keys: bool,
     pool: Pool,
     keys: Arc<KeySpace>,
     interrupt: Interrupt,
@@ -148,18 +182,36 @@ impl Bench {
         let target = log_in(common).await?;
         let pool = Pool::connect(&target, plan.connections).await?;
         let keys = Arc::new(KeySpace::new(common.prefix.clone()));
-        keys.claim(&mut pool.client(0), common.purge).await?;
-        Ok(Self { target, plan, shows_progress: !common.json, pool, keys, interrupt })
+        if !common.existing {
+            keys.claim(&mut pool.client(0), common.purge).await?;
+        }
+        let shows_progress = !common.json;
+        Ok(Self { target, plan, shows_progress, has_keys: common.existing, pool, keys, interrupt })
     }
 
     async fn load(&self, keys: usize, value_size: usize) -> Result<(), Error> {
+        if self.has_keys {
+            return Ok(());
+        }
         self.keys.load(&self.pool, keys, &write::filler(value_size), &self.interrupt).await
     }
 
-    /// Drives one worker for each client; `worker` makes it from the client's number.
-    async fn drive<W: Worker>(&self, worker: impl Fn(usize) -> W) -> Recorder {
-        let workers = (0..self.plan.clients).map(worker).collect();
-        let run = Run::begin(self.plan.limits);
+    /// One worker for each client, made from the client's number.
+    fn workers<W>(&self, worker: impl Fn(usize) -> W) -> Vec<W> {
+        (0..self.plan.clients).map(worker).collect()
+    }
+
+    /// Each client's share of so many keys, one at least.
+    fn share(&self, keys: usize) -> usize {
+        keys.div_ceil(self.plan.clients)
+    }
+
+    async fn drive<W: Worker>(&self, workers: Vec<W>) -> Recorder {
+        self.drive_within(self.plan.limits, workers).await
+    }
+
+    async fn drive_within<W: Worker>(&self, limits: Limits, workers: Vec<W>) -> Recorder {
+        let run = Run::begin(limits);
         self.show(&run, run.drive(workers, &self.interrupt)).await;
         run.take()
     }
@@ -171,7 +223,7 @@ impl Bench {
         }
         tokio::select! {
             () = driven => {}
-            () = progress::show(run, self.plan.limits) => {}
+            () = progress::show(run) => {}
         }
     }
 

@@ -38,7 +38,7 @@ enum Command {
     Serve(Box<Flags>),
 
     /// Load an etcd endpoint in a closed loop and report what it did
-    Bench(bench::Args),
+    Bench(Box<bench::Args>),
 
     /// Look at what etcdctl snapshot save wrote, or restore it
     Snapshot(snapshot::Args),
@@ -56,7 +56,7 @@ fn main() -> ExitCode {
     let outcome = match cli.command {
         None => serve(&cli.flags, &ignored_flags(&matches)),
         Some(Command::Serve(flags)) => serve(&flags, &[]),
-        Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(args).await?) }),
+        Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(*args).await?) }),
         Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
         Some(Command::Completions { shell }) => {
             clap_complete::generate(shell, &mut Cli::command(), "orlop", &mut std::io::stdout());

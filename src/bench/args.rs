@@ -18,7 +18,7 @@ pub struct Common {
     #[command(flatten)]
     pub identity: Identity,
 
-    /// Clients, each with one operation in flight [default: 64; range: 1; watch: 8]
+    /// Clients, each with one operation in flight [default: 64; range, catch-up: 1; watch: 8]
     #[arg(long, global = true, value_parser = at_least_one, value_name = "N")]
     clients: Option<usize>,
 
@@ -32,11 +32,11 @@ pub struct Common {
 
     /// End after this time, the warm-up not counted: 500ms, 10s, 2m [default: 10s, without --total]
     #[arg(long, global = true, value_parser = duration, value_name = "TIME")]
-    duration: Option<Duration>,
+    pub duration: Option<Duration>,
 
-    /// Measure nothing before this time has passed
-    #[arg(long, global = true, default_value = "1s", value_parser = duration, value_name = "TIME")]
-    warmup: Duration,
+    /// Measure nothing before this time has passed [default: 1s]
+    #[arg(long, global = true, value_parser = duration, value_name = "TIME")]
+    warmup: Option<Duration>,
 
     /// Prefix of all keys written; it must hold none before
     #[arg(long, global = true, default_value = "orlop-bench/")]
@@ -50,12 +50,17 @@ pub struct Common {
     #[arg(long, global = true)]
     pub keep: bool,
 
+    /// Work with the keys that an earlier run with --keep left, instead of writing them first
+    #[arg(long, global = true, conflicts_with = "purge")]
+    pub existing: bool,
+
     /// Print one JSON object instead of a table
     #[arg(long, global = true)]
     pub json: bool,
 }
 
 const DURATION_DEFAULT: Duration = Duration::from_secs(10);
+const WARMUP_DEFAULT: Duration = Duration::from_secs(1);
 
 /// The flags with the scenario's defaults filled in.
 #[derive(Clone, Copy, Debug)]
@@ -84,8 +89,27 @@ impl Common {
             return Err(Error::Flags(text));
         }
         let duration = self.duration.or(if self.total.is_some() { None } else { Some(DURATION_DEFAULT) });
-        let limits = Limits { total: self.total, duration, warmup: self.warmup };
+        let limits = Limits { total: self.total, duration, warmup: self.warmup.unwrap_or(WARMUP_DEFAULT) };
         Ok(Plan { clients, connections, limits })
+    }
+
+    /// For a command that has servers and loads of its own.
+    pub fn refuse_a_target(&self) -> Result<(), Error> {
+        let given = [
+            ("--clients", self.clients.is_some()),
+            ("--connections", self.connections.is_some()),
+            ("--total", self.total.is_some()),
+            ("--warmup", self.warmup.is_some()),
+            ("--purge", self.purge),
+            ("--keep", self.keep),
+            ("--existing", self.existing),
+        ];
+        match given.iter().find(|(_, is_given)| *is_given) {
+            Some((flag, _)) => Err(Error::Flags(format!(
+                "{flag} means nothing here: servers and loads are chosen by --servers and --groups"
+            ))),
+            None => Ok(()),
+        }
     }
 }
 

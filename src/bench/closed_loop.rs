@@ -58,6 +58,7 @@ pub struct Limits {
 
 /// One run of the closed loop, shared by its clients.
 pub struct Run {
+    limits: Limits,
     began: Instant,
     measured_from: Instant,
     deadline: Option<Instant>,
@@ -80,6 +81,7 @@ impl Run {
         let began = Instant::now();
         let measured_from = began + limits.warmup;
         Arc::new(Self {
+            limits,
             began,
             measured_from,
             deadline: limits.duration.map(|duration| measured_from + duration),
@@ -101,7 +103,7 @@ impl Run {
             () = self.until_deadline() => GRACE,
             () = interrupt.wait() => GRACE_INTERRUPTED,
         };
-        self.stopping.store(true, Relaxed);
+        self.stop();
         if timeout(grace, join_all(&mut clients)).await.is_err() && grace == GRACE {
             self.recorder.lock().fail(clients.len() as u64, || format!("not answered within {GRACE:?} of the end"));
         }
@@ -117,13 +119,22 @@ impl Run {
         self.stamp(self.measured_from)
     }
 
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
     pub fn measured_from(&self) -> Instant {
         self.measured_from
     }
 
+    /// Ends the run once the operations in flight are answered.
+    pub fn stop(&self) {
+        self.stopping.store(true, Relaxed);
+    }
+
     /// Ends the run and takes what was measured.
     pub fn take(&self) -> Recorder {
-        self.stopping.store(true, Relaxed);
+        self.stop();
         std::mem::replace(&mut *self.recorder.lock(), Recorder::new(self.measured_from))
     }
 

@@ -37,6 +37,7 @@ use super::{
 };
 use crate::proto::client::etcdserverpb::{
     AuthenticateRequest, RangeRequest, WatchRequest, auth_client::AuthClient, kv_client::KvClient,
+    maintenance_client::MaintenanceClient,
 };
 
 /// Windows so large that the server never waits for the client's leave to send.
@@ -120,6 +121,15 @@ impl Client {
         Ok(answer.into_inner())
     }
 
+    /// A range that must find so many pairs.
+    pub async fn range_of(&mut self, request: RangeRequest, kvs: u64) -> Result<RangeTally, Status> {
+        let answer = self.range(request).await?;
+        if answer.kvs == kvs {
+            return Ok(answer);
+        }
+        Err(Status::data_loss(format!("the answer has not all pairs, kvs={} want={kvs}", answer.kvs)))
+    }
+
     /// A watch stream whose events are counted and not decoded.
     pub async fn watch<S>(&mut self, requests: S) -> Result<Streaming<WatchTally>, Status>
     where
@@ -140,6 +150,10 @@ impl Client {
             Err(status) if status.code() == Code::FailedPrecondition => Ok(None),
             Err(status) => Err(status),
         }
+    }
+
+    pub fn maintenance(&self) -> MaintenanceClient<Connection> {
+        MaintenanceClient::with_origin(self.connection.clone(), self.origin.clone())
     }
 
     pub fn endpoint(&self) -> &Endpoint {

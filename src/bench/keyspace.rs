@@ -19,9 +19,7 @@ use super::{
     connection::{Client, Pool},
     interrupt::Interrupt,
 };
-use crate::proto::client::etcdserverpb::{
-    DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
-};
+use crate::proto::client::etcdserverpb::{DeleteRangeRequest, PutRequest, RangeRequest};
 
 /// Of one request before or after the run.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
@@ -29,11 +27,7 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 /// Keys in one deletion: a million at once would hold up the server, and with it the end of the run.
 const KEYS_DELETED_AT_ONCE: i64 = 5_000;
 
-/// Below etcd's default limits of 128 operations and 1.5 MiB.
-const TXN_OPS_MAX: usize = 100;
-const TXN_BYTES_MAX: usize = 1 << 20;
-
-const LOADERS: usize = 8;
+const LOADERS: usize = 64;
 
 pub struct KeySpace {
     prefix: String,
@@ -58,6 +52,13 @@ impl KeySpace {
             *last += 1;
         }
         (self.prefix.clone().into(), end.into())
+    }
+
+    /// The store's revision.
+    pub async fn revision(&self, client: &Client) -> Result<i64, Error> {
+        let request = RangeRequest { key: self.key(0, 0), count_only: true, ..RangeRequest::default() };
+        let answer = step("asking for the revision", client, client.kv.clone().range(request)).await?;
+        Ok(answer.header.unwrap_or_default().revision)
     }
 
     /// Sees to it that there are no keys yet.
@@ -98,7 +99,7 @@ impl KeySpace {
         }
     }
 
-    /// Writes the first `keys` keys of client 0.
+    /// Writes the first `keys` keys of client 0, each in a revision of its own as most keys of a cluster are.
     pub async fn load(
         self: &Arc<Self>,
         pool: &Pool,
@@ -106,17 +107,14 @@ impl KeySpace {
         value: &Bytes,
         interrupt: &Interrupt,
     ) -> Result<(), Error> {
-        let chunk = (TXN_BYTES_MAX / (value.len() + 128)).clamp(1, TXN_OPS_MAX);
         let next = Arc::new(AtomicU64::new(0));
         let loader = |number| Loader {
             client: pool.client(number),
             keys: Arc::clone(self),
             value: value.clone(),
             next: Arc::clone(&next),
-            chunk: chunk as u64,
-            end: keys as u64,
         };
-        let total = Some(keys.div_ceil(chunk) as u64);
+        let total = Some(keys as u64);
         let run = Run::begin(Limits { total, duration: None, warmup: Duration::ZERO });
         run.drive((0..LOADERS).map(loader).collect(), interrupt).await;
         match run.take().first_error {
@@ -126,7 +124,8 @@ impl KeySpace {
     }
 }
 
-async fn step<T>(
+/// One request before or after a run.
+pub async fn step<T>(
     step: &'static str,
     client: &Client,
     request: impl Future<Output = Result<Response<T>, Status>>,
@@ -145,22 +144,12 @@ struct Loader {
     value: Bytes,
     /// Sequence of the first key that no loader has taken.
     next: Arc<AtomicU64>,
-    /// Keys in one transaction.
-    chunk: u64,
-    end: u64,
 }
 
 impl Worker for Loader {
     async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
-        let first = self.next.fetch_add(self.chunk, Relaxed);
-        let put = |sequence| PutRequest {
-            key: self.keys.key(0, sequence),
-            value: self.value.clone(),
-            ..PutRequest::default()
-        };
-        let put_op = |sequence| RequestOp { request: Some(Request::RequestPut(put(sequence))) };
-        let success = (first..self.end.min(first + self.chunk)).map(put_op).collect();
-        self.client.kv.txn(TxnRequest { success, ..TxnRequest::default() }).await?;
+        let key = self.keys.key(0, self.next.fetch_add(1, Relaxed));
+        self.client.kv.put(PutRequest { key, value: self.value.clone(), ..PutRequest::default() }).await?;
         Ok(Done::default())
     }
 

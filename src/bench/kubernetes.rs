@@ -114,7 +114,7 @@ impl Kubernetes {
             turn: 0,
             told: Arc::clone(&told),
         };
-        bench.show(&run, run.drive((0..bench.plan.clients).map(worker).collect(), &bench.interrupt)).await;
+        bench.show(&run, run.drive(bench.workers(worker), &bench.interrupt)).await;
         let whole = run.take();
 
         let seen = events.lock();
@@ -139,12 +139,7 @@ impl Kubernetes {
             progress_notify: true,
             ..WatchCreateRequest::default()
         };
-        let mut client = bench.pool.client(number);
-        open_stream(&mut client, create, 1).await.map_err(|status| Error::Step {
-            step: "creating watches",
-            endpoint: client.endpoint().to_string(),
-            error: describe(&status),
-        })
+        open_stream(bench, number, vec![create]).await
     }
 }
 
@@ -222,11 +217,7 @@ impl Node {
                 (RangeRequest { limit: PAGE_PAIRS, ..self.pods_from(first) }, wanted)
             }
         };
-        let answer = self.swap.client.range(request).await?;
-        if answer.kvs != wanted {
-            let text = format!("the answer has not all pairs, kvs={} want={wanted}", answer.kvs);
-            return Err(Status::data_loss(text));
-        }
+        let answer = self.swap.client.range_of(request, wanted).await?;
         Ok(Done { retries: 0, keys: answer.kvs, bytes: answer.bytes })
     }
 

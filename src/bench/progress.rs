@@ -11,7 +11,7 @@ use super::closed_loop::{Limits, Run, SoFar};
 const INTERVAL: Duration = Duration::from_millis(250);
 
 /// Shows it until it is dropped. Where there is no terminal, shows nothing.
-pub async fn show(run: &Run, limits: Limits) {
+pub async fn show(run: &Run) {
     let bar = Cleared(ProgressBar::new(1_000));
     if bar.0.is_hidden() {
         return std::future::pending().await;
@@ -23,7 +23,7 @@ pub async fn show(run: &Run, limits: Limits) {
     loop {
         ticks.tick().await;
         let so_far = run.so_far();
-        bar.0.set_position(permille(&so_far, limits));
+        bar.0.set_position(permille(&so_far, run.limits()));
         bar.0.set_message(message(&so_far));
     }
 }

@@ -54,8 +54,12 @@ pub struct Watch {
     value_size: usize,
 
     /// Keys that are written again and again, split among the clients
-    #[arg(long, default_value = "1000", value_parser = at_least_one, value_name = "N")]
+    #[arg(long, default_value = "1000", value_parser = at_least_one, value_name = "N", conflicts_with = "own_key")]
     key_space: usize,
+
+    /// Each watcher watches one key of its own, instead of all
+    #[arg(long)]
+    own_key: bool,
 
     /// When a client puts again
     #[arg(long, value_enum, default_value_t = Pace::Delivered)]
@@ -84,9 +88,10 @@ impl Watch {
     }
 
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
+        let wanted = self.wanted(bench)?;
         let put_connections = bench.plan.clients.min(PUT_CONNECTIONS_MAX).max(bench.target.endpoints.len());
         let put_pool = Pool::connect(&bench.target, put_connections).await?;
-        let streams = self.open_streams(bench).await?;
+        let streams = self.open_streams(bench, wanted).await?;
 
         let run = Run::begin(bench.plan.limits);
         let deliveries = Arc::new(Deliveries::new(Arc::clone(&run), bench.plan.clients));
@@ -97,22 +102,46 @@ impl Watch {
         }
         let putter = |number| Putter {
             client: put_pool.client(number),
-            keys: OwnKeys::new(bench, number, Some(self.key_space)),
+            keys: OwnKeys::new(&bench.keys, number, Some(bench.share(self.keys()))),
             value: vec![b'x'; self.value_size],
             number,
             deliveries: Arc::clone(&deliveries),
-            awaited: if self.pace == Pace::Delivered { self.watchers } else { 0 },
+            awaited: if self.pace == Pace::Delivered { self.watchers_of_a_key() } else { 0 },
         };
-        bench.show(&run, run.drive((0..bench.plan.clients).map(putter).collect(), &bench.interrupt)).await;
+        bench.show(&run, run.drive(bench.workers(putter), &bench.interrupt)).await;
         let rounds = run.take();
-        let expected = rounds.latency.len() * self.watchers as u64;
+        let expected = rounds.latency.len() * self.watchers_of_a_key() as u64;
         deliveries.drain(expected, bench).await;
         Ok(self.report(bench, &rounds, &deliveries.recorders.lock(), expected))
     }
 
+    fn keys(&self) -> usize {
+        if self.own_key { self.watchers } else { self.key_space }
+    }
+
+    fn watchers_of_a_key(&self) -> usize {
+        if self.own_key { 1 } else { self.watchers }
+    }
+
+    /// What each watcher asks for.
+    fn wanted(&self, bench: &Bench) -> Result<Vec<WatchCreateRequest>, Error> {
+        let clients = bench.plan.clients;
+        if !self.own_key {
+            let (key, range_end) = bench.keys.range();
+            return Ok(vec![WatchCreateRequest { key, range_end, ..WatchCreateRequest::default() }; self.watchers]);
+        }
+        if !self.watchers.is_multiple_of(clients) {
+            let text = format!("watchers={} clients={clients}", self.watchers);
+            return Err(Error::Flags(format!("with --own-key --watchers must be a multiple of --clients, {text}")));
+        }
+        let key = |watcher: usize| bench.keys.key(watcher % clients, (watcher / clients) as u64);
+        let create = |watcher| WatchCreateRequest { key: key(watcher), ..WatchCreateRequest::default() };
+        Ok((0..self.watchers).map(create).collect())
+    }
+
     /// A round is a put with all that its client waits for; a put that fails is a round that fails.
     fn report(&self, bench: &Bench, rounds: &Recorder, recorders: &Recorders, expected: u64) -> Report {
-        let Recorders { puts, events } = recorders;
+        let Recorders { puts, events, lags } = recorders;
         let facts = BTreeMap::from([
             ("watchers", self.watchers as f64),
             ("streams", self.streams() as f64),
@@ -120,41 +149,53 @@ impl Watch {
         ]);
         let mut report = bench.report("watch", self.value_size, rounds, facts);
         report.results = vec![Row::new("put", puts), Row::new("event", events), Row::new("round", rounds)];
+        if self.pace == Pace::Delivered {
+            report.results.push(Row::new("lag", lags));
+        }
         report.first_error = rounds.first_error.clone().or_else(|| events.first_error.clone());
         report
     }
 
-    async fn open_streams(&self, bench: &Bench) -> Result<Vec<Streaming<WatchTally>>, Error> {
+    async fn open_streams(
+        &self,
+        bench: &Bench,
+        mut wanted: Vec<WatchCreateRequest>,
+    ) -> Result<Vec<Streaming<WatchTally>>, Error> {
         let streams = self.streams();
         let mut open = Vec::with_capacity(streams);
         for number in 0..streams {
-            // As even as it goes: the first streams carry the remainder.
-            let watches = self.watchers / streams + usize::from(number < self.watchers % streams);
-            let mut client = bench.pool.client(number);
-            let (key, range_end) = bench.keys.range();
-            let request = WatchCreateRequest { key, range_end, ..WatchCreateRequest::default() };
-            let opened = timeout(CREATE_TIMEOUT, open_stream(&mut client, request, watches)).await;
-            let opened = match opened {
-                Ok(Ok(answers)) => Ok(answers),
-                Ok(Err(status)) => Err(describe(&status)),
-                Err(_) => Err(format!("no answer within {CREATE_TIMEOUT:?}")),
-            };
-            let endpoint = || client.endpoint().to_string();
-            open.push(opened.map_err(|error| Error::Step { step: "creating watches", endpoint: endpoint(), error })?);
+            // As even as it goes.
+            let others = wanted.len() * (streams - number - 1) / (streams - number);
+            open.push(open_stream(bench, number, wanted.split_off(others)).await?);
         }
         Ok(open)
     }
 }
 
-/// A stream on which all watches are created.
+/// A stream, the bench's so manieth, on which all watches are created.
 pub(super) async fn open_stream(
+    bench: &Bench,
+    number: usize,
+    wanted: Vec<WatchCreateRequest>,
+) -> Result<Streaming<WatchTally>, Error> {
+    let mut client = bench.pool.client(number);
+    let opened = match timeout(CREATE_TIMEOUT, create_watches(&mut client, wanted)).await {
+        Ok(opened) => opened.map_err(|status| describe(&status)),
+        Err(_) => Err(format!("no answer within {CREATE_TIMEOUT:?}")),
+    };
+    let endpoint = client.endpoint().to_string();
+    opened.map_err(|error| Error::Step { step: "creating watches", endpoint, error })
+}
+
+/// A stream on which all watches are created.
+pub(super) async fn create_watches(
     client: &mut Client,
-    create: WatchCreateRequest,
-    watches: usize,
+    wanted: Vec<WatchCreateRequest>,
 ) -> Result<Streaming<WatchTally>, Status> {
-    let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
+    let watches = wanted.len();
+    let request = |create| WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
     // The server ends the watches when the requests end, so they never do.
-    let requests = stream::iter(std::iter::repeat_n(request, watches)).chain(stream::pending());
+    let requests = stream::iter(wanted.into_iter().map(request)).chain(stream::pending());
     let mut answers = client.watch(requests).await?;
     let mut created = 0;
     while created < watches {
@@ -195,7 +236,7 @@ impl Worker for Putter {
         self.deliveries.expect(self.number, started, self.awaited);
         let value = Bytes::copy_from_slice(&self.value);
         self.client.kv.put(PutRequest { key: self.keys.take(), value, ..PutRequest::default() }).await?;
-        self.deliveries.record_put(started);
+        self.deliveries.record_put(self.number, started);
         let delivered = timeout(SILENCE_MAX, self.deliveries.wait(self.number)).await;
         let late = |_| Status::deadline_exceeded(format!("no event at some watchers after {SILENCE_MAX:?}"));
         delivered.map(|()| Done::default()).map_err(late)
@@ -220,6 +261,8 @@ struct Deliveries {
 struct Recorders {
     puts: Recorder,
     events: Recorder,
+    /// From a put's answer to its event; nothing where the event came first.
+    lags: Recorder,
 }
 
 /// One client's put in flight.
@@ -233,6 +276,8 @@ struct Round {
 struct RoundState {
     /// Of the put; its events carry the same.
     started: u64,
+    /// When the put was answered.
+    answered: Option<u64>,
     /// Deliveries still to come.
     awaited: usize,
 }
@@ -241,7 +286,7 @@ impl Deliveries {
     fn new(run: Arc<Run>, clients: usize) -> Self {
         let measured_from = run.stamp_measured_from();
         let recorder = || Recorder::new(run.measured_from());
-        let recorders = Mutex::new(Recorders { puts: recorder(), events: recorder() });
+        let recorders = Mutex::new(Recorders { puts: recorder(), events: recorder(), lags: recorder() });
         let rounds = (0..clients).map(|_| Round::default()).collect();
         Self { run, measured_from, recorders, rounds }
     }
@@ -254,19 +299,25 @@ impl Deliveries {
         let stamp_now = self.run.stamp(now);
         let mut recorders = self.recorders.lock();
         for stamp in &answer.stamps {
-            if stamp.started >= self.measured_from {
+            let is_measured = stamp.started >= self.measured_from;
+            if is_measured {
                 recorders.events.succeed(Duration::from_nanos(stamp_now.saturating_sub(stamp.started)), now);
             }
-            if let Some(round) = self.rounds.get(stamp.client as usize) {
-                round.deliver(stamp.started);
+            let Some(round) = self.rounds.get(stamp.client as usize) else { continue };
+            let answered = round.deliver(stamp.started);
+            if is_measured {
+                let lag = answered.map_or(0, |answered| stamp_now.saturating_sub(answered));
+                recorders.lags.succeed(Duration::from_nanos(lag), now);
             }
         }
     }
 
-    fn record_put(&self, started: u64) {
+    fn record_put(&self, client: usize, started: u64) {
+        let now = Instant::now();
+        let stamp_now = self.run.stamp(now);
+        self.rounds[client].state.lock().answered = Some(stamp_now);
         if started >= self.measured_from {
-            let now = Instant::now();
-            let took = Duration::from_nanos(self.run.stamp(now).saturating_sub(started));
+            let took = Duration::from_nanos(stamp_now.saturating_sub(started));
             self.recorders.lock().puts.succeed(took, now);
         }
     }
@@ -277,7 +328,7 @@ impl Deliveries {
 
     /// Begins the client's next round.
     fn expect(&self, client: usize, started: u64, awaited: usize) {
-        *self.rounds[client].state.lock() = RoundState { started, awaited };
+        *self.rounds[client].state.lock() = RoundState { started, answered: None, awaited };
     }
 
     /// Returns once nothing of the client's round is awaited. Cancel safe: it only looks.
@@ -303,13 +354,18 @@ impl Deliveries {
 }
 
 impl Round {
-    fn deliver(&self, started: u64) {
+    /// Returns when the put was answered, if it is the one that is awaited and was answered already.
+    fn deliver(&self, started: u64) -> Option<u64> {
         let mut state = self.state.lock();
-        if state.started == started && state.awaited > 0 {
+        if state.started != started {
+            return None;
+        }
+        if state.awaited > 0 {
             state.awaited -= 1;
             if state.awaited == 0 {
                 self.delivered.notify_one();
             }
         }
+        state.answered
     }
 }

@@ -32,15 +32,20 @@ pub struct Put {
 
 impl Put {
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
-        let value = filler(self.value_size);
-        let putter = |number| Putter {
-            client: bench.pool.client(number),
-            keys: OwnKeys::new(bench, number, Some(self.key_space)),
-            value: value.clone(),
-        };
-        let recorder = bench.drive(putter).await;
+        let recorder = bench.drive(putters(bench, bench.plan.clients, self.key_space, self.value_size)).await;
         Ok(bench.report("put", self.value_size, &recorder, BTreeMap::new()))
     }
+}
+
+/// So many clients, each of which puts its share of the keys again and again.
+pub fn putters(bench: &Bench, clients: usize, key_space: usize, value_size: usize) -> Vec<impl Worker> {
+    let value = filler(value_size);
+    let putter = |number| Putter {
+        client: bench.pool.client(number),
+        keys: OwnKeys::new(&bench.keys, number, Some(key_space.div_ceil(clients))),
+        value: value.clone(),
+    };
+    (0..clients).map(putter).collect()
 }
 
 #[derive(Debug, clap::Args)]
@@ -55,10 +60,10 @@ impl CreateTxn {
         let value = filler(self.value_size);
         let creator = |number| Creator {
             client: bench.pool.client(number),
-            keys: OwnKeys::new(bench, number, None),
+            keys: OwnKeys::new(&bench.keys, number, None),
             value: value.clone(),
         };
-        let recorder = bench.drive(creator).await;
+        let recorder = bench.drive(bench.workers(creator)).await;
         Ok(bench.report("create-txn", self.value_size, &recorder, BTreeMap::new()))
     }
 }
@@ -79,10 +84,10 @@ impl Update {
         let value = filler(self.value_size);
         let updater = |number| Updater {
             swap: CompareAndSwap::new(bench.pool.client(number)),
-            keys: OwnKeys::new(bench, number, Some(self.key_space)),
+            keys: OwnKeys::new(&bench.keys, number, Some(bench.share(self.key_space))),
             value: value.clone(),
         };
-        let recorder = bench.drive(updater).await;
+        let recorder = bench.drive(bench.workers(updater)).await;
         let facts = BTreeMap::from([("retries", recorder.done.retries as f64)]);
         Ok(bench.report("update", self.value_size, &recorder, facts))
     }
@@ -102,10 +107,10 @@ pub struct OwnKeys {
 }
 
 impl OwnKeys {
-    /// The client's share of `key_space` keys, one at least; new keys for ever without.
-    pub fn new(bench: &Bench, client: usize, key_space: Option<usize>) -> Self {
-        let span = key_space.map_or(u64::MAX, |keys| keys.div_ceil(bench.plan.clients) as u64);
-        Self { keys: Arc::clone(&bench.keys), client, next: 0, span }
+    /// `share` keys, one at least; new keys for ever without.
+    pub fn new(keys: &Arc<KeySpace>, client: usize, share: Option<usize>) -> Self {
+        let span = share.map_or(u64::MAX, |keys| keys as u64);
+        Self { keys: Arc::clone(keys), client, next: 0, span }
     }
 
     pub fn take(&mut self) -> Bytes {

@@ -5,7 +5,7 @@ use std::process::Command;
 use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use serde_json::Value;
 
-use crate::support::{Backend, Client, Server};
+use crate::support::{Backend, Client, Server, etcd_tool, skip};
 
 const OPERATIONS: u64 = 50;
 
@@ -13,13 +13,15 @@ const OPERATIONS: u64 = 50;
 #[track_caller]
 fn bench(server: &Server, scenario: &[&str]) -> Value {
     let total = OPERATIONS.to_string();
-    let output = Command::new(env!("CARGO_BIN_EXE_orlop"))
-        .arg("bench")
-        .args(scenario)
-        .args(["--endpoints", server.endpoint(), "--clients", "4", "--total", &total, "--warmup", "0s", "--json"])
-        .output()
-        .expect("orlop is built with the tests");
-    assert!(output.status.success(), "{scenario:?}: {}", String::from_utf8_lossy(&output.stderr));
+    let flags = ["--endpoints", server.endpoint(), "--clients", "4", "--total", &total, "--warmup", "0s", "--json"];
+    orlop_bench(&[scenario, &flags].concat())
+}
+
+#[track_caller]
+fn orlop_bench(arguments: &[&str]) -> Value {
+    let output = Command::new(env!("CARGO_BIN_EXE_orlop")).arg("bench").args(arguments).output();
+    let output = output.expect("orlop is built with the tests");
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).expect("one JSON object")
 }
 
@@ -43,12 +45,19 @@ async fn loads_do_what_they_tell_and_leave_nothing_behind() {
         (&["create-txn"], &[("create-txn", OPERATIONS)], OPERATIONS),
         (&["update", "--key-space", "20"], &[("update", OPERATIONS)], OPERATIONS),
         (&["get", "--key-space", "20"], &[("get", OPERATIONS)], 1),
-        (&["range", "--keys", "20"], &[("range", OPERATIONS)], 1),
+        (&["range", "--keys", "20"], &[("range", OPERATIONS)], 20),
+        (&["range", "--keys", "20", "--page", "7", "--old-revision"], &[("range", OPERATIONS)], 40),
         (
             &["watch", "--watchers", "10", "--streams", "2", "--key-space", "8"],
-            &[("put", OPERATIONS), ("event", 10 * OPERATIONS), ("round", OPERATIONS)],
+            &[("put", OPERATIONS), ("event", 10 * OPERATIONS), ("round", OPERATIONS), ("lag", 10 * OPERATIONS)],
             OPERATIONS,
         ),
+        (
+            &["watch", "--watchers", "8", "--own-key"],
+            &[("put", OPERATIONS), ("event", OPERATIONS), ("round", OPERATIONS), ("lag", OPERATIONS)],
+            OPERATIONS,
+        ),
+        (&["catch-up", "--revisions", "1500", "--key-space", "30"], &[("catch-up", OPERATIONS)], 1500),
         (
             &["kubernetes", "--nodes", "5", "--pods", "20", "--watches", "6"],
             &[("kubernetes", OPERATIONS), ("kubernetes, a kind at a time", OPERATIONS)],
@@ -82,6 +91,86 @@ fn counts(told: &Value) -> Vec<(&str, u64)> {
         }
     }
     counts
+}
+
+/// Of the loads that go on for a time instead of a number of operations.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn upkeep_goes_on_under_load_and_idleness_costs_no_revision() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let mut client = Client::connect(server.endpoint()).await;
+    let timed = |scenario: &[&str]| {
+        let flags = ["--endpoints", server.endpoint(), "--duration", "200ms", "--warmup", "0s", "--json"];
+        orlop_bench(&[scenario, &flags].concat())
+    };
+    let told = timed(&["maintenance", "--key-space", "50"]);
+    let phases: Vec<_> = counts(&told).into_iter().map(|(phase, count)| (phase, count > 0)).collect();
+    assert_eq!(phases, [("put", true), ("put-compacting", true), ("put-defragmenting", true)], "{told}");
+    let (left, head) = keys(&mut client).await;
+    assert!(left.is_empty(), "{left:?}");
+    let before = RangeRequest { key: "a".into(), revision: 2, ..Default::default() };
+    assert!(client.kv.range(before).await.is_err_and(|status| status.message().contains("compacted")));
+
+    let told = timed(&["idle", "--watches", "5", "--connections", "7"]);
+    assert_eq!((&told["watches"], &told["connections"], &told["first_error"]), (&5.0.into(), &7.into(), &Value::Null));
+    // But for the deletion of what is not there.
+    assert_eq!(keys(&mut client).await.1, head);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_earlier_runs_keys_can_be_used() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let mut client = Client::connect(server.endpoint()).await;
+    bench(&server, &["range", "--keys", "20", "--keep"]);
+    let (kept, head) = keys(&mut client).await;
+    bench(&server, &["range", "--keys", "20", "--existing", "--keep"]);
+    assert_eq!(keys(&mut client).await, (kept, head));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn comparison_writes_a_page_with_plots_and_leaves_no_server() {
+    if etcd_tool("etcd", "ORLOP_ETCD").is_none() {
+        return skip("etcd");
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let page = folder.path().join("page.md");
+    let output = Command::new(env!("CARGO_BIN_EXE_orlop"))
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .args(["bench", "compare", "--servers", "etcd,sqlite", "--groups", "put-256b,catch-up", "--rounds", "2"])
+        .args(["--duration", "50ms", "--work-dir"])
+        .arg(folder.path())
+        .arg("--output")
+        .arg(&page)
+        .output()
+        .expect("orlop is built with the tests");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = std::fs::read_to_string(&page).expect("the page is written");
+    for expected in ["### Puts, 256 B", "| put, 1,024 clients, 256 B | puts/s |", "fdatasync", "### Catching up", "x**"]
+    {
+        assert!(text.contains(expected), "{expected}: {text}");
+    }
+    for plot in ["puts.svg", "puts-p99.svg", "times-etcd.svg"] {
+        let drawn = std::fs::read_to_string(folder.path().join("page").join(plot)).expect("the plot is drawn");
+        assert!(drawn.starts_with("<svg") && drawn.contains("Orlop, SQLite") && text.contains(plot), "{plot}");
+    }
+    let left: Vec<_> = std::fs::read_dir(folder.path()).expect("the folder is there").flatten().collect();
+    assert_eq!(left.len(), 2, "{left:?}");
+}
+
+#[test]
+fn comparison_refuses_what_means_nothing_there() {
+    for (flags, said) in [
+        (&["--clients", "3"][..], "--clients means nothing here"),
+        (&["--groups", "nonsense"], "must be one of put-256b"),
+        (&["--servers", "mysql"], "etcd, sqlite, postgres"),
+        (&["--etcd", "/not/there", "--servers", "etcd"], "/not/there failed"),
+        (&["--work-dir", "/not/there", "--servers", "sqlite"], "--work-dir /not/there"),
+        (&["--output", "/dev/null"], "it has no place for figures"),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_orlop")).args(["bench", "compare"]).args(flags).output();
+        let output = output.expect("orlop is built with the tests");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains(said), "{flags:?}: {text}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

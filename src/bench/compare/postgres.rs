@@ -1,0 +1,174 @@
+//! A private Postgres cluster, with what initdb sets: every commit is synced.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    process::Stdio,
+    sync::atomic::{AtomicU32, Ordering::Relaxed},
+    time::Duration,
+};
+
+use tokio::{
+    process::{Child, Command},
+    time::{Instant, sleep},
+};
+
+use super::{Error, server::free_port};
+
+/// Whom Postgres runs as where we are root, which it refuses to be.
+const USER: &str = "postgres";
+
+const START_MAX: Duration = Duration::from_secs(60);
+
+pub struct Postgres {
+    programs: PathBuf,
+    process: Child,
+    port: u16,
+    databases: AtomicU32,
+}
+
+impl Postgres {
+    /// Makes a cluster in the folder, which must not be there, and starts it.
+    pub async fn start(programs: &Path, folder: &Path) -> Result<Self, Error> {
+        fs::create_dir(folder)?;
+        let is_root = procfs::process::Process::myself().and_then(|own| own.uid()).is_ok_and(|uid| uid == 0);
+        if is_root {
+            run(Command::new("chown").arg(USER).arg(folder)).await?;
+        }
+        let data = folder.join("data");
+        let initdb = as_user(is_root, &programs.join("initdb"))
+            .args(["--auth=trust", "--username=orlop", "--encoding=UTF8", "--locale=C", "-D"])
+            .arg(&data)
+            .output()
+            .await;
+        ended_well("initdb", initdb)?;
+        let port = free_port()?;
+        let settings = [
+            format!("port={port}"),
+            "listen_addresses=127.0.0.1".to_owned(),
+            format!("unix_socket_directories={}", folder.display()),
+            // The WAL's files are made once and then used again, as on a server that has run for a while.
+            "min_wal_size=1GB".to_owned(),
+        ];
+        let process = as_user(is_root, &programs.join("postgres"))
+            .arg("-D")
+            .arg(&data)
+            .args(settings.iter().flat_map(|setting| ["-c", setting]))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .kill_on_drop(true)
+            .spawn()?;
+        let cluster = Self { programs: programs.to_owned(), process, port, databases: AtomicU32::new(0) };
+        cluster.wait_until_ready().await?;
+        for sql in ["CREATE TABLE warm AS SELECT repeat('x', 1000) FROM generate_series(1, 500000)", "DROP TABLE warm"]
+        {
+            cluster.psql(sql).await?;
+        }
+        cluster.psql("CHECKPOINT").await?;
+        Ok(cluster)
+    }
+
+    /// Its endpoint.
+    pub async fn create_database(&self) -> Result<String, Error> {
+        let name = format!("bench_{}", self.databases.fetch_add(1, Relaxed));
+        self.psql(&format!("CREATE DATABASE {name}")).await?;
+        Ok(format!("postgres://orlop@127.0.0.1:{}/{name}", self.port))
+    }
+
+    pub async fn drop_database(&self, endpoint: &str) -> Result<(), Error> {
+        let name = endpoint.rsplit('/').next().unwrap_or_default();
+        self.psql(&format!("DROP DATABASE {name} WITH (FORCE)")).await
+    }
+
+    /// Of the server and its processes, those that ended included.
+    pub fn cpu_ticks(&self) -> Result<u64, procfs::ProcError> {
+        let Some(id) = self.process.id().and_then(|id| i32::try_from(id).ok()) else { return Ok(0) };
+        let own = procfs::process::Process::new(id)?.stat()?;
+        let ended = own.cutime.unsigned_abs() + own.cstime.unsigned_abs();
+        let children = procfs::process::all_processes()?.filter_map(|process| process.ok()?.stat().ok());
+        let running: u64 = children.filter(|stat| stat.ppid == id).map(|stat| stat.utime + stat.stime).sum();
+        Ok(own.utime + own.stime + ended + running)
+    }
+
+    pub async fn version(programs: &Path) -> Result<String, Error> {
+        run(Command::new(programs.join("postgres")).arg("--version")).await
+    }
+
+    pub async fn stop(mut self) {
+        super::server::interrupt(&mut self.process, rustix::process::Signal::INT).await;
+    }
+
+    async fn wait_until_ready(&self) -> Result<(), Error> {
+        let deadline = Instant::now() + START_MAX;
+        loop {
+            match self.psql("SELECT 1").await {
+                Err(_) if Instant::now() < deadline => sleep(Duration::from_millis(20)).await,
+                ready => return ready,
+            }
+        }
+    }
+
+    async fn psql(&self, sql: &str) -> Result<(), Error> {
+        let mut psql = Command::new(self.programs.join("psql"));
+        psql.args([
+            "-h",
+            "127.0.0.1",
+            "-p",
+            &self.port.to_string(),
+            "-U",
+            "orlop",
+            "-d",
+            "postgres",
+            "-X",
+            "-q",
+            "-c",
+            sql,
+        ]);
+        run(&mut psql).await.map(|_| ())
+    }
+}
+
+/// The folder of the programs: as given, where PATH has initdb, or where Debian keeps the newest.
+pub fn find_programs(given: Option<&Path>) -> Result<PathBuf, Error> {
+    if let Some(folder) = given {
+        return Ok(folder.to_owned());
+    }
+    let on_path = super::server::on_path("initdb").and_then(|initdb| initdb.canonicalize().ok());
+    let debian = || {
+        let versions = fs::read_dir("/usr/lib/postgresql").ok()?;
+        versions.filter_map(|entry| Some(entry.ok()?.path().join("bin/initdb"))).filter(|path| path.is_file()).max()
+    };
+    let initdb = on_path.or_else(debian);
+    let folder = initdb.as_deref().and_then(Path::parent).map(Path::to_owned);
+    folder.ok_or_else(|| {
+        let text =
+            "no initdb on PATH: install Postgres, give --postgres-programs, or leave it out with --servers etcd,sqlite";
+        Error::Flags(text.to_owned())
+    })
+}
+
+fn as_user(is_root: bool, program: &Path) -> Command {
+    if !is_root {
+        return Command::new(program);
+    }
+    let mut command = Command::new("setpriv");
+    command.arg(format!("--reuid={USER}")).arg(format!("--regid={USER}")).arg("--clear-groups").arg(program);
+    command
+}
+
+/// What the program prints.
+async fn run(command: &mut Command) -> Result<String, Error> {
+    let program = command.as_std().get_program().to_string_lossy().into_owned();
+    let output = command.stdin(Stdio::null()).kill_on_drop(true).output().await;
+    ended_well(&program, output)
+}
+
+fn ended_well(program: &str, output: io::Result<std::process::Output>) -> Result<String, Error> {
+    let failed = |error: String| Error::Program { program: program.to_owned(), error };
+    let output = output.map_err(|error| failed(error.to_string()))?;
+    if !output.status.success() {
+        return Err(failed(String::from_utf8_lossy(&output.stderr).trim_end().to_owned()));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
+}
