@@ -32,7 +32,12 @@ pub(super) struct RowColumns {
 pub(super) trait LogRow: Row {
     fn int(&self, column: usize) -> Result<i64>;
     fn int_or_null(&self, column: usize) -> Result<Option<i64>>;
-    fn bytes(&self, column: usize) -> Result<Vec<u8>>;
+    /// NULL is read as nothing.
+    fn slice(&self, column: usize) -> Result<&[u8]>;
+
+    fn bytes(&self, column: usize) -> Result<Vec<u8>> {
+        self.slice(column).map(<[u8]>::to_vec)
+    }
 }
 
 impl<R> LogRow for R
@@ -40,7 +45,7 @@ where
     R: Row,
     usize: ColumnIndex<R>,
     for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> &'r [u8]: Decode<'r, R::Database> + Type<R::Database>,
 {
     fn int(&self, column: usize) -> Result<i64> {
         self.try_get_unchecked(column).map_err(corrupt)
@@ -50,20 +55,30 @@ where
         self.try_get_unchecked(column).map_err(corrupt)
     }
 
-    /// NULL is read as nothing.
-    fn bytes(&self, column: usize) -> Result<Vec<u8>> {
-        Ok(self.try_get_unchecked::<Option<Vec<u8>>, _>(column).map_err(corrupt)?.unwrap_or_default())
+    fn slice(&self, column: usize) -> Result<&[u8]> {
+        Ok(self.try_get_unchecked::<Option<&[u8]>, _>(column).map_err(corrupt)?.unwrap_or_default())
     }
+}
+
+/// The pair of a put, from its `id, sub, key, value, lease, version, create_revision`.
+pub(super) fn pair(row: &impl LogRow) -> Result<(RowId, EncodedKv)> {
+    let id = row_id(row, 0)?;
+    let version = Version { row: id, create_revision: Revision(row.int(6)?), version: row.int(5)? };
+    Ok((id, EncodedKv::new(row.slice(2)?, version, row.slice(3)?, LeaseId::from_wire(row.int(4)?))))
+}
+
+/// From `id, sub`, of which the first is the column `at`.
+fn row_id(row: &impl LogRow, at: usize) -> Result<RowId> {
+    let (id, sub) = (row.int(at)?, row.int(at + 1)?);
+    let sub = u32::try_from(sub).map_err(|_| Error::Corrupt(format!("row {id} has the sub {sub}")))?;
+    Ok(RowId::new(Revision(id), sub))
 }
 
 impl RowColumns {
     /// Reads the columns from the one at `at` on.
     pub(super) fn read(row: &impl LogRow, at: usize) -> Result<Self> {
-        let id = row.int(at)?;
-        let sub = row.int(at + 1)?;
-        let sub = u32::try_from(sub).map_err(|_| Error::Corrupt(format!("row {id} has the sub {sub}")))?;
         Ok(Self {
-            row: RowId::new(Revision(id), sub),
+            row: row_id(row, at)?,
             key: row.bytes(at + 2)?,
             value: row.bytes(at + 3)?,
             lease: row.int(at + 4)?,

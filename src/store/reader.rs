@@ -5,6 +5,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
+use futures_util::stream::{self, StreamExt as _, TryStreamExt as _};
 use tokio::{task::yield_now, time::Instant};
 use tracing::error;
 
@@ -18,12 +19,17 @@ use super::{
 };
 use crate::{
     index::{Entry, Lease, ReadAt},
+    log,
     trace::{self, Part},
     types::{EncodedKv, Key, KeyRange, Revision, RowId},
 };
 
 /// Keys looked at while the index is locked.
 const STEP_KEYS: usize = 2_000;
+/// Rows that one reader of the log is asked for.
+const READ_ROWS: usize = 1_000;
+/// Readers of the log that one list takes at once: not all that there are.
+const READS_AT_ONCE: usize = 2;
 /// What was asked for is noted with every answer that has more pairs.
 const DESCRIBED_PAIRS: usize = 1_000;
 
@@ -102,7 +108,7 @@ impl Store {
             // Rows that a compaction takes in between are asked for again only if they are still live.
             fetched.retain(|_, kv| kv.is_some());
             fetched.extend(rows.iter().map(|row| (*row, None)));
-            let found = self.shared.log.values(&rows).await?;
+            let found = self.shared.read_values(&rows).await?;
             fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
         }
     }
@@ -204,6 +210,12 @@ impl Shared {
         Ok(pairs.into_iter().flatten().collect())
     }
 
+    /// As [`crate::log::Log::values`], of which the rows of a long list are asked for by several readers at once.
+    async fn read_values(&self, rows: &[RowId]) -> log::Result<Vec<(RowId, EncodedKv)>> {
+        let parts: Vec<_> = rows.chunks(READ_ROWS).map(|part| self.log.values(part)).collect();
+        stream::iter(parts).buffer_unordered(READS_AT_ONCE).try_concat().await
+    }
+
     async fn read_missing(
         &self,
         selected: &[Selected],
@@ -211,7 +223,7 @@ impl Shared {
         missing: &[RowId],
         at: Revision,
     ) -> Result<()> {
-        let found: HashMap<RowId, EncodedKv> = self.log.values(missing).await?.into_iter().collect();
+        let found: HashMap<RowId, EncodedKv> = self.read_values(missing).await?.into_iter().collect();
         if found.len() < missing.len() {
             return Err(self.why_missing(at, missing.len() - found.len()).await);
         }

@@ -56,9 +56,9 @@ pub(super) async fn values(
     connection: &mut PgConnection,
     rows: &[RowId],
 ) -> sqlx::Result<Result<Vec<(RowId, EncodedKv)>>> {
-    const FIRST: &str = "SELECT id, 0::bigint, key, value, lease, version, create_revision, prev_revision, 0::bigint \
+    const FIRST: &str = "SELECT id, 0::bigint, key, value, lease, version, create_revision \
         FROM kv_log WHERE id = ANY ($1) AND NOT deleted";
-    const MORE: &str = "SELECT id, sub, key, value, lease, version, create_revision, prev_revision, 0::bigint \
+    const MORE: &str = "SELECT id, sub, key, value, lease, version, create_revision \
         FROM kv_log_more JOIN unnest($1, $2) AS wanted (wanted_id, wanted_sub) ON id = wanted_id AND sub = wanted_sub \
         WHERE NOT deleted";
     let mut found = Vec::with_capacity(rows.len());
@@ -71,10 +71,10 @@ pub(super) async fn values(
             (!more.is_empty()).then(|| sqlx::query(MORE).bind(ids(&more)).bind(subs)),
         ];
         for query in queries.into_iter().flatten() {
-            let mut rows = query.fetch(&mut *connection);
-            while let Some(row) = rows.try_next().await? {
-                match RowColumns::read(&row, 0) {
-                    Ok(columns) => found.push((columns.row, columns.kv())),
+            let mut fetched = query.fetch(&mut *connection);
+            while let Some(row) = fetched.try_next().await? {
+                match rows::pair(&row) {
+                    Ok(pair) => found.push(pair),
                     Err(error) => return Ok(Err(error)),
                 }
             }

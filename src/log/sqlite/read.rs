@@ -38,9 +38,9 @@ pub(super) async fn replay(connection: &mut SqliteConnection, visit: &mut Visit<
 
 /// As [`crate::log::Log::values`].
 pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
-    const FIRST: &str = "SELECT id, 0, key, value, lease, version, create_revision, prev_revision, deleted \
+    const FIRST: &str = "SELECT id, 0, key, value, lease, version, create_revision \
         FROM kv_log WHERE id IN (SELECT value FROM json_each(?)) AND deleted = 0";
-    const MORE: &str = "SELECT id, sub, key, value, lease, version, create_revision, prev_revision, deleted \
+    const MORE: &str = "SELECT id, sub, key, value, lease, version, create_revision \
         FROM kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?)) AND deleted = 0";
     let mut found = Vec::with_capacity(rows.len());
     for chunk in rows.chunks(VALUES_ROWS_MAX) {
@@ -51,8 +51,7 @@ pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) ->
             let Some(list) = list else { continue };
             let mut rows = sqlx::query(sql).bind(list).fetch(&mut *connection);
             while let Some(row) = rows.try_next().await.map_err(unavailable)? {
-                let columns = RowColumns::read(&row, 0)?;
-                found.push((columns.row, columns.kv()));
+                found.push(rows::pair(&row)?);
             }
         }
     }
