@@ -15,7 +15,7 @@ use super::{
 use crate::{
     index::{CompactionCursor, TreeIndex},
     log::{Append, Appended, SqliteLog},
-    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Revision, RowId, Version},
+    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Prev, Revision, RowId, Version},
 };
 
 /// The rows that go are more than are deleted at once, so a stop falls between a key's put and its tombstone.
@@ -48,14 +48,16 @@ fn created_and_deleted(keys: usize) -> Vec<Change> {
     let ops = [put("a"), put("a")].into_iter().chain(pairs).chain([put("z"), put("z")]);
     let mut changes: Vec<Change> = Vec::new();
     for (revision, (key, is_put)) in (2..).map(Revision).zip(ops) {
-        let before = changes.last().filter(|before| is_put && *before.key == *key.as_bytes());
+        let replaced = changes.last().filter(|before| *before.key == *key.as_bytes());
+        let prev = replaced.map(|before| Prev { row: before.row, kv: None });
+        let before = replaced.filter(|_| is_put);
         let row = RowId::new(revision, 0);
         let create_revision = before.map_or(revision, |before| before.row.revision);
         let version = Version { row, create_revision, version: if before.is_some() { 2 } else { 1 } };
         let kv = EncodedKv::new(key.as_bytes(), version, b"value", None);
         let put = ChangeKind::Put { kv, create_revision, version: version.version, lease: None };
         let kind = if is_put { put } else { ChangeKind::Delete };
-        changes.push(Change { row, key: Key::from(key.as_bytes()), kind, prev: None, prev_lease: None });
+        changes.push(Change { row, key: Key::from(key.as_bytes()), kind, prev, prev_lease: None });
     }
     changes
 }
