@@ -27,6 +27,7 @@
 //! - [`listen`]: addresses and TLS
 //! - [`config`], [`logging`], [`server`]: settings, the server's own log, and the process put together
 //! - [`snapshot`]: a log as one file
+//! - [`check`]: whether a log is sound
 //! - [`mod@bench`]: a load on any etcd endpoint
 //!
 //! What must hold:
@@ -37,6 +38,7 @@
 
 pub mod api;
 pub mod bench;
+pub mod check;
 pub mod config;
 pub mod http;
 pub mod index;

@@ -50,7 +50,7 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-pub(crate) use self::open::replay;
+pub(crate) use self::open::{Replayed, replay};
 pub use self::{auto_compact::AutoCompaction, compactor::Pace, open::Settings, reader::RangePieces, timing::Patience};
 use self::{
     catch_up::Standing,

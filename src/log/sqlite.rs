@@ -8,6 +8,7 @@
 
 mod append;
 mod checkpoint;
+mod inspect;
 mod load;
 mod lock;
 mod read;

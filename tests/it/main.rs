@@ -4,6 +4,7 @@
 
 mod alarm;
 mod ambiguity;
+mod check;
 mod differential;
 mod durability;
 mod etcdctl;

@@ -20,12 +20,13 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("listen", &["config"]),
     ("bench", &["proto"]),
     ("snapshot", &["types", "config", "log", "store"]),
+    ("check", &["types", "config", "index", "log", "store"]),
     ("api", &["types", "index", "log", "metrics", "watch", "store", "snapshot", "trace", "proto"]),
     ("http", &["api", "log", "metrics", "store", "proto"]),
     ("server", &["api", "config", "http", "listen", "log", "metrics", "snapshot", "store", "trace"]),
     ("logging", &["config"]),
     ("internals", &["api", "index", "lease", "proto", "store", "types", "watch"]),
-    ("main", &["bench", "config", "logging", "server", "snapshot"]),
+    ("main", &["bench", "check", "config", "logging", "server", "snapshot"]),
     ("lib", &[]),
 ];
 

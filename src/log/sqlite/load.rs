@@ -128,7 +128,7 @@ fn settle(file: &Path, place: &Path) -> std::io::Result<()> {
     }
 }
 
-fn with_suffix(file: &Path, suffix: &str) -> PathBuf {
+pub(super) fn with_suffix(file: &Path, suffix: &str) -> PathBuf {
     let mut name = file.as_os_str().to_owned();
     name.push(suffix);
     name.into()
