@@ -19,6 +19,7 @@ mod linearizability;
 mod lock;
 mod metrics;
 mod outage;
+mod private;
 mod services;
 mod size;
 mod slow_watch;
