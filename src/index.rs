@@ -115,7 +115,7 @@ impl TreeIndex {
             Some(key) => {
                 let last = key.claim(&claim);
                 match claim.follow(Some(&last), compacted) {
-                    // What another instance left of a compaction that it did not finish; the key is right again from here on.
+                    // An old version that a compaction should have taken with its delete; the key is right again from here on.
                     Err(Contradiction::MissingDelete { since }) if compacted.is_some_and(|at| since < at) => {}
                     followed => followed?,
                 }

@@ -7,7 +7,7 @@ use tokio::time::timeout;
 
 use super::{
     Settings, Store,
-    compactor::{Pace, purge},
+    compactor::{Duty, Pace, purge},
     open::replay,
     request::{CompactionWait, DeleteRequest, Op, PutLease, PutRequest, PutValue, TxnRequest},
     txn_tests::shared,
@@ -33,7 +33,9 @@ async fn stop_amid_a_purge_brings_no_deleted_key_back() {
     let mut garbage = Vec::new();
     while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut garbage) {}
     // Ends in the pause behind the first transaction.
-    timeout(Duration::from_millis(1), purge(&shared, Pace::default(), &mut garbage, head)).await.unwrap_err();
+    timeout(Duration::from_millis(1), purge(&shared, Pace::default(), &mut garbage, head, Duty::Own))
+        .await
+        .unwrap_err();
 
     let restored = replay(&*shared.log).await.unwrap().index;
     let live: Vec<Key> = restored.range(.., head).map(|(key, _)| key.clone()).collect();

@@ -100,6 +100,7 @@ impl Store {
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
             purge_duty: AtomicBool::new(false),
+            left_to_others: Mutex::default(),
             log,
         });
         shared.space.take_in(&meta);
