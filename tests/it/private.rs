@@ -9,7 +9,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-use orlop::proto::client::etcdserverpb::{MemberListRequest, PutRequest, StatusRequest};
+use orlop::proto::client::etcdserverpb::{MemberListRequest, PutRequest, RangeRequest, StatusRequest};
 use tempfile::TempDir;
 
 use crate::support::{Client, Fsync, Postgres, eventually, http_get};
@@ -186,6 +186,7 @@ fn no_password_in(what: &str, text: &str) {
     }
 }
 
+const VALUE: &str = "what nobody logs";
 const LOUD: [&str; 4] = ["--log-level", "trace", "--listen-client-urls", "http://127.0.0.1:0"];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -194,7 +195,10 @@ async fn password_of_the_database_is_nowhere_in_what_is_printed() {
     let mut orlop = Orlop::new();
     let url = orlop.start("022", &[&LOUD[..], &["--datastore-endpoint", &endpoint]].concat(), &[]);
     let mut client = Client::connect(&url).await;
-    client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("a put");
+    let put = PutRequest { key: "k".into(), value: VALUE.into(), ..Default::default() };
+    client.kv.put(put).await.expect("a put");
+    let shown = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await.expect("a range");
+    assert_eq!(shown.into_inner().kvs[0].value, VALUE);
     let status = client.maintenance.status(StatusRequest {}).await.expect("a status");
     let members = client.cluster.member_list(MemberListRequest::default()).await.expect("members");
     no_password_in("answers", &format!("{status:?} {members:?}"));
@@ -213,6 +217,7 @@ async fn password_of_the_database_is_nowhere_in_what_is_printed() {
     orlop.stop();
     assert!(orlop.log().contains("TRACE") && orlop.log().len() > 10_000, "it was loud");
     no_password_in("the log", &orlop.log());
+    assert!(!orlop.log().contains(VALUE), "values are not logged either");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
