@@ -37,9 +37,17 @@ use crate::{
 
 /// Where a store is, as a server's flag has it.
 #[derive(Clone, Debug)]
-struct Place(String);
+pub struct Place(String);
 
 impl Place {
+    /// Of a store that is to be made; none where the machine has no such backend.
+    pub async fn new(backend: Backend, file: &Path) -> Option<Self> {
+        Some(match backend {
+            Backend::Sqlite => Self::sqlite(file),
+            Backend::Postgres => Self(Postgres::shared().await?.create_database()),
+        })
+    }
+
     fn sqlite(file: &Path) -> Self {
         Self(format!("sqlite://{}", file.display()))
     }
@@ -386,8 +394,8 @@ async fn leftovers_of_compaction_are_no_violations(backend: Backend) {
     assert_eq!((&report["rows"], &report["firstRevision"], &report["liveKeys"]), (&2.into(), &3.into(), &2.into()));
 }
 
-async fn open(place: &Place) -> Store {
-    let log: Arc<dyn Log> = match place.file() {
+pub async fn open_log(place: &Place) -> Arc<dyn Log> {
+    match place.file() {
         Some(file) => Arc::new(SqliteLog::open(&file).await.expect("the file opens")),
         None => {
             let settings = PostgresSettings {
@@ -399,20 +407,17 @@ async fn open(place: &Place) -> Store {
             };
             Arc::new(PostgresLog::open(settings).await.expect("the database opens"))
         }
-    };
-    Store::open(log, Settings::default()).await.expect("the log can be read")
+    }
+}
+
+async fn open(place: &Place) -> Store {
+    Store::open(open_log(place).await, Settings::default()).await.expect("the log can be read")
 }
 
 async fn store_of_random_operations_is_sound(backend: Backend) {
     let folder = TempDir::new().expect("a folder");
     for seed in 1..=4 {
-        let place = match backend {
-            Backend::Sqlite => Place::sqlite(&folder.path().join(format!("{seed}.db"))),
-            Backend::Postgres => {
-                let Some(postgres) = Postgres::shared().await else { return };
-                Place(postgres.create_database())
-            }
-        };
+        let Some(place) = Place::new(backend, &folder.path().join(format!("{seed}.db"))).await else { return };
         println!("seed {seed}");
         let mut random = Random::new(seed);
         for _ in 0..4 {
