@@ -136,10 +136,10 @@ pub async fn check(store: &dyn Inspect, plan: Plan, mut progress: impl FnMut(Rev
     let begun = Instant::now();
     let mut report = Report { name: store.name().to_owned(), findings: Findings::new(plan.limit), ..Report::default() };
     match look(store, plan, &mut report, &mut progress).await {
-        Ok(()) => store.confirm()?,
         Err(Error::Corrupt(what)) => report.findings.add("database", None, what),
-        Err(error) => return Err(error),
+        looked => looked?,
     }
+    store.finish().await?;
     report.took = begun.elapsed();
     Ok(report)
 }

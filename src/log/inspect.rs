@@ -95,10 +95,10 @@ pub trait Inspect: History {
     /// The rows behind a place, in their order, some thousands of them; none: there are no more.
     async fn rows_after(&self, place: (i64, i64)) -> Result<Vec<StoredRow>>;
 
-    /// Looks whether what was read may be believed.
+    /// Ends the moment, and looks whether what was read may be believed.
     ///
     /// # Errors
     ///
     /// If somebody may have written meanwhile.
-    fn confirm(&self) -> Result<()>;
+    async fn finish(&self) -> Result<()>;
 }

@@ -59,9 +59,10 @@ impl Inspect for PostgresView {
         Ok(merge(read(Table::First, first)?, read(Table::More, more)?, REPLAY_ROWS, StoredRow::place))
     }
 
-    /// All of it is of one snapshot.
-    fn confirm(&self) -> Result<()> {
-        Ok(())
+    /// All of it is of one snapshot. The server would log a connection that goes in the middle of it.
+    async fn finish(&self) -> Result<()> {
+        let ended = sqlx::raw_sql("ROLLBACK").execute(&mut *self.connection.lock().await).await;
+        ended.map(drop).map_err(|error| self.database.unavailable(&error))
     }
 }
 

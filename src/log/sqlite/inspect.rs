@@ -68,7 +68,7 @@ impl Inspect for SqliteView {
         Ok(merge(first, more, REPLAY_ROWS, StoredRow::place))
     }
 
-    fn confirm(&self) -> Result<()> {
+    async fn finish(&self) -> Result<()> {
         match &self.untouched {
             Some(file) if has_wal(file) => {
                 Err(Error::Unavailable(format!("{} was taken into use while it was read; try again", self.name)))
