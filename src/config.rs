@@ -21,8 +21,8 @@ pub use self::{
     flags::{DatastoreFlags, Flags},
     foreign::{foreign_flags, ignored_flags},
     values::{
-        AutoCompactionMode, CipherSuite, Datastore, Interval, List, ListenUrl, LogFormat, MetricsDetail, Retention,
-        Scheme, Secret, SelfSigned, Tls, TlsClients, TlsVersion, Urls,
+        AutoCompactionMode, CipherSuite, Datastore, FileMode, Interval, List, ListenUrl, LogFormat, MetricsDetail,
+        Retention, Scheme, Secret, SelfSigned, Tls, TlsClients, TlsVersion, Urls,
     },
 };
 
@@ -40,6 +40,8 @@ pub struct Settings {
     pub listen_client_urls: Urls,
     /// Empty: none. Once loaded it is among `listen_client_urls`.
     pub listen_address: String,
+    /// Of the sockets that unix URLs name.
+    pub unix_socket_mode: FileMode,
     /// Where metrics and health are served as well.
     pub listen_metrics_urls: Urls,
     /// Empty: those that are listened on.
@@ -99,6 +101,7 @@ impl Default for Settings {
             datastore_connections: 8,
             listen_client_urls: List(vec![ListenUrl::Tcp("127.0.0.1:2379".to_owned(), Scheme::Plain)]),
             listen_address: String::new(),
+            unix_socket_mode: FileMode(0o600),
             advertise_client_urls: List::default(),
             max_request_bytes: 1_572_864,
             max_txn_ops: 128,

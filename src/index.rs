@@ -9,14 +9,18 @@
 mod key_index;
 #[cfg(test)]
 mod model_tests;
+mod succession;
 
 use std::{
     collections::BTreeMap,
     ops::{Bound, RangeBounds},
 };
 
-pub use key_index::{Entry, Lease};
-use key_index::{Fate, KeyIndex};
+use self::key_index::{Fate, KeyIndex};
+pub use self::{
+    key_index::{Entry, Lease},
+    succession::{Claim, ClaimKind, Contradiction},
+};
 
 use crate::types::{Change, ChangeKind, Key, KeyBounds, Revision, RowId};
 
@@ -92,23 +96,55 @@ impl TreeIndex {
     ///
     /// If the change is older than one applied before: going on would serve a history that the log does not have.
     pub fn apply(&mut self, change: &Change) {
+        self.move_on(change);
+        match self.keys.get_mut(&change.key) {
+            Some(key) => key.apply(change),
+            None => self.begin(change),
+        }
+    }
+
+    /// As [`TreeIndex::apply`], of a change that was read from a log whose compact revision is `compacted`.
+    ///
+    /// # Errors
+    ///
+    /// If it does not follow from what the log said of its key before.
+    pub fn restore(&mut self, change: &Change, compacted: Option<Revision>) -> Result<(), Contradiction> {
+        self.move_on(change);
+        let claim = Claim::of(change);
+        match self.keys.get_mut(&change.key) {
+            Some(key) => {
+                let last = key.claim(&claim);
+                match claim.follow(Some(&last), compacted) {
+                    // An old version that a compaction should have taken with its delete; the key is right again from here on.
+                    Err(Contradiction::MissingDelete { since }) if compacted.is_some_and(|at| since < at) => {}
+                    followed => followed?,
+                }
+                key.apply(change);
+            }
+            None => {
+                claim.follow(None, compacted)?;
+                self.begin(change);
+            }
+        }
+        Ok(())
+    }
+
+    fn move_on(&mut self, change: &Change) {
         let revision = change.row.revision;
         assert!(revision >= self.head, "changes are applied in order: revision={revision} head={}", self.head);
         self.head = revision;
-        match (self.keys.get_mut(&change.key), &change.kind) {
-            (Some(key), ChangeKind::Put { create_revision, version, lease, .. }) => {
-                key.put(change.row, *create_revision, *version, *lease);
+    }
+
+    /// Of a key without any history.
+    fn begin(&mut self, change: &Change) {
+        let key = match &change.kind {
+            ChangeKind::Put { create_revision, version, lease, .. } => {
+                KeyIndex::created(change.row, *create_revision, *version, *lease)
             }
-            (None, ChangeKind::Put { create_revision, version, lease, .. }) => {
-                let key = KeyIndex::created(change.row, *create_revision, *version, *lease);
-                self.keys.insert(change.key.clone(), key);
-            }
-            (Some(key), ChangeKind::Delete) => key.delete(change.row),
             // The tombstone at the compact revision outlives what it deleted, so a restore may meet it alone.
-            (None, ChangeKind::Delete) => {
-                self.keys.insert(change.key.clone(), KeyIndex::deleted(change.row));
-            }
-        }
+            ChangeKind::Delete => KeyIndex::deleted(change.row),
+        };
+        self.keys.insert(change.key.clone(), key);
     }
 
     /// The key's state at `at`, if it was live then.

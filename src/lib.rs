@@ -17,6 +17,7 @@
 //! - [`types`]: revisions, keys, ranges, changes, and their encoded form
 //! - [`metrics`]: what is counted
 //! - [`trace`]: a request's number and the parts of its time
+//! - [`mod@private`]: folders and files that only the server's user sees
 //! - [`index`]: key → revisions, at every readable revision
 //! - [`log`]: the trait and the databases behind it
 //! - [`lease`]: who holds which keys until when
@@ -27,6 +28,7 @@
 //! - [`listen`]: addresses and TLS
 //! - [`config`], [`logging`], [`server`]: settings, the server's own log, and the process put together
 //! - [`snapshot`]: a log as one file
+//! - [`check`]: whether a log is sound
 //! - [`mod@bench`]: a load on any etcd endpoint
 //!
 //! What must hold:
@@ -37,6 +39,7 @@
 
 pub mod api;
 pub mod bench;
+pub mod check;
 pub mod config;
 pub mod http;
 pub mod index;
@@ -47,6 +50,7 @@ pub mod listen;
 pub mod log;
 pub mod logging;
 pub mod metrics;
+mod private;
 pub mod proto;
 pub mod server;
 pub mod snapshot;

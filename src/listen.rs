@@ -5,7 +5,10 @@
 pub mod tls;
 
 use std::{
-    fmt, io,
+    fmt,
+    fs::Permissions,
+    io,
+    os::unix::fs::PermissionsExt as _,
     path::Path,
     pin::Pin,
     sync::Arc,
@@ -15,7 +18,7 @@ use std::{
 
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::{TcpListener, TcpStream, UnixListener, UnixStream},
+    net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
     sync::{Semaphore, mpsc, watch},
     task::JoinHandle,
     time::sleep,
@@ -31,13 +34,15 @@ use tonic::{
 };
 use tracing::{debug, warn};
 
-use crate::config::{ListenUrl, Scheme};
+use crate::config::{FileMode, ListenUrl, Scheme};
 
 /// What a client may send on a stream, and on a connection, before it is read. Bytes.
 const STREAM_WINDOW: u32 = 2 << 20;
 const CONNECTION_WINDOW: u32 = 16 << 20;
 /// Handshakes at the same time; who comes then waits in the system's queue.
 const HANDSHAKES_MAX: usize = 512;
+/// Clients that wait to be accepted on a unix socket, as many as the standard library has it.
+const BACKLOG: u32 = 128;
 /// Pause after the system would give no connection, for example for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -67,7 +72,11 @@ impl Listener {
     /// # Errors
     ///
     /// If the address cannot be bound, or is to speak TLS without certificates; the text names it.
-    pub async fn bind(url: &ListenUrl, tls: Option<&Arc<tls::Acceptor>>) -> Result<Self, String> {
+    pub async fn bind(
+        url: &ListenUrl,
+        tls: Option<&Arc<tls::Acceptor>>,
+        socket_mode: FileMode,
+    ) -> Result<Self, String> {
         let failed = |error: io::Error| format!("cannot listen on {url}: {error}");
         let tls = match (url.scheme(), tls) {
             (Scheme::Tls, None) => {
@@ -88,7 +97,7 @@ impl Listener {
             }
             ListenUrl::Unix(path, _) => {
                 remove_stale(path).await.map_err(failed)?;
-                let socket = UnixListener::bind(path).map_err(failed)?;
+                let socket = bind_unix(path, socket_mode).map_err(failed)?;
                 Ok(Self { url: url.clone(), socket: Socket::Unix(socket), tls })
             }
         }
@@ -145,6 +154,14 @@ async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
     let port = socket.local_addr()?.port();
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
     Ok((socket, format!("{host}:{port}")))
+}
+
+/// Nobody can connect before the socket has its mode.
+fn bind_unix(path: &Path, mode: FileMode) -> io::Result<UnixListener> {
+    let socket = UnixSocket::new_stream()?;
+    socket.bind(path)?;
+    std::fs::set_permissions(path, Permissions::from_mode(mode.0))?;
+    socket.listen(BACKLOG)
 }
 
 /// A socket that clients come to.

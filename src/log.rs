@@ -3,6 +3,7 @@
 //! [`Log`] is what the store needs of a database, in the domain's words; each backend is one module, and nothing outside
 //! them names sqlx. A log knows nothing of keys' states: it appends rows and gives them back.
 
+mod inspect;
 #[cfg(test)]
 pub(crate) mod memory;
 mod postgres;
@@ -14,7 +15,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 pub use self::{
-    postgres::{PostgresLoader, PostgresLog, PostgresSettings},
+    inspect::{Depth, Facts, Inspect, StoredLease, StoredMember, StoredRow, Table},
+    postgres::{PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
     sqlite::{SqliteLoader, SqliteLog, SqliteView},
 };
 
@@ -123,6 +125,11 @@ impl AlarmChange {
             Self::Clear { alarm } => (alarm.fact(), None),
         }
     }
+}
+
+/// Whether a fact of a log by this name tells of an alarm.
+pub fn is_alarm(name: &str) -> bool {
+    Alarm::from_fact(name).is_some()
 }
 
 /// The alarm that a fact of a log tells of, if it does.

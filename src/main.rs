@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
 use orlop::{
-    bench,
+    bench, check,
     config::{Flags, Settings, foreign_flags, ignored_flags},
     logging, server, snapshot,
 };
@@ -14,6 +14,9 @@ use tokio::{
     signal::unix::{SignalKind, signal},
 };
 use tracing::warn;
+
+/// The exit status of a check that could not be made, as of flags that are not understood.
+const CANNOT_CHECK: u8 = 2;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -43,6 +46,11 @@ enum Command {
     /// Look at what etcdctl snapshot save wrote, or restore it
     Snapshot(snapshot::Args),
 
+    /// Check a store, whether it is served or not; writes nothing
+    ///
+    /// Exit status: 0 it is sound, 1 it is damaged, 2 it could not be checked.
+    Check(check::Args),
+
     /// Print the completions of a shell
     Completions { shell: Shell },
 
@@ -58,6 +66,7 @@ fn main() -> ExitCode {
         Some(Command::Serve(flags)) => serve(&flags, &[]),
         Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(*args).await?) }),
         Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
+        Some(Command::Check(args)) => return check_store(args),
         Some(Command::Completions { shell }) => {
             clap_complete::generate(shell, &mut Cli::command(), "orlop", &mut std::io::stdout());
             Ok(())
@@ -66,11 +75,22 @@ fn main() -> ExitCode {
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("orlop: {error}");
-            ExitCode::FAILURE
-        }
+        Err(error) => failed(&*error, ExitCode::FAILURE),
     }
+}
+
+/// What a check found is told by its exit code, and so is apart from what failed.
+fn check_store(args: check::Args) -> ExitCode {
+    match on_one_thread(async { check::run(args).await }) {
+        Ok(check::Verdict::Sound) => ExitCode::SUCCESS,
+        Ok(check::Verdict::Damaged) => ExitCode::FAILURE,
+        Err(error) => failed(&*error, ExitCode::from(CANNOT_CHECK)),
+    }
+}
+
+fn failed(error: &dyn std::error::Error, code: ExitCode) -> ExitCode {
+    eprintln!("orlop: {error}");
+    code
 }
 
 fn command() -> clap::Command {
@@ -94,9 +114,9 @@ fn serve(flags: &Flags, ignored: &[&str]) -> Outcome {
     outcome
 }
 
-type Outcome = Result<(), Box<dyn std::error::Error>>;
+type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
 
-fn on_one_thread(command: impl Future<Output = Outcome>) -> Outcome {
+fn on_one_thread<T>(command: impl Future<Output = Outcome<T>>) -> Outcome<T> {
     Builder::new_current_thread().enable_all().build()?.block_on(command)
 }
 

@@ -8,7 +8,7 @@ use tracing::{info, warn};
 
 use crate::{
     api,
-    config::{Datastore, ListenUrl, MetricsDetail, Retention, Settings, Urls},
+    config::{Datastore, FileMode, ListenUrl, MetricsDetail, Retention, Settings, Urls},
     http,
     listen::{self, Listener, tls},
     log::{Log, PostgresLog, PostgresSettings, SqliteLog},
@@ -43,8 +43,8 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         Some(files) => Some(Arc::new(tls::Acceptor::new(files).map_err(Error)?)),
         None => None,
     };
-    let listeners = bind(&settings.listen_client_urls, tls.as_ref()).await?;
-    let metrics_listeners = bind(&settings.listen_metrics_urls, tls.as_ref()).await?;
+    let listeners = bind(&settings.listen_client_urls, tls.as_ref(), settings.unix_socket_mode).await?;
+    let metrics_listeners = bind(&settings.listen_metrics_urls, tls.as_ref(), settings.unix_socket_mode).await?;
     let metrics = Arc::new(Metrics::new(match settings.metrics {
         MetricsDetail::Basic => metrics::Detail::Basic,
         MetricsDetail::Extensive => metrics::Detail::Extensive,
@@ -120,10 +120,10 @@ fn tell_service_manager(state: &str) {
 #[cfg(not(target_os = "linux"))]
 fn tell_service_manager(_: &str) {}
 
-async fn bind(urls: &Urls, tls: Option<&Arc<tls::Acceptor>>) -> Result<Vec<Listener>, Error> {
+async fn bind(urls: &Urls, tls: Option<&Arc<tls::Acceptor>>, socket_mode: FileMode) -> Result<Vec<Listener>, Error> {
     let mut listeners = Vec::new();
     for url in &urls.0 {
-        listeners.push(Listener::bind(url, tls).await.map_err(Error)?);
+        listeners.push(Listener::bind(url, tls, socket_mode).await.map_err(Error)?);
     }
     Ok(listeners)
 }

@@ -5,8 +5,7 @@ mod checksum;
 mod command;
 
 use std::{
-    fs::{DirBuilder, File},
-    os::unix::fs::DirBuilderExt as _,
+    fs::File,
     path::{Path, PathBuf},
 };
 
@@ -19,6 +18,7 @@ pub use self::{
 use crate::{
     config::Datastore,
     log::{self, Cluster, History, Load, Log, SqliteLoader, SqliteView, WithPrev},
+    private,
     store::{hash, replay},
     types::{KeyRange, Revision},
 };
@@ -79,7 +79,7 @@ impl Folder {
     /// A file that only its owner may read.
     fn new_file(&self) -> Result<NamedTempFile> {
         let (made, folder) = match self {
-            Self::Own(folder) => (DirBuilder::new().recursive(true).mode(0o700).create(folder), folder),
+            Self::Own(folder) => (private::make_folder(folder), folder),
             Self::Shared(folder) => (Ok(()), folder),
         };
         made.and_then(|()| tempfile::Builder::new().prefix("orlop-snapshot-").tempfile_in(folder))

@@ -50,7 +50,7 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-pub(crate) use self::open::replay;
+pub(crate) use self::open::{Replayed, replay};
 pub use self::{auto_compact::AutoCompaction, compactor::Pace, open::Settings, reader::RangePieces, timing::Patience};
 use self::{
     catch_up::Standing,
@@ -69,7 +69,7 @@ use crate::{
     log::{self, Log, LoggedLease, Precision, Size, Touch},
     metrics::Metrics,
     trace::{self, Part},
-    types::{LeaseId, Revision},
+    types::{LeaseId, Revision, RowId},
     watch::Hub,
 };
 
@@ -180,6 +180,8 @@ struct Shared {
     compaction: Notify,
     /// Whether this instance recorded a compaction, and so deletes its rows.
     purge_duty: AtomicBool,
+    /// Rows that the newest compaction freed and that another instance was to delete.
+    left_to_others: Mutex<Vec<RowId>>,
     /// The newest revision whose compaction has freed index and rows.
     compaction_done: watch::Sender<Option<Revision>>,
 }

@@ -9,7 +9,7 @@ mod key;
 use std::fmt;
 
 pub use encoded::{EncodedEvent, EncodedKv};
-pub use key::{Key, KeyBounds, KeyRange};
+pub use key::{Key, KeyBounds, KeyRange, shown};
 
 /// A store revision: the id of a row in `kv_log`. The empty store stands at [`Revision::EMPTY`]; each transaction that
 /// changes something adds exactly one.

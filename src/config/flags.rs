@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use super::{AutoCompactionMode, CipherSuite, Interval, List, LogFormat, MetricsDetail, Secret, TlsVersion, Urls};
+use super::{
+    AutoCompactionMode, CipherSuite, FileMode, Interval, List, LogFormat, MetricsDetail, Secret, TlsVersion, Urls,
+};
 
 // What `--help` groups them by.
 const DATASTORE: &str = "Datastore";
@@ -48,6 +50,11 @@ pub struct Flags {
     #[arg(help_heading = ADDRESSES, long, value_name = "ADDRESS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     listen_address: Option<String>,
+
+    /// Who may connect to unix sockets: their mode, in octal [default: 0600, the server's user alone]
+    #[arg(help_heading = ADDRESSES, long, value_name = "MODE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unix_socket_mode: Option<FileMode>,
 
     /// Addresses that clients are told to use, separated by commas [default: those that are listened on]
     #[arg(help_heading = ADDRESSES, long, value_name = "URLS")]

@@ -258,6 +258,40 @@ impl<'de, T: FromStr<Err: fmt::Display>> Deserialize<'de> for List<T> {
     }
 }
 
+/// A file's permissions, written in octal like 0660.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileMode(pub u32);
+
+impl FromStr for FileMode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        const MOST: u32 = 0o777;
+        match u32::from_str_radix(text, 8) {
+            Ok(mode) if mode <= MOST => Ok(Self(mode)),
+            Ok(_) | Err(_) => Err(format!("{text:?} is no mode of a file; write it in octal, like 0660")),
+        }
+    }
+}
+
+impl fmt::Display for FileMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:04o}", self.0)
+    }
+}
+
+impl Serialize for FileMode {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for FileMode {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
 /// A length of time, written like 10m, 1h30m or 500ms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval(pub Duration);

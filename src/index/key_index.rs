@@ -13,7 +13,8 @@
 //! is read at 1 as absent, at 2 and 3 as version 1, at 4 as version 2, at 5 and 6 as absent, at 7 and 8 as version 1 and
 //! from 9 on as version 2. Most keys have one version, so the newest is held inline and the rest behind one pointer.
 
-use crate::types::{LeaseId, Revision, RowId, Version};
+use super::{Claim, ClaimKind};
+use crate::types::{Change, ChangeKind, LeaseId, Revision, RowId, Version};
 
 /// A live key as a read finds it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -106,6 +107,24 @@ impl KeyIndex {
             puts,
             tombstone: row,
         });
+    }
+
+    pub(super) fn apply(&mut self, change: &Change) {
+        match &change.kind {
+            ChangeKind::Put { create_revision, version, lease, .. } => {
+                self.put(change.row, *create_revision, *version, *lease);
+            }
+            ChangeKind::Delete => self.delete(change.row),
+        }
+    }
+
+    /// What the newest row said, for `next` to follow. Which version its transaction had found is not known here: within
+    /// one transaction `next` is taken at its word.
+    pub(super) fn claim(&self, next: &Claim) -> Claim {
+        let Newest { row, create_revision, version, .. } = self.newest;
+        let kind =
+            if self.newest.is_tombstone() { ClaimKind::Delete } else { ClaimKind::Put { create_revision, version } };
+        Claim { row, kind, prev_revision: next.prev_revision }
     }
 
     pub(super) fn at(&self, at: Revision) -> Option<Entry> {

@@ -10,6 +10,7 @@
 
 mod append;
 mod connection;
+mod inspect;
 mod listener;
 mod load;
 mod read;
@@ -27,13 +28,12 @@ use async_trait::async_trait;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use tracing::warn;
 
-pub use self::load::PostgresLoader;
 use self::{
     append::Appender,
     connection::{Database, Lane, bounded, read},
     listener::Listener,
-    view::View,
 };
+pub use self::{load::PostgresLoader, view::PostgresView};
 use super::{
     Append, Appended, Connections, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision, Reclaim,
     Reclaimed, Result, SILENCE_MAX, SharedLog, Size, Touch, Visit, WithPrev,
@@ -162,7 +162,7 @@ impl History for PostgresLog {
 #[async_trait]
 impl Log for PostgresLog {
     async fn freeze(&self) -> Result<Box<dyn History>> {
-        Ok(Box::new(View::now(&self.database, self.member.id).await?))
+        Ok(Box::new(PostgresView::now(&self.database, self.member.id).await?))
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {

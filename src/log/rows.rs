@@ -1,8 +1,8 @@
 //! What both databases' rows have in common: their columns, and how they are gathered into pages.
 
-use sqlx::{ColumnIndex, Decode, Row, Type};
+use sqlx::{ColumnIndex, Decode, Row, Type, migrate::Migrator};
 
-use super::{Connections, Error, LoggedLease, Meta, Page, Position, Result, WithPrev, alarm};
+use super::{Connections, Error, LoggedLease, Meta, Page, Position, Result, StoredRow, Table, WithPrev, alarm};
 use crate::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
 
 /// Revisions in one page of [`super::History::changes`], as many as etcd puts into one watch answer.
@@ -136,6 +136,24 @@ impl RowColumns {
     }
 }
 
+impl StoredRow {
+    /// From `id, sub, key, bytes of the value, lease, version, create_revision, prev_revision, deleted`.
+    pub(super) fn read(table: Table, row: &impl LogRow) -> Result<Self> {
+        Ok(Self {
+            table,
+            id: row.int(0)?,
+            sub: row.int(1)?,
+            key: row.bytes(2)?,
+            value_bytes: row.int_or_null(3)?,
+            lease: row.int(4)?,
+            version: row.int(5)?,
+            create_revision: row.int(6)?,
+            prev_revision: row.int(7)?,
+            deleted: row.int(8)?,
+        })
+    }
+}
+
 /// A row of a page, and the pair that it replaced.
 pub(super) type PageRow = (RowColumns, Option<EncodedKv>);
 
@@ -187,17 +205,17 @@ fn bytes(rows: &[PageRow]) -> usize {
     rows.iter().map(|(columns, _)| columns.len()).sum()
 }
 
-/// Merges rows of the two tables, each of them in order and cut at `limit`. What lies beyond the cut of one is left to the
-/// next call in the other too.
-pub(super) fn merge(mut first: Vec<Change>, more: Vec<Change>, limit: usize) -> Vec<Change> {
+/// Merges rows of the two tables, each of them in the order of their places and cut at `limit`. What lies beyond the cut of
+/// one is left to the next call in the other too.
+pub(super) fn merge<T, P: Ord>(mut first: Vec<T>, more: Vec<T>, limit: usize, place: impl Fn(&T) -> P) -> Vec<T> {
     let cut = [&first, &more].into_iter().filter(|rows| rows.len() == limit).filter_map(|rows| rows.last());
-    let cut = cut.map(|change| change.row).min();
+    let cut = cut.map(&place).min();
     if !more.is_empty() {
         first.extend(more);
-        first.sort_by_key(|change| change.row);
+        first.sort_by_key(&place);
     }
     if let Some(cut) = cut {
-        first.truncate(first.partition_point(|change| change.row <= cut));
+        first.truncate(first.partition_point(|row| place(row) <= cut));
     }
     first
 }
@@ -247,6 +265,19 @@ pub(super) fn meta(rows: &[MetaRow]) -> Meta {
         }
     }
     meta
+}
+
+/// Refuses a database of another version's, by the migrations that it has seen.
+pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Result<()> {
+    let known: Vec<i64> = known.iter().map(|migration| migration.version).collect();
+    if versions == known {
+        return Ok(());
+    }
+    Err(Error::Open(format!(
+        "{name} was written by another version of orlop: it has the schema {}, this one reads the schema {}",
+        versions.last().unwrap_or(&0),
+        known.last().unwrap_or(&0),
+    )))
 }
 
 /// Of a pool of so many, idle ones among them; the two are counted one after the other.

@@ -8,6 +8,7 @@
 
 mod append;
 mod checkpoint;
+mod inspect;
 mod load;
 mod lock;
 mod read;
@@ -22,6 +23,7 @@ use sqlx::{
     sqlite::{SqliteAutoVacuum, SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
 };
 use tokio::sync::Mutex;
+use tracing::warn;
 
 use self::{checkpoint::Checkpointer, lock::FileLock};
 pub use self::{load::SqliteLoader, view::SqliteView};
@@ -30,7 +32,10 @@ use super::{
     Size, Visit, WithPrev,
     rows::{connections, unavailable},
 };
-use crate::types::{EncodedKv, KeyRange, Revision, RowId};
+use crate::{
+    private,
+    types::{EncodedKv, KeyRange, Revision, RowId},
+};
 
 /// Readers beyond this wait for one another.
 const READERS_MAX: u32 = 4;
@@ -64,6 +69,8 @@ impl SqliteLog {
         let lock = take_place(file)?;
         let open = |error: sqlx::Error| Error::Open(format!("cannot open database {name}: {error}"));
 
+        // SQLite gives the files that it makes beside it the same mode.
+        private::make_file(file).map_err(|error| open(error.into()))?;
         let options = Self::options(file);
         let mut writer = options.connect().await.map_err(open)?;
         sqlx::migrate!("migrations/sqlite")
@@ -106,8 +113,12 @@ impl SqliteLog {
 /// Makes the folder of a database file and keeps others out of the file.
 fn take_place(file: &Path) -> Result<FileLock> {
     if let Some(folder) = file.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        std::fs::create_dir_all(folder)
+        private::make_folder(folder)
             .map_err(|error| Error::Open(format!("cannot create folder {}: {error}", folder.display())))?;
+        if let Some(mode) = private::exposed(folder) {
+            let mode = format!("{mode:04o}");
+            warn!(folder = %folder.display(), mode, "others than its user can look into the data folder; chmod 700 it");
+        }
     }
     FileLock::acquire(file)
 }

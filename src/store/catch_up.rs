@@ -300,7 +300,8 @@ impl Shared {
             std::mem::swap(&mut *self.index.write(), &mut before.0);
             std::mem::swap(&mut *self.leases.lock(), &mut before.1);
         });
-        // Those rows are for the instance to delete that compacted.
+        // Those rows are for the instance to delete that compacted, as long as it lives.
+        *self.left_to_others.lock() = replayed.garbage;
         self.compaction_done.send_replace(compacted);
         self.lease_deadline.notify_one();
         self.fill_tail().await

@@ -1,4 +1,9 @@
 //! Frees what a compaction made unreadable: first in the index, then in the log, a little at a time between client writes.
+//!
+//! Of several instances the one that recorded a compaction deletes its rows, and may be killed before it has. Were the rows
+//! of the next compaction deleted then, a key's delete could go before an older put of it, and the next start would find the
+//! key alive. So at each compaction every instance first deletes the rows of the one before that it had left to others,
+//! which mostly finds none. It remembers those of one compaction, no more.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -46,10 +51,10 @@ pub(super) async fn run(shared: Arc<Shared>, pace: Pace, mut garbage: Vec<RowId>
     let work = async {
         let compacted = *shared.compaction_done.borrow();
         if let Some(compacted) = compacted {
-            purge(&shared, pace, &mut garbage, compacted).await;
+            purge(&shared, pace, &mut garbage, compacted, Duty::Own).await;
         }
         loop {
-            compact(&shared, pace, &mut garbage).await;
+            compact(&shared, pace).await;
             shared.compaction.notified().await;
         }
     };
@@ -64,7 +69,8 @@ fn ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1000.0
 }
 
-async fn compact(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>) {
+async fn compact(shared: &Shared, pace: Pace) {
+    let mut garbage = Vec::new();
     loop {
         let Some(target) = shared.index.read().compact_revision() else { return };
         if Some(target) <= *shared.compaction_done.borrow() {
@@ -74,23 +80,27 @@ async fn compact(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>) {
         let metrics = &shared.metrics.store;
         let begun = Instant::now();
         let mut cursor = CompactionCursor::default();
-        while shared.index.write().compact_step(&mut cursor, INDEX_STEP_KEYS, garbage) {
+        while shared.index.write().compact_step(&mut cursor, INDEX_STEP_KEYS, &mut garbage) {
             yield_now().await;
         }
         metrics.index_compaction_pause.observe(ms(begun));
         let rows = garbage.len();
+        let mut left = std::mem::take(&mut *shared.left_to_others.lock());
+        let before = *shared.compaction_done.borrow();
+        if let Some(before) = before {
+            purge(shared, pace, &mut left, before, Duty::Others).await;
+        }
         if is_own {
             if !shared.members.is_alone() {
                 sleep(OTHERS_READ_MAX).await;
             }
-            purge(shared, pace, garbage, target).await;
+            purge(shared, pace, &mut garbage, target, Duty::Own).await;
             metrics.compaction_total.observe(ms(begun));
             shared.metrics.state.last_compaction.set(unix_seconds());
             info!(compact_revision = target.0, rows, "compaction finished");
             shared.space.note_freed();
         } else {
-            // The rows are deleted by the instance that recorded it.
-            garbage.clear();
+            shared.left_to_others.lock().append(&mut garbage);
         }
         shared.compaction_done.send_if_modified(|done| {
             let further = *done < Some(target);
@@ -100,10 +110,18 @@ async fn compact(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>) {
     }
 }
 
+/// Whose rows are deleted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Duty {
+    Own,
+    /// Another instance has deleted them, or is about to, unless it is gone.
+    Others,
+}
+
 /// Deletes rows in their order. A key's tombstone comes behind the puts that it ends: with the tombstone gone and a stop
 /// before the puts are, the key would live again after the next start. And rows that lie together on the disk go together,
 /// so that a step touches few pages and empties them.
-pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>, compacted: Revision) {
+pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>, compacted: Revision, duty: Duty) {
     garbage.sort_unstable();
     let mut rows = garbage.as_slice();
     while !rows.is_empty() {
@@ -112,8 +130,10 @@ pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>,
         let step = Reclaim::Rows { rows: now, compacted, server: shared.position().server };
         match shared.log.reclaim(step).await {
             Ok(_) => {
-                shared.metrics.store.compaction_pause.observe(ms(begun));
-                shared.metrics.store.compacted_rows.inc_by(now.len() as u64);
+                if duty == Duty::Own {
+                    shared.metrics.store.compaction_pause.observe(ms(begun));
+                    shared.metrics.store.compacted_rows.inc_by(now.len() as u64);
+                }
                 rows = later;
                 sleep(pace.pause).await;
             }

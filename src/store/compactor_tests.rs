@@ -7,7 +7,7 @@ use tokio::time::timeout;
 
 use super::{
     Settings, Store,
-    compactor::{Pace, purge},
+    compactor::{Duty, Pace, purge},
     open::replay,
     request::{CompactionWait, DeleteRequest, Op, PutLease, PutRequest, PutValue, TxnRequest},
     txn_tests::shared,
@@ -15,7 +15,7 @@ use super::{
 use crate::{
     index::{CompactionCursor, TreeIndex},
     log::{Append, Appended, SqliteLog},
-    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Revision, RowId, Version},
+    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Prev, Revision, RowId, Version},
 };
 
 /// The rows that go are more than are deleted at once, so a stop falls between a key's put and its tombstone.
@@ -33,7 +33,9 @@ async fn stop_amid_a_purge_brings_no_deleted_key_back() {
     let mut garbage = Vec::new();
     while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut garbage) {}
     // Ends in the pause behind the first transaction.
-    timeout(Duration::from_millis(1), purge(&shared, Pace::default(), &mut garbage, head)).await.unwrap_err();
+    timeout(Duration::from_millis(1), purge(&shared, Pace::default(), &mut garbage, head, Duty::Own))
+        .await
+        .unwrap_err();
 
     let restored = replay(&*shared.log).await.unwrap().index;
     let live: Vec<Key> = restored.range(.., head).map(|(key, _)| key.clone()).collect();
@@ -48,14 +50,16 @@ fn created_and_deleted(keys: usize) -> Vec<Change> {
     let ops = [put("a"), put("a")].into_iter().chain(pairs).chain([put("z"), put("z")]);
     let mut changes: Vec<Change> = Vec::new();
     for (revision, (key, is_put)) in (2..).map(Revision).zip(ops) {
-        let before = changes.last().filter(|before| is_put && *before.key == *key.as_bytes());
+        let replaced = changes.last().filter(|before| *before.key == *key.as_bytes());
+        let prev = replaced.map(|before| Prev { row: before.row, kv: None });
+        let before = replaced.filter(|_| is_put);
         let row = RowId::new(revision, 0);
         let create_revision = before.map_or(revision, |before| before.row.revision);
         let version = Version { row, create_revision, version: if before.is_some() { 2 } else { 1 } };
         let kv = EncodedKv::new(key.as_bytes(), version, b"value", None);
         let put = ChangeKind::Put { kv, create_revision, version: version.version, lease: None };
         let kind = if is_put { put } else { ChangeKind::Delete };
-        changes.push(Change { row, key: Key::from(key.as_bytes()), kind, prev: None, prev_lease: None });
+        changes.push(Change { row, key: Key::from(key.as_bytes()), kind, prev, prev_lease: None });
     }
     changes
 }

@@ -27,10 +27,10 @@ use super::{
     writer::Writer,
 };
 use crate::{
-    index::{CompactionCursor, TreeIndex},
+    index::{CompactionCursor, Contradiction, TreeIndex},
     log::{Error, History, Log, LoggedLease, Member, Meta, Result, Touch},
     metrics::Metrics,
-    types::{LeaseId, Revision, RowId},
+    types::{Change, LeaseId, Revision, RowId, shown},
     watch::Hub,
 };
 
@@ -75,7 +75,7 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// If the log cannot be read, or its revisions are not dense.
+    /// If the log cannot be read or contradicts itself.
     pub async fn open(log: Arc<dyn Log>, settings: Settings) -> Result<Self> {
         if let Some(shared) = log.shared() {
             // Before anything looks at leases: if nobody was there, they have not run down.
@@ -100,6 +100,7 @@ impl Store {
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
             purge_duty: AtomicBool::new(false),
+            left_to_others: Mutex::default(),
             log,
         });
         shared.space.take_in(&meta);
@@ -182,11 +183,14 @@ pub(crate) async fn replay(log: &dyn History) -> Result<Replayed> {
     let mut reported = started;
     let mut index = TreeIndex::new();
     let mut rows = 0_usize;
+    let mut last = RowId::new(Revision::EMPTY, 0);
     let meta = log
         .replay(&mut |meta, changes| {
-            let (Some(first), Some(last)) = (changes.first(), changes.last()) else { return Ok(()) };
-            check_order(meta, &index, first.row, last.row)?;
-            changes.iter().for_each(|change| index.apply(change));
+            for change in &changes {
+                check_order(meta, last, change.row)?;
+                index.restore(change, meta.compact_revision).map_err(|error| contradicted(change, error))?;
+                last = change.row;
+            }
             rows += changes.len();
             if reported.elapsed() > PROGRESS_INTERVAL {
                 reported = WallInstant::now();
@@ -197,12 +201,15 @@ pub(crate) async fn replay(log: &dyn History) -> Result<Replayed> {
         .await?;
     let head = meta.position.head;
     if index.head() != head {
-        return Err(Error::Corrupt(format!("the log ends at revision {}, its head is {head}", index.head())));
+        return Err(Error::Corrupt(format!(
+            "the log ends at revision {}, its head is {head}{SEE_CHECK}",
+            index.head()
+        )));
     }
     let mut garbage = Vec::new();
     if let Some(revision) = meta.compact_revision {
         if revision > head {
-            return Err(Error::Corrupt(format!("compact revision {revision} is beyond the head {head}")));
+            return Err(Error::Corrupt(format!("compact revision {revision} is beyond the head {head}{SEE_CHECK}")));
         }
         index.begin_compaction(revision);
         let mut cursor = CompactionCursor::default();
@@ -219,17 +226,39 @@ pub(crate) async fn replay(log: &dyn History) -> Result<Replayed> {
     Ok(Replayed { meta, index, rows, garbage })
 }
 
-/// Above the compact revision no revision is missing.
-fn check_order(meta: &Meta, index: &TreeIndex, first: RowId, last: RowId) -> Result<()> {
-    if first.revision <= Revision(1) || last.revision > meta.position.head {
+/// Above the compact revision neither a revision nor a change within one is missing.
+fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
+    if row.revision <= Revision::EMPTY || row.revision > meta.position.head {
         return Err(Error::Corrupt(format!(
-            "row {} lies outside the log, whose head is {}",
-            first.revision, meta.position.head
+            "row {} lies outside the log, whose head is {}{SEE_CHECK}",
+            row.revision, meta.position.head
         )));
     }
-    let gap = first.revision > index.head().next();
-    if gap && meta.compact_revision.is_none_or(|compacted| index.head() >= compacted) {
-        return Err(Error::Corrupt(format!("revisions between {} and {} are missing", index.head(), first.revision)));
+    let compacted = meta.compact_revision.unwrap_or(Revision::EMPTY).max(Revision::EMPTY);
+    if row.revision <= compacted {
+        return Ok(());
+    }
+    let whole_until = last.revision.max(compacted);
+    if row.revision > whole_until.next() {
+        return Err(Error::Corrupt(format!(
+            "revisions between {whole_until} and {} are missing{SEE_CHECK}",
+            row.revision
+        )));
+    }
+    let sub = if last.revision == row.revision { last.sub + 1 } else { 0 };
+    if row.sub != sub {
+        return Err(Error::Corrupt(format!(
+            "of revision {} change {sub} is missing before change {}{SEE_CHECK}",
+            row.revision, row.sub
+        )));
     }
     Ok(())
 }
+
+fn contradicted(change: &Change, contradiction: Contradiction) -> Error {
+    let RowId { revision, sub } = change.row;
+    Error::Corrupt(format!("row id={revision} sub={sub} key=\"{}\": {contradiction}{SEE_CHECK}", shown(&change.key)))
+}
+
+/// Behind what is found at the start, which ends with it.
+const SEE_CHECK: &str = "; `orlop check` tells all that is wrong";

@@ -13,7 +13,7 @@ use super::{
 use crate::{
     metrics,
     trace::{self, Part},
-    types::KeyRange,
+    types::{KeyRange, shown},
 };
 
 /// When a batch reached each part of its way.
@@ -127,7 +127,7 @@ fn kind(request: &Request) -> usize {
 /// What was asked, without any value.
 fn describe(request: &Request) -> String {
     match request {
-        Request::Put(put) => format!("put key={}", name(&put.key)),
+        Request::Put(put) => format!("put key={}", shown(&put.key)),
         Request::Delete(delete) => format!("delete_range {}", range(&delete.range)),
         Request::Txn(txn) => describe_txn(txn),
         Request::Grant { id, ttl_secs } => format!("lease_grant id={id:?} ttl={ttl_secs}"),
@@ -139,7 +139,7 @@ fn describe(request: &Request) -> String {
 
 fn describe_txn(txn: &TxnRequest) -> String {
     let first = txn.success.iter().chain(&txn.failure).find_map(|op| match op {
-        Op::Put(put) => Some(format!("key={}", name(&put.key))),
+        Op::Put(put) => Some(format!("key={}", shown(&put.key))),
         Op::Range(read) => Some(range(&read.range)),
         Op::Delete(delete) => Some(range(&delete.range)),
         Op::Txn(_) => None,
@@ -152,16 +152,12 @@ fn describe_txn(txn: &TxnRequest) -> String {
     )
 }
 
+/// Of a range's two keys.
+const RANGE_CHARS: usize = 256;
+
 pub(super) fn range(range: &KeyRange) -> String {
     match range {
-        KeyRange::Single(key) => format!("key={}", name(key.as_slice())),
-        _ => format!("range={range:?}").chars().take(2 * NAME_CHARS).collect(),
+        KeyRange::Single(key) => format!("key={}", shown(key)),
+        _ => format!("range={range:?}").chars().take(RANGE_CHARS).collect(),
     }
-}
-
-const NAME_CHARS: usize = 128;
-
-/// A key for people: escaped and cut.
-fn name(key: &[u8]) -> String {
-    key.escape_ascii().to_string().chars().take(NAME_CHARS).collect()
 }

@@ -347,6 +347,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         lease_deadline: Notify::new(),
         compaction: Notify::new(),
         purge_duty: AtomicBool::new(false),
+        left_to_others: Mutex::default(),
         compaction_done: watch::Sender::new(None),
     }
 }

@@ -12,6 +12,14 @@ impl Key {
     }
 }
 
+/// As many letters of a key are shown to people.
+const SHOWN_CHARS: usize = 128;
+
+/// A key for people: escaped and cut.
+pub fn shown(key: &[u8]) -> String {
+    key.escape_ascii().to_string().chars().take(SHOWN_CHARS).collect()
+}
+
 impl From<&[u8]> for Key {
     fn from(bytes: &[u8]) -> Self {
         Self(bytes.into())

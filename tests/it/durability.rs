@@ -225,7 +225,7 @@ async fn leases(store: &Store) -> Vec<(LeaseId, Vec<u8>)> {
     all
 }
 
-async fn operate(store: &Store, random: &mut Random) {
+pub async fn operate(store: &Store, random: &mut Random) {
     let key = |random: &mut Random| vec![b'a' + random.below(9) as u8];
     let lease = |random: &mut Random| LeaseId(random.between(1, 4));
     let put = |random: &mut Random| orlop::store::request::PutRequest {

@@ -7,6 +7,7 @@ use orlop::proto::client::etcdserverpb::{
     LeaseRevokeRequest, LeaseTimeToLiveRequest, MemberListRequest, PutRequest, RangeRequest, RequestOp, StatusRequest,
     TxnRequest, WatchProgressRequest, compare::TargetUnion, request_op::Request, watch_request::RequestUnion,
 };
+use sqlx::{Connection as _, PgConnection};
 use tonic::Code;
 
 use crate::support::{Client, Postgres, Server, Stream, eventually, everything};
@@ -290,6 +291,34 @@ async fn compaction_holds_for_all_and_ends_watches_behind_it_everywhere() {
         assert!(!created.canceled);
         assert_eq!(stream.read_until(51).await, (41..=51).collect::<Vec<_>>());
     }
+}
+
+/// Between the two compactions there is a put whose successor and whose delete the second one takes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn instance_killed_before_it_deleted_compacted_rows_brings_no_deleted_key_back() {
+    let Some([(mut a, mut via_a), (b, mut via_b)]) = instances().await else { return };
+    put_at(&mut via_a, put("k", "1")).await;
+    let compacted = put_at(&mut via_a, put("k", "2")).await;
+    // It leaves the others time to read what it is about to delete.
+    let compact = CompactionRequest { revision: compacted, physical: false };
+    via_a.kv.compact(compact).await.expect("a compaction");
+    a.kill();
+    let rows = async || {
+        let mut database = PgConnection::connect(b.datastore().expect("a database")).await.expect("a connection");
+        let ids = sqlx::query_scalar("SELECT id FROM kv_log ORDER BY id").fetch_all(&mut database).await;
+        let ids: Vec<i64> = ids.expect("the log can be read with SQL");
+        ids
+    };
+    assert_eq!(rows().await, [2, 3], "it was killed before it deleted any");
+
+    let delete = DeleteRangeRequest { key: "k".into(), ..Default::default() };
+    via_b.kv.delete_range(delete).await.expect("a delete");
+    let last = put_at(&mut via_b, put("other", "1")).await;
+    via_b.kv.compact(CompactionRequest { revision: last, physical: true }).await.expect("a compaction");
+    assert_eq!(rows().await, [last]);
+
+    a.restart().await;
+    assert_eq!(value_at(&mut Client::connect(a.endpoint()).await, get("k")).await, None);
 }
 
 /// Paused with writes under way until what it had is compacted away.

@@ -4,9 +4,16 @@ use orlop::proto::client::etcdserverpb::{
     LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest, LeaseRevokeRequest, LeaseTimeToLiveRequest,
     PutRequest, RangeRequest, WatchCreateRequest, WatchRequest, watch_request::RequestUnion,
 };
+use orlop::{
+    log::{Append, Appended, LeaseChange},
+    types::LeaseId,
+};
 use tonic::Code;
 
-use crate::support::{Backend, Client, Server, eventually, on_both_backends};
+use crate::{
+    check::{Place, open_log},
+    support::{Backend, Client, Server, eventually, on_both_backends},
+};
 
 async fn put(client: &mut Client, key: &str, lease: i64) {
     let request = PutRequest { key: key.to_owned().into(), lease, ..Default::default() };
@@ -130,7 +137,35 @@ async fn leases_and_their_keys_survive_a_restart(backend: Backend) {
     assert_eq!(found.count, 0);
 }
 
+/// A batch of requests is one append, and may grant a lease and revoke it.
+async fn changes_of_one_append_count_in_their_order(backend: Backend) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let Some(place) = Place::new(backend, &folder.path().join("orlop.db")).await else { return };
+    let log = open_log(&place).await;
+    let id = LeaseId(7);
+    let (grant, revoke) = (|ttl_secs| LeaseChange::Grant { id, ttl_secs }, LeaseChange::Revoke { id });
+    let table: [(&[LeaseChange], Option<i64>); 6] = [
+        (&[grant(10)], Some(10)),
+        (&[revoke, grant(20)], Some(20)),
+        (&[revoke, grant(30), revoke], None),
+        (&[grant(40), revoke], None),
+        (&[grant(50), revoke, grant(60)], Some(60)),
+        (&[revoke], None),
+    ];
+    for (leases, expected) in table {
+        let before = log.meta().await.expect("a position").position;
+        let append = Append { expected: before, changes: &[], leases, compact: None, alarm: None };
+        assert_eq!(log.append(append).await.expect("an append"), Appended::Done, "{leases:?}");
+        let meta = log.meta().await.expect("leases");
+        let found = meta.leases.first().map(|lease| lease.ttl_secs);
+        assert_eq!((meta.leases.len(), found), (usize::from(expected.is_some()), expected), "{leases:?}");
+        assert!(backend == Backend::Sqlite || meta.position.epoch == before.epoch + 1, "others hear of it: {leases:?}");
+    }
+    log.close().await;
+}
+
 on_both_backends!(
+    changes_of_one_append_count_in_their_order,
     grants_keep_to_their_limits,
     keys_move_from_lease_to_lease_and_go_with_the_one_they_are_on,
     lease_ends_when_nobody_keeps_it_alive_and_not_before,

@@ -5,6 +5,7 @@
 mod alarm;
 mod ambiguity;
 mod bench;
+mod check;
 mod differential;
 mod durability;
 mod etcdctl;
@@ -20,6 +21,7 @@ mod lock;
 mod log;
 mod metrics;
 mod outage;
+mod private;
 mod services;
 mod size;
 mod slow_watch;

@@ -30,7 +30,7 @@ const WRITES_BEFORE: usize = 1_000;
 
 /// What the writers know: which leases were granted, and which revoked at which revision.
 #[derive(Default)]
-struct Leases {
+pub struct Leases {
     granted: BTreeMap<i64, i64>,
     revoked: BTreeMap<i64, i64>,
 }
@@ -114,7 +114,7 @@ fn put(key: String, value: Vec<u8>, lease: i64) -> PutRequest {
 }
 
 /// Puts, deletes, transactions, leases and compactions until it is told to stop.
-async fn write(
+pub async fn write(
     mut client: Client,
     writer: u64,
     stop: Arc<AtomicBool>,

@@ -63,6 +63,8 @@ fn bad_settings_are_named_with_what_is_accepted() {
     check_refused(&["--metrics", "all"], &[], &["all", "basic", "extensive"]);
     check_refused(&["--compaction-batch-limit", "0"], &[], &["compaction-batch-limit", "at least 1"]);
     check_refused(&["--listen-client-urls", ""], &[], &["listen-client-urls"]);
+    check_refused(&["--unix-socket-mode", "rw"], &[], &["rw", "octal, like 0660"]);
+    check_refused(&[], &[("ORLOP_UNIX_SOCKET_MODE", "1777")], &["1777", "octal, like 0660"]);
     check_refused(&["--watch-progress-notify-interval", "1ms"], &[], &["at least 100ms"]);
     check_refused(&["--watch-progress-notify-interval", "soon"], &[], &["soon", "10m"]);
     check_refused(&["--log-level", "=,"], &[], &["log-level"]);
@@ -78,6 +80,11 @@ fn bad_settings_are_named_with_what_is_accepted() {
     check_refused(&["--datastore-endpoint", "postgres://"], &[], &["sqlite://", "postgres://"]);
     check_refused(&["--datastore-endpoint", "postgres://user:secret@host:many/db"], &[], &["no postgres URL", "port"]);
     check_refused(&["--datastore-endpoint", "postgres://user:secret@host/db?sslmode=some"], &[], &["ssl_mode", "some"]);
+    for cut in
+        ["postgres://user:12/secret@host/db", "postgres://user:12?secret@host/db", "postgres://user:12#secret@host/db"]
+    {
+        check_refused(&["--datastore-endpoint", cut], &[], &["percent-encoded in the password"]);
+    }
     check_refused(&["--datastore-connections", "0"], &[], &["datastore-connections", "at least 1"]);
     check_refused(&["--datastore-poll-interval", "1us"], &[], &["datastore-poll-interval", "at least 1ms"]);
 }

@@ -166,7 +166,9 @@ fn cell_text(row: &Row, cell: &Cell) -> String {
 /// Three digits below a thousand, whole above, with commas.
 pub fn number(value: f64) -> String {
     if value < 1_000.0 {
-        let decimals = if value < 1.0 {
+        let decimals = if value.fract() == 0.0 {
+            0
+        } else if value < 1.0 {
             3
         } else if value < 10.0 {
             2

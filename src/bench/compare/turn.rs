@@ -85,6 +85,7 @@ fn read(seen: &Seen, of: Of) -> Result<f64, Error> {
         Of::PerSec(operation) => result(operation, "per_sec"),
         Of::P50(operation) => result(operation, "p50_ms"),
         Of::P99(operation) => result(operation, "p99_ms"),
+        Of::Max(operation) => result(operation, "max_ms"),
         Of::Fact(name) => seen.report[name].as_f64(),
         Of::Start => Some(seen.start.as_secs_f64()),
         Of::Memory => Some(seen.usage.memory_mib),

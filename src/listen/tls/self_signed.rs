@@ -1,14 +1,14 @@
 //! A certificate that the server makes for itself, as etcd does with `--auto-tls`: what is sent is encrypted, but no client
 //! can know who answers.
 
-use std::{fs, io::Write as _, os::unix::fs::OpenOptionsExt as _, path::Path, time::Duration};
+use std::{io::Write as _, path::Path, time::Duration};
 
 use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, KeyPair, KeyUsagePurpose};
 use tracing::info;
 use x509_parser::time::ASN1Time;
 
 use super::{certificates, check_time};
-use crate::config::SelfSigned;
+use crate::{config::SelfSigned, private};
 
 const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// Valid from so long ago, for machines whose clocks differ.
@@ -53,9 +53,9 @@ fn make(wanted: &SelfSigned) -> Result<Pem, rcgen::Error> {
 /// For the server's user alone.
 fn write(file: &Path, text: &str) -> std::io::Result<()> {
     if let Some(folder) = file.parent() {
-        fs::create_dir_all(folder)?;
+        private::make_folder(folder)?;
     }
-    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(file)?;
+    let mut file = private::file_options().write(true).truncate(true).open(file)?;
     file.write_all(text.as_bytes())?;
     file.sync_all()
 }

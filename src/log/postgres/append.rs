@@ -174,17 +174,8 @@ async fn call(connection: &mut PgConnection, append: Append<'_>) -> sqlx::Result
             more.push(change);
         }
     }
-    let (mut grants, mut ttls, mut revokes, mut expires) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    for change in append.leases {
-        match *change {
-            LeaseChange::Grant { id, ttl_secs } => {
-                grants.push(id.0);
-                ttls.push(ttl_secs);
-            }
-            LeaseChange::Revoke { id } => revokes.push(id.0),
-            LeaseChange::Expire { id } => expires.push(id.0),
-        }
-    }
+    let Leases { grants, revokes, expires } = Leases::of(append.leases);
+    let (grants, ttls): (Vec<i64>, Vec<i64>) = grants.into_iter().unzip();
     let expected = append.expected;
     let mut query = sqlx::query_scalar(APPEND).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
     query = bind(query, first).bind(more_ids).bind(more_subs);
@@ -196,6 +187,41 @@ async fn call(connection: &mut PgConnection, append: Append<'_>) -> sqlx::Result
         .bind(append.compact.map(|revision| revision.0))
         .fetch_one(connection)
         .await
+}
+
+/// What changes of leases come to. The function deletes before it inserts.
+#[derive(Default)]
+struct Leases {
+    /// Ids and TTLs.
+    grants: Vec<(i64, i64)>,
+    revokes: Vec<i64>,
+    expires: Vec<i64>,
+}
+
+impl Leases {
+    fn of(changes: &[LeaseChange]) -> Self {
+        let mut all = Self::default();
+        for change in changes {
+            match *change {
+                LeaseChange::Grant { id, ttl_secs } => all.grants.push((id.0, ttl_secs)),
+                LeaseChange::Revoke { id } => {
+                    all.forget_grant(id);
+                    all.revokes.push(id.0);
+                }
+                // What the same append granted is not in the table, where its time could be over.
+                LeaseChange::Expire { id } if all.forget_grant(id) => all.revokes.push(id.0),
+                LeaseChange::Expire { id } => all.expires.push(id.0),
+            }
+        }
+        all
+    }
+
+    /// Whether there was one.
+    fn forget_grant(&mut self, id: LeaseId) -> bool {
+        let before = self.grants.len();
+        self.grants.retain(|(granted, _)| *granted != id.0);
+        self.grants.len() < before
+    }
 }
 
 pub(super) type RowsQuery<'q, O> = sqlx::query::QueryScalar<'q, sqlx::Postgres, O, sqlx::postgres::PgArguments>;

@@ -53,6 +53,13 @@ pub(super) struct Database {
 
 impl Database {
     pub(super) fn new(endpoint: &str, connections_max: u32) -> Result<Self> {
+        if is_cut_by_its_password(endpoint) {
+            return Err(Error::Open(
+                "datastore-endpoint has an @ behind its host: characters that mean something in a URL have to be \
+                 percent-encoded in the password (/ is %2F, ? is %3F, # is %23, @ is %40)"
+                    .to_owned(),
+            ));
+        }
         let options = PgConnectOptions::from_str(endpoint)
             // The error's text may hold a part of the address, but not the password, which is parsed last and is any text.
             .map_err(|error| Error::Open(format!("datastore-endpoint is no postgres URL: {error}")))?
@@ -173,6 +180,14 @@ impl Database {
         // A connection whose server is gone says no good-bye.
         let _ = timeout(Duration::from_secs(1), self.pool.close()).await;
     }
+}
+
+/// Whether the password has a letter that ends it, so that its rest would be taken for a part of the address, which is shown.
+fn is_cut_by_its_password(endpoint: &str) -> bool {
+    let address = endpoint.split_once("://").map_or(endpoint, |(_, address)| address);
+    let (host, rest) = address.split_at(address.find(['/', '?', '#']).unwrap_or(address.len()));
+    // A parameter's value may hold one.
+    !host.contains('@') && rest.split('=').next().is_some_and(|rest| rest.contains('@'))
 }
 
 async fn set_up(connection: &mut PgConnection) -> sqlx::Result<()> {

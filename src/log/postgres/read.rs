@@ -44,7 +44,7 @@ pub(super) async fn replay(connection: &mut PgConnection, meta: &Meta, visit: &m
             }
         }
         let [first, more] = tables;
-        let changes: Vec<Change> = merge(first, more, REPLAY_ROWS);
+        let changes: Vec<Change> = merge(first, more, REPLAY_ROWS, |change| change.row);
         let Some(last) = changes.last() else { return Ok(()) };
         next = RowId::new(last.row.revision, last.row.sub + 1);
         visit(meta, changes)?;

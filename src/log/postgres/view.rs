@@ -9,7 +9,7 @@ use super::{
     read,
 };
 use crate::{
-    log::{History, Meta, Page, Result, Visit, WithPrev},
+    log::{Error, History, Meta, Page, Result, Visit, WithPrev, rows::check_schema},
     types::{KeyRange, Revision},
 };
 
@@ -18,15 +18,36 @@ const BEGIN: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL 
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT 1 FROM meta";
 
 /// One connection with a transaction.
-pub(super) struct View {
-    connection: Mutex<PgConnection>,
-    database: Database,
+pub struct PostgresView {
+    pub(super) connection: Mutex<PgConnection>,
+    pub(super) database: Database,
     member_id: u64,
 }
 
-impl View {
+impl PostgresView {
+    /// A database that instances may be serving, as it is now. Nothing is written to it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Open`], naming the database, if it cannot be reached or holds no log of this version.
+    pub async fn of_database(endpoint: &str) -> Result<Self> {
+        let database = Database::new(endpoint, 1)?;
+        let mut connection = database.connect_first().await?;
+        let name = format!("database {}", database.name());
+        let versions: Vec<i64> = sqlx::query_scalar("SELECT version FROM _sqlx_migrations ORDER BY version")
+            .fetch_all(&mut connection)
+            .await
+            .map_err(|error| Error::Open(format!("{name} holds no log of orlop's: {error}")))?;
+        check_schema(&name, &versions, &sqlx::migrate!("migrations/postgres"))?;
+        Self::begin(connection, &database, 0).await
+    }
+
     pub(super) async fn now(database: &Database, member_id: u64) -> Result<Self> {
-        let mut connection = database.connect().await.map_err(|error| database.unavailable(&error))?;
+        let connection = database.connect().await.map_err(|error| database.unavailable(&error))?;
+        Self::begin(connection, database, member_id).await
+    }
+
+    async fn begin(mut connection: PgConnection, database: &Database, member_id: u64) -> Result<Self> {
         let begun = bounded(sqlx::raw_sql(BEGIN).execute(&mut connection)).await;
         begun.map_err(|error| database.unavailable(&error))?;
         Ok(Self { connection: Mutex::new(connection), database: database.clone(), member_id })
@@ -34,7 +55,7 @@ impl View {
 }
 
 #[async_trait]
-impl History for View {
+impl History for PostgresView {
     async fn meta(&self) -> Result<Meta> {
         let meta = read::meta(&mut *self.connection.lock().await).await;
         let meta = meta.map_err(|error| self.database.unavailable(&error))?;

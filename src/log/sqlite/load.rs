@@ -14,6 +14,7 @@ use sqlx::{
 use super::{FileLock, SqliteLog, append, take_place};
 use crate::{
     log::{Appended, Cluster, Error, Load, Meta, Result},
+    private,
     types::Change,
 };
 
@@ -38,6 +39,7 @@ impl SqliteLoader {
     /// A file that is looked at by nobody else and need not survive a crash; it may be there, empty.
     pub async fn scratch(file: &Path, cluster: Cluster) -> Result<Self> {
         let failed = |error: sqlx::Error| Error::Open(format!("cannot write {}: {error}", file.display()));
+        private::make_file(file).map_err(|error| failed(error.into()))?;
         let options = SqliteLog::options(file).journal_mode(SqliteJournalMode::Off).synchronous(SqliteSynchronous::Off);
         let mut connection = options.connect().await.map_err(failed)?;
         sqlx::migrate!("migrations/sqlite")
@@ -128,7 +130,7 @@ fn settle(file: &Path, place: &Path) -> std::io::Result<()> {
     }
 }
 
-fn with_suffix(file: &Path, suffix: &str) -> PathBuf {
+pub(super) fn with_suffix(file: &Path, suffix: &str) -> PathBuf {
     let mut name = file.as_os_str().to_owned();
     name.push(suffix);
     name.into()

@@ -1,12 +1,15 @@
 //! One Orlop a database file.
 
 use std::{
-    fs::{File, OpenOptions, TryLockError},
+    fs::{File, TryLockError},
     io::{Read as _, Write as _},
     path::Path,
 };
 
-use crate::log::{Error, Result};
+use crate::{
+    log::{Error, Result},
+    private,
+};
 
 /// An exclusive lock on `<database file>.lock`, which holds the owner's process id. The operating system lets go of it
 /// when the process ends, however it ends.
@@ -20,10 +23,9 @@ impl FileLock {
         let failed =
             |what: &str, error: std::io::Error| Error::Open(format!("cannot {what} lock file {name}: {error}"));
 
-        let mut file = OpenOptions::new()
+        let mut file = private::file_options()
             .read(true)
             .write(true)
-            .create(true)
             .truncate(false)
             .open(&path)
             .map_err(|error| failed("open", error))?;

@@ -141,7 +141,7 @@ async fn rows_from(connection: &mut SqliteConnection, from: RowId, limit: usize)
         }
     }
     let [first, more] = tables;
-    Ok(merge(first, more, limit))
+    Ok(merge(first, more, limit, |change| change.row))
 }
 
 /// The two tables of rows.

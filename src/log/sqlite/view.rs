@@ -1,19 +1,34 @@
 //! A log that does not change while it is read.
 
-use std::path::Path;
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::Mutex;
 
-use super::read;
+use super::{load::with_suffix, read};
 use crate::{
-    log::{Error, History, Meta, Page, Result, Visit, WithPrev, rows::unavailable},
+    log::{
+        Error, History, Meta, Page, Result, Visit, WithPrev,
+        rows::{check_schema, corrupt, unavailable},
+    },
     types::{KeyRange, Revision},
 };
 
+/// How long a reader waits for a file that is being taken into use.
+const BUSY_MAX: Duration = Duration::from_secs(5);
+
 /// One connection, with a transaction of its own or on a file that nobody writes.
-pub struct SqliteView(Mutex<SqliteConnection>);
+pub struct SqliteView {
+    pub(super) connection: Mutex<SqliteConnection>,
+    /// For people.
+    pub(super) name: String,
+    /// The file, if nobody is to write to it; as soon as somebody does, there is a WAL beside it.
+    pub(super) untouched: Option<PathBuf>,
+}
 
 impl SqliteView {
     /// A database file that nobody serves, as it is: no lock is taken and nothing is written, not even beside it.
@@ -22,49 +37,93 @@ impl SqliteView {
     ///
     /// [`Error::Open`], naming the file, if it is no database of Orlop's or one of another version's.
     pub async fn of_file(file: &Path) -> Result<Self> {
-        let name = file.display();
         let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(true);
-        let mut connection = options
-            .disable_statement_logging()
-            .connect()
-            .await
-            .map_err(|error| Error::Open(format!("cannot open {name}: {error}")))?;
-        let versions: Vec<i64> = sqlx::query_scalar("SELECT version FROM _sqlx_migrations ORDER BY version")
-            .fetch_all(&mut connection)
-            .await
-            .map_err(|error| Error::Open(format!("{name} is no database of orlop's: {error}")))?;
-        let known: Vec<i64> = sqlx::migrate!("migrations/sqlite").iter().map(|migration| migration.version).collect();
-        if versions != known {
-            return Err(Error::Open(format!(
-                "{name} was written by another version of orlop: it has the schema {}, this one reads the schema {}",
-                versions.last().unwrap_or(&0),
-                known.last().unwrap_or(&0),
-            )));
+        let name = file.display().to_string();
+        let connection = open(&name, options).await?;
+        Ok(Self { connection: Mutex::new(connection), name, untouched: None })
+    }
+
+    /// A server's database, whether it runs or not, with what is in the WAL beside the file. Nothing is written to it.
+    ///
+    /// # Errors
+    ///
+    /// As [`SqliteView::of_file`], and [`Error::Corrupt`] if that much cannot be read.
+    pub async fn of_database(file: &Path) -> Result<Self> {
+        let name = file.display().to_string();
+        let failed = |error: std::io::Error| Error::Open(format!("cannot open {name}: {error}"));
+        if !std::fs::metadata(file).map_err(failed)?.is_file() {
+            return Err(Error::Open(format!("cannot open {name}: it is not a file")));
         }
-        Ok(Self(Mutex::new(connection)))
+        // Reading a database that has a WAL makes files beside it, which one that has none is spared.
+        let has_wal = has_wal(file) || with_suffix(file, "-shm").exists();
+        let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(!has_wal);
+        let mut connection = open(&name, options.busy_timeout(BUSY_MAX)).await?;
+        // The moment is that of the first read.
+        let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
+        begin.map_err(unreadable)?;
+        Ok(Self { connection: Mutex::new(connection), name, untouched: (!has_wal).then(|| file.to_owned()) })
     }
 
     /// A database that is written to, as it is now. What is written later stays in the WAL while this is held.
     pub(super) async fn now(options: &SqliteConnectOptions) -> Result<Self> {
+        let name = options.get_filename().display().to_string();
         let mut connection = options.connect().await.map_err(unavailable)?;
         // The moment is that of the first read.
         let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
         begin.map_err(unavailable)?;
-        Ok(Self(Mutex::new(connection)))
+        Ok(Self { connection: Mutex::new(connection), name, untouched: None })
     }
+}
+
+/// Opens a database of Orlop's of this version.
+async fn open(name: &str, options: SqliteConnectOptions) -> Result<SqliteConnection> {
+    let refused = |what: &str, error: sqlx::Error| {
+        if is_damage(&error) {
+            Error::Corrupt(format!("{name}: {error}"))
+        } else {
+            Error::Open(format!("{what}: {error}"))
+        }
+    };
+    let mut connection = options
+        .disable_statement_logging()
+        .connect()
+        .await
+        .map_err(|error| refused(&format!("cannot open {name}"), error))?;
+    let versions: Vec<i64> = sqlx::query_scalar("SELECT version FROM _sqlx_migrations ORDER BY version")
+        .fetch_all(&mut connection)
+        .await
+        .map_err(|error| refused(&format!("{name} is no database of orlop's"), error))?;
+    check_schema(name, &versions, &sqlx::migrate!("migrations/sqlite"))?;
+    Ok(connection)
+}
+
+pub(super) fn has_wal(file: &Path) -> bool {
+    with_suffix(file, "-wal").metadata().is_ok_and(|metadata| metadata.len() > 0)
+}
+
+/// An error of reading: a file that contradicts itself is told from one that cannot be read now.
+pub(super) fn unreadable(error: sqlx::Error) -> Error {
+    if is_damage(&error) { corrupt(error) } else { unavailable(error) }
+}
+
+fn is_damage(error: &sqlx::Error) -> bool {
+    const SQLITE_CORRUPT: i32 = 11;
+    let code = error.as_database_error().and_then(|error| error.code()?.parse::<i32>().ok());
+    // The upper bits say more of what was found.
+    code.is_some_and(|code| code & 0xff == SQLITE_CORRUPT)
 }
 
 #[async_trait]
 impl History for SqliteView {
     async fn meta(&self) -> Result<Meta> {
-        read::meta(&mut *self.0.lock().await).await
+        read::meta(&mut *self.connection.lock().await).await
     }
 
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
-        read::replay(&mut *self.0.lock().await, visit).await
+        read::replay(&mut *self.connection.lock().await, visit).await
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
-        read::changes(&mut *self.0.lock().await, from, to, range, prev).await
+        read::changes(&mut *self.connection.lock().await, from, to, range, prev).await
     }
 }

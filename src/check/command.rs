@@ -1,0 +1,154 @@
+//! The command line of `orlop check`.
+
+use std::io::Write as _;
+
+use super::{
+    Findings, Place, Plan, Report, Violation, check,
+    progress::{Progress, Shown},
+};
+use crate::{
+    config::{Datastore, DatastoreFlags, Flags, Settings},
+    log::{self, Depth, Inspect, PostgresView, SqliteView},
+};
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    datastore: DatastoreFlags,
+
+    /// Do not compare SQLite's indexes with its tables, which takes the longest of what SQLite checks of its file
+    #[arg(long)]
+    quick: bool,
+
+    /// Violations that are told; the others are counted
+    #[arg(long, default_value_t = 100, value_name = "COUNT")]
+    limit: usize,
+
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What a check came to.
+#[must_use]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    Sound,
+    Damaged,
+}
+
+/// Checks and prints what was found.
+///
+/// # Errors
+///
+/// A text for the operator, if the store could not be checked.
+pub async fn run(args: Args) -> Result<Verdict, Box<dyn std::error::Error>> {
+    let Args { datastore, quick, limit, json } = args;
+    let settings = Settings::load(&Flags::from(datastore))?;
+    let plan = Plan { limit, depth: if quick { Depth::Quick } else { Depth::Whole } };
+    let report = match open(&settings).await {
+        Ok(store) => {
+            let progress = Progress::new(if json { Shown::Never } else { Shown::OnTerminal });
+            check(&*store, plan, |revision, head| progress.reached(revision, head)).await?
+        }
+        // So damaged that nothing of it can be read.
+        Err(Failure::Log(log::Error::Corrupt(what))) => unreadable(limit, what),
+        Err(Failure::Log(error)) => return Err(error.into()),
+        Err(Failure::Settings(text)) => return Err(text.into()),
+    };
+    let told = if json { format!("{}\n", as_json(&report)) } else { as_text(&report) };
+    std::io::stdout().write_all(told.as_bytes())?;
+    Ok(if report.findings.is_empty() { Verdict::Sound } else { Verdict::Damaged })
+}
+
+enum Failure {
+    Settings(String),
+    Log(log::Error),
+}
+
+async fn open(settings: &Settings) -> Result<Box<dyn Inspect>, Failure> {
+    Ok(match settings.datastore().map_err(Failure::Settings)? {
+        Datastore::Sqlite(file) => Box::new(SqliteView::of_database(&file).await.map_err(Failure::Log)?),
+        Datastore::Postgres(endpoint) => Box::new(PostgresView::of_database(&endpoint).await.map_err(Failure::Log)?),
+    })
+}
+
+fn unreadable(limit: usize, what: String) -> Report {
+    let mut findings = Findings::new(limit);
+    findings.add("database", None, what);
+    Report { findings, ..Report::default() }
+}
+
+fn as_text(report: &Report) -> String {
+    let revisions = report.revisions.map_or("none".to_owned(), |(first, last)| format!("{first} to {last}"));
+    let number = |number: Option<i64>| number.map_or("none".to_owned(), |number| number.to_string());
+    let to_purge = report.rows_to_purge.map_or("not counted".to_owned(), |rows| rows.to_string());
+    let mut text = format!(
+        "database          {}\n\
+         rows              {}\n\
+         keys              {}\n\
+         live keys         {}\n\
+         revisions         {revisions}\n\
+         compact revision  {}\n\
+         rows to purge     {to_purge}\n\
+         leases            {}\n\
+         bytes             {}\n\
+         seconds           {:.1}\n\
+         violations        {}\n",
+        report.name,
+        report.rows,
+        report.keys,
+        report.live_keys,
+        number(report.compact_revision),
+        report.leases,
+        report.bytes,
+        report.took.as_secs_f64(),
+        report.findings.total,
+    );
+    for violation in &report.findings.told {
+        text.push_str(&format!("{violation}\n"));
+    }
+    let more = report.findings.total - report.findings.told.len() as u64;
+    if more > 0 {
+        text.push_str(&format!("and {more} more; --limit {} tells them all\n", report.findings.total));
+    }
+    if !report.findings.is_empty() {
+        text.push_str("The store is damaged. Keep a copy of it and restore a snapshot: docs/backup.md.\n");
+    }
+    text
+}
+
+fn as_json(report: &Report) -> serde_json::Value {
+    let violations: Vec<serde_json::Value> = report.findings.told.iter().map(violation_as_json).collect();
+    serde_json::json!({
+        "database": report.name,
+        "sound": report.findings.is_empty(),
+        "rows": report.rows,
+        "keys": report.keys,
+        "liveKeys": report.live_keys,
+        "firstRevision": report.revisions.map(|(first, _)| first),
+        "revision": report.revisions.map(|(_, last)| last),
+        "compactRevision": report.compact_revision,
+        "rowsToPurge": report.rows_to_purge,
+        "leases": report.leases,
+        "bytes": report.bytes,
+        "seconds": report.took.as_secs_f64(),
+        "violationsTotal": report.findings.total,
+        "violations": violations,
+    })
+}
+
+fn violation_as_json(violation: &Violation) -> serde_json::Value {
+    let mut told = serde_json::json!({ "table": violation.table, "what": violation.what });
+    match &violation.row {
+        Some(Place::Row { id, sub, key }) => {
+            told["id"] = (*id).into();
+            told["sub"] = (*sub).into();
+            told["key"] = key.as_str().into();
+        }
+        Some(Place::Lease(id) | Place::Member(id)) => told["id"] = (*id).into(),
+        Some(Place::Fact(name)) => told["name"] = name.as_str().into(),
+        None => {}
+    }
+    told
+}

@@ -1,0 +1,82 @@
+//! What stands beside the rows: facts about the store, leases, members.
+
+use super::{Findings, Place};
+use crate::{
+    log::{self, Facts},
+    types::Revision,
+};
+
+const FACTS: &str = "meta";
+/// Known facts and the least that each may be.
+const KNOWN: [(&str, i64); 6] = [
+    ("cluster_id", 1),
+    ("member_id", 1),
+    ("compact_revision", 0),
+    ("epoch", 0),
+    ("purged_revision", 0),
+    ("last_beat", 0),
+];
+
+/// Returns the compact revision.
+pub(super) fn check(facts: &Facts, findings: &mut Findings) -> Option<Revision> {
+    for name in facts.required {
+        if !facts.named.iter().any(|(there, _)| there == name) {
+            findings.add(FACTS, Some(Place::Fact((*name).to_owned())), "there is no such fact, expected one");
+        }
+    }
+    for (name, value) in &facts.named {
+        check_fact(name, *value, findings);
+    }
+    let compacted = named(facts, "compact_revision");
+    check_revisions(facts, compacted, findings);
+    for lease in &facts.leases {
+        if lease.id == 0 {
+            findings.add("lease", Some(Place::Lease(0)), "id is 0, expected any other number: 0 is no lease");
+        }
+        if lease.ttl < 1 {
+            let what = format!("ttl is {}, expected at least 1", lease.ttl);
+            findings.add("lease", Some(Place::Lease(lease.id)), what);
+        }
+    }
+    for member in &facts.members {
+        let place = || Some(Place::Member(member.id));
+        if member.id < 1 {
+            findings.add("member", place(), format!("id is {}, expected at least 1", member.id));
+        }
+        if member.name.is_empty() {
+            findings.add("member", place(), "name is empty, expected a name");
+        }
+        if !member.beats_after_start {
+            findings.add("member", place(), "beat is before started, expected it at or after it");
+        }
+    }
+    compacted.map(Revision)
+}
+
+fn named(facts: &Facts, wanted: &str) -> Option<i64> {
+    facts.named.iter().find(|(name, _)| name == wanted).map(|(_, value)| *value)
+}
+
+fn check_fact(name: &str, value: i64, findings: &mut Findings) {
+    let place = || Some(Place::Fact(name.to_owned()));
+    match KNOWN.iter().find(|(known, _)| *known == name) {
+        Some((_, least)) if value < *least => {
+            findings.add(FACTS, place(), format!("value is {value}, expected at least {least}"));
+        }
+        None if !log::is_alarm(name) => findings.add(FACTS, place(), "no such fact is known, expected none"),
+        Some(_) | None => {}
+    }
+}
+
+fn check_revisions(facts: &Facts, compacted: Option<i64>, findings: &mut Findings) {
+    let head = facts.ids.map_or(Revision::EMPTY.0, |(_, last)| last);
+    if let Some(compacted) = compacted.filter(|compacted| *compacted > head) {
+        let what = format!("value is {compacted}, expected at most {head}, the newest revision");
+        findings.add(FACTS, Some(Place::Fact("compact_revision".to_owned())), what);
+    }
+    let most = compacted.unwrap_or(0).max(0);
+    if let Some(purged) = named(facts, "purged_revision").filter(|purged| *purged > most) {
+        let what = format!("value is {purged}, expected at most {most}, the compact revision");
+        findings.add(FACTS, Some(Place::Fact("purged_revision".to_owned())), what);
+    }
+}

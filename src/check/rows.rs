@@ -1,0 +1,185 @@
+//! What rows say of each other. Pure: rows in their order come in, violations go out.
+
+use std::collections::{HashMap, HashSet};
+
+use super::{Findings, Place};
+use crate::{
+    index::{Claim, ClaimKind},
+    log::{Facts, StoredRow, Table},
+    types::{Key, Revision, RowId, shown},
+};
+
+/// The newest row of a key.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Newest {
+    claim: Claim,
+    lease: i64,
+}
+
+/// See the module's page.
+pub(super) struct Rows {
+    compacted: Option<Revision>,
+    head: i64,
+    newest: HashMap<Key, Newest>,
+    /// The place of the row before.
+    last: Option<(i64, i64)>,
+    count: u64,
+}
+
+impl Rows {
+    pub(super) fn new(facts: &Facts, compacted: Option<Revision>) -> Self {
+        let head = facts.ids.map_or(Revision::EMPTY.0, |(_, last)| last);
+        Self { compacted, head, newest: HashMap::new(), last: None, count: 0 }
+    }
+
+    pub(super) fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// Of each key that has a row.
+    pub(super) fn newest(&self) -> &HashMap<Key, Newest> {
+        &self.newest
+    }
+
+    /// Keys whose newest row is a put.
+    pub(super) fn live(&self) -> impl Iterator<Item = (&Key, &Newest)> {
+        self.newest.iter().filter(|(_, newest)| matches!(newest.claim.kind, ClaimKind::Put { .. }))
+    }
+
+    /// The version of a live key, its create_revision, its number and its lease.
+    pub(super) fn live_version(&self, key: &Key) -> Option<(RowId, Revision, i64, i64)> {
+        let Newest { claim, lease } = self.newest.get(key)?;
+        match claim.kind {
+            ClaimKind::Put { create_revision, version } => Some((claim.row, create_revision, version, *lease)),
+            ClaimKind::Delete => None,
+        }
+    }
+
+    pub(super) fn take(&mut self, row: &StoredRow, findings: &mut Findings) {
+        self.count += 1;
+        check_columns(row, findings);
+        match self.place(row) {
+            Ok(place) => {
+                self.check_order(row, findings);
+                self.last = Some(row.place());
+                self.check_key(row, place, findings);
+            }
+            // What has no place in the order says nothing of what follows.
+            Err(what) => findings.add_row(row, what),
+        }
+    }
+
+    fn place(&self, row: &StoredRow) -> Result<RowId, String> {
+        let (id, sub) = row.place();
+        if id <= Revision::EMPTY.0 {
+            return Err(format!("id is {id}, expected at least 2: the empty store is at revision 1"));
+        }
+        if id > self.head {
+            return Err(format!("id is {id}, expected at most {}, the newest in kv_log", self.head));
+        }
+        match u32::try_from(sub) {
+            Ok(sub) if sub > 0 || row.table == Table::First => Ok(RowId::new(Revision(id), sub)),
+            Ok(_) | Err(_) => Err(format!("sub is {sub}, expected at least 1 and at most {}", u32::MAX)),
+        }
+    }
+
+    /// From the compact revision on nothing is missing before the row.
+    fn check_order(&self, row: &StoredRow, findings: &mut Findings) {
+        let (id, sub) = row.place();
+        let whole_from = self.whole_from();
+        if id < whole_from {
+            return;
+        }
+        let last = self.last.filter(|last| last.0 >= whole_from);
+        let last_id = last.map_or(whole_from - 1, |last| last.0);
+        if id - last_id > 1 {
+            missing(last_id + 1, id - 1, findings);
+        }
+        let expected = last.filter(|last| last.0 == id).map_or(0, |last| last.1 + 1);
+        if sub == expected {
+            return;
+        }
+        if expected == 0 {
+            findings.add_row(row, format!("revision {id} has no row in kv_log, which has its first change"));
+        }
+        if sub != expected.max(1) {
+            findings.add_row(row, format!("sub is {sub}, expected {}", expected.max(1)));
+        }
+    }
+
+    fn check_key(&mut self, row: &StoredRow, place: RowId, findings: &mut Findings) {
+        let claim = claim(row, place);
+        let last = self.newest.get(row.key.as_slice()).map(|newest| newest.claim);
+        if let Err(contradiction) = claim.follow(last.as_ref(), self.compacted) {
+            findings.add_row(row, contradiction.to_string());
+        }
+        self.newest.insert(Key::from(row.key.as_slice()), Newest { claim, lease: row.lease });
+    }
+
+    /// From this revision on compaction has taken nothing: it keeps the rows at the compact revision itself.
+    fn whole_from(&self) -> i64 {
+        self.compacted.map_or(0, |compacted| compacted.0).max(Revision::EMPTY.next().0)
+    }
+
+    /// When all rows are in: what they leave open, and their leases.
+    pub(super) fn finish(&self, facts: &Facts, findings: &mut Findings) {
+        let whole_from = self.whole_from();
+        let last = self.last.map_or(whole_from - 1, |(id, _)| id.max(whole_from - 1));
+        if last < self.head {
+            missing(last + 1, self.head, findings);
+        }
+        let known: HashSet<i64> = facts.leases.iter().map(|lease| lease.id).collect();
+        let mut unknown: Vec<(&Key, &Newest)> =
+            self.live().filter(|(_, newest)| newest.lease != 0 && !known.contains(&newest.lease)).collect();
+        unknown.sort_unstable_by_key(|(_, newest)| newest.claim.row);
+        // A lease and its keys go in one transaction.
+        for (key, Newest { claim, lease }) in unknown {
+            let RowId { revision, sub } = claim.row;
+            let table = if sub == 0 { Table::First } else { Table::More };
+            let place = Place::Row { id: revision.0, sub: sub.into(), key: shown(key) };
+            findings.add(table.name(), Some(place), format!("lease is {lease:x}, expected one that is in lease"));
+        }
+    }
+}
+
+fn missing(from: i64, to: i64, findings: &mut Findings) {
+    let what = if from == to {
+        format!("revision {from} has no row, expected one")
+    } else {
+        format!("revisions {from} to {to} have no row, expected one each")
+    };
+    findings.add(Table::First.name(), None, what);
+}
+
+fn claim(row: &StoredRow, place: RowId) -> Claim {
+    let kind = if row.deleted == 0 {
+        ClaimKind::Put { create_revision: Revision(row.create_revision), version: row.version }
+    } else {
+        ClaimKind::Delete
+    };
+    Claim { row: place, kind, prev_revision: Revision(row.prev_revision) }
+}
+
+/// What a row must say by itself.
+fn check_columns(row: &StoredRow, findings: &mut Findings) {
+    match row.deleted {
+        0 if row.value_bytes.is_none() => findings.add_row(row, "value is NULL, expected a put's value"),
+        0 => {}
+        1 => {
+            if let Some(bytes) = row.value_bytes {
+                findings.add_row(row, format!("value has {bytes} bytes, expected NULL of a delete"));
+            }
+            for (column, found) in
+                [("lease", row.lease), ("version", row.version), ("create_revision", row.create_revision)]
+            {
+                if found != 0 {
+                    findings.add_row(row, format!("{column} is {found}, expected 0 of a delete"));
+                }
+            }
+        }
+        other => findings.add_row(row, format!("deleted is {other}, expected 0 or 1")),
+    }
+    if row.key.is_empty() {
+        findings.add_row(row, "key is empty, expected at least one byte");
+    }
+}

@@ -1,0 +1,104 @@
+//! The tables as they stand.
+
+use async_trait::async_trait;
+use sqlx::PgConnection;
+
+use super::{
+    connection::{Database, sqlstate},
+    space,
+    view::PostgresView,
+};
+use crate::log::{
+    Depth, Error, Facts, Inspect, Result, StoredLease, StoredMember, StoredRow, Table,
+    rows::{REPLAY_ROWS, corrupt, merge},
+};
+
+/// Values that are stored apart are read on the server, so that one that cannot be read is noticed, and stay there.
+macro_rules! rows_sql {
+    ($sub:literal, $from:literal) => {
+        concat!(
+            "SELECT id, ",
+            $sub,
+            ", key, octet_length(value || ''::bytea)::bigint, lease, version, create_revision, prev_revision, \
+             deleted::int::bigint FROM ",
+            $from,
+            " LIMIT $3"
+        )
+    };
+}
+
+impl PostgresView {
+    fn unreadable(&self, error: sqlx::Error) -> Error {
+        unreadable(&self.database, error)
+    }
+}
+
+#[async_trait]
+impl Inspect for PostgresView {
+    fn name(&self) -> &str {
+        self.database.name()
+    }
+
+    /// Postgres checks its pages as it reads them, and has no more to offer without an extension.
+    async fn integrity(&self, _: Depth, _: usize) -> Result<Vec<String>> {
+        Ok(Vec::new())
+    }
+
+    async fn facts(&self) -> Result<Facts> {
+        let connection = &mut *self.connection.lock().await;
+        facts(connection).await.map_err(|error| self.unreadable(error))
+    }
+
+    async fn rows_after(&self, place: (i64, i64)) -> Result<Vec<StoredRow>> {
+        const FIRST: &str = rows_sql!("0::bigint", "kv_log WHERE id >= $1 AND (id > $1 OR $2::bigint < 0) ORDER BY id");
+        const MORE: &str = rows_sql!("sub", "kv_log_more WHERE (id, sub) > ($1, $2) ORDER BY id, sub");
+        let connection = &mut *self.connection.lock().await;
+        let first = rows(&mut *connection, FIRST, place).await.map_err(|error| self.unreadable(error))?;
+        let more = rows(connection, MORE, place).await.map_err(|error| self.unreadable(error))?;
+        let read = |table, rows: Vec<_>| rows.iter().map(|row| StoredRow::read(table, row)).collect::<Result<Vec<_>>>();
+        Ok(merge(read(Table::First, first)?, read(Table::More, more)?, REPLAY_ROWS, StoredRow::place))
+    }
+
+    /// All of it is of one snapshot. The server would log a connection that goes in the middle of it.
+    async fn finish(&self) -> Result<()> {
+        let ended = sqlx::raw_sql("ROLLBACK").execute(&mut *self.connection.lock().await).await;
+        ended.map(drop).map_err(|error| self.database.unavailable(&error))
+    }
+}
+
+async fn rows(
+    connection: &mut PgConnection,
+    sql: &'static str,
+    (id, sub): (i64, i64),
+) -> sqlx::Result<Vec<sqlx::postgres::PgRow>> {
+    sqlx::query(sql).bind(id).bind(sub).bind(REPLAY_ROWS as i64).fetch_all(connection).await
+}
+
+async fn facts(connection: &mut PgConnection) -> sqlx::Result<Facts> {
+    let ids: (Option<i64>, Option<i64>) =
+        sqlx::query_as("SELECT min(id), max(id) FROM kv_log").fetch_one(&mut *connection).await?;
+    let named = sqlx::query_as("SELECT name, value FROM meta ORDER BY name").fetch_all(&mut *connection).await?;
+    let leases = sqlx::query_as::<_, (i64, i64)>("SELECT id, ttl FROM lease ORDER BY id");
+    let leases = leases.fetch_all(&mut *connection).await?;
+    let members = sqlx::query_as::<_, (i64, String, bool)>("SELECT id, name, beat >= started FROM member ORDER BY id");
+    let members = members.fetch_all(&mut *connection).await?;
+    let member = |(id, name, beats_after_start)| StoredMember { id, name, beats_after_start };
+    Ok(Facts {
+        ids: ids.0.zip(ids.1),
+        named,
+        leases: leases.into_iter().map(|(id, ttl)| StoredLease { id, ttl }).collect(),
+        members: members.into_iter().map(member).collect(),
+        required: &["cluster_id", "epoch", "last_beat", "purged_revision"],
+        bytes: space::total(connection).await?,
+    })
+}
+
+/// The server tells of a damaged table from one that it cannot read now.
+fn unreadable(database: &Database, error: sqlx::Error) -> Error {
+    const DATA_CORRUPTED: &str = "XX001";
+    const INDEX_CORRUPTED: &str = "XX002";
+    match sqlstate(&error).as_deref() {
+        Some(DATA_CORRUPTED | INDEX_CORRUPTED) => corrupt(error),
+        _ => database.unavailable(&error),
+    }
+}

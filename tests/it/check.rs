@@ -1,0 +1,599 @@
+//! `orlop check`: silent about every store that a server wrote, whatever it did and however it ended, and about nothing else.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use orlop::{
+    log::{Log, PostgresLog, PostgresSettings, SqliteLog},
+    proto::client::etcdserverpb::{
+        CompactionRequest, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest,
+        request_op::Request,
+    },
+    store::{Settings, Store, request::CompactionWait},
+    types::Revision,
+};
+use serde_json::Value;
+use sqlx::{
+    AssertSqlSafe, ConnectOptions as _, Connection as _, Executor as _, PgConnection, sqlite::SqliteConnectOptions,
+};
+use tempfile::TempDir;
+use tokio::task::JoinSet;
+
+use crate::{
+    durability::operate,
+    snapshot::write,
+    start::check_refused,
+    support::{Backend, Client, Postgres, Random, Server, eventually, on_both_backends},
+};
+
+/// Where a store is, as a server's flag has it.
+#[derive(Clone, Debug)]
+pub struct Place(String);
+
+impl Place {
+    /// Of a store that is to be made; none where the machine has no such backend.
+    pub async fn new(backend: Backend, file: &Path) -> Option<Self> {
+        Some(match backend {
+            Backend::Sqlite => Self::sqlite(file),
+            Backend::Postgres => Self(Postgres::shared().await?.create_database()),
+        })
+    }
+
+    fn sqlite(file: &Path) -> Self {
+        Self(format!("sqlite://{}", file.display()))
+    }
+
+    fn of(server: &Server) -> Self {
+        match server.datastore() {
+            Some(endpoint) => Self(endpoint.to_owned()),
+            None => Self::sqlite(&server.data_dir().join("orlop.db")),
+        }
+    }
+
+    fn file(&self) -> Option<PathBuf> {
+        self.0.strip_prefix("sqlite://").map(PathBuf::from)
+    }
+
+    fn check(&self, flags: &[&str]) -> Output {
+        let place = ["check", "--datastore-endpoint", &self.0];
+        let output = Command::new(env!("CARGO_BIN_EXE_orlop")).args(place).args(flags).output();
+        let output = output.expect("orlop is built with the tests");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!text.contains("panicked") && !text.contains("pass%20word"), "{text}");
+        output
+    }
+
+    /// The report, and whether the exit status fits it.
+    #[track_caller]
+    fn report(&self) -> Value {
+        let output = self.check(&["--json"]);
+        let text = String::from_utf8_lossy(&output.stdout);
+        let report: Value =
+            serde_json::from_str(&text).unwrap_or_else(|_| panic!("{text}{}", String::from_utf8_lossy(&output.stderr)));
+        let status = if report["sound"] == true { 0 } else { 1 };
+        assert_eq!(output.status.code(), Some(status), "{report}");
+        assert_eq!(output.stderr, b"", "no bar without a terminal");
+        report
+    }
+
+    #[track_caller]
+    fn is_sound(&self) -> Value {
+        let report = self.report();
+        assert_eq!(report["violations"], Value::Array(Vec::new()), "{self:?}");
+        assert_eq!(report["sound"], true);
+        report
+    }
+
+    /// The lines that tell of violations.
+    fn violations(&self) -> Vec<String> {
+        let output = self.check(&[]);
+        let text = String::from_utf8(output.stdout).expect("text");
+        let lines = text.lines().skip_while(|line| !line.starts_with("violations  ")).skip(1);
+        lines.filter(|line| !line.starts_with("The store is damaged")).map(str::to_owned).collect()
+    }
+
+    async fn execute(&self, sql: &str) {
+        let sql = sqlx::raw_sql(AssertSqlSafe(sql.to_owned()));
+        match self.file() {
+            Some(file) => {
+                let options = SqliteConnectOptions::new().filename(file);
+                let mut connection = options.connect().await.expect("the file opens");
+                connection.execute(sql).await.expect("the statements");
+                connection.close().await.expect("it closes");
+            }
+            None => {
+                let mut connection = PgConnection::connect(&self.0).await.expect("the database is there");
+                connection.execute(sql).await.expect("the statements");
+                connection.close().await.expect("it closes");
+            }
+        }
+    }
+}
+
+fn put(key: &str, value: &str, lease: i64) -> PutRequest {
+    PutRequest { key: key.to_owned().into(), value: value.to_owned().into(), lease, ..Default::default() }
+}
+
+async fn put_all(client: &mut Client, keys: &[&str]) {
+    let success = keys.iter().map(|key| RequestOp { request: Some(Request::RequestPut(put(key, "1", 0))) }).collect();
+    client.kv.txn(TxnRequest { success, ..Default::default() }).await.expect("a transaction");
+}
+
+async fn delete(client: &mut Client, key: &str) {
+    let delete = DeleteRangeRequest { key: key.to_owned().into(), ..Default::default() };
+    client.kv.delete_range(delete).await.expect("a delete");
+}
+
+/// ```text
+///  2 put a      5 put c, put d, put e     8 put a      11 delete e
+///  3 put b      6 delete a                9 put d      12 put f
+///  4 put a      7 put a                  10 put b
+/// ```
+///
+/// with b on the lease 7f.
+async fn write_worked_history(server: &Server) {
+    let mut client = Client::connect(server.endpoint()).await;
+    client.lease.lease_grant(LeaseGrantRequest { id: 0x7f, ttl: 5_000 }).await.expect("a lease");
+    for (key, lease) in [("a", 0), ("b", 0x7f), ("a", 0)] {
+        client.kv.put(put(key, "1", lease)).await.expect("a put");
+    }
+    put_all(&mut client, &["c", "d", "e"]).await;
+    delete(&mut client, "a").await;
+    for (key, lease) in [("a", 0), ("a", 0), ("d", 0), ("b", 0x7f)] {
+        client.kv.put(put(key, "2", lease)).await.expect("a put");
+    }
+    delete(&mut client, "e").await;
+    client.kv.put(put("f", "1", 0)).await.expect("a put");
+}
+
+/// Copies of a store that nobody serves.
+enum Copies {
+    Sqlite { file: PathBuf, folder: TempDir },
+    Postgres { postgres: &'static Postgres, endpoint: String, database: String },
+}
+
+impl Copies {
+    /// Of the worked history.
+    async fn new(backend: Backend) -> Option<Self> {
+        let mut server = Server::orlop(backend).await?;
+        write_worked_history(&server).await;
+        assert!(server.terminate().await.success());
+        Some(match server.datastore() {
+            Some(endpoint) => {
+                let database = endpoint.rsplit('/').next().expect("a database").to_owned();
+                let postgres = Postgres::shared().await?;
+                Self::Postgres { postgres, endpoint: endpoint.to_owned(), database }
+            }
+            None => {
+                let folder = TempDir::new().expect("a folder");
+                let file = folder.path().join("orlop.db");
+                fs::copy(server.data_dir().join("orlop.db"), &file).expect("a copy");
+                Self::Sqlite { file, folder }
+            }
+        })
+    }
+
+    fn copy(&self, number: usize) -> Place {
+        match self {
+            Self::Sqlite { file, folder } => {
+                let copy = folder.path().join(format!("{number}.db"));
+                fs::copy(file, &copy).expect("a copy");
+                Place::sqlite(&copy)
+            }
+            Self::Postgres { postgres, endpoint, database } => {
+                let name = format!("{database}_{number}");
+                postgres.psql("postgres", &format!("CREATE DATABASE {name} TEMPLATE {database}"));
+                Place(format!("{}/{name}", endpoint.strip_suffix(&format!("/{database}")).expect("its name is last")))
+            }
+        }
+    }
+}
+
+/// What is done to a sound store, what the check says, and what the server's start says, if that notices.
+type Corruption = (&'static str, &'static [&'static str], Option<&'static str>);
+
+const CORRUPTIONS: [Corruption; 25] = [
+    (
+        "DELETE FROM kv_log WHERE id = 7",
+        &["kv_log: revision 7 has no row, expected one", "kv_log id=8 sub=0 key=\"a\": version is 2, expected 1"],
+        Some("revisions between 6 and 8 are missing"),
+    ),
+    (
+        "DELETE FROM kv_log WHERE id IN (9, 10)",
+        &["kv_log: revisions 9 to 10 have no row, expected one each"],
+        Some("revisions between 8 and 11 are missing"),
+    ),
+    (
+        "UPDATE kv_log SET prev_revision = 3 WHERE id = 8",
+        &["kv_log id=8 sub=0 key=\"a\": prev_revision is 3, expected 7"],
+        Some("row id=8 sub=0 key=\"a\": prev_revision is 3, expected 7"),
+    ),
+    (
+        "UPDATE kv_log SET version = 9 WHERE id = 8",
+        &["kv_log id=8 sub=0 key=\"a\": version is 9, expected 2"],
+        Some("version is 9, expected 2"),
+    ),
+    (
+        "UPDATE kv_log SET create_revision = 6 WHERE id = 8",
+        &["kv_log id=8 sub=0 key=\"a\": create_revision is 6, expected 7"],
+        Some("create_revision is 6, expected 7"),
+    ),
+    (
+        "UPDATE kv_log SET value = NULL WHERE id = 8",
+        &["id=8 sub=0 key=\"a\": value is NULL, expected a put's value"],
+        None,
+    ),
+    ("UPDATE kv_log SET value = key WHERE id = 6", &["id=6 sub=0 key=\"a\": value has 1 bytes, expected NULL"], None),
+    (
+        "UPDATE kv_log SET lease = 127, version = 1, create_revision = 2 WHERE id = 6",
+        &["key=\"a\": lease is 127, expected 0", "version is 1, expected 0", "create_revision is 2, expected 0"],
+        None,
+    ),
+    (
+        "DELETE FROM kv_log WHERE id = 6",
+        &[
+            "kv_log: revision 6 has no row, expected one",
+            "kv_log id=7 sub=0 key=\"a\": it creates the key, expected a delete of the version put at revision 4",
+        ],
+        Some("revisions between 5 and 7 are missing"),
+    ),
+    (
+        "UPDATE kv_log SET key = value WHERE id = 4",
+        &["id=4 sub=0 key=\"1\": version is 2, expected 1", "id=6 sub=0 key=\"a\": prev_revision is 4, expected 2"],
+        Some("row id=4 sub=0 key=\"1\": version is 2, expected 1"),
+    ),
+    (
+        "UPDATE kv_log SET deleted = (1 = 1), value = NULL, version = 0, create_revision = 0 WHERE id = 2",
+        &["id=2 sub=0 key=\"a\": it deletes a key that is not there", "id=4 sub=0 key=\"a\": version is 2, expected 1"],
+        Some("row id=2 sub=0 key=\"a\": it deletes a key that is not there"),
+    ),
+    (
+        "UPDATE kv_log SET id = 1 WHERE id = 2",
+        &[
+            "id=1 sub=0 key=\"a\": id is 1, expected at least 2",
+            "kv_log: revision 2 has no row, expected one",
+            "id=4 sub=0 key=\"a\": version is 2, expected 1",
+        ],
+        Some("row 1 lies outside the log"),
+    ),
+    (
+        "INSERT INTO kv_log_more SELECT 99, 1, key, value, lease, version, create_revision, prev_revision, deleted \
+         FROM kv_log WHERE id = 12",
+        &["kv_log_more id=99 sub=1 key=\"f\": id is 99, expected at most 12, the newest in kv_log"],
+        Some("row 99 lies outside the log"),
+    ),
+    (
+        "DELETE FROM kv_log WHERE id = 5",
+        &["kv_log_more id=5 sub=1 key=\"d\": revision 5 has no row in kv_log, which has its first change"],
+        Some("of revision 5 change 0 is missing before change 1"),
+    ),
+    (
+        "DELETE FROM kv_log_more WHERE id = 5 AND sub = 1",
+        &["kv_log_more id=5 sub=2 key=\"e\": sub is 2, expected 1", "id=9 sub=0 key=\"d\": version is 2, expected 1"],
+        Some("of revision 5 change 1 is missing before change 2"),
+    ),
+    (
+        "UPDATE kv_log_more SET sub = -1 WHERE sub = 1",
+        &[
+            "kv_log_more id=5 sub=-1 key=\"d\": sub is -1, expected at least 1",
+            "kv_log_more id=5 sub=2 key=\"e\": sub is 2, expected 1",
+            "id=9 sub=0 key=\"d\": version is 2, expected 1",
+        ],
+        None,
+    ),
+    ("DELETE FROM lease", &["kv_log id=10 sub=0 key=\"b\": lease is 7f, expected one that is in lease"], None),
+    ("UPDATE lease SET ttl = 0", &["lease id=7f: ttl is 0, expected at least 1"], None),
+    (
+        "INSERT INTO meta VALUES ('compact_revision', 99)",
+        &["meta name=\"compact_revision\": value is 99, expected at most 12, the newest revision"],
+        Some("compact revision 99 is beyond the head 12"),
+    ),
+    // A start takes the key as it is from there on.
+    (
+        "INSERT INTO meta VALUES ('compact_revision', 5); \
+         UPDATE kv_log SET version = 1, create_revision = 10, prev_revision = 0 WHERE id = 10",
+        &["id=10 sub=0 key=\"b\": it creates the key, expected a delete of the version put at revision 3 before it"],
+        None,
+    ),
+    (
+        "INSERT INTO meta VALUES ('compact_revision', -1)",
+        &["meta name=\"compact_revision\": value is -1, expected at least 0"],
+        None,
+    ),
+    ("DELETE FROM meta WHERE name = 'cluster_id'", &["meta name=\"cluster_id\": there is no such fact"], None),
+    ("INSERT INTO meta VALUES ('colour', 1)", &["meta name=\"colour\": no such fact is known, expected none"], None),
+    ("INSERT INTO meta VALUES ('alarm/NOSPACE/7f', 1)", &[], None),
+    // What was never there leaves no trace: the known limit.
+    ("DELETE FROM kv_log WHERE id = 12", &[], None),
+];
+
+const POSTGRES_CORRUPTIONS: [Corruption; 3] = [
+    (
+        "UPDATE meta SET value = 4 WHERE name = 'purged_revision'",
+        &["value is 4, expected at most 0, the compact"],
+        None,
+    ),
+    (
+        "INSERT INTO member VALUES (0, '', '{}', 1, now(), now() - interval '1 s')",
+        &["member id=0: id is 0", "member id=0: name is empty", "member id=0: beat is before started"],
+        None,
+    ),
+    ("DELETE FROM meta WHERE name = 'epoch'", &["meta name=\"epoch\": there is no such fact, expected one"], None),
+];
+
+async fn corruptions_are_told_with_their_rows(backend: Backend) {
+    let Some(copies) = Copies::new(backend).await else { return };
+    let of_backend: &[Corruption] = if backend == Backend::Postgres { &POSTGRES_CORRUPTIONS } else { &[] };
+    for (number, (sql, expected, start)) in CORRUPTIONS.iter().chain(of_backend).enumerate() {
+        let place = copies.copy(number);
+        place.execute(sql).await;
+        let told = place.violations();
+        assert_eq!(told.len(), expected.len(), "{sql}: {told:#?}");
+        for (line, expected) in told.iter().zip(*expected) {
+            assert!(line.contains(expected), "{sql}: {line:?} says {expected:?}");
+        }
+        let report = place.report();
+        assert_eq!(report["violationsTotal"], expected.len(), "{report}");
+        if let Some(because) = start {
+            let flags = ["--datastore-endpoint", &place.0, "--listen-client-urls", "http://127.0.0.1:0"];
+            check_refused(&flags, &[], &["cannot read the database", because, "`orlop check`"]);
+        }
+    }
+}
+
+async fn what_is_told_is_limited_and_the_rest_counted(backend: Backend) {
+    let Some(copies) = Copies::new(backend).await else { return };
+    let place = copies.copy(0);
+    place.execute("UPDATE kv_log SET version = version + 100 WHERE id IN (2, 3, 4, 5, 7)").await;
+    let all = place.violations();
+    assert!(all.len() > 5, "{all:?}");
+    let text = String::from_utf8(place.check(&["--limit", "2"]).stdout).expect("text");
+    assert!(text.contains(&format!(
+        "violations        {}\n{}\n{}\nand {} more",
+        all.len(),
+        all[0],
+        all[1],
+        all.len() - 2
+    )));
+    assert!(text.contains("docs/backup.md"), "{text}");
+    let output = place.check(&["--limit", "0", "--json"]);
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!((&report["violations"], &report["violationsTotal"]), (&Value::Array(Vec::new()), &all.len().into()));
+}
+
+/// Rows that compaction has still to delete, and those whose transaction's first row it has deleted.
+async fn leftovers_of_compaction_are_no_violations(backend: Backend) {
+    let Some(copies) = Copies::new(backend).await else { return };
+    // At each revision: 2, 3 and 4 are superseded; 6 deletes; 5 loses its first row to nobody.
+    for (number, (compacted, to_purge)) in
+        [(2, 0), (4, 1), (6, 2), (7, 3), (8, 4), (9, 5), (12, 8)].into_iter().enumerate()
+    {
+        let place = copies.copy(number);
+        place.execute(&format!("INSERT INTO meta VALUES ('compact_revision', {compacted})")).await;
+        let report = place.is_sound();
+        assert_eq!(report["rowsToPurge"], to_purge, "{compacted}: {report}");
+        assert_eq!(report["compactRevision"], compacted);
+    }
+
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    put_all(&mut client, &["c", "d"]).await;
+    client.kv.put(put("c", "2", 0)).await.expect("a put");
+    let compaction = CompactionRequest { revision: 3, physical: true };
+    client.kv.compact(compaction).await.expect("a compaction");
+    let report = Place::of(&server).is_sound();
+    assert_eq!((&report["rows"], &report["firstRevision"], &report["liveKeys"]), (&2.into(), &3.into(), &2.into()));
+}
+
+pub async fn open_log(place: &Place) -> Arc<dyn Log> {
+    match place.file() {
+        Some(file) => Arc::new(SqliteLog::open(&file).await.expect("the file opens")),
+        None => {
+            let settings = PostgresSettings {
+                endpoint: place.0.clone(),
+                poll_interval: Duration::from_millis(100),
+                connections_max: 4,
+                name: "check".to_owned(),
+                client_urls: Vec::new(),
+            };
+            Arc::new(PostgresLog::open(settings).await.expect("the database opens"))
+        }
+    }
+}
+
+async fn open(place: &Place) -> Store {
+    Store::open(open_log(place).await, Settings::default()).await.expect("the log can be read")
+}
+
+async fn store_of_random_operations_is_sound(backend: Backend) {
+    let folder = TempDir::new().expect("a folder");
+    for seed in 1..=4 {
+        let Some(place) = Place::new(backend, &folder.path().join(format!("{seed}.db"))).await else { return };
+        println!("seed {seed}");
+        let mut random = Random::new(seed);
+        for _ in 0..4 {
+            let store = open(&place).await;
+            for _ in 0..150 {
+                operate(&store, &mut random).await;
+            }
+            // Half of the time a compaction is cut off before its rows are gone.
+            let wait = if random.chance(50) { CompactionWait::ForRows } else { CompactionWait::ForRevision };
+            let revision = Revision(random.between(store.head().0 - 60, store.head().0));
+            // One that is not above the last is refused, which is as good.
+            let _ = store.compact(revision, wait).await;
+            let report = place.is_sound();
+            assert_eq!(report["revision"], store.head().0);
+            let index = store.index_snapshot();
+            let live = index.range(.., index.head()).count();
+            assert_eq!(report["liveKeys"], live);
+            store.stop().await;
+            place.is_sound();
+        }
+    }
+}
+
+async fn running_store_is_sound_at_every_moment(backend: Backend) {
+    let Some(mut server) = Server::orlop(backend).await else { return };
+    let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::<AtomicUsize>::default());
+    let mut writers = JoinSet::new();
+    for writer in 0..3 {
+        let client = Client::connect(server.endpoint()).await;
+        writers.spawn(write(client, writer, Arc::clone(&stop), Arc::clone(&done)));
+    }
+    let place = Place::of(&server);
+    for round in 1..=6 {
+        eventually("the writes", async || match done.load(Ordering::Relaxed) {
+            enough if enough >= round * 150 => Ok(()),
+            few => Err(few),
+        })
+        .await;
+        let place = place.clone();
+        let report = tokio::task::spawn_blocking(move || place.is_sound()).await.expect("a check");
+        assert!(report["rows"].as_u64() > Some(0), "{report}");
+    }
+    stop.store(true, Ordering::Relaxed);
+    while writers.join_next().await.is_some() {}
+    server.kill();
+    let files = || -> BTreeMap<PathBuf, Vec<u8>> {
+        let entries = fs::read_dir(server.data_dir()).into_iter().flatten().flatten().map(|entry| entry.path());
+        let contents = entries.filter(|path| path.is_file() && !path.to_string_lossy().ends_with("-shm"));
+        contents.map(|path| (path.clone(), fs::read(&path).expect("a file can be read"))).collect()
+    };
+    let before = files();
+    place.is_sound();
+    assert!(files() == before, "it writes nothing, and leaves the WAL of a killed server to the next start");
+}
+
+/// A store of a hundred pages, of which no server is left.
+async fn large_sqlite_store(folder: &Path) -> PathBuf {
+    let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let mut client = Client::connect(server.endpoint()).await;
+    for number in 0..300 {
+        client.kv.put(put(&format!("key/{number:03}"), &"v".repeat(1_000), 0)).await.expect("a put");
+    }
+    server.terminate().await;
+    let file = folder.join("large.db");
+    fs::copy(server.data_dir().join("orlop.db"), &file).expect("a copy");
+    file
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn damaged_sqlite_file_is_told_and_never_a_panic() {
+    let folder = TempDir::new().expect("a folder");
+    let whole = fs::read(large_sqlite_store(folder.path()).await).expect("a file can be read");
+    let value = whole.windows(200).rposition(|bytes| bytes.iter().all(|byte| *byte == b'v')).expect("a value");
+    let rows: [(&str, Vec<u8>, Option<&str>); 6] = [
+        ("whole", whole.clone(), None),
+        ("cut in the middle", whole[..whole.len() / 8192 * 4096].to_vec(), Some("malformed")),
+        ("cut within a page", whole[..whole.len() - 1_000].to_vec(), Some("bytes, expected")),
+        ("cut behind the first page", whole[..4_096].to_vec(), Some("malformed")),
+        // The kind of a page.
+        ("a bit in the middle", flipped(&whole, whole.len() / 8192 * 4096), Some("database: ")),
+        // The known limit.
+        ("a bit in a value", flipped(&whole, value), None),
+    ];
+    for (what, bytes, expected) in rows {
+        let file = folder.path().join("given.db");
+        fs::write(&file, bytes).expect("a file can be written");
+        let told = Place::sqlite(&file).violations().join("\n");
+        println!("{what}: {told}");
+        let quick = Place::sqlite(&file).check(&["--quick"]);
+        assert_eq!(quick.status.code(), Some(i32::from(expected.is_some())), "{what}");
+        match expected {
+            Some(expected) => assert!(told.contains(expected), "{what}: {told}"),
+            None => drop(Place::sqlite(&file).is_sound()),
+        }
+    }
+    // Wherever bytes are wrong, something is said or nothing, and the process ends by itself.
+    let mut random = Random::new(7);
+    for _ in 0..25 {
+        let mut bytes = whole.clone();
+        for _ in 0..40 {
+            let at = 100 + random.below(bytes.len() - 100);
+            bytes[at] = random.next() as u8;
+        }
+        let file = folder.path().join("random.db");
+        fs::write(&file, bytes).expect("a file can be written");
+        let code = Place::sqlite(&file).check(&[]).status.code();
+        assert!(matches!(code, Some(0..=2)), "{code:?}");
+    }
+}
+
+fn flipped(bytes: &[u8], at: usize) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    bytes[at] ^= 1;
+    bytes
+}
+
+#[track_caller]
+fn cannot_be_checked(place: &Place, because: &[&str]) {
+    let output = place.check(&[]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{place:?}: {text}");
+    assert_eq!(output.stdout, b"", "{place:?}");
+    for because in because {
+        assert!(text.contains(because), "{place:?} says {because:?}: {text}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_no_store_of_this_version_cannot_be_checked() {
+    let folder = TempDir::new().expect("a folder");
+    let file = |name: &str| folder.path().join(name);
+    fs::write(file("empty.db"), b"").expect("a file can be written");
+    fs::write(file("text.db"), vec![7; 8_192]).expect("a file can be written");
+    fs::copy(large_sqlite_store(folder.path()).await, file("newer.db")).expect("a copy");
+    Place::sqlite(&file("newer.db"))
+        .execute(
+            "INSERT INTO _sqlx_migrations SELECT 99, description, installed_on, success, checksum, execution_time \
+             FROM _sqlx_migrations",
+        )
+        .await;
+    let mut other = SqliteConnectOptions::new().filename(file("other.db")).create_if_missing(true).connect().await;
+    let other = other.as_mut().expect("a database");
+    other.execute("CREATE TABLE t (a)").await.expect("a table");
+    for (name, because) in [
+        ("absent.db", "No such file"),
+        ("", "not a file"),
+        ("empty.db", "no database of orlop's"),
+        ("text.db", "not a database"),
+        ("other.db", "no database of orlop's"),
+        ("newer.db", "another version of orlop: it has the schema 99"),
+    ] {
+        cannot_be_checked(&Place::sqlite(&file(name)), &[name, because]);
+    }
+    cannot_be_checked(&Place("mysql://user:secret@host/db".to_owned()), &["sqlite://", "postgres://"]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn postgres_without_a_store_of_this_version_cannot_be_checked() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let place = Place(postgres.create_database());
+    cannot_be_checked(&place, &["database orlop_", "holds no log of orlop's"]);
+    drop(Server::orlop_on(&place.0, &[]).await);
+    place.is_sound();
+    place
+        .execute(
+            "INSERT INTO _sqlx_migrations SELECT 99, description, installed_on, success, checksum, execution_time \
+             FROM _sqlx_migrations",
+        )
+        .await;
+    cannot_be_checked(&place, &["another version of orlop: it has the schema 99"]);
+}
+
+on_both_backends!(
+    corruptions_are_told_with_their_rows,
+    what_is_told_is_limited_and_the_rest_counted,
+    leftovers_of_compaction_are_no_violations,
+    store_of_random_operations_is_sound,
+    running_store_is_sound_at_every_moment,
+);

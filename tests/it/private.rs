@@ -1,0 +1,273 @@
+//! Who but the server's user gets at its data: nobody, by files and sockets; and nobody at its password, by what it prints.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{BufRead as _, BufReader},
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+};
+
+use orlop::proto::client::etcdserverpb::{MemberListRequest, PutRequest, RangeRequest, StatusRequest};
+use tempfile::TempDir;
+
+use crate::support::{Client, Fsync, Postgres, eventually, http_get};
+
+/// Orlop in a folder of its own, whose output goes to files.
+struct Orlop {
+    home: TempDir,
+    process: Option<Child>,
+}
+
+impl Orlop {
+    fn new() -> Self {
+        Self { home: TempDir::new().expect("a folder"), process: None }
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.home.path().join(name)
+    }
+
+    fn command(&self, umask: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("umask {umask}; exec \"$@\""), "sh", env!("CARGO_BIN_EXE_orlop")]);
+        let log = fs::File::options().create(true).append(true).open(self.file("log")).expect("a file");
+        command.args(arguments).envs(variables.iter().copied()).current_dir(self.home.path());
+        command.stdout(log.try_clone().expect("a file")).stderr(log);
+        command
+    }
+
+    /// Returns where it serves.
+    fn start(&mut self, umask: &str, arguments: &[&str], variables: &[(&str, &str)]) -> String {
+        let mut process = self.command(umask, arguments, variables).stdout(Stdio::piped()).spawn().expect("sh");
+        let mut lines = BufReader::new(process.stdout.take().expect("stdout is piped")).lines();
+        self.process = Some(process);
+        let ready = lines.next().unwrap_or_else(|| panic!("it starts: {}", self.log())).expect("text");
+        ready.rsplit(' ').next().expect("an address").to_owned()
+    }
+
+    /// Runs to its end, which is a failure.
+    fn fail(&self, arguments: &[&str], variables: &[(&str, &str)]) {
+        let status = self.command("022", arguments, variables).status().expect("sh");
+        assert!(matches!(status.code(), Some(1 | 2)), "{status:?}");
+    }
+
+    fn stop(&mut self) {
+        let Some(mut process) = self.process.take() else { return };
+        let signalled = Command::new("kill").args(["-TERM", &process.id().to_string()]).status();
+        assert!(signalled.is_ok_and(|status| status.success()));
+        assert!(process.wait().is_ok_and(|status| status.success()), "{}", self.log());
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.file("log")).unwrap_or_default()
+    }
+
+    fn command_line(&self) -> String {
+        let pid = self.process.as_ref().expect("it runs").id();
+        String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/cmdline")).expect("a process")).into_owned()
+    }
+}
+
+impl Drop for Orlop {
+    fn drop(&mut self) {
+        if let Some(process) = &mut self.process {
+            process.kill().and_then(|()| process.wait().map(drop)).expect("our child can be ended");
+        }
+    }
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).expect("it is there").permissions().mode() & 0o7777
+}
+
+/// Of all that is in a folder, and of itself.
+fn modes(folder: &Path) -> BTreeMap<PathBuf, u32> {
+    let mut found = BTreeMap::from([(folder.to_owned(), mode(folder))]);
+    for entry in fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            found.extend(modes(&path));
+        } else {
+            found.insert(path.clone(), mode(&path));
+        }
+    }
+    found
+}
+
+#[track_caller]
+fn only_for_the_user(folder: &Path) -> usize {
+    let modes = modes(folder);
+    for (path, mode) in &modes {
+        assert_eq!(*mode, if path.is_dir() { 0o700 } else { 0o600 }, "{}: {mode:o}", path.display());
+    }
+    modes.len()
+}
+
+async fn write(endpoint: &str) {
+    let mut client = Client::connect(endpoint).await;
+    let put = PutRequest { key: "k".into(), value: vec![1; 5_000].into(), ..Default::default() };
+    client.kv.put(put).await.expect("a put");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn data_is_for_the_servers_user_alone_whatever_the_umask() {
+    for umask in ["000", "022", "077"] {
+        let mut orlop = Orlop::new();
+        let flags = ["--data-dir", "a/data", "--listen-client-urls", "http://127.0.0.1:0", "--auto-tls"];
+        for _ in 0..2 {
+            write(&orlop.start(umask, &flags, &[])).await;
+            // The folders a, data, fixtures and client, certificate and key, the database, its lock, WAL and shared memory.
+            assert_eq!(only_for_the_user(&orlop.file("a")), 10, "{:?}", modes(&orlop.file("a")));
+            orlop.stop();
+        }
+        assert!(!orlop.log().contains("chmod"), "{}", orlop.log());
+
+        // What a snapshot is restored into.
+        let flags = ["snapshot", "restore", "a/data/orlop.db", "--skip-hash-check", "--data-dir", "restored"];
+        let restored = orlop.command(umask, &flags, &[]).status().expect("sh");
+        assert!(restored.success(), "{}", orlop.log());
+        assert_eq!(only_for_the_user(&orlop.file("restored")), 3);
+    }
+}
+
+#[tokio::test]
+async fn folder_that_lets_others_in_is_served_with_a_warning() {
+    for (given, warned) in
+        [(0o700, false), (0o755, true), (0o750, true), (0o777, true), (0o2775, false), (0o2777, true)]
+    {
+        let mut orlop = Orlop::new();
+        let folder = orlop.file("data");
+        fs::create_dir(&folder).expect("a folder");
+        fs::set_permissions(&folder, fs::Permissions::from_mode(given)).expect("a mode");
+        write(&orlop.start("022", &["--data-dir", "data", "--listen-client-urls", "http://127.0.0.1:0"], &[])).await;
+        assert_eq!(mode(&folder), given, "it is the operator's");
+        assert_eq!(mode(&folder.join("orlop.db")), 0o600);
+        let log = orlop.log();
+        assert_eq!(log.contains("chmod 700"), warned, "{given:o}: {log}");
+        assert!(!warned || log.contains(&format!("{given:04o}")), "{log}");
+    }
+}
+
+#[tokio::test]
+async fn unix_socket_is_for_the_servers_user_alone_unless_told_otherwise() {
+    for (umask, flags, expected) in [
+        ("000", &[][..], 0o600),
+        ("077", &[], 0o600),
+        ("077", &["--unix-socket-mode", "0660"], 0o660),
+        ("022", &["--unix-socket-mode", "777"], 0o777),
+    ] {
+        let mut orlop = Orlop::new();
+        let url = format!("unix://{}", orlop.file("orlop.sock").display());
+        orlop.start(umask, &[&["--listen-client-urls", &url][..], flags].concat(), &[]);
+        assert_eq!(mode(&orlop.file("orlop.sock")), expected, "{umask} {flags:?}");
+        write(&url).await;
+    }
+}
+
+/// A cluster in which roles need their passwords.
+async fn postgres_with_passwords() -> Option<(Postgres, String, String)> {
+    let postgres = Postgres::start(Fsync::Off).await?;
+    let endpoint = postgres.create_database();
+    let hba = "host all postgres 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n";
+    fs::write(postgres.data().join("pg_hba.conf"), hba).expect("a file can be written");
+    postgres.stop();
+    postgres.start_again().await;
+    let without_password = endpoint.replace(":pass%20word@", "@");
+    assert_ne!(endpoint, without_password);
+    Some((postgres, endpoint, without_password))
+}
+
+#[track_caller]
+fn no_password_in(what: &str, text: &str) {
+    for form in ["pass word", "pass%20word", "pass+word", "not it"] {
+        assert!(!text.contains(form), "{what}: {text}");
+    }
+}
+
+const VALUE: &str = "what nobody logs";
+const LOUD: [&str; 4] = ["--log-level", "trace", "--listen-client-urls", "http://127.0.0.1:0"];
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn password_of_the_database_is_nowhere_in_what_is_printed() {
+    let Some((postgres, endpoint, _)) = postgres_with_passwords().await else { return };
+    let mut orlop = Orlop::new();
+    let url = orlop.start("022", &[&LOUD[..], &["--datastore-endpoint", &endpoint]].concat(), &[]);
+    let mut client = Client::connect(&url).await;
+    let put = PutRequest { key: "k".into(), value: VALUE.into(), ..Default::default() };
+    client.kv.put(put).await.expect("a put");
+    let shown = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await.expect("a range");
+    assert_eq!(shown.into_inner().kvs[0].value, VALUE);
+    let status = client.maintenance.status(StatusRequest {}).await.expect("a status");
+    let members = client.cluster.member_list(MemberListRequest::default()).await.expect("members");
+    no_password_in("answers", &format!("{status:?} {members:?}"));
+    for path in ["/metrics", "/version", "/health", "/livez?verbose", "/readyz?verbose", "/config", "/debug/vars", "/"]
+    {
+        no_password_in(path, &http_get(&url, path).await.body);
+    }
+    // With the database gone: what fails is told too.
+    postgres.stop();
+    let failed = client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect_err("no database");
+    no_password_in("an error", &format!("{failed:?}"));
+    no_password_in("health", &http_get(&url, "/health").await.body);
+    no_password_in("readyz", &http_get(&url, "/readyz?verbose").await.body);
+    postgres.start_again().await;
+    drop(client);
+    orlop.stop();
+    assert!(orlop.log().contains("TRACE") && orlop.log().len() > 10_000, "it was loud");
+    no_password_in("the log", &orlop.log());
+    assert!(!orlop.log().contains(VALUE), "values are not logged either");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn password_that_does_not_fit_is_nowhere_in_what_is_printed() {
+    let Some((postgres, endpoint, without_password)) = postgres_with_passwords().await else { return };
+    let wrong = endpoint.replace("pass%20word", "not%20it");
+    let orlop = Orlop::new();
+    for datastore in [&wrong, &without_password, &format!("{wrong}?sslmode=some")] {
+        orlop.fail(&[&LOUD[..], &["--datastore-endpoint", datastore]].concat(), &[]);
+        orlop.fail(&["check", "--datastore-endpoint", datastore], &[]);
+    }
+    assert!(orlop.log().contains("password authentication failed"), "{}", orlop.log());
+    postgres.stop();
+    let mut waiting = Orlop::new();
+    let command = &mut waiting.command("022", &[&LOUD[..], &["--datastore-endpoint", &endpoint]].concat(), &[]);
+    waiting.process = Some(command.spawn().expect("sh"));
+    eventually("a second attempt", async || {
+        if waiting.log().matches("no connection yet").count() >= 2 { Ok(()) } else { Err(waiting.log()) }
+    })
+    .await;
+    no_password_in("refusals", &orlop.log());
+    no_password_in("attempts", &waiting.log());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn password_need_not_be_in_the_list_of_processes() {
+    let Some((_postgres, endpoint, without_password)) = postgres_with_passwords().await else { return };
+    let files = TempDir::new().expect("a folder");
+    let (settings, passwords) = (files.path().join("orlop.toml"), files.path().join("pgpass"));
+    fs::write(&settings, format!("datastore-endpoint = \"{endpoint}\"\n")).expect("a file can be written");
+    fs::write(&passwords, "127.0.0.1:*:*:*:pass word\n").expect("a file can be written");
+    // As libpq, what reads it insists that nobody else can.
+    fs::set_permissions(&passwords, fs::Permissions::from_mode(0o600)).expect("a mode");
+    let (settings, passwords) = (settings.to_str().expect("text"), passwords.to_str().expect("text"));
+    type Row<'a> = (&'a [&'a str], (&'a str, &'a str));
+    let rows: [Row<'_>; 4] = [
+        (&[], ("ORLOP_DATASTORE_ENDPOINT", &endpoint)),
+        (&[], ("ORLOP_CONFIG_FILE", settings)),
+        (&["--datastore-endpoint", &without_password], ("PGPASSFILE", passwords)),
+        (&["--datastore-endpoint", &without_password], ("PGPASSWORD", "pass word")),
+    ];
+    for (flags, variable) in rows {
+        let variables = &[variable];
+        let mut orlop = Orlop::new();
+        let url = orlop.start("022", &[&LOUD[..], flags].concat(), variables);
+        write(&url).await;
+        no_password_in("the command line", &orlop.command_line());
+        orlop.stop();
+        no_password_in("the log", &orlop.log());
+        let checked = orlop.command("022", &[&["check"], flags].concat(), variables).status().expect("sh");
+        assert!(checked.success(), "{}", orlop.log());
+    }
+}
