@@ -4,7 +4,8 @@
 //! returned only when the WAL is on the disk. Other processes may read the file with plain SQL while Orlop runs; a second
 //! Orlop is refused at start by a lock on a file beside it.
 //!
-//! Checkpoints are taken in the background (see [`checkpoint`]), never by a write.
+//! Checkpoints are taken in the background (see [`checkpoint`]), never by a write; free pages are given back there too
+//! ([`vacuum`]).
 
 mod append;
 mod checkpoint;
@@ -12,6 +13,7 @@ mod inspect;
 mod load;
 mod lock;
 mod read;
+mod vacuum;
 mod view;
 
 use std::{path::Path, sync::Arc, time::Duration};
@@ -25,7 +27,7 @@ use sqlx::{
 use tokio::sync::Mutex;
 use tracing::warn;
 
-use self::{checkpoint::Checkpointer, lock::FileLock};
+use self::{checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum};
 pub use self::{load::SqliteLoader, view::SqliteView};
 use super::{
     Append, Appended, Connections, Error, History, Log, Meta, Page, Precision, Reclaim, Reclaimed, Result, SharedLog,
@@ -41,11 +43,6 @@ use crate::{
 const READERS_MAX: u32 = 4;
 /// Bytes that the WAL's file keeps when it is written from its start again; one large transaction may make it longer.
 const WAL_FILE_BYTES_MAX: &str = "67108864";
-/// Gives at most this many free pages back to the file system.
-const RECLAIM_STEP: &str = "PRAGMA incremental_vacuum(256)";
-const RECLAIM_STEP_PAGES: usize = 256;
-/// Free pages kept for what is written next: giving them back only to take them again costs more than they do.
-const RECLAIM_KEEP_PAGES: i64 = 256;
 
 /// See the module's page.
 pub struct SqliteLog {
@@ -53,7 +50,8 @@ pub struct SqliteLog {
     readers: SqlitePool,
     /// For a reader of its own.
     options: SqliteConnectOptions,
-    checkpointer: Checkpointer,
+    checkpointer: Arc<Checkpointer>,
+    vacuum: Vacuum,
     /// Held until the log is dropped.
     _lock: FileLock,
 }
@@ -87,7 +85,9 @@ impl SqliteLog {
             .map_err(open)?;
         let writer = Arc::new(Mutex::new(writer));
         let checkpointer = Checkpointer::start(options.connect().await.map_err(open)?, Arc::clone(&writer));
-        Ok(Self { writer, readers, options: read_only, checkpointer, _lock: lock })
+        let checkpointer = Arc::new(checkpointer);
+        let vacuum = Vacuum::start(Arc::clone(&writer), Arc::clone(&checkpointer));
+        Ok(Self { writer, readers, options: read_only, checkpointer, vacuum, _lock: lock })
     }
 
     async fn reader(&self) -> Result<PoolConnection<Sqlite>> {
@@ -174,7 +174,13 @@ impl Log for SqliteLog {
 
     async fn close(&self) {
         self.readers.close().await;
+        self.vacuum.finish().await;
         self.checkpointer.finish().await;
+        // The file is whole without its WAL then, for who copies it while the server is down.
+        let emptied = sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut *self.writer.lock().await).await;
+        if let Err(error) = emptied {
+            warn!(%error, "the WAL could not be emptied; the next start does it");
+        }
     }
 
     fn shared(&self) -> Option<&dyn SharedLog> {
@@ -196,25 +202,16 @@ impl SqliteLog {
             let Some(list) = list else { continue };
             sqlx::query(sql).bind(list).execute(&mut *transaction).await.map_err(unavailable)?;
         }
-        let free: i64 =
-            sqlx::query_scalar("PRAGMA freelist_count").fetch_one(&mut *transaction).await.map_err(unavailable)?;
-        if free > RECLAIM_KEEP_PAGES {
-            sqlx::query(RECLAIM_STEP).execute(&mut *transaction).await.map_err(unavailable)?;
-        }
         transaction.commit().await.map_err(unavailable)?;
         drop(writer);
         self.checkpointer.purged(rows.len());
+        self.vacuum.freed();
         Ok(())
     }
 
     /// One step, after which writes that wait have their turn.
     async fn give_back(&self) -> Result<Reclaimed> {
-        let mut writer = self.writer.lock().await;
-        sqlx::query(RECLAIM_STEP).execute(&mut *writer).await.map_err(unavailable)?;
-        let free: i64 =
-            sqlx::query_scalar("PRAGMA freelist_count").fetch_one(&mut *writer).await.map_err(unavailable)?;
-        drop(writer);
-        self.checkpointer.purged(RECLAIM_STEP_PAGES);
+        let free = self.vacuum.step().await?;
         Ok(if free > 0 { Reclaimed::More } else { Reclaimed::All })
     }
 }

@@ -135,7 +135,7 @@ async fn comparison_writes_a_page_with_plots_and_leaves_no_server() {
     let page = folder.path().join("page.md");
     let output = Command::new(env!("CARGO_BIN_EXE_orlop"))
         .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .args(["bench", "compare", "--servers", "etcd,sqlite", "--groups", "put-256b,catch-up", "--rounds", "2"])
+        .args(["bench", "compare", "--servers", "etcd,sqlite", "--groups", "put-256b,get", "--rounds", "2"])
         .args(["--duration", "50ms", "--work-dir"])
         .arg(folder.path())
         .arg("--output")
@@ -144,8 +144,7 @@ async fn comparison_writes_a_page_with_plots_and_leaves_no_server() {
         .expect("orlop is built with the tests");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = std::fs::read_to_string(&page).expect("the page is written");
-    for expected in ["### Puts, 256 B", "| put, 1,024 clients, 256 B | puts/s |", "fdatasync", "### Catching up", "x**"]
-    {
+    for expected in ["### Puts, 256 B", "| put, 1,024 clients, 256 B | puts/s |", "fdatasync", "### Gets", "x**"] {
         assert!(text.contains(expected), "{expected}: {text}");
     }
     for plot in ["puts.svg", "puts-p99.svg", "times-etcd.svg"] {

@@ -220,8 +220,8 @@ mod tests {
     #[test]
     fn cells_tell_times_etcd_and_doubt() {
         let row = row(Of::PerSec("put"), Some(Aim::Times(2.0, 1.0)), [&[10.0], &[10.0, 25.0, 30.0]]);
-        assert_eq!(cell_text(&row, &row.cells[0]), "10.0");
-        assert_eq!(cell_text(&row, &row.cells[1]), "~25.0 ± 40 %, **2.50x**");
+        assert_eq!(cell_text(&row, &row.cells[0]), "10");
+        assert_eq!(cell_text(&row, &row.cells[1]), "~25 ± 40 %, **2.50x**");
         assert_eq!(
             (aim(&row, Kind::Sqlite), outcome(&row, Kind::Sqlite)),
             ("2x etcd".to_owned(), "**2.50x**".to_owned())

@@ -1,7 +1,7 @@
 //! A private Postgres cluster, with what initdb sets: every commit is synced.
 
 use std::{
-    fs, io,
+    fs,
     path::{Path, PathBuf},
     process::Stdio,
     sync::atomic::{AtomicU32, Ordering::Relaxed},
@@ -13,7 +13,10 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-use super::{Error, server::free_port};
+use super::{
+    Error,
+    server::{free_port, run},
+};
 
 /// Whom Postgres runs as where we are root, which it refuses to be.
 const USER: &str = "postgres";
@@ -36,12 +39,9 @@ impl Postgres {
             run(Command::new("chown").arg(USER).arg(folder)).await?;
         }
         let data = folder.join("data");
-        let initdb = as_user(is_root, &programs.join("initdb"))
-            .args(["--auth=trust", "--username=orlop", "--encoding=UTF8", "--locale=C", "-D"])
-            .arg(&data)
-            .output()
-            .await;
-        ended_well("initdb", initdb)?;
+        let mut initdb = as_user(is_root, &programs.join("initdb"));
+        initdb.args(["--auth=trust", "--username=orlop", "--encoding=UTF8", "--locale=C", "-D"]).arg(&data);
+        run(&mut initdb).await?;
         let port = free_port()?;
         let settings = [
             format!("port={port}"),
@@ -155,20 +155,4 @@ fn as_user(is_root: bool, program: &Path) -> Command {
     let mut command = Command::new("setpriv");
     command.arg(format!("--reuid={USER}")).arg(format!("--regid={USER}")).arg("--clear-groups").arg(program);
     command
-}
-
-/// What the program prints.
-async fn run(command: &mut Command) -> Result<String, Error> {
-    let program = command.as_std().get_program().to_string_lossy().into_owned();
-    let output = command.stdin(Stdio::null()).kill_on_drop(true).output().await;
-    ended_well(&program, output)
-}
-
-fn ended_well(program: &str, output: io::Result<std::process::Output>) -> Result<String, Error> {
-    let failed = |error: String| Error::Program { program: program.to_owned(), error };
-    let output = output.map_err(|error| failed(error.to_string()))?;
-    if !output.status.success() {
-        return Err(failed(String::from_utf8_lossy(&output.stderr).trim_end().to_owned()));
-    }
-    Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }

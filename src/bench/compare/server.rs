@@ -71,8 +71,8 @@ impl Lab {
         let mut lab = Self { folder, etcd: None, postgres: None, versions: Vec::new() };
         if compare.servers.contains(&Kind::Etcd) {
             let etcd = find_etcd(compare.etcd.as_deref())?;
-            let version = Command::new(&etcd).arg("--version").output().await?;
-            lab.versions.extend(String::from_utf8_lossy(&version.stdout).lines().next().map(str::to_owned));
+            let version = run(Command::new(&etcd).arg("--version")).await?;
+            lab.versions.extend(version.lines().next().map(|line| line.to_lowercase().replace(" version:", "")));
             lab.etcd = Some(etcd);
         }
         if compare.servers.contains(&Kind::Postgres) {
@@ -234,6 +234,18 @@ fn spawn(command: &[String], home: &Path) -> Result<Child, Error> {
     let mut process = Command::new(&command[0]);
     process.args(&command[1..]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).kill_on_drop(true);
     process.spawn().map_err(|error| Error::Program { program: command[0].clone(), error: error.to_string() })
+}
+
+/// What the program prints.
+pub async fn run(command: &mut Command) -> Result<String, Error> {
+    let program = command.as_std().get_program().to_string_lossy().into_owned();
+    let failed = |error: String| Error::Program { program: program.clone(), error };
+    let output = command.stdin(Stdio::null()).kill_on_drop(true).output().await;
+    let output = output.map_err(|error| failed(error.to_string()))?;
+    if !output.status.success() {
+        return Err(failed(String::from_utf8_lossy(&output.stderr).trim_end().to_owned()));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }
 
 /// Signals the process and waits for its end; kills it where that takes too long.

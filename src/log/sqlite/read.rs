@@ -75,7 +75,14 @@ pub(super) async fn changes(
     Ok(page.finish(None))
 }
 
-pub(super) async fn size(connection: &mut SqliteConnection) -> Result<Size> {
+/// What the file is made of.
+pub(super) struct Pages {
+    pub(super) all: i64,
+    pub(super) free: i64,
+    bytes: i64,
+}
+
+pub(super) async fn pages(connection: &mut SqliteConnection) -> Result<Pages> {
     let row = sqlx::query(
         "SELECT (SELECT page_count FROM pragma_page_count), (SELECT freelist_count FROM pragma_freelist_count), \
          (SELECT page_size FROM pragma_page_size)",
@@ -83,8 +90,12 @@ pub(super) async fn size(connection: &mut SqliteConnection) -> Result<Size> {
     .fetch_one(connection)
     .await
     .map_err(unavailable)?;
-    let (pages, free, page_size): (i64, i64, i64) = (row.int(0)?, row.int(1)?, row.int(2)?);
-    Ok(Size { total: pages * page_size, in_use: (pages - free) * page_size })
+    Ok(Pages { all: row.int(0)?, free: row.int(1)?, bytes: row.int(2)? })
+}
+
+pub(super) async fn size(connection: &mut SqliteConnection) -> Result<Size> {
+    let Pages { all, free, bytes } = pages(connection).await?;
+    Ok(Size { total: all * bytes, in_use: (all - free) * bytes })
 }
 
 /// The changes of one revision beyond the first live in `kv_log_more`; both tables are read with the same columns.

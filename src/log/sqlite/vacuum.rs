@@ -1,0 +1,106 @@
+//! Gives pages that compaction has freed back to the file system, a little at a time, once the compaction is done.
+//!
+//! Not with each step of the compaction: moving the file's last pages into free ones is as much to write again as the deletes
+//! were, while writes wait, and much of what is freed is taken by the next writes. So a part of the file stays free.
+
+use std::{sync::Arc, time::Duration};
+
+use sqlx::SqliteConnection;
+use tokio::{
+    sync::{Mutex, Notify},
+    task::JoinHandle,
+    time::{sleep, timeout},
+};
+use tracing::warn;
+
+use super::{checkpoint::Checkpointer, read};
+use crate::log::{Result, rows::unavailable};
+
+/// Pages given back while a write waits at most.
+const STEP: &str = "PRAGMA incremental_vacuum(256)";
+const STEP_PAGES: usize = 256;
+const STEP_PAUSE: Duration = Duration::from_millis(20);
+/// A compaction's next step comes sooner.
+const SETTLED: Duration = Duration::from_secs(1);
+/// Free pages that stay: so many, or a part of the file.
+const KEEP_PAGES: i64 = 256;
+const KEEP_PART: i64 = 8;
+
+pub(super) struct Vacuum {
+    shared: Arc<Shared>,
+    task: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    writer: Arc<Mutex<SqliteConnection>>,
+    checkpointer: Arc<Checkpointer>,
+    freed: Notify,
+    stop: Notify,
+}
+
+impl Vacuum {
+    pub(super) fn start(writer: Arc<Mutex<SqliteConnection>>, checkpointer: Arc<Checkpointer>) -> Self {
+        let shared = Arc::new(Shared { writer, checkpointer, freed: Notify::new(), stop: Notify::new() });
+        let task = tokio::spawn(run(Arc::clone(&shared)));
+        Self { shared, task: Mutex::new(Some(task)) }
+    }
+
+    /// Rows were deleted.
+    pub(super) fn freed(&self) {
+        self.shared.freed.notify_one();
+    }
+
+    /// One step, however many pages are free; returns how many still are.
+    pub(super) async fn step(&self) -> Result<i64> {
+        self.shared.step().await
+    }
+
+    /// Ends the task, between two steps.
+    pub(super) async fn finish(&self) {
+        self.shared.stop.notify_one();
+        if let Some(task) = self.task.lock().await.take()
+            && let Err(error) = task.await
+        {
+            warn!(%error, "vacuum task failed");
+        }
+    }
+}
+
+async fn run(shared: Arc<Shared>) {
+    let work = async {
+        loop {
+            shared.freed.notified().await;
+            while timeout(SETTLED, shared.freed.notified()).await.is_ok() {}
+            if let Err(error) = shared.shrink().await {
+                warn!(%error, "giving free pages back failed; it is tried again after the next compaction");
+            }
+        }
+    };
+    // Dropped at a pause or before a step has the writer, or between a step's statements, each of which is whole.
+    tokio::select! {
+        () = work => {}
+        () = shared.stop.notified() => {}
+    }
+}
+
+impl Shared {
+    async fn shrink(&self) -> Result<()> {
+        let pages = read::pages(&mut *self.writer.lock().await).await?;
+        let keep = KEEP_PAGES.max(pages.all / KEEP_PART);
+        let mut free = pages.free;
+        while free > keep {
+            free = self.step().await?;
+            sleep(STEP_PAUSE).await;
+        }
+        Ok(())
+    }
+
+    async fn step(&self) -> Result<i64> {
+        let mut writer = self.writer.lock().await;
+        sqlx::query(STEP).execute(&mut *writer).await.map_err(unavailable)?;
+        let free = sqlx::query_scalar("PRAGMA freelist_count").fetch_one(&mut *writer).await.map_err(unavailable)?;
+        drop(writer);
+        self.checkpointer.purged(STEP_PAGES);
+        Ok(free)
+    }
+}
