@@ -61,7 +61,7 @@ pub struct Compare {
 }
 
 /// Of each load, where --duration does not say.
-const DURATION_DEFAULT: Duration = Duration::from_millis(700);
+const DURATION_DEFAULT: Duration = Duration::from_millis(600);
 
 /// A turn below this share of the machine's usual pace is not trusted.
 const PACE_MIN: f64 = 0.85;

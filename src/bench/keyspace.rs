@@ -27,7 +27,8 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 /// Keys in one deletion: a million at once would hold up the server, and with it the end of the run.
 const KEYS_DELETED_AT_ONCE: i64 = 5_000;
 
-const LOADERS: usize = 64;
+/// Enough for servers that commit in groups to do so.
+const LOADERS: usize = 256;
 
 pub struct KeySpace {
     prefix: String,

@@ -129,12 +129,14 @@ impl Cell {
         median(&self.samples)
     }
 
-    /// From the least to the most, as a share of the median.
+    /// From the least to the most, as a share of the median; 0 of next to nothing.
     pub fn spread(&self) -> f64 {
+        if self.median() < LEAST_COMPARED {
+            return 0.0;
+        }
         let least = self.samples.iter().copied().fold(f64::INFINITY, f64::min);
         let most = self.samples.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let spread = (most - least) / self.median();
-        if spread.is_finite() { spread } else { 0.0 }
+        (most - least) / self.median()
     }
 }
 
@@ -169,7 +171,7 @@ mod tests {
         let cell = |samples: &[f64]| Cell { server: Kind::Etcd, samples: samples.to_vec() };
         assert_eq!(cell(&[9.0, 10.0, 12.0]).spread(), 0.3);
         assert_eq!(cell(&[]).spread(), 0.0);
-        assert_eq!(cell(&[0.0, 0.0]).spread(), 0.0);
+        assert_eq!(cell(&[0.001, 0.001, 3.0]).spread(), 0.0);
     }
 
     #[test]

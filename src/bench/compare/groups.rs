@@ -7,8 +7,8 @@ pub struct Group {
     /// Orlop's, beside the usual.
     pub flags: &'static [&'static str],
     pub steps: Vec<Step>,
-    /// Takes so long that it is measured once.
-    pub is_long: bool,
+    /// Takes long, or is steady enough, to be measured once.
+    pub is_measured_once: bool,
 }
 
 pub struct Step {
@@ -73,12 +73,12 @@ impl Of {
 
 impl Group {
     fn new(name: &'static str, title: impl Into<String>, steps: Vec<Step>) -> Self {
-        Self { name, title: title.into(), flags: &[], steps, is_long: false }
+        Self { name, title: title.into(), flags: &[], steps, is_measured_once: false }
     }
 
     /// How often it is measured when others are so many times.
     pub fn rounds(&self, usual: u32) -> u32 {
-        if self.is_long { 1 } else { usual }
+        if self.is_measured_once { 1 } else { usual }
     }
 }
 
@@ -192,7 +192,7 @@ fn lists() -> Vec<Group> {
     let off = &["--value-cache-bytes=0"];
     let with_cache = |name, title, flags| {
         let step = Step::bench("whole", small.clone(), vec![rate(None), p99(), memory()]);
-        Group { flags, ..Group::new(name, title, vec![step]) }
+        Group { flags, is_measured_once: true, ..Group::new(name, title, vec![step]) }
     };
     vec![
         Group::new(
@@ -225,7 +225,7 @@ fn lists() -> Vec<Group> {
         with_cache("list-tenth", "Lists, 10,000 x 1 KiB, Orlop's cache with room for a tenth", tenth),
         with_cache("list-uncached", "Lists, 10,000 x 1 KiB, Orlop's cache off", off),
         Group {
-            is_long: true,
+            is_measured_once: true,
             ..Group::new(
                 "list-large",
                 "Lists, 50,000 x 2 KiB",
@@ -276,7 +276,7 @@ fn catch_up() -> Group {
 fn idle() -> Group {
     let figures = vec![figure("CPU, % of a core", Of::Cpu), figure("memory, MiB", Of::Memory)];
     let step = Step::bench("66 connections, 60 watches", "idle --connections 66 --duration 5s", figures);
-    Group { is_long: true, ..Group::new("idle", "Nothing happens", vec![step]) }
+    Group { is_measured_once: true, ..Group::new("idle", "Nothing happens", vec![step]) }
 }
 
 /// Each step leaves its keys for the next.
@@ -319,5 +319,5 @@ fn million() -> Group {
             vec![aimed("s to the first answer", Of::Start, Aim::AtMost(3.0)), figure("memory, MiB", Of::Memory)],
         ),
     ];
-    Group { is_long: true, ..Group::new("million", "A million keys", steps) }
+    Group { is_measured_once: true, ..Group::new("million", "A million keys", steps) }
 }
