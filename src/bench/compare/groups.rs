@@ -191,7 +191,7 @@ fn lists() -> Vec<Group> {
     let tenth = &["--value-cache-bytes=1048576"];
     let off = &["--value-cache-bytes=0"];
     let with_cache = |name, title, flags| {
-        let step = Step::bench("whole", small.clone(), vec![rate(None), p99(), memory()]);
+        let step = Step::bench("list, whole", small.clone(), vec![rate(None), p99(), memory()]);
         Group { flags, is_measured_once: true, ..Group::new(name, title, vec![step]) }
     };
     vec![
@@ -200,23 +200,23 @@ fn lists() -> Vec<Group> {
             "Lists, 10,000 x 1 KiB",
             vec![
                 Step::bench(
-                    "whole",
+                    "list, whole",
                     format!("{small} --keep"),
                     vec![rate(Some(Aim::Times(3.0, 3.0))), p99(), memory()],
                 ),
                 Step::bench(
-                    "in pages of 500",
+                    "list, in pages of 500",
                     format!("{small} --existing --keep --page 500"),
                     vec![rate(None), p99()],
                 ),
                 Step::restart("", Vec::new()),
                 Step::bench(
-                    "first after a start",
+                    "list, first after a start",
                     format!("{small} --existing --keep --total 1 --warmup 0s"),
                     vec![one()],
                 ),
                 Step::bench(
-                    "at an old revision",
+                    "list, at an old revision",
                     format!("{small} --existing --old-revision"),
                     vec![rate(None), p99()],
                 ),
@@ -230,14 +230,14 @@ fn lists() -> Vec<Group> {
                 "list-large",
                 "Lists, 50,000 x 2 KiB",
                 vec![
-                    Step::bench("whole", format!("{large} --keep"), vec![rate(None), p99(), memory()]),
+                    Step::bench("list, whole", format!("{large} --keep"), vec![rate(None), p99(), memory()]),
                     Step::bench(
-                        "in pages of 500",
+                        "list, in pages of 500",
                         format!("{large} --existing --keep --page 500"),
                         vec![rate(None), p99()],
                     ),
                     Step::bench(
-                        "at an old revision",
+                        "list, at an old revision",
                         format!("{large} --existing --old-revision"),
                         vec![rate(None), p99()],
                     ),
@@ -269,7 +269,7 @@ fn fan_out() -> Group {
 fn catch_up() -> Group {
     let figures =
         vec![aimed("events/s", Of::Fact("events_per_sec"), Aim::Times(2.0, 2.0)), figure("memory, MiB", Of::Memory)];
-    let step = Step::bench("100,000 revisions, 256 B", "catch-up --total 1 --warmup 0s", figures);
+    let step = Step::bench("catching up with 100,000 revisions", "catch-up --total 1 --warmup 0s", figures);
     Group::new("catch-up", "Catching up", vec![step])
 }
 

@@ -2,16 +2,19 @@
 
 use std::path::Path;
 
-use plotters::{coord::types::RangedCoordf64, prelude::*};
+use plotters::{coord::CoordTranslate, prelude::*};
 
 use super::{
     Error,
     figures::{Figures, Row, Table},
     groups::Of,
+    page,
     server::Kind,
 };
 
 const SIZE: (u32, u32) = (760, 380);
+/// Room for half of the last label of an axis.
+const RIGHT_MARGIN: u32 = 40;
 
 /// What etcd and the two Orlops are drawn in: told apart by those who see no red and green, on white and on dark pages.
 fn color(server: Kind) -> RGBColor {
@@ -57,6 +60,7 @@ fn by_clients(table: &Table, of: Of, file: &Path, title: &str, unit: &str) -> Re
     let mut chart = ChartBuilder::on(&root)
         .caption(title, ("sans-serif", 18))
         .margin(12)
+        .margin_right(RIGHT_MARGIN)
         .x_label_area_size(32)
         .y_label_area_size(72)
         .build_cartesian_2d(0.0..rows.len().saturating_sub(1).max(1) as f64, 0.0..most * 1.1)
@@ -64,6 +68,8 @@ fn by_clients(table: &Table, of: Of, file: &Path, title: &str, unit: &str) -> Re
     chart
         .configure_mesh()
         .disable_x_mesh()
+        .light_line_style(TRANSPARENT)
+        .y_label_formatter(&|figure| page::number(*figure))
         .x_labels(rows.len())
         .x_label_formatter(&|at| name_at(&clients, at.round()))
         .y_desc(unit)
@@ -79,50 +85,57 @@ fn by_clients(table: &Table, of: Of, file: &Path, title: &str, unit: &str) -> Re
         debug_assert!(number < 3, "each server has a colour");
         key.label(server.name()).legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
     }
-    legend(&mut chart)?;
+    legend(&mut chart, SeriesLabelPosition::UpperLeft)?;
     root.present().map_err(failed)
 }
 
-/// Two bars a load, and a line at etcd.
+/// Two bars a load, which begin at etcd. Some are twice as much and some fifty times, so the axis is logarithmic.
 fn times_etcd(rows: &[&Row], file: &Path) -> Result<(), Error> {
     let orlops = [Kind::Sqlite, Kind::Postgres];
-    let most =
-        rows.iter().flat_map(|row| orlops.map(|server| row.times_etcd(server).unwrap_or(0.0))).fold(1.0, f64::max);
-    let mut names: Vec<&str> = rows.iter().map(|row| row.load.as_str()).collect();
-    let height = 90 + 34 * rows.len() as u32;
-    let root = SVGBackend::new(file, (SIZE.0, height)).into_drawing_area();
+    let times = |row: &Row| orlops.map(|server| row.times_etcd(server).unwrap_or(1.0));
+    let least = rows.iter().flat_map(|row| times(row)).fold(0.8, f64::min);
+    let most = rows.iter().flat_map(|row| times(row)).fold(1.0, f64::max);
+    // From the top down, on an axis that goes up.
+    let names: Vec<&str> = rows.iter().rev().map(|row| row.load.as_str()).collect();
+    let root = SVGBackend::new(file, (SIZE.0, 90 + 34 * rows.len() as u32)).into_drawing_area();
     root.fill(&WHITE).map_err(failed)?;
     let mut chart = ChartBuilder::on(&root)
         .caption("Times as much as etcd", ("sans-serif", 18))
         .margin(12)
+        .margin_right(RIGHT_MARGIN)
         .x_label_area_size(24)
-        .y_label_area_size(270)
-        .build_cartesian_2d(0.0..most * 1.05, 0.0..rows.len() as f64)
+        .y_label_area_size(290)
+        .build_cartesian_2d((least * 0.9..most * 1.1).log_scale(), -0.5..rows.len() as f64 - 0.5)
         .map_err(failed)?;
-    // From the top down, on an axis that goes up.
-    names.reverse();
     chart
         .configure_mesh()
         .disable_y_mesh()
-        .y_labels(rows.len())
-        .y_label_formatter(&|at| name_at(&names, at.floor()))
+        .light_line_style(TRANSPARENT)
+        .y_labels(rows.len() + 1)
+        .y_label_formatter(&|at| name_at(&names, *at))
+        .x_label_formatter(&|times| if is_round(*times) { page::number(*times) } else { String::new() })
         .draw()
         .map_err(failed)?;
     for (number, server) in orlops.into_iter().enumerate() {
-        let bar = |(at, row): (usize, &&Row)| {
-            let top = (rows.len() - at) as f64 - 0.15 - 0.35 * number as f64;
-            let times = row.times_etcd(server)?;
-            Some(Rectangle::new([(0.0, top - 0.33), (times, top)], color(server).filled()))
+        let bar = |(row, at): (&&Row, u32)| {
+            let top = f64::from(at) + 0.36 - 0.37 * number as f64;
+            Some(Rectangle::new([(1.0, top - 0.34), (row.times_etcd(server)?, top)], color(server).filled()))
         };
-        let bars: Vec<_> = rows.iter().enumerate().filter_map(bar).collect();
+        let bars: Vec<_> = rows.iter().rev().zip(0_u32..).filter_map(bar).collect();
         let key = chart.draw_series(bars).map_err(failed)?;
         let fill = color(server).filled();
         key.label(server.name()).legend(move |(x, y)| Rectangle::new([(x, y - 4), (x + 18, y + 4)], fill));
     }
-    let etcd = [(1.0, 0.0), (1.0, rows.len() as f64)];
+    let etcd = [(1.0, -0.5), (1.0, rows.len() as f64 - 0.5)];
     chart.draw_series(LineSeries::new(etcd, BLACK.stroke_width(1))).map_err(failed)?;
-    legend(&mut chart)?;
+    legend(&mut chart, SeriesLabelPosition::UpperRight)?;
     root.present().map_err(failed)
+}
+
+/// Whether it is 1, 2 or 5 times a power of ten: more labels do not fit on a logarithmic axis.
+fn is_round(number: f64) -> bool {
+    let leading = number / 10_f64.powf(number.log10().floor());
+    [1.0, 2.0, 5.0].iter().any(|round| (leading - round).abs() < 1e-9)
 }
 
 fn name_at(names: &[&str], at: f64) -> String {
@@ -130,11 +143,12 @@ fn name_at(names: &[&str], at: f64) -> String {
     found.map_or_else(String::new, |(name, _)| (*name).to_owned())
 }
 
-type Plane = Cartesian2d<RangedCoordf64, RangedCoordf64>;
-
-fn legend<'a>(chart: &mut ChartContext<'a, SVGBackend<'a>, Plane>) -> Result<(), Error> {
-    let labels = chart.configure_series_labels().position(SeriesLabelPosition::LowerRight).border_style(BLACK).draw();
-    labels.map_err(failed)
+fn legend<'a, C: CoordTranslate>(
+    chart: &mut ChartContext<'a, SVGBackend<'a>, C>,
+    at: SeriesLabelPosition,
+) -> Result<(), Error> {
+    let style = chart.configure_series_labels().position(at).border_style(BLACK).background_style(WHITE).draw();
+    style.map_err(failed)
 }
 
 fn failed(error: impl std::error::Error) -> Error {
