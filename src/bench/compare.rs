@@ -114,12 +114,13 @@ impl Compare {
         for round in 1..=group.rounds(self.rounds) {
             for kind in &self.servers {
                 let began = Instant::now();
-                turns.push((*kind, turn::take(lab, *kind, group, duration).await?));
+                let sample = turn::take(lab, *kind, group, duration).await?;
+                figures.pace.push(sample.pace);
+                turns.push((*kind, sample));
                 eprintln!("{}, round {round}, {}: {:.1} s", group.name, kind.name(), began.elapsed().as_secs_f64());
             }
         }
         for (kind, samples) in &mut turns {
-            figures.pace.push(samples.pace);
             for _ in 0..RETRIES {
                 if samples.pace >= figures.usual_pace() * PACE_MIN {
                     break;

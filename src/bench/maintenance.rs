@@ -66,7 +66,7 @@ impl Maintenance {
         let run = Run::begin(Limits { total: None, duration: Some(STEP_MAX), warmup: Duration::ZERO });
         let working = async {
             let outcome = tokio::select! {
-                outcome = timeout(STEP_MAX, work) => outcome.unwrap_or(Ok(())),
+                outcome = timeout(STEP_MAX, work) => outcome.unwrap_or_else(|_| Err(late(bench))),
                 () = bench.interrupt.wait() => Err(Error::Interrupted),
             };
             run.stop();
@@ -76,6 +76,11 @@ impl Maintenance {
         let (took, ()) = tokio::join!(working, run.drive(putters, &bench.interrupt));
         Ok(Phase { puts: run.take(), took: took? })
     }
+}
+
+fn late(bench: &Bench) -> Error {
+    let error = format!("not done after {STEP_MAX:?}");
+    Error::Step { step: "compacting or defragmenting", endpoint: bench.pool.endpoints(), error }
 }
 
 async fn wait(duration: Duration) -> Result<(), Error> {
