@@ -98,14 +98,15 @@ impl PostgresLog {
             name: settings.name,
             client_urls: settings.client_urls,
         };
+        let run = (RandomState::new().hash_one(0) >> 1).cast_signed();
         Ok(Self {
-            appender: Appender::new(connection),
+            appender: Appender::new(connection, run),
             asker: Lane::default(),
             listener: Listener::start(database.clone(), channel),
             database,
             poll_interval: settings.poll_interval,
             member,
-            run: (RandomState::new().hash_one(0) >> 1).cast_signed(),
+            run,
             has_beaten: AtomicBool::new(false),
             free_bytes: AtomicI64::new(0),
         })

@@ -62,14 +62,13 @@ where
 
 /// The pair of a put, from its `id, sub, key, value, lease, version, create_revision`.
 pub(super) fn pair(row: &impl LogRow) -> Result<(RowId, EncodedKv)> {
-    let id = row_id(row, 0)?;
+    let id = row_id(row.int(0)?, row.int(1)?)?;
     let version = Version { row: id, create_revision: Revision(row.int(6)?), version: row.int(5)? };
     Ok((id, EncodedKv::new(row.slice(2)?, version, row.slice(3)?, LeaseId::from_wire(row.int(4)?))))
 }
 
-/// From `id, sub`, of which the first is the column `at`.
-fn row_id(row: &impl LogRow, at: usize) -> Result<RowId> {
-    let (id, sub) = (row.int(at)?, row.int(at + 1)?);
+/// From the columns `id` and `sub`.
+pub(super) fn row_id(id: i64, sub: i64) -> Result<RowId> {
     let sub = u32::try_from(sub).map_err(|_| Error::Corrupt(format!("row {id} has the sub {sub}")))?;
     Ok(RowId::new(Revision(id), sub))
 }
@@ -78,7 +77,7 @@ impl RowColumns {
     /// Reads the columns from the one at `at` on.
     pub(super) fn read(row: &impl LogRow, at: usize) -> Result<Self> {
         Ok(Self {
-            row: row_id(row, at)?,
+            row: row_id(row.int(at)?, row.int(at + 1)?)?,
             key: row.bytes(at + 2)?,
             value: row.bytes(at + 3)?,
             lease: row.int(at + 4)?,

@@ -15,6 +15,7 @@ mod lock;
 mod read;
 mod vacuum;
 mod view;
+mod wal;
 
 use std::{path::Path, sync::Arc, time::Duration};
 
@@ -41,8 +42,6 @@ use crate::{
 
 /// Readers beyond this wait for one another.
 const READERS_MAX: u32 = 4;
-/// Bytes that the WAL's file keeps when it is written from its start again; one large transaction may make it longer.
-const WAL_FILE_BYTES_MAX: &str = "67108864";
 
 /// See the module's page.
 pub struct SqliteLog {
@@ -75,6 +74,9 @@ impl SqliteLog {
             .run(&mut writer)
             .await
             .map_err(|error| Error::Open(format!("cannot migrate database {name}: {error}")))?;
+        if let Err(error) = wal::lengthen(file) {
+            warn!(%error, database = %name, "the WAL cannot be given its full length; writes are slower while it grows");
+        }
         let read_only = options.clone().pragma("query_only", "ON");
         let readers = SqlitePoolOptions::new()
             .max_connections(READERS_MAX)
@@ -103,11 +105,17 @@ impl SqliteLog {
             .synchronous(SqliteSynchronous::Full)
             .busy_timeout(Duration::from_secs(5))
             .pragma("wal_autocheckpoint", "0")
-            .pragma("journal_size_limit", WAL_FILE_BYTES_MAX)
+            .pragma("journal_size_limit", wal::FILE_BYTES_MAX)
             .pragma("temp_store", "MEMORY")
             .pragma("cache_size", "-8192")
             .disable_statement_logging()
     }
+}
+
+/// Whether an error is this of SQLite's primary result codes; the upper bits say more of what was found.
+fn has_code(error: &sqlx::Error, primary: i32) -> bool {
+    let code = error.as_database_error().and_then(|error| error.code()?.parse::<i32>().ok());
+    code.is_some_and(|code| code & 0xff == primary)
 }
 
 /// Makes the folder of a database file and keeps others out of the file.

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use orlop::proto::client::etcdserverpb::{
     CompactionRequest, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, StatusRequest, TxnRequest,
-    request_op::Request,
+    range_request, request_op::Request,
 };
 
 use sqlx::{Connection as _, PgConnection};
@@ -136,6 +136,36 @@ fn memory_kib(server: &Server) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("Linux tells of processes");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("it has a size");
     line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
+}
+
+/// Rows are read many at a time, and SQLite holds no value above a billion bytes. Sorted by value, all are read and one is
+/// sent.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn more_than_sqlite_can_give_at_once_is_read() {
+    if std::env::var_os("CI").is_none() && std::env::var_os("ORLOP_SLOW_TESTS").is_none() {
+        println!("skipped: no ORLOP_SLOW_TESTS, and this writes a gigabyte");
+        return;
+    }
+    const KEYS: u8 = 70;
+    const VALUE_BYTES: usize = 15_000_000;
+    let flags = ["--value-cache-bytes=0", "--max-request-bytes=16000000"];
+    let server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite needs nothing");
+    let mut client = Client::connect(server.endpoint()).await;
+    for n in 0..KEYS {
+        let value = vec![KEYS - n; VALUE_BYTES].into();
+        client.kv.put(PutRequest { key: vec![n].into(), value, ..Default::default() }).await.expect("a put");
+    }
+    let smallest = RangeRequest {
+        key: "\0".into(),
+        range_end: "\0".into(),
+        limit: 1,
+        sort_order: range_request::SortOrder::Ascend.into(),
+        sort_target: range_request::SortTarget::Value.into(),
+        ..Default::default()
+    };
+    let answer = client.kv.range(smallest).await.expect("a range").into_inner();
+    assert_eq!((answer.count, answer.kvs.len()), (i64::from(KEYS), 1));
+    assert_eq!((&*answer.kvs[0].key, answer.kvs[0].value.len()), (&[KEYS - 1][..], VALUE_BYTES));
 }
 
 on_both_backends!(large_store_is_read_in_pages_and_shrinks_after_compaction,);

@@ -179,72 +179,44 @@ fn gets() -> Group {
     Group::new("get", "Gets, 256 B", steps)
 }
 
+/// A tenth: room in the cache for that much of the data.
 fn lists() -> Vec<Group> {
-    let rate = |aim| Figure { unit: "lists/s", of: Of::PerSec("range"), aim };
-    let p99 = || figure("p99, ms", Of::P99("range"));
-    let one = || figure("ms", Of::P50("range"));
-    let memory = || figure("memory, MiB", Of::Memory);
-    let sized = |keys: u32, bytes: u32| format!("range --keys {keys} --value-size {bytes}");
-    let small = sized(10_000, 1_024);
-    let large = sized(50_000, 2_048);
-    // Room for a tenth of 10,000 x 1 KiB.
-    let tenth = &["--value-cache-bytes=1048576"];
-    let off = &["--value-cache-bytes=0"];
-    let with_cache = |name, title, flags| {
-        let step = Step::bench("list, whole", small.clone(), vec![rate(None), p99(), memory()]);
-        Group { flags, is_measured_once: true, ..Group::new(name, title, vec![step]) }
+    const SMALL: &str = "range --keys 10000 --value-size 1024";
+    const LARGE: &str = "range --keys 50000 --value-size 2048";
+    let once = |group| Group { is_measured_once: true, ..group };
+    let with_cache = |name, title, load, flags| {
+        let figures = vec![lists_per_sec(None), figure("p99, ms", Of::P99("range")), figure("memory, MiB", Of::Memory)];
+        Group { flags, ..once(Group::new(name, title, vec![Step::bench("list, whole", load, figures)])) }
     };
+    let (small, large) = ("Lists, 10,000 x 1 KiB", "Lists, 50,000 x 2 KiB");
+    let (tenth, off) = ("Orlop's cache with room for a tenth", "Orlop's cache off");
     vec![
-        Group::new(
-            "list",
-            "Lists, 10,000 x 1 KiB",
-            vec![
-                Step::bench(
-                    "list, whole",
-                    format!("{small} --keep"),
-                    vec![rate(Some(Aim::Times(3.0, 3.0))), p99(), memory()],
-                ),
-                Step::bench(
-                    "list, in pages of 500",
-                    format!("{small} --existing --keep --page 500"),
-                    vec![rate(None), p99()],
-                ),
-                Step::restart("", Vec::new()),
-                Step::bench(
-                    "list, first after a start",
-                    format!("{small} --existing --keep --total 1 --warmup 0s"),
-                    vec![one()],
-                ),
-                Step::bench(
-                    "list, at an old revision",
-                    format!("{small} --existing --old-revision"),
-                    vec![rate(None), p99()],
-                ),
-            ],
-        ),
-        with_cache("list-tenth", "Lists, 10,000 x 1 KiB, Orlop's cache with room for a tenth", tenth),
-        with_cache("list-uncached", "Lists, 10,000 x 1 KiB, Orlop's cache off", off),
-        Group {
-            is_measured_once: true,
-            ..Group::new(
-                "list-large",
-                "Lists, 50,000 x 2 KiB",
-                vec![
-                    Step::bench("list, whole", format!("{large} --keep"), vec![rate(None), p99(), memory()]),
-                    Step::bench(
-                        "list, in pages of 500",
-                        format!("{large} --existing --keep --page 500"),
-                        vec![rate(None), p99()],
-                    ),
-                    Step::bench(
-                        "list, at an old revision",
-                        format!("{large} --existing --old-revision"),
-                        vec![rate(None), p99()],
-                    ),
-                ],
-            )
-        },
+        list("list", small, SMALL, Some(Aim::Times(3.0, 3.0))),
+        with_cache("list-tenth", format!("{small}, {tenth}"), SMALL, &["--value-cache-bytes=1048576"]),
+        with_cache("list-uncached", format!("{small}, {off}"), SMALL, &["--value-cache-bytes=0"]),
+        once(list("list-large", large, LARGE, None)),
+        with_cache("list-large-tenth", format!("{large}, {tenth}"), LARGE, &["--value-cache-bytes=10485760"]),
+        with_cache("list-large-uncached", format!("{large}, {off}"), LARGE, &["--value-cache-bytes=0"]),
     ]
+}
+
+/// Each step leaves its keys for the next.
+fn list(name: &'static str, title: &str, load: &str, aim: Option<Aim>) -> Group {
+    let p99 = || figure("p99, ms", Of::P99("range"));
+    let again = |title, flags: &str, figures| Step::bench(title, format!("{load} --existing --keep {flags}"), figures);
+    let whole = vec![lists_per_sec(aim), p99(), figure("memory, MiB", Of::Memory)];
+    let steps = vec![
+        Step::bench("list, whole", format!("{load} --keep"), whole),
+        again("list, in pages of 500", "--page 500", vec![lists_per_sec(None), p99()]),
+        Step::restart("", Vec::new()),
+        again("list, first after a start", "--total 1 --warmup 0s", vec![figure("ms", Of::P50("range"))]),
+        again("list, at an old revision", "--old-revision", vec![lists_per_sec(None), p99()]),
+    ];
+    Group::new(name, title, steps)
+}
+
+fn lists_per_sec(aim: Option<Aim>) -> Figure {
+    Figure { unit: "lists/s", of: Of::PerSec("range"), aim }
 }
 
 fn fan_out() -> Group {

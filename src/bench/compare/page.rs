@@ -81,8 +81,12 @@ fn trust(figures: &Figures) -> String {
         0 => "none was left in doubt".to_owned(),
         noisy => format!("{noisy} stayed in doubt"),
     };
+    let rounds = match rounds {
+        1 => "One round".to_owned(),
+        rounds => format!("Medians of {rounds} rounds where nothing else is said"),
+    };
     format!(
-        "Medians of {rounds} rounds where nothing else is said; ± is half the distance from the worst round to the best, \
+        "{rounds}; ± is half the distance from the worst round to the best, \
          ~ marks a figure whose rounds lie more than {:.0} % apart. Bold: times as good as etcd. The machine itself was timed \
          around each of {turns} turns, with {least:.0} to {most:.0} MiB of SHA-256 a second; {} turns were taken again as it \
          was slow, {doubt}.\n",

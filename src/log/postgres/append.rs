@@ -16,8 +16,8 @@ use crate::{
 };
 
 const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, \
-    $19, $20, $21, $22, $23, $24)";
-const ALARM: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5)";
+    $19, $20, $21, $22, $23, $24, $25)";
+const ALARM: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
 const PURGE: &str = "SELECT orlop_purge($1, $2, $3, $4, $5)";
 
 /// A batch has fewer rows than this, but for a delete of many keys, whose statement takes hundreds of megabytes that the
@@ -27,6 +27,8 @@ const ROWS_USUAL: usize = 4_096;
 /// The connection that appends.
 pub(super) struct Appender {
     state: Mutex<State>,
+    /// This start of this instance, which need not be told of what it appends.
+    run: i64,
 }
 
 struct State {
@@ -47,8 +49,8 @@ impl State {
 }
 
 impl Appender {
-    pub(super) fn new(connection: PgConnection) -> Self {
-        Self { state: Mutex::new(State { connection: Some(connection), has_turn: false }) }
+    pub(super) fn new(connection: PgConnection, run: i64) -> Self {
+        Self { state: Mutex::new(State { connection: Some(connection), has_turn: false }), run }
     }
 
     /// As [`crate::log::SharedLog::take_turn`].
@@ -74,7 +76,7 @@ impl Appender {
             // Nothing but a turn to give back.
             Appended::Done
         } else {
-            match bounded(call(&mut connection, append)).await {
+            match bounded(call(&mut connection, append, self.run)).await {
                 Ok(true) => Appended::Done,
                 Ok(false) => Appended::Conflict,
                 // Without the commit nothing is written.
@@ -155,12 +157,12 @@ impl<'a> Columns<'a> {
     }
 }
 
-async fn call(connection: &mut PgConnection, append: Append<'_>) -> sqlx::Result<bool> {
+async fn call(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sqlx::Result<bool> {
     if let Some(change) = append.alarm {
         let (name, value) = change.fact();
         let expected = append.expected;
         let query = sqlx::query_scalar(ALARM).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
-        return query.bind(name).bind(value).fetch_one(connection).await;
+        return query.bind(name).bind(value).bind(run).fetch_one(connection).await;
     }
     let mut first = Columns::with_capacity(append.changes.len());
     let mut more = Columns::default();
@@ -185,6 +187,7 @@ async fn call(connection: &mut PgConnection, append: Append<'_>) -> sqlx::Result
         .bind(revokes)
         .bind(expires)
         .bind(append.compact.map(|revision| revision.0))
+        .bind(run)
         .fetch_one(connection)
         .await
 }

@@ -1,4 +1,5 @@
-//! Hears of appends by LISTEN. What is not heard is found by looking, so that a lost notification costs time and no event.
+//! Hears of others' appends by LISTEN. What is not heard is found by looking, so that a lost notification costs time and no
+//! event.
 
 use std::time::Duration;
 

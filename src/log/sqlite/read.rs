@@ -1,18 +1,24 @@
 //! Reading rows.
 
 use futures_util::TryStreamExt as _;
-use sqlx::SqliteConnection;
+use sqlx::{SqliteConnection, sqlite::SqliteRow};
 
+use super::has_code;
 use crate::{
     log::{
-        Meta, Page, Result, Size, Visit, WithPrev,
+        Error, Meta, Page, Result, Size, Visit, WithPrev,
         rows::{
             self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow,
-            REPLAY_ROWS, RowColumns, SqlRange, VALUES_ROWS_MAX, merge, unavailable,
+            REPLAY_ROWS, RowColumns, SqlRange, merge, unavailable,
         },
     },
-    types::{Change, EncodedKv, KeyRange, Revision, RowId},
+    types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId, Version},
 };
+
+/// Rows of [`values`] in one statement.
+const VALUES_ROWS: usize = 256;
+/// What a statement would return is longer than SQLite lets a value be.
+const SQLITE_TOOBIG: i32 = 18;
 
 /// As [`crate::log::History::meta`].
 pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
@@ -38,24 +44,66 @@ pub(super) async fn replay(connection: &mut SqliteConnection, visit: &mut Visit<
 
 /// As [`crate::log::Log::values`].
 pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
-    const FIRST: &str = "SELECT id, 0, key, value, lease, version, create_revision \
-        FROM kv_log WHERE id IN (SELECT value FROM json_each(?)) AND deleted = 0";
-    const MORE: &str = "SELECT id, sub, key, value, lease, version, create_revision \
-        FROM kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?)) AND deleted = 0";
     let mut found = Vec::with_capacity(rows.len());
-    for chunk in rows.chunks(VALUES_ROWS_MAX) {
-        let (first, more): (Vec<RowId>, Vec<RowId>) = chunk.iter().partition(|row| row.sub == 0);
-        let first = json_list(first.iter().map(|row| row.revision.0.to_string()));
-        let more = json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)));
-        for (sql, list) in [(FIRST, first), (MORE, more)] {
-            let Some(list) = list else { continue };
-            let mut rows = sqlx::query(sql).bind(list).fetch(&mut *connection);
-            while let Some(row) = rows.try_next().await.map_err(unavailable)? {
-                found.push(rows::pair(&row)?);
+    let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
+    for (table, rows) in [(Table::First, first), (Table::More, more)] {
+        let mut parts: Vec<&[RowId]> = rows.chunks(VALUES_ROWS).rev().collect();
+        while let Some(part) = parts.pop() {
+            match packed(&mut *connection, table, part).await {
+                Ok(row) => unpack(&row, &mut found)?,
+                Err(error) if part.len() > 1 && has_code(&error, SQLITE_TOOBIG) => {
+                    let (front, back) = part.split_at(part.len() / 2);
+                    parts.extend([back, front]);
+                }
+                Err(error) => return Err(unavailable(error)),
             }
         }
     }
     Ok(found)
+}
+
+/// Rows in one row: each that the query gives alone costs two switches between SQLite's thread and the caller's. Their
+/// numbers as text; keys and values one behind the other.
+async fn packed(connection: &mut SqliteConnection, table: Table, rows: &[RowId]) -> sqlx::Result<SqliteRow> {
+    macro_rules! packed_sql {
+        ($sub:literal, $from:literal) => {
+            concat!(
+                "SELECT group_concat(format('%d %d %d %d %d %d %d', id, ",
+                $sub,
+                ", lease, version, create_revision, length(key), coalesce(length(value), 0)), ' '), \
+                 CAST(group_concat(key, '') AS BLOB), CAST(group_concat(value, '') AS BLOB) FROM ",
+                $from,
+                " AND deleted = 0"
+            )
+        };
+    }
+    const FIRST: &str = packed_sql!("0", "kv_log WHERE id IN (SELECT value FROM json_each(?))");
+    const MORE: &str =
+        packed_sql!("sub", "kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?))");
+    let (sql, list) = match table {
+        Table::First => (FIRST, json_list(rows.iter().map(|row| row.revision.0.to_string()))),
+        Table::More => (MORE, json_list(rows.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)))),
+    };
+    sqlx::query(sql).bind(list).fetch_one(connection).await
+}
+
+/// The pairs of a row that [`packed`] gave.
+fn unpack(row: &SqliteRow, found: &mut Vec<(RowId, EncodedKv)>) -> Result<()> {
+    let corrupt = || Error::Corrupt("rows read together do not come apart again".to_owned());
+    let (mut keys, mut values) = (row.slice(1)?, row.slice(2)?);
+    let numbers = std::str::from_utf8(row.slice(0)?).map_err(|_| corrupt())?;
+    let mut numbers = numbers.split_ascii_whitespace().map(|number| number.parse::<i64>().map_err(|_| corrupt()));
+    while let Some(id) = numbers.next() {
+        let mut number = || numbers.next().unwrap_or_else(|| Err(corrupt()));
+        let row = rows::row_id(id?, number()?)?;
+        let (lease, version, create_revision) = (number()?, number()?, Revision(number()?));
+        let mut len = || usize::try_from(number()?).map_err(|_| corrupt());
+        let key = keys.split_off(..len()?).ok_or_else(corrupt)?;
+        let value = values.split_off(..len()?).ok_or_else(corrupt)?;
+        let version = Version { row, create_revision, version };
+        found.push((row, EncodedKv::new(key, version, value, LeaseId::from_wire(lease))));
+    }
+    if keys.is_empty() && values.is_empty() { Ok(()) } else { Err(corrupt()) }
 }
 
 /// As [`crate::log::History::changes`].

@@ -17,9 +17,9 @@ use super::{checkpoint::Checkpointer, read};
 use crate::log::{Result, rows::unavailable};
 
 /// Pages given back while a write waits at most.
-const STEP: &str = "PRAGMA incremental_vacuum(256)";
-const STEP_PAGES: usize = 256;
-const STEP_PAUSE: Duration = Duration::from_millis(20);
+const STEP: &str = "PRAGMA incremental_vacuum(64)";
+const STEP_PAGES: usize = 64;
+const STEP_PAUSE: Duration = Duration::from_millis(5);
 /// A compaction's next step comes sooner.
 const SETTLED: Duration = Duration::from_secs(1);
 /// Free pages that stay: so many, or a part of the file.

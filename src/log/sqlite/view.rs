@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::Mutex;
 
-use super::{load::with_suffix, read};
+use super::{has_code, load::with_suffix, read};
 use crate::{
     log::{
         Error, History, Meta, Page, Result, Visit, WithPrev,
@@ -108,9 +108,7 @@ pub(super) fn unreadable(error: sqlx::Error) -> Error {
 
 fn is_damage(error: &sqlx::Error) -> bool {
     const SQLITE_CORRUPT: i32 = 11;
-    let code = error.as_database_error().and_then(|error| error.code()?.parse::<i32>().ok());
-    // The upper bits say more of what was found.
-    code.is_some_and(|code| code & 0xff == SQLITE_CORRUPT)
+    has_code(error, SQLITE_CORRUPT)
 }
 
 #[async_trait]
