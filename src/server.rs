@@ -1,9 +1,14 @@
 //! The composition root: opens the log and the store, binds the listeners, serves, drains. The only module that knows all
 //! the others.
 
-use std::{fmt, io::Write as _, sync::Arc, time::Duration};
+use std::{fmt, io::Write as _, sync::Arc, thread::available_parallelism, time::Duration};
 
-use tokio::{sync::watch, task::JoinSet, time::timeout};
+use tokio::{
+    runtime::{Handle, RuntimeFlavor},
+    sync::watch,
+    task::JoinSet,
+    time::timeout,
+};
 use tracing::{info, warn};
 
 use crate::{
@@ -161,6 +166,9 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
             Retention::Revisions(revisions) => AutoCompaction::Revision(revisions),
         }),
         compaction: Pace { rows: settings.compaction_batch_limit, pause: settings.compaction_sleep_interval.0 },
+        // Threads of a larger runtime would wake one another.
+        stays_awake: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
+            && available_parallelism().is_ok_and(|cores| cores.get() > 1),
     };
     let log: Arc<dyn Log> = match settings.datastore().map_err(Error)? {
         Datastore::Sqlite(file) => Arc::new(SqliteLog::open(&file).await.map_err(|error| Error(error.to_string()))?),

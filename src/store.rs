@@ -34,6 +34,7 @@ mod state;
 mod timing;
 pub(crate) mod txn;
 pub(crate) mod values;
+mod wakeful;
 mod writer;
 
 use std::{

@@ -19,13 +19,13 @@ pub(super) const VALUES_ROWS_MAX: usize = 2_000;
 /// A row's columns, `id, sub, key, value, lease, version, create_revision, prev_revision, deleted` (0 or 1).
 pub(super) struct RowColumns {
     pub(super) row: RowId,
-    key: Vec<u8>,
-    value: Vec<u8>,
-    lease: i64,
-    version: i64,
-    create_revision: i64,
-    prev_revision: i64,
-    deleted: bool,
+    pub(super) key: Vec<u8>,
+    pub(super) value: Vec<u8>,
+    pub(super) lease: i64,
+    pub(super) version: i64,
+    pub(super) create_revision: i64,
+    pub(super) prev_revision: i64,
+    pub(super) deleted: bool,
 }
 
 /// A row that can be read whichever database it comes from.

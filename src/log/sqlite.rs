@@ -12,6 +12,7 @@ mod checkpoint;
 mod inspect;
 mod load;
 mod lock;
+mod packed;
 mod read;
 mod vacuum;
 mod view;

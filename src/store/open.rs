@@ -24,6 +24,7 @@ use super::{
     space::{self, Space},
     timing::Patience,
     values::ValueCache,
+    wakeful::Wakeful,
     writer::Writer,
 };
 use crate::{
@@ -52,6 +53,9 @@ pub struct Settings {
     pub quota_bytes: i64,
     pub auto_compaction: Option<AutoCompaction>,
     pub compaction: Pace,
+    /// Whether the writer stays awake over the commit of a lone client, for which there must be a core beside the one on which
+    /// everything else runs.
+    pub stays_awake: bool,
 }
 
 impl Default for Settings {
@@ -66,6 +70,7 @@ impl Default for Settings {
             quota_bytes: 0,
             auto_compaction: None,
             compaction: Pace::default(),
+            stays_awake: false,
         }
     }
 }
@@ -105,7 +110,7 @@ impl Store {
         });
         shared.space.take_in(&meta);
         shared.fill_tail().await?;
-        let (writer, queue) = Writer::new(Arc::clone(&shared), settings.patience);
+        let (writer, queue) = Writer::new(Arc::clone(&shared), settings.patience, Wakeful::new(settings.stays_awake));
         let mut tasks = vec![
             tokio::spawn(writer.run()),
             tokio::spawn(compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),

@@ -39,6 +39,7 @@ use super::{
     request::{DeleteRequest, DeleteResponse, Op, PutRequest, PutResponse, PutValue, TxnRequest, TxnResponse},
     timing::{Laps, Patience, Times, Timing},
     txn::{Evaluation, Fetched, Stop},
+    wakeful::Wakeful,
 };
 use crate::{
     log::{self, AlarmChange, Append, Appended, Position},
@@ -207,6 +208,7 @@ pub(super) struct Writer {
     /// Nobody else can append until this instance has.
     has_turn: bool,
     is_closed: bool,
+    wakeful: Wakeful,
 }
 
 /// What became of a batch.
@@ -220,7 +222,7 @@ enum Committed {
 }
 
 impl Writer {
-    pub(super) fn new(shared: Arc<Shared>, patience: Patience) -> (Self, WriteQueue) {
+    pub(super) fn new(shared: Arc<Shared>, patience: Patience, wakeful: Wakeful) -> (Self, WriteQueue) {
         let (sender, commands) = mpsc::channel(QUEUE_REQUESTS_MAX);
         let waiting_bytes = Arc::new(AtomicUsize::new(0));
         let close = Arc::new(Notify::new());
@@ -236,6 +238,7 @@ impl Writer {
             is_contended: false,
             has_turn: false,
             is_closed: false,
+            wakeful,
         };
         (writer, queue)
     }
@@ -472,7 +475,8 @@ impl Writer {
         let metrics = &shared.metrics.store;
         let _appending = shared.standing.appending(batch.head());
         let begun = Instant::now();
-        match shared.log.append(append).await {
+        let is_lone = batch.changes().len() <= 1;
+        match self.wakeful.wait(is_lone, shared.log.append(append)).await {
             Ok(Appended::Done) => {
                 let took = begun.elapsed().as_secs_f64();
                 metrics.fsync.observe(took);
@@ -589,7 +593,7 @@ mod tests {
     /// The writer does not run, so everything that is taken waits.
     #[tokio::test]
     async fn full_queue_refuses_at_once_and_takes_again_when_there_is_room() {
-        let (mut writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default());
+        let (mut writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), Wakeful::new(false));
         let mut waiting: Vec<_> = (0..QUEUE_REQUESTS_MAX).map(|_| Box::pin(queue.submit(delete()))).collect();
         assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "they are taken and wait");
         assert!(matches!(queue.submit(delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
@@ -600,7 +604,7 @@ mod tests {
 
     #[tokio::test]
     async fn closed_queue_serves_what_waits_and_refuses_the_rest() {
-        let (writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default());
+        let (writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), Wakeful::new(false));
         let mut waiting = Box::pin(queue.submit(delete()));
         assert!(waiting.as_mut().now_or_never().is_none());
         queue.close();

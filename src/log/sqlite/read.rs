@@ -3,16 +3,19 @@
 use futures_util::TryStreamExt as _;
 use sqlx::{SqliteConnection, sqlite::SqliteRow};
 
-use super::has_code;
+use super::{
+    has_code,
+    packed::{self, packed_columns},
+};
 use crate::{
     log::{
-        Error, Meta, Page, Result, Size, Visit, WithPrev,
+        Meta, Page, Result, Size, Visit, WithPrev,
         rows::{
             self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow,
             REPLAY_ROWS, RowColumns, SqlRange, merge, unavailable,
         },
     },
-    types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId, Version},
+    types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
 
 /// Rows of [`values`] in one statement.
@@ -50,7 +53,12 @@ pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) ->
         let mut parts: Vec<&[RowId]> = rows.chunks(VALUES_ROWS).rev().collect();
         while let Some(part) = parts.pop() {
             match packed(&mut *connection, table, part).await {
-                Ok(row) => unpack(&row, &mut found)?,
+                Ok(packed) => {
+                    for row in packed::rows(&packed)? {
+                        let row = row?;
+                        found.push((row.row, row.kv()));
+                    }
+                }
                 Err(error) if part.len() > 1 && has_code(&error, SQLITE_TOOBIG) => {
                     let (front, back) = part.split_at(part.len() / 2);
                     parts.extend([back, front]);
@@ -62,48 +70,23 @@ pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) ->
     Ok(found)
 }
 
-/// Rows in one row: each that the query gives alone costs two switches between SQLite's thread and the caller's. Their
-/// numbers as text; keys and values one behind the other.
+/// Rows with their values, in no order, packed.
 async fn packed(connection: &mut SqliteConnection, table: Table, rows: &[RowId]) -> sqlx::Result<SqliteRow> {
-    macro_rules! packed_sql {
-        ($sub:literal, $from:literal) => {
-            concat!(
-                "SELECT group_concat(format('%d %d %d %d %d %d %d', id, ",
-                $sub,
-                ", lease, version, create_revision, length(key), coalesce(length(value), 0)), ' '), \
-                 CAST(group_concat(key, '') AS BLOB), CAST(group_concat(value, '') AS BLOB) FROM ",
-                $from,
-                " AND deleted = 0"
-            )
-        };
-    }
-    const FIRST: &str = packed_sql!("0", "kv_log WHERE id IN (SELECT value FROM json_each(?))");
-    const MORE: &str =
-        packed_sql!("sub", "kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?))");
+    const FIRST: &str = concat!(
+        "SELECT ",
+        packed_columns!("0", "value"),
+        " FROM kv_log WHERE id IN (SELECT value FROM json_each(?)) AND deleted = 0"
+    );
+    const MORE: &str = concat!(
+        "SELECT ",
+        packed_columns!("sub", "value"),
+        " FROM kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?)) AND deleted = 0"
+    );
     let (sql, list) = match table {
         Table::First => (FIRST, json_list(rows.iter().map(|row| row.revision.0.to_string()))),
         Table::More => (MORE, json_list(rows.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)))),
     };
     sqlx::query(sql).bind(list).fetch_one(connection).await
-}
-
-/// The pairs of a row that [`packed`] gave.
-fn unpack(row: &SqliteRow, found: &mut Vec<(RowId, EncodedKv)>) -> Result<()> {
-    let corrupt = || Error::Corrupt("rows read together do not come apart again".to_owned());
-    let (mut keys, mut values) = (row.slice(1)?, row.slice(2)?);
-    let numbers = std::str::from_utf8(row.slice(0)?).map_err(|_| corrupt())?;
-    let mut numbers = numbers.split_ascii_whitespace().map(|number| number.parse::<i64>().map_err(|_| corrupt()));
-    while let Some(id) = numbers.next() {
-        let mut number = || numbers.next().unwrap_or_else(|| Err(corrupt()));
-        let row = rows::row_id(id?, number()?)?;
-        let (lease, version, create_revision) = (number()?, number()?, Revision(number()?));
-        let mut len = || usize::try_from(number()?).map_err(|_| corrupt());
-        let key = keys.split_off(..len()?).ok_or_else(corrupt)?;
-        let value = values.split_off(..len()?).ok_or_else(corrupt)?;
-        let version = Version { row, create_revision, version };
-        found.push((row, EncodedKv::new(key, version, value, LeaseId::from_wire(lease))));
-    }
-    if keys.is_empty() && values.is_empty() { Ok(()) } else { Err(corrupt()) }
 }
 
 /// As [`crate::log::History::changes`].
@@ -184,20 +167,32 @@ async fn page_rows(
 
 /// Rows from `from` on in their order, values left out, about `limit` of them.
 async fn rows_from(connection: &mut SqliteConnection, from: RowId, limit: usize) -> Result<Vec<Change>> {
-    const FIRST: &str = "SELECT id, 0, key, NULL, lease, version, create_revision, prev_revision, deleted \
-        FROM kv_log WHERE (id, 0) >= (?, ?) ORDER BY id LIMIT ?";
-    const MORE: &str = "SELECT id, sub, key, NULL, lease, version, create_revision, prev_revision, deleted \
-        FROM kv_log_more WHERE (id, sub) >= (?, ?) ORDER BY id, sub LIMIT ?";
+    const FIRST: &str = concat!(
+        "SELECT ",
+        packed_columns!("0", "NULL"),
+        " FROM (SELECT id, key, lease, version, create_revision, prev_revision, deleted FROM kv_log \
+         WHERE (id, 0) >= (?, ?) ORDER BY id LIMIT ?)"
+    );
+    const MORE: &str = concat!(
+        "SELECT ",
+        packed_columns!("sub", "NULL"),
+        " FROM (SELECT id, sub, key, lease, version, create_revision, prev_revision, deleted FROM kv_log_more \
+         WHERE (id, sub) >= (?, ?) ORDER BY id, sub LIMIT ?)"
+    );
     let mut tables = [Vec::new(), Vec::new()];
     for (sql, changes) in [FIRST, MORE].into_iter().zip(&mut tables) {
-        let mut rows = sqlx::query(sql)
+        let packed = sqlx::query(sql)
             .bind(from.revision.0)
             .bind(i64::from(from.sub))
             .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-            .fetch(&mut *connection);
-        while let Some(row) = rows.try_next().await.map_err(unavailable)? {
-            changes.push(RowColumns::read(&row, 0)?.into_change(None));
+            .fetch_one(&mut *connection)
+            .await
+            .map_err(unavailable)?;
+        for row in packed::rows(&packed)? {
+            changes.push(RowColumns::from(row?).into_change(None));
         }
+        // SQLite promises no order within an aggregate, and keeps the subquery's.
+        changes.sort_by_key(|change| change.row);
     }
     let [first, more] = tables;
     Ok(merge(first, more, limit, |change| change.row))

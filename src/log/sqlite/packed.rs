@@ -1,0 +1,99 @@
+//! Many rows in one: each row that a query gives alone crosses from SQLite's thread to the caller's, and mostly wakes it
+//! (docs/adr/0004). Their numbers come as text, and their keys and values one behind the other.
+
+use sqlx::sqlite::SqliteRow;
+
+use crate::{
+    log::{
+        Error, Result,
+        rows::{LogRow as _, RowColumns, row_id},
+    },
+    types::{EncodedKv, LeaseId, Revision, RowId, Version},
+};
+
+/// Columns of [`rows`]: `$sub` is the number of a change in its revision, `$value` may be NULL for values to be left out.
+macro_rules! packed_columns {
+    ($sub:literal, $value:literal) => {
+        concat!(
+            "group_concat(format('%d %d %d %d %d %d %d %d %d', id, ",
+            $sub,
+            ", lease, version, create_revision, prev_revision, deleted, length(key), coalesce(length(",
+            $value,
+            "), 0)), ' '), CAST(group_concat(key, '') AS BLOB), CAST(group_concat(",
+            $value,
+            ", '') AS BLOB)"
+        )
+    };
+}
+pub(super) use packed_columns;
+
+/// One of the rows.
+pub(super) struct PackedRow<'a> {
+    pub(super) row: RowId,
+    lease: i64,
+    version: i64,
+    create_revision: i64,
+    prev_revision: i64,
+    deleted: bool,
+    key: &'a [u8],
+    value: &'a [u8],
+}
+
+impl PackedRow<'_> {
+    pub(super) fn kv(&self) -> EncodedKv {
+        let version = Version { row: self.row, create_revision: Revision(self.create_revision), version: self.version };
+        EncodedKv::new(self.key, version, self.value, LeaseId::from_wire(self.lease))
+    }
+}
+
+impl From<PackedRow<'_>> for RowColumns {
+    fn from(row: PackedRow<'_>) -> Self {
+        Self {
+            row: row.row,
+            key: row.key.to_vec(),
+            value: row.value.to_vec(),
+            lease: row.lease,
+            version: row.version,
+            create_revision: row.create_revision,
+            prev_revision: row.prev_revision,
+            deleted: row.deleted,
+        }
+    }
+}
+
+/// What a row with [`packed_columns`] holds, in no order; nothing where no row was found.
+pub(super) fn rows(packed: &SqliteRow) -> Result<impl Iterator<Item = Result<PackedRow<'_>>>> {
+    let (mut keys, mut values) = (packed.slice(1)?, packed.slice(2)?);
+    let numbers = str::from_utf8(packed.slice(0)?).map_err(|_| corrupt())?;
+    let mut numbers = numbers.split_ascii_whitespace();
+    Ok(std::iter::from_fn(move || {
+        let Some(id) = numbers.next() else {
+            return (!keys.is_empty() || !values.is_empty()).then(|| {
+                (keys, values) = (&[], &[]);
+                Err(corrupt())
+            });
+        };
+        Some(row(id, &mut numbers, &mut keys, &mut values))
+    }))
+}
+
+fn row<'a>(
+    id: &str,
+    numbers: &mut impl Iterator<Item = &'a str>,
+    keys: &mut &'a [u8],
+    values: &mut &'a [u8],
+) -> Result<PackedRow<'a>> {
+    let parse = |text: &str| text.parse::<i64>().map_err(|_| corrupt());
+    let mut number = || parse(numbers.next().ok_or_else(corrupt)?);
+    let row = row_id(parse(id)?, number()?)?;
+    let [lease, version, create_revision, prev_revision, deleted] =
+        [number()?, number()?, number()?, number()?, number()?];
+    let mut len = || usize::try_from(number()?).map_err(|_| corrupt());
+    let key = keys.split_off(..len()?).ok_or_else(corrupt)?;
+    let value = values.split_off(..len()?).ok_or_else(corrupt)?;
+    Ok(PackedRow { row, lease, version, create_revision, prev_revision, deleted: deleted != 0, key, value })
+}
+
+fn corrupt() -> Error {
+    Error::Corrupt("rows that were read together do not come apart again".to_owned())
+}
