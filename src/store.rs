@@ -31,6 +31,7 @@ pub mod request;
 mod select;
 mod space;
 mod state;
+pub(crate) mod tasks;
 mod timing;
 pub(crate) mod txn;
 pub(crate) mod values;
@@ -417,7 +418,7 @@ mod batch_tests;
 #[cfg(test)]
 mod compactor_tests;
 #[cfg(test)]
-mod model_tests;
+pub(crate) mod model_tests;
 #[cfg(test)]
 mod select_tests;
 #[cfg(test)]
