@@ -53,6 +53,10 @@ differential ops="1000000":
 linearizability secs="1800":
     ORLOP_LINEAR_SECS={{ secs }} cargo test --test it linearizability -- --nocapture
 
+# Run the core under simulation from so many seeds; `ORLOP_SEED=7 just simulate` tells one run step by step.
+simulate seeds="10000":
+    ORLOP_SIM_SEEDS={{ seeds }} cargo test --lib simulation::every -- --nocapture
+
 # How long the pure cores take with a million keys.
 bench-cores:
     cargo bench --features internals --bench time

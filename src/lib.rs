@@ -53,6 +53,8 @@ pub mod metrics;
 mod private;
 pub mod proto;
 pub mod server;
+#[cfg(test)]
+mod simulation;
 pub mod snapshot;
 pub mod store;
 pub mod trace;

@@ -31,6 +31,7 @@ pub mod request;
 mod select;
 mod space;
 mod state;
+pub(crate) mod tasks;
 mod timing;
 pub(crate) mod txn;
 pub(crate) mod values;
@@ -321,18 +322,26 @@ impl Store {
     /// head from before.
     pub async fn keep_alive(&self, id: LeaseId) -> Result<(Revision, i64)> {
         let head = self.head();
-        let renewal = match &self.renewals {
-            None => self.shared.leases.lock().renew(id, Instant::now()),
-            Some(renewals) => self.renew_in_log(renewals, id).await?,
-        };
-        match renewal {
-            Renewal::Renewed { ttl_secs } => {
-                self.shared.metrics.store.leases_renewed.inc();
-                Ok((head, ttl_secs))
+        loop {
+            let renewal = match &self.renewals {
+                None => self.shared.leases.lock().renew(id, Instant::now()),
+                Some(renewals) => self.renew_in_log(renewals, id).await?,
+            };
+            match renewal {
+                Renewal::Renewed { ttl_secs } => {
+                    self.shared.metrics.store.leases_renewed.inc();
+                    return Ok((head, ttl_secs));
+                }
+                Renewal::Unknown => return Ok((head, 0)),
+                // The answer that it is over leaves when its keys are gone.
+                Renewal::Expired => {
+                    self.submit_for_revision(Request::Expire(id)).await?;
+                    // If nobody was heard of for a while its deadline was moved on meanwhile, and it lives.
+                    if self.shared.leases.lock().remaining(id, Instant::now()).is_none() {
+                        return Ok((head, 0));
+                    }
+                }
             }
-            Renewal::Unknown => Ok((head, 0)),
-            // The answer that it is over leaves when its keys are gone.
-            Renewal::Expired => self.submit_for_revision(Request::Expire(id)).await.map(|_| (head, 0)),
         }
     }
 
@@ -410,7 +419,7 @@ mod batch_tests;
 #[cfg(test)]
 mod compactor_tests;
 #[cfg(test)]
-mod model_tests;
+pub(crate) mod model_tests;
 #[cfg(test)]
 mod select_tests;
 #[cfg(test)]

@@ -60,6 +60,7 @@ pub(super) async fn run(
         }
     };
     tokio::select! {
+        biased;
         () = work => {}
         _ = stop.wait_for(|stop| *stop) => {}
     }

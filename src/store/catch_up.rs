@@ -52,6 +52,9 @@ pub(super) struct Standing {
     /// Turns with everything that is applied.
     applied: watch::Sender<()>,
     tail: Mutex<Tail>,
+    /// The newest compaction that the log told of. It is told of once an epoch, and takes effect when its revision is applied,
+    /// which may be in a later attempt. The least number: there was none.
+    recorded: AtomicI64,
     /// Why this instance must stop.
     pub(super) failed: watch::Sender<Option<String>>,
 }
@@ -64,6 +67,7 @@ impl Standing {
             own_append: AtomicI64::new(0),
             applied: watch::Sender::new(()),
             tail: Mutex::default(),
+            recorded: AtomicI64::new(i64::MIN),
             failed: watch::Sender::new(None),
         }
     }
@@ -232,6 +236,9 @@ impl Shared {
                 self.standing.server.store(position.server, Ordering::Relaxed);
             }
             if let Some(meta) = &meta {
+                if let Some(compacted) = meta.compact_revision {
+                    self.standing.recorded.fetch_max(compacted.0, Ordering::Relaxed);
+                }
                 self.take_in_leases(meta);
             }
             while self.index.read().head() < position.head {
@@ -239,18 +246,16 @@ impl Shared {
                     self.rebuild().await?;
                 }
             }
-            let compacted = meta.and_then(|meta| meta.compact_revision);
+            let compacted = Revision(self.standing.recorded.load(Ordering::Relaxed));
             let index = self.index.read();
             let (head, known) = (index.head(), index.compact_revision());
             drop(index);
-            match compacted.filter(|compacted| Some(*compacted) > known) {
-                // It was recorded after the position was asked for.
-                Some(compacted) if compacted > head => {}
-                Some(compacted) => {
+            // Beyond the head: it was recorded after the position was asked for.
+            if compacted <= head {
+                if compacted > known.unwrap_or(Revision(-1)) {
                     self.note_compaction(compacted);
-                    return Ok(());
                 }
-                None => return Ok(()),
+                return Ok(());
             }
         }
     }
@@ -474,6 +479,7 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: 
         }
     };
     tokio::select! {
+        biased;
         () = work => {}
         _ = stop.wait_for(|stop| *stop) => {}
     }

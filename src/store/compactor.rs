@@ -59,6 +59,7 @@ pub(super) async fn run(shared: Arc<Shared>, pace: Pace, mut garbage: Vec<RowId>
         }
     };
     tokio::select! {
+        biased;
         () = work => {}
         // A step that is cut off is done again after the next start: the rows to go are known from the log itself.
         _ = stop.wait_for(|stop| *stop) => {}

@@ -52,6 +52,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
         }
     };
     tokio::select! {
+        biased;
         () = work => {}
         _ = stop.wait_for(|stop| *stop) => {}
     }
@@ -90,6 +91,7 @@ async fn wait_for_deadline(shared: &Shared) {
         match deadline {
             Some(deadline) if deadline <= Instant::now() => return,
             Some(deadline) => tokio::select! {
+                biased;
                 () = sleep_until(deadline) => {}
                 () = changed => {}
             },

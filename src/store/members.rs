@@ -106,6 +106,7 @@ pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
         }
     };
     tokio::select! {
+        biased;
         () = work => {}
         _ = stop.wait_for(|stop| *stop) => {}
     }

@@ -21,7 +21,7 @@ use crate::{
 
 /// A version of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Pair {
+pub(crate) struct Pair {
     pub key: Key,
     pub version: Version,
     pub value: Bytes,
@@ -36,7 +36,7 @@ impl Pair {
 
 /// A change; `None`: a delete.
 #[derive(Clone, Debug)]
-pub(super) struct Row {
+pub(crate) struct Row {
     pub id: RowId,
     pub key: Key,
     pub pair: Option<Pair>,
@@ -46,7 +46,7 @@ pub(super) struct Row {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Model {
+pub(crate) struct Model {
     pub rows: Vec<Row>,
     pub head: Revision,
     pub compact_revision: Option<Revision>,
@@ -68,6 +68,19 @@ impl Model {
             lease_changes: Vec::new(),
             txn: 0,
         }
+    }
+
+    /// One that holds these pairs at `head`.
+    pub fn of(pairs: Vec<Pair>, head: Revision, leases: impl Iterator<Item = LeaseId>) -> Self {
+        let row = |pair: Pair| Row {
+            id: pair.version.row,
+            key: pair.key.clone(),
+            pair: Some(pair),
+            prev: None,
+            prev_lease: None,
+        };
+        let rows = pairs.into_iter().map(row).collect();
+        Self { rows, head, leases: leases.map(|id| (id, 0)).collect(), ..Self::new() }
     }
 
     // Requests. One that fails may leave the model half changed.
@@ -312,7 +325,7 @@ fn related<T: Ord>(relation: Relation, left: &T, right: &T) -> bool {
 
 /// What a range answers with, of all the pairs in it. Pairs that a sort does not tell apart stay in the order of their
 /// keys; etcd promises none.
-pub(super) fn select(mut pairs: Vec<Pair>, range: &RangeRequest, revision: Revision) -> RangeResponse {
+pub(crate) fn select(mut pairs: Vec<Pair>, range: &RangeRequest, revision: Revision) -> RangeResponse {
     let count = pairs.len();
     if range.projection == Projection::CountOnly {
         return RangeResponse { revision, kvs: Vec::new(), more: false, count };

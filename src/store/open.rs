@@ -22,6 +22,7 @@ use super::{
     expiry,
     members::{self, Members},
     space::{self, Space},
+    tasks,
     timing::Patience,
     values::ValueCache,
     wakeful::Wakeful,
@@ -111,25 +112,25 @@ impl Store {
         shared.space.take_in(&meta);
         shared.fill_tail().await?;
         let (writer, queue) = Writer::new(Arc::clone(&shared), settings.patience, Wakeful::new(settings.stays_awake));
-        let mut tasks = vec![
-            tokio::spawn(writer.run()),
-            tokio::spawn(compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
-            tokio::spawn(space::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
-            tokio::spawn(expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
+        let mut started = vec![
+            tasks::spawn(writer.run()),
+            tasks::spawn(compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
+            tasks::spawn(space::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
+            tasks::spawn(expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
         if let Some(policy) = settings.auto_compaction {
-            tasks.push(tokio::spawn(auto_compact::run(Arc::clone(&shared), queue.clone(), policy, stopped.clone())));
+            started.push(tasks::spawn(auto_compact::run(Arc::clone(&shared), queue.clone(), policy, stopped.clone())));
         }
         let (mut heads, mut renewals) = (None, None);
         if shared.log.shared().is_some() {
-            tasks.push(tokio::spawn(catch_up::run(Arc::clone(&shared), settings.poll_interval, stopped.clone())));
-            tasks.push(tokio::spawn(members::run(Arc::clone(&shared), stopped)));
+            started.push(tasks::spawn(catch_up::run(Arc::clone(&shared), settings.poll_interval, stopped.clone())));
+            started.push(tasks::spawn(members::run(Arc::clone(&shared), stopped)));
             heads = Some(ask_for_heads(Arc::clone(&shared)));
             renewals = Some(ask_for_renewals(Arc::clone(&shared)));
         }
         let range_times = ["false", "true"].map(|success| shared.metrics.store.range.with_label_values(&[success]));
         let patience = settings.patience.request;
-        Ok(Self { shared, queue, heads, renewals, patience, range_times, tasks: Mutex::new(tasks), stop_background })
+        Ok(Self { shared, queue, heads, renewals, patience, range_times, tasks: Mutex::new(started), stop_background })
     }
 }
 
@@ -145,7 +146,7 @@ fn ask_for_heads(shared: Arc<Shared>) -> Coalesced<(), Result<()>> {
             vec![reached; waiting.len()]
         }
     });
-    tokio::spawn(run);
+    tasks::spawn(run);
     heads
 }
 
@@ -165,7 +166,7 @@ fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<Log
             }
         }
     });
-    tokio::spawn(run);
+    tasks::spawn(run);
     renewals
 }
 

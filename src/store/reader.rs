@@ -83,13 +83,13 @@ impl Store {
         }
         let mut fetched = Fetched::new();
         loop {
-            let (head, evaluated) = {
+            let (stood, evaluated) = {
                 let index = self.shared.index.read();
                 let leases = self.shared.leases.lock();
                 let mut batch = Batch::new(index.head());
                 let evaluation =
                     Evaluation::new(&index, &leases, &self.shared.values, &fetched, &mut batch).txn(&request);
-                (index.head(), evaluation)
+                ((index.head(), index.compact_revision()), evaluation)
             };
             let rows = match evaluated {
                 Ok(response) => return Ok(response),
@@ -100,9 +100,14 @@ impl Store {
                 }
             };
             if rows.iter().any(|row| fetched.get(row).is_some_and(Option::is_none)) {
-                let error = self.shared.why_missing(head, rows.len()).await;
-                if error != Error::Compacted {
-                    return Err(error);
+                // Another instance compacted them away, of which this one hears now. If not, they should be there.
+                if self.shared.log.shared().is_some() {
+                    self.shared.catch_up().await?;
+                }
+                let index = self.shared.index.read();
+                if (index.head(), index.compact_revision()) == stood {
+                    error!(revision = stood.0.0, rows = rows.len(), "rows of live versions are missing from the log");
+                    return Err(Error::Corrupt);
                 }
             }
             // Rows that a compaction takes in between are asked for again only if they are still live.

@@ -201,6 +201,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
         loop {
             let alarmed = shared.space.no_space.load(Ordering::Relaxed);
             tokio::select! {
+                biased;
                 () = shared.space.look.notified() => {}
                 () = sleep(if alarmed { ALARMED_INTERVAL } else { INTERVAL }) => {}
             }
@@ -212,6 +213,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
         }
     };
     tokio::select! {
+        biased;
         () = work => {}
         _ = stop.wait_for(|stop| *stop) => {}
     }

@@ -383,12 +383,10 @@ impl<'a> Evaluation<'a> {
         current.kv.clone().or_else(|| self.row(current.version.row))
     }
 
-    /// The pair of a row; where it is not at hand the evaluation goes on without it and is done again.
+    /// The pair of a row; where it is not at hand the evaluation goes on without it and is done again. One that was looked
+    /// for in vain is asked for again: who reads the log must find out where it is.
     fn row(&mut self, row: RowId) -> Option<EncodedKv> {
-        if let Some(fetched) = self.fetched.get(&row) {
-            return fetched.clone();
-        }
-        let kv = self.cache.get(row);
+        let kv = self.fetched.get(&row).cloned().flatten().or_else(|| self.cache.get(row));
         if kv.is_none() {
             self.missing.push(row);
         }

@@ -397,8 +397,8 @@ impl Writer {
             error!(?rows, "rows of live versions are missing from the log");
             return Err(Error::Corrupt);
         }
-        fetched.extend(rows.iter().map(|row| (*row, None)));
         let found = self.shared.log.values(&rows).await?;
+        fetched.extend(rows.iter().map(|row| (*row, None)));
         fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
         Ok(true)
     }
@@ -408,8 +408,10 @@ impl Writer {
         let metrics = &self.shared.metrics.store;
         metrics.batch_requests.observe(served.len() as f64);
         metrics.batch_rows.observe(batch.changes().len() as f64);
-        let committed = if batch.is_empty() && !self.has_turn {
-            self.confirm(expected).await
+        let committed = if batch.is_empty() {
+            let confirmed = self.confirm(expected).await;
+            self.give_turn_back(&batch, expected).await;
+            confirmed
         } else {
             if self.shared.hub.wants_prev() {
                 self.shared.fill_prev(batch.changes_mut()).await;
@@ -458,6 +460,18 @@ impl Writer {
             Err(failure) => {
                 warn!(error = %failure, "cannot ask where the log stands");
                 Ok(Committed::Refused)
+            }
+        }
+    }
+
+    /// Of a batch that appends nothing.
+    async fn give_turn_back(&mut self, batch: &Batch, expected: Position) {
+        if std::mem::take(&mut self.has_turn) {
+            let nothing =
+                Append { expected, changes: batch.changes(), leases: batch.leases(), compact: None, alarm: None };
+            // Where it cannot be given back it has been lost.
+            if let Err(failure) = self.shared.log.append(nothing).await {
+                debug!(error = %failure, "the turn to append was lost");
             }
         }
     }
@@ -526,6 +540,7 @@ impl Writer {
         let mut failing = false;
         loop {
             tokio::select! {
+                biased;
                 caught_up = &mut catching_up => match caught_up {
                     Ok(()) => break,
                     Err(failure) => {

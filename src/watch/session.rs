@@ -1,7 +1,7 @@
 //! One watch stream's watches: which there are, which are synced, and the reading of the log for those that are not.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeMap, VecDeque},
     sync::Arc,
 };
 
@@ -23,7 +23,8 @@ pub struct Session {
     hub: Arc<Hub>,
     log: Arc<dyn Log>,
     outbox: Arc<Outbox>,
-    watches: HashMap<WatchId, Watch>,
+    /// In an order, so that what they are told together always comes in one.
+    watches: BTreeMap<WatchId, Watch>,
     next_id: i64,
     /// Watches that catch up, in turn.
     behind: VecDeque<WatchId>,
@@ -58,7 +59,7 @@ impl Session {
             hub,
             log,
             outbox,
-            watches: HashMap::new(),
+            watches: BTreeMap::new(),
             next_id: 0,
             behind: VecDeque::new(),
             progress_wanted: false,

@@ -16,6 +16,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("log", &["types", "private"]),
     ("watch", &["types", "log", "metrics"]),
     ("store", &["types", "index", "lease", "log", "metrics", "trace", "watch"]),
+    ("simulation", &["types", "index", "log", "metrics", "watch", "store", "proto"]),
     ("proto", &[]),
     ("config", &[]),
     ("listen", &["config", "private"]),

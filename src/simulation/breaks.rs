@@ -1,0 +1,124 @@
+//! What breaks a run: instances are killed, stopped and paused wherever they stand, the database is restarted, and
+//! notifications stay away.
+
+use std::{rc::Rc, sync::Arc};
+
+use tokio::{
+    sync::oneshot,
+    time::{Duration, sleep, timeout},
+};
+
+use super::{
+    database::Sharing,
+    random::{below, millis, pick},
+    scheduler::{self, WORLD, spawn_in},
+    world::World,
+};
+
+/// Until all shall be well. What was broken by then is mended by those who broke it.
+pub(super) async fn break_things(world: Rc<World>) {
+    loop {
+        sleep(millis(world.profile.breaks / 10, world.profile.breaks)).await;
+        if world.is_calm() {
+            return;
+        }
+        let place = below(world.instances.len());
+        match below(10) {
+            0..3 => {
+                world.kill(place);
+                let group = world.instances[place].borrow().group;
+                let on = Rc::clone(&world);
+                world.mend(async move {
+                    let world = on;
+                    sleep(millis(0, 4_000)).await;
+                    // It may have been killed again, and started.
+                    let is_down = world.instances[place].borrow().group == group;
+                    if is_down {
+                        world.start(place);
+                    }
+                });
+            }
+            3 => {
+                let Some((group, store)) = world.instance(place) else { continue };
+                super::tell(|| format!("instance {place} is stopped"));
+                let on = Rc::clone(&world);
+                world.mend(async move {
+                    let world = on;
+                    let (stopped, is_stopped) = oneshot::channel();
+                    spawn_in(group, async move {
+                        store.stop().await;
+                        let _ = stopped.send(());
+                    });
+                    // Who does not end by itself is killed, as by an init system.
+                    let _ = timeout(Duration::from_secs(15), is_stopped).await;
+                    if world.instances[place].borrow().group == group {
+                        world.kill(place);
+                        world.start(place);
+                    }
+                });
+            }
+            4..7 => world.pause(place, pick(&[millis(1, 300), millis(300, 3_000), millis(3_000, 14_000)])),
+            7 if world.profile.sharing == Sharing::Shared => {
+                world.restart_database(pick(&[millis(1, 300), millis(300, 6_000)]));
+            }
+            8 if world.profile.sharing == Sharing::Shared => world.deafen(place, millis(300, 10_000)),
+            _ => {}
+        }
+    }
+}
+
+impl World {
+    fn kill(self: &Rc<Self>, place: usize) {
+        super::tell(|| format!("instance {place} is killed"));
+        let group = self.instances[place].borrow().group;
+        scheduler::kill(group);
+        self.instances[place].borrow_mut().store = None;
+    }
+
+    fn pause(self: &Rc<Self>, place: usize, time: Duration) {
+        super::tell(|| format!("instance {place} is paused for {time:?}"));
+        let group = self.instances[place].borrow().group;
+        scheduler::pause(group);
+        self.mend(async move {
+            sleep(time).await;
+            scheduler::resume(group);
+        });
+    }
+
+    /// Mends what was broken.
+    fn mend(self: &Rc<Self>, mend: impl Future<Output = ()> + 'static) {
+        self.broken.set(self.broken.get() + 1);
+        let world = Rc::clone(self);
+        spawn_in(WORLD, async move {
+            mend.await;
+            world.broken.set(world.broken.get() - 1);
+        });
+    }
+
+    fn restart_database(self: &Rc<Self>, time: Duration) {
+        super::tell(|| format!("the database is down for {time:?}"));
+        let mut database = self.database.lock();
+        database.restart();
+        database.is_up = false;
+        drop(database);
+        let database = Arc::clone(&self.database);
+        self.mend(async move {
+            sleep(time).await;
+            database.lock().is_up = true;
+        });
+    }
+
+    /// An instance hears nothing for a while.
+    fn deafen(self: &Rc<Self>, place: usize, time: Duration) {
+        let run = self.instances[place].borrow().group;
+        let Some(told) = self.database.lock().listeners.get_mut(&run).and_then(Option::take) else { return };
+        super::tell(|| format!("instance {place} hears nothing for {time:?}"));
+        let database = Arc::clone(&self.database);
+        self.mend(async move {
+            sleep(time).await;
+            if let Some(listener) = database.lock().listeners.get_mut(&run) {
+                *listener = Some(told);
+            }
+        });
+    }
+}

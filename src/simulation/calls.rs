@@ -1,0 +1,177 @@
+//! What clients ask for, at random.
+
+use bytes::Bytes;
+
+use super::{
+    random::{below, between, percent, pick},
+    truth::LEASES,
+};
+use crate::{
+    index::ReadAt,
+    store::{
+        Error, Store,
+        request::{
+            CompactionWait, Compare, CompareTarget, Consistency, DeleteRequest, DeleteResponse, Op, Projection,
+            PutLease, PutRequest, PutResponse, PutValue, RangeRequest, RangeResponse, Relation, TxnRequest,
+            TxnResponse,
+        },
+    },
+    types::{KeyRange, LeaseId, Revision},
+};
+
+const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "c", "d"];
+const RANGES: [(&str, &str); 5] = [("a", "b"), ("a\0", "c"), ("b", "\0"), ("\0", "\0"), ("c", "d")];
+
+#[derive(Debug, Clone)]
+pub(super) enum Call {
+    Put(PutRequest),
+    Delete(DeleteRequest),
+    Txn(TxnRequest),
+    Range(RangeRequest),
+    Grant(LeaseId, i64),
+    Revoke(LeaseId),
+    KeepAlive(LeaseId),
+    Leases,
+    Compact(Revision, CompactionWait),
+}
+
+#[derive(Debug)]
+pub(super) enum Answer {
+    Put(PutResponse),
+    Delete(DeleteResponse),
+    Txn(TxnResponse),
+    Range(RangeResponse),
+    Revision(Revision),
+    /// Seconds.
+    Lease(i64),
+    Leases(Vec<LeaseId>),
+}
+
+impl Call {
+    /// `number` is what its values are told by, `head` about where the log stands.
+    pub fn draw(number: usize, head: Revision) -> Self {
+        match below(100) {
+            0..34 => Self::Put(put(&format!("{number}."), pick(&KEYS))),
+            34..44 => Self::Delete(DeleteRequest { range: range(), prev_kv: percent(30) }),
+            44..58 => Self::Txn(txn(number, head)),
+            58..80 => Self::Range(read(head)),
+            80..86 => Self::Grant(lease(), between(1, 9)),
+            86..89 => Self::Revoke(lease()),
+            89..95 => Self::KeepAlive(lease()),
+            95..97 => Self::Leases,
+            _ => {
+                let wait = if percent(20) { CompactionWait::ForRows } else { CompactionWait::ForRevision };
+                Self::Compact(Revision(head.0 - between(-2, 12)).max(Revision::EMPTY), wait)
+            }
+        }
+    }
+
+    /// A put that nothing refuses.
+    pub fn plain_put(number: usize) -> Self {
+        let key = Bytes::from_static(b"a");
+        let value = PutValue::New(format!("{number}.").into());
+        Self::Put(PutRequest { key, value, lease: PutLease::Set(None), prev_kv: false })
+    }
+
+    /// All keys, as they are.
+    pub fn list() -> Self {
+        Self::Range(RangeRequest { range: KeyRange::all(), ..latest() })
+    }
+
+    /// Whether it may add a revision.
+    pub fn writes(&self) -> bool {
+        match self {
+            Self::Put(_) | Self::Delete(_) | Self::Txn(_) | Self::Revoke(_) => true,
+            Self::Range(_) | Self::Grant(..) | Self::KeepAlive(_) | Self::Leases | Self::Compact(..) => false,
+        }
+    }
+
+    pub async fn serve(self, store: &Store) -> Result<Answer, Error> {
+        Ok(match self {
+            Self::Put(request) => Answer::Put(store.put(request).await?),
+            Self::Delete(request) => Answer::Delete(store.delete(request).await?),
+            Self::Txn(request) => Answer::Txn(store.txn(request).await?),
+            Self::Range(request) => Answer::Range(store.range(&request).await?),
+            Self::Grant(id, ttl_secs) => Answer::Revision(store.grant(Some(id), ttl_secs).await?.revision),
+            Self::Revoke(id) => Answer::Revision(store.revoke(id).await?),
+            Self::KeepAlive(id) => Answer::Lease(store.keep_alive(id).await?.1),
+            Self::Leases => Answer::Leases(store.leases().await?),
+            Self::Compact(revision, wait) => Answer::Revision(store.compact(revision, wait).await?),
+        })
+    }
+}
+
+fn lease() -> LeaseId {
+    LeaseId(between(1, LEASES))
+}
+
+pub(super) fn range() -> KeyRange {
+    if percent(60) {
+        return KeyRange::from_wire(pick(&KEYS).as_bytes(), b"");
+    }
+    let (start, end) = pick(&RANGES);
+    KeyRange::from_wire(start.as_bytes(), end.as_bytes())
+}
+
+fn put(tag: &str, key: &'static str) -> PutRequest {
+    let lease = match below(10) {
+        0..6 => PutLease::Set(None),
+        6 => PutLease::Keep,
+        _ => PutLease::Set(Some(lease())),
+    };
+    let value =
+        if percent(8) { PutValue::Keep } else { PutValue::New(format!("{tag}{}", "x".repeat(below(40))).into()) };
+    PutRequest { key: Bytes::from_static(key.as_bytes()), value, lease, prev_kv: percent(30) }
+}
+
+fn latest() -> RangeRequest {
+    RangeRequest {
+        range: range(),
+        at: ReadAt::Latest,
+        limit: None,
+        sort: None,
+        filter: Default::default(),
+        projection: Projection::Whole,
+        consistency: Consistency::Linearizable,
+    }
+}
+
+fn read(head: Revision) -> RangeRequest {
+    let old = ReadAt::Revision(Revision(head.0 - between(-1, 12)).max(Revision::EMPTY));
+    RangeRequest {
+        at: if percent(35) { old } else { ReadAt::Latest },
+        limit: percent(20).then(|| below(3) + 1),
+        projection: pick(&[Projection::Whole, Projection::Whole, Projection::KeysOnly, Projection::CountOnly]),
+        consistency: pick(&[Consistency::Linearizable, Consistency::Linearizable, Consistency::Serializable]),
+        ..latest()
+    }
+}
+
+/// Its operations are on keys of their own, as `api` sees to.
+fn txn(number: usize, head: Revision) -> TxnRequest {
+    let targets = [
+        CompareTarget::Version(between(0, 3)),
+        CompareTarget::CreateRevision(0),
+        CompareTarget::ModRevision(between(0, 40)),
+        CompareTarget::Lease(between(0, 2)),
+        CompareTarget::Value(Bytes::from_static(b"5")),
+    ];
+    let relations = [Relation::Equal, Relation::NotEqual, Relation::Greater, Relation::Less];
+    let compare = || Compare { range: range(), relation: pick(&relations), target: pick(&targets) };
+    let ops = |most: usize| {
+        let mut keys = KEYS.to_vec();
+        let mut op = |place| {
+            let key = keys.swap_remove(below(keys.len()));
+            match below(10) {
+                0..5 => Op::Put(put(&format!("{number}.{place}."), key)),
+                5..8 => {
+                    Op::Delete(DeleteRequest { range: KeyRange::from_wire(key.as_bytes(), b""), prev_kv: percent(30) })
+                }
+                8 => Op::Range(latest()),
+                _ => Op::Range(RangeRequest { consistency: Consistency::Linearizable, ..read(head) }),
+            }
+        };
+        (0..below(most + 1)).map(&mut op).collect()
+    };
+    TxnRequest { compares: (0..below(3)).map(|_| compare()).collect(), success: ops(4), failure: ops(2) }
+}

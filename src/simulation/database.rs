@@ -1,0 +1,307 @@
+//! The simulated database: what Postgres's functions (`migrations/postgres`) do, or SQLite's statements, each at one
+//! moment. Whether and when a call gets here and its answer back is the business of [`super::log`].
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use tokio::{
+    sync::{Mutex as AsyncMutex, watch},
+    time::{Instant, sleep},
+};
+
+use super::{random, scheduler, truth::Truth};
+use crate::{
+    log::{
+        Alarm, AlarmChange, Append, Appended, Cause, LeaseChange, LoggedLease, Member, Meta, Page, Position,
+        SILENCE_MAX, Touch, WithPrev,
+    },
+    types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId},
+};
+
+/// A silence of all instances that is longer than this does not count against leases.
+const SILENCE_FREE: Duration = Duration::from_secs(2);
+
+/// Who appends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sharing {
+    /// One process, as with SQLite.
+    Own,
+    /// Any number of instances, as with Postgres.
+    Shared,
+}
+
+/// Chances in a thousand calls.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Faults {
+    /// It fails and nothing was done.
+    pub refused: usize,
+    /// It was done, or will be, or not, and the answer is lost.
+    pub lost: usize,
+    /// It takes up to seconds.
+    pub slow: usize,
+    /// A notification is lost.
+    pub unheard: usize,
+}
+
+/// What becomes durable together, of a caller who may be gone by then.
+pub(super) struct Owned {
+    expected: Position,
+    changes: Vec<Change>,
+    leases: Vec<LeaseChange>,
+    compact: Option<Revision>,
+    alarm: Option<AlarmChange>,
+}
+
+impl From<Append<'_>> for Owned {
+    fn from(append: Append<'_>) -> Self {
+        Self {
+            expected: append.expected,
+            changes: append.changes.to_vec(),
+            leases: append.leases.to_vec(),
+            compact: append.compact,
+            alarm: append.alarm,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Lease {
+    ttl_secs: i64,
+    deadline: Instant,
+}
+
+struct Heard {
+    member: Member,
+    run: u64,
+    started: Instant,
+    beat: Instant,
+}
+
+pub(super) struct Database {
+    pub truth: Truth,
+    pub sharing: Sharing,
+    pub faults: Faults,
+    pub is_up: bool,
+    pub server: i64,
+    /// Under which all append.
+    pub lock: Arc<AsyncMutex<()>>,
+    /// Of each run of an instance, who hears of appends; `None` while its connection is broken.
+    pub listeners: BTreeMap<u64, Option<watch::Sender<Revision>>>,
+    rows: BTreeMap<RowId, Change>,
+    leases: BTreeMap<LeaseId, Lease>,
+    alarms: BTreeMap<Alarm, Cause>,
+    epoch: i64,
+    purged: Revision,
+    members: BTreeMap<u64, Heard>,
+    last_beat: Option<Instant>,
+}
+
+impl Database {
+    pub fn new(sharing: Sharing, faults: Faults) -> Self {
+        Self {
+            truth: Truth::new(sharing),
+            sharing,
+            faults,
+            is_up: true,
+            server: i64::from(sharing == Sharing::Shared),
+            lock: Arc::default(),
+            listeners: BTreeMap::new(),
+            rows: BTreeMap::new(),
+            leases: BTreeMap::new(),
+            alarms: BTreeMap::new(),
+            epoch: 0,
+            purged: Revision(0),
+            members: BTreeMap::new(),
+            last_beat: None,
+        }
+    }
+
+    /// Nothing that is under way is done any more.
+    pub fn restart(&mut self) {
+        self.server += 1;
+        self.lock = Arc::default();
+    }
+
+    pub fn position(&self) -> Position {
+        let head = self.rows.last_key_value().map_or(Revision::EMPTY, |(row, _)| row.revision);
+        Position { head, epoch: if self.sharing == Sharing::Own { 0 } else { self.epoch }, server: self.server }
+    }
+
+    pub fn append(&mut self, append: &Owned) -> Appended {
+        let position = self.position();
+        let stands = match self.sharing {
+            Sharing::Shared => position == append.expected,
+            Sharing::Own => append.changes.is_empty() || position.head == append.expected.head,
+        };
+        if !stands {
+            return Appended::Conflict;
+        }
+        let Some(leases) = self.leases_after(&append.leases) else { return Appended::Conflict };
+        self.leases = leases;
+        self.truth.land(&append.changes, &append.leases, append.compact);
+        self.rows.extend(append.changes.iter().map(|change| (change.row, change.clone())));
+        match append.alarm {
+            Some(AlarmChange::Raise { alarm, cause }) => drop(self.alarms.insert(alarm, cause)),
+            Some(AlarmChange::Clear { alarm }) => drop(self.alarms.remove(&alarm)),
+            None => {}
+        }
+        self.epoch += i64::from(!append.leases.is_empty() || append.compact.is_some() || append.alarm.is_some());
+        scheduler::note(self.truth.head.0.cast_unsigned());
+        self.notify();
+        Appended::Done
+    }
+
+    /// `None` if a lease is to expire whose time is not over.
+    fn leases_after(&self, changes: &[LeaseChange]) -> Option<BTreeMap<LeaseId, Lease>> {
+        let now = Instant::now();
+        let (mut leases, mut granted) = (self.leases.clone(), Vec::new());
+        for change in changes {
+            match *change {
+                LeaseChange::Grant { id, ttl_secs } => {
+                    let deadline = now + Duration::from_secs(ttl_secs.cast_unsigned());
+                    leases.insert(id, Lease { ttl_secs, deadline });
+                    granted.push(id);
+                }
+                LeaseChange::Revoke { id } => drop(leases.remove(&id)),
+                LeaseChange::Expire { id } => {
+                    let ended = leases.remove(&id);
+                    let is_due = granted.contains(&id) || ended.is_some_and(|lease| lease.deadline <= now);
+                    if self.sharing == Sharing::Shared && !is_due {
+                        return None;
+                    }
+                }
+            }
+        }
+        Some(leases)
+    }
+
+    /// Tells of the head, sooner or later, in any order, or not at all.
+    fn notify(&self) {
+        let head = self.truth.head;
+        for told in self.listeners.values().flatten() {
+            if random::permille(self.faults.unheard) {
+                continue;
+            }
+            let told = told.clone();
+            scheduler::spawn_in(scheduler::DATABASE, async move {
+                if random::percent(50) {
+                    sleep(random::millis(1, 40)).await;
+                }
+                told.send_if_modified(|told| std::mem::replace(told, head) != head);
+            });
+        }
+    }
+
+    pub fn meta(&self) -> Meta {
+        let now = Instant::now();
+        let left = |deadline: Instant| match self.sharing {
+            Sharing::Own => None,
+            Sharing::Shared => Some(seconds_left(deadline, now)),
+        };
+        let logged = |(id, lease): (&LeaseId, &Lease)| LoggedLease {
+            id: *id,
+            ttl_secs: lease.ttl_secs,
+            left_secs: left(lease.deadline),
+        };
+        Meta {
+            cluster_id: 1,
+            member_id: 1,
+            position: self.position(),
+            compact_revision: self.truth.compact_revision,
+            leases: self.leases.iter().map(logged).collect(),
+            alarms: self.alarms.iter().map(|(alarm, cause)| (*alarm, *cause)).collect(),
+        }
+    }
+
+    /// All rows as they are, as a database gives them.
+    pub fn rows(&self) -> Vec<Change> {
+        self.rows.values().map(|change| self.read(change, WithPrev::No)).collect()
+    }
+
+    pub fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Page {
+        let purged = (self.sharing == Sharing::Shared).then_some(self.purged);
+        let mut page = Page { changes: Vec::new(), next: to.next(), purged };
+        let (looked_at_max, mut looked_at, mut last) = (random::below(24) + 1, 0, None);
+        for (row, change) in self.rows.range(RowId::new(from, 0)..RowId::new(to.next(), 0)) {
+            if looked_at >= looked_at_max && last != Some(row.revision) {
+                page.next = row.revision;
+                break;
+            }
+            looked_at += 1;
+            last = Some(row.revision);
+            if range.contains(&change.key) {
+                page.changes.push(self.read(change, prev));
+            }
+        }
+        page
+    }
+
+    /// A row names the revision of what it replaced, not the place in it nor the lease.
+    fn read(&self, change: &Change, with_prev: WithPrev) -> Change {
+        let prev = change.prev.as_ref().map(|prev| {
+            let kv = if with_prev == WithPrev::Yes { self.value(prev.row) } else { None };
+            Prev { row: RowId::new(prev.row.revision, 0), kv }
+        });
+        Change { prev, prev_lease: None, ..change.clone() }
+    }
+
+    pub fn value(&self, row: RowId) -> Option<EncodedKv> {
+        match &self.rows.get(&row)?.kind {
+            ChangeKind::Put { kv, .. } => Some(kv.clone()),
+            ChangeKind::Delete => None,
+        }
+    }
+
+    /// Returns false if it knows of no such compaction, or is another server.
+    pub fn purge(&mut self, rows: &[RowId], compacted: Revision, server: i64) -> bool {
+        let knows = self.truth.compact_revision >= Some(compacted);
+        if self.sharing == Sharing::Shared && (server != self.server || !knows) {
+            return false;
+        }
+        self.purged = self.purged.max(compacted);
+        for id in rows.iter().filter(|row| row.revision <= compacted) {
+            let place = self.truth.rows.binary_search_by_key(id, |row| row.id).expect("a row that was appended");
+            assert!(self.truth.is_garbage(&self.truth.rows[place]), "{id:?} is deleted and can be read yet");
+            self.rows.remove(id);
+        }
+        true
+    }
+
+    pub fn leases(&mut self, ids: &[LeaseId], touch: Touch) -> Vec<LoggedLease> {
+        let now = Instant::now();
+        let mut logged = Vec::new();
+        for id in ids {
+            let Some(lease) = self.leases.get_mut(id) else { continue };
+            if touch == Touch::Renew && lease.deadline > now {
+                lease.deadline = now + Duration::from_secs(lease.ttl_secs.cast_unsigned());
+            }
+            logged.push(LoggedLease {
+                id: *id,
+                ttl_secs: lease.ttl_secs,
+                left_secs: Some(seconds_left(lease.deadline, now)),
+            });
+        }
+        logged
+    }
+
+    pub fn beat(&mut self, member: &Member, run: u64) -> Vec<Member> {
+        let now = Instant::now();
+        let silence = self.last_beat.map_or(Duration::ZERO, |last| now - last);
+        if silence > SILENCE_FREE {
+            self.leases.values_mut().for_each(|lease| lease.deadline += silence);
+        }
+        self.last_beat = Some(now);
+        let started = self.members.get(&member.id).filter(|heard| heard.run == run).map_or(now, |heard| heard.started);
+        self.members.insert(member.id, Heard { member: member.clone(), run, started, beat: now });
+        let mut live: Vec<&Heard> = self.members.values().filter(|heard| now - heard.beat < SILENCE_MAX).collect();
+        live.sort_by_key(|heard| (heard.started, heard.member.id));
+        live.into_iter().map(|heard| heard.member.clone()).collect()
+    }
+
+    pub fn leave(&mut self, member: u64, run: u64) {
+        self.members.retain(|id, heard| *id != member || heard.run != run);
+    }
+}
+
+fn seconds_left(deadline: Instant, now: Instant) -> f64 {
+    if deadline >= now { (deadline - now).as_secs_f64() } else { -(now - deadline).as_secs_f64() }
+}

@@ -1,0 +1,254 @@
+//! What clients were answered, held against the truth: that acknowledged changes are in the log as they were asked for,
+//! refused ones are not, and that reads show one moment, never one before what anyone had seen when they began.
+
+use std::collections::BTreeMap;
+
+use tokio::time::Instant;
+
+use super::{
+    calls::{Answer, Call},
+    truth::Truth,
+};
+use crate::{
+    index::ReadAt,
+    store::{
+        Error,
+        model_tests::{Model, Row, select},
+        request::{Consistency, Op, PutLease, PutRequest, RangeRequest, RangeResponse, TxnRequest, TxnResponse},
+    },
+    types::{Key, LeaseId, Revision},
+};
+
+#[derive(Default)]
+pub(super) struct Ledger {
+    /// The newest revision that an answer or an event has shown to anyone.
+    shown: Revision,
+    /// The newest compaction that was acknowledged.
+    compacted: Option<Revision>,
+    asked: Vec<Asked>,
+    /// The request that each revision was acknowledged to.
+    claims: BTreeMap<Revision, usize>,
+    pub answers: [usize; 3],
+}
+
+struct Asked {
+    call: Call,
+    at: Instant,
+    shown: Revision,
+    compacted: Option<Revision>,
+    came_to: CameTo,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum CameTo {
+    Done,
+    Refused,
+    /// Nobody knows.
+    Unknown,
+}
+
+impl Ledger {
+    pub fn shown(&self) -> Revision {
+        self.shown
+    }
+
+    pub fn show(&mut self, revision: Revision, truth: &Truth) {
+        assert!(revision <= truth.head, "revision {revision} is shown, the log ends at {}", truth.head);
+        self.shown = self.shown.max(revision);
+    }
+
+    /// Takes note of a request that is about to be sent, and gives it a number.
+    pub fn ask(&mut self, call: Call) -> usize {
+        let (at, shown, compacted) = (Instant::now(), self.shown, self.compacted);
+        self.asked.push(Asked { call, at, shown, compacted, came_to: CameTo::Unknown });
+        self.asked.len() - 1
+    }
+
+    /// The number that the next request is given.
+    pub fn next(&self) -> usize {
+        self.asked.len()
+    }
+
+    /// Checks what a request came to; `None`: the client does not know.
+    pub fn answered(&mut self, number: usize, outcome: Option<Result<Answer, Error>>, truth: &mut Truth) {
+        let came_to = match outcome {
+            None | Some(Err(Error::OutcomeUnknown)) => CameTo::Unknown,
+            Some(Err(error)) => {
+                self.check_refusal(number, &error, truth);
+                CameTo::Refused
+            }
+            Some(Ok(answer)) => {
+                self.check_answer(number, answer, truth);
+                CameTo::Done
+            }
+        };
+        self.answers[came_to as usize] += 1;
+        self.asked[number].came_to = came_to;
+    }
+
+    fn check_refusal(&self, number: usize, error: &Error, truth: &Truth) {
+        let asked = &self.asked[number];
+        let call = &asked.call;
+        let is_right = match (error, call) {
+            (Error::Corrupt, _) => false,
+            (Error::Unavailable | Error::Stopped | Error::TooManyRequests, _) | (_, Call::Txn(_)) => true,
+            (Error::KeyNotFound, Call::Put(put)) => truth.was_absent_since(&Key::from(&put.key[..]), asked.shown),
+            (Error::LeaseNotFound, Call::Put(PutRequest { lease: PutLease::Set(Some(id)), .. }) | Call::Revoke(id)) => {
+                truth.lease_was_gone_since(*id, asked.at)
+            }
+            (Error::LeaseExists, Call::Grant(id, _)) => truth.lease_was_there_since(*id, asked.at),
+            (Error::Compacted, Call::Range(RangeRequest { at: ReadAt::Revision(at), .. })) => {
+                Some(*at) < truth.compact_revision
+            }
+            (Error::FutureRevision, Call::Range(RangeRequest { at: ReadAt::Revision(at), consistency, .. })) => {
+                *consistency == Consistency::Serializable || *at > asked.shown
+            }
+            (Error::Compacted, Call::Compact(at, _)) => Some(*at) <= truth.compact_revision,
+            (Error::FutureRevision, Call::Compact(at, _)) => *at > asked.shown,
+            _ => false,
+        };
+        assert!(is_right, "{call:?} is refused by {error:?}");
+    }
+
+    fn check_answer(&mut self, number: usize, answer: Answer, truth: &mut Truth) {
+        let (call, since) = (self.asked[number].call.clone(), self.asked[number].at);
+        let revision = match (call, answer) {
+            (Call::Put(request), Answer::Put(answer)) => {
+                let mut model = truth.model_at(answer.revision.prev());
+                let known = model.rows.len();
+                assert_eq!(model.put(&request).as_ref(), Ok(&answer), "{request:?}");
+                self.claim(number, answer.revision, &model.rows[known..], truth);
+                answer.revision
+            }
+            (Call::Delete(request), Answer::Delete(answer)) => {
+                let at = if answer.deleted > 0 { answer.revision.prev() } else { answer.revision };
+                let mut model = truth.model_at(at);
+                let known = model.rows.len();
+                assert_eq!(model.delete(&request), answer, "{request:?}");
+                if answer.deleted > 0 {
+                    self.claim(number, answer.revision, &model.rows[known..], truth);
+                }
+                answer.revision
+            }
+            (Call::Txn(request), Answer::Txn(answer)) => self.check_txn(number, &request, &answer, truth),
+            (Call::Range(request), Answer::Range(answer)) => return self.check_range(number, &request, answer, truth),
+            (Call::Grant(id, _), Answer::Revision(revision)) => {
+                truth.lease_granted(id, since);
+                revision
+            }
+            (Call::Revoke(id), Answer::Revision(revision)) => {
+                truth.lease_revoked(id, since);
+                revision
+            }
+            (Call::KeepAlive(id), Answer::Lease(0)) => {
+                assert!(truth.lease_was_gone_since(id, since), "a keep-alive is told that {id:?} is gone");
+                return;
+            }
+            (Call::KeepAlive(id), Answer::Lease(ttl_secs)) => return truth.lease_renewed(id, ttl_secs, since),
+            (Call::Leases, Answer::Leases(ids)) => return check_leases(&ids, since, truth),
+            (Call::Compact(at, _), Answer::Revision(revision)) => {
+                assert!(truth.compact_revision >= Some(at), "the compaction at {at} was not recorded");
+                self.compacted = self.compacted.max(Some(at));
+                revision
+            }
+            (call, answer) => panic!("{answer:?} answers {call:?}"),
+        };
+        let asked = &self.asked[number];
+        assert!(revision >= asked.shown, "{:?} is answered at {revision}, {} was seen before", asked.call, asked.shown);
+        self.show(revision, truth);
+    }
+
+    /// A revision is acknowledged to one request, and holds what that changes.
+    fn claim(&mut self, number: usize, revision: Revision, rows: &[Row], truth: &Truth) {
+        let call = &self.asked[number].call;
+        assert!(truth.has_exactly(rows), "{call:?} is acknowledged at {revision}, where the log has something else");
+        assert!(
+            revision > self.asked[number].shown,
+            "{call:?} is acknowledged at {revision}, which had been seen before"
+        );
+        assert_eq!(self.claims.insert(revision, number), None, "{revision} is acknowledged twice");
+    }
+
+    fn check_txn(&mut self, number: usize, request: &TxnRequest, answer: &TxnResponse, truth: &Truth) -> Revision {
+        let run = |at: Revision| {
+            let mut model: Model = if reads_back(request) { truth.whole_model_at(at) } else { truth.model_at(at) };
+            let known = model.rows.len();
+            let response = model.txn(request);
+            (response, model.rows.split_off(known))
+        };
+        let (changed, rows) = run(answer.revision.prev());
+        if changed.as_ref() == Ok(answer) && truth.has_exactly(&rows) {
+            self.claim(number, answer.revision, &rows, truth);
+        } else {
+            let (unchanged, rows) = run(answer.revision);
+            assert!(
+                unchanged.as_ref() == Ok(answer) && rows.is_empty(),
+                "{request:?} is answered {answer:?}, not {changed:?} nor {unchanged:?}"
+            );
+        }
+        answer.revision
+    }
+
+    fn check_range(&mut self, number: usize, request: &RangeRequest, answer: RangeResponse, truth: &Truth) {
+        let asked = &self.asked[number];
+        let at = match request.at {
+            ReadAt::Latest => answer.revision,
+            ReadAt::Revision(at) => at,
+        };
+        if request.consistency == Consistency::Linearizable {
+            assert!(
+                answer.revision >= asked.shown,
+                "{request:?} reads {}, {} was seen before",
+                answer.revision,
+                asked.shown
+            );
+            assert!(Some(at) >= asked.compacted, "{request:?} reads below {:?}", asked.compacted);
+        }
+        let live = truth.live_at(at).into_iter().filter(|pair| request.range.contains(&pair.key)).collect();
+        assert_eq!(answer, select(live, request, answer.revision), "{request:?}");
+        self.show(answer.revision, truth);
+    }
+
+    /// At the end: nothing is in the log that nobody asked for, and nothing that was refused.
+    pub fn check_all(&self, truth: &Truth) {
+        let is_unknown = |asked: &&Asked| asked.came_to == CameTo::Unknown && asked.call.writes();
+        let unknown = self.asked.iter().filter(is_unknown).count();
+        let mut unclaimed = 0;
+        for row in &truth.rows {
+            let revision = row.id.revision;
+            if let Some(number) = row.pair.as_ref().and_then(|pair| tag(&pair.value)).filter(|_| !keeps_value(row)) {
+                let came_to = self.asked[number].came_to;
+                let is_own = self.claims.get(&revision).is_none_or(|claimed| *claimed == number);
+                let is_asked = came_to == CameTo::Unknown || self.claims.get(&revision) == Some(&number);
+                assert!(is_own && is_asked, "{:?} was {came_to:?} and is at {revision}", self.asked[number].call);
+            }
+            if row.id.sub == 0 && !self.claims.contains_key(&revision) && !truth.lease_ends.contains(&revision) {
+                unclaimed += 1;
+            }
+        }
+        assert!(unclaimed <= unknown, "{unclaimed} revisions are nobody's, {unknown} requests may have made one");
+    }
+}
+
+fn reads_back(request: &TxnRequest) -> bool {
+    let mut ops = request.success.iter().chain(&request.failure);
+    ops.any(|op| matches!(op, Op::Range(RangeRequest { at: ReadAt::Revision(_), .. })))
+}
+
+fn check_leases(ids: &[LeaseId], since: Instant, truth: &Truth) {
+    for id in ids {
+        assert!(truth.lease_was_there_since(*id, since), "{id:?} is told and was not there");
+    }
+    for id in truth.leases_held_since(since) {
+        assert!(ids.contains(&id), "{id:?} is not told");
+    }
+}
+
+/// The request that a value was made for.
+fn tag(value: &[u8]) -> Option<usize> {
+    std::str::from_utf8(value).ok()?.split('.').next()?.parse().ok()
+}
+
+fn keeps_value(row: &Row) -> bool {
+    row.prev.as_ref().map(|prev| &prev.value) == row.pair.as_ref().map(|pair| &pair.value)
+}

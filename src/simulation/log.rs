@@ -1,0 +1,312 @@
+//! One instance's way to the simulated database: calls that take their time, fail before or behind what they do, and
+//! commits that land after the caller was told that nobody knows.
+
+use std::{sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use tokio::{
+    sync::{OwnedMutexGuard, oneshot, watch},
+    time::{sleep, timeout},
+};
+
+use super::{
+    database::{Database, Owned, Sharing},
+    random, scheduler,
+};
+use crate::{
+    log::{
+        Append, Appended, Connections, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision,
+        Reclaim, Reclaimed, Result, SharedLog, Size, Touch, Visit, WithPrev,
+    },
+    types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
+};
+
+/// Longer than this no answer is waited for.
+const ANSWER_MAX: Duration = Duration::from_secs(5);
+/// A turn to append that is not used for so long is ended by the server, with the connection.
+const TURN_MAX: Duration = Duration::from_secs(2);
+
+pub(super) struct SimulatedLog {
+    database: Arc<Mutex<Database>>,
+    sharing: Sharing,
+    member: Member,
+    run: u64,
+    poll_interval: Duration,
+    told: watch::Receiver<Revision>,
+    turn: Arc<Mutex<Turn>>,
+}
+
+/// What the connection that appends holds.
+enum Turn {
+    None,
+    Held {
+        lock: OwnedMutexGuard<()>,
+        server: i64,
+        number: u64,
+    },
+    /// The server ended it, and the connection.
+    Lost,
+}
+
+/// What becomes of an append.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Answered,
+    /// It is done or not by chance, at once or later, and the answer is lost.
+    Lost,
+    Refused,
+}
+
+impl SimulatedLog {
+    pub fn new(database: &Arc<Mutex<Database>>, member: Member, run: u64, poll_interval: Duration) -> Self {
+        let (tell, told) = watch::channel(Revision(0));
+        let mut state = database.lock();
+        let sharing = state.sharing;
+        state.listeners.insert(run, Some(tell));
+        drop(state);
+        let turn = Arc::new(Mutex::new(Turn::None));
+        Self { database: Arc::clone(database), sharing, member, run, poll_interval, told, turn }
+    }
+
+    /// The way to the database or back.
+    async fn way(&self) {
+        let is_slow = random::permille(self.database.lock().faults.slow);
+        match random::below(10) {
+            _ if is_slow => sleep(random::millis(200, 6_000)).await,
+            0..3 => sleep(random::millis(1, 8)).await,
+            3 => tokio::task::yield_now().await,
+            _ => {}
+        }
+    }
+
+    async fn ask<T>(&self, question: impl FnOnce(&mut Database) -> T) -> Result<T> {
+        timeout(ANSWER_MAX, async {
+            self.way().await;
+            let (answer, server) = {
+                let mut database = self.database.lock();
+                if !database.is_up || random::permille(database.faults.refused) {
+                    return Err(unavailable("refused"));
+                }
+                let answer = question(&mut database);
+                if random::permille(database.faults.lost) {
+                    return Err(unavailable("answer lost"));
+                }
+                (answer, database.server)
+            };
+            self.way().await;
+            if self.database.lock().server == server { Ok(answer) } else { Err(unavailable("connection lost")) }
+        })
+        .await
+        .unwrap_or_else(|_| Err(unavailable("no answer")))
+    }
+
+    fn fate(&self) -> Fate {
+        let database = self.database.lock();
+        if !database.is_up || random::permille(database.faults.refused) {
+            Fate::Refused
+        } else if random::permille(database.faults.lost) {
+            Fate::Lost
+        } else {
+            Fate::Answered
+        }
+    }
+
+    /// Within this process, as SQLite is: what it was told to do ends with it.
+    async fn append_own(&self, append: Owned) -> Result<Appended> {
+        let fate = self.fate();
+        let is_done = fate == Fate::Answered || (fate == Fate::Lost && random::percent(50));
+        if is_done {
+            let appended = self.database.lock().append(&append);
+            self.way().await;
+            if fate == Fate::Answered {
+                return Ok(appended);
+            }
+        }
+        Err(Error::OutcomeUnknown("disk I/O error".to_owned()))
+    }
+
+    /// By a statement that the server works on, whatever becomes of who sent it.
+    async fn append_shared(&self, append: Owned, turn: Turn) -> Result<Appended> {
+        let fate = self.fate();
+        if fate == Fate::Refused {
+            return Err(unavailable("refused"));
+        }
+        let server = self.database.lock().server;
+        let lock = match turn {
+            Turn::Held { lock, server: of, .. } if of == server => Some(lock),
+            Turn::None => None,
+            Turn::Held { .. } | Turn::Lost => return Err(unavailable("the turn was lost")),
+        };
+        if fate == Fate::Lost && random::percent(30) {
+            return Err(Error::OutcomeUnknown("broken on the way there".to_owned()));
+        }
+        let (answer, answered) = oneshot::channel();
+        let database = Arc::clone(&self.database);
+        // A statement may linger at the server, or before it.
+        let lingers = if fate == Fate::Lost && random::percent(50) { random::millis(1, 4_000) } else { Duration::ZERO };
+        scheduler::spawn_in(scheduler::DATABASE, async move {
+            sleep(lingers).await;
+            let waits = Arc::clone(&database.lock().lock);
+            let _lock = match lock {
+                Some(lock) => lock,
+                None => waits.lock_owned().await,
+            };
+            if random::percent(30) {
+                sleep(random::millis(1, 5)).await;
+            }
+            let mut database = database.lock();
+            if database.server == server {
+                let _ = answer.send(database.append(&append));
+            }
+        });
+        if fate == Fate::Lost {
+            sleep(random::millis(0, 50)).await;
+            return Err(Error::OutcomeUnknown("broken on the way back".to_owned()));
+        }
+        let Ok(Ok(appended)) = timeout(ANSWER_MAX, answered).await else {
+            return Err(Error::OutcomeUnknown("no answer".to_owned()));
+        };
+        self.way().await;
+        Ok(appended)
+    }
+}
+
+fn unavailable(why: &str) -> Error {
+    Error::Unavailable(why.to_owned())
+}
+
+impl Drop for SimulatedLog {
+    fn drop(&mut self) {
+        self.database.lock().listeners.remove(&self.run);
+    }
+}
+
+#[async_trait]
+impl History for SimulatedLog {
+    async fn meta(&self) -> Result<Meta> {
+        let meta = self.ask(|database| database.meta()).await?;
+        Ok(Meta { member_id: self.member.id, ..meta })
+    }
+
+    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
+        let (meta, rows) = self.ask(|database| (database.meta(), database.rows())).await?;
+        for rows in rows.chunks(7) {
+            visit(&meta, rows.to_vec())?;
+        }
+        Ok(Meta { member_id: self.member.id, ..meta })
+    }
+
+    async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
+        self.ask(|database| database.changes(from, to, range, prev)).await
+    }
+}
+
+#[async_trait]
+impl Log for SimulatedLog {
+    async fn freeze(&self) -> Result<Box<dyn History>> {
+        Err(unavailable("nobody takes snapshots here"))
+    }
+
+    async fn append(&self, append: Append<'_>) -> Result<Appended> {
+        let turn = std::mem::replace(&mut *self.turn.lock(), Turn::None);
+        if append.is_empty() {
+            // Nothing but a turn to give back.
+            self.way().await;
+            return match turn {
+                Turn::Held { .. } | Turn::None => Ok(Appended::Done),
+                Turn::Lost => Err(Error::OutcomeUnknown("the turn was lost".to_owned())),
+            };
+        }
+        let append = Owned::from(append);
+        self.way().await;
+        match self.sharing {
+            Sharing::Own => self.append_own(append).await,
+            Sharing::Shared => self.append_shared(append, turn).await,
+        }
+    }
+
+    async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        self.ask(|database| rows.iter().filter_map(|row| Some((*row, database.value(*row)?))).collect()).await
+    }
+
+    async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {
+        let Reclaim::Rows { rows, compacted, server } = what else { return Ok(Reclaimed::All) };
+        if self.ask(|database| database.purge(rows, compacted, server)).await? {
+            Ok(Reclaimed::All)
+        } else {
+            Err(unavailable("another server has the database now"))
+        }
+    }
+
+    async fn size(&self, _: Precision) -> Result<Size> {
+        Ok(Size { total: 0, in_use: 0 })
+    }
+
+    fn connections(&self) -> Connections {
+        Connections { idle: 0, used: 0 }
+    }
+
+    async fn close(&self) {
+        // Who cannot sign off is missed after a while.
+        let _ = self.ask(|database| database.leave(self.member.id, self.run)).await;
+    }
+
+    fn shared(&self) -> Option<&dyn SharedLog> {
+        (self.sharing == Sharing::Shared).then_some(self)
+    }
+}
+
+#[async_trait]
+impl SharedLog for SimulatedLog {
+    async fn position(&self) -> Result<Position> {
+        self.ask(|database| database.position()).await
+    }
+
+    async fn moved(&self, seen: Revision) -> Option<Revision> {
+        let mut told = self.told.clone();
+        timeout(self.poll_interval, async {
+            let head = told.wait_for(|told| *told > seen).await.map(|told| *told);
+            match head {
+                Ok(head) => head,
+                Err(_) => std::future::pending().await,
+            }
+        })
+        .await
+        .ok()
+    }
+
+    async fn take_turn(&self) -> Result<()> {
+        self.way().await;
+        if self.fate() != Fate::Answered {
+            return Err(unavailable("no turn"));
+        }
+        let (lock, server) = {
+            let database = self.database.lock();
+            (Arc::clone(&database.lock), database.server)
+        };
+        let lock = timeout(ANSWER_MAX, lock.lock_owned()).await.map_err(|_| unavailable("no turn"))?;
+        let number = random::between(0, i64::MAX - 1).cast_unsigned();
+        *self.turn.lock() = Turn::Held { lock, server, number };
+        let turn = Arc::clone(&self.turn);
+        scheduler::spawn_in(scheduler::DATABASE, async move {
+            sleep(TURN_MAX).await;
+            let mut turn = turn.lock();
+            if matches!(*turn, Turn::Held { number: held, .. } if held == number) {
+                *turn = Turn::Lost;
+            }
+        });
+        self.way().await;
+        Ok(())
+    }
+
+    async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>> {
+        let logged = self.ask(|database| database.leases(ids, touch)).await;
+        super::tell(|| format!("{}: {touch:?} {ids:?} gives {logged:?}", self.member.name));
+        logged
+    }
+
+    async fn beat(&self) -> Result<Vec<Member>> {
+        self.ask(|database| database.beat(&self.member, self.run)).await
+    }
+}

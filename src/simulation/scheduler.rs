@@ -1,0 +1,226 @@
+//! Runs the tasks of a simulation one at a time, each step at random among those that are woken, under tokio's paused
+//! clock: where nobody is woken, time goes on to the next timer.
+//!
+//! The next task is drawn from the woken ones in the order of their numbers, so that the order in which they were woken,
+//! which tokio leaves to chance in places, makes no difference. Tasks belong to groups (an instance, the database, the
+//! world), which can be paused and killed wherever their tasks stand.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::{BTreeMap, BTreeSet},
+    future::poll_fn,
+    pin::Pin,
+    rc::Rc,
+    sync::Arc,
+    task::{Context, Poll, Wake, Waker},
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+use super::random;
+use crate::store::tasks::simulated;
+
+pub(super) type Group = u64;
+
+/// Clients, and what breaks things.
+pub(super) const WORLD: Group = 0;
+/// What goes on in the database whoever asked for it.
+pub(super) const DATABASE: Group = 1;
+
+/// A run that takes longer than this in its own time is stuck.
+const TIME_MAX: Duration = Duration::from_secs(1_200);
+
+thread_local! {
+    static CURRENT: RefCell<Option<Rc<Scheduler>>> = const { RefCell::new(None) };
+}
+
+/// What a run came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Report {
+    pub steps: u64,
+    pub elapsed: Duration,
+    /// Of every step: which task, and when.
+    pub trace: u64,
+}
+
+#[derive(Default)]
+struct Scheduler {
+    tasks: RefCell<BTreeMap<u64, Task>>,
+    woken: Arc<Mutex<Woken>>,
+    paused: RefCell<BTreeSet<Group>>,
+    /// Of the task that is polled.
+    group: Cell<Group>,
+    numbers: Cell<u64>,
+    steps: Cell<u64>,
+    started: Cell<Option<Instant>>,
+    trace: Cell<u64>,
+}
+
+struct Task {
+    group: Group,
+    waker: Waker,
+    /// `None` while it is polled.
+    future: Option<Pin<Box<dyn Future<Output = ()>>>>,
+}
+
+#[derive(Default)]
+struct Woken {
+    tasks: BTreeSet<u64>,
+    /// Of the scheduler itself while it sleeps.
+    scheduler: Option<Waker>,
+}
+
+struct TaskWaker {
+    task: u64,
+    woken: Arc<Mutex<Woken>>,
+}
+
+impl Wake for TaskWaker {
+    fn wake(self: Arc<Self>) {
+        let mut woken = self.woken.lock();
+        woken.tasks.insert(self.task);
+        let scheduler = woken.scheduler.take();
+        drop(woken);
+        if let Some(scheduler) = scheduler {
+            scheduler.wake();
+        }
+    }
+}
+
+/// Runs `main` and all that it spawns, until `main` ends.
+pub(super) fn run(seed: u64, main: impl Future<Output = ()> + 'static) -> Report {
+    random::seed(seed);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let scheduler = Rc::new(Scheduler::default());
+    CURRENT.set(Some(Rc::clone(&scheduler)));
+    simulated::START.set(Some(|task| {
+        spawn(task);
+    }));
+    let main = spawn_in(WORLD, main);
+    let started = runtime.block_on(async { Instant::now() });
+    scheduler.started.set(Some(started));
+    runtime.block_on(poll_fn(|context| scheduler.poll(context, main)));
+    let elapsed = runtime.block_on(async { started.elapsed() });
+    let left = std::mem::take(&mut *scheduler.tasks.borrow_mut());
+    drop(left);
+    simulated::START.set(None);
+    CURRENT.set(None);
+    Report { steps: scheduler.steps.get(), elapsed, trace: scheduler.trace.get() }
+}
+
+fn current() -> Rc<Scheduler> {
+    CURRENT.with_borrow(|current| current.clone().expect("a simulation runs on this thread"))
+}
+
+/// In the group of the task that calls it.
+pub(super) fn spawn(task: impl Future<Output = ()> + 'static) -> u64 {
+    spawn_in(current().group.get(), task)
+}
+
+pub(super) fn spawn_in(group: Group, task: impl Future<Output = ()> + 'static) -> u64 {
+    let scheduler = current();
+    let number = scheduler.numbers.get();
+    scheduler.numbers.set(number + 1);
+    let waker = Waker::from(Arc::new(TaskWaker { task: number, woken: Arc::clone(&scheduler.woken) }));
+    waker.wake_by_ref();
+    // Without tokio's budget, which is the whole scheduler's here.
+    let future = Some(Box::pin(tokio::task::unconstrained(task)) as Pin<Box<_>>);
+    scheduler.tasks.borrow_mut().insert(number, Task { group, waker, future });
+    number
+}
+
+pub(super) fn abort(task: u64) {
+    let aborted = current().tasks.borrow_mut().remove(&task);
+    drop(aborted);
+}
+
+/// Ends all tasks of a group where they stand.
+pub(super) fn kill(group: Group) {
+    let scheduler = current();
+    scheduler.paused.borrow_mut().remove(&group);
+    let killed: Vec<Task> =
+        scheduler.tasks.borrow_mut().extract_if(.., |_, task| task.group == group).map(|(_, task)| task).collect();
+    drop(killed);
+}
+
+/// Polls no task of a group until it is resumed.
+pub(super) fn pause(group: Group) {
+    current().paused.borrow_mut().insert(group);
+}
+
+pub(super) fn resume(group: Group) {
+    let scheduler = current();
+    scheduler.paused.borrow_mut().remove(&group);
+    let sleeping = scheduler.woken.lock().scheduler.take();
+    sleeping.into_iter().for_each(Waker::wake);
+}
+
+/// Since the run began, in its own time.
+pub(super) fn elapsed() -> Duration {
+    current().started.get().map_or(Duration::ZERO, |started| started.elapsed())
+}
+
+/// Makes what happened a part of the trace.
+pub(super) fn note(what: u64) {
+    let scheduler = current();
+    scheduler.trace.set((scheduler.trace.get() ^ what).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(5));
+}
+
+impl Scheduler {
+    fn poll(&self, context: &mut Context<'_>, main: u64) -> Poll<()> {
+        loop {
+            let Some(task) = self.next() else {
+                self.woken.lock().scheduler = Some(context.waker().clone());
+                return Poll::Pending;
+            };
+            note(task);
+            note(u64::try_from(elapsed().as_millis()).unwrap_or_default());
+            assert!(elapsed() < TIME_MAX, "the run does not come to its end");
+            self.step(task);
+            if !self.tasks.borrow().contains_key(&main) {
+                return Poll::Ready(());
+            }
+            // Now and then those who stepped back (tokio's yield_now) come before the others are done.
+            if random::below(16) == 0 {
+                context.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+        }
+    }
+
+    fn next(&self) -> Option<u64> {
+        let mut woken = self.woken.lock();
+        let (tasks, paused) = (self.tasks.borrow(), self.paused.borrow());
+        woken.tasks.retain(|task| tasks.contains_key(task));
+        let able: Vec<u64> = woken.tasks.iter().copied().filter(|task| !paused.contains(&tasks[task].group)).collect();
+        if able.is_empty() {
+            return None;
+        }
+        let next = able[random::below(able.len())];
+        woken.tasks.remove(&next);
+        Some(next)
+    }
+
+    fn step(&self, number: u64) {
+        self.steps.set(self.steps.get() + 1);
+        let (group, waker, future) = {
+            let mut tasks = self.tasks.borrow_mut();
+            let task = tasks.get_mut(&number).expect("it was drawn from those that are there");
+            (task.group, task.waker.clone(), task.future.take())
+        };
+        let mut future = future.expect("only one is polled at a time");
+        self.group.set(group);
+        let done = future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready();
+        self.group.set(WORLD);
+        if done {
+            let ended = self.tasks.borrow_mut().remove(&number);
+            drop(ended);
+        } else if let Some(task) = self.tasks.borrow_mut().get_mut(&number) {
+            task.future = Some(future);
+            return;
+        }
+        drop(future);
+    }
+}

@@ -1,0 +1,383 @@
+//! Watches: the server's side of a stream, as `api::watch` has it without gRPC, and a client that checks what it gets and
+//! goes on elsewhere, from where it stood, when its stream breaks.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    rc::Rc,
+    sync::Arc,
+};
+
+use futures_util::StreamExt as _;
+use prost::Message as _;
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::{Duration, Instant, sleep, sleep_until},
+};
+
+use super::{
+    calls::range,
+    random::{below, between, millis, percent},
+    scheduler::spawn_in,
+    truth::Truth,
+    world::World,
+};
+use crate::{
+    proto::client::etcdserverpb::WatchResponse,
+    store::{Store, model_tests::Row},
+    types::{EncodedEvent, Revision, WatchId},
+    watch::{Flavor, Message, Messages, NO_WATCH, Outbox, Session, Spec},
+};
+
+const RETRY_PAUSE: Duration = Duration::from_millis(500);
+const TICK: Duration = Duration::from_secs(3);
+
+enum Command {
+    Create(Spec),
+    Cancel(WatchId),
+    Progress,
+}
+
+/// Ends with the instance: whoever holds the other end of `_alive` sees the connection break.
+async fn serve(
+    store: Arc<Store>,
+    outbox: Arc<Outbox>,
+    mut commands: mpsc::UnboundedReceiver<Command>,
+    _alive: oneshot::Sender<()>,
+) {
+    let mut session = Session::new(Arc::clone(store.hub()), Arc::clone(store.log()), Arc::clone(&outbox));
+    let (mut tick, mut not_before) = (Instant::now() + TICK, Instant::now());
+    let mut confirming = None;
+    while !outbox.has_ended() {
+        tokio::select! {
+            biased;
+            command = commands.recv(), if confirming.is_none() && outbox.has_room() => match command {
+                Some(Command::Create(spec)) => session.create(spec),
+                Some(Command::Cancel(id)) => session.cancel(id),
+                Some(Command::Progress) => confirming = Some(Box::pin(store.confirm())),
+                None => return,
+            },
+            confirmed = confirmation(&mut confirming) => {
+                confirming = None;
+                if confirmed.is_ok() {
+                    session.request_progress();
+                }
+            }
+            () = outbox.attention() => session.attend(),
+            advanced = advance(&mut session, not_before) => if advanced.is_err() {
+                not_before = Instant::now() + RETRY_PAUSE;
+            },
+            () = sleep_until(tick) => {
+                if outbox.has_room() {
+                    session.tick();
+                }
+                tick = Instant::now() + TICK;
+            }
+        }
+    }
+}
+
+async fn confirmation<F: Future + Unpin>(confirming: &mut Option<F>) -> F::Output {
+    match confirming {
+        Some(confirming) => confirming.await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn advance(session: &mut Session, not_before: Instant) -> crate::log::Result<()> {
+    if !session.is_behind() {
+        return std::future::pending().await;
+    }
+    sleep_until(not_before).await;
+    session.advance().await
+}
+
+/// One client's watches, all on one stream.
+#[derive(Default)]
+pub(super) struct Watches {
+    all: BTreeMap<WatchId, Watch>,
+    /// What was shown to anyone when progress was asked for, of requests that may be answered yet.
+    asked: VecDeque<Revision>,
+    /// The watch whose message goes on in the next.
+    open: Option<WatchId>,
+    pub events: usize,
+}
+
+struct Watch {
+    spec: Spec,
+    state: State,
+    /// The first revision of interest, once it is known.
+    from: Revision,
+    /// The place in the truth of the first row that was not looked at; `None`: it begins when it is created.
+    place: Option<usize>,
+    /// As `place`, where the last whole message ended.
+    whole: Option<usize>,
+    newest: Revision,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Absent,
+    Requested,
+    Active,
+    Cancelling,
+}
+
+impl Watches {
+    pub fn draw() -> Self {
+        let draw = |id| {
+            let (puts, deletes) = [(true, true), (true, true), (true, false), (false, true)][below(4)];
+            let spec = Spec {
+                id: Some(WatchId(id)),
+                range: range(),
+                start: percent(40).then(|| Revision(between(1, 12))),
+                flavor: Flavor { prev_kv: percent(50), puts, deletes },
+                fragment: percent(25).then(|| [1, 60, 150][below(3)]),
+                progress_notify: percent(40),
+            };
+            let from = spec.start.unwrap_or(Revision(0));
+            (WatchId(id), Watch { spec, state: State::Absent, from, place: None, whole: None, newest: Revision(0) })
+        };
+        Self { all: (1..=between(1, 3)).map(draw).collect(), ..Self::default() }
+    }
+
+    /// What some watch is still owed.
+    pub fn owed(&self, truth: &Truth) -> Option<String> {
+        self.all.values().find_map(|watch| {
+            let place = watch.place.filter(|_| watch.state == State::Active);
+            let Some(place) = place else { return Some(format!("{:?} is {:?}", watch.spec, watch.state)) };
+            watch.next(place, truth).map(|(_, row)| format!("{:?} is owed {:?}", watch.spec, row.id))
+        })
+    }
+
+    fn begin(&mut self, id: WatchId, truth: &Truth) -> Command {
+        let watch = self.all.get_mut(&id).expect("one of this client's");
+        watch.state = State::Requested;
+        if watch.place.is_some() {
+            watch.spec.start = Some(watch.needs(truth));
+        }
+        watch.place = watch.spec.start.map(|start| truth.place_of(start));
+        watch.whole = watch.place;
+        Command::Create(watch.spec.clone())
+    }
+
+    /// The stream broke: what was not whole comes again.
+    fn broken(&mut self) {
+        self.asked.clear();
+        self.open = None;
+        for watch in self.all.values_mut() {
+            watch.state = State::Absent;
+            watch.place = watch.whole;
+        }
+    }
+
+    /// Returns the watch that must list before it goes on, if one must.
+    fn take(&mut self, message: Message, shown: &mut Revision, truth: &Truth) -> Option<WatchId> {
+        let text = format!("{message:?}");
+        assert!(
+            self.open.is_none_or(|open| matches!(message, Message::Events { id, .. } if id == open)),
+            "{text} amid a message"
+        );
+        match message {
+            Message::Created { id, revision } => {
+                let watch = self.all.get_mut(&id).filter(|watch| watch.state == State::Requested).expect(&text);
+                watch.state = State::Active;
+                watch.newest = revision;
+                if watch.place.is_none() {
+                    watch.begin_at(revision.next(), truth);
+                }
+                *shown = revision;
+            }
+            Message::Canceled { id, revision } => {
+                let watch = self.all.get_mut(&id).filter(|watch| watch.state == State::Cancelling).expect(&text);
+                watch.state = State::Absent;
+                *shown = revision;
+            }
+            Message::Refused { .. } => panic!("{text}"),
+            Message::Compacted { id, compact_revision } => {
+                let watch = self
+                    .all
+                    .get_mut(&id)
+                    .filter(|watch| [State::Active, State::Cancelling].contains(&watch.state))
+                    .expect(&text);
+                assert!(
+                    Some(compact_revision) <= truth.compact_revision,
+                    "{text}: the log has {:?}",
+                    truth.compact_revision
+                );
+                let needs = watch.needs(truth);
+                assert!(needs < compact_revision, "{text} and needs {needs}");
+                watch.state = State::Absent;
+                return Some(id);
+            }
+            Message::Progress { id: NO_WATCH, revision } => {
+                let asked = self.asked.pop_front().expect("progress was asked for");
+                assert!(revision >= asked, "{text}: {asked} was seen when it was asked for");
+                self.all.values_mut().for_each(|watch| watch.check_progress(revision, truth));
+                *shown = revision;
+            }
+            Message::Progress { id, revision } => {
+                let watch = self.all.get_mut(&id).filter(|watch| watch.spec.progress_notify).expect(&text);
+                watch.check_progress(revision, truth);
+                *shown = revision;
+            }
+            Message::Events { id, revision, events, fragment } => {
+                let watch = self
+                    .all
+                    .get_mut(&id)
+                    .filter(|watch| [State::Active, State::Cancelling].contains(&watch.state))
+                    .expect(&text);
+                assert!(revision >= watch.newest && revision <= truth.head, "{text} after {}", watch.newest);
+                watch.newest = revision;
+                self.events += watch.take_events(&events.concat(), truth);
+                self.open = fragment.then_some(id);
+                if !fragment {
+                    watch.check_whole(truth);
+                    watch.whole = watch.place;
+                }
+                *shown = revision;
+            }
+        }
+        None
+    }
+}
+
+impl Watch {
+    /// It is to be shown everything from this revision on.
+    fn begin_at(&mut self, from: Revision, truth: &Truth) {
+        self.from = from;
+        self.place = Some(truth.place_of(from));
+        self.whole = self.place;
+    }
+
+    /// The revision from which on it has not been shown everything.
+    fn needs(&self, truth: &Truth) -> Revision {
+        let last = truth.rows[..self.place.unwrap_or(0)].last().map_or(Revision(0), |row| row.id.revision);
+        self.from.max(last.next())
+    }
+
+    /// The next row that it must be shown, with its place.
+    fn next<'a>(&self, place: usize, truth: &'a Truth) -> Option<(usize, &'a Row)> {
+        truth.rows.iter().enumerate().skip(place).find(|(_, row)| {
+            let wanted = if row.pair.is_some() { self.spec.flavor.puts } else { self.spec.flavor.deletes };
+            wanted && row.id.revision >= self.from && self.spec.range.contains(&row.key)
+        })
+    }
+
+    /// All up to the revision has come before.
+    fn check_progress(&mut self, revision: Revision, truth: &Truth) {
+        let Some(place) = self.place.filter(|_| self.state == State::Active) else { return };
+        let owed = self.next(place, truth).map(|(_, row)| row.id);
+        assert!(
+            owed.is_none_or(|owed| owed.revision > revision),
+            "progress at {revision} overtakes {owed:?} of {:?}",
+            self.spec
+        );
+        self.place = Some(place.max(truth.place_of(revision.next())));
+        self.whole = self.place;
+    }
+
+    fn take_events(&mut self, bytes: &[u8], truth: &Truth) -> usize {
+        let events = WatchResponse::decode(bytes).expect("events as a response's fields").events;
+        assert!(!events.is_empty());
+        for event in &events {
+            let next = self.next(self.place.expect("it was created"), truth);
+            let (place, row) = next.unwrap_or_else(|| panic!("{event:?} is not owed to {:?}", self.spec));
+            let prev = row.prev.as_ref().filter(|_| self.spec.flavor.prev_kv).map(|pair| pair.encoded());
+            let may_lack_prev = Some(row.id.revision) <= truth.compact_revision;
+            let is_it = *event == decode(&Truth::event(row, prev))
+                || (may_lack_prev && *event == decode(&Truth::event(row, None)));
+            assert!(is_it, "{event:?} is not {row:?} for {:?}", self.spec);
+            self.place = Some(place + 1);
+        }
+        events.len()
+    }
+
+    /// What is left does not begin within a revision.
+    fn check_whole(&self, truth: &Truth) {
+        let place = self.place.expect("it was created");
+        let last = truth.rows[..place].last().map(|row| row.id.revision);
+        let next = self.next(place, truth).map(|(_, row)| row.id.revision);
+        assert!(next.is_none() || next != last, "a message ends within {last:?} for {:?}", self.spec);
+    }
+}
+
+fn decode(event: &EncodedEvent) -> crate::proto::client::mvccpb::Event {
+    WatchResponse::decode(event.as_bytes()).expect("an event as a response's field").events.remove(0)
+}
+
+/// Watches on one stream after another, until the run ends.
+pub(super) async fn client(world: Rc<World>, place: usize) {
+    loop {
+        let Some((group, store)) = world.any_instance() else {
+            sleep(millis(50, 500)).await;
+            continue;
+        };
+        let outbox = Arc::new(Outbox::new());
+        let messages = Messages::new(Arc::clone(&outbox));
+        let (commands, received) = mpsc::unbounded_channel();
+        let (alive, gone) = oneshot::channel();
+        spawn_in(group, serve(store, outbox, received, alive));
+        read(&world, place, messages, &commands, gone).await;
+        world.watches[place].borrow_mut().broken();
+        sleep(millis(0, 300)).await;
+    }
+}
+
+/// Reads until the stream breaks, or is left.
+async fn read(
+    world: &Rc<World>,
+    place: usize,
+    mut messages: Messages,
+    commands: &mpsc::UnboundedSender<Command>,
+    mut gone: oneshot::Receiver<()>,
+) {
+    let watches = &world.watches[place];
+    let ids: Vec<WatchId> = watches.borrow().all.keys().copied().collect();
+    loop {
+        for id in &ids {
+            let is_absent = watches.borrow().all[id].state == State::Absent;
+            if is_absent {
+                let begin = watches.borrow_mut().begin(*id, &world.database.lock().truth);
+                let _ = commands.send(begin);
+            }
+        }
+        let idle = if world.is_calm() { Duration::from_secs(3_600) } else { millis(1, 1_500) };
+        tokio::select! {
+            biased;
+            _ = &mut gone => return,
+            message = messages.next() => {
+                let Some(Ok(message)) = message else { return };
+                let mut shown = Revision(0);
+                let must_list = watches.borrow_mut().take(message, &mut shown, &world.database.lock().truth);
+                world.ledger.borrow_mut().show(shown, &world.database.lock().truth);
+                if let Some(id) = must_list {
+                    let Some(listed) = world.list().await else { return };
+                    let mut watches = watches.borrow_mut();
+                    let watch = watches.all.get_mut(&id).expect("one of this client's");
+                    watch.begin_at(listed.next(), &world.database.lock().truth);
+                }
+                // Some read slowly.
+                if percent(10) && !world.is_calm() {
+                    sleep(millis(1, 2_000)).await;
+                }
+            }
+            () = sleep(idle) => match below(10) {
+                0 => return,
+                1 => {
+                    let mut watches = watches.borrow_mut();
+                    let id = ids[below(ids.len())];
+                    let watch = watches.all.get_mut(&id).expect("one of this client's");
+                    if watch.state == State::Active {
+                        watch.state = State::Cancelling;
+                        let _ = commands.send(Command::Cancel(id));
+                    }
+                }
+                2..5 => {
+                    watches.borrow_mut().asked.push_back(world.ledger.borrow().shown());
+                    let _ = commands.send(Command::Progress);
+                }
+                _ => {}
+            },
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! A run put together: the database, the instances on it, their clients, and what breaks them; and what must hold in the
+//! end, when nothing breaks any more.
+
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+    sync::{Arc, LazyLock},
+};
+
+use parking_lot::Mutex;
+use tokio::{
+    sync::oneshot,
+    time::{Duration, Instant, sleep, timeout},
+};
+
+use super::{
+    breaks,
+    calls::{Answer, Call},
+    database::{Database, Faults, Sharing},
+    ledger::Ledger,
+    log::SimulatedLog,
+    random::{below, between, millis, percent, pick},
+    scheduler::{self, Group, WORLD, spawn_in},
+    watches::{self, Watches},
+};
+use crate::{
+    log::{Error as LogError, Member},
+    metrics::Metrics,
+    store::{AutoCompaction, Error, Pace, Settings, Store, replay},
+    types::Revision,
+};
+
+/// Once nothing breaks any more all must be well within this time.
+const SETTLE_MAX: Duration = Duration::from_secs(60);
+/// Longer than the store makes a request wait.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Counting has no part in what is tested.
+static METRICS: LazyLock<Arc<Metrics>> = LazyLock::new(Arc::default);
+
+/// What a run is like.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Profile {
+    pub sharing: Sharing,
+    instances: usize,
+    faults: Faults,
+    clients: usize,
+    calls: usize,
+    /// Milliseconds between two calls of a client, at most.
+    pause: i64,
+    /// Milliseconds between two breaks, at most.
+    pub breaks: i64,
+    cache_bytes: u64,
+    poll_interval: Duration,
+    auto_compaction: Option<AutoCompaction>,
+}
+
+impl Profile {
+    fn draw() -> Self {
+        let sharing = pick(&[Sharing::Own, Sharing::Shared, Sharing::Shared, Sharing::Shared]);
+        let much = pick(&[0, 5, 20, 60]);
+        Self {
+            sharing,
+            instances: if sharing == Sharing::Own { 1 } else { below(3) + 1 },
+            faults: Faults {
+                refused: below(much + 1),
+                lost: below(much + 1),
+                slow: below(much / 3 + 1),
+                unheard: below(10 * much + 1),
+            },
+            clients: below(4) + 1,
+            calls: below(80) + 20,
+            pause: pick(&[2, 40, 300]),
+            breaks: pick(&[300, 2_000, 8_000]),
+            // A cache that evicts does so by chance.
+            cache_bytes: pick(&[0, 4 << 20]),
+            poll_interval: Duration::from_millis(pick(&[100, 400, 1_000])),
+            auto_compaction: percent(20).then_some(AutoCompaction::Periodic(Duration::from_secs(3))),
+        }
+    }
+}
+
+#[derive(Default)]
+pub(super) struct Instance {
+    /// Of its present run; the world's before the first.
+    pub group: Group,
+    pub store: Option<Arc<Store>>,
+}
+
+pub(super) struct World {
+    pub(super) profile: Profile,
+    pub database: Arc<Mutex<Database>>,
+    pub ledger: RefCell<Ledger>,
+    pub watches: Vec<RefCell<Watches>>,
+    pub(super) instances: Vec<RefCell<Instance>>,
+    groups: Cell<Group>,
+    /// Clients that are not done.
+    busy: Cell<usize>,
+    is_calm: Cell<bool>,
+    /// What is broken and will be mended.
+    pub(super) broken: Cell<usize>,
+}
+
+/// What a run was made of.
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct Tally {
+    pub revisions: i64,
+    pub answers: [usize; 3],
+    pub events: usize,
+}
+
+/// A whole run.
+pub(super) async fn run(tally: Rc<Cell<Tally>>) {
+    let profile = Profile::draw();
+    super::tell(|| format!("{profile:?}"));
+    let world = Rc::new(World {
+        profile,
+        database: Arc::new(Mutex::new(Database::new(profile.sharing, profile.faults))),
+        ledger: RefCell::default(),
+        watches: (0..below(3) + 1).map(|_| RefCell::new(Watches::draw())).collect(),
+        instances: (0..profile.instances).map(|_| RefCell::default()).collect(),
+        groups: Cell::new(10),
+        busy: Cell::new(profile.clients),
+        is_calm: Cell::new(false),
+        broken: Cell::new(0),
+    });
+    (0..profile.instances).for_each(|place| world.start(place));
+    for place in 0..world.watches.len() {
+        spawn_in(WORLD, watches::client(Rc::clone(&world), place));
+    }
+    for _ in 0..profile.clients {
+        spawn_in(WORLD, client(Rc::clone(&world)));
+    }
+    spawn_in(WORLD, breaks::break_things(Rc::clone(&world)));
+    while world.busy.get() > 0 {
+        sleep(Duration::from_millis(500)).await;
+        world.check_indexes();
+    }
+    world.finish().await;
+    tally.set(Tally {
+        revisions: world.database.lock().truth.head.0,
+        answers: world.ledger.borrow().answers,
+        events: world.watches.iter().map(|watches| watches.borrow().events).sum(),
+    });
+}
+
+async fn client(world: Rc<World>) {
+    for _ in 0..world.profile.calls {
+        sleep(millis(0, world.profile.pause)).await;
+        // Some give up early.
+        let patience = if percent(5) { millis(0, 40) } else { PATIENCE };
+        let place = below(world.instances.len());
+        if world.instance(place).is_none() {
+            sleep(millis(50, 500)).await;
+        }
+        let (number, head) = (world.ledger.borrow().next(), world.database.lock().truth.head);
+        world.call(place, Call::draw(number, head), patience).await;
+    }
+    world.busy.set(world.busy.get() - 1);
+}
+
+impl World {
+    pub fn is_calm(&self) -> bool {
+        self.is_calm.get()
+    }
+
+    /// An instance that is up, by chance.
+    pub fn any_instance(&self) -> Option<(Group, Arc<Store>)> {
+        self.instance(below(self.instances.len()))
+    }
+
+    pub fn instance(&self, place: usize) -> Option<(Group, Arc<Store>)> {
+        let instance = self.instances[place].borrow();
+        Some((instance.group, Arc::clone(instance.store.as_ref()?)))
+    }
+
+    /// Asks an instance and checks what it answers, which is returned if it is a success. Without an instance nothing is
+    /// asked.
+    async fn call(&self, place: usize, call: Call, patience: Duration) -> Option<Revision> {
+        let (group, store) = self.instance(place)?;
+        let number = self.ledger.borrow_mut().ask(call.clone());
+        super::tell(|| format!("instance {place}: request {number} {call:?}"));
+        let (answer, answered) = oneshot::channel();
+        let handler = spawn_in(group, async move {
+            let _ = answer.send(call.serve(&store).await);
+        });
+        // A client that gives up, or whose instance is killed, does not know.
+        let outcome = timeout(patience, answered).await.ok().and_then(Result::ok);
+        scheduler::abort(handler);
+        super::tell(|| format!("instance {place}: request {number} came to {outcome:?}"));
+        let revision = match &outcome {
+            Some(Ok(Answer::Range(answer))) => Some(answer.revision),
+            Some(Ok(Answer::Put(answer))) => Some(answer.revision),
+            _ => None,
+        };
+        self.ledger.borrow_mut().answered(number, outcome, &mut self.database.lock().truth);
+        revision
+    }
+
+    /// Lists all keys, and returns the revision of the list.
+    pub async fn list(&self) -> Option<Revision> {
+        self.call(below(self.instances.len()), Call::list(), PATIENCE).await
+    }
+
+    // Instances.
+
+    /// Starts an instance, again and again until it is up.
+    pub fn start(self: &Rc<Self>, place: usize) {
+        if self.instances[place].borrow().group != WORLD {
+            scheduler::kill(self.instances[place].borrow().group);
+        }
+        let group = self.groups.get();
+        self.groups.set(group + 1);
+        *self.instances[place].borrow_mut() = Instance { group, store: None };
+        let world = Rc::clone(self);
+        spawn_in(group, async move {
+            loop {
+                match world.open(place, group).await {
+                    Ok(store) => {
+                        super::tell(|| format!("instance {place} is up at {}", store.head()));
+                        let failed = store.failed();
+                        world.instances[place].borrow_mut().store = Some(Arc::new(store));
+                        // What ends an instance for good never happens here.
+                        let why = failed.await;
+                        panic!("instance {place} stops: {why}");
+                    }
+                    Err(LogError::Unavailable(_)) => sleep(millis(100, 1_000)).await,
+                    Err(error) => panic!("instance {place} cannot start: {error}"),
+                }
+            }
+        });
+    }
+
+    async fn open(&self, place: usize, run: u64) -> Result<Store, LogError> {
+        let name = format!("instance {place}");
+        let member = Member { id: place as u64 + 1, name: name.clone(), client_urls: Vec::new() };
+        let log = SimulatedLog::new(&self.database, member, run, self.profile.poll_interval);
+        let settings = Settings {
+            value_cache_bytes: self.profile.cache_bytes,
+            poll_interval: self.profile.poll_interval,
+            name,
+            metrics: Arc::clone(&METRICS),
+            quota_bytes: -1,
+            auto_compaction: self.profile.auto_compaction,
+            compaction: Pace { rows: 3, pause: Duration::from_millis(10) },
+            ..Settings::default()
+        };
+        Store::open(Arc::new(log), settings).await
+    }
+
+    // What must hold.
+
+    fn check_indexes(&self) {
+        for (_, store) in (0..self.instances.len()).filter_map(|place| self.instance(place)) {
+            let index = store.index_snapshot();
+            let truth = &self.database.lock().truth;
+            assert!(index.head() <= truth.head && index.compact_revision() <= truth.compact_revision);
+            let oldest = index.compact_revision().unwrap_or(Revision::EMPTY).0;
+            truth.check_index(&index, index.head());
+            truth.check_index(&index, Revision(oldest));
+            truth.check_index(&index, Revision(between(oldest, index.head().0)));
+        }
+    }
+
+    /// Lets everything come to rest, and checks it whole.
+    async fn finish(self: &Rc<Self>) {
+        super::tell(|| "all is well from here on".to_owned());
+        self.is_calm.set(true);
+        self.database.lock().faults = Faults::default();
+        self.settle().await;
+        for place in 0..self.instances.len() {
+            let number = self.ledger.borrow().next();
+            let done = self.call(place, Call::plain_put(number), Duration::from_secs(10)).await;
+            assert!(done.is_some(), "instance {place} takes no write though all is well");
+            let done = self.call(place, Call::list(), Duration::from_secs(10)).await;
+            assert!(done.is_some(), "instance {place} answers no read though all is well");
+        }
+        self.settle().await;
+        self.check_indexes();
+        let truth = &self.database.lock().truth;
+        self.ledger.borrow().check_all(truth);
+    }
+
+    async fn settle(&self) {
+        let deadline = Instant::now() + SETTLE_MAX;
+        while let Some(why) = self.unsettled() {
+            assert!(Instant::now() < deadline, "all is well for {SETTLE_MAX:?}, and {why}");
+            sleep(Duration::from_millis(500)).await;
+        }
+        self.check_log().await;
+    }
+
+    fn unsettled(&self) -> Option<String> {
+        let truth = &self.database.lock().truth;
+        if self.broken.get() > 0 {
+            return Some("something is broken yet".to_owned());
+        }
+        for place in 0..self.instances.len() {
+            let Some((_, store)) = self.instance(place) else { return Some(format!("instance {place} is not up")) };
+            if store.head() != truth.head {
+                return Some(format!("instance {place} stands at {}, the log at {}", store.head(), truth.head));
+            }
+        }
+        if truth.has_leases() {
+            return Some("leases live on".to_owned());
+        }
+        self.watches.iter().find_map(|watches| watches.borrow().owed(truth))
+    }
+
+    /// A start finds in what compactions left of the log all that can be read; every instance has the same hash.
+    async fn check_log(&self) {
+        let member = Member { id: 99, name: "the end".to_owned(), client_urls: Vec::new() };
+        let log = SimulatedLog::new(&self.database, member, 0, Duration::from_secs(1));
+        let index = replay(&log).await.expect("the log can be read").index;
+        let (oldest, newest) = (index.compact_revision().unwrap_or(Revision::EMPTY), index.head());
+        for at in oldest.0..=newest.0 {
+            self.database.lock().truth.check_index(&index, Revision(at));
+        }
+        let mut hashes = Vec::new();
+        for (_, store) in (0..self.instances.len()).filter_map(|place| self.instance(place)) {
+            match store.hash(Some(newest)).await {
+                Ok(hashed) => hashes.push((hashed.hash, hashed.compact_revision)),
+                Err(Error::Compacted) => {}
+                Err(error) => panic!("no hash: {error}"),
+            }
+        }
+        assert!(hashes.windows(2).all(|pair| pair[0] == pair[1] || pair[0].1 != pair[1].1), "{hashes:?}");
+    }
+}
+
+impl std::ops::AddAssign for Tally {
+    fn add_assign(&mut self, other: Self) {
+        self.revisions += other.revisions;
+        self.events += other.events;
+        self.answers.iter_mut().zip(other.answers).for_each(|(sum, count)| *sum += count);
+    }
+}
