@@ -53,6 +53,10 @@ differential ops="1000000":
 linearizability secs="1800":
     ORLOP_LINEAR_SECS={{ secs }} cargo test --test it linearizability -- --nocapture
 
+# Kill, cut off, starve and fill up Orlop, and etcd beside it: `just torture 300` kills each 300 times, which takes hours.
+torture times="300":
+    ORLOP_TORTURE={{ times }} ORLOP_TORTURE_REPORT=target/torture.tsv cargo test --test it torture:: -- --nocapture --test-threads=1
+
 # How long the pure cores take with a million keys.
 bench-cores:
     cargo bench --features internals --bench time
