@@ -207,8 +207,8 @@ impl Log for SqliteLog {
 }
 
 /// SQLite's primary result codes, the low byte of those that it gives.
-const CODE_IO: u32 = 10;
-const CODE_FULL: u32 = 13;
+const CODE_IO: i32 = 10;
+const CODE_FULL: i32 = 13;
 
 impl SqliteLog {
     /// What an error of an append means.
@@ -218,15 +218,16 @@ impl SqliteLog {
     /// start after a crash takes it for one. Nothing that was committed before depends on what a failed sync lost: the next
     /// commit writes the WAL anew from the end of the last one, and the next checkpoint all that this one was to copy.
     fn failure(&self, error: &sqlx::Error) -> Error {
-        let code: Option<u32> = error.as_database_error().and_then(|error| error.code()?.parse().ok());
         let file = self.options.get_filename().display();
-        match code.map(|code| code & 0xff) {
-            Some(CODE_FULL) => Error::Full(format!("{file}: {error}")),
-            Some(CODE_IO) => Error::OutcomeUnknown(format!(
-                "{file}: {error}; the disk or its file system failed, of which the kernel's log tells"
-            )),
-            _ => Error::OutcomeUnknown(format!("{file}: {error}")),
+        if has_code(error, CODE_FULL) {
+            return Error::Full(format!("{file}: {error}"));
         }
+        let hint = if has_code(error, CODE_IO) {
+            "; the disk or its file system failed, of which the kernel's log tells"
+        } else {
+            ""
+        };
+        Error::OutcomeUnknown(format!("{file}: {error}{hint}"))
     }
 
     /// What it means that nobody can write.

@@ -14,7 +14,10 @@ use crate::support::{Fsync, Link, Place, Postgres, Server};
 
 /// Clients come through within this long of the end of a fault, or the test fails.
 const THROUGH_MAX: Duration = Duration::from_secs(60);
-const DISK_MEGABYTES: usize = 64;
+/// Less than Orlop reserves for its WAL if it can.
+const DISK_MEGABYTES: usize = 32;
+/// More than etcd does.
+const ETCD_DISK_MEGABYTES: usize = 96;
 /// Postgres takes so much more before the first row.
 const POSTGRES_DISK_MEGABYTES: usize = 192;
 
@@ -55,7 +58,11 @@ impl Rig {
         let preload = matches!(fault.ground, Ground::Preload | Ground::DatabaseUnderPreload).then(Preload::build);
         let disk = match fault.ground {
             Ground::SmallDisk => {
-                let size = if target == Target::Postgres { POSTGRES_DISK_MEGABYTES } else { DISK_MEGABYTES };
+                let size = match target {
+                    Target::Sqlite => DISK_MEGABYTES,
+                    Target::Etcd => ETCD_DISK_MEGABYTES,
+                    Target::Postgres => POSTGRES_DISK_MEGABYTES,
+                };
                 let Some(disk) = Disk::mount(size) else {
                     // Not a failure: the same is made in the process as well.
                     println!("skipped: no right to mount a disk");
