@@ -57,6 +57,10 @@ linearizability secs="1800":
 simulate seeds="10000":
     ORLOP_SIM_SEEDS={{ seeds }} cargo test --lib simulation::every -- --nocapture
 
+# Kill, cut off, starve and fill up Orlop, and etcd beside it: `just torture 300` kills each 300 times, which takes hours.
+torture times="300":
+    ORLOP_TORTURE={{ times }} ORLOP_TORTURE_REPORT=target/torture.tsv cargo test --test it torture:: -- --nocapture --test-threads=1
+
 # How long the pure cores take with a million keys.
 bench-cores:
     cargo bench --features internals --bench time

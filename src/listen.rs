@@ -16,21 +16,19 @@ use std::{
     time::Duration,
 };
 
+use futures_util::{Stream, stream::unfold};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
     sync::{Semaphore, mpsc, watch},
     task::JoinHandle,
-    time::sleep,
+    time::{Instant, sleep},
 };
 use tokio_rustls::server::TlsStream;
-use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::{
     service::Routes,
-    transport::{
-        Server,
-        server::{Connected, TcpIncoming},
-    },
+    transport::{Server, server::Connected},
 };
 use tracing::{debug, warn};
 
@@ -45,6 +43,8 @@ const HANDSHAKES_MAX: usize = 512;
 const BACKLOG: u32 = 128;
 /// Pause after the system would give no connection, for example for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// How often that is said.
+const ACCEPT_TELL_INTERVAL: Duration = Duration::from_secs(5);
 
 /// How connections are treated.
 #[derive(Clone, Copy, Debug)]
@@ -123,13 +123,8 @@ impl Listener {
             .http2_keepalive_timeout(Some(settings.keepalive_timeout))
             .add_routes(routes);
         let outcome = match (self.socket, self.tls) {
-            (Socket::Tcp(socket), None) => {
-                let incoming = TcpIncoming::from(socket).with_nodelay(Some(true));
-                server.serve_with_incoming_shutdown(incoming, stopped).await
-            }
-            (Socket::Unix(socket), None) => {
-                server.serve_with_incoming_shutdown(UnixListenerStream::new(socket), stopped).await
-            }
+            (Socket::Tcp(socket), None) => server.serve_with_incoming_shutdown(accept_plain(socket), stopped).await,
+            (Socket::Unix(socket), None) => server.serve_with_incoming_shutdown(accept_plain(socket), stopped).await,
             (Socket::Tcp(socket), Some(tls)) => {
                 let (connections, _accepting) = accept_tls(socket, tls);
                 server.serve_with_incoming_shutdown(connections, stopped).await
@@ -165,7 +160,7 @@ fn bind_unix(path: &Path, mode: FileMode) -> io::Result<UnixListener> {
 }
 
 /// A socket that clients come to.
-trait Accept: Send + 'static {
+trait Accept: Send + Sync + 'static {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
 
     /// The next client, and a name for it.
@@ -177,7 +172,8 @@ impl Accept for TcpListener {
 
     async fn accept(&self) -> io::Result<(TcpStream, String)> {
         let (stream, remote) = Self::accept(self).await?;
-        stream.set_nodelay(true)?;
+        // It fails for a client that is gone, of which whoever serves it hears.
+        let _ = stream.set_nodelay(true);
         Ok((stream, remote.to_string()))
     }
 }
@@ -188,6 +184,35 @@ impl Accept for UnixListener {
     async fn accept(&self) -> io::Result<(UnixStream, String)> {
         Self::accept(self).await.map(|(stream, _)| (stream, "@".to_owned()))
     }
+}
+
+/// Waits for the next client, however long the system gives none.
+///
+/// While file descriptors are wanting a socket is ready at once, again and again: without a pause that would take a core.
+async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
+    let mut told: Option<Instant> = None;
+    loop {
+        match socket.accept().await {
+            Ok(accepted) => return accepted,
+            // The client went before its turn came.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => debug!(%error, "a client is gone again"),
+            Err(error) => {
+                if told.is_none_or(|told| told.elapsed() >= ACCEPT_TELL_INTERVAL) {
+                    warn!(
+                        %error,
+                        "cannot accept a connection; trying again. If there are too many open files, raise the limit of \
+                         file descriptors (ulimit -n, LimitNOFILE)"
+                    );
+                    told = Some(Instant::now());
+                }
+                sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+fn accept_plain<L: Accept>(socket: L) -> impl Stream<Item = io::Result<L::Stream>> {
+    unfold(socket, async |socket| Some((Ok(next_client(&socket).await.0), socket)))
 }
 
 type TlsConnections<S> = ReceiverStream<io::Result<TlsConnection<S>>>;
@@ -215,14 +240,7 @@ async fn shake_hands<L: Accept>(
     let handshakes = Arc::new(Semaphore::new(HANDSHAKES_MAX));
     // The semaphore is never closed.
     while let Ok(handshake) = Arc::clone(&handshakes).acquire_owned().await {
-        let (stream, remote) = match socket.accept().await {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                warn!(%error, "cannot accept a connection; trying again");
-                sleep(ACCEPT_PAUSE).await;
-                continue;
-            }
-        };
+        let (stream, remote) = next_client(&socket).await;
         let (acceptor, ready) = (Arc::clone(&acceptor), ready.clone());
         tokio::spawn(async move {
             let accepted = acceptor.accept(stream).await;

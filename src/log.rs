@@ -28,6 +28,9 @@ pub enum Error {
     /// Nothing was written; the request may be tried again.
     #[error("the database is unavailable: {0}")]
     Unavailable(String),
+    /// There is no room on its disk for what was to be written. Nothing was.
+    #[error("the disk of the database is full: {0}")]
+    Full(String),
     /// The append may or may not have happened. Read the log before writing again.
     #[error("the outcome of a write is unknown: {0}")]
     OutcomeUnknown(String),
@@ -305,7 +308,7 @@ pub trait Log: History {
     ///
     /// # Errors
     ///
-    /// [`Error::Unavailable`] only if nothing was written and nothing will be.
+    /// [`Error::Unavailable`] and [`Error::Full`] only if nothing was written and nothing will be.
     ///
     /// # Cancel safety
     ///

@@ -100,7 +100,7 @@ pub enum Error {
     /// The queue of writes is full. Nothing was done; try again later.
     #[error("too many requests")]
     TooManyRequests,
-    /// The database has no room for it, or the alarm that says so is raised.
+    /// The database, or its disk, has no room for it, or the alarm that says so is raised.
     #[error("database space exceeded")]
     NoSpace,
     /// The write may or may not have happened.
@@ -135,6 +135,7 @@ impl From<log::Error> for Error {
         tracing::error!(id, %error, "request failed on the database");
         match error {
             log::Error::Unavailable(_) | log::Error::Open(_) | log::Error::Diverged(_) => Self::Unavailable,
+            log::Error::Full(_) => Self::NoSpace,
             log::Error::OutcomeUnknown(_) => Self::OutcomeUnknown,
             log::Error::Corrupt(_) => Self::Corrupt,
         }

@@ -74,6 +74,50 @@ CREATE FUNCTION orlop_channel() RETURNS text LANGUAGE sql AS
 CREATE FUNCTION orlop_server() RETURNS bigint LANGUAGE sql AS
     'SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint';
 
+-- Sees to it that deadlines mean what they say, before any is made or looked at.
+--
+-- Instances beat every second. So where the last beat is long ago, or still to come, either none was there, and leases do
+-- not run down while none is there to renew them; or the server's clock was set. All deadlines are moved by as much.
+CREATE FUNCTION orlop_settle() RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    free_secs CONSTANT double precision := 2;  -- a shorter silence counts, and a smaller jump is not noticed
+    silence   double precision;
+BEGIN
+    SELECT extract(epoch FROM clock_timestamp()) - value / 1000000.0 INTO silence FROM meta
+    WHERE name = 'last_beat' AND value > 0;
+    IF silence IS NULL OR abs(silence) <= free_secs THEN
+        RETURN;
+    END IF;
+    -- Another may have done it in the meantime.
+    SELECT extract(epoch FROM clock_timestamp()) - value / 1000000.0 INTO silence FROM meta
+    WHERE name = 'last_beat' FOR UPDATE;
+    IF abs(silence) > free_secs THEN
+        UPDATE lease SET deadline = deadline + make_interval(secs => silence);
+        IF silence < 0 THEN
+            UPDATE member SET
+                started = started + make_interval(secs => silence), beat = beat + make_interval(secs => silence);
+        END IF;
+        UPDATE meta SET value = (extract(epoch FROM clock_timestamp()) * 1000000)::bigint WHERE name = 'last_beat';
+    END IF;
+END
+$$;
+
+-- Leases with the seconds that they have left, those that are unknown left out; if told to, with their whole time before
+-- them again, unless it is over. Locked in one order, so that two instances that renew the same do not wait for one another.
+CREATE FUNCTION orlop_leases(ids bigint[], renew boolean) RETURNS TABLE (id bigint, ttl bigint, secs_left double precision)
+LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM orlop_settle();
+    IF renew THEN
+        UPDATE lease l SET deadline = clock_timestamp() + make_interval(secs => l.ttl)
+        WHERE l.id IN (SELECT k.id FROM lease k WHERE k.id = ANY (ids) ORDER BY k.id FOR UPDATE)
+            AND l.deadline > clock_timestamp();
+    END IF;
+    RETURN QUERY SELECT l.id, l.ttl, extract(epoch FROM l.deadline - clock_timestamp())::float8 FROM lease l
+    WHERE l.id = ANY (ids);
+END
+$$;
+
 -- Compare-and-append. Adds all of it and returns true if the log stands where the caller expects it; else adds nothing.
 --
 -- The lock keeps rivals out until this transaction has committed, and the statement behind it sees all that they committed
@@ -103,6 +147,9 @@ BEGIN
     INTO head, epoch, server;
     IF (head, epoch, server) <> (expected_head, expected_epoch, expected_server) THEN
         RETURN false;
+    END IF;
+    IF cardinality(grants) > 0 OR cardinality(expires) > 0 THEN
+        PERFORM orlop_settle();
     END IF;
     IF cardinality(expires) > 0 THEN
         -- Locked, so that no renewal comes between the look and the deletion.
@@ -178,23 +225,15 @@ END
 $$;
 
 -- Says that an instance lives. Returns the run under which its name was last heard of.
---
--- Leases do not run down while no instance is there to renew them: the first to come back moves all deadlines on by the
--- time that nobody was heard of, if that was longer than silence_max.
 CREATE FUNCTION orlop_beat(
-    member_id bigint, member_name text, member_urls text[], member_run bigint, silence_max double precision
+    member_id bigint, member_name text, member_urls text[], member_run bigint
 ) RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE
-    silence double precision;
-    last    bigint;
-    heard   bigint;
+    heard bigint;
 BEGIN
-    SELECT value INTO last FROM meta WHERE name = 'last_beat' FOR UPDATE;
-    silence := extract(epoch FROM clock_timestamp()) - last / 1000000.0;
-    IF last > 0 AND silence > silence_max THEN
-        UPDATE lease SET deadline = deadline + make_interval(secs => silence);
-    END IF;
-    UPDATE meta SET value = greatest(last, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
+    PERFORM 1 FROM meta WHERE name = 'last_beat' FOR UPDATE;
+    PERFORM orlop_settle();
+    UPDATE meta SET value = greatest(value, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint)
     WHERE name = 'last_beat';
     SELECT run INTO heard FROM member WHERE id = member_id;
     INSERT INTO member AS m (id, name, client_urls, run, started, beat)

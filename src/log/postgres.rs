@@ -18,7 +18,6 @@ mod space;
 mod view;
 
 use std::{
-    collections::HashSet,
     hash::{BuildHasher as _, RandomState},
     sync::atomic::{AtomicBool, AtomicI64, Ordering},
     time::Duration,
@@ -40,9 +39,6 @@ use super::{
     rows::{LogRow as _, corrupt},
 };
 use crate::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
-
-/// A silence of all instances that is longer than this does not count against leases. Seconds.
-const SILENCE_FREE_SECS: f64 = 2.0;
 
 /// Where the database is and who asks.
 #[derive(Debug, Clone)]
@@ -133,13 +129,8 @@ fn logged_lease(row: &PgRow) -> sqlx::Result<LoggedLease> {
 
 const POSITION: &str = "SELECT (SELECT coalesce(max(id), 1) FROM kv_log), \
     (SELECT value FROM meta WHERE name = 'epoch'), orlop_server()";
-const LOOK_AT_LEASES: &str =
-    "SELECT id, ttl, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease WHERE id = ANY ($1)";
-/// Locks in one order, so that two instances that renew the same leases do not wait for one another.
-const RENEW_LEASES: &str = "UPDATE lease SET deadline = clock_timestamp() + make_interval(secs => ttl) \
-    WHERE id IN (SELECT id FROM lease WHERE id = ANY ($1) ORDER BY id FOR UPDATE) AND deadline > clock_timestamp() \
-    RETURNING id, ttl, extract(epoch FROM deadline - clock_timestamp())::float8";
-const BEAT: &str = "SELECT orlop_beat($1, $2, $3, $4, $5)";
+const LEASES: &str = "SELECT id, ttl, secs_left FROM orlop_leases($1, $2)";
+const BEAT: &str = "SELECT orlop_beat($1, $2, $3, $4)";
 const LEAVE: &str = "DELETE FROM member WHERE id = $1 AND run = $2";
 const LIVE_MEMBERS: &str = "SELECT id, name, client_urls FROM member \
     WHERE beat > clock_timestamp() - make_interval(secs => $1) ORDER BY started, id";
@@ -241,19 +232,8 @@ impl SharedLog for PostgresLog {
 
     async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>> {
         let ids: Vec<i64> = ids.iter().map(|id| id.0).collect();
-        let rows = read!(self.database, connection => async {
-            if touch == Touch::Look {
-                return sqlx::query(LOOK_AT_LEASES).bind(&ids).fetch_all(connection).await;
-            }
-            let mut rows = sqlx::query(RENEW_LEASES).bind(&ids).fetch_all(&mut *connection).await?;
-            if rows.len() < ids.len() {
-                // The others are unknown or over; which of the two is told by looking.
-                let renewed: HashSet<i64> = rows.iter().map(|row| row.get(0)).collect();
-                let rest: Vec<i64> = ids.iter().copied().filter(|id| !renewed.contains(id)).collect();
-                rows.extend(sqlx::query(LOOK_AT_LEASES).bind(rest).fetch_all(connection).await?);
-            }
-            Ok(rows)
-        })?;
+        let query = || sqlx::query(LEASES).bind(&ids).bind(touch == Touch::Renew);
+        let rows = read!(self.database, connection => query().fetch_all(connection))?;
         rows.iter().map(logged_lease).collect::<sqlx::Result<_>>().map_err(corrupt)
     }
 
@@ -265,7 +245,6 @@ impl SharedLog for PostgresLog {
                 .bind(&self.member.name)
                 .bind(&self.member.client_urls)
                 .bind(self.run)
-                .bind(SILENCE_FREE_SECS)
                 .fetch_one(&mut *connection)
                 .await?;
             let live = sqlx::query_as(LIVE_MEMBERS).bind(SILENCE_MAX.as_secs_f64());

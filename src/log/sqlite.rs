@@ -17,19 +17,19 @@ mod read;
 mod vacuum;
 mod view;
 mod wal;
+mod writer;
 
 use std::{path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use sqlx::{
-    ConnectOptions as _, Connection as _, Sqlite, SqliteConnection, SqlitePool,
+    ConnectOptions as _, Connection as _, Sqlite, SqlitePool,
     pool::PoolConnection,
     sqlite::{SqliteAutoVacuum, SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
 };
-use tokio::sync::Mutex;
 use tracing::warn;
 
-use self::{checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum};
+use self::{checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum, writer::Writer};
 pub use self::{load::SqliteLoader, view::SqliteView};
 use super::{
     Append, Appended, Connections, Error, History, Log, Meta, Page, Precision, Reclaim, Reclaimed, Result, SharedLog,
@@ -46,7 +46,7 @@ const READERS_MAX: u32 = 4;
 
 /// See the module's page.
 pub struct SqliteLog {
-    writer: Arc<Mutex<SqliteConnection>>,
+    writer: Arc<Writer>,
     readers: SqlitePool,
     /// For a reader of its own.
     options: SqliteConnectOptions,
@@ -70,7 +70,8 @@ impl SqliteLog {
         // SQLite gives the files that it makes beside it the same mode.
         private::make_file(file).map_err(|error| open(error.into()))?;
         let options = Self::options(file);
-        let mut writer = options.connect().await.map_err(open)?;
+        // Saying this writes to the file, whatever it says already, which a connection made later may have no room for.
+        let mut writer = Self::options_to_make(file).connect().await.map_err(open)?;
         sqlx::migrate!("migrations/sqlite")
             .run(&mut writer)
             .await
@@ -86,7 +87,7 @@ impl SqliteLog {
             .connect_with(read_only.clone())
             .await
             .map_err(open)?;
-        let writer = Arc::new(Mutex::new(writer));
+        let writer = Arc::new(Writer::new(options.clone(), writer));
         let checkpointer = Checkpointer::start(options.connect().await.map_err(open)?, Arc::clone(&writer));
         let checkpointer = Arc::new(checkpointer);
         let vacuum = Vacuum::start(Arc::clone(&writer), Arc::clone(&checkpointer));
@@ -97,11 +98,15 @@ impl SqliteLog {
         self.readers.acquire().await.map_err(unavailable)
     }
 
+    /// For the connection that may be the first to write to the file.
+    fn options_to_make(file: &Path) -> SqliteConnectOptions {
+        Self::options(file).auto_vacuum(SqliteAutoVacuum::Incremental)
+    }
+
     fn options(file: &Path) -> SqliteConnectOptions {
         SqliteConnectOptions::new()
             .filename(file)
             .create_if_missing(true)
-            .auto_vacuum(SqliteAutoVacuum::Incremental)
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(SqliteSynchronous::Full)
             .busy_timeout(Duration::from_secs(5))
@@ -155,9 +160,11 @@ impl Log for SqliteLog {
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
-        let mut writer = self.writer.lock().await;
-        let appended = append::append(&mut writer, append).await;
-        drop(writer);
+        let mut writer = self.writer.hold().await.map_err(|error| self.refusal(error))?;
+        let appended = append::append(writer.connection(), append).await.map_err(|error| self.failure(&error));
+        if appended.is_ok() {
+            writer.keep();
+        }
         self.checkpointer.appended(append.changes);
         appended
     }
@@ -186,8 +193,11 @@ impl Log for SqliteLog {
         self.vacuum.finish().await;
         self.checkpointer.finish().await;
         // The file is whole without its WAL then, for who copies it while the server is down.
-        let emptied = sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut *self.writer.lock().await).await;
-        if let Err(error) = emptied {
+        let emptied = async {
+            let mut writer = self.writer.hold().await?;
+            sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(writer.connection()).await
+        };
+        if let Err(error) = emptied.await {
             warn!(%error, "the WAL could not be emptied; the next start does it");
         }
     }
@@ -197,13 +207,42 @@ impl Log for SqliteLog {
     }
 }
 
+/// SQLite's primary result codes, the low byte of those that it gives.
+const CODE_IO: i32 = 10;
+const CODE_FULL: i32 = 13;
+
 impl SqliteLog {
+    /// What an error of an append means.
+    ///
+    /// When the disk has no room the commit's last page is not in the WAL, so that nobody will ever read the others. When it
+    /// fails otherwise, above all in a sync, SQLite takes the commit back; but what is in the WAL may be whole, and then a
+    /// start after a crash takes it for one. Nothing that was committed before depends on what a failed sync lost: the next
+    /// commit writes the WAL anew from the end of the last one, and the next checkpoint all that this one was to copy.
+    fn failure(&self, error: &sqlx::Error) -> Error {
+        let file = self.options.get_filename().display();
+        if has_code(error, CODE_FULL) {
+            return Error::Full(format!("{file}: {error}"));
+        }
+        let hint = if has_code(error, CODE_IO) {
+            "; the disk or its file system failed, of which the kernel's log tells"
+        } else {
+            ""
+        };
+        Error::OutcomeUnknown(format!("{file}: {error}{hint}"))
+    }
+
+    /// What it means that nobody can write.
+    fn refusal(&self, error: sqlx::Error) -> Error {
+        let failure = self.failure(&error);
+        if matches!(failure, Error::Full(_)) { failure } else { unavailable(error) }
+    }
+
     async fn delete(&self, rows: &[RowId]) -> Result<()> {
         let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
         let first = read::json_list(first.iter().map(|row| row.revision.0.to_string()));
         let more = read::json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)));
-        let mut writer = self.writer.lock().await;
-        let mut transaction = writer.begin().await.map_err(unavailable)?;
+        let mut writer = self.writer.hold().await.map_err(unavailable)?;
+        let mut transaction = writer.connection().begin().await.map_err(unavailable)?;
         for (sql, list) in [
             ("DELETE FROM kv_log WHERE id IN (SELECT value FROM json_each(?))", first),
             ("DELETE FROM kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?))", more),
@@ -212,7 +251,7 @@ impl SqliteLog {
             sqlx::query(sql).bind(list).execute(&mut *transaction).await.map_err(unavailable)?;
         }
         transaction.commit().await.map_err(unavailable)?;
-        drop(writer);
+        writer.keep();
         self.checkpointer.purged(rows.len());
         self.vacuum.freed();
         Ok(())

@@ -59,6 +59,8 @@ const BATCH_BYTES_MAX: usize = 4 << 20;
 /// How often the writer steps back before it commits, so that requests that are about to arrive join the batch. Measured:
 /// it makes batches an eighth larger, and unlike a timer it costs nothing when nobody comes.
 const GATHER_YIELDS: usize = 3;
+/// How often what is wrong is said, while it is.
+const TELL_INTERVAL: Duration = Duration::from_secs(5);
 /// Pause between attempts to read the log when the database is away.
 const RESYNC_PAUSE: Duration = Duration::from_millis(200);
 
@@ -209,6 +211,13 @@ pub(super) struct Writer {
     has_turn: bool,
     is_closed: bool,
     wakeful: Wakeful,
+    trouble: Option<Trouble>,
+}
+
+/// The log takes no writes.
+struct Trouble {
+    since: Instant,
+    told: Instant,
 }
 
 /// What became of a batch.
@@ -239,6 +248,7 @@ impl Writer {
             has_turn: false,
             is_closed: false,
             wakeful,
+            trouble: None,
         };
         (writer, queue)
     }
@@ -458,7 +468,7 @@ impl Writer {
             Ok(position) if position == expected => Ok(Committed::Done),
             Ok(_) => Ok(Committed::Raced),
             Err(failure) => {
-                warn!(error = %failure, "cannot ask where the log stands");
+                self.tell(&failure);
                 Ok(Committed::Refused)
             }
         }
@@ -495,6 +505,7 @@ impl Writer {
                 let took = begun.elapsed().as_secs_f64();
                 metrics.fsync.observe(took);
                 metrics.commit.observe(took);
+                self.tell_end();
                 shared.apply_batch(batch, expected, Instant::now());
                 if let Some(revision) = batch.compaction() {
                     info!(compact_revision = revision.0, "compaction recorded");
@@ -509,15 +520,49 @@ impl Writer {
                 shared.look_at_leases(batch.leases()).await;
                 Ok(Committed::Raced)
             }
-            Err(log::Error::Unavailable(reason)) => {
-                metrics.failed.inc();
-                warn!(reason, "nothing can be appended just now; trying again");
-                Ok(Committed::Refused)
-            }
             Err(failure) => {
-                error!(error = %failure, "append failed, its outcome is unknown");
-                Err(Error::OutcomeUnknown)
+                self.tell(&failure);
+                match failure {
+                    log::Error::Unavailable(_) => {
+                        metrics.failed.inc();
+                        Ok(Committed::Refused)
+                    }
+                    log::Error::Full(_) => Err(Error::NoSpace),
+                    log::Error::OutcomeUnknown(_)
+                    | log::Error::Open(_)
+                    | log::Error::Corrupt(_)
+                    | log::Error::Diverged(_) => Err(Error::OutcomeUnknown),
+                }
             }
+        }
+    }
+
+    fn tell(&mut self, failure: &log::Error) {
+        let now = Instant::now();
+        let trouble = self.trouble.get_or_insert(Trouble { since: now, told: now });
+        if trouble.told != now && now - trouble.told < TELL_INTERVAL {
+            return debug!(error = %failure, "writes fail still");
+        }
+        trouble.told = now;
+        match failure {
+            log::Error::Unavailable(_) => {
+                warn!(error = %failure, "the database takes no writes just now; trying again");
+            }
+            log::Error::Full(_) => {
+                error!(error = %failure, "writes are refused until there is room on the disk; reads go on");
+            }
+            log::Error::OutcomeUnknown(_) | log::Error::Open(_) | log::Error::Corrupt(_) | log::Error::Diverged(_) => {
+                error!(
+                    error = %failure,
+                    "the database may or may not have taken the last writes, as their clients are told; reading it again"
+                )
+            }
+        }
+    }
+
+    fn tell_end(&mut self) {
+        if let Some(trouble) = self.trouble.take() {
+            info!(elapsed_ms = trouble.since.elapsed().as_millis(), "the database takes writes again");
         }
     }
 

@@ -7,8 +7,8 @@
 //! `ORLOP_LINEAR_SECS` lengthens the run, `ORLOP_SEED` repeats its choices (not its timing).
 
 mod checker;
-mod watcher;
-mod workload;
+pub mod watcher;
+pub mod workload;
 
 use std::{
     env,

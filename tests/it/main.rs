@@ -30,4 +30,5 @@ mod start;
 mod support;
 mod tidy;
 mod tls;
+mod torture;
 mod trace;

@@ -5,6 +5,7 @@
 mod certificates;
 mod client;
 mod http;
+mod link;
 mod postgres;
 mod proxy;
 mod random;
@@ -20,10 +21,11 @@ pub use self::{
     certificates::{Authority, Certificate},
     client::Client,
     http::{Answer, http, http_get},
+    link::{Link, Weather},
     postgres::{Fsync, Postgres},
     proxy::{Cut, Proxy},
     random::Random,
-    server::Server,
+    server::{Place, Server},
     stream::{Stream, everything},
     tools::etcd_tool,
 };

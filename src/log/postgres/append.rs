@@ -80,7 +80,7 @@ impl Appender {
                 Ok(true) => Appended::Done,
                 Ok(false) => Appended::Conflict,
                 // Without the commit nothing is written.
-                Err(error) if has_turn => return Err(database.unavailable(&error)),
+                Err(error) if has_turn => return Err(database.refusal(&error)),
                 Err(error) => return Err(outcome(database, &error)),
             }
         };
@@ -112,7 +112,7 @@ fn outcome(database: &Database, error: &sqlx::Error) -> Error {
         NOTHING_WRITTEN.iter().any(|class| code.starts_with(class))
             || ["40001", "40P01", "57014"].contains(&code.as_str())
     });
-    if refused { database.unavailable(error) } else { Error::OutcomeUnknown(error.to_string()) }
+    if refused { database.refusal(error) } else { Error::OutcomeUnknown(error.to_string()) }
 }
 
 /// Columns of rows, as arrays.

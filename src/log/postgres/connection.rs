@@ -98,6 +98,12 @@ impl Database {
         Error::Unavailable(format!("{}: {error}", self.name))
     }
 
+    /// What it means that the server refused to write.
+    pub(super) fn refusal(&self, error: &sqlx::Error) -> Error {
+        let is_full = sqlstate(error).as_deref() == Some("53100");
+        if is_full { Error::Full(format!("{}: {error}", self.name)) } else { self.unavailable(error) }
+    }
+
     pub(super) fn open_error(&self, what: &str, error: &sqlx::Error) -> Error {
         Error::Open(format!("cannot {what} database {}: {error}", self.name))
     }

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use sqlx::{Connection as _, Sqlite, SqliteConnection, query::Query, sqlite::SqliteArguments};
 
 use crate::{
-    log::{Append, Appended, Error, LeaseChange, Result},
+    log::{Append, Appended, LeaseChange},
     types::{Change, ChangeKind, LeaseId},
 };
 
@@ -39,7 +39,7 @@ fn more_sql(rows: usize) -> String {
     )
 }
 
-pub(super) async fn append(writer: &mut SqliteConnection, append: Append<'_>) -> Result<Appended> {
+pub(super) async fn append(writer: &mut SqliteConnection, append: Append<'_>) -> sqlx::Result<Appended> {
     let (first, more): (Vec<&Change>, Vec<&Change>) = append.changes.iter().partition(|change| change.row.sub == 0);
     let rows_alone = append.leases.is_empty() && append.compact.is_none() && append.alarm.is_none();
     let outcome = if rows_alone && more.is_empty() && first.len() <= STATEMENT_ROWS_MAX {
@@ -48,10 +48,9 @@ pub(super) async fn append(writer: &mut SqliteConnection, append: Append<'_>) ->
         append_all(writer, &first, &more, append).await
     };
     match outcome {
-        Ok(appended) => Ok(appended),
         // A row with one of our ids: somebody else wrote to the file.
         Err(sqlx::Error::Database(error)) if error.is_unique_violation() => Ok(Appended::Conflict),
-        Err(error) => Err(Error::OutcomeUnknown(error.to_string())),
+        outcome => outcome,
     }
 }
 

@@ -20,6 +20,7 @@ use tokio::{
 };
 use tracing::warn;
 
+use super::writer::Writer;
 use crate::types::{Change, ChangeKind};
 
 /// Bytes written to the WAL, about, after which a checkpoint is taken.
@@ -46,7 +47,7 @@ struct Shared {
 }
 
 impl Checkpointer {
-    pub(super) fn start(connection: SqliteConnection, writer: Arc<Mutex<SqliteConnection>>) -> Self {
+    pub(super) fn start(connection: SqliteConnection, writer: Arc<Writer>) -> Self {
         let shared = Arc::new(Shared { pending_bytes: AtomicUsize::new(0), wake: Notify::new(), stop: Notify::new() });
         let task = tokio::spawn(run(connection, writer, Arc::clone(&shared)));
         Self { shared, task: Mutex::new(Some(task)) }
@@ -84,7 +85,7 @@ impl Checkpointer {
     }
 }
 
-async fn run(mut connection: SqliteConnection, writer: Arc<Mutex<SqliteConnection>>, shared: Arc<Shared>) {
+async fn run(mut connection: SqliteConnection, writer: Arc<Writer>, shared: Arc<Shared>) {
     let mut stopping = false;
     while !stopping {
         tokio::select! {
@@ -104,13 +105,13 @@ async fn run(mut connection: SqliteConnection, writer: Arc<Mutex<SqliteConnectio
     }
 }
 
-async fn checkpoint(connection: &mut SqliteConnection, writer: &Mutex<SqliteConnection>) -> sqlx::Result<()> {
+async fn checkpoint(connection: &mut SqliteConnection, writer: &Writer) -> sqlx::Result<()> {
     if passive(connection).await? <= WAL_PAGES_MAX {
         return Ok(());
     }
     // Once more unheld, so that little is left for the held one.
     passive(connection).await?;
-    let held = writer.lock().await;
+    let held = writer.pause().await;
     passive(connection).await?;
     drop(held);
     Ok(())

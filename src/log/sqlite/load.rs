@@ -40,7 +40,8 @@ impl SqliteLoader {
     pub async fn scratch(file: &Path, cluster: Cluster) -> Result<Self> {
         let failed = |error: sqlx::Error| Error::Open(format!("cannot write {}: {error}", file.display()));
         private::make_file(file).map_err(|error| failed(error.into()))?;
-        let options = SqliteLog::options(file).journal_mode(SqliteJournalMode::Off).synchronous(SqliteSynchronous::Off);
+        let options =
+            SqliteLog::options_to_make(file).journal_mode(SqliteJournalMode::Off).synchronous(SqliteSynchronous::Off);
         let mut connection = options.connect().await.map_err(failed)?;
         sqlx::migrate!("migrations/sqlite")
             .run_direct(None, &mut connection, false)

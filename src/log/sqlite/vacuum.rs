@@ -5,7 +5,6 @@
 
 use std::{sync::Arc, time::Duration};
 
-use sqlx::SqliteConnection;
 use tokio::{
     sync::{Mutex, Notify},
     task::JoinHandle,
@@ -13,7 +12,7 @@ use tokio::{
 };
 use tracing::warn;
 
-use super::{checkpoint::Checkpointer, read};
+use super::{checkpoint::Checkpointer, read, writer::Writer};
 use crate::log::{Result, rows::unavailable};
 
 /// Pages given back while a write waits at most.
@@ -32,14 +31,14 @@ pub(super) struct Vacuum {
 }
 
 struct Shared {
-    writer: Arc<Mutex<SqliteConnection>>,
+    writer: Arc<Writer>,
     checkpointer: Arc<Checkpointer>,
     freed: Notify,
     stop: Notify,
 }
 
 impl Vacuum {
-    pub(super) fn start(writer: Arc<Mutex<SqliteConnection>>, checkpointer: Arc<Checkpointer>) -> Self {
+    pub(super) fn start(writer: Arc<Writer>, checkpointer: Arc<Checkpointer>) -> Self {
         let shared = Arc::new(Shared { writer, checkpointer, freed: Notify::new(), stop: Notify::new() });
         let task = tokio::spawn(run(Arc::clone(&shared)));
         Self { shared, task: Mutex::new(Some(task)) }
@@ -85,7 +84,9 @@ async fn run(shared: Arc<Shared>) {
 
 impl Shared {
     async fn shrink(&self) -> Result<()> {
-        let pages = read::pages(&mut *self.writer.lock().await).await?;
+        let mut writer = self.writer.hold().await.map_err(unavailable)?;
+        let pages = read::pages(writer.connection()).await?;
+        writer.keep();
         let keep = KEEP_PAGES.max(pages.all / KEEP_PART);
         let mut free = pages.free;
         while free > keep {
@@ -96,10 +97,11 @@ impl Shared {
     }
 
     async fn step(&self) -> Result<i64> {
-        let mut writer = self.writer.lock().await;
-        sqlx::query(STEP).execute(&mut *writer).await.map_err(unavailable)?;
-        let free = sqlx::query_scalar("PRAGMA freelist_count").fetch_one(&mut *writer).await.map_err(unavailable)?;
-        drop(writer);
+        let mut writer = self.writer.hold().await.map_err(unavailable)?;
+        sqlx::query(STEP).execute(writer.connection()).await.map_err(unavailable)?;
+        let free = sqlx::query_scalar("PRAGMA freelist_count").fetch_one(writer.connection()).await;
+        let free = free.map_err(unavailable)?;
+        writer.keep();
         self.checkpointer.purged(STEP_PAGES);
         Ok(free)
     }

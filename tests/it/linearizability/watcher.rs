@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use orlop::proto::client::etcdserverpb::{
-    WatchCreateRequest, WatchProgressRequest, WatchRequest, WatchResponse, watch_request::RequestUnion,
+    WatchProgressRequest, WatchRequest, WatchResponse, watch_request::RequestUnion,
 };
 use tokio::{
     sync::{mpsc, watch},
@@ -12,7 +12,7 @@ use tokio::{
 use tokio_stream::wrappers::UnboundedReceiverStream;
 
 use super::workload::{Endpoints, connect, value};
-use crate::support::DEADLINE;
+use crate::support::{DEADLINE, everything};
 
 /// A change of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,13 +81,7 @@ impl Watcher {
         let Some(mut connection) = connect(&self.endpoints, self.instance).await else { return };
         let (requests, receiver) = mpsc::unbounded_channel();
         let ask = |request| requests.send(WatchRequest { request_union: Some(request) }).is_ok();
-        let create = WatchCreateRequest {
-            key: "lin/".into(),
-            range_end: "lin0".into(),
-            start_revision: self.covered + 1,
-            ..Default::default()
-        };
-        ask(RequestUnion::CreateRequest(create));
+        ask(RequestUnion::CreateRequest(everything(self.covered + 1)));
         let opening = connection.watch.watch(UnboundedReceiverStream::new(receiver));
         let Ok(Ok(stream)) = timeout(Duration::from_secs(5), opening).await else { return };
         let mut answers = stream.into_inner();
@@ -139,16 +133,19 @@ impl Watcher {
 
 /// What a fresh watch gets from the first revision to `head`.
 pub async fn read_all(endpoints: &Endpoints, head: i64) -> Log {
-    let deadline = Instant::now() + DEADLINE;
-    loop {
-        let mut watcher = Watcher::new(0, endpoints.clone());
+    let mut watcher = Watcher::new(0, endpoints.clone());
+    let mut deadline = Instant::now() + DEADLINE;
+    while watcher.covered < head {
+        let before = watcher.covered;
         watcher.watch(|watcher| watcher.covered >= head || Instant::now() > deadline).await;
-        if watcher.covered >= head {
-            return watcher.seen;
+        // A slow machine is no reason to fail as long as it goes on.
+        if watcher.covered > before {
+            deadline = Instant::now() + DEADLINE;
         }
         assert!(Instant::now() < deadline, "the log cannot be read up to {head}, but to {}", watcher.covered);
         sleep(Duration::from_millis(50)).await;
     }
+    watcher.seen
 }
 
 fn difference(log: &Log, seen: &Log) -> String {

@@ -2,7 +2,10 @@
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -30,7 +33,10 @@ use crate::support::{Client as Connection, DEADLINE, Random, eventually};
 pub type Endpoints = Arc<Mutex<Vec<String>>>;
 
 const KEYS: usize = 4;
-const ANSWER_MAX: Duration = Duration::from_secs(10);
+pub const ANSWER_MAX: Duration = Duration::from_secs(10);
+
+/// When the newest operation began that was answered, in nanoseconds since the start.
+pub type Progress = Arc<AtomicU64>;
 
 /// An operation and its answer, with the header's revision.
 #[derive(Clone, Debug)]
@@ -42,25 +48,48 @@ pub struct Entry {
     refused: bool,
 }
 
+impl Entry {
+    /// When it began and when it was answered; the end of time if it was not.
+    pub fn span(&self) -> (u64, u64) {
+        (self.operation.began, self.operation.ended)
+    }
+}
+
 /// How a call failed, by what may have come of it.
-enum Failure {
+pub enum Failure {
     Refused,
     Unknown,
 }
 
 pub struct Client {
     number: usize,
+    /// Where it connects next; to another one when a call failed, as etcd's clients do.
+    endpoint: usize,
     endpoints: Endpoints,
     started: Instant,
     random: Random,
     next_value: u64,
     /// The last value seen of each key, to swap.
     seen: HashMap<String, u64>,
+    progress: Progress,
 }
 
 impl Client {
     pub fn new(number: usize, endpoints: Endpoints, started: Instant, random: Random) -> Self {
-        Self { number, endpoints, started, random, next_value: 1, seen: HashMap::new() }
+        Self {
+            number,
+            endpoint: number,
+            endpoints,
+            started,
+            random,
+            next_value: 1,
+            seen: HashMap::new(),
+            progress: Progress::default(),
+        }
+    }
+
+    pub fn progress(&self) -> Progress {
+        Arc::clone(&self.progress)
     }
 
     pub async fn run(mut self, stopped: watch::Receiver<bool>) -> Vec<Entry> {
@@ -68,7 +97,7 @@ impl Client {
         let mut connection = None;
         while !*stopped.borrow() {
             let Some(connected) = &mut connection else {
-                connection = connect(&self.endpoints, self.number).await;
+                connection = connect(&self.endpoints, self.endpoint).await;
                 continue;
             };
             let (key, ask) = self.choose();
@@ -84,11 +113,13 @@ impl Client {
                 Ok((answer, header)) => {
                     entry.operation = Operation { answer, ended: self.now(), ..entry.operation };
                     entry.header = Some(header);
+                    self.progress.store(began, Ordering::Relaxed);
                     self.learn(&entry);
                 }
                 Err(failure) => {
                     entry.refused = matches!(failure, Failure::Refused);
                     connection = None;
+                    self.endpoint += 1;
                 }
             }
             history.push(entry);
@@ -149,7 +180,7 @@ pub async fn head(endpoints: &Endpoints) -> i64 {
     .await
 }
 
-fn revision(header: Option<ResponseHeader>) -> i64 {
+pub fn revision(header: Option<ResponseHeader>) -> i64 {
     header.expect("an answer has a header").revision
 }
 
@@ -203,11 +234,11 @@ fn found(kvs: &[KeyValue]) -> Found {
 }
 
 pub fn value(bytes: &[u8]) -> u64 {
-    std::str::from_utf8(bytes).ok().and_then(|text| text.parse().ok()).expect("values are numbers")
+    std::str::from_utf8(bytes).ok().and_then(|text| text.trim_end().parse().ok()).expect("values are numbers")
 }
 
 /// Only what says that nothing was done counts as that.
-fn failure(status: Status) -> Failure {
+pub fn failure(status: Status) -> Failure {
     match (status.code(), status.message()) {
         (Code::Unavailable, "etcdserver: no leader") | (Code::ResourceExhausted, _) => Failure::Refused,
         _ => Failure::Unknown,

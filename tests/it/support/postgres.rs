@@ -26,6 +26,13 @@ trap '' PIPE
 folder=$1; shift
 start() { "$@" >>"$folder/log" 2>&1 & server=$!; }
 runs() { { read -r _ _ state _ <"/proc/$server/stat"; } 2>/dev/null && [ "$state" != Z ]; }
+# All of them at once, or the first would look after the others. A new one waits until nobody has the old one's memory.
+crash() {
+  all="$server $(cat "/proc/$server/task/$server/children")"
+  kill -KILL $all
+  wait "$server"
+  for gone in $all; do while kill -0 "$gone" 2>/dev/null; do sleep 0.01; done; done
+}
 # More than once, as a shell's background job ignores the signal until it has a handler of its own.
 stop() { while runs; do kill -QUIT "$server"; sleep 0.05; done; wait "$server"; }
 start "$@"
@@ -33,6 +40,7 @@ while read -r order; do
   case $order in
     stop) stop ;;
     start) start "$@" ;;
+    crash) crash ;;
   esac
   echo done
 done
@@ -72,12 +80,21 @@ impl Postgres {
 
     /// One of the test's own, which it may stop.
     pub async fn start(fsync: Fsync) -> Option<Self> {
+        Self::start_at(fsync, None, &[]).await
+    }
+
+    /// One with its data in a folder within `folder`, and more in its environment (`NAME=value`).
+    pub async fn start_at(fsync: Fsync, folder: Option<&Path>, environment: &[String]) -> Option<Self> {
         let Some(programs) = programs() else {
             skip("postgres");
             return None;
         };
         // The guard removes it, as it may outlive this process.
-        let folder = home(fsync).keep();
+        let home = match folder {
+            Some(folder) => tempfile::tempdir_in(folder).expect("a temporary directory can be made"),
+            None => home(fsync),
+        };
+        let folder = home.keep();
         let (as_user, user) = user();
         let chown = Command::new("chown").arg(&user).arg(&folder).status();
         assert!(chown.is_ok_and(|status| status.success()), "the folder can be given to {user}");
@@ -103,6 +120,8 @@ impl Postgres {
             .args(["-c", GUARD, "guard"])
             .arg(&folder)
             .args(&as_user)
+            .arg("env")
+            .args(environment)
             .arg(programs.join("postgres"))
             .arg("-D")
             .arg(&data)
@@ -151,6 +170,22 @@ impl Postgres {
     /// As a crash: no client is told anything, and the next start recovers.
     pub fn stop(&self) {
         self.order("stop");
+    }
+
+    /// SIGKILL to all of its processes.
+    pub fn crash(&self) {
+        self.order("crash");
+    }
+
+    /// Whether its first process, which starts the others, is there.
+    pub fn runs(&self) -> bool {
+        self.first_process().is_some_and(|pid| Path::new("/proc").join(pid).exists())
+    }
+
+    /// The id of its first process, as it wrote it down.
+    pub fn first_process(&self) -> Option<String> {
+        let written = fs::read_to_string(self.data().join("postmaster.pid")).ok()?;
+        written.lines().next().map(str::to_owned)
     }
 
     pub async fn start_again(&self) {

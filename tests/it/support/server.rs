@@ -26,6 +26,7 @@ const READY: &str = "orlop: serving client requests on ";
 pub struct Server {
     program: Program,
     arguments: Vec<OsString>,
+    environment: Vec<(String, OsString)>,
     home: TempDir,
     process: Child,
     endpoint: String,
@@ -34,6 +35,16 @@ pub struct Server {
 enum Program {
     Orlop { datastore: Option<String> },
     Etcd { binary: PathBuf, fsync_flag: bool },
+}
+
+/// Where a server keeps its data, and what it is started with beside flags: for tests of what surrounds it.
+#[derive(Default)]
+pub struct Place {
+    /// A folder in which its own is made; otherwise that is in memory.
+    pub folder: Option<PathBuf>,
+    /// A folder for its data alone; its log stays in its own.
+    pub data: Option<PathBuf>,
+    pub environment: Vec<(String, OsString)>,
 }
 
 impl Server {
@@ -59,14 +70,18 @@ impl Server {
             Backend::Sqlite => None,
             Backend::Postgres => Some(Postgres::shared().await?.create_database()),
         };
+        Some(Self::orlop_at(datastore, arguments, Place::default()).await)
+    }
+
+    /// Orlop on a database or, without one, on a file of its own.
+    pub async fn orlop_at(datastore: Option<String>, arguments: &[&str], place: Place) -> Self {
         let arguments = arguments.iter().map(OsString::from).collect();
-        Some(Self::start(Program::Orlop { datastore }, arguments).await)
+        Self::start(Program::Orlop { datastore }, arguments, place).await
     }
 
     /// Orlop on a database that others may serve too.
     pub async fn orlop_on(datastore: &str, arguments: &[&str]) -> Self {
-        let arguments = arguments.iter().map(OsString::from).collect();
-        Self::start(Program::Orlop { datastore: Some(datastore.to_owned()) }, arguments).await
+        Self::orlop_at(Some(datastore.to_owned()), arguments, Place::default()).await
     }
 
     /// A real etcd, where the machine has one.
@@ -78,7 +93,16 @@ impl Server {
         let help = Command::new(&binary).arg("--help").output().expect("etcd prints its flags");
         let help = [help.stdout, help.stderr].concat();
         let fsync_flag = String::from_utf8_lossy(&help).contains("--unsafe-no-fsync");
-        Some(Self::start(Program::Etcd { binary, fsync_flag }, Vec::new()).await)
+        Some(Self::start(Program::Etcd { binary, fsync_flag }, Vec::new(), Place::default()).await)
+    }
+
+    /// A real etcd that waits for the disk, as Orlop does.
+    pub async fn etcd_at(place: Place) -> Option<Self> {
+        let Some(binary) = etcd_tool("etcd", "ORLOP_ETCD") else {
+            skip("etcd");
+            return None;
+        };
+        Some(Self::start(Program::Etcd { binary, fsync_flag: false }, Vec::new(), place).await)
     }
 
     /// `http://127.0.0.1:PORT`
@@ -149,6 +173,11 @@ impl Server {
         assert!(signalled.is_ok_and(|status| status.success()), "the process takes a signal");
     }
 
+    /// Whether it has not ended by itself.
+    pub fn runs(&mut self) -> bool {
+        self.process.try_wait().expect("our child can be waited for").is_none()
+    }
+
     /// Waits until it ends by itself.
     pub async fn ended(&mut self) -> ExitStatus {
         eventually("the end of the server", || {
@@ -160,13 +189,19 @@ impl Server {
     /// Starts it again on the same data, on a new port.
     pub async fn restart(&mut self) {
         self.kill();
-        (self.process, self.endpoint) = launch(&self.program, &self.arguments, self.home.path()).await;
+        (self.process, self.endpoint) =
+            launch(&self.program, &self.arguments, &self.environment, self.home.path()).await;
     }
 
-    async fn start(program: Program, arguments: Vec<OsString>) -> Self {
-        let home = home();
-        let (process, endpoint) = launch(&program, &arguments, home.path()).await;
-        Self { program, arguments, home, process, endpoint }
+    async fn start(program: Program, arguments: Vec<OsString>, place: Place) -> Self {
+        let home = place
+            .folder
+            .map_or_else(home, |folder| tempfile::tempdir_in(folder).expect("a temporary directory can be made"));
+        if let Some(data) = place.data {
+            std::os::unix::fs::symlink(data, home.path().join("data")).expect("a link can be made");
+        }
+        let (process, endpoint) = launch(&program, &arguments, &place.environment, home.path()).await;
+        Self { program, arguments, environment: place.environment, home, process, endpoint }
     }
 }
 
@@ -184,15 +219,26 @@ fn home() -> TempDir {
 }
 
 /// Returns when the server serves.
-async fn launch(program: &Program, arguments: &[OsString], home: &Path) -> (Child, String) {
+async fn launch(
+    program: &Program,
+    arguments: &[OsString],
+    environment: &[(String, OsString)],
+    home: &Path,
+) -> (Child, String) {
     match program {
-        Program::Orlop { datastore } => launch_orlop(datastore.as_deref(), arguments, home).await,
+        Program::Orlop { datastore } => launch_orlop(datastore.as_deref(), arguments, environment, home).await,
         Program::Etcd { binary, fsync_flag } => launch_etcd(binary, *fsync_flag, arguments, home).await,
     }
 }
 
-async fn launch_orlop(datastore: Option<&str>, arguments: &[OsString], home: &Path) -> (Child, String) {
+async fn launch_orlop(
+    datastore: Option<&str>,
+    arguments: &[OsString],
+    environment: &[(String, OsString)],
+    home: &Path,
+) -> (Child, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_orlop"));
+    command.envs(environment.iter().map(|(name, value)| (name, value)));
     command.arg("--data-dir").arg(home.join("data")).args(["--log-level", "warn"]);
     if let Some(datastore) = datastore {
         command.args(["--datastore-endpoint", datastore]);

@@ -1,0 +1,161 @@
+//! A network in between that can be made to fail: a proxy of any TCP service, whatever is spoken there.
+
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicU16, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::{
+    io::AsyncReadExt as _,
+    net::{
+        TcpListener, TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::{mpsc, watch},
+    time::{Instant, sleep_until},
+};
+
+/// Pieces on their way in one direction; beyond it the sender waits, as it does for a full window.
+const PIECES_MAX: usize = 1_024;
+const PIECE_BYTES_MAX: usize = 64 << 10;
+
+/// What the network does to what comes along.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weather {
+    Fair,
+    /// Everything arrives that much later.
+    Slow(Duration),
+    /// Nothing arrives, and nobody is told; what was sent arrives once this is over.
+    Silent,
+    /// Nobody can connect.
+    Down,
+}
+
+/// See the module's page. It runs until the test's runtime ends.
+pub struct Link {
+    port: u16,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    target: AtomicU16,
+    weather: watch::Sender<Weather>,
+    /// Goes up when all connections are to be reset.
+    resets: watch::Sender<u64>,
+    open: AtomicUsize,
+}
+
+impl Link {
+    pub async fn to(port: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+        let own = listener.local_addr().expect("a bound socket has an address").port();
+        let shared = Arc::new(Shared {
+            target: AtomicU16::new(port),
+            weather: watch::Sender::new(Weather::Fair),
+            resets: watch::Sender::new(0),
+            open: AtomicUsize::new(0),
+        });
+        let accepting = Arc::clone(&shared);
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                let shared = Arc::clone(&accepting);
+                tokio::spawn(async move {
+                    shared.open.fetch_add(1, Ordering::Relaxed);
+                    // A connection that broke tells both ends by that.
+                    let _ = carry(client, &shared).await;
+                    shared.open.fetch_sub(1, Ordering::Relaxed);
+                });
+            }
+        });
+        Self { port: own, shared }
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Where new connections lead from now on.
+    pub fn lead_to(&self, port: u16) {
+        self.shared.target.store(port, Ordering::Relaxed);
+    }
+
+    pub fn turn(&self, weather: Weather) {
+        self.shared.weather.send_replace(weather);
+    }
+
+    /// Ends all connections, on both sides by a reset. Returns how many there were.
+    pub fn reset(&self) -> usize {
+        self.shared.resets.send_modify(|resets| *resets += 1);
+        self.shared.open.load(Ordering::Relaxed)
+    }
+}
+
+async fn carry(client: TcpStream, shared: &Shared) -> io::Result<()> {
+    let mut resets = shared.resets.subscribe();
+    if *shared.weather.borrow() == Weather::Down {
+        return client.set_zero_linger();
+    }
+    let connecting = TcpStream::connect(("127.0.0.1", shared.target.load(Ordering::Relaxed)));
+    let server = match connecting.await {
+        Ok(server) => server,
+        Err(_) => return client.set_zero_linger(),
+    };
+    client.set_nodelay(true)?;
+    server.set_nodelay(true)?;
+    let (from_client, to_client) = client.into_split();
+    let (from_server, to_server) = server.into_split();
+    tokio::select! {
+        _ = resets.changed() => {
+            to_client.as_ref().set_zero_linger()?;
+            to_server.as_ref().set_zero_linger()?;
+            Ok(())
+        }
+        ended = direction(from_client, &to_server, shared) => ended,
+        ended = direction(from_server, &to_client, shared) => ended,
+    }
+}
+
+/// Ends when one side does, and so do both.
+async fn direction(mut from: OwnedReadHalf, to: &OwnedWriteHalf, shared: &Shared) -> io::Result<()> {
+    let (pieces, mut under_way) = mpsc::channel::<(Instant, Vec<u8>)>(PIECES_MAX);
+    let reading = async {
+        let mut buffer = vec![0; PIECE_BYTES_MAX];
+        loop {
+            let read = from.read(&mut buffer).await?;
+            let delay = match *shared.weather.borrow() {
+                Weather::Slow(delay) => delay,
+                Weather::Fair | Weather::Silent | Weather::Down => Duration::ZERO,
+            };
+            if read == 0 || pieces.send((Instant::now() + delay, buffer[..read].to_vec())).await.is_err() {
+                return Ok(());
+            }
+        }
+    };
+    let writing = async {
+        let mut weather = shared.weather.subscribe();
+        while let Some((due, piece)) = under_way.recv().await {
+            sleep_until(due).await;
+            if weather.wait_for(|weather| *weather != Weather::Silent).await.is_err() {
+                return Ok(());
+            }
+            let mut rest = &piece[..];
+            while !rest.is_empty() {
+                to.writable().await?;
+                match to.try_write(rest) {
+                    Ok(written) => rest = &rest[written..],
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    };
+    tokio::select! {
+        ended = reading => ended,
+        ended = writing => ended,
+    }
+}

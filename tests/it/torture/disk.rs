@@ -1,0 +1,55 @@
+//! A small disk of the test's own, which can be filled.
+
+use std::{
+    fs::{self, File},
+    io::Write as _,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use tempfile::TempDir;
+
+static PIECE: [u8; 64 << 10] = [0; 64 << 10];
+
+/// A file system in memory, mounted for as long as this is held.
+pub struct Disk {
+    folder: TempDir,
+}
+
+impl Disk {
+    /// None where this user may not mount.
+    pub fn mount(megabytes: usize) -> Option<Self> {
+        let folder = tempfile::tempdir().expect("a temporary directory can be made");
+        let size = format!("size={megabytes}m,mode=0755");
+        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "torture"]).arg(folder.path()).output();
+        mounted.is_ok_and(|output| output.status.success()).then_some(Self { folder })
+    }
+
+    pub fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Writes until nothing more fits.
+    pub fn fill(&self) {
+        let mut file = File::options().create(true).append(true).open(self.filling()).expect("a file can be made");
+        // First in large pieces, then to the last byte.
+        for piece in [&PIECE[..], &PIECE[..4_096], &PIECE[..1]] {
+            while file.write_all(piece).is_ok() {}
+        }
+    }
+
+    pub fn empty(&self) {
+        fs::remove_file(self.filling()).expect("it was filled");
+    }
+
+    fn filling(&self) -> PathBuf {
+        self.folder.path().join("filling")
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        // Lazily, as a process that was killed just now may not be gone yet.
+        let _ = Command::new("umount").arg("--lazy").arg(self.folder.path()).status();
+    }
+}

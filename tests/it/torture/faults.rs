@@ -1,0 +1,425 @@
+//! The table of faults, and how each is made and ends.
+
+use std::{path::Path, process::Command, time::Duration};
+
+use orlop::proto::client::etcdserverpb::{
+    Compare, LeaseGrantRequest, LeaseKeepAliveRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, RequestOp,
+    TxnRequest,
+    compare::{CompareResult, CompareTarget, TargetUnion},
+    request_op::Request,
+};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep},
+};
+use tokio_stream::StreamExt as _;
+use tonic::Code;
+
+use super::{
+    preload::{DATABASE, EIO, ENOSPC, Field, WAL},
+    rig::{Rig, Target, limit},
+    workload::Workload,
+};
+use crate::support::{Client, DEADLINE, Random, Weather, eventually};
+
+/// What is around the store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ground {
+    Plain,
+    ThreeInstances,
+    OwnPostgres,
+    SmallDisk,
+    Preload,
+    DatabaseUnderPreload,
+    LittleMemory,
+}
+
+/// Which way is meant.
+#[derive(Clone, Copy, Debug)]
+pub enum Way {
+    ToClients,
+    ToDatabase,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Kind {
+    Kill,
+    PowerCut,
+    PostgresCrash,
+    BackendKill,
+    Reset(Way),
+    Cut(Way),
+    Silence(Way),
+    Delay(Way),
+    Pause,
+    DiskFull,
+    /// Of which files.
+    SyncFails(i64),
+    /// Of which files, and how.
+    WriteFails(i64, i64),
+    SlowSync,
+    /// Seconds.
+    ClockJump(i64),
+    NoDescriptors,
+    NoMemory,
+}
+
+/// A row of the table.
+pub struct Fault {
+    /// That of its tests.
+    pub name: &'static str,
+    /// For people.
+    pub what: &'static str,
+    pub kind: Kind,
+    pub ground: Ground,
+    /// How often it is made while the most frequent ones are made a thousand times.
+    pub per_thousand: usize,
+    /// What Orlop's log says: one of these. Nothing where there is nothing to say or nobody to say it.
+    pub says: &'static [&'static str],
+}
+
+pub const OFTEN: usize = 1_000;
+/// A start of Postgres after it takes seconds.
+const SOMETIMES: usize = 250;
+const SELDOM: usize = 100;
+const HOUR: i64 = 3_600;
+
+use Kind::*;
+use Way::*;
+
+#[rustfmt::skip]
+pub const FAULTS: &[Fault] = &[
+    Fault { name: "kill", what: "kill -9 of the server", kind: Kill, ground: Ground::Plain, per_thousand: OFTEN, says: &[] },
+    Fault { name: "power_cut", what: "power cut: what was not synced is gone", kind: PowerCut, ground: Ground::Preload, per_thousand: OFTEN, says: &[] },
+    Fault { name: "postgres_crash", what: "kill -9 of all of Postgres, started again at once", kind: PostgresCrash, ground: Ground::OwnPostgres, per_thousand: SOMETIMES,
+        says: &["the database may or may not have taken the last writes"] },
+    Fault { name: "backend_kill", what: "kill -9 of the Postgres backend that appends", kind: BackendKill, ground: Ground::OwnPostgres, per_thousand: SELDOM,
+        says: &["the database may or may not have taken the last writes"] },
+    Fault { name: "client_reset", what: "all connections of clients reset", kind: Reset(ToClients), ground: Ground::Plain, per_thousand: SELDOM, says: &[] },
+    Fault { name: "client_cut", what: "clients cut off for 1 s", kind: Cut(ToClients), ground: Ground::Plain, per_thousand: SELDOM, says: &[] },
+    Fault { name: "client_silence", what: "packets from and to clients held up for 2 s", kind: Silence(ToClients), ground: Ground::Plain, per_thousand: SELDOM, says: &[] },
+    Fault { name: "client_delay", what: "clients 100 ms farther away for 2 s", kind: Delay(ToClients), ground: Ground::Plain, per_thousand: SELDOM, says: &[] },
+    Fault { name: "database_reset", what: "all connections to Postgres reset", kind: Reset(ToDatabase), ground: Ground::Plain, per_thousand: SELDOM,
+        says: &["the database may or may not have taken", "the database takes no writes just now"] },
+    Fault { name: "database_cut", what: "Postgres cut off for 1 s", kind: Cut(ToDatabase), ground: Ground::Plain, per_thousand: SELDOM,
+        says: &["the database may or may not have taken the last writes"] },
+    Fault { name: "database_silence", what: "packets from and to Postgres held up for 2 s", kind: Silence(ToDatabase), ground: Ground::Plain, per_thousand: SELDOM, says: &[] },
+    Fault { name: "database_delay", what: "Postgres 100 ms farther away for 2 s", kind: Delay(ToDatabase), ground: Ground::Plain, per_thousand: SELDOM, says: &[] },
+    Fault { name: "pause", what: "SIGSTOP of the only server for 2 s", kind: Pause, ground: Ground::Plain, per_thousand: SELDOM, says: &[] },
+    Fault { name: "pause_one_of_three", what: "SIGSTOP of one of three instances for 2 s", kind: Pause, ground: Ground::ThreeInstances, per_thousand: SELDOM, says: &[] },
+    Fault { name: "disk_full", what: "disk full", kind: DiskFull, ground: Ground::SmallDisk, per_thousand: SELDOM,
+        says: &["writes are refused until there is room on the disk", "may or may not have taken"] },
+    Fault { name: "no_space", what: "writes of WAL and database fail: ENOSPC", kind: WriteFails(WAL | DATABASE, ENOSPC), ground: Ground::Preload, per_thousand: SELDOM,
+        says: &["writes are refused until there is room on the disk"] },
+    Fault { name: "wal_write_fails", what: "writes of the WAL fail: EIO", kind: WriteFails(WAL, EIO), ground: Ground::Preload, per_thousand: SELDOM,
+        says: &["the database may or may not have taken the last writes"] },
+    Fault { name: "database_write_fails", what: "writes of the database file fail: EIO", kind: WriteFails(DATABASE, EIO), ground: Ground::Preload, per_thousand: SELDOM,
+        says: &["checkpoint failed"] },
+    Fault { name: "wal_sync_fails", what: "syncs of the WAL fail and lose what they should write; then, mostly, a power cut", kind: SyncFails(WAL), ground: Ground::Preload, per_thousand: OFTEN,
+        says: &["the database may or may not have taken the last writes"] },
+    Fault { name: "database_sync_fails", what: "syncs of the database file fail and lose what they should write; then, mostly, a power cut", kind: SyncFails(DATABASE), ground: Ground::Preload, per_thousand: SELDOM,
+        says: &["checkpoint failed"] },
+    Fault { name: "slow_sync", what: "each sync takes 500 ms longer", kind: SlowSync, ground: Ground::Preload, per_thousand: SELDOM,
+        says: &["took too long"] },
+    Fault { name: "clock_forward", what: "the server's clock jumps an hour ahead and back", kind: ClockJump(HOUR), ground: Ground::Preload, per_thousand: SELDOM, says: &[] },
+    Fault { name: "clock_back", what: "the server's clock jumps an hour back and ahead", kind: ClockJump(-HOUR), ground: Ground::Preload, per_thousand: SELDOM, says: &[] },
+    Fault { name: "database_clock_forward", what: "Postgres's clock jumps an hour ahead and back", kind: ClockJump(HOUR), ground: Ground::DatabaseUnderPreload, per_thousand: SELDOM, says: &[] },
+    Fault { name: "database_clock_back", what: "Postgres's clock jumps an hour back and ahead", kind: ClockJump(-HOUR), ground: Ground::DatabaseUnderPreload, per_thousand: SELDOM, says: &[] },
+    Fault { name: "no_descriptors", what: "no file descriptors left for 1 s, and all connections of clients reset", kind: NoDescriptors, ground: Ground::Plain, per_thousand: SELDOM,
+        says: &["cannot accept a connection"] },
+    Fault { name: "no_memory", what: "no memory to be had", kind: NoMemory, ground: Ground::LittleMemory, per_thousand: SELDOM, says: &["memory allocation of"] },
+];
+
+/// Makes the fault and ends it. Returns when, by the clients' clock, it was in effect.
+pub async fn strike(kind: Kind, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
+    match kind {
+        Kill => {
+            rig.server().kill();
+            let since = workload.now();
+            rig.restart(0).await;
+            since
+        }
+        PowerCut => cut_power(rig, workload).await,
+        PostgresCrash => {
+            rig.postgres().crash();
+            let since = workload.now();
+            rig.postgres().start_again().await;
+            since
+        }
+        BackendKill => {
+            kill_backend(rig);
+            workload.now()
+        }
+        Reset(way) => {
+            let since = workload.now();
+            assert!(reset(rig, way) > 0, "there are connections");
+            since
+        }
+        Cut(way) => {
+            turn(rig, way, Weather::Down);
+            reset(rig, way);
+            let since = workload.now();
+            sleep(Duration::from_secs(1)).await;
+            turn(rig, way, Weather::Fair);
+            since
+        }
+        Silence(way) => for_two_seconds(rig, way, Weather::Silent, workload).await,
+        Delay(way) => for_two_seconds(rig, way, Weather::Slow(Duration::from_millis(100)), workload).await,
+        Pause => {
+            let victim = random.below(rig.servers.len());
+            rig.servers[victim].pause();
+            let since = workload.now();
+            sleep(Duration::from_secs(2)).await;
+            rig.servers[victim].resume();
+            since
+        }
+        DiskFull => fill_disk(rig, workload).await,
+        SyncFails(files) => fail_syncs(files, rig, workload, random).await,
+        WriteFails(files, errno) => fail_writes(files, errno, rig, workload).await,
+        SlowSync => {
+            rig.preload().set(Field::SyncDelayMs, 500);
+            let since = workload.now();
+            hits(rig, Field::SyncsDelayed, 3).await;
+            rig.preload().set(Field::SyncDelayMs, 0);
+            since
+        }
+        ClockJump(secs) => {
+            let since = workload.now();
+            jump(secs, rig).await;
+            since
+        }
+        NoDescriptors => exhaust_descriptors(rig, workload).await,
+        NoMemory => exhaust_memory(rig, workload).await,
+    }
+}
+
+async fn cut_power(rig: &mut Rig, workload: &Workload) -> u64 {
+    rig.server().kill();
+    let since = workload.now();
+    let data = rig.server().data_dir();
+    rig.preload().cut_power(&data);
+    rig.restart(0).await;
+    since
+}
+
+fn kill_backend(rig: &Rig) {
+    let postgres = rig.postgres();
+    let sql = "SELECT pid FROM pg_stat_activity WHERE application_name = 'orlop' AND query LIKE '%orlop_append%' \
+               ORDER BY query_start DESC LIMIT 1";
+    let pid = postgres.psql("postgres", sql);
+    let killed = Command::new("kill").args(["-KILL", &pid]).status();
+    assert!(killed.is_ok_and(|status| status.success()), "backend `{pid}` can be killed");
+}
+
+fn links(rig: &Rig, way: Way) -> Vec<&crate::support::Link> {
+    match way {
+        ToClients => rig.clients.iter().collect(),
+        ToDatabase => rig.database.iter().collect(),
+    }
+}
+
+fn turn(rig: &Rig, way: Way, weather: Weather) {
+    links(rig, way).iter().for_each(|link| link.turn(weather));
+}
+
+fn reset(rig: &Rig, way: Way) -> usize {
+    links(rig, way).iter().map(|link| link.reset()).sum()
+}
+
+async fn for_two_seconds(rig: &Rig, way: Way, weather: Weather, workload: &Workload) -> u64 {
+    turn(rig, way, weather);
+    let since = workload.now();
+    sleep(Duration::from_secs(2)).await;
+    turn(rig, way, Weather::Fair);
+    since
+}
+
+/// A write beside the load's.
+fn probe() -> PutRequest {
+    PutRequest { key: "probe".into(), value: format!("{:<400}", 1).into(), ..Default::default() }
+}
+
+/// How long etcd is left on a full disk that it does not notice.
+const ETCD_FULL_NANOS: u64 = 3_000_000_000;
+
+/// Until a write is refused: by a definite answer on SQLite, where reads go on and the process lives.
+async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
+    let endpoint = rig.server().endpoint().to_owned();
+    let pid = rig.server().pid();
+    rig.disk.as_ref().expect("the ground is so").fill();
+    let since = workload.now();
+    let told = eventually("an answer that there is no space, or the end of the server", async || {
+        if !Path::new("/proc").join(pid.to_string()).join("exe").exists() {
+            return Ok(None);
+        }
+        let mut client = Client::try_connect(&endpoint).await.map_err(|error| error.to_string())?;
+        match client.kv.put(probe()).await {
+            Err(status) if status.code() == Code::ResourceExhausted => Ok(Some(status.message().to_owned())),
+            // Postgres may be on its way up and down.
+            Err(_) if rig.target == Target::Postgres => Ok(None),
+            // Its WAL was given its room before.
+            Ok(_) if rig.target == Target::Etcd && workload.now() - since > ETCD_FULL_NANOS => Ok(None),
+            other => Err(format!("{other:?}; it logged {}", rig.servers[0].log_tail())),
+        }
+    })
+    .await;
+    if rig.target == Target::Sqlite {
+        assert_eq!(told.as_deref(), Some("etcdserver: mvcc: database space exceeded"));
+        let mut client = Client::connect(&endpoint).await;
+        let everything = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
+        let read = client.kv.range(everything).await.expect("reads go on");
+        assert!(read.into_inner().count > 0);
+    }
+    rig.disk.as_ref().expect("the ground is so").empty();
+    if !rig.server().runs() {
+        assert!(rig.target == Target::Etcd, "it logged:\n{}", rig.servers[0].log_tail());
+        rig.restart(0).await;
+    }
+    if let Some(postgres) = &rig.postgres
+        && !postgres.runs()
+    {
+        postgres.start_again().await;
+    }
+    assert!(rig.target == Target::Etcd || rig.server().pid() == pid);
+    since
+}
+
+/// Waits until the preloaded library has done so `more` times more.
+async fn hits(rig: &mut Rig, field: Field, more: i64) {
+    let before = rig.preload().get(field);
+    let preload = rig.preload.as_ref().expect("the ground is so");
+    eventually("the fault", async || {
+        let hits = preload.get(field) - before;
+        if hits >= more { Ok(()) } else { Err((field, hits)) }
+    })
+    .await;
+}
+
+/// The kernel says once that it could not write, and drops what it was to write: a later sync that succeeds must not count
+/// for it. Whether it does shows after a power cut.
+async fn fail_syncs(files: i64, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
+    rig.preload().set(Field::WriteBack, random.between(0, 50));
+    rig.preload().set(Field::SyncErrno, EIO);
+    rig.preload().set(Field::SyncFiles, files);
+    let since = workload.now();
+    hits(rig, Field::SyncsFailed, if files == WAL { random.between(1, 6) } else { 1 }).await;
+    if random.chance(50) {
+        rig.preload().set(Field::SyncFiles, 0);
+        if random.chance(50) {
+            return since;
+        }
+        // Some writes succeed before the power is cut.
+        rig.all_through(workload).await;
+    }
+    rig.server().kill();
+    rig.preload().set(Field::SyncFiles, 0);
+    cut_power(rig, workload).await
+}
+
+async fn fail_writes(files: i64, errno: i64, rig: &mut Rig, workload: &Workload) -> u64 {
+    let pid = rig.server().pid();
+    rig.preload().set(Field::WriteErrno, errno);
+    rig.preload().set(Field::WriteFiles, files);
+    let since = workload.now();
+    hits(rig, Field::WritesFailed, 3).await;
+    rig.preload().set(Field::WriteFiles, 0);
+    assert_eq!(rig.server().pid(), pid);
+    since
+}
+
+const SHORT_TTL_SECS: i64 = 3;
+const LONG_TTL_SECS: i64 = 60;
+
+/// A lease that is kept alive outlives both jumps, and one that is not ends in its time, with its key.
+async fn jump(secs: i64, rig: &mut Rig) {
+    let mut client = Client::connect(rig.server().endpoint()).await;
+    let mut leases = Vec::new();
+    for ttl in [SHORT_TTL_SECS, LONG_TTL_SECS] {
+        let granted = client.lease.lease_grant(LeaseGrantRequest { ttl, id: 0 }).await.expect("a grant").into_inner();
+        let key = format!("leased/{ttl}");
+        let put = PutRequest { key: key.into(), value: "1".into(), lease: granted.id, ..Default::default() };
+        client.kv.put(put).await.expect("a put");
+        leases.push(granted.id);
+    }
+    let before = rig.preload().get(Field::ClocksShifted);
+    for offset in [secs, 0] {
+        rig.preload().set(Field::ClockSecs, offset);
+        let ttl = keep_alive(&mut client, leases[1]).await;
+        assert_eq!(ttl, LONG_TTL_SECS, "the lease goes on when the clock is off by {offset} s");
+        assert!(has_key(&mut client, LONG_TTL_SECS).await, "its key is there when the clock is off by {offset} s");
+    }
+    eventually("the end of the other lease", async || {
+        let left = LeaseTimeToLiveRequest { id: leases[0], keys: false };
+        let left = client.clone().lease.lease_time_to_live(left).await.map_err(|status| status.to_string())?;
+        match left.into_inner().ttl {
+            -1 if !has_key(&mut client.clone(), SHORT_TTL_SECS).await => Ok(()),
+            ttl => Err(format!("it has {ttl} s left")),
+        }
+    })
+    .await;
+    assert!(has_key(&mut client, LONG_TTL_SECS).await);
+    assert!(rig.preload().get(Field::ClocksShifted) > before, "somebody looked at the clock");
+}
+
+async fn keep_alive(client: &mut Client, id: i64) -> i64 {
+    let requests = tokio_stream::once(LeaseKeepAliveRequest { id }).chain(tokio_stream::pending());
+    let mut answers = client.lease.lease_keep_alive(requests).await.expect("a stream").into_inner();
+    answers.message().await.expect("the stream lives").expect("an answer").ttl
+}
+
+async fn has_key(client: &mut Client, ttl: i64) -> bool {
+    let range = RangeRequest { key: format!("leased/{ttl}").into(), ..Default::default() };
+    client.kv.range(range).await.expect("a range").into_inner().count == 1
+}
+
+/// Fewer than are in use: what is open stays so.
+const DESCRIPTORS: &str = "8";
+
+async fn exhaust_descriptors(rig: &mut Rig, workload: &Workload) -> u64 {
+    limit(rig.server(), "nofile", DESCRIPTORS);
+    assert!(reset(rig, ToClients) > 0, "there are connections");
+    let since = workload.now();
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(workload.through_since(since), 0, "nobody could connect");
+    limit(rig.server(), "nofile", "1024");
+    since
+}
+
+/// Requests that come to nothing and are large, all at once.
+async fn demand_memory(endpoint: &str) {
+    let Ok(client) = Client::try_connect(endpoint).await else { return };
+    let never = Compare {
+        result: CompareResult::Less.into(),
+        target: CompareTarget::Version.into(),
+        key: "probe".into(),
+        target_union: Some(TargetUnion::Version(0)),
+        ..Default::default()
+    };
+    let put = PutRequest { key: "probe".into(), value: vec![b'1'; LARGE_BYTES].into(), ..Default::default() };
+    let success = vec![RequestOp { request: Some(Request::RequestPut(put)) }];
+    let txn = TxnRequest { compare: vec![never], success, failure: Vec::new() };
+    let mut asking = JoinSet::new();
+    for _ in 0..LARGE_REQUESTS {
+        let (mut client, txn) = (client.clone(), txn.clone());
+        asking.spawn(async move { client.kv.txn(txn).await.map(drop) });
+    }
+    // They fail when the server ends, which is what they are for.
+    while asking.join_next().await.is_some() {}
+}
+
+const LARGE_BYTES: usize = 1_400_000;
+const LARGE_REQUESTS: usize = 48;
+
+/// The process ends, as there is nothing that it could do, and is started again.
+async fn exhaust_memory(rig: &mut Rig, workload: &Workload) -> u64 {
+    limit(rig.server(), "as", "1048576");
+    let endpoint = rig.server().endpoint().to_owned();
+    let deadline = Instant::now() + DEADLINE;
+    while rig.server().runs() {
+        assert!(Instant::now() < deadline, "the server is content with the memory that it has");
+        demand_memory(&endpoint).await;
+    }
+    let since = workload.now();
+    rig.restart(0).await;
+    since
+}

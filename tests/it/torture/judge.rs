@@ -1,0 +1,157 @@
+//! Whether everything that was acknowledged is there and nothing that was refused is.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    process::Command,
+};
+
+use orlop::proto::client::etcdserverpb::RangeRequest;
+
+use super::workload::{Seen, Told, Write};
+use crate::{
+    linearizability::{
+        watcher::{Log, read_all},
+        workload::{self, Endpoints, connect, value},
+    },
+    support::{Server, eventually},
+};
+
+/// What was looked at.
+#[derive(Debug, Default)]
+pub struct Judged {
+    pub acknowledged: usize,
+    pub refused: usize,
+    pub unknown: usize,
+}
+
+/// # Panics
+///
+/// When something that was acknowledged is missing or other than it was, something that was refused is there, something that
+/// was unknown is there in part, or the watcher missed an event or saw one twice.
+pub async fn judge(seen: Seen, endpoints: &Endpoints) -> Judged {
+    let log = read_all(endpoints, seen.head).await;
+    seen.watcher.check(&log, seen.head);
+    check_state(&log, seen.head, endpoints).await;
+    let writes: Vec<Write> = seen.load.into_iter().flatten().collect();
+    let mut judged = check_writes(&writes, &log).unwrap_or_else(|wrong| panic!("{wrong}"));
+    let (_, shared) = split(log);
+    let history = seen.shared.into_iter().flatten().collect();
+    let checked = workload::check(history, &shared).unwrap_or_else(|wrong| panic!("{wrong}"));
+    judged.acknowledged += checked.acknowledged;
+    judged.refused += checked.refused;
+    judged.unknown += checked.unknown;
+    judged
+}
+
+/// `orlop check` finds nothing.
+pub fn check_store(server: &Server) {
+    let place = match server.datastore() {
+        Some(endpoint) => endpoint.to_owned(),
+        None => format!("sqlite://{}", server.data_dir().join("orlop.db").display()),
+    };
+    let checked = Command::new(env!("CARGO_BIN_EXE_orlop"))
+        .args(["check", "--datastore-endpoint", &place])
+        .output()
+        .expect("orlop is built with the tests");
+    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&[checked.stdout, checked.stderr].concat()));
+}
+
+const SHARED: &str = "lin/";
+
+/// The load's events, and those of the keys that clients share.
+fn split(log: Log) -> (Log, Log) {
+    log.into_iter().partition(|(_, events)| events.iter().all(|event| !event.key.starts_with(SHARED)))
+}
+
+/// What is there is what the events lead to.
+async fn check_state(log: &Log, head: i64, endpoints: &Endpoints) {
+    let mut expected: BTreeMap<String, (u64, i64)> = BTreeMap::new();
+    for event in log.values().flatten() {
+        match event.value {
+            Some(value) => expected.insert(event.key.clone(), (value, event.revision)),
+            None => expected.remove(&event.key),
+        };
+    }
+    let range = || RangeRequest { key: "\0".into(), range_end: "\0".into(), revision: head, ..Default::default() };
+    let kvs = eventually("a read of everything", async || {
+        let mut connection = connect(endpoints, 0).await.ok_or("no connection")?;
+        connection.kv.range(range()).await.map(|answer| answer.into_inner().kvs).map_err(|_| "no answer")
+    })
+    .await;
+    let there: BTreeMap<String, (u64, i64)> = kvs
+        .iter()
+        .map(|kv| (String::from_utf8_lossy(&kv.key).into_owned(), (value(&kv.value), kv.mod_revision)))
+        .collect();
+    for key in expected.keys().chain(there.keys()) {
+        assert_eq!(there.get(key), expected.get(key), "{key}: what is there, and what the events lead to");
+    }
+}
+
+/// The load's writes: each key is written once, each transaction at one revision.
+fn check_writes(writes: &[Write], log: &Log) -> Result<Judged, String> {
+    let mut judged = Judged::default();
+    let mut events: HashMap<&str, Vec<(i64, Option<u64>)>> = HashMap::new();
+    for event in log.values().flatten().filter(|event| ["one/", "pair/"].iter().any(|it| event.key.starts_with(it))) {
+        events.entry(&event.key).or_default().push((event.revision, event.value));
+    }
+    for write in writes {
+        let found: Vec<_> = write.keys.iter().map(|key| events.remove(key.as_str()).unwrap_or_default()).collect();
+        let revision = found[0].first().map(|(revision, _)| *revision);
+        let whole = match revision {
+            Some(revision) => found.iter().all(|events| *events == [(revision, Some(write.value))]),
+            None => found.iter().all(Vec::is_empty),
+        };
+        if !whole {
+            return Err(format!("{write:?} is there in part, twice or otherwise: {found:?}"));
+        }
+        match (write.told, revision) {
+            (Told::Written(told), Some(revision)) if told == revision => judged.acknowledged += 1,
+            (Told::Written(_), _) => return Err(format!("{write:?} was acknowledged; there is {found:?}")),
+            (Told::Refused, Some(_)) => return Err(format!("{write:?} was refused and happened: {found:?}")),
+            (Told::Refused, None) => judged.refused += 1,
+            (Told::Unknown, _) => judged.unknown += 1,
+        }
+    }
+    if let Some((key, events)) = events.into_iter().next() {
+        return Err(format!("nobody wrote {key}: {events:?}"));
+    }
+    Ok(judged)
+}
+
+mod tests {
+    use super::{Told, Write, check_writes};
+    use crate::linearizability::watcher::{Event, Log};
+
+    #[test]
+    fn judge_finds_what_is_wrong() {
+        type Events = &'static [(i64, &'static str, u64)];
+        let table: [(&str, Told, Events, &str); 10] = [
+            ("acknowledged and there", Told::Written(2), &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
+            ("acknowledged and lost", Told::Written(2), &[], "was acknowledged"),
+            (
+                "acknowledged, at another revision",
+                Told::Written(3),
+                &[(2, "pair/a", 7), (2, "pair/b", 7)],
+                "acknowledged",
+            ),
+            ("acknowledged, half of it", Told::Written(2), &[(2, "pair/a", 7)], "in part"),
+            ("acknowledged, other content", Told::Written(2), &[(2, "pair/a", 8), (2, "pair/b", 7)], "in part"),
+            ("refused and not there", Told::Refused, &[], ""),
+            ("refused and there", Told::Refused, &[(2, "pair/a", 7), (2, "pair/b", 7)], "refused and happened"),
+            ("unknown and there", Told::Unknown, &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
+            ("unknown, in two revisions", Told::Unknown, &[(2, "pair/a", 7), (3, "pair/b", 7)], "in part"),
+            ("by nobody", Told::Unknown, &[(2, "one/c", 7)], "nobody wrote"),
+        ];
+        for (name, told, events, wrong) in table {
+            let keys = vec!["pair/a".to_owned(), "pair/b".to_owned()];
+            let write = Write { keys, value: 7, told, began: 0, ended: 1 };
+            let mut log = Log::new();
+            for (revision, key, value) in events {
+                let event = Event { revision: *revision, key: (*key).to_owned(), value: Some(*value) };
+                log.entry(*revision).or_default().push(event);
+            }
+            let found = check_writes(&[write], &log).err().unwrap_or_default();
+            assert!(found.contains(wrong) && found.is_empty() == wrong.is_empty(), "{name}: {found}");
+        }
+    }
+}

@@ -1,0 +1,229 @@
+/* Faults of disk and clock, put in front of libc's calls by LD_PRELOAD.
+ *
+ * The test and the process share a page of numbers, the file that TORTURE_CONTROL names: the test says there what is to
+ * fail, and reads there how often it did. Its fields are those of `Field` in preload.rs.
+ *
+ * Where TORTURE_SHADOW names a folder, it holds of each database file what a power cut would leave of it: only what was
+ * synced, and, by chance, pages that the kernel wrote back before. A sync that fails drops the pages that it should have
+ * written, as Linux does: they count as clean from then on, and reach the disk only if they are written once more. */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+enum field {
+    /* Written by the test. */
+    SYNC_FILES,      /* of which files syncs fail: bits of enum file */
+    SYNC_ERRNO,
+    WRITE_FILES,     /* of which files writes fail */
+    WRITE_ERRNO,
+    SYNC_DELAY_MS,   /* how much longer a sync takes */
+    CLOCK_SECS,      /* how far the wall clock is off */
+    WRITE_BACK,      /* of a hundred written pages, how many reach the disk without a sync */
+    /* Written here. */
+    SYNCS_FAILED,
+    WRITES_FAILED,
+    SYNCS_DELAYED,
+    CLOCKS_SHIFTED,
+    FIELDS
+};
+
+enum file { OTHER = 0, WAL = 1, DATABASE = 2 };
+
+static _Atomic int64_t *control;
+
+static void note(enum field field) { control[field]++; }
+
+/* Every call comes here first, some of them before any constructor has run. */
+static int is_ready(void) {
+    static _Atomic int state; /* 0 new, 1 being looked at, 2 ready, 3 there is none */
+    int new = 0;
+    if (state == 0 && atomic_compare_exchange_strong(&state, &new, 1)) {
+        const char *path = getenv("TORTURE_CONTROL");
+        int fd = path == NULL ? -1 : open(path, O_RDWR | O_CLOEXEC);
+        void *page = fd < 0 ? MAP_FAILED : mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        if (fd >= 0) close(fd);
+        if (page != MAP_FAILED) control = page;
+        state = page == MAP_FAILED ? 3 : 2;
+    }
+    return state == 2;
+}
+
+static int ends_with(const char *text, const char *end) {
+    size_t length = strlen(text), end_length = strlen(end);
+    return length >= end_length && strcmp(text + length - end_length, end) == 0;
+}
+
+static enum file file_of(int fd) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (length < 0) return OTHER;
+    path[length] = 0;
+    return ends_with(path, ".db-wal") ? WAL : ends_with(path, ".db") ? DATABASE : OTHER;
+}
+
+/* What is on the disk of a file. */
+
+#define PAGE 4096
+#define PAGES_MAX (1 << 16)
+
+static struct shadow {
+    int fd; /* 0: not opened yet */
+    char is_dirty[PAGES_MAX];
+} shadows[3];
+static pthread_mutex_t shadows_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static struct shadow *shadow_of(enum file file) {
+    const char *folder = getenv("TORTURE_SHADOW");
+    if (folder == NULL || file == OTHER) return NULL;
+    struct shadow *shadow = &shadows[file];
+    if (shadow->fd == 0) {
+        char path[4096];
+        snprintf(path, sizeof path, "%s/orlop.db%s", folder, file == WAL ? "-wal" : "");
+        shadow->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    }
+    if (shadow->fd < 0) abort();
+    return shadow;
+}
+
+static void write_back(struct shadow *shadow, int fd, int64_t page) {
+    /* The file may have been opened for writing only. */
+    char link[64], bytes[PAGE];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    int reader = open(link, O_RDONLY | O_CLOEXEC);
+    ssize_t length = reader < 0 ? -1 : pread(reader, bytes, PAGE, page * PAGE);
+    if (reader >= 0) close(reader);
+    if (length > 0 && syscall(SYS_pwrite64, shadow->fd, bytes, (size_t)length, page * PAGE) != length) abort();
+    shadow->is_dirty[page] = 0;
+}
+
+static void written(int fd, enum file file, int64_t from, int64_t length) {
+    pthread_mutex_lock(&shadows_lock);
+    struct shadow *shadow = shadow_of(file);
+    for (int64_t page = from / PAGE; shadow != NULL && page <= (from + length - 1) / PAGE; page++) {
+        if (page >= PAGES_MAX) abort();
+        shadow->is_dirty[page] = 1;
+        if (random() % 100 < control[WRITE_BACK]) write_back(shadow, fd, page);
+    }
+    pthread_mutex_unlock(&shadows_lock);
+}
+
+static void truncated(enum file file, int64_t length) {
+    pthread_mutex_lock(&shadows_lock);
+    struct shadow *shadow = shadow_of(file);
+    if (shadow != NULL) {
+        for (int64_t page = (length + PAGE - 1) / PAGE; page < PAGES_MAX; page++) shadow->is_dirty[page] = 0;
+        if (syscall(SYS_ftruncate, shadow->fd, length) != 0) abort();
+    }
+    pthread_mutex_unlock(&shadows_lock);
+}
+
+static void synced(int fd, enum file file, int is_lost) {
+    pthread_mutex_lock(&shadows_lock);
+    struct shadow *shadow = shadow_of(file);
+    for (int64_t page = 0; shadow != NULL && page < PAGES_MAX; page++) {
+        if (!shadow->is_dirty[page]) continue;
+        if (is_lost) shadow->is_dirty[page] = 0;
+        else write_back(shadow, fd, page);
+    }
+    pthread_mutex_unlock(&shadows_lock);
+}
+
+/* libc's calls. */
+
+static int fails(enum field files, enum file file) { return (control[files] & file) != 0; }
+
+static int sync_file(long call, int fd) {
+    enum file file = is_ready() ? file_of(fd) : OTHER;
+    if (file == OTHER) return (int)syscall(call, fd);
+    if (control[SYNC_DELAY_MS] > 0) {
+        note(SYNCS_DELAYED);
+        usleep((useconds_t)(control[SYNC_DELAY_MS] * 1000));
+    }
+    if (fails(SYNC_FILES, file)) {
+        synced(fd, file, 1);
+        note(SYNCS_FAILED);
+        errno = (int)control[SYNC_ERRNO];
+        return -1;
+    }
+    int done = (int)syscall(call, fd);
+    if (done == 0) synced(fd, file, 0);
+    return done;
+}
+
+int fsync(int fd) { return sync_file(SYS_fsync, fd); }
+int fdatasync(int fd) { return sync_file(SYS_fdatasync, fd); }
+
+ssize_t pwrite64(int fd, const void *bytes, size_t length, off64_t at) {
+    enum file file = is_ready() ? file_of(fd) : OTHER;
+    if (file != OTHER && fails(WRITE_FILES, file)) {
+        note(WRITES_FAILED);
+        errno = (int)control[WRITE_ERRNO];
+        return -1;
+    }
+    ssize_t done = syscall(SYS_pwrite64, fd, bytes, length, at);
+    if (file != OTHER && done > 0) written(fd, file, at, done);
+    return done;
+}
+ssize_t pwrite(int fd, const void *bytes, size_t length, off_t at) { return pwrite64(fd, bytes, length, at); }
+
+/* SQLite may be built to write where it stands. */
+ssize_t write(int fd, const void *bytes, size_t length) {
+    enum file file = is_ready() ? file_of(fd) : OTHER;
+    if (file == OTHER) return syscall(SYS_write, fd, bytes, length);
+    off64_t at = lseek64(fd, 0, SEEK_CUR);
+    ssize_t done = pwrite64(fd, bytes, length, at);
+    if (done > 0) lseek64(fd, at + done, SEEK_SET);
+    return done;
+}
+
+int ftruncate64(int fd, off64_t length) {
+    enum file file = is_ready() ? file_of(fd) : OTHER;
+    int done = (int)syscall(SYS_ftruncate, fd, length);
+    if (file != OTHER && done == 0) truncated(file, length);
+    return done;
+}
+int ftruncate(int fd, off_t length) { return ftruncate64(fd, length); }
+
+/* The wall clock alone: CLOCK_MONOTONIC never jumps. */
+
+static int64_t jump(void) {
+    if (!is_ready() || control[CLOCK_SECS] == 0) return 0;
+    note(CLOCKS_SHIFTED);
+    return control[CLOCK_SECS];
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int done = (int)syscall(SYS_clock_gettime, clock, now);
+    if (done == 0 && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += jump();
+    return done;
+}
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec exact;
+    (void)zone;
+    int done = clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec;
+    now->tv_usec = exact.tv_nsec / 1000;
+    return done;
+}
+
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at != NULL) *at = now.tv_sec;
+    return now.tv_sec;
+}

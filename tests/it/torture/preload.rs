@@ -1,0 +1,101 @@
+//! Faults of disk and clock inside a server's process: [preload.c](preload.c), built here and driven by a shared file.
+
+use std::{
+    ffi::OsString,
+    fs::{self, File},
+    os::unix::fs::FileExt as _,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use tempfile::TempDir;
+
+/// The numbers of the shared file, in the order of `enum field` in preload.c.
+#[derive(Clone, Copy, Debug)]
+pub enum Field {
+    SyncFiles,
+    SyncErrno,
+    WriteFiles,
+    WriteErrno,
+    SyncDelayMs,
+    ClockSecs,
+    WriteBack,
+    SyncsFailed,
+    WritesFailed,
+    SyncsDelayed,
+    ClocksShifted,
+}
+
+/// Which files are meant, as bits.
+pub const WAL: i64 = 1;
+pub const DATABASE: i64 = 2;
+
+pub const EIO: i64 = 5;
+pub const ENOSPC: i64 = 28;
+
+const FIELD_BYTES: u64 = 8;
+const CONTROL_BYTES: u64 = 4_096;
+
+/// The built library with its shared file, and what a power cut would leave.
+pub struct Preload {
+    home: TempDir,
+    control: File,
+}
+
+impl Preload {
+    pub fn build() -> Self {
+        let home = tempfile::tempdir().expect("a temporary directory can be made");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/torture/preload.c");
+        let built = Command::new("cc")
+            .args(["-shared", "-fPIC", "-O2", "-pthread", "-o"])
+            .args([&home.path().join("preload.so"), &source])
+            .output()
+            .expect("cc can be started");
+        assert!(built.status.success(), "cc: {}", String::from_utf8_lossy(&built.stderr));
+        let path = home.path().join("control");
+        let control = File::options().read(true).write(true).create_new(true).open(path).expect("a file can be made");
+        control.set_len(CONTROL_BYTES).expect("a file can be made longer");
+        fs::create_dir(home.path().join("shadow")).expect("a folder can be made");
+        // Whoever the server runs as.
+        for path in [home.path().to_owned(), home.path().join("control"), home.path().join("preload.so")] {
+            let opened = Command::new("chmod").arg("a+rwX").arg(path).status();
+            assert!(opened.is_ok_and(|status| status.success()), "the library can be used by others");
+        }
+        Self { home, control }
+    }
+
+    /// What a process needs to be under it.
+    pub fn environment(&self) -> Vec<(String, OsString)> {
+        let path = |name: &str| self.home.path().join(name).into_os_string();
+        vec![
+            ("LD_PRELOAD".to_owned(), path("preload.so")),
+            ("TORTURE_CONTROL".to_owned(), path("control")),
+            ("TORTURE_SHADOW".to_owned(), path("shadow")),
+        ]
+    }
+
+    pub fn set(&self, field: Field, value: i64) {
+        self.control.write_all_at(&value.to_le_bytes(), field as u64 * FIELD_BYTES).expect("the file is there");
+    }
+
+    pub fn get(&self, field: Field) -> i64 {
+        let mut bytes = [0; 8];
+        self.control.read_exact_at(&mut bytes, field as u64 * FIELD_BYTES).expect("the file is there");
+        i64::from_le_bytes(bytes)
+    }
+
+    /// Makes the files in `data` what a power cut would have left of them. Their server must be gone.
+    pub fn cut_power(&self, data: &Path) {
+        for name in ["orlop.db", "orlop.db-wal"] {
+            let (left, file): (PathBuf, PathBuf) = (self.home.path().join("shadow").join(name), data.join(name));
+            if left.exists() {
+                fs::copy(left, file).expect("a file can be written");
+            } else {
+                // Nothing of it was ever synced. It may not be there at all.
+                let _ = fs::remove_file(file);
+            }
+        }
+        // It is never synced; SQLite builds it anew.
+        let _ = fs::remove_file(data.join("orlop.db-shm"));
+    }
+}

@@ -1,0 +1,41 @@
+//! What a fault did, as a line for people and a row for docs/reliability.md.
+
+use std::{env, fs::File, io::Write as _, time::Duration};
+
+use super::judge::Judged;
+
+/// One fault on one store, made so many times.
+pub struct Report<'a> {
+    pub fault: &'a str,
+    pub target: &'a str,
+    pub times: usize,
+    pub judged: Judged,
+    /// How long clients waited, each time.
+    pub waits: Vec<Duration>,
+}
+
+impl Report<'_> {
+    /// Prints it and, where `ORLOP_TORTURE_REPORT` names a file, adds a row to it: fault, store, times, acknowledged, refused,
+    /// unknown, lost, and the median and the longest wait in milliseconds, between tabs. Nothing is lost where this is reached.
+    pub fn publish(mut self) {
+        self.waits.sort_unstable();
+        let [median, longest] = [self.waits.len() / 2, self.waits.len() - 1].map(|at| self.waits[at]);
+        let Judged { acknowledged, refused, unknown } = self.judged;
+        println!(
+            "{} on {}, {} times: {acknowledged} acknowledged, {refused} refused, {unknown} unknown, none lost; \
+             clients waited {median:.0?}, at most {longest:.0?}",
+            self.fault, self.target, self.times
+        );
+        let Some(path) = env::var_os("ORLOP_TORTURE_REPORT") else { return };
+        let mut file = File::options().create(true).append(true).open(path).expect("the report can be written");
+        let row = format!(
+            "{}\t{}\t{}\t{acknowledged}\t{refused}\t{unknown}\t0\t{}\t{}\n",
+            self.fault,
+            self.target,
+            self.times,
+            median.as_millis(),
+            longest.as_millis()
+        );
+        file.write_all(row.as_bytes()).expect("the report can be written");
+    }
+}

@@ -1,0 +1,196 @@
+//! One store with everything around it that can be made to fail.
+
+use std::{os::unix::fs::PermissionsExt as _, process::Command, time::Duration};
+
+use tokio::time::{Instant, sleep};
+
+use super::{
+    disk::Disk,
+    faults::{Fault, Ground},
+    preload::Preload,
+    workload::Workload,
+};
+use crate::support::{Fsync, Link, Place, Postgres, Server};
+
+/// Clients come through within this long of the end of a fault, or the test fails.
+const THROUGH_MAX: Duration = Duration::from_secs(60);
+/// Less than Orlop reserves for its WAL if it can.
+const DISK_MEGABYTES: usize = 32;
+/// More than etcd does.
+const ETCD_DISK_MEGABYTES: usize = 96;
+/// Postgres takes so much more before the first row.
+const POSTGRES_DISK_MEGABYTES: usize = 192;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    Sqlite,
+    Postgres,
+    Etcd,
+}
+
+impl Target {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sqlite => "SQLite",
+            Self::Postgres => "Postgres",
+            Self::Etcd => "etcd",
+        }
+    }
+}
+
+/// Clients reach the servers over links, and those a Postgres over another. Fields are dropped in their order.
+pub struct Rig {
+    pub target: Target,
+    pub servers: Vec<Server>,
+    /// One a server.
+    pub clients: Vec<Link>,
+    /// The way to the database.
+    pub database: Option<Link>,
+    /// A cluster of the test's own.
+    pub postgres: Option<Postgres>,
+    pub preload: Option<Preload>,
+    pub disk: Option<Disk>,
+}
+
+impl Rig {
+    /// None where something is missing on this machine.
+    pub async fn build(fault: &Fault, target: Target) -> Option<Self> {
+        let preload = matches!(fault.ground, Ground::Preload | Ground::DatabaseUnderPreload).then(Preload::build);
+        let disk = match fault.ground {
+            Ground::SmallDisk => {
+                let size = match target {
+                    Target::Sqlite => DISK_MEGABYTES,
+                    Target::Etcd => ETCD_DISK_MEGABYTES,
+                    Target::Postgres => POSTGRES_DISK_MEGABYTES,
+                };
+                let Some(disk) = Disk::mount(size) else {
+                    // Not a failure: the same is made in the process as well.
+                    println!("skipped: no right to mount a disk");
+                    return None;
+                };
+                Some(disk)
+            }
+            _ => None,
+        };
+        let mut rig =
+            Self { target, servers: Vec::new(), clients: Vec::new(), database: None, postgres: None, preload, disk };
+        match target {
+            Target::Sqlite => {
+                let server = Server::orlop_at(None, &[], rig.place(fault)).await;
+                rig.servers.push(server);
+            }
+            Target::Etcd => rig.servers.push(Server::etcd_at(rig.place(fault)).await?),
+            Target::Postgres => {
+                let datastore = rig.take_database(fault).await?;
+                let names: &[&str] = if fault.ground == Ground::ThreeInstances { &["a", "b", "c"] } else { &["a"] };
+                for name in names {
+                    let place = rig.place(fault);
+                    rig.servers.push(Server::orlop_at(Some(datastore.clone()), &["--name", name], place).await);
+                }
+            }
+        }
+        for server in &rig.servers {
+            rig.clients.push(Link::to(port(server)).await);
+        }
+        Some(rig)
+    }
+
+    /// On the disk, as its syncs are a part of what is looked at.
+    fn place(&self, fault: &Fault) -> Place {
+        let environment = match &self.preload {
+            Some(preload) if fault.ground == Ground::Preload => preload.environment(),
+            // Otherwise the allocator has a gigabyte of addresses in hand.
+            _ if fault.ground == Ground::LittleMemory => vec![("MIMALLOC_ARENA_RESERVE".to_owned(), "32768".into())],
+            _ => Vec::new(),
+        };
+        let data = self.disk.as_ref().filter(|_| self.target != Target::Postgres).map(|disk| {
+            let data = disk.path().join("data");
+            std::fs::create_dir(&data).expect("a folder can be made");
+            std::fs::set_permissions(&data, std::fs::Permissions::from_mode(0o700)).expect("a folder is ours");
+            data
+        });
+        Place { folder: Some(std::env::temp_dir()), data, environment }
+    }
+
+    /// An endpoint that leads over a link.
+    async fn take_database(&mut self, fault: &Fault) -> Option<String> {
+        let (datastore, port) = match fault.ground {
+            Ground::OwnPostgres | Ground::SmallDisk | Ground::DatabaseUnderPreload => {
+                let folder = self.disk.as_ref().map(Disk::path);
+                let environment: Vec<String> = match &self.preload {
+                    Some(preload) => preload
+                        .environment()
+                        .into_iter()
+                        .map(|(name, value)| format!("{name}={}", value.to_string_lossy()))
+                        .collect(),
+                    None => Vec::new(),
+                };
+                let postgres = Postgres::start_at(Fsync::On, folder, &environment).await?;
+                let found = (postgres.create_database(), postgres.port());
+                self.postgres = Some(postgres);
+                found
+            }
+            Ground::Plain | Ground::ThreeInstances | Ground::Preload | Ground::LittleMemory => {
+                let postgres = Postgres::shared().await?;
+                (postgres.create_database(), postgres.port())
+            }
+        };
+        let link = Link::to(port).await;
+        let over = datastore.replace(&format!(":{port}/"), &format!(":{}/", link.port()));
+        self.database = Some(link);
+        Some(over)
+    }
+
+    pub fn endpoints(&self) -> Vec<String> {
+        self.clients.iter().map(|link| format!("http://127.0.0.1:{}", link.port())).collect()
+    }
+
+    pub fn server(&mut self) -> &mut Server {
+        &mut self.servers[0]
+    }
+
+    pub fn preload(&self) -> &Preload {
+        self.preload.as_ref().expect("the ground is so")
+    }
+
+    pub fn postgres(&self) -> &Postgres {
+        self.postgres.as_ref().expect("the ground is so")
+    }
+
+    /// Starts a server that is gone, and leads its clients there.
+    pub async fn restart(&mut self, number: usize) {
+        self.servers[number].restart().await;
+        self.clients[number].lead_to(port(&self.servers[number]));
+    }
+
+    /// Waits until every client was answered what it asked from now on.
+    pub async fn all_through(&mut self, workload: &Workload) {
+        let since = workload.now();
+        let deadline = Instant::now() + THROUGH_MAX;
+        while workload.through_since(since) < workload.clients() {
+            for server in &mut self.servers {
+                assert!(server.runs(), "a server ended by itself; it logged:\n{}", server.log_tail());
+            }
+            assert!(
+                Instant::now() < deadline,
+                "{} of {} clients came through within {THROUGH_MAX:?}; the log:\n{}",
+                workload.through_since(since),
+                workload.clients(),
+                self.servers[0].log_tail()
+            );
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+fn port(server: &Server) -> u16 {
+    let port = server.endpoint().rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+    port.expect("an endpoint ends with its port")
+}
+
+/// What a server's limit of a resource is set to. The hard limit stays.
+pub fn limit(server: &Server, resource: &str, soft: &str) {
+    let (pid, limit) = (server.pid().to_string(), format!("--{resource}={soft}:"));
+    let limited = Command::new("prlimit").args(["--pid", &pid, &limit]).status();
+    assert!(limited.is_ok_and(|status| status.success()), "a child's limits can be set");
+}

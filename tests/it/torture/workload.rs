@@ -1,0 +1,222 @@
+//! What the clients do all the while, and what they were told.
+//!
+//! Half of them are those of the linearizability test: they put, swap, read and delete a few keys that they share. The others
+//! make the load: they write keys of their own, every third time two in one transaction, as fast as they are answered. All
+//! of them do with an error what etcd's clients do: a read is made again, a write that may have happened is not, and a
+//! connection that broke is made again soon, to the next endpoint if there are several. A watcher follows everything.
+
+use std::{
+    sync::{Arc, Mutex, atomic::Ordering},
+    time::Duration,
+};
+
+use orlop::proto::client::etcdserverpb::{PutRequest, RequestOp, TxnRequest, request_op::Request};
+use tokio::{
+    sync::watch,
+    task::JoinHandle,
+    time::{Instant, sleep, timeout},
+};
+
+use crate::{
+    linearizability::{
+        watcher::Watcher,
+        workload::{self, ANSWER_MAX, Endpoints, Entry, Failure, Progress, connect, failure, revision},
+    },
+    support::{Client as Connection, Random},
+};
+
+const SHARING_CLIENTS: usize = 4;
+const LOAD_CLIENTS: usize = 4;
+/// Values are numbers, made this long.
+const VALUE_BYTES: usize = 400;
+/// A client that nobody answers at all gives up what it asked for, as kube-apiserver does in the end.
+const LOAD_ANSWER_MAX: Duration = ANSWER_MAX;
+
+/// What became of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    Written(i64),
+    /// It must not have happened.
+    Refused,
+    /// It may have.
+    Unknown,
+}
+
+/// A write of one or two keys of its own.
+#[derive(Clone, Debug)]
+pub struct Write {
+    pub keys: Vec<String>,
+    pub value: u64,
+    pub told: Told,
+    pub began: u64,
+    pub ended: u64,
+}
+
+/// The clients and the watcher, at work.
+pub struct Workload {
+    started: Instant,
+    endpoints: Endpoints,
+    progress: Vec<Progress>,
+    sharing: Vec<JoinHandle<Vec<Entry>>>,
+    load: Vec<JoinHandle<Vec<Write>>>,
+    watcher: JoinHandle<Watcher>,
+    stop: watch::Sender<bool>,
+    end: watch::Sender<Option<i64>>,
+}
+
+/// All that they saw.
+pub struct Seen {
+    pub shared: Vec<Vec<Entry>>,
+    pub load: Vec<Vec<Write>>,
+    pub watcher: Watcher,
+    pub head: i64,
+}
+
+impl Workload {
+    pub fn start(endpoints: &[String], seed: u64) -> Self {
+        let started = Instant::now();
+        let endpoints: Endpoints = Arc::new(Mutex::new(endpoints.to_vec()));
+        let (stop, stopped) = watch::channel(false);
+        let (end, ends) = watch::channel(None);
+        let (mut progress, mut sharing, mut load) = (Vec::new(), Vec::new(), Vec::new());
+        for number in 0..SHARING_CLIENTS {
+            let random = Random::new(seed ^ (number as u64 + 1) << 32);
+            let client = workload::Client::new(number, Arc::clone(&endpoints), started, random);
+            progress.push(client.progress());
+            sharing.push(tokio::spawn(client.run(stopped.clone())));
+        }
+        for number in 0..LOAD_CLIENTS {
+            let noted = Progress::default();
+            progress.push(Arc::clone(&noted));
+            let writer =
+                Writer { number, endpoint: number, endpoints: Arc::clone(&endpoints), started, progress: noted };
+            load.push(tokio::spawn(writer.run(stopped.clone())));
+        }
+        let watcher = tokio::spawn(Watcher::new(0, Arc::clone(&endpoints)).run(ends));
+        Self { started, endpoints, progress, sharing, load, watcher, stop, end }
+    }
+
+    /// The time by the clients' clock.
+    pub fn now(&self) -> u64 {
+        nanoseconds(self.started.elapsed())
+    }
+
+    /// How many clients were answered what they asked at `since` or later.
+    pub fn through_since(&self, since: u64) -> usize {
+        self.progress.iter().filter(|progress| progress.load(Ordering::Relaxed) > since).count()
+    }
+
+    pub fn clients(&self) -> usize {
+        self.progress.len()
+    }
+
+    pub fn endpoints(&self) -> &Endpoints {
+        &self.endpoints
+    }
+
+    /// Ends the clients, and the watcher when it has seen everything.
+    pub async fn finish(self) -> Seen {
+        self.stop.send_replace(true);
+        let (mut shared, mut load) = (Vec::new(), Vec::new());
+        for client in self.sharing {
+            shared.push(client.await.expect("a client ends"));
+        }
+        for client in self.load {
+            load.push(client.await.expect("a client ends"));
+        }
+        let head = workload::head(&self.endpoints).await;
+        self.end.send_replace(Some(head));
+        let watcher = self.watcher.await.expect("a watch keeps its guarantees");
+        Seen { shared, load, watcher, head }
+    }
+}
+
+impl Seen {
+    /// For each client, how long after `since` it was first answered what it had asked after it.
+    pub fn waits(&self, since: u64) -> Vec<Duration> {
+        let shared = self.shared.iter().map(|entries| first_end(entries.iter().map(Entry::span), since));
+        let load = self.load.iter().map(|writes| {
+            let answered = writes.iter().filter(|write| matches!(write.told, Told::Written(_)));
+            first_end(answered.map(|write| (write.began, write.ended)), since)
+        });
+        shared.chain(load).flatten().map(|end| Duration::from_nanos(end - since)).collect()
+    }
+}
+
+fn first_end(spans: impl Iterator<Item = (u64, u64)>, since: u64) -> Option<u64> {
+    spans.filter(|(began, ended)| *began > since && *ended < u64::MAX).map(|(_, ended)| ended).next()
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).expect("a run is shorter than centuries")
+}
+
+/// One client of those that make the load.
+struct Writer {
+    number: usize,
+    endpoint: usize,
+    endpoints: Endpoints,
+    started: Instant,
+    progress: Progress,
+}
+
+impl Writer {
+    async fn run(mut self, stopped: watch::Receiver<bool>) -> Vec<Write> {
+        let mut writes = Vec::new();
+        let mut connection = None;
+        for number in 1.. {
+            let mut connected = loop {
+                if *stopped.borrow() {
+                    return writes;
+                }
+                match connection.take() {
+                    Some(connected) => break connected,
+                    None => connection = connect(&self.endpoints, self.endpoint).await,
+                }
+            };
+            let name = format!("{}/{number}", self.number);
+            let keys = if number % 3 == 0 {
+                vec![format!("pair/{name}/a"), format!("pair/{name}/b")]
+            } else {
+                vec![format!("one/{name}")]
+            };
+            let value = number * 1_000 + self.number as u64;
+            let began = nanoseconds(self.started.elapsed());
+            let answer = timeout(LOAD_ANSWER_MAX, put(&mut connected, &keys, value)).await;
+            let told = match answer.unwrap_or(Err(Failure::Unknown)) {
+                Ok(revision) => {
+                    // A transaction goes another way than a put: a client is through when both are.
+                    if keys.len() > 1 {
+                        self.progress.store(began, Ordering::Relaxed);
+                    }
+                    connection = Some(connected);
+                    Told::Written(revision)
+                }
+                Err(failure) => {
+                    self.endpoint += 1;
+                    // As etcd's client waits before it tries again.
+                    sleep(Duration::from_millis(25)).await;
+                    if matches!(failure, Failure::Refused) { Told::Refused } else { Told::Unknown }
+                }
+            };
+            writes.push(Write { keys, value, told, began, ended: nanoseconds(self.started.elapsed()) });
+        }
+        writes
+    }
+}
+
+async fn put(connection: &mut Connection, keys: &[String], value: u64) -> Result<i64, Failure> {
+    let put = |key: &String| PutRequest {
+        key: key.clone().into(),
+        value: format!("{value:<VALUE_BYTES$}").into(),
+        ..Default::default()
+    };
+    let header = if let [key] = keys {
+        connection.kv.put(put(key)).await.map_err(failure)?.into_inner().header
+    } else {
+        let success = keys.iter().map(|key| RequestOp { request: Some(Request::RequestPut(put(key))) }).collect();
+        let txn = TxnRequest { success, ..Default::default() };
+        connection.kv.txn(txn).await.map_err(failure)?.into_inner().header
+    };
+    Ok(revision(header))
+}
