@@ -61,6 +61,10 @@ simulate seeds="10000":
 torture times="300":
     ORLOP_TORTURE={{ times }} ORLOP_TORTURE_REPORT=target/torture.tsv cargo test --test it torture:: -- --nocapture --test-threads=1
 
+# Attack a server as docs/reliability.md tells and print its table.
+hostile:
+    ORLOP_HOSTILE_LONG=1 cargo test --test it hostile -- --nocapture --test-threads 1 | grep '^|'
+
 # How long the pure cores take with a million keys.
 bench-cores:
     cargo bench --features internals --bench time

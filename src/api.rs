@@ -6,9 +6,10 @@
 
 mod auth;
 mod cluster;
-mod convert;
+pub(crate) mod convert;
 mod election;
-mod interval_check;
+pub(crate) mod intake;
+pub(crate) mod interval_check;
 mod kv;
 mod lease;
 mod lock;
@@ -19,14 +20,15 @@ pub(crate) mod reply;
 mod snapshot;
 mod status;
 mod unary;
-mod watch;
+pub(crate) mod watch;
 
 use std::{sync::Arc, time::Duration};
 
 use tokio::sync::watch as watch_channel;
 use tonic::service::Routes;
 
-use self::{election::ElectionService, lock::LockService};
+pub use self::intake::Intake;
+use self::{election::ElectionService, lock::LockService, snapshot::Snapshots};
 use crate::{
     proto::{
         DESCRIPTORS,
@@ -83,6 +85,7 @@ impl Settings {
 struct Context {
     store: Arc<Store>,
     settings: Arc<Settings>,
+    snapshots: Snapshots,
     /// Turns true when the server goes down.
     stopping: watch_channel::Receiver<bool>,
 }
@@ -107,11 +110,14 @@ impl Context {
 pub fn routes(
     store: Arc<Store>,
     settings: Settings,
+    intake: Arc<Intake>,
     stopping: watch_channel::Receiver<bool>,
 ) -> Result<Routes, tonic_reflection::server::Error> {
     let message_bytes = settings.max_message_bytes();
-    let meter = meter::Meter::new(Arc::clone(store.metrics()), settings.patience, settings.exporter.clone())?;
-    let context = Arc::new(Context { store, settings: Arc::new(settings), stopping });
+    let (metrics, exporter) = (Arc::clone(store.metrics()), settings.exporter.clone());
+    let meter = meter::Meter::new(metrics, intake, settings.patience, exporter)?;
+    let snapshots = Snapshots::new(&store, settings.snapshots.clone());
+    let context = Arc::new(Context { store, settings: Arc::new(settings), snapshots, stopping });
     let (_, health) = tonic_health::server::health_reporter();
     let reflection = || {
         tonic_reflection::server::Builder::configure()

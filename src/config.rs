@@ -158,7 +158,29 @@ impl Settings {
             figment = if yaml { figment.merge(Yaml::file(file)) } else { figment.merge(Toml::file(file)) };
         }
         let variables = Variables::new().map_err(|error| error.to_string())?;
-        let figment = figment.merge(variables).merge(Serialized::defaults(flags));
+        Self::extract(&figment.merge(variables).merge(Serialized::defaults(flags)))
+    }
+
+    /// From texts in place of a file and the environment, for fuzzing.
+    #[cfg(any(test, feature = "internals"))]
+    pub(crate) fn of_texts(
+        toml: Option<&str>,
+        yaml: Option<&str>,
+        variables: &[(String, String)],
+        flags: &Flags,
+    ) -> Result<Self, String> {
+        let mut figment = Figment::from(Serialized::defaults(Self::default()));
+        if let Some(text) = toml {
+            figment = figment.merge(Toml::string(text));
+        }
+        if let Some(text) = yaml {
+            figment = figment.merge(Yaml::string(text));
+        }
+        let read = Variables::new().map_err(|error| error.to_string())?.read(variables.iter().cloned());
+        Self::extract(&figment.merge(Serialized::defaults(read)).merge(Serialized::defaults(flags)))
+    }
+
+    fn extract(figment: &Figment) -> Result<Self, String> {
         let mut settings: Self = figment.extract().map_err(|error| error.to_string())?;
         if let Some(url) = settings.kine_url()? {
             if settings.listen_client_urls == Self::default().listen_client_urls {

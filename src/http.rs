@@ -3,7 +3,7 @@
 //!
 //! Everything here is a client of [`crate::api`] or [`crate::store`]; nothing of etcd's behaviour is decided here.
 
-mod gateway;
+pub(crate) mod gateway;
 mod health;
 mod metrics;
 mod version;
@@ -18,16 +18,16 @@ use axum::{
 };
 use tonic::{Status, service::Routes};
 
-use crate::store::Store;
+use crate::{api::Intake, store::Store};
 
 /// The gRPC services and all HTTP endpoints.
 ///
 /// # Errors
 ///
 /// If the descriptors that were compiled in cannot be read.
-pub fn routes(grpc: Routes, store: &Arc<Store>) -> Result<Routes, prost_reflect::DescriptorError> {
+pub fn routes(grpc: Routes, store: &Arc<Store>, intake: Arc<Intake>) -> Result<Routes, prost_reflect::DescriptorError> {
     let grpc = grpc.into_axum_router();
-    let gateway = gateway::routes(grpc.clone())?.layer(map_response(for_all_origins));
+    let gateway = gateway::routes(grpc.clone(), intake)?.layer(map_response(for_all_origins));
     Ok(Routes::from(grpc.merge(http(store)).merge(gateway).fallback(unknown)))
 }
 

@@ -1,6 +1,11 @@
-//! The pure cores, each with an input that is made up, for the benches: nothing here is an API.
+//! The pure cores, each with an input that is made up, for the benches, and what reads input from outside, for fuzzing
+//! ([`fuzz`]): nothing here is an API.
 //!
-//! Inputs are as kube-apiserver makes them, keys below `/registry/pods/`, and the same in every run.
+//! Inputs of the benches are as kube-apiserver makes them, keys below `/registry/pods/`, and the same in every run.
+
+pub mod fuzz;
+#[cfg(test)]
+mod fuzz_tests;
 
 use std::collections::HashMap;
 

@@ -43,7 +43,7 @@ pub mod check;
 pub mod config;
 pub mod http;
 pub mod index;
-#[cfg(feature = "internals")]
+#[cfg(any(test, feature = "internals"))]
 pub mod internals;
 pub mod lease;
 pub mod listen;

@@ -1,11 +1,14 @@
 //! Addresses that clients come to: bound, accepted from, and served.
 //!
-//! gRPC and plain HTTP share a port. A client that takes long to say who it is holds up nobody else.
+//! gRPC and plain HTTP share a port. A client that takes long to say who it is holds up nobody else, and is let go; as many
+//! may be connected as there are file descriptors for, but for those that the server itself needs ([`Places`]).
 
+mod guard;
+mod places;
+mod seldom;
 pub mod tls;
 
 use std::{
-    fmt,
     fs::Permissions,
     io,
     os::unix::fs::PermissionsExt as _,
@@ -16,29 +19,25 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{Stream, stream::unfold};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
-    sync::{Semaphore, mpsc, watch},
+    sync::{mpsc, watch},
     task::JoinHandle,
     time::{Instant, sleep},
 };
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{
-    service::Routes,
-    transport::{Server, server::Connected},
-};
+use tonic::{service::Routes, transport::Server};
 use tracing::{debug, warn};
 
+use self::guard::Guarded;
+pub use self::places::Places;
 use crate::config::{FileMode, ListenUrl, Scheme};
 
 /// What a client may send on a stream, and on a connection, before it is read. Bytes.
 const STREAM_WINDOW: u32 = 2 << 20;
-const CONNECTION_WINDOW: u32 = 16 << 20;
-/// Handshakes at the same time; who comes then waits in the system's queue.
-const HANDSHAKES_MAX: usize = 512;
+const CONNECTION_WINDOW: u32 = 4 << 20;
 /// Clients that wait to be accepted on a unix socket, as many as the standard library has it.
 const BACKLOG: u32 = 128;
 /// Pause after the system would give no connection, for example for want of file descriptors.
@@ -47,12 +46,13 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const ACCEPT_TELL_INTERVAL: Duration = Duration::from_secs(5);
 
 /// How connections are treated.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Settings {
     pub max_concurrent_streams: u32,
     /// A connection that is silent for this long is asked whether it is still there.
     pub keepalive_interval: Duration,
     pub keepalive_timeout: Duration,
+    pub places: Places,
 }
 
 /// A bound address.
@@ -122,15 +122,14 @@ impl Listener {
             .http2_keepalive_interval(Some(settings.keepalive_interval))
             .http2_keepalive_timeout(Some(settings.keepalive_timeout))
             .add_routes(routes);
-        let outcome = match (self.socket, self.tls) {
-            (Socket::Tcp(socket), None) => server.serve_with_incoming_shutdown(accept_plain(socket), stopped).await,
-            (Socket::Unix(socket), None) => server.serve_with_incoming_shutdown(accept_plain(socket), stopped).await,
-            (Socket::Tcp(socket), Some(tls)) => {
-                let (connections, _accepting) = accept_tls(socket, tls);
+        let places = settings.places;
+        let outcome = match self.socket {
+            Socket::Tcp(socket) => {
+                let (connections, _accepting) = accept(socket, self.tls, places);
                 server.serve_with_incoming_shutdown(connections, stopped).await
             }
-            (Socket::Unix(socket), Some(tls)) => {
-                let (connections, _accepting) = accept_tls(socket, tls);
+            Socket::Unix(socket) => {
+                let (connections, _accepting) = accept(socket, self.tls, places);
                 server.serve_with_incoming_shutdown(connections, stopped).await
             }
         };
@@ -211,16 +210,16 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
     }
 }
 
-fn accept_plain<L: Accept>(socket: L) -> impl Stream<Item = io::Result<L::Stream>> {
-    unfold(socket, async |socket| Some((Ok(next_client(&socket).await.0), socket)))
-}
-
-type TlsConnections<S> = ReceiverStream<io::Result<TlsConnection<S>>>;
+type Connections<S> = ReceiverStream<io::Result<Guarded<Connection<S>>>>;
 
 /// Those who have said who they are; nobody is accepted any more when the second is dropped.
-fn accept_tls<L: Accept>(socket: L, acceptor: Arc<tls::Acceptor>) -> (TlsConnections<L::Stream>, AbortOnDropHandle) {
+fn accept<L: Accept>(
+    socket: L,
+    tls: Option<Arc<tls::Acceptor>>,
+    places: Places,
+) -> (Connections<L::Stream>, AbortOnDropHandle) {
     let (ready, connections) = mpsc::channel(1);
-    let accepting = tokio::spawn(shake_hands(socket, acceptor, ready));
+    let accepting = tokio::spawn(accept_all(socket, tls, places, ready));
     (ReceiverStream::new(connections), AbortOnDropHandle(accepting))
 }
 
@@ -232,76 +231,80 @@ impl Drop for AbortOnDropHandle {
     }
 }
 
-async fn shake_hands<L: Accept>(
+async fn accept_all<L: Accept>(
     socket: L,
-    acceptor: Arc<tls::Acceptor>,
-    ready: mpsc::Sender<io::Result<TlsConnection<L::Stream>>>,
+    tls: Option<Arc<tls::Acceptor>>,
+    places: Places,
+    ready: mpsc::Sender<io::Result<Guarded<Connection<L::Stream>>>>,
 ) {
-    let handshakes = Arc::new(Semaphore::new(HANDSHAKES_MAX));
-    // The semaphore is never closed.
-    while let Ok(handshake) = Arc::clone(&handshakes).acquire_owned().await {
+    loop {
+        let place = places.take().await;
         let (stream, remote) = next_client(&socket).await;
-        let (acceptor, ready) = (Arc::clone(&acceptor), ready.clone());
+        let Some(tls) = &tls else {
+            // Nobody takes it any more once the server goes down.
+            let _ = ready.send(Ok(Guarded::new(Connection::Plain(stream), place))).await;
+            continue;
+        };
+        let (tls, ready) = (Arc::clone(tls), ready.clone());
         tokio::spawn(async move {
-            let accepted = acceptor.accept(stream).await;
-            drop(handshake);
-            match accepted {
-                // Nobody takes it any more once the server goes down.
-                Ok(stream) => drop(ready.send(Ok(TlsConnection(stream))).await),
+            match tls.accept(stream).await {
+                Ok(stream) => {
+                    drop(ready.send(Ok(Guarded::new(Connection::Tls(Box::new(stream)), place))).await);
+                }
                 Err(error) => debug!(%remote, %error, "rejected connection"),
             }
         });
     }
 }
 
-/// A client's connection.
-struct TlsConnection<S>(TlsStream<S>);
-
-impl<S> Connected for TlsConnection<S> {
-    type ConnectInfo = ();
-
-    fn connect_info(&self) {}
+/// What a client's bytes come by.
+enum Connection<S> {
+    Plain(S),
+    Tls(Box<TlsStream<S>>),
 }
 
-impl<S> fmt::Debug for TlsConnection<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("TlsConnection")
-    }
+/// The same call of either.
+macro_rules! either {
+    ($connection:expr, $stream:ident => $call:expr) => {
+        match $connection.get_mut() {
+            Connection::Plain($stream) => $call,
+            Connection::Tls($stream) => $call,
+        }
+    };
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for TlsConnection<S> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_read(context, buffer)
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Connection<S> {
+    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        either!(self, stream => Pin::new(stream).poll_read(context, buffer))
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for TlsConnection<S> {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.0).poll_write(context, bytes)
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        either!(self, stream => Pin::new(stream).poll_write(context, bytes))
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_flush(context)
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        either!(self, stream => Pin::new(stream).poll_flush(context))
     }
 
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_shutdown(context)
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        either!(self, stream => Pin::new(stream).poll_shutdown(context))
     }
 
     fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffers: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.0).poll_write_vectored(context, buffers)
+        either!(self, stream => Pin::new(stream).poll_write_vectored(context, buffers))
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.0.is_write_vectored()
+        match self {
+            Self::Plain(stream) => stream.is_write_vectored(),
+            Self::Tls(stream) => stream.is_write_vectored(),
+        }
     }
 }
 

@@ -15,7 +15,7 @@ use crate::{
     api,
     config::{Datastore, FileMode, ListenUrl, MetricsDetail, Retention, Settings, Urls},
     http,
-    listen::{self, Listener, tls},
+    listen::{self, Listener, Places, tls},
     log::{Log, PostgresLog, PostgresSettings, SqliteLog},
     metrics::{self, Metrics},
     snapshot::Folder,
@@ -61,21 +61,24 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
     let exporter = exporter(&settings)?;
-    let routes =
-        api::routes(Arc::clone(&store), api_settings(&settings, snapshots, exporter.clone()), stopping.clone())
-            .map_err(|error| Error(format!("cannot build the services: {error}")))?;
-    let routes =
-        http::routes(routes, &store).map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
+    let intake = Arc::default();
+    let served = api_settings(&settings, snapshots, exporter.clone());
+    let routes = api::routes(Arc::clone(&store), served, Arc::clone(&intake), stopping.clone())
+        .map_err(|error| Error(format!("cannot build the services: {error}")))?;
+    let routes = http::routes(routes, &store, intake)
+        .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
+    let clients = connections(&settings, Places::for_clients());
     for listener in listeners {
         announce(&listener.url);
-        servers.spawn(listener.serve(routes.clone(), connections(&settings), stopping.clone()));
+        servers.spawn(listener.serve(routes.clone(), clients.clone(), stopping.clone()));
     }
     drop(routes);
     tell_service_manager("READY=1");
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
-        servers.spawn(listener.serve(http::probe_routes(&store), connections(&settings), stopping.clone()));
+        let probes = connections(&settings, Places::for_probes());
+        servers.spawn(listener.serve(http::probe_routes(&store), probes, stopping.clone()));
     }
 
     let mut outcome = Ok(());
@@ -133,11 +136,12 @@ async fn bind(urls: &Urls, tls: Option<&Arc<tls::Acceptor>>, socket_mode: FileMo
     Ok(listeners)
 }
 
-fn connections(settings: &Settings) -> listen::Settings {
+fn connections(settings: &Settings, places: Places) -> listen::Settings {
     listen::Settings {
         max_concurrent_streams: settings.max_concurrent_streams,
         keepalive_interval: settings.grpc_keepalive_interval.0,
         keepalive_timeout: settings.grpc_keepalive_timeout.0,
+        places,
     }
 }
 
@@ -170,7 +174,13 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
         stays_awake: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
     };
-    let log: Arc<dyn Log> = match settings.datastore().map_err(Error)? {
+    let datastore = settings.datastore().map_err(Error)?;
+    // Of Postgres there is one, and its errors name it.
+    let place = match &datastore {
+        Datastore::Sqlite(file) => format!(" {}", file.display()),
+        Datastore::Postgres(_) => String::new(),
+    };
+    let log: Arc<dyn Log> = match datastore {
         Datastore::Sqlite(file) => Arc::new(SqliteLog::open(&file).await.map_err(|error| Error(error.to_string()))?),
         Datastore::Postgres(endpoint) => {
             let settings = PostgresSettings {
@@ -183,7 +193,8 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
             Arc::new(PostgresLog::open(settings).await.map_err(|error| Error(error.to_string()))?)
         }
     };
-    Store::open(log, store_settings).await.map_err(|error| Error(format!("cannot read the database: {error}")))
+    let read = |error| Error(format!("cannot read the database{place}: {error}"));
+    Store::open(log, store_settings).await.map_err(read)
 }
 
 fn exporter(settings: &Settings) -> Result<Option<Arc<Exporter>>, Error> {

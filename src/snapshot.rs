@@ -157,8 +157,9 @@ pub async fn restore(file: &Path, check: HashCheck, into: Box<dyn Load>) -> Resu
 async fn open(file: &Path, check: HashCheck) -> Result<(SqliteView, Status)> {
     let bytes = checksum::verify(file, check)?;
     let database = SqliteView::of_file(file).await?;
-    let replayed = replay(&database).await?;
-    let hash = hash::of_history(&database, &replayed.index).await?;
+    let damaged = |error: log::Error| Error::File(format!("{} cannot be read: {error}", file.display()));
+    let replayed = replay(&database).await.map_err(damaged)?;
+    let hash = hash::of_history(&database, &replayed.index).await.map_err(damaged)?;
     let status = Status {
         hash,
         revision: replayed.index.head(),

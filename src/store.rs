@@ -20,7 +20,7 @@ mod applier;
 mod auto_compact;
 pub(crate) mod batch;
 mod catch_up;
-mod coalesce;
+pub(crate) mod coalesce;
 mod compactor;
 mod expiry;
 pub mod hash;
@@ -28,6 +28,7 @@ mod members;
 mod open;
 mod reader;
 pub mod request;
+mod room;
 mod select;
 mod space;
 mod state;
@@ -61,6 +62,7 @@ use self::{
     request::{
         CompactionWait, DeleteRequest, DeleteResponse, LeaseGranted, PutRequest, PutResponse, TxnRequest, TxnResponse,
     },
+    room::Room,
     space::Space,
     values::ValueCache,
     writer::{Outcome, Request, WriteQueue},
@@ -177,6 +179,7 @@ struct Shared {
     index: RwLock<TreeIndex>,
     leases: Mutex<lease::Table>,
     values: ValueCache,
+    room: Room,
     /// Set when the next deadline of a lease may have come nearer.
     lease_deadline: Notify,
     /// Set when there is something to compact.

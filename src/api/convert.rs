@@ -16,8 +16,11 @@ use crate::{
 
 type Checked<T> = Result<T, Invalid>;
 
+/// All operations of a transaction and those nested in it may be so many times `max_txn_ops`.
+const TOTAL_OPS_FACTOR: usize = 64;
+
 /// A Range of its own: any revision up to 0 is the head.
-pub(super) fn range(request: &pb::RangeRequest) -> Checked<RangeRequest> {
+pub(crate) fn range(request: &pb::RangeRequest) -> Checked<RangeRequest> {
     range_at(request, if request.revision > 0 { ReadAt::Revision(Revision(request.revision)) } else { ReadAt::Latest })
 }
 
@@ -76,7 +79,7 @@ fn key_range(key: &[u8], range_end: &[u8]) -> Checked<KeyRange> {
     if key.is_empty() { Err(Invalid::KeyMissing) } else { Ok(KeyRange::from_wire(key, range_end)) }
 }
 
-pub(super) fn put(request: pb::PutRequest) -> Checked<PutRequest> {
+pub(crate) fn put(request: pb::PutRequest) -> Checked<PutRequest> {
     if request.key.is_empty() {
         return Err(Invalid::KeyMissing);
     }
@@ -94,12 +97,14 @@ pub(super) fn put(request: pb::PutRequest) -> Checked<PutRequest> {
     })
 }
 
-pub(super) fn delete(request: &pb::DeleteRangeRequest) -> Checked<DeleteRequest> {
+pub(crate) fn delete(request: &pb::DeleteRangeRequest) -> Checked<DeleteRequest> {
     Ok(DeleteRequest { range: key_range(&request.key, &request.range_end)?, prev_kv: request.prev_kv })
 }
 
 /// Checks a transaction with all that is nested in it, as etcd does before it looks at the store.
-pub(super) fn txn(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
+pub(crate) fn txn(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
+    check_count(&request, ops_max)?;
+    check_total(&request, ops_max.saturating_mul(TOTAL_OPS_FACTOR))?;
     // Keys are compared by what they are on the wire, before the requests are taken apart.
     let distinct = check_intervals(&request.success).and(check_intervals(&request.failure)).map(drop);
     let request = txn_level(request, ops_max)?;
@@ -109,8 +114,7 @@ pub(super) fn txn(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest
 
 /// A nested transaction may have what its parent left of the limit.
 fn txn_level(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
-    let ops = request.compare.len().max(request.success.len()).max(request.failure.len());
-    let ops_left = ops_max.checked_sub(ops).ok_or(Invalid::TooManyOps)?;
+    let ops_left = check_count(&request, ops_max)?;
     let branch =
         |ops: Vec<pb::RequestOp>| ops.into_iter().map(|op| self::op(op, ops_left)).collect::<Checked<Vec<Op>>>();
     Ok(TxnRequest {
@@ -118,6 +122,27 @@ fn txn_level(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
         success: branch(request.success)?,
         failure: branch(request.failure)?,
     })
+}
+
+/// How many operations are left for those nested in it.
+fn check_count(request: &pb::TxnRequest, ops_max: usize) -> Checked<usize> {
+    let ops = request.compare.len().max(request.success.len()).max(request.failure.len());
+    ops_max.checked_sub(ops).ok_or(Invalid::TooManyOps)
+}
+
+/// Each level may have what its parent left, so that the levels multiply: etcd takes tens of thousands of operations in one
+/// request, and serves nobody else meanwhile.
+fn check_total(request: &pb::TxnRequest, mut ops_left: usize) -> Checked<()> {
+    let mut levels = vec![request];
+    while let Some(level) = levels.pop() {
+        for op in level.success.iter().chain(&level.failure) {
+            ops_left = ops_left.checked_sub(1).ok_or(Invalid::TooManyOps)?;
+            if let Some(Request::RequestTxn(nested)) = &op.request {
+                levels.push(nested);
+            }
+        }
+    }
+    Ok(())
 }
 
 fn op(op: pb::RequestOp, ops_max: usize) -> Checked<Op> {

@@ -271,6 +271,18 @@ fn a_nested_transaction_has_what_its_parent_left() {
     check(0, vec![deep(OPS_MAX)], vec![], Some(Invalid::TooManyOps));
 }
 
+/// Levels multiply, which is bounded too.
+#[test]
+fn all_that_is_nested_has_a_limit_together() {
+    const OPS_MAX: usize = 60;
+    for (wide, expected) in [(10, None), (20, Some(Invalid::TooManyOps))] {
+        let level = |op: pb::RequestOp| txn(vec![op; wide], vec![]);
+        let success = vec![level(level(range("a"))); wide];
+        let request = pb::TxnRequest { success, ..Default::default() };
+        assert_eq!(refused(convert::txn(request, OPS_MAX)), expected, "{wide}");
+    }
+}
+
 #[test]
 fn a_transaction_is_checked_list_by_list_and_for_duplicates_last() {
     let no_key = || pb::Compare::default();

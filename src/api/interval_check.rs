@@ -4,29 +4,33 @@
 //! Deletes may overlap, the two branches of one nested transaction may put the same key, and a delete to the end of the
 //! key space (`range_end` "\0") counts as empty here, all as in etcd.
 
-use std::collections::HashSet;
+//!
+//! A request may hold some hundred thousand operations before they are counted, so nothing here looks at each delete for
+//! each put, which would take billions of steps while nobody else is served.
+
+use std::collections::{BTreeMap, HashSet};
 
 use super::status::Invalid;
 use crate::{
     proto::server::etcdserverpb::{self as pb, request_op::Request},
-    types::KeyRange,
+    types::{Key, KeyRange},
 };
 
 /// What a branch writes.
 #[derive(Default)]
-pub(super) struct Writes<'a> {
+pub(crate) struct Writes<'a> {
     puts: HashSet<&'a [u8]>,
-    deletes: Vec<KeyRange>,
+    deletes: Deleted,
 }
 
-pub(super) fn check_intervals(ops: &[pb::RequestOp]) -> Result<Writes<'_>, Invalid> {
+pub(crate) fn check_intervals(ops: &[pb::RequestOp]) -> Result<Writes<'_>, Invalid> {
     let requests = || ops.iter().filter_map(|op| op.request.as_ref());
     let mut writes = Writes::default();
     for request in requests() {
         if let Request::RequestDeleteRange(delete) = request
             && *delete.range_end != [0]
         {
-            writes.deletes.push(KeyRange::from_wire(&delete.key, &delete.range_end));
+            writes.deletes.add(KeyRange::from_wire(&delete.key, &delete.range_end));
         }
     }
     for request in requests() {
@@ -40,8 +44,8 @@ pub(super) fn check_intervals(ops: &[pb::RequestOp]) -> Result<Writes<'_>, Inval
             for key in failure.puts.iter().filter(|key| !success.puts.contains(*key)) {
                 writes.put(key)?;
             }
-            writes.deletes.extend(success.deletes);
-            writes.deletes.extend(failure.deletes);
+            writes.deletes.add_all(success.deletes);
+            writes.deletes.add_all(failure.deletes);
         }
     }
     for request in requests() {
@@ -54,7 +58,63 @@ pub(super) fn check_intervals(ops: &[pb::RequestOp]) -> Result<Writes<'_>, Inval
 
 impl<'a> Writes<'a> {
     fn put(&mut self, key: &'a [u8]) -> Result<(), Invalid> {
-        let deleted = self.deletes.iter().any(|range| range.contains(key));
-        if deleted || !self.puts.insert(key) { Err(Invalid::DuplicateKey) } else { Ok(()) }
+        if self.deletes.contains(key) || !self.puts.insert(key) { Err(Invalid::DuplicateKey) } else { Ok(()) }
+    }
+}
+
+/// Keys that are deleted: ranges that neither overlap nor touch, by their start, each with its end.
+#[derive(Default)]
+struct Deleted(BTreeMap<Key, End>);
+
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum End {
+    Before(Key),
+    Never,
+}
+
+impl Deleted {
+    fn add(&mut self, range: KeyRange) {
+        if range.is_empty() {
+            return;
+        }
+        let (start, end) = match range {
+            KeyRange::Single(key) => {
+                let end = [&key[..], &[0]].concat();
+                (key, End::Before(end.into()))
+            }
+            KeyRange::Span { start, end } => (start, end.map_or(End::Never, End::Before)),
+        };
+        self.join(start, end);
+    }
+
+    fn add_all(&mut self, other: Self) {
+        // The smaller ones go into the larger.
+        let other = if other.0.len() > self.0.len() { std::mem::replace(self, other) } else { other };
+        other.0.into_iter().for_each(|(start, end)| self.join(start, end));
+    }
+
+    fn join(&mut self, mut start: Key, mut end: End) {
+        let before = self.0.range::<Key, _>(..=&start).next_back();
+        if let Some((first, until)) = before.filter(|(_, until)| **until >= End::Before(start.clone())) {
+            end = end.max(until.clone());
+            start = first.clone();
+        }
+        while let Some((next, until)) = self.0.range::<Key, _>(&start..).next() {
+            if end < End::Before(next.clone()) {
+                break;
+            }
+            end = end.max(until.clone());
+            let next = next.clone();
+            self.0.remove(&next);
+        }
+        self.0.insert(start, end);
+    }
+
+    fn contains(&self, key: &[u8]) -> bool {
+        let before = self.0.range::<[u8], _>((std::ops::Bound::Unbounded, std::ops::Bound::Included(key))).next_back();
+        before.is_some_and(|(_, end)| match end {
+            End::Before(end) => key < end.as_slice(),
+            End::Never => true,
+        })
     }
 }

@@ -26,7 +26,10 @@ use tonic::{Code, codegen::BoxFuture};
 use tower::{Layer, Service};
 use tracing::warn;
 
-use super::unary::FRAME_HEAD_BYTES;
+use super::{
+    intake::{Intake, Share},
+    unary::FRAME_HEAD_BYTES,
+};
 use crate::{
     metrics::Metrics,
     proto::DESCRIPTORS,
@@ -65,6 +68,7 @@ pub(super) struct Meter {
     metrics: Arc<Metrics>,
     methods: Arc<HashMap<String, Arc<Method>>>,
     clients: Arc<Mutex<BTreeSet<String>>>,
+    intake: Arc<Intake>,
     patience: Duration,
     exporter: Option<Arc<Exporter>>,
 }
@@ -90,6 +94,7 @@ impl Meter {
     /// If the descriptors that were compiled in cannot be read.
     pub(super) fn new(
         metrics: Arc<Metrics>,
+        intake: Arc<Intake>,
         patience: Duration,
         exporter: Option<Arc<Exporter>>,
     ) -> Result<Self, prost::DecodeError> {
@@ -110,7 +115,7 @@ impl Meter {
                 }
             }
         }
-        Ok(Self { metrics, methods: Arc::new(methods), clients: Arc::default(), patience, exporter })
+        Ok(Self { metrics, methods: Arc::new(methods), clients: Arc::default(), intake, patience, exporter })
     }
 
     fn count_client(&self, headers: &HeaderMap, kind: &str) {
@@ -192,7 +197,8 @@ impl Service<Request<Body>> for Metered {
             patience,
             exported,
         };
-        let request = request.map(|body| Body::new(Received { inner: body, method, frames: Frames::default() }));
+        let share = Share::new(&self.meter.intake);
+        let request = request.map(|body| Body::new(Received { inner: body, method, frames: Frames::default(), share }));
         let served = self.inner.call(request);
         Box::pin(async move {
             let response = if call.method.is_followed {
@@ -296,11 +302,17 @@ impl Drop for Call {
 struct Frames {
     head: [u8; FRAME_HEAD_BYTES],
     head_bytes: usize,
-    /// Bytes of the message at hand that are still to come.
+    /// Bytes of the message at hand, and those of them that are still to come.
+    len: usize,
     left: usize,
 }
 
 impl Frames {
+    /// Bytes that are there of a message that is not whole.
+    fn begun(&self) -> usize {
+        if self.left == 0 { self.head_bytes } else { FRAME_HEAD_BYTES + self.len - self.left }
+    }
+
     /// How many messages begin in this data.
     fn count(&mut self, mut data: &[u8]) -> u64 {
         let mut messages = 0;
@@ -318,7 +330,8 @@ impl Frames {
             if self.head_bytes == FRAME_HEAD_BYTES {
                 self.head_bytes = 0;
                 let [_, len @ ..] = self.head;
-                self.left = u32::from_be_bytes(len) as usize;
+                self.len = u32::from_be_bytes(len) as usize;
+                self.left = self.len;
                 messages += 1;
             }
         }
@@ -330,6 +343,8 @@ struct Received {
     inner: Body,
     method: Arc<Method>,
     frames: Frames,
+    /// Held by the message that has begun.
+    share: Share,
 }
 
 impl http_body::Body for Received {
@@ -347,6 +362,15 @@ impl http_body::Body for Received {
             let messages = self.frames.count(data);
             self.method.received.inc_by(messages);
             self.method.received_bytes.inc_by(data.len() as u64);
+            let begun = self.frames.begun();
+            if let Err(status) = self.share.holds(begun) {
+                return Poll::Ready(Some(Err(axum::Error::new(status))));
+            }
+        }
+        if frame.is_pending()
+            && let Poll::Ready(status) = self.share.poll_deadline(context)
+        {
+            return Poll::Ready(Some(Err(axum::Error::new(status))));
         }
         frame
     }
@@ -407,7 +431,12 @@ mod tests {
         let data = [message(3), message(0), message(9)].concat();
         for at in 0..=data.len() {
             let mut frames = Frames::default();
-            assert_eq!(frames.count(&data[..at]) + frames.count(&data[at..]), 3, "cut at {at}");
+            let first = frames.count(&data[..at]);
+            let ends = [8, 13, 27];
+            let whole = ends.into_iter().rfind(|end| *end <= at).unwrap_or(0);
+            assert_eq!(frames.begun(), at - whole, "cut at {at}");
+            assert_eq!(first + frames.count(&data[at..]), 3, "cut at {at}");
+            assert_eq!(frames.begun(), 0);
         }
     }
 }

@@ -5,27 +5,35 @@
 
 use std::{
     collections::VecDeque,
-    convert::Infallible,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll},
+    time::Duration,
 };
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 use http::{HeaderMap, HeaderValue};
 use http_body::{Body, Frame};
+use parking_lot::Mutex;
 use prost::{
     Message,
     encoding::{WireType, encode_key, encode_varint, encoded_len_varint},
 };
+use tokio::{runtime::Handle, task::JoinHandle, time::sleep};
 use tonic::Status;
+use tracing::warn;
 
 use super::unary::FRAME_HEAD_BYTES;
 use crate::proto::server::etcdserverpb::{self as pb, response_op::Response};
 
-/// Answers above this are sent in pieces.
-const WHOLE_BYTES_MAX: usize = 1 << 20;
+/// Answers above this are sent in pieces. As much may wait for a client that does not read, for each of its streams.
+const WHOLE_BYTES_MAX: usize = 64 << 10;
 /// Bytes after which a piece ends with its pair.
-const PIECE_BYTES: usize = 256 << 10;
+const PIECE_BYTES: usize = 64 << 10;
+/// How long a client may take none of an answer above [`HELD_BYTES_MIN`] before that is dropped.
+const STALL_MAX: Duration = Duration::from_secs(60);
+/// What an answer has to weigh to be worth a look at its client now and then.
+const HELD_BYTES_MIN: usize = 1 << 20;
 /// An operation's answer inside a transaction's that is worth taking apart.
 const OP_BYTES_MIN: usize = 64 << 10;
 
@@ -136,8 +144,18 @@ one_segment!(pb::PutResponse, pb::CompactionResponse);
 
 /// See the module's page.
 pub(crate) struct ReplyBody {
-    segments: VecDeque<Segment>,
+    waiting: Arc<Mutex<Waiting>>,
     trailers_sent: bool,
+    /// Looks whether the client takes what waits.
+    look: Option<JoinHandle<()>>,
+}
+
+/// What is still to be sent.
+struct Waiting {
+    segments: VecDeque<Segment>,
+    /// Pieces taken by now.
+    pieces: usize,
+    dropped: bool,
 }
 
 impl ReplyBody {
@@ -158,10 +176,39 @@ impl ReplyBody {
             message.into_segments(&mut segments);
             segments.finish()
         };
-        Ok(Self { segments, trailers_sent: false })
+        let waiting = Arc::new(Mutex::new(Waiting { segments, pieces: 0, dropped: false }));
+        // Where nobody serves there is nobody who does not read.
+        let runtime = Handle::try_current().ok().filter(|_| len >= HELD_BYTES_MIN);
+        let look = runtime.map(|runtime| runtime.spawn(drop_when_stalled(Arc::clone(&waiting))));
+        Ok(Self { waiting, trailers_sent: false, look })
     }
+}
 
+impl Drop for ReplyBody {
+    fn drop(&mut self) {
+        self.look.iter().for_each(JoinHandle::abort);
+    }
+}
+
+/// A body is only asked for more when its client has made room, so somebody else has to see that it is not.
+async fn drop_when_stalled(waiting: Arc<Mutex<Waiting>>) {
+    let mut seen = 0;
+    loop {
+        sleep(STALL_MAX).await;
+        let mut waiting = waiting.lock();
+        if waiting.pieces == seen {
+            waiting.dropped = true;
+            waiting.segments = VecDeque::new();
+            warn!("an answer is dropped, as its client takes nothing of it");
+            return;
+        }
+        seen = waiting.pieces;
+    }
+}
+
+impl Waiting {
     fn next_piece(&mut self) -> Option<Bytes> {
+        self.pieces += 1;
         loop {
             match self.segments.front_mut()? {
                 Segment::Encoded(bytes) => {
@@ -207,13 +254,18 @@ fn join_pairs(tag: u32, pairs: &mut VecDeque<Bytes>) -> Bytes {
 
 impl Body for ReplyBody {
     type Data = Bytes;
-    type Error = Infallible;
+    type Error = Status;
 
-    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
-        if let Some(piece) = this.next_piece() {
+        let mut waiting = this.waiting.lock();
+        if waiting.dropped {
+            return Poll::Ready(Some(Err(Status::aborted("orlop: the answer was taken too slowly"))));
+        }
+        if let Some(piece) = waiting.next_piece() {
             return Poll::Ready(Some(Ok(Frame::data(piece))));
         }
+        drop(waiting);
         if this.trailers_sent {
             return Poll::Ready(None);
         }
@@ -232,10 +284,11 @@ impl Body for ReplyBody {
 mod tests {
     use super::*;
 
-    fn drain(mut body: ReplyBody) -> (usize, Vec<u8>) {
+    fn drain(body: ReplyBody) -> (usize, Vec<u8>) {
         let mut pieces = 0;
         let mut bytes = Vec::new();
-        while let Some(piece) = body.next_piece() {
+        let mut waiting = body.waiting.lock();
+        while let Some(piece) = waiting.next_piece() {
             pieces += 1;
             bytes.extend_from_slice(&piece);
         }
@@ -266,11 +319,25 @@ mod tests {
         assert!(bytes[FRAME_HEAD_BYTES..] == message.encode_to_vec(), "the pieces together are the message");
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn answer_that_is_not_taken_is_dropped_and_one_that_is_goes_on() {
+        use http_body_util::BodyExt as _;
+        let mut body = ReplyBody::new(range(3_000, 1_000)).expect("small enough for a message");
+        for _ in 0..5 {
+            tokio::time::sleep(STALL_MAX * 9 / 10).await;
+            assert!(body.frame().await.is_some_and(|frame| frame.is_ok()));
+        }
+        tokio::time::sleep(STALL_MAX * 3).await;
+        assert!(body.waiting.lock().segments.is_empty());
+        assert!(body.frame().await.is_some_and(|frame| frame.is_err()));
+    }
+
     #[test]
     fn pieces_together_are_the_message() {
         check(range(0, 0), false);
         check(range(1, 1), false);
-        check(range(1000, 1000), false);
+        check(range(60, 1000), false);
+        check(range(1000, 1000), true);
         check(range(3000, 1000), true);
         check(range(1, 2 << 20), true);
         let delete =

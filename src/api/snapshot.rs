@@ -1,75 +1,175 @@
 //! Maintenance's Snapshot: the log as one file, in pieces.
+//!
+//! Those who ask while one is being taken share the next, and no more than a few are on the disk at a time, so that many who
+//! ask cost little more than one. A client that takes next to nothing of its snapshot is let go.
 
-use std::{io::Read, pin::Pin, time::Instant};
+use std::{os::unix::fs::FileExt as _, pin::Pin, sync::Arc, time::Duration};
 
-use futures_util::Stream;
+use futures_util::{Stream, StreamExt as _, stream};
 use prometheus::Histogram;
 use tokio::{
-    sync::mpsc::{self, Sender},
+    sync::{
+        OwnedSemaphorePermit, Semaphore,
+        mpsc::{self, Sender},
+    },
     task::spawn_blocking,
+    time::{Instant, timeout_at},
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use super::{Context, STORAGE_VERSION};
 use crate::{
     proto::server::etcdserverpb::SnapshotResponse,
-    snapshot::{Hashing, Snapshot},
+    snapshot::{Folder, Hashing, Snapshot},
+    store::{Store, coalesce::Coalesced},
 };
 
 /// As etcd's.
 const BLOB_BYTES: usize = 32 << 10;
+/// Bytes that are read at once for one client.
+const READ_BYTES: u64 = 64 << 10;
 /// Pieces that are read ahead of the client.
-const AHEAD_MAX: usize = 4;
+const AHEAD_MAX: usize = 2;
+/// Snapshots on the disk at the same time; who comes then shares one that is taken when one of them has been sent.
+const FILES_MAX: usize = 4;
+/// How much a client has to take in how long, or it is let go, and with it its file.
+const PACE_BYTES: u64 = 1 << 20;
+const PACE_TIME: Duration = Duration::from_secs(30);
 
 pub(super) type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotResponse, Status>> + Send>>;
+
+/// See the module's page.
+#[derive(Clone)]
+pub(super) struct Snapshots(Arc<Coalesced<(), Result<Arc<Taken>, String>>>);
+
+/// One on the disk.
+struct Taken {
+    snapshot: Snapshot,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Snapshots {
+    /// They are taken by a task that ends with the last handle.
+    pub(super) fn new(store: &Arc<Store>, folder: Folder) -> Self {
+        let (log, places) = (Arc::clone(store.log()), Arc::new(Semaphore::new(FILES_MAX)));
+        let (snapshots, run) = Coalesced::new(move |waiting: Vec<()>| {
+            let (log, places, folder) = (Arc::clone(&log), Arc::clone(&places), folder.clone());
+            async move {
+                let place = places.acquire_owned().await.expect("nobody closes it");
+                let begun = Instant::now();
+                let taken = folder.take(&*log).await.map_err(|error| error.to_string());
+                match &taken {
+                    Ok(snapshot) => {
+                        let (bytes, clients) = (snapshot.bytes, waiting.len());
+                        info!(bytes, clients, elapsed_ms = begun.elapsed().as_millis(), "snapshot taken");
+                    }
+                    Err(error) => error!(%error, "a snapshot could not be taken"),
+                }
+                let taken = taken.map(|snapshot| Arc::new(Taken { snapshot, _place: place }));
+                vec![taken; waiting.len()]
+            }
+        });
+        tokio::spawn(run);
+        Self(Arc::new(snapshots))
+    }
+}
 
 impl Context {
     /// Takes a snapshot and sends it. The whole file is written before the first piece leaves, as each says how many bytes
     /// follow it.
     pub(super) async fn send_snapshot(&self) -> Result<SnapshotStream, Status> {
-        let begun = Instant::now();
-        let snapshot = self.settings.snapshots.take(&**self.store.log()).await.map_err(|error| {
-            error!(%error, "a snapshot could not be taken");
-            Status::internal(format!("etcdserver: a snapshot cannot be taken: {error}"))
-        })?;
-        info!(bytes = snapshot.bytes, elapsed_ms = begun.elapsed().as_millis(), "snapshot taken");
+        let taken = self.snapshots.0.ask(()).await.unwrap_or_else(|| Err("the server stops".to_owned()));
+        let taken =
+            taken.map_err(|error| Status::internal(format!("etcdserver: a snapshot cannot be taken: {error}")))?;
         let (sender, pieces) = mpsc::channel(AHEAD_MAX);
         let times = self.store.metrics().maintenance.snapshot.clone();
-        // The file is read, and hashed, off the threads that serve.
-        spawn_blocking(move || send(snapshot, &sender, &times));
-        Ok(Box::pin(ReceiverStream::new(pieces)))
+        let sending = tokio::spawn(send(taken, sender, times));
+        // Who is let go is told so, behind what waits for it.
+        let end = stream::once(sending).filter_map(async |sent| match sent {
+            Ok(Sent::All) => None,
+            Ok(Sent::NotAll) | Err(_) => Some(Err(Status::aborted("orlop: the snapshot was taken too slowly"))),
+        });
+        Ok(Box::pin(ReceiverStream::new(pieces).chain(end)))
     }
 }
 
-/// Ends early when the client is gone.
-fn send(snapshot: Snapshot, sender: &Sender<Result<SnapshotResponse, Status>>, times: &Histogram) {
+/// Ends early when the client is gone, or might as well be.
+async fn send(taken: Arc<Taken>, sender: Sender<Result<SnapshotResponse, Status>>, times: Histogram) -> Sent {
     let begun = Instant::now();
-    let mut hashing = Hashing::new(&snapshot.file);
-    let mut left = snapshot.bytes;
-    while left > 0 {
-        let mut blob = vec![0; usize::try_from(left).unwrap_or(BLOB_BYTES).min(BLOB_BYTES)];
-        let piece = match hashing.read_exact(&mut blob) {
-            Ok(()) => {
-                left -= blob.len() as u64;
-                Ok(response(left, blob))
-            }
+    let mut pace = Pace { until: begun + PACE_TIME, bytes: 0 };
+    let (mut hashing, mut at) = (Hashing::new(std::io::empty()), 0);
+    let bytes = taken.snapshot.bytes;
+    while at < bytes {
+        let len = READ_BYTES.min(bytes - at);
+        let read = match read(Arc::clone(&taken), at, len, hashing).await {
+            Ok(read) => read,
             Err(error) => {
                 error!(%error, "a snapshot could not be read");
-                left = 0;
-                Err(Status::internal(format!("etcdserver: a snapshot cannot be read: {error}")))
+                let status = Status::internal(format!("etcdserver: a snapshot cannot be read: {error}"));
+                let _ = timeout_at(pace.until, sender.send(Err(status))).await;
+                return Sent::NotAll;
             }
         };
-        let failed = piece.is_err();
-        if sender.blocking_send(piece).is_err() || failed {
-            return;
+        hashing = read.0;
+        for blob in read.1.chunks(BLOB_BYTES) {
+            at += blob.len() as u64;
+            if !pace.send(&sender, response(bytes - at, blob.to_vec())).await {
+                return Sent::NotAll;
+            }
         }
     }
     // The answer that ends with nothing left is the checksum.
-    if sender.blocking_send(Ok(response(0, hashing.checksum()))).is_ok() {
-        times.observe(begun.elapsed().as_secs_f64());
+    if !pace.send(&sender, response(0, hashing.checksum())).await {
+        return Sent::NotAll;
     }
+    times.observe(begun.elapsed().as_secs_f64());
+    Sent::All
+}
+
+enum Sent {
+    All,
+    NotAll,
+}
+
+/// What a client took since it was looked at last.
+struct Pace {
+    until: Instant,
+    bytes: u64,
+}
+
+impl Pace {
+    /// False if the client is gone or too slow.
+    async fn send(&mut self, sender: &Sender<Result<SnapshotResponse, Status>>, piece: SnapshotResponse) -> bool {
+        let bytes = piece.blob.len() as u64;
+        loop {
+            if let Ok(place) = timeout_at(self.until, sender.reserve()).await {
+                let Ok(place) = place else { return false };
+                place.send(Ok(piece));
+                self.bytes += bytes;
+                return true;
+            }
+            if self.bytes < PACE_BYTES {
+                warn!(bytes = self.bytes, "a client is let go that takes its snapshot too slowly");
+                return false;
+            }
+            *self = Self { until: Instant::now() + PACE_TIME, bytes: 0 };
+        }
+    }
+}
+
+type Hash = Hashing<std::io::Empty>;
+
+/// Off the threads that serve.
+async fn read(taken: Arc<Taken>, at: u64, len: u64, mut hashing: Hash) -> std::io::Result<(Hash, Vec<u8>)> {
+    let read = spawn_blocking(move || {
+        let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
+        taken.snapshot.file.read_exact_at(&mut bytes, at)?;
+        hashing.update(&bytes);
+        Ok((hashing, bytes))
+    });
+    read.await.unwrap_or_else(|error| Err(std::io::Error::other(error)))
 }
 
 fn response(remaining_bytes: u64, blob: Vec<u8>) -> SnapshotResponse {

@@ -6,7 +6,7 @@ use crate::store;
 
 /// A request that is wrong in itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Invalid {
+pub(crate) enum Invalid {
     KeyMissing,
     ValueProvided,
     LeaseProvided,

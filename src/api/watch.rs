@@ -168,7 +168,7 @@ async fn advance(session: &mut Session, not_before: Instant) -> crate::log::Resu
 impl Context {
     fn handle_request(&self, session: &mut Session, request: pb::WatchRequest) {
         match request.request_union {
-            Some(RequestUnion::CreateRequest(request)) => match self.spec(&request) {
+            Some(RequestUnion::CreateRequest(request)) => match spec(&request, self.settings.max_message_bytes()) {
                 Ok(spec) => session.create(spec),
                 Err(reason) => session.refuse(reason),
             },
@@ -176,31 +176,6 @@ impl Context {
             // As in etcd, a request of no kind is passed over. Progress is the stream's own business.
             Some(RequestUnion::ProgressRequest(_)) | None => {}
         }
-    }
-
-    fn spec(&self, request: &pb::WatchCreateRequest) -> Result<Spec, &'static str> {
-        // Alone among etcd's requests a watch may leave the key out: it is then the first.
-        let key: &[u8] = if request.key.is_empty() { b"\0" } else { &request.key };
-        let range = KeyRange::from_wire(key, &request.range_end);
-        if range.is_empty() {
-            return Err(RANGE_IS_EMPTY);
-        }
-        if request.start_revision < 0 {
-            return Err(NEGATIVE_START);
-        }
-        let filters = |filter: FilterType| request.filters.contains(&(filter as i32));
-        Ok(Spec {
-            id: (request.watch_id != 0).then_some(WatchId(request.watch_id)),
-            range,
-            start: (request.start_revision != 0).then_some(Revision(request.start_revision)),
-            flavor: Flavor {
-                prev_kv: request.prev_kv,
-                puts: !filters(FilterType::Noput),
-                deletes: !filters(FilterType::Nodelete),
-            },
-            fragment: request.fragment.then(|| self.settings.max_message_bytes()),
-            progress_notify: request.progress_notify,
-        })
     }
 
     /// With up to a tenth of jitter, so that the streams of a restarted server do not tick together.
@@ -237,6 +212,32 @@ impl Context {
             }
         }
     }
+}
+
+/// What is asked for, or why there is no such watch. Fragments have at most so many bytes.
+pub(crate) fn spec(request: &pb::WatchCreateRequest, fragment_bytes: usize) -> Result<Spec, &'static str> {
+    // Alone among etcd's requests a watch may leave the key out: it is then the first.
+    let key: &[u8] = if request.key.is_empty() { b"\0" } else { &request.key };
+    let range = KeyRange::from_wire(key, &request.range_end);
+    if range.is_empty() {
+        return Err(RANGE_IS_EMPTY);
+    }
+    if request.start_revision < 0 {
+        return Err(NEGATIVE_START);
+    }
+    let filters = |filter: FilterType| request.filters.contains(&(filter as i32));
+    Ok(Spec {
+        id: (request.watch_id != 0).then_some(WatchId(request.watch_id)),
+        range,
+        start: (request.start_revision != 0).then_some(Revision(request.start_revision)),
+        flavor: Flavor {
+            prev_kv: request.prev_kv,
+            puts: !filters(FilterType::Noput),
+            deletes: !filters(FilterType::Nodelete),
+        },
+        fragment: request.fragment.then_some(fragment_bytes),
+        progress_notify: request.progress_notify,
+    })
 }
 
 /// A watch answer whose events are encoded already.

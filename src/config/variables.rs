@@ -34,11 +34,17 @@ impl Provider for Variables {
     }
 
     fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
+        Ok(Profile::Default.collect(self.read(self.source.iter().map(|(key, text)| (key.to_string(), text)))))
+    }
+}
+
+impl Variables {
+    /// What variables of these keys and texts say.
+    pub(super) fn read(&self, variables: impl Iterator<Item = (String, String)>) -> Dict {
         let value = |key: &str, text: String| match self.defaults.get(key) {
             Some(Value::String(..) | Value::Array(..)) => Value::from(text),
             _ => text.parse().unwrap_or_else(|never: Infallible| match never {}),
         };
-        let read = self.source.iter().map(|(key, text)| (key.to_string(), value(key.as_str(), text))).collect();
-        Ok(Profile::Default.collect(read))
+        variables.map(|(key, text)| (key.clone(), value(&key, text))).collect()
     }
 }

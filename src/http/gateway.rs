@@ -5,7 +5,9 @@
 //! field names, 64-bit numbers as strings, bytes in base64, defaults left out; a stream is one `{"result": ...}` a line, and
 //! requests of a stream are JSON values one behind the other.
 
-use std::{convert::Infallible, sync::Arc};
+pub(crate) mod values;
+
+use std::{convert::Infallible, future::poll_fn, sync::Arc, time::Duration};
 
 use axum::{
     Router,
@@ -22,14 +24,28 @@ use prost::Message as _;
 use prost_reflect::{
     DescriptorError, DescriptorPool, DynamicMessage, MessageDescriptor, MethodDescriptor, SerializeOptions,
 };
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::timeout,
+};
 use tonic::{Code, Status};
 use tower::ServiceExt as _;
 
-use crate::proto::DESCRIPTORS;
+use self::values::Values;
+use crate::{
+    api::intake::{Intake, Share},
+    proto::DESCRIPTORS,
+};
 
 /// The JSON of one message at most, in bytes. The services have limits of their own.
-const MESSAGE_BYTES_MAX: usize = 16 << 20;
+pub(crate) const MESSAGE_BYTES_MAX: usize = 16 << 20;
 const FRAME_HEAD_BYTES: usize = 5;
+/// What answers above the second number of bytes may take together, in KiB: the message, taken apart, and its JSON.
+const ANSWERS_KIB_MAX: usize = 512 << 10;
+const SMALL_ANSWER_BYTES: usize = 1 << 20;
+const JSON_FACTOR: usize = 5;
+/// How long an answer waits for room.
+const ROOM_WAIT_MAX: Duration = Duration::from_secs(7);
 
 /// Which path is which call.
 const PATHS: [(&str, &str); 50] = [
@@ -89,13 +105,22 @@ const OBSERVE: (&str, &str) = ("election/observe", "v3electionpb.Election/Observ
 struct Gateway {
     pool: DescriptorPool,
     grpc: Router,
+    intake: Arc<Intake>,
+    /// KiB of large answers that have not left.
+    answers: Arc<Semaphore>,
+}
+
+impl Gateway {
+    fn new(pool: DescriptorPool, grpc: Router, intake: Arc<Intake>) -> Self {
+        Self { pool, grpc, intake, answers: Arc::new(Semaphore::new(ANSWERS_KIB_MAX)) }
+    }
 }
 
 /// # Errors
 ///
 /// If the descriptors that were compiled in cannot be read.
-pub(super) fn routes(grpc: Router) -> Result<Router, DescriptorError> {
-    let gateway = Gateway { pool: DescriptorPool::decode(DESCRIPTORS)?, grpc };
+pub(super) fn routes(grpc: Router, intake: Arc<Intake>) -> Result<Router, DescriptorError> {
+    let gateway = Gateway::new(DescriptorPool::decode(DESCRIPTORS)?, grpc, intake);
     Ok(Router::new().route("/v3/{*path}", any(serve)).with_state(Arc::new(gateway)))
 }
 
@@ -121,10 +146,9 @@ impl Gateway {
         let described = self.describe(method)?;
         let (head, body) = request.into_parts();
         let body = if described.is_client_streaming() {
-            Body::from_stream(frames(body.into_data_stream(), described.input()))
+            Body::from_stream(frames(body.into_data_stream(), described.input(), Share::new(&self.intake)))
         } else {
-            let json = http_body_util::Limited::new(body, MESSAGE_BYTES_MAX).collect().await;
-            let json = json.map_err(|error| Status::invalid_argument(error.to_string()))?.to_bytes();
+            let json = whole(body.into_data_stream(), Share::new(&self.intake)).await?;
             Body::from(frame(&message(described.input(), &json)?))
         };
         let request = http::Request::post(format!("http://gateway/{method}"))
@@ -142,7 +166,7 @@ impl Gateway {
         if described.is_server_streaming() {
             return Ok(streamed(response, described.output()));
         }
-        unary(response, described.output()).await
+        unary(response, described.output(), &self.answers).await
     }
 
     fn describe(&self, method: &str) -> Result<MethodDescriptor, Status> {
@@ -171,7 +195,7 @@ fn metadata(headers: &HeaderMap) -> HeaderMap {
 }
 
 /// A message of JSON. Nothing at all is an empty one.
-fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, Status> {
+pub(crate) fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, Status> {
     if json.iter().all(u8::is_ascii_whitespace) {
         return Ok(DynamicMessage::new(kind));
     }
@@ -190,24 +214,46 @@ fn frame(message: &DynamicMessage) -> Bytes {
     bytes.freeze()
 }
 
+/// All of a body, as much as may be of one message.
+async fn whole(mut body: BodyDataStream, mut share: Share) -> Result<Bytes, Status> {
+    let mut text = BytesMut::new();
+    while let Some(data) = next(&mut body, &mut share).await? {
+        if text.len() + data.len() > MESSAGE_BYTES_MAX {
+            return Err(Status::invalid_argument("a message is too long"));
+        }
+        text.extend_from_slice(&data);
+        share.holds(text.len())?;
+    }
+    Ok(text.freeze())
+}
+
+/// What comes next of a body, in the time that its message has.
+async fn next(body: &mut BodyDataStream, share: &mut Share) -> Result<Option<Bytes>, Status> {
+    tokio::select! {
+        data = body.next() => data.transpose().map_err(|error| Status::invalid_argument(error.to_string())),
+        late = poll_fn(|context| share.poll_deadline(context)) => Err(late),
+    }
+}
+
 /// Messages of JSON values that come one behind the other, each as soon as it is whole.
-fn frames(body: BodyDataStream, kind: MessageDescriptor) -> impl Stream<Item = Result<Bytes, axum::Error>> {
-    let start = (body, kind, Vec::new(), Ended::No);
-    stream::try_unfold(start, |(mut body, kind, mut text, mut ended)| async move {
+fn frames(
+    body: BodyDataStream,
+    kind: MessageDescriptor,
+    share: Share,
+) -> impl Stream<Item = Result<Bytes, axum::Error>> {
+    let start = (body, kind, share, Values::default(), Ended::No);
+    stream::try_unfold(start, |(mut body, kind, mut share, mut values, mut ended)| async move {
         loop {
-            match first_value(&text) {
-                Ok(Some(len)) => {
-                    let read = message(kind.clone(), &text[..len]).map_err(axum::Error::new)?;
-                    text.drain(..len);
-                    return Ok(Some((frame(&read), (body, kind, text, ended))));
-                }
-                Ok(None) if ended == Ended::Yes => return Ok(None),
-                Ok(None) if text.len() > MESSAGE_BYTES_MAX => return Err(axum::Error::new("a message is too long")),
-                Ok(None) => {}
-                Err(error) => return Err(axum::Error::new(error)),
+            if let Some(value) = values.next().map_err(axum::Error::new)? {
+                let read = message(kind.clone(), &value).map_err(axum::Error::new)?;
+                return Ok(Some((frame(&read), (body, kind, share, values, ended))));
             }
-            match body.next().await {
-                Some(data) => text.extend_from_slice(&data?),
+            share.holds(values.len()).map_err(axum::Error::new)?;
+            if ended == Ended::Yes {
+                return if values.len() == 0 { Ok(None) } else { Err(axum::Error::new(Values::cut_off())) };
+            }
+            match next(&mut body, &mut share).await.map_err(axum::Error::new)? {
+                Some(data) => values.push(&data),
                 None => ended = Ended::Yes,
             }
         }
@@ -220,39 +266,61 @@ enum Ended {
     No,
 }
 
-/// Where the first JSON value ends; `None` if it is not whole yet.
-fn first_value(text: &[u8]) -> serde_json::Result<Option<usize>> {
-    let mut values = serde_json::Deserializer::from_slice(text).into_iter::<serde::de::IgnoredAny>();
-    match values.next() {
-        Some(Ok(_)) => Ok(Some(values.byte_offset())),
-        Some(Err(error)) if !error.is_eof() => Err(error),
-        Some(Err(_)) | None => Ok(None),
-    }
-}
-
 /// The status that these headers or trailers tell.
 fn status(headers: &HeaderMap) -> Option<Status> {
     Status::from_header_map(headers)
 }
 
-async fn unary(response: Response, kind: MessageDescriptor) -> Result<Response, Status> {
+async fn unary(response: Response, kind: MessageDescriptor, answers: &Arc<Semaphore>) -> Result<Response, Status> {
     if let Some(status) = status(response.headers()).filter(|status| status.code() != Code::Ok) {
         return Err(status);
     }
-    let collected = response.into_body().collect().await.map_err(|error| Status::internal(error.to_string()))?;
-    if let Some(status) = collected.trailers().and_then(status).filter(|status| status.code() != Code::Ok) {
-        return Err(status);
+    let mut body = response.into_body();
+    let (mut received, mut room) = (BytesMut::new(), None);
+    while let Some(frame) = body.frame().await {
+        match frame.map_err(|error| Status::internal(error.to_string()))?.into_data() {
+            Ok(data) => received.extend_from_slice(&data),
+            Err(frame) => {
+                if let Some(status) = frame.trailers_ref().and_then(status).filter(|status| status.code() != Code::Ok) {
+                    return Err(status);
+                }
+            }
+        }
+        if let Some(len) = message_len(&received).filter(|len| room.is_none() && *len > SMALL_ANSWER_BYTES) {
+            room = Some(room_for(len, answers).await?);
+        }
     }
-    let mut bytes = collected.to_bytes();
-    if bytes.len() < FRAME_HEAD_BYTES {
+    if received.len() < FRAME_HEAD_BYTES {
         return Err(Status::internal("the service answered nothing"));
     }
-    bytes.advance(FRAME_HEAD_BYTES);
-    let json = json(kind, bytes)?;
+    received.advance(FRAME_HEAD_BYTES);
+    let json = json(kind, received.freeze())?;
+    let json = Bytes::from_owner(Answer { json, _room: room });
     Ok(([(header::CONTENT_TYPE, "application/json")], json).into_response())
 }
 
-fn json(kind: MessageDescriptor, bytes: Bytes) -> Result<Vec<u8>, Status> {
+/// An answer holds its room until it has left.
+struct Answer {
+    json: Vec<u8>,
+    _room: Option<OwnedSemaphorePermit>,
+}
+
+impl AsRef<[u8]> for Answer {
+    fn as_ref(&self) -> &[u8] {
+        &self.json
+    }
+}
+
+/// Waits until there is room for an answer of so many bytes, taken apart and in JSON; one that is larger than all room there
+/// is goes alone.
+async fn room_for(len: usize, answers: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Status> {
+    let wanted = (len.saturating_mul(JSON_FACTOR) >> 10).min(ANSWERS_KIB_MAX);
+    let wanted = u32::try_from(wanted).unwrap_or(u32::MAX);
+    let room = timeout(ROOM_WAIT_MAX, Arc::clone(answers).acquire_many_owned(wanted)).await;
+    room.ok().and_then(Result::ok).ok_or_else(|| Status::resource_exhausted("etcdserver: too many requests"))
+}
+
+pub(crate) fn json(kind: MessageDescriptor, bytes: Bytes) -> Result<Vec<u8>, Status> {
     let options =
         SerializeOptions::new().stringify_64_bit_integers(true).use_proto_field_name(true).skip_default_fields(true);
     let message = DynamicMessage::decode(kind, bytes).map_err(|error| Status::internal(error.to_string()))?;
@@ -307,12 +375,17 @@ fn streamed(response: Response, kind: MessageDescriptor) -> Response {
 
 /// The first message, once it is whole.
 fn take_message(received: &mut BytesMut) -> Option<Bytes> {
-    let len = u32::from_be_bytes(received.get(1..FRAME_HEAD_BYTES)?.try_into().ok()?) as usize;
+    let len = message_len(received)?;
     if received.len() < FRAME_HEAD_BYTES + len {
         return None;
     }
     received.advance(FRAME_HEAD_BYTES);
     Some(received.split_to(len).freeze())
+}
+
+/// What the head of a frame says.
+fn message_len(received: &[u8]) -> Option<usize> {
+    Some(u32::from_be_bytes(received.get(1..FRAME_HEAD_BYTES)?.try_into().ok()?) as usize)
 }
 
 fn refused(status: &Status) -> Response {
@@ -348,22 +421,12 @@ mod tests {
     #[test]
     fn every_path_is_a_method_that_exists() {
         let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors");
-        let gateway = Gateway { pool, grpc: Router::new() };
+        let gateway = Gateway::new(pool, Router::new(), Arc::default());
         for (path, method) in PATHS.iter().chain([&OBSERVE]) {
             assert!(gateway.describe(method).is_ok(), "{path}: {method}");
         }
         let methods: usize = gateway.pool.services().map(|service| service.methods().len()).sum();
         // Three have two paths, RangeStream has none.
         assert_eq!(PATHS.len() + 1, methods - 1 + 3);
-    }
-
-    #[test]
-    fn values_are_found_one_behind_the_other() {
-        for (text, len) in
-            [("", None), (" ", None), ("{\"a\":", None), ("{\"a\":1}", Some(7)), (" {} {}", Some(3)), ("{}{", Some(2))]
-        {
-            assert_eq!(first_value(text.as_bytes()).expect("no mistake in it"), len, "{text:?}");
-        }
-        assert!(first_value(b"{]").is_err());
     }
 }

@@ -1,6 +1,9 @@
 //! What both databases' rows have in common: their columns, and how they are gathered into pages.
 
-use sqlx::{ColumnIndex, Decode, Row, Type, migrate::Migrator};
+use sqlx::{
+    ColumnIndex, Decode, Row, Type,
+    migrate::{MigrateError, Migrator},
+};
 
 use super::{Connections, Error, LoggedLease, Meta, Page, Position, Result, StoredRow, Table, WithPrev, alarm};
 use crate::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
@@ -277,6 +280,21 @@ pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Re
         versions.last().unwrap_or(&0),
         known.last().unwrap_or(&0),
     )))
+}
+
+/// What there is to say of a database whose schema is not brought up to date, for people.
+pub(super) fn cannot_migrate(name: &str, error: &MigrateError) -> String {
+    if let MigrateError::VersionMissing(version) = error {
+        return format!(
+            "database {name} was written by a newer version of orlop: it has the schema {version}, which this one does not know"
+        );
+    }
+    if let MigrateError::VersionMismatch(version) = error {
+        return format!(
+            "database {name} was written by another version of orlop: its schema {version} is not this one's"
+        );
+    }
+    format!("cannot migrate database {name}: {error}")
 }
 
 /// Of a pool of so many, idle ones among them; the two are counted one after the other.

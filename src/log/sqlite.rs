@@ -19,7 +19,7 @@ mod view;
 mod wal;
 mod writer;
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{fs::File, io::Read as _, path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use sqlx::{
@@ -34,7 +34,7 @@ pub use self::{load::SqliteLoader, view::SqliteView};
 use super::{
     Append, Appended, Connections, Error, History, Log, Meta, Page, Precision, Reclaim, Reclaimed, Result, SharedLog,
     Size, Visit, WithPrev,
-    rows::{connections, unavailable},
+    rows::{cannot_migrate, connections, unavailable},
 };
 use crate::{
     private,
@@ -67,6 +67,7 @@ impl SqliteLog {
         let lock = take_place(file)?;
         let open = |error: sqlx::Error| Error::Open(format!("cannot open database {name}: {error}"));
 
+        refuse_cut_off(file)?;
         // SQLite gives the files that it makes beside it the same mode.
         private::make_file(file).map_err(|error| open(error.into()))?;
         let options = Self::options(file);
@@ -75,7 +76,7 @@ impl SqliteLog {
         sqlx::migrate!("migrations/sqlite")
             .run(&mut writer)
             .await
-            .map_err(|error| Error::Open(format!("cannot migrate database {name}: {error}")))?;
+            .map_err(|error| Error::Open(cannot_migrate(&name.to_string(), &error)))?;
         if let Err(error) = wal::lengthen(file) {
             warn!(%error, database = %name, "the WAL cannot be given its full length; writes are slower while it grows");
         }
@@ -135,6 +136,46 @@ fn take_place(file: &Path) -> Result<FileLock> {
         }
     }
     FileLock::acquire(file)
+}
+
+/// SQLite notices that pages are missing when it comes to read them, which may be never. While there is a WAL the file may be
+/// shorter than it says, as what is missing is there.
+fn refuse_cut_off(file: &Path) -> Result<()> {
+    const HEADER_BYTES: usize = 100;
+    const MAGIC: &[u8] = b"SQLite format 3\0";
+    let unreadable = |error: std::io::Error| Error::Open(format!("cannot read database {}: {error}", file.display()));
+    let opened = match File::open(file) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        opened => opened.map_err(unreadable)?,
+    };
+    let bytes = opened.metadata().map_err(unreadable)?.len();
+    let mut header = Vec::new();
+    opened.take(HEADER_BYTES as u64).read_to_end(&mut header).map_err(unreadable)?;
+    // An empty file is a new database's; a shorter one than its first page counts for SQLite as empty too, and must not here.
+    let begins_rightly = MAGIC.starts_with(&header[..header.len().min(MAGIC.len())]);
+    if bytes == 0 || !begins_rightly || view::has_wal(file) {
+        return Ok(());
+    }
+    if header.len() < HEADER_BYTES {
+        let name = file.display();
+        return Err(Error::Open(format!(
+            "database {name} is cut off: it has {bytes} bytes; restore a snapshot or a copy of it"
+        )));
+    }
+    // 1 stands for what does not fit.
+    let page = match u16::from_be_bytes([header[16], header[17]]) {
+        1 => 65_536,
+        page => u64::from(page),
+    };
+    let pages = u64::from(u32::from_be_bytes([header[28], header[29], header[30], header[31]]));
+    if pages * page <= bytes {
+        return Ok(());
+    }
+    Err(Error::Open(format!(
+        "database {} is cut off: it has {bytes} bytes and says that it has {pages} pages of {page}; restore a snapshot or a \
+         copy of it",
+        file.display()
+    )))
 }
 
 #[async_trait]

@@ -30,9 +30,14 @@ pub struct Hashing<R> {
     hash: Sha256,
 }
 
-impl<R: Read> Hashing<R> {
+impl<R> Hashing<R> {
     pub fn new(reader: R) -> Self {
         Self { reader, hash: Sha256::new() }
+    }
+
+    /// Takes up what was read by other means.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.hash.update(bytes);
     }
 
     pub fn checksum(self) -> Vec<u8> {

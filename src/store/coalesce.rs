@@ -6,11 +6,11 @@ use tokio::sync::{mpsc, oneshot};
 
 /// Items that are asked about together: those that come while one question is under way share the next, so that every
 /// answer is of a question that began after it was asked for.
-pub(super) struct Coalesced<I, O>(mpsc::UnboundedSender<(I, oneshot::Sender<O>)>);
+pub(crate) struct Coalesced<I, O>(mpsc::UnboundedSender<(I, oneshot::Sender<O>)>);
 
 impl<I, O> Coalesced<I, O> {
     /// The future that asks runs until the handle is dropped. `ask` answers each item, in their order.
-    pub(super) fn new<F, A>(ask: F) -> (Self, impl Future<Output = ()> + Send)
+    pub(crate) fn new<F, A>(ask: F) -> (Self, impl Future<Output = ()> + Send)
     where
         F: Fn(Vec<I>) -> A + Send,
         A: Future<Output = Vec<O>> + Send,
@@ -35,7 +35,7 @@ impl<I, O> Coalesced<I, O> {
     }
 
     /// `None`: nobody answers any more.
-    pub(super) async fn ask(&self, item: I) -> Option<O> {
+    pub(crate) async fn ask(&self, item: I) -> Option<O> {
         let (sender, answer) = oneshot::channel();
         self.0.send((item, sender)).ok()?;
         answer.await.ok()

@@ -3,7 +3,13 @@
 //! A long range lets go of the index every few thousand keys and goes on at the same revision, so it never holds up the
 //! writer. If a compaction overtakes it, a read at the latest revision starts again and any other fails as compacted.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
 
 use futures_util::stream::{self, StreamExt as _, TryStreamExt as _};
 use tokio::{task::yield_now, time::Instant};
@@ -13,21 +19,25 @@ use super::{
     Error, Result, Shared, Store,
     batch::Batch,
     request::{Consistency, Projection, RangeRequest, RangeResponse, TxnRequest, TxnResponse},
+    room::Asked,
     select::{Selected, Selection},
     timing,
     txn::{Evaluation, Fetched, Stop},
 };
 use crate::{
     index::{Entry, Lease, ReadAt},
-    log,
     trace::{self, Part},
     types::{EncodedKv, Key, KeyRange, Revision, RowId},
 };
 
 /// Keys looked at while the index is locked.
 const STEP_KEYS: usize = 2_000;
-/// Rows that one reader of the log is asked for.
+/// Rows that one reader of the log is asked for, at most and at least.
 const READ_ROWS: usize = 1_000;
+const READ_ROWS_MIN: usize = 16;
+/// Rows by which it is found out how large the others may be, and how many bytes a reader is to bring at once.
+const SAMPLE_ROWS: usize = 100;
+const READ_BYTES: usize = 4 << 20;
 /// Readers of the log that one list takes at once: not all that there are.
 const READS_AT_ONCE: usize = 2;
 /// What was asked for is noted with every answer that has more pairs.
@@ -215,10 +225,29 @@ impl Shared {
         Ok(pairs.into_iter().flatten().collect())
     }
 
-    /// As [`crate::log::Log::values`], of which the rows of a long list are asked for by several readers at once.
-    async fn read_values(&self, rows: &[RowId]) -> log::Result<Vec<(RowId, EncodedKv)>> {
-        let parts: Vec<_> = rows.chunks(READ_ROWS).map(|part| self.log.values(part)).collect();
-        stream::iter(parts).buffer_unordered(READS_AT_ONCE).try_concat().await
+    /// As [`crate::log::Log::values`], of which the rows of a long list are asked for by several readers at once, as soon as
+    /// there is room for them.
+    async fn read_values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        let (sample, rest) = rows.split_at(rows.len().min(SAMPLE_ROWS));
+        if rest.is_empty() {
+            self.room.wait(Asked::Few).await?;
+            return Ok(self.room.count(self.log.values(sample).await?));
+        }
+        let _turn = self.room.list().await;
+        self.room.wait(Asked::List { own: 0 }).await?;
+        let mut found = self.room.count(self.log.values(sample).await?);
+        let own = AtomicUsize::new(found.iter().map(|(_, kv)| kv.len()).sum());
+        let mean = own.load(Ordering::Relaxed) / sample.len() + 1;
+        let part = (READ_BYTES / mean).clamp(READ_ROWS_MIN, READ_ROWS);
+        let read = async |rows| {
+            self.room.wait(Asked::List { own: own.load(Ordering::Relaxed) }).await?;
+            let found = self.room.count(self.log.values(rows).await?);
+            own.fetch_add(found.iter().map(|(_, kv)| kv.len()).sum(), Ordering::Relaxed);
+            Ok::<_, Error>(found)
+        };
+        let parts: Vec<_> = rest.chunks(part).map(read).collect();
+        found.extend(stream::iter(parts).buffer_unordered(READS_AT_ONCE).try_concat().await?);
+        Ok(found)
     }
 
     async fn read_missing(

@@ -344,6 +344,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         index: RwLock::new(TreeIndex::new()),
         leases: Mutex::new(lease::Table::default()),
         values: ValueCache::new(cache_bytes),
+        room: super::room::Room::new(cache_bytes),
         lease_deadline: Notify::new(),
         compaction: Notify::new(),
         purge_duty: AtomicBool::new(false),

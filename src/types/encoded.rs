@@ -29,6 +29,11 @@ impl EncodedKv {
         Self(buf.into())
     }
 
+    /// The same pair; the guard is dropped when nothing refers to its memory any more.
+    pub fn held_by<G: Send + 'static>(self, guard: G) -> Self {
+        Self(Bytes::from_owner(HeldBy { bytes: self.0, _guard: guard }))
+    }
+
     pub fn as_bytes(&self) -> &Bytes {
         &self.0
     }
@@ -76,6 +81,17 @@ impl EncodedKv {
             }
         }
         None
+    }
+}
+
+struct HeldBy<G> {
+    bytes: Bytes,
+    _guard: G,
+}
+
+impl<G> AsRef<[u8]> for HeldBy<G> {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
     }
 }
 

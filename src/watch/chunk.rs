@@ -1,6 +1,9 @@
 //! Encoded events, made once and shared by every watch that gets them.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
 
 use bytes::Bytes;
 
@@ -9,6 +12,31 @@ use crate::types::{Change, EncodedEvent, Revision};
 
 /// Events after which a chunk ends with its revision, in bytes.
 const CHUNK_BYTES_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
+
+/// Bytes of all chunks that some watch has not sent yet. The process has one memory, whatever it is used for.
+static WAITING: AtomicUsize = AtomicUsize::new(0);
+
+/// Counted as long as anything refers to them.
+struct Counted(Vec<u8>);
+
+impl Counted {
+    fn new(bytes: Vec<u8>) -> Self {
+        WAITING.fetch_add(bytes.len(), Ordering::Relaxed);
+        Self(bytes)
+    }
+}
+
+impl AsRef<[u8]> for Counted {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        WAITING.fetch_sub(self.0.len(), Ordering::Relaxed);
+    }
+}
 
 /// The events of one or more whole revisions, encoded one behind the other as `WatchResponse.events`.
 #[derive(Clone, Debug)]
@@ -40,6 +68,11 @@ impl Chunk {
         }
         chunks.extend(open.close());
         chunks
+    }
+
+    /// What all chunks take together, each counted once.
+    pub fn waiting_bytes() -> usize {
+        WAITING.load(Ordering::Relaxed)
     }
 
     pub fn bytes(&self) -> &Bytes {
@@ -103,6 +136,6 @@ impl Open {
     }
 
     fn close(self) -> Option<Chunk> {
-        Some(Chunk { first: self.first?, bytes: self.bytes.into(), ends: self.ends.into() })
+        Some(Chunk { first: self.first?, bytes: Bytes::from_owner(Counted::new(self.bytes)), ends: self.ends.into() })
     }
 }

@@ -3,6 +3,9 @@
 //! The hub and the session push, the connection takes. A full outbox refuses events, never other messages; those answer
 //! requests, and requests are read only while there is room. What counts is memory: a chunk that several watches of the
 //! stream get is counted once.
+//!
+//! Many streams that are not read, each with a range of its own, would still take much together. When the chunks of all of
+//! them do, each stream may keep little more than it needs to go on, and reads the log later.
 
 use std::{
     collections::VecDeque,
@@ -22,6 +25,9 @@ use crate::types::{Revision, WatchId};
 
 /// Bytes of events that may wait on one stream. Unit tests have it full soon.
 const OUTBOX_BYTES_MAX: usize = if cfg!(test) { 1 << 10 } else { 8 << 20 };
+/// The same when the chunks of all streams take more than the second.
+const CROWDED_BYTES_MAX: usize = 64 << 10;
+const ALL_BYTES_MAX: usize = 256 << 20;
 /// What a message costs beside its events.
 const MESSAGE_BYTES: usize = 96;
 /// Events of one watch that are sent as one message, in bytes, when several wait.
@@ -161,7 +167,7 @@ impl Outbox {
     #[must_use]
     pub(super) fn push_chunk(&self, id: WatchId, revision: Revision, chunk: &Chunk, fragment: Option<usize>) -> bool {
         let mut inner = self.inner.lock();
-        if inner.bytes >= OUTBOX_BYTES_MAX {
+        if inner.bytes >= OUTBOX_BYTES_MAX || (inner.bytes >= CROWDED_BYTES_MAX && is_crowded()) {
             return false;
         }
         if let Some(limit) = fragment.filter(|limit| chunk.len() >= *limit) {
@@ -208,7 +214,8 @@ impl Outbox {
 
     /// Whether it is half empty, so that requests may be answered and watches catch up.
     pub fn has_room(&self) -> bool {
-        self.inner.lock().bytes < OUTBOX_BYTES_MAX / 2
+        let bytes = self.inner.lock().bytes;
+        bytes < OUTBOX_BYTES_MAX / 2 && (bytes < CROWDED_BYTES_MAX || !is_crowded())
     }
 
     /// Ends the stream once what waits is sent.
@@ -238,7 +245,7 @@ impl Outbox {
                 }
             };
         };
-        let full = inner.bytes >= OUTBOX_BYTES_MAX / 2;
+        let before = inner.bytes;
         let message = match queued {
             Queued::Message(message) => {
                 inner.bytes -= MESSAGE_BYTES;
@@ -266,7 +273,8 @@ impl Outbox {
                 Message::Events { id, revision, events, fragment: false }
             }
         };
-        if full && inner.bytes < OUTBOX_BYTES_MAX / 2 {
+        // Either may have been what the session waited for.
+        if [OUTBOX_BYTES_MAX / 2, CROWDED_BYTES_MAX].iter().any(|room| before >= *room && inner.bytes < *room) {
             drop(inner);
             self.attention.notify_one();
         }
@@ -278,6 +286,10 @@ impl Default for Outbox {
     fn default() -> Self {
         Self::new()
     }
+}
+
+fn is_crowded() -> bool {
+    Chunk::waiting_bytes() >= ALL_BYTES_MAX
 }
 
 /// Wakes the connection after the lock is let go.

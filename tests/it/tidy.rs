@@ -27,7 +27,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("http", &["api", "log", "metrics", "store", "proto"]),
     ("server", &["api", "config", "http", "listen", "log", "metrics", "snapshot", "store", "trace"]),
     ("logging", &["config"]),
-    ("internals", &["api", "index", "lease", "proto", "store", "types", "watch"]),
+    ("internals", &["api", "config", "http", "index", "lease", "log", "proto", "snapshot", "store", "types", "watch"]),
     ("main", &["bench", "check", "config", "logging", "server", "snapshot"]),
     ("lib", &[]),
 ];

@@ -14,7 +14,10 @@ use tokio::{
 };
 use tracing::warn;
 
-use crate::log::{Connections, Error, Result, rows::connections};
+use crate::log::{
+    Connections, Error, Result,
+    rows::{cannot_migrate, connections},
+};
 
 /// How long the server has to take a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
@@ -173,7 +176,7 @@ impl Database {
             } else {
                 String::new()
             };
-            Error::Open(format!("cannot migrate database {}: {error}{hint}", self.name))
+            Error::Open(cannot_migrate(&self.name, &error) + &hint)
         })
     }
 

@@ -1,0 +1,124 @@
+//! Bytes of messages that clients have begun to send: a bounded number for all clients together, and a time in which each
+//! message has to be whole.
+//!
+//! A message that came in one piece costs nothing here; it is a matter of who answers it. What is announced counts for
+//! nothing either: memory is taken as bytes come.
+
+use std::{
+    future::Future as _,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use tokio::time::{Sleep, sleep};
+use tonic::Status;
+use tracing::warn;
+
+/// Of unfinished messages in all.
+const BYTES_MAX: usize = 256 << 20;
+/// How long a message may take to arrive, from its first byte; 2 MiB at 35 KiB/s.
+const MESSAGE_MAX: Duration = Duration::from_secs(60);
+
+/// See the module's page.
+#[derive(Debug, Default)]
+pub struct Intake {
+    bytes: AtomicUsize,
+    refusing: std::sync::atomic::AtomicBool,
+}
+
+/// One request's part of it.
+pub(crate) struct Share {
+    intake: Arc<Intake>,
+    bytes: usize,
+    deadline: Option<Pin<Box<Sleep>>>,
+}
+
+impl Share {
+    pub(crate) fn new(intake: &Arc<Intake>) -> Self {
+        Self { intake: Arc::clone(intake), bytes: 0, deadline: None }
+    }
+
+    /// That so many bytes of a message that is not whole are there.
+    ///
+    /// # Errors
+    ///
+    /// If there is no room for them.
+    pub(crate) fn holds(&mut self, bytes: usize) -> Result<(), Status> {
+        if bytes == 0 {
+            self.deadline = None;
+        }
+        let before = std::mem::replace(&mut self.bytes, bytes);
+        if bytes <= before {
+            self.intake.bytes.fetch_sub(before - bytes, Ordering::Relaxed);
+            return Ok(());
+        }
+        let all = self.intake.bytes.fetch_add(bytes - before, Ordering::Relaxed) + bytes - before;
+        let refuse = all > BYTES_MAX;
+        if self.intake.refusing.swap(refuse, Ordering::Relaxed) != refuse && refuse {
+            warn!(
+                bytes = all,
+                "clients have begun more messages than there is room for; they are refused until some are whole"
+            );
+        }
+        if refuse { Err(Status::resource_exhausted("etcdserver: too many requests")) } else { Ok(()) }
+    }
+
+    /// # Errors
+    ///
+    /// If the message that was begun took too long.
+    pub(crate) fn poll_deadline(&mut self, context: &mut Context<'_>) -> Poll<Status> {
+        if self.bytes == 0 {
+            return Poll::Pending;
+        }
+        let deadline = self.deadline.get_or_insert_with(|| Box::pin(sleep(MESSAGE_MAX)));
+        deadline
+            .as_mut()
+            .poll(context)
+            .map(|()| Status::deadline_exceeded(format!("orlop: the message was not whole within {MESSAGE_MAX:?}")))
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.intake.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn room_is_shared_and_given_back() {
+        let intake = Arc::new(Intake::default());
+        let mut shares: Vec<Share> = (0..4).map(|_| Share::new(&intake)).collect();
+        for share in &mut shares {
+            assert!(share.holds(BYTES_MAX / 4).is_ok());
+        }
+        let mut late = Share::new(&intake);
+        assert!(late.holds(1).is_err(), "there is no room");
+        shares[0].holds(10).expect("a message that is whole makes room");
+        assert!(late.holds(2).is_ok());
+        drop(shares);
+        drop(late);
+        assert_eq!(intake.bytes.load(Ordering::Relaxed), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_message_has_its_time_and_the_next_one_too() {
+        let mut share = Share::new(&Arc::default());
+        let mut ended = async |bytes: usize, time: Duration| {
+            share.holds(bytes).expect("room");
+            tokio::time::timeout(time, std::future::poll_fn(|context| share.poll_deadline(context))).await.is_ok()
+        };
+        assert!(!ended(5, MESSAGE_MAX / 2).await);
+        assert!(!ended(0, MESSAGE_MAX * 2).await, "nothing was begun");
+        assert!(!ended(5, MESSAGE_MAX / 2).await);
+        assert!(ended(6, MESSAGE_MAX).await, "a byte more does not make its time longer");
+    }
+}

@@ -1,0 +1,121 @@
+//! JSON objects that come one behind the other, in data that is cut anywhere.
+//!
+//! Each byte is looked at once, whatever the pieces are that a client sends: an object of 16 MiB in pieces of a few bytes
+//! costs as much as one in a single piece. Whether it is JSON is found out by who reads it.
+
+use bytes::{Buf as _, Bytes, BytesMut};
+use tonic::Status;
+
+use super::MESSAGE_BYTES_MAX;
+
+/// See the module's page.
+#[derive(Default)]
+pub(crate) struct Values {
+    text: BytesMut,
+    /// Bytes of the text that were looked at.
+    seen: usize,
+    /// Braces and brackets that are open.
+    depth: usize,
+    string: Letters,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Letters {
+    #[default]
+    Outside,
+    InString,
+    Escaped,
+}
+
+impl Values {
+    pub(crate) fn push(&mut self, data: &[u8]) {
+        self.text.extend_from_slice(data);
+    }
+
+    /// Bytes of an object that was begun.
+    pub(crate) fn len(&self) -> usize {
+        self.text.len()
+    }
+
+    /// The first object, once it is whole.
+    ///
+    /// # Errors
+    ///
+    /// If it is too long, or something else than an object.
+    pub(crate) fn next(&mut self) -> Result<Option<Bytes>, Status> {
+        if self.depth == 0 {
+            let blank = self.text.iter().take_while(|letter| letter.is_ascii_whitespace()).count();
+            self.text.advance(blank);
+        }
+        for (at, letter) in self.text.iter().enumerate().skip(self.seen) {
+            if self.depth == 0 && *letter != b'{' {
+                return Err(Status::invalid_argument("a message is a JSON object, which begins with {"));
+            }
+            self.string = match (self.string, letter) {
+                (Letters::Outside, b'"') | (Letters::Escaped, _) => Letters::InString,
+                (Letters::InString, b'"') => Letters::Outside,
+                (Letters::InString, b'\\') => Letters::Escaped,
+                (letters, _) => letters,
+            };
+            match letter {
+                b'{' | b'[' if self.string == Letters::Outside => self.depth += 1,
+                b'}' | b']' if self.string == Letters::Outside => self.depth -= 1,
+                _ => {}
+            }
+            if self.depth == 0 {
+                self.seen = 0;
+                return Ok(Some(self.text.split_to(at + 1).freeze()));
+            }
+        }
+        self.seen = self.text.len();
+        if self.seen > MESSAGE_BYTES_MAX { Err(Status::invalid_argument("a message is too long")) } else { Ok(None) }
+    }
+
+    /// What the end of the data within an object is.
+    pub(crate) fn cut_off() -> Status {
+        Status::invalid_argument("the last message is not whole")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(pieces: &[&[u8]]) -> (Vec<Bytes>, bool) {
+        let mut values = Values::default();
+        let mut found = Vec::new();
+        for piece in pieces {
+            values.push(piece);
+            loop {
+                match values.next() {
+                    Ok(Some(value)) => found.push(value),
+                    Ok(None) => break,
+                    Err(_) => return (found, false),
+                }
+            }
+        }
+        (found, true)
+    }
+
+    #[test]
+    fn objects_are_found_wherever_the_data_is_cut() {
+        let text = br#" {"a":1}{}  {"b":["}",{"\"{":"\\"}]} {"#;
+        let objects: [&[u8]; 3] = [br#"{"a":1}"#, b"{}", br#"{"b":["}",{"\"{":"\\"}]}"#];
+        for at in 0..=text.len() {
+            let (head, tail) = text.split_at(at);
+            let (found, sound) = read(&[head, tail]);
+            assert!(sound && found == objects, "cut at {at}: {found:?}");
+        }
+        let letters: Vec<&[u8]> = text.chunks(1).collect();
+        assert_eq!(read(&letters).0, objects);
+    }
+
+    #[test]
+    fn what_is_no_object_is_refused() {
+        for text in ["[]", "1", "null", "}", "{} x", "\u{1}"] {
+            assert!(!read(&[text.as_bytes()]).1, "{text}");
+        }
+        let endless = [b"{\"a\":\"".to_vec(), vec![b'x'; MESSAGE_BYTES_MAX]].concat();
+        assert!(!read(&[&endless]).1);
+    }
+}

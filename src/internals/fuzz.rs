@@ -1,0 +1,463 @@
+//! What reads input from outside, each as a function of any bytes that panics where something is wrong, of the form that
+//! fuzzers want. The tests beside this file run them on their seeds and some ten thousand mutations of them.
+//!
+//! Each says what must hold beside that nothing panics: what was decoded is the same after it was encoded, a quick answer is
+//! the plain one, a file that was damaged is refused by its name.
+
+use std::{
+    path::Path,
+    sync::{Arc, LazyLock},
+};
+
+use clap::{Args as _, FromArgMatches as _};
+use prost::Message;
+use prost_reflect::{DescriptorPool, MessageDescriptor};
+use tokio::runtime::{Builder, Runtime};
+
+use super::{Index, put};
+use crate::{
+    api::{convert, interval_check::check_intervals, watch},
+    config::{Flags, Settings},
+    http::gateway::{self, values::Values},
+    lease,
+    log::{Log, SqliteLog},
+    proto::{
+        DESCRIPTORS,
+        server::{
+            etcdserverpb::{self as pb, request_op::Request},
+            v3electionpb, v3lockpb,
+        },
+    },
+    snapshot::{self, HashCheck, Hashing},
+    store::{
+        self, Store,
+        batch::Batch,
+        request::{PutLease, PutRequest, PutValue},
+        txn::Evaluation,
+        values::ValueCache,
+    },
+    types::{ChangeKind, Key, KeyRange, Revision},
+};
+
+/// As the setting's default.
+const TXN_OPS_MAX: usize = 128;
+/// As the setting's default, and what the transport takes beyond it.
+const MESSAGE_BYTES_MAX: usize = 2 << 20;
+
+/// A target with seeds of its own.
+pub struct Target {
+    pub name: &'static str,
+    pub run: fn(&[u8]),
+    pub seeds: fn() -> Vec<Vec<u8>>,
+}
+
+pub const TARGETS: [Target; 5] = [
+    Target { name: "requests", run: requests, seeds: request_seeds },
+    Target { name: "txn", run: txn, seeds: txn_seeds },
+    Target { name: "gateway", run: gateway, seeds: gateway_seeds },
+    Target { name: "settings", run: settings, seeds: settings_seeds },
+    Target { name: "snapshot", run: snapshot, seeds: snapshot_seeds },
+];
+
+macro_rules! decoders {
+    ($($package:ident: $($message:ident)+;)+) => { [$($((decodes::<$package::$message>, stringify!($message))),+),+] };
+}
+
+type Decoder = (fn(&[u8]), &'static str);
+
+/// Of every request that a service takes.
+const DECODERS: [Decoder; 52] = decoders! {
+    pb: RangeRequest PutRequest DeleteRangeRequest TxnRequest CompactionRequest WatchRequest LeaseGrantRequest
+        LeaseRevokeRequest LeaseKeepAliveRequest LeaseTimeToLiveRequest LeaseLeasesRequest MemberAddRequest
+        MemberRemoveRequest MemberUpdateRequest MemberListRequest MemberPromoteRequest AlarmRequest StatusRequest
+        DefragmentRequest HashRequest HashKvRequest SnapshotRequest MoveLeaderRequest DowngradeRequest AuthEnableRequest
+        AuthDisableRequest AuthStatusRequest AuthenticateRequest AuthUserAddRequest AuthUserGetRequest
+        AuthUserListRequest AuthUserDeleteRequest AuthUserChangePasswordRequest AuthUserGrantRoleRequest
+        AuthUserRevokeRoleRequest AuthRoleAddRequest AuthRoleGetRequest AuthRoleListRequest AuthRoleDeleteRequest
+        AuthRoleGrantPermissionRequest AuthRoleRevokePermissionRequest WatchCreateRequest WatchCancelRequest
+        WatchProgressRequest RequestOp;
+    v3lockpb: LockRequest UnlockRequest;
+    v3electionpb: CampaignRequest ProclaimRequest LeaderRequest ResignRequest LeaderKey;
+};
+
+fn decodes<M: Message + Default + PartialEq>(wire: &[u8]) {
+    if let Ok(message) = M::decode(wire) {
+        let again = M::decode(&*message.encode_to_vec()).expect("what was encoded can be decoded");
+        assert!(message == again, "a message is the same after it was encoded");
+    }
+}
+
+/// A byte that says of which kind the request is, and the request: decoded, checked, converted.
+pub fn requests(data: &[u8]) {
+    let Some((kind, wire)) = data.split_first() else { return };
+    let (decode, _) = DECODERS[usize::from(*kind) % DECODERS.len()];
+    decode(wire);
+    if let Ok(request) = pb::RangeRequest::decode(wire)
+        && let Ok(converted) = convert::range(&request)
+    {
+        consistent(&converted.range, &request.key, &request.range_end);
+    }
+    if let Ok(request) = pb::PutRequest::decode(wire) {
+        let key = request.key.clone();
+        assert!(convert::put(request).is_err() || !key.is_empty());
+    }
+    if let Ok(request) = pb::DeleteRangeRequest::decode(wire)
+        && let Ok(converted) = convert::delete(&request)
+    {
+        consistent(&converted.range, &request.key, &request.range_end);
+    }
+    if let Ok(request) = pb::WatchCreateRequest::decode(wire)
+        && let Ok(spec) = watch::spec(&request, MESSAGE_BYTES_MAX)
+    {
+        assert!(!spec.range.is_empty(), "a watch of nothing is refused");
+    }
+}
+
+fn consistent(range: &KeyRange, key: &[u8], range_end: &[u8]) {
+    let to_the_end = range_end == [0];
+    assert_eq!(range.contains(key), range_end.is_empty() || to_the_end || key < range_end);
+    if !range.is_empty() {
+        assert_eq!(range.start().as_slice(), key);
+    }
+}
+
+/// What transactions are evaluated on: keys a to d, a with two versions, and a lease.
+struct World {
+    index: Index,
+    values: ValueCache,
+    leases: lease::Table,
+}
+
+static WORLD: LazyLock<World> = LazyLock::new(|| {
+    let mut index = Index::new(0);
+    let values = ValueCache::new(1 << 20);
+    for (revision, name, created, version) in
+        [(2, "a", 2, 1), (3, "b", 3, 1), (4, "a", 2, 2), (5, "c", 5, 1), (6, "d", 6, 1)]
+    {
+        let change = put(Key::from(name.as_bytes()), revision, Revision(created), version, b"value");
+        if let ChangeKind::Put { kv, .. } = &change.kind {
+            values.insert(change.row, kv.clone());
+        }
+        index.apply(&[change]);
+    }
+    World { index, values, leases: lease::Table::default() }
+});
+
+/// A transaction: decoded, checked, converted, evaluated.
+pub fn txn(wire: &[u8]) {
+    let Ok(request) = pb::TxnRequest::decode(wire) else { return };
+    for branch in [&request.success, &request.failure] {
+        assert_eq!(check_intervals(branch).is_ok(), plainly_distinct(branch).is_some(), "{branch:?}");
+    }
+    let writes =
+        request.success.iter().chain(&request.failure).any(|op| !matches!(op.request, Some(Request::RequestRange(_))));
+    let Ok(converted) = convert::txn(request, TXN_OPS_MAX) else { return };
+    assert!(converted.is_read_only() || writes, "who only reads may do so with a long request");
+    let World { index, values, leases } = &*WORLD;
+    let (fetched, head) = (store::txn::Fetched::new(), index.index.head());
+    let mut batch = Batch::new(head);
+    // What another request of the batch did comes before it.
+    let before = PutRequest {
+        key: bytes::Bytes::from_static(b"b"),
+        value: PutValue::New(bytes::Bytes::from_static(b"new")),
+        lease: PutLease::Set(None),
+        prev_kv: false,
+    };
+    let first = Evaluation::new(&index.index, leases, values, &fetched, &mut batch).put(&before);
+    assert!(first.is_ok());
+    // Whatever the answer is.
+    let _ = Evaluation::new(&index.index, leases, values, &fetched, &mut batch).txn(&converted);
+}
+
+/// The keys that are put and the ranges that are deleted, by the rules of etcd word for word; `None` for a key that is
+/// changed twice.
+fn plainly_distinct(ops: &[pb::RequestOp]) -> Option<(Vec<&[u8]>, Vec<KeyRange>)> {
+    fn add<'a>(puts: &mut Vec<&'a [u8]>, deletes: &[KeyRange], key: &'a [u8]) -> Option<()> {
+        let twice = puts.contains(&key) || deletes.iter().any(|range| range.contains(key));
+        puts.push(key);
+        (!twice).then_some(())
+    }
+    let requests = || ops.iter().filter_map(|op| op.request.as_ref());
+    let (mut puts, mut deletes) = (Vec::new(), Vec::new());
+    for request in requests() {
+        if let Request::RequestDeleteRange(delete) = request
+            && *delete.range_end != [0]
+        {
+            deletes.push(KeyRange::from_wire(&delete.key, &delete.range_end));
+        }
+    }
+    for request in requests() {
+        let Request::RequestTxn(txn) = request else { continue };
+        let (success, failure) = (plainly_distinct(&txn.success)?, plainly_distinct(&txn.failure)?);
+        for key in &success.0 {
+            add(&mut puts, &deletes, key)?;
+        }
+        for key in failure.0.iter().filter(|key| !success.0.contains(*key)) {
+            add(&mut puts, &deletes, key)?;
+        }
+        deletes.extend(success.1.into_iter().chain(failure.1));
+    }
+    for request in requests() {
+        if let Request::RequestPut(put) = request {
+            add(&mut puts, &deletes, &put.key)?;
+        }
+    }
+    Some((puts, deletes))
+}
+
+/// The messages of every method of every service, requests and answers.
+static MESSAGES: LazyLock<Vec<MessageDescriptor>> = LazyLock::new(|| {
+    let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors that were compiled in");
+    let methods: Vec<_> = pool.services().flat_map(|service| service.methods().collect::<Vec<_>>()).collect();
+    methods.iter().flat_map(|method| [method.input(), method.output()]).collect()
+});
+
+/// A byte that says of which kind the message is, one that says what follows, and that: JSON, a message, or a body of many.
+pub fn gateway(data: &[u8]) {
+    let [kind, form, rest @ ..] = data else { return };
+    let kind = &MESSAGES[usize::from(*kind) % MESSAGES.len()];
+    match form % 3 {
+        0 => {
+            if let Ok(message) = gateway::message(kind.clone(), rest) {
+                through_json(kind, message.encode_to_vec());
+            }
+        }
+        1 => through_json(kind, rest.to_vec()),
+        _ => in_pieces(rest),
+    }
+}
+
+/// What a message is in JSON, it is again after a turn through JSON.
+fn through_json(kind: &MessageDescriptor, wire: Vec<u8>) {
+    let Ok(json) = gateway::json(kind.clone(), wire.into()) else { return };
+    let again = gateway::message(kind.clone(), &json).expect("what the gateway says it understands");
+    let json_again = gateway::json(kind.clone(), again.encode_to_vec().into()).expect("a message of the same kind");
+    assert!(json == json_again, "{} and {}", json.escape_ascii(), json_again.escape_ascii());
+}
+
+/// Objects are found alike however the data is cut.
+fn in_pieces(body: &[u8]) {
+    let read = |size: usize| {
+        let (mut values, mut found) = (Values::default(), Vec::new());
+        for piece in body.chunks(size) {
+            values.push(piece);
+            loop {
+                match values.next() {
+                    Ok(Some(value)) => found.push(value),
+                    Ok(None) => break,
+                    Err(_) => return (found, None),
+                }
+            }
+        }
+        let open = values.len() > 0;
+        (found, Some(open))
+    };
+    let whole = read(body.len().max(1));
+    for size in [1, 2, 7] {
+        assert_eq!(read(size), whole, "in pieces of {size}");
+    }
+}
+
+/// A byte that says from where, and a text: TOML, YAML, variables or flags, one a line.
+pub fn settings(data: &[u8]) {
+    let Some((source, text)) = data.split_first() else { return };
+    let Ok(text) = std::str::from_utf8(text) else { return };
+    let none = Flags::default();
+    let read = match source % 4 {
+        0 => Settings::of_texts(Some(text), None, &[], &none),
+        1 => Settings::of_texts(None, Some(text), &[], &none),
+        2 => {
+            let pair = |line: &str| line.split_once('=').map(|(key, text)| (key.to_owned(), text.to_owned()));
+            Settings::of_texts(None, None, &text.lines().filter_map(pair).collect::<Vec<_>>(), &none)
+        }
+        _ => {
+            let words = std::iter::once("orlop").chain(text.lines());
+            let command = Flags::augment_args(clap::Command::new("orlop"));
+            let Ok(matches) = command.try_get_matches_from(words) else { return };
+            let flags = Flags::from_arg_matches(&matches).expect("what clap has checked");
+            Settings::of_texts(None, None, &[], &flags)
+        }
+    };
+    match read {
+        Ok(settings) => {
+            settings.datastore().expect("settings that were checked have a datastore");
+            settings.tls().expect("settings that were checked say whether there is TLS");
+            settings.auto_compaction().expect("settings that were checked say what is compacted");
+            assert!(!settings.member_name().is_empty());
+        }
+        Err(error) => assert!(!error.is_empty(), "an error says what is wrong"),
+    }
+}
+
+static RUNTIME: LazyLock<Runtime> =
+    LazyLock::new(|| Builder::new_current_thread().enable_all().build().expect("a runtime can be built"));
+
+/// A database file of a small store that nobody serves.
+static DATABASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    let folder = tempfile::tempdir().expect("a folder can be made");
+    let file = folder.path().join("orlop.db");
+    RUNTIME.block_on(async {
+        let log: Arc<dyn Log> = Arc::new(SqliteLog::open(&file).await.expect("a new database"));
+        let store = Store::open(Arc::clone(&log), store::Settings::default()).await.expect("an empty store");
+        for number in 0..40_u8 {
+            let (key, value) = (vec![b'a' + number % 20].into(), PutValue::New(vec![number; 50].into()));
+            let request = PutRequest { key, value, lease: PutLease::Set(None), prev_kv: false };
+            store.put(request).await.expect("a put");
+        }
+        store.stop().await;
+    });
+    std::fs::read(&file).expect("the database is there")
+});
+
+/// How a damaged file is made of the whole one: whether it has a checksum and whether that is right, how much is cut off,
+/// and bytes that are changed.
+///
+/// ```text
+/// flags | cut, 2 bytes | place, 3 bytes, change, 1 byte | place, change | ...
+/// ```
+struct Damage<'a> {
+    flags: u8,
+    cut: usize,
+    changes: &'a [u8],
+}
+
+const REHASHED: u8 = 1;
+const UNCHECKED: u8 = 2;
+
+impl Damage<'_> {
+    fn apply(&self) -> Vec<u8> {
+        let mut bytes = DATABASE.clone();
+        for change in self.changes.chunks_exact(4) {
+            let place = usize::from(change[0]) << 16 | usize::from(change[1]) << 8 | usize::from(change[2]);
+            let place = place % bytes.len();
+            bytes[place] ^= change[3];
+        }
+        bytes.truncate(bytes.len().saturating_sub(self.cut));
+        if self.flags & UNCHECKED == 0 {
+            let of = if self.flags & REHASHED == 0 { DATABASE.as_slice() } else { bytes.as_slice() };
+            let mut hashing = Hashing::new(of);
+            std::io::copy(&mut hashing, &mut std::io::sink()).expect("memory can be read");
+            bytes.extend(hashing.checksum());
+        }
+        bytes
+    }
+}
+
+/// A snapshot, or a database file, that is cut, changed or both, see [`Damage`].
+pub fn snapshot(data: &[u8]) {
+    let [flags, high, low, changes @ ..] = data else { return };
+    let damage = Damage { flags: *flags, cut: usize::from(*high) << 8 | usize::from(*low), changes };
+    let bytes = damage.apply();
+    let folder = tempfile::tempdir_in(memory()).expect("a folder can be made");
+    let file = folder.path().join("given.db");
+    std::fs::write(&file, &bytes).expect("a file can be written");
+    let check = if damage.flags & UNCHECKED == 0 { HashCheck::Verify } else { HashCheck::Skip };
+    let told = RUNTIME.block_on(snapshot::status(&file, check));
+    let is_whole = bytes.starts_with(&DATABASE);
+    match told {
+        Ok(status) => {
+            assert!(is_whole || check == HashCheck::Skip || damage.flags & REHASHED != 0, "damage passed: {status:?}");
+        }
+        Err(error) => {
+            assert!(!is_whole, "{error}");
+            assert!(error.to_string().contains("given.db"), "an error names the file: {error}");
+        }
+    }
+}
+
+fn memory() -> &'static Path {
+    let memory = Path::new("/dev/shm");
+    if memory.is_dir() { memory } else { Path::new("/tmp") }
+}
+
+fn request_seeds() -> Vec<Vec<u8>> {
+    let kinds = 0..u8::try_from(DECODERS.len()).unwrap_or(u8::MAX);
+    let range =
+        pb::RangeRequest { key: "a".into(), range_end: "b".into(), limit: 3, revision: 7, ..Default::default() };
+    let watch = pb::WatchCreateRequest { key: "a".into(), filters: vec![0, 1], watch_id: 9, ..Default::default() };
+    let user = pb::AuthUserAddRequest { name: "n".into(), password: "p".into(), ..Default::default() };
+    let wires = [range.encode_to_vec(), watch.encode_to_vec(), user.encode_to_vec(), Vec::new()];
+    kinds.zip(wires.into_iter().cycle()).map(|(kind, wire)| [vec![kind], wire].concat()).collect()
+}
+
+fn txn_seeds() -> Vec<Vec<u8>> {
+    let op = |request| pb::RequestOp { request: Some(request) };
+    let put = |key: &'static str| op(Request::RequestPut(pb::PutRequest { key: key.into(), ..Default::default() }));
+    let delete = |key: &'static str, end: &'static str| {
+        op(Request::RequestDeleteRange(pb::DeleteRangeRequest {
+            key: key.into(),
+            range_end: end.into(),
+            prev_kv: true,
+        }))
+    };
+    let range = |key: &'static str, end: &'static str| {
+        op(Request::RequestRange(pb::RangeRequest { key: key.into(), range_end: end.into(), ..Default::default() }))
+    };
+    let compare =
+        |target, union| pb::Compare { key: "a".into(), target, target_union: Some(union), ..Default::default() };
+    use pb::compare::TargetUnion;
+    let compares = vec![
+        compare(0, TargetUnion::Version(2)),
+        compare(1, TargetUnion::CreateRevision(2)),
+        compare(2, TargetUnion::ModRevision(4)),
+        compare(3, TargetUnion::Value("value".into())),
+        compare(4, TargetUnion::Lease(0)),
+    ];
+    let nested =
+        |success, failure| op(Request::RequestTxn(pb::TxnRequest { compare: compares.clone(), success, failure }));
+    let branches = [
+        vec![put("a"), put("e"), range("a", "\0")],
+        vec![delete("a", "c"), delete("b", "d"), put("d"), range("b", "")],
+        vec![range("c", "a"), delete("c", "a"), delete("a", "\0"), put("a")],
+        vec![nested(vec![put("a"), delete("x", "z")], vec![put("a")]), nested(vec![put("y")], vec![range("a", "b")])],
+    ];
+    let request =
+        |success: Vec<pb::RequestOp>| pb::TxnRequest { compare: compares.clone(), success, failure: vec![put("f")] };
+    branches.map(|success| request(success).encode_to_vec()).to_vec()
+}
+
+fn gateway_seeds() -> Vec<Vec<u8>> {
+    let texts: [&str; 4] = [
+        r#"{"key":"Zm9v","range_end":"Zm9w","limit":"3","sort_order":"DESCEND","keys_only":true}"#,
+        r#"{"compare":[{"target":"CREATE","key":"Zm9v","createRevision":"2"}],"success":[{"requestPut":{"key":"Zm9v","value":"YmFy"}}]}"#,
+        r#"{"create_request":{"key":"Zm9v","start_revision":"1","filters":["NOPUT"]}} {"cancel_request":{"watch_id":"7"}}"#,
+        r#"{"ID":7,"TTL":"600","name":"n","unknown":[{"a":"}\""}],"options":null}"#,
+    ];
+    let kinds = MESSAGES.len().min(usize::from(u8::MAX));
+    let of = |kind: usize, form: u8, bytes: &[u8]| [&[kind as u8, form], bytes].concat();
+    let json = (0..kinds).map(|kind| of(kind, 0, texts[kind % texts.len()].as_bytes()));
+    let txn = txn_seeds().remove(3);
+    let wire = (0..kinds).step_by(5).map(|kind| of(kind, 1, &txn));
+    let bodies = texts.iter().map(|text| of(0, 2, text.repeat(3).as_bytes()));
+    json.chain(wire).chain(bodies).collect()
+}
+
+fn settings_seeds() -> Vec<Vec<u8>> {
+    let texts = [
+        "name = \"n\"\nmax-txn-ops = 5\nlisten-client-urls = [\"http://127.0.0.1:1\", \"unix:///x\"]\nauto-compaction-retention = \"10m\"\n",
+        "name: n\nmax-request-bytes: 1000\nlisten-address: \":2379\"\nquota-backend-bytes: -1\nmetrics: extensive\n",
+        "name=7\nmax-txn-ops=5\nunix-socket-mode=0660\ngrpc-keepalive-interval=1h30m\ndatastore-endpoint=sqlite://x\n",
+        "--name\nn\n--max-txn-ops\n9\n--listen-client-urls\nhttps://[::1]:2379\n--cert-file\nc\n--key-file\nk\n--auto-compaction-mode\nrevision\n",
+        "datastore-endpoint = \"postgres://a:b@c:1/d\"\ncipher-suites = \"TLS_AES_128_GCM_SHA256\"\ntls-min-version = \"TLS1.3\"\n",
+        "trusted-ca-file: a\ncert-file: b\nkey-file: c\nclient-cert-auth: true\nself-signed-cert-validity: 5\nlog-format: json\n",
+    ];
+    let sources = [0, 1, 2, 3, 0, 1];
+    sources.into_iter().zip(texts).map(|(source, text)| [&[source], text.as_bytes()].concat()).collect()
+}
+
+fn snapshot_seeds() -> Vec<Vec<u8>> {
+    let size = DATABASE.len();
+    let page = 4096;
+    let mut seeds = vec![vec![0, 0, 0], vec![REHASHED, 0, 0], vec![UNCHECKED, 0, 0]];
+    for flags in [0, REHASHED, UNCHECKED] {
+        for cut in [1_u16, 32, 512, 4096, 8192] {
+            seeds.push([&[flags], &cut.to_be_bytes()[..]].concat());
+        }
+        // The header of the file and of each page.
+        for place in [18, 28, 60, 68, 96, 100].into_iter().chain((page..size).step_by(page)) {
+            let [_, place @ ..] = u32::try_from(place).unwrap_or(0).to_be_bytes();
+            seeds.push([&[flags, 0, 0], &place[..], &[4]].concat());
+        }
+    }
+    seeds
+}

@@ -1,0 +1,89 @@
+//! The short form of fuzzing: every target on its seeds and on seeded mutations of them; `ORLOP_FUZZ_SECS` makes it longer.
+
+use std::time::{Duration, Instant};
+
+use super::fuzz::{TARGETS, Target};
+
+/// A small generator of numbers, so that a failure can be repeated.
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let mixed = (self.0 >> 33) ^ self.0;
+        mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 16
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        usize::try_from(self.next() % end.max(1) as u64).expect("below a usize")
+    }
+}
+
+/// Some bytes changed, removed, doubled, put in, or taken from another seed.
+fn mutated(seeds: &[Vec<u8>], numbers: &mut Numbers) -> Vec<u8> {
+    let mut data = seeds[numbers.below(seeds.len())].clone();
+    for _ in 0..=numbers.below(4) {
+        let at = numbers.below(data.len() + 1);
+        let len = numbers.below(8).min(data.len() - at);
+        match numbers.below(6) {
+            0 if at < data.len() => data[at] ^= 1 << numbers.below(8),
+            1 if at < data.len() => data[at] = [0, 1, 0x7f, 0x80, 0xff][numbers.below(5)],
+            2 => drop(data.drain(at..at + len)),
+            3 => {
+                let copy = data[at..at + len].to_vec();
+                data.splice(at..at, copy);
+            }
+            4 => {
+                let other = &seeds[numbers.below(seeds.len())];
+                data.truncate(at);
+                data.extend_from_slice(&other[numbers.below(other.len() + 1).min(other.len())..]);
+            }
+            _ => data.insert(at, numbers.below(256) as u8),
+        }
+    }
+    data
+}
+
+fn hold(name: &str, mutations: usize) {
+    let Target { run, seeds, .. } = TARGETS.iter().find(|target| target.name == name).expect("a target");
+    let seeds = seeds();
+    assert!(!seeds.is_empty());
+    seeds.iter().for_each(|seed| run(seed));
+    let mut numbers = Numbers(7);
+    let secs: u64 = std::env::var("ORLOP_FUZZ_SECS").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
+    let until = Instant::now() + Duration::from_secs(secs);
+    let mut number = 0;
+    while number < mutations || Instant::now() < until {
+        number += 1;
+        let data = mutated(&seeds, &mut numbers);
+        if std::panic::catch_unwind(|| run(&data)).is_err() {
+            panic!("{name}, mutation {number}: \"{}\"", data.escape_ascii());
+        }
+    }
+    println!("{name}: {} seeds, {number} mutations", seeds.len());
+}
+
+#[test]
+fn requests_are_decoded_and_checked_whatever_they_are() {
+    hold("requests", 20_000);
+}
+
+#[test]
+fn transactions_are_checked_and_evaluated_whatever_they_are() {
+    hold("txn", 20_000);
+}
+
+#[test]
+fn gateway_reads_and_writes_whatever_it_is_given() {
+    hold("gateway", 20_000);
+}
+
+#[test]
+fn settings_are_read_or_refused_whatever_they_are() {
+    hold("settings", 10_000);
+}
+
+#[test]
+fn snapshots_that_are_damaged_are_refused_by_name() {
+    hold("snapshot", 300);
+}

@@ -1,0 +1,203 @@
+//! Database files that are cut off, changed by a bit, or another version's: a start refuses them by their name, or serves all
+//! that was in them. Nothing in between.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader, Read as _},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use orlop::proto::client::{
+    etcdserverpb::{LeaseGrantRequest, PutRequest, RangeRequest},
+    mvccpb::KeyValue,
+};
+use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _, Executor as _, sqlite::SqliteConnectOptions};
+use tempfile::TempDir;
+
+use crate::support::{Backend, Client, Postgres, Server};
+
+/// SQLite's.
+const PAGE: usize = 4_096;
+
+/// What came of a start.
+#[derive(Debug)]
+enum Start {
+    Refused(String),
+    Served(Vec<KeyValue>),
+    /// It serves, and says that it cannot read what it is asked for.
+    Unreadable(String),
+}
+
+/// Keys of one page and of several, versions, a lease.
+async fn store() -> (TempDir, Vec<u8>, Vec<KeyValue>) {
+    let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let mut client = Client::connect(server.endpoint()).await;
+    client.lease.lease_grant(LeaseGrantRequest { ttl: 5_000, id: 7 }).await.expect("a lease");
+    for number in 0..120_u8 {
+        let key = format!("key/{}", number % 50).into();
+        let bytes = if number % 10 == 0 { 9_000 } else { 100 };
+        let put =
+            PutRequest { key, value: vec![number; bytes].into(), lease: i64::from(number % 7), ..Default::default() };
+        let put = if put.lease == 0 { PutRequest { lease: 7, ..put } } else { PutRequest { lease: 0, ..put } };
+        client.kv.put(put).await.expect("a put");
+    }
+    let kvs = everything(server.endpoint()).await.expect("a range");
+    assert!(server.terminate().await.success());
+    let bytes = fs::read(server.data_dir().join("orlop.db")).expect("the database is there");
+    (tempfile::tempdir().expect("a folder"), bytes, kvs)
+}
+
+async fn everything(endpoint: &str) -> Result<Vec<KeyValue>, tonic::Status> {
+    let range = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
+    let mut client = Client::connect(endpoint).await;
+    client.kv.range(range).await.map(|answer| answer.into_inner().kvs)
+}
+
+async fn start(folder: &Path, bytes: &[u8]) -> Start {
+    for old in fs::read_dir(folder).expect("a folder") {
+        let old: PathBuf = old.expect("an entry").path();
+        if old.is_file() {
+            fs::remove_file(old).expect("a file can be removed");
+        }
+    }
+    let file = folder.join("given.db");
+    fs::write(&file, bytes).expect("a file can be written");
+    let endpoint = format!("sqlite://{}", file.display());
+    let mut orlop = Command::new(env!("CARGO_BIN_EXE_orlop"))
+        .args(["--listen-client-urls", "http://127.0.0.1:0", "--log-level", "error", "--datastore-endpoint", &endpoint])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("orlop is built with the tests");
+    let mut line = String::new();
+    let mut stdout = BufReader::new(orlop.stdout.take().expect("stdout is piped"));
+    stdout.read_line(&mut line).expect("it serves, or ends");
+    let told = match line.trim().rsplit(' ').next().filter(|url| !url.is_empty()) {
+        Some(url) => Some(everything(url).await),
+        None => None,
+    };
+    orlop.kill().expect("our child can be ended");
+    let mut text = String::new();
+    orlop.stderr.take().expect("stderr is piped").read_to_string(&mut text).expect("text");
+    orlop.wait().expect("our child can be waited for");
+    assert!(!text.contains("panicked"), "{text}");
+    match told {
+        None => Start::Refused(text),
+        Some(Ok(kvs)) => Start::Served(kvs),
+        Some(Err(status)) => Start::Unreadable(status.to_string()),
+    }
+}
+
+/// Keys and what is known of them; a value has no checksum, so that a bit in one passes.
+fn without_values(kvs: &[KeyValue]) -> Vec<KeyValue> {
+    kvs.iter().map(|kv| KeyValue { value: Default::default(), ..kv.clone() }).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn file_that_is_cut_off_is_refused() {
+    let (folder, whole, kvs) = store().await;
+    assert!(matches!(start(folder.path(), &whole).await, Start::Served(served) if served == kvs));
+    let pages = whole.len() / PAGE;
+    let mut lengths = vec![1, 15, 16, 99, 100, 511, 512, 1_024, PAGE - 1, PAGE, PAGE + 1, whole.len() - 1];
+    lengths.extend([pages / 4, pages / 2, pages - 1].map(|pages| pages * PAGE));
+    lengths.push(whole.len() - PAGE - 512);
+    for length in lengths {
+        let Start::Refused(text) = start(folder.path(), &whole[..length]).await else {
+            panic!("the first {length} of {} bytes are served", whole.len())
+        };
+        assert!(text.contains("given.db"), "{length}: {text}");
+    }
+}
+
+/// The file's header, and of each page its kind, the number of its cells, the place of the first one, and its last byte.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bit_that_was_flipped_is_refused_or_in_a_value() {
+    let (folder, whole, kvs) = store().await;
+    let mut places: Vec<usize> = vec![0, 16, 18, 21, 28, 31, 40, 47, 56, 59, 100, 104];
+    for page in 1..whole.len() / PAGE {
+        places.extend([0, 4, 9, PAGE - 1].map(|place| page * PAGE + place));
+    }
+    let (mut refused, mut served) = (0, 0);
+    for place in places {
+        let mut bytes = whole.clone();
+        bytes[place] ^= 4;
+        match start(folder.path(), &bytes).await {
+            Start::Refused(text) => {
+                assert!(text.contains("given.db"), "byte {place}: {text}");
+                refused += 1;
+            }
+            Start::Served(found) => {
+                let (found, whole) = (without_values(&found), without_values(&kvs));
+                // With fewer cells in its last page the log ends earlier, which nothing else tells: a known limit of checks.
+                let may_end_early = place > PAGE && place % PAGE == 4;
+                let newest = found.iter().map(|kv| kv.mod_revision).max();
+                let left = whole.iter().filter(|kv| Some(kv.mod_revision) <= newest);
+                assert!(
+                    found == whole
+                        || (may_end_early && left.clone().count() > 0 && left.clone().all(|kv| found.contains(kv))),
+                    "byte {place}: {} of {} keys are as they were",
+                    found.iter().filter(|kv| whole.contains(kv)).count(),
+                    whole.len()
+                );
+                served += 1;
+            }
+            Start::Unreadable(status) => {
+                assert!(status.contains("corrupt") || status.contains("no leader"), "byte {place}: {status}");
+                served += 1;
+            }
+        }
+    }
+    println!("{refused} refused, {served} served");
+    assert!(refused > 10, "{refused} are refused");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn file_of_a_newer_version_is_refused() {
+    let (folder, whole, _) = store().await;
+    let other = tempfile::tempdir().expect("a folder");
+    let file = other.path().join("newer.db");
+    for (sql, because) in [
+        (
+            "UPDATE _sqlx_migrations SET version = 9999 WHERE version = (SELECT max(version) FROM _sqlx_migrations)",
+            "newer",
+        ),
+        (
+            "INSERT INTO _sqlx_migrations SELECT 9999, description, installed_on, success, checksum, execution_time \
+             FROM _sqlx_migrations LIMIT 1",
+            "newer version of orlop: it has the schema 9999",
+        ),
+        ("UPDATE _sqlx_migrations SET checksum = x'00'", "another version of orlop"),
+    ] {
+        fs::write(&file, &whole).expect("a file can be written");
+        let options = SqliteConnectOptions::new().filename(&file);
+        let mut connection = options.connect().await.expect("the file opens");
+        connection.execute(AssertSqlSafe(sql)).await.expect("a statement");
+        connection.close().await.expect("it closes");
+        let Start::Refused(text) = start(folder.path(), &fs::read(&file).expect("a file can be read")).await else {
+            panic!("it is served")
+        };
+        assert!(text.contains("given.db") && text.contains(because), "{sql}: {text}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn postgres_of_a_newer_version_is_refused() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    assert!(Server::orlop_on(&datastore, &[]).await.terminate().await.success());
+    let name = datastore.rsplit('/').next().expect("a database").to_owned();
+    let mut connection = sqlx::PgConnection::connect(&datastore).await.expect("the database is there");
+    let newer = "INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time) \
+                 VALUES (9999, 'newer', true, '', 0)";
+    connection.execute(newer).await.expect("a statement");
+    connection.close().await.expect("it closes");
+    let output = Command::new("timeout")
+        .args(["20", env!("CARGO_BIN_EXE_orlop"), "--listen-client-urls", "http://127.0.0.1:0"])
+        .args(["--datastore-endpoint", &datastore, "--data-dir", "unused"])
+        .output()
+        .expect("orlop is built with the tests");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains(&name) && text.contains("newer version of orlop: it has the schema 9999"), "{text}");
+}

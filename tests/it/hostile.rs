@@ -1,0 +1,499 @@
+//! Clients that mean harm, or behave as if they did: memory stays bounded, others are served, and what they held is let go.
+//!
+//! Each test prints a row: attack, backend, the server's memory before and at its peak (MiB), and the bystander's p99 for a
+//! put and a get before and during (ms). `ORLOP_HOSTILE_LONG=1` makes the attacks as large as docs/reliability.md tells.
+
+mod arena;
+mod wire;
+
+use std::time::Duration;
+
+use orlop::proto::client::etcdserverpb::{
+    Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, RequestOp,
+    SnapshotRequest, TxnRequest, WatchCreateRequest, WatchRequest, request_op::Request, watch_request::RequestUnion,
+};
+use prost::Message as _;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    task::JoinSet,
+    time::timeout,
+};
+use tonic::Code;
+
+use self::{
+    arena::{Arena, sized},
+    wire::{
+        CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS, Wire, frame, headers,
+    },
+};
+use crate::support::{Authority, Backend, DEADLINE, Stream, eventually, everything, on_both_backends};
+
+const RANGE: &str = "/etcdserverpb.KV/Range";
+const PUT: &str = "/etcdserverpb.KV/Put";
+const WATCH: &str = "/etcdserverpb.Watch/Watch";
+const SNAPSHOT: &str = "/etcdserverpb.Maintenance/Snapshot";
+
+fn put(key: &str, bytes: usize) -> PutRequest {
+    PutRequest { key: key.to_owned().into(), value: vec![b'v'; bytes].into(), ..Default::default() }
+}
+
+fn all() -> RangeRequest {
+    RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() }
+}
+
+/// Keys with values of so many bytes each.
+async fn fill(arena: &mut Arena, keys: usize, bytes: usize) {
+    let mut clients = JoinSet::new();
+    for client in 0..8 {
+        let mut kv = arena.client().await.kv;
+        clients.spawn(async move {
+            for number in (client..keys).step_by(8) {
+                kv.put(put(&format!("k{number:06}"), bytes)).await.expect("a put");
+            }
+        });
+    }
+    while let Some(done) = clients.join_next().await {
+        done.expect("it is filled");
+    }
+    arena.look().await;
+}
+
+async fn connections(arena: &Arena, count: usize, say: &[u8]) -> Vec<Wire> {
+    let mut all = Vec::new();
+    for _ in 0..count {
+        let mut wire = Wire::tcp(arena.endpoint()).await;
+        assert!(wire.send(say).await);
+        all.push(wire);
+    }
+    all
+}
+
+async fn connections_that_say_nothing_or_half_a_word_are_closed(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let mut held = connections(&arena, sized(200, 3_000), b"").await;
+    held.extend(connections(&arena, sized(200, 3_000), &PREFACE[..10]).await);
+    held.extend(connections(&arena, sized(100, 1_000), b"POST /v3/kv/").await);
+    arena.withstands("connections that say nothing, or half a word", 300, ()).await;
+    drop(held);
+}
+
+/// A byte now and then is not enough either.
+async fn slow_loris_is_closed(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let mut drips = JoinSet::new();
+    for number in 0..sized(200, 2_000) {
+        let mut wire = Wire::tcp(arena.endpoint()).await;
+        let http1 = format!("GET /health HTTP/1.1\r\nhost: x\r\n{}", "x: y\r\n".repeat(1_000));
+        let text = if number % 2 == 0 { PREFACE.to_vec() } else { http1.into_bytes() };
+        drips.spawn(async move {
+            for byte in text {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                if wire.0.write_all(&[byte]).await.is_err() {
+                    return;
+                }
+            }
+            // The preface is whole; nothing follows.
+            wire.ended().await;
+        });
+    }
+    arena.withstands("a byte a second", 300, ()).await;
+    let all_closed = async { while drips.join_next().await.is_some() {} };
+    timeout(DEADLINE * 3, all_closed).await.expect("each is closed, though it still sends");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn handshakes_that_are_not_finished_keep_nobody_out() {
+    let Some(authority) = Authority::new() else { return };
+    let certificate = authority.sign("server", 30);
+    let [cert, key] = [&certificate.cert, &certificate.key].map(|file| file.to_str().expect("a path in UTF-8"));
+    // Known beforehand, as the first address alone is told.
+    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a free port");
+    let (tls, both) = (format!("https://{free}"), format!("http://127.0.0.1:0,https://{free}"));
+    let flags = ["--cert-file", cert, "--key-file", key, "--listen-client-urls", &both];
+    let Some(mut arena) = Arena::new(Backend::Sqlite, &flags).await else { return };
+    let mut held = Vec::new();
+    for _ in 0..sized(700, 3_000) {
+        let mut wire = Wire::tcp(&tls).await;
+        // The begin of a ClientHello.
+        assert!(wire.send(&[22, 3, 1, 1, 0, 1]).await);
+        held.push(wire);
+    }
+    // One who comes now is served at once, not when the others have run out of time.
+    let address = wire::address(&tls).to_owned();
+    let version = tokio::process::Command::new("curl")
+        .args(["--silent", "--insecure", "--max-time", "5", &format!("https://{address}/version")])
+        .output();
+    let version = version.await.expect("curl can be started");
+    assert!(version.status.success(), "{version:?}");
+    arena.withstands("TLS handshakes never finished", 300, ()).await;
+    drop(held);
+}
+
+async fn half_open_connections_cost_little(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let settings = [PREFACE.to_vec(), frame(SETTINGS, 0, 0, &[])].concat();
+    let mut held = connections(&arena, sized(300, 3_000), &settings).await;
+    let endless = [settings, frame(HEADERS, 0, 1, &headers(PUT, &[]))].concat();
+    held.extend(connections(&arena, sized(300, 3_000), &endless).await);
+    arena.withstands("HTTP/2 connections that fall silent", 400, held).await;
+}
+
+async fn floods_end_with_their_connection_or_do_no_harm(backend: Backend) {
+    let count = sized(20_000, 1_000_000);
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let resets = |number: usize| {
+        let stream = u32::try_from(2 * number + 1).expect("a stream's number");
+        let head = frame(HEADERS, END_HEADERS, stream, &headers(RANGE, &[]));
+        [head, frame(RST_STREAM, 0, stream, &8_u32.to_be_bytes())].concat()
+    };
+    // Memory, and what the server has to say to it: nothing (it answers for ever) or ENHANCE_YOUR_CALM.
+    type Flood<'a> = (&'static str, &'a dyn Fn(usize) -> Vec<u8>, Option<u32>);
+    let floods: [Flood<'_>; 3] = [
+        ("HEADERS and RST_STREAM", &resets, Some(11)),
+        ("PING", &|_| frame(PING, 0, 0, &[7; 8]), None),
+        ("SETTINGS", &|_| frame(SETTINGS, 0, 0, &[]), None),
+    ];
+    for (name, one, error) in floods {
+        let mut wire = Wire::open(arena.endpoint()).await;
+        let mut taken = true;
+        for chunk in 0..count / 1_000 {
+            let frames: Vec<u8> = (chunk * 1_000..(chunk + 1) * 1_000).flat_map(one).collect();
+            // Who is flooded and cannot answer stops reading.
+            taken = matches!(timeout(Duration::from_secs(3), wire.0.write_all(&frames)).await, Ok(Ok(())));
+            if !taken {
+                break;
+            }
+        }
+        println!("{name}: taken {taken}");
+        if error.is_some() {
+            assert!(!taken || wire.ended().await == error, "{name}");
+        }
+        arena.withstands(&format!("{name} flood"), 300, wire).await;
+    }
+}
+
+async fn metadata_has_a_limit(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    // Within the limit it is passed on, above it the call is refused and the connection lives.
+    let long = "x".repeat(20_000);
+    let mut wire = Wire::open(arena.endpoint()).await;
+    let block = headers(PUT, &[("x-long", &long)]);
+    let (first, second) = block.split_at(16_000);
+    let refused = [frame(HEADERS, END_STREAM, 1, first), frame(CONTINUATION, END_HEADERS, 1, second)].concat();
+    assert!(wire.send(&refused).await);
+    assert!(wire.call(3, RANGE, &all().encode_to_vec(), END_STREAM).await, "the connection lives");
+    // A block that never ends is cut off.
+    let mut endless = Wire::open(arena.endpoint()).await;
+    let mut taken = endless.send(&frame(HEADERS, 0, 1, &headers(PUT, &[]))).await;
+    for _ in 0..sized(2_000, 20_000) {
+        taken = taken && endless.send(&frame(CONTINUATION, 0, 1, &[0, 1, b'x', 100, b'y'].repeat(100))).await;
+    }
+    assert!(!taken || endless.ended().await.is_some(), "a header block of 10 MiB is refused");
+    arena.withstands("metadata without end", 300, wire).await;
+}
+
+/// Opens streams through `h2`, which keeps to the windows that the server grants.
+async fn streams(
+    endpoint: &str,
+    count: usize,
+    path: &'static str,
+    body: Vec<u8>,
+) -> (JoinSet<()>, Vec<h2::client::ResponseFuture>, Vec<h2::SendStream<bytes::Bytes>>) {
+    let tcp = tokio::net::TcpStream::connect(wire::address(endpoint)).await.expect("the server accepts");
+    let (client, connection) = h2::client::Builder::new()
+        .initial_window_size(0)
+        .max_concurrent_streams(1_000_000)
+        .initial_max_send_streams(1_000_000)
+        .handshake::<_, bytes::Bytes>(tcp)
+        .await
+        .expect("a handshake");
+    let mut tasks = JoinSet::new();
+    tasks.spawn(async move {
+        let _ = connection.await;
+    });
+    let (mut answers, mut senders) = (Vec::new(), Vec::new());
+    let mut client = client.ready().await.expect("ready");
+    let body = bytes::Bytes::from(body);
+    for _ in 0..count {
+        let request = http::Request::post(format!("http://x{path}"))
+            .header("content-type", "application/grpc")
+            .header("te", "trailers")
+            .body(())
+            .expect("a request");
+        client = client.ready().await.expect("ready");
+        let (answer, mut sender) = client.send_request(request, false).expect("a stream");
+        if !body.is_empty() {
+            sender.send_data(body.clone(), false).expect("data is queued");
+        }
+        answers.push(answer);
+        senders.push(sender);
+    }
+    (tasks, answers, senders)
+}
+
+async fn ten_thousand_streams_on_one_connection_are_served(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let watch = WatchRequest { request_union: Some(RequestUnion::CreateRequest(everything(0))) };
+    let body = wire::message(&watch.encode_to_vec());
+    let held = streams(arena.endpoint(), sized(10_000, 10_000), WATCH, body).await;
+    eventually("the streams are there", async || {
+        let metrics = crate::support::http_get(arena.endpoint(), "/metrics").await.body;
+        if metrics.contains("etcd_debugging_mvcc_watcher_total 10000") { Ok(()) } else { Err("not yet") }
+    })
+    .await;
+    arena.withstands("10,000 watch streams on one connection", 500, held).await;
+}
+
+/// A message is announced, most of it sent, and then nothing.
+async fn messages_that_are_not_finished_cost_bounded_memory(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let mut half = wire::message(&vec![0; 1 << 20]);
+    half.truncate(1_000_000);
+    let held = streams(arena.endpoint(), sized(2_000, 10_000), PUT, half.clone()).await;
+    let lease = "/etcdserverpb.Lease/LeaseKeepAlive";
+    let more = streams(arena.endpoint(), sized(1_000, 5_000), lease, half).await;
+    // They come in while the bystander is at it.
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    arena.withstands("megabytes of messages never finished", 800, (held, more)).await;
+}
+
+async fn messages_that_are_too_long_are_refused(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let mut client = arena.client().await;
+    let long = put("k", 100 << 20);
+    for _ in 0..3 {
+        let refused = client.kv.put(long.clone()).await.expect_err("100 MiB are too much");
+        assert_eq!(refused.code(), Code::ResourceExhausted, "{refused:?}");
+        assert!(refused.message().starts_with("grpc: received message larger than max"), "{refused:?}");
+    }
+    // What is compressed could be anything.
+    let (tasks, mut answers, _senders) = streams(arena.endpoint(), 1, PUT, vec![1, 0, 0, 0, 1, 0]).await;
+    let answer = timeout(DEADLINE, answers.remove(0)).await.expect("in time").expect("an answer");
+    assert_eq!(answer.headers().get("grpc-status").map(|status| status.as_bytes()), Some(&b"12"[..]));
+    drop(tasks);
+    arena.withstands("a message of 100 MiB", 300, ()).await;
+}
+
+async fn watches_that_are_not_read_cost_bounded_memory(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    // Each stream has a range of its own, so that nothing is shared.
+    let mut held = Vec::new();
+    let mut wire = Wire::open(arena.endpoint()).await;
+    for number in 0..sized(200, 2_000) {
+        let stream = u32::try_from(2 * number + 1).expect("a stream's number");
+        let watch = WatchCreateRequest {
+            key: "k".into(),
+            range_end: format!("z{number}").into(),
+            prev_kv: number % 2 == 0,
+            ..Default::default()
+        };
+        let watch = WatchRequest { request_union: Some(RequestUnion::CreateRequest(watch)) };
+        assert!(wire.call(stream, WATCH, &watch.encode_to_vec(), 0).await);
+    }
+    held.push(wire);
+    let mut writer = arena.client().await.kv;
+    for _ in 0..sized(200, 1_000) {
+        timeout(DEADLINE, writer.put(put("k", 100_000))).await.expect("in time").expect("a put");
+    }
+    arena.withstands("watch streams that are never read", 1_000, held).await;
+}
+
+async fn ten_thousand_watches_on_a_stream_are_served(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let mut client = arena.client().await;
+    let mut stream = Stream::open(&mut client).await;
+    for number in 0..10_000 {
+        let key = format!("k{number}");
+        stream.create(WatchCreateRequest { key: key.into(), ..Default::default() }).await;
+    }
+    client.kv.put(put("k777", 10)).await.expect("a put");
+    assert_eq!(stream.next().await.events.len(), 1);
+    arena.withstands("10,000 watches on a stream", 300, (stream, client)).await;
+}
+
+async fn ranges_over_everything_cost_bounded_memory(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &["--value-cache-bytes", "8388608"]).await else { return };
+    fill(&mut arena, sized(400, 2_000), 50_000).await;
+    let mut readers = JoinSet::new();
+    for _ in 0..64 {
+        let mut kv = arena.client().await.kv;
+        readers.spawn(async move {
+            loop {
+                // Who comes when there is no room is told to come again.
+                if let Err(status) = kv.range(all()).await {
+                    assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
+                    tokio::task::yield_now().await;
+                }
+            }
+        });
+    }
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    arena.withstands("64 clients that range over everything", 1_500, readers).await;
+}
+
+async fn answers_that_are_not_read_cost_bounded_memory(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &["--value-cache-bytes", "8388608"]).await else { return };
+    fill(&mut arena, sized(400, 2_000), 50_000).await;
+    let mut held = Vec::new();
+    for _ in 0..sized(64, 256) {
+        let mut wire = Wire::open(arena.endpoint()).await;
+        for stream in [1, 3, 5, 7] {
+            assert!(wire.call(stream, RANGE, &all().encode_to_vec(), END_STREAM).await);
+        }
+        held.push(wire);
+    }
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    arena.withstands("ranges over everything, never read", 1_500, held).await;
+}
+
+fn op(request: Request) -> RequestOp {
+    RequestOp { request: Some(request) }
+}
+
+async fn transactions_that_are_huge_or_deep_are_refused_at_once(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let number = |number: usize| number.to_string();
+    let delete =
+        |at: usize| DeleteRangeRequest { key: number(at).into(), range_end: number(at + 1).into(), prev_kv: false };
+    let many: Vec<RequestOp> = (0..45_000)
+        .flat_map(|at| {
+            let put = PutRequest { key: format!("p{at}").into(), ..Default::default() };
+            [op(Request::RequestDeleteRange(delete(100_000 + 2 * at))), op(Request::RequestPut(put))]
+        })
+        .collect();
+    // Below the limit at each level, and still many.
+    let wide = |inner: Vec<RequestOp>| {
+        let txn = TxnRequest { success: inner, ..Default::default() };
+        (0..30).map(|_| op(Request::RequestTxn(txn.clone()))).collect::<Vec<_>>()
+    };
+    let nested = wide(wide(wide(vec![op(Request::RequestDeleteRange(delete(0))); 3])));
+    let mut deep = vec![op(Request::RequestRange(all()))];
+    for _ in 0..40 {
+        let txn = TxnRequest { compare: vec![Compare::default()], success: deep, failure: Vec::new() };
+        deep = vec![op(Request::RequestTxn(txn))];
+    }
+    let mut attackers = JoinSet::new();
+    for success in [many, nested, deep] {
+        let request = TxnRequest { success, ..Default::default() };
+        println!("{} bytes", request.encoded_len());
+        let mut kv = arena.client().await.kv;
+        attackers.spawn(async move {
+            loop {
+                let _ = kv.txn(request.clone()).await;
+                tokio::task::yield_now().await;
+            }
+        });
+    }
+    arena.withstands("transactions of 90,000 operations, in a loop", 400, attackers).await;
+}
+
+async fn snapshots_that_are_not_read_hold_up_nobody(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    fill(&mut arena, 200, 10_000).await;
+    let mut held = Vec::new();
+    for _ in 0..sized(600, 600) {
+        let mut wire = Wire::open(arena.endpoint()).await;
+        assert!(wire.call(1, SNAPSHOT, &[], END_STREAM).await);
+        held.push(wire);
+    }
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    // What needs a thread of its own still gets one: another snapshot is taken.
+    let mut client = arena.client().await;
+    let whole = async {
+        loop {
+            let Ok(pieces) = client.maintenance.snapshot(SnapshotRequest {}).await else {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            };
+            let (mut pieces, mut bytes) = (pieces.into_inner(), 0);
+            while let Some(piece) = pieces.message().await.expect("a piece") {
+                bytes += piece.blob.len();
+            }
+            return bytes;
+        }
+    };
+    assert!(timeout(DEADLINE * 4, whole).await.expect("a snapshot in time") > 2_000_000);
+    arena.withstands("600 snapshots that are never read", 800, held).await;
+}
+
+async fn keep_alives_without_end_hold_up_nobody(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let mut client = arena.client().await;
+    let id = client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 0 }).await.expect("a lease").into_inner().id;
+    let body = wire::message(&LeaseKeepAliveRequest { id }.encode_to_vec());
+    let mut attackers = JoinSet::new();
+    for _ in 0..8 {
+        let mut wire = Wire::open(arena.endpoint()).await;
+        let head = frame(HEADERS, END_HEADERS, 1, &headers("/etcdserverpb.Lease/LeaseKeepAlive", &[]));
+        assert!(wire.send(&head).await);
+        // As much as the server's first window takes, without reading an answer.
+        let many = body.repeat(16_000 / body.len());
+        attackers.spawn(async move {
+            for _ in 0..100 {
+                if wire.0.write_all(&frame(DATA, 0, 1, &many)).await.is_err() {
+                    return;
+                }
+            }
+            std::future::pending::<()>().await;
+        });
+    }
+    arena.withstands("keep-alives without end", 300, attackers).await;
+}
+
+/// JSON in small pieces, each of which must not cost as much as all before it.
+async fn gateway_is_fed_without_end(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let mut attackers = JoinSet::new();
+    for path in ["watch", "kv/put", "lease/keepalive", "kv/txn"] {
+        for _ in 0..sized(8, 32) {
+            let mut wire = Wire::tcp(arena.endpoint()).await;
+            let head = format!("POST /v3/{path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n");
+            assert!(wire.send(head.as_bytes()).await);
+            assert!(wire.send(b"7\r\n{\"key\":\r\n1\r\n\"\r\n").await);
+            attackers.spawn(async move {
+                let piece = format!("100\r\n{}\r\n", "A".repeat(256)).repeat(16);
+                while wire.0.write_all(piece.as_bytes()).await.is_ok() {}
+                let mut answer = Vec::new();
+                let _ = wire.0.read_to_end(&mut answer).await;
+            });
+        }
+    }
+    arena.withstands("JSON without end", 900, attackers).await;
+}
+
+async fn gateway_watch_that_is_not_read_costs_bounded_memory(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let mut held = Vec::new();
+    for _ in 0..sized(50, 500) {
+        let mut wire = Wire::tcp(arena.endpoint()).await;
+        let body = r#"{"create_request":{"key":"AA==","range_end":"AA=="}}"#;
+        let head = format!("POST /v3/watch HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        assert!(wire.send(head.as_bytes()).await);
+        held.push(wire);
+    }
+    let mut writer = arena.client().await.kv;
+    for _ in 0..sized(200, 1_000) {
+        writer.put(put("k", 100_000)).await.expect("a put");
+    }
+    arena.withstands("gateway watches that are never read", 900, held).await;
+}
+
+on_both_backends!(
+    connections_that_say_nothing_or_half_a_word_are_closed,
+    slow_loris_is_closed,
+    half_open_connections_cost_little,
+    floods_end_with_their_connection_or_do_no_harm,
+    metadata_has_a_limit,
+    ten_thousand_streams_on_one_connection_are_served,
+    messages_that_are_not_finished_cost_bounded_memory,
+    messages_that_are_too_long_are_refused,
+    watches_that_are_not_read_cost_bounded_memory,
+    ten_thousand_watches_on_a_stream_are_served,
+    ranges_over_everything_cost_bounded_memory,
+    answers_that_are_not_read_cost_bounded_memory,
+    transactions_that_are_huge_or_deep_are_refused_at_once,
+    snapshots_that_are_not_read_hold_up_nobody,
+    keep_alives_without_end_hold_up_nobody,
+    gateway_is_fed_without_end,
+    gateway_watch_that_is_not_read_costs_bounded_memory,
+);

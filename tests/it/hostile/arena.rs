@@ -1,0 +1,118 @@
+//! A server that is attacked, and a client beside the attack that wants nothing special.
+
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
+
+use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use tokio::time::{timeout, timeout_at};
+
+use crate::support::{Backend, Client, DEADLINE, Server, eventually};
+
+/// Files that come and go by themselves: connections to the database, for example.
+const FILES_SLACK: usize = 16;
+
+pub struct Arena {
+    pub server: Server,
+    backend: Backend,
+    bystander: Client,
+    files: usize,
+    memory: u64,
+    before: Duration,
+}
+
+/// Whether the long form is asked for, whose figures are in docs/reliability.md.
+pub fn sized(usual: usize, long: usize) -> usize {
+    if std::env::var_os("ORLOP_HOSTILE_LONG").is_some() { long } else { usual }
+}
+
+impl Arena {
+    pub async fn new(backend: Backend, flags: &[&str]) -> Option<Self> {
+        let server = Server::orlop_with(backend, flags).await?;
+        let bystander = Client::connect(server.endpoint()).await;
+        let mut arena = Self { server, backend, bystander, files: 0, memory: 0, before: Duration::ZERO };
+        arena.look().await;
+        Some(arena)
+    }
+
+    pub fn endpoint(&self) -> &str {
+        self.server.endpoint()
+    }
+
+    pub async fn client(&self) -> Client {
+        Client::connect(self.endpoint()).await
+    }
+
+    /// How it is without the attack; again once there is more in the store.
+    pub async fn look(&mut self) {
+        self.before = self.bystander_p99().await;
+        self.files = self.open_files();
+        // From here on the peak is counted anew.
+        let _ = fs::write(format!("/proc/{}/clear_refs", self.server.pid()), "5");
+        self.memory = self.status("VmRSS:");
+    }
+
+    /// Puts and gets of a client that was there before; each must be answered in time.
+    async fn bystander_p99(&mut self) -> Duration {
+        let mut times = Vec::new();
+        let end = tokio::time::Instant::now() + DEADLINE * 4;
+        for number in 0..sized(60, 500) {
+            let began = Instant::now();
+            let put = PutRequest { key: "bystander".into(), value: vec![b'v'; 100].into(), ..Default::default() };
+            let get = RangeRequest { key: "bystander".into(), ..Default::default() };
+            let both = async {
+                self.bystander.kv.put(put).await.expect("a put beside the attack");
+                self.bystander.kv.range(get).await.expect("a get beside the attack").into_inner().kvs.len()
+            };
+            let found = timeout_at(end, both).await;
+            let found = found.unwrap_or_else(|_| panic!("call {number} of the bystander has no answer in time"));
+            assert_eq!(found, 1);
+            times.push(began.elapsed());
+        }
+        times.sort();
+        times[times.len() * 99 / 100]
+    }
+
+    /// While `held` holds on to what it has, others are served, one who comes anew among them, and memory is bounded. When
+    /// it lets go, so does the server.
+    pub async fn withstands<T>(&mut self, attack: &str, peak_mib_max: u64, held: T) {
+        let during = self.bystander_p99().await;
+        let newcomer = timeout(DEADLINE, self.client()).await;
+        assert!(newcomer.is_ok(), "who comes anew gets in");
+        drop(newcomer);
+        let peak = self.status("VmHWM:");
+        println!(
+            "| {attack} | {:?} | {} | {} | {:.1} | {:.1} |",
+            self.backend,
+            self.memory >> 10,
+            peak >> 10,
+            self.before.as_secs_f64() * 1e3,
+            during.as_secs_f64() * 1e3
+        );
+        assert!(peak >> 10 <= peak_mib_max, "{attack}: the server took {} MiB", peak >> 10);
+        drop(held);
+        self.lets_go().await;
+    }
+
+    /// No more files are open than before.
+    pub async fn lets_go(&self) {
+        eventually("files are closed", async || match self.open_files() {
+            many if many > self.files + FILES_SLACK => Err(format!("{many} after {}", self.files)),
+            _ => Ok(()),
+        })
+        .await;
+    }
+
+    pub fn open_files(&self) -> usize {
+        fs::read_dir(format!("/proc/{}/fd", self.server.pid())).expect("Linux tells of processes").count()
+    }
+
+    /// KiB.
+    fn status(&self, name: &str) -> u64 {
+        let status =
+            fs::read_to_string(format!("/proc/{}/status", self.server.pid())).expect("Linux tells of processes");
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("it has a size");
+        line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
+    }
+}

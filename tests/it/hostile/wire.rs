@@ -1,0 +1,119 @@
+//! HTTP/2 frame by frame, for what no client library would send.
+
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    time::timeout,
+};
+
+use crate::support::DEADLINE;
+
+pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+pub const DATA: u8 = 0;
+pub const HEADERS: u8 = 1;
+pub const RST_STREAM: u8 = 3;
+pub const SETTINGS: u8 = 4;
+pub const PING: u8 = 6;
+pub const WINDOW_UPDATE: u8 = 8;
+pub const CONTINUATION: u8 = 9;
+pub const END_STREAM: u8 = 1;
+pub const END_HEADERS: u8 = 4;
+
+/// A connection that says what it is told to.
+pub struct Wire(pub TcpStream);
+
+pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(payload.len()).expect("a frame is short").to_be_bytes();
+    [&len[1..], &[kind, flags], &stream.to_be_bytes()[..], payload].concat()
+}
+
+/// Of a gRPC call, with more headers; none is compressed.
+pub fn headers(path: &str, more: &[(&str, &str)]) -> Vec<u8> {
+    let usual = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", path),
+        (":authority", "x"),
+        ("content-type", "application/grpc"),
+        ("te", "trailers"),
+    ];
+    let mut block = Vec::new();
+    for (name, value) in usual.iter().chain(more) {
+        block.push(0);
+        for text in [name, value] {
+            length(&mut block, text.len());
+            block.extend_from_slice(text.as_bytes());
+        }
+    }
+    block
+}
+
+/// HPACK's number with a prefix of seven bits.
+fn length(block: &mut Vec<u8>, mut len: usize) {
+    if len < 127 {
+        return block.push(len as u8);
+    }
+    block.push(127);
+    len -= 127;
+    while len >= 128 {
+        block.push((len % 128) as u8 | 128);
+        len /= 128;
+    }
+    block.push(len as u8);
+}
+
+pub fn message(bytes: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(bytes.len()).expect("a message is short");
+    [&[0], &len.to_be_bytes()[..], bytes].concat()
+}
+
+pub fn address(endpoint: &str) -> &str {
+    endpoint.rsplit("//").next().expect("an endpoint is a URL")
+}
+
+impl Wire {
+    pub async fn tcp(endpoint: &str) -> Self {
+        Self(TcpStream::connect(address(endpoint)).await.expect("the server accepts"))
+    }
+
+    /// With the preface and settings sent: windows as large as can be.
+    pub async fn open(endpoint: &str) -> Self {
+        let mut wire = Self::tcp(endpoint).await;
+        let window = [&[0, 4], &0x7fff_ffff_u32.to_be_bytes()[..]].concat();
+        let start = [
+            PREFACE.to_vec(),
+            frame(SETTINGS, 0, 0, &window),
+            frame(WINDOW_UPDATE, 0, 0, &0x7000_0000_u32.to_be_bytes()),
+        ];
+        assert!(wire.send(&start.concat()).await, "the server reads a preface");
+        wire
+    }
+
+    /// False if the server does not want any more, or does not read.
+    pub async fn send(&mut self, bytes: &[u8]) -> bool {
+        matches!(timeout(DEADLINE, self.0.write_all(bytes)).await, Ok(Ok(())))
+    }
+
+    /// A whole call; nothing of its answer is read.
+    pub async fn call(&mut self, stream: u32, path: &str, body: &[u8], end: u8) -> bool {
+        let head = frame(HEADERS, END_HEADERS, stream, &headers(path, &[]));
+        self.send(&[head, frame(DATA, end, stream, &message(body))].concat()).await
+    }
+
+    /// Reads until the server ends the connection; returns the error of its GOAWAY, if it sent one.
+    pub async fn ended(&mut self) -> Option<u32> {
+        let mut all = Vec::new();
+        // A reset instead of an end is as good.
+        let _ = timeout(DEADLINE * 2, self.0.read_to_end(&mut all)).await.expect("the server ends the connection");
+        let (mut rest, mut error) = (&all[..], None);
+        while rest.len() >= 9 {
+            let len = u32::from_be_bytes([0, rest[0], rest[1], rest[2]]) as usize;
+            let payload = rest.get(9..9 + len)?;
+            if rest[3] == 7 {
+                error = Some(u32::from_be_bytes([payload[4], payload[5], payload[6], payload[7]]));
+            }
+            rest = &rest[9 + len..];
+        }
+        error
+    }
+}
