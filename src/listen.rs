@@ -30,9 +30,12 @@ use tonic::{
     service::Routes,
     transport::{Server, server::Connected},
 };
-use tracing::{debug, warn};
+use tracing::{debug, error, warn};
 
-use crate::config::{FileMode, ListenUrl, Scheme};
+use crate::{
+    config::{FileMode, ListenUrl, Scheme},
+    supervise::{caught, vital},
+};
 
 /// What a client may send on a stream, and on a connection, before it is read. Bytes.
 const STREAM_WINDOW: u32 = 2 << 20;
@@ -220,7 +223,7 @@ type TlsConnections<S> = ReceiverStream<io::Result<TlsConnection<S>>>;
 /// Those who have said who they are; nobody is accepted any more when the second is dropped.
 fn accept_tls<L: Accept>(socket: L, acceptor: Arc<tls::Acceptor>) -> (TlsConnections<L::Stream>, AbortOnDropHandle) {
     let (ready, connections) = mpsc::channel(1);
-    let accepting = tokio::spawn(shake_hands(socket, acceptor, ready));
+    let accepting = vital("the listener with TLS", shake_hands(socket, acceptor, ready));
     (ReceiverStream::new(connections), AbortOnDropHandle(accepting))
 }
 
@@ -243,12 +246,13 @@ async fn shake_hands<L: Accept>(
         let (stream, remote) = next_client(&socket).await;
         let (acceptor, ready) = (Arc::clone(&acceptor), ready.clone());
         tokio::spawn(async move {
-            let accepted = acceptor.accept(stream).await;
+            let accepted = caught(acceptor.accept(stream)).await;
             drop(handshake);
             match accepted {
                 // Nobody takes it any more once the server goes down.
-                Ok(stream) => drop(ready.send(Ok(TlsConnection(stream))).await),
-                Err(error) => debug!(%remote, %error, "rejected connection"),
+                Ok(Ok(stream)) => drop(ready.send(Ok(TlsConnection(stream))).await),
+                Ok(Err(error)) => debug!(%remote, %error, "rejected connection"),
+                Err(panic) => error!(%remote, place = panic.place, message = panic.message, "a handshake panicked"),
             }
         });
     }

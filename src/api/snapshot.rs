@@ -12,10 +12,11 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 use tracing::{error, info};
 
-use super::{Context, STORAGE_VERSION};
+use super::{Context, STORAGE_VERSION, status::panicked};
 use crate::{
     proto::server::etcdserverpb::SnapshotResponse,
     snapshot::{Hashing, Snapshot},
+    supervise::{catch, tell_request},
 };
 
 /// As etcd's.
@@ -38,7 +39,14 @@ impl Context {
         let (sender, pieces) = mpsc::channel(AHEAD_MAX);
         let times = self.store.metrics().maintenance.snapshot.clone();
         // The file is read, and hashed, off the threads that serve.
-        spawn_blocking(move || send(snapshot, &sender, &times));
+        let panics = self.store.metrics().rpc.panics.clone();
+        spawn_blocking(move || {
+            if let Err(panic) = catch(|| send(snapshot, &sender, &times)) {
+                tell_request(&panics, "/etcdserverpb.Maintenance/Snapshot", &panic);
+                // Who asked may be gone.
+                let _ = sender.blocking_send(Err(panicked()));
+            }
+        });
         Ok(Box::pin(ReceiverStream::new(pieces)))
     }
 }
