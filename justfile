@@ -61,6 +61,11 @@ simulate seeds="10000":
 torture times="300":
     ORLOP_TORTURE={{ times }} ORLOP_TORTURE_REPORT=target/torture.tsv cargo test --test it torture:: -- --nocapture --test-threads=1
 
+# Live a control plane's life for long, SQLite and Postgres at the same time; fails where something leaks: `just soak 60`.
+soak minutes="60" *args:
+    cargo build --release
+    target/release/orlop bench soak --minutes {{ minutes }} --work-dir target --output target/soak {{ args }}
+
 # How long the pure cores take with a million keys.
 bench-cores:
     cargo bench --features internals --bench time

@@ -78,6 +78,11 @@ impl Postgres {
         SHARED.get_or_init(|| Self::start(Fsync::Off)).await.as_ref()
     }
 
+    /// Whether the machine has its programs.
+    pub fn is_there() -> bool {
+        programs().is_some()
+    }
+
     /// One of the test's own, which it may stop.
     pub async fn start(fsync: Fsync) -> Option<Self> {
         Self::start_at(fsync, None, &[]).await
