@@ -65,6 +65,11 @@ torture times="300":
 hostile:
     ORLOP_HOSTILE_LONG=1 cargo test --test it hostile -- --nocapture --test-threads 1 | grep '^|'
 
+# Live a control plane's life for long, SQLite and Postgres at the same time; fails where something leaks: `just soak 60`.
+soak minutes="60" *args:
+    cargo build --release
+    target/release/orlop bench soak --minutes {{ minutes }} --work-dir target --output target/soak {{ args }}
+
 # How long the pure cores take with a million keys.
 bench-cores:
     cargo bench --features internals --bench time

@@ -24,6 +24,7 @@ mod maintenance;
 mod progress;
 mod range;
 mod report;
+mod soak;
 mod watch;
 mod wire;
 mod write;
@@ -61,6 +62,10 @@ enum Command {
     Run(Scenario),
     /// Compare Orlop on SQLite, Orlop on Postgres and a real etcd, each started here, under all these loads
     Compare(compare::Compare),
+    /// Do for long what kube-apiserver does, and look whether memory, files, descriptors and latency stay as they are
+    ///
+    /// Starts its servers itself, unless --endpoints names one that runs. Exit status 1 where something leaks.
+    Soak(soak::Soak),
 }
 
 #[derive(Debug, clap::Subcommand)]
@@ -105,6 +110,8 @@ pub enum Error {
     Interrupted,
     #[error("no operation succeeded: {0}")]
     NothingSucceeded(String),
+    #[error("not as it was: {0}")]
+    NotFlat(String),
     #[error("cannot read or write: {0}")]
     Io(#[from] io::Error),
 }
@@ -114,6 +121,7 @@ pub async fn run(args: Args) -> Result<(), Error> {
     match args.command {
         Command::Run(scenario) => run_scenario(&args.common, &scenario).await,
         Command::Compare(compare) => compare.run(&args.common).await,
+        Command::Soak(soak) => soak.run(&args.common).await,
     }
 }
 
@@ -179,7 +187,10 @@ struct Bench {
 
 impl Bench {
     async fn prepare(common: &Common, plan: Plan, interrupt: Interrupt) -> Result<Self, Error> {
-        let target = log_in(common).await?;
+        Self::prepare_for(log_in(common).await?, common, plan, interrupt).await
+    }
+
+    async fn prepare_for(target: Target, common: &Common, plan: Plan, interrupt: Interrupt) -> Result<Self, Error> {
         let pool = Pool::connect(&target, plan.connections).await?;
         let keys = Arc::new(KeySpace::new(common.prefix.clone()));
         if !common.existing {
@@ -250,7 +261,7 @@ impl Bench {
 
 /// The endpoints and, where they ask for a login, its token.
 async fn log_in(common: &Common) -> Result<Target, Error> {
-    let endpoints = common.endpoints.clone();
+    let endpoints = common.endpoints();
     let needs_tls = endpoints.iter().any(|endpoint| endpoint.has_tls);
     let tls = if needs_tls { Some(common.identity.tls()?) } else { None };
     let mut target = Target { endpoints, tls, token: None };

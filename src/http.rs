@@ -12,13 +12,18 @@ use std::sync::Arc;
 
 use axum::{
     Router,
+    extract::{Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
-    middleware::map_response,
+    middleware::{Next, from_fn_with_state, map_response},
     response::{IntoResponse as _, Response},
 };
 use tonic::{Status, service::Routes};
 
-use crate::{api::Intake, store::Store};
+use crate::{
+    api::Intake,
+    store::Store,
+    supervise::{caught, tell_request},
+};
 
 /// The gRPC services and all HTTP endpoints.
 ///
@@ -27,7 +32,9 @@ use crate::{api::Intake, store::Store};
 /// If the descriptors that were compiled in cannot be read.
 pub fn routes(grpc: Routes, store: &Arc<Store>, intake: Arc<Intake>) -> Result<Routes, prost_reflect::DescriptorError> {
     let grpc = grpc.into_axum_router();
-    let gateway = gateway::routes(grpc.clone(), intake)?.layer(map_response(for_all_origins));
+    let gateway = gateway::routes(grpc.clone(), intake)?
+        .layer(map_response(for_all_origins))
+        .layer(from_fn_with_state(Arc::clone(store), survive));
     Ok(Routes::from(grpc.merge(http(store)).merge(gateway).fallback(unknown)))
 }
 
@@ -42,6 +49,19 @@ fn http(store: &Arc<Store>) -> Router {
         .merge(metrics::routes(Arc::clone(store)))
         .merge(health::routes(Arc::clone(store)))
         .layer(map_response(for_all_origins))
+        .layer(from_fn_with_state(Arc::clone(store), survive))
+}
+
+/// A request that panics fails alone. Those of gRPC are seen to by the API's meter.
+async fn survive(State(store): State<Arc<Store>>, request: Request, next: Next) -> Response {
+    let path = request.uri().path().to_owned();
+    match caught(next.run(request)).await {
+        Ok(response) => response,
+        Err(panic) => {
+            tell_request(&store.metrics().rpc.panics, &path, &panic);
+            (StatusCode::INTERNAL_SERVER_ERROR, "a mistake of the server; its log says where\n").into_response()
+        }
+    }
 }
 
 /// As etcd's default for `--cors`.

@@ -57,6 +57,8 @@ pub mod server;
 mod simulation;
 pub mod snapshot;
 pub mod store;
+pub mod supervise;
 pub mod trace;
 pub mod types;
 pub mod watch;
+pub mod watchdog;

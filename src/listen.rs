@@ -24,16 +24,19 @@ use tokio::{
     net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
     sync::{mpsc, watch},
     task::JoinHandle,
-    time::{Instant, sleep},
+    time::sleep,
 };
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{service::Routes, transport::Server};
-use tracing::{debug, warn};
+use tracing::{debug, error, warn};
 
-use self::guard::Guarded;
 pub use self::places::Places;
-use crate::config::{FileMode, ListenUrl, Scheme};
+use self::{guard::Guarded, seldom::Seldom};
+use crate::{
+    config::{FileMode, ListenUrl, Scheme},
+    supervise::{caught, vital},
+};
 
 /// What a client may send on a stream, and on a connection, before it is read. Bytes.
 const STREAM_WINDOW: u32 = 2 << 20;
@@ -42,8 +45,7 @@ const CONNECTION_WINDOW: u32 = 4 << 20;
 const BACKLOG: u32 = 128;
 /// Pause after the system would give no connection, for example for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// How often that is said.
-const ACCEPT_TELL_INTERVAL: Duration = Duration::from_secs(5);
+static NOT_ACCEPTED: Seldom = Seldom::new();
 
 /// How connections are treated.
 #[derive(Clone, Debug)]
@@ -189,20 +191,18 @@ impl Accept for UnixListener {
 ///
 /// While file descriptors are wanting a socket is ready at once, again and again: without a pause that would take a core.
 async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
-    let mut told: Option<Instant> = None;
     loop {
         match socket.accept().await {
             Ok(accepted) => return accepted,
             // The client went before its turn came.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => debug!(%error, "a client is gone again"),
             Err(error) => {
-                if told.is_none_or(|told| told.elapsed() >= ACCEPT_TELL_INTERVAL) {
+                if NOT_ACCEPTED.happens().is_some() {
                     warn!(
                         %error,
                         "cannot accept a connection; trying again. If there are too many open files, raise the limit of \
                          file descriptors (ulimit -n, LimitNOFILE)"
                     );
-                    told = Some(Instant::now());
                 }
                 sleep(ACCEPT_PAUSE).await;
             }
@@ -219,7 +219,7 @@ fn accept<L: Accept>(
     places: Places,
 ) -> (Connections<L::Stream>, AbortOnDropHandle) {
     let (ready, connections) = mpsc::channel(1);
-    let accepting = tokio::spawn(accept_all(socket, tls, places, ready));
+    let accepting = vital("a listener", accept_all(socket, tls, places, ready));
     (ReceiverStream::new(connections), AbortOnDropHandle(accepting))
 }
 
@@ -247,11 +247,12 @@ async fn accept_all<L: Accept>(
         };
         let (tls, ready) = (Arc::clone(tls), ready.clone());
         tokio::spawn(async move {
-            match tls.accept(stream).await {
-                Ok(stream) => {
+            match caught(tls.accept(stream)).await {
+                Ok(Ok(stream)) => {
                     drop(ready.send(Ok(Guarded::new(Connection::Tls(Box::new(stream)), place))).await);
                 }
-                Err(error) => debug!(%remote, %error, "rejected connection"),
+                Ok(Err(error)) => debug!(%remote, %error, "rejected connection"),
+                Err(panic) => error!(%remote, place = panic.place, message = panic.message, "a handshake panicked"),
             }
         });
     }

@@ -7,7 +7,7 @@ use clap_complete::Shell;
 use orlop::{
     bench, check,
     config::{Flags, Settings, foreign_flags, ignored_flags},
-    logging, server, snapshot,
+    logging, server, snapshot, supervise,
 };
 use tokio::{
     runtime::{Builder, Runtime},
@@ -100,6 +100,7 @@ fn command() -> clap::Command {
 fn serve(flags: &Flags, ignored: &[&str]) -> Outcome {
     let settings = Settings::load(flags)?;
     logging::start(&settings.log_level, settings.log_format)?;
+    supervise::tell_panics();
     if !ignored.is_empty() {
         warn!(flags = ignored.join(", "), "flags of etcd's that mean nothing here are ignored");
     }
@@ -137,7 +138,7 @@ fn shutdown_signal() -> std::io::Result<impl Future<Output = ()>> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let (first, done) = tokio::sync::oneshot::channel();
-    tokio::spawn(async move {
+    supervise::vital("the task that waits for signals", async move {
         let mut first = Some(first);
         loop {
             tokio::select! {

@@ -140,6 +140,7 @@ metrics! {
         sent_bytes: IntCounter "etcd_network_client_grpc_sent_bytes_total", "Bytes of messages sent.";
         clients: IntCounterVec "etcd_server_client_requests_total" ["type", "client_api_version"],
             "Calls, by the API version that the client names.";
+        panics: IntCounter "orlop_request_panics_total", "Requests that ended in a panic, which is a mistake in the server.";
     }
 }
 
@@ -150,6 +151,7 @@ metrics! {
         failures: IntCounter "etcd_server_health_failures", "Unhealthy answers of /health.";
         check: IntGaugeVec "etcd_server_healthcheck" ["type", "name"], "1 where a check's newest outcome is good.";
         checks: IntCounterVec "etcd_server_healthchecks_total" ["type", "name", "status"], "Outcomes of checks.";
+        stuck: IntGaugeVec "orlop_stuck_tasks" ["task"], "1 for a task that has something to do and makes no progress.";
     }
 }
 

@@ -7,7 +7,7 @@ use tokio::{
     runtime::{Handle, RuntimeFlavor},
     sync::watch,
     task::JoinSet,
-    time::timeout,
+    time::{sleep, timeout},
 };
 use tracing::{info, warn};
 
@@ -20,11 +20,15 @@ use crate::{
     metrics::{self, Metrics},
     snapshot::Folder,
     store::{self, AutoCompaction, Pace, Patience, Store},
+    supervise::vital,
     trace::export::{self, Exporter},
+    watchdog::{Pulse, Watching},
 };
 
 /// How long clients have to finish their requests once the server goes down.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
+const RUNTIME_BEAT: Duration = Duration::from_secs(1);
+
 /// Why the server did not start or stopped by itself; a text for the operator.
 #[derive(Debug)]
 pub struct Error(String);
@@ -55,6 +59,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         MetricsDetail::Extensive => metrics::Detail::Extensive,
     }));
     let store = Arc::new(open_store(&settings, advertised_urls(&settings, &listeners), metrics).await?);
+    let _watching = watch_over(&store)?;
 
     let snapshots = Folder::of(&settings.datastore().map_err(Error)?);
     // The log's lock keeps others out of a folder of its own.
@@ -104,6 +109,20 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     }
     info!("stopped");
     outcome
+}
+
+/// Looks after the store's loops, and after the runtime that all of them run on.
+fn watch_over(store: &Store) -> Result<Watching, Error> {
+    let (watchdog, pulse) = (Arc::clone(store.watchdog()), Arc::new(Pulse::default()));
+    watchdog.follow("runtime", &pulse);
+    vital("the runtime's pulse", async move {
+        loop {
+            pulse.beat();
+            sleep(RUNTIME_BEAT).await;
+        }
+    });
+    let gauge = store.metrics().health.stuck.clone();
+    watchdog.start(gauge).map_err(|error| Error(format!("cannot start the watchdog: {error}")))
 }
 
 /// What systemd waits for with `Type=notify`: a datagram to the socket that it names.
@@ -173,6 +192,7 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
         // Threads of a larger runtime would wake one another.
         stays_awake: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
+        watchdog: Arc::default(),
     };
     let datastore = settings.datastore().map_err(Error)?;
     // Of Postgres there is one, and its errors name it.

@@ -72,9 +72,11 @@ use crate::{
     lease::{self, Remaining, Renewal},
     log::{self, Log, LoggedLease, Precision, Size, Touch},
     metrics::Metrics,
+    supervise::Lock,
     trace::{self, Part},
     types::{LeaseId, Revision, RowId},
     watch::Hub,
+    watchdog::{Pulse, Watchdog},
 };
 
 /// How long a request waits for the database before it is told that nothing was done, as long as etcd's for a leader.
@@ -165,6 +167,7 @@ pub struct Store {
     range_times: [Histogram; 2],
     tasks: Mutex<Vec<JoinHandle<()>>>,
     stop_background: watch::Sender<bool>,
+    watchdog: Arc<Watchdog>,
 }
 
 /// What the writer, the readers and the background tasks have in common.
@@ -177,7 +180,7 @@ struct Shared {
     metrics: Arc<Metrics>,
     hub: Arc<Hub>,
     index: RwLock<TreeIndex>,
-    leases: Mutex<lease::Table>,
+    leases: Lock<lease::Table>,
     values: ValueCache,
     room: Room,
     /// Set when the next deadline of a lease may have come nearer.
@@ -190,6 +193,18 @@ struct Shared {
     left_to_others: Mutex<Vec<RowId>>,
     /// The newest revision whose compaction has freed index and rows.
     compaction_done: watch::Sender<Option<Revision>>,
+    pulses: Pulses,
+}
+
+/// By which the watchdog sees whether the loops move.
+#[derive(Default)]
+struct Pulses {
+    writer: Arc<Pulse>,
+    expiry: Arc<Pulse>,
+    compactor: Arc<Pulse>,
+    follower: Arc<Pulse>,
+    heads: Arc<Pulse>,
+    renewals: Arc<Pulse>,
 }
 
 impl Store {
@@ -246,6 +261,10 @@ impl Store {
                 None => std::future::pending().await,
             }
         }
+    }
+
+    pub fn watchdog(&self) -> &Arc<Watchdog> {
+        &self.watchdog
     }
 
     pub async fn size(&self) -> Result<Size> {

@@ -28,11 +28,13 @@ use tracing::warn;
 
 use super::{
     intake::{Intake, Share},
+    status::panicked,
     unary::FRAME_HEAD_BYTES,
 };
 use crate::{
     metrics::Metrics,
     proto::DESCRIPTORS,
+    supervise,
     trace::{
         self, Part, RequestId, Trace,
         export::{Ended, Exporter, Parent},
@@ -81,6 +83,7 @@ struct Method {
     sent: IntCounter,
     received_bytes: IntCounter,
     sent_bytes: IntCounter,
+    panics: IntCounter,
     handling: Option<Histogram>,
     kind: &'static str,
     path: String,
@@ -145,6 +148,7 @@ impl Method {
             sent: rpc.sent.with_label_values(&labels),
             received_bytes: rpc.received_bytes.clone(),
             sent_bytes: rpc.sent_bytes.clone(),
+            panics: rpc.panics.clone(),
             handling: metrics.handling.as_ref().map(|handling| handling.with_label_values(&labels)),
             kind,
             path: format!("/{service}/{method}"),
@@ -172,7 +176,7 @@ pub(super) struct Metered {
 impl Service<Request<Body>> for Metered {
     type Response = Response<Body>;
     type Error = Infallible;
-    type Future = BoxFuture<Response<Body>, Infallible>;
+    type Future = Served;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         Service::<Request<Body>>::poll_ready(&mut self.inner, context)
@@ -180,9 +184,10 @@ impl Service<Request<Body>> for Metered {
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         let Some(method) = self.meter.methods.get(request.uri().path()).map(Arc::clone) else {
-            let served = self.inner.call(request);
-            return Box::pin(served);
+            let of = Of::Other(request.uri().path().to_owned(), self.meter.metrics.rpc.panics.clone());
+            return Served { work: Box::pin(self.inner.call(request)), of };
         };
+        let of = Of::Method(Arc::clone(&method));
         method.started.inc();
         self.meter.count_client(request.headers(), method.kind);
         // Counts the call as canceled when it is dropped before it has ended.
@@ -200,7 +205,7 @@ impl Service<Request<Body>> for Metered {
         let share = Share::new(&self.meter.intake);
         let request = request.map(|body| Body::new(Received { inner: body, method, frames: Frames::default(), share }));
         let served = self.inner.call(request);
-        Box::pin(async move {
+        let work = Box::pin(async move {
             let response = if call.method.is_followed {
                 let (response, trace) = trace::follow(served).await;
                 let id = trace.id;
@@ -211,8 +216,41 @@ impl Service<Request<Body>> for Metered {
             };
             // An answer without messages has its status in its head.
             call.end_with(response.headers());
-            Ok(response.map(|body| Body::new(Sent { inner: body, call, frames: Frames::default() })))
-        })
+            Ok(response
+                .map(|body| Body::new(Sent { inner: body, call, frames: Frames::default(), has_panicked: false })))
+        });
+        Served { work, of }
+    }
+}
+
+/// What is called.
+enum Of {
+    Method(Arc<Method>),
+    /// A path that is not counted by method.
+    Other(String, IntCounter),
+}
+
+/// A call under way. If it panics it is answered Internal.
+pub(super) struct Served {
+    work: BoxFuture<Response<Body>, Infallible>,
+    of: Of,
+}
+
+impl Future for Served {
+    type Output = Result<Response<Body>, Infallible>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        match supervise::catch(|| self.work.as_mut().poll(context)) {
+            Ok(polled) => polled,
+            Err(panic) => {
+                let (path, panics) = match &self.of {
+                    Of::Method(method) => (&method.path, &method.panics),
+                    Of::Other(path, panics) => (path, panics),
+                };
+                supervise::tell_request(panics, path, &panic);
+                Poll::Ready(Ok(panicked().into_http()))
+            }
+        }
     }
 }
 
@@ -293,7 +331,7 @@ impl Call {
 
 impl Drop for Call {
     fn drop(&mut self) {
-        self.end(Code::Cancelled);
+        self.end(if std::thread::panicking() { Code::Internal } else { Code::Cancelled });
     }
 }
 
@@ -389,6 +427,7 @@ struct Sent {
     inner: Body,
     call: Call,
     frames: Frames,
+    has_panicked: bool,
 }
 
 impl http_body::Body for Sent {
@@ -399,7 +438,21 @@ impl http_body::Body for Sent {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        let frame = Pin::new(&mut self.inner).poll_frame(context);
+        if self.has_panicked {
+            return Poll::Ready(None);
+        }
+        let frame = match supervise::catch(|| Pin::new(&mut self.inner).poll_frame(context)) {
+            Ok(frame) => frame,
+            Err(panic) => {
+                self.has_panicked = true;
+                let method = &self.call.method;
+                supervise::tell_request(&method.panics, &method.path, &panic);
+                let mut trailers = HeaderMap::new();
+                // A text of ours is one that a header can have.
+                let _ = panicked().add_header(&mut trailers);
+                Poll::Ready(Some(Ok(Frame::trailers(trailers))))
+            }
+        };
         if let Poll::Ready(Some(Ok(frame))) = &frame {
             if let Some(data) = frame.data_ref() {
                 let messages = self.frames.count(data);
@@ -413,7 +466,7 @@ impl http_body::Body for Sent {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
+        self.has_panicked || self.inner.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -423,7 +476,53 @@ impl http_body::Body for Sent {
 
 #[cfg(test)]
 mod tests {
+    use axum::{Router, routing::post};
+    use futures_util::StreamExt as _;
+    use http_body_util::BodyExt as _;
+    use tower::ServiceExt as _;
+
     use super::*;
+
+    const RANGE: &str = "/etcdserverpb.KV/Range";
+    const PUT: &str = "/etcdserverpb.KV/Put";
+
+    /// The head's status, that of the trailers, what is counted as handled with this code, and panics.
+    async fn call(router: &Router, metrics: &Metrics, path: &str, code: &str) -> (Option<i32>, Option<i32>, u64, u64) {
+        let status = |headers: &HeaderMap| headers.get("grpc-status")?.to_str().ok()?.parse().ok();
+        let request = Request::post(path).body(Body::empty()).unwrap();
+        let answer = router.clone().oneshot(request).await.unwrap();
+        let head = status(answer.headers());
+        let trailers = answer.into_body().collect().await.unwrap().trailers().and_then(status);
+        let method = path.rsplit('/').next().unwrap();
+        let handled = metrics.rpc.handled.with_label_values(&["unary", "etcdserverpb.KV", method, code]);
+        (head, trailers, handled.get(), metrics.rpc.panics.get())
+    }
+
+    #[tokio::test]
+    async fn panicking_call_is_answered_internal_and_the_next_is_served() {
+        let metrics = Arc::new(Metrics::default());
+        let panics_late = async || {
+            let frames = futures_util::stream::iter([0, 1]).map(|number| match number {
+                0 => Ok::<_, Infallible>("a part"),
+                _ => panic!("within the answer"),
+            });
+            Body::from_stream(frames)
+        };
+        let router = Router::new()
+            .route(RANGE, post(async || -> Body { panic!("before the answer") }))
+            .route(PUT, post(panics_late))
+            .route("/other", post(async || -> Body { panic!("not counted by method") }))
+            .layer(Meter::new(Arc::clone(&metrics), Arc::default(), Duration::from_secs(9), None).unwrap());
+        for (path, want) in [
+            (RANGE, (Some(13), None, 1, 1)),
+            (RANGE, (Some(13), None, 2, 2)),
+            (PUT, (None, Some(13), 1, 3)),
+            ("/other", (Some(13), None, 0, 4)),
+        ] {
+            assert_eq!(call(&router, &metrics, path, "Internal").await, want, "{path}");
+        }
+        assert_eq!(metrics.rpc.handled.with_label_values(&["unary", "etcdserverpb.KV", "Range", "Canceled"]).get(), 0);
+    }
 
     #[test]
     fn messages_are_counted_wherever_the_data_is_cut() {

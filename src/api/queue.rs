@@ -22,6 +22,7 @@ use crate::{
         mvccpb::{Event, KeyValue, event::EventType},
     },
     store,
+    supervise::{caught, tell_request},
     types::{KeyRange, Revision},
     watch::{Flavor, Message, Messages, Outbox, Session, Spec},
 };
@@ -135,8 +136,12 @@ impl Drop for Leave {
     fn drop(&mut self) {
         let Some((context, entry)) = self.entry.take() else { return };
         tokio::spawn(async move {
-            if let Err(status) = remove(&context, &entry.key, entry.create_revision).await {
-                warn!(error = status.message(), "an entry that nobody waits for stays until its lease ends");
+            match caught(remove(&context, &entry.key, entry.create_revision)).await {
+                Ok(Ok(_)) => {}
+                Ok(Err(status)) => {
+                    warn!(error = status.message(), "an entry that nobody waits for stays until its lease ends");
+                }
+                Err(panic) => tell_request(&context.store.metrics().rpc.panics, "the end of a lock's request", &panic),
             }
         });
     }

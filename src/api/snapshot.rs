@@ -19,13 +19,15 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 use tracing::{error, info, warn};
 
-use super::{Context, STORAGE_VERSION};
+use super::{Context, STORAGE_VERSION, status::panicked};
 use crate::{
     proto::server::etcdserverpb::SnapshotResponse,
     snapshot::{Folder, Hashing, Snapshot},
     store::{Store, coalesce::Coalesced},
+    supervise::{caught, tell_request, vital},
 };
 
+const METHOD: &str = "/etcdserverpb.Maintenance/Snapshot";
 /// As etcd's.
 const BLOB_BYTES: usize = 32 << 10;
 /// Bytes that are read at once for one client.
@@ -54,12 +56,20 @@ impl Snapshots {
     /// They are taken by a task that ends with the last handle.
     pub(super) fn new(store: &Arc<Store>, folder: Folder) -> Self {
         let (log, places) = (Arc::clone(store.log()), Arc::new(Semaphore::new(FILES_MAX)));
-        let (snapshots, run) = Coalesced::new(move |waiting: Vec<()>| {
+        let panics = store.metrics().rpc.panics.clone();
+        let take = move |waiting: Vec<()>| {
             let (log, places, folder) = (Arc::clone(&log), Arc::clone(&places), folder.clone());
+            let panics = panics.clone();
             async move {
                 let place = places.acquire_owned().await.expect("nobody closes it");
                 let begun = Instant::now();
-                let taken = folder.take(&*log).await.map_err(|error| error.to_string());
+                let taken = match caught(folder.take(&*log)).await {
+                    Ok(taken) => taken.map_err(|error| error.to_string()),
+                    Err(panic) => {
+                        tell_request(&panics, METHOD, &panic);
+                        Err("a mistake of the server; its log says where".to_owned())
+                    }
+                };
                 match &taken {
                     Ok(snapshot) => {
                         let (bytes, clients) = (snapshot.bytes, waiting.len());
@@ -70,8 +80,10 @@ impl Snapshots {
                 let taken = taken.map(|snapshot| Arc::new(Taken { snapshot, _place: place }));
                 vec![taken; waiting.len()]
             }
-        });
-        tokio::spawn(run);
+        };
+        // Nobody watches whether it moves: a large store takes as long as it takes.
+        let (snapshots, run) = Coalesced::new(take, Arc::default());
+        vital("the taking of snapshots", run);
         Self(Arc::new(snapshots))
     }
 }
@@ -85,11 +97,15 @@ impl Context {
             taken.map_err(|error| Status::internal(format!("etcdserver: a snapshot cannot be taken: {error}")))?;
         let (sender, pieces) = mpsc::channel(AHEAD_MAX);
         let times = self.store.metrics().maintenance.snapshot.clone();
-        let sending = tokio::spawn(send(taken, sender, times));
+        let panics = self.store.metrics().rpc.panics.clone();
+        let sending = tokio::spawn(async move {
+            caught(send(taken, sender, times)).await.inspect_err(|panic| tell_request(&panics, METHOD, panic))
+        });
         // Who is let go is told so, behind what waits for it.
         let end = stream::once(sending).filter_map(async |sent| match sent {
-            Ok(Sent::All) => None,
-            Ok(Sent::NotAll) | Err(_) => Some(Err(Status::aborted("orlop: the snapshot was taken too slowly"))),
+            Ok(Ok(Sent::All)) => None,
+            Ok(Ok(Sent::NotAll)) => Some(Err(Status::aborted("orlop: the snapshot was taken too slowly"))),
+            Ok(Err(_)) | Err(_) => Some(Err(panicked())),
         });
         Ok(Box::pin(ReceiverStream::new(pieces).chain(end)))
     }

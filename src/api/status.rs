@@ -60,6 +60,11 @@ impl From<store::Error> for Status {
     }
 }
 
+/// To a request in which the server found a mistake of its own.
+pub(super) fn panicked() -> Status {
+    Status::internal("orlop: the request ended in a mistake of the server; its log says where")
+}
+
 /// What the transport answers to a message that is too long, as etcd's does.
 pub(super) fn message_too_large(bytes: usize, bytes_max: usize) -> Status {
     Status::resource_exhausted(format!("grpc: received message larger than max ({bytes} vs. {bytes_max})"))

@@ -44,10 +44,12 @@ pub(super) async fn request<M: Message + Default>(
         let Ok(data) = frame?.into_data() else { continue };
         received = append(received, data);
     }
-    // A stream that the client has not ended would be reset when its body is dropped.
+    // A stream that the client has not ended would be reset when its body is dropped. One that broke never ends: it gives
+    // its error again and again.
     while !body.is_end_stream() {
-        if body.frame().await.is_none() {
-            break;
+        match body.frame().await {
+            Some(frame) => drop(frame?),
+            None => break,
         }
     }
     let message = received.slice(FRAME_HEAD_BYTES..wanted);

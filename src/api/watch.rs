@@ -17,10 +17,11 @@ use tonic::{
 use tonic_prost::ProstDecoder;
 use tracing::{debug, warn};
 
-use super::Context;
+use super::{Context, status::panicked};
 use crate::{
     proto::server::etcdserverpb::{self as pb, watch_create_request::FilterType, watch_request::RequestUnion},
     store,
+    supervise::{caught, tell_request},
     types::{KeyRange, Revision, WatchId},
     watch::{End, Flavor, Message, Messages, NO_WATCH, Outbox, Session, Spec},
 };
@@ -83,12 +84,21 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
         let context = Arc::clone(&self.0);
         let outbox = Arc::new(Outbox::counted(&context.store.metrics().state.pending_events));
         let messages = Messages::new(Arc::clone(&outbox));
-        tokio::spawn(serve(Arc::clone(&context), request.into_inner(), outbox));
+        tokio::spawn(serve_or_fail(Arc::clone(&context), request.into_inner(), outbox));
         let frames = messages.map(move |message| match message {
             Ok(message) => Ok(context.frame(message)),
             Err(End::ServerStopped | End::ClientGone) => Err(store::Error::Stopped.into()),
+            Err(End::Failed) => Err(panicked()),
         });
         std::future::ready(Ok(tonic::Response::new(Box::pin(frames) as Self::ResponseStream)))
+    }
+}
+
+/// A stream must not stay open when nobody serves it any more.
+async fn serve_or_fail(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
+    if let Err(panic) = caught(serve(Arc::clone(&context), requests, Arc::clone(&outbox))).await {
+        tell_request(&context.store.metrics().rpc.panics, "/etcdserverpb.Watch/Watch", &panic);
+        outbox.end(End::Failed);
     }
 }
 

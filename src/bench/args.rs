@@ -5,15 +5,16 @@ use std::time::Duration;
 use super::{
     Error,
     closed_loop::Limits,
-    endpoint::{Endpoint, Identity},
+    endpoint::{Endpoint, Identity, Place},
 };
 
 /// Flags that are given to any scenario.
 #[derive(Debug, clap::Args)]
 pub struct Common {
-    /// Servers to load, separated by commas: http://host:port, https://host:port, unix://path or unixs://path
-    #[arg(long, global = true, value_delimiter = ',', default_value = "http://127.0.0.1:2379", value_name = "URLS")]
-    pub endpoints: Vec<Endpoint>,
+    /// Servers to load, separated by commas: http://host:port, https://host:port, unix://path or unixs://path [default:
+    /// http://127.0.0.1:2379]
+    #[arg(long, global = true, value_delimiter = ',', value_name = "URLS")]
+    endpoints: Vec<Endpoint>,
 
     #[command(flatten)]
     pub identity: Identity,
@@ -72,6 +73,17 @@ pub struct Plan {
 }
 
 impl Common {
+    pub fn endpoints(&self) -> Vec<Endpoint> {
+        if self.has_endpoints() {
+            return self.endpoints.clone();
+        }
+        vec![Endpoint { place: Place::Tcp("127.0.0.1:2379".to_owned()), has_tls: false }]
+    }
+
+    pub fn has_endpoints(&self) -> bool {
+        !self.endpoints.is_empty()
+    }
+
     /// `clients_default` is the scenario's; `sharers` is how many share the connections, where that is not the clients.
     pub fn plan(&self, clients_default: usize, sharers: Option<usize>) -> Result<Plan, Error> {
         if self.prefix.is_empty() {
@@ -80,7 +92,7 @@ impl Common {
             ));
         }
         let clients = self.clients.unwrap_or(clients_default);
-        let endpoints = self.endpoints.len();
+        let endpoints = self.endpoints().len();
         let connections =
             self.connections.unwrap_or_else(|| sharers.unwrap_or(clients).min(CONNECTIONS_DEFAULT_MAX).max(endpoints));
         if connections < endpoints {
@@ -93,9 +105,27 @@ impl Common {
         Ok(Plan { clients, connections, limits })
     }
 
+    /// For a command that says otherwise how long it takes, and clears up in any case.
+    pub fn refuse_limits(&self, instead: &str) -> Result<(), Error> {
+        let given = [
+            ("--total", self.total.is_some()),
+            ("--duration", self.duration.is_some()),
+            ("--warmup", self.warmup.is_some()),
+            ("--keep", self.keep),
+            ("--existing", self.existing),
+        ];
+        match given.iter().find(|(_, is_given)| *is_given) {
+            Some((flag, _)) => {
+                Err(Error::Flags(format!("{flag} means nothing here: {instead} says how long it takes")))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// For a command that has servers and loads of its own.
     pub fn refuse_a_target(&self) -> Result<(), Error> {
         let given = [
+            ("--endpoints", self.has_endpoints()),
             ("--clients", self.clients.is_some()),
             ("--connections", self.connections.is_some()),
             ("--total", self.total.is_some()),

@@ -11,10 +11,10 @@
 mod figures;
 mod groups;
 mod machine;
-mod page;
-mod plot;
+pub(super) mod page;
+pub(super) mod plot;
 mod postgres;
-mod server;
+pub(super) mod server;
 mod turn;
 
 use std::{io::Write as _, path::PathBuf, time::Duration};
@@ -25,7 +25,7 @@ use self::{
     figures::{Figures, Sample},
     groups::Group,
     machine::Machine,
-    server::{Kind, Lab},
+    server::{Kind, Lab, Needs},
 };
 use super::{Error, args::Common, interrupt::Interrupt};
 
@@ -75,7 +75,7 @@ impl Compare {
         let page = self.output.as_ref().map(|path| page::Page::open(path)).transpose()?;
         let interrupt = Interrupt::listen();
         let compared = async {
-            let lab = Lab::open(self).await?;
+            let lab = Lab::open(self.needs()).await?;
             let machine = Machine::describe(&lab)?;
             let figures = self.measure(&lab, common.duration.unwrap_or(DURATION_DEFAULT)).await?;
             lab.close().await;
@@ -90,6 +90,16 @@ impl Compare {
             Some(page) => page.write(&machine, &figures),
             None if common.json => print(&(serde_json::to_string(&figures).map_err(std::io::Error::from)? + "\n")),
             None => print(&page::text(&machine, &figures, None)),
+        }
+    }
+
+    fn needs(&self) -> Needs<'_> {
+        Needs {
+            work_dir: &self.work_dir,
+            servers: &self.servers,
+            etcd: self.etcd.as_deref(),
+            postgres_programs: self.postgres_programs.as_deref(),
+            postgres_settings: &[],
         }
     }
 
@@ -139,7 +149,7 @@ impl Compare {
     }
 }
 
-fn print(text: &str) -> Result<(), Error> {
+pub(super) fn print(text: &str) -> Result<(), Error> {
     let mut stdout = std::io::stdout().lock();
     stdout.write_all(text.as_bytes())?;
     Ok(stdout.flush()?)

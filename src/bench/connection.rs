@@ -7,20 +7,22 @@ use std::{
     future::Future,
     io,
     pin::Pin,
-    sync::Arc,
+    sync::{Arc, OnceLock},
     task::{Context, Poll},
     time::Duration,
 };
 
 use http::{HeaderValue, Request, Response, Uri, uri::PathAndQuery};
+use http_body_util::BodyExt as _;
 use hyper::{
     body::Incoming,
     client::conn::http2::{self, SendRequest},
 };
-use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::rt::TokioIo;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpStream, UnixStream},
+    task::AbortHandle,
     time::timeout,
 };
 use tokio_rustls::{
@@ -37,8 +39,9 @@ use super::{
 };
 use crate::proto::client::etcdserverpb::{
     AuthenticateRequest, RangeRequest, WatchRequest, auth_client::AuthClient, kv_client::KvClient,
-    maintenance_client::MaintenanceClient,
+    lease_client::LeaseClient, maintenance_client::MaintenanceClient,
 };
+use crate::proto::client::v3lockpb::lock_client::LockClient;
 
 /// Windows so large that the server never waits for the client's leave to send.
 const STREAM_WINDOW_BYTES: u32 = 16 << 20;
@@ -156,6 +159,27 @@ impl Client {
         MaintenanceClient::with_origin(self.connection.clone(), self.origin.clone())
     }
 
+    pub fn leases(&self) -> LeaseClient<Connection> {
+        LeaseClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
+    pub fn locks(&self) -> LockClient<Connection> {
+        LockClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
+    /// What the server answers to a plain GET.
+    pub async fn get(&self, path: &'static str) -> Result<String, Status> {
+        let mut uri = self.origin.clone().into_parts();
+        uri.path_and_query = Some(PathAndQuery::from_static(path));
+        let request = Uri::from_parts(uri).ok().and_then(|uri| Request::get(uri).body(Body::empty()).ok());
+        let Some(request) = request else { return Err(Status::internal("the address is not one of HTTP")) };
+        let mut connection = self.connection.clone();
+        std::future::poll_fn(|cx| connection.poll_ready(cx)).await.map_err(lost)?;
+        let answer = connection.call(request).await.map_err(lost)?;
+        let text = answer.into_body().collect().await.map_err(lost)?.to_bytes();
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    }
+
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
@@ -170,10 +194,38 @@ fn lost(error: hyper::Error) -> Status {
     Status::unavailable(format!("connection lost: {error}"))
 }
 
+/// Is closed when the last of its clones is dropped, whatever is open on it.
 #[derive(Clone)]
 pub struct Connection {
     sender: SendRequest<Body>,
     token: Option<HeaderValue>,
+    _closes: Arc<Closes>,
+}
+
+/// A stream whose requests do not end would keep the connection for ever.
+struct Closes(Executor);
+
+impl Drop for Closes {
+    fn drop(&mut self) {
+        if let Some(connection) = self.0.0.get() {
+            connection.abort();
+        }
+    }
+}
+
+/// Knows the task that has the socket: hyper runs that before all others, which are the requests'.
+#[derive(Clone, Default)]
+struct Executor(Arc<OnceLock<AbortHandle>>);
+
+impl<F> hyper::rt::Executor<F> for Executor
+where
+    F: Future + Send + 'static,
+    F::Output: Send + 'static,
+{
+    fn execute(&self, task: F) {
+        let task = tokio::spawn(task);
+        self.0.get_or_init(|| task.abort_handle());
+    }
 }
 
 impl Connection {
@@ -195,7 +247,8 @@ impl Connection {
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let (sender, driver) = http2::Builder::new(TokioExecutor::new())
+        let executor = Executor::default();
+        let (sender, driver) = http2::Builder::new(executor.clone())
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .handshake(TokioIo::new(stream))
@@ -203,7 +256,7 @@ impl Connection {
             .map_err(io::Error::other)?;
         // Each request tells when the connection fails; the driver's own error adds nothing.
         tokio::spawn(async { driver.await.ok() });
-        Ok(Self { sender, token })
+        Ok(Self { sender, token, _closes: Arc::new(Closes(executor)) })
     }
 }
 

@@ -26,12 +26,12 @@ const LEASE_BYTES: usize = 320;
 const PAGE_PAIRS: i64 = 500;
 
 /// Whose keys lie in which part of the key space.
-const PODS: usize = 0;
+pub(super) const PODS: usize = 0;
 const LEASES: usize = 1;
 /// Holds none.
-const NOTHING: usize = 2;
+pub(super) const NOTHING: usize = 2;
 
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct Kubernetes {
     /// Nodes, each with a lease
     #[arg(long, default_value = "500", value_parser = at_least_one, value_name = "N")]
@@ -48,7 +48,7 @@ pub struct Kubernetes {
 
 /// What a client does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+pub(super) enum Kind {
     RenewLease,
     UpdatePod,
     /// A range of a key that is not there, for the revision in its header.
@@ -60,7 +60,11 @@ enum Kind {
 impl Kind {
     const ALL: [Self; 5] = [Self::RenewLease, Self::UpdatePod, Self::Probe, Self::Count, Self::ListPage];
 
-    fn name(self) -> &'static str {
+    pub fn writes(self) -> bool {
+        matches!(self, Self::RenewLease | Self::UpdatePod)
+    }
+
+    pub fn name(self) -> &'static str {
         match self {
             Self::RenewLease => "renew-lease",
             Self::UpdatePod => "update-pod",
@@ -95,25 +99,16 @@ impl Kind {
 
 impl Kubernetes {
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
-        bench.load(self.pods, POD_BYTES).await?;
+        self.load(bench).await?;
         let events = Arc::new(Mutex::new(Events::default()));
         // Ends the readers when it goes out of scope.
-        let mut readers = JoinSet::new();
-        for number in 0..self.watches {
-            readers.spawn(follow(self.open(bench, number).await?, Arc::clone(&events)));
-        }
+        let _readers = self.follow(bench, &events).await?;
 
         let run = Run::begin(bench.plan.limits);
         let recorders = Kind::ALL.map(|_| Recorder::new(run.measured_from()));
         let told = Arc::new(Told { recorders: Mutex::new(recorders), measured_from: run.stamp_measured_from() });
-        let worker = |number| Node {
-            swap: CompareAndSwap::new(bench.pool.client(number)),
-            keys: Arc::clone(&bench.keys),
-            cluster: Cluster { nodes: self.nodes, pods: self.pods, clients: bench.plan.clients },
-            number,
-            turn: 0,
-            told: Arc::clone(&told),
-        };
+        let values = Values::from(filler);
+        let worker = |number| Node { mix: Mix::new(bench, self, values.clone(), number), told: Arc::clone(&told) };
         bench.show(&run, run.drive(bench.workers(worker), &bench.interrupt)).await;
         let whole = run.take();
 
@@ -131,6 +126,32 @@ impl Kubernetes {
         Ok(report)
     }
 
+    /// With fewer pods, and nodes in proportion, where that many operations would not write each pod so many times.
+    pub(super) fn rewritten_within(&self, operations: u64, times: u64, pods_min: usize) -> Self {
+        let most = operations * Kind::UpdatePod.share() / 100 / times;
+        let most = usize::try_from(most).unwrap_or(usize::MAX).max(pods_min);
+        let pods = self.pods.min(most);
+        Self { pods, nodes: (self.nodes * pods / self.pods).max(1), watches: self.watches }
+    }
+
+    pub(super) fn pods(&self) -> usize {
+        self.pods
+    }
+
+    /// Loads what is there from the beginning.
+    pub(super) async fn load(&self, bench: &Bench) -> Result<(), Error> {
+        bench.load(self.pods, POD_BYTES).await
+    }
+
+    /// Opens the watches. Their readers end when they are dropped.
+    pub(super) async fn follow(&self, bench: &Bench, events: &Arc<Mutex<Events>>) -> Result<JoinSet<()>, Error> {
+        let mut readers = JoinSet::new();
+        for number in 0..self.watches {
+            readers.spawn(follow(self.open(bench, number).await?, Arc::clone(events)));
+        }
+        Ok(readers)
+    }
+
     async fn open(&self, bench: &Bench, number: usize) -> Result<Streaming<WatchTally>, Error> {
         let part = [PODS, LEASES, NOTHING][number * 3 / self.watches.max(1) % 3];
         let create = WatchCreateRequest {
@@ -144,9 +165,9 @@ impl Kubernetes {
 }
 
 #[derive(Debug, Default)]
-struct Events {
-    count: u64,
-    error: Option<String>,
+pub(super) struct Events {
+    pub count: u64,
+    pub error: Option<String>,
 }
 
 async fn follow(mut answers: Streaming<WatchTally>, events: Arc<Mutex<Events>>) {
@@ -186,27 +207,61 @@ impl Cluster {
     }
 }
 
-struct Node {
+/// One client's part of the traffic.
+pub(super) struct Mix {
     swap: CompareAndSwap,
     keys: Arc<KeySpace>,
     cluster: Cluster,
     number: usize,
     turn: u64,
-    told: Arc<Told>,
+    values: Values,
 }
 
-impl Node {
+/// What is written: any bytes, as many as such objects have.
+#[derive(Clone)]
+pub(super) struct Values {
+    pod: Bytes,
+    lease: Bytes,
+}
+
+impl Values {
+    /// From a source of so many bytes.
+    pub fn from(source: impl Fn(usize) -> Bytes) -> Self {
+        Self { pod: source(POD_BYTES), lease: source(LEASE_BYTES) }
+    }
+}
+
+impl Mix {
+    pub fn new(bench: &Bench, cluster: &Kubernetes, values: Values, number: usize) -> Self {
+        Self {
+            swap: CompareAndSwap::new(bench.pool.client(number)),
+            keys: Arc::clone(&bench.keys),
+            cluster: Cluster { nodes: cluster.nodes, pods: cluster.pods, clients: bench.plan.clients },
+            number,
+            turn: 0,
+            values,
+        }
+    }
+
+    /// Does the next operation.
+    pub async fn step(&mut self) -> (Kind, Result<Done, Status>) {
+        let turn = self.turn;
+        self.turn += 1;
+        let kind = Kind::of((turn * STRIDE + self.number as u64) % 100);
+        (kind, self.serve(kind, turn).await)
+    }
+
     async fn serve(&mut self, kind: Kind, turn: u64) -> Result<Done, Status> {
         let Cluster { nodes, pods, .. } = self.cluster;
         let keys = &self.keys;
         let (request, wanted) = match kind {
             Kind::RenewLease => {
                 let key = keys.key(LEASES, self.cluster.own(nodes, self.number, turn));
-                return self.swap.update(key, filler(LEASE_BYTES)).await;
+                return self.swap.update(key, self.values.lease.clone()).await;
             }
             Kind::UpdatePod => {
                 let key = keys.key(PODS, self.cluster.own(pods, self.number, turn));
-                return self.swap.update(key, filler(POD_BYTES)).await;
+                return self.swap.update(key, self.values.pod.clone()).await;
             }
             Kind::Probe => (RangeRequest { key: keys.key(NOTHING, 0), limit: 1, ..RangeRequest::default() }, 0),
             Kind::Count => (RangeRequest { count_only: true, ..self.pods_from(0) }, 0),
@@ -230,13 +285,15 @@ impl Node {
 /// Steps through the hundred kinds so that they come well mixed, and in another order for each client.
 const STRIDE: u64 = 37;
 
+struct Node {
+    mix: Mix,
+    told: Arc<Told>,
+}
+
 impl Worker for Node {
     async fn step(&mut self, started: u64) -> Result<Done, Status> {
-        let turn = self.turn;
-        self.turn += 1;
-        let kind = Kind::of((turn * STRIDE + self.number as u64) % 100);
         let begun = Instant::now();
-        let outcome = self.serve(kind, turn).await;
+        let (kind, outcome) = self.mix.step().await;
         if started >= self.told.measured_from {
             let now = Instant::now();
             let took: Duration = now - begun;
@@ -251,7 +308,7 @@ impl Worker for Node {
     }
 
     fn client(&self) -> &Client {
-        &self.swap.client
+        &self.mix.swap.client
     }
 }
 

@@ -448,6 +448,7 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: 
         let mut looked = Instant::now();
         let mut is_away = false;
         loop {
+            shared.pulses.follower.beat();
             let seen = shared.index.read().head();
             let told = log.moved(seen).await;
             // Mostly it is this instance's own commit that it hears of, a moment before it is applied or after.

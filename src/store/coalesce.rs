@@ -1,8 +1,10 @@
 //! One question to the log for many who ask it at the same time.
 
-use std::future::Future;
+use std::{future::Future, sync::Arc};
 
 use tokio::sync::{mpsc, oneshot};
+
+use crate::watchdog::Pulse;
 
 /// Items that are asked about together: those that come while one question is under way share the next, so that every
 /// answer is of a question that began after it was asked for.
@@ -10,7 +12,7 @@ pub(crate) struct Coalesced<I, O>(mpsc::UnboundedSender<(I, oneshot::Sender<O>)>
 
 impl<I, O> Coalesced<I, O> {
     /// The future that asks runs until the handle is dropped. `ask` answers each item, in their order.
-    pub(crate) fn new<F, A>(ask: F) -> (Self, impl Future<Output = ()> + Send)
+    pub(crate) fn new<F, A>(ask: F, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
     where
         F: Fn(Vec<I>) -> A + Send,
         A: Future<Output = Vec<O>> + Send,
@@ -19,7 +21,10 @@ impl<I, O> Coalesced<I, O> {
     {
         let (asks, mut asked) = mpsc::unbounded_channel::<(I, oneshot::Sender<O>)>();
         let run = async move {
-            while let Some(first) = asked.recv().await {
+            loop {
+                pulse.rest();
+                let Some(first) = asked.recv().await else { return };
+                pulse.beat();
                 let (mut items, mut waiting) = (vec![first.0], vec![first.1]);
                 while let Ok((item, answer)) = asked.try_recv() {
                     items.push(item);
@@ -44,7 +49,7 @@ impl<I, O> Coalesced<I, O> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, Mutex};
+    use std::sync::Mutex;
 
     use futures_util::{FutureExt as _, future::join_all};
 
@@ -54,13 +59,16 @@ mod tests {
     async fn those_who_ask_meanwhile_share_the_next_question() {
         let questions = Arc::new(Mutex::new(Vec::new()));
         let asked = Arc::clone(&questions);
-        let (coalesced, run) = Coalesced::new(move |items: Vec<u32>| {
-            asked.lock().unwrap().push(items.clone());
-            async move {
-                tokio::task::yield_now().await;
-                items.into_iter().map(|item| item * 10).collect()
-            }
-        });
+        let (coalesced, run) = Coalesced::new(
+            move |items: Vec<u32>| {
+                asked.lock().unwrap().push(items.clone());
+                async move {
+                    tokio::task::yield_now().await;
+                    items.into_iter().map(|item| item * 10).collect()
+                }
+            },
+            Arc::default(),
+        );
         let mut first = Box::pin(coalesced.ask(1));
         assert!(first.as_mut().now_or_never().is_none());
         let mut run = Box::pin(run);

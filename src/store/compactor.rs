@@ -55,7 +55,9 @@ pub(super) async fn run(shared: Arc<Shared>, pace: Pace, mut garbage: Vec<RowId>
         }
         loop {
             compact(&shared, pace).await;
+            shared.pulses.compactor.rest();
             shared.compaction.notified().await;
+            shared.pulses.compactor.beat();
         }
     };
     tokio::select! {
@@ -82,6 +84,7 @@ async fn compact(shared: &Shared, pace: Pace) {
         let begun = Instant::now();
         let mut cursor = CompactionCursor::default();
         while shared.index.write().compact_step(&mut cursor, INDEX_STEP_KEYS, &mut garbage) {
+            shared.pulses.compactor.beat();
             yield_now().await;
         }
         metrics.index_compaction_pause.observe(ms(begun));
@@ -126,6 +129,7 @@ pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>,
     garbage.sort_unstable();
     let mut rows = garbage.as_slice();
     while !rows.is_empty() {
+        shared.pulses.compactor.beat();
         let (now, later) = rows.split_at(rows.len().min(pace.rows));
         let begun = Instant::now();
         let step = Reclaim::Rows { rows: now, compacted, server: shared.position().server };

@@ -27,7 +27,9 @@ const RETRY_PAUSE: Duration = Duration::from_millis(500);
 pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
     let work = async {
         loop {
+            shared.pulses.expiry.rest();
             wait_for_deadline(&shared).await;
+            shared.pulses.expiry.beat();
             let expired = match over(&shared).await {
                 Ok(expired) => expired,
                 Err(error) => {
@@ -37,6 +39,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
                 }
             };
             for id in expired {
+                shared.pulses.expiry.beat();
                 match queue.submit(Request::Expire(id)).await {
                     Ok(_) => {
                         shared.metrics.store.leases_expired.inc();

@@ -14,7 +14,7 @@ use tokio::{
 use tracing::info;
 
 use super::{
-    Identity, Shared, Store,
+    Identity, Pulses, Shared, Store,
     auto_compact::{self, AutoCompaction},
     catch_up::{self, Standing, lease_table},
     coalesce::Coalesced,
@@ -23,18 +23,20 @@ use super::{
     members::{self, Members},
     room::Room,
     space::{self, Space},
-    tasks,
+    tasks::vital,
     timing::Patience,
     values::ValueCache,
     wakeful::Wakeful,
-    writer::Writer,
+    writer::{WriteQueue, Writer},
 };
 use crate::{
     index::{CompactionCursor, Contradiction, TreeIndex},
     log::{Error, History, Log, LoggedLease, Member, Meta, Result, Touch},
     metrics::Metrics,
+    supervise::Lock,
     types::{Change, LeaseId, Revision, RowId, shown},
     watch::Hub,
+    watchdog::Watchdog,
 };
 
 /// How often a long start says how far it is.
@@ -58,6 +60,8 @@ pub struct Settings {
     /// Whether the writer stays awake over the commit of a lone client, for which there must be a core beside the one on which
     /// everything else runs.
     pub stays_awake: bool,
+    /// Is told of the store's loops.
+    pub watchdog: Arc<Watchdog>,
 }
 
 impl Default for Settings {
@@ -73,6 +77,7 @@ impl Default for Settings {
             auto_compaction: None,
             compaction: Pace::default(),
             stays_awake: false,
+            watchdog: Arc::default(),
         }
     }
 }
@@ -102,73 +107,99 @@ impl Store {
             metrics: settings.metrics,
             compaction_done: watch::Sender::new(index.compact_revision()),
             index: RwLock::new(index),
-            leases: Mutex::new(leases),
+            leases: Lock::new(leases),
             values: ValueCache::new(settings.value_cache_bytes),
             room: Room::new(settings.value_cache_bytes),
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
             purge_duty: AtomicBool::new(false),
             left_to_others: Mutex::default(),
+            pulses: Pulses::default(),
             log,
         });
         shared.space.take_in(&meta);
         shared.fill_tail().await?;
         let (writer, queue) = Writer::new(Arc::clone(&shared), settings.patience, Wakeful::new(settings.stays_awake));
-        let mut started = vec![
-            tasks::spawn(writer.run()),
-            tasks::spawn(compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
-            tasks::spawn(space::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
-            tasks::spawn(expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
+        let mut tasks = vec![
+            vital("the writer", writer.run()),
+            vital("the compactor", compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
+            vital("the quota's task", space::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
+            vital("the expiry of leases", expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
         if let Some(policy) = settings.auto_compaction {
-            started.push(tasks::spawn(auto_compact::run(Arc::clone(&shared), queue.clone(), policy, stopped.clone())));
+            let compacting = auto_compact::run(Arc::clone(&shared), queue.clone(), policy, stopped.clone());
+            tasks.push(vital("auto compaction", compacting));
         }
         let (mut heads, mut renewals) = (None, None);
         if shared.log.shared().is_some() {
-            started.push(tasks::spawn(catch_up::run(Arc::clone(&shared), settings.poll_interval, stopped.clone())));
-            started.push(tasks::spawn(members::run(Arc::clone(&shared), stopped)));
+            let following = catch_up::run(Arc::clone(&shared), settings.poll_interval, stopped.clone());
+            tasks.push(vital("the follower of the log", following));
+            tasks.push(vital("the heartbeat of this member", members::run(Arc::clone(&shared), stopped)));
             heads = Some(ask_for_heads(Arc::clone(&shared)));
             renewals = Some(ask_for_renewals(Arc::clone(&shared)));
         }
         let range_times = ["false", "true"].map(|success| shared.metrics.store.range.with_label_values(&[success]));
         let patience = settings.patience.request;
-        Ok(Self { shared, queue, heads, renewals, patience, range_times, tasks: Mutex::new(started), stop_background })
+        let watchdog = settings.watchdog;
+        shared.pulses.be_followed(&watchdog, &queue);
+        let tasks = Mutex::new(tasks);
+        Ok(Self { shared, queue, heads, renewals, patience, range_times, tasks, stop_background, watchdog })
+    }
+}
+
+impl Pulses {
+    fn be_followed(&self, watchdog: &Watchdog, queue: &WriteQueue) {
+        let Self { writer, expiry, compactor, follower, heads, renewals } = self;
+        watchdog.follow_queue("writer", writer, queue.has_waiting());
+        watchdog.follow("expiry", expiry);
+        watchdog.follow("compactor", compactor);
+        watchdog.follow("follower", follower);
+        watchdog.follow("heads", heads);
+        watchdog.follow("renewals", renewals);
     }
 }
 
 /// Answers those who wait to stand where the log stands.
 fn ask_for_heads(shared: Arc<Shared>) -> Coalesced<(), Result<()>> {
-    let (heads, run) = Coalesced::new(move |waiting: Vec<()>| {
-        let shared = Arc::clone(&shared);
-        async move {
-            let reached = match shared.log.shared() {
-                Some(log) => shared.reach_head(log).await,
-                None => Ok(()),
-            };
-            vec![reached; waiting.len()]
-        }
-    });
-    tasks::spawn(run);
+    let pulse = Arc::clone(&shared.pulses.heads);
+    let (heads, run) = Coalesced::new(
+        move |waiting: Vec<()>| {
+            let shared = Arc::clone(&shared);
+            async move {
+                let reached = match shared.log.shared() {
+                    Some(log) => shared.reach_head(log).await,
+                    None => Ok(()),
+                };
+                vec![reached; waiting.len()]
+            }
+        },
+        pulse,
+    );
+    vital("the question for the log's head", run);
     heads
 }
 
 /// Renews leases in the log, `None` for one that it does not know.
 fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<LoggedLease>>> {
-    let (renewals, run) = Coalesced::new(move |ids: Vec<LeaseId>| {
-        let shared = Arc::clone(&shared);
-        async move {
-            let Some(log) = shared.log.shared() else { return vec![Ok(None); ids.len()] };
-            match log.leases(&ids, Touch::Renew).await {
-                Ok(found) => {
-                    let found: HashMap<LeaseId, LoggedLease> =
-                        found.into_iter().map(|logged| (logged.id, logged)).collect();
-                    ids.iter().map(|id| Ok(found.get(id).copied())).collect()
+    let pulse = Arc::clone(&shared.pulses.renewals);
+    let (renewals, run) = Coalesced::new(
+        move |ids: Vec<LeaseId>| {
+            let shared = Arc::clone(&shared);
+            async move {
+                let Some(log) = shared.log.shared() else { return vec![Ok(None); ids.len()] };
+                match log.leases(&ids, Touch::Renew).await {
+                    Ok(found) => {
+                        let found: HashMap<LeaseId, LoggedLease> =
+                            found.into_iter().map(|logged| (logged.id, logged)).collect();
+                        ids.iter().map(|id| Ok(found.get(id).copied())).collect()
+                    }
+                    Err(error) => vec![Err(error); ids.len()],
                 }
-                Err(error) => vec![Err(error); ids.len()],
             }
-        }
-    });
-    tasks::spawn(run);
+        },
+        pulse,
+    );
+    vital("the renewal of leases", run);
     renewals
 }
 

@@ -2,12 +2,15 @@
 
 use tokio::task::JoinHandle;
 
-pub(super) fn spawn(task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
+use crate::supervise;
+
+/// All of them are such that the server cannot be without. A panic of a simulated one is the simulation's.
+pub(super) fn vital(name: &'static str, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
     #[cfg(test)]
     if let Some(start) = simulated::START.get() {
         return simulated::spawn(task, start);
     }
-    tokio::spawn(task)
+    supervise::vital(name, task)
 }
 
 #[cfg(test)]

@@ -35,6 +35,7 @@ use crate::{
     index::{CompactionCursor, Lease, ReadAt, TreeIndex},
     lease,
     log::{Append, Appended, Member, Reclaim, memory::MemoryLog},
+    supervise::Lock,
     types::{ChangeKind, Key, KeyRange, LeaseId, Revision},
     watch::Hub,
 };
@@ -342,7 +343,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         space: super::space::Space::new(0),
         hub: Arc::new(Hub::new(Revision::EMPTY, None, Arc::default())),
         index: RwLock::new(TreeIndex::new()),
-        leases: Mutex::new(lease::Table::default()),
+        leases: Lock::new(lease::Table::default()),
         values: ValueCache::new(cache_bytes),
         room: super::room::Room::new(cache_bytes),
         lease_deadline: Notify::new(),
@@ -350,6 +351,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         purge_duty: AtomicBool::new(false),
         left_to_others: Mutex::default(),
         compaction_done: watch::Sender::new(None),
+        pulses: Default::default(),
     }
 }
 

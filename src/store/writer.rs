@@ -152,6 +152,12 @@ impl WriteQueue {
         outcome
     }
 
+    /// Whether some wait; of a queue that is gone none do.
+    pub(super) fn has_waiting(&self) -> impl Fn() -> bool + Send + 'static {
+        let commands = self.commands.downgrade();
+        move || commands.upgrade().is_some_and(|commands| commands.capacity() < commands.max_capacity())
+    }
+
     /// How many wait.
     pub(super) fn len(&self) -> usize {
         self.commands.max_capacity() - self.commands.capacity()
@@ -262,6 +268,7 @@ impl Writer {
     /// Waits for something to do and takes what else is there. Returns false at the end.
     async fn gather(&mut self) -> bool {
         while self.gathered.is_empty() {
+            self.shared.pulses.writer.rest();
             tokio::select! {
                 biased;
                 command = self.commands.recv() => match command {
@@ -274,6 +281,7 @@ impl Writer {
                 }
             }
         }
+        self.shared.pulses.writer.beat();
         for _ in 0..GATHER_YIELDS {
             yield_now().await;
         }
@@ -309,6 +317,7 @@ impl Writer {
                 self.gathered.push_front(command);
                 break;
             }
+            self.shared.pulses.writer.beat();
             if let Err(error) = self.shared.admit(&command.request, command.bytes).await {
                 served.push((command, Err(error)));
                 continue;
@@ -418,6 +427,7 @@ impl Writer {
         let metrics = &self.shared.metrics.store;
         metrics.batch_requests.observe(served.len() as f64);
         metrics.batch_rows.observe(batch.changes().len() as f64);
+        self.shared.pulses.writer.beat();
         let committed = if batch.is_empty() {
             let confirmed = self.confirm(expected).await;
             self.give_turn_back(&batch, expected).await;
@@ -596,6 +606,8 @@ impl Writer {
                         if matches!(failure, log::Error::Diverged(_)) || self.is_closed {
                             return self.refuse_all();
                         }
+                        // Not when it only looks who has waited too long: reading the log must end, well or not.
+                        self.shared.pulses.writer.beat();
                         catching_up.set(attempt(RESYNC_PAUSE));
                     }
                 },

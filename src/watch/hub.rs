@@ -7,8 +7,6 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use parking_lot::Mutex;
-
 use super::{
     Flavor, NO_WATCH, Spec,
     chunk::Chunk,
@@ -17,12 +15,13 @@ use super::{
 };
 use crate::{
     metrics::Metrics,
+    supervise::Lock,
     types::{Change, EncodedEvent, KeyRange, Revision, WatchId},
 };
 
 /// See the module's page.
 pub struct Hub {
-    state: Mutex<State>,
+    state: Lock<State>,
     pub(super) metrics: Arc<Metrics>,
 }
 
@@ -69,7 +68,7 @@ impl Hub {
     pub fn new(head: Revision, compact_revision: Option<Revision>, metrics: Arc<Metrics>) -> Self {
         Self {
             metrics,
-            state: Mutex::new(State {
+            state: Lock::new(State {
                 head,
                 compact_revision,
                 ranges: Intervals::new(),

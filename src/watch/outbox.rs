@@ -75,6 +75,8 @@ pub enum Message {
 pub enum End {
     ClientGone,
     ServerStopped,
+    /// By a mistake of the server.
+    Failed,
 }
 
 /// See the module's page.
@@ -235,9 +237,9 @@ impl Outbox {
         let Some(queued) = inner.queue.pop() else {
             return match inner.end {
                 Some(End::ClientGone) => Poll::Ready(None),
-                Some(End::ServerStopped) => {
+                Some(end @ (End::ServerStopped | End::Failed)) => {
                     inner.end = Some(End::ClientGone);
-                    Poll::Ready(Some(Err(End::ServerStopped)))
+                    Poll::Ready(Some(Err(end)))
                 }
                 None => {
                     inner.reader = Some(context.waker().clone());

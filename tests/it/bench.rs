@@ -5,7 +5,7 @@ use std::process::Command;
 use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use serde_json::Value;
 
-use crate::support::{Backend, Client, Server, etcd_tool, skip};
+use crate::support::{Backend, Client, Postgres, Server, etcd_tool, skip};
 
 const OPERATIONS: u64 = 50;
 
@@ -155,10 +155,96 @@ async fn comparison_writes_a_page_with_plots_and_leaves_no_server() {
     assert_eq!(left.len(), 2, "{left:?}");
 }
 
+/// A soak of a few seconds says nothing of what rises, but what clients leave behind it sees.
+#[test]
+fn soak_compacts_comes_and_goes_and_leaves_nothing_behind() {
+    if !Postgres::is_there() {
+        return skip("postgres");
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let plots = folder.path().join("plots");
+    let told = orlop_bench(&[
+        "soak",
+        "--minutes",
+        "0.1",
+        "--rate",
+        "40",
+        "--nodes",
+        "5",
+        "--pods",
+        "20",
+        "--watches",
+        "6",
+        "--json",
+        "--work-dir",
+        &folder.path().display().to_string(),
+        "--output",
+        &plots.display().to_string(),
+    ]);
+    assert_eq!((&told["scenario"], &told["interrupted"]), (&"soak".into(), &false.into()));
+    let servers = told["servers"].as_array().expect("a list of servers");
+    assert_eq!(
+        servers.iter().map(|server| &server["server"]).collect::<Vec<_>>(),
+        ["Orlop, SQLite", "Orlop, Postgres"]
+    );
+    for server in servers {
+        assert_eq!(
+            (&server["errors"], &server["first_error"], &server["left_behind"]),
+            (&0.into(), &Value::Null, &Value::Array(vec![]))
+        );
+        for done in ["operations", "events", "compactions", "visits"] {
+            assert!(server[done].as_u64().is_some_and(|count| count > 0), "{done}: {server}");
+        }
+        // On a busy machine there are looks with no operation before them.
+        let samples = server["samples"].as_array().expect("a list of samples");
+        for figure in
+            ["memory", "size", "descriptors", "watchers", "leases", "keys in the index", "write p99", "read p50"]
+        {
+            assert!(samples.iter().any(|sample| sample[figure].is_number()), "{figure}: {server}");
+        }
+        assert!(samples.iter().any(|sample| sample["watchers"].as_f64() >= Some(6.0)), "{server}");
+    }
+    for plot in ["soak-memory.svg", "soak-size.svg", "soak-descriptors.svg", "soak-latency.svg"] {
+        let drawn = std::fs::read_to_string(plots.join(plot)).expect("the plot is drawn");
+        assert!(drawn.starts_with("<svg") && drawn.contains("Orlop, Postgres"), "{plot}");
+    }
+    let left: Vec<_> = std::fs::read_dir(folder.path()).expect("the folder is there").flatten().collect();
+    assert_eq!(left.len(), 1, "{left:?}");
+}
+
+/// A server that is there already tells by its metrics what it uses, and keeps none of the keys.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn soak_of_a_server_that_runs_leaves_no_keys() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let told = orlop_bench(&[
+        "soak",
+        "--minutes",
+        "0.05",
+        "--rate",
+        "40",
+        "--nodes",
+        "5",
+        "--pods",
+        "20",
+        "--watches",
+        "6",
+        "--json",
+        "--endpoints",
+        server.endpoint(),
+    ]);
+    let soaked = &told["servers"][0];
+    assert_eq!((&soaked["server"], &soaked["errors"]), (&"endpoints".into(), &0.into()), "{soaked}");
+    assert!(soaked["samples"][0]["memory"].is_number() && soaked["samples"][0]["folder"].is_null(), "{soaked}");
+    let (left, _) = keys(&mut Client::connect(server.endpoint()).await).await;
+    // One may hang on a lease that was left to run out.
+    assert!(left.len() <= 1, "{left:?}");
+}
+
 #[test]
 fn comparison_refuses_what_means_nothing_there() {
     for (flags, said) in [
         (&["--clients", "3"][..], "--clients means nothing here"),
+        (&["--endpoints", "http://a:1"], "--endpoints means nothing here"),
         (&["--groups", "nonsense"], "must be one of put-256b"),
         (&["--servers", "mysql"], "etcd, sqlite, postgres"),
         (&["--etcd", "/not/there", "--servers", "etcd"], "/not/there failed"),

@@ -1,6 +1,10 @@
 //! What probes ask for.
 
-use crate::support::{Backend, Fsync, Postgres, Server, eventually, http, http_get, on_both_backends};
+use std::time::{Duration, Instant};
+
+use orlop::proto::client::etcdserverpb::PutRequest;
+
+use crate::support::{Backend, Client, Fsync, Postgres, Server, eventually, http, http_get, on_both_backends};
 
 async fn probes_answer_as_etcds(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
@@ -57,6 +61,39 @@ async fn instance_without_its_database_is_live_and_not_ready() {
         other => Err(other),
     })
     .await;
+}
+
+/// One that hangs is not seen to be gone. A restart would not help: the watchdog must not take waiting for it for a loop that
+/// is stuck. Where slow tests are asked for it lasts longer than the watchdog's patience.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hung_database_is_no_reason_to_restart() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let client = Client::connect(server.endpoint()).await;
+    let lasts = Duration::from_secs(if std::env::var_os("ORLOP_SLOW_TESTS").is_some() { 100 } else { 10 });
+    let paused = postgres.pause();
+    let began = Instant::now();
+    let mut refused = 0;
+    let put = PutRequest { key: "k".into(), value: "v".into(), ..Default::default() };
+    // Something waits all the time.
+    while began.elapsed() < lasts {
+        refused += usize::from(client.clone().kv.put(put.clone()).await.is_err());
+        let live = http_get(server.endpoint(), "/livez?verbose").await;
+        assert_eq!((live.status, live.body.as_str()), (200, "[+]serializable_read ok\nok\n"), "{}", server.log_tail());
+    }
+    assert!(refused > 0, "nobody takes a write without the database");
+    assert_eq!(http_get(server.endpoint(), "/readyz").await.status, 503);
+    assert_eq!(http_get(server.endpoint(), "/livez/progress").await.status, 200);
+    drop(paused);
+    eventually("readiness", async || match http_get(server.endpoint(), "/readyz").await {
+        ready if ready.status == 200 => Ok(()),
+        other => Err(other),
+    })
+    .await;
+    let metrics = http_get(server.endpoint(), "/metrics").await.body;
+    for task in ["writer", "follower", "expiry", "compactor", "heads", "renewals", "runtime"] {
+        assert!(metrics.contains(&format!("\norlop_stuck_tasks{{task=\"{task}\"}} 0\n")), "{task}: {metrics}");
+    }
 }
 
 on_both_backends!(probes_answer_as_etcds,);

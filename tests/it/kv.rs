@@ -1,5 +1,7 @@
 //! KV, request by request: one row a request, with what etcd answers.
 
+use std::time::Duration;
+
 use orlop::proto::client::{
     etcdserverpb::{
         CompactionRequest, Compare, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RangeRequest, RangeResponse,
@@ -7,9 +9,11 @@ use orlop::proto::client::{
     },
     mvccpb::KeyValue,
 };
+use prost::Message as _;
+use tokio::{io::AsyncWriteExt as _, net::TcpStream, time::timeout};
 use tonic::{Code, Status};
 
-use crate::support::{Backend, Client, Server, on_both_backends};
+use crate::support::{Backend, Client, Server, eventually, http_get, on_both_backends};
 
 /// A store with this history: a=1 (2), b=1 (3), c=1 (4), b=2 (5), c deleted (6), c=3 (7).
 async fn history(backend: Backend) -> Option<(Server, Client)> {
@@ -445,7 +449,54 @@ async fn large_answers_arrive_whole(backend: Backend) {
     assert!(whole(&first.kvs) && answer.responses.len() == 2);
 }
 
+/// HTTP/2 by hand: a whole message on a stream that is not ended, whose connection breaks then.
+async fn request_that_breaks_off_holds_up_nobody(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let address = server.endpoint().strip_prefix("http://").expect("an http endpoint");
+    let message = range("a", "").encode_to_vec();
+    let framed = [&[0][..], &u32::try_from(message.len()).expect("it is short").to_be_bytes(), &message].concat();
+    let text = |text: &str| [&[u8::try_from(text.len()).expect("it is short")][..], text.as_bytes()].concat();
+    let headers = [
+        &[0x83, 0x86, 0x04][..],
+        &text("/etcdserverpb.KV/Range"),
+        &[0x01],
+        &text(address),
+        &[0x0f, 0x10],
+        &text("application/grpc"),
+        &[0x00],
+        &text("te"),
+        &text("trailers"),
+    ];
+    let http2 = [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(),
+        http2_frame(0x4, 0, 0, &[]),
+        http2_frame(0x1, 0x4, 1, &headers.concat()),
+        http2_frame(0x0, 0, 1, &framed),
+    ];
+    let mut connection = TcpStream::connect(address).await.expect("the server accepts connections");
+    connection.write_all(&http2.concat()).await.expect("the server reads");
+    let received =
+        "grpc_server_msg_received_total{grpc_method=\"Range\",grpc_service=\"etcdserverpb.KV\",grpc_type=\"unary\"} 1";
+    eventually("the message's arrival", async || {
+        let metrics = http_get(server.endpoint(), "/metrics").await.body;
+        if metrics.contains(received) { Ok(()) } else { Err(metrics) }
+    })
+    .await;
+    drop(connection);
+    let puts = async {
+        let mut client = Client::connect(server.endpoint()).await;
+        client.kv.put(put("after", "it")).await.expect("a put");
+    };
+    timeout(Duration::from_secs(20), puts).await.expect("others are served");
+}
+
+fn http2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(payload.len()).expect("it is short").to_be_bytes();
+    [&len[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
 on_both_backends!(
+    request_that_breaks_off_holds_up_nobody,
     range_answers_by_every_field,
     unknown_sorts_are_refused_everywhere,
     range_stream_in_pieces_is_the_range,

@@ -181,38 +181,64 @@ fn gets() -> Group {
 
 /// A tenth: room in the cache for that much of the data.
 fn lists() -> Vec<Group> {
-    const SMALL: &str = "range --keys 10000 --value-size 1024";
-    const LARGE: &str = "range --keys 50000 --value-size 2048";
-    let once = |group| Group { is_measured_once: true, ..group };
-    let with_cache = |name, title, load, flags| {
-        let figures = vec![lists_per_sec(None), figure("p99, ms", Of::P99("range")), figure("memory, MiB", Of::Memory)];
-        Group { flags, ..once(Group::new(name, title, vec![Step::bench("list, whole", load, figures)])) }
+    let small = Lists { title: "Lists, 10,000 x 1 KiB", load: "range --keys 10000 --value-size 1024", end: "" };
+    let large = Lists {
+        title: "Lists, 50,000 x 2 KiB",
+        load: "range --keys 50000 --value-size 2048",
+        // Each takes so long that a time would end few.
+        end: "--total 6 --warmup 0s",
     };
-    let (small, large) = ("Lists, 10,000 x 1 KiB", "Lists, 50,000 x 2 KiB");
-    let (tenth, off) = ("Orlop's cache with room for a tenth", "Orlop's cache off");
+    let once = |group| Group { is_measured_once: true, ..group };
     vec![
-        list("list", small, SMALL, Some(Aim::Times(3.0, 3.0))),
-        with_cache("list-tenth", format!("{small}, {tenth}"), SMALL, &["--value-cache-bytes=1048576"]),
-        with_cache("list-uncached", format!("{small}, {off}"), SMALL, &["--value-cache-bytes=0"]),
-        once(list("list-large", large, LARGE, None)),
-        with_cache("list-large-tenth", format!("{large}, {tenth}"), LARGE, &["--value-cache-bytes=10485760"]),
-        with_cache("list-large-uncached", format!("{large}, {off}"), LARGE, &["--value-cache-bytes=0"]),
+        small.list("list", Some(Aim::Times(3.0, 3.0))),
+        small.with_tenth("list-tenth", &["--value-cache-bytes=1048576"]),
+        small.without_cache("list-uncached"),
+        once(large.list("list-large", None)),
+        large.with_tenth("list-large-tenth", &["--value-cache-bytes=10485760"]),
+        large.without_cache("list-large-uncached"),
     ]
 }
 
-/// Each step leaves its keys for the next.
-fn list(name: &'static str, title: &str, load: &str, aim: Option<Aim>) -> Group {
-    let p99 = || figure("p99, ms", Of::P99("range"));
-    let again = |title, flags: &str, figures| Step::bench(title, format!("{load} --existing --keep {flags}"), figures);
-    let whole = vec![lists_per_sec(aim), p99(), figure("memory, MiB", Of::Memory)];
-    let steps = vec![
-        Step::bench("list, whole", format!("{load} --keep"), whole),
-        again("list, in pages of 500", "--page 500", vec![lists_per_sec(None), p99()]),
-        Step::restart("", Vec::new()),
-        again("list, first after a start", "--total 1 --warmup 0s", vec![figure("ms", Of::P50("range"))]),
-        again("list, at an old revision", "--old-revision", vec![lists_per_sec(None), p99()]),
-    ];
-    Group::new(name, title, steps)
+/// Lists of the same keys.
+struct Lists {
+    title: &'static str,
+    load: &'static str,
+    /// When a load ends, if not after the usual time.
+    end: &'static str,
+}
+
+impl Lists {
+    /// Each step leaves its keys for the next.
+    fn list(&self, name: &'static str, aim: Option<Aim>) -> Group {
+        let p99 = || figure("p99, ms", Of::P99("range"));
+        let again = |title, flags: &str, end: &str, figures| {
+            Step::bench(title, format!("{} --existing --keep {flags} {end}", self.load), figures)
+        };
+        let one = vec![figure("ms", Of::P50("range"))];
+        let whole = vec![lists_per_sec(aim), p99(), figure("memory, MiB", Of::Memory)];
+        let steps = vec![
+            Step::bench("list, whole", format!("{} --keep {}", self.load, self.end), whole),
+            again("list, in pages of 500", "--page 500", self.end, vec![lists_per_sec(None), p99()]),
+            Step::restart("", Vec::new()),
+            again("list, first after a start", "", "--total 1 --warmup 0s", one),
+            again("list, at an old revision", "--old-revision", self.end, vec![lists_per_sec(None), p99()]),
+        ];
+        Group::new(name, self.title, steps)
+    }
+
+    fn with_tenth(&self, name: &'static str, flags: &'static [&'static str]) -> Group {
+        self.with_cache(name, "Orlop's cache with room for a tenth", flags)
+    }
+
+    fn without_cache(&self, name: &'static str) -> Group {
+        self.with_cache(name, "Orlop's cache off", &["--value-cache-bytes=0"])
+    }
+
+    fn with_cache(&self, name: &'static str, cache: &str, flags: &'static [&'static str]) -> Group {
+        let figures = vec![lists_per_sec(None), figure("p99, ms", Of::P99("range")), figure("memory, MiB", Of::Memory)];
+        let steps = vec![Step::bench("list, whole", format!("{} {}", self.load, self.end), figures)];
+        Group { flags, is_measured_once: true, ..Group::new(name, format!("{}, {cache}", self.title), steps) }
+    }
 }
 
 fn lists_per_sec(aim: Option<Aim>) -> Figure {
@@ -242,7 +268,7 @@ fn catch_up() -> Group {
     let figures =
         vec![aimed("events/s", Of::Fact("events_per_sec"), Aim::Times(2.0, 2.0)), figure("memory, MiB", Of::Memory)];
     let step = Step::bench("catching up with 100,000 revisions", "catch-up --total 1 --warmup 0s", figures);
-    Group::new("catch-up", "Catching up", vec![step])
+    Group { is_measured_once: true, ..Group::new("catch-up", "Catching up", vec![step]) }
 }
 
 fn idle() -> Group {

@@ -12,12 +12,12 @@ use super::{
     server::Kind,
 };
 
-const SIZE: (u32, u32) = (760, 380);
+pub const SIZE: (u32, u32) = (760, 380);
 /// Room for half of the last label of an axis.
-const RIGHT_MARGIN: u32 = 40;
+pub const RIGHT_MARGIN: u32 = 40;
 
 /// What etcd and the two Orlops are drawn in: told apart by those who see no red and green, on white and on dark pages.
-fn color(server: Kind) -> RGBColor {
+pub fn color(server: Kind) -> RGBColor {
     match server {
         Kind::Etcd => RGBColor(136, 136, 136),
         Kind::Sqlite => RGBColor(0, 114, 178),
@@ -143,7 +143,7 @@ fn name_at(names: &[&str], at: f64) -> String {
     found.map_or_else(String::new, |(name, _)| (*name).to_owned())
 }
 
-fn legend<'a, C: CoordTranslate>(
+pub fn legend<'a, C: CoordTranslate>(
     chart: &mut ChartContext<'a, SVGBackend<'a>, C>,
     at: SeriesLabelPosition,
 ) -> Result<(), Error> {
@@ -151,6 +151,6 @@ fn legend<'a, C: CoordTranslate>(
     style.map_err(failed)
 }
 
-fn failed(error: impl std::error::Error) -> Error {
+pub fn failed(error: impl std::error::Error) -> Error {
     Error::Io(std::io::Error::other(error.to_string()))
 }

@@ -32,7 +32,7 @@ pub struct Postgres {
 
 impl Postgres {
     /// Makes a cluster in the folder, which must not be there, and starts it.
-    pub async fn start(programs: &Path, folder: &Path) -> Result<Self, Error> {
+    pub async fn start(programs: &Path, folder: &Path, settings_more: &[String]) -> Result<Self, Error> {
         fs::create_dir(folder)?;
         let is_root = procfs::process::Process::myself().and_then(|own| own.uid()).is_ok_and(|uid| uid == 0);
         if is_root {
@@ -53,7 +53,7 @@ impl Postgres {
         let process = as_user(is_root, &programs.join("postgres"))
             .arg("-D")
             .arg(&data)
-            .args(settings.iter().flat_map(|setting| ["-c", setting]))
+            .args(settings.iter().chain(settings_more).flat_map(|setting| ["-c", setting]))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -89,6 +89,14 @@ impl Postgres {
         let children = procfs::process::all_processes()?.filter_map(|process| process.ok()?.stat().ok());
         let running: u64 = children.filter(|stat| stat.ppid == id).map(|stat| stat.utime + stat.stime).sum();
         Ok(own.utime + own.stime + ended + running)
+    }
+
+    /// Anonymous memory of the server's processes: what they share is not theirs alone.
+    pub fn memory_bytes(&self) -> Result<u64, procfs::ProcError> {
+        let Some(id) = self.process.id().and_then(|id| i32::try_from(id).ok()) else { return Ok(0) };
+        let statuses = procfs::process::all_processes()?.filter_map(|process| process.ok()?.status().ok());
+        let own = statuses.filter(|status| status.ppid == id || status.pid == id);
+        Ok(own.map(|status| status.rssanon.unwrap_or_default() << 10).sum())
     }
 
     pub async fn version(programs: &Path) -> Result<String, Error> {

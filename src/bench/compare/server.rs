@@ -17,7 +17,7 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use super::{Compare, Error, postgres::Postgres};
+use super::{Error, postgres::Postgres};
 use crate::{
     bench::{
         connection::{Client, Pool},
@@ -60,25 +60,35 @@ pub struct Lab {
     pub versions: Vec<String>,
 }
 
+/// What a lab is made of.
+pub struct Needs<'a> {
+    pub work_dir: &'a Path,
+    pub servers: &'a [Kind],
+    pub etcd: Option<&'a Path>,
+    pub postgres_programs: Option<&'a Path>,
+    /// Of Postgres, each as `name=value`.
+    pub postgres_settings: &'a [String],
+}
+
 impl Lab {
-    pub async fn open(compare: &Compare) -> Result<Self, Error> {
-        let work_dir = &compare.work_dir;
+    pub async fn open(needs: Needs<'_>) -> Result<Self, Error> {
+        let work_dir = needs.work_dir;
         let folder = tempfile::Builder::new().prefix("orlop-bench-").tempdir_in(work_dir);
         let folder = folder.map_err(|error| Error::Flags(format!("--work-dir {}: {error}", work_dir.display())))?;
         // Postgres may run as another user, who has to come through.
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
         let path = folder.path().canonicalize()?;
         let mut lab = Self { folder, etcd: None, postgres: None, versions: Vec::new() };
-        if compare.servers.contains(&Kind::Etcd) {
-            let etcd = find_etcd(compare.etcd.as_deref())?;
+        if needs.servers.contains(&Kind::Etcd) {
+            let etcd = find_etcd(needs.etcd)?;
             let version = run(Command::new(&etcd).arg("--version")).await?;
             lab.versions.extend(version.lines().next().map(|line| line.to_lowercase().replace(" version:", "")));
             lab.etcd = Some(etcd);
         }
-        if compare.servers.contains(&Kind::Postgres) {
-            let programs = super::postgres::find_programs(compare.postgres_programs.as_deref())?;
+        if needs.servers.contains(&Kind::Postgres) {
+            let programs = super::postgres::find_programs(needs.postgres_programs)?;
             lab.versions.push(Postgres::version(&programs).await?);
-            lab.postgres = Some(Postgres::start(&programs, &path.join("postgres")).await?);
+            lab.postgres = Some(Postgres::start(&programs, &path.join("postgres"), needs.postgres_settings).await?);
         }
         Ok(lab)
     }
@@ -173,6 +183,16 @@ impl<'a> Server<'a> {
         }
     }
 
+    /// Of the folder with the data, that of Postgres not included.
+    pub fn folder_bytes(&self) -> u64 {
+        bytes_below(&self.home.path().join("data"))
+    }
+
+    /// Anonymous memory of Postgres's processes; `None` without Postgres.
+    pub fn database_memory_bytes(&self) -> Option<u64> {
+        self.datastore.as_ref().and(self.lab.postgres.as_ref())?.memory_bytes().ok()
+    }
+
     pub fn usage(&self) -> Result<Usage, Error> {
         let unreadable = |error: procfs::ProcError| Error::Io(io::Error::other(error));
         let id = self.process.id().and_then(|id| i32::try_from(id).ok()).unwrap_or_default();
@@ -222,6 +242,17 @@ impl<'a> Server<'a> {
     fn failed(&self, step: &'static str, error: &str) -> Error {
         Error::Step { step, endpoint: self.endpoint(), error: error.to_owned() }
     }
+}
+
+/// What goes while it is looked at counts nothing.
+fn bytes_below(folder: &Path) -> u64 {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let bytes = entries.map(|entry| match entry.metadata() {
+        Ok(metadata) if metadata.is_dir() => bytes_below(&entry.path()),
+        Ok(metadata) => metadata.len(),
+        Err(_) => 0,
+    });
+    bytes.sum()
 }
 
 async fn client(port: u16) -> Result<Client, Error> {

@@ -12,7 +12,7 @@ use tokio::{
 use tracing::{debug, info};
 
 use super::connection::Database;
-use crate::types::Revision;
+use crate::{supervise::vital, types::Revision};
 
 /// Pause before listening is tried again where the server did not allow it.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
@@ -25,7 +25,7 @@ pub(super) struct Listener {
 impl Listener {
     pub(super) fn start(database: Database, channel: String) -> Self {
         let (tell, told) = watch::channel(Revision(0));
-        Self { told, task: tokio::spawn(run(database, channel, tell)) }
+        Self { told, task: vital("the listener for appends", run(database, channel, tell)) }
     }
 
     /// Returns a revision beyond `seen` when one was told of, and nothing after `patience`.

@@ -21,7 +21,10 @@ use tokio::{
 use tracing::warn;
 
 use super::writer::Writer;
-use crate::types::{Change, ChangeKind};
+use crate::{
+    supervise::vital,
+    types::{Change, ChangeKind},
+};
 
 /// Bytes written to the WAL, about, after which a checkpoint is taken.
 const CHECKPOINT_BYTES: usize = 8 << 20;
@@ -49,7 +52,7 @@ struct Shared {
 impl Checkpointer {
     pub(super) fn start(connection: SqliteConnection, writer: Arc<Writer>) -> Self {
         let shared = Arc::new(Shared { pending_bytes: AtomicUsize::new(0), wake: Notify::new(), stop: Notify::new() });
-        let task = tokio::spawn(run(connection, writer, Arc::clone(&shared)));
+        let task = vital("the checkpointer", run(connection, writer, Arc::clone(&shared)));
         Self { shared, task: Mutex::new(Some(task)) }
     }
 

@@ -13,7 +13,10 @@ use tokio::{
 use tracing::warn;
 
 use super::{checkpoint::Checkpointer, read, writer::Writer};
-use crate::log::{Result, rows::unavailable};
+use crate::{
+    log::{Result, rows::unavailable},
+    supervise::vital,
+};
 
 /// Pages given back while a write waits at most.
 const STEP: &str = "PRAGMA incremental_vacuum(64)";
@@ -40,7 +43,7 @@ struct Shared {
 impl Vacuum {
     pub(super) fn start(writer: Arc<Writer>, checkpointer: Arc<Checkpointer>) -> Self {
         let shared = Arc::new(Shared { writer, checkpointer, freed: Notify::new(), stop: Notify::new() });
-        let task = tokio::spawn(run(Arc::clone(&shared)));
+        let task = vital("the vacuum", run(Arc::clone(&shared)));
         Self { shared, task: Mutex::new(Some(task)) }
     }
 

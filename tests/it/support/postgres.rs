@@ -78,6 +78,11 @@ impl Postgres {
         SHARED.get_or_init(|| Self::start(Fsync::Off)).await.as_ref()
     }
 
+    /// Whether the machine has its programs.
+    pub fn is_there() -> bool {
+        programs().is_some()
+    }
+
     /// One of the test's own, which it may stop.
     pub async fn start(fsync: Fsync) -> Option<Self> {
         Self::start_at(fsync, None, &[]).await
@@ -193,6 +198,18 @@ impl Postgres {
         self.wait_until_ready().await;
     }
 
+    /// Nothing of it runs until the guard is dropped: connections stay, and nobody answers.
+    pub fn pause(&self) -> Paused {
+        let first = fs::read_to_string(self.data().join("postmaster.pid")).expect("a running server has it");
+        let server: i32 =
+            first.lines().next().and_then(|pid| pid.trim().parse().ok()).expect("its first line is a pid");
+        let children = procfs::process::all_processes().expect("there is a /proc").filter_map(Result::ok);
+        let children = children.filter_map(|child| child.stat().ok()).filter(|stat| stat.ppid == server);
+        let paused = Paused(std::iter::once(server).chain(children.map(|stat| stat.pid)).collect());
+        paused.signal("-STOP");
+        paused
+    }
+
     /// The folder of the data, to be copied or replaced while the server is stopped.
     pub fn data(&self) -> PathBuf {
         self.folder.join("data")
@@ -216,6 +233,22 @@ impl Postgres {
 
     fn log(&self) -> String {
         fs::read_to_string(self.folder.join("log")).unwrap_or_default()
+    }
+}
+
+/// Runs again when this is dropped.
+pub struct Paused(Vec<i32>);
+
+impl Paused {
+    fn signal(&self, signal: &str) {
+        // One of them may have ended.
+        let _ = Command::new("kill").arg(signal).args(self.0.iter().map(ToString::to_string)).status();
+    }
+}
+
+impl Drop for Paused {
+    fn drop(&mut self) {
+        self.signal("-CONT");
     }
 }
 

@@ -1,0 +1,308 @@
+//! Panics: which end a request, and which end the process.
+//!
+//! A panic is a mistake in the code. One in a request ends that request ([`caught`]); the caller answers Internal. One in a
+//! task that the server cannot be without ends the process ([`vital`]), as does one while a lock is held on what everybody
+//! reads ([`Lock`]): the log is never harmed by an end at any moment, but a server without its writer, or one that goes on
+//! with half a change, is. Nothing ends without a line in the server's log that says where.
+//!
+//! The place of a panic is only known to the hook ([`tell_panics`]), which is called where it happens; who caught it knows
+//! what was being done.
+
+use std::{
+    any::Any,
+    cell::{Cell, RefCell},
+    fmt,
+    ops::{Deref, DerefMut},
+    panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind},
+    pin::Pin,
+    task::{Context, Poll},
+    thread,
+};
+
+use parking_lot::{Mutex, MutexGuard};
+use prometheus::IntCounter;
+use tokio::task::JoinHandle;
+use tracing::error;
+
+/// The exit status of a process that ends by a panic: EX_SOFTWARE of sysexits.h.
+pub const EXIT_PANICKED: i32 = 70;
+
+/// What sqlx names the threads in which SQLite works. One that panics is gone, and its connection with it.
+const DATABASE_THREADS: &str = "sqlx-sqlite-worker";
+
+thread_local! {
+    /// How many [`catch`] are under way.
+    static CATCHING: Cell<u32> = const { Cell::new(0) };
+    /// The newest panic here that somebody is about to catch.
+    static NEWEST: RefCell<Option<Panic>> = const { RefCell::new(None) };
+}
+
+/// A panic that was caught.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Panic {
+    /// File, line and column.
+    pub place: String,
+    pub message: String,
+}
+
+impl Panic {
+    fn of(info: &PanicHookInfo<'_>) -> Self {
+        let place = info.location().map_or_else(|| "unknown".to_owned(), ToString::to_string);
+        Self { place, message: message(info.payload()) }
+    }
+
+    /// The one that unwinds this thread.
+    fn take(payload: &(dyn Any + Send)) -> Self {
+        let newest = NEWEST.with_borrow_mut(Option::take);
+        newest.unwrap_or_else(|| Self { place: "unknown".to_owned(), message: message(payload) })
+    }
+}
+
+fn message(payload: &dyn Any) -> String {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}
+
+impl fmt::Display for Panic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "panic at {}: {}", self.place, self.message)
+    }
+}
+
+/// From now on panics go to the server's log. Those that somebody catches are told by who catches them.
+pub fn tell_panics() {
+    std::panic::set_hook(Box::new(|info| {
+        let panic = Panic::of(info);
+        if CATCHING.get() > 0 {
+            NEWEST.set(Some(panic));
+            return;
+        }
+        let thread = thread::current();
+        let thread = thread.name().unwrap_or("unnamed");
+        if thread.starts_with(DATABASE_THREADS) {
+            end_process(thread, &panic);
+        }
+        error!(place = panic.place, message = panic.message, thread, "panic outside of requests and tasks");
+    }));
+}
+
+/// Runs `f`. What it shares with others must be whole at any point at which it can panic, or behind a [`Lock`].
+pub fn catch<T>(f: impl FnOnce() -> T) -> Result<T, Panic> {
+    CATCHING.set(CATCHING.get() + 1);
+    let outcome = catch_unwind(AssertUnwindSafe(f));
+    CATCHING.set(CATCHING.get() - 1);
+    outcome.map_err(|payload| Panic::take(&*payload))
+}
+
+/// As [`catch`], of a future.
+pub fn caught<F: Future>(work: F) -> Caught<F> {
+    Caught(Box::pin(work))
+}
+
+/// See [`caught`].
+#[must_use]
+pub struct Caught<F>(Pin<Box<F>>);
+
+impl<F: Future> Future for Caught<F> {
+    type Output = Result<F::Output, Panic>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        match catch(|| self.0.as_mut().poll(context)) {
+            Ok(Poll::Ready(output)) => Poll::Ready(Ok(output)),
+            Ok(Poll::Pending) => Poll::Pending,
+            Err(panic) => Poll::Ready(Err(panic)),
+        }
+    }
+}
+
+/// Tells of a request that ended in a panic; who asked is answered Internal.
+pub fn tell_request(panics: &IntCounter, request: &str, panic: &Panic) {
+    panics.inc();
+    error!(request, place = panic.place, message = panic.message, "a request panicked; only that one failed");
+}
+
+/// Spawns what the server cannot be without. If it panics the process ends, at once.
+pub fn vital(task: &'static str, work: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
+    tokio::spawn(watch_over(work, move |panic| end_process(task, panic)))
+}
+
+async fn watch_over(work: impl Future<Output = ()>, panicked: impl FnOnce(&Panic)) {
+    if let Err(panic) = caught(work).await {
+        panicked(&panic);
+    }
+}
+
+/// What was acknowledged is durable at any moment, so nothing is waited for.
+fn end_process(task: &str, panic: &Panic) -> ! {
+    const WHY: &str = "the server cannot go on without it and ends. What was acknowledged is in the log, which is intact: \
+                       start the server again, and report this";
+    error!(task, place = panic.place, message = panic.message, "{task} panicked; {WHY}");
+    eprintln!("orlop: {task}: {panic}; {WHY}");
+    std::process::exit(EXIT_PANICKED)
+}
+
+/// A lock on what must not be seen half changed: if its holder panics the process ends.
+///
+/// Only where somebody catches panics, else the holder's thread or task is the one to be unwound.
+#[derive(Debug, Default)]
+pub struct Lock<T>(Mutex<T>);
+
+impl<T> Lock<T> {
+    pub const fn new(value: T) -> Self {
+        Self(Mutex::new(value))
+    }
+
+    pub fn lock(&self) -> Held<'_, T> {
+        Held { guard: self.0.lock(), was_panicking: thread::panicking() }
+    }
+}
+
+/// The right to change what a [`Lock`] guards.
+pub struct Held<'a, T> {
+    guard: MutexGuard<'a, T>,
+    /// It was taken by what cleans up after a panic elsewhere.
+    was_panicking: bool,
+}
+
+impl<T> Deref for Held<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.guard
+    }
+}
+
+impl<T> DerefMut for Held<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.guard
+    }
+}
+
+impl<T> Drop for Held<'_, T> {
+    fn drop(&mut self) {
+        if !self.was_panicking && thread::panicking() && CATCHING.get() > 0 {
+            let panic = NEWEST.with_borrow_mut(Option::take);
+            let panic = panic.unwrap_or_else(|| Panic { place: "unknown".to_owned(), message: "unknown".to_owned() });
+            end_process(std::any::type_name::<T>(), &panic);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Output};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn panic_of_a_future_is_its_outcome_and_what_others_do_goes_on() {
+        assert_eq!(caught(async { 7 }).await, Ok(7));
+        let late = async {
+            tokio::task::yield_now().await;
+            panic!("at the {} poll", "second")
+        };
+        let outcome: Result<(), Panic> = caught(late).await;
+        assert_eq!(outcome.map_err(|panic| panic.message), Err("at the second poll".to_owned()));
+        assert_eq!(CATCHING.get(), 0);
+    }
+
+    #[tokio::test]
+    async fn only_a_panic_ends_what_is_watched_over() {
+        let told = |work: Pin<Box<dyn Future<Output = ()>>>| async {
+            let mut told = None;
+            watch_over(work, |panic| told = Some(panic.message.clone())).await;
+            told
+        };
+        assert_eq!(told(Box::pin(async {})).await, None);
+        assert_eq!(told(Box::pin(async { panic!("oh") })).await.as_deref(), Some("oh"));
+    }
+
+    /// Each is a process of its own: this test binary, asked for one of the tests below.
+    #[test]
+    fn process_ends_with_a_text_or_goes_on() {
+        for (victim, code, said) in [
+            (
+                "a_vital_task",
+                Some(EXIT_PANICKED),
+                &["the writer", "src/supervise.rs:", "no such row", "start the server again"][..],
+            ),
+            ("a_held_lock", Some(EXIT_PANICKED), &["i32", "half a change", "start the server again"]),
+            ("a_database_thread", Some(EXIT_PANICKED), &["sqlx-sqlite-worker-3", "oh no"]),
+            ("a_request", Some(0), &[]),
+            ("a_lock_taken_while_cleaning_up", Some(0), &[]),
+        ] {
+            let Output { status, stderr, .. } = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "--ignored", "--nocapture", &format!("supervise::tests::victim::{victim}")])
+                .output()
+                .unwrap();
+            let stderr = String::from_utf8_lossy(&stderr);
+            assert_eq!(status.code(), code, "{victim}: {stderr}");
+            for said in said {
+                assert!(stderr.contains(said), "{victim}: {said}: {stderr}");
+            }
+        }
+    }
+
+    mod victim {
+        use super::*;
+
+        #[tokio::test]
+        #[ignore = "ends its process"]
+        async fn a_vital_task() {
+            tell_panics();
+            vital("the writer", async { panic!("no such row") });
+            std::future::pending().await
+        }
+
+        #[tokio::test]
+        #[ignore = "ends its process"]
+        async fn a_held_lock() {
+            tell_panics();
+            let lock = Lock::new(1_i32);
+            let _ = caught(async {
+                let mut held = lock.lock();
+                *held += 1;
+                panic!("half a change")
+            })
+            .await;
+        }
+
+        #[test]
+        #[ignore = "ends its process"]
+        fn a_database_thread() {
+            tell_panics();
+            let thread = thread::Builder::new().name("sqlx-sqlite-worker-3".to_owned()).spawn(|| panic!("oh no"));
+            let _ = thread.unwrap().join();
+        }
+
+        #[tokio::test]
+        #[ignore = "needs a hook of its own"]
+        async fn a_request() {
+            tell_panics();
+            let outcome: Result<(), Panic> = caught(async { panic!("only this one") }).await;
+            let panic = outcome.unwrap_err();
+            assert!(panic.place.starts_with("src/supervise.rs:"), "{panic}");
+            assert_eq!(panic.message, "only this one");
+        }
+
+        #[tokio::test]
+        #[ignore = "needs a hook of its own"]
+        async fn a_lock_taken_while_cleaning_up() {
+            struct CleansUp<'a>(&'a Lock<i32>);
+            impl Drop for CleansUp<'_> {
+                fn drop(&mut self) {
+                    *self.0.lock() += 1;
+                }
+            }
+            tell_panics();
+            let lock = Lock::new(1_i32);
+            let outcome: Result<(), Panic> = caught(async {
+                let _cleans_up = CleansUp(&lock);
+                panic!("elsewhere")
+            })
+            .await;
+            assert!(outcome.is_err());
+            assert_eq!(*lock.lock(), 2);
+        }
+    }
+}

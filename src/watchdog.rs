@@ -1,0 +1,279 @@
+//! Sees loops that are stuck: they have something to do, and nothing moves.
+//!
+//! Each loop of the core has a [`Pulse`]: it beats with each piece of work, and rests when there is none. The watchdog looks
+//! every second, in a thread of its own, so that it sees a runtime that is blocked as well. What it finds is told in the log
+//! once, counted, and fails `/livez`: a restart may help.
+//!
+//! A database that is away is no such case. Every call of one is given up after some seconds, and the loop that made it
+//! tries again: it beats. Only what neither fails nor ends shows here, so the patience is several times the longest call's
+//! ([`PATIENCE`]). Time in which the watchdog itself did not run (a paused process, a machine out of breath) does not count.
+
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+        mpsc,
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+use prometheus::IntGaugeVec;
+use tracing::{error, info};
+
+/// How long a loop may do nothing though it has something to do. A piece of work may make several calls of the database,
+/// each of which may take 12 s until it is given up.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Of one loop. What it costs is an add.
+#[derive(Debug, Default)]
+pub struct Pulse {
+    beats: AtomicU64,
+    works: AtomicBool,
+}
+
+impl Pulse {
+    /// The loop goes on with something.
+    pub fn beat(&self) {
+        self.works.store(true, Relaxed);
+        self.beats.fetch_add(1, Relaxed);
+    }
+
+    /// The loop has nothing to do until somebody wants something.
+    pub fn rest(&self) {
+        self.works.store(false, Relaxed);
+        self.beats.fetch_add(1, Relaxed);
+    }
+}
+
+/// Whether something waits for a loop that rests.
+type Waits = Box<dyn Fn() -> bool + Send>;
+
+/// Looks after all loops.
+#[derive(Default)]
+pub struct Watchdog(Mutex<Vec<Followed>>);
+
+struct Followed {
+    name: &'static str,
+    pulse: Arc<Pulse>,
+    waits: Waits,
+    /// Beats at the last look.
+    beats: u64,
+    /// Without a beat, though there was something to do.
+    silent: Duration,
+}
+
+impl fmt::Debug for Watchdog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.0.lock().iter().map(|followed| followed.name)).finish()
+    }
+}
+
+/// A loop that is stuck.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stuck {
+    pub name: &'static str,
+    pub silent: Duration,
+}
+
+impl fmt::Display for Stuck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} has made no progress for {} s", self.name, self.silent.as_secs())
+    }
+}
+
+impl Watchdog {
+    /// A loop that says itself when it has something to do.
+    pub fn follow(&self, name: &'static str, pulse: &Arc<Pulse>) {
+        self.follow_queue(name, pulse, || false);
+    }
+
+    /// A loop that should wake when `waits` is true: one that does not is stuck at rest.
+    pub fn follow_queue(&self, name: &'static str, pulse: &Arc<Pulse>, waits: impl Fn() -> bool + Send + 'static) {
+        let (pulse, waits) = (Arc::clone(pulse), Box::new(waits));
+        self.0.lock().push(Followed { name, pulse, waits, beats: 0, silent: Duration::ZERO });
+    }
+
+    /// The loops that are stuck, by the newest look.
+    pub fn stuck(&self) -> Vec<Stuck> {
+        let stuck = |followed: &Followed| {
+            let Followed { name, silent, .. } = *followed;
+            (silent >= PATIENCE).then_some(Stuck { name, silent })
+        };
+        self.0.lock().iter().filter_map(stuck).collect()
+    }
+
+    /// Looks at all loops; `passed` is the time since the last look. Returns those that have become stuck, and those that
+    /// are no longer.
+    fn look(&self, passed: Duration) -> (Vec<Stuck>, Vec<&'static str>) {
+        // Who looks late knows nothing of the time between.
+        let passed = passed.min(2 * INTERVAL);
+        let (mut stuck, mut moves_again) = (Vec::new(), Vec::new());
+        for followed in self.0.lock().iter_mut() {
+            let was_stuck = followed.silent >= PATIENCE;
+            let beats = followed.pulse.beats.load(Relaxed);
+            let has_work = followed.pulse.works.load(Relaxed) || (followed.waits)();
+            followed.silent =
+                if beats == followed.beats && has_work { followed.silent + passed } else { Duration::ZERO };
+            followed.beats = beats;
+            match (was_stuck, followed.silent >= PATIENCE) {
+                (false, true) => stuck.push(Stuck { name: followed.name, silent: followed.silent }),
+                (true, false) => moves_again.push(followed.name),
+                (true, true) | (false, false) => {}
+            }
+        }
+        (stuck, moves_again)
+    }
+
+    /// Looks until what is returned is dropped. `gauge` is 1 for each loop that is stuck.
+    ///
+    /// # Errors
+    ///
+    /// If the system gives no thread.
+    pub fn start(self: &Arc<Self>, gauge: IntGaugeVec) -> std::io::Result<Watching> {
+        let (stop, stopped) = mpsc::channel::<()>();
+        for followed in &*self.0.lock() {
+            gauge.with_label_values(&[followed.name]).set(0);
+        }
+        let watchdog = Arc::clone(self);
+        let work = move || {
+            let mut last = Instant::now();
+            while stopped.recv_timeout(INTERVAL) == Err(mpsc::RecvTimeoutError::Timeout) {
+                let now = Instant::now();
+                watchdog.tell(now - last, &gauge);
+                last = now;
+            }
+        };
+        thread::Builder::new().name("orlop-watchdog".to_owned()).spawn(work)?;
+        Ok(Watching { _stop: stop })
+    }
+
+    fn tell(&self, passed: Duration, gauge: &IntGaugeVec) {
+        let (stuck, moves_again) = self.look(passed);
+        for Stuck { name, silent } in stuck {
+            gauge.with_label_values(&[name]).set(1);
+            error!(task = name, silent_secs = silent.as_secs(), "a task is stuck; /livez fails until it moves");
+        }
+        for task in moves_again {
+            gauge.with_label_values(&[task]).set(0);
+            info!(task, "the task moves again");
+        }
+    }
+}
+
+/// The watchdog's thread ends with it.
+#[must_use]
+pub struct Watching {
+    _stop: mpsc::Sender<()>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// What the loop does in a second.
+    #[derive(Clone, Copy)]
+    enum Does {
+        Beats,
+        Rests,
+        Nothing,
+    }
+    use Does::{Beats, Nothing, Rests};
+
+    /// So many seconds of this and that.
+    #[track_caller]
+    fn check(what: &str, waits: bool, history: &[(Does, u64)], is_stuck: bool) {
+        let watchdog = Watchdog::default();
+        let pulse = Arc::new(Pulse::default());
+        watchdog.follow_queue("loop", &pulse, move || waits);
+        for (does, seconds) in history {
+            for _ in 0..*seconds {
+                match does {
+                    Beats => pulse.beat(),
+                    Rests => pulse.rest(),
+                    Nothing => {}
+                }
+                watchdog.look(SECOND);
+            }
+        }
+        assert_eq!(!watchdog.stuck().is_empty(), is_stuck, "{what}");
+    }
+
+    #[test]
+    fn stuck_is_who_has_something_to_do_and_does_nothing() {
+        check("nothing to do, ever", false, &[(Nothing, 500)], false);
+        check("at rest", false, &[(Beats, 9), (Rests, 1), (Nothing, 500)], false);
+        check("one that works all the time", false, &[(Beats, 500)], false);
+        check("a piece of work that takes long", false, &[(Beats, 1), (Nothing, 59)], false);
+        check("a piece of work without end", false, &[(Beats, 1), (Nothing, 60)], true);
+        check("long pieces one after another", false, &[(Beats, 1), (Nothing, 50), (Beats, 1), (Nothing, 50)], false);
+        check("asleep while something waits", true, &[(Rests, 1), (Nothing, 60)], true);
+        check("awake while something waits", true, &[(Rests, 500)], false);
+        check("it moves again", false, &[(Beats, 1), (Nothing, 90), (Beats, 1)], false);
+    }
+
+    #[test]
+    fn each_is_told_once_when_it_is_stuck_and_once_when_it_moves() {
+        let watchdog = Watchdog::default();
+        let [writer, other] = ["writer", "other"].map(|name| {
+            let pulse = Arc::new(Pulse::default());
+            watchdog.follow(name, &pulse);
+            pulse
+        });
+        writer.beat();
+        let mut told = Vec::new();
+        for second in 0..200 {
+            other.beat();
+            if second == 100 {
+                writer.beat();
+            }
+            let (stuck, moves_again) = watchdog.look(SECOND);
+            told.extend(stuck.iter().map(|stuck| (second, stuck.to_string())));
+            told.extend(moves_again.into_iter().map(|name| (second, format!("{name} moves"))));
+        }
+        let stuck = "writer has made no progress for 60 s".to_owned();
+        assert_eq!(told, [(60, stuck.clone()), (100, "writer moves".to_owned()), (160, stuck)]);
+    }
+
+    /// As after SIGSTOP and SIGCONT.
+    #[test]
+    fn time_in_which_nobody_looked_does_not_count() {
+        let watchdog = Watchdog::default();
+        let pulse = Arc::new(Pulse::default());
+        watchdog.follow("loop", &pulse);
+        pulse.beat();
+        watchdog.look(SECOND);
+        watchdog.look(Duration::from_secs(3600));
+        assert_eq!(watchdog.stuck(), []);
+    }
+
+    /// In real time, as the thread has no other.
+    #[test]
+    fn thread_looks_and_ends() {
+        let watchdog = Arc::new(Watchdog::default());
+        let pulse = Arc::new(Pulse::default());
+        watchdog.follow("loop", &pulse);
+        let gauge = IntGaugeVec::new(prometheus::Opts::new("stuck", "help"), &["task"]).unwrap();
+        let watching = watchdog.start(gauge.clone()).unwrap();
+        assert_eq!(gauge.with_label_values(&["loop"]).get(), 0);
+        pulse.beat();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while watchdog.0.lock()[0].beats == 0 {
+            assert!(Instant::now() < deadline, "it does not look");
+            thread::yield_now();
+        }
+        drop(watching);
+        let weak = Arc::downgrade(&watchdog);
+        drop(watchdog);
+        while weak.strong_count() > 0 {
+            assert!(Instant::now() < deadline, "it does not end");
+            thread::yield_now();
+        }
+    }
+}
