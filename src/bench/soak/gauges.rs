@@ -56,7 +56,7 @@ const MIB: f64 = 1.0 / 1_048_576.0;
 
 /// The bounds are twice what a server that leaks nothing was seen to do in five minutes, a debug build on a busy machine.
 pub const FIGURES: &[Figure] = &[
-    figure("memory", "MiB", Of::Metric("process_resident_memory_bytes", MIB), Pick::Median, 6.0, 0.05),
+    figure("memory", "MiB", Of::Metric("process_resident_memory_bytes", MIB), Pick::Median, 15.0, 0.05),
     figure("database memory", "MiB", Of::Database, Pick::Median, 6.0, 0.1),
     figure("size", "MiB", Of::Metric("etcd_mvcc_db_total_size_in_bytes", MIB), Pick::Most, 2.0, 0.1),
     figure("size in use", "MiB", Of::Metric("etcd_mvcc_db_total_size_in_use_in_bytes", MIB), Pick::Most, 2.0, 0.1),
