@@ -144,10 +144,18 @@ one_segment!(pb::PutResponse, pb::CompactionResponse);
 
 /// See the module's page.
 pub(crate) struct ReplyBody {
-    waiting: Arc<Mutex<Waiting>>,
+    content: Content,
     trailers_sent: bool,
-    /// Looks whether the client takes what waits.
-    look: Option<JoinHandle<()>>,
+}
+
+enum Content {
+    /// A frame, until it is taken.
+    Whole(Bytes),
+    Pieces {
+        waiting: Arc<Mutex<Waiting>>,
+        /// Looks whether the client takes what waits.
+        look: Option<JoinHandle<()>>,
+    },
 }
 
 /// What is still to be sent.
@@ -164,29 +172,53 @@ impl ReplyBody {
         let wire_len = u32::try_from(len).map_err(|_| {
             Status::resource_exhausted(format!("orlop: the answer has {len} bytes; a message holds 4 GiB"))
         })?;
-        let head_room = if len <= WHOLE_BYTES_MAX { len } else { 0 };
-        let mut frame = Vec::with_capacity(FRAME_HEAD_BYTES + head_room);
+        let is_whole = len <= WHOLE_BYTES_MAX;
+        let mut frame = Vec::with_capacity(FRAME_HEAD_BYTES + if is_whole { len } else { 0 });
         frame.put_u8(0);
         frame.put_u32(wire_len);
-        let segments = if len <= WHOLE_BYTES_MAX {
+        let content = if is_whole {
             message.encode_raw(&mut frame);
-            VecDeque::from([Segment::Encoded(frame.into())])
+            Content::Whole(frame.into())
         } else {
             let mut segments = Segments { open: frame, ..Segments::default() };
             message.into_segments(&mut segments);
-            segments.finish()
+            Content::in_pieces(segments.finish(), len)
         };
+        Ok(Self { content, trailers_sent: false })
+    }
+}
+
+impl Content {
+    fn in_pieces(segments: VecDeque<Segment>, len: usize) -> Self {
         let waiting = Arc::new(Mutex::new(Waiting { segments, pieces: 0, dropped: false }));
         // Where nobody serves there is nobody who does not read.
         let runtime = Handle::try_current().ok().filter(|_| len >= HELD_BYTES_MIN);
         let look = runtime.map(|runtime| runtime.spawn(drop_when_stalled(Arc::clone(&waiting))));
-        Ok(Self { waiting, trailers_sent: false, look })
+        Self::Pieces { waiting, look }
+    }
+
+    /// # Errors
+    ///
+    /// If the client took too long.
+    fn next_piece(&mut self) -> Result<Option<Bytes>, Status> {
+        match self {
+            Self::Whole(frame) => Ok(Some(std::mem::take(frame)).filter(|frame| !frame.is_empty())),
+            Self::Pieces { waiting, .. } => {
+                let mut waiting = waiting.lock();
+                if waiting.dropped {
+                    return Err(Status::aborted("orlop: the answer was taken too slowly"));
+                }
+                Ok(waiting.next_piece())
+            }
+        }
     }
 }
 
-impl Drop for ReplyBody {
+impl Drop for Content {
     fn drop(&mut self) {
-        self.look.iter().for_each(JoinHandle::abort);
+        if let Self::Pieces { look: Some(look), .. } = self {
+            look.abort();
+        }
     }
 }
 
@@ -258,14 +290,11 @@ impl Body for ReplyBody {
 
     fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
-        let mut waiting = this.waiting.lock();
-        if waiting.dropped {
-            return Poll::Ready(Some(Err(Status::aborted("orlop: the answer was taken too slowly"))));
+        match this.content.next_piece() {
+            Ok(Some(piece)) => return Poll::Ready(Some(Ok(Frame::data(piece)))),
+            Ok(None) => {}
+            Err(status) => return Poll::Ready(Some(Err(status))),
         }
-        if let Some(piece) = waiting.next_piece() {
-            return Poll::Ready(Some(Ok(Frame::data(piece))));
-        }
-        drop(waiting);
         if this.trailers_sent {
             return Poll::Ready(None);
         }
@@ -284,11 +313,10 @@ impl Body for ReplyBody {
 mod tests {
     use super::*;
 
-    fn drain(body: ReplyBody) -> (usize, Vec<u8>) {
+    fn drain(mut body: ReplyBody) -> (usize, Vec<u8>) {
         let mut pieces = 0;
         let mut bytes = Vec::new();
-        let mut waiting = body.waiting.lock();
-        while let Some(piece) = waiting.next_piece() {
+        while let Some(piece) = body.content.next_piece().expect("nobody is slow") {
             pieces += 1;
             bytes.extend_from_slice(&piece);
         }
@@ -328,7 +356,8 @@ mod tests {
             assert!(body.frame().await.is_some_and(|frame| frame.is_ok()));
         }
         tokio::time::sleep(STALL_MAX * 3).await;
-        assert!(body.waiting.lock().segments.is_empty());
+        let Content::Pieces { waiting, .. } = &body.content else { panic!("it is large") };
+        assert!(waiting.lock().segments.is_empty());
         assert!(body.frame().await.is_some_and(|frame| frame.is_err()));
     }
 
