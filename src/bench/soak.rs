@@ -1,7 +1,7 @@
 //! `orlop bench soak`: a server under the traffic of a control plane for long, at a rate that leaves it time, and the
 //! question whether it stays as it was.
 //!
-//! Beside the mix of [`kubernetes`] connections, watches, leases and locks come and go ([`churn`]), as what is forgotten
+//! Beside the mix of [`super::kubernetes`] connections, watches, leases and locks come and go ([`churn`]), as what is forgotten
 //! is forgotten there, and the store is compacted every minute as kube-apiserver does it: at the revision of a while
 //! ago. The number of live keys stays the same, so all that the server holds should. Every few seconds it is asked what
 //! it uses ([`gauges`]); in the end a line is laid through each figure ([`verdict`]), and once all clients are gone what
