@@ -40,7 +40,9 @@ use crate::{
 
 /// What a client may send on a stream, and on a connection, before it is read. Bytes.
 const STREAM_WINDOW: u32 = 2 << 20;
-const CONNECTION_WINDOW: u32 = 4 << 20;
+/// Half of it is also what h2 allows for small frames that were not read yet, at some 250 bytes each: 10,000 streams may
+/// begin at once, which with half of this window ended their connection now and then.
+const CONNECTION_WINDOW: u32 = 8 << 20;
 /// Clients that wait to be accepted on a unix socket, as many as the standard library has it.
 const BACKLOG: u32 = 128;
 /// Pause after the system would give no connection, for example for want of file descriptors.

@@ -209,7 +209,9 @@ async fn streams(
         .expect("a handshake");
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {
-        let _ = connection.await;
+        if let Err(error) = connection.await {
+            println!("the attacker's connection ended: {error}");
+        }
     });
     let (mut answers, mut senders) = (Vec::new(), Vec::new());
     let mut client = client.ready().await.expect("ready");
@@ -238,7 +240,8 @@ async fn ten_thousand_streams_on_one_connection_are_served(backend: Backend) {
     let held = streams(arena.endpoint(), sized(10_000, 10_000), WATCH, body).await;
     eventually("the streams are there", async || {
         let metrics = crate::support::http_get(arena.endpoint(), "/metrics").await.body;
-        if metrics.contains("etcd_debugging_mvcc_watcher_total 10000") { Ok(()) } else { Err("not yet") }
+        let watchers = metrics.lines().find(|line| line.starts_with("etcd_debugging_mvcc_watcher_total"));
+        if watchers == Some("etcd_debugging_mvcc_watcher_total 10000") { Ok(()) } else { Err(watchers.map(str::to_owned)) }
     })
     .await;
     arena.withstands("10,000 watch streams on one connection", 500, held).await;
