@@ -241,7 +241,11 @@ async fn ten_thousand_streams_on_one_connection_are_served(backend: Backend) {
     eventually("the streams are there", async || {
         let metrics = crate::support::http_get(arena.endpoint(), "/metrics").await.body;
         let watchers = metrics.lines().find(|line| line.starts_with("etcd_debugging_mvcc_watcher_total"));
-        if watchers == Some("etcd_debugging_mvcc_watcher_total 10000") { Ok(()) } else { Err(watchers.map(str::to_owned)) }
+        if watchers == Some("etcd_debugging_mvcc_watcher_total 10000") {
+            Ok(())
+        } else {
+            Err(watchers.map(str::to_owned))
+        }
     })
     .await;
     arena.withstands("10,000 watch streams on one connection", 500, held).await;
