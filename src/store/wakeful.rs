@@ -2,7 +2,7 @@
 //!
 //! A client that puts one after another waits for four threads to wake up in turn: the server, the database, the server and
 //! itself. While such a client is at work the server does not go to sleep over its commit, which on a machine of two cores is
-//! a sixth of what it waits (docs/adr/0007). Other tasks run meanwhile as they come.
+//! a fifth of what it waits (docs/adr/0007). Other tasks run meanwhile as they come.
 
 use std::{
     future::{Future, poll_fn},
