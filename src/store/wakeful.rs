@@ -53,3 +53,43 @@ impl Wakeful {
         done
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// How often a commit that comes from another thread is polled.
+    async fn polls(wakeful: &mut Wakeful, is_lone: bool) -> u32 {
+        let (sender, mut receiver) = tokio::sync::oneshot::channel();
+        let thread = std::thread::spawn(move || {
+            std::thread::park_timeout(COMMIT_MAX / 4);
+            let _ = sender.send(());
+        });
+        let mut polls = 0;
+        let commit = poll_fn(|context| {
+            polls += 1;
+            pin!(&mut receiver).poll(context).map(drop)
+        });
+        wakeful.wait(is_lone, commit).await;
+        thread.join().expect("it only sends");
+        polls
+    }
+
+    /// As one that ended just now.
+    fn at_work(is_on: bool, took: Duration) -> Wakeful {
+        Wakeful { is_on, last: Some(Lap { took, ended: Instant::now() }) }
+    }
+
+    #[tokio::test]
+    async fn only_the_commit_of_a_lone_client_at_work_is_waited_for_awake() {
+        assert!(polls(&mut at_work(true, COMMIT_MAX / 2), true).await > 2);
+        for (mut wakeful, is_lone, why) in [
+            (at_work(false, COMMIT_MAX / 2), true, "it is off"),
+            (at_work(true, COMMIT_MAX / 2), false, "others wait behind it"),
+            (at_work(true, COMMIT_MAX), true, "the disk is slow"),
+            (Wakeful::new(true), true, "it is the first"),
+        ] {
+            assert!(polls(&mut wakeful, is_lone).await <= 2, "{why}");
+        }
+    }
+}

@@ -125,6 +125,23 @@ async fn second_process_on_the_same_data_is_refused() {
     check_refused(&["--listen-client-urls", port], &[], &[port, "in use"]);
 }
 
+/// So that a sync does not wait for the file system's journal while the WAL grows; after a kill, too.
+#[tokio::test]
+async fn wal_has_its_blocks_from_the_start() {
+    let mut server = sqlite(&[]).await;
+    let wal = server.data_dir().join("orlop.db-wal");
+    let blocks = || std::os::unix::fs::MetadataExt::blocks(&wal.metadata().expect("it is there")) * 512;
+    assert!(blocks() >= 48 << 20, "{} bytes", blocks());
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("a put");
+    server.kill();
+    server.restart().await;
+    assert!(blocks() >= 48 << 20, "{} bytes", blocks());
+    let mut client = Client::connect(server.endpoint()).await;
+    let range = RangeRequest { key: "k".into(), ..Default::default() };
+    assert_eq!(client.kv.range(range).await.expect("a range").into_inner().count, 1);
+}
+
 #[tokio::test]
 async fn flags_win_over_variables_and_variables_over_the_file() {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
