@@ -59,11 +59,18 @@ simulate seeds="10000":
 
 # Kill, cut off, starve and fill up Orlop, and etcd beside it: `just torture 300` kills each 300 times, which takes hours.
 torture times="300":
-    ORLOP_TORTURE={{ times }} ORLOP_TORTURE_REPORT=target/torture.tsv cargo test --test it torture:: -- --nocapture --test-threads=1
+    cargo build --release
+    ORLOP_TEST_SERVER=$PWD/target/release/orlop ORLOP_TORTURE={{ times }} ORLOP_TORTURE_REPORT=target/torture.tsv cargo test --test it torture:: -- --nocapture --test-threads=1
 
 # Attack a server as docs/reliability.md tells and print its table.
 hostile:
-    ORLOP_HOSTILE_LONG=1 cargo test --test it hostile -- --nocapture --test-threads 1 | grep '^|'
+    cargo build --release
+    ORLOP_HOSTILE_LONG=1 ORLOP_TEST_SERVER=$PWD/target/release/orlop cargo test --test it hostile -- --nocapture --test-threads 1 | grep '^|'
+
+# Fuzz one of requests, txn, gateway, settings, snapshot for so many seconds; needs a nightly Rust and cargo-fuzz.
+fuzz target secs="600":
+    cargo test --lib fuzz_tests::seeds_are_written -- --ignored
+    cargo +nightly fuzz run --sanitizer none {{ target }} -- -max_total_time={{ secs }} -print_final_stats=1
 
 # Live a control plane's life for long, SQLite and Postgres at the same time; fails where something leaks: `just soak 60`.
 soak minutes="60" *args:

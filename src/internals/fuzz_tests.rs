@@ -1,6 +1,10 @@
 //! The short form of fuzzing: every target on its seeds and on seeded mutations of them; `ORLOP_FUZZ_SECS` makes it longer.
 
-use std::time::{Duration, Instant};
+use std::{
+    fs,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use super::fuzz::{TARGETS, Target};
 
@@ -86,4 +90,16 @@ fn settings_are_read_or_refused_whatever_they_are() {
 #[test]
 fn snapshots_that_are_damaged_are_refused_by_name() {
     hold("snapshot", 300);
+}
+
+#[test]
+#[ignore = "writes files: what the fuzzers of fuzz/ begin with"]
+fn seeds_are_written_for_the_fuzzers() {
+    for Target { name, seeds, .. } in TARGETS {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(name);
+        fs::create_dir_all(&folder).expect("a folder for the seeds");
+        for (number, seed) in seeds().into_iter().enumerate() {
+            fs::write(folder.join(format!("seed-{number:03}")), seed).expect("a seed is written");
+        }
+    }
 }

@@ -231,13 +231,18 @@ async fn launch(
     }
 }
 
+/// The server that was built with the tests; where times are measured, another one: a release.
+fn program() -> OsString {
+    std::env::var_os("ORLOP_TEST_SERVER").unwrap_or_else(|| env!("CARGO_BIN_EXE_orlop").into())
+}
+
 async fn launch_orlop(
     datastore: Option<&str>,
     arguments: &[OsString],
     environment: &[(String, OsString)],
     home: &Path,
 ) -> (Child, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_orlop"));
+    let mut command = Command::new(program());
     command.envs(environment.iter().map(|(name, value)| (name, value)));
     command.arg("--data-dir").arg(home.join("data")).args(["--log-level", "warn"]);
     if let Some(datastore) = datastore {
