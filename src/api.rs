@@ -8,6 +8,7 @@ mod auth;
 mod cluster;
 pub(crate) mod convert;
 mod election;
+mod front;
 pub(crate) mod intake;
 pub(crate) mod interval_check;
 mod kv;
@@ -27,8 +28,8 @@ use std::{sync::Arc, time::Duration};
 use tokio::sync::watch as watch_channel;
 use tonic::service::Routes;
 
-pub use self::intake::Intake;
 use self::{election::ElectionService, lock::LockService, snapshot::Snapshots};
+pub use self::{front::Front, intake::Intake};
 use crate::{
     proto::{
         DESCRIPTORS,
@@ -107,12 +108,12 @@ impl Context {
 /// # Errors
 ///
 /// If the descriptors that were compiled in cannot be read.
-pub fn routes(
+pub fn services(
     store: Arc<Store>,
     settings: Settings,
     intake: Arc<Intake>,
     stopping: watch_channel::Receiver<bool>,
-) -> Result<Routes, tonic_reflection::server::Error> {
+) -> Result<Front, tonic_reflection::server::Error> {
     let message_bytes = settings.max_message_bytes();
     let (metrics, exporter) = (Arc::clone(store.metrics()), settings.exporter.clone());
     let meter = meter::Meter::new(metrics, intake, settings.patience, exporter)?;
@@ -124,7 +125,8 @@ pub fn routes(
             .register_encoded_file_descriptor_set(DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
-    let routes = Routes::new(kv::KvService::new(Arc::clone(&context)))
+    let kv = kv::KvService::new(Arc::clone(&context));
+    let routes = Routes::new(kv.clone())
         .add_service(watch::WatchService::new(Arc::clone(&context)))
         .add_service(LeaseServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
         .add_service(ClusterServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
@@ -135,7 +137,7 @@ pub fn routes(
         .add_service(health)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?);
-    Ok(Routes::from(routes.into_axum_router().layer(meter)))
+    Ok(Front::new(meter.around(kv), Routes::from(routes.into_axum_router().layer(meter))))
 }
 
 #[cfg(test)]

@@ -7,9 +7,14 @@ pub mod fuzz;
 #[cfg(test)]
 mod fuzz_tests;
 
-use std::collections::HashMap;
+use std::{
+    collections::HashMap,
+    pin::Pin,
+    task::{Context, Poll, Waker},
+};
 
 use bytes::Bytes;
+use http_body::Body as _;
 
 use crate::{
     api::reply::ReplyBody,
@@ -22,6 +27,7 @@ use crate::{
         txn::Evaluation,
         values::ValueCache,
     },
+    turns::Turns,
     types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Revision, RowId, Version},
     watch::intervals::Intervals,
 };
@@ -162,9 +168,18 @@ impl Answer {
         Self(pb::RangeResponse { kvs: kvs.collect(), count: pairs as i64, ..Default::default() })
     }
 
-    /// Whether it could be encoded.
+    /// Whether it could be encoded, and all of it be taken.
     pub fn encode(self) -> bool {
-        ReplyBody::new(self.0).is_ok()
+        let (turns, _) = Turns::new();
+        let Ok(mut body) = ReplyBody::new(self.0, &turns) else { return false };
+        let mut context = Context::from_waker(Waker::noop());
+        loop {
+            match Pin::new(&mut body).poll_frame(&mut context) {
+                Poll::Ready(Some(Ok(_))) => {}
+                Poll::Ready(None) => return true,
+                Poll::Ready(Some(Err(_))) | Poll::Pending => return false,
+            }
+        }
     }
 }
 

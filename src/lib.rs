@@ -59,6 +59,7 @@ pub mod snapshot;
 pub mod store;
 pub mod supervise;
 pub mod trace;
+pub mod turns;
 pub mod types;
 pub mod watch;
 pub mod watchdog;

@@ -9,6 +9,7 @@ mod seldom;
 pub mod tls;
 
 use std::{
+    error::Error,
     fs::Permissions,
     io,
     os::unix::fs::PermissionsExt as _,
@@ -19,6 +20,13 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
+use http::{Request, Response};
+use hyper::{body::Incoming, service::Service};
+use hyper_util::{
+    rt::{TokioExecutor, TokioIo, TokioTimer},
+    server::{conn::auto, graceful::GracefulShutdown},
+};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
@@ -27,8 +35,6 @@ use tokio::{
     time::sleep,
 };
 use tokio_rustls::server::TlsStream;
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::{service::Routes, transport::Server};
 use tracing::{debug, error, warn};
 
 pub use self::places::Places;
@@ -43,6 +49,11 @@ const STREAM_WINDOW: u32 = 2 << 20;
 /// Half of it is also what h2 allows for small frames that were not read yet, at some 250 bytes each: 10,000 streams may
 /// begin at once, which with half of this window ended their connection now and then.
 const CONNECTION_WINDOW: u32 = 8 << 20;
+/// What waits on a stream for its connection to send it. Two pieces of a large answer.
+const SEND_BUFFER: usize = 128 << 10;
+/// What is read of an HTTP/1 connection at once, which many that send without end share the server by. Headers have to fit,
+/// as HTTP/2's do.
+const HTTP1_BUFFER: usize = 16 << 10;
 /// Clients that wait to be accepted on a unix socket, as many as the standard library has it.
 const BACKLOG: u32 = 128;
 /// Pause after the system would give no connection, for example for want of file descriptors.
@@ -108,41 +119,81 @@ impl Listener {
     }
 
     /// Serves until `stopping` turns true and the clients have finished.
-    pub async fn serve(
-        self,
-        routes: Routes,
-        settings: Settings,
-        mut stopping: watch::Receiver<bool>,
-    ) -> Result<(), tonic::transport::Error> {
-        let stopped = async move {
-            // A sender that is gone means the same.
-            let _ = stopping.wait_for(|stopping| *stopping).await;
-        };
-        let server = Server::builder()
-            .accept_http1(true)
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW)
-            .max_concurrent_streams(settings.max_concurrent_streams)
-            .http2_keepalive_interval(Some(settings.keepalive_interval))
-            .http2_keepalive_timeout(Some(settings.keepalive_timeout))
-            .add_routes(routes);
-        let places = settings.places;
-        let outcome = match self.socket {
+    pub async fn serve<S, R>(self, services: S, settings: Settings, stopping: watch::Receiver<bool>)
+    where
+        S: Service<Request<Incoming>, Response = Response<R>, Error: Into<BoxError>, Future: Send>,
+        S: Clone + Send + 'static,
+        R: http_body::Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
+    {
+        let http = http(&settings);
+        match self.socket {
             Socket::Tcp(socket) => {
-                let (connections, _accepting) = accept(socket, self.tls, places);
-                server.serve_with_incoming_shutdown(connections, stopped).await
+                let (connections, accepting) = accept(socket, self.tls, settings.places);
+                serve_all(connections, accepting, http, services, stopping).await;
             }
             Socket::Unix(socket) => {
-                let (connections, _accepting) = accept(socket, self.tls, places);
-                server.serve_with_incoming_shutdown(connections, stopped).await
+                let (connections, accepting) = accept(socket, self.tls, settings.places);
+                serve_all(connections, accepting, http, services, stopping).await;
             }
-        };
+        }
         if let ListenUrl::Unix(path, _) = &self.url {
             // What is left over is cleared at the next start.
             let _ = std::fs::remove_file(path);
         }
-        outcome
     }
+}
+
+type BoxError = Box<dyn Error + Send + Sync>;
+type Http = auto::Builder<TokioExecutor>;
+
+fn http(settings: &Settings) -> Http {
+    let mut http = auto::Builder::new(TokioExecutor::new());
+    // With it goes a limit on how long the headers of a request may take.
+    http.http1().timer(TokioTimer::new()).max_buf_size(HTTP1_BUFFER);
+    http.http2()
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_send_buf_size(SEND_BUFFER)
+        .max_concurrent_streams(settings.max_concurrent_streams)
+        .keep_alive_interval(settings.keepalive_interval)
+        .keep_alive_timeout(settings.keepalive_timeout)
+        // No gRPC server sends one, and no client looks at it.
+        .auto_date_header(false);
+    http
+}
+
+/// Until there are no more connections: those that are there finish what they have begun.
+async fn serve_all<C, S, R>(
+    mut connections: Connections<C>,
+    accepting: AbortOnDropHandle,
+    http: Http,
+    services: S,
+    mut stopping: watch::Receiver<bool>,
+) where
+    C: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    S: Service<Request<Incoming>, Response = Response<R>, Error: Into<BoxError>, Future: Send>,
+    S: Clone + Send + 'static,
+    R: http_body::Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
+{
+    let served = GracefulShutdown::new();
+    loop {
+        let connection = tokio::select! {
+            connection = connections.recv() => connection,
+            // A sender that is gone means the same.
+            _ = stopping.wait_for(|stopping| *stopping) => None,
+        };
+        let Some(connection) = connection else { break };
+        let connection = http.serve_connection(TokioIo::new(connection), services.clone()).into_owned();
+        let serving = served.watch(connection);
+        tokio::spawn(async move {
+            if let Err(error) = serving.await {
+                debug!(error, "a connection broke");
+            }
+        });
+    }
+    drop((connections, accepting));
+    served.shutdown().await;
 }
 
 /// The socket, and the address with its real port. The host stays as it was written, so that clients are told a name that
@@ -212,7 +263,7 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
     }
 }
 
-type Connections<S> = ReceiverStream<io::Result<Guarded<Connection<S>>>>;
+type Connections<S> = mpsc::Receiver<Guarded<Connection<S>>>;
 
 /// Those who have said who they are; nobody is accepted any more when the second is dropped.
 fn accept<L: Accept>(
@@ -222,7 +273,7 @@ fn accept<L: Accept>(
 ) -> (Connections<L::Stream>, AbortOnDropHandle) {
     let (ready, connections) = mpsc::channel(1);
     let accepting = vital("a listener", accept_all(socket, tls, places, ready));
-    (ReceiverStream::new(connections), AbortOnDropHandle(accepting))
+    (connections, AbortOnDropHandle(accepting))
 }
 
 struct AbortOnDropHandle(JoinHandle<()>);
@@ -237,21 +288,21 @@ async fn accept_all<L: Accept>(
     socket: L,
     tls: Option<Arc<tls::Acceptor>>,
     places: Places,
-    ready: mpsc::Sender<io::Result<Guarded<Connection<L::Stream>>>>,
+    ready: mpsc::Sender<Guarded<Connection<L::Stream>>>,
 ) {
     loop {
         let place = places.take().await;
         let (stream, remote) = next_client(&socket).await;
         let Some(tls) = &tls else {
             // Nobody takes it any more once the server goes down.
-            let _ = ready.send(Ok(Guarded::new(Connection::Plain(stream), place))).await;
+            let _ = ready.send(Guarded::new(Connection::Plain(stream), place)).await;
             continue;
         };
         let (tls, ready) = (Arc::clone(tls), ready.clone());
         tokio::spawn(async move {
             match caught(tls.accept(stream)).await {
                 Ok(Ok(stream)) => {
-                    drop(ready.send(Ok(Guarded::new(Connection::Tls(Box::new(stream)), place))).await);
+                    drop(ready.send(Guarded::new(Connection::Tls(Box::new(stream)), place)).await);
                 }
                 Ok(Err(error)) => debug!(%remote, %error, "rejected connection"),
                 Err(panic) => error!(%remote, place = panic.place, message = panic.message, "a handshake panicked"),

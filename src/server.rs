@@ -3,6 +3,7 @@
 
 use std::{fmt, io::Write as _, sync::Arc, thread::available_parallelism, time::Duration};
 
+use hyper_util::service::TowerToHyperService;
 use tokio::{
     runtime::{Handle, RuntimeFlavor},
     sync::watch,
@@ -66,24 +67,25 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
     let exporter = exporter(&settings)?;
-    let intake = Arc::default();
+    let intake = Arc::new(api::Intake::new(store.turns()));
     let served = api_settings(&settings, snapshots, exporter.clone());
-    let routes = api::routes(Arc::clone(&store), served, Arc::clone(&intake), stopping.clone())
+    let services = api::services(Arc::clone(&store), served, Arc::clone(&intake), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
-    let routes = http::routes(routes, &store, intake)
+    let services = services
+        .with(|grpc| http::routes(grpc, &store, intake))
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
     let clients = connections(&settings, Places::for_clients());
     for listener in listeners {
         announce(&listener.url);
-        servers.spawn(listener.serve(routes.clone(), clients.clone(), stopping.clone()));
+        servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
     }
-    drop(routes);
+    drop(services);
     tell_service_manager("READY=1");
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
         let probes = connections(&settings, Places::for_probes());
-        servers.spawn(listener.serve(http::probe_routes(&store), probes, stopping.clone()));
+        servers.spawn(listener.serve(TowerToHyperService::new(http::probe_routes(&store)), probes, stopping.clone()));
     }
 
     let mut outcome = Ok(());
@@ -91,8 +93,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         () = shutdown => info!("going down"),
         failure = store.failed() => outcome = Err(Error(format!("the log has another history than this instance: {failure}"))),
         Some(ended) = servers.join_next() => outcome = Err(Error(match ended {
-            Ok(Ok(())) => "a listener ended by itself".to_owned(),
-            Ok(Err(error)) => format!("a listener failed: {error}"),
+            Ok(()) => "a listener ended by itself".to_owned(),
             Err(error) => format!("a listener failed: {error}"),
         })),
     }

@@ -74,6 +74,7 @@ use crate::{
     metrics::Metrics,
     supervise::Lock,
     trace::{self, Part},
+    turns::Turns,
     types::{LeaseId, Revision, RowId},
     watch::Hub,
     watchdog::{Pulse, Watchdog},
@@ -183,6 +184,8 @@ struct Shared {
     leases: Lock<lease::Table>,
     values: ValueCache,
     room: Room,
+    /// Of long reads, and of the answers that they are sent in.
+    turns: Arc<Turns>,
     /// Set when the next deadline of a lease may have come nearer.
     lease_deadline: Notify,
     /// Set when there is something to compact.
@@ -261,6 +264,10 @@ impl Store {
                 None => std::future::pending().await,
             }
         }
+    }
+
+    pub fn turns(&self) -> &Arc<Turns> {
+        &self.shared.turns
     }
 
     pub fn watchdog(&self) -> &Arc<Watchdog> {

@@ -19,16 +19,36 @@ use tokio::time::{Sleep, sleep};
 use tonic::Status;
 use tracing::warn;
 
+use crate::turns::{Turns, Work};
+
 /// Of unfinished messages in all.
 const BYTES_MAX: usize = 256 << 20;
 /// How long a message may take to arrive, from its first byte; 2 MiB at 35 KiB/s.
 const MESSAGE_MAX: Duration = Duration::from_secs(60);
 
+/// A message of more is long, and read by so many bytes at a turn.
+const LONG_BYTES: usize = 128 << 10;
+const TURN_BYTES: usize = 16 << 10;
+
 /// See the module's page.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Intake {
     bytes: AtomicUsize,
     refusing: std::sync::atomic::AtomicBool,
+    turns: Arc<Turns>,
+}
+
+impl Intake {
+    pub fn new(turns: &Arc<Turns>) -> Self {
+        Self { bytes: AtomicUsize::default(), refusing: Default::default(), turns: Arc::clone(turns) }
+    }
+}
+
+#[cfg(test)]
+impl Default for Intake {
+    fn default() -> Self {
+        Self::new(&Turns::new().0)
+    }
 }
 
 /// One request's part of it.
@@ -36,11 +56,13 @@ pub(crate) struct Share {
     intake: Arc<Intake>,
     bytes: usize,
     deadline: Option<Pin<Box<Sleep>>>,
+    /// Of a long message, with what it had at its last turn.
+    work: Option<(Work, usize)>,
 }
 
 impl Share {
     pub(crate) fn new(intake: &Arc<Intake>) -> Self {
-        Self { intake: Arc::clone(intake), bytes: 0, deadline: None }
+        Self { intake: Arc::clone(intake), bytes: 0, deadline: None, work: None }
     }
 
     /// That so many bytes of a message that is not whole are there.
@@ -50,7 +72,7 @@ impl Share {
     /// If there is no room for them.
     pub(crate) fn holds(&mut self, bytes: usize) -> Result<(), Status> {
         if bytes == 0 {
-            self.deadline = None;
+            (self.deadline, self.work) = (None, None);
         }
         let before = std::mem::replace(&mut self.bytes, bytes);
         if bytes <= before {
@@ -66,6 +88,18 @@ impl Share {
             );
         }
         if refuse { Err(Status::resource_exhausted("etcdserver: too many requests")) } else { Ok(()) }
+    }
+
+    /// Waits until more of a long message may be read.
+    pub(crate) async fn turn(&mut self) {
+        if self.bytes < LONG_BYTES {
+            return;
+        }
+        let (work, had) = self.work.get_or_insert_with(|| (self.intake.turns.work(), 0));
+        if self.bytes - (*had).min(self.bytes) >= TURN_BYTES {
+            *had = self.bytes;
+            work.turn().await;
+        }
     }
 
     /// # Errors

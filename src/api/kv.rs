@@ -22,7 +22,7 @@ use super::{
     Context, convert,
     reply::IntoSegments,
     status::Invalid,
-    unary::{self, Response},
+    unary::{self, RequestBody, Response},
 };
 use crate::{
     proto::server::etcdserverpb as pb,
@@ -42,12 +42,13 @@ impl KvService {
         Self(context)
     }
 
-    fn unary<M, A, F>(
+    fn unary<B, M, A, F>(
         &self,
-        request: Request<Body>,
+        request: Request<B>,
         answer: impl FnOnce(Arc<Context>, M) -> F + Send + 'static,
     ) -> BoxFuture<http::Response<Body>, Infallible>
     where
+        B: RequestBody,
         M: Message + Default + 'static,
         A: IntoSegments,
         F: Future<Output = Result<A, Status>> + Send,
@@ -55,10 +56,10 @@ impl KvService {
         let context = Arc::clone(&self.0);
         Box::pin(async move {
             let answer = match unary::request(request, context.settings.max_message_bytes()).await {
-                Ok(message) => answer(context, message).await,
+                Ok(message) => answer(Arc::clone(&context), message).await,
                 Err(status) => Err(status),
             };
-            unary::respond(answer)
+            unary::respond(answer, context.store.turns())
         })
     }
 }
@@ -67,7 +68,7 @@ impl NamedService for KvService {
     const NAME: &'static str = "etcdserverpb.KV";
 }
 
-impl Service<Request<Body>> for KvService {
+impl<B: RequestBody> Service<Request<B>> for KvService {
     type Response = http::Response<Body>;
     type Error = Infallible;
     type Future = BoxFuture<Self::Response, Self::Error>;
@@ -76,7 +77,7 @@ impl Service<Request<Body>> for KvService {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
+    fn call(&mut self, request: Request<B>) -> Self::Future {
         match request.uri().path() {
             "/etcdserverpb.KV/Range" => self.unary(request, range),
             "/etcdserverpb.KV/Put" => self.unary(request, put),

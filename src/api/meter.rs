@@ -13,10 +13,11 @@ use std::{
     time::Duration,
 };
 
-use axum::{body::Body, routing::Route};
+use axum::routing::Route;
 use bytes::{Buf as _, Bytes};
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
-use http_body::{Frame, SizeHint};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::Either;
 use parking_lot::Mutex;
 use prometheus::{Histogram, IntCounter};
 use prost::Message as _;
@@ -64,12 +65,16 @@ const CODES: [&str; 17] = [
 /// Client versions that are told apart; a client can name any.
 const CLIENT_VERSIONS_MAX: usize = 32;
 
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
 /// See the module's page.
 #[derive(Clone)]
-pub(super) struct Meter {
+pub(super) struct Meter(Arc<Counts>);
+
+struct Counts {
     metrics: Arc<Metrics>,
-    methods: Arc<HashMap<String, Arc<Method>>>,
-    clients: Arc<Mutex<BTreeSet<String>>>,
+    methods: HashMap<String, Arc<Method>>,
+    clients: Mutex<BTreeSet<String>>,
     intake: Arc<Intake>,
     patience: Duration,
     exporter: Option<Arc<Exporter>>,
@@ -118,9 +123,16 @@ impl Meter {
                 }
             }
         }
-        Ok(Self { metrics, methods: Arc::new(methods), clients: Arc::default(), intake, patience, exporter })
+        let clients = Mutex::default();
+        Ok(Self(Arc::new(Counts { metrics, methods, clients, intake, patience, exporter })))
     }
 
+    pub(super) fn around<S>(&self, inner: S) -> Metered<S> {
+        Metered { inner, meter: self.clone() }
+    }
+}
+
+impl Counts {
     fn count_client(&self, headers: &HeaderMap, kind: &str) {
         let named = headers.get("client-api-version").and_then(|version| version.to_str().ok()).unwrap_or("unknown");
         let is_version = named.len() <= 16 && named.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
@@ -159,51 +171,61 @@ impl Method {
 }
 
 impl Layer<Route> for Meter {
-    type Service = Metered;
+    type Service = Metered<Route>;
 
-    fn layer(&self, inner: Route) -> Metered {
-        Metered { inner, meter: self.clone() }
+    fn layer(&self, inner: Route) -> Metered<Route> {
+        self.around(inner)
     }
 }
 
 /// A service whose calls are counted.
 #[derive(Clone)]
-pub(super) struct Metered {
-    inner: Route,
+pub(super) struct Metered<S> {
+    inner: S,
     meter: Meter,
 }
 
-impl Service<Request<Body>> for Metered {
-    type Response = Response<Body>;
+/// An answer whose messages are counted, or one of a path that is not counted by method.
+pub type Answer<R> = Response<Either<Sent<R>, R>>;
+
+impl<S, B, R> Service<Request<B>> for Metered<S>
+where
+    S: Service<Request<B>, Response = Response<R>, Error = Infallible, Future: Send + 'static>
+        + Service<Request<Received<B>>, Response = Response<R>, Error = Infallible, Future: Send + 'static>,
+    B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin,
+    R: Body<Data = Bytes> + Unpin + Default + Send + 'static,
+{
+    type Response = Answer<R>;
     type Error = Infallible;
-    type Future = Served;
+    type Future = Served<R>;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        Service::<Request<Body>>::poll_ready(&mut self.inner, context)
+        Service::<Request<B>>::poll_ready(&mut self.inner, context)
     }
 
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
-        let Some(method) = self.meter.methods.get(request.uri().path()).map(Arc::clone) else {
-            let of = Of::Other(request.uri().path().to_owned(), self.meter.metrics.rpc.panics.clone());
-            return Served { work: Box::pin(self.inner.call(request)), of };
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let counts = &*self.meter.0;
+        let Some(method) = counts.methods.get(request.uri().path()).map(Arc::clone) else {
+            let of = Of::Other(request.uri().path().to_owned(), counts.metrics.rpc.panics.clone());
+            let served = self.inner.call(request);
+            return Served { work: Box::pin(async move { Ok(served.await?.map(Either::Right)) }), of };
         };
         let of = Of::Method(Arc::clone(&method));
         method.started.inc();
-        self.meter.count_client(request.headers(), method.kind);
+        counts.count_client(request.headers(), method.kind);
         // Counts the call as canceled when it is dropped before it has ended.
-        let exporter = self.meter.exporter.clone().filter(|_| method.is_followed);
+        let exporter = counts.exporter.clone().filter(|_| method.is_followed);
         let exported = exporter.map(|exporter| (exporter.parent(request.headers()), exporter));
-        let patience = self.meter.patience;
         let mut call = Call {
             method: Arc::clone(&method),
             begun: Instant::now(),
             ended: false,
             followed: None,
-            patience,
+            patience: counts.patience,
             exported,
         };
-        let share = Share::new(&self.meter.intake);
-        let request = request.map(|body| Body::new(Received { inner: body, method, frames: Frames::default(), share }));
+        let share = Share::new(&counts.intake);
+        let request = request.map(|inner| Received { inner, method, frames: Frames::default(), share });
         let served = self.inner.call(request);
         let work = Box::pin(async move {
             let response = if call.method.is_followed {
@@ -216,8 +238,8 @@ impl Service<Request<Body>> for Metered {
             };
             // An answer without messages has its status in its head.
             call.end_with(response.headers());
-            Ok(response
-                .map(|body| Body::new(Sent { inner: body, call, frames: Frames::default(), has_panicked: false })))
+            let sent = |inner| Sent { inner, call, frames: Frames::default(), has_panicked: false };
+            Ok(response.map(|body| Either::Left(sent(body))))
         });
         Served { work, of }
     }
@@ -231,13 +253,13 @@ enum Of {
 }
 
 /// A call under way. If it panics it is answered Internal.
-pub(super) struct Served {
-    work: BoxFuture<Response<Body>, Infallible>,
+pub struct Served<R> {
+    work: BoxFuture<Answer<R>, Infallible>,
     of: Of,
 }
 
-impl Future for Served {
-    type Output = Result<Response<Body>, Infallible>;
+impl<R: Default> Future for Served<R> {
+    type Output = Result<Answer<R>, Infallible>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         match supervise::catch(|| self.work.as_mut().poll(context)) {
@@ -248,14 +270,14 @@ impl Future for Served {
                     Of::Other(path, panics) => (path, panics),
                 };
                 supervise::tell_request(panics, path, &panic);
-                Poll::Ready(Ok(panicked().into_http()))
+                Poll::Ready(Ok(panicked().into_http::<R>().map(Either::Right)))
             }
         }
     }
 }
 
 /// By the number of a request that failed it is found in the server's log.
-fn with_id(mut response: Response<Body>, id: RequestId) -> Response<Body> {
+fn with_id<R>(mut response: Response<R>, id: RequestId) -> Response<R> {
     const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
     if response.headers().contains_key("grpc-status")
         && let Ok(id) = HeaderValue::try_from(id.to_string())
@@ -377,22 +399,19 @@ impl Frames {
 }
 
 /// A request's body.
-struct Received {
-    inner: Body,
+pub(super) struct Received<B> {
+    inner: B,
     method: Arc<Method>,
     frames: Frames,
     /// Held by the message that has begun.
     share: Share,
 }
 
-impl http_body::Body for Received {
+impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin> Body for Received<B> {
     type Data = Bytes;
-    type Error = axum::Error;
+    type Error = BoxError;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let frame = Pin::new(&mut self.inner).poll_frame(context);
         if let Poll::Ready(Some(Ok(frame))) = &frame
             && let Some(data) = frame.data_ref()
@@ -402,15 +421,15 @@ impl http_body::Body for Received {
             self.method.received_bytes.inc_by(data.len() as u64);
             let begun = self.frames.begun();
             if let Err(status) = self.share.holds(begun) {
-                return Poll::Ready(Some(Err(axum::Error::new(status))));
+                return Poll::Ready(Some(Err(status.into())));
             }
         }
         if frame.is_pending()
             && let Poll::Ready(status) = self.share.poll_deadline(context)
         {
-            return Poll::Ready(Some(Err(axum::Error::new(status))));
+            return Poll::Ready(Some(Err(status.into())));
         }
-        frame
+        frame.map_err(Into::into)
     }
 
     fn is_end_stream(&self) -> bool {
@@ -423,21 +442,18 @@ impl http_body::Body for Received {
 }
 
 /// An answer's body.
-struct Sent {
-    inner: Body,
+pub struct Sent<R> {
+    inner: R,
     call: Call,
     frames: Frames,
     has_panicked: bool,
 }
 
-impl http_body::Body for Sent {
+impl<R: Body<Data = Bytes> + Unpin> Body for Sent<R> {
     type Data = Bytes;
-    type Error = axum::Error;
+    type Error = R::Error;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, R::Error>>> {
         if self.has_panicked {
             return Poll::Ready(None);
         }
@@ -476,7 +492,7 @@ impl http_body::Body for Sent {
 
 #[cfg(test)]
 mod tests {
-    use axum::{Router, routing::post};
+    use axum::{Router, body::Body, routing::post};
     use futures_util::StreamExt as _;
     use http_body_util::BodyExt as _;
     use tower::ServiceExt as _;

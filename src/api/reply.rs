@@ -7,7 +7,7 @@ use std::{
     collections::VecDeque,
     pin::Pin,
     sync::Arc,
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
     time::Duration,
 };
 
@@ -24,7 +24,10 @@ use tonic::Status;
 use tracing::warn;
 
 use super::unary::FRAME_HEAD_BYTES;
-use crate::proto::server::etcdserverpb::{self as pb, response_op::Response};
+use crate::{
+    proto::server::etcdserverpb::{self as pb, response_op::Response},
+    turns::{Turns, Work},
+};
 
 /// Answers above this are sent in pieces. As much may wait for a client that does not read, for each of its streams.
 const WHOLE_BYTES_MAX: usize = 64 << 10;
@@ -153,6 +156,7 @@ enum Content {
     Whole(Bytes),
     Pieces {
         waiting: Arc<Mutex<Waiting>>,
+        work: Work,
         /// Looks whether the client takes what waits.
         look: Option<JoinHandle<()>>,
     },
@@ -167,7 +171,7 @@ struct Waiting {
 }
 
 impl ReplyBody {
-    pub(crate) fn new(message: impl IntoSegments) -> Result<Self, Status> {
+    pub(crate) fn new(message: impl IntoSegments, turns: &Arc<Turns>) -> Result<Self, Status> {
         let len = message.encoded_len();
         let wire_len = u32::try_from(len).map_err(|_| {
             Status::resource_exhausted(format!("orlop: the answer has {len} bytes; a message holds 4 GiB"))
@@ -182,35 +186,37 @@ impl ReplyBody {
         } else {
             let mut segments = Segments { open: frame, ..Segments::default() };
             message.into_segments(&mut segments);
-            Content::in_pieces(segments.finish(), len)
+            Content::in_pieces(segments.finish(), len, turns.work())
         };
         Ok(Self { content, trailers_sent: false })
     }
 }
 
 impl Content {
-    fn in_pieces(segments: VecDeque<Segment>, len: usize) -> Self {
+    fn in_pieces(segments: VecDeque<Segment>, len: usize, work: Work) -> Self {
         let waiting = Arc::new(Mutex::new(Waiting { segments, pieces: 0, dropped: false }));
         // Where nobody serves there is nobody who does not read.
         let runtime = Handle::try_current().ok().filter(|_| len >= HELD_BYTES_MIN);
         let look = runtime.map(|runtime| runtime.spawn(drop_when_stalled(Arc::clone(&waiting))));
-        Self::Pieces { waiting, look }
+        Self::Pieces { waiting, work, look }
     }
 
     /// # Errors
     ///
     /// If the client took too long.
-    fn next_piece(&mut self) -> Result<Option<Bytes>, Status> {
-        match self {
+    fn poll_piece(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Status>> {
+        Poll::Ready(match self {
             Self::Whole(frame) => Ok(Some(std::mem::take(frame)).filter(|frame| !frame.is_empty())),
-            Self::Pieces { waiting, .. } => {
+            Self::Pieces { waiting, work, .. } => {
+                ready!(work.poll_turn(context));
                 let mut waiting = waiting.lock();
                 if waiting.dropped {
-                    return Err(Status::aborted("orlop: the answer was taken too slowly"));
+                    Err(Status::aborted("orlop: the answer was taken too slowly"))
+                } else {
+                    Ok(waiting.next_piece())
                 }
-                Ok(waiting.next_piece())
             }
-        }
+        })
     }
 }
 
@@ -288,9 +294,9 @@ impl Body for ReplyBody {
     type Data = Bytes;
     type Error = Status;
 
-    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+    fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
-        match this.content.next_piece() {
+        match ready!(this.content.poll_piece(context)) {
             Ok(Some(piece)) => return Poll::Ready(Some(Ok(Frame::data(piece)))),
             Ok(None) => {}
             Err(status) => return Poll::Ready(Some(Err(status))),
@@ -311,12 +317,21 @@ impl Body for ReplyBody {
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+
+    use futures_util::FutureExt as _;
+
     use super::*;
+
+    fn body(message: impl IntoSegments) -> ReplyBody {
+        ReplyBody::new(message, &Turns::new().0).expect("small enough for a message")
+    }
 
     fn drain(mut body: ReplyBody) -> (usize, Vec<u8>) {
         let mut pieces = 0;
         let mut bytes = Vec::new();
-        while let Some(piece) = body.content.next_piece().expect("nobody is slow") {
+        let mut piece = || poll_fn(|context| body.content.poll_piece(context)).now_or_never();
+        while let Some(piece) = piece().expect("it is alone").expect("nobody is slow") {
             pieces += 1;
             bytes.extend_from_slice(&piece);
         }
@@ -339,7 +354,7 @@ mod tests {
 
     #[track_caller]
     fn check<M: IntoSegments + Clone>(message: M, in_pieces: bool) {
-        let (pieces, bytes) = drain(ReplyBody::new(message.clone()).expect("small enough for a message"));
+        let (pieces, bytes) = drain(body(message.clone()));
         assert_eq!(bytes[0], 0);
         let len = u32::from_be_bytes([bytes[1], bytes[2], bytes[3], bytes[4]]) as usize;
         assert_eq!(len, bytes.len() - FRAME_HEAD_BYTES);
@@ -350,7 +365,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn answer_that_is_not_taken_is_dropped_and_one_that_is_goes_on() {
         use http_body_util::BodyExt as _;
-        let mut body = ReplyBody::new(range(3_000, 1_000)).expect("small enough for a message");
+        let mut body = body(range(3_000, 1_000));
         for _ in 0..5 {
             tokio::time::sleep(STALL_MAX * 9 / 10).await;
             assert!(body.frame().await.is_some_and(|frame| frame.is_ok()));

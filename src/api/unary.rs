@@ -4,7 +4,7 @@
 //! request is decoded from the frame that it came in, and an answer is encoded once into a buffer of its size, or sent in
 //! pieces (see [`super::reply`]).
 
-use std::convert::Infallible;
+use std::{convert::Infallible, error::Error, pin::pin, sync::Arc};
 
 use bytes::{Buf as _, Bytes, BytesMut};
 use http::{HeaderValue, header::CONTENT_TYPE};
@@ -17,18 +17,30 @@ use super::{
     reply::{IntoSegments, ReplyBody},
     status::message_too_large,
 };
+use crate::turns::Turns;
 
 /// A gRPC frame's head: one byte of flags, four of length.
 pub(super) const FRAME_HEAD_BYTES: usize = 5;
 
 pub(super) type Response = Result<http::Response<Body>, Infallible>;
 
+/// What a request comes in.
+pub(super) trait RequestBody:
+    http_body::Body<Data = Bytes, Error: Into<Box<dyn Error + Send + Sync>> + Send> + Send + 'static
+{
+}
+
+impl<B> RequestBody for B where
+    B: http_body::Body<Data = Bytes, Error: Into<Box<dyn Error + Send + Sync>> + Send> + Send + 'static
+{
+}
+
 /// Reads the one message of a unary call.
 pub(super) async fn request<M: Message + Default>(
-    request: http::Request<Body>,
+    request: http::Request<impl RequestBody>,
     message_bytes_max: usize,
 ) -> Result<M, Status> {
-    let mut body = request.into_body();
+    let mut body = pin!(request.into_body());
     let mut received = Bytes::new();
     let mut wanted = FRAME_HEAD_BYTES;
     loop {
@@ -41,14 +53,14 @@ pub(super) async fn request<M: Message + Default>(
         let Some(frame) = body.frame().await else {
             return Err(Status::internal("orlop: the request ended before its message did"));
         };
-        let Ok(data) = frame?.into_data() else { continue };
+        let Ok(data) = frame.map_err(|error| Status::from_error(error.into()))?.into_data() else { continue };
         received = append(received, data);
     }
     // A stream that the client has not ended would be reset when its body is dropped. One that broke never ends: it gives
     // its error again and again.
     while !body.is_end_stream() {
         match body.frame().await {
-            Some(frame) => drop(frame?),
+            Some(frame) => drop(frame.map_err(|error| Status::from_error(error.into()))?),
             None => break,
         }
     }
@@ -77,8 +89,8 @@ fn append(received: Bytes, data: Bytes) -> Bytes {
     joined.freeze()
 }
 
-pub(super) fn respond<M: IntoSegments>(answer: Result<M, Status>) -> Response {
-    let body = answer.and_then(ReplyBody::new);
+pub(super) fn respond<M: IntoSegments>(answer: Result<M, Status>, turns: &Arc<Turns>) -> Response {
+    let body = answer.and_then(|answer| ReplyBody::new(answer, turns));
     Ok(match body {
         Ok(body) => grpc_response(Body::new(body)),
         Err(status) => status.into_http(),

@@ -7,7 +7,7 @@
 
 pub(crate) mod values;
 
-use std::{convert::Infallible, future::poll_fn, sync::Arc, time::Duration};
+use std::{convert::Infallible, future::poll_fn, panic::resume_unwind, sync::Arc, time::Duration};
 
 use axum::{
     Router,
@@ -26,6 +26,7 @@ use prost_reflect::{
 };
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
+    task::spawn_blocking,
     time::timeout,
 };
 use tonic::{Code, Status};
@@ -44,6 +45,8 @@ const FRAME_HEAD_BYTES: usize = 5;
 const ANSWERS_KIB_MAX: usize = 512 << 10;
 const SMALL_ANSWER_BYTES: usize = 1 << 20;
 const JSON_FACTOR: usize = 5;
+/// Messages above this are read and written aside.
+const ASIDE_BYTES_MIN: usize = 256 << 10;
 /// How long an answer waits for room.
 const ROOM_WAIT_MAX: Duration = Duration::from_secs(7);
 
@@ -149,7 +152,8 @@ impl Gateway {
             Body::from_stream(frames(body.into_data_stream(), described.input(), Share::new(&self.intake)))
         } else {
             let json = whole(body.into_data_stream(), Share::new(&self.intake)).await?;
-            Body::from(frame(&message(described.input(), &json)?))
+            let (kind, len) = (described.input(), json.len());
+            Body::from(aside_if_long(len, move || message(kind, &json).map(|message| frame(&message))).await?)
         };
         let request = http::Request::post(format!("http://gateway/{method}"))
             .header(header::CONTENT_TYPE, "application/grpc")
@@ -214,6 +218,24 @@ fn frame(message: &DynamicMessage) -> Bytes {
     bytes.freeze()
 }
 
+/// Does what takes about as long as the message is. What is long is done on a thread of its own, as everybody else would
+/// wait for it.
+async fn aside_if_long<T: Send + 'static>(
+    len: usize,
+    work: impl FnOnce() -> Result<T, Status> + Send + 'static,
+) -> Result<T, Status> {
+    if len <= ASIDE_BYTES_MIN {
+        return work();
+    }
+    match spawn_blocking(work).await {
+        Ok(done) => done,
+        Err(ended) => match ended.try_into_panic() {
+            Ok(panic) => resume_unwind(panic),
+            Err(error) => Err(Status::unavailable(format!("orlop: the server is going down: {error}"))),
+        },
+    }
+}
+
 /// All of a body, as much as may be of one message.
 async fn whole(mut body: BodyDataStream, mut share: Share) -> Result<Bytes, Status> {
     let mut text = BytesMut::new();
@@ -227,8 +249,9 @@ async fn whole(mut body: BodyDataStream, mut share: Share) -> Result<Bytes, Stat
     Ok(text.freeze())
 }
 
-/// What comes next of a body, in the time that its message has.
+/// What comes next of a body, in the time that its message has. One that gets long takes turns with others.
 async fn next(body: &mut BodyDataStream, share: &mut Share) -> Result<Option<Bytes>, Status> {
+    share.turn().await;
     tokio::select! {
         data = body.next() => data.transpose().map_err(|error| Status::invalid_argument(error.to_string())),
         late = poll_fn(|context| share.poll_deadline(context)) => Err(late),
@@ -294,7 +317,7 @@ async fn unary(response: Response, kind: MessageDescriptor, answers: &Arc<Semaph
         return Err(Status::internal("the service answered nothing"));
     }
     received.advance(FRAME_HEAD_BYTES);
-    let json = json(kind, received.freeze())?;
+    let json = aside_if_long(received.len(), move || json(kind, received.freeze())).await?;
     let json = Bytes::from_owner(Answer { json, _room: room });
     Ok(([(header::CONTENT_TYPE, "application/json")], json).into_response())
 }

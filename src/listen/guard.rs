@@ -13,7 +13,6 @@ use tokio::{
     sync::OwnedSemaphorePermit,
     time::{Sleep, sleep},
 };
-use tonic::transport::server::Connected;
 use tracing::warn;
 
 use super::seldom::Seldom;
@@ -122,12 +121,6 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
     fn is_write_vectored(&self) -> bool {
         self.inner.is_write_vectored()
     }
-}
-
-impl<S> Connected for Guarded<S> {
-    type ConnectInfo = ();
-
-    fn connect_info(&self) {}
 }
 
 impl<S> fmt::Debug for Guarded<S> {

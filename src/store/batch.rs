@@ -5,6 +5,8 @@
 
 use std::{collections::BTreeMap, ops::Bound};
 
+use tokio::time::Instant;
+
 use crate::{
     index::{Entry, Lease, TreeIndex},
     lease,
@@ -239,14 +241,20 @@ impl Batch {
 
     /// Whether the lease is there for the next request.
     pub fn lease_exists(&self, leases: &lease::Table, wanted: LeaseId) -> bool {
-        self.leases
-            .iter()
-            .rev()
-            .find_map(|change| match *change {
-                LeaseChange::Grant { id, .. } => (id == wanted).then_some(true),
-                LeaseChange::Revoke { id } | LeaseChange::Expire { id } => (id == wanted).then_some(false),
-            })
-            .unwrap_or_else(|| leases.contains(wanted))
+        self.lease_change(wanted).unwrap_or_else(|| leases.contains(wanted))
+    }
+
+    /// Whether the lease's time is over, if it is the one of the table and not one that the batch granted under its id.
+    pub fn lease_is_over(&self, leases: &lease::Table, wanted: LeaseId, now: Instant) -> bool {
+        self.lease_change(wanted).is_none() && leases.is_expired(wanted, now)
+    }
+
+    /// Whether the lease is there for what the batch did to it, if it did something.
+    fn lease_change(&self, wanted: LeaseId) -> Option<bool> {
+        self.leases.iter().rev().find_map(|change| match *change {
+            LeaseChange::Grant { id, .. } => (id == wanted).then_some(true),
+            LeaseChange::Revoke { id } | LeaseChange::Expire { id } => (id == wanted).then_some(false),
+        })
     }
 
     /// The live keys on the lease as the next request sees them, in order.

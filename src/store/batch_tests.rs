@@ -1,8 +1,9 @@
 //! Batches against a naive one: what a request of a batch sees, for ranges of every kind, and what taking back leaves.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 use proptest::{collection::vec, prelude::*, sample::select};
+use tokio::time::Instant;
 
 use super::{
     batch::{Batch, BatchChange, Current},
@@ -10,6 +11,7 @@ use super::{
 };
 use crate::{
     index::{Entry, Lease, TreeIndex},
+    lease,
     log::LeaseChange,
     types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version},
 };
@@ -220,4 +222,20 @@ fn txns() -> impl Strategy<Value = Txn> {
         groups.into_iter().filter(|group| new(group)).flatten().collect()
     });
     (ops, prop::bool::weighted(0.7))
+}
+
+#[test]
+fn lease_that_the_batch_granted_anew_is_not_over() {
+    let (now, id) = (Instant::now(), LeaseId(1));
+    let mut leases = lease::Table::default();
+    leases.grant(id, 3, now);
+    let later = now + Duration::from_secs(4);
+    let mut batch = Batch::new(Revision::EMPTY);
+    assert!(!batch.lease_is_over(&leases, id, now));
+    assert!(batch.lease_is_over(&leases, id, later));
+    // Two ask for the end of a lease, and in between its id is given away again.
+    batch.push_lease(LeaseChange::Expire { id });
+    assert!(!batch.lease_is_over(&leases, id, later), "it has ended");
+    batch.push_lease(LeaseChange::Grant { id, ttl_secs: 4 });
+    assert!(!batch.lease_is_over(&leases, id, later), "it is another one");
 }

@@ -34,6 +34,7 @@ use crate::{
     log::{Error, History, Log, LoggedLease, Member, Meta, Result, Touch},
     metrics::Metrics,
     supervise::Lock,
+    turns::Turns,
     types::{Change, LeaseId, Revision, RowId, shown},
     watch::Hub,
     watchdog::Watchdog,
@@ -98,6 +99,8 @@ impl Store {
         let own = Member { id: meta.member_id, name: settings.name, client_urls: settings.client_urls };
 
         let (stop_background, stopped) = watch::channel(false);
+        let (turns, give_turns) = Turns::new();
+        vital("the giving of turns", give_turns);
         let shared = Arc::new(Shared {
             identity: Identity { cluster_id: meta.cluster_id, member_id: meta.member_id },
             standing: Standing::new(meta.position.server),
@@ -110,6 +113,7 @@ impl Store {
             leases: Lock::new(leases),
             values: ValueCache::new(settings.value_cache_bytes),
             room: Room::new(settings.value_cache_bytes),
+            turns,
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
             purge_duty: AtomicBool::new(false),

@@ -1,7 +1,7 @@
 //! Reads: the index says which rows, the cache or the log gives their pairs.
 //!
-//! A long range lets go of the index every few thousand keys and goes on at the same revision, so it never holds up the
-//! writer. If a compaction overtakes it, a read at the latest revision starts again and any other fails as compacted.
+//! A long range lets go of the index every few hundred keys and goes on at the same revision when its turn comes
+//! ([`crate::turns`]), so it never holds up the writer. If a compaction overtakes it, a read at the latest revision starts again and any other fails as compacted.
 
 use std::{
     collections::HashMap,
@@ -12,7 +12,7 @@ use std::{
 };
 
 use futures_util::stream::{self, StreamExt as _, TryStreamExt as _};
-use tokio::{task::yield_now, time::Instant};
+use tokio::time::Instant;
 use tracing::error;
 
 use super::{
@@ -27,11 +27,12 @@ use super::{
 use crate::{
     index::{Entry, Lease, ReadAt},
     trace::{self, Part},
+    turns::{Turns, Work},
     types::{EncodedKv, Key, KeyRange, Revision, RowId},
 };
 
-/// Keys looked at while the index is locked.
-const STEP_KEYS: usize = 2_000;
+/// Keys looked at in one step, while the index is locked.
+const STEP_KEYS: usize = 500;
 /// Rows that one reader of the log is asked for, at most and at least.
 const READ_ROWS: usize = 1_000;
 const READ_ROWS_MIN: usize = 16;
@@ -129,6 +130,16 @@ impl Store {
     }
 }
 
+/// Of a read, the first of which needs no turn: most reads have no other.
+#[derive(Default)]
+struct Steps(Option<Work>);
+
+impl Steps {
+    async fn next(&mut self, turns: &Arc<Turns>) {
+        self.0.get_or_insert_with(|| turns.work()).turn().await;
+    }
+}
+
 impl Shared {
     async fn range_once(&self, request: &RangeRequest) -> Result<RangeResponse> {
         // The header is of the moment at which the range is read: a watch from the next revision continues it.
@@ -138,7 +149,7 @@ impl Shared {
         };
         let begun = Instant::now();
         let mut selection = Selection::new(request);
-        let mut after = None;
+        let (mut after, mut steps) = (None, Steps::default());
         loop {
             after = self.walk(&request.range, after.as_ref(), at, STEP_KEYS, &mut |key, entry| {
                 selection.offer(key, entry);
@@ -146,12 +157,12 @@ impl Shared {
             if after.is_none() {
                 break;
             }
-            yield_now().await;
+            steps.next(&self.turns).await;
         }
         let count = selection.count();
         let selected = selection.take();
         let selected_at = Instant::now();
-        let kvs = self.pairs(&selected, request.projection, at).await?;
+        let kvs = self.pairs(&selected, request.projection, at, &mut steps).await?;
         trace::note(Part::Select, selected_at - begun);
         trace::note(Part::Read, selected_at.elapsed());
         let (mut kvs, more) = selection.finish(kvs);
@@ -203,12 +214,18 @@ impl Shared {
     }
 
     /// The pairs of what a read at `at` selected, in its order.
-    async fn pairs(&self, selected: &[Selected], projection: Projection, at: Revision) -> Result<Vec<EncodedKv>> {
+    async fn pairs(
+        &self,
+        selected: &[Selected],
+        projection: Projection,
+        at: Revision,
+        steps: &mut Steps,
+    ) -> Result<Vec<EncodedKv>> {
         let mut pairs: Vec<Option<EncodedKv>> = Vec::with_capacity(selected.len());
         let mut missing: Vec<RowId> = Vec::new();
         for chunk in selected.chunks(STEP_KEYS) {
             if !pairs.is_empty() {
-                yield_now().await;
+                steps.next(&self.turns).await;
             }
             for selected in chunk {
                 let row = selected.entry.version.row;
@@ -300,7 +317,7 @@ impl RangePieces {
         let all_taken = self.request.limit == Some(self.taken) || self.request.projection == Projection::CountOnly;
         let shared = &self.store.shared;
         let mut selected = Vec::new();
-        let mut more = false;
+        let (mut more, mut steps) = (false, Steps::default());
         loop {
             let budget = if all_taken { STEP_KEYS } else { (limit - selected.len()).min(STEP_KEYS) };
             let (projection, range) = (self.request.projection, &self.request.range);
@@ -321,9 +338,9 @@ impl RangePieces {
             if self.done || selected.len() == limit {
                 break;
             }
-            yield_now().await;
+            steps.next(&shared.turns).await;
         }
-        let mut kvs = shared.pairs(&selected, self.request.projection, self.at).await?;
+        let mut kvs = shared.pairs(&selected, self.request.projection, self.at, &mut steps).await?;
         if self.request.projection == Projection::KeysOnly {
             kvs.iter_mut().for_each(|kv| *kv = kv.without_value());
         }

@@ -346,6 +346,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         leases: Lock::new(lease::Table::default()),
         values: ValueCache::new(cache_bytes),
         room: super::room::Room::new(cache_bytes),
+        turns: crate::turns::Turns::new().0,
         lease_deadline: Notify::new(),
         compaction: Notify::new(),
         purge_duty: AtomicBool::new(false),

@@ -383,6 +383,12 @@ impl Writer {
         if index.head() != expected.head || leases.epoch != expected.epoch {
             return Err(Stop::Moved);
         }
+        if let Request::Expire(id) = request
+            && !batch.lease_is_over(&leases, *id, Instant::now())
+        {
+            // It was renewed, or has ended by now.
+            return Ok(Outcome::Revision(batch.head()));
+        }
         let mut evaluation = Evaluation::new(&index, &leases, &self.shared.values, fetched, batch);
         match request {
             Request::Put(request) => evaluation.put(request).map(Outcome::Put),
@@ -390,14 +396,7 @@ impl Writer {
             Request::Txn(request) => evaluation.txn(request).map(Outcome::Txn),
             Request::Grant { id, ttl_secs } => evaluation.grant(*id, *ttl_secs).map(Outcome::Revision),
             Request::Revoke(id) => evaluation.revoke(*id).map(Outcome::Revision),
-            Request::Expire(id) if leases.is_expired(*id, Instant::now()) => {
-                match evaluation.expire(*id) {
-                    // Another revocation of this batch came first.
-                    Err(Stop::Failed(Error::LeaseNotFound)) => Ok(Outcome::Revision(batch.head())),
-                    outcome => outcome.map(Outcome::Revision),
-                }
-            }
-            Request::Expire(_) => Ok(Outcome::Revision(batch.head())),
+            Request::Expire(id) => evaluation.expire(*id).map(Outcome::Revision),
             Request::Compact(revision) => evaluation.compact(*revision).map(Outcome::Revision),
             Request::Alarm(change) => {
                 batch.set_alarm(*change);

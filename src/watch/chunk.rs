@@ -70,6 +70,14 @@ impl Chunk {
         chunks
     }
 
+    /// Of one event.
+    #[cfg(test)]
+    pub(super) fn of(event: &[u8], revision: Revision) -> Self {
+        let mut open = Open::default();
+        open.push(event, revision);
+        open.close().expect("it has an event")
+    }
+
     /// What all chunks take together, each counted once.
     pub fn waiting_bytes() -> usize {
         WAITING.load(Ordering::Relaxed)

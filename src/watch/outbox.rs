@@ -4,8 +4,9 @@
 //! requests, and requests are read only while there is room. What counts is memory: a chunk that several watches of the
 //! stream get is counted once.
 //!
-//! Many streams that are not read, each with a range of its own, would still take much together. When the chunks of all of
-//! them do, each stream may keep little more than it needs to go on, and reads the log later.
+//! Many streams that are not read would still take much together, for their chunks, where each has a range of its own, and
+//! for their places in the queues. When they do, each stream may keep little more than it needs to go on, and reads the
+//! log later.
 
 use std::{
     collections::VecDeque,
@@ -25,11 +26,11 @@ use crate::types::{Revision, WatchId};
 
 /// Bytes of events that may wait on one stream. Unit tests have it full soon.
 const OUTBOX_BYTES_MAX: usize = if cfg!(test) { 1 << 10 } else { 8 << 20 };
-/// The same when the chunks of all streams take more than the second.
-const CROWDED_BYTES_MAX: usize = 64 << 10;
+/// The same when what waits on all streams takes more than the second.
+const CROWDED_BYTES_MAX: usize = if cfg!(test) { 1 << 9 } else { 16 << 10 };
 const ALL_BYTES_MAX: usize = 256 << 20;
 /// What a message costs beside its events.
-const MESSAGE_BYTES: usize = 96;
+const MESSAGE_BYTES: usize = size_of::<Queued>();
 /// Events of one watch that are sent as one message, in bytes, when several wait.
 const MERGE_BYTES_MAX: usize = if cfg!(test) { 256 } else { 1 << 20 };
 
@@ -120,6 +121,14 @@ impl Waiting {
     }
 }
 
+impl Waiting {
+    /// Whether streams together hold as much as they may.
+    fn is_crowded(&self) -> bool {
+        let messages = self.gauge.as_ref().map_or(0, |gauge| usize::try_from(gauge.get()).unwrap_or(0));
+        Chunk::waiting_bytes() + messages * MESSAGE_BYTES >= ALL_BYTES_MAX
+    }
+}
+
 impl Drop for Waiting {
     fn drop(&mut self) {
         let left = i64::try_from(self.queue.len()).unwrap_or(i64::MAX);
@@ -169,7 +178,7 @@ impl Outbox {
     #[must_use]
     pub(super) fn push_chunk(&self, id: WatchId, revision: Revision, chunk: &Chunk, fragment: Option<usize>) -> bool {
         let mut inner = self.inner.lock();
-        if inner.bytes >= OUTBOX_BYTES_MAX || (inner.bytes >= CROWDED_BYTES_MAX && is_crowded()) {
+        if inner.bytes >= OUTBOX_BYTES_MAX || (inner.bytes >= CROWDED_BYTES_MAX && inner.queue.is_crowded()) {
             return false;
         }
         if let Some(limit) = fragment.filter(|limit| chunk.len() >= *limit) {
@@ -216,8 +225,8 @@ impl Outbox {
 
     /// Whether it is half empty, so that requests may be answered and watches catch up.
     pub fn has_room(&self) -> bool {
-        let bytes = self.inner.lock().bytes;
-        bytes < OUTBOX_BYTES_MAX / 2 && (bytes < CROWDED_BYTES_MAX || !is_crowded())
+        let inner = self.inner.lock();
+        inner.bytes < OUTBOX_BYTES_MAX / 2 && (inner.bytes < CROWDED_BYTES_MAX || !inner.queue.is_crowded())
     }
 
     /// Ends the stream once what waits is sent.
@@ -290,10 +299,6 @@ impl Default for Outbox {
     }
 }
 
-fn is_crowded() -> bool {
-    Chunk::waiting_bytes() >= ALL_BYTES_MAX
-}
-
 /// Wakes the connection after the lock is let go.
 fn wake(mut inner: parking_lot::MutexGuard<'_, Inner>) {
     let reader = inner.reader.take();
@@ -324,5 +329,31 @@ impl Stream for Messages {
 impl Drop for Messages {
     fn drop(&mut self) {
         self.0.end(End::ClientGone);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Messages of 50 bytes that it takes.
+    fn takes(outbox: &Outbox) -> usize {
+        let chunk = |revision| Chunk::of(&[7; 50], Revision(revision));
+        (2..).take_while(|revision| outbox.push_chunk(WatchId(1), Revision(*revision), &chunk(*revision), None)).count()
+    }
+
+    #[test]
+    fn stream_keeps_less_when_others_keep_much() {
+        let each = MESSAGE_BYTES + 50;
+        for (others, want) in [(0, OUTBOX_BYTES_MAX), (ALL_BYTES_MAX / MESSAGE_BYTES + 1, CROWDED_BYTES_MAX)] {
+            let gauge = IntGauge::new("pending", "Waiting messages.").expect("a gauge");
+            gauge.set(i64::try_from(others).expect("not so many"));
+            let outbox = Arc::new(Outbox::counted(&gauge));
+            assert!(outbox.has_room());
+            assert_eq!(takes(&outbox), want.div_ceil(each), "{others} messages wait on other streams");
+            assert!(!outbox.has_room());
+            drop(outbox);
+            assert_eq!(gauge.get(), i64::try_from(others).expect("not so many"));
+        }
     }
 }

@@ -248,7 +248,7 @@ async fn ten_thousand_streams_on_one_connection_are_served(backend: Backend) {
         }
     })
     .await;
-    arena.withstands("10,000 watch streams on one connection", 500, held).await;
+    arena.withstands("10,000 watch streams on one connection", sized(500, 1_000) as u64, held).await;
 }
 
 /// A message is announced, most of it sent, and then nothing.
@@ -302,7 +302,7 @@ async fn watches_that_are_not_read_cost_bounded_memory(backend: Backend) {
     for _ in 0..sized(200, 1_000) {
         timeout(DEADLINE, writer.put(put("k", 100_000))).await.expect("in time").expect("a put");
     }
-    arena.withstands("watch streams that are never read", 1_000, held).await;
+    arena.withstands("watch streams that are never read", sized(1_000, 1_600) as u64, held).await;
 }
 
 async fn ten_thousand_watches_on_a_stream_are_served(backend: Backend) {

@@ -7,7 +7,8 @@ use orlop::proto::client::{
     v3electionpb::{CampaignRequest, LeaderKey, LeaderRequest, LeaderResponse, ProclaimRequest, ResignRequest},
     v3lockpb::{LockRequest, UnlockRequest},
 };
-use tokio::{sync::mpsc, task::JoinHandle, time::timeout};
+use prost::Message as _;
+use tokio::{process::Command, sync::mpsc, task::JoinHandle, time::timeout};
 use tonic::{Code, Status};
 
 use crate::support::{Backend, Client, DEADLINE, Postgres, Server, eventually, on_both_backends};
@@ -96,6 +97,30 @@ async fn lock_answers_what_etcds_does_to_what_cannot_be(backend: Backend) {
         .expect("the task ends")
         .expect_err("its lease is over");
     assert_eq!((expired.code(), expired.message()), (Code::Unknown, "mutex: session is expired"));
+}
+
+/// The server itself looks at the clock: a client that is gone does not say so.
+async fn lock_is_not_waited_for_beyond_the_callers_deadline(backend: Backend) {
+    let Some(server) = Server::under_test(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for id in [0x10, 0x11] {
+        grant(&mut client, id).await;
+    }
+    assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10");
+    let message = LockRequest { name: "door".into(), lease: 0x11 }.encode_to_vec();
+    let folder = tempfile::tempdir().expect("a temporary directory can be made");
+    let body = folder.path().join("body");
+    let len = u8::try_from(message.len()).expect("it is short");
+    std::fs::write(&body, [&[0, 0, 0, 0, len], &message[..]].concat()).expect("a file can be written");
+    let asked = Command::new("curl")
+        .args(["--silent", "--max-time", "30", "--http2-prior-knowledge", "--dump-header", "-"])
+        .args(["--header", "content-type: application/grpc", "--header", "te: trailers"])
+        .args(["--header", "grpc-timeout: 300m", "--data-binary", &format!("@{}", body.display())])
+        .arg(format!("{}/v3lockpb.Lock/Lock", server.endpoint()))
+        .output();
+    let answer = String::from_utf8(asked.await.expect("curl can be started").stdout).expect("headers are text");
+    assert!(answer.contains("grpc-status: 4") && answer.contains("context deadline exceeded"), "{answer}");
+    wait_for_keys(&client, "door/", 1).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -215,6 +240,7 @@ async fn election_answers_what_etcds_does_to_what_cannot_be(backend: Backend) {
 on_both_backends!(
     lock_goes_to_one_at_a_time_in_the_order_of_asking,
     lock_answers_what_etcds_does_to_what_cannot_be,
+    lock_is_not_waited_for_beyond_the_callers_deadline,
     election_passes_from_one_to_the_next,
     election_answers_what_etcds_does_to_what_cannot_be,
 );

@@ -1,5 +1,7 @@
 //! What was measured: samples by load, figure and server, and their medians.
 
+use std::time::Duration;
+
 use serde::Serialize;
 
 use super::{
@@ -21,8 +23,10 @@ pub struct Sample {
 #[derive(Debug, Default, Serialize)]
 pub struct Figures {
     pub tables: Vec<Table>,
-    /// Turns that were taken again.
+    /// Turns that were taken again, and how long that took or nearly.
     pub retaken: usize,
+    #[serde(skip)]
+    pub retaking: Duration,
     /// Of each turn.
     pub pace: Vec<f64>,
 }
@@ -33,7 +37,7 @@ pub struct Table {
     pub name: &'static str,
     pub title: String,
     pub rounds: usize,
-    /// Turns with a slow machine, although they were taken again.
+    /// Turns with a slow machine, although they were taken again where there was time.
     pub noisy_turns: usize,
     pub rows: Vec<Row>,
 }

@@ -17,7 +17,7 @@ use tokio::{
 use crate::support::{Backend, Client, DEADLINE, Server, eventually};
 
 /// Files that come and go by themselves: connections to the database, for example.
-const FILES_SLACK: usize = 16;
+const FILES_SLACK: usize = 24;
 
 pub struct Arena {
     pub server: Server,

@@ -1,0 +1,173 @@
+//! Turns of long work: steps of a long range and pieces of a large answer, of which one is done at a time, with all that is
+//! short in between.
+//!
+//! A runtime runs what is ready in the order in which it became so. Where a hundred clients list everything a hundred steps
+//! would stand before a put, again at each place where it waits. So long work asks for its turn before each step; one is
+//! given, and then whoever is ready comes first. Nobody holds a turn: one that is not used is gone, so that a client that
+//! stops reading cannot keep it. Alone, it need not ask.
+
+use std::{
+    future::poll_fn,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    task::{Context, Poll, Waker},
+};
+
+use parking_lot::Mutex;
+use tokio::{sync::mpsc, task::yield_now};
+
+/// See the module's page.
+#[derive(Debug)]
+pub struct Turns {
+    /// Works under way.
+    works: AtomicUsize,
+    asked: mpsc::UnboundedSender<Weak<Place>>,
+}
+
+/// A place in the queue.
+#[derive(Debug)]
+struct Place {
+    given: AtomicBool,
+    waker: Mutex<Waker>,
+}
+
+impl Turns {
+    /// And what gives them, as long as there is anybody who may ask.
+    pub fn new() -> (Arc<Self>, impl Future<Output = ()> + Send + use<>) {
+        let (asked, mut waiting) = mpsc::unbounded_channel::<Weak<Place>>();
+        let give = async move {
+            while let Some(place) = waiting.recv().await {
+                let Some(place) = place.upgrade() else { continue };
+                place.given.store(true, Ordering::Release);
+                place.waker.lock().wake_by_ref();
+                // Until all that was ready has had its chance.
+                yield_now().await;
+            }
+        };
+        (Arc::new(Self { works: AtomicUsize::new(0), asked }), give)
+    }
+
+    /// Work that has more than one step.
+    pub fn work(self: &Arc<Self>) -> Work {
+        self.works.fetch_add(1, Ordering::Relaxed);
+        Work { turns: Arc::clone(self), place: None }
+    }
+}
+
+/// See [`Turns::work`].
+#[derive(Debug)]
+pub struct Work {
+    turns: Arc<Turns>,
+    place: Option<Arc<Place>>,
+}
+
+impl Work {
+    /// Ready when the next step may be done.
+    pub fn poll_turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        if self.place.is_none() && !self.ask(context) {
+            return Poll::Ready(());
+        }
+        let Some(place) = &self.place else { return Poll::Ready(()) };
+        place.waker.lock().clone_from(context.waker());
+        if !place.given.load(Ordering::Acquire) {
+            return Poll::Pending;
+        }
+        self.place = None;
+        Poll::Ready(())
+    }
+
+    /// Whether it has to.
+    fn ask(&mut self, context: &Context<'_>) -> bool {
+        if self.turns.works.load(Ordering::Relaxed) < 2 {
+            return false;
+        }
+        let place = Place { given: AtomicBool::new(false), waker: Mutex::new(context.waker().clone()) };
+        let place = Arc::new(place);
+        // Where nobody gives any more the server is at its end.
+        let asked = self.turns.asked.send(Arc::downgrade(&place)).is_ok();
+        self.place = asked.then_some(place);
+        asked
+    }
+
+    /// Waits until the next step may be done, and lets others go first in any case.
+    pub async fn turn(&mut self) {
+        if poll_fn(|context| Poll::Ready(self.poll_turn(context))).await.is_ready() {
+            yield_now().await;
+        } else {
+            poll_fn(|context| self.poll_turn(context)).await;
+        }
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        self.turns.works.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use futures_util::FutureExt as _;
+    use tokio::time::timeout;
+
+    use super::*;
+
+    fn asks(work: &mut Work) -> bool {
+        poll_fn(|context| work.poll_turn(context)).now_or_never().is_none()
+    }
+
+    #[test]
+    fn who_is_alone_need_not_ask() {
+        let (turns, _give) = Turns::new();
+        let mut work = turns.work();
+        assert!(!asks(&mut work) && !asks(&mut work));
+        let other = turns.work();
+        assert!(asks(&mut work));
+        drop(other);
+        drop(work);
+        assert!(!asks(&mut turns.work()));
+    }
+
+    #[tokio::test]
+    async fn between_two_turns_all_that_is_ready_runs() {
+        let (turns, give) = Turns::new();
+        tokio::spawn(give);
+        let steps = Arc::new(AtomicUsize::new(0));
+        for _ in 0..100 {
+            let (mut work, steps) = (turns.work(), Arc::clone(&steps));
+            tokio::spawn(async move {
+                loop {
+                    work.turn().await;
+                    steps.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        let mut before = 0;
+        for _ in 0..1_000 {
+            yield_now().await;
+            let now = steps.load(Ordering::Relaxed);
+            assert!(now - before <= 2, "{} steps in one round", now - before);
+            before = now;
+        }
+        assert!(before >= 400, "{before} steps");
+    }
+
+    #[tokio::test]
+    async fn turns_that_are_not_used_keep_nobody_out() {
+        let (turns, give) = Turns::new();
+        tokio::spawn(give);
+        // Each asks, and then never comes back; some are gone.
+        let mut idle: Vec<Work> = (0..10).map(|_| turns.work()).collect();
+        idle.iter_mut().for_each(|work| assert!(asks(work)));
+        idle.truncate(5);
+        let mut work = turns.work();
+        for _ in 0..10 {
+            timeout(Duration::from_secs(10), work.turn()).await.expect("a turn");
+        }
+        drop(idle);
+    }
+}
