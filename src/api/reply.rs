@@ -33,6 +33,8 @@ use crate::{
 const WHOLE_BYTES_MAX: usize = 64 << 10;
 /// Bytes after which a piece ends with its pair.
 const PIECE_BYTES: usize = 64 << 10;
+/// Pieces of an answer that is not large yet: kube-apiserver's pages end before.
+const PIECES_FREE: usize = 16;
 /// How long a client may take none of an answer above [`HELD_BYTES_MIN`] before that is dropped.
 const STALL_MAX: Duration = Duration::from_secs(60);
 /// What an answer has to weigh to be worth a look at its client now and then.
@@ -156,7 +158,8 @@ enum Content {
     Whole(Bytes),
     Pieces {
         waiting: Arc<Mutex<Waiting>>,
-        work: Work,
+        work: Option<Work>,
+        turns: Arc<Turns>,
         /// Looks whether the client takes what waits.
         look: Option<JoinHandle<()>>,
     },
@@ -186,19 +189,19 @@ impl ReplyBody {
         } else {
             let mut segments = Segments { open: frame, ..Segments::default() };
             message.into_segments(&mut segments);
-            Content::in_pieces(segments.finish(), len, turns.work())
+            Content::in_pieces(segments.finish(), len, Arc::clone(turns))
         };
         Ok(Self { content, trailers_sent: false })
     }
 }
 
 impl Content {
-    fn in_pieces(segments: VecDeque<Segment>, len: usize, work: Work) -> Self {
+    fn in_pieces(segments: VecDeque<Segment>, len: usize, turns: Arc<Turns>) -> Self {
         let waiting = Arc::new(Mutex::new(Waiting { segments, pieces: 0, dropped: false }));
         // Where nobody serves there is nobody who does not read.
         let runtime = Handle::try_current().ok().filter(|_| len >= HELD_BYTES_MIN);
         let look = runtime.map(|runtime| runtime.spawn(drop_when_stalled(Arc::clone(&waiting))));
-        Self::Pieces { waiting, work, look }
+        Self::Pieces { waiting, work: None, turns, look }
     }
 
     /// # Errors
@@ -207,9 +210,11 @@ impl Content {
     fn poll_piece(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Status>> {
         Poll::Ready(match self {
             Self::Whole(frame) => Ok(Some(std::mem::take(frame)).filter(|frame| !frame.is_empty())),
-            Self::Pieces { waiting, work, .. } => {
-                ready!(work.poll_turn(context));
+            Self::Pieces { waiting, work, turns, .. } => {
                 let mut waiting = waiting.lock();
+                if waiting.pieces >= PIECES_FREE {
+                    ready!(work.get_or_insert_with(|| turns.work()).poll_turn(context));
+                }
                 if waiting.dropped {
                     Err(Status::aborted("orlop: the answer was taken too slowly"))
                 } else {

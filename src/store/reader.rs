@@ -1,7 +1,7 @@
 //! Reads: the index says which rows, the cache or the log gives their pairs.
 //!
-//! A long range lets go of the index every few hundred keys and goes on at the same revision when its turn comes
-//! ([`crate::turns`]), so it never holds up the writer. If a compaction overtakes it, a read at the latest revision starts again and any other fails as compacted.
+//! A long range lets go of the index every few thousand keys and goes on at the same revision, in the end when its
+//! turn comes ([`crate::turns`]), so it never holds up the writer. If a compaction overtakes it, a read at the latest revision starts again and any other fails as compacted.
 
 use std::{
     collections::HashMap,
@@ -12,7 +12,7 @@ use std::{
 };
 
 use futures_util::stream::{self, StreamExt as _, TryStreamExt as _};
-use tokio::time::Instant;
+use tokio::{task::yield_now, time::Instant};
 use tracing::error;
 
 use super::{
@@ -32,7 +32,9 @@ use crate::{
 };
 
 /// Keys looked at in one step, while the index is locked.
-const STEP_KEYS: usize = 500;
+const STEP_KEYS: usize = 2_000;
+/// Steps of a read that is not long yet: kube-apiserver's pages end before.
+const STEPS_FREE: usize = 5;
 /// Rows that one reader of the log is asked for, at most and at least.
 const READ_ROWS: usize = 1_000;
 const READ_ROWS_MIN: usize = 16;
@@ -130,13 +132,21 @@ impl Store {
     }
 }
 
-/// Of a read, the first of which needs no turn: most reads have no other.
+/// Of a read. Who has made many waits for a turn before the next, others only let go.
 #[derive(Default)]
-struct Steps(Option<Work>);
+struct Steps {
+    made: usize,
+    work: Option<Work>,
+}
 
 impl Steps {
     async fn next(&mut self, turns: &Arc<Turns>) {
-        self.0.get_or_insert_with(|| turns.work()).turn().await;
+        self.made += 1;
+        if self.made <= STEPS_FREE {
+            yield_now().await;
+        } else {
+            self.work.get_or_insert_with(|| turns.work()).turn().await;
+        }
     }
 }
 
