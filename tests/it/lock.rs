@@ -119,7 +119,7 @@ async fn lock_is_not_waited_for_beyond_the_callers_deadline(backend: Backend) {
         .arg(format!("{}/v3lockpb.Lock/Lock", server.endpoint()))
         .output();
     let answer = String::from_utf8(asked.await.expect("curl can be started").stdout).expect("headers are text");
-    assert!(answer.contains("grpc-status: 4") && answer.contains("context deadline exceeded"), "{answer}");
+    assert!(answer.contains("grpc-status: 4") && answer.contains("context%20deadline%20exceeded"), "{answer}");
     wait_for_keys(&client, "door/", 1).await;
 }
 
