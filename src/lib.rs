@@ -25,7 +25,7 @@
 //! - [`store`]: requests, the writer that commits them in groups, the readers
 //! - [`api`]: etcd's gRPC services
 //! - [`http`]: what is asked for by plain HTTP
-//! - [`listen`]: addresses and TLS
+//! - [`listen`], [`mod@gather`]: addresses and TLS; what connections write, sent together
 //! - [`config`], [`logging`], [`server`]: settings, the server's own log, and the process put together
 //! - [`snapshot`]: a log as one file
 //! - [`check`]: whether a log is sound
@@ -41,6 +41,7 @@ pub mod api;
 pub mod bench;
 pub mod check;
 pub mod config;
+mod gather;
 pub mod http;
 pub mod index;
 #[cfg(any(test, feature = "internals"))]

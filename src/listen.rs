@@ -41,6 +41,7 @@ pub use self::places::Places;
 use self::{guard::Guarded, seldom::Seldom};
 use crate::{
     config::{FileMode, ListenUrl, Scheme},
+    gather::gather,
     supervise::{caught, vital},
 };
 
@@ -184,8 +185,9 @@ async fn serve_all<C, S, R>(
             _ = stopping.wait_for(|stopping| *stopping) => None,
         };
         let Some(connection) = connection else { break };
+        let (connection, tail) = gather(connection);
         let connection = http.serve_connection(TokioIo::new(connection), services.clone()).into_owned();
-        let serving = served.watch(connection);
+        let serving = tail.behind(served.watch(connection));
         tokio::spawn(async move {
             if let Err(error) = serving.await {
                 debug!(error, "a connection broke");

@@ -19,6 +19,7 @@ use hyper::{
     client::conn::http2::{self, SendRequest},
 };
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpStream, UnixStream},
@@ -37,6 +38,7 @@ use super::{
     endpoint::{Endpoint, Place, Target},
     wire::{RangeTally, TallyCodec, WatchTally},
 };
+use crate::gather::{Tail, gather};
 use crate::proto::client::etcdserverpb::{
     AuthenticateRequest, RangeRequest, WatchRequest, auth_client::AuthClient, kv_client::KvClient,
     lease_client::LeaseClient, maintenance_client::MaintenanceClient,
@@ -203,28 +205,42 @@ pub struct Connection {
 }
 
 /// A stream whose requests do not end would keep the connection for ever.
-struct Closes(Executor);
+struct Closes(Arc<OnceLock<AbortHandle>>);
 
 impl Drop for Closes {
     fn drop(&mut self) {
-        if let Some(connection) = self.0.0.get() {
+        if let Some(connection) = self.0.get() {
             connection.abort();
         }
     }
 }
 
 /// Knows the task that has the socket: hyper runs that before all others, which are the requests'.
-#[derive(Clone, Default)]
-struct Executor(Arc<OnceLock<AbortHandle>>);
+struct Executor<S> {
+    tail: Arc<Mutex<Option<Tail<S>>>>,
+    socket_task: Arc<OnceLock<AbortHandle>>,
+}
 
-impl<F> hyper::rt::Executor<F> for Executor
+impl<S> Clone for Executor<S> {
+    fn clone(&self) -> Self {
+        Self { tail: Arc::clone(&self.tail), socket_task: Arc::clone(&self.socket_task) }
+    }
+}
+
+impl<F, S> hyper::rt::Executor<F> for Executor<S>
 where
     F: Future + Send + 'static,
     F::Output: Send + 'static,
+    S: AsyncWrite + Unpin + Send + 'static,
 {
     fn execute(&self, task: F) {
-        let task = tokio::spawn(task);
-        self.0.get_or_init(|| task.abort_handle());
+        match self.tail.lock().take() {
+            Some(tail) => {
+                let task = tokio::spawn(tail.behind(task));
+                self.socket_task.get_or_init(|| task.abort_handle());
+            }
+            None => drop(tokio::spawn(task)),
+        }
     }
 }
 
@@ -247,8 +263,10 @@ impl Connection {
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let executor = Executor::default();
-        let (sender, driver) = http2::Builder::new(executor.clone())
+        let (stream, tail) = gather(stream);
+        let socket_task = Arc::new(OnceLock::new());
+        let executor = Executor { tail: Arc::new(Mutex::new(Some(tail))), socket_task: Arc::clone(&socket_task) };
+        let (sender, driver) = http2::Builder::new(executor)
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .handshake(TokioIo::new(stream))
@@ -256,7 +274,7 @@ impl Connection {
             .map_err(io::Error::other)?;
         // Each request tells when the connection fails; the driver's own error adds nothing.
         tokio::spawn(async { driver.await.ok() });
-        Ok(Self { sender, token, _closes: Arc::new(Closes(executor)) })
+        Ok(Self { sender, token, _closes: Arc::new(Closes(socket_task)) })
     }
 }
 

@@ -84,7 +84,7 @@ impl Default for Settings {
 }
 
 impl Store {
-    /// Reads the log, which takes some 3 seconds a million rows, and starts serving it.
+    /// Reads the log, which takes some 2 seconds a million rows, and starts serving it.
     ///
     /// # Errors
     ///

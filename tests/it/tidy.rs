@@ -13,6 +13,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("private", &[]),
     ("supervise", &[]),
     ("turns", &[]),
+    ("gather", &[]),
     ("watchdog", &[]),
     ("index", &["types"]),
     ("lease", &["types"]),
@@ -22,8 +23,8 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("simulation", &["types", "index", "log", "metrics", "watch", "store", "proto"]),
     ("proto", &[]),
     ("config", &[]),
-    ("listen", &["config", "private", "supervise"]),
-    ("bench", &["proto"]),
+    ("listen", &["config", "gather", "private", "supervise"]),
+    ("bench", &["gather", "proto"]),
     ("snapshot", &["types", "config", "log", "private", "store"]),
     ("check", &["types", "config", "index", "log", "store"]),
     (

@@ -15,6 +15,8 @@ pub struct Step {
     pub load: Load,
     pub title: String,
     pub figures: Vec<Figure>,
+    /// It lasts so many times as long as others: each client has to be answered a few times.
+    pub lasts: u32,
 }
 
 pub enum Load {
@@ -84,11 +86,11 @@ impl Group {
 
 impl Step {
     fn bench(title: impl Into<String>, arguments: impl Into<String>, figures: Vec<Figure>) -> Self {
-        Self { load: Load::Bench(arguments.into()), title: title.into(), figures }
+        Self { load: Load::Bench(arguments.into()), title: title.into(), figures, lasts: 1 }
     }
 
     fn restart(title: &str, figures: Vec<Figure>) -> Self {
-        Self { load: Load::Restart, title: title.to_owned(), figures }
+        Self { load: Load::Restart, title: title.to_owned(), figures, lasts: 1 }
     }
 }
 
@@ -107,7 +109,7 @@ pub fn name(text: &str) -> Result<String, String> {
 }
 
 pub fn all() -> Vec<Group> {
-    let writes = [("256", "256 B"), ("4096", "4 KiB"), ("65536", "64 KiB")];
+    let writes = [(256, "256 B"), (4096, "4 KiB"), (65536, "64 KiB")];
     let puts = ["put-256b", "put-4kib", "put-64kib"];
     let creates = ["create-256b", "create-4kib", "create-64kib"];
     let mut groups = Vec::new();
@@ -132,7 +134,10 @@ const CLIENTS: [(usize, Option<Aim>); 5] = [
     (1024, Some(Aim::Times(2.0, 1.7))),
 ];
 
-fn writing(name: &'static str, operation: &'static str, unit: &'static str, bytes: &str, size: &'static str) -> Group {
+/// What clients have in flight, from which on answering each of them once takes about as long as other loads last.
+const LONG_BYTES: usize = 64 << 20;
+
+fn writing(name: &'static str, operation: &'static str, unit: &'static str, bytes: usize, size: &'static str) -> Group {
     let is_aimed = name == "put-256b";
     let step = |(clients, aim): (usize, Option<Aim>)| {
         let rate = figure(unit, Of::PerSec(operation));
@@ -143,12 +148,13 @@ fn writing(name: &'static str, operation: &'static str, unit: &'static str, byte
             vec![rate, p99]
         };
         let arguments = format!("--clients {clients} {operation} --value-size {bytes}");
-        let clients = if clients == 1 {
+        let named = if clients == 1 {
             "1 client".to_owned()
         } else {
             format!("{} clients", super::page::number(clients as f64))
         };
-        Step::bench(format!("{operation}, {clients}, {size}"), arguments, figures)
+        let lasts = if clients * bytes >= LONG_BYTES { 4 } else { 1 };
+        Step { lasts, ..Step::bench(format!("{operation}, {named}, {size}"), arguments, figures) }
     };
     let title = if operation == "put" { "Puts" } else { "Creates, each a transaction" };
     Group::new(name, format!("{title}, {size}"), CLIENTS.into_iter().map(step).collect())

@@ -40,7 +40,7 @@ async fn run(server: &mut Server<'_>, step: &Step, duration: Duration) -> Result
     let before = server.usage()?;
     let began = tokio::time::Instant::now();
     let report = match &step.load {
-        Load::Bench(arguments) => bench(server, arguments, duration).await?,
+        Load::Bench(arguments) => bench(server, arguments, duration * step.lasts).await?,
         Load::Restart => {
             start = server.restart().await?;
             Value::Null

@@ -1,6 +1,8 @@
 //! Reading rows.
 
-use futures_util::TryStreamExt as _;
+use std::{pin::pin, task::Poll};
+
+use futures_util::{TryStreamExt as _, poll};
 use sqlx::{SqliteConnection, sqlite::SqliteRow};
 
 use super::{
@@ -36,12 +38,19 @@ pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
 pub(super) async fn replay(connection: &mut SqliteConnection, visit: &mut Visit<'_>) -> Result<Meta> {
     // Nobody else writes while this process starts, so that what is read in parts is of one moment.
     let meta = meta(&mut *connection).await?;
-    let mut next = RowId::new(Revision(i64::MIN), 0);
+    let mut packed = packed_rows(&mut *connection, RowId::new(Revision(i64::MIN), 0)).await?;
     loop {
-        let changes = rows_from(&mut *connection, next, REPLAY_ROWS).await?;
+        let changes = unpacked(packed)?;
         let Some(last) = changes.last() else { return Ok(meta) };
-        next = RowId::new(last.row.revision, last.row.sub + 1);
+        let next = RowId::new(last.row.revision, last.row.sub + 1);
+        // SQLite's thread begins with the next rows while these are visited, which takes about as long.
+        let mut reading = pin!(packed_rows(&mut *connection, next));
+        let read = poll!(reading.as_mut());
         visit(&meta, changes)?;
+        packed = match read {
+            Poll::Ready(read) => read?,
+            Poll::Pending => reading.await?,
+        };
     }
 }
 
@@ -165,8 +174,8 @@ async fn page_rows(
     Ok(found)
 }
 
-/// Rows from `from` on in their order, values left out, about `limit` of them.
-async fn rows_from(connection: &mut SqliteConnection, from: RowId, limit: usize) -> Result<Vec<Change>> {
+/// Rows from `from` on, values left out, up to [`REPLAY_ROWS`] of each table, packed.
+async fn packed_rows(connection: &mut SqliteConnection, from: RowId) -> Result<[SqliteRow; 2]> {
     const FIRST: &str = concat!(
         "SELECT ",
         packed_columns!("0", "NULL"),
@@ -179,23 +188,25 @@ async fn rows_from(connection: &mut SqliteConnection, from: RowId, limit: usize)
         " FROM (SELECT id, sub, key, lease, version, create_revision, prev_revision, deleted FROM kv_log_more \
          WHERE (id, sub) >= (?, ?) ORDER BY id, sub LIMIT ?)"
     );
+    let mut read = async |sql| {
+        let query = sqlx::query(sql).bind(from.revision.0).bind(i64::from(from.sub)).bind(REPLAY_ROWS as i64);
+        query.fetch_one(&mut *connection).await.map_err(unavailable)
+    };
+    Ok([read(FIRST).await?, read(MORE).await?])
+}
+
+/// The rows in their order.
+fn unpacked(packed: [SqliteRow; 2]) -> Result<Vec<Change>> {
     let mut tables = [Vec::new(), Vec::new()];
-    for (sql, changes) in [FIRST, MORE].into_iter().zip(&mut tables) {
-        let packed = sqlx::query(sql)
-            .bind(from.revision.0)
-            .bind(i64::from(from.sub))
-            .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-            .fetch_one(&mut *connection)
-            .await
-            .map_err(unavailable)?;
-        for row in packed::rows(&packed)? {
+    for (packed, changes) in packed.iter().zip(&mut tables) {
+        for row in packed::rows(packed)? {
             changes.push(RowColumns::from(row?).into_change(None));
         }
         // SQLite promises no order within an aggregate, and keeps the subquery's.
         changes.sort_by_key(|change| change.row);
     }
     let [first, more] = tables;
-    Ok(merge(first, more, limit, |change| change.row))
+    Ok(merge(first, more, REPLAY_ROWS, |change| change.row))
 }
 
 /// The two tables of rows.
