@@ -34,7 +34,7 @@ struct Line<S> {
     /// Bytes of `waiting` that have left.
     sent: usize,
     state: State,
-    /// What came of sending, until the connection asks.
+    /// Why it is broken, until the connection asks.
     failed: Option<io::Error>,
 }
 
@@ -46,6 +46,8 @@ enum State {
     Gathering,
     /// The stream has refused to take all: nothing is gathered before it did.
     HeldUp,
+    /// The stream takes nothing any more.
+    Broken,
 }
 
 /// The connection, and what has to be run with it.
@@ -59,27 +61,34 @@ impl<S: AsyncWrite + Unpin> Tail<S> {
     /// Runs what has the connection, and sends what it wrote whenever it stops to wait.
     pub async fn behind<F: Future>(self, connection: F) -> F::Output {
         let mut connection = pin!(connection);
-        poll_fn(|context| {
+        let output = poll_fn(|context| {
             let output = connection.as_mut().poll(context);
             self.send(context);
             output
         })
-        .await
+        .await;
+        // hyper does not shut down each connection that it is done with: not where an answer was to a request for an upgrade.
+        let _ = poll_fn(|context| self.0.lock().poll_send(context)).await;
+        output
     }
 
     fn send(&self, context: &mut Context<'_>) {
         let mut line = self.0.lock();
         let before = line.state;
-        if before == State::Idle {
+        if matches!(before, State::Idle | State::Broken) {
             return;
         }
         let sent = line.poll_send(context);
-        // The connection may wait for just this.
-        if sent.is_ready() && before == State::HeldUp {
-            context.waker().wake_by_ref();
-        }
-        if let Poll::Ready(Err(error)) = sent {
-            line.failed = Some(error);
+        let is_told = match sent {
+            // The connection may wait for just this.
+            Poll::Ready(Ok(())) => before == State::HeldUp,
+            Poll::Ready(Err(error)) => {
+                line.failed = Some(error);
+                true
+            }
+            Poll::Pending => false,
+        };
+        if is_told {
             context.waker().wake_by_ref();
         }
     }
@@ -87,14 +96,29 @@ impl<S: AsyncWrite + Unpin> Tail<S> {
 
 impl<S: AsyncWrite + Unpin> Line<S> {
     fn check(&mut self) -> io::Result<()> {
-        self.failed.take().map_or(Ok(()), Err)
+        match self.state {
+            State::Broken => Err(self.failed.take().unwrap_or_else(|| io::ErrorKind::BrokenPipe.into())),
+            State::Idle | State::Gathering | State::HeldUp => Ok(()),
+        }
     }
 
     fn poll_send(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.check()?;
         if self.state == State::Idle {
             return Poll::Ready(Ok(()));
         }
         self.state = State::HeldUp;
+        let sent = ready!(self.poll_drain(context));
+        self.state = if sent.is_ok() { State::Idle } else { State::Broken };
+        self.sent = 0;
+        self.waiting.clear();
+        if self.waiting.capacity() > KEPT_MAX {
+            self.waiting = Vec::new();
+        }
+        Poll::Ready(sent)
+    }
+
+    fn poll_drain(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.sent < self.waiting.len() {
             let left = &self.waiting[self.sent..];
             match ready!(Pin::new(&mut self.stream).poll_write(context, left))? {
@@ -102,23 +126,15 @@ impl<S: AsyncWrite + Unpin> Line<S> {
                 taken => self.sent += taken,
             }
         }
-        ready!(Pin::new(&mut self.stream).poll_flush(context))?;
-        self.sent = 0;
-        self.waiting.clear();
-        if self.waiting.capacity() > KEPT_MAX {
-            self.waiting = Vec::new();
-        }
-        self.state = State::Idle;
-        Poll::Ready(Ok(()))
+        Pin::new(&mut self.stream).poll_flush(context)
     }
 
     /// Makes room for another byte at least.
     fn poll_room(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.check()?;
         if self.state == State::HeldUp || self.waiting.len() >= GATHERED_MAX {
             ready!(self.poll_send(context))?;
         }
-        Poll::Ready(Ok(()))
+        Poll::Ready(self.check())
     }
 
     /// As many of the bytes as there is room for.
@@ -173,7 +189,6 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Gathered<S> {
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let mut line = self.0.lock();
-        line.check()?;
         ready!(line.poll_send(context))?;
         Pin::new(&mut line.stream).poll_shutdown(context)
     }
@@ -204,7 +219,9 @@ mod tests {
                 context.waker().wake_by_ref();
             }
             let taken = ready!(step)?.min(bytes.len());
-            self.writes.push(bytes[..taken].to_vec());
+            if taken > 0 {
+                self.writes.push(bytes[..taken].to_vec());
+            }
             Poll::Ready(Ok(taken))
         }
 
@@ -283,17 +300,27 @@ mod tests {
 
     #[tokio::test]
     async fn failure_to_send_is_told_to_the_connection_once_it_asks() {
-        let broken = || Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
-        for step in [broken(), Poll::Ready(Ok(0))] {
+        for step in [Poll::Ready(Err(io::ErrorKind::TimedOut.into())), Poll::Ready(Ok(0))] {
             let (mut connection, tail) = scripted([step]);
             let work = async {
                 connection.write_all(b"lost").await.expect("it is gathered");
                 tokio::task::yield_now().await;
                 connection.flush().await
             };
+            let line = Arc::clone(&tail.0);
             let failed = tail.behind(work).await.expect_err("it could not be sent");
-            assert!(matches!(failed.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::WriteZero), "{failed}");
+            assert!(matches!(failed.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WriteZero), "{failed}");
+            assert!(connection.write_all(b"more").await.is_err() && connection.shutdown().await.is_err());
+            assert!(lengths(&line).is_empty(), "a broken stream is not written to");
         }
+    }
+
+    #[tokio::test]
+    async fn connection_that_ends_without_a_shutdown_loses_nothing() {
+        let (mut connection, tail) = scripted([Poll::Pending, Poll::Ready(Ok(2)), Poll::Pending]);
+        let line = Arc::clone(&tail.0);
+        tail.behind(async { connection.write_all(b"whole").await }).await.expect("it is gathered");
+        assert_eq!(line.lock().stream.writes.concat(), b"whole");
     }
 
     #[tokio::test]
