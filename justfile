@@ -65,7 +65,7 @@ torture times="300":
 # Attack a server as docs/reliability.md tells and print its table.
 hostile:
     cargo build --release
-    ORLOP_HOSTILE_LONG=1 ORLOP_TEST_SERVER=$PWD/target/release/orlop cargo test --test it hostile -- --nocapture --test-threads 1 | grep '^|'
+    ORLOP_HOSTILE_LONG=1 ORLOP_TEST_SERVER=$PWD/target/release/orlop cargo test --test it hostile -- --nocapture --test-threads 1 | grep -o '| .* |$'
 
 # Fuzz one of requests, txn, gateway, settings, snapshot for so many seconds; needs a nightly Rust and cargo-fuzz.
 fuzz target secs="600":
