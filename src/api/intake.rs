@@ -27,7 +27,6 @@ const BYTES_MAX: usize = 256 << 20;
 const MESSAGE_MAX: Duration = Duration::from_secs(60);
 
 /// A message of more is long, and read by so many bytes at a turn.
-const LONG_BYTES: usize = 128 << 10;
 const TURN_BYTES: usize = 16 << 10;
 
 /// See the module's page.
@@ -56,13 +55,15 @@ pub(crate) struct Share {
     intake: Arc<Intake>,
     bytes: usize,
     deadline: Option<Pin<Box<Sleep>>>,
-    /// Of a long message, with what it had at its last turn.
-    work: Option<(Work, usize)>,
+    /// Of a long message.
+    work: Option<Work>,
+    /// What it had at its last turn.
+    had: usize,
 }
 
 impl Share {
     pub(crate) fn new(intake: &Arc<Intake>) -> Self {
-        Self { intake: Arc::clone(intake), bytes: 0, deadline: None, work: None }
+        Self { intake: Arc::clone(intake), bytes: 0, deadline: None, work: None, had: 0 }
     }
 
     /// That so many bytes of a message that is not whole are there.
@@ -72,7 +73,7 @@ impl Share {
     /// If there is no room for them.
     pub(crate) fn holds(&mut self, bytes: usize) -> Result<(), Status> {
         if bytes == 0 {
-            (self.deadline, self.work) = (None, None);
+            (self.deadline, self.work, self.had) = (None, None, 0);
         }
         let before = std::mem::replace(&mut self.bytes, bytes);
         if bytes <= before {
@@ -92,13 +93,9 @@ impl Share {
 
     /// Waits until more of a long message may be read.
     pub(crate) async fn turn(&mut self) {
-        if self.bytes < LONG_BYTES {
-            return;
-        }
-        let (work, had) = self.work.get_or_insert_with(|| (self.intake.turns.work(), 0));
-        if self.bytes - (*had).min(self.bytes) >= TURN_BYTES {
-            *had = self.bytes;
-            work.turn().await;
+        if self.bytes.saturating_sub(self.had) >= TURN_BYTES {
+            self.had = self.bytes;
+            self.work.get_or_insert_with(|| self.intake.turns.work()).turn().await;
         }
     }
 
@@ -141,6 +138,25 @@ mod tests {
         drop(shares);
         drop(late);
         assert_eq!(intake.bytes.load(Ordering::Relaxed), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_long_message_is_read_at_turns_where_others_are() {
+        // Turns that nobody gives.
+        let (turns, _give) = Turns::new();
+        let intake = Arc::new(Intake::new(&turns));
+        let mut shares: Vec<Share> = (0..3).map(|_| Share::new(&intake)).collect();
+        let mut waits = async |share: usize, bytes: usize| {
+            shares[share].holds(bytes).expect("room");
+            tokio::time::timeout(Duration::from_secs(1), shares[share].turn()).await.is_err()
+        };
+        assert!(!waits(0, TURN_BYTES).await, "a long one alone");
+        assert!(!waits(1, TURN_BYTES - 1).await, "a short one");
+        assert!(waits(1, TURN_BYTES).await, "a second long one");
+        assert!(!waits(0, 2 * TURN_BYTES - 1).await, "the first one within what it may read at a turn");
+        assert!(waits(0, 2 * TURN_BYTES).await);
+        assert!(!waits(2, 1).await);
+        assert!(!waits(1, 0).await, "what was long is whole");
     }
 
     #[tokio::test(start_paused = true)]

@@ -5,6 +5,7 @@
 //! field names, 64-bit numbers as strings, bytes in base64, defaults left out; a stream is one `{"result": ...}` a line, and
 //! requests of a stream are JSON values one behind the other.
 
+mod text;
 pub(crate) mod values;
 
 use std::{convert::Infallible, future::poll_fn, panic::resume_unwind, sync::Arc, time::Duration};
@@ -32,7 +33,7 @@ use tokio::{
 use tonic::{Code, Status};
 use tower::ServiceExt as _;
 
-use self::values::Values;
+use self::{text::Text, values::Values};
 use crate::{
     api::intake::{Intake, Share},
     proto::DESCRIPTORS,
@@ -152,8 +153,7 @@ impl Gateway {
             Body::from_stream(frames(body.into_data_stream(), described.input(), Share::new(&self.intake)))
         } else {
             let json = whole(body.into_data_stream(), Share::new(&self.intake)).await?;
-            let (kind, len) = (described.input(), json.len());
-            Body::from(aside_if_long(len, move || message(kind, &json).map(|message| frame(&message))).await?)
+            Body::from(framed(described.input(), json).await?)
         };
         let request = http::Request::post(format!("http://gateway/{method}"))
             .header(header::CONTENT_TYPE, "application/grpc")
@@ -209,6 +209,11 @@ pub(crate) fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMes
         .map_err(|error| Status::invalid_argument(error.to_string()))
 }
 
+/// A message of JSON, as gRPC sends it.
+async fn framed(kind: MessageDescriptor, json: Text) -> Result<Bytes, Status> {
+    aside_if_long(json.len(), move || message(kind, &json.joined()).map(|message| frame(&message))).await
+}
+
 fn frame(message: &DynamicMessage) -> Bytes {
     let len = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(FRAME_HEAD_BYTES + len);
@@ -237,16 +242,16 @@ async fn aside_if_long<T: Send + 'static>(
 }
 
 /// All of a body, as much as may be of one message.
-async fn whole(mut body: BodyDataStream, mut share: Share) -> Result<Bytes, Status> {
-    let mut text = BytesMut::new();
+async fn whole(mut body: BodyDataStream, mut share: Share) -> Result<Text, Status> {
+    let mut text = Text::default();
     while let Some(data) = next(&mut body, &mut share).await? {
         if text.len() + data.len() > MESSAGE_BYTES_MAX {
             return Err(Status::invalid_argument("a message is too long"));
         }
-        text.extend_from_slice(&data);
+        text.push(&data);
         share.holds(text.len())?;
     }
-    Ok(text.freeze())
+    Ok(text)
 }
 
 /// What comes next of a body, in the time that its message has. One that gets long takes turns with others.
@@ -264,20 +269,18 @@ fn frames(
     kind: MessageDescriptor,
     share: Share,
 ) -> impl Stream<Item = Result<Bytes, axum::Error>> {
-    let start = (body, kind, share, Values::default(), Ended::No);
-    stream::try_unfold(start, |(mut body, kind, mut share, mut values, mut ended)| async move {
+    let start = (body, kind, share, Values::default(), Bytes::new());
+    stream::try_unfold(start, |(mut body, kind, mut share, mut values, mut data)| async move {
         loop {
-            if let Some(value) = values.next().map_err(axum::Error::new)? {
-                let read = message(kind.clone(), &value).map_err(axum::Error::new)?;
-                return Ok(Some((frame(&read), (body, kind, share, values, ended))));
+            if let Some(text) = values.next(&mut data).map_err(axum::Error::new)? {
+                let frame = framed(kind.clone(), text).await.map_err(axum::Error::new)?;
+                return Ok(Some((frame, (body, kind, share, values, data))));
             }
             share.holds(values.len()).map_err(axum::Error::new)?;
-            if ended == Ended::Yes {
-                return if values.len() == 0 { Ok(None) } else { Err(axum::Error::new(Values::cut_off())) };
-            }
             match next(&mut body, &mut share).await.map_err(axum::Error::new)? {
-                Some(data) => values.push(&data),
-                None => ended = Ended::Yes,
+                Some(more) => data = more,
+                None if values.len() == 0 => return Ok(None),
+                None => return Err(axum::Error::new(Values::cut_off())),
             }
         }
     })
@@ -365,7 +368,8 @@ fn streamed(response: Response, kind: MessageDescriptor) -> Response {
     let lines = stream::unfold(start, |(mut body, kind, mut received, mut ended)| async move {
         while ended == Ended::No {
             if let Some(message) = take_message(&mut received) {
-                let line = match json(kind.clone(), message) {
+                let kind_of = kind.clone();
+                let line = match aside_if_long(message.len(), move || json(kind_of, message)).await {
                     Ok(json) => [b"{\"result\":", &json[..], b"}\n"].concat(),
                     Err(status) => {
                         ended = Ended::Yes;

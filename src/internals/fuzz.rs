@@ -9,6 +9,7 @@ use std::{
     sync::{Arc, LazyLock},
 };
 
+use bytes::Bytes;
 use clap::{Args as _, FromArgMatches as _};
 use prost::Message;
 use prost_reflect::{DescriptorPool, MessageDescriptor};
@@ -240,10 +241,10 @@ fn in_pieces(body: &[u8]) {
     let read = |size: usize| {
         let (mut values, mut found) = (Values::default(), Vec::new());
         for piece in body.chunks(size) {
-            values.push(piece);
+            let mut data = Bytes::copy_from_slice(piece);
             loop {
-                match values.next() {
-                    Ok(Some(value)) => found.push(value),
+                match values.next(&mut data) {
+                    Ok(Some(value)) => found.push(value.joined()),
                     Ok(None) => break,
                     Err(_) => return (found, None),
                 }

@@ -3,17 +3,16 @@
 //! Each byte is looked at once, whatever the pieces are that a client sends: an object of 16 MiB in pieces of a few bytes
 //! costs as much as one in a single piece. Whether it is JSON is found out by who reads it.
 
-use bytes::{Buf as _, Bytes, BytesMut};
+use bytes::{Buf as _, Bytes};
 use tonic::Status;
 
-use super::MESSAGE_BYTES_MAX;
+use super::{MESSAGE_BYTES_MAX, text::Text};
 
 /// See the module's page.
 #[derive(Default)]
 pub(crate) struct Values {
-    text: BytesMut,
-    /// Bytes of the text that were looked at.
-    seen: usize,
+    /// Of the object that was begun.
+    text: Text,
     /// Braces and brackets that are open.
     depth: usize,
     string: Letters,
@@ -28,47 +27,46 @@ enum Letters {
 }
 
 impl Values {
-    pub(crate) fn push(&mut self, data: &[u8]) {
-        self.text.extend_from_slice(data);
-    }
-
     /// Bytes of an object that was begun.
     pub(crate) fn len(&self) -> usize {
         self.text.len()
     }
 
-    /// The first object, once it is whole.
+    /// Takes what belongs to the first object: the object, once it is whole; otherwise all that there is.
     ///
     /// # Errors
     ///
     /// If it is too long, or something else than an object.
-    pub(crate) fn next(&mut self) -> Result<Option<Bytes>, Status> {
+    pub(crate) fn next(&mut self, data: &mut Bytes) -> Result<Option<Text>, Status> {
         if self.depth == 0 {
-            let blank = self.text.iter().take_while(|letter| letter.is_ascii_whitespace()).count();
-            self.text.advance(blank);
-        }
-        for (at, letter) in self.text.iter().enumerate().skip(self.seen) {
-            if self.depth == 0 && *letter != b'{' {
+            let blank = data.iter().take_while(|letter| letter.is_ascii_whitespace()).count();
+            data.advance(blank);
+            if data.first().is_some_and(|letter| *letter != b'{') {
                 return Err(Status::invalid_argument("a message is a JSON object, which begins with {"));
             }
-            self.string = match (self.string, letter) {
-                (Letters::Outside, b'"') | (Letters::Escaped, _) => Letters::InString,
-                (Letters::InString, b'"') => Letters::Outside,
-                (Letters::InString, b'\\') => Letters::Escaped,
-                (letters, _) => letters,
-            };
-            match letter {
-                b'{' | b'[' if self.string == Letters::Outside => self.depth += 1,
-                b'}' | b']' if self.string == Letters::Outside => self.depth -= 1,
-                _ => {}
-            }
-            if self.depth == 0 {
-                self.seen = 0;
-                return Ok(Some(self.text.split_to(at + 1).freeze()));
-            }
         }
-        self.seen = self.text.len();
-        if self.seen > MESSAGE_BYTES_MAX { Err(Status::invalid_argument("a message is too long")) } else { Ok(None) }
+        let last = data.iter().position(|letter| self.ends_with(*letter));
+        self.text.push(&data.split_to(last.map_or(data.len(), |last| last + 1)));
+        if self.len() > MESSAGE_BYTES_MAX {
+            return Err(Status::invalid_argument("a message is too long"));
+        }
+        Ok(last.map(|_| std::mem::take(&mut self.text)))
+    }
+
+    /// Whether an object does with its next letter.
+    fn ends_with(&mut self, letter: u8) -> bool {
+        self.string = match (self.string, letter) {
+            (Letters::Outside, b'"') | (Letters::Escaped, _) => Letters::InString,
+            (Letters::InString, b'"') => Letters::Outside,
+            (Letters::InString, b'\\') => Letters::Escaped,
+            (letters, _) => letters,
+        };
+        match letter {
+            b'{' | b'[' if self.string == Letters::Outside => self.depth += 1,
+            b'}' | b']' if self.string == Letters::Outside => self.depth -= 1,
+            _ => {}
+        }
+        self.depth == 0
     }
 
     /// What the end of the data within an object is.
@@ -85,10 +83,10 @@ mod tests {
         let mut values = Values::default();
         let mut found = Vec::new();
         for piece in pieces {
-            values.push(piece);
+            let mut data = Bytes::copy_from_slice(piece);
             loop {
-                match values.next() {
-                    Ok(Some(value)) => found.push(value),
+                match values.next(&mut data) {
+                    Ok(Some(value)) => found.push(value.joined()),
                     Ok(None) => break,
                     Err(_) => return (found, false),
                 }

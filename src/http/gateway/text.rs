@@ -1,0 +1,57 @@
+//! The text of a body, kept as it comes.
+//!
+//! In blocks: a text that grew in one piece would be copied each time that it doubles, which is milliseconds for what a
+//! client sends in small pieces and everybody else waits, and would take up to twice its room.
+
+use bytes::{Bytes, BytesMut};
+
+const BLOCK_BYTES: usize = 64 << 10;
+
+/// See the module's page.
+#[derive(Default)]
+pub(crate) struct Text {
+    full: Vec<Bytes>,
+    last: BytesMut,
+}
+
+impl Text {
+    pub(crate) fn len(&self) -> usize {
+        self.full.len() * BLOCK_BYTES + self.last.len()
+    }
+
+    pub(crate) fn push(&mut self, mut data: &[u8]) {
+        while let Some((head, tail)) = data.split_at_checked(BLOCK_BYTES - self.last.len()) {
+            self.last.extend_from_slice(head);
+            self.full.push(std::mem::replace(&mut self.last, BytesMut::with_capacity(BLOCK_BYTES)).freeze());
+            data = tail;
+        }
+        self.last.extend_from_slice(data);
+    }
+
+    /// All of it in one piece, which is a copy where it is long.
+    pub(crate) fn joined(mut self) -> Bytes {
+        if self.full.is_empty() {
+            return self.last.freeze();
+        }
+        self.full.push(self.last.freeze());
+        self.full.concat().into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_pushed_is_there_whatever_its_pieces() {
+        let all: Vec<u8> = (0..BLOCK_BYTES * 3 + 5).map(|at| (at % 251) as u8).collect();
+        for piece in [1, 256, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, all.len()] {
+            for len in [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, all.len()] {
+                let mut text = Text::default();
+                all[..len].chunks(piece).for_each(|piece| text.push(piece));
+                assert_eq!(text.len(), len, "{len} in pieces of {piece}");
+                assert!(text.joined() == all[..len], "{len} in pieces of {piece}");
+            }
+        }
+    }
+}
