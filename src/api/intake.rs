@@ -27,7 +27,8 @@ const BYTES_MAX: usize = 256 << 20;
 const MESSAGE_MAX: Duration = Duration::from_secs(60);
 
 /// A message of more is long, and read by so many bytes at a turn.
-const TURN_BYTES: usize = 16 << 10;
+const LONG_BYTES: usize = 16 << 10;
+const TURN_BYTES: usize = 4 << 10;
 
 /// See the module's page.
 #[derive(Debug)]
@@ -93,7 +94,7 @@ impl Share {
 
     /// Waits until more of a long message may be read.
     pub(crate) async fn turn(&mut self) {
-        if self.bytes.saturating_sub(self.had) >= TURN_BYTES {
+        if self.bytes >= LONG_BYTES && self.bytes.saturating_sub(self.had) >= TURN_BYTES {
             self.had = self.bytes;
             self.work.get_or_insert_with(|| self.intake.turns.work()).turn().await;
         }
@@ -150,11 +151,11 @@ mod tests {
             shares[share].holds(bytes).expect("room");
             tokio::time::timeout(Duration::from_secs(1), shares[share].turn()).await.is_err()
         };
-        assert!(!waits(0, TURN_BYTES).await, "a long one alone");
-        assert!(!waits(1, TURN_BYTES - 1).await, "a short one");
-        assert!(waits(1, TURN_BYTES).await, "a second long one");
-        assert!(!waits(0, 2 * TURN_BYTES - 1).await, "the first one within what it may read at a turn");
-        assert!(waits(0, 2 * TURN_BYTES).await);
+        assert!(!waits(0, LONG_BYTES).await, "a long one alone");
+        assert!(!waits(1, LONG_BYTES - 1).await, "a short one");
+        assert!(waits(1, LONG_BYTES).await, "a second long one");
+        assert!(!waits(0, LONG_BYTES + TURN_BYTES - 1).await, "the first one, within what it may read at a turn");
+        assert!(waits(0, LONG_BYTES + TURN_BYTES).await);
         assert!(!waits(2, 1).await);
         assert!(!waits(1, 0).await, "what was long is whole");
     }
