@@ -383,13 +383,15 @@ async fn transactions_that_are_huge_or_deep_are_refused_at_once(backend: Backend
     for success in [many, nested, deep] {
         let request = TxnRequest { success, ..Default::default() };
         println!("{} bytes", request.encoded_len());
-        let mut kv = arena.client().await.kv;
-        attackers.spawn(async move {
-            loop {
-                let _ = kv.txn(request.clone()).await;
-                tokio::task::yield_now().await;
-            }
-        });
+        for _ in 0..sized(1, 16) {
+            let (mut kv, request) = (arena.client().await.kv, request.clone());
+            attackers.spawn(async move {
+                loop {
+                    let _ = kv.txn(request.clone()).await;
+                    tokio::task::yield_now().await;
+                }
+            });
+        }
     }
     arena.withstands("transactions of 90,000 operations, in a loop", 400, attackers).await;
 }
