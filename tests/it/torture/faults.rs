@@ -287,10 +287,12 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
 /// Waits until the preloaded library has done so `more` times more.
 async fn hits(rig: &mut Rig, field: Field, more: i64) {
     let before = rig.preload().get(field);
-    let preload = rig.preload.as_ref().expect("the ground is so");
-    eventually("the fault", async || {
+    let Rig { preload, servers, .. } = rig;
+    let (preload, server) = (preload.as_ref().expect("the ground is so"), &mut servers[0]);
+    eventually("the fault", || {
+        assert!(server.runs(), "the server ended by itself; it logged:\n{}", server.log_tail());
         let hits = preload.get(field) - before;
-        if hits >= more { Ok(()) } else { Err((field, hits)) }
+        std::future::ready(if hits >= more { Ok(()) } else { Err((field, hits)) })
     })
     .await;
 }

@@ -78,10 +78,11 @@ static enum file file_of(int fd) {
 /* What is on the disk of a file. */
 
 #define PAGE 4096
-#define PAGES_MAX (1 << 16)
+#define PAGES_MAX (1 << 20)
 
 static struct shadow {
     int fd; /* 0: not opened yet */
+    int64_t end; /* no page from here on is dirty */
     char is_dirty[PAGES_MAX];
 } shadows[3];
 static pthread_mutex_t shadows_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -114,8 +115,12 @@ static void written(int fd, enum file file, int64_t from, int64_t length) {
     pthread_mutex_lock(&shadows_lock);
     struct shadow *shadow = shadow_of(file);
     for (int64_t page = from / PAGE; shadow != NULL && page <= (from + length - 1) / PAGE; page++) {
-        if (page >= PAGES_MAX) abort();
+        if (page >= PAGES_MAX) {
+            fprintf(stderr, "preload.c: a file has more than %d pages\n", PAGES_MAX);
+            abort();
+        }
         shadow->is_dirty[page] = 1;
+        if (page >= shadow->end) shadow->end = page + 1;
         if (random() % 100 < control[WRITE_BACK]) write_back(shadow, fd, page);
     }
     pthread_mutex_unlock(&shadows_lock);
@@ -125,7 +130,7 @@ static void truncated(enum file file, int64_t length) {
     pthread_mutex_lock(&shadows_lock);
     struct shadow *shadow = shadow_of(file);
     if (shadow != NULL) {
-        for (int64_t page = (length + PAGE - 1) / PAGE; page < PAGES_MAX; page++) shadow->is_dirty[page] = 0;
+        for (int64_t page = (length + PAGE - 1) / PAGE; page < shadow->end; page++) shadow->is_dirty[page] = 0;
         if (syscall(SYS_ftruncate, shadow->fd, length) != 0) abort();
     }
     pthread_mutex_unlock(&shadows_lock);
@@ -134,7 +139,7 @@ static void truncated(enum file file, int64_t length) {
 static void synced(int fd, enum file file, int is_lost) {
     pthread_mutex_lock(&shadows_lock);
     struct shadow *shadow = shadow_of(file);
-    for (int64_t page = 0; shadow != NULL && page < PAGES_MAX; page++) {
+    for (int64_t page = 0; shadow != NULL && page < shadow->end; page++) {
         if (!shadow->is_dirty[page]) continue;
         if (is_lost) shadow->is_dirty[page] = 0;
         else write_back(shadow, fd, page);
