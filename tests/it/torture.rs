@@ -36,6 +36,9 @@ use crate::support::Random;
 /// How often a fault is made where nothing is said, if it is a frequent one, and if it is not.
 const TIMES: [usize; 2] = [4, 1];
 
+/// A wait that is told with the time of its fault, as more than most faults last.
+const REMARKABLE_WAIT: Duration = Duration::from_secs(5);
+
 /// Makes the fault of that name.
 async fn torture(name: &str, target: Target) {
     let Some(fault) = FAULTS.iter().find(|fault| fault.name == name) else { panic!("{name} is not in the table") };
@@ -59,7 +62,13 @@ async fn torture(name: &str, target: Target) {
     }
     let endpoints = Arc::clone(workload.endpoints());
     let seen = workload.finish().await;
-    let waits = struck.into_iter().flat_map(|since| seen.waits(since)).collect();
+    let waits: Vec<Duration> = struck.iter().flat_map(|since| seen.waits(*since)).collect();
+    for (strike, since) in struck.iter().enumerate() {
+        let slow: Vec<Duration> = seen.waits(*since).into_iter().filter(|wait| *wait > REMARKABLE_WAIT).collect();
+        if !slow.is_empty() {
+            println!("after strike {strike}, at {:.3} s, clients waited {slow:.1?}", *since as f64 / 1e9);
+        }
+    }
     let judged = judge::judge(seen, &endpoints).await;
     if target != Target::Etcd {
         let log: String = rig.servers.iter().map(|server| server.log()).collect();

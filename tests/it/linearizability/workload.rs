@@ -102,7 +102,10 @@ impl Client {
             };
             let (key, ask) = self.choose();
             let began = self.now();
-            let answer = timeout(ANSWER_MAX, call(connected, &key, ask)).await.unwrap_or(Err(Failure::Unknown));
+            let answer = timeout(ANSWER_MAX, call(connected, &key, ask)).await.unwrap_or_else(|_| {
+                println!("{ask:?} of {key} at {:.3} s had no answer in {ANSWER_MAX:?}", began as f64 / 1e9);
+                Err(Failure::Unknown)
+            });
             let mut entry = Entry {
                 key,
                 operation: Operation { ask, answer: Answer::Unknown, began, ended: u64::MAX },

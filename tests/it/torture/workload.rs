@@ -183,6 +183,9 @@ impl Writer {
             let value = number * 1_000 + self.number as u64;
             let began = nanoseconds(self.started.elapsed());
             let answer = timeout(LOAD_ANSWER_MAX, put(&mut connected, &keys, value)).await;
+            if answer.is_err() {
+                println!("{keys:?}, written at {:.3} s, had no answer in {LOAD_ANSWER_MAX:?}", began as f64 / 1e9);
+            }
             let told = match answer.unwrap_or(Err(Failure::Unknown)) {
                 Ok(revision) => {
                     // A transaction goes another way than a put: a client is through when both are.
