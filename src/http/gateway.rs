@@ -273,6 +273,8 @@ fn frames(
     stream::try_unfold(start, |(mut body, kind, mut share, mut values, mut data)| async move {
         loop {
             if let Some(text) = values.next(&mut data).map_err(axum::Error::new)? {
+                // What follows is another message, with its own time and turns.
+                share.holds(0).map_err(axum::Error::new)?;
                 let frame = framed(kind.clone(), text).await.map_err(axum::Error::new)?;
                 return Ok(Some((frame, (body, kind, share, values, data))));
             }
@@ -443,6 +445,8 @@ fn http_status(code: Code) -> StatusCode {
 
 #[cfg(test)]
 mod tests {
+    use tokio::time::sleep;
+
     use super::*;
 
     #[test]
@@ -455,5 +459,18 @@ mod tests {
         let methods: usize = gateway.pool.services().map(|service| service.methods().len()).sum();
         // Three have two paths, RangeStream has none.
         assert_eq!(PATHS.len() + 1, methods - 1 + 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_message_of_a_stream_has_its_time_where_the_next_begins_with_its_end() {
+        let pieces = stream::iter(["{}{", "}{", "}{", "}"]).then(|piece| async move {
+            sleep(Duration::from_secs(40)).await;
+            Ok::<_, Infallible>(piece)
+        });
+        let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors");
+        let kind = pool.get_message_by_name("etcdserverpb.WatchRequest").expect("a message");
+        let body = Body::from_stream(pieces).into_data_stream();
+        let read: Vec<_> = frames(body, kind, Share::new(&Arc::default())).collect().await;
+        assert!(read.len() == 4 && read.iter().all(Result::is_ok), "{read:?}");
     }
 }

@@ -62,12 +62,13 @@ async fn torture(name: &str, target: Target) {
     }
     let endpoints = Arc::clone(workload.endpoints());
     let seen = workload.finish().await;
-    let waits: Vec<Duration> = struck.iter().flat_map(|since| seen.waits(*since)).collect();
-    for (strike, since) in struck.iter().enumerate() {
-        let slow: Vec<Duration> = seen.waits(*since).into_iter().filter(|wait| *wait > REMARKABLE_WAIT).collect();
-        if !slow.is_empty() {
-            println!("after strike {strike}, at {:.3} s, clients waited {slow:.1?}", *since as f64 / 1e9);
+    let mut waits = Vec::new();
+    for (strike, since) in struck.into_iter().enumerate() {
+        let waited = seen.waits(since);
+        if waited.iter().any(|wait| *wait > REMARKABLE_WAIT) {
+            println!("after strike {strike}, at {:.3} s, clients waited {waited:.1?}", since as f64 / 1e9);
         }
+        waits.extend(waited);
     }
     let judged = judge::judge(seen, &endpoints).await;
     if target != Target::Etcd {
