@@ -21,6 +21,7 @@ pub(crate) mod reply;
 mod snapshot;
 mod status;
 mod unary;
+pub(crate) mod undecoded;
 pub(crate) mod watch;
 
 use std::{sync::Arc, time::Duration};
@@ -57,6 +58,9 @@ pub const STORAGE_VERSION: &str = "3.6.0";
 const RAFT_TERM: u64 = 1;
 /// What a request may be longer than `max_request_bytes` by before the transport refuses it.
 const TRANSPORT_SLACK_BYTES: usize = 512 << 10;
+/// Nothing that a request of the other services has in it is long; in 2 MiB there would be room for a million fields, which
+/// take long to decode.
+const SMALL_MESSAGE_BYTES: usize = 256 << 10;
 
 /// What the services answer by.
 #[derive(Clone, Debug)]
@@ -75,9 +79,14 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Bytes of a message that the transport takes, and above which a fragmented watch answer is cut.
+    /// Bytes of a message that has a value in it, which the transport takes, and above which a fragmented watch answer is cut.
     fn max_message_bytes(&self) -> usize {
         self.max_request_bytes.saturating_add(TRANSPORT_SLACK_BYTES)
+    }
+
+    /// Bytes of any other message.
+    fn small_message_bytes(&self) -> usize {
+        self.max_message_bytes().min(SMALL_MESSAGE_BYTES)
     }
 }
 
@@ -114,7 +123,7 @@ pub fn services(
     intake: Arc<Intake>,
     stopping: watch_channel::Receiver<bool>,
 ) -> Result<Front, tonic_reflection::server::Error> {
-    let message_bytes = settings.max_message_bytes();
+    let (small, long) = (settings.small_message_bytes(), settings.max_message_bytes());
     let (metrics, exporter) = (Arc::clone(store.metrics()), settings.exporter.clone());
     let meter = meter::Meter::new(metrics, intake, settings.patience, exporter)?;
     let snapshots = Snapshots::new(&store, settings.snapshots.clone());
@@ -128,12 +137,12 @@ pub fn services(
     let kv = kv::KvService::new(Arc::clone(&context));
     let routes = Routes::new(kv.clone())
         .add_service(watch::WatchService::new(Arc::clone(&context)))
-        .add_service(LeaseServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
-        .add_service(ClusterServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
-        .add_service(AuthServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
-        .add_service(MaintenanceServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes))
-        .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(message_bytes))
-        .add_service(ElectionServer::new(ElectionService(context)).max_decoding_message_size(message_bytes))
+        .add_service(LeaseServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
+        .add_service(ClusterServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
+        .add_service(AuthServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
+        .add_service(MaintenanceServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
+        .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(small))
+        .add_service(ElectionServer::new(ElectionService(context)).max_decoding_message_size(long))
         .add_service(health)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?);

@@ -4,6 +4,7 @@
 //! may be connected as there are file descriptors for, but for those that the server itself needs ([`Places`]).
 
 mod guard;
+mod pieces;
 mod places;
 mod seldom;
 pub mod tls;
@@ -38,11 +39,12 @@ use tokio_rustls::server::TlsStream;
 use tracing::{debug, error, warn};
 
 pub use self::places::Places;
-use self::{guard::Guarded, seldom::Seldom};
+use self::{guard::Guarded, pieces::Pieces, seldom::Seldom};
 use crate::{
     config::{FileMode, ListenUrl, Scheme},
     gather::gather,
     supervise::{caught, vital},
+    turns::Turns,
 };
 
 /// What a client may send on a stream, and on a connection, before it is read. Bytes.
@@ -69,6 +71,8 @@ pub struct Settings {
     pub keepalive_interval: Duration,
     pub keepalive_timeout: Duration,
     pub places: Places,
+    /// At which long messages are read.
+    pub turns: Arc<Turns>,
 }
 
 /// A bound address.
@@ -129,11 +133,11 @@ impl Listener {
         let http = http(&settings);
         match self.socket {
             Socket::Tcp(socket) => {
-                let (connections, accepting) = accept(socket, self.tls, settings.places);
+                let (connections, accepting) = accept(socket, self.tls, settings.places, settings.turns);
                 serve_all(connections, accepting, http, services, stopping).await;
             }
             Socket::Unix(socket) => {
-                let (connections, accepting) = accept(socket, self.tls, settings.places);
+                let (connections, accepting) = accept(socket, self.tls, settings.places, settings.turns);
                 serve_all(connections, accepting, http, services, stopping).await;
             }
         }
@@ -272,9 +276,10 @@ fn accept<L: Accept>(
     socket: L,
     tls: Option<Arc<tls::Acceptor>>,
     places: Places,
+    turns: Arc<Turns>,
 ) -> (Connections<L::Stream>, AbortOnDropHandle) {
     let (ready, connections) = mpsc::channel(1);
-    let accepting = vital("a listener", accept_all(socket, tls, places, ready));
+    let accepting = vital("a listener", accept_all(socket, tls, places, turns, ready));
     (connections, AbortOnDropHandle(accepting))
 }
 
@@ -290,6 +295,7 @@ async fn accept_all<L: Accept>(
     socket: L,
     tls: Option<Arc<tls::Acceptor>>,
     places: Places,
+    turns: Arc<Turns>,
     ready: mpsc::Sender<Guarded<Connection<L::Stream>>>,
 ) {
     loop {
@@ -297,14 +303,14 @@ async fn accept_all<L: Accept>(
         let (stream, remote) = next_client(&socket).await;
         let Some(tls) = &tls else {
             // Nobody takes it any more once the server goes down.
-            let _ = ready.send(Guarded::new(Connection::Plain(stream), place)).await;
+            let _ = ready.send(Guarded::new(Connection::Plain(stream), Pieces::new(&turns), place)).await;
             continue;
         };
-        let (tls, ready) = (Arc::clone(tls), ready.clone());
+        let (tls, ready, pieces) = (Arc::clone(tls), ready.clone(), Pieces::new(&turns));
         tokio::spawn(async move {
             match caught(tls.accept(stream)).await {
                 Ok(Ok(stream)) => {
-                    drop(ready.send(Guarded::new(Connection::Tls(Box::new(stream)), place)).await);
+                    drop(ready.send(Guarded::new(Connection::Tls(Box::new(stream)), pieces, place)).await);
                 }
                 Ok(Err(error)) => debug!(%remote, %error, "rejected connection"),
                 Err(panic) => error!(%remote, place = panic.place, message = panic.message, "a handshake panicked"),

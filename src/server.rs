@@ -23,6 +23,7 @@ use crate::{
     store::{self, AutoCompaction, Pace, Patience, Store},
     supervise::vital,
     trace::export::{self, Exporter},
+    turns::Turns,
     watchdog::{Pulse, Watching},
 };
 
@@ -75,7 +76,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         .with(|grpc| http::routes(grpc, &store, intake))
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
-    let clients = connections(&settings, Places::for_clients());
+    let clients = connections(&settings, Places::for_clients(), store.turns());
     for listener in listeners {
         announce(&listener.url);
         servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
@@ -84,7 +85,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     tell_service_manager("READY=1");
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
-        let probes = connections(&settings, Places::for_probes());
+        let probes = connections(&settings, Places::for_probes(), store.turns());
         servers.spawn(listener.serve(TowerToHyperService::new(http::probe_routes(&store)), probes, stopping.clone()));
     }
 
@@ -156,12 +157,13 @@ async fn bind(urls: &Urls, tls: Option<&Arc<tls::Acceptor>>, socket_mode: FileMo
     Ok(listeners)
 }
 
-fn connections(settings: &Settings, places: Places) -> listen::Settings {
+fn connections(settings: &Settings, places: Places, turns: &Arc<Turns>) -> listen::Settings {
     listen::Settings {
         max_concurrent_streams: settings.max_concurrent_streams,
         keepalive_interval: settings.grpc_keepalive_interval.0,
         keepalive_timeout: settings.grpc_keepalive_timeout.0,
         places,
+        turns: Arc::clone(turns),
     }
 }
 

@@ -1,6 +1,6 @@
 //! From the wire's messages to the store's requests, checked on the way, and back.
 
-use super::{Context, interval_check::check_intervals, status::Invalid};
+use super::{Context, interval_check::check_intervals, status::Invalid, undecoded::total_ops_max};
 use crate::{
     index::ReadAt,
     proto::server::etcdserverpb::{
@@ -15,9 +15,6 @@ use crate::{
 };
 
 type Checked<T> = Result<T, Invalid>;
-
-/// All operations of a transaction and those nested in it may be so many times `max_txn_ops`.
-const TOTAL_OPS_FACTOR: usize = 64;
 
 /// A Range of its own: any revision up to 0 is the head.
 pub(crate) fn range(request: &pb::RangeRequest) -> Checked<RangeRequest> {
@@ -104,7 +101,7 @@ pub(crate) fn delete(request: &pb::DeleteRangeRequest) -> Checked<DeleteRequest>
 /// Checks a transaction with all that is nested in it, as etcd does before it looks at the store.
 pub(crate) fn txn(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
     check_count(&request, ops_max)?;
-    check_total(&request, ops_max.saturating_mul(TOTAL_OPS_FACTOR))?;
+    check_total(&request, total_ops_max(ops_max))?;
     // Keys are compared by what they are on the wire, before the requests are taken apart.
     let distinct = check_intervals(&request.success).and(check_intervals(&request.failure)).map(drop);
     let request = txn_level(request, ops_max)?;
@@ -135,6 +132,7 @@ fn check_count(request: &pb::TxnRequest, ops_max: usize) -> Checked<usize> {
 fn check_total(request: &pb::TxnRequest, mut ops_left: usize) -> Checked<()> {
     let mut levels = vec![request];
     while let Some(level) = levels.pop() {
+        ops_left = ops_left.checked_sub(level.compare.len()).ok_or(Invalid::TooManyOps)?;
         for op in level.success.iter().chain(&level.failure) {
             ops_left = ops_left.checked_sub(1).ok_or(Invalid::TooManyOps)?;
             if let Some(Request::RequestTxn(nested)) = &op.request {

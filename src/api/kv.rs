@@ -23,6 +23,7 @@ use super::{
     reply::IntoSegments,
     status::Invalid,
     unary::{self, RequestBody, Response},
+    undecoded::Looked,
 };
 use crate::{
     proto::server::etcdserverpb as pb,
@@ -49,13 +50,13 @@ impl KvService {
     ) -> BoxFuture<http::Response<Body>, Infallible>
     where
         B: RequestBody,
-        M: Message + Default + 'static,
+        M: Looked,
         A: IntoSegments,
         F: Future<Output = Result<A, Status>> + Send,
     {
         let context = Arc::clone(&self.0);
         Box::pin(async move {
-            let answer = match unary::request(request, context.settings.max_message_bytes()).await {
+            let answer = match unary::request(request, &context.settings).await {
                 Ok(message) => answer(Arc::clone(&context), message).await,
                 Err(status) => Err(status),
             };
@@ -86,7 +87,7 @@ impl<B: RequestBody> Service<Request<B>> for KvService {
             "/etcdserverpb.KV/Compact" => self.unary(request, compact),
             "/etcdserverpb.KV/RangeStream" => {
                 let method = RangeStream(Arc::clone(&self.0));
-                let message_bytes = self.0.settings.max_message_bytes();
+                let message_bytes = self.0.settings.small_message_bytes();
                 Box::pin(async move {
                     let mut grpc = tonic::server::Grpc::new(ProstCodec::default())
                         .apply_max_message_size_config(Some(message_bytes), None);

@@ -3,6 +3,7 @@
 use std::pin::Pin;
 
 use futures_util::{Stream, stream};
+use tokio::task::coop::consume_budget;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::Context;
@@ -44,6 +45,8 @@ impl Lease for Context {
     ) -> Result<Response<Self::LeaseKeepAliveStream>, Status> {
         let start = (self.clone(), request.into_inner());
         let answers = stream::try_unfold(start, |(mut service, mut requests)| async move {
+            // Many that came at once are answered by and by.
+            consume_budget().await;
             let request = tokio::select! {
                 request = requests.message() => request?,
                 _ = service.stopping.wait_for(|stopping| *stopping) => return Err(store::Error::Stopped.into()),

@@ -10,12 +10,13 @@ use bytes::{Buf as _, Bytes, BytesMut};
 use http::{HeaderValue, header::CONTENT_TYPE};
 use http_body::Body as _;
 use http_body_util::BodyExt as _;
-use prost::Message;
 use tonic::{Status, body::Body};
 
 use super::{
+    Settings,
     reply::{IntoSegments, ReplyBody},
     status::message_too_large,
+    undecoded::Looked,
 };
 use crate::turns::Turns;
 
@@ -36,10 +37,11 @@ impl<B> RequestBody for B where
 }
 
 /// Reads the one message of a unary call.
-pub(super) async fn request<M: Message + Default>(
+pub(super) async fn request<M: Looked>(
     request: http::Request<impl RequestBody>,
-    message_bytes_max: usize,
+    settings: &Settings,
 ) -> Result<M, Status> {
+    let message_bytes_max = settings.max_message_bytes();
     let mut body = pin!(request.into_body());
     let mut received = Bytes::new();
     let mut wanted = FRAME_HEAD_BYTES;
@@ -65,6 +67,7 @@ pub(super) async fn request<M: Message + Default>(
         }
     }
     let message = received.slice(FRAME_HEAD_BYTES..wanted);
+    M::check(&message, settings.max_txn_ops)?;
     M::decode(message).map_err(|error| Status::internal(format!("orlop: cannot decode the request: {error}")))
 }
 

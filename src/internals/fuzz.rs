@@ -17,7 +17,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::{Index, put};
 use crate::{
-    api::{convert, interval_check::check_intervals, watch},
+    api::{convert, interval_check::check_intervals, undecoded, watch},
     config::{Flags, Settings},
     http::gateway::{self, values::Values},
     lease,
@@ -144,11 +144,17 @@ static WORLD: LazyLock<World> = LazyLock::new(|| {
     World { index, values, leases: lease::Table::default() }
 });
 
-/// A transaction: decoded, checked, converted, evaluated.
+/// A transaction: looked at, decoded, checked, converted, evaluated.
 pub fn txn(wire: &[u8]) {
     let Ok(request) = pb::TxnRequest::decode(wire) else { return };
     for branch in [&request.success, &request.failure] {
         assert_eq!(check_intervals(branch).is_ok(), plainly_distinct(branch).is_some(), "{branch:?}");
+    }
+    let encoded = request.encode_to_vec();
+    for ops_max in [2, TXN_OPS_MAX] {
+        let refused_undecoded = undecoded::count_txn(&encoded, ops_max).is_err();
+        let refused = refused_undecoded && convert::txn(request.clone(), ops_max).is_err();
+        assert_eq!(refused_undecoded, refused, "what is accepted is not refused before it is decoded: {request:?}");
     }
     let writes =
         request.success.iter().chain(&request.failure).any(|op| !matches!(op.request, Some(Request::RequestRange(_))));

@@ -1,5 +1,5 @@
 //! A client's connection, ended when the client leaves the server waiting: it has to say which protocol it speaks, and to take
-//! what is sent to it.
+//! what is sent to it. What it sends is read by [`Pieces`].
 
 use std::{
     fmt, io,
@@ -15,7 +15,7 @@ use tokio::{
 };
 use tracing::warn;
 
-use super::seldom::Seldom;
+use super::{pieces::Pieces, seldom::Seldom};
 
 /// How long a client has to say which protocol it speaks.
 const HELLO_MAX: Duration = Duration::from_secs(10);
@@ -32,6 +32,7 @@ pub(super) struct Guarded<S> {
     inner: S,
     hello: Option<Hello>,
     stall: Option<Pin<Box<Sleep>>>,
+    pieces: Pieces,
     /// Of those who may be connected at the same time.
     _place: OwnedSemaphorePermit,
 }
@@ -42,9 +43,9 @@ struct Hello {
 }
 
 impl<S> Guarded<S> {
-    pub(super) fn new(inner: S, place: OwnedSemaphorePermit) -> Self {
+    pub(super) fn new(inner: S, pieces: Pieces, place: OwnedSemaphorePermit) -> Self {
         let hello = Hello { bytes: 0, deadline: Box::pin(sleep(HELLO_MAX)) };
-        Self { inner, hello: Some(hello), stall: None, _place: place }
+        Self { inner, hello: Some(hello), stall: None, pieces, _place: place }
     }
 
     /// Passes on what writing came to, unless it has been waiting for too long.
@@ -75,10 +76,13 @@ impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = &mut *self;
+        ready!(this.pieces.poll(context));
         let before = buffer.filled().len();
         let read = Pin::new(&mut this.inner).poll_read(context, buffer);
+        let bytes = buffer.filled().len() - before;
+        this.pieces.read(if read.is_ready() { Poll::Ready(bytes) } else { Poll::Pending });
         let Some(hello) = &mut this.hello else { return read };
-        hello.bytes += buffer.filled().len() - before;
+        hello.bytes += bytes;
         if hello.bytes >= HELLO_BYTES {
             this.hello = None;
         } else if read.is_pending() {
@@ -140,11 +144,12 @@ mod tests {
     };
 
     use super::*;
+    use crate::turns::Turns;
 
     async fn guarded(buffer: usize) -> (Guarded<tokio::io::DuplexStream>, tokio::io::DuplexStream) {
         let place = Arc::new(Semaphore::new(1)).acquire_owned().await.expect("a place");
         let (server, client) = duplex(buffer);
-        (Guarded::new(server, place), client)
+        (Guarded::new(server, Pieces::new(&Turns::new().0), place), client)
     }
 
     #[tokio::test(start_paused = true)]

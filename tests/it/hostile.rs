@@ -4,10 +4,12 @@
 //! put and a get before and during (ms). `ORLOP_HOSTILE_LONG=1` makes the attacks as large as docs/reliability.md tells.
 
 mod arena;
+mod encoded;
 mod wire;
 
 use std::time::Duration;
 
+use bytes::Bytes;
 use orlop::proto::client::etcdserverpb::{
     Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, RequestOp,
     SnapshotRequest, TxnRequest, WatchCreateRequest, WatchRequest, request_op::Request, watch_request::RequestUnion,
@@ -22,6 +24,7 @@ use tonic::Code;
 
 use self::{
     arena::{Arena, sized},
+    encoded::call_in_a_loop,
     wire::{
         CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS, Wire, frame, headers,
     },
@@ -30,6 +33,7 @@ use crate::support::{Authority, Backend, DEADLINE, Stream, eventually, everythin
 
 const RANGE: &str = "/etcdserverpb.KV/Range";
 const PUT: &str = "/etcdserverpb.KV/Put";
+const TXN: &str = "/etcdserverpb.KV/Txn";
 const WATCH: &str = "/etcdserverpb.Watch/Watch";
 const SNAPSHOT: &str = "/etcdserverpb.Maintenance/Snapshot";
 
@@ -357,7 +361,7 @@ fn op(request: Request) -> RequestOp {
     RequestOp { request: Some(request) }
 }
 
-async fn transactions_that_are_huge_or_deep_are_refused_at_once(backend: Backend) {
+async fn messages_of_too_many_parts_are_refused_at_once(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let number = |number: usize| number.to_string();
     let delete =
@@ -379,21 +383,23 @@ async fn transactions_that_are_huge_or_deep_are_refused_at_once(backend: Backend
         let txn = TxnRequest { compare: vec![Compare::default()], success: deep, failure: Vec::new() };
         deep = vec![op(Request::RequestTxn(txn))];
     }
+    let message = |success| Bytes::from(TxnRequest { success, ..Default::default() }.encode_to_vec());
+    let empty = vec![RequestOp::default(); 1_000_000];
+    let no_such_fields = Bytes::from([0x78, 0].repeat(1_000_000));
     let mut attackers = JoinSet::new();
-    for success in [many, nested, deep] {
-        let request = TxnRequest { success, ..Default::default() };
-        println!("{} bytes", request.encoded_len());
+    for (method, message) in [
+        (TXN, message(many)),
+        (TXN, message(nested)),
+        (TXN, message(deep)),
+        (TXN, message(empty)),
+        (PUT, no_such_fields),
+    ] {
+        println!("{} bytes", message.len());
         for _ in 0..sized(1, 16) {
-            let (mut kv, request) = (arena.client().await.kv, request.clone());
-            attackers.spawn(async move {
-                loop {
-                    let _ = kv.txn(request.clone()).await;
-                    tokio::task::yield_now().await;
-                }
-            });
+            attackers.spawn(call_in_a_loop(arena.endpoint().to_owned(), method, message.clone()));
         }
     }
-    arena.withstands("transactions of 90,000 operations, in a loop", 400, attackers).await;
+    arena.withstands("messages of up to a million operations or fields, in a loop", 400, attackers).await;
 }
 
 async fn snapshots_that_are_not_read_hold_up_nobody(backend: Backend) {
@@ -500,7 +506,7 @@ on_both_backends!(
     ten_thousand_watches_on_a_stream_are_served,
     ranges_over_everything_cost_bounded_memory,
     answers_that_are_not_read_cost_bounded_memory,
-    transactions_that_are_huge_or_deep_are_refused_at_once,
+    messages_of_too_many_parts_are_refused_at_once,
     snapshots_that_are_not_read_hold_up_nobody,
     keep_alives_without_end_hold_up_nobody,
     gateway_is_fed_without_end,

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
+    future::Future,
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
@@ -11,8 +12,8 @@ use std::{
 
 use orlop::proto::client::{
     etcdserverpb::{
-        Compare, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, ResponseHeader, TxnRequest,
-        compare::TargetUnion, request_op::Request, response_op::Response,
+        Compare, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, ResponseHeader, StatusRequest, TxnRequest,
+        compare::TargetUnion, maintenance_client::MaintenanceClient, request_op::Request, response_op::Response,
     },
     mvccpb::KeyValue,
 };
@@ -20,7 +21,7 @@ use tokio::{
     sync::watch,
     time::{Instant, sleep, timeout},
 };
-use tonic::{Code, Status};
+use tonic::{Code, Status, transport::Channel};
 
 use super::{
     KEYS_CHANGE,
@@ -33,6 +34,7 @@ use crate::support::{Client as Connection, DEADLINE, Random, eventually};
 pub type Endpoints = Arc<Mutex<Vec<String>>>;
 
 const KEYS: usize = 4;
+/// A client that nobody answers at all gives up what it asked for, as kube-apiserver does in the end.
 pub const ANSWER_MAX: Duration = Duration::from_secs(10);
 
 /// When the newest operation began that was answered, in nanoseconds since the start.
@@ -102,7 +104,8 @@ impl Client {
             };
             let (key, ask) = self.choose();
             let began = self.now();
-            let answer = timeout(ANSWER_MAX, call(connected, &key, ask)).await.unwrap_or_else(|_| {
+            let maintenance = connected.maintenance.clone();
+            let answer = answer(maintenance, call(connected, &key, ask)).await.unwrap_or_else(|| {
                 println!("{ask:?} of {key} at {:.3} s had no answer in {ANSWER_MAX:?}", began as f64 / 1e9);
                 Err(Failure::Unknown)
             });
@@ -185,6 +188,25 @@ pub async fn head(endpoints: &Endpoints) -> i64 {
 
 pub fn revision(header: Option<ResponseHeader>) -> i64 {
     header.expect("an answer has a header").revision
+}
+
+/// Waits for an answer as long as a client does; `None`: there was none.
+///
+/// A request that is handed to a connection while that ends may be left lying in tonic's channel, neither answered nor
+/// failed, until the channel is used again: tokio's unbounded queue keeps what is put into it while its receiver is dropped.
+/// On a connection of kube-apiserver's there is always something else; here it is asked something every second.
+pub async fn answer<T>(mut maintenance: MaintenanceClient<Channel>, call: impl Future<Output = T>) -> Option<T> {
+    let using = async {
+        loop {
+            sleep(Duration::from_secs(1)).await;
+            // Whatever it says.
+            let _ = timeout(Duration::from_secs(1), maintenance.status(StatusRequest {})).await;
+        }
+    };
+    tokio::select! {
+        answer = timeout(ANSWER_MAX, call) => answer.ok(),
+        () = using => None,
+    }
 }
 
 async fn call(connection: &mut Connection, key: &str, ask: Ask) -> Result<(Answer, i64), Failure> {

@@ -14,7 +14,7 @@ use orlop::proto::client::etcdserverpb::{PutRequest, RequestOp, TxnRequest, requ
 use tokio::{
     sync::watch,
     task::JoinHandle,
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep},
 };
 
 use crate::{
@@ -29,8 +29,6 @@ const SHARING_CLIENTS: usize = 4;
 const LOAD_CLIENTS: usize = 4;
 /// Values are numbers, made this long.
 const VALUE_BYTES: usize = 400;
-/// A client that nobody answers at all gives up what it asked for, as kube-apiserver does in the end.
-const LOAD_ANSWER_MAX: Duration = ANSWER_MAX;
 
 /// What became of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -182,9 +180,10 @@ impl Writer {
             };
             let value = number * 1_000 + self.number as u64;
             let began = nanoseconds(self.started.elapsed());
-            let answer = timeout(LOAD_ANSWER_MAX, put(&mut connected, &keys, value)).await;
-            if answer.is_err() {
-                println!("{keys:?}, written at {:.3} s, had no answer in {LOAD_ANSWER_MAX:?}", began as f64 / 1e9);
+            let maintenance = connected.maintenance.clone();
+            let answer = workload::answer(maintenance, put(&mut connected, &keys, value)).await;
+            if answer.is_none() {
+                println!("{keys:?}, written at {:.3} s, had no answer in {ANSWER_MAX:?}", began as f64 / 1e9);
             }
             let told = match answer.unwrap_or(Err(Failure::Unknown)) {
                 Ok(revision) => {

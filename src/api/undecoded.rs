@@ -1,0 +1,244 @@
+//! What a request is made of, looked at before it is decoded.
+//!
+//! A message of 2 MiB may have a million fields. To decode them takes tens of milliseconds in which a thread serves nobody
+//! else, only for the request to be refused; to count them ends at the first one too many.
+
+use prost::{
+    DecodeError, Message,
+    encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field},
+};
+use tonic::Status;
+
+use super::status::Invalid;
+use crate::proto::server::etcdserverpb as pb;
+
+/// A shorter message costs no more to decode than to look at.
+const LOOK_BYTES: usize = 16 << 10;
+/// No request but a transaction has more than 13.
+const FIELDS_MAX: usize = 1_024;
+/// A transaction may have so many more for each operation that it may have.
+const FIELDS_PER_OP: usize = 8;
+/// All operations and compares of a transaction and those nested in it may be so many times `max_txn_ops`.
+const TOTAL_OPS_FACTOR: usize = 64;
+
+/// Operations and compares in all.
+pub(super) fn total_ops_max(ops_max: usize) -> usize {
+    ops_max.saturating_mul(TOTAL_OPS_FACTOR)
+}
+
+/// A request that is looked at.
+pub(super) trait Looked: Message + Default + 'static {
+    /// One that is not well-formed is left to the decoder.
+    ///
+    /// # Errors
+    ///
+    /// If it has more fields than any such request.
+    fn check(message: &[u8], _ops_max: usize) -> Result<(), Status> {
+        check_plain(message)
+    }
+}
+
+impl Looked for pb::RangeRequest {}
+impl Looked for pb::PutRequest {}
+impl Looked for pb::DeleteRangeRequest {}
+impl Looked for pb::CompactionRequest {}
+
+impl Looked for pb::TxnRequest {
+    /// # Errors
+    ///
+    /// If it has more operations than are accepted, or more fields than so many operations have.
+    fn check(message: &[u8], ops_max: usize) -> Result<(), Status> {
+        if message.len() < LOOK_BYTES { Ok(()) } else { count_txn(message, ops_max) }
+    }
+}
+
+fn check_plain(message: &[u8]) -> Result<(), Status> {
+    if message.len() < LOOK_BYTES || Fields(message).nth(FIELDS_MAX).is_none() {
+        Ok(())
+    } else {
+        Err(too_many_fields(FIELDS_MAX))
+    }
+}
+
+/// Of a `TxnRequest`, however short.
+pub(crate) fn count_txn(message: &[u8], ops_max: usize) -> Result<(), Status> {
+    let total_max = total_ops_max(ops_max);
+    let fields_max = total_max.saturating_mul(FIELDS_PER_OP).saturating_add(FIELDS_MAX);
+    let (mut ops, mut fields) = (0, 0);
+    let mut seen = |is_op: bool| {
+        ops += usize::from(is_op);
+        fields += 1;
+        if ops > total_max {
+            return Err(Invalid::TooManyOps.into());
+        }
+        if fields > fields_max { Err(too_many_fields(fields_max)) } else { Ok(()) }
+    };
+    // Of the outermost transaction: compares and both branches.
+    let mut lists = [0; 3];
+    let mut levels = vec![(Part::Txn, message)];
+    let mut is_outermost = true;
+    while let Some((part, content)) = levels.pop() {
+        for (tag, content) in Fields(content) {
+            let inner = match (part, tag) {
+                (Part::Txn, 1) => Part::Leaf,
+                (Part::Txn, 2 | 3) => Part::Op,
+                (Part::Op, 4) => Part::Txn,
+                (Part::Op, _) => Part::Leaf,
+                _ => {
+                    seen(false)?;
+                    continue;
+                }
+            };
+            seen(part == Part::Txn)?;
+            if is_outermost && let Some(list) = lists.get_mut(tag as usize - 1) {
+                *list += 1;
+                if *list > ops_max {
+                    return Err(Invalid::TooManyOps.into());
+                }
+            }
+            levels.push((inner, content));
+        }
+        is_outermost = false;
+    }
+    Ok(())
+}
+
+fn too_many_fields(fields_max: usize) -> Status {
+    Status::invalid_argument(format!("orlop: the request has more than {fields_max} fields"))
+}
+
+/// What a message in a transaction is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    Txn,
+    /// An operation, with one of several requests in it.
+    Op,
+    /// A compare or a request, in which is no other message.
+    Leaf,
+}
+
+/// The fields of a message: their numbers, and what those with a length have in them. It ends where the message is not
+/// well-formed. What is in a group counts as if it were beside it: no request has groups.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn read(&mut self) -> Result<(u32, &'a [u8]), DecodeError> {
+        let (tag, wire_type) = decode_key(&mut self.0)?;
+        match wire_type {
+            WireType::LengthDelimited => {
+                let len = usize::try_from(decode_varint(&mut self.0)?).unwrap_or(usize::MAX);
+                // Too long: the message ends in it.
+                let (content, rest) = self.0.split_at_checked(len).unwrap_or((self.0, &[]));
+                self.0 = rest;
+                return Ok((tag, content));
+            }
+            WireType::StartGroup | WireType::EndGroup => {}
+            WireType::Varint | WireType::SixtyFourBit | WireType::ThirtyTwoBit => {
+                skip_field(wire_type, tag, &mut self.0, DecodeContext::default())?;
+            }
+        }
+        Ok((tag, &[]))
+    }
+}
+
+impl<'a> Iterator for Fields<'a> {
+    type Item = (u32, &'a [u8]);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.0.is_empty() { None } else { self.read().ok() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::encoding;
+    use tonic::Code;
+
+    use super::*;
+    use crate::proto::server::etcdserverpb::{
+        Compare, PutRequest, RequestOp, TxnRequest, request_op::Request as Inner,
+    };
+
+    const OPS_MAX: usize = 128;
+    const TOO_MANY: &str = "etcdserver: too many operations in txn request";
+
+    fn put(value: usize) -> RequestOp {
+        let put = PutRequest { key: "k".into(), value: vec![b'v'; value].into(), ..Default::default() };
+        RequestOp { request: Some(Inner::RequestPut(put)) }
+    }
+
+    fn nested(ops: Vec<RequestOp>, times: usize) -> Vec<RequestOp> {
+        let txn = TxnRequest { success: ops, ..Default::default() };
+        vec![RequestOp { request: Some(Inner::RequestTxn(txn)) }; times]
+    }
+
+    fn refusal(checked: Result<(), Status>) -> Option<String> {
+        let status = checked.err()?;
+        assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+        Some(status.message().to_owned())
+    }
+
+    #[test]
+    fn operations_are_counted_in_every_list_and_level() {
+        let txn =
+            |compares, success, failure| TxnRequest { compare: vec![Compare::default(); compares], success, failure };
+        let empty = |times| vec![RequestOp::default(); times];
+        let padded = |mut ops: Vec<RequestOp>| {
+            ops.push(put(LOOK_BYTES));
+            ops
+        };
+        let table = [
+            ("short ones are left to the decoder", txn(0, empty(OPS_MAX + 1), vec![]), None),
+            ("long values", txn(OPS_MAX, vec![put(LOOK_BYTES); OPS_MAX], vec![put(9); OPS_MAX]), None),
+            ("compares", txn(OPS_MAX + 1, padded(vec![]), vec![]), Some(TOO_MANY)),
+            ("success", txn(0, padded(empty(OPS_MAX)), vec![]), Some(TOO_MANY)),
+            ("failure", txn(0, vec![], padded(empty(OPS_MAX))), Some(TOO_MANY)),
+            ("nested, as many as may be", txn(0, nested(vec![put(9); 80], 100), vec![]), None),
+            ("nested, one level too wide", txn(0, nested(vec![put(9); 82], 100), vec![]), Some(TOO_MANY)),
+            ("nested twice", txn(0, nested(nested(vec![put(9); 20], 20), 21), vec![]), Some(TOO_MANY)),
+        ];
+        for (name, request, expected) in table {
+            assert_eq!(
+                refusal(pb::TxnRequest::check(&request.encode_to_vec(), OPS_MAX)).as_deref(),
+                expected,
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn fields_that_nobody_has_are_counted() {
+        let long = PutRequest { key: "k".into(), value: vec![0; 1 << 20].into(), ..Default::default() };
+        assert_eq!(refusal(pb::PutRequest::check(&long.encode_to_vec(), OPS_MAX)), None);
+        let floods = [
+            ("numbers", vec![0x78, 0]),
+            ("of eight bytes", vec![0x79, 0, 0, 0, 0, 0, 0, 0, 0]),
+            ("texts", vec![0x0a, 0]),
+            ("groups", vec![0x7b, 0x7c]),
+        ];
+        for (name, field) in floods {
+            let flood = field.repeat(100_000);
+            assert!(
+                refusal(pb::PutRequest::check(&flood, OPS_MAX)).is_some_and(|text| text.contains("1024 fields")),
+                "{name}"
+            );
+            assert!(refusal(pb::TxnRequest::check(&flood, OPS_MAX)).is_some(), "{name}");
+            // In a put of a transaction.
+            let (mut op, mut txn) = (Vec::new(), Vec::new());
+            encoding::bytes::encode(2, &flood, &mut op);
+            encoding::bytes::encode(2, &op, &mut txn);
+            assert!(
+                refusal(pb::TxnRequest::check(&txn, OPS_MAX)).is_some_and(|text| text.contains("66560 fields")),
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_not_well_formed_is_left_to_the_decoder() {
+        for broken in [vec![0xff; LOOK_BYTES], [vec![0x12, 0xff, 0xff, 0x7f], vec![7; LOOK_BYTES]].concat()] {
+            assert_eq!(refusal(pb::PutRequest::check(&broken, OPS_MAX)), None);
+            assert_eq!(refusal(pb::TxnRequest::check(&broken, OPS_MAX)), None);
+        }
+    }
+}
