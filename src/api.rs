@@ -58,8 +58,8 @@ pub const STORAGE_VERSION: &str = "3.6.0";
 const RAFT_TERM: u64 = 1;
 /// What a request may be longer than `max_request_bytes` by before the transport refuses it.
 const TRANSPORT_SLACK_BYTES: usize = 512 << 10;
-/// Nothing that a request of the other services has in it is long; in 2 MiB there would be room for a million fields, which
-/// take long to decode.
+/// Nothing that a request without keys and values has in it is long; in 2 MiB there would be room for a million fields,
+/// which take long to decode.
 const SMALL_MESSAGE_BYTES: usize = 256 << 10;
 
 /// What the services answer by.
@@ -79,7 +79,8 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Bytes of a message that has a value in it, which the transport takes, and above which a fragmented watch answer is cut.
+    /// Bytes of a message with keys and values in it, which the transport takes, and above which a fragmented watch answer
+    /// is cut.
     fn max_message_bytes(&self) -> usize {
         self.max_request_bytes.saturating_add(TRANSPORT_SLACK_BYTES)
     }
@@ -141,11 +142,11 @@ pub fn services(
         .add_service(ClusterServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
         .add_service(AuthServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
         .add_service(MaintenanceServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
-        .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(small))
+        .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(long))
         .add_service(ElectionServer::new(ElectionService(context)).max_decoding_message_size(long))
-        .add_service(health)
-        .add_service(reflection().build_v1()?)
-        .add_service(reflection().build_v1alpha()?);
+        .add_service(health.max_decoding_message_size(small))
+        .add_service(reflection().build_v1()?.max_decoding_message_size(small))
+        .add_service(reflection().build_v1alpha()?.max_decoding_message_size(small));
     Ok(Front::new(meter.around(kv), Routes::from(routes.into_axum_router().layer(meter))))
 }
 

@@ -66,6 +66,14 @@ pub struct Work {
 impl Work {
     /// Ready when the next step may be done.
     pub fn poll_turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        if self.place.is_none() && self.turns.works.load(Ordering::Relaxed) < 2 {
+            return Poll::Ready(());
+        }
+        self.poll_given(context)
+    }
+
+    /// As [`Self::poll_turn`], where one who is alone asks as well: for who cannot step back otherwise.
+    pub fn poll_given(&mut self, context: &mut Context<'_>) -> Poll<()> {
         if self.place.is_none() && !self.ask(context) {
             return Poll::Ready(());
         }
@@ -78,11 +86,8 @@ impl Work {
         Poll::Ready(())
     }
 
-    /// Whether it has to.
+    /// Whether there is anybody to ask.
     fn ask(&mut self, context: &Context<'_>) -> bool {
-        if self.turns.works.load(Ordering::Relaxed) < 2 {
-            return false;
-        }
         let place = Place { given: AtomicBool::new(false), waker: Mutex::new(context.waker().clone()) };
         let place = Arc::new(place);
         // Where nobody gives any more the server is at its end.

@@ -87,7 +87,7 @@ impl<B: RequestBody> Service<Request<B>> for KvService {
             "/etcdserverpb.KV/Compact" => self.unary(request, compact),
             "/etcdserverpb.KV/RangeStream" => {
                 let method = RangeStream(Arc::clone(&self.0));
-                let message_bytes = self.0.settings.small_message_bytes();
+                let message_bytes = self.0.settings.max_message_bytes();
                 Box::pin(async move {
                     let mut grpc = tonic::server::Grpc::new(ProstCodec::default())
                         .apply_max_message_size_config(Some(message_bytes), None);

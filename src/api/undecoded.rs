@@ -16,8 +16,9 @@ use crate::proto::server::etcdserverpb as pb;
 const LOOK_BYTES: usize = 16 << 10;
 /// No request but a transaction has more than 13.
 const FIELDS_MAX: usize = 1_024;
-/// A transaction may have so many more for each operation that it may have.
-const FIELDS_PER_OP: usize = 8;
+/// A transaction may have so many more for each operation and compare that it may have: a range has most, its 13, and that
+/// of the operation, and its place in a list.
+const FIELDS_PER_OP: usize = 15;
 /// All operations and compares of a transaction and those nested in it may be so many times `max_txn_ops`.
 const TOTAL_OPS_FACTOR: usize = 64;
 
@@ -32,7 +33,7 @@ pub(super) trait Looked: Message + Default + 'static {
     ///
     /// # Errors
     ///
-    /// If it has more fields than any such request.
+    /// If it has far more fields than such a request.
     fn check(message: &[u8], _ops_max: usize) -> Result<(), Status> {
         check_plain(message)
     }
@@ -217,7 +218,7 @@ mod tests {
             ("groups", vec![0x7b, 0x7c]),
         ];
         for (name, field) in floods {
-            let flood = field.repeat(100_000);
+            let flood = field.repeat(200_000);
             assert!(
                 refusal(pb::PutRequest::check(&flood, OPS_MAX)).is_some_and(|text| text.contains("1024 fields")),
                 "{name}"
@@ -228,7 +229,7 @@ mod tests {
             encoding::bytes::encode(2, &flood, &mut op);
             encoding::bytes::encode(2, &op, &mut txn);
             assert!(
-                refusal(pb::TxnRequest::check(&txn, OPS_MAX)).is_some_and(|text| text.contains("66560 fields")),
+                refusal(pb::TxnRequest::check(&txn, OPS_MAX)).is_some_and(|text| text.contains("123904 fields")),
                 "{name}"
             );
         }

@@ -58,7 +58,7 @@ impl Service<Request<Body>> for WatchService {
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         let method = WatchMethod(Arc::clone(&self.0));
-        let message_bytes = self.0.settings.small_message_bytes();
+        let message_bytes = self.0.settings.max_message_bytes();
         Box::pin(async move {
             if request.uri().path() != "/etcdserverpb.Watch/Watch" {
                 let path = request.uri().path();

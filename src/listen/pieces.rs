@@ -21,12 +21,11 @@ pub(super) struct Pieces {
     bytes: usize,
     /// While there is always more to be read.
     work: Option<Work>,
-    has_asked: bool,
 }
 
 impl Pieces {
     pub(super) fn new(turns: &Arc<Turns>) -> Self {
-        Self { turns: Arc::clone(turns), bytes: 0, work: None, has_asked: false }
+        Self { turns: Arc::clone(turns), bytes: 0, work: None }
     }
 
     /// Ready when something may be read.
@@ -34,17 +33,9 @@ impl Pieces {
         if self.bytes < PIECE_BYTES {
             return Poll::Ready(());
         }
-        let work = self.work.get_or_insert_with(|| self.turns.work());
-        let turn = work.poll_turn(context);
-        if !std::mem::replace(&mut self.has_asked, true) {
-            if turn.is_ready() {
-                // It need not ask; those that are ready still come first.
-                context.waker().wake_by_ref();
-            }
-            return Poll::Pending;
-        }
-        ready!(turn);
-        (self.bytes, self.has_asked) = (0, false);
+        // Also where it is alone: who polls a connection may do so again before others come.
+        ready!(self.work.get_or_insert_with(|| self.turns.work()).poll_given(context));
+        self.bytes = 0;
         Poll::Ready(())
     }
 
@@ -52,7 +43,7 @@ impl Pieces {
     pub(super) fn read(&mut self, bytes: Poll<usize>) {
         match bytes {
             Poll::Ready(bytes) => self.bytes += bytes,
-            Poll::Pending => (self.bytes, self.work, self.has_asked) = (0, None, false),
+            Poll::Pending => (self.bytes, self.work) = (0, None),
         }
     }
 }
@@ -79,13 +70,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_is_alone_lets_others_go_first_and_reads_on() {
-        let (turns, _nobody_gives) = Turns::new();
+    async fn who_reads_on_lets_others_go_first_though_alone() {
+        let (turns, give) = Turns::new();
         let mut pieces = Pieces::new(&turns);
+        tokio::spawn(give);
         for _ in 0..3 {
             pieces.read(Poll::Ready(PIECE_BYTES));
-            assert!(!may_read(&mut pieces), "others come first");
-            assert!(may_read(&mut pieces));
+            assert!(!may_read(&mut pieces) && !may_read(&mut pieces), "others come first, however often it is polled");
+            poll_fn(|context| pieces.poll(context)).await;
             assert!(may_read(&mut pieces), "until there is a piece more");
         }
     }
@@ -98,8 +90,6 @@ mod tests {
             pieces.read(Poll::Ready(PIECE_BYTES));
             assert!(!may_read(pieces));
         }
-        // The first asked while it was alone.
-        assert!(many.iter_mut().skip(1).all(|pieces| !may_read(pieces)), "nobody gives");
         tokio::spawn(give);
         for pieces in &mut many {
             poll_fn(|context| pieces.poll(context)).await;
@@ -107,18 +97,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_has_read_all_is_no_longer_among_those_who_take_turns() {
+    async fn who_has_read_all_asks_no_longer() {
         let (turns, _nobody_gives) = Turns::new();
-        let mut many: Vec<Pieces> = (0..2).map(|_| Pieces::new(&turns)).collect();
-        for pieces in &mut many {
-            pieces.read(Poll::Ready(PIECE_BYTES));
-            assert!(!may_read(pieces));
-        }
-        assert!(!may_read(&mut many[1]));
-        many[1].read(Poll::Pending);
-        assert!(may_read(&mut many[1]), "what comes next is short");
-        many[1].read(Poll::Ready(PIECE_BYTES - 1));
-        assert!(may_read(&mut many[1]));
-        assert!(may_read(&mut many[0]), "it is alone");
+        let mut pieces = Pieces::new(&turns);
+        pieces.read(Poll::Ready(PIECE_BYTES));
+        assert!(!may_read(&mut pieces));
+        pieces.read(Poll::Pending);
+        assert!(may_read(&mut pieces), "what comes next is short");
+        pieces.read(Poll::Ready(PIECE_BYTES - 1));
+        assert!(may_read(&mut pieces));
     }
 }

@@ -24,7 +24,7 @@ use tonic::Code;
 
 use self::{
     arena::{Arena, sized},
-    encoded::call_in_a_loop,
+    encoded::Caller,
     wire::{
         CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS, Wire, frame, headers,
     },
@@ -34,6 +34,7 @@ use crate::support::{Authority, Backend, DEADLINE, Stream, eventually, everythin
 const RANGE: &str = "/etcdserverpb.KV/Range";
 const PUT: &str = "/etcdserverpb.KV/Put";
 const TXN: &str = "/etcdserverpb.KV/Txn";
+const GRANT: &str = "/etcdserverpb.Lease/LeaseGrant";
 const WATCH: &str = "/etcdserverpb.Watch/Watch";
 const SNAPSHOT: &str = "/etcdserverpb.Maintenance/Snapshot";
 
@@ -386,17 +387,29 @@ async fn messages_of_too_many_parts_are_refused_at_once(backend: Backend) {
     let message = |success| Bytes::from(TxnRequest { success, ..Default::default() }.encode_to_vec());
     let empty = vec![RequestOp::default(); 1_000_000];
     let no_such_fields = Bytes::from([0x78, 0].repeat(1_000_000));
+    const TOO_MANY: &str = "etcdserver: too many operations in txn request";
+    let messages = [
+        (TXN, message(many), TOO_MANY),
+        (TXN, message(nested), TOO_MANY),
+        (TXN, message(deep), "etcdserver: key is not provided"),
+        (TXN, message(empty), TOO_MANY),
+        (PUT, no_such_fields.clone(), "orlop: the request has more than 1024 fields"),
+        (TXN, no_such_fields.clone(), "orlop: the request has more than 123904 fields"),
+        (
+            GRANT,
+            no_such_fields,
+            "Error, decoded message length too large: found 2000000 bytes, the limit is: 262144 bytes",
+        ),
+    ];
     let mut attackers = JoinSet::new();
-    for (method, message) in [
-        (TXN, message(many)),
-        (TXN, message(nested)),
-        (TXN, message(deep)),
-        (TXN, message(empty)),
-        (PUT, no_such_fields),
-    ] {
-        println!("{} bytes", message.len());
-        for _ in 0..sized(1, 16) {
-            attackers.spawn(call_in_a_loop(arena.endpoint().to_owned(), method, message.clone()));
+    for (method, message, refusal) in messages {
+        let mut caller = Caller::connect(arena.endpoint()).await;
+        let refused = caller.call(method, message.clone()).await.expect_err("it is refused");
+        assert_eq!(refused.message(), refusal, "{} bytes to {method}", message.len());
+        attackers.spawn(caller.call_in_a_loop(method, message.clone()));
+        for _ in 1..sized(1, 12) {
+            let caller = Caller::connect(arena.endpoint()).await;
+            attackers.spawn(caller.call_in_a_loop(method, message.clone()));
         }
     }
     arena.withstands("messages of up to a million operations or fields, in a loop", 400, attackers).await;

@@ -6,7 +6,7 @@ use tonic::{
     Request, Status,
     client::Grpc,
     codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder},
-    transport::Endpoint,
+    transport::{Channel, Endpoint},
 };
 
 /// Takes a message as it is, and passes over what is answered.
@@ -47,13 +47,26 @@ impl Decoder for Encoded {
     }
 }
 
-/// Calls a method with the same message again and again, whatever is answered.
-pub async fn call_in_a_loop(endpoint: String, method: &'static str, message: Bytes) {
-    let endpoint = Endpoint::from_shared(endpoint).expect("an endpoint");
-    let mut grpc = Grpc::new(endpoint.connect().await.expect("a ready server accepts connections"));
-    loop {
-        grpc.ready().await.expect("the connection lasts");
-        let _ = grpc.unary(Request::new(message.clone()), PathAndQuery::from_static(method), Encoded).await;
-        tokio::task::yield_now().await;
+/// A connection for such calls.
+pub struct Caller(Grpc<Channel>);
+
+impl Caller {
+    pub async fn connect(endpoint: &str) -> Self {
+        let endpoint = Endpoint::from_shared(endpoint.to_owned()).expect("an endpoint");
+        Self(Grpc::new(endpoint.connect().await.expect("a ready server accepts connections")))
+    }
+
+    pub async fn call(&mut self, method: &'static str, message: Bytes) -> Result<(), Status> {
+        self.0.ready().await.expect("the connection lasts");
+        let answer = self.0.unary(Request::new(message), PathAndQuery::from_static(method), Encoded).await;
+        answer.map(tonic::Response::into_inner)
+    }
+
+    /// Calls with the same message again and again, whatever is answered.
+    pub async fn call_in_a_loop(mut self, method: &'static str, message: Bytes) {
+        loop {
+            let _ = self.call(method, message.clone()).await;
+            tokio::task::yield_now().await;
+        }
     }
 }

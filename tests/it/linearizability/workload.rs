@@ -194,7 +194,7 @@ pub fn revision(header: Option<ResponseHeader>) -> i64 {
 ///
 /// A request that is handed to a connection while that ends may be left lying in tonic's channel, neither answered nor
 /// failed, until the channel is used again: tokio's unbounded queue keeps what is put into it while its receiver is dropped.
-/// On a connection of kube-apiserver's there is always something else; here it is asked something every second.
+/// On a connection of kube-apiserver's there is always something else; here it is asked something every second or two.
 pub async fn answer<T>(mut maintenance: MaintenanceClient<Channel>, call: impl Future<Output = T>) -> Option<T> {
     let using = async {
         loop {
