@@ -35,6 +35,8 @@ use crate::{
 const STEP_KEYS: usize = 2_000;
 /// Steps of a read that is not long yet: kube-apiserver's pages end before.
 const STEPS_FREE: usize = 5;
+/// Values that came from the log and are put where they belong, in the answer and in the cache, in one step.
+const STEP_VALUES: usize = 500;
 /// Rows that one reader of the log is asked for, at most and at least.
 const READ_ROWS: usize = 1_000;
 const READ_ROWS_MIN: usize = 16;
@@ -247,7 +249,7 @@ impl Shared {
             }
         }
         if !missing.is_empty() {
-            self.read_missing(selected, &mut pairs, &missing, at).await?;
+            self.read_missing(selected, &mut pairs, &missing, at, steps).await?;
         }
         Ok(pairs.into_iter().flatten().collect())
     }
@@ -283,17 +285,27 @@ impl Shared {
         pairs: &mut [Option<EncodedKv>],
         missing: &[RowId],
         at: Revision,
+        steps: &mut Steps,
     ) -> Result<()> {
-        let found: HashMap<RowId, EncodedKv> = self.read_values(missing).await?.into_iter().collect();
+        let mut read = self.read_values(missing).await?;
+        let mut found = HashMap::with_capacity(read.len());
+        loop {
+            found.extend(read.drain(read.len().saturating_sub(STEP_VALUES)..));
+            if read.is_empty() {
+                break;
+            }
+            steps.next(&self.turns).await;
+        }
         if found.len() < missing.len() {
             return Err(self.why_missing(at, missing.len() - found.len()).await);
         }
-        for (selected, pair) in selected.iter().zip(pairs) {
-            if pair.is_some() {
-                continue;
+        let absent = selected.iter().zip(pairs).filter(|(_, pair)| pair.is_none());
+        for (number, (selected, pair)) in absent.enumerate() {
+            if number % STEP_VALUES == STEP_VALUES - 1 {
+                steps.next(&self.turns).await;
             }
             let row = selected.entry.version.row;
-            *pair = found.get(&row).cloned();
+            *pair = found.remove(&row);
             // Only the newest version's lease is known to the index.
             if let (Some(kv), Lease::Known(_)) = (&pair, selected.entry.lease) {
                 self.values.insert(row, kv.clone());

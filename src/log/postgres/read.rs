@@ -15,8 +15,10 @@ use crate::{
     types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
 
-/// Of the 128 units that a task may spend before others come: it decodes 32 rows, in some 50 microseconds.
+/// Of the 128 units that a task may spend before others come, a row takes so many, and one for so many bytes: 32 short rows
+/// or 128 KiB are decoded in some 50 microseconds.
 const ROW_BUDGET: usize = 4;
+const BUDGET_BYTES: usize = 1 << 10;
 
 /// As [`crate::log::History::meta`], but for the member.
 pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
@@ -77,14 +79,15 @@ pub(super) async fn values(
         for query in queries.into_iter().flatten() {
             let mut fetched = query.fetch(&mut *connection);
             while let Some(row) = fetched.try_next().await? {
-                match rows::pair(&row) {
-                    Ok(pair) => found.push(pair),
+                let pair = match rows::pair(&row) {
+                    Ok(pair) => pair,
                     Err(error) => return Ok(Err(error)),
-                }
+                };
                 // Where the database is ahead of us all rows are here already: others come in between.
-                for _ in 0..ROW_BUDGET {
+                for _ in 0..ROW_BUDGET + pair.1.len() / BUDGET_BYTES {
                     consume_budget().await;
                 }
+                found.push(pair);
             }
         }
     }
