@@ -83,6 +83,8 @@ pub const OFTEN: usize = 1_000;
 const SOMETIMES: usize = 250;
 const SELDOM: usize = 100;
 const HOUR: i64 = 3_600;
+/// How the standard library ends a process that has no memory for the thread which it begins: by a panic.
+pub const NO_ROOM_FOR_A_THREAD: &str = "failed to allocate an alternative stack";
 
 use Kind::*;
 use Way::*;
@@ -127,7 +129,7 @@ pub const FAULTS: &[Fault] = &[
     Fault { name: "database_clock_back", what: "Postgres's clock jumps an hour back and ahead", kind: ClockJump(-HOUR), ground: Ground::DatabaseUnderPreload, per_thousand: SELDOM, says: &[] },
     Fault { name: "no_descriptors", what: "no file descriptors left for 1 s, and all connections of clients reset", kind: NoDescriptors, ground: Ground::Plain, per_thousand: SELDOM,
         says: &["cannot accept a connection"] },
-    Fault { name: "no_memory", what: "no memory to be had", kind: NoMemory, ground: Ground::LittleMemory, per_thousand: SELDOM, says: &["memory allocation of"] },
+    Fault { name: "no_memory", what: "no memory to be had", kind: NoMemory, ground: Ground::LittleMemory, per_thousand: SELDOM, says: &["memory allocation of", NO_ROOM_FOR_A_THREAD] },
 ];
 
 /// Makes the fault and ends it. Returns when, by the clients' clock, it was in effect.
