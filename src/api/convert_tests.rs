@@ -281,6 +281,14 @@ fn all_that_is_nested_has_a_limit_together() {
         let request = pb::TxnRequest { success, ..Default::default() };
         assert_eq!(refused(convert::txn(request, OPS_MAX)), expected, "{wide}");
     }
+    // 110 operations, and the compares of a hundred transactions.
+    for (compares, expected) in [(37, None), (39, Some(Invalid::TooManyOps))] {
+        let innermost = pb::TxnRequest { compare: vec![a_compare(); compares], ..Default::default() };
+        let level = |op: pb::RequestOp| txn(vec![op; 10], vec![]);
+        let success = vec![level(op(Request::RequestTxn(innermost))); 10];
+        let request = pb::TxnRequest { success, ..Default::default() };
+        assert_eq!(refused(convert::txn(request, OPS_MAX)), expected, "{compares} compares");
+    }
 }
 
 #[test]

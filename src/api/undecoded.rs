@@ -35,7 +35,11 @@ pub(super) trait Looked: Message + Default + 'static {
     ///
     /// If it has far more fields than such a request.
     fn check(message: &[u8], _ops_max: usize) -> Result<(), Status> {
-        check_plain(message)
+        if message.len() < LOOK_BYTES || Fields(message).nth(FIELDS_MAX).is_none() {
+            Ok(())
+        } else {
+            Err(too_many_fields(FIELDS_MAX))
+        }
     }
 }
 
@@ -50,14 +54,6 @@ impl Looked for pb::TxnRequest {
     /// If it has more operations than are accepted, or more fields than so many operations have.
     fn check(message: &[u8], ops_max: usize) -> Result<(), Status> {
         if message.len() < LOOK_BYTES { Ok(()) } else { count_txn(message, ops_max) }
-    }
-}
-
-fn check_plain(message: &[u8]) -> Result<(), Status> {
-    if message.len() < LOOK_BYTES || Fields(message).nth(FIELDS_MAX).is_none() {
-        Ok(())
-    } else {
-        Err(too_many_fields(FIELDS_MAX))
     }
 }
 
@@ -97,7 +93,9 @@ pub(crate) fn count_txn(message: &[u8], ops_max: usize) -> Result<(), Status> {
                     return Err(Invalid::TooManyOps.into());
                 }
             }
-            levels.push((inner, content));
+            if !content.is_empty() {
+                levels.push((inner, content));
+            }
         }
         is_outermost = false;
     }

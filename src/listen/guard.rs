@@ -193,4 +193,23 @@ mod tests {
         assert!(server.write_all(&[7; 100]).await.is_err());
         assert!(began.elapsed() >= STALL_MAX / 2 * 30 + STALL_MAX / 2);
     }
+
+    #[tokio::test(start_paused = true)]
+    async fn long_messages_are_read_on_at_turns() {
+        const BYTES: usize = 1 << 20;
+        for (given, is_whole) in [(false, false), (true, true)] {
+            let place = Arc::new(Semaphore::new(1)).acquire_owned().await.expect("a place");
+            let (server, mut client) = duplex(BYTES);
+            let (turns, give) = Turns::new();
+            let mut server = Guarded::new(server, Pieces::new(&turns), place);
+            let _nobody_gives = if given { Err(tokio::spawn(give)) } else { Ok(give) };
+            client.write_all(&vec![7; BYTES]).await.expect("room");
+            drop(client);
+            // By 8 KiB, as a client's protocol would.
+            let mut sink = tokio::io::sink();
+            let read = tokio::io::copy(&mut server, &mut sink);
+            let read = tokio::time::timeout(Duration::from_secs(1), read).await;
+            assert_eq!(read.is_ok_and(|bytes| bytes.is_ok()), is_whole, "turns are given: {given}");
+        }
+    }
 }
