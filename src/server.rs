@@ -68,7 +68,10 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
     let exporter = exporter(&settings)?;
-    let intake = Arc::new(api::Intake::new(store.turns()));
+    // What comes in does not wait while the store's turns rest.
+    let (turns, give_turns) = Turns::new();
+    vital("the giving of turns to what comes in", give_turns);
+    let intake = Arc::new(api::Intake::new(&turns));
     let served = api_settings(&settings, snapshots, exporter.clone());
     let services = api::services(Arc::clone(&store), served, Arc::clone(&intake), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
@@ -76,7 +79,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         .with(|grpc| http::routes(grpc, &store, intake))
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
-    let clients = connections(&settings, Places::for_clients(), store.turns());
+    let clients = connections(&settings, Places::for_clients(), &turns);
     for listener in listeners {
         announce(&listener.url);
         servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
@@ -85,7 +88,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     tell_service_manager("READY=1");
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
-        let probes = connections(&settings, Places::for_probes(), store.turns());
+        let probes = connections(&settings, Places::for_probes(), &turns);
         servers.spawn(listener.serve(TowerToHyperService::new(http::probe_routes(&store)), probes, stopping.clone()));
     }
 

@@ -5,6 +5,10 @@
 //! would stand before a put, again at each place where it waits. So long work asks for its turn before each step; one is
 //! given, and then whoever is ready comes first. Nobody holds a turn: one that is not used is gone, so that a client that
 //! stops reading cannot keep it. Alone, it need not ask.
+//!
+//! What a step sets off goes on elsewhere: in the database, in the kernel, in clients of the same machine. Where that has no
+//! processor left a short request waits there as well, behind what many steps set off. So turns rest now and then, while
+//! short requests are answered: twice as long as they were given. That leaves a third of the time to all that is long.
 
 use std::{
     future::poll_fn,
@@ -13,10 +17,23 @@ use std::{
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     task::{Context, Poll, Waker},
+    time::Duration,
 };
 
 use parking_lot::Mutex;
-use tokio::{sync::mpsc, task::yield_now};
+use tokio::{
+    sync::mpsc,
+    task::yield_now,
+    time::{Instant, sleep},
+};
+
+/// How long turns are given before a rest: what a timer can measure.
+const STRETCH: Duration = Duration::from_millis(1);
+/// So many times that is the rest. Beside 64 clients that list 100 MB each the p99 of a put and a get, 1.0 to 1.7 ms without
+/// them, is 9 ms without rests, 3.4 to 5 with rests as long as the turns, and 3 with these; on SQLite 7, 3 and 2.5.
+const REST: u32 = 2;
+/// A rest is no longer, whatever the machine did in the meantime.
+const REST_MAX: Duration = Duration::from_millis(10);
 
 /// See the module's page.
 #[derive(Debug)]
@@ -24,6 +41,8 @@ pub struct Turns {
     /// Works under way.
     works: AtomicUsize,
     asked: mpsc::UnboundedSender<Weak<Place>>,
+    /// Whether a short request was answered since the last rest.
+    short: Arc<AtomicBool>,
 }
 
 /// A place in the queue.
@@ -37,16 +56,35 @@ impl Turns {
     /// And what gives them, as long as there is anybody who may ask.
     pub fn new() -> (Arc<Self>, impl Future<Output = ()> + Send + use<>) {
         let (asked, mut waiting) = mpsc::unbounded_channel::<Weak<Place>>();
+        let short = Arc::new(AtomicBool::new(false));
+        let turns = Self { works: AtomicUsize::new(0), asked, short: Arc::clone(&short) };
         let give = async move {
+            let mut stretch = Duration::ZERO;
             while let Some(place) = waiting.recv().await {
                 let Some(place) = place.upgrade() else { continue };
+                let began = Instant::now();
                 place.given.store(true, Ordering::Release);
                 place.waker.lock().wake_by_ref();
                 // Until all that was ready has had its chance.
                 yield_now().await;
+                stretch += began.elapsed();
+                if stretch < STRETCH {
+                    continue;
+                }
+                if short.swap(false, Ordering::Relaxed) {
+                    sleep((stretch * REST).min(REST_MAX)).await;
+                }
+                stretch = Duration::ZERO;
             }
         };
-        (Arc::new(Self { works: AtomicUsize::new(0), asked }), give)
+        (Arc::new(turns), give)
+    }
+
+    /// A short request is answered: turns rest now and then.
+    pub fn leave_time(&self) {
+        if !self.short.load(Ordering::Relaxed) {
+            self.short.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Work that has more than one step.
@@ -159,6 +197,26 @@ mod tests {
             before = now;
         }
         assert!(before >= 400, "{before} steps");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn beside_short_requests_turns_rest() {
+        for (millis, is_short, rested) in [(1, false, 0), (1, true, 2), (4, true, 8), (50, true, 10)] {
+            let (turns, give) = Turns::new();
+            tokio::spawn(give);
+            let mut works = [turns.work(), turns.work()];
+            let began = Instant::now();
+            for number in 0..20 {
+                works[number % 2].turn().await;
+                if is_short {
+                    turns.leave_time();
+                }
+                tokio::time::advance(Duration::from_millis(millis)).await;
+            }
+            works[0].turn().await;
+            let rested = Duration::from_millis(20 * (millis + rested));
+            assert_eq!(began.elapsed(), rested, "{millis} ms a step, beside short requests: {is_short}");
+        }
     }
 
     #[tokio::test]

@@ -184,6 +184,7 @@ impl ReplyBody {
         frame.put_u8(0);
         frame.put_u32(wire_len);
         let content = if is_whole {
+            turns.leave_time();
             message.encode_raw(&mut frame);
             Content::Whole(frame.into())
         } else {

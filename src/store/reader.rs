@@ -3,23 +3,17 @@
 //! A long range lets go of the index every few thousand keys and goes on at the same revision, in the end when its
 //! turn comes ([`crate::turns`]), so it never holds up the writer. If a compaction overtakes it, a read at the latest revision starts again and any other fails as compacted.
 
-use std::{
-    collections::HashMap,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::{collections::HashMap, sync::Arc};
 
 use futures_util::stream::{self, StreamExt as _, TryStreamExt as _};
-use tokio::{task::yield_now, time::Instant};
+use tokio::{sync::Mutex, task::yield_now, time::Instant};
 use tracing::error;
 
 use super::{
     Error, Result, Shared, Store,
     batch::Batch,
     request::{Consistency, Projection, RangeRequest, RangeResponse, TxnRequest, TxnResponse},
-    room::Asked,
+    room::List,
     select::{Selected, Selection},
     timing,
     txn::{Evaluation, Fetched, Stop},
@@ -42,7 +36,7 @@ const READ_ROWS: usize = 1_000;
 const READ_ROWS_MIN: usize = 16;
 /// Rows by which it is found out how large the others may be, and how many bytes a reader is to bring at once.
 const SAMPLE_ROWS: usize = 100;
-const READ_BYTES: usize = 4 << 20;
+const READ_BYTES: usize = 1 << 20;
 /// Readers of the log that one list takes at once: not all that there are.
 const READS_AT_ONCE: usize = 2;
 /// What was asked for is noted with every answer that has more pairs.
@@ -233,61 +227,97 @@ impl Shared {
         at: Revision,
         steps: &mut Steps,
     ) -> Result<Vec<EncodedKv>> {
-        let mut pairs: Vec<Option<EncodedKv>> = Vec::with_capacity(selected.len());
-        let mut missing: Vec<RowId> = Vec::new();
+        let mut pairs = self.cached(selected, projection, SAMPLE_ROWS, steps).await;
+        if pairs.missing.is_empty() {
+            return Ok(pairs.whole());
+        }
+        let read = if pairs.missing.len() > SAMPLE_ROWS || pairs.bytes > READ_BYTES {
+            // Who waits for its turn holds nothing: what others wait for might be just that.
+            drop(pairs);
+            let list = self.room.list().await;
+            pairs = self.cached(selected, projection, usize::MAX, steps).await;
+            list.hold(pairs.bytes);
+            self.read_list(&pairs.missing, &list).await?
+        } else {
+            self.read_few(&pairs.missing).await?
+        };
+        self.put_in_place(selected, &mut pairs, read, at, steps).await?;
+        Ok(pairs.whole())
+    }
+
+    /// What needs no read; not all of it where more than `missing_max` do.
+    async fn cached(
+        &self,
+        selected: &[Selected],
+        projection: Projection,
+        missing_max: usize,
+        steps: &mut Steps,
+    ) -> Pairs {
+        let in_order = Vec::with_capacity(selected.len());
+        let mut pairs = Pairs { in_order, missing: Vec::new(), bytes: 0 };
         for chunk in selected.chunks(STEP_KEYS) {
-            if !pairs.is_empty() {
+            if !pairs.in_order.is_empty() {
                 steps.next(&self.turns).await;
             }
             for selected in chunk {
                 let row = selected.entry.version.row;
                 let kv = selected.pair_without_value(projection).or_else(|| self.values.get(row));
-                if kv.is_none() {
-                    missing.push(row);
+                match &kv {
+                    Some(kv) => pairs.bytes += kv.len(),
+                    None => pairs.missing.push(row),
                 }
-                pairs.push(kv);
+                pairs.in_order.push(kv);
+                if pairs.missing.len() > missing_max {
+                    return pairs;
+                }
             }
         }
-        if !missing.is_empty() {
-            self.read_missing(selected, &mut pairs, &missing, at, steps).await?;
-        }
-        Ok(pairs.into_iter().flatten().collect())
+        pairs
     }
 
-    /// As [`crate::log::Log::values`], of which the rows of a long list are asked for by several readers at once, as soon as
-    /// there is room for them.
+    /// As [`crate::log::Log::values`], as soon as there is room.
     async fn read_values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
-        let (sample, rest) = rows.split_at(rows.len().min(SAMPLE_ROWS));
-        if rest.is_empty() {
-            self.room.wait(Asked::Few).await?;
-            return Ok(self.room.count(self.log.values(sample).await?));
+        if rows.len() <= SAMPLE_ROWS {
+            self.read_few(rows).await
+        } else {
+            self.read_list(rows, &self.room.list().await).await
         }
-        let _turn = self.room.list().await;
-        self.room.wait(Asked::List { own: 0 }).await?;
-        let mut found = self.room.count(self.log.values(sample).await?);
-        let own = AtomicUsize::new(found.iter().map(|(_, kv)| kv.len()).sum());
-        let mean = own.load(Ordering::Relaxed) / sample.len() + 1;
+    }
+
+    async fn read_few(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        self.room.wait().await?;
+        Ok(self.room.count(self.log.values(rows).await?))
+    }
+
+    /// Of a long list the rows are asked for by several readers at once.
+    async fn read_list(&self, rows: &[RowId], list: &List<'_>) -> Result<Vec<(RowId, EncodedKv)>> {
+        let (sample, rest) = rows.split_at(rows.len().min(SAMPLE_ROWS));
+        if sample.is_empty() {
+            return Ok(Vec::new());
+        }
+        list.wait().await?;
+        let mut found = list.count(self.log.values(sample).await?);
+        let mean = found.iter().map(|(_, kv)| kv.len()).sum::<usize>() / sample.len() + 1;
         let part = (READ_BYTES / mean).clamp(READ_ROWS_MIN, READ_ROWS);
+        let work = Mutex::new(self.turns.work());
         let read = async |rows| {
-            self.room.wait(Asked::List { own: own.load(Ordering::Relaxed) }).await?;
-            let found = self.room.count(self.log.values(rows).await?);
-            own.fetch_add(found.iter().map(|(_, kv)| kv.len()).sum(), Ordering::Relaxed);
-            Ok::<_, Error>(found)
+            work.lock().await.turn().await;
+            list.wait().await?;
+            Ok::<_, Error>(list.count(self.log.values(rows).await?))
         };
         let parts: Vec<_> = rest.chunks(part).map(read).collect();
         found.extend(stream::iter(parts).buffer_unordered(READS_AT_ONCE).try_concat().await?);
         Ok(found)
     }
 
-    async fn read_missing(
+    async fn put_in_place(
         &self,
         selected: &[Selected],
-        pairs: &mut [Option<EncodedKv>],
-        missing: &[RowId],
+        pairs: &mut Pairs,
+        mut read: Vec<(RowId, EncodedKv)>,
         at: Revision,
         steps: &mut Steps,
     ) -> Result<()> {
-        let mut read = self.read_values(missing).await?;
         let mut found = HashMap::with_capacity(read.len());
         loop {
             found.extend(read.drain(read.len().saturating_sub(STEP_VALUES)..));
@@ -296,10 +326,10 @@ impl Shared {
             }
             steps.next(&self.turns).await;
         }
-        if found.len() < missing.len() {
-            return Err(self.why_missing(at, missing.len() - found.len()).await);
+        if found.len() < pairs.missing.len() {
+            return Err(self.why_missing(at, pairs.missing.len() - found.len()).await);
         }
-        let absent = selected.iter().zip(pairs).filter(|(_, pair)| pair.is_none());
+        let absent = selected.iter().zip(&mut pairs.in_order).filter(|(_, pair)| pair.is_none());
         for (number, (selected, pair)) in absent.enumerate() {
             if number % STEP_VALUES == STEP_VALUES - 1 {
                 steps.next(&self.turns).await;
@@ -312,6 +342,20 @@ impl Shared {
             }
         }
         Ok(())
+    }
+}
+
+/// Of a read: what is at hand, in the order of what it selected, and the rows that the log has to give.
+struct Pairs {
+    in_order: Vec<Option<EncodedKv>>,
+    missing: Vec<RowId>,
+    /// Of those at hand.
+    bytes: usize,
+}
+
+impl Pairs {
+    fn whole(self) -> Vec<EncodedKv> {
+        self.in_order.into_iter().flatten().collect()
     }
 }
 

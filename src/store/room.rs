@@ -3,7 +3,11 @@
 //! What the value cache holds costs an answer nothing; what it lacks is read, and stays until the answer has left. So many
 //! clients that range over everything, or one that asks and never reads, would take as much as they like. Here such values
 //! are counted as long as anything refers to them. While there are too many, those who need more wait, and who waits long is
-//! told to come again. An answer does not wait for itself: one that is larger than all room there is goes through alone.
+//! told to come again.
+//!
+//! Nobody waits for what only those who wait hold. An answer does not wait for itself: one that is larger than all room there
+//! is goes through alone. Of lists that are being read one has the right of way, and waits only for what was read and has
+//! not left. And those whose turn has not come hold nothing, not even what the cache had for them.
 
 use std::{
     sync::{
@@ -14,7 +18,7 @@ use std::{
 };
 
 use tokio::{
-    sync::{Notify, Semaphore, SemaphorePermit},
+    sync::{Mutex, Notify, Semaphore, SemaphorePermit},
     time::timeout,
 };
 use tracing::warn;
@@ -28,11 +32,16 @@ const BYTES_MAX: usize = 256 << 20;
 const LISTS_MAX: usize = 4;
 /// How long a read waits for room.
 const WAIT_MAX: Duration = Duration::from_secs(7);
+/// Who waits for room is told each time that this much has come free (2 to the power of it, in bytes).
+const FREED_BITS: u32 = 20;
 
 /// See the module's page.
 pub(super) struct Room {
     taken: Arc<Taken>,
+    /// Bytes of the lists that are being read.
+    reading: AtomicUsize,
     lists: Semaphore,
+    right_of_way: Semaphore,
 }
 
 struct Taken {
@@ -50,19 +59,10 @@ struct Held {
 impl Drop for Held {
     fn drop(&mut self) {
         let before = self.taken.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
-        if before >= self.taken.max && before - self.bytes < self.taken.max {
+        if before >> FREED_BITS != (before - self.bytes) >> FREED_BITS {
             self.taken.freed.notify_waiters();
         }
     }
-}
-
-/// How much a read asks for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Asked {
-    /// A few pairs, for which there is some room even when lists have taken theirs.
-    Few,
-    /// A list, which has so many bytes by now.
-    List { own: usize },
 }
 
 impl Room {
@@ -73,46 +73,52 @@ impl Room {
 
     fn of(max: usize) -> Self {
         let taken = Taken { bytes: AtomicUsize::new(0), max, freed: Notify::new() };
-        Self { taken: Arc::new(taken), lists: Semaphore::new(LISTS_MAX) }
+        Self {
+            taken: Arc::new(taken),
+            reading: AtomicUsize::new(0),
+            lists: Semaphore::new(LISTS_MAX),
+            right_of_way: Semaphore::new(1),
+        }
     }
 
-    /// The turn of a list.
-    pub(super) async fn list(&self) -> SemaphorePermit<'_> {
-        self.lists.acquire().await.expect("nobody closes it")
+    /// A list, when it is its turn.
+    pub(super) async fn list(&self) -> List<'_> {
+        let turn = self.lists.acquire().await.expect("nobody closes it");
+        List { room: self, own: AtomicUsize::new(0), right_of_way: Mutex::new(None), _turn: turn }
     }
 
-    /// Waits until there is room.
+    /// Waits until there is room for a few pairs: there is some even when lists have taken theirs.
     ///
     /// # Errors
     ///
     /// [`Error::TooManyRequests`] if there is none for long.
-    pub(super) async fn wait(&self, asked: Asked) -> Result<()> {
-        if self.has_room(asked) {
-            return Ok(());
-        }
-        let wait = async {
-            loop {
-                let freed = self.taken.freed.notified();
-                if self.has_room(asked) {
-                    return;
-                }
-                // Others may have taken it; and a list's own bytes may be what is over the limit.
-                let _ = timeout(WAIT_MAX / 50, freed).await;
+    pub(super) async fn wait(&self) -> Result<()> {
+        let has_room = || self.bytes() < self.taken.max.saturating_mul(2);
+        self.waited(async {
+            while !has_room() {
+                self.freed(has_room).await;
             }
-        };
+        })
+        .await
+    }
+
+    async fn waited(&self, wait: impl Future<Output = ()>) -> Result<()> {
         timeout(WAIT_MAX, wait).await.map_err(|_| {
-            let bytes = self.taken.bytes.load(Ordering::Relaxed);
-            warn!(bytes, "a read is refused: clients have not taken the answers that they asked for");
+            warn!(bytes = self.bytes(), "a read is refused: clients have not taken the answers that they asked for");
             Error::TooManyRequests
         })
     }
 
-    fn has_room(&self, asked: Asked) -> bool {
-        let bytes = self.taken.bytes.load(Ordering::Relaxed);
-        match asked {
-            Asked::Few => bytes < self.taken.max.saturating_mul(2),
-            Asked::List { own } => bytes.saturating_sub(own) < self.taken.max,
+    /// Returns when some bytes have come free, when there is room already, or after a while: not all that makes room is told.
+    async fn freed(&self, has_room: impl Fn() -> bool) {
+        let freed = self.taken.freed.notified();
+        if !has_room() {
+            let _ = timeout(WAIT_MAX / 50, freed).await;
         }
+    }
+
+    fn bytes(&self) -> usize {
+        self.taken.bytes.load(Ordering::Relaxed)
     }
 
     /// Counts what was read.
@@ -126,6 +132,60 @@ impl Room {
     }
 }
 
+/// A list that is being read.
+pub(super) struct List<'a> {
+    room: &'a Room,
+    /// Bytes that it has by now.
+    own: AtomicUsize,
+    right_of_way: Mutex<Option<SemaphorePermit<'a>>>,
+    _turn: SemaphorePermit<'a>,
+}
+
+impl List<'_> {
+    /// Waits until there is room for more of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TooManyRequests`] if there is none for long.
+    pub(super) async fn wait(&self) -> Result<()> {
+        let room = self.room;
+        // Parts of it that are read at once ask one after the other.
+        let mut right_of_way = self.right_of_way.lock().await;
+        room.waited(async {
+            loop {
+                let without = if right_of_way.is_some() { &room.reading } else { &self.own };
+                let has_room = || room.bytes().saturating_sub(without.load(Ordering::Relaxed)) < room.taken.max;
+                if has_room() {
+                    return;
+                }
+                tokio::select! {
+                    () = room.freed(has_room) => {}
+                    first = room.right_of_way.acquire(), if right_of_way.is_none() => *right_of_way = first.ok(),
+                }
+            }
+        })
+        .await
+    }
+
+    /// As [`Room::count`].
+    pub(super) fn count(&self, found: Vec<(RowId, EncodedKv)>) -> Vec<(RowId, EncodedKv)> {
+        self.hold(found.iter().map(|(_, kv)| kv.len()).sum());
+        self.room.count(found)
+    }
+
+    /// It holds so many bytes more, of the value cache's for example, which others may have read: it must not wait for them.
+    pub(super) fn hold(&self, bytes: usize) {
+        self.room.reading.fetch_add(bytes, Ordering::Relaxed);
+        self.own.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Drop for List<'_> {
+    fn drop(&mut self) {
+        self.room.reading.fetch_sub(*self.own.get_mut(), Ordering::Relaxed);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use futures_util::FutureExt as _;
@@ -133,29 +193,47 @@ mod tests {
     use super::*;
     use crate::types::{Revision, Version};
 
-    fn values(room: &Room, count: usize) -> Vec<(RowId, EncodedKv)> {
+    fn values(count: usize) -> Vec<(RowId, EncodedKv)> {
         let row = RowId::new(Revision(2), 0);
         let version = Version { row, create_revision: Revision(2), version: 1 };
-        room.count(vec![(row, EncodedKv::new(b"k", version, &[7; 1_000], None)); count])
+        vec![(row, EncodedKv::new(b"k", version, &[7; 1_000], None)); count]
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_lists_waits_for_others_and_not_for_itself() {
+    async fn who_lists_waits_for_answers_and_not_for_itself() {
         let room = Room::of(10_000);
-        let held = values(&room, 11);
-        let own = room.taken.bytes.load(Ordering::Relaxed);
-        let list = |own| Asked::List { own };
-        for (asked, passes) in [(Asked::Few, true), (list(own), true), (list(own / 2), true), (list(0), false)] {
-            assert_eq!(room.wait(asked).now_or_never().is_some(), passes);
-        }
-        assert_eq!(room.wait(list(0)).await, Err(Error::TooManyRequests));
-        let slice: Vec<_> = held.iter().map(|(_, kv)| kv.value()).collect();
-        drop(held);
-        assert!(room.wait(list(0)).now_or_never().is_none(), "a part of a pair holds all of it");
-        let mut waits = Box::pin(room.wait(list(0)));
+        let (list, owner) = (room.list().await, room.list().await);
+        let own = owner.count(values(11));
+        assert!(owner.wait().now_or_never().is_some() && room.wait().now_or_never().is_some());
+        drop(owner);
+        assert_eq!(list.wait().await, Err(Error::TooManyRequests));
+        let slice: Vec<_> = own.iter().map(|(_, kv)| kv.value()).collect();
+        drop(own);
+        assert!(list.wait().now_or_never().is_none(), "a part of a pair holds all of it");
+        let mut waits = Box::pin(list.wait());
         assert!(waits.as_mut().now_or_never().is_none());
         drop(slice);
         assert_eq!(waits.await, Ok(()));
-        assert_eq!(room.taken.bytes.load(Ordering::Relaxed), 0);
+        drop(list);
+        assert_eq!((room.bytes(), room.reading.load(Ordering::Relaxed)), (0, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn of_lists_that_wait_for_each_other_one_goes_first() {
+        let room = Room::of(10_000);
+        let mut lists = Vec::new();
+        let mut answers = Vec::new();
+        for _ in 0..LISTS_MAX {
+            let list = room.list().await;
+            answers.push(list.count(values(4)));
+            lists.push(list);
+        }
+        // With its answer on the way there is still not room for the others, but for one of them.
+        for waiting in (1..LISTS_MAX - 1).rev() {
+            let first = lists.remove(0);
+            assert_eq!(first.wait().await, Ok(()), "{waiting} wait beside it");
+            assert_eq!(lists[0].wait().now_or_never(), None, "who waits");
+            assert_eq!(first.wait().await, Ok(()), "it goes on");
+        }
     }
 }

@@ -7,13 +7,17 @@ mod arena;
 mod encoded;
 mod wire;
 
-use std::time::Duration;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
 use orlop::proto::client::etcdserverpb::{
     Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, RequestOp,
     SnapshotRequest, TxnRequest, WatchCreateRequest, WatchRequest, request_op::Request, watch_request::RequestUnion,
 };
+use parking_lot::Mutex;
 use prost::Message as _;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -37,6 +41,9 @@ const TXN: &str = "/etcdserverpb.KV/Txn";
 const GRANT: &str = "/etcdserverpb.Lease/LeaseGrant";
 const WATCH: &str = "/etcdserverpb.Watch/Watch";
 const SNAPSHOT: &str = "/etcdserverpb.Maintenance/Snapshot";
+
+/// Less than the time after which the server gives up a list that waits for room.
+const LISTS_HALT_MAX: Duration = Duration::from_secs(5);
 
 fn put(key: &str, bytes: usize) -> PutRequest {
     PutRequest { key: key.to_owned().into(), value: vec![b'v'; bytes].into(), ..Default::default() }
@@ -327,20 +334,28 @@ async fn ranges_over_everything_cost_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &["--value-cache-bytes", "8388608"]).await else { return };
     fill(&mut arena, sized(400, 2_000), 50_000).await;
     let mut readers = JoinSet::new();
+    let (lists, served) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
     for _ in 0..64 {
-        let mut kv = arena.client().await.kv;
+        let (mut kv, served) = (arena.client().await.kv, Arc::clone(&served));
         readers.spawn(async move {
             loop {
-                // Who comes when there is no room is told to come again.
-                if let Err(status) = kv.range(all()).await {
-                    assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
-                    tokio::task::yield_now().await;
+                match kv.range(all()).await {
+                    Ok(_) => served.lock().push(lists.elapsed()),
+                    // Who comes when there is no room is told to come again.
+                    Err(status) => {
+                        assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
+                        tokio::task::yield_now().await;
+                    }
                 }
             }
         });
     }
-    tokio::time::sleep(Duration::from_secs(5)).await;
+    tokio::time::sleep(Duration::from_secs(sized(5, 15) as u64)).await;
     arena.withstands("64 clients that range over everything", 1_500, readers).await;
+    let mut served = served.lock();
+    served.push(lists.elapsed());
+    let halt = served.array_windows().map(|[one, next]| next.saturating_sub(*one)).max();
+    assert!(halt.is_some_and(|halt| halt < LISTS_HALT_MAX), "{} lists, {halt:?} between two", served.len());
 }
 
 async fn answers_that_are_not_read_cost_bounded_memory(backend: Backend) {

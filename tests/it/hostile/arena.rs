@@ -3,18 +3,18 @@
 use std::{
     fs,
     process::Command,
-    thread,
     time::{Duration, Instant},
 };
 
 use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest};
-use tokio::{
-    runtime::Builder,
-    sync::oneshot,
-    time::{timeout, timeout_at},
-};
+use tokio::time::{timeout, timeout_at};
 
 use crate::support::{Backend, Client, DEADLINE, Server, eventually};
+
+/// The test that is a bystander's process, where it finds the server, and what it prints before its p99 in nanoseconds.
+const BYSTANDER: &str = "hostile::arena::bystander";
+const BYSTANDER_ENDPOINT: &str = "ORLOP_BYSTANDER";
+const BYSTANDER_SAYS: &str = "p99 in nanoseconds: ";
 
 /// Files that come and go by themselves: connections to the database, for example.
 const FILES_SLACK: usize = 24;
@@ -70,19 +70,21 @@ impl Arena {
         self.memory = self.status("VmRSS:");
     }
 
-    /// Of a client that knows nothing of the others, in a thread of its own.
+    /// Of a client that shares nothing with the attackers, not even the locks of a process: one that the kernel lets wait
+    /// may hold them.
     async fn bystander_p99(&self) -> Duration {
-        let endpoint = self.endpoint().to_owned();
-        let (sender, measured) = oneshot::channel();
-        thread::spawn(move || {
-            let link = fs::read_link("/proc/thread-self").expect("Linux tells of threads");
-            let thread = link.file_name().and_then(|name| name.to_str()).expect("its number");
-            schedule("--other", &["--pid", "0", thread]);
-            let runtime = Builder::new_current_thread().enable_all().build().expect("a runtime");
-            // Where it panics nobody sends.
-            let _ = sender.send(runtime.block_on(put_and_get_p99(&endpoint)));
-        });
-        measured.await.expect("the bystander is served")
+        let program = std::env::current_exe().expect("Linux tells of processes");
+        let bystander = tokio::process::Command::new(program)
+            .args(["--exact", "--ignored", "--nocapture", BYSTANDER])
+            .env(BYSTANDER_ENDPOINT, self.endpoint())
+            .kill_on_drop(true)
+            .output()
+            .await
+            .expect("this program can be started");
+        let said = String::from_utf8_lossy(&bystander.stdout);
+        let p99 = said.lines().find_map(|line| line.strip_prefix(BYSTANDER_SAYS)).and_then(|nanos| nanos.parse().ok());
+        let error = String::from_utf8_lossy(&bystander.stderr);
+        Duration::from_nanos(p99.unwrap_or_else(|| panic!("the bystander is not served: {said}\n{error}")))
     }
 
     /// While `held` holds on to what it has, others are served, one who comes anew among them, and memory is bounded. When
@@ -129,6 +131,14 @@ impl Arena {
         let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("it has a size");
         line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
     }
+}
+
+#[tokio::test]
+#[ignore = "a process of other tests"]
+async fn bystander() {
+    schedule("--other", &["--all-tasks", "--pid", "0", &std::process::id().to_string()]);
+    let endpoint = std::env::var(BYSTANDER_ENDPOINT).expect("it is told whom to call");
+    println!("\n{BYSTANDER_SAYS}{}", put_and_get_p99(&endpoint).await.as_nanos());
 }
 
 /// Puts and gets; each must be answered in time.
