@@ -2,16 +2,19 @@
 
 use std::pin::Pin;
 
-use futures_util::{Stream, stream};
-use tokio::task::coop::consume_budget;
+use futures_util::{FutureExt as _, Stream, stream};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::Context;
 use crate::{
     proto::server::etcdserverpb::{self as pb, lease_server::Lease},
     store,
+    turns::Work,
     types::LeaseId,
 };
+
+/// Keep-alives of a stream that are answered before others come: some 50 microseconds.
+const AT_ONCE_MAX: usize = 16;
 
 #[tonic::async_trait]
 impl Lease for Context {
@@ -43,18 +46,10 @@ impl Lease for Context {
         &self,
         request: Request<Streaming<pb::LeaseKeepAliveRequest>>,
     ) -> Result<Response<Self::LeaseKeepAliveStream>, Status> {
-        let start = (self.clone(), request.into_inner());
-        let answers = stream::try_unfold(start, |(mut service, mut requests)| async move {
-            // Many that came at once are answered by and by.
-            consume_budget().await;
-            let request = tokio::select! {
-                request = requests.message() => request?,
-                _ = service.stopping.wait_for(|stopping| *stopping) => return Err(store::Error::Stopped.into()),
-            };
-            let Some(request) = request else { return Ok(None) };
-            let (revision, ttl) = service.store.keep_alive(LeaseId(request.id)).await?;
-            let answer = pb::LeaseKeepAliveResponse { header: service.header(revision), id: request.id, ttl };
-            Ok(Some((answer, (service, requests))))
+        let start = KeepAlives { service: self.clone(), requests: request.into_inner(), at_once: 0, work: None };
+        let answers = stream::try_unfold(start, |mut keep_alives| async {
+            let answer = keep_alives.next().await?;
+            Ok(answer.map(|answer| (answer, keep_alives)))
         });
         Ok(Response::new(Box::pin(answers)))
     }
@@ -89,5 +84,41 @@ impl Lease for Context {
     ) -> Result<Response<pb::LeaseLeasesResponse>, Status> {
         let leases = self.store.leases().await?.into_iter().map(|id| pb::LeaseStatus { id: id.0 }).collect();
         Ok(Response::new(pb::LeaseLeasesResponse { header: self.header(self.store.head()), leases }))
+    }
+}
+
+/// A stream of keep-alives. Many that came at once are answered by and by.
+struct KeepAlives {
+    service: Context,
+    requests: Streaming<pb::LeaseKeepAliveRequest>,
+    /// Answered since there was none.
+    at_once: usize,
+    work: Option<Work>,
+}
+
+impl KeepAlives {
+    async fn next(&mut self) -> Result<Option<pb::LeaseKeepAliveResponse>, Status> {
+        let Self { service, requests, at_once, work } = self;
+        if *at_once >= AT_ONCE_MAX {
+            work.get_or_insert_with(|| service.store.turns().work()).turn().await;
+            *at_once = 0;
+            if *service.stopping.borrow() {
+                return Err(store::Error::Stopped.into());
+            }
+        }
+        *at_once += 1;
+        let request = match requests.message().now_or_never() {
+            Some(request) => request?,
+            None => {
+                (*at_once, *work) = (0, None);
+                tokio::select! {
+                    request = requests.message() => request?,
+                    _ = service.stopping.wait_for(|stopping| *stopping) => return Err(store::Error::Stopped.into()),
+                }
+            }
+        };
+        let Some(request) = request else { return Ok(None) };
+        let (revision, ttl) = service.store.keep_alive(LeaseId(request.id)).await?;
+        Ok(Some(pb::LeaseKeepAliveResponse { header: service.header(revision), id: request.id, ttl }))
     }
 }
