@@ -3,13 +3,13 @@
 use std::pin::Pin;
 
 use futures_util::{FutureExt as _, Stream, stream};
+use tokio::task::yield_now;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::Context;
 use crate::{
     proto::server::etcdserverpb::{self as pb, lease_server::Lease},
     store,
-    turns::Work,
     types::LeaseId,
 };
 
@@ -46,7 +46,7 @@ impl Lease for Context {
         &self,
         request: Request<Streaming<pb::LeaseKeepAliveRequest>>,
     ) -> Result<Response<Self::LeaseKeepAliveStream>, Status> {
-        let start = KeepAlives { service: self.clone(), requests: request.into_inner(), at_once: 0, work: None };
+        let start = KeepAlives { service: self.clone(), requests: request.into_inner(), at_once: 0 };
         let answers = stream::try_unfold(start, |mut keep_alives| async {
             let answer = keep_alives.next().await?;
             Ok(answer.map(|answer| (answer, keep_alives)))
@@ -93,14 +93,13 @@ struct KeepAlives {
     requests: Streaming<pb::LeaseKeepAliveRequest>,
     /// Answered since there was none.
     at_once: usize,
-    work: Option<Work>,
 }
 
 impl KeepAlives {
     async fn next(&mut self) -> Result<Option<pb::LeaseKeepAliveResponse>, Status> {
-        let Self { service, requests, at_once, work } = self;
+        let Self { service, requests, at_once } = self;
         if *at_once >= AT_ONCE_MAX {
-            work.get_or_insert_with(|| service.store.turns().work()).turn().await;
+            yield_now().await;
             *at_once = 0;
             if *service.stopping.borrow() {
                 return Err(store::Error::Stopped.into());
@@ -110,7 +109,7 @@ impl KeepAlives {
         let request = match requests.message().now_or_never() {
             Some(request) => request?,
             None => {
-                (*at_once, *work) = (0, None);
+                *at_once = 0;
                 tokio::select! {
                     request = requests.message() => request?,
                     _ = service.stopping.wait_for(|stopping| *stopping) => return Err(store::Error::Stopped.into()),

@@ -91,6 +91,8 @@ impl Store {
             self.confirm().await?;
         }
         let mut fetched = Fetched::new();
+        // All that it fetches is one list, however often it finds that it needs more.
+        let mut list = None;
         loop {
             let (stood, evaluated) = {
                 let index = self.shared.index.read();
@@ -122,7 +124,21 @@ impl Store {
             // Rows that a compaction takes in between are asked for again only if they are still live.
             fetched.retain(|_, kv| kv.is_some());
             fetched.extend(rows.iter().map(|row| (*row, None)));
-            let found = self.shared.read_values(&rows).await?;
+            let is_list = fetched.len() > SAMPLE_ROWS;
+            let found = match &list {
+                Some(list) => self.shared.read_list(&rows, list).await?,
+                None if !is_list && self.shared.room.has_some() => self.shared.read_few(&rows).await?,
+                // Who waits holds nothing.
+                None => {
+                    fetched.clear();
+                    if is_list {
+                        list = Some(self.shared.room.list().await);
+                    } else {
+                        self.shared.room.wait_for_some().await?;
+                    }
+                    continue;
+                }
+            };
             fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
         }
     }
@@ -228,18 +244,23 @@ impl Shared {
         steps: &mut Steps,
     ) -> Result<Vec<EncodedKv>> {
         let mut pairs = self.cached(selected, projection, SAMPLE_ROWS, steps).await;
-        if pairs.missing.is_empty() {
-            return Ok(pairs.whole());
-        }
-        let read = if pairs.missing.len() > SAMPLE_ROWS || pairs.bytes > READ_BYTES {
-            // Who waits for its turn holds nothing: what others wait for might be just that.
+        let read = loop {
+            let is_list = pairs.missing.len() > SAMPLE_ROWS;
+            if pairs.missing.is_empty() {
+                return Ok(pairs.whole());
+            } else if !is_list && self.room.has_some() {
+                break self.read_few(&pairs.missing).await?;
+            }
+            // Who waits holds nothing: what others wait for might be just that.
             drop(pairs);
-            let list = self.room.list().await;
-            pairs = self.cached(selected, projection, usize::MAX, steps).await;
-            list.hold(pairs.bytes);
-            self.read_list(&pairs.missing, &list).await?
-        } else {
-            self.read_few(&pairs.missing).await?
+            if is_list {
+                steps.work = None;
+                let list = self.room.list().await;
+                pairs = self.cached(selected, projection, usize::MAX, steps).await;
+                break self.read_list(&pairs.missing, &list).await?;
+            }
+            self.room.wait_for_some().await?;
+            pairs = self.cached(selected, projection, SAMPLE_ROWS, steps).await;
         };
         self.put_in_place(selected, &mut pairs, read, at, steps).await?;
         Ok(pairs.whole())
@@ -254,7 +275,7 @@ impl Shared {
         steps: &mut Steps,
     ) -> Pairs {
         let in_order = Vec::with_capacity(selected.len());
-        let mut pairs = Pairs { in_order, missing: Vec::new(), bytes: 0 };
+        let mut pairs = Pairs { in_order, missing: Vec::new() };
         for chunk in selected.chunks(STEP_KEYS) {
             if !pairs.in_order.is_empty() {
                 steps.next(&self.turns).await;
@@ -262,9 +283,8 @@ impl Shared {
             for selected in chunk {
                 let row = selected.entry.version.row;
                 let kv = selected.pair_without_value(projection).or_else(|| self.values.get(row));
-                match &kv {
-                    Some(kv) => pairs.bytes += kv.len(),
-                    None => pairs.missing.push(row),
+                if kv.is_none() {
+                    pairs.missing.push(row);
                 }
                 pairs.in_order.push(kv);
                 if pairs.missing.len() > missing_max {
@@ -275,21 +295,12 @@ impl Shared {
         pairs
     }
 
-    /// As [`crate::log::Log::values`], as soon as there is room.
-    async fn read_values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
-        if rows.len() <= SAMPLE_ROWS {
-            self.read_few(rows).await
-        } else {
-            self.read_list(rows, &self.room.list().await).await
-        }
-    }
-
+    /// As [`crate::log::Log::values`].
     async fn read_few(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
-        self.room.wait().await?;
         Ok(self.room.count(self.log.values(rows).await?))
     }
 
-    /// Of a long list the rows are asked for by several readers at once.
+    /// As [`Self::read_few`], of a long list: several readers at once, as soon as there is room.
     async fn read_list(&self, rows: &[RowId], list: &List<'_>) -> Result<Vec<(RowId, EncodedKv)>> {
         let (sample, rest) = rows.split_at(rows.len().min(SAMPLE_ROWS));
         if sample.is_empty() {
@@ -349,8 +360,6 @@ impl Shared {
 struct Pairs {
     in_order: Vec<Option<EncodedKv>>,
     missing: Vec<RowId>,
-    /// Of those at hand.
-    bytes: usize,
 }
 
 impl Pairs {

@@ -5,9 +5,9 @@
 //! are counted as long as anything refers to them. While there are too many, those who need more wait, and who waits long is
 //! told to come again.
 //!
-//! Nobody waits for what only those who wait hold. An answer does not wait for itself: one that is larger than all room there
-//! is goes through alone. Of lists that are being read one has the right of way, and waits only for what was read and has
-//! not left. And those whose turn has not come hold nothing, not even what the cache had for them.
+//! Nobody waits for what those hold who wait as well. An answer does not wait for itself: one that is larger than all room
+//! there is goes through alone. Of lists that are being read one has the right of way, and waits only for what was read and
+//! has not left. And those whose turn has not come hold nothing, not even what the cache had for them.
 
 use std::{
     sync::{
@@ -26,11 +26,12 @@ use tracing::warn;
 use super::{Error, Result};
 use crate::types::{EncodedKv, RowId};
 
-/// Beside what the value cache may hold, as that may hold what was read.
+/// Beside twice what the value cache may hold: that may hold what was read, and a list that is being read may hold what it had
+/// at another time.
 const BYTES_MAX: usize = 256 << 20;
 /// Lists that are read from the log at the same time; others wait, in the order in which they came.
 const LISTS_MAX: usize = 4;
-/// How long a read waits for room.
+/// How long a read waits for room, a list from when it has the right of way.
 const WAIT_MAX: Duration = Duration::from_secs(7);
 /// Who waits for room is told each time that this much has come free (2 to the power of it, in bytes).
 const FREED_BITS: u32 = 20;
@@ -68,7 +69,7 @@ impl Drop for Held {
 impl Room {
     pub(super) fn new(value_cache_bytes: u64) -> Self {
         let cached = usize::try_from(value_cache_bytes).unwrap_or(usize::MAX);
-        Self::of(BYTES_MAX.saturating_add(cached))
+        Self::of(cached.saturating_mul(2).saturating_add(BYTES_MAX))
     }
 
     fn of(max: usize) -> Self {
@@ -87,22 +88,26 @@ impl Room {
         List { room: self, own: AtomicUsize::new(0), right_of_way: Mutex::new(None), _turn: turn }
     }
 
-    /// Waits until there is room for a few pairs: there is some even when lists have taken theirs.
+    /// Whether there is room for a few pairs: there is some even when lists have taken theirs.
+    pub(super) fn has_some(&self) -> bool {
+        self.bytes() < self.taken.max.saturating_mul(2)
+    }
+
+    /// Waits for that.
     ///
     /// # Errors
     ///
     /// [`Error::TooManyRequests`] if there is none for long.
-    pub(super) async fn wait(&self) -> Result<()> {
-        let has_room = || self.bytes() < self.taken.max.saturating_mul(2);
-        self.waited(async {
-            while !has_room() {
-                self.freed(has_room).await;
-            }
-        })
-        .await
+    pub(super) async fn wait_for_some(&self) -> Result<()> {
+        self.waited(|| self.has_some()).await
     }
 
-    async fn waited(&self, wait: impl Future<Output = ()>) -> Result<()> {
+    async fn waited(&self, has_room: impl Fn() -> bool) -> Result<()> {
+        let wait = async {
+            while !has_room() {
+                self.freed(&has_room).await;
+            }
+        };
         timeout(WAIT_MAX, wait).await.map_err(|_| {
             warn!(bytes = self.bytes(), "a read is refused: clients have not taken the answers that they asked for");
             Error::TooManyRequests
@@ -149,34 +154,29 @@ impl List<'_> {
     /// [`Error::TooManyRequests`] if there is none for long.
     pub(super) async fn wait(&self) -> Result<()> {
         let room = self.room;
+        let has_room_beside =
+            |held: &AtomicUsize| room.bytes().saturating_sub(held.load(Ordering::Relaxed)) < room.taken.max;
         // Parts of it that are read at once ask one after the other.
         let mut right_of_way = self.right_of_way.lock().await;
-        room.waited(async {
-            loop {
-                let without = if right_of_way.is_some() { &room.reading } else { &self.own };
-                let has_room = || room.bytes().saturating_sub(without.load(Ordering::Relaxed)) < room.taken.max;
-                if has_room() {
-                    return;
-                }
-                tokio::select! {
-                    () = room.freed(has_room) => {}
-                    first = room.right_of_way.acquire(), if right_of_way.is_none() => *right_of_way = first.ok(),
-                }
+        while right_of_way.is_none() {
+            let has_room = || has_room_beside(&self.own);
+            if has_room() {
+                return Ok(());
             }
-        })
-        .await
+            tokio::select! {
+                () = room.freed(has_room) => {}
+                first = room.right_of_way.acquire() => *right_of_way = Some(first.expect("nobody closes it")),
+            }
+        }
+        room.waited(|| has_room_beside(&room.reading)).await
     }
 
     /// As [`Room::count`].
     pub(super) fn count(&self, found: Vec<(RowId, EncodedKv)>) -> Vec<(RowId, EncodedKv)> {
-        self.hold(found.iter().map(|(_, kv)| kv.len()).sum());
-        self.room.count(found)
-    }
-
-    /// It holds so many bytes more, of the value cache's for example, which others may have read: it must not wait for them.
-    pub(super) fn hold(&self, bytes: usize) {
+        let bytes = found.iter().map(|(_, kv)| kv.len()).sum();
         self.room.reading.fetch_add(bytes, Ordering::Relaxed);
         self.own.fetch_add(bytes, Ordering::Relaxed);
+        self.room.count(found)
     }
 }
 
@@ -204,7 +204,7 @@ mod tests {
         let room = Room::of(10_000);
         let (list, owner) = (room.list().await, room.list().await);
         let own = owner.count(values(11));
-        assert!(owner.wait().now_or_never().is_some() && room.wait().now_or_never().is_some());
+        assert!(owner.wait().now_or_never().is_some() && room.wait_for_some().now_or_never().is_some());
         drop(owner);
         assert_eq!(list.wait().await, Err(Error::TooManyRequests));
         let slice: Vec<_> = own.iter().map(|(_, kv)| kv.value()).collect();
