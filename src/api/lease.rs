@@ -2,8 +2,8 @@
 
 use std::pin::Pin;
 
-use futures_util::{FutureExt as _, Stream, stream};
-use tokio::task::yield_now;
+use futures_util::{Stream, stream};
+use tokio::task::coop::consume_budget;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::Context;
@@ -12,9 +12,6 @@ use crate::{
     store,
     types::LeaseId,
 };
-
-/// Keep-alives of a stream that are answered before others come: some 50 microseconds.
-const AT_ONCE_MAX: usize = 16;
 
 #[tonic::async_trait]
 impl Lease for Context {
@@ -46,10 +43,18 @@ impl Lease for Context {
         &self,
         request: Request<Streaming<pb::LeaseKeepAliveRequest>>,
     ) -> Result<Response<Self::LeaseKeepAliveStream>, Status> {
-        let start = KeepAlives { service: self.clone(), requests: request.into_inner(), at_once: 0 };
-        let answers = stream::try_unfold(start, |mut keep_alives| async {
-            let answer = keep_alives.next().await?;
-            Ok(answer.map(|answer| (answer, keep_alives)))
+        let start = (self.clone(), request.into_inner());
+        let answers = stream::try_unfold(start, |(mut service, mut requests)| async move {
+            // Many that came at once are answered by and by.
+            consume_budget().await;
+            let request = tokio::select! {
+                request = requests.message() => request?,
+                _ = service.stopping.wait_for(|stopping| *stopping) => return Err(store::Error::Stopped.into()),
+            };
+            let Some(request) = request else { return Ok(None) };
+            let (revision, ttl) = service.store.keep_alive(LeaseId(request.id)).await?;
+            let answer = pb::LeaseKeepAliveResponse { header: service.header(revision), id: request.id, ttl };
+            Ok(Some((answer, (service, requests))))
         });
         Ok(Response::new(Box::pin(answers)))
     }
@@ -84,40 +89,5 @@ impl Lease for Context {
     ) -> Result<Response<pb::LeaseLeasesResponse>, Status> {
         let leases = self.store.leases().await?.into_iter().map(|id| pb::LeaseStatus { id: id.0 }).collect();
         Ok(Response::new(pb::LeaseLeasesResponse { header: self.header(self.store.head()), leases }))
-    }
-}
-
-/// A stream of keep-alives. Many that came at once are answered by and by.
-struct KeepAlives {
-    service: Context,
-    requests: Streaming<pb::LeaseKeepAliveRequest>,
-    /// Answered since there was none.
-    at_once: usize,
-}
-
-impl KeepAlives {
-    async fn next(&mut self) -> Result<Option<pb::LeaseKeepAliveResponse>, Status> {
-        let Self { service, requests, at_once } = self;
-        if *at_once >= AT_ONCE_MAX {
-            yield_now().await;
-            *at_once = 0;
-            if *service.stopping.borrow() {
-                return Err(store::Error::Stopped.into());
-            }
-        }
-        *at_once += 1;
-        let request = match requests.message().now_or_never() {
-            Some(request) => request?,
-            None => {
-                *at_once = 0;
-                tokio::select! {
-                    request = requests.message() => request?,
-                    _ = service.stopping.wait_for(|stopping| *stopping) => return Err(store::Error::Stopped.into()),
-                }
-            }
-        };
-        let Some(request) = request else { return Ok(None) };
-        let (revision, ttl) = service.store.keep_alive(LeaseId(request.id)).await?;
-        Ok(Some(pb::LeaseKeepAliveResponse { header: service.header(revision), id: request.id, ttl }))
     }
 }
