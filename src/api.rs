@@ -9,6 +9,7 @@ mod cluster;
 pub(crate) mod convert;
 mod election;
 mod front;
+mod inbox;
 pub(crate) mod intake;
 pub(crate) mod interval_check;
 mod kv;
@@ -46,6 +47,7 @@ use crate::{
     snapshot::Folder,
     store::Store,
     trace::export::Exporter,
+    turns::Turns,
     types::Revision,
 };
 
@@ -97,6 +99,8 @@ struct Context {
     store: Arc<Store>,
     settings: Arc<Settings>,
     snapshots: Snapshots,
+    /// Of who sends many requests on a stream.
+    turns: Arc<Turns>,
     /// Turns true when the server goes down.
     stopping: watch_channel::Receiver<bool>,
 }
@@ -113,7 +117,7 @@ impl Context {
     }
 }
 
-/// All services. `stopping` ends the streams, which would otherwise outlive any drain.
+/// All services. `turns` are those that connections are read at; `stopping` ends the streams, which would otherwise outlive any drain.
 ///
 /// # Errors
 ///
@@ -122,13 +126,14 @@ pub fn services(
     store: Arc<Store>,
     settings: Settings,
     intake: Arc<Intake>,
+    turns: Arc<Turns>,
     stopping: watch_channel::Receiver<bool>,
 ) -> Result<Front, tonic_reflection::server::Error> {
     let (small, long) = (settings.small_message_bytes(), settings.max_message_bytes());
     let (metrics, exporter) = (Arc::clone(store.metrics()), settings.exporter.clone());
     let meter = meter::Meter::new(metrics, intake, settings.patience, exporter)?;
     let snapshots = Snapshots::new(&store, settings.snapshots.clone());
-    let context = Arc::new(Context { store, settings: Arc::new(settings), snapshots, stopping });
+    let context = Arc::new(Context { store, settings: Arc::new(settings), snapshots, turns, stopping });
     let (_, health) = tonic_health::server::health_reporter();
     let reflection = || {
         tonic_reflection::server::Builder::configure()

@@ -4,7 +4,6 @@
 //! may be connected as there are file descriptors for, but for those that the server itself needs ([`Places`]).
 
 mod guard;
-mod pieces;
 mod places;
 mod seldom;
 pub mod tls;
@@ -39,12 +38,12 @@ use tokio_rustls::server::TlsStream;
 use tracing::{debug, error, warn};
 
 pub use self::places::Places;
-use self::{guard::Guarded, pieces::Pieces, seldom::Seldom};
+use self::{guard::Guarded, seldom::Seldom};
 use crate::{
     config::{FileMode, ListenUrl, Scheme},
     gather::gather,
     supervise::{caught, vital},
-    turns::Turns,
+    turns::{Portions, Turns},
 };
 
 /// What a client may send on a stream, and on a connection, before it is read. Bytes.
@@ -269,6 +268,11 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
     }
 }
 
+/// What is read of a connection at a turn, in bytes.
+fn portions(turns: &Arc<Turns>) -> Portions {
+    Portions::new(turns, 1 << 10..=16 << 10)
+}
+
 type Connections<S> = mpsc::Receiver<Guarded<Connection<S>>>;
 
 /// Those who have said who they are; nobody is accepted any more when the second is dropped.
@@ -303,14 +307,14 @@ async fn accept_all<L: Accept>(
         let (stream, remote) = next_client(&socket).await;
         let Some(tls) = &tls else {
             // Nobody takes it any more once the server goes down.
-            let _ = ready.send(Guarded::new(Connection::Plain(stream), Pieces::new(&turns), place)).await;
+            let _ = ready.send(Guarded::new(Connection::Plain(stream), portions(&turns), place)).await;
             continue;
         };
-        let (tls, ready, pieces) = (Arc::clone(tls), ready.clone(), Pieces::new(&turns));
+        let (tls, ready, portions) = (Arc::clone(tls), ready.clone(), portions(&turns));
         tokio::spawn(async move {
             match caught(tls.accept(stream)).await {
                 Ok(Ok(stream)) => {
-                    drop(ready.send(Guarded::new(Connection::Tls(Box::new(stream)), pieces, place)).await);
+                    drop(ready.send(Guarded::new(Connection::Tls(Box::new(stream)), portions, place)).await);
                 }
                 Ok(Err(error)) => debug!(%remote, %error, "rejected connection"),
                 Err(panic) => error!(%remote, place = panic.place, message = panic.message, "a handshake panicked"),

@@ -68,17 +68,17 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
     let exporter = exporter(&settings)?;
+    // Apart from the store's, which rest now and then: a put of 64 KiB is read at turns, and no long work.
+    let (turns, give_turns) = Turns::new();
+    vital("the giving of turns to connections", give_turns);
     let intake = Arc::new(api::Intake::new(store.turns()));
     let served = api_settings(&settings, snapshots, exporter.clone());
-    let services = api::services(Arc::clone(&store), served, Arc::clone(&intake), stopping.clone())
+    let services = api::services(Arc::clone(&store), served, Arc::clone(&intake), Arc::clone(&turns), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
     let services = services
         .with(|grpc| http::routes(grpc, &store, intake))
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
-    // Apart from the store's, which rest now and then: a put of 64 KiB is read at turns, and no long work.
-    let (turns, give_turns) = Turns::new();
-    vital("the giving of turns to connections", give_turns);
     let clients = connections(&settings, Places::for_clients(), &turns);
     for listener in listeners {
         announce(&listener.url);

@@ -10,6 +10,8 @@
 //! processor left a short request waits there as well, behind what many steps set off. So turns rest now and then, while
 //! short requests are answered: twice as long as they were given. That leaves a third of the time to all that is long.
 
+mod portions;
+
 use std::{
     future::poll_fn,
     sync::{
@@ -26,6 +28,8 @@ use tokio::{
     task::yield_now,
     time::{Instant, sleep},
 };
+
+pub use self::portions::Portions;
 
 /// How long turns are given before a rest: what a timer can measure.
 const STRETCH: Duration = Duration::from_millis(1);

@@ -3,10 +3,9 @@
 use std::pin::Pin;
 
 use futures_util::{Stream, stream};
-use tokio::task::coop::consume_budget;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::Context;
+use super::{Context, inbox::Inbox};
 use crate::{
     proto::server::etcdserverpb::{self as pb, lease_server::Lease},
     store,
@@ -43,10 +42,8 @@ impl Lease for Context {
         &self,
         request: Request<Streaming<pb::LeaseKeepAliveRequest>>,
     ) -> Result<Response<Self::LeaseKeepAliveStream>, Status> {
-        let start = (self.clone(), request.into_inner());
+        let start = (self.clone(), Inbox::new(request.into_inner(), &self.turns));
         let answers = stream::try_unfold(start, |(mut service, mut requests)| async move {
-            // Many that came at once are answered by and by.
-            consume_budget().await;
             let request = tokio::select! {
                 request = requests.message() => request?,
                 _ = service.stopping.wait_for(|stopping| *stopping) => return Err(store::Error::Stopped.into()),

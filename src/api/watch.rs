@@ -17,7 +17,7 @@ use tonic::{
 use tonic_prost::ProstDecoder;
 use tracing::{debug, warn};
 
-use super::{Context, status::panicked};
+use super::{Context, inbox::Inbox, status::panicked};
 use crate::{
     proto::server::etcdserverpb::{self as pb, watch_create_request::FilterType, watch_request::RequestUnion},
     store,
@@ -104,8 +104,9 @@ async fn serve_or_fail(context: Arc<Context>, requests: Streaming<pb::WatchReque
 
 /// Serves one stream until the client is gone or the server stops. A client that has sent all its requests still gets its
 /// events.
-async fn serve(context: Arc<Context>, mut requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
+async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
     let store = &context.store;
+    let mut requests = Inbox::new(requests, &context.turns);
     let mut session = Session::new(Arc::clone(store.hub()), Arc::clone(store.log()), Arc::clone(&outbox));
     let mut stopping = context.stopping.clone();
     let mut requests_open = true;

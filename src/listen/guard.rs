@@ -1,5 +1,5 @@
 //! A client's connection, ended when the client leaves the server waiting: it has to say which protocol it speaks, and to take
-//! what is sent to it. What it sends is read by [`Pieces`].
+//! what is sent to it. What it sends is read in [`Portions`].
 
 use std::{
     fmt, io,
@@ -15,7 +15,8 @@ use tokio::{
 };
 use tracing::warn;
 
-use super::{pieces::Pieces, seldom::Seldom};
+use super::seldom::Seldom;
+use crate::turns::Portions;
 
 /// How long a client has to say which protocol it speaks.
 const HELLO_MAX: Duration = Duration::from_secs(10);
@@ -32,7 +33,7 @@ pub(super) struct Guarded<S> {
     inner: S,
     hello: Option<Hello>,
     stall: Option<Pin<Box<Sleep>>>,
-    pieces: Pieces,
+    portions: Portions,
     /// Of those who may be connected at the same time.
     _place: OwnedSemaphorePermit,
 }
@@ -43,9 +44,9 @@ struct Hello {
 }
 
 impl<S> Guarded<S> {
-    pub(super) fn new(inner: S, pieces: Pieces, place: OwnedSemaphorePermit) -> Self {
+    pub(super) fn new(inner: S, portions: Portions, place: OwnedSemaphorePermit) -> Self {
         let hello = Hello { bytes: 0, deadline: Box::pin(sleep(HELLO_MAX)) };
-        Self { inner, hello: Some(hello), stall: None, pieces, _place: place }
+        Self { inner, hello: Some(hello), stall: None, portions, _place: place }
     }
 
     /// Passes on what writing came to, unless it has been waiting for too long.
@@ -69,6 +70,23 @@ fn timed_out(text: String) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, text)
 }
 
+fn read_at_most<S: AsyncRead>(
+    most: usize,
+    inner: Pin<&mut S>,
+    context: &mut Context<'_>,
+    buffer: &mut ReadBuf<'_>,
+) -> Poll<io::Result<()>> {
+    // The usual case, in which nothing has to be initialized.
+    if buffer.remaining() <= most {
+        return inner.poll_read(context, buffer);
+    }
+    let mut part = ReadBuf::new(buffer.initialize_unfilled_to(most));
+    let read = inner.poll_read(context, &mut part);
+    let bytes = part.filled().len();
+    buffer.advance(bytes);
+    read
+}
+
 impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
@@ -76,11 +94,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = &mut *self;
-        ready!(this.pieces.poll(context));
+        let portion = ready!(this.portions.poll(context));
         let before = buffer.filled().len();
-        let read = Pin::new(&mut this.inner).poll_read(context, buffer);
+        let read = read_at_most(portion, Pin::new(&mut this.inner), context, buffer);
         let bytes = buffer.filled().len() - before;
-        this.pieces.read(if read.is_ready() { Poll::Ready(bytes) } else { Poll::Pending });
+        this.portions.took(if read.is_ready() { Poll::Ready(bytes) } else { Poll::Pending });
         let Some(hello) = &mut this.hello else { return read };
         hello.bytes += bytes;
         if hello.bytes >= HELLO_BYTES {
@@ -144,12 +162,12 @@ mod tests {
     };
 
     use super::*;
-    use crate::turns::Turns;
+    use crate::{listen::portions, turns::Turns};
 
     async fn guarded(buffer: usize) -> (Guarded<tokio::io::DuplexStream>, tokio::io::DuplexStream) {
         let place = Arc::new(Semaphore::new(1)).acquire_owned().await.expect("a place");
         let (server, client) = duplex(buffer);
-        (Guarded::new(server, Pieces::new(&Turns::new().0), place), client)
+        (Guarded::new(server, portions(&Turns::new().0), place), client)
     }
 
     #[tokio::test(start_paused = true)]
@@ -201,7 +219,7 @@ mod tests {
             let place = Arc::new(Semaphore::new(1)).acquire_owned().await.expect("a place");
             let (server, mut client) = duplex(BYTES);
             let (turns, give) = Turns::new();
-            let mut server = Guarded::new(server, Pieces::new(&turns), place);
+            let mut server = Guarded::new(server, portions(&turns), place);
             let _nobody_gives = if given { Err(tokio::spawn(give)) } else { Ok(give) };
             client.write_all(&vec![7; BYTES]).await.expect("room");
             drop(client);

@@ -40,10 +40,18 @@ impl Wakeful {
             self.last.is_some_and(|last| last.took < COMMIT_MAX && begun.duration_since(last.ended) < THINK_MAX);
         let until = (self.is_on && is_lone && is_at_work).then(|| begun + COMMIT_MAX);
         let mut commit = pin!(commit);
+        let mut is_first = true;
         let done = poll_fn(|context| {
             let polled = commit.as_mut().poll(context);
-            if polled.is_pending() && until.is_some_and(|until| Instant::now() < until) {
-                context.waker().wake_by_ref();
+            if polled.is_pending() {
+                let awake = until.is_some_and(|until| Instant::now() < until);
+                if awake {
+                    context.waker().wake_by_ref();
+                }
+                if self.is_on && (awake || is_first) {
+                    is_first = false;
+                    std::thread::yield_now();
+                }
             }
             polled
         })

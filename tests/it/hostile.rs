@@ -8,6 +8,7 @@ mod encoded;
 mod wire;
 
 use std::{
+    future::poll_fn,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -21,6 +22,7 @@ use parking_lot::Mutex;
 use prost::Message as _;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
     task::JoinSet,
     time::timeout,
 };
@@ -29,9 +31,7 @@ use tonic::Code;
 use self::{
     arena::{Arena, sized},
     encoded::Caller,
-    wire::{
-        CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS, Wire, frame, headers,
-    },
+    wire::{CONTINUATION, END_HEADERS, END_STREAM, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS, Wire, frame, headers},
 };
 use crate::support::{Authority, Backend, DEADLINE, Stream, eventually, everything, on_both_backends};
 
@@ -151,14 +151,13 @@ async fn half_open_connections_cost_little(backend: Backend) {
 }
 
 async fn floods_end_with_their_connection_or_do_no_harm(backend: Backend) {
-    let count = sized(20_000, 1_000_000);
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let resets = |number: usize| {
         let stream = u32::try_from(2 * number + 1).expect("a stream's number");
         let head = frame(HEADERS, END_HEADERS, stream, &headers(RANGE, &[]));
         [head, frame(RST_STREAM, 0, stream, &8_u32.to_be_bytes())].concat()
     };
-    // Memory, and what the server has to say to it: nothing (it answers for ever) or ENHANCE_YOUR_CALM.
+    // What the server has to say to it: nothing (it answers for ever) or ENHANCE_YOUR_CALM.
     type Flood<'a> = (&'static str, &'a dyn Fn(usize) -> Vec<u8>, Option<u32>);
     let floods: [Flood<'_>; 3] = [
         ("HEADERS and RST_STREAM", &resets, Some(11)),
@@ -166,21 +165,23 @@ async fn floods_end_with_their_connection_or_do_no_harm(backend: Backend) {
         ("SETTINGS", &|_| frame(SETTINGS, 0, 0, &[]), None),
     ];
     for (name, one, error) in floods {
+        let frames = Bytes::from((0..20_000).flat_map(one).collect::<Vec<_>>());
+        // Who is flooded and cannot answer stops reading.
         let mut wire = Wire::open(arena.endpoint()).await;
         let mut taken = true;
-        for chunk in 0..count / 1_000 {
-            let frames: Vec<u8> = (chunk * 1_000..(chunk + 1) * 1_000).flat_map(one).collect();
-            // Who is flooded and cannot answer stops reading.
-            taken = matches!(timeout(Duration::from_secs(3), wire.0.write_all(&frames)).await, Ok(Ok(())));
-            if !taken {
-                break;
-            }
+        for _ in 0..if error.is_some() { 1 } else { sized(1, 50) } {
+            taken = taken && matches!(timeout(Duration::from_secs(3), wire.0.write_all(&frames)).await, Ok(Ok(())));
         }
         println!("{name}: taken {taken}");
         if error.is_some() {
             assert!(!taken || wire.ended().await == error, "{name}");
         }
-        arena.withstands(&format!("{name} flood"), 300, wire).await;
+        arena.withstands(&format!("{name} flood, whose answers are not read"), 300, wire).await;
+        let mut attackers = JoinSet::new();
+        for _ in 0..sized(2, 8) {
+            attackers.spawn(Wire::open(arena.endpoint()).await.flood(arena.endpoint().to_owned(), frames.clone()));
+        }
+        arena.withstands_for_long(&format!("{name} flood"), 300, attackers).await;
     }
 }
 
@@ -201,7 +202,14 @@ async fn metadata_has_a_limit(backend: Backend) {
         taken = taken && endless.send(&frame(CONTINUATION, 0, 1, &[0, 1, b'x', 100, b'y'].repeat(100))).await;
     }
     assert!(!taken || endless.ended().await.is_some(), "a header block of 10 MiB is refused");
-    arena.withstands("metadata without end", 300, wire).await;
+    drop(wire);
+    let block = frame(CONTINUATION, 0, 1, &[0, 1, b'x', 100, b'y'].repeat(100));
+    let endless = Bytes::from([frame(HEADERS, 0, 1, &headers(PUT, &[])), block.repeat(2_000)].concat());
+    let mut attackers = JoinSet::new();
+    for _ in 0..sized(2, 8) {
+        attackers.spawn(Wire::open(arena.endpoint()).await.flood(arena.endpoint().to_owned(), endless.clone()));
+    }
+    arena.withstands_for_long("metadata without end", 300, attackers).await;
 }
 
 /// Opens streams through `h2`, which keeps to the windows that the server grants.
@@ -211,7 +219,7 @@ async fn streams(
     path: &'static str,
     body: Vec<u8>,
 ) -> (JoinSet<()>, Vec<h2::client::ResponseFuture>, Vec<h2::SendStream<bytes::Bytes>>) {
-    let tcp = tokio::net::TcpStream::connect(wire::address(endpoint)).await.expect("the server accepts");
+    let tcp = TcpStream::connect(wire::address(endpoint)).await.expect("the server accepts");
     let (client, connection) = h2::client::Builder::new()
         .initial_window_size(0)
         .max_concurrent_streams(1_000_000)
@@ -243,6 +251,49 @@ async fn streams(
         senders.push(sender);
     }
     (tasks, answers, senders)
+}
+
+/// Sends the same for ever on a stream of its own, as much as the server grants, and takes what is answered.
+async fn pump(endpoint: String, path: &'static str, body: Bytes) {
+    let tcp = TcpStream::connect(wire::address(&endpoint)).await.expect("the server accepts");
+    let (client, connection) = h2::client::Builder::new()
+        .initial_window_size(1 << 30)
+        .initial_connection_window_size(1 << 30)
+        .handshake::<_, Bytes>(tcp)
+        .await
+        .expect("a handshake");
+    let mut client = client.ready().await.expect("ready");
+    let request = http::Request::post(format!("http://x{path}")).header("content-type", "application/grpc");
+    let request = request.header("te", "trailers").body(()).expect("a request");
+    let (answer, mut sender) = client.send_request(request, false).expect("a stream");
+    let send = async {
+        let mut rest = body.clone();
+        loop {
+            if rest.is_empty() {
+                rest = body.clone();
+            }
+            sender.reserve_capacity(rest.len());
+            match poll_fn(|context| sender.poll_capacity(context)).await {
+                Some(Ok(granted)) => {
+                    let piece = rest.split_to(granted.min(rest.len()));
+                    sender.send_data(piece, false).expect("it is granted");
+                }
+                ended => return println!("{path}: {ended:?}"),
+            }
+        }
+    };
+    let take = async {
+        let mut answers = answer.await.expect("an answer").into_body();
+        while let Some(piece) = answers.data().await {
+            let len = piece.expect("more answers").len();
+            answers.flow_control().release_capacity(len).expect("it was taken");
+        }
+    };
+    tokio::select! {
+        () = send => {}
+        () = take => {}
+        ended = connection => println!("{path}: {ended:?}"),
+    }
 }
 
 async fn ten_thousand_streams_on_one_connection_are_served(backend: Backend) {
@@ -290,7 +341,12 @@ async fn messages_that_are_too_long_are_refused(backend: Backend) {
     let answer = timeout(DEADLINE, answers.remove(0)).await.expect("in time").expect("an answer");
     assert_eq!(answer.headers().get("grpc-status").map(|status| status.as_bytes()), Some(&b"12"[..]));
     drop(tasks);
-    arena.withstands("a message of 100 MiB", 300, ()).await;
+    let mut attackers = JoinSet::new();
+    let message = Bytes::from(long.encode_to_vec());
+    for _ in 0..sized(2, 8) {
+        attackers.spawn(Caller::connect(arena.endpoint()).await.call_in_a_loop(PUT, message.clone()));
+    }
+    arena.withstands_for_long("messages of 100 MiB", 300, attackers).await;
 }
 
 async fn watches_that_are_not_read_cost_bounded_memory(backend: Backend) {
@@ -356,7 +412,7 @@ async fn ranges_over_everything_cost_bounded_memory(backend: Backend) {
         });
     }
     tokio::time::sleep(Duration::from_secs(sized(5, 15) as u64)).await;
-    arena.withstands("64 clients that range over everything", 1_500, readers).await;
+    arena.withstands_for_long("64 clients that range over everything", 1_500, readers).await;
     let mut served = served.lock();
     served.push(lists.elapsed());
     let halt = served.array_windows().map(|[one, next]| next.saturating_sub(*one)).max();
@@ -432,7 +488,7 @@ async fn messages_of_too_many_parts_are_refused_at_once(backend: Backend) {
             attackers.spawn(caller.call_in_a_loop(method, message.clone()));
         }
     }
-    arena.withstands("messages of up to a million operations or fields, in a loop", 400, attackers).await;
+    arena.withstands_for_long("messages of up to a million operations or fields, in a loop", 400, attackers).await;
 }
 
 async fn snapshots_that_are_not_read_hold_up_nobody(backend: Backend) {
@@ -468,24 +524,15 @@ async fn keep_alives_without_end_hold_up_nobody(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut client = arena.client().await;
     let id = client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 0 }).await.expect("a lease").into_inner().id;
-    let body = wire::message(&LeaseKeepAliveRequest { id }.encode_to_vec());
+    // A frame full of them.
+    let one = wire::message(&LeaseKeepAliveRequest { id }.encode_to_vec());
+    let many = Bytes::from(one.repeat(16_000 / one.len()));
     let mut attackers = JoinSet::new();
     for _ in 0..8 {
-        let mut wire = Wire::open(arena.endpoint()).await;
-        let head = frame(HEADERS, END_HEADERS, 1, &headers("/etcdserverpb.Lease/LeaseKeepAlive", &[]));
-        assert!(wire.send(&head).await);
-        // As much as the server's first window takes, without reading an answer.
-        let many = body.repeat(16_000 / body.len());
-        attackers.spawn(async move {
-            for _ in 0..100 {
-                if wire.0.write_all(&frame(DATA, 0, 1, &many)).await.is_err() {
-                    return;
-                }
-            }
-            std::future::pending::<()>().await;
-        });
+        let endpoint = arena.endpoint().to_owned();
+        attackers.spawn(pump(endpoint, "/etcdserverpb.Lease/LeaseKeepAlive", many.clone()));
     }
-    arena.withstands("keep-alives without end", 300, attackers).await;
+    arena.withstands_for_long("keep-alives without end", 300, attackers).await;
 }
 
 /// JSON in small pieces, each of which must not cost as much as all before it.
@@ -494,19 +541,23 @@ async fn gateway_is_fed_without_end(backend: Backend) {
     let mut attackers = JoinSet::new();
     for path in ["watch", "kv/put", "lease/keepalive", "kv/txn"] {
         for _ in 0..sized(8, 32) {
-            let mut wire = Wire::tcp(arena.endpoint()).await;
-            let head = format!("POST /v3/{path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n");
-            assert!(wire.send(head.as_bytes()).await);
-            assert!(wire.send(b"7\r\n{\"key\":\r\n1\r\n\"\r\n").await);
+            let endpoint = arena.endpoint().to_owned();
             attackers.spawn(async move {
+                let head = format!("POST /v3/{path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n");
                 let piece = format!("100\r\n{}\r\n", "A".repeat(256)).repeat(16);
-                while wire.0.write_all(piece.as_bytes()).await.is_ok() {}
-                let mut answer = Vec::new();
-                let _ = wire.0.read_to_end(&mut answer).await;
+                // Again when it is refused.
+                loop {
+                    let mut wire = Wire::tcp(&endpoint).await;
+                    let _ = wire.0.write_all(head.as_bytes()).await;
+                    let _ = wire.0.write_all(b"7\r\n{\"key\":\r\n1\r\n\"\r\n").await;
+                    while wire.0.write_all(piece.as_bytes()).await.is_ok() {}
+                    let mut answer = Vec::new();
+                    let _ = wire.0.read_to_end(&mut answer).await;
+                }
             });
         }
     }
-    arena.withstands("JSON without end", 900, attackers).await;
+    arena.withstands_for_long("JSON without end", 900, attackers).await;
 }
 
 async fn gateway_watch_that_is_not_read_costs_bounded_memory(backend: Backend) {

@@ -7,7 +7,10 @@ use std::{
 };
 
 use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest};
-use tokio::time::{timeout, timeout_at};
+use tokio::{
+    task::JoinSet,
+    time::{timeout, timeout_at},
+};
 
 use crate::support::{Backend, Client, DEADLINE, Server, eventually};
 
@@ -47,7 +50,7 @@ fn schedule(policy: &str, whom: &[&str]) {
 
 impl Arena {
     pub async fn new(backend: Backend, flags: &[&str]) -> Option<Self> {
-        let server = Server::orlop_with(backend, flags).await?;
+        let server = Server::under_test_with(backend, flags).await?;
         let mut arena = Self { server, backend, files: 0, memory: 0, before: Duration::ZERO };
         arena.look().await;
         Some(arena)
@@ -90,6 +93,21 @@ impl Arena {
     /// While `held` holds on to what it has, others are served, one who comes anew among them, and memory is bounded. When
     /// it lets go, so does the server.
     pub async fn withstands<T>(&mut self, attack: &str, peak_mib_max: u64, held: T) {
+        self.serves_others(attack, peak_mib_max).await;
+        drop(held);
+        self.lets_go().await;
+    }
+
+    /// The same of attackers who never stop.
+    pub async fn withstands_for_long(&mut self, attack: &str, peak_mib_max: u64, mut attackers: JoinSet<()>) {
+        self.serves_others(attack, peak_mib_max).await;
+        let ended = attackers.try_join_next();
+        assert!(ended.is_none(), "{attack}: an attacker had stopped: {ended:?}");
+        drop(attackers);
+        self.lets_go().await;
+    }
+
+    async fn serves_others(&mut self, attack: &str, peak_mib_max: u64) {
         let attackers = std::process::id().to_string();
         schedule("--idle", &["--all-tasks", "--pid", "0", &attackers]);
         let during = self.bystander_p99().await;
@@ -107,8 +125,6 @@ impl Arena {
             during.as_secs_f64() * 1e3
         );
         assert!(peak >> 10 <= peak_mib_max, "{attack}: the server took {} MiB", peak >> 10);
-        drop(held);
-        self.lets_go().await;
     }
 
     /// No more files are open than before.

@@ -1,7 +1,8 @@
 //! HTTP/2 frame by frame, for what no client library would send.
 
+use bytes::Bytes;
 use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    io::{AsyncReadExt as _, AsyncWriteExt as _, copy, sink},
     net::TcpStream,
     time::timeout,
 };
@@ -98,6 +99,19 @@ impl Wire {
     pub async fn call(&mut self, stream: u32, path: &str, body: &[u8], end: u8) -> bool {
         let head = frame(HEADERS, END_HEADERS, stream, &headers(path, &[]));
         self.send(&[head, frame(DATA, end, stream, &message(body))].concat()).await
+    }
+
+    /// Sends the same again and again and takes what is answered; on a new connection when the server ends this one.
+    pub async fn flood(mut self, endpoint: String, frames: Bytes) {
+        loop {
+            let (mut answers, mut taken) = self.0.split();
+            let mut passed_over = sink();
+            tokio::select! {
+                () = async { while taken.write_all(&frames).await.is_ok() {} } => {}
+                _ = copy(&mut answers, &mut passed_over) => {}
+            }
+            self = Self::open(&endpoint).await;
+        }
     }
 
     /// Reads until the server ends the connection; returns the error of its GOAWAY, if it sent one.

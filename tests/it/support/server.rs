@@ -50,12 +50,17 @@ pub struct Place {
 impl Server {
     /// Orlop, or real etcd where `ORLOP_TEST_TARGET` is `etcd`: so the expectations themselves can be checked.
     pub async fn under_test(backend: Backend) -> Option<Self> {
+        Self::under_test_with(backend, &[]).await
+    }
+
+    /// The same; the flags are Orlop's alone.
+    pub async fn under_test_with(backend: Backend, flags: &[&str]) -> Option<Self> {
         match std::env::var("ORLOP_TEST_TARGET").as_deref() {
             // It has one backend of its own.
             Ok("etcd") if backend == Backend::Postgres => None,
             Ok("etcd") => Self::etcd().await,
             Ok(other) => panic!("ORLOP_TEST_TARGET is `{other}`, neither unset nor etcd"),
-            Err(_) => Self::orlop(backend).await,
+            Err(_) => Self::orlop_with(backend, flags).await,
         }
     }
 
