@@ -7,6 +7,7 @@
 use std::{
     future::{Future, poll_fn},
     pin::pin,
+    thread,
     time::Duration,
 };
 
@@ -16,10 +17,16 @@ use tokio::time::Instant;
 const COMMIT_MAX: Duration = Duration::from_millis(1);
 /// A client that puts one after another is back within this.
 const THINK_MAX: Duration = Duration::from_millis(1);
+/// The database's thread may need the core that we are awake on; it has done with it within this.
+const LENT_MAX: Duration = Duration::from_micros(300);
+/// Where others want the core for longer, commits are slept over for so long.
+const ASLEEP: Duration = Duration::from_secs(1);
 
 pub(super) struct Wakeful {
     is_on: bool,
     last: Option<Lap>,
+    /// Others want the core.
+    asleep_until: Option<Instant>,
 }
 
 #[derive(Clone, Copy)]
@@ -30,7 +37,7 @@ struct Lap {
 
 impl Wakeful {
     pub(super) fn new(is_on: bool) -> Self {
-        Self { is_on, last: None }
+        Self { is_on, last: None, asleep_until: None }
     }
 
     /// What `commit` gives, whose batch has one request and nobody waits behind it where it `is_lone`.
@@ -38,19 +45,24 @@ impl Wakeful {
         let begun = Instant::now();
         let is_at_work =
             self.last.is_some_and(|last| last.took < COMMIT_MAX && begun.duration_since(last.ended) < THINK_MAX);
-        let until = (self.is_on && is_lone && is_at_work).then(|| begun + COMMIT_MAX);
+        let is_asleep = self.asleep_until.is_some_and(|until| begun < until);
+        let mut until = (self.is_on && is_lone && is_at_work && !is_asleep).then(|| begun + COMMIT_MAX);
         let mut commit = pin!(commit);
-        let mut is_first = true;
         let done = poll_fn(|context| {
             let polled = commit.as_mut().poll(context);
-            if polled.is_pending() {
-                let awake = until.is_some_and(|until| Instant::now() < until);
-                if awake {
+            if polled.is_pending()
+                && let Some(end) = until
+            {
+                let lends = Instant::now();
+                thread::yield_now();
+                let now = Instant::now();
+                if now.duration_since(lends) > LENT_MAX {
+                    self.asleep_until = Some(now + ASLEEP);
+                    until = None;
+                } else if now < end {
                     context.waker().wake_by_ref();
-                }
-                if self.is_on && (awake || is_first) {
-                    is_first = false;
-                    std::thread::yield_now();
+                } else {
+                    until = None;
                 }
             }
             polled
@@ -85,7 +97,7 @@ mod tests {
 
     /// As one that ended just now.
     fn at_work(is_on: bool, took: Duration) -> Wakeful {
-        Wakeful { is_on, last: Some(Lap { took, ended: Instant::now() }) }
+        Wakeful { is_on, last: Some(Lap { took, ended: Instant::now() }), asleep_until: None }
     }
 
     #[tokio::test]

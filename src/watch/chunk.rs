@@ -38,12 +38,16 @@ impl Drop for Counted {
     }
 }
 
-/// The events of one or more whole revisions, encoded one behind the other as `WatchResponse.events`.
+/// The events of one or more whole revisions, encoded one behind the other as `WatchResponse.events`. No larger than a
+/// pointer, as it waits in many queues.
 #[derive(Clone, Debug)]
-pub struct Chunk {
+pub struct Chunk(Arc<Events>);
+
+#[derive(Debug)]
+struct Events {
     bytes: Bytes,
     /// Where each event ends in `bytes`.
-    ends: Arc<[usize]>,
+    ends: Box<[usize]>,
     first: Revision,
 }
 
@@ -84,37 +88,37 @@ impl Chunk {
     }
 
     pub fn bytes(&self) -> &Bytes {
-        &self.bytes
+        &self.0.bytes
     }
 
     /// The oldest revision in it.
     pub fn first(&self) -> Revision {
-        self.first
+        self.0.first
     }
 
     pub fn len(&self) -> usize {
-        self.bytes.len()
+        self.0.bytes.len()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.bytes.is_empty()
+        self.0.bytes.is_empty()
     }
 
     /// Whether both are one piece of memory.
     pub fn is_same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.ends, &other.ends)
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// Its events in pieces of at most `limit` bytes where single events allow it.
     pub fn pieces(&self, limit: usize) -> impl Iterator<Item = Bytes> {
         let mut start = 0;
-        let mut ends = self.ends.iter().copied().peekable();
+        let mut ends = self.0.ends.iter().copied().peekable();
         std::iter::from_fn(move || {
             let mut end = ends.next()?;
             while let Some(next) = ends.next_if(|next| next - start <= limit) {
                 end = next;
             }
-            let piece = self.bytes.slice(start..end);
+            let piece = self.0.bytes.slice(start..end);
             start = end;
             Some(piece)
         })
@@ -144,6 +148,7 @@ impl Open {
     }
 
     fn close(self) -> Option<Chunk> {
-        Some(Chunk { first: self.first?, bytes: Bytes::from_owner(Counted::new(self.bytes)), ends: self.ends.into() })
+        let (first, bytes) = (self.first?, Bytes::from_owner(Counted::new(self.bytes)));
+        Some(Chunk(Arc::new(Events { bytes, ends: self.ends.into(), first })))
     }
 }

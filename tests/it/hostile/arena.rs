@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    process::Command,
+    process::{self, Command},
     time::{Duration, Instant},
 };
 
@@ -39,13 +39,32 @@ fn is_long() -> bool {
     std::env::var_os("ORLOP_HOSTILE_LONG").is_some()
 }
 
-/// Attackers have machines of their own. In the long form, which measures times, they get of this one what the server, its
-/// database and the bystander leave over; that they ever leave this state needs root.
-fn schedule(policy: &str, whom: &[&str]) {
-    if is_long() {
-        let done = Command::new("chrt").arg(policy).args(whom).status();
-        assert!(done.is_ok_and(|status| status.success()), "chrt {policy} {whom:?}, of util-linux, as root");
+/// Attackers have machines of their own. In the long form, which measures times, they get of half of this one's processors what
+/// the server, its database and the bystander leave over; that they ever leave this state needs root.
+fn schedule(policy: &str, processors: &str, whom: u32) {
+    if !is_long() {
+        return;
     }
+    let whom = whom.to_string();
+    for (tool, how) in [
+        ("chrt", [policy, "--all-tasks", "--pid", "0"]),
+        ("taskset", ["--all-tasks", "--cpu-list", "--pid", processors]),
+    ] {
+        let done = Command::new(tool).args(how).arg(&whom).output();
+        assert!(done.is_ok_and(|done| done.status.success()), "{tool} {how:?} {whom}, of util-linux, as root");
+    }
+}
+
+/// `0-7`, whatever of it is ours now.
+fn all_processors() -> String {
+    let all = fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
+    all.trim().to_owned()
+}
+
+/// `4-7`
+fn half_of(processors: &str) -> String {
+    let last = processors.rsplit(['-', ',']).next().and_then(|last| last.parse::<usize>().ok());
+    last.map_or_else(|| processors.to_owned(), |last| format!("{}-{last}", last.div_ceil(2)))
 }
 
 impl Arena {
@@ -108,10 +127,10 @@ impl Arena {
     }
 
     async fn serves_others(&mut self, attack: &str, peak_mib_max: u64) {
-        let attackers = std::process::id().to_string();
-        schedule("--idle", &["--all-tasks", "--pid", "0", &attackers]);
+        let all = all_processors();
+        schedule("--idle", &half_of(&all), process::id());
         let during = self.bystander_p99().await;
-        schedule("--other", &["--all-tasks", "--pid", "0", &attackers]);
+        schedule("--other", &all, process::id());
         let newcomer = timeout(DEADLINE, self.client()).await;
         assert!(newcomer.is_ok(), "who comes anew gets in");
         drop(newcomer);
@@ -152,7 +171,7 @@ impl Arena {
 #[tokio::test]
 #[ignore = "a process of other tests"]
 async fn bystander() {
-    schedule("--other", &["--all-tasks", "--pid", "0", &std::process::id().to_string()]);
+    schedule("--other", &all_processors(), process::id());
     let endpoint = std::env::var(BYSTANDER_ENDPOINT).expect("it is told whom to call");
     println!("\n{BYSTANDER_SAYS}{}", put_and_get_p99(&endpoint).await.as_nanos());
 }

@@ -1,8 +1,10 @@
 //! HTTP/2 frame by frame, for what no client library would send.
 
+use std::{io::ErrorKind, time::Duration};
+
 use bytes::Bytes;
 use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _, copy, sink},
+    io::{AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, copy, sink},
     net::TcpStream,
     time::timeout,
 };
@@ -72,6 +74,15 @@ pub fn address(endpoint: &str) -> &str {
     endpoint.rsplit("//").next().expect("an endpoint is a URL")
 }
 
+/// By pieces that the kernel copies soon: not even who is run when nobody else wants to leaves it before.
+async fn send_for_ever(to: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) {
+    for piece in bytes.chunks(16 << 10).cycle() {
+        if to.write_all(piece).await.is_err() {
+            return;
+        }
+    }
+}
+
 impl Wire {
     pub async fn tcp(endpoint: &str) -> Self {
         Self(TcpStream::connect(address(endpoint)).await.expect("the server accepts"))
@@ -107,8 +118,13 @@ impl Wire {
             let (mut answers, mut taken) = self.0.split();
             let mut passed_over = sink();
             tokio::select! {
-                () = async { while taken.write_all(&frames).await.is_ok() {} } => {}
+                () = send_for_ever(&mut taken, &frames) => {}
                 _ = copy(&mut answers, &mut passed_over) => {}
+            }
+            // Of addresses that were just used there may be none left for a while.
+            while let Err(error) = TcpStream::connect(address(&endpoint)).await.map(drop) {
+                assert_eq!(error.kind(), ErrorKind::AddrNotAvailable, "{error}");
+                tokio::time::sleep(Duration::from_millis(10)).await;
             }
             self = Self::open(&endpoint).await;
         }
