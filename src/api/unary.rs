@@ -22,6 +22,10 @@ use crate::turns::Turns;
 
 /// A gRPC frame's head: one byte of flags, four of length.
 pub(super) const FRAME_HEAD_BYTES: usize = 5;
+/// What comes in a frame of its own may be part of a buffer of sixteen KiB.
+const PART_BYTES: usize = 4 << 10;
+/// What is shorter is gathered to so much.
+const TAIL_BYTES: usize = 64 << 10;
 
 pub(super) type Response = Result<http::Response<Body>, Infallible>;
 
@@ -43,21 +47,20 @@ pub(super) async fn request<M: Looked>(
 ) -> Result<M, Status> {
     let message_bytes_max = settings.max_message_bytes();
     let mut body = pin!(request.into_body());
-    let mut received = Bytes::new();
-    let mut wanted = FRAME_HEAD_BYTES;
-    loop {
-        if received.len() >= FRAME_HEAD_BYTES {
-            wanted = FRAME_HEAD_BYTES + message_len(&received, message_bytes_max)?;
-        }
-        if received.len() >= wanted && received.len() >= FRAME_HEAD_BYTES {
-            break;
+    let mut received = Received::default();
+    let wanted = loop {
+        if let Some(head) = received.head() {
+            let wanted = FRAME_HEAD_BYTES + message_len(head, message_bytes_max)?;
+            if received.len >= wanted {
+                break wanted;
+            }
         }
         let Some(frame) = body.frame().await else {
             return Err(Status::internal("orlop: the request ended before its message did"));
         };
         let Ok(data) = frame.map_err(|error| Status::from_error(error.into()))?.into_data() else { continue };
-        received = append(received, data);
-    }
+        received.push(data);
+    };
     // A stream that the client has not ended would be reset when its body is dropped. One that broke never ends: it gives
     // its error again and again.
     while !body.is_end_stream() {
@@ -66,13 +69,12 @@ pub(super) async fn request<M: Looked>(
             None => break,
         }
     }
-    let message = received.slice(FRAME_HEAD_BYTES..wanted);
+    let message = received.joined().slice(FRAME_HEAD_BYTES..wanted);
     M::check(&message, settings.max_txn_ops)?;
     M::decode(message).map_err(|error| Status::internal(format!("orlop: cannot decode the request: {error}")))
 }
 
-fn message_len(received: &Bytes, message_bytes_max: usize) -> Result<usize, Status> {
-    let mut head = &received[..FRAME_HEAD_BYTES];
+fn message_len(mut head: &[u8], message_bytes_max: usize) -> Result<usize, Status> {
     if head.get_u8() != 0 {
         return Err(Status::unimplemented(
             "orlop: compressed requests are not supported; send them with identity encoding",
@@ -82,14 +84,61 @@ fn message_len(received: &Bytes, message_bytes_max: usize) -> Result<usize, Stat
     if len > message_bytes_max { Err(message_too_large(len, message_bytes_max)) } else { Ok(len) }
 }
 
-/// Most messages come in one frame and are not copied.
-fn append(received: Bytes, data: Bytes) -> Bytes {
-    if received.is_empty() {
-        return data;
+/// What has come of a message. Most come in one frame and are not copied; of a long one each byte is copied once, when it is
+/// whole: a buffer that doubles as it grows would be copied as often, into memory that the kernel has to clear each time.
+#[derive(Default)]
+struct Received {
+    first: Bytes,
+    more: Vec<Bytes>,
+    /// Parts so short that each would hold much more than itself.
+    tail: BytesMut,
+    len: usize,
+}
+
+impl Received {
+    fn push(&mut self, data: Bytes) {
+        let is_first = self.len == 0;
+        self.len += data.len();
+        let is_part = data.len() >= if is_first { FRAME_HEAD_BYTES } else { PART_BYTES };
+        // The head is not cut in two.
+        let may_end = !self.first.is_empty() || self.tail.is_empty() || self.tail.len() >= FRAME_HEAD_BYTES;
+        if is_part && may_end {
+            self.end_tail();
+            self.push_part(data);
+            return;
+        }
+        self.tail.extend_from_slice(&data);
+        if self.tail.len() >= TAIL_BYTES {
+            self.end_tail();
+        }
     }
-    let mut joined = received.try_into_mut().unwrap_or_else(|received| BytesMut::from(&received[..]));
-    joined.extend_from_slice(&data);
-    joined.freeze()
+
+    fn push_part(&mut self, part: Bytes) {
+        if self.first.is_empty() { self.first = part } else { self.more.push(part) }
+    }
+
+    fn end_tail(&mut self) {
+        if !self.tail.is_empty() {
+            let tail = std::mem::take(&mut self.tail).freeze();
+            self.push_part(tail);
+        }
+    }
+
+    fn head(&self) -> Option<&[u8]> {
+        let first = if self.first.is_empty() { &self.tail[..] } else { &self.first[..] };
+        first.get(..FRAME_HEAD_BYTES)
+    }
+
+    fn joined(mut self) -> Bytes {
+        self.end_tail();
+        if self.more.is_empty() {
+            return self.first;
+        }
+        let mut joined = BytesMut::with_capacity(self.len);
+        joined.extend_from_slice(&self.first);
+        self.more.iter().for_each(|part| joined.extend_from_slice(part));
+        joined.freeze()
+    }
 }
 
 pub(super) fn respond<M: IntoSegments>(answer: Result<M, Status>, turns: &Arc<Turns>) -> Response {
@@ -104,4 +153,39 @@ pub(super) fn grpc_response(body: Body) -> http::Response<Body> {
     let mut response = http::Response::new(body);
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_the_same_however_it_comes() {
+        let message: Vec<u8> = (0..300_000_u32).map(|number| (number % 251) as u8).collect();
+        let table: [(&str, &[usize], bool); 7] = [
+            ("whole", &[300_000], false),
+            ("byte by byte", &[1], true),
+            ("a head cut in two", &[2, 16 << 10], true),
+            ("a head, and frames", &[5, 16 << 10], true),
+            ("frames", &[16 << 10], true),
+            ("frames and crumbs", &[16 << 10, 3, 0, 20, 16 << 10], true),
+            ("nothing first", &[0, 0, 100_000], true),
+        ];
+        for (name, sizes, is_copied) in table {
+            let whole = Bytes::from(message.clone());
+            let (mut received, mut rest) = (Received::default(), whole.clone());
+            for size in sizes.iter().cycle() {
+                received.push(rest.split_to(rest.len().min(*size)));
+                let head = (received.len >= FRAME_HEAD_BYTES).then(|| &message[..FRAME_HEAD_BYTES]);
+                assert_eq!(received.head(), head, "{name}");
+                assert!(received.more.len() * PART_BYTES <= received.len, "{name}: many short parts");
+                if rest.is_empty() {
+                    break;
+                }
+            }
+            let joined = received.joined();
+            assert!(joined == message, "{name}");
+            assert_eq!(joined.as_ptr() != whole.as_ptr(), is_copied, "{name}");
+        }
+    }
 }
