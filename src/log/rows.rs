@@ -4,6 +4,7 @@ use sqlx::{
     ColumnIndex, Decode, Row, Type,
     migrate::{MigrateError, Migrator},
 };
+use tokio::task::coop::consume_budget;
 
 use super::{Connections, Error, LoggedLease, Meta, Page, Position, Result, StoredRow, Table, WithPrev, alarm};
 use crate::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
@@ -18,6 +19,9 @@ pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
 pub(super) const REPLAY_ROWS: usize = 10_000;
 /// Rows asked for in one statement of [`super::Log::values`]; keeps reads short.
 pub(super) const VALUES_ROWS_MAX: usize = 2_000;
+/// Of the 128 units that a task may spend before others come, so many bytes of values that were read take one: 128 KiB are
+/// decoded in some 50 microseconds, and ten times as long where the kernel has no memory at hand.
+const UNIT_BYTES: usize = 1 << 10;
 
 /// A row's columns, `id, sub, key, value, lease, version, create_revision, prev_revision, deleted` (0 or 1).
 pub(super) struct RowColumns {
@@ -71,6 +75,13 @@ pub(super) fn pair(row: &impl LogRow) -> Result<(RowId, EncodedKv)> {
 }
 
 /// From the columns `id` and `sub`.
+/// What decoding a row costs: others come first when it is too much.
+pub(super) async fn spend(units: usize, bytes: usize) {
+    for _ in 0..units + bytes / UNIT_BYTES {
+        consume_budget().await;
+    }
+}
+
 pub(super) fn row_id(id: i64, sub: i64) -> Result<RowId> {
     let sub = u32::try_from(sub).map_err(|_| Error::Corrupt(format!("row {id} has the sub {sub}")))?;
     Ok(RowId::new(Revision(id), sub))

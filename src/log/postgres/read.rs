@@ -2,7 +2,6 @@
 
 use futures_util::TryStreamExt as _;
 use sqlx::PgConnection;
-use tokio::task::coop::consume_budget;
 
 use crate::{
     log::{
@@ -15,10 +14,8 @@ use crate::{
     types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
 
-/// Of the 128 units that a task may spend before others come, a row takes so many, and one for so many bytes: 32 short rows
-/// or 128 KiB are decoded in some 50 microseconds.
-const ROW_BUDGET: usize = 4;
-const BUDGET_BYTES: usize = 1 << 10;
+/// What a row costs beside its bytes, see [`rows::spend`].
+const ROW_UNITS: usize = 4;
 
 /// As [`crate::log::History::meta`], but for the member.
 pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
@@ -84,9 +81,7 @@ pub(super) async fn values(
                     Err(error) => return Ok(Err(error)),
                 };
                 // Where the database is ahead of us all rows are here already: others come in between.
-                for _ in 0..ROW_BUDGET + pair.1.len() / BUDGET_BYTES {
-                    consume_budget().await;
-                }
+                rows::spend(ROW_UNITS, pair.1.len()).await;
                 found.push(pair);
             }
         }

@@ -65,7 +65,10 @@ pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) ->
                 Ok(packed) => {
                     for row in packed::rows(&packed)? {
                         let row = row?;
-                        found.push((row.row, row.kv()));
+                        let kv = row.kv();
+                        // All rows are here already: others come in between.
+                        rows::spend(1, kv.len()).await;
+                        found.push((row.row, kv));
                     }
                 }
                 Err(error) if part.len() > 1 && has_code(&error, SQLITE_TOOBIG) => {
