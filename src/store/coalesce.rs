@@ -1,8 +1,11 @@
 //! One question to the log for many who ask it at the same time.
 
-use std::{future::Future, sync::Arc};
+use std::{future::Future, sync::Arc, time::Duration};
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::sleep,
+};
 
 use crate::watchdog::Pulse;
 
@@ -13,6 +16,17 @@ pub(crate) struct Coalesced<I, O>(mpsc::UnboundedSender<(I, oneshot::Sender<O>)>
 impl<I, O> Coalesced<I, O> {
     /// The future that asks runs until the handle is dropped. `ask` answers each item, in their order.
     pub(crate) fn new<F, A>(ask: F, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
+    where
+        F: Fn(Vec<I>) -> A + Send,
+        A: Future<Output = Vec<O>> + Send,
+        I: Send,
+        O: Send,
+    {
+        Self::with_rest(ask, Duration::ZERO, pulse)
+    }
+
+    /// The same; after a question there is none for the time of `rest`.
+    pub(crate) fn with_rest<F, A>(ask: F, rest: Duration, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
     where
         F: Fn(Vec<I>) -> A + Send,
         A: Future<Output = Vec<O>> + Send,
@@ -34,6 +48,9 @@ impl<I, O> Coalesced<I, O> {
                     // Who asked may be gone.
                     let _ = waiting.send(answer);
                 }
+                if !rest.is_zero() {
+                    sleep(rest).await;
+                }
             }
         };
         (Self(asks), run)
@@ -52,6 +69,7 @@ mod tests {
     use std::sync::Mutex;
 
     use futures_util::{FutureExt as _, future::join_all};
+    use tokio::time::Instant;
 
     use super::*;
 
@@ -79,5 +97,24 @@ mod tests {
         assert_eq!(first, Some(10));
         assert_eq!(others, [Some(20), Some(30), Some(40)]);
         assert_eq!(*questions.lock().unwrap(), [vec![1], vec![2, 3, 4]]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn between_two_questions_there_is_a_rest() {
+        const REST: Duration = Duration::from_secs(1);
+        let (coalesced, run) = Coalesced::with_rest(async |items: Vec<u32>| items, REST, Arc::default());
+        tokio::spawn(run);
+        let began = Instant::now();
+        for (item, rests) in [(1, 0), (2, 1), (3, 2)] {
+            assert_eq!(coalesced.ask(item).await, Some(item));
+            assert_eq!(began.elapsed(), REST * rests);
+        }
+        tokio::time::advance(REST * 2).await;
+        let began = Instant::now();
+        assert_eq!(
+            (coalesced.ask(4).await, began.elapsed()),
+            (Some(4), Duration::ZERO),
+            "who comes later need not wait"
+        );
     }
 }

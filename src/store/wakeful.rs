@@ -103,11 +103,14 @@ mod tests {
     #[tokio::test]
     async fn only_the_commit_of_a_lone_client_at_work_is_waited_for_awake() {
         assert!(polls(&mut at_work(true, COMMIT_MAX / 2), true).await > 2);
+        let mut wanted = at_work(true, COMMIT_MAX / 2);
+        wanted.asleep_until = Some(Instant::now() + ASLEEP);
         for (mut wakeful, is_lone, why) in [
             (at_work(false, COMMIT_MAX / 2), true, "it is off"),
             (at_work(true, COMMIT_MAX / 2), false, "others wait behind it"),
             (at_work(true, COMMIT_MAX), true, "the disk is slow"),
             (Wakeful::new(true), true, "it is the first"),
+            (wanted, true, "others want the core"),
         ] {
             assert!(polls(&mut wakeful, is_lone).await <= 2, "{why}");
         }
