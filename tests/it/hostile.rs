@@ -1,7 +1,8 @@
 //! Clients that mean harm, or behave as if they did: memory stays bounded, others are served, and what they held is let go.
 //!
 //! Each test prints a row: attack, backend, the server's memory before and at its peak (MiB), and the bystander's p99 for a
-//! put and a get before and during (ms). `ORLOP_HOSTILE_LONG=1` makes the attacks as large as docs/reliability.md tells.
+//! put and a get (ms): before, during, and during it of another server. `ORLOP_HOSTILE_LONG=1` makes the attacks as large as
+//! docs/reliability.md tells, and measures that other server; `ORLOP_TEST_TARGET=etcd` attacks an etcd.
 
 mod arena;
 mod encoded;

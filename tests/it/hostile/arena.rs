@@ -85,28 +85,11 @@ impl Arena {
 
     /// How it is without the attack; again once there is more in the store.
     pub async fn look(&mut self) {
-        self.before = self.bystander_p99().await;
+        self.before = bystander_p99(self.endpoint()).await;
         self.files = self.open_files();
         // From here on the peak is counted anew.
         let _ = fs::write(format!("/proc/{}/clear_refs", self.server.pid()), "5");
         self.memory = self.status("VmRSS:");
-    }
-
-    /// Of a client that shares nothing with the attackers, not even the locks of a process: one that the kernel lets wait
-    /// may hold them.
-    async fn bystander_p99(&self) -> Duration {
-        let program = std::env::current_exe().expect("Linux tells of processes");
-        let bystander = tokio::process::Command::new(program)
-            .args(["--exact", "--ignored", "--nocapture", BYSTANDER])
-            .env(BYSTANDER_ENDPOINT, self.endpoint())
-            .kill_on_drop(true)
-            .output()
-            .await
-            .expect("this program can be started");
-        let said = String::from_utf8_lossy(&bystander.stdout);
-        let p99 = said.lines().find_map(|line| line.strip_prefix(BYSTANDER_SAYS)).and_then(|nanos| nanos.parse().ok());
-        let error = String::from_utf8_lossy(&bystander.stderr);
-        Duration::from_nanos(p99.unwrap_or_else(|| panic!("the bystander is not served: {said}\n{error}")))
     }
 
     /// While `held` holds on to what it has, others are served, one who comes anew among them, and memory is bounded. When
@@ -127,21 +110,28 @@ impl Arena {
     }
 
     async fn serves_others(&mut self, attack: &str, peak_mib_max: u64) {
+        // The same client of a server that nobody attacks: what the machine has left over.
+        let other = if is_long() { Server::under_test(self.backend).await } else { None };
         let all = all_processors();
         schedule("--idle", &half_of(&all), process::id());
-        let during = self.bystander_p99().await;
+        let during = bystander_p99(self.endpoint()).await;
+        let elsewhere = match &other {
+            Some(other) => bystander_p99(other.endpoint()).await,
+            None => during,
+        };
         schedule("--other", &all, process::id());
         let newcomer = timeout(DEADLINE, self.client()).await;
         assert!(newcomer.is_ok(), "who comes anew gets in");
         drop(newcomer);
         let peak = self.status("VmHWM:");
         println!(
-            "| {attack} | {:?} | {} | {} | {:.1} | {:.1} |",
+            "| {attack} | {:?} | {} | {} | {:.1} | {:.1} | {:.1} |",
             self.backend,
             self.memory >> 10,
             peak >> 10,
             self.before.as_secs_f64() * 1e3,
-            during.as_secs_f64() * 1e3
+            during.as_secs_f64() * 1e3,
+            elsewhere.as_secs_f64() * 1e3
         );
         assert!(peak >> 10 <= peak_mib_max, "{attack}: the server took {} MiB", peak >> 10);
     }
@@ -166,6 +156,23 @@ impl Arena {
         let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("it has a size");
         line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
     }
+}
+
+/// Of a client that shares nothing with the attackers, not even the locks of a process: one that the kernel lets wait
+/// may hold them.
+async fn bystander_p99(endpoint: &str) -> Duration {
+    let program = std::env::current_exe().expect("Linux tells of processes");
+    let bystander = tokio::process::Command::new(program)
+        .args(["--exact", "--ignored", "--nocapture", BYSTANDER])
+        .env(BYSTANDER_ENDPOINT, endpoint)
+        .kill_on_drop(true)
+        .output()
+        .await
+        .expect("this program can be started");
+    let said = String::from_utf8_lossy(&bystander.stdout);
+    let p99 = said.lines().find_map(|line| line.strip_prefix(BYSTANDER_SAYS)).and_then(|nanos| nanos.parse().ok());
+    let error = String::from_utf8_lossy(&bystander.stderr);
+    Duration::from_nanos(p99.unwrap_or_else(|| panic!("the bystander is not served: {said}\n{error}")))
 }
 
 #[tokio::test]
