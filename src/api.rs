@@ -117,7 +117,8 @@ impl Context {
     }
 }
 
-/// All services. `turns` are those that connections are read at; `stopping` ends the streams, which would otherwise outlive any drain.
+/// All services. `turns` are those that connections are read at; `stopping` ends the streams, which would otherwise outlive
+/// any drain.
 ///
 /// # Errors
 ///

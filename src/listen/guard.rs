@@ -212,6 +212,28 @@ mod tests {
         assert!(began.elapsed() >= STALL_MAX / 2 * 30 + STALL_MAX / 2);
     }
 
+    #[tokio::test]
+    async fn no_more_is_read_at_a_turn_than_a_portion() {
+        let place = Arc::new(Semaphore::new(1)).acquire_owned().await.expect("a place");
+        let (server, mut client) = duplex(1 << 20);
+        let (turns, give) = Turns::new();
+        tokio::spawn(give);
+        let mut server = Guarded::new(server, portions(&turns), place);
+        let sent: Vec<u8> = (0..100_000_u32).map(|number| (number % 251) as u8).collect();
+        client.write_all(&sent).await.expect("room");
+        drop(client);
+        let (mut all, mut buffer) = (Vec::new(), vec![0; 1 << 20]);
+        loop {
+            let bytes = server.read(&mut buffer).await.expect("no error");
+            assert!(bytes <= 16 << 10, "{bytes} at once");
+            all.extend_from_slice(&buffer[..bytes]);
+            if bytes == 0 {
+                break;
+            }
+        }
+        assert!(all == sent);
+    }
+
     #[tokio::test(start_paused = true)]
     async fn long_messages_are_read_on_at_turns() {
         const BYTES: usize = 1 << 20;

@@ -56,10 +56,7 @@ impl Wakeful {
                 let lends = Instant::now();
                 thread::yield_now();
                 let now = Instant::now();
-                if now.duration_since(lends) > LENT_MAX {
-                    self.asleep_until = Some(now + ASLEEP);
-                    until = None;
-                } else if now < end {
+                if !self.is_wanted(now.duration_since(lends), now) && now < end {
                     context.waker().wake_by_ref();
                 } else {
                     until = None;
@@ -71,6 +68,15 @@ impl Wakeful {
         let ended = Instant::now();
         self.last = Some(Lap { took: ended.duration_since(begun), ended });
         done
+    }
+
+    /// Whether others want the core, which was lent for so long.
+    fn is_wanted(&mut self, lent: Duration, now: Instant) -> bool {
+        let is_wanted = lent > LENT_MAX;
+        if is_wanted {
+            self.asleep_until = Some(now + ASLEEP);
+        }
+        is_wanted
     }
 }
 
@@ -102,9 +108,11 @@ mod tests {
 
     #[tokio::test]
     async fn only_the_commit_of_a_lone_client_at_work_is_waited_for_awake() {
-        assert!(polls(&mut at_work(true, COMMIT_MAX / 2), true).await > 2);
+        let mut lent = at_work(true, COMMIT_MAX / 2);
+        assert!(!lent.is_wanted(LENT_MAX, Instant::now()), "the database's thread alone wants it");
+        assert!(polls(&mut lent, true).await > 2);
         let mut wanted = at_work(true, COMMIT_MAX / 2);
-        wanted.asleep_until = Some(Instant::now() + ASLEEP);
+        assert!(wanted.is_wanted(LENT_MAX * 2, Instant::now()));
         for (mut wakeful, is_lone, why) in [
             (at_work(false, COMMIT_MAX / 2), true, "it is off"),
             (at_work(true, COMMIT_MAX / 2), false, "others wait behind it"),

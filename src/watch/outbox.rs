@@ -31,7 +31,7 @@ const CROWDED_BYTES_MAX: usize = if cfg!(test) { 1 << 9 } else { 16 << 10 };
 const ALL_BYTES_MAX: usize = 256 << 20;
 /// What a message costs beside its events: its place in the queue.
 const MESSAGE_BYTES: usize = size_of::<Queued>();
-/// Nearly all are the hub's. Where ten thousand streams get what one client puts, filling a cache line each is half of the work.
+/// Nearly all are the hub's. With 88 bytes each, ten thousand streams that are not read took 717 MiB instead of 530.
 const _: () = assert!(MESSAGE_BYTES <= 32);
 /// Events of one watch that are sent as one message, in bytes, when several wait.
 const MERGE_BYTES_MAX: usize = if cfg!(test) { 256 } else { 1 << 20 };

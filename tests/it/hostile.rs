@@ -213,6 +213,11 @@ async fn metadata_has_a_limit(backend: Backend) {
     arena.withstands_for_long("metadata without end", 300, attackers).await;
 }
 
+fn call(path: &str) -> http::Request<()> {
+    let request = http::Request::post(format!("http://x{path}"));
+    request.header("content-type", "application/grpc").header("te", "trailers").body(()).expect("a request")
+}
+
 /// Opens streams through `h2`, which keeps to the windows that the server grants.
 async fn streams(
     endpoint: &str,
@@ -238,13 +243,8 @@ async fn streams(
     let mut client = client.ready().await.expect("ready");
     let body = bytes::Bytes::from(body);
     for _ in 0..count {
-        let request = http::Request::post(format!("http://x{path}"))
-            .header("content-type", "application/grpc")
-            .header("te", "trailers")
-            .body(())
-            .expect("a request");
         client = client.ready().await.expect("ready");
-        let (answer, mut sender) = client.send_request(request, false).expect("a stream");
+        let (answer, mut sender) = client.send_request(call(path), false).expect("a stream");
         if !body.is_empty() {
             sender.send_data(body.clone(), false).expect("data is queued");
         }
@@ -264,9 +264,7 @@ async fn pump(endpoint: String, path: &'static str, body: Bytes) {
         .await
         .expect("a handshake");
     let mut client = client.ready().await.expect("ready");
-    let request = http::Request::post(format!("http://x{path}")).header("content-type", "application/grpc");
-    let request = request.header("te", "trailers").body(()).expect("a request");
-    let (answer, mut sender) = client.send_request(request, false).expect("a stream");
+    let (answer, mut sender) = client.send_request(call(path), false).expect("a stream");
     let send = async {
         let mut rest = body.clone();
         loop {

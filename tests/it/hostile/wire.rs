@@ -90,7 +90,11 @@ impl Wire {
 
     /// With the preface and settings sent: windows as large as can be.
     pub async fn open(endpoint: &str) -> Self {
-        let mut wire = Self::tcp(endpoint).await;
+        Self::greet(Self::tcp(endpoint).await.0).await
+    }
+
+    async fn greet(tcp: TcpStream) -> Self {
+        let mut wire = Self(tcp);
         let window = [&[0, 4], &0x7fff_ffff_u32.to_be_bytes()[..]].concat();
         let start = [
             PREFACE.to_vec(),
@@ -121,12 +125,14 @@ impl Wire {
                 () = send_for_ever(&mut taken, &frames) => {}
                 _ = copy(&mut answers, &mut passed_over) => {}
             }
-            // Of addresses that were just used there may be none left for a while.
-            while let Err(error) = TcpStream::connect(address(&endpoint)).await.map(drop) {
-                assert_eq!(error.kind(), ErrorKind::AddrNotAvailable, "{error}");
+            self = loop {
+                match TcpStream::connect(address(&endpoint)).await {
+                    Ok(tcp) => break Self::greet(tcp).await,
+                    // Of addresses that were just used there may be none left for a while.
+                    Err(error) => assert_eq!(error.kind(), ErrorKind::AddrNotAvailable, "{error}"),
+                }
                 tokio::time::sleep(Duration::from_millis(10)).await;
-            }
-            self = Self::open(&endpoint).await;
+            };
         }
     }
 
