@@ -18,7 +18,9 @@ mod chunk;
 mod hub;
 pub(crate) mod intervals;
 mod outbox;
+mod run;
 mod session;
+mod waiting;
 
 use crate::types::{KeyRange, Revision, WatchId};
 

@@ -82,7 +82,7 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
 
     fn call(&mut self, request: tonic::Request<Streaming<pb::WatchRequest>>) -> Self::Future {
         let context = Arc::clone(&self.0);
-        let outbox = Arc::new(Outbox::counted(&context.store.metrics().state.pending_events));
+        let outbox = Arc::new(context.store.hub().outbox());
         let messages = Messages::new(Arc::clone(&outbox));
         tokio::spawn(serve_or_fail(Arc::clone(&context), request.into_inner(), outbox));
         let frames = messages.map(move |message| match message {

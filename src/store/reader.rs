@@ -428,3 +428,39 @@ impl RangePieces {
         self.done
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::{super::txn_tests::shared, *};
+    use crate::types::Version;
+
+    fn selected(number: u32) -> Selected {
+        let row = RowId::new(Revision(2), number);
+        let version = Version { row, create_revision: Revision(2), version: 1 };
+        Selected { entry: Entry { version, lease: Lease::Known(None) }, key: None }
+    }
+
+    #[tokio::test]
+    async fn a_list_that_waits_for_its_turn_holds_nothing() {
+        let shared = shared(1 << 20);
+        let selected: Vec<Selected> = (0..=SAMPLE_ROWS as u32 + 1).map(selected).collect();
+        // What the cache has is counted, like all that was read.
+        let version = selected[0].entry.version;
+        let (row, kv) =
+            shared.room.count(vec![(version.row, EncodedKv::new(b"k", version, &[7; 1_000], None))]).remove(0);
+        shared.values.insert(row, kv);
+        let mut turns = Vec::new();
+        while let Some(turn) = shared.room.list().now_or_never() {
+            turns.push(turn);
+        }
+        let mut steps = Steps::default();
+        let mut list = Box::pin(shared.pairs(&selected, Projection::Whole, Revision(2), &mut steps));
+        assert!(list.as_mut().now_or_never().is_none(), "it waits");
+        assert_ne!(shared.room.bytes(), 0);
+        // The cache lets go of it.
+        shared.values.insert(row, EncodedKv::new(b"k", version, &[], None));
+        assert_eq!(shared.room.bytes(), 0, "nobody but the cache had it");
+    }
+}

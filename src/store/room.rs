@@ -122,7 +122,7 @@ impl Room {
         }
     }
 
-    fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         self.taken.bytes.load(Ordering::Relaxed)
     }
 

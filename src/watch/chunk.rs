@@ -1,9 +1,6 @@
 //! Encoded events, made once and shared by every watch that gets them.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicUsize, Ordering},
-};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 
@@ -38,13 +35,9 @@ impl Drop for Counted {
     }
 }
 
-/// The events of one or more whole revisions, encoded one behind the other as `WatchResponse.events`. No larger than a
-/// pointer, as it waits in many queues.
-#[derive(Clone, Debug)]
-pub struct Chunk(Arc<Events>);
-
+/// The events of one or more whole revisions, encoded one behind the other as `WatchResponse.events`.
 #[derive(Debug)]
-struct Events {
+pub struct Chunk {
     bytes: Bytes,
     /// Where each event ends in `bytes`.
     ends: Box<[usize]>,
@@ -88,37 +81,32 @@ impl Chunk {
     }
 
     pub fn bytes(&self) -> &Bytes {
-        &self.0.bytes
+        &self.bytes
     }
 
     /// The oldest revision in it.
     pub fn first(&self) -> Revision {
-        self.0.first
+        self.first
     }
 
     pub fn len(&self) -> usize {
-        self.0.bytes.len()
+        self.bytes.len()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.0.bytes.is_empty()
-    }
-
-    /// Whether both are one piece of memory.
-    pub fn is_same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        self.bytes.is_empty()
     }
 
     /// Its events in pieces of at most `limit` bytes where single events allow it.
     pub fn pieces(&self, limit: usize) -> impl Iterator<Item = Bytes> {
         let mut start = 0;
-        let mut ends = self.0.ends.iter().copied().peekable();
+        let mut ends = self.ends.iter().copied().peekable();
         std::iter::from_fn(move || {
             let mut end = ends.next()?;
             while let Some(next) = ends.next_if(|next| next - start <= limit) {
                 end = next;
             }
-            let piece = self.0.bytes.slice(start..end);
+            let piece = self.bytes.slice(start..end);
             start = end;
             Some(piece)
         })
@@ -149,6 +137,6 @@ impl Open {
 
     fn close(self) -> Option<Chunk> {
         let (first, bytes) = (self.first?, Bytes::from_owner(Counted::new(self.bytes)));
-        Some(Chunk(Arc::new(Events { bytes, ends: self.ends.into(), first })))
+        Some(Chunk { bytes, ends: self.ends.into(), first })
     }
 }

@@ -12,6 +12,8 @@ use super::{
     chunk::Chunk,
     intervals::Intervals,
     outbox::{Message, Outbox},
+    run::{Place, Tail},
+    waiting::Pending,
 };
 use crate::{
     metrics::Metrics,
@@ -22,6 +24,7 @@ use crate::{
 /// See the module's page.
 pub struct Hub {
     state: Lock<State>,
+    pending: Pending,
     pub(super) metrics: Arc<Metrics>,
 }
 
@@ -42,7 +45,14 @@ struct State {
 /// The synced watches of one range.
 struct Group {
     range: KeyRange,
-    members: Vec<(Flavor, Vec<Member>)>,
+    audiences: Vec<Audience>,
+}
+
+/// Those of them that get the same.
+struct Audience {
+    flavor: Flavor,
+    members: Vec<Member>,
+    tail: Tail,
 }
 
 struct Member {
@@ -67,6 +77,7 @@ pub(super) enum Joined {
 impl Hub {
     pub fn new(head: Revision, compact_revision: Option<Revision>, metrics: Arc<Metrics>) -> Self {
         Self {
+            pending: Pending::new(metrics.state.pending_events.clone()),
             metrics,
             state: Lock::new(State {
                 head,
@@ -79,6 +90,11 @@ impl Hub {
                 prev_kv_members: 0,
             }),
         }
+    }
+
+    /// For a client's stream.
+    pub fn outbox(&self) -> Outbox {
+        Outbox::counted(&self.pending)
     }
 
     /// The newest revision handed out.
@@ -110,7 +126,7 @@ impl Hub {
         let next = state.head.next();
         state.compact_revision = state.compact_revision.max(compact_revision);
         for group in state.groups.drain(..).flatten() {
-            for member in group.members.into_iter().flat_map(|(_, members)| members) {
+            for member in group.audiences.into_iter().flat_map(|audience| audience.members) {
                 member.outbox.fall_behind(member.id, next);
             }
         }
@@ -219,7 +235,7 @@ impl State {
         self.prev_kv_members += usize::from(spec.flavor.prev_kv);
         let Self { ranges, groups, free_groups, .. } = self;
         let group = *ranges.get_or_insert_with(&spec.range, || {
-            let group = Some(Group { range: spec.range.clone(), members: Vec::new() });
+            let group = Some(Group { range: spec.range.clone(), audiences: Vec::new() });
             match free_groups.pop() {
                 Some(number) => {
                     groups[number] = group;
@@ -233,9 +249,12 @@ impl State {
         });
         let group = self.groups[group].as_mut().expect("ranges name groups that are there");
         let member = Member { outbox: Arc::clone(outbox), id, fragment: spec.fragment, sent: None };
-        match group.members.iter_mut().find(|(flavor, _)| *flavor == spec.flavor) {
-            Some((_, members)) => members.push(member),
-            None => group.members.push((spec.flavor, vec![member])),
+        match group.audiences.iter_mut().find(|audience| audience.flavor == spec.flavor) {
+            Some(audience) => audience.members.push(member),
+            None => {
+                let audience = Audience { flavor: spec.flavor, members: vec![member], tail: Tail::default() };
+                group.audiences.push(audience);
+            }
         }
     }
 
@@ -244,19 +263,19 @@ impl State {
         self.ranges.visit(range.start(), &mut |group| {
             let group = self.groups[*group].as_ref().expect("ranges name groups that are there");
             if group.range == *range {
-                found = group.members.iter().find(|(of, _)| *of == flavor);
+                found = group.audiences.iter().find(|audience| audience.flavor == flavor);
             }
         });
-        found?.1.iter().find(|member| member.is(outbox, id))
+        found?.members.iter().find(|member| member.is(outbox, id))
     }
 
     fn remove(&mut self, outbox: &Arc<Outbox>, id: WatchId, range: &KeyRange, flavor: Flavor) {
         let Some(number) = self.ranges.get_mut(range).copied() else { return };
         let group = self.groups[number].as_mut().expect("ranges name groups that are there");
-        if let Some((_, members)) = group.members.iter_mut().find(|(of, _)| *of == flavor)
-            && let Some(place) = members.iter().position(|member| member.is(outbox, id))
+        if let Some(audience) = group.audiences.iter_mut().find(|audience| audience.flavor == flavor)
+            && let Some(place) = audience.members.iter().position(|member| member.is(outbox, id))
         {
-            members.swap_remove(place);
+            audience.members.swap_remove(place);
             self.prev_kv_members -= usize::from(flavor.prev_kv);
         }
         self.drop_if_empty(number);
@@ -264,7 +283,7 @@ impl State {
 
     fn drop_if_empty(&mut self, number: usize) {
         let Some(group) = &self.groups[number] else { return };
-        if group.members.iter().all(|(_, members)| members.is_empty()) {
+        if group.audiences.iter().all(|audience| audience.members.is_empty()) {
             self.ranges.remove(&group.range);
             self.groups[number] = None;
             self.free_groups.push(number);
@@ -304,7 +323,7 @@ impl State {
 
     fn publish_to(&mut self, number: usize, changes: &[&Change], head: Revision) {
         let group = self.groups[number].as_mut().expect("ranges name groups that are there");
-        for (flavor, members) in &mut group.members {
+        for Audience { flavor, members, tail } in &mut group.audiences {
             if members.is_empty() {
                 continue;
             }
@@ -314,8 +333,9 @@ impl State {
             let complete = changes.iter().copied();
             let complete = complete.take_while(|change| lacking.is_none_or(|lacking| change.row.revision < lacking));
             let chunks = Chunk::cut(complete, *flavor, encode);
+            let places: Vec<Place> = chunks.into_iter().map(|chunk| tail.append(chunk, head)).collect();
             let before = members.len();
-            members.retain_mut(|member| chunks.iter().all(|chunk| member.send(chunk, head)) && member.stays(lacking));
+            members.retain_mut(|member| places.iter().all(|place| member.send(place)) && member.stays(lacking));
             if flavor.prev_kv {
                 self.prev_kv_members -= before - members.len();
             }
@@ -341,12 +361,12 @@ impl Member {
     }
 
     /// Returns false if the client is too slow for the hub.
-    fn send(&mut self, chunk: &Chunk, head: Revision) -> bool {
-        let taken = self.outbox.push_chunk(self.id, head, chunk, self.fragment);
+    fn send(&mut self, place: &Place) -> bool {
+        let taken = self.outbox.push_chunk(self.id, place, self.fragment);
         if taken {
-            self.sent = Some(head);
+            self.sent = Some(place.revision);
         } else {
-            self.outbox.fall_behind(self.id, chunk.first());
+            self.outbox.fall_behind(self.id, place.first);
         }
         taken
     }

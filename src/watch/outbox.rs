@@ -9,7 +9,6 @@
 //! log later.
 
 use std::{
-    collections::VecDeque,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, Waker},
@@ -18,23 +17,18 @@ use std::{
 use bytes::Bytes;
 use futures_util::Stream;
 use parking_lot::Mutex;
-use prometheus::IntGauge;
 use tokio::sync::Notify;
 
-use super::chunk::Chunk;
+use super::{
+    run::Place,
+    waiting::{Pending, Waiting},
+};
 use crate::types::{Revision, WatchId};
 
 /// Bytes of events that may wait on one stream. Unit tests have it full soon.
 const OUTBOX_BYTES_MAX: usize = if cfg!(test) { 1 << 10 } else { 8 << 20 };
-/// The same when what waits on all streams takes more than the second.
+/// The same when what waits on all streams takes too much.
 const CROWDED_BYTES_MAX: usize = if cfg!(test) { 1 << 9 } else { 16 << 10 };
-const ALL_BYTES_MAX: usize = 256 << 20;
-/// What a message costs beside its events: its place in the queue.
-const MESSAGE_BYTES: usize = size_of::<Queued>();
-/// Nearly all are the hub's. With 88 bytes each, ten thousand streams that are not read took 717 MiB instead of 530.
-const _: () = assert!(MESSAGE_BYTES <= 32);
-/// Events of one watch that are sent as one message, in bytes, when several wait.
-const MERGE_BYTES_MAX: usize = if cfg!(test) { 256 } else { 1 << 20 };
 
 /// An answer on a watch stream.
 #[derive(Clone, Debug)]
@@ -93,8 +87,7 @@ pub struct Outbox {
 
 #[derive(Debug, Default)]
 struct Inner {
-    queue: Waiting,
-    bytes: usize,
+    waiting: Waiting,
     reader: Option<Waker>,
     end: Option<End>,
     /// Watches that the hub dropped because the outbox was full, with the revision that each needs next.
@@ -102,77 +95,10 @@ struct Inner {
 }
 
 impl Inner {
-    fn push(&mut self, queued: Queued) {
-        self.bytes += queued.cost();
-        self.queue.push(queued);
-    }
-
-    fn pop(&mut self) -> Option<Queued> {
-        let popped = self.queue.pop()?;
-        self.bytes -= popped.cost();
-        Some(popped)
-    }
-}
-
-/// What waits, counted with what waits on other streams.
-#[derive(Debug, Default)]
-struct Waiting {
-    queue: VecDeque<Queued>,
-    gauge: Option<IntGauge>,
-}
-
-impl Waiting {
-    fn push(&mut self, queued: Queued) {
-        self.queue.push_back(queued);
-        self.gauge.iter().for_each(IntGauge::inc);
-    }
-
-    fn pop(&mut self) -> Option<Queued> {
-        let popped = self.queue.pop_front();
-        if popped.is_some() {
-            self.gauge.iter().for_each(IntGauge::dec);
-        }
-        popped
-    }
-}
-
-impl Waiting {
-    /// Whether streams together hold as much as they may.
-    fn is_crowded(&self) -> bool {
-        let messages = self.gauge.as_ref().map_or(0, |gauge| usize::try_from(gauge.get()).unwrap_or(0));
-        Chunk::waiting_bytes() + messages * MESSAGE_BYTES >= ALL_BYTES_MAX
-    }
-}
-
-impl Drop for Waiting {
-    fn drop(&mut self) {
-        let left = i64::try_from(self.queue.len()).unwrap_or(i64::MAX);
-        self.gauge.iter().for_each(|gauge| gauge.sub(left));
-    }
-}
-
-#[derive(Debug)]
-enum Queued {
-    /// From the hub, or from the log for a watch that catches up.
-    Chunk {
-        id: WatchId,
-        revision: Revision,
-        chunk: Chunk,
-        /// The message before has the same chunk, and it is counted there.
-        is_counted: bool,
-    },
-    /// Anything else, with what it costs this stream.
-    Other(Box<(Message, usize)>),
-}
-
-impl Queued {
-    /// What it costs this stream, in bytes.
-    fn cost(&self) -> usize {
-        match self {
-            Self::Chunk { is_counted: true, .. } => MESSAGE_BYTES,
-            Self::Chunk { chunk, .. } => MESSAGE_BYTES + chunk.len(),
-            Self::Other(other) => other.1,
-        }
+    /// Whether it has not reached that part of what it may hold.
+    fn has_room(&self, part: usize) -> bool {
+        let bytes = self.waiting.bytes();
+        bytes < OUTBOX_BYTES_MAX / part && (bytes < CROWDED_BYTES_MAX || !self.waiting.is_crowded())
     }
 }
 
@@ -182,39 +108,35 @@ impl Outbox {
     }
 
     /// One whose messages are counted while they wait.
-    pub fn counted(gauge: &IntGauge) -> Self {
-        let queue = Waiting { queue: VecDeque::new(), gauge: Some(gauge.clone()) };
-        Self { inner: Mutex::new(Inner { queue, ..Inner::default() }), attention: Notify::new() }
+    pub fn counted(pending: &Pending) -> Self {
+        let waiting = Waiting::counted(pending);
+        Self { inner: Mutex::new(Inner { waiting, ..Inner::default() }), attention: Notify::new() }
     }
 
     pub fn push(&self, message: Message) {
         let mut inner = self.inner.lock();
-        inner.push(Queued::Other(Box::new((message, MESSAGE_BYTES + size_of::<(Message, usize)>()))));
+        inner.waiting.push(message);
         wake(inner);
     }
 
     /// Queues events, in pieces of at most `fragment` bytes if that is given. Returns false, and takes nothing, if the
     /// outbox is full.
     #[must_use]
-    pub(super) fn push_chunk(&self, id: WatchId, revision: Revision, chunk: &Chunk, fragment: Option<usize>) -> bool {
+    pub(super) fn push_chunk(&self, id: WatchId, place: &Place, fragment: Option<usize>) -> bool {
         let mut inner = self.inner.lock();
-        if inner.bytes >= OUTBOX_BYTES_MAX || (inner.bytes >= CROWDED_BYTES_MAX && inner.queue.is_crowded()) {
+        if !inner.has_room(1) {
             return false;
         }
-        if let Some(limit) = fragment.filter(|limit| chunk.len() >= *limit) {
-            let mut pieces = chunk.pieces(limit).peekable();
-            while let Some(bytes) = pieces.next() {
-                let fragment = pieces.peek().is_some();
-                let len = bytes.len();
-                let message = Message::Events { id, revision, events: vec![bytes], fragment };
-                inner.push(Queued::Other(Box::new((message, len))));
+        match fragment.filter(|limit| place.len >= *limit) {
+            Some(limit) => {
+                let mut pieces = place.pieces(limit).into_iter().peekable();
+                while let Some(piece) = pieces.next() {
+                    let fragment = pieces.peek().is_some();
+                    inner.waiting.push(Message::Events { id, revision: place.revision, events: vec![piece], fragment });
+                }
             }
-            wake(inner);
-            return true;
+            None => inner.waiting.push_chunk(id, place),
         }
-        let is_counted =
-            matches!(inner.queue.queue.back(), Some(Queued::Chunk { chunk: last, .. }) if last.is_same(chunk));
-        inner.push(Queued::Chunk { id, revision, chunk: chunk.clone(), is_counted });
         wake(inner);
         true
     }
@@ -245,8 +167,7 @@ impl Outbox {
 
     /// Whether it is half empty, so that requests may be answered and watches catch up.
     pub fn has_room(&self) -> bool {
-        let inner = self.inner.lock();
-        inner.bytes < OUTBOX_BYTES_MAX / 2 && (inner.bytes < CROWDED_BYTES_MAX || !inner.queue.is_crowded())
+        self.inner.lock().has_room(2)
     }
 
     /// Ends the stream once what waits is sent.
@@ -263,8 +184,8 @@ impl Outbox {
 
     fn poll_message(&self, context: &mut Context<'_>) -> Poll<Option<Result<Message, End>>> {
         let mut inner = self.inner.lock();
-        let before = inner.bytes;
-        let Some(queued) = inner.pop() else {
+        let before = inner.waiting.bytes();
+        let Some(message) = inner.waiting.pop() else {
             return match inner.end {
                 Some(End::ClientGone) => Poll::Ready(None),
                 Some(end @ (End::ServerStopped | End::Failed)) => {
@@ -277,25 +198,9 @@ impl Outbox {
                 }
             };
         };
-        let message = match queued {
-            Queued::Other(other) => other.0,
-            Queued::Chunk { id, mut revision, chunk, .. } => {
-                let mut events = vec![chunk.bytes().clone()];
-                let mut bytes = chunk.len();
-                while let Some(Queued::Chunk { id: next, revision: newer, chunk, .. }) = inner.queue.queue.front()
-                    && *next == id
-                    && bytes + chunk.len() <= MERGE_BYTES_MAX
-                {
-                    bytes += chunk.len();
-                    revision = *newer;
-                    events.push(chunk.bytes().clone());
-                    inner.pop();
-                }
-                Message::Events { id, revision, events, fragment: false }
-            }
-        };
+        let now = inner.waiting.bytes();
         // Either may have been what the session waited for.
-        if [OUTBOX_BYTES_MAX / 2, CROWDED_BYTES_MAX].iter().any(|room| before >= *room && inner.bytes < *room) {
+        if [OUTBOX_BYTES_MAX / 2, CROWDED_BYTES_MAX].iter().any(|room| before >= *room && now < *room) {
             drop(inner);
             self.attention.notify_one();
         }
@@ -344,26 +249,34 @@ impl Drop for Messages {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use prometheus::IntGauge;
 
-    /// Messages of 50 bytes that it takes.
+    use super::{
+        super::{
+            chunk::Chunk,
+            waiting::{ALL_BYTES_MAX, PLACE_BYTES},
+        },
+        *,
+    };
+
+    /// Events of 50 bytes that it takes.
     fn takes(outbox: &Outbox) -> usize {
-        let chunk = |revision| Chunk::of(&[7; 50], Revision(revision));
-        (2..).take_while(|revision| outbox.push_chunk(WatchId(1), Revision(*revision), &chunk(*revision), None)).count()
+        let alone = |revision| Place::alone(Chunk::of(&[7; 50], Revision(revision)), Revision(revision));
+        (2..).take_while(|revision| outbox.push_chunk(WatchId(1), &alone(*revision), None)).count()
     }
 
     #[test]
     fn stream_keeps_less_when_others_keep_much() {
-        let each = MESSAGE_BYTES + 50;
-        for (others, want) in [(0, OUTBOX_BYTES_MAX), (ALL_BYTES_MAX / MESSAGE_BYTES + 1, CROWDED_BYTES_MAX)] {
-            let gauge = IntGauge::new("pending", "Waiting messages.").expect("a gauge");
-            gauge.set(i64::try_from(others).expect("not so many"));
-            let outbox = Arc::new(Outbox::counted(&gauge));
+        let each = PLACE_BYTES + 50;
+        for (others, want) in [(0, OUTBOX_BYTES_MAX), (ALL_BYTES_MAX / PLACE_BYTES + 1, CROWDED_BYTES_MAX)] {
+            let pending = Pending::new(IntGauge::new("pending", "Waiting messages.").expect("a gauge"));
+            pending.hold(others);
+            let outbox = Arc::new(Outbox::counted(&pending));
             assert!(outbox.has_room());
             assert_eq!(takes(&outbox), want.div_ceil(each), "{others} messages wait on other streams");
             assert!(!outbox.has_room());
             drop(outbox);
-            assert_eq!(gauge.get(), i64::try_from(others).expect("not so many"));
+            assert_eq!((pending.messages.get(), pending.places()), (0, others));
         }
     }
 }

@@ -10,6 +10,7 @@ use super::{
     chunk::Chunk,
     hub::{Hub, Joined, encode},
     outbox::{Message, Outbox},
+    run::Place,
 };
 use crate::{
     log::{Log, Page, Result, WithPrev},
@@ -196,8 +197,9 @@ impl Session {
         page.changes.iter_mut().take_while(|change| !readable(change)).for_each(|change| change.prev = None);
         let flavor = watch.spec.flavor;
         for chunk in Chunk::cut(&page.changes, flavor, encode) {
-            if !self.outbox.push_chunk(id, head, &chunk, watch.spec.fragment) {
-                watch.state = State::Behind { next: chunk.first() };
+            let place = Place::alone(chunk, head);
+            if !self.outbox.push_chunk(id, &place, watch.spec.fragment) {
+                watch.state = State::Behind { next: place.first };
                 return None;
             }
         }

@@ -5,7 +5,10 @@ use std::time::Duration;
 use orlop::proto::client::{
     etcdserverpb::{
         CompactionRequest, Compare, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RangeRequest, RangeResponse,
-        RequestOp, TxnRequest, compare::TargetUnion, request_op::Request, response_op::Response,
+        RequestOp, TxnRequest,
+        compare::{CompareTarget, TargetUnion},
+        request_op::Request,
+        response_op::Response,
     },
     mvccpb::KeyValue,
 };
@@ -449,6 +452,46 @@ async fn large_answers_arrive_whole(backend: Backend) {
     assert!(whole(&first.kvs) && answer.responses.len() == 2);
 }
 
+/// Each row: what a transaction compares the values of, with what, and what it ranges over then; the values come from the log,
+/// once or twice.
+async fn transactions_read_what_is_not_in_the_cache(backend: Backend) {
+    const KEYS: usize = 300;
+    let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "0"]).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for prefix in ["a", "b"] {
+        for first in (0..KEYS).step_by(100) {
+            let puts = (first..first + 100)
+                .map(|number| op(Request::RequestPut(put(&format!("{prefix}{number:03}"), prefix))));
+            let txn = TxnRequest { success: puts.collect(), ..Default::default() };
+            client.kv.txn(txn).await.expect("a transaction");
+        }
+    }
+    for (compared, value, ranged, succeeds, found) in [
+        (range("a000", ""), "a", range("b000", ""), true, 1),
+        (range("a000", ""), "a", range("b", "c"), true, KEYS),
+        (range("a", "b"), "a", range("b000", ""), true, 1),
+        (range("a", "b"), "a", range("b", "c"), true, KEYS),
+        (range("a", "b"), "a", range("a", "b"), true, KEYS),
+        (range("a", "c"), "a", range("b", "c"), false, KEYS),
+        (range("a000", ""), "b", range("b", "c"), false, KEYS),
+    ] {
+        let what = format!("{compared:?} is {value}, {ranged:?}");
+        let compare = Compare {
+            target: CompareTarget::Value as i32,
+            key: compared.key,
+            range_end: compared.range_end,
+            target_union: Some(TargetUnion::Value(value.to_owned().into())),
+            ..Default::default()
+        };
+        let ranged = vec![op(Request::RequestRange(ranged))];
+        let txn = TxnRequest { compare: vec![compare], success: ranged.clone(), failure: ranged };
+        let answer = client.kv.txn(txn).await.expect("a transaction").into_inner();
+        let Some(Response::ResponseRange(range)) = &answer.responses[0].response else { panic!("a range answers") };
+        assert_eq!((answer.succeeded, range.kvs.len()), (succeeds, found), "{what}");
+        assert!(range.kvs.iter().all(|kv| kv.value == kv.key[..1]), "{what}");
+    }
+}
+
 /// HTTP/2 by hand: a whole message on a stream that is not ended, whose connection breaks then.
 async fn request_that_breaks_off_holds_up_nobody(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
@@ -508,4 +551,5 @@ on_both_backends!(
     compaction_forbids_what_lies_below_and_keeps_the_rest,
     list_shows_the_store_at_its_headers_revision,
     large_answers_arrive_whole,
+    transactions_read_what_is_not_in_the_cache,
 );

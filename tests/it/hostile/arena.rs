@@ -55,6 +55,14 @@ fn schedule(policy: &str, processors: &str, whom: u32) {
     }
 }
 
+/// A virtual machine may give back to its host what is free, and waits milliseconds for each page of 2 MiB that it takes
+/// again. In the long form what an attack will take is here when it begins.
+fn ask_for_memory() {
+    if is_long() {
+        std::hint::black_box(vec![1_u8; 1 << 30]);
+    }
+}
+
 /// `0-7`, whatever of it is ours now.
 fn all_processors() -> String {
     let all = fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
@@ -86,6 +94,7 @@ impl Arena {
     /// How it is without the attack; again once there is more in the store.
     pub async fn look(&mut self) {
         self.before = bystander_p99(self.endpoint()).await;
+        ask_for_memory();
         self.files = self.open_files();
         // From here on the peak is counted anew.
         let _ = fs::write(format!("/proc/{}/clear_refs", self.server.pid()), "5");

@@ -1,0 +1,144 @@
+//! Chunks of one range and flavor in the order in which they were published, behind one reference.
+//!
+//! Every stream that is not read waits with each of them. With runs it takes one place in the stream's queue for as many as
+//! a run has, and what waits on ten thousand streams of one range is little more than what waits on one.
+
+use std::sync::{Arc, Weak};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+
+use super::chunk::Chunk;
+use crate::types::Revision;
+
+/// What a run holds at most behind its first chunk. Who waits for one of its chunks keeps them all.
+const MORE_CHUNKS_MAX: u16 = 256;
+const MORE_BYTES_MAX: usize = if cfg!(test) { 256 } else { 16 << 10 };
+
+/// See the module's page.
+#[derive(Debug)]
+pub struct Run {
+    first: Published,
+    more: Mutex<More>,
+}
+
+#[derive(Debug, Default)]
+struct More {
+    chunks: Vec<Published>,
+    bytes: usize,
+}
+
+#[derive(Debug)]
+struct Published {
+    chunk: Chunk,
+    revision: Revision,
+}
+
+/// A chunk in its run.
+#[derive(Debug)]
+pub struct Place {
+    pub run: Arc<Run>,
+    pub number: u16,
+    /// Of the chunk, in bytes.
+    pub len: usize,
+    /// The chunk's oldest revision, and what its message tells, which is at or above the newest.
+    pub first: Revision,
+    pub revision: Revision,
+}
+
+impl Place {
+    /// Of a chunk with nothing behind it.
+    pub fn alone(chunk: Chunk, revision: Revision) -> Self {
+        let (len, first) = (chunk.len(), chunk.first());
+        let run = Run { first: Published { chunk, revision }, more: Mutex::default() };
+        Self { run: Arc::new(run), number: 0, len, first, revision }
+    }
+
+    /// The chunk in pieces of at most `limit` bytes where single events allow it.
+    pub fn pieces(&self, limit: usize) -> Vec<Bytes> {
+        self.run.with(self.number, |published| published.chunk.pieces(limit).collect())
+    }
+}
+
+impl Run {
+    /// The events of the chunk that a place has this number of, and the revision that their message tells.
+    pub fn events(&self, number: u16) -> (Bytes, Revision) {
+        self.with(number, |published| (published.chunk.bytes().clone(), published.revision))
+    }
+
+    fn with<T>(&self, number: u16, f: impl FnOnce(&Published) -> T) -> T {
+        match number.checked_sub(1) {
+            None => f(&self.first),
+            Some(number) => f(&self.more.lock().chunks[usize::from(number)]),
+        }
+    }
+
+    /// Takes a chunk, or gives it back where it has no room for it.
+    fn append(&self, chunk: Chunk, revision: Revision) -> Result<u16, Chunk> {
+        let mut more = self.more.lock();
+        match u16::try_from(more.chunks.len() + 1) {
+            Ok(number) if number <= MORE_CHUNKS_MAX && more.bytes + chunk.len() <= MORE_BYTES_MAX => {
+                more.bytes += chunk.len();
+                more.chunks.push(Published { chunk, revision });
+                Ok(number)
+            }
+            _ => Err(chunk),
+        }
+    }
+}
+
+/// The run that a range's and flavor's next chunk goes to.
+#[derive(Debug, Default)]
+pub struct Tail(Weak<Run>);
+
+impl Tail {
+    /// Behind the last chunk, as long as somebody waits for that.
+    pub fn append(&mut self, chunk: Chunk, revision: Revision) -> Place {
+        let (len, first) = (chunk.len(), chunk.first());
+        let appended = match self.0.upgrade() {
+            Some(run) => run.append(chunk, revision).map(|number| Place { run, number, len, first, revision }),
+            None => Err(chunk),
+        };
+        appended.unwrap_or_else(|chunk| {
+            let place = Place::alone(chunk, revision);
+            self.0 = Arc::downgrade(&place.run);
+            place
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn append(tail: &mut Tail, bytes: usize, revision: i64) -> Place {
+        tail.append(Chunk::of(&vec![7; bytes], Revision(revision)), Revision(revision))
+    }
+
+    #[test]
+    fn chunks_are_one_run_while_somebody_waits_and_there_is_room() {
+        let (mut tail, mut waiting) = (Tail::default(), Vec::new());
+        // Bytes of a chunk, and its number in its run.
+        for (bytes, number) in [(1_000, 0), (200, 1), (50, 2), (6, 3), (1, 0), (256, 1), (1, 0)] {
+            let place = append(&mut tail, bytes, 2);
+            assert_eq!((place.number, place.len), (number, bytes));
+            assert_eq!(place.run.events(number).0.len(), bytes);
+            waiting.push(place);
+        }
+        let mut tail = Tail::default();
+        let waits = append(&mut tail, 0, 1);
+        let numbers: Vec<u16> = (2..300).map(|revision| append(&mut tail, 0, revision).number).collect();
+        assert_eq!((numbers[255], numbers[256]), (256, 0));
+        assert_eq!(waits.run.events(256).1, Revision(257));
+    }
+
+    #[test]
+    fn what_nobody_waits_for_is_gone() {
+        let before = Chunk::waiting_bytes();
+        let mut tail = Tail::default();
+        for revision in 2..100 {
+            assert_eq!(append(&mut tail, 1_000_000, revision).number, 0);
+            assert!(Chunk::waiting_bytes() < before + 50_000_000, "after revision {revision}");
+        }
+    }
+}
