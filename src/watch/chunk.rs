@@ -10,7 +10,8 @@ use crate::types::{Change, EncodedEvent, Revision};
 /// Events after which a chunk ends with its revision, in bytes.
 const CHUNK_BYTES_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
 
-/// Bytes of all chunks that some watch has not sent yet. The process has one memory, whatever it is used for.
+/// Bytes of all chunks that some watch has not sent yet, and of those in a run with them. The process has one memory,
+/// whatever it is used for.
 static WAITING: AtomicUsize = AtomicUsize::new(0);
 
 /// Counted as long as anything refers to them.

@@ -187,7 +187,7 @@ impl World {
         let log = Arc::new(MemoryLog::default());
         let hub = Arc::new(Hub::new(Revision::EMPTY, None, Arc::default()));
         let stream = || {
-            let outbox = Arc::new(Outbox::new());
+            let outbox = Arc::new(hub.outbox());
             let session = Session::new(Arc::clone(&hub), Arc::clone(&log) as Arc<dyn Log>, Arc::clone(&outbox));
             let messages = Messages::new(Arc::clone(&outbox));
             Stream { session, messages, outbox, reader: Reader::default(), awake: false }
@@ -281,6 +281,8 @@ impl World {
             }
             stream.reader.check_nothing_is_owed(&self.history)?;
         }
+        let pending = &self.hub.pending;
+        prop_assert_eq!((pending.messages.get(), pending.slots()), (0, 0), "nothing waits");
         Ok(())
     }
 }
@@ -295,7 +297,7 @@ async fn watch_behind_rows_that_another_instance_deleted_is_told_so() {
             let changes = history.commit(&[vec![(0, true)]], true);
             publish(&log, &hub, changes).await;
         }
-        let outbox = Arc::new(Outbox::new());
+        let outbox = Arc::new(hub.outbox());
         let mut messages = Messages::new(Arc::clone(&outbox));
         let mut session = Session::new(Arc::clone(&hub), log.clone() as Arc<dyn Log>, outbox);
         let rows: Vec<RowId> = (2..5).map(|revision| RowId::new(Revision(revision), 0)).collect();

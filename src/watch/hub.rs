@@ -24,7 +24,7 @@ use crate::{
 /// See the module's page.
 pub struct Hub {
     state: Lock<State>,
-    pending: Pending,
+    pub(super) pending: Pending,
     pub(super) metrics: Arc<Metrics>,
 }
 

@@ -95,10 +95,10 @@ struct Inner {
 }
 
 impl Inner {
-    /// Whether it has not reached that part of what it may hold.
-    fn has_room(&self, part: usize) -> bool {
+    /// Whether less waits than so much, and little where streams together hold too much.
+    fn is_below(&self, bytes_max: usize) -> bool {
         let bytes = self.waiting.bytes();
-        bytes < OUTBOX_BYTES_MAX / part && (bytes < CROWDED_BYTES_MAX || !self.waiting.is_crowded())
+        bytes < bytes_max && (bytes < CROWDED_BYTES_MAX || !self.waiting.is_crowded())
     }
 }
 
@@ -124,7 +124,7 @@ impl Outbox {
     #[must_use]
     pub(super) fn push_chunk(&self, id: WatchId, place: &Place, fragment: Option<usize>) -> bool {
         let mut inner = self.inner.lock();
-        if !inner.has_room(1) {
+        if !inner.is_below(OUTBOX_BYTES_MAX) {
             return false;
         }
         match fragment.filter(|limit| place.len >= *limit) {
@@ -167,7 +167,7 @@ impl Outbox {
 
     /// Whether it is half empty, so that requests may be answered and watches catch up.
     pub fn has_room(&self) -> bool {
-        self.inner.lock().has_room(2)
+        self.inner.lock().is_below(OUTBOX_BYTES_MAX / 2)
     }
 
     /// Ends the stream once what waits is sent.
@@ -254,7 +254,7 @@ mod tests {
     use super::{
         super::{
             chunk::Chunk,
-            waiting::{ALL_BYTES_MAX, PLACE_BYTES},
+            waiting::{ALL_BYTES_MAX, SLOT_BYTES},
         },
         *,
     };
@@ -267,8 +267,8 @@ mod tests {
 
     #[test]
     fn stream_keeps_less_when_others_keep_much() {
-        let each = PLACE_BYTES + 50;
-        for (others, want) in [(0, OUTBOX_BYTES_MAX), (ALL_BYTES_MAX / PLACE_BYTES + 1, CROWDED_BYTES_MAX)] {
+        let each = SLOT_BYTES + 50;
+        for (others, want) in [(0, OUTBOX_BYTES_MAX), (ALL_BYTES_MAX / SLOT_BYTES + 1, CROWDED_BYTES_MAX)] {
             let pending = Pending::new(IntGauge::new("pending", "Waiting messages.").expect("a gauge"));
             pending.hold(others);
             let outbox = Arc::new(Outbox::counted(&pending));
@@ -276,7 +276,7 @@ mod tests {
             assert_eq!(takes(&outbox), want.div_ceil(each), "{others} messages wait on other streams");
             assert!(!outbox.has_room());
             drop(outbox);
-            assert_eq!((pending.messages.get(), pending.places()), (0, others));
+            assert_eq!((pending.messages.get(), pending.slots()), (0, others));
         }
     }
 }

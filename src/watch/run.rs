@@ -1,7 +1,7 @@
 //! Chunks of one range and flavor in the order in which they were published, behind one reference.
 //!
-//! Every stream that is not read waits with each of them. With runs it takes one place in the stream's queue for as many as
-//! a run has, and what waits on ten thousand streams of one range is little more than what waits on one.
+//! A stream that is not read waits with each of them. With runs one slot of its queue holds as many as follow one another in a
+//! run, and what waits on ten thousand streams of one range is little more than what waits on one.
 
 use std::sync::{Arc, Weak};
 
@@ -11,9 +11,9 @@ use parking_lot::Mutex;
 use super::chunk::Chunk;
 use crate::types::Revision;
 
-/// What a run holds at most behind its first chunk. Who waits for one of its chunks keeps them all.
-const MORE_CHUNKS_MAX: u16 = 256;
-const MORE_BYTES_MAX: usize = if cfg!(test) { 256 } else { 16 << 10 };
+/// What a run holds at most; a chunk of more bytes is alone in its run. Who waits for one of its chunks keeps them all.
+const RUN_CHUNKS_MAX: u16 = 256;
+const RUN_BYTES_MAX: usize = if cfg!(test) { 512 } else { 16 << 10 };
 
 /// See the module's page.
 #[derive(Debug)]
@@ -22,9 +22,10 @@ pub struct Run {
     more: Mutex<More>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct More {
     chunks: Vec<Published>,
+    /// Of the whole run.
     bytes: usize,
 }
 
@@ -47,10 +48,11 @@ pub struct Place {
 }
 
 impl Place {
-    /// Of a chunk with nothing behind it.
+    /// The first of a new run.
     pub fn alone(chunk: Chunk, revision: Revision) -> Self {
         let (len, first) = (chunk.len(), chunk.first());
-        let run = Run { first: Published { chunk, revision }, more: Mutex::default() };
+        let more = Mutex::new(More { chunks: Vec::new(), bytes: len });
+        let run = Run { first: Published { chunk, revision }, more };
         Self { run: Arc::new(run), number: 0, len, first, revision }
     }
 
@@ -61,7 +63,7 @@ impl Place {
 }
 
 impl Run {
-    /// The events of the chunk that a place has this number of, and the revision that their message tells.
+    /// The events of the chunk with this number, and the revision that their message tells.
     pub fn events(&self, number: u16) -> (Bytes, Revision) {
         self.with(number, |published| (published.chunk.bytes().clone(), published.revision))
     }
@@ -77,7 +79,7 @@ impl Run {
     fn append(&self, chunk: Chunk, revision: Revision) -> Result<u16, Chunk> {
         let mut more = self.more.lock();
         match u16::try_from(more.chunks.len() + 1) {
-            Ok(number) if number <= MORE_CHUNKS_MAX && more.bytes + chunk.len() <= MORE_BYTES_MAX => {
+            Ok(number) if number < RUN_CHUNKS_MAX && more.bytes + chunk.len() <= RUN_BYTES_MAX => {
                 more.bytes += chunk.len();
                 more.chunks.push(Published { chunk, revision });
                 Ok(number)
@@ -119,7 +121,7 @@ mod tests {
     fn chunks_are_one_run_while_somebody_waits_and_there_is_room() {
         let (mut tail, mut waiting) = (Tail::default(), Vec::new());
         // Bytes of a chunk, and its number in its run.
-        for (bytes, number) in [(1_000, 0), (200, 1), (50, 2), (6, 3), (1, 0), (256, 1), (1, 0)] {
+        for (bytes, number) in [(300, 0), (200, 1), (12, 2), (1, 0), (511, 1), (1, 0), (1_000, 0), (1, 0), (512, 0)] {
             let place = append(&mut tail, bytes, 2);
             assert_eq!((place.number, place.len), (number, bytes));
             assert_eq!(place.run.events(number).0.len(), bytes);
@@ -128,8 +130,8 @@ mod tests {
         let mut tail = Tail::default();
         let waits = append(&mut tail, 0, 1);
         let numbers: Vec<u16> = (2..300).map(|revision| append(&mut tail, 0, revision).number).collect();
-        assert_eq!((numbers[255], numbers[256]), (256, 0));
-        assert_eq!(waits.run.events(256).1, Revision(257));
+        assert_eq!((numbers[254], numbers[255]), (255, 0));
+        assert_eq!(waits.run.events(255).1, Revision(256));
     }
 
     #[test]

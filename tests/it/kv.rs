@@ -452,8 +452,8 @@ async fn large_answers_arrive_whole(backend: Backend) {
     assert!(whole(&first.kvs) && answer.responses.len() == 2);
 }
 
-/// Each row: what a transaction compares the values of, with what, and what it ranges over then; the values come from the log,
-/// once or twice.
+/// Each row: what a transaction compares the values of, with what, what it ranges over if they are that, whether they are, and
+/// the pairs that come then; if they are not it ranges over all keys. The values come from the log, once or twice.
 async fn transactions_read_what_is_not_in_the_cache(backend: Backend) {
     const KEYS: usize = 300;
     let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "0"]).await else { return };
@@ -472,8 +472,8 @@ async fn transactions_read_what_is_not_in_the_cache(backend: Backend) {
         (range("a", "b"), "a", range("b000", ""), true, 1),
         (range("a", "b"), "a", range("b", "c"), true, KEYS),
         (range("a", "b"), "a", range("a", "b"), true, KEYS),
-        (range("a", "c"), "a", range("b", "c"), false, KEYS),
-        (range("a000", ""), "b", range("b", "c"), false, KEYS),
+        (range("a", "c"), "a", range("b", "c"), false, 2 * KEYS),
+        (range("a000", ""), "b", range("b", "c"), false, 2 * KEYS),
     ] {
         let what = format!("{compared:?} is {value}, {ranged:?}");
         let compare = Compare {
@@ -483,8 +483,8 @@ async fn transactions_read_what_is_not_in_the_cache(backend: Backend) {
             target_union: Some(TargetUnion::Value(value.to_owned().into())),
             ..Default::default()
         };
-        let ranged = vec![op(Request::RequestRange(ranged))];
-        let txn = TxnRequest { compare: vec![compare], success: ranged.clone(), failure: ranged };
+        let [success, failure] = [ranged, all()].map(|range| vec![op(Request::RequestRange(range))]);
+        let txn = TxnRequest { compare: vec![compare], success, failure };
         let answer = client.kv.txn(txn).await.expect("a transaction").into_inner();
         let Some(Response::ResponseRange(range)) = &answer.responses[0].response else { panic!("a range answers") };
         assert_eq!((answer.succeeded, range.kvs.len()), (succeeds, found), "{what}");

@@ -126,7 +126,8 @@ impl Wire {
                 _ = copy(&mut answers, &mut passed_over) => {}
             }
             self = loop {
-                // Of addresses that were just used there may be none left for a while.
+                // Of addresses that were just used there may be none left for a while. If it is the server that refuses, the
+                // bystander tells.
                 match TcpStream::connect(address(&endpoint)).await {
                     Ok(tcp) => break Self::greet(tcp).await,
                     Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
