@@ -239,6 +239,7 @@ impl Store {
         let metrics = &self.shared.metrics.store;
         let started = Instant::now();
         let deadline = started + WAIT_MAX;
+        let _waiting = self.shared.turns.leave_time_to_the_database();
         let confirmed = loop {
             match timeout_at(deadline, heads.ask(())).await {
                 Ok(Some(Ok(()))) => break Ok(()),

@@ -8,7 +8,8 @@
 //!
 //! What a step sets off goes on elsewhere: in the database, in the kernel, in clients of the same machine. Where that has no
 //! processor left a short request waits there as well, behind what many steps set off. So turns rest now and then, while
-//! short requests are answered: twice as long as they were given. That leaves a third of the time to all that is long.
+//! short requests are answered or wait for the database: twice as long as they were given. That leaves a third of the time to
+//! all that is long.
 
 mod portions;
 
@@ -45,8 +46,23 @@ pub struct Turns {
     /// Works under way.
     works: AtomicUsize,
     asked: mpsc::UnboundedSender<Weak<Place>>,
-    /// Whether a short request was answered since the last rest.
-    short: Arc<AtomicBool>,
+    short: Arc<Short>,
+}
+
+/// What is known of short requests.
+#[derive(Debug, Default)]
+struct Short {
+    /// Whether one was answered since the last rest.
+    answered: AtomicBool,
+    /// Those that wait for the database.
+    waiting: AtomicUsize,
+}
+
+impl Short {
+    /// Whether there are any. From here on only those that are answered later count.
+    fn take(&self) -> bool {
+        self.answered.swap(false, Ordering::Relaxed) || self.waiting.load(Ordering::Relaxed) > 0
+    }
 }
 
 /// A place in the queue.
@@ -60,7 +76,7 @@ impl Turns {
     /// And what gives them, as long as there is anybody who may ask.
     pub fn new() -> (Arc<Self>, impl Future<Output = ()> + Send + use<>) {
         let (asked, mut waiting) = mpsc::unbounded_channel::<Weak<Place>>();
-        let short = Arc::new(AtomicBool::new(false));
+        let short = Arc::new(Short::default());
         let turns = Self { works: AtomicUsize::new(0), asked, short: Arc::clone(&short) };
         let give = async move {
             let mut stretch = Duration::ZERO;
@@ -75,7 +91,7 @@ impl Turns {
                 if stretch < STRETCH {
                     continue;
                 }
-                if short.swap(false, Ordering::Relaxed) {
+                if short.take() {
                     sleep((stretch * REST).min(REST_MAX)).await;
                 }
                 stretch = Duration::ZERO;
@@ -86,15 +102,33 @@ impl Turns {
 
     /// A short request is answered: turns rest now and then.
     pub fn leave_time(&self) {
-        if !self.short.load(Ordering::Relaxed) {
-            self.short.store(true, Ordering::Relaxed);
+        if !self.short.answered.load(Ordering::Relaxed) {
+            self.short.answered.store(true, Ordering::Relaxed);
         }
+    }
+
+    /// Short requests wait for the database, for as long as this is held: turns rest as beside one that is answered. The
+    /// database may be waiting for the processor that turns keep busy.
+    pub fn leave_time_to_the_database(&self) -> Waiting {
+        self.short.waiting.fetch_add(1, Ordering::Relaxed);
+        Waiting(Arc::clone(&self.short))
     }
 
     /// Work that has more than one step.
     pub fn work(self: &Arc<Self>) -> Work {
         self.works.fetch_add(1, Ordering::Relaxed);
         Work { turns: Arc::clone(self), place: None }
+    }
+}
+
+/// See [`Turns::leave_time_to_the_database`].
+#[must_use]
+#[derive(Debug)]
+pub struct Waiting(Arc<Short>);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -205,9 +239,20 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn beside_short_requests_turns_rest() {
-        for (millis, is_short, rested) in [(1, false, 0), (1, true, 2), (4, true, 8), (50, true, 10)] {
+        // Milliseconds of a step, whether short requests are answered, whether one waits for the database, and the rest.
+        let rows = [
+            (1, false, false, 0),
+            (1, true, false, 2),
+            (1, false, true, 2),
+            (4, true, false, 8),
+            (4, true, true, 8),
+            (50, true, false, 10),
+        ];
+        for (millis, is_short, waits, rested) in rows {
             let (turns, give) = Turns::new();
             tokio::spawn(give);
+            drop(turns.leave_time_to_the_database());
+            let _waiting = waits.then(|| turns.leave_time_to_the_database());
             let mut works = [turns.work(), turns.work()];
             let began = Instant::now();
             for number in 0..20 {
@@ -219,7 +264,7 @@ mod tests {
             }
             works[0].turn().await;
             let rested = Duration::from_millis(20 * (millis + rested));
-            assert_eq!(began.elapsed(), rested, "{millis} ms a step, beside short requests: {is_short}");
+            assert_eq!(began.elapsed(), rested, "{millis} ms a step, beside short requests: {is_short}, {waits}");
         }
     }
 

@@ -509,6 +509,7 @@ impl Writer {
         let _appending = shared.standing.appending(batch.head());
         let begun = Instant::now();
         let is_lone = batch.changes().len() <= 1;
+        let _waiting = shared.turns.leave_time_to_the_database();
         match self.wakeful.wait(is_lone, shared.log.append(append)).await {
             Ok(Appended::Done) => {
                 let took = begun.elapsed().as_secs_f64();

@@ -9,7 +9,7 @@ use std::{
 use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use tokio::{
     task::JoinSet,
-    time::{timeout, timeout_at},
+    time::{sleep, timeout, timeout_at},
 };
 
 use crate::support::{Backend, Client, DEADLINE, Server, eventually};
@@ -21,6 +21,10 @@ const BYSTANDER_SAYS: &str = "p99 in nanoseconds: ";
 
 /// Files that come and go by themselves: connections to the database, for example.
 const FILES_SLACK: usize = 24;
+
+/// In which an attack that goes on for ever takes what memory it will take. A virtual machine that gave it back to its host
+/// waits 5 ms for each 2 MiB.
+const ONSET: Duration = Duration::from_secs(3);
 
 pub struct Arena {
     pub server: Server,
@@ -55,14 +59,6 @@ fn schedule(policy: &str, processors: &str, whom: u32) {
     }
 }
 
-/// A virtual machine may give back to its host what is free, and waits milliseconds for each page of 2 MiB that it takes
-/// again. In the long form what an attack will take is here when it begins.
-fn ask_for_memory() {
-    if is_long() {
-        std::hint::black_box(vec![1_u8; 1 << 30]);
-    }
-}
-
 /// `0-7`, whatever of it is ours now.
 fn all_processors() -> String {
     let all = fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
@@ -94,7 +90,6 @@ impl Arena {
     /// How it is without the attack; again once there is more in the store.
     pub async fn look(&mut self) {
         self.before = bystander_p99(self.endpoint()).await;
-        ask_for_memory();
         self.files = self.open_files();
         // From here on the peak is counted anew.
         let _ = fs::write(format!("/proc/{}/clear_refs", self.server.pid()), "5");
@@ -111,6 +106,9 @@ impl Arena {
 
     /// The same of attackers who never stop.
     pub async fn withstands_for_long(&mut self, attack: &str, peak_mib_max: u64, mut attackers: JoinSet<()>) {
+        if is_long() {
+            sleep(ONSET).await;
+        }
         self.serves_others(attack, peak_mib_max).await;
         let ended = attackers.try_join_next();
         assert!(ended.is_none(), "{attack}: an attacker had stopped: {ended:?}");
