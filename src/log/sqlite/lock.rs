@@ -13,7 +13,15 @@ use crate::{
 
 /// An exclusive lock on `<database file>.lock`, which holds the owner's process id. The operating system lets go of it
 /// when the process ends, however it ends.
-pub(super) struct FileLock(#[expect(dead_code, reason = "held, not read")] File);
+pub(super) struct FileLock(File);
+
+impl Drop for FileLock {
+    /// Not only closed: a child that was forked and is not another program yet has the file as well.
+    fn drop(&mut self) {
+        // What cannot be unlocked ends with the file.
+        let _ = self.0.unlock();
+    }
+}
 
 impl FileLock {
     pub(super) fn acquire(database: &Path) -> Result<Self> {
@@ -47,5 +55,22 @@ impl FileLock {
         file.set_len(0).map_err(|error| failed("write", error))?;
         writeln!(file, "{}", std::process::id()).map_err(|error| failed("write", error))?;
         Ok(Self(file))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_lets_go_is_followed_though_a_child_has_the_file() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let database = folder.path().join("orlop.db");
+        let lock = FileLock::acquire(&database).expect("it is free");
+        let child = lock.0.try_clone().expect("a descriptor");
+        assert!(FileLock::acquire(&database).is_err(), "it is held");
+        drop(lock);
+        assert!(FileLock::acquire(&database).is_ok(), "it is free again");
+        drop(child);
     }
 }
