@@ -58,6 +58,8 @@ const SEND_BUFFER: usize = 128 << 10;
 const HTTP1_BUFFER: usize = 16 << 10;
 /// Clients that wait to be accepted on a unix socket, as many as the standard library has it.
 const BACKLOG: u32 = 128;
+/// What a new connection takes, until its first request: who comes again and again costs as much as who sends.
+const GREETING_TIME: Duration = Duration::from_micros(100);
 /// Pause after the system would give no connection, for example for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 static NOT_ACCEPTED: Seldom = Seldom::new();
@@ -305,6 +307,7 @@ async fn accept_all<L: Accept>(
     loop {
         let place = places.take().await;
         let (stream, remote) = next_client(&socket).await;
+        turns.after(GREETING_TIME).await;
         let Some(tls) = &tls else {
             // Nobody takes it any more once the server goes down.
             let _ = ready.send(Guarded::new(Connection::Plain(stream), portions(&turns), place)).await;

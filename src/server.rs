@@ -68,18 +68,16 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
     let exporter = exporter(&settings)?;
-    // Apart from the store's, which rest now and then: a put of 64 KiB is read at turns, and no long work.
-    let (turns, give_turns) = Turns::new();
-    vital("the giving of turns to connections", give_turns);
-    let intake = Arc::new(api::Intake::new(store.turns()));
+    let turns = store.turns();
+    let intake = Arc::new(api::Intake::new(turns));
     let served = api_settings(&settings, snapshots, exporter.clone());
-    let services = api::services(Arc::clone(&store), served, Arc::clone(&intake), Arc::clone(&turns), stopping.clone())
+    let services = api::services(Arc::clone(&store), served, Arc::clone(&intake), Arc::clone(turns), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
     let services = services
         .with(|grpc| http::routes(grpc, &store, intake))
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
-    let clients = connections(&settings, Places::for_clients(), &turns);
+    let clients = connections(&settings, Places::for_clients(), turns);
     for listener in listeners {
         announce(&listener.url);
         servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
@@ -88,7 +86,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     tell_service_manager("READY=1");
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
-        let probes = connections(&settings, Places::for_probes(), &turns);
+        let probes = connections(&settings, Places::for_probes(), turns);
         servers.spawn(listener.serve(TowerToHyperService::new(http::probe_routes(&store)), probes, stopping.clone()));
     }
 

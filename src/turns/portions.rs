@@ -13,10 +13,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Turns, Work};
+use super::{Kind, Turns, Work};
 
 /// What looking at a portion should take.
 const PORTION_TIME: Duration = Duration::from_micros(50);
+
+/// What it takes at least, with the reading itself: 16 KiB are copied from the kernel, and copied again.
+const READ_TIME: Duration = Duration::from_micros(12);
 
 /// See the module's page.
 #[derive(Debug)]
@@ -33,12 +36,14 @@ pub struct Portions {
     came: Option<Instant>,
     /// While there is always more to be had.
     work: Option<Work>,
+    /// What it waits for.
+    asks_for: Option<Kind>,
 }
 
 impl Portions {
     pub fn new(turns: &Arc<Turns>, sizes: RangeInclusive<usize>) -> Self {
         let (turns, size) = (Arc::clone(turns), *sizes.end());
-        Self { turns, sizes, size, taken: 0, time: Duration::ZERO, came: None, work: None }
+        Self { turns, sizes, size, taken: 0, time: Duration::ZERO, came: None, work: None, asks_for: None }
     }
 
     /// Ready when something may be taken, with how much: at least one.
@@ -48,7 +53,10 @@ impl Portions {
         }
         if self.taken >= self.size || self.time >= PORTION_TIME {
             // Also where it is alone: who polls a connection may do so again before others come.
-            ready!(self.work.get_or_insert_with(|| self.turns.work()).poll_given(context));
+            let took = self.time.clamp(READ_TIME, PORTION_TIME);
+            let kind = *self.asks_for.get_or_insert_with(|| self.turns.after_portion(took));
+            ready!(self.work.get_or_insert_with(|| self.turns.work()).poll_given(kind, context));
+            self.asks_for = None;
             self.size = self.next_size();
             (self.taken, self.time) = (0, Duration::ZERO);
         }

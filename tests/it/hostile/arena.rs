@@ -43,37 +43,43 @@ fn is_long() -> bool {
     std::env::var_os("ORLOP_HOSTILE_LONG").is_some()
 }
 
-/// Attackers have machines of their own. In the long form, which measures times, they get of half of this one's processors what
-/// the server, its database and the bystander leave over; that they ever leave this state needs root.
-fn schedule(policy: &str, processors: &str, whom: u32) {
-    if !is_long() {
-        return;
-    }
-    let whom = whom.to_string();
-    for (tool, how) in [
-        ("chrt", [policy, "--all-tasks", "--pid", "0"]),
-        ("taskset", ["--all-tasks", "--cpu-list", "--pid", processors]),
-    ] {
-        let done = Command::new(tool).args(how).arg(&whom).output();
-        assert!(done.is_ok_and(|done| done.status.success()), "{tool} {how:?} {whom}, of util-linux, as root");
-    }
+/// Who runs where in the long form, which measures times. Attackers have machines of their own: they get half of this one's
+/// processors, and the server, its database and the bystander the other half.
+#[derive(Clone, Copy)]
+enum Half {
+    Served,
+    Attackers,
 }
 
-/// `0-7`, whatever of it is ours now.
-fn all_processors() -> String {
-    let all = fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
-    all.trim().to_owned()
-}
+impl Half {
+    /// From now on this process and what it starts run here.
+    fn enter(self) {
+        if !is_long() {
+            return;
+        }
+        let online = fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
+        let done = Command::new("taskset")
+            .args(["--all-tasks", "--cpu-list", "--pid", &self.of(online.trim()), &process::id().to_string()])
+            .output();
+        assert!(done.as_ref().is_ok_and(|done| done.status.success()), "taskset, of util-linux: {done:?}");
+    }
 
-/// `4-7`
-fn half_of(processors: &str) -> String {
-    let last = processors.rsplit(['-', ',']).next().and_then(|last| last.parse::<usize>().ok());
-    last.map_or_else(|| processors.to_owned(), |last| format!("{}-{last}", last.div_ceil(2)))
+    /// `0-1` or `2-3` of `0-3`, and all of `0`.
+    fn of(self, online: &str) -> String {
+        let last = online.rsplit(['-', ',']).next().and_then(|last| last.parse::<usize>().ok());
+        match (self, last) {
+            (_, None | Some(0)) => online.to_owned(),
+            (Self::Served, Some(last)) => format!("0-{}", last.div_ceil(2) - 1),
+            (Self::Attackers, Some(last)) => format!("{}-{last}", last.div_ceil(2)),
+        }
+    }
 }
 
 impl Arena {
     pub async fn new(backend: Backend, flags: &[&str]) -> Option<Self> {
+        Half::Served.enter();
         let server = Server::under_test_with(backend, flags).await?;
+        Half::Attackers.enter();
         let mut arena = Self { server, backend, files: 0, memory: 0, before: Duration::ZERO };
         arena.look().await;
         Some(arena)
@@ -117,28 +123,18 @@ impl Arena {
     }
 
     async fn serves_others(&mut self, attack: &str, peak_mib_max: u64) {
-        // The same client of a server that nobody attacks: what the machine has left over.
-        let other = if is_long() { Server::under_test(self.backend).await } else { None };
-        let all = all_processors();
-        schedule("--idle", &half_of(&all), process::id());
         let during = bystander_p99(self.endpoint()).await;
-        let elsewhere = match &other {
-            Some(other) => bystander_p99(other.endpoint()).await,
-            None => during,
-        };
-        schedule("--other", &all, process::id());
         let newcomer = timeout(DEADLINE, self.client()).await;
         assert!(newcomer.is_ok(), "who comes anew gets in");
         drop(newcomer);
         let peak = self.status("VmHWM:");
         println!(
-            "| {attack} | {:?} | {} | {} | {:.1} | {:.1} | {:.1} |",
+            "| {attack} | {:?} | {} | {} | {:.1} | {:.1} |",
             self.backend,
             self.memory >> 10,
             peak >> 10,
             self.before.as_secs_f64() * 1e3,
-            during.as_secs_f64() * 1e3,
-            elsewhere.as_secs_f64() * 1e3
+            during.as_secs_f64() * 1e3
         );
         assert!(peak >> 10 <= peak_mib_max, "{attack}: the server took {} MiB", peak >> 10);
     }
@@ -185,7 +181,7 @@ async fn bystander_p99(endpoint: &str) -> Duration {
 #[tokio::test]
 #[ignore = "a process of other tests"]
 async fn bystander() {
-    schedule("--other", &all_processors(), process::id());
+    Half::Served.enter();
     let endpoint = std::env::var(BYSTANDER_ENDPOINT).expect("it is told whom to call");
     println!("\n{BYSTANDER_SAYS}{}", put_and_get_p99(&endpoint).await.as_nanos());
 }

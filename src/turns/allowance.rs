@@ -1,0 +1,101 @@
+//! What clients that send without a pause may take of the server's time, all together, before their turns are those of long
+//! work.
+//!
+//! Floods take all that there is, and what they take counts. What comes with requests that are answered does not, up to what
+//! reading such a request takes: clients who ask as much as the server can answer are no flood. Values of 64 KiB, 300 MiB a
+//! second of them, take a quarter of the time.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// One part in so many of all time.
+const PART: u32 = 3;
+/// Beyond that part, at once: what 64 clients with a value of 64 KiB each take.
+const BURST: Duration = Duration::from_millis(5);
+/// Once it is exceeded the part is smaller than what turns with rests leave to a flood, so that it has to end first.
+const PART_EXCEEDED: u32 = 16;
+/// What the reading of a short request may take.
+const REQUEST: Duration = Duration::from_micros(5);
+
+/// See the module's page.
+#[derive(Debug)]
+pub(super) struct Allowance {
+    spent: Duration,
+    is_exceeded: bool,
+    /// When it was last looked at, and how many requests had been answered by then.
+    seen: (Instant, u64),
+}
+
+impl Default for Allowance {
+    fn default() -> Self {
+        Self { spent: Duration::ZERO, is_exceeded: false, seen: (Instant::now(), 0) }
+    }
+}
+
+impl Allowance {
+    /// Whether it is not enough, now that something has taken so long and so many requests are answered in all.
+    pub(super) fn is_exceeded(&mut self, now: Instant, took: Duration, answers: u64) -> bool {
+        let (then, answers_then) = std::mem::replace(&mut self.seen, (now, answers));
+        let part = if self.is_exceeded { PART_EXCEEDED } else { PART };
+        let answered = u32::try_from(answers.saturating_sub(answers_then)).unwrap_or(u32::MAX);
+        let granted = now.duration_since(then) / part + REQUEST.saturating_mul(answered);
+        let left = self.spent.saturating_sub(granted);
+        self.spent = (left + took).min(BURST);
+        self.is_exceeded = if self.is_exceeded { left > Duration::ZERO } else { self.spent >= BURST };
+        self.is_exceeded
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// After how many of a thousand portions the allowance was exceeded first, if ever.
+    fn exceeded_after(took: u64, between: u64, answers: u64) -> Option<u64> {
+        let (mut allowance, mut now) = (Allowance::default(), Instant::now());
+        (1..=1_000).find(|number| {
+            now += Duration::from_micros(between);
+            allowance.is_exceeded(now, Duration::from_micros(took), number * answers)
+        })
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_allowance_is_a_part_of_the_time_a_burst_and_what_is_answered() {
+        // Microseconds that a portion takes and from one to the next, requests answered meanwhile, and after how many it is
+        // too much.
+        let rows = [
+            (50, 0, 0, Some(100)),
+            (50, 75, 0, Some(199)),
+            (50, 150, 0, None),
+            (12, 20, 0, Some(937)),
+            (12, 36, 0, None),
+            // Small puts, seventeen in 50 microseconds of reading, as fast as they can be answered.
+            (50, 75, 17, None),
+            (50, 75, 1, Some(249)),
+        ];
+        for (took, between, answers, after) in rows {
+            let found = exceeded_after(took, between, answers);
+            assert_eq!(found, after, "{took} us each {between} us with {answers} answers");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_flood_has_to_end_before_it_is_forgotten() {
+        let (mut allowance, mut now) = (Allowance::default(), Instant::now());
+        let portion = Duration::from_micros(50);
+        while !allowance.is_exceeded(now, portion, 0) {}
+        // As turns with rests leave it: six portions and two milliseconds.
+        for _ in 0..1_000 {
+            now += Duration::from_millis(2);
+            assert!((0..6).all(|_| allowance.is_exceeded(now, portion, 0)));
+        }
+        now += BURST * PART_EXCEEDED;
+        assert!(!allowance.is_exceeded(now, portion, 0));
+        assert_eq!(
+            (0..200).filter(|_| allowance.is_exceeded(now, portion, 0)).count(),
+            102,
+            "the whole burst is there"
+        );
+    }
+}
