@@ -32,7 +32,7 @@ use tokio::{
     net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
     sync::{mpsc, watch},
     task::JoinHandle,
-    time::sleep,
+    time::{sleep, timeout},
 };
 use tokio_rustls::server::TlsStream;
 use tracing::{debug, error, warn};
@@ -60,6 +60,8 @@ const HTTP1_BUFFER: usize = 16 << 10;
 const BACKLOG: u32 = 128;
 /// What a new connection takes, until its first request: who comes again and again costs as much as who sends.
 const GREETING_TIME: Duration = Duration::from_micros(100);
+/// How long one who comes anew waits for a turn.
+const GREETING_WAIT_MAX: Duration = Duration::from_millis(5);
 /// Pause after the system would give no connection, for example for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 static NOT_ACCEPTED: Seldom = Seldom::new();
@@ -72,7 +74,7 @@ pub struct Settings {
     pub keepalive_interval: Duration,
     pub keepalive_timeout: Duration,
     pub places: Places,
-    /// At which long messages are read.
+    /// At which long messages are read, and those who come greeted.
     pub turns: Arc<Turns>,
 }
 
@@ -307,7 +309,8 @@ async fn accept_all<L: Accept>(
     loop {
         let place = places.take().await;
         let (stream, remote) = next_client(&socket).await;
-        turns.after(GREETING_TIME).await;
+        // Of many who send without a pause one who comes anew would wait for each.
+        let _ = timeout(GREETING_WAIT_MAX, turns.after(GREETING_TIME)).await;
         let Some(tls) = &tls else {
             // Nobody takes it any more once the server goes down.
             let _ = ready.send(Guarded::new(Connection::Plain(stream), portions(&turns), place)).await;

@@ -84,9 +84,12 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     }
     drop(services);
     tell_service_manager("READY=1");
+    // Of their own: no flood of clients keeps them out.
+    let (probe_turns, give_turns) = Turns::new();
+    vital("the giving of turns to probes", give_turns);
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
-        let probes = connections(&settings, Places::for_probes(), turns);
+        let probes = connections(&settings, Places::for_probes(), &probe_turns);
         servers.spawn(listener.serve(TowerToHyperService::new(http::probe_routes(&store)), probes, stopping.clone()));
     }
 

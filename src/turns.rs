@@ -137,20 +137,26 @@ impl Turns {
 
     /// Lets others go first, after something of which clients may ask for more and more, and which takes so long.
     pub async fn after(self: &Arc<Self>, took: Duration) {
-        let (mut work, kind) = (self.work(), self.after_portion(took));
-        poll_fn(|context| work.poll_given(kind, context)).await;
+        let (mut asking, kind) = (self.asking(), self.after_portion(took));
+        poll_fn(|context| asking.poll_given(kind, context)).await;
     }
 
     /// What to ask for after a portion that took so long.
     fn after_portion(&self, took: Duration) -> Kind {
+        let mut allowance = self.allowance.lock();
         let answers = self.beside.answers.load(Ordering::Relaxed);
-        if self.allowance.lock().is_exceeded(Instant::now(), took, answers) { Kind::Portion(took) } else { Kind::Brief }
+        if allowance.is_exceeded(Instant::now(), took, answers) { Kind::Portion(took) } else { Kind::Brief }
     }
 
     /// Work that has more than one step.
     pub fn work(self: &Arc<Self>) -> Work {
         self.works.fetch_add(1, Ordering::Relaxed);
-        Work { turns: Arc::clone(self), place: None }
+        Work(self.asking())
+    }
+
+    /// What asks for turns without being work that others have to take turns with.
+    fn asking(self: &Arc<Self>) -> Asking {
+        Asking { turns: Arc::clone(self), place: None }
     }
 }
 
@@ -192,23 +198,15 @@ impl Drop for Waiting {
     }
 }
 
-/// See [`Turns::work`].
+/// Somebody who asks for a turn, or soon will.
 #[derive(Debug)]
-pub struct Work {
+struct Asking {
     turns: Arc<Turns>,
     place: Option<Arc<Place>>,
 }
 
-impl Work {
-    /// Ready when the next step may be done.
-    pub fn poll_turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
-        if self.place.is_none() && self.turns.works.load(Ordering::Relaxed) < 2 {
-            return Poll::Ready(());
-        }
-        self.poll_given(Kind::Step, context)
-    }
-
-    /// As [`Self::poll_turn`], where one who is alone asks as well: for who cannot step back otherwise.
+impl Asking {
+    /// Ready when it is its turn.
     fn poll_given(&mut self, kind: Kind, context: &mut Context<'_>) -> Poll<()> {
         if self.place.is_none() && !self.ask(kind, context) {
             return Poll::Ready(());
@@ -235,6 +233,20 @@ impl Work {
         self.place = asked.then_some(place);
         asked
     }
+}
+
+/// See [`Turns::work`].
+#[derive(Debug)]
+pub struct Work(Asking);
+
+impl Work {
+    /// Ready when the next step may be done.
+    pub fn poll_turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        if self.0.place.is_none() && self.0.turns.works.load(Ordering::Relaxed) < 2 {
+            return Poll::Ready(());
+        }
+        self.0.poll_given(Kind::Step, context)
+    }
 
     /// Waits until the next step may be done, and lets others go first in any case.
     pub async fn turn(&mut self) {
@@ -248,7 +260,7 @@ impl Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        self.turns.works.fetch_sub(1, Ordering::Relaxed);
+        self.0.turns.works.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -335,6 +347,17 @@ mod tests {
             let row = format!("{millis} ms a step that sets off {set_off}, beside short requests: {is_short}, {waits}");
             assert_eq!(began.elapsed(), rested, "{row}");
         }
+    }
+
+    #[tokio::test]
+    async fn what_clients_send_is_no_work_beside_which_a_list_takes_turns() {
+        let (turns, give) = Turns::new();
+        tokio::spawn(give);
+        let mut list = turns.work();
+        let mut portions = Portions::new(&turns, 1..=1);
+        portions.took(Poll::Ready(1));
+        assert!(poll_fn(|context| portions.poll(context)).now_or_never().is_none(), "it waits for a turn");
+        assert!(!asks(&mut list));
     }
 
     /// What was rested while clients sent so many portions of 50 microseconds, and so many requests were answered in each.

@@ -34,8 +34,8 @@ const STEP_VALUES: usize = 500;
 /// Rows that one reader of the log is asked for, at most and at least.
 const READ_ROWS: usize = 1_000;
 const READ_ROWS_MIN: usize = 16;
-/// Rows by which it is found out how large the others may be, and how many bytes a reader is to bring at once: a MiB would be
-/// read no faster, and keep the database from others for longer.
+/// Rows by which it is found out how large the others may be, and how many bytes a reader is to bring at once, or the rows
+/// above: a MiB would be read no faster, and keep the database from others for longer.
 const SAMPLE_ROWS: usize = 100;
 const READ_BYTES: usize = 128 << 10;
 /// Readers of the log that one list takes at once: not all that there are.

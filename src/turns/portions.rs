@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Kind, Turns, Work};
+use super::{Asking, Kind, Turns};
 
 /// What looking at a portion should take.
 const PORTION_TIME: Duration = Duration::from_micros(50);
@@ -35,7 +35,7 @@ pub struct Portions {
     /// When something came that is being looked at.
     came: Option<Instant>,
     /// While there is always more to be had.
-    work: Option<Work>,
+    asking: Option<Asking>,
     /// What it waits for.
     asks_for: Option<Kind>,
 }
@@ -43,7 +43,7 @@ pub struct Portions {
 impl Portions {
     pub fn new(turns: &Arc<Turns>, sizes: RangeInclusive<usize>) -> Self {
         let (turns, size) = (Arc::clone(turns), *sizes.end());
-        Self { turns, sizes, size, taken: 0, time: Duration::ZERO, came: None, work: None, asks_for: None }
+        Self { turns, sizes, size, taken: 0, time: Duration::ZERO, came: None, asking: None, asks_for: None }
     }
 
     /// Ready when something may be taken, with how much: at least one.
@@ -55,7 +55,7 @@ impl Portions {
             // Also where it is alone: who polls a connection may do so again before others come.
             let took = self.time.clamp(READ_TIME, PORTION_TIME);
             let kind = *self.asks_for.get_or_insert_with(|| self.turns.after_portion(took));
-            ready!(self.work.get_or_insert_with(|| self.turns.work()).poll_given(kind, context));
+            ready!(self.asking.get_or_insert_with(|| self.turns.asking()).poll_given(kind, context));
             self.asks_for = None;
             self.size = self.next_size();
             (self.taken, self.time) = (0, Duration::ZERO);
@@ -73,7 +73,7 @@ impl Portions {
                     self.came = Some(Instant::now());
                 }
             }
-            Poll::Pending => (self.taken, self.time, self.came, self.work) = (0, Duration::ZERO, None, None),
+            Poll::Pending => (self.taken, self.time, self.came, self.asking) = (0, Duration::ZERO, None, None),
         }
     }
 
