@@ -46,6 +46,8 @@ const STRETCH: Duration = Duration::from_micros(300);
 const REST: u32 = 3;
 /// A rest is no longer, whatever the machine did in the meantime.
 const REST_MAX: Duration = Duration::from_millis(10);
+/// So many bytes of a long request take as long to read as a short one, or less.
+const REQUEST_BYTES: usize = 4 << 10;
 /// What one step has set off counts for no more: it may have waited.
 const SET_OFF_MAX: Duration = Duration::from_millis(1);
 
@@ -75,7 +77,7 @@ enum Kind {
 /// What goes on beside the turns.
 #[derive(Debug, Default)]
 struct Beside {
-    /// Short requests that were answered.
+    /// Short requests that were answered, and what long ones amount to of these.
     answers: AtomicU64,
     /// Short requests that wait for the database.
     waiting: AtomicUsize,
@@ -120,6 +122,13 @@ impl Turns {
     /// A short request is answered: turns rest now and then.
     pub fn leave_time(&self) {
         self.beside.answers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A request of so many bytes was done: what reading it took was not for nothing.
+    pub fn taken_in(&self, bytes: usize) {
+        if bytes >= REQUEST_BYTES {
+            self.beside.answers.fetch_add((bytes / REQUEST_BYTES) as u64, Ordering::Relaxed);
+        }
     }
 
     /// Short requests wait for the database, for as long as this is held: turns rest as beside one that is answered. The
@@ -360,14 +369,16 @@ mod tests {
         assert!(!asks(&mut list));
     }
 
-    /// What was rested while clients sent so many portions of 50 microseconds, and so many requests were answered in each.
-    async fn rested(portions: u32, answered: usize, waits: bool) -> Duration {
+    /// What was rested while clients sent so many portions of 50 microseconds, and so many short requests were answered and
+    /// so many bytes of long ones done in each.
+    async fn rested(portions: u32, answered: usize, bytes: usize, waits: bool) -> Duration {
         let (turns, give) = Turns::new();
         tokio::spawn(give);
         let _waiting = waits.then(|| turns.leave_time_to_the_database());
         let began = Instant::now();
         for _ in 0..portions {
             (0..answered).for_each(|_| turns.leave_time());
+            turns.taken_in(bytes);
             turns.after(Duration::from_micros(50)).await;
         }
         began.elapsed()
@@ -375,17 +386,21 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn beside_short_requests_floods_rest_and_what_is_answered_does_not() {
-        // Portions, requests answered with each, whether one waits for the database, and rests, of a millisecond each.
+        // Portions, with each of them short requests answered and bytes of long ones done, whether one waits for the
+        // database, and rests, of a millisecond each.
         let rows = [
-            (90, 0, true, 0..=0),
-            (1_000, 0, false, 0..=0),
-            (1_000, 0, true, 140..=160),
-            (1_000, 1, false, 130..=160),
-            (1_000, 10, true, 0..=0),
+            (90, 0, 0, true, 0..=0),
+            (1_000, 0, 0, false, 0..=0),
+            (1_000, 0, 0, true, 140..=160),
+            (1_000, 1, 0, false, 130..=160),
+            (1_000, 10, 0, true, 0..=0),
+            (1_000, 0, 4_095, true, 140..=160),
+            (1_000, 1, 40 << 10, true, 0..=0),
         ];
-        for (portions, answered, waits, rests) in rows {
-            let rested = rested(portions, answered, waits).await.as_millis();
-            assert!(rests.contains(&rested), "{portions} portions, {answered} answered, {waits}: {rested} ms of rests");
+        for (portions, answered, bytes, waits, rests) in rows {
+            let rested = rested(portions, answered, bytes, waits).await.as_millis();
+            let row = format!("{portions} portions, {answered} answered, {bytes} bytes, {waits}");
+            assert!(rests.contains(&rested), "{row}: {rested} ms of rests");
         }
     }
 

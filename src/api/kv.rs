@@ -57,7 +57,13 @@ impl KvService {
         let context = Arc::clone(&self.0);
         Box::pin(async move {
             let answer = match unary::request(request, &context.settings).await {
-                Ok(message) => answer(Arc::clone(&context), message).await,
+                Ok((message, len)) => {
+                    let answered = answer(Arc::clone(&context), message).await;
+                    if answered.is_ok() {
+                        context.store.turns().taken_in(len);
+                    }
+                    answered
+                }
                 Err(status) => Err(status),
             };
             unary::respond(answer, context.store.turns())

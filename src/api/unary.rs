@@ -40,11 +40,11 @@ impl<B> RequestBody for B where
 {
 }
 
-/// Reads the one message of a unary call.
+/// Reads the one message of a unary call, and says how many bytes it had.
 pub(super) async fn request<M: Looked>(
     request: http::Request<impl RequestBody>,
     settings: &Settings,
-) -> Result<M, Status> {
+) -> Result<(M, usize), Status> {
     let message_bytes_max = settings.max_message_bytes();
     let mut body = pin!(request.into_body());
     let mut received = Received::default();
@@ -71,7 +71,11 @@ pub(super) async fn request<M: Looked>(
     }
     let message = received.joined().slice(FRAME_HEAD_BYTES..wanted);
     M::check(&message, settings.max_txn_ops)?;
-    M::decode(message).map_err(|error| Status::internal(format!("orlop: cannot decode the request: {error}")))
+    let len = message.len();
+    match M::decode(message) {
+        Ok(message) => Ok((message, len)),
+        Err(error) => Err(Status::internal(format!("orlop: cannot decode the request: {error}"))),
+    }
 }
 
 fn message_len(mut head: &[u8], message_bytes_max: usize) -> Result<usize, Status> {

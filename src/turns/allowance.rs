@@ -1,9 +1,8 @@
 //! What clients that send without a pause may take of the server's time, all together, before their turns are those of long
 //! work.
 //!
-//! Floods take all that there is, and what they take counts. What comes with KV requests that are answered shortly does not, up
-//! to what reading such a request takes: clients who ask as much as the server can answer are no flood. Values of 64 KiB, 300 MiB a
-//! second of them, take a quarter of the time.
+//! Floods take all that there is, and what they take counts. What comes with KV requests that are done does not, up to what
+//! reading them takes: clients who ask as much as the server can answer are no flood.
 
 use std::time::Duration;
 

@@ -74,7 +74,7 @@ pub fn address(endpoint: &str) -> &str {
     endpoint.rsplit("//").next().expect("an endpoint is a URL")
 }
 
-/// By pieces that the kernel copies soon: not even who is run when nobody else wants to leaves it before.
+/// By pieces, as clients do.
 async fn send_for_ever(to: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) {
     for piece in bytes.chunks(16 << 10).cycle() {
         if to.write_all(piece).await.is_err() {
