@@ -7,12 +7,14 @@
 //! stops reading cannot keep it. Alone, it need not ask.
 //!
 //! What a step sets off goes on elsewhere: in the database, in the kernel, in clients of the same machine. Where that has no
-//! processor left a short request waits there as well, behind what many steps set off. So turns rest now and then, while
-//! short requests are answered or wait for the database: three times as long as they were given, so that at most a quarter of
-//! the time is left to all that is long.
+//! processor left a short request waits there as well, behind what many steps set off. So beside short requests the next turn
+//! waits, for a millisecond at most, until none of them waits for the database and what steps have set off is done; and turns
+//! rest now and then, three times as long as they were given, so that at most a quarter of the time is left to all that is
+//! long.
 //!
-//! What clients send is taken in at turns as well ([`Portions`]). Those are brief and never rest, so that a put of 64 KiB does
-//! not wait for others' lists, unless all that is sent takes more of the time than [`Allowance`] grants.
+//! What clients send is taken in at turns as well ([`Portions`]), and what is refused is told at one, as it costs the client
+//! nothing to ask again. Those are brief and never rest, so that a put of 64 KiB does not wait for others' lists, unless all
+//! that is sent takes more of the time than [`Allowance`] grants.
 
 mod allowance;
 mod portions;
@@ -29,9 +31,9 @@ use std::{
 
 use parking_lot::Mutex;
 use tokio::{
-    sync::mpsc,
+    sync::{Notify, mpsc},
     task::yield_now,
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 
 use self::allowance::Allowance;
@@ -40,12 +42,14 @@ pub use self::portions::Portions;
 
 /// How long turns are given before a rest. On a machine that has one core for the server, its database and a client, that
 /// client's p99 for a put and a get, 0.8 to 1.0 ms on Postgres, is 2.6 to 3.1 beside floods with 1 ms, 1.8 to 2.1 with 0.5, and
-/// 1.4 to 1.7 with this; less is no better, as steps take as long.
+/// 1.3 to 1.4 with this; half is no better, as steps take as long.
 const STRETCH: Duration = Duration::from_micros(300);
 /// So many times that is the rest, and at least the 1 to 2 ms that a timer can measure.
 const REST: u32 = 3;
 /// A rest is no longer, whatever the machine did in the meantime.
 const REST_MAX: Duration = Duration::from_millis(10);
+/// So long a turn may wait for what short requests and steps before it wait for.
+const HOLD_MAX: Duration = Duration::from_millis(1);
 /// So many bytes of a long request take as long to read as a short one, or less.
 const REQUEST_BYTES: usize = 4 << 10;
 /// What one step has set off counts for no more: it may have waited.
@@ -68,8 +72,8 @@ pub struct Turns {
 enum Kind {
     /// To take in a portion of what clients send.
     Brief,
-    /// The same, where clients send much. The one before took so long.
-    Portion(Duration),
+    /// The same, where clients send too much.
+    Excess,
     /// For a step of long work.
     Step,
 }
@@ -81,15 +85,40 @@ struct Beside {
     answers: AtomicU64,
     /// Short requests that wait for the database.
     waiting: AtomicUsize,
-    /// What steps have had others do since the last look, in nanoseconds.
+    /// What steps have set off and is not done.
+    under_way: AtomicUsize,
+    /// Nothing of either is left.
+    quiet: Notify,
+    /// How long others were busy with what is done of it, since the last look, in nanoseconds.
     set_off: AtomicU64,
 }
 
 impl Beside {
     /// Whether there are short requests, when so many had been answered before.
-    fn has_short(&self, answered: &mut u64) -> bool {
-        let answers = self.answers.load(Ordering::Relaxed);
-        std::mem::replace(answered, answers) != answers || self.waiting.load(Ordering::Relaxed) > 0
+    fn has_short(&self, answered: u64) -> bool {
+        self.answers.load(Ordering::Relaxed) != answered || self.waiting.load(Ordering::Relaxed) > 0
+    }
+
+    /// Waits until no short request waits for the database, and what steps have set off is done. Not for ever: false if it
+    /// took too long.
+    async fn is_quiet(&self) -> bool {
+        let quiet = async {
+            loop {
+                let quiet = self.quiet.notified();
+                if self.waiting.load(Ordering::Relaxed) + self.under_way.load(Ordering::Relaxed) == 0 {
+                    break;
+                }
+                quiet.await;
+            }
+        };
+        timeout(HOLD_MAX, quiet).await.is_ok()
+    }
+
+    /// One less of those who wait, or of what is under way.
+    fn end(&self, one: &AtomicUsize) {
+        if one.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.quiet.notify_waiters();
+        }
     }
 
     fn take_set_off(&self) -> Duration {
@@ -100,9 +129,26 @@ impl Beside {
 /// A place in the queue.
 #[derive(Debug)]
 struct Place {
-    kind: Kind,
     given: AtomicBool,
     waker: Mutex<Waker>,
+    _excess: Option<Excess>,
+}
+
+/// Somebody who sends too much, and waits for it.
+#[derive(Debug)]
+struct Excess(Arc<Turns>);
+
+impl Excess {
+    fn new(turns: &Arc<Turns>) -> Self {
+        turns.allowance.lock().waits(Instant::now());
+        Self(Arc::clone(turns))
+    }
+}
+
+impl Drop for Excess {
+    fn drop(&mut self) {
+        self.0.allowance.lock().has_waited(Instant::now());
+    }
 }
 
 impl Turns {
@@ -138,10 +184,11 @@ impl Turns {
         Waiting(Arc::clone(&self.beside))
     }
 
-    /// A step of long work has had somebody else busy for so long.
-    pub fn set_off(&self, time: Duration) {
-        let nanos = u64::try_from(time.min(SET_OFF_MAX).as_nanos()).unwrap_or(u64::MAX);
-        self.beside.set_off.fetch_add(nanos, Ordering::Relaxed);
+    /// A step of long work has somebody else busy, for as long as this is held: beside short requests the next step comes
+    /// when that is done, and it counts for turns to rest.
+    pub fn set_off(&self) -> SetOff {
+        self.beside.under_way.fetch_add(1, Ordering::Relaxed);
+        SetOff { beside: Arc::clone(&self.beside), begun: Instant::now() }
     }
 
     /// Lets others go first, after something of which clients may ask for more and more, and which takes so long.
@@ -154,7 +201,7 @@ impl Turns {
     fn after_portion(&self, took: Duration) -> Kind {
         let mut allowance = self.allowance.lock();
         let answers = self.beside.answers.load(Ordering::Relaxed);
-        if allowance.is_exceeded(Instant::now(), took, answers) { Kind::Portion(took) } else { Kind::Brief }
+        if allowance.is_exceeded(Instant::now(), took, answers) { Kind::Excess } else { Kind::Brief }
     }
 
     /// Work that has more than one step.
@@ -171,7 +218,7 @@ impl Turns {
 
 /// Gives turns one after the other, with rests where it is told what is beside them.
 async fn give(mut asked: mpsc::UnboundedReceiver<Weak<Place>>, beside: Option<Arc<Beside>>) {
-    let (mut stretch, mut answered) = (Duration::ZERO, 0);
+    let (mut stretch, mut answered, mut has_held) = (Duration::ZERO, 0, false);
     while let Some(place) = asked.recv().await {
         let Some(place) = place.upgrade() else { continue };
         let began = Instant::now();
@@ -180,19 +227,22 @@ async fn give(mut asked: mpsc::UnboundedReceiver<Weak<Place>>, beside: Option<Ar
         // Until all that was ready has had its chance.
         yield_now().await;
         let Some(beside) = &beside else { continue };
+        stretch += began.elapsed();
+        if !has_held && beside.has_short(answered) {
+            has_held = !beside.is_quiet().await;
+        }
         stretch += beside.take_set_off();
-        stretch += match place.kind {
-            // Of many requests that come together others are answered in between, which is no reason to rest.
-            Kind::Portion(took) => took,
-            Kind::Brief | Kind::Step => began.elapsed(),
-        };
         if stretch < STRETCH {
             continue;
         }
-        if beside.has_short(&mut answered) {
+        let is_beside_short = beside.has_short(answered);
+        // Those that are answered in the rest are a reason for the next one: turns may leave them no other time.
+        answered = beside.answers.load(Ordering::Relaxed);
+        // Where it waited for too long that was the rest.
+        if is_beside_short && !has_held {
             sleep((stretch * REST).min(REST_MAX)).await;
         }
-        stretch = Duration::ZERO;
+        (stretch, has_held) = (Duration::ZERO, false);
     }
 }
 
@@ -203,7 +253,24 @@ pub struct Waiting(Arc<Beside>);
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
+        self.0.end(&self.0.waiting);
+    }
+}
+
+/// See [`Turns::set_off`].
+#[must_use]
+#[derive(Debug)]
+pub struct SetOff {
+    beside: Arc<Beside>,
+    begun: Instant,
+}
+
+impl Drop for SetOff {
+    fn drop(&mut self) {
+        let time = self.begun.elapsed().min(SET_OFF_MAX);
+        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.beside.set_off.fetch_add(nanos, Ordering::Relaxed);
+        self.beside.end(&self.beside.under_way);
     }
 }
 
@@ -231,12 +298,15 @@ impl Asking {
 
     /// Whether there is anybody to ask.
     fn ask(&mut self, kind: Kind, context: &Context<'_>) -> bool {
-        let place = Place { kind, given: AtomicBool::new(false), waker: Mutex::new(context.waker().clone()) };
-        let place = Arc::new(place);
+        let place = Arc::new(Place {
+            given: AtomicBool::new(false),
+            waker: Mutex::new(context.waker().clone()),
+            _excess: matches!(kind, Kind::Excess).then(|| Excess::new(&self.turns)),
+        });
         // Where nobody gives any more the server is at its end.
         let queue = match kind {
             Kind::Brief => &self.turns.brief,
-            Kind::Portion(_) | Kind::Step => &self.turns.long,
+            Kind::Excess | Kind::Step => &self.turns.long,
         };
         let asked = queue.send(Arc::downgrade(&place)).is_ok();
         self.place = asked.then_some(place);
@@ -324,17 +394,19 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn beside_short_requests_turns_rest() {
-        // Milliseconds of a step and of what it sets off, whether short requests are answered, whether one waits for the
-        // database, and the rest.
+        // Milliseconds of a step, what it sets off that takes as long, whether short requests are answered, whether one waits
+        // for the database, and the rest.
         let rows = [
             (1, 0, false, false, 0),
-            (1, 0, true, false, 3),
-            (1, 0, false, true, 3),
-            (1, 1, true, false, 6),
-            (1, 5, true, false, 6),
             (1, 1, false, false, 0),
-            (2, 0, true, true, 6),
+            (1, 0, true, false, 3),
+            (1, 1, true, false, 6),
+            (1, 2, true, false, 9),
+            (2, 1, true, false, 9),
             (50, 0, true, false, 10),
+            // What waits is waited for, which is rest enough.
+            (1, 0, false, true, 1),
+            (2, 0, true, true, 1),
         ];
         for (millis, set_off, is_short, waits, rested) in rows {
             let (turns, give) = Turns::new();
@@ -348,13 +420,79 @@ mod tests {
                 if is_short {
                     turns.leave_time();
                 }
-                turns.set_off(Duration::from_millis(set_off));
+                let set_off: Vec<SetOff> = (0..set_off).map(|_| turns.set_off()).collect();
                 tokio::time::advance(Duration::from_millis(millis)).await;
+                drop(set_off);
             }
             works[0].turn().await;
             let rested = Duration::from_millis(20 * (millis + rested));
             let row = format!("{millis} ms a step that sets off {set_off}, beside short requests: {is_short}, {waits}");
             assert_eq!(began.elapsed(), rested, "{row}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn short_requests_that_are_answered_in_rests_are_a_reason_for_more() {
+        let (turns, give) = Turns::new();
+        tokio::spawn(give);
+        let mut works = [turns.work(), turns.work()];
+        turns.leave_time();
+        let begun = Instant::now();
+        for number in 0..20 {
+            works[number % 2].turn().await;
+            tokio::time::advance(Duration::from_millis(1)).await;
+            sleep(Duration::from_millis(1)).await;
+            turns.leave_time();
+        }
+        works[0].turn().await;
+        assert_eq!(begun.elapsed(), Duration::from_millis(20 * (1 + 3)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn beside_short_requests_the_next_turn_comes_when_what_is_under_way_is_done() {
+        // Whether a short request was answered, whether one waits for the database, whether a step has set something off, and
+        // whether the next turn waits for it.
+        let rows = [
+            (false, false, false, false),
+            (true, false, false, false),
+            (false, false, true, false),
+            (true, false, true, true),
+            (false, true, false, true),
+            (true, true, true, true),
+        ];
+        for (is_short, waits, sets_off, is_held) in rows {
+            for is_done in [true, false] {
+                let (turns, give) = Turns::new();
+                tokio::spawn(give);
+                let mut works = [turns.work(), turns.work()];
+                let waiting = waits.then(|| turns.leave_time_to_the_database());
+                works[0].turn().await;
+                if is_short {
+                    turns.leave_time();
+                }
+                let set_off = sets_off.then(|| turns.set_off());
+                let is_given = async |works: &mut [Work; 2]| {
+                    for _ in 0..10 {
+                        if !asks(&mut works[1]) {
+                            return true;
+                        }
+                        // The clock stands still as long as something is ready.
+                        yield_now().await;
+                    }
+                    false
+                };
+                let row = format!("{is_short}, {waits}, {sets_off}, done: {is_done}");
+                assert_eq!(is_given(&mut works).await, !is_held, "{row}");
+                if is_held && is_done {
+                    drop((waiting, set_off));
+                } else if is_held {
+                    tokio::time::advance(HOLD_MAX - Duration::from_micros(1)).await;
+                    assert!(!is_given(&mut works).await, "{row}");
+                    // By which a timer may be late.
+                    tokio::time::advance(Duration::from_millis(1)).await;
+                }
+                assert!(!is_held || is_given(&mut works).await, "{row}");
+            }
         }
     }
 
@@ -369,9 +507,10 @@ mod tests {
         assert!(!asks(&mut list));
     }
 
-    /// What was rested while clients sent so many portions of 50 microseconds, and so many short requests were answered and
-    /// so many bytes of long ones done in each.
+    /// What was rested while clients sent so many portions that took 50 microseconds each, and so many short requests were
+    /// answered and so many bytes of long ones done in each.
     async fn rested(portions: u32, answered: usize, bytes: usize, waits: bool) -> Duration {
+        const PORTION: Duration = Duration::from_micros(50);
         let (turns, give) = Turns::new();
         tokio::spawn(give);
         let _waiting = waits.then(|| turns.leave_time_to_the_database());
@@ -379,22 +518,23 @@ mod tests {
         for _ in 0..portions {
             (0..answered).for_each(|_| turns.leave_time());
             turns.taken_in(bytes);
-            turns.after(Duration::from_micros(50)).await;
+            turns.after(PORTION).await;
+            tokio::time::advance(PORTION).await;
         }
-        began.elapsed()
+        began.elapsed() - portions * PORTION
     }
 
     #[tokio::test(start_paused = true)]
     async fn beside_short_requests_floods_rest_and_what_is_answered_does_not() {
         // Portions, with each of them short requests answered and bytes of long ones done, whether one waits for the
-        // database, and rests, of a millisecond each.
+        // database, and milliseconds of rests: one or two for each six portions that are too much.
         let rows = [
             (90, 0, 0, true, 0..=0),
             (1_000, 0, 0, false, 0..=0),
-            (1_000, 0, 0, true, 140..=160),
-            (1_000, 1, 0, false, 130..=160),
+            (1_000, 0, 0, true, 141..=282),
+            (1_000, 1, 0, false, 130..=282),
             (1_000, 10, 0, true, 0..=0),
-            (1_000, 0, 4_095, true, 140..=160),
+            (1_000, 0, 4_095, true, 141..=282),
             (1_000, 1, 40 << 10, true, 0..=0),
         ];
         for (portions, answered, bytes, waits, rests) in rows {

@@ -30,6 +30,9 @@ const MESSAGE_MAX: Duration = Duration::from_secs(60);
 const LONG_BYTES: usize = 16 << 10;
 const TURN_BYTES: usize = 4 << 10;
 
+/// What a request costs that is refused, with all that there is to a call.
+const REFUSED_TIME: Duration = Duration::from_micros(50);
+
 /// See the module's page.
 #[derive(Debug)]
 pub struct Intake {
@@ -41,6 +44,11 @@ pub struct Intake {
 impl Intake {
     pub fn new(turns: &Arc<Turns>) -> Self {
         Self { bytes: AtomicUsize::default(), refusing: Default::default(), turns: Arc::clone(turns) }
+    }
+
+    /// Before a client is told that its request is refused, which it may answer with the next one.
+    pub(crate) async fn refused(&self) {
+        self.turns.after(REFUSED_TIME).await;
     }
 }
 

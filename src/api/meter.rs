@@ -226,6 +226,7 @@ where
         };
         let share = Share::new(&counts.intake);
         let request = request.map(|inner| Received { inner, method, frames: Frames::default(), share });
+        let intake = Arc::clone(&counts.intake);
         let served = self.inner.call(request);
         let work = Box::pin(async move {
             let response = if call.method.is_followed {
@@ -238,6 +239,9 @@ where
             };
             // An answer without messages has its status in its head.
             call.end_with(response.headers());
+            if is_refusal(&response) {
+                intake.refused().await;
+            }
             let sent = |inner| Sent { inner, call, frames: Frames::default(), has_panicked: false };
             Ok(response.map(|body| Either::Left(sent(body))))
         });
@@ -274,6 +278,10 @@ impl<R: Default> Future for Served<R> {
             }
         }
     }
+}
+
+fn is_refusal<R>(response: &Response<R>) -> bool {
+    response.headers().get("grpc-status").is_some_and(|status| status != "0")
 }
 
 /// By the number of a request that failed it is found in the server's log.
@@ -493,11 +501,12 @@ impl<R: Body<Data = Bytes> + Unpin> Body for Sent<R> {
 #[cfg(test)]
 mod tests {
     use axum::{Router, body::Body, routing::post};
-    use futures_util::StreamExt as _;
+    use futures_util::{FutureExt as _, StreamExt as _};
     use http_body_util::BodyExt as _;
     use tower::ServiceExt as _;
 
     use super::*;
+    use crate::turns::Turns;
 
     const RANGE: &str = "/etcdserverpb.KV/Range";
     const PUT: &str = "/etcdserverpb.KV/Put";
@@ -538,6 +547,23 @@ mod tests {
             assert_eq!(call(&router, &metrics, path, "Internal").await, want, "{path}");
         }
         assert_eq!(metrics.rpc.handled.with_label_values(&["unary", "etcdserverpb.KV", "Range", "Canceled"]).get(), 0);
+    }
+
+    #[tokio::test]
+    async fn what_is_refused_is_told_at_a_turn() {
+        // Turns that nobody gives.
+        let (turns, _give) = Turns::new();
+        let intake = Arc::new(Intake::new(&turns));
+        let metrics = Arc::new(Metrics::default());
+        let refuse = async || tonic::Status::not_found("etcdserver: requested lease not found").into_http::<Body>();
+        let router = Router::new()
+            .route(RANGE, post(async || Body::empty()))
+            .route(PUT, post(refuse))
+            .layer(Meter::new(metrics, intake, Duration::from_secs(9), None).unwrap());
+        for (path, is_told) in [(RANGE, true), (PUT, false)] {
+            let request = Request::post(path).body(Body::empty()).unwrap();
+            assert_eq!(router.clone().oneshot(request).now_or_never().is_some(), is_told, "{path}");
+        }
     }
 
     #[test]

@@ -60,6 +60,9 @@ pub(super) async fn request<M: Looked>(
         };
         let Ok(data) = frame.map_err(|error| Status::from_error(error.into()))?.into_data() else { continue };
         received.push(data);
+        if let Some(beginning) = received.beginning() {
+            M::look(beginning, settings.max_txn_ops)?;
+        }
     };
     // A stream that the client has not ended would be reset when its body is dropped. One that broke never ends: it gives
     // its error again and again.
@@ -97,6 +100,7 @@ struct Received {
     /// Parts so short that each would hold much more than itself.
     tail: BytesMut,
     len: usize,
+    is_looked_at: bool,
 }
 
 impl Received {
@@ -131,6 +135,15 @@ impl Received {
     fn head(&self) -> Option<&[u8]> {
         let first = if self.first.is_empty() { &self.tail[..] } else { &self.first[..] };
         first.get(..FRAME_HEAD_BYTES)
+    }
+
+    /// What is known of a long message's content once there is more than one part of it; asked once.
+    fn beginning(&mut self) -> Option<&[u8]> {
+        let second = self.more.first()?;
+        if std::mem::replace(&mut self.is_looked_at, true) {
+            return None;
+        }
+        self.first.get(FRAME_HEAD_BYTES..).filter(|content| !content.is_empty()).or(Some(second))
     }
 
     fn joined(mut self) -> Bytes {
@@ -190,6 +203,25 @@ mod tests {
             let joined = received.joined();
             assert!(joined == message, "{name}");
             assert_eq!(joined.as_ptr() != whole.as_ptr(), is_copied, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_message_of_many_parts_is_looked_at_once_and_early() {
+        // Sizes of parts, and how many bytes are looked at after each.
+        let table: [(&str, &[usize], &[usize]); 4] = [
+            ("whole", &[100_000], &[0]),
+            ("two frames", &[9_000, 16_000], &[0, 8_995]),
+            ("many frames", &[16_000, 16_000, 16_000], &[0, 15_995, 0]),
+            ("a head, and frames", &[5, 16_000, 16_000, 16_000], &[0, 16_000, 0, 0]),
+        ];
+        for (name, sizes, expected) in table {
+            let mut received = Received::default();
+            let looked = sizes.iter().map(|size| {
+                received.push(vec![0; *size].into());
+                received.beginning().map_or(0, <[u8]>::len)
+            });
+            assert_eq!(looked.collect::<Vec<_>>(), expected, "{name}");
         }
     }
 }

@@ -16,8 +16,8 @@ use crate::proto::server::etcdserverpb as pb;
 const LOOK_BYTES: usize = 16 << 10;
 /// No request but a transaction has more than 13.
 const FIELDS_MAX: usize = 1_024;
-/// A transaction may have so many more for each operation and compare that it may have: a range has most, its 13, and that
-/// of the operation, and its place in a list.
+/// A transaction may have so many more for each of its operations and compares: a range has most, its 13, and that of the
+/// operation, and its place in a list.
 const FIELDS_PER_OP: usize = 15;
 /// All operations and compares of a transaction and those nested in it may be so many times `max_txn_ops`.
 const TOTAL_OPS_FACTOR: usize = 64;
@@ -29,16 +29,24 @@ pub(super) fn total_ops_max(ops_max: usize) -> usize {
 
 /// A request that is looked at.
 pub(super) trait Looked: Message + Default + 'static {
-    /// One that is not well-formed is left to the decoder.
+    /// # Errors
+    ///
+    /// As [`Self::look`].
+    fn check(message: &[u8], ops_max: usize) -> Result<(), Status> {
+        if message.len() < LOOK_BYTES { Ok(()) } else { Self::look(message, ops_max) }
+    }
+
+    /// Of a message, or of its beginning, of which what follows makes no less. One that is not well-formed is left to the
+    /// decoder.
     ///
     /// # Errors
     ///
     /// If it has far more fields than such a request.
-    fn check(message: &[u8], _ops_max: usize) -> Result<(), Status> {
-        if message.len() < LOOK_BYTES || Fields(message).nth(FIELDS_MAX).is_none() {
+    fn look(message: &[u8], _ops_max: usize) -> Result<(), Status> {
+        if Fields(message).nth(FIELDS_MAX).is_none() {
             Ok(())
         } else {
-            Err(too_many_fields(FIELDS_MAX))
+            Err(Status::invalid_argument(format!("orlop: the request has more than {FIELDS_MAX} fields")))
         }
     }
 }
@@ -52,23 +60,27 @@ impl Looked for pb::TxnRequest {
     /// # Errors
     ///
     /// If it has more operations than are accepted, or more fields than so many operations have.
-    fn check(message: &[u8], ops_max: usize) -> Result<(), Status> {
-        if message.len() < LOOK_BYTES { Ok(()) } else { count_txn(message, ops_max) }
+    fn look(message: &[u8], ops_max: usize) -> Result<(), Status> {
+        count_txn(message, ops_max)
     }
 }
 
 /// Of a `TxnRequest`, however short.
 pub(crate) fn count_txn(message: &[u8], ops_max: usize) -> Result<(), Status> {
     let total_max = total_ops_max(ops_max);
-    let fields_max = total_max.saturating_mul(FIELDS_PER_OP).saturating_add(FIELDS_MAX);
-    let (mut ops, mut fields) = (0, 0);
+    let (mut ops, mut fields) = (0_usize, 0);
     let mut seen = |is_op: bool| {
         ops += usize::from(is_op);
         fields += 1;
         if ops > total_max {
             return Err(Invalid::TooManyOps.into());
         }
-        if fields > fields_max { Err(too_many_fields(fields_max)) } else { Ok(()) }
+        // Each is seen before what is in it.
+        if fields <= ops.saturating_mul(FIELDS_PER_OP).saturating_add(FIELDS_MAX) {
+            return Ok(());
+        }
+        let text = format!("orlop: the request has more than {FIELDS_MAX} fields beside those of its operations");
+        Err(Status::invalid_argument(text))
     };
     // Of the outermost transaction: compares and both branches.
     let mut lists = [0; 3];
@@ -100,10 +112,6 @@ pub(crate) fn count_txn(message: &[u8], ops_max: usize) -> Result<(), Status> {
         is_outermost = false;
     }
     Ok(())
-}
-
-fn too_many_fields(fields_max: usize) -> Status {
-    Status::invalid_argument(format!("orlop: the request has more than {fields_max} fields"))
 }
 
 /// What a message in a transaction is.
@@ -222,14 +230,43 @@ mod tests {
                 "{name}"
             );
             assert!(refusal(pb::TxnRequest::check(&flood, OPS_MAX)).is_some(), "{name}");
+            let beginning = &flood[..LOOK_BYTES - 1];
+            assert!(refusal(pb::PutRequest::look(beginning, OPS_MAX)).is_some(), "{name}: its beginning");
             // In a put of a transaction.
             let (mut op, mut txn) = (Vec::new(), Vec::new());
             encoding::bytes::encode(2, &flood, &mut op);
             encoding::bytes::encode(2, &op, &mut txn);
             assert!(
-                refusal(pb::TxnRequest::check(&txn, OPS_MAX)).is_some_and(|text| text.contains("123904 fields")),
+                refusal(pb::TxnRequest::check(&txn, OPS_MAX)).is_some_and(|text| text.contains("1024 fields beside")),
                 "{name}"
             );
+            let beginning = &txn[..LOOK_BYTES - 1];
+            assert!(refusal(pb::TxnRequest::look(beginning, OPS_MAX)).is_some(), "{name}: its beginning");
+        }
+    }
+
+    #[test]
+    fn the_beginning_of_a_good_message_is_good() {
+        let range = pb::RangeRequest {
+            key: "k".into(),
+            range_end: "l".into(),
+            limit: 1,
+            revision: 1,
+            sort_order: 1,
+            sort_target: 1,
+            serializable: true,
+            keys_only: true,
+            count_only: true,
+            min_mod_revision: 1,
+            max_mod_revision: 1,
+            min_create_revision: 1,
+            max_create_revision: 1,
+        };
+        let range = RequestOp { request: Some(Inner::RequestRange(range)) };
+        let ops = nested(vec![range; 100], total_ops_max(OPS_MAX) / 101);
+        let message = TxnRequest { success: ops, ..Default::default() }.encode_to_vec();
+        for len in (0..message.len()).step_by(100).chain([message.len()]) {
+            assert_eq!(refusal(pb::TxnRequest::look(&message[..len], OPS_MAX)), None, "{len} bytes");
         }
     }
 

@@ -5,7 +5,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use futures_util::stream::{self, StreamExt as _, TryStreamExt as _};
+use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use tokio::{sync::Mutex, task::yield_now, time::Instant};
 use tracing::error;
 
@@ -31,13 +31,16 @@ const STEP_KEYS: usize = 2_000;
 const STEPS_FREE: usize = 5;
 /// Values that came from the log and are put where they belong, in the answer and in the cache, in one step.
 const STEP_VALUES: usize = 500;
-/// Rows that one reader of the log is asked for, at most and at least.
-const READ_ROWS: usize = 1_000;
-const READ_ROWS_MIN: usize = 16;
-/// Rows by which it is found out how large the others may be, and how many bytes a reader is to bring at once, or the rows
-/// above: a MiB would be read no faster, and keep the database from others for longer.
-const SAMPLE_ROWS: usize = 100;
+/// A read of more rows is a list.
+const FEW_ROWS: usize = 100;
+/// How many bytes of a list a reader of the log is to bring at once: a MiB would be read no faster, and keep the database
+/// from others for longer.
 const READ_BYTES: usize = 128 << 10;
+/// Rows that it is asked for, at most and at least.
+const READ_ROWS: usize = 1_000;
+const READ_ROWS_MIN: usize = 2;
+/// The same as long as nobody knows how large they are.
+const READ_ROWS_FIRST: usize = 8;
 /// Readers of the log that one list takes at once: not all that there are.
 const READS_AT_ONCE: usize = 2;
 /// What was asked for is noted with every answer that has more pairs.
@@ -125,7 +128,7 @@ impl Store {
             // Rows that a compaction takes in between are asked for again only if they are still live.
             fetched.retain(|_, kv| kv.is_some());
             fetched.extend(rows.iter().map(|row| (*row, None)));
-            let is_list = fetched.len() > SAMPLE_ROWS;
+            let is_list = fetched.len() > FEW_ROWS;
             let found = match &list {
                 Some(list) => self.shared.read_list(&rows, list).await?,
                 None if !is_list && self.shared.room.has_some() => self.shared.read_few(&rows).await?,
@@ -244,9 +247,9 @@ impl Shared {
         at: Revision,
         steps: &mut Steps,
     ) -> Result<Vec<EncodedKv>> {
-        let mut pairs = self.cached(selected, projection, SAMPLE_ROWS, steps).await;
+        let mut pairs = self.cached(selected, projection, FEW_ROWS, steps).await;
         let read = loop {
-            let is_list = pairs.missing.len() > SAMPLE_ROWS;
+            let is_list = pairs.missing.len() > FEW_ROWS;
             if pairs.missing.is_empty() {
                 return Ok(pairs.whole());
             } else if !is_list && self.room.has_some() {
@@ -261,7 +264,7 @@ impl Shared {
                 break self.read_list(&pairs.missing, &list).await?;
             }
             self.room.wait_for_some().await?;
-            pairs = self.cached(selected, projection, SAMPLE_ROWS, steps).await;
+            pairs = self.cached(selected, projection, FEW_ROWS, steps).await;
         };
         self.put_in_place(selected, &mut pairs, read, at, steps).await?;
         Ok(pairs.whole())
@@ -303,26 +306,27 @@ impl Shared {
 
     /// As [`Self::read_few`], of a long list: several readers at once, as soon as there is room.
     async fn read_list(&self, rows: &[RowId], list: &List<'_>) -> Result<Vec<(RowId, EncodedKv)>> {
-        let (sample, rest) = rows.split_at(rows.len().min(SAMPLE_ROWS));
-        if sample.is_empty() {
-            return Ok(Vec::new());
-        }
-        list.wait().await?;
-        let mut found = list.count(self.log.values(sample).await?);
-        let mean = found.iter().map(|(_, kv)| kv.len()).sum::<usize>() / sample.len() + 1;
-        let part = (READ_BYTES / mean).clamp(READ_ROWS_MIN, READ_ROWS);
         let work = Mutex::new(self.turns.work());
         let read = async |rows| {
             work.lock().await.turn().await;
             list.wait().await?;
-            let begun = Instant::now();
-            let values = self.log.values(rows).await?;
-            self.turns.set_off(begun.elapsed());
-            Ok::<_, Error>(list.count(values))
+            let _set_off = self.turns.set_off();
+            Ok::<_, Error>(list.count(self.log.values(rows).await?))
         };
-        let parts: Vec<_> = rest.chunks(part).map(read).collect();
-        found.extend(stream::iter(parts).buffer_unordered(READS_AT_ONCE).try_concat().await?);
-        Ok(found)
+        let (mut found, mut bytes) = (Vec::with_capacity(rows.len()), 0);
+        let (mut rest, mut part) = (rows, READ_ROWS_FIRST);
+        let mut reads = FuturesUnordered::new();
+        loop {
+            while reads.len() < READS_AT_ONCE && !rest.is_empty() {
+                let (next, later) = rest.split_at(part.min(rest.len()));
+                reads.push(read(next));
+                rest = later;
+            }
+            let Some(values) = reads.next().await else { return Ok(found) };
+            found.extend(values?.into_iter().inspect(|(_, kv)| bytes += kv.len()));
+            let mean = bytes / found.len().max(1) + 1;
+            part = (READ_BYTES / mean).clamp(READ_ROWS_MIN, READ_ROWS);
+        }
     }
 
     async fn put_in_place(
@@ -449,7 +453,7 @@ mod tests {
     #[tokio::test]
     async fn a_list_that_waits_for_its_turn_holds_nothing() {
         let shared = shared(1 << 20);
-        let selected: Vec<Selected> = (0..=SAMPLE_ROWS as u32 + 1).map(selected).collect();
+        let selected: Vec<Selected> = (0..=FEW_ROWS as u32 + 1).map(selected).collect();
         // What the cache has is counted, like all that was read.
         let version = selected[0].entry.version;
         let (row, kv) =

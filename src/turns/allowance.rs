@@ -12,7 +12,7 @@ use tokio::time::Instant;
 const PART: u32 = 3;
 /// Beyond that part, at once: what 64 clients with a value of 64 KiB each take.
 const BURST: Duration = Duration::from_millis(5);
-/// Once it is exceeded the part is smaller than what turns with rests leave to a flood, so that it has to end first.
+/// Once it is exceeded the part is smaller, so that a flood has to end first: what it takes in other places does not count.
 const PART_EXCEEDED: u32 = 16;
 /// What the reading of a short request may take.
 const REQUEST: Duration = Duration::from_micros(5);
@@ -22,27 +22,60 @@ const REQUEST: Duration = Duration::from_micros(5);
 pub(super) struct Allowance {
     spent: Duration,
     is_exceeded: bool,
-    /// When it was last looked at, and how many requests had been answered by then.
-    seen: (Instant, u64),
+    /// Who waits because it is exceeded. Of such time nothing is granted: it is the wait that makes clients take less.
+    waiting: usize,
+    /// Since when time is granted, or somebody waits.
+    since: Instant,
+    /// Time that is granted and not looked at yet.
+    time: Duration,
+    /// Requests that had been answered at the last look.
+    answers: u64,
 }
 
 impl Default for Allowance {
     fn default() -> Self {
-        Self { spent: Duration::ZERO, is_exceeded: false, seen: (Instant::now(), 0) }
+        Self {
+            spent: Duration::ZERO,
+            is_exceeded: false,
+            waiting: 0,
+            since: Instant::now(),
+            time: Duration::ZERO,
+            answers: 0,
+        }
     }
 }
 
 impl Allowance {
     /// Whether it is not enough, now that something has taken so long and so many requests are answered in all.
     pub(super) fn is_exceeded(&mut self, now: Instant, took: Duration, answers: u64) -> bool {
-        let (then, answers_then) = std::mem::replace(&mut self.seen, (now, answers));
+        self.advance(now);
         let part = if self.is_exceeded { PART_EXCEEDED } else { PART };
-        let answered = u32::try_from(answers.saturating_sub(answers_then)).unwrap_or(u32::MAX);
-        let granted = now.duration_since(then) / part + REQUEST.saturating_mul(answered);
+        let answered = answers.saturating_sub(std::mem::replace(&mut self.answers, answers));
+        let answered = u32::try_from(answered).unwrap_or(u32::MAX);
+        let granted = std::mem::take(&mut self.time) / part + REQUEST.saturating_mul(answered);
         let left = self.spent.saturating_sub(granted);
         self.spent = (left + took).min(BURST);
         self.is_exceeded = if self.is_exceeded { left > Duration::ZERO } else { self.spent >= BURST };
         self.is_exceeded
+    }
+
+    /// Somebody waits because it is exceeded.
+    pub(super) fn waits(&mut self, now: Instant) {
+        self.advance(now);
+        self.waiting += 1;
+    }
+
+    /// And has waited.
+    pub(super) fn has_waited(&mut self, now: Instant) {
+        self.advance(now);
+        self.waiting -= 1;
+    }
+
+    fn advance(&mut self, now: Instant) {
+        let passed = now.saturating_duration_since(std::mem::replace(&mut self.since, now));
+        if self.waiting == 0 {
+            self.time += passed;
+        }
     }
 }
 
@@ -96,5 +129,21 @@ mod tests {
             102,
             "the whole burst is there"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nothing_is_granted_while_somebody_waits() {
+        // Who waits at the same time, and whether the flood is forgotten after a time in which it would be.
+        for (waiting, is_forgotten) in [(0, true), (1, false), (2, false)] {
+            let (mut allowance, mut now) = (Allowance::default(), Instant::now());
+            let portion = Duration::from_micros(50);
+            while !allowance.is_exceeded(now, portion, 0) {}
+            (0..waiting).for_each(|_| allowance.waits(now));
+            now += BURST * PART_EXCEEDED;
+            (0..waiting).for_each(|_| allowance.has_waited(now));
+            assert_eq!(allowance.is_exceeded(now, portion, 0), !is_forgotten, "{waiting} wait");
+            now += BURST * PART_EXCEEDED;
+            assert!(!allowance.is_exceeded(now, portion, 0), "{waiting} have waited");
+        }
     }
 }

@@ -469,7 +469,7 @@ async fn messages_of_too_many_parts_are_refused_at_once(backend: Backend) {
         (TXN, message(deep), "etcdserver: key is not provided"),
         (TXN, message(empty), TOO_MANY),
         (PUT, no_such_fields.clone(), "orlop: the request has more than 1024 fields"),
-        (TXN, no_such_fields.clone(), "orlop: the request has more than 123904 fields"),
+        (TXN, no_such_fields.clone(), "orlop: the request has more than 1024 fields beside those of its operations"),
         (
             GRANT,
             no_such_fields,
