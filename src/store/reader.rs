@@ -261,6 +261,8 @@ impl Shared {
                 steps.work = None;
                 let list = self.room.list().await;
                 pairs = self.cached(selected, projection, usize::MAX, steps).await;
+                // Where this list is the only one it is one work, not two that take turns.
+                steps.work = None;
                 break self.read_list(&pairs.missing, &list).await?;
             }
             self.room.wait_for_some().await?;
@@ -439,7 +441,10 @@ impl RangePieces {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use futures_util::FutureExt as _;
+    use tokio::time::timeout;
 
     use super::{super::txn_tests::shared, *};
     use crate::types::Version;
@@ -470,5 +475,17 @@ mod tests {
         // The cache lets go of it.
         shared.values.insert(row, EncodedKv::new(b"k", version, &[], None));
         assert_eq!(shared.room.bytes(), 0, "nobody but the cache had it");
+    }
+
+    #[tokio::test]
+    async fn a_lone_list_waits_for_no_turn() {
+        // Turns that nobody gives.
+        let (turns, _give) = Turns::new();
+        let shared = Shared { turns, ..shared(1 << 20) };
+        let selected: Vec<Selected> = (0..2 * STEP_KEYS as u32).map(selected).collect();
+        let mut steps = Steps { made: STEPS_FREE, work: None };
+        let list = shared.pairs(&selected, Projection::Whole, Revision(2), &mut steps);
+        let read = timeout(Duration::from_secs(10), list).await.expect("it is alone");
+        assert!(read.is_err(), "the log has none of them");
     }
 }

@@ -117,10 +117,10 @@ mod tests {
         let (mut allowance, mut now) = (Allowance::default(), Instant::now());
         let portion = Duration::from_micros(50);
         while !allowance.is_exceeded(now, portion, 0) {}
-        // As turns with rests leave it: six portions and two milliseconds.
+        // As turns with rests leave it: two portions and a millisecond.
         for _ in 0..1_000 {
-            now += Duration::from_millis(2);
-            assert!((0..6).all(|_| allowance.is_exceeded(now, portion, 0)));
+            now += Duration::from_millis(1);
+            assert!((0..2).all(|_| allowance.is_exceeded(now, portion, 0)));
         }
         now += BURST * PART_EXCEEDED;
         assert!(!allowance.is_exceeded(now, portion, 0));

@@ -129,12 +129,13 @@ impl Arena {
         drop(newcomer);
         let peak = self.status("VmHWM:");
         println!(
-            "| {attack} | {:?} | {} | {} | {:.1} | {:.1} |",
+            "| {attack} | {:?} | {} | {} | {:.2} | {:.2} | {:.1} |",
             self.backend,
             self.memory >> 10,
             peak >> 10,
             self.before.as_secs_f64() * 1e3,
-            during.as_secs_f64() * 1e3
+            during.as_secs_f64() * 1e3,
+            during.as_secs_f64() / self.before.as_secs_f64()
         );
         assert!(peak >> 10 <= peak_mib_max, "{attack}: the server took {} MiB", peak >> 10);
     }
