@@ -42,9 +42,9 @@ use crate::{
 
 /// How often a long start says how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
-/// Between two questions that renew leases in the log: those of all clients that come meanwhile go into one. The least that a
-/// timer can measure; without it, clients that renew without a pause keep the database busy for nothing.
-const RENEWALS_REST: Duration = Duration::from_millis(1);
+/// Between two questions that renew leases in the log: those of all clients that come meanwhile go into one. Without it,
+/// clients that renew without a pause keep the database busy for nothing.
+const RENEWALS_REST: Duration = Duration::from_millis(5);
 
 #[derive(Debug, Clone)]
 pub struct Settings {

@@ -1,7 +1,7 @@
 //! Clients that mean harm, or behave as if they did: memory stays bounded, others are served, and what they held is let go.
 //!
-//! Each test prints a row: attack, backend, the server's memory before and at its peak (MiB), and the bystander's p99 for a
-//! put and a get (ms): before, and during. `ORLOP_HOSTILE_LONG=1` makes the attacks as large as
+//! Each test prints a row: attack, backend, the server's memory before and at its peak (MiB), the bystander's p99 for a put and
+//! a get (ms), before and during, and how many times as long the latter is. `ORLOP_HOSTILE_LONG=1` makes the attacks as large as
 //! docs/reliability.md tells; `ORLOP_TEST_TARGET=etcd` attacks an etcd.
 
 mod arena;
