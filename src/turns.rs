@@ -133,7 +133,8 @@ impl Beside {
 struct Place {
     given: AtomicBool,
     waker: Mutex<Waker>,
-    _excess: Option<Excess>,
+    /// Until it is given.
+    excess: Mutex<Option<Excess>>,
 }
 
 /// Somebody who sends too much, and waits for it.
@@ -186,8 +187,8 @@ impl Turns {
         }
     }
 
-    /// Short requests wait for the database, for as long as this is held: turns rest as beside one that is answered. The
-    /// database may be waiting for the processor that turns keep busy.
+    /// Short requests wait for the database, for as long as this is held: the next turn waits for them, and turns rest as
+    /// beside one that is answered. The database may be waiting for the processor that turns keep busy.
     pub fn leave_time_to_the_database(&self) -> Waiting {
         self.beside.waiting.fetch_add(1, Ordering::Relaxed);
         Waiting(Arc::clone(&self.beside))
@@ -227,31 +228,31 @@ impl Turns {
 
 /// Gives turns one after the other, with rests where it is told what is beside them.
 async fn give(mut asked: mpsc::UnboundedReceiver<Weak<Place>>, beside: Option<Arc<Beside>>) {
-    let (mut stretch, mut answered, mut has_held) = (Duration::ZERO, 0, false);
+    let (mut stretch, mut answered) = (Duration::ZERO, 0);
     while let Some(place) = asked.recv().await {
         let Some(place) = place.upgrade() else { continue };
         let began = Instant::now();
         place.given.store(true, Ordering::Release);
         place.waker.lock().wake_by_ref();
+        // One who does not come for it waits no longer than this.
+        let _excess = place.excess.lock().take();
         // Until all that was ready has had its chance.
         yield_now().await;
         let Some(beside) = &beside else { continue };
         stretch += began.elapsed();
-        if !has_held && beside.has_short(answered) {
-            has_held = !beside.is_quiet().await;
-        }
+        // What was waited for and did not come in time was a rest.
+        let has_rested = beside.has_short(answered) && !beside.is_quiet().await;
         stretch += beside.take_set_off();
-        if stretch < STRETCH {
+        if stretch < STRETCH && !has_rested {
             continue;
         }
         let is_beside_short = beside.has_short(answered);
         // Those that are answered in the rest are a reason for the next one: turns may leave them no other time.
         answered = beside.answers.load(Ordering::Relaxed);
-        // Where it waited for too long that was the rest.
-        if is_beside_short && !has_held {
+        if is_beside_short && !has_rested {
             sleep((stretch * REST).min(REST_MAX)).await;
         }
-        (stretch, has_held) = (Duration::ZERO, false);
+        stretch = Duration::ZERO;
     }
 }
 
@@ -310,7 +311,7 @@ impl Asking {
         let place = Arc::new(Place {
             given: AtomicBool::new(false),
             waker: Mutex::new(context.waker().clone()),
-            _excess: matches!(kind, Kind::Excess).then(|| Excess::new(&self.turns)),
+            excess: Mutex::new(matches!(kind, Kind::Excess).then(|| Excess::new(&self.turns))),
         });
         // Where nobody gives any more the server is at its end.
         let queue = match kind {
@@ -536,14 +537,14 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn beside_short_requests_floods_rest_and_what_is_answered_does_not() {
         // Portions, with each of them short requests answered and bytes of long ones done, whether one waits for the
-        // database, and milliseconds of rests: one or two for each two portions that are too much.
+        // database, and milliseconds of rests: one or two for each two portions that are too much, for each one where one waits.
         let rows = [
             (90, 0, 0, true, 0..=0),
             (1_000, 0, 0, false, 0..=0),
-            (1_000, 0, 0, true, 425..=850),
+            (1_000, 0, 0, true, 850..=1_700),
             (1_000, 1, 0, false, 410..=825),
             (1_000, 10, 0, true, 0..=0),
-            (1_000, 0, 4_095, true, 425..=850),
+            (1_000, 0, 4_095, true, 850..=1_700),
             (1_000, 1, 40 << 10, true, 0..=0),
             // What is long is nothing for which others rest.
             (1_000, 0, 4_096, false, 0..=0),
@@ -553,6 +554,17 @@ mod tests {
             let row = format!("{portions} portions, {answered} answered, {bytes} bytes, {waits}");
             assert!(rests.contains(&rested), "{row}: {rested} ms of rests");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_does_not_come_for_a_turn_does_not_wait_for_it() {
+        let (turns, give) = Turns::new();
+        tokio::spawn(give);
+        while let Kind::Brief = turns.after_portion(STRETCH) {}
+        let mut asking = turns.asking();
+        assert!(poll_fn(|context| asking.poll_given(Kind::Excess, context)).now_or_never().is_none());
+        sleep(Duration::from_secs(10)).await;
+        assert!(matches!(turns.after_portion(STRETCH), Kind::Brief), "time was granted");
     }
 
     #[tokio::test]

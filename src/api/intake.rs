@@ -15,7 +15,7 @@ use std::{
     time::Duration,
 };
 
-use tokio::time::{Sleep, sleep};
+use tokio::time::{Sleep, sleep, timeout};
 use tonic::Status;
 use tracing::warn;
 
@@ -32,6 +32,8 @@ const TURN_BYTES: usize = 4 << 10;
 
 /// What a request costs that is refused, with all that there is to a call.
 const REFUSED_TIME: Duration = Duration::from_micros(50);
+/// How long that is kept from a client, which may not wait for ever: what it does not hear of is not refused for it.
+const REFUSED_WAIT_MAX: Duration = Duration::from_millis(100);
 
 /// See the module's page.
 #[derive(Debug)]
@@ -48,7 +50,8 @@ impl Intake {
 
     /// Before a client is told that its request is refused, which it may answer with the next one.
     pub(crate) async fn refused(&self) {
-        self.turns.after(REFUSED_TIME).await;
+        // Of very many, those that come later wait no longer than those before.
+        let _ = timeout(REFUSED_WAIT_MAX, self.turns.after(REFUSED_TIME)).await;
     }
 }
 

@@ -1,8 +1,8 @@
 //! The Lease service.
 
-use std::pin::Pin;
+use std::{pin::Pin, sync::Arc};
 
-use futures_util::{Stream, stream};
+use futures_util::{Stream, TryStreamExt as _, stream};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::{Context, inbox::Inbox};
@@ -11,6 +11,9 @@ use crate::{
     store,
     types::LeaseId,
 };
+
+/// Of those that come on one stream: on Postgres what comes together is renewed by one question, and each takes a commit.
+const KEEP_ALIVES_AT_ONCE: usize = 16;
 
 #[tonic::async_trait]
 impl Lease for Context {
@@ -43,17 +46,22 @@ impl Lease for Context {
         request: Request<Streaming<pb::LeaseKeepAliveRequest>>,
     ) -> Result<Response<Self::LeaseKeepAliveStream>, Status> {
         let start = (self.clone(), Inbox::new(request.into_inner(), &self.turns));
-        let answers = stream::try_unfold(start, |(mut service, mut requests)| async move {
+        let requests = stream::try_unfold(start, |(mut service, mut requests)| async move {
             let request = tokio::select! {
                 request = requests.message() => request?,
                 _ = service.stopping.wait_for(|stopping| *stopping) => return Err(store::Error::Stopped.into()),
             };
-            let Some(request) = request else { return Ok(None) };
-            let (revision, ttl) = service.store.keep_alive(LeaseId(request.id)).await?;
-            let answer = pb::LeaseKeepAliveResponse { header: service.header(revision), id: request.id, ttl };
-            Ok(Some((answer, (service, requests))))
+            Ok(request.map(|request| (request.id, (service, requests))))
         });
-        Ok(Response::new(Box::pin(answers)))
+        let service = Arc::new(self.clone());
+        let answers = requests.map_ok(move |id| {
+            let service = Arc::clone(&service);
+            async move {
+                let (revision, ttl) = service.store.keep_alive(LeaseId(id)).await?;
+                Ok(pb::LeaseKeepAliveResponse { header: service.header(revision), id, ttl })
+            }
+        });
+        Ok(Response::new(Box::pin(answers.try_buffered(KEEP_ALIVES_AT_ONCE))))
     }
 
     async fn lease_time_to_live(

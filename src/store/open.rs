@@ -194,7 +194,11 @@ fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<Log
             let shared = Arc::clone(&shared);
             async move {
                 let Some(log) = shared.log.shared() else { return vec![Ok(None); ids.len()] };
-                match log.leases(&ids, Touch::Renew).await {
+                // Some clients renew a lease as often as they can.
+                let mut distinct = ids.clone();
+                distinct.sort_unstable();
+                distinct.dedup();
+                match log.leases(&distinct, Touch::Renew).await {
                     Ok(found) => {
                         let found: HashMap<LeaseId, LoggedLease> =
                             found.into_iter().map(|logged| (logged.id, logged)).collect();

@@ -36,8 +36,8 @@ const FEW_ROWS: usize = 100;
 /// How many bytes of a list a reader of the log is to bring at once: a MiB would be read no faster, and keep the database
 /// from others for longer.
 const READ_BYTES: usize = 128 << 10;
-/// Rows that it is asked for, at most and at least.
-const READ_ROWS: usize = 1_000;
+/// Rows that it is asked for, at most and at least. Large values may follow small ones.
+const READ_ROWS: usize = 250;
 const READ_ROWS_MIN: usize = 2;
 /// The same as long as nobody knows how large they are.
 const READ_ROWS_FIRST: usize = 8;

@@ -1,5 +1,6 @@
 //! Leases: limits, keys, expiry, restarts.
 
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use orlop::proto::client::etcdserverpb::{
     LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest, LeaseRevokeRequest, LeaseTimeToLiveRequest,
     PutRequest, RangeRequest, WatchCreateRequest, WatchRequest, watch_request::RequestUnion,
@@ -117,6 +118,22 @@ async fn lease_ends_when_nobody_keeps_it_alive_and_not_before(backend: Backend) 
     assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, 0, "it cannot be saved");
 }
 
+async fn many_leases_are_kept_alive_on_one_stream(backend: Backend) {
+    const TTL: i64 = 5;
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let grants = (1..=1_500).map(|id| {
+        let mut client = client.clone();
+        async move { client.lease.lease_grant(LeaseGrantRequest { ttl: TTL, id }).await.map(|_| id) }
+    });
+    let ids: Vec<i64> = stream::iter(grants).buffered(64).try_collect().await.expect("grants");
+    // As a client renews all that it has. One after the other they would be over before their turn comes.
+    let requests: Vec<_> = ids.iter().map(|id| LeaseKeepAliveRequest { id: *id }).collect();
+    let answers = client.lease.lease_keep_alive(stream::iter(requests)).await.expect("a stream").into_inner();
+    let answers: Vec<_> = answers.map_ok(|answer| (answer.id, answer.ttl)).try_collect().await.expect("answers");
+    assert_eq!(answers, ids.iter().map(|id| (*id, TTL)).collect::<Vec<_>>());
+}
+
 async fn leases_and_their_keys_survive_a_restart(backend: Backend) {
     let Some(mut server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -170,4 +187,5 @@ on_both_backends!(
     keys_move_from_lease_to_lease_and_go_with_the_one_they_are_on,
     lease_ends_when_nobody_keeps_it_alive_and_not_before,
     leases_and_their_keys_survive_a_restart,
+    many_leases_are_kept_alive_on_one_stream,
 );
