@@ -243,7 +243,7 @@ async fn give(mut asked: mpsc::UnboundedReceiver<Weak<Place>>, beside: Option<Ar
         // What was waited for and did not come in time was a rest.
         let has_rested = beside.has_short(answered) && !beside.is_quiet().await;
         stretch += beside.take_set_off();
-        if stretch < STRETCH && !has_rested {
+        if stretch < STRETCH {
             continue;
         }
         let is_beside_short = beside.has_short(answered);

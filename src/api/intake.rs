@@ -32,7 +32,8 @@ const TURN_BYTES: usize = 4 << 10;
 
 /// What a request costs that is refused, with all that there is to a call.
 const REFUSED_TIME: Duration = Duration::from_micros(50);
-/// How long that is kept from a client, which may not wait for ever: what it does not hear of is not refused for it.
+/// How long a refusal waits for its turn: a client whose deadline ends before it hears of it does not know what became of its
+/// request.
 const REFUSED_WAIT_MAX: Duration = Duration::from_millis(100);
 
 /// See the module's page.
@@ -50,7 +51,6 @@ impl Intake {
 
     /// Before a client is told that its request is refused, which it may answer with the next one.
     pub(crate) async fn refused(&self) {
-        // Of very many, those that come later wait no longer than those before.
         let _ = timeout(REFUSED_WAIT_MAX, self.turns.after(REFUSED_TIME)).await;
     }
 }

@@ -12,7 +12,7 @@ use crate::{
     types::LeaseId,
 };
 
-/// Of those that come on one stream: on Postgres what comes together is renewed by one question, and each takes a commit.
+/// Of one stream. On Postgres those that come together are renewed by one commit.
 const KEEP_ALIVES_AT_ONCE: usize = 16;
 
 #[tonic::async_trait]
