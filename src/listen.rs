@@ -3,6 +3,7 @@
 //! gRPC and plain HTTP share a port. A client that takes long to say who it is holds up nobody else, and is let go; as many
 //! may be connected as there are file descriptors for, but for those that the server itself needs ([`Places`]).
 
+mod authority;
 mod guard;
 mod places;
 mod seldom;

@@ -1,5 +1,5 @@
 //! A client's connection, ended when the client leaves the server waiting: it has to say which protocol it speaks, and to take
-//! what is sent to it. What it sends is read in [`Portions`].
+//! what is sent to it. What it sends is read in [`Portions`], and comes to h2 by way of [`Authorities`].
 
 use std::{
     fmt, io,
@@ -15,7 +15,7 @@ use tokio::{
 };
 use tracing::warn;
 
-use super::seldom::Seldom;
+use super::{authority::Authorities, seldom::Seldom};
 use crate::turns::Portions;
 
 /// How long a client has to say which protocol it speaks.
@@ -34,6 +34,7 @@ pub(super) struct Guarded<S> {
     hello: Option<Hello>,
     stall: Option<Pin<Box<Sleep>>>,
     portions: Portions,
+    authorities: Option<Box<Authorities>>,
     /// Of those who may be connected at the same time.
     _place: OwnedSemaphorePermit,
 }
@@ -46,7 +47,8 @@ struct Hello {
 impl<S> Guarded<S> {
     pub(super) fn new(inner: S, portions: Portions, place: OwnedSemaphorePermit) -> Self {
         let hello = Hello { bytes: 0, deadline: Box::pin(sleep(HELLO_MAX)) };
-        Self { inner, hello: Some(hello), stall: None, portions, _place: place }
+        let authorities = Some(Box::default());
+        Self { inner, hello: Some(hello), stall: None, portions, authorities, _place: place }
     }
 
     /// Passes on what writing came to, unless it has been waiting for too long.
@@ -87,22 +89,18 @@ fn read_at_most<S: AsyncRead>(
     read
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let this = &mut *self;
-        let portion = ready!(this.portions.poll(context));
+impl<S: AsyncRead + Unpin> Guarded<S> {
+    /// Reads what the client sends, as it is.
+    fn poll_sent(&mut self, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let portion = ready!(self.portions.poll(context));
         let before = buffer.filled().len();
-        let read = read_at_most(portion, Pin::new(&mut this.inner), context, buffer);
+        let read = read_at_most(portion, Pin::new(&mut self.inner), context, buffer);
         let bytes = buffer.filled().len() - before;
-        this.portions.took(if read.is_ready() { Poll::Ready(bytes) } else { Poll::Pending });
-        let Some(hello) = &mut this.hello else { return read };
+        self.portions.took(if read.is_ready() { Poll::Ready(bytes) } else { Poll::Pending });
+        let Some(hello) = &mut self.hello else { return read };
         hello.bytes += bytes;
         if hello.bytes >= HELLO_BYTES {
-            this.hello = None;
+            self.hello = None;
         } else if read.is_pending() {
             ready!(hello.deadline.as_mut().poll(context));
             if let Some(connections) = SILENT.happens() {
@@ -111,6 +109,38 @@ impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
             return Poll::Ready(Err(timed_out(format!("no request began within {HELLO_MAX:?}"))));
         }
         read
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        loop {
+            let Some(authorities) = &mut this.authorities else { return this.poll_sent(context, buffer) };
+            let ready = authorities.ready();
+            if !ready.is_empty() {
+                let bytes = ready.len().min(buffer.remaining());
+                buffer.put_slice(&ready[..bytes]);
+                authorities.gave(bytes);
+                return Poll::Ready(Ok(()));
+            }
+            if authorities.is_over() {
+                this.authorities = None;
+                continue;
+            }
+            let before = buffer.filled().len();
+            ready!(this.poll_sent(context, buffer))?;
+            let Some(authorities) = &mut this.authorities else { return Poll::Ready(Ok(())) };
+            match &buffer.filled()[before..] {
+                [] => authorities.end(),
+                sent => authorities.take(sent),
+            }
+            buffer.set_filled(before);
+        }
     }
 }
 

@@ -16,8 +16,9 @@ use std::{
 
 use bytes::Bytes;
 use orlop::proto::client::etcdserverpb::{
-    Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, RequestOp,
-    SnapshotRequest, TxnRequest, WatchCreateRequest, WatchRequest, request_op::Request, watch_request::RequestUnion,
+    Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, RangeResponse,
+    RequestOp, SnapshotRequest, TxnRequest, WatchCreateRequest, WatchRequest, request_op::Request,
+    watch_request::RequestUnion,
 };
 use parking_lot::Mutex;
 use prost::Message as _;
@@ -32,9 +33,12 @@ use tonic::Code;
 use self::{
     arena::{Arena, sized},
     encoded::Caller,
-    wire::{CONTINUATION, END_HEADERS, END_STREAM, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS, Wire, frame, headers},
+    wire::{
+        CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS, Wire, frame,
+        headers, headers_to,
+    },
 };
-use crate::support::{Authority, Backend, DEADLINE, Stream, eventually, everything, on_both_backends};
+use crate::support::{Authority, Backend, DEADLINE, Server, Stream, eventually, everything, on_both_backends};
 
 const RANGE: &str = "/etcdserverpb.KV/Range";
 const PUT: &str = "/etcdserverpb.KV/Put";
@@ -140,6 +144,22 @@ async fn handshakes_that_are_not_finished_keep_nobody_out() {
     assert!(version.status.success(), "{version:?}");
     arena.withstands("TLS handshakes never finished", 300, ()).await;
     drop(held);
+}
+
+/// Clients name an endpoint with its scheme there, or the path of a socket.
+async fn authority_may_be_what_no_uri_could_have(backend: Backend) {
+    let Some(server) = Server::under_test(backend).await else { return };
+    let request = RangeRequest { key: "k".into(), ..Default::default() }.encode_to_vec();
+    for authority in ["x", "http://127.0.0.1:2379", "/run/orlop.sock", "run%2Forlop.sock", "<>"] {
+        let mut wire = Wire::open(server.endpoint()).await;
+        for stream in [1, 3] {
+            let head = frame(HEADERS, END_HEADERS, stream, &headers_to(authority, RANGE, &[]));
+            assert!(wire.send(&[head, frame(DATA, END_STREAM, stream, &wire::message(&request))].concat()).await);
+            let answer = wire.message().await.unwrap_or_else(|| panic!("{authority}: call {stream} is reset"));
+            let answer = RangeResponse::decode(&answer[..]).expect("an answer");
+            assert_eq!((answer.count, answer.header.expect("a header").revision), (0, 1), "{authority}");
+        }
+    }
 }
 
 async fn half_open_connections_cost_little(backend: Backend) {
@@ -586,6 +606,7 @@ async fn gateway_watch_that_is_not_read_costs_bounded_memory(backend: Backend) {
 }
 
 on_both_backends!(
+    authority_may_be_what_no_uri_could_have,
     connections_that_say_nothing_or_half_a_word_are_closed,
     slow_loris_is_closed,
     half_open_connections_cost_little,

@@ -1,5 +1,7 @@
 //! Leases: limits, keys, expiry, restarts.
 
+use std::time::Instant;
+
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use orlop::proto::client::etcdserverpb::{
     LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest, LeaseRevokeRequest, LeaseTimeToLiveRequest,
@@ -9,11 +11,12 @@ use orlop::{
     log::{Append, Appended, LeaseChange},
     types::LeaseId,
 };
+use sqlx::{Connection as _, PgConnection};
 use tonic::Code;
 
 use crate::{
     check::{Place, open_log},
-    support::{Backend, Client, Server, eventually, on_both_backends},
+    support::{Backend, Client, DEADLINE, Server, eventually, on_both_backends},
 };
 
 async fn put(client: &mut Client, key: &str, lease: i64) {
@@ -132,6 +135,36 @@ async fn many_leases_are_kept_alive_on_one_stream(backend: Backend) {
     let answers = client.lease.lease_keep_alive(stream::iter(requests)).await.expect("a stream").into_inner();
     let answers: Vec<_> = answers.map_ok(|answer| (answer.id, answer.ttl)).try_collect().await.expect("answers");
     assert_eq!(answers, ids.iter().map(|id| (*id, TTL)).collect::<Vec<_>>());
+}
+
+/// A renewal that is written down is a commit.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn postgres_writes_nothing_for_a_lease_that_was_just_renewed() {
+    const TTL: i64 = 600;
+    let Some(server) = Server::orlop(Backend::Postgres).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    client.lease.lease_grant(LeaseGrantRequest { ttl: TTL, id: 1 }).await.expect("a grant");
+    let mut database = PgConnection::connect(server.datastore().expect("it has one")).await.expect("it is there");
+    let (mut last_writer, mut written, mut left_alone) = (String::new(), 0, 0);
+    let deadline = Instant::now() + DEADLINE;
+    while written < 3 || left_alone == 0 {
+        assert!(Instant::now() < deadline, "{written} renewals were written and {left_alone} were not");
+        let began = Instant::now();
+        let request = stream::iter([LeaseKeepAliveRequest { id: 1 }]);
+        let mut answers = client.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
+        assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, TTL);
+        let row = "SELECT xmin::text, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease";
+        let (writer, left): (String, f64) =
+            sqlx::query_as(row).fetch_one(&mut database).await.expect("the lease is there");
+        let promised = TTL as f64 - began.elapsed().as_secs_f64();
+        assert!((promised..=TTL as f64 + 0.1).contains(&left), "{left} s are left, of {promised}");
+        if writer == last_writer {
+            left_alone += 1
+        } else {
+            written += 1
+        }
+        last_writer = writer;
+    }
 }
 
 async fn leases_and_their_keys_survive_a_restart(backend: Backend) {

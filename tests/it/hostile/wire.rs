@@ -32,11 +32,15 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 
 /// Of a gRPC call, with more headers; none is compressed.
 pub fn headers(path: &str, more: &[(&str, &str)]) -> Vec<u8> {
+    headers_to("x", path, more)
+}
+
+pub fn headers_to(authority: &str, path: &str, more: &[(&str, &str)]) -> Vec<u8> {
     let usual = [
         (":method", "POST"),
         (":scheme", "http"),
         (":path", path),
-        (":authority", "x"),
+        (":authority", authority),
         ("content-type", "application/grpc"),
         ("te", "trailers"),
     ];
@@ -133,6 +137,24 @@ impl Wire {
                     Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
                 }
             };
+        }
+    }
+
+    /// Reads the message that answers a call, before which no other may be answered; `None` where the call is reset.
+    pub async fn message(&mut self) -> Option<Vec<u8>> {
+        loop {
+            let mut head = [0; 9];
+            timeout(DEADLINE, self.0.read_exact(&mut head)).await.expect("a frame in time").expect("a frame");
+            let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+            timeout(DEADLINE, self.0.read_exact(&mut payload))
+                .await
+                .expect("its payload in time")
+                .expect("its payload");
+            match head[3] {
+                DATA => return Some(payload.split_off(5)),
+                RST_STREAM => return None,
+                _ => {}
+            }
         }
     }
 
