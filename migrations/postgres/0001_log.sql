@@ -112,7 +112,10 @@ DECLARE
     spare CONSTANT interval := '0.1 seconds';
 BEGIN
     PERFORM orlop_settle();
-    IF renew THEN
+    -- An update that finds nothing to do costs as much as all of the rest.
+    IF renew AND EXISTS (
+        SELECT FROM lease k WHERE k.id = ANY (ids) AND k.deadline < clock_timestamp() + make_interval(secs => k.ttl)
+    ) THEN
         UPDATE lease l SET deadline = clock_timestamp() + make_interval(secs => l.ttl) + spare
         WHERE l.id IN (
             SELECT k.id FROM lease k

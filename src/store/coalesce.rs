@@ -9,6 +9,12 @@ use tokio::{
 
 use crate::watchdog::Pulse;
 
+/// So many answers are told before a rest, at least: with all that whoever asked does with them, that takes some 60
+/// microseconds.
+const ANSWERS_AT_ONCE: usize = 16;
+/// Of more answers more are told at once, so that the last ones wait for so many rests.
+const RESTS_MAX: usize = 16;
+
 /// Items that are asked about together: those that come while one question is under way share the next, so that every
 /// answer is of a question that began after it was asked for.
 pub(crate) struct Coalesced<I, O>(mpsc::UnboundedSender<(I, oneshot::Sender<O>)>);
@@ -22,11 +28,11 @@ impl<I, O> Coalesced<I, O> {
         I: Send,
         O: Send,
     {
-        Self::with_rest(ask, Duration::ZERO, pulse)
+        Self::with_rests(ask, Duration::ZERO, pulse)
     }
 
-    /// The same; after a question there is none for the time of `rest`.
-    pub(crate) fn with_rest<F, A>(ask: F, rest: Duration, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
+    /// The same for clients who may ask without end: after a question, and after some of the answers to it, comes a rest.
+    pub(crate) fn with_rests<F, A>(ask: F, rest: Duration, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
     where
         F: Fn(Vec<I>) -> A + Send,
         A: Future<Output = Vec<O>> + Send,
@@ -44,12 +50,18 @@ impl<I, O> Coalesced<I, O> {
                     items.push(item);
                     waiting.push(answer);
                 }
-                for (answer, waiting) in ask(items).await.into_iter().zip(waiting) {
-                    // Who asked may be gone.
-                    let _ = waiting.send(answer);
-                }
-                if !rest.is_zero() {
-                    sleep(rest).await;
+                let at_once =
+                    if rest.is_zero() { items.len() } else { ANSWERS_AT_ONCE.max(items.len().div_ceil(RESTS_MAX)) };
+                let mut answers = ask(items).await.into_iter().zip(waiting).peekable();
+                while answers.peek().is_some() {
+                    for (answer, waiting) in answers.by_ref().take(at_once) {
+                        // Who asked may be gone.
+                        let _ = waiting.send(answer);
+                    }
+                    if !rest.is_zero() {
+                        sleep(rest).await;
+                        pulse.beat();
+                    }
                 }
             }
         };
@@ -102,7 +114,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn between_two_questions_there_is_a_rest() {
         const REST: Duration = Duration::from_secs(1);
-        let (coalesced, run) = Coalesced::with_rest(async |items: Vec<u32>| items, REST, Arc::default());
+        let (coalesced, run) = Coalesced::with_rests(async |items: Vec<u32>| items, REST, Arc::default());
         tokio::spawn(run);
         let began = Instant::now();
         for (item, rests) in [(1, 0), (2, 1), (3, 2)] {
@@ -116,5 +128,31 @@ mod tests {
             (Some(4), Duration::ZERO),
             "who comes later need not wait"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn many_answers_come_by_and_by() {
+        const REST: Duration = Duration::from_secs(1);
+        // How many ask, and after how many rests so many of them are answered.
+        let rows: [(u32, &[(u32, usize)]); 4] = [
+            (1, &[(0, 1)]),
+            (16, &[(0, 16)]),
+            (40, &[(0, 16), (1, 16), (2, 8)]),
+            (1_000, &[(0, 63), (1, 63), (15, 55)]),
+        ];
+        for (many, expected) in rows {
+            let (coalesced, run) = Coalesced::with_rests(async |items: Vec<u32>| items, REST, Arc::default());
+            let (began, coalesced) = (Instant::now(), &coalesced);
+            let asked = join_all((0..many).map(|item| async move {
+                assert_eq!(coalesced.ask(item).await, Some(item));
+                began.elapsed()
+            }));
+            // All have asked when it begins.
+            let answered = tokio::select! { biased; answered = asked => answered, () = run => panic!("it ran out") };
+            for (rests, answers) in expected {
+                let then = answered.iter().filter(|after| **after == REST * *rests).count();
+                assert_eq!(then, *answers, "of {many}, after {rests} rests");
+            }
+        }
     }
 }

@@ -42,9 +42,9 @@ use crate::{
 
 /// How often a long start says how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
-/// Between two questions that renew leases in the log: those of all clients that come meanwhile go into one. Without it,
-/// clients that renew without a pause keep the database busy for nothing.
-const RENEWALS_REST: Duration = Duration::from_millis(5);
+/// Between two questions that renew leases in the log, and some of their answers: those of all clients that come meanwhile go
+/// into one. Without it, clients that renew without a pause keep the database busy for nothing, and the server with answers.
+const RENEWALS_REST: Duration = Duration::from_millis(2);
 
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -189,7 +189,7 @@ fn ask_for_heads(shared: Arc<Shared>) -> Coalesced<(), Result<()>> {
 /// Renews leases in the log, `None` for one that it does not know.
 fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<LoggedLease>>> {
     let pulse = Arc::clone(&shared.pulses.renewals);
-    let (renewals, run) = Coalesced::with_rest(
+    let (renewals, run) = Coalesced::with_rests(
         move |ids: Vec<LeaseId>| {
             let shared = Arc::clone(&shared);
             async move {
