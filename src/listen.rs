@@ -275,7 +275,7 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
 
 /// What is read of a connection at a turn, in bytes.
 fn portions(turns: &Arc<Turns>) -> Portions {
-    Portions::new(turns, 1 << 10..=16 << 10)
+    Portions::new(turns, 256..=16 << 10)
 }
 
 type Connections<S> = mpsc::Receiver<Guarded<Connection<S>>>;

@@ -239,11 +239,13 @@ async fn give(mut asked: mpsc::UnboundedReceiver<Weak<Place>>, beside: Option<Ar
         // Until all that was ready has had its chance.
         yield_now().await;
         let Some(beside) = &beside else { continue };
-        stretch += began.elapsed();
+        let took = began.elapsed();
         // What was waited for and did not come in time was a rest.
         let has_rested = beside.has_short(answered) && !beside.is_quiet().await;
-        stretch += beside.take_set_off();
-        if stretch < STRETCH {
+        let took = took + beside.take_set_off();
+        stretch += took;
+        // There is time for another one that is as long.
+        if stretch + took <= STRETCH {
             continue;
         }
         let is_beside_short = beside.has_short(answered);
@@ -438,6 +440,25 @@ mod tests {
             let rested = Duration::from_millis(20 * (millis + rested));
             let row = format!("{millis} ms a step that sets off {set_off}, beside short requests: {is_short}, {waits}");
             assert_eq!(began.elapsed(), rested, "{row}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn turns_are_given_without_a_rest_as_long_as_another_one_fits() {
+        // What a turn takes, in microseconds, and how many there are before a rest.
+        for (micros, turns_before) in [(110, 1), (60, 1), (50, 2), (40, 2), (25, 4)] {
+            let (turns, give) = Turns::new();
+            tokio::spawn(give);
+            let mut works = [turns.work(), turns.work()];
+            let mut rests = 0;
+            for number in 0..24 {
+                let asked = Instant::now();
+                works[number % 2].turn().await;
+                rests += usize::from(asked.elapsed() > Duration::from_micros(200));
+                turns.leave_time();
+                tokio::time::advance(Duration::from_micros(micros)).await;
+            }
+            assert!((24 / turns_before - 1..=24 / turns_before).contains(&rests), "{micros} us: {rests} rests");
         }
     }
 

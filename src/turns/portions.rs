@@ -21,6 +21,9 @@ const PORTION_TIME: Duration = Duration::from_micros(50);
 /// What it takes at least, with the reading itself: 16 KiB are copied from the kernel, and copied again.
 const READ_TIME: Duration = Duration::from_micros(12);
 
+/// So many times the least is the first portion.
+const FIRST_TIMES: usize = 4;
+
 /// See the module's page.
 #[derive(Debug)]
 pub struct Portions {
@@ -42,7 +45,9 @@ pub struct Portions {
 
 impl Portions {
     pub fn new(turns: &Arc<Turns>, sizes: RangeInclusive<usize>) -> Self {
-        let (turns, size) = (Arc::clone(turns), *sizes.end());
+        // Of one who just came nothing is known, and some come again and again.
+        let size = sizes.start().saturating_mul(FIRST_TIMES).min(*sizes.end());
+        let turns = Arc::clone(turns);
         Self { turns, sizes, size, taken: 0, time: Duration::ZERO, came: None, asking: None, asks_for: None }
     }
 
@@ -110,7 +115,7 @@ mod tests {
         let _long = [turns.work(), turns.work()];
         let mut portions = portions(&turns);
         portions.took(Poll::Ready(LEAST - 1));
-        assert_eq!(may_take(&mut portions), Some(MOST - LEAST + 1));
+        assert_eq!(may_take(&mut portions), Some(FIRST_TIMES * LEAST - LEAST + 1));
     }
 
     #[tokio::test]
@@ -157,7 +162,19 @@ mod tests {
         tokio::spawn(give);
         let mut portions = portions(&turns);
         // So many times the time that it should have taken: what the next one is.
-        for (slow, next) in [(4, MOST / 4), (2, MOST / 8), (100, LEAST), (100, LEAST), (0, 2 * LEAST), (0, 4 * LEAST)] {
+        let rows = [
+            (0, 8 * LEAST),
+            (0, MOST),
+            (0, MOST),
+            (4, MOST / 4),
+            (2, MOST / 8),
+            (100, LEAST),
+            (100, LEAST),
+            (0, 2 * LEAST),
+            (0, 4 * LEAST),
+        ];
+        assert_eq!((portions.size, MOST), (4 * LEAST, 16 * LEAST));
+        for (slow, next) in rows {
             portions.took(Poll::Ready(portions.size));
             (portions.came, portions.time) = (None, PORTION_TIME * slow);
             assert_eq!(poll_fn(|context| portions.poll(context)).await, next, "{slow} times as long");

@@ -192,7 +192,7 @@ async fn put_and_get_p99(endpoint: &str) -> Duration {
     let mut client = timeout(DEADLINE, Client::connect(endpoint)).await.expect("the bystander gets in");
     let mut times = Vec::new();
     let end = tokio::time::Instant::now() + DEADLINE * 4;
-    for number in 0..sized(60, 2_000) {
+    for number in 0..sized(60, 6_000) {
         let began = Instant::now();
         let put = PutRequest { key: "bystander".into(), value: vec![b'v'; 100].into(), ..Default::default() };
         let get = RangeRequest { key: "bystander".into(), ..Default::default() };
