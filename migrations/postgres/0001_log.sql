@@ -105,7 +105,8 @@ $$;
 -- Leases with the seconds that they have left, those that are unknown left out; if told to, with their whole time before
 -- them again, unless it is over. Locked in one order, so that two instances that renew the same do not wait for one another.
 --
--- Each time is for a little more, within which nothing is written for who renews again: that is a commit less.
+-- Each time is for a little more, which nobody is told of, and within which nothing is written for who renews again: that is
+-- a commit less.
 CREATE FUNCTION orlop_leases(ids bigint[], renew boolean) RETURNS TABLE (id bigint, ttl bigint, secs_left double precision)
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -123,7 +124,7 @@ BEGIN
             ORDER BY k.id FOR UPDATE
         ) AND l.deadline > clock_timestamp();
     END IF;
-    RETURN QUERY SELECT l.id, l.ttl, extract(epoch FROM l.deadline - clock_timestamp())::float8 FROM lease l
+    RETURN QUERY SELECT l.id, l.ttl, least(extract(epoch FROM l.deadline - clock_timestamp())::float8, l.ttl) FROM lease l
     WHERE l.id = ANY (ids);
 END
 $$;
