@@ -390,7 +390,6 @@ impl Store {
             }
         };
         let Some(logged) = logged else { return Ok(Renewal::Unknown) };
-        self.shared.set_lease_deadlines(&[logged]);
         if logged.left_secs.is_some_and(|left| left > 0.0) {
             return Ok(Renewal::Renewed { ttl_secs: logged.ttl_secs });
         }
@@ -418,8 +417,9 @@ impl Store {
     /// Takes up how much time these leases have left by the log, where it keeps deadlines.
     async fn look_at(&self, ids: &[LeaseId]) -> Result<()> {
         if let Some(log) = self.shared.log.shared().filter(|_| !ids.is_empty()) {
+            let asked = Instant::now();
             let logged = log.leases(ids, Touch::Look).await?;
-            self.shared.set_lease_deadlines(&logged);
+            self.shared.set_lease_deadlines(&logged, asked);
         }
         Ok(())
     }

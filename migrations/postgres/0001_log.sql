@@ -115,7 +115,8 @@ BEGIN
     PERFORM orlop_settle();
     -- An update that finds nothing to do costs as much as all of the rest.
     IF renew AND EXISTS (
-        SELECT FROM lease k WHERE k.id = ANY (ids) AND k.deadline < clock_timestamp() + make_interval(secs => k.ttl)
+        SELECT FROM lease k WHERE k.id = ANY (ids)
+            AND k.deadline > clock_timestamp() AND k.deadline < clock_timestamp() + make_interval(secs => k.ttl)
     ) THEN
         UPDATE lease l SET deadline = clock_timestamp() + make_interval(secs => l.ttl) + spare
         WHERE l.id IN (

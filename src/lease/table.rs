@@ -24,6 +24,8 @@ pub struct Table {
 #[derive(Debug)]
 struct Lease {
     ttl_secs: i64,
+    /// When this table heard of it.
+    since: Instant,
     deadline: Instant,
     keys: BTreeSet<Key>,
 }
@@ -63,7 +65,7 @@ impl Table {
     pub fn grant(&mut self, id: LeaseId, ttl_secs: i64, now: Instant) {
         let deadline = deadline(now, ttl_secs);
         self.deadlines.insert((deadline, id));
-        self.leases.insert(id, Lease { ttl_secs, deadline, keys: BTreeSet::new() });
+        self.leases.insert(id, Lease { ttl_secs, since: now, deadline, keys: BTreeSet::new() });
     }
 
     pub fn revoke(&mut self, id: LeaseId) {
@@ -83,9 +85,10 @@ impl Table {
         Renewal::Renewed { ttl_secs: lease.ttl_secs }
     }
 
-    /// Takes up how many seconds a lease has left by the log's clock.
-    pub fn set_left(&mut self, id: LeaseId, left_secs: f64, now: Instant) {
-        let Some(lease) = self.leases.get_mut(&id) else { return };
+    /// Takes up how many seconds a lease has left by the log's clock, which was asked at `asked`. An answer that may be about
+    /// an earlier lease with the same id is none.
+    pub fn set_left(&mut self, id: LeaseId, left_secs: f64, asked: Instant, now: Instant) {
+        let Some(lease) = self.leases.get_mut(&id).filter(|lease| lease.since <= asked) else { return };
         self.deadlines.remove(&(lease.deadline, id));
         // A time far off is as good as any, and one before the clock began is over.
         let left = Duration::try_from_secs_f64(left_secs.max(0.0)).unwrap_or(Duration::MAX);

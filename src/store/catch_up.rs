@@ -153,21 +153,20 @@ impl Shared {
             })
             .collect();
         let Some(log) = self.log.shared().filter(|_| !ids.is_empty()) else { return };
+        let asked = Instant::now();
         match log.leases(&ids, Touch::Look).await {
-            Ok(logged) => {
-                self.set_lease_deadlines(&logged);
-            }
+            Ok(logged) => self.set_lease_deadlines(&logged, asked),
             Err(error) => warn!(%error, "leases cannot be looked at"),
         }
     }
 
-    /// Takes up how much time leases have left by the log's clock.
-    pub(super) fn set_lease_deadlines(&self, logged: &[LoggedLease]) {
+    /// Takes up how much time leases have left by the log's clock, which was asked at `asked`.
+    pub(super) fn set_lease_deadlines(&self, logged: &[LoggedLease], asked: Instant) {
         let now = Instant::now();
         let mut leases = self.leases.lock();
         for lease in logged {
             if let Some(left_secs) = lease.left_secs {
-                leases.set_left(lease.id, left_secs, now);
+                leases.set_left(lease.id, left_secs, asked, now);
             }
         }
     }
@@ -382,7 +381,7 @@ impl Shared {
                 leases.grant(logged.id, logged.ttl_secs, now);
             }
             if let Some(left_secs) = logged.left_secs {
-                leases.set_left(logged.id, left_secs, now);
+                leases.set_left(logged.id, left_secs, now, now);
             }
         }
         leases.epoch = leases.epoch.max(meta.position.epoch);
@@ -405,7 +404,7 @@ pub(super) fn lease_table(meta: &Meta, index: &TreeIndex, now: Instant) -> lease
     for logged in &meta.leases {
         leases.grant(logged.id, logged.ttl_secs, now);
         if let Some(left_secs) = logged.left_secs {
-            leases.set_left(logged.id, left_secs, now);
+            leases.set_left(logged.id, left_secs, now, now);
         }
     }
     leases.epoch = meta.position.epoch;

@@ -12,8 +12,8 @@ use crate::watchdog::Pulse;
 /// So many answers are told before a rest, at least: with all that whoever asked does with them, that takes some 60
 /// microseconds.
 const ANSWERS_AT_ONCE: usize = 16;
-/// Of more answers more are told at once, so that the last ones wait for so many rests.
-const RESTS_MAX: usize = 16;
+/// In so many parts at most. Those who ask again wait for the last one of them, and so does what they have to ask in time.
+const PARTS_MAX: usize = 8;
 
 /// Items that are asked about together: those that come while one question is under way share the next, so that every
 /// answer is of a question that began after it was asked for.
@@ -31,7 +31,8 @@ impl<I, O> Coalesced<I, O> {
         Self::with_rests(ask, Duration::ZERO, pulse)
     }
 
-    /// The same for clients who may ask without end: after a question, and after some of the answers to it, comes a rest.
+    /// The same for clients who may ask without end: after a question comes a rest, and one half as long after some of the
+    /// answers to it.
     pub(crate) fn with_rests<F, A>(ask: F, rest: Duration, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
     where
         F: Fn(Vec<I>) -> A + Send,
@@ -51,7 +52,7 @@ impl<I, O> Coalesced<I, O> {
                     waiting.push(answer);
                 }
                 let at_once =
-                    if rest.is_zero() { items.len() } else { ANSWERS_AT_ONCE.max(items.len().div_ceil(RESTS_MAX)) };
+                    if rest.is_zero() { items.len() } else { ANSWERS_AT_ONCE.max(items.len().div_ceil(PARTS_MAX)) };
                 let mut answers = ask(items).await.into_iter().zip(waiting).peekable();
                 while answers.peek().is_some() {
                     for (answer, waiting) in answers.by_ref().take(at_once) {
@@ -59,7 +60,7 @@ impl<I, O> Coalesced<I, O> {
                         let _ = waiting.send(answer);
                     }
                     if !rest.is_zero() {
-                        sleep(rest).await;
+                        sleep(if answers.peek().is_some() { rest / 2 } else { rest }).await;
                         pulse.beat();
                     }
                 }
@@ -133,12 +134,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn many_answers_come_by_and_by() {
         const REST: Duration = Duration::from_secs(1);
-        // How many ask, and after how many rests so many of them are answered.
+        // How many ask, and after how many halves of a rest so many of them are answered.
         let rows: [(u32, &[(u32, usize)]); 4] = [
             (1, &[(0, 1)]),
             (16, &[(0, 16)]),
             (40, &[(0, 16), (1, 16), (2, 8)]),
-            (1_000, &[(0, 63), (1, 63), (15, 55)]),
+            (1_000, &[(0, 125), (1, 125), (7, 125)]),
         ];
         for (many, expected) in rows {
             let (coalesced, run) = Coalesced::with_rests(async |items: Vec<u32>| items, REST, Arc::default());
@@ -149,9 +150,9 @@ mod tests {
             }));
             // All have asked when it begins.
             let answered = tokio::select! { biased; answered = asked => answered, () = run => panic!("it ran out") };
-            for (rests, answers) in expected {
-                let then = answered.iter().filter(|after| **after == REST * *rests).count();
-                assert_eq!(then, *answers, "of {many}, after {rests} rests");
+            for (halves, answers) in expected {
+                let then = answered.iter().filter(|after| **after == REST / 2 * *halves).count();
+                assert_eq!(then, *answers, "of {many}, after {halves} halves of a rest");
             }
         }
     }

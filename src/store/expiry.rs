@@ -69,8 +69,9 @@ async fn over(shared: &Shared) -> log::Result<Vec<LeaseId>> {
     if shared.silent_for() > 2 * BEAT_INTERVAL {
         shared.beat(log).await?;
     }
+    let asked = Instant::now();
     let logged = log.leases(&expired, Touch::Look).await?;
-    shared.set_lease_deadlines(&logged);
+    shared.set_lease_deadlines(&logged, asked);
     let now = Instant::now();
     if logged.len() < expired.len() {
         // Those that are gone there were ended by another, of which this instance is about to hear.

@@ -198,8 +198,11 @@ fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<Log
                 let mut distinct = ids.clone();
                 distinct.sort_unstable();
                 distinct.dedup();
+                let asked = Instant::now();
                 match log.leases(&distinct, Touch::Renew).await {
                     Ok(found) => {
+                        // Before anyone is told, which takes time.
+                        shared.set_lease_deadlines(&found, asked);
                         let found: HashMap<LeaseId, LoggedLease> =
                             found.into_iter().map(|logged| (logged.id, logged)).collect();
                         ids.iter().map(|id| Ok(found.get(id).copied())).collect()

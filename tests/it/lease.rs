@@ -12,12 +12,16 @@ use orlop::{
     types::LeaseId,
 };
 use sqlx::{Connection as _, PgConnection};
+use tokio::task::JoinSet;
 use tonic::Code;
 
 use crate::{
     check::{Place, open_log},
     support::{Backend, Client, DEADLINE, Server, eventually, on_both_backends},
 };
+
+/// The lease that all others renew.
+const OTHERS: i64 = 1 << 40;
 
 async fn put(client: &mut Client, key: &str, lease: i64) {
     let request = PutRequest { key: key.to_owned().into(), lease, ..Default::default() };
@@ -121,20 +125,70 @@ async fn lease_ends_when_nobody_keeps_it_alive_and_not_before(backend: Backend) 
     assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, 0, "it cannot be saved");
 }
 
+/// So many clients that renew without a pause.
+async fn keep_others_alive(server: &Server, clients: usize) -> JoinSet<()> {
+    let mut others = JoinSet::new();
+    for _ in 0..clients {
+        let mut client = Client::connect(server.endpoint()).await;
+        others.spawn(async move {
+            let requests = stream::repeat(LeaseKeepAliveRequest { id: OTHERS });
+            let mut answers = client.lease.lease_keep_alive(requests).await.expect("a stream").into_inner();
+            while let Ok(Some(_)) = answers.message().await {}
+        });
+    }
+    others
+}
+
 async fn many_leases_are_kept_alive_on_one_stream(backend: Backend) {
     const TTL: i64 = 5;
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
+    client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: OTHERS }).await.expect("a grant");
     let grants = (1..=1_500).map(|id| {
         let mut client = client.clone();
         async move { client.lease.lease_grant(LeaseGrantRequest { ttl: TTL, id }).await.map(|_| id) }
     });
     let ids: Vec<i64> = stream::iter(grants).buffered(64).try_collect().await.expect("grants");
     // As a client renews all that it has. One after the other they would be over before their turn comes.
-    let requests: Vec<_> = ids.iter().map(|id| LeaseKeepAliveRequest { id: *id }).collect();
-    let answers = client.lease.lease_keep_alive(stream::iter(requests)).await.expect("a stream").into_inner();
-    let answers: Vec<_> = answers.map_ok(|answer| (answer.id, answer.ttl)).try_collect().await.expect("answers");
-    assert_eq!(answers, ids.iter().map(|id| (*id, TTL)).collect::<Vec<_>>());
+    for others in [0, 16] {
+        let _others = keep_others_alive(&server, others).await;
+        for _ in 0..2 {
+            let requests: Vec<_> = ids.iter().map(|id| LeaseKeepAliveRequest { id: *id }).collect();
+            let answers = client.lease.lease_keep_alive(stream::iter(requests)).await.expect("a stream").into_inner();
+            let answers: Vec<_> =
+                answers.map_ok(|answer| (answer.id, answer.ttl)).try_collect().await.expect("answers");
+            let lost = ids.iter().map(|id| (*id, TTL)).filter(|kept| !answers.contains(kept)).count();
+            assert_eq!((answers.len(), lost), (ids.len(), 0), "beside {others} others");
+        }
+    }
+}
+
+/// What a renewal says of the lease that had the id before says nothing of this one.
+async fn lease_granted_anew_during_a_renewal_ends_in_its_own_time(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: OTHERS }).await.expect("a grant");
+    let others = keep_others_alive(&server, 16).await;
+    for id in 1..=60 {
+        client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id }).await.expect("a grant");
+        let mut renewing = client.clone();
+        let renewal = tokio::spawn(async move {
+            let request = stream::iter([LeaseKeepAliveRequest { id }]);
+            let mut answers = renewing.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
+            let _ = answers.message().await;
+        });
+        // Somewhere between the question and its answer, which are a matter of milliseconds.
+        tokio::time::sleep(std::time::Duration::from_millis(id as u64 % 20)).await;
+        client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("a revocation");
+        client.lease.lease_grant(LeaseGrantRequest { ttl: 2, id }).await.expect("the id is free again");
+        renewal.await.expect("an answer");
+    }
+    drop(others);
+    eventually("all are over", async || {
+        let left = client.clone().lease.lease_leases(LeaseLeasesRequest {}).await.expect("a list").into_inner().leases;
+        if left.iter().all(|lease| lease.id == OTHERS) { Ok(()) } else { Err(left.len()) }
+    })
+    .await;
 }
 
 /// A renewal that is written down is a commit.
@@ -221,4 +275,5 @@ on_both_backends!(
     lease_ends_when_nobody_keeps_it_alive_and_not_before,
     leases_and_their_keys_survive_a_restart,
     many_leases_are_kept_alive_on_one_stream,
+    lease_granted_anew_during_a_renewal_ends_in_its_own_time,
 );
