@@ -169,7 +169,7 @@ async fn lease_granted_anew_during_a_renewal_ends_in_its_own_time(backend: Backe
     let mut client = Client::connect(server.endpoint()).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: OTHERS }).await.expect("a grant");
     let others = keep_others_alive(&server, 16).await;
-    for id in 1..=60 {
+    for id in 1..=60_i64 {
         client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id }).await.expect("a grant");
         let mut renewing = client.clone();
         let renewal = tokio::spawn(async move {
@@ -178,7 +178,7 @@ async fn lease_granted_anew_during_a_renewal_ends_in_its_own_time(backend: Backe
             let _ = answers.message().await;
         });
         // Somewhere between the question and its answer, which are a matter of milliseconds.
-        tokio::time::sleep(std::time::Duration::from_millis(id as u64 % 20)).await;
+        tokio::time::sleep(std::time::Duration::from_millis(id.unsigned_abs() % 20)).await;
         client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("a revocation");
         client.lease.lease_grant(LeaseGrantRequest { ttl: 2, id }).await.expect("the id is free again");
         renewal.await.expect("an answer");
