@@ -158,6 +158,7 @@ async fn open(file: &Path, check: HashCheck) -> Result<(SqliteView, Status)> {
     let bytes = checksum::verify(file, check)?;
     let database = SqliteView::of_file(file).await?;
     let damaged = |error: log::Error| Error::File(format!("{} cannot be read: {error}", file.display()));
+    database.refuse_damage().await.map_err(damaged)?;
     let replayed = replay(&database).await.map_err(damaged)?;
     let hash = hash::of_history(&database, &replayed.index).await.map_err(damaged)?;
     let status = Status {

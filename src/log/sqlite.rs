@@ -184,9 +184,12 @@ impl History for SqliteLog {
         read::meta(&mut *self.reader().await?).await
     }
 
-    /// Nobody else writes while this process starts, so that what is read in parts is of one moment.
+    /// Nobody else writes while this process starts, so that what is read in parts is of one moment. The pages are looked at
+    /// by another reader beside it, which takes less time than to read their rows.
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
-        read::replay(&mut *self.reader().await?, visit).await
+        let (mut rows, mut pages) = (self.reader().await?, self.reader().await?);
+        let (meta, ()) = tokio::try_join!(read::replay(&mut rows, visit), read::refuse_damage(&mut pages))?;
+        Ok(meta)
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {

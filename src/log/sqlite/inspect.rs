@@ -1,7 +1,7 @@
 //! The file as it stands.
 
 use async_trait::async_trait;
-use sqlx::{AssertSqlSafe, SqliteConnection};
+use sqlx::SqliteConnection;
 
 use super::{
     read,
@@ -19,15 +19,8 @@ impl Inspect for SqliteView {
     }
 
     async fn integrity(&self, depth: Depth, limit: usize) -> Result<Vec<String>> {
-        let pragma = match depth {
-            Depth::Whole => "integrity_check",
-            Depth::Quick => "quick_check",
-        };
         let connection = &mut *self.connection.lock().await;
-        // A PRAGMA takes no bound value; both parts are ours.
-        let look = sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA {pragma}({})", limit.max(1))));
-        let mut found: Vec<String> = look.fetch_all(&mut *connection).await.map_err(unreadable)?;
-        found.retain(|text| text != "ok");
+        let mut found = read::damage(connection, depth, limit).await?;
         let expected = read::size(connection).await?.total;
         let len = self.untouched.as_ref().and_then(|file| i64::try_from(file.metadata().ok()?.len()).ok());
         // SQLite reads zeros where the last page was cut off.

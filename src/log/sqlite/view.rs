@@ -64,6 +64,15 @@ impl SqliteView {
         Ok(Self { connection: Mutex::new(connection), name, untouched: (!has_wal).then(|| file.to_owned()) })
     }
 
+    /// Looks at every page.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Corrupt`] if one contradicts itself.
+    pub async fn refuse_damage(&self) -> Result<()> {
+        read::refuse_damage(&mut *self.connection.lock().await).await
+    }
+
     /// A database that is written to, as it is now. What is written later stays in the WAL while this is held.
     pub(super) async fn now(options: &SqliteConnectOptions) -> Result<Self> {
         let name = options.get_filename().display().to_string();
