@@ -185,10 +185,10 @@ impl History for SqliteLog {
     }
 
     /// Nobody else writes while this process starts, so that what is read in parts is of one moment. The pages are looked at
-    /// by another reader beside it, which takes less time than to read their rows.
+    /// by another reader meanwhile, which takes less time unless values are long.
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
         let (mut rows, mut pages) = (self.reader().await?, self.reader().await?);
-        let (meta, ()) = tokio::try_join!(read::replay(&mut rows, visit), read::refuse_damage(&mut pages))?;
+        let (meta, ()) = tokio::try_join!(read::replay(&mut rows, visit), inspect::refuse_damage(&mut pages))?;
         Ok(meta)
     }
 

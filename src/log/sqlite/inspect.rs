@@ -1,7 +1,7 @@
 //! The file as it stands.
 
 use async_trait::async_trait;
-use sqlx::SqliteConnection;
+use sqlx::{AssertSqlSafe, SqliteConnection};
 
 use super::{
     read,
@@ -20,7 +20,7 @@ impl Inspect for SqliteView {
 
     async fn integrity(&self, depth: Depth, limit: usize) -> Result<Vec<String>> {
         let connection = &mut *self.connection.lock().await;
-        let mut found = read::damage(connection, depth, limit).await?;
+        let mut found = damage(connection, depth, limit).await?;
         let expected = read::size(connection).await?.total;
         let len = self.untouched.as_ref().and_then(|file| i64::try_from(file.metadata().ok()?.len()).ok());
         // SQLite reads zeros where the last page was cut off.
@@ -68,6 +68,36 @@ impl Inspect for SqliteView {
             }
             Some(_) | None => Ok(()),
         }
+    }
+}
+
+/// What contradicts itself in the file, at most `limit` texts, which may have several lines. The whole file is read.
+///
+/// # Errors
+///
+/// [`Error::Corrupt`] if so much does that SQLite cannot go on.
+pub(super) async fn damage(connection: &mut SqliteConnection, depth: Depth, limit: usize) -> Result<Vec<String>> {
+    let pragma = match depth {
+        Depth::Whole => "integrity_check",
+        Depth::Quick => "quick_check",
+    };
+    // A PRAGMA takes no bound value; both parts are ours.
+    let look = sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA {pragma}({})", limit.max(1))));
+    let mut found: Vec<String> = look.fetch_all(connection).await.map_err(unreadable)?;
+    found.retain(|text| text != "ok");
+    Ok(found)
+}
+
+/// Looks at each page, for what the rows do not tell: a page that hides rows contradicts itself, and the log without them may
+/// not.
+///
+/// # Errors
+///
+/// [`Error::Corrupt`], with the first thing that is wrong.
+pub(super) async fn refuse_damage(connection: &mut SqliteConnection) -> Result<()> {
+    match damage(connection, Depth::Quick, 1).await?.into_iter().next() {
+        None => Ok(()),
+        Some(found) => Err(Error::Corrupt(found.lines().collect::<Vec<_>>().join(" "))),
     }
 }
 

@@ -3,16 +3,15 @@
 use std::{pin::pin, task::Poll};
 
 use futures_util::{TryStreamExt as _, poll};
-use sqlx::{AssertSqlSafe, SqliteConnection, sqlite::SqliteRow};
+use sqlx::{SqliteConnection, sqlite::SqliteRow};
 
 use super::{
     has_code,
     packed::{self, packed_columns},
-    view::unreadable,
 };
 use crate::{
     log::{
-        Depth, Error, Meta, Page, Result, Size, Visit, WithPrev,
+        Meta, Page, Result, Size, Visit, WithPrev,
         rows::{
             self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow,
             REPLAY_ROWS, RowColumns, SqlRange, merge, unavailable,
@@ -140,35 +139,6 @@ pub(super) async fn pages(connection: &mut SqliteConnection) -> Result<Pages> {
 pub(super) async fn size(connection: &mut SqliteConnection) -> Result<Size> {
     let Pages { all, free, bytes } = pages(connection).await?;
     Ok(Size { total: all * bytes, in_use: (all - free) * bytes })
-}
-
-/// What contradicts itself in the file, at most `limit` texts, which may have several lines. The whole file is read.
-///
-/// # Errors
-///
-/// [`crate::log::Error::Corrupt`] if so much does that SQLite cannot go on.
-pub(super) async fn damage(connection: &mut SqliteConnection, depth: Depth, limit: usize) -> Result<Vec<String>> {
-    let pragma = match depth {
-        Depth::Whole => "integrity_check",
-        Depth::Quick => "quick_check",
-    };
-    // A PRAGMA takes no bound value; both parts are ours.
-    let look = sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA {pragma}({})", limit.max(1))));
-    let mut found: Vec<String> = look.fetch_all(connection).await.map_err(unreadable)?;
-    found.retain(|text| text != "ok");
-    Ok(found)
-}
-
-/// A page that says it has fewer rows than it has contradicts itself, and the log, shorter by them, does not.
-///
-/// # Errors
-///
-/// [`crate::log::Error::Corrupt`], with the first thing that is wrong.
-pub(super) async fn refuse_damage(connection: &mut SqliteConnection) -> Result<()> {
-    match damage(connection, Depth::Quick, 1).await?.into_iter().next() {
-        None => Ok(()),
-        Some(found) => Err(Error::Corrupt(found.lines().collect::<Vec<_>>().join(" "))),
-    }
 }
 
 /// The changes of one revision beyond the first live in `kv_log_more`; both tables are read with the same columns.

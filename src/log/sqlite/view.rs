@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::Mutex;
 
-use super::{has_code, load::with_suffix, read};
+use super::{has_code, inspect, load::with_suffix, read};
 use crate::{
     log::{
         Error, History, Meta, Page, Result, Visit, WithPrev,
@@ -70,7 +70,7 @@ impl SqliteView {
     ///
     /// [`Error::Corrupt`] if one contradicts itself.
     pub async fn refuse_damage(&self) -> Result<()> {
-        read::refuse_damage(&mut *self.connection.lock().await).await
+        inspect::refuse_damage(&mut *self.connection.lock().await).await
     }
 
     /// A database that is written to, as it is now. What is written later stays in the WAL while this is held.
