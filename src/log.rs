@@ -37,8 +37,8 @@ pub enum Error {
     /// The store cannot be opened; the text is for the operator.
     #[error("{0}")]
     Open(String),
-    /// A row says what no row can say.
-    #[error("the log is corrupt: {0}")]
+    /// A row says what no row can say, or a page of the file what no page can.
+    #[error("the log is corrupt: {0}; `orlop check` tells all that is wrong")]
     Corrupt(String),
     /// The database is not the one that was read before: it lacks or contradicts what was applied.
     #[error("the log has another history: {0}")]

@@ -255,15 +255,12 @@ pub(crate) async fn replay(log: &dyn History) -> Result<Replayed> {
         .await?;
     let head = meta.position.head;
     if index.head() != head {
-        return Err(Error::Corrupt(format!(
-            "the log ends at revision {}, its head is {head}{SEE_CHECK}",
-            index.head()
-        )));
+        return Err(Error::Corrupt(format!("the log ends at revision {}, its head is {head}", index.head())));
     }
     let mut garbage = Vec::new();
     if let Some(revision) = meta.compact_revision {
         if revision > head {
-            return Err(Error::Corrupt(format!("compact revision {revision} is beyond the head {head}{SEE_CHECK}")));
+            return Err(Error::Corrupt(format!("compact revision {revision} is beyond the head {head}")));
         }
         index.begin_compaction(revision);
         let mut cursor = CompactionCursor::default();
@@ -284,7 +281,7 @@ pub(crate) async fn replay(log: &dyn History) -> Result<Replayed> {
 fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
     if row.revision <= Revision::EMPTY || row.revision > meta.position.head {
         return Err(Error::Corrupt(format!(
-            "row {} lies outside the log, whose head is {}{SEE_CHECK}",
+            "row {} lies outside the log, whose head is {}",
             row.revision, meta.position.head
         )));
     }
@@ -294,15 +291,12 @@ fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
     }
     let whole_until = last.revision.max(compacted);
     if row.revision > whole_until.next() {
-        return Err(Error::Corrupt(format!(
-            "revisions between {whole_until} and {} are missing{SEE_CHECK}",
-            row.revision
-        )));
+        return Err(Error::Corrupt(format!("revisions between {whole_until} and {} are missing", row.revision)));
     }
     let sub = if last.revision == row.revision { last.sub + 1 } else { 0 };
     if row.sub != sub {
         return Err(Error::Corrupt(format!(
-            "of revision {} change {sub} is missing before change {}{SEE_CHECK}",
+            "of revision {} change {sub} is missing before change {}",
             row.revision, row.sub
         )));
     }
@@ -311,8 +305,5 @@ fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
 
 fn contradicted(change: &Change, contradiction: Contradiction) -> Error {
     let RowId { revision, sub } = change.row;
-    Error::Corrupt(format!("row id={revision} sub={sub} key=\"{}\": {contradiction}{SEE_CHECK}", shown(&change.key)))
+    Error::Corrupt(format!("row id={revision} sub={sub} key=\"{}\": {contradiction}", shown(&change.key)))
 }
-
-/// Behind what is found at the start, which ends with it.
-const SEE_CHECK: &str = "; `orlop check` tells all that is wrong";
