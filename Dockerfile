@@ -14,11 +14,14 @@ ARG TARGETPLATFORM
 WORKDIR /src
 # .cargo/config.toml says how SQLite is compiled; without it commits are slower.
 COPY .cargo/config.toml .cargo/config.toml
-COPY Cargo.toml Cargo.lock build.rs ./
+COPY Cargo.toml Cargo.lock ./
 COPY proto proto
 COPY migrations migrations
+COPY crates crates
 COPY src src
-# The manifest names it; nothing of it is built.
+# The manifest names these; the image does not build them.
+COPY benches benches
+COPY fuzz fuzz
 COPY tests/it/main.rs tests/it/main.rs
 # The target folder is a cache and not part of the layer, so the binary leaves it in the same step.
 RUN --mount=type=cache,id=orlop-registry-${TARGETPLATFORM},target=/usr/local/cargo/registry,sharing=locked \
@@ -29,7 +32,7 @@ RUN --mount=type=cache,id=orlop-registry-${TARGETPLATFORM},target=/usr/local/car
 
 # glibc, libgcc and the roots of public certificates (for Postgres with sslmode=verify-full), and nothing else.
 FROM gcr.io/distroless/cc-debian12:nonroot
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="orlop" \
       org.opencontainers.image.description="etcd's v3 API over a log in SQLite or Postgres" \

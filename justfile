@@ -55,7 +55,7 @@ linearizability secs="1800":
 
 # Run the core under simulation from so many seeds; `ORLOP_SEED=7 just simulate` tells one run step by step.
 simulate seeds="10000":
-    ORLOP_SIM_SEEDS={{ seeds }} cargo test --lib simulation::every -- --nocapture
+    ORLOP_SIM_SEEDS={{ seeds }} cargo test -p orlop-core --test simulation every -- --nocapture
 
 # Kill, cut off, starve and fill up Orlop, and etcd beside it: `just torture 300` kills each 300 times, which takes hours.
 torture times="300":
@@ -69,8 +69,8 @@ hostile:
 
 # Fuzz one of requests, txn, gateway, settings, snapshot for so many seconds; needs a nightly Rust and cargo-fuzz.
 fuzz target secs="600":
-    cargo test --lib fuzz_tests::seeds_are_written -- --ignored
-    cargo +nightly fuzz run --sanitizer none {{ target }} -- -max_total_time={{ secs }} -print_final_stats=1
+    cargo test -p orlop-fuzz seeds_are_written -- --ignored
+    cargo +nightly fuzz run --features libfuzzer --sanitizer none {{ target }} -- -max_total_time={{ secs }} -print_final_stats=1
 
 # Live a control plane's life for long, SQLite and Postgres at the same time; fails where something leaks: `just soak 60`.
 soak minutes="60" *args:
@@ -79,7 +79,7 @@ soak minutes="60" *args:
 
 # How long the pure cores take with a million keys.
 bench-cores:
-    cargo bench --features internals --bench time
+    cargo bench --bench time
 
 # Count the instructions of the pure cores; fails where one takes twice what it did.
 instructions:

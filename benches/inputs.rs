@@ -1,11 +1,4 @@
-//! The pure cores, each with an input that is made up, for the benches, and what reads input from outside, for fuzzing
-//! ([`fuzz`]): nothing here is an API.
-//!
-//! Inputs of the benches are as kube-apiserver makes them, keys below `/registry/pods/`, and the same in every run.
-
-pub mod fuzz;
-#[cfg(test)]
-mod fuzz_tests;
+//! Inputs of the benches: keys below `/registry/pods/`, as kube-apiserver makes them, the same in every run.
 
 use std::{
     collections::HashMap,
@@ -16,11 +9,10 @@ use std::{
 use bytes::Bytes;
 use http_body::Body as _;
 
-use crate::{
-    api::reply::ReplyBody,
+use orlop::api::reply::ReplyBody;
+use orlop_core::{
     index::{CompactionCursor, TreeIndex},
     lease,
-    proto::server::etcdserverpb as pb,
     store::{
         batch::Batch,
         request::{Compare, CompareTarget, Op, PutLease, PutRequest, PutValue, Relation, TxnRequest},
@@ -31,6 +23,7 @@ use crate::{
     types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Revision, RowId, Version},
     watch::intervals::Intervals,
 };
+use orlop_wire::proto::server::etcdserverpb as pb;
 
 /// Keys in a namespace.
 const NAMESPACE: usize = 1_000;

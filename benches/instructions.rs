@@ -3,13 +3,13 @@
 //!
 //! Limits are twice what was counted when they were set; one that is broken on purpose is set anew, with the reason.
 
+mod inputs;
+
 use std::hint::black_box;
 
 use gungraun::{Callgrind, EventKind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main};
-use orlop::{
-    internals::{Answer, Index, Transactions, Watchers},
-    types::{Change, Key},
-};
+use inputs::{Answer, Index, Transactions, Watchers};
+use orlop_core::types::{Change, Key};
 
 const KEYS: usize = 100_000;
 const CALLS: usize = 1_000;

@@ -1,7 +1,9 @@
-//! How long the pure cores take at the size of a large cluster: `cargo bench --features internals --bench time`.
+//! How long the pure cores take at the size of a large cluster: `cargo bench --bench time`.
+
+mod inputs;
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
-use orlop::internals::{Answer, Index, Transactions, Watchers};
+use inputs::{Answer, Index, Transactions, Watchers};
 
 const KEYS: usize = 1_000_000;
 const CALLS: usize = 1_000;

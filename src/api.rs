@@ -6,24 +6,24 @@
 
 mod auth;
 mod cluster;
-pub(crate) mod convert;
+pub mod convert;
 mod election;
 mod front;
 mod inbox;
-pub(crate) mod intake;
-pub(crate) mod interval_check;
+pub mod intake;
+pub mod interval_check;
 mod kv;
 mod lease;
 mod lock;
 mod maintenance;
 mod meter;
 mod queue;
-pub(crate) mod reply;
+pub mod reply;
 mod snapshot;
-mod status;
+pub mod status;
 mod unary;
-pub(crate) mod undecoded;
-pub(crate) mod watch;
+pub mod undecoded;
+pub mod watch;
 
 use std::{sync::Arc, time::Duration};
 
@@ -32,24 +32,21 @@ use tonic::service::Routes;
 
 use self::{election::ElectionService, lock::LockService, snapshot::Snapshots};
 pub use self::{front::Front, intake::Intake};
-use crate::{
-    proto::{
-        DESCRIPTORS,
-        server::{
-            etcdserverpb::{
-                self as pb, auth_server::AuthServer, cluster_server::ClusterServer, lease_server::LeaseServer,
-                maintenance_server::MaintenanceServer,
-            },
-            v3electionpb::election_server::ElectionServer,
-            v3lockpb::lock_server::LockServer,
+use crate::snapshot::Folder;
+use orlop_core::{store::Store, turns::Turns, types::Revision};
+use orlop_wire::proto::{
+    DESCRIPTORS,
+    server::{
+        etcdserverpb::{
+            self as pb, auth_server::AuthServer, cluster_server::ClusterServer, lease_server::LeaseServer,
+            maintenance_server::MaintenanceServer,
         },
+        v3electionpb::election_server::ElectionServer,
+        v3lockpb::lock_server::LockServer,
     },
-    snapshot::Folder,
-    store::Store,
-    trace::export::Exporter,
-    turns::Turns,
-    types::Revision,
 };
+
+use crate::telemetry::Exporter;
 
 /// The etcd release whose behaviour and API this server has; clients decide by it what they use.
 pub const ETCD_VERSION: &str = "3.6.13";

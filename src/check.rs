@@ -2,7 +2,7 @@
 //! the store, at one moment, and writes nothing.
 //!
 //! A violation is something that no sequence of requests, compactions and stops leaves behind. [`rows`] holds what rows say
-//! of each other, [`facts`] what stands beside them; what a row must say of its key is [`crate::index`]'s. A store that is
+//! of each other, [`facts`] what stands beside them; what a row must say of its key is [`orlop_core::index`]'s. A store that is
 //! found sound is at last read as a server reads it at its start, and the index compared.
 //!
 //! There is no repair: nothing that a server leaves behind needs one, and each violation leaves open what was lost.
@@ -24,7 +24,7 @@ use std::{
 
 pub use self::command::{Args, Verdict, run};
 use self::rows::Rows;
-use crate::{
+use orlop_core::{
     index::Lease,
     log::{Depth, Error, Facts, Inspect, Result, StoredRow},
     store::{Replayed, replay},

@@ -162,8 +162,7 @@ impl Settings {
     }
 
     /// From texts in place of a file and the environment, for fuzzing.
-    #[cfg(any(test, feature = "internals"))]
-    pub(crate) fn of_texts(
+    pub fn of_texts(
         toml: Option<&str>,
         yaml: Option<&str>,
         variables: &[(String, String)],

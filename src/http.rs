@@ -1,9 +1,9 @@
 //! What clients, probes and dashboards ask for by plain HTTP, on the same ports as gRPC: `/version`, health, metrics and the
 //! JSON gateway.
 //!
-//! Everything here is a client of [`crate::api`] or [`crate::store`]; nothing of etcd's behaviour is decided here.
+//! Everything here is a client of [`crate::api`] or [`orlop_core::store`]; nothing of etcd's behaviour is decided here.
 
-pub(crate) mod gateway;
+pub mod gateway;
 mod health;
 mod metrics;
 mod version;
@@ -19,8 +19,8 @@ use axum::{
 };
 use tonic::{Status, service::Routes};
 
-use crate::{
-    api::Intake,
+use crate::api::Intake;
+use orlop_core::{
     store::Store,
     supervise::{caught, tell_request},
 };

@@ -5,10 +5,12 @@ use std::process::ExitCode;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
 use orlop::{
-    bench, check,
+    check,
     config::{Flags, Settings, foreign_flags, ignored_flags},
-    logging, server, snapshot, supervise,
+    logging, server, snapshot,
 };
+use orlop_bench as bench;
+use orlop_core::supervise;
 use tokio::{
     runtime::{Builder, Runtime},
     signal::unix::{SignalKind, signal},

@@ -40,12 +40,12 @@ use tracing::{debug, error, warn};
 
 pub use self::places::Places;
 use self::{guard::Guarded, seldom::Seldom};
-use crate::{
-    config::{FileMode, ListenUrl, Scheme},
-    gather::gather,
+use crate::config::{FileMode, ListenUrl, Scheme};
+use orlop_core::{
     supervise::{caught, vital},
     turns::{Portions, Turns},
 };
+use orlop_wire::write_coalescing::gather;
 
 /// What a client may send on a stream, and on a connection, before it is read. Bytes.
 const STREAM_WINDOW: u32 = 2 << 20;

@@ -16,16 +16,19 @@ use crate::{
     api,
     config::{Datastore, FileMode, ListenUrl, MetricsDetail, Retention, Settings, Urls},
     http,
-    listen::{self, Listener, Places, tls},
-    log::{Log, PostgresLog, PostgresSettings, SqliteLog},
-    metrics::{self, Metrics},
+    net::{self, Listener, Places, tls},
     snapshot::Folder,
+    telemetry::{self, Exporter},
+};
+use orlop_core::{
+    log::Log,
+    metrics::{self, Metrics},
     store::{self, AutoCompaction, Pace, Patience, Store},
     supervise::vital,
-    trace::export::{self, Exporter},
     turns::Turns,
     watchdog::{Pulse, Watching},
 };
+use orlop_sql::{PostgresLog, PostgresSettings, SqliteLog};
 
 /// How long clients have to finish their requests once the server goes down.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
@@ -161,8 +164,8 @@ async fn bind(urls: &Urls, tls: Option<&Arc<tls::Acceptor>>, socket_mode: FileMo
     Ok(listeners)
 }
 
-fn connections(settings: &Settings, places: Places, turns: &Arc<Turns>) -> listen::Settings {
-    listen::Settings {
+fn connections(settings: &Settings, places: Places, turns: &Arc<Turns>) -> net::Settings {
+    net::Settings {
         max_concurrent_streams: settings.max_concurrent_streams,
         keepalive_interval: settings.grpc_keepalive_interval.0,
         keepalive_timeout: settings.grpc_keepalive_timeout.0,
@@ -228,7 +231,7 @@ fn exporter(settings: &Settings) -> Result<Option<Arc<Exporter>>, Error> {
     if !settings.enable_distributed_tracing {
         return Ok(None);
     }
-    let tracing = export::Settings {
+    let tracing = telemetry::Settings {
         address: settings.distributed_tracing_address.clone(),
         service_name: settings.distributed_tracing_service_name.clone(),
         instance_id: settings.distributed_tracing_instance_id.clone(),

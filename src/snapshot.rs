@@ -15,13 +15,14 @@ pub use self::{
     checksum::{HashCheck, Hashing},
     command::{Args, run},
 };
-use crate::{
-    config::Datastore,
-    log::{self, Cluster, History, Load, Log, SqliteLoader, SqliteView, WithPrev},
+use crate::config::Datastore;
+use orlop_core::{
+    log::{self, Cluster, History, Load, Log, WithPrev},
     private,
     store::{hash, replay},
     types::{KeyRange, Revision},
 };
+use orlop_sql::{SqliteLoader, SqliteView};
 
 /// Why a snapshot cannot be taken, read or restored.
 #[derive(Debug, thiserror::Error)]

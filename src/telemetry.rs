@@ -19,7 +19,7 @@ use opentelemetry_sdk::{
     trace::{Sampler, SdkTracer, SdkTracerProvider},
 };
 
-use super::{Part, Trace};
+use orlop_core::trace::{Part, Trace};
 
 /// How long the last spans have to leave when the server stops.
 const FLUSH_MAX: Duration = Duration::from_secs(3);

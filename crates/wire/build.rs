@@ -26,10 +26,9 @@ const ENCODED_FIELDS: [(&str, &str); 4] = [
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {
-    println!("cargo:rerun-if-changed=proto");
-    println!("cargo:rerun-if-changed=migrations");
+    println!("cargo:rerun-if-changed=../../proto");
     let out = PathBuf::from(env::var("OUT_DIR")?);
-    let plain = protox::compile(PROTOS, ["proto"])?;
+    let plain = protox::compile(PROTOS, ["../../proto"])?;
     std::fs::write(out.join("descriptors.bin"), plain.encode_to_vec())?;
 
     let encoded = with_encoded_fields(plain.clone());

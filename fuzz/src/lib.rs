@@ -15,21 +15,16 @@ use prost::Message;
 use prost_reflect::{DescriptorPool, MessageDescriptor};
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Index, put};
-use crate::{
+use orlop::{
     api::{convert, interval_check::check_intervals, undecoded, watch},
     config::{Flags, Settings},
     http::gateway::{self, values::Values},
-    lease,
-    log::{Log, SqliteLog},
-    proto::{
-        DESCRIPTORS,
-        server::{
-            etcdserverpb::{self as pb, request_op::Request},
-            v3electionpb, v3lockpb,
-        },
-    },
     snapshot::{self, HashCheck, Hashing},
+};
+use orlop_core::{
+    index::TreeIndex,
+    lease,
+    log::Log,
     store::{
         self, Store,
         batch::Batch,
@@ -37,7 +32,15 @@ use crate::{
         txn::Evaluation,
         values::ValueCache,
     },
-    types::{ChangeKind, Key, KeyRange, Revision},
+    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Revision, RowId, Version},
+};
+use orlop_sql::SqliteLog;
+use orlop_wire::proto::{
+    DESCRIPTORS,
+    server::{
+        etcdserverpb::{self as pb, request_op::Request},
+        v3electionpb, v3lockpb,
+    },
 };
 
 /// As the setting's default.
@@ -124,13 +127,13 @@ fn consistent(range: &KeyRange, key: &[u8], range_end: &[u8]) {
 
 /// What transactions are evaluated on: keys a to d, a with two versions, and a lease.
 struct World {
-    index: Index,
+    index: TreeIndex,
     values: ValueCache,
     leases: lease::Table,
 }
 
 static WORLD: LazyLock<World> = LazyLock::new(|| {
-    let mut index = Index::new(0);
+    let mut index = TreeIndex::new();
     let values = ValueCache::new(1 << 20);
     for (revision, name, created, version) in
         [(2, "a", 2, 1), (3, "b", 3, 1), (4, "a", 2, 2), (5, "c", 5, 1), (6, "d", 6, 1)]
@@ -139,7 +142,7 @@ static WORLD: LazyLock<World> = LazyLock::new(|| {
         if let ChangeKind::Put { kv, .. } = &change.kind {
             values.insert(change.row, kv.clone());
         }
-        index.apply(&[change]);
+        index.apply(&change);
     }
     World { index, values, leases: lease::Table::default() }
 });
@@ -161,7 +164,7 @@ pub fn txn(wire: &[u8]) {
     let Ok(converted) = convert::txn(request, TXN_OPS_MAX) else { return };
     assert!(converted.is_read_only() || writes, "who only reads may do so with a long request");
     let World { index, values, leases } = &*WORLD;
-    let (fetched, head) = (store::txn::Fetched::new(), index.index.head());
+    let (fetched, head) = (store::txn::Fetched::new(), index.head());
     let mut batch = Batch::new(head);
     // What another request of the batch did comes before it.
     let before = PutRequest {
@@ -170,10 +173,10 @@ pub fn txn(wire: &[u8]) {
         lease: PutLease::Set(None),
         prev_kv: false,
     };
-    let first = Evaluation::new(&index.index, leases, values, &fetched, &mut batch).put(&before);
+    let first = Evaluation::new(index, leases, values, &fetched, &mut batch).put(&before);
     assert!(first.is_ok());
     // Whatever the answer is.
-    let _ = Evaluation::new(&index.index, leases, values, &fetched, &mut batch).txn(&converted);
+    let _ = Evaluation::new(index, leases, values, &fetched, &mut batch).txn(&converted);
 }
 
 /// The keys that are put and the ranges that are deleted, by the rules of etcd word for word; `None` for a key that is
@@ -467,4 +470,12 @@ fn snapshot_seeds() -> Vec<Vec<u8>> {
         }
     }
     seeds
+}
+
+/// Returns the change that puts a key.
+fn put(key: Key, revision: i64, create_revision: Revision, version: i64, value: &[u8]) -> Change {
+    let row = RowId::new(Revision(revision), 0);
+    let kv = EncodedKv::new(&key, Version { row, create_revision, version }, value, None);
+    let kind = ChangeKind::Put { kv, create_revision, version, lease: None };
+    Change { row, key, kind, prev: None, prev_lease: None }
 }

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| orlop::internals::fuzz::requests(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| orlop_fuzz::requests(data));

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::fuzz::{TARGETS, Target};
+use orlop_fuzz::{TARGETS, Target};
 
 /// A small generator of numbers, so that a failure can be repeated.
 struct Numbers(u64);
@@ -96,7 +96,7 @@ fn snapshots_that_are_damaged_are_refused_by_name() {
 #[ignore = "writes files: what the fuzzers of fuzz/ begin with"]
 fn seeds_are_written_for_the_fuzzers() {
     for Target { name, seeds, .. } in TARGETS {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(name);
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(name);
         fs::create_dir_all(&folder).expect("a folder for the seeds");
         for (number, seed) in seeds().into_iter().enumerate() {
             fs::write(folder.join(format!("seed-{number:03}")), seed).expect("a seed is written");

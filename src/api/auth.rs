@@ -4,7 +4,7 @@
 use tonic::{Request, Response, Status};
 
 use super::Context;
-use crate::proto::server::etcdserverpb::{self as pb, auth_server::Auth};
+use orlop_wire::proto::server::etcdserverpb::{self as pb, auth_server::Auth};
 
 /// etcd's before any user was made.
 const AUTH_REVISION: u64 = 1;

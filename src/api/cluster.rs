@@ -3,11 +3,8 @@
 use tonic::{Request, Response, Status};
 
 use super::Context;
-use crate::{
-    log::Member,
-    proto::server::etcdserverpb::{self as pb, cluster_server::Cluster},
-    types::Revision,
-};
+use orlop_core::{log::Member, types::Revision};
+use orlop_wire::proto::server::etcdserverpb::{self as pb, cluster_server::Cluster};
 
 fn member(member: Member) -> pb::Member {
     pb::Member {

@@ -1,11 +1,8 @@
 //! From the wire's messages to the store's requests, checked on the way, and back.
 
 use super::{Context, interval_check::check_intervals, status::Invalid, undecoded::total_ops_max};
-use crate::{
+use orlop_core::{
     index::ReadAt,
-    proto::server::etcdserverpb::{
-        self as pb, compare::TargetUnion, range_request, request_op::Request, response_op::Response,
-    },
     store::request::{
         Compare, CompareTarget, Consistency, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease,
         PutRequest, PutResponse, PutValue, RangeRequest, RangeResponse, Relation, RevisionFilter, Sort, SortOrder,
@@ -13,11 +10,14 @@ use crate::{
     },
     types::{EncodedKv, KeyRange, LeaseId, Revision},
 };
+use orlop_wire::proto::server::etcdserverpb::{
+    self as pb, compare::TargetUnion, range_request, request_op::Request, response_op::Response,
+};
 
 type Checked<T> = Result<T, Invalid>;
 
 /// A Range of its own: any revision up to 0 is the head.
-pub(crate) fn range(request: &pb::RangeRequest) -> Checked<RangeRequest> {
+pub fn range(request: &pb::RangeRequest) -> Checked<RangeRequest> {
     range_at(request, if request.revision > 0 { ReadAt::Revision(Revision(request.revision)) } else { ReadAt::Latest })
 }
 
@@ -76,7 +76,7 @@ fn key_range(key: &[u8], range_end: &[u8]) -> Checked<KeyRange> {
     if key.is_empty() { Err(Invalid::KeyMissing) } else { Ok(KeyRange::from_wire(key, range_end)) }
 }
 
-pub(crate) fn put(request: pb::PutRequest) -> Checked<PutRequest> {
+pub fn put(request: pb::PutRequest) -> Checked<PutRequest> {
     if request.key.is_empty() {
         return Err(Invalid::KeyMissing);
     }
@@ -94,12 +94,12 @@ pub(crate) fn put(request: pb::PutRequest) -> Checked<PutRequest> {
     })
 }
 
-pub(crate) fn delete(request: &pb::DeleteRangeRequest) -> Checked<DeleteRequest> {
+pub fn delete(request: &pb::DeleteRangeRequest) -> Checked<DeleteRequest> {
     Ok(DeleteRequest { range: key_range(&request.key, &request.range_end)?, prev_kv: request.prev_kv })
 }
 
 /// Checks a transaction with all that is nested in it, as etcd does before it looks at the store.
-pub(crate) fn txn(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
+pub fn txn(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
     check_count(&request, ops_max)?;
     check_total(&request, total_ops_max(ops_max))?;
     // Keys are compared by what they are on the wire, before the requests are taken apart.

@@ -7,19 +7,19 @@ use super::{
     interval_check_tests::{delete, put, range, txn},
     status::Invalid,
 };
-use crate::{
+use orlop_core::{
     index::ReadAt,
-    proto::server::etcdserverpb::{
-        self as pb,
-        compare::{CompareResult, CompareTarget as Target, TargetUnion},
-        range_request::{SortOrder as Order, SortTarget as By},
-        request_op::Request,
-    },
     store::request::{
         Compare, CompareTarget, Op, Projection, PutLease, PutValue, RangeRequest, Relation, Sort, SortOrder, SortScope,
         SortTarget, TxnRequest,
     },
     types::{KeyRange, LeaseId, Revision},
+};
+use orlop_wire::proto::server::etcdserverpb::{
+    self as pb,
+    compare::{CompareResult, CompareTarget as Target, TargetUnion},
+    range_request::{SortOrder as Order, SortTarget as By},
+    request_op::Request,
 };
 
 const OPS_MAX: usize = 4;

@@ -10,16 +10,14 @@ use super::{
     Context,
     queue::{Queue, Watch, below, first, guarded, prefix, remove, unknown},
 };
-use crate::{
-    proto::server::{
-        etcdserverpb::{self as pb, request_op},
-        mvccpb::{KeyValue, event::EventType},
-        v3electionpb::{
-            CampaignRequest, CampaignResponse, LeaderKey, LeaderRequest, LeaderResponse, ProclaimRequest,
-            ProclaimResponse, ResignRequest, ResignResponse, election_server::Election,
-        },
+use orlop_core::types::{KeyRange, Revision};
+use orlop_wire::proto::server::{
+    etcdserverpb::{self as pb, request_op},
+    mvccpb::{KeyValue, event::EventType},
+    v3electionpb::{
+        CampaignRequest, CampaignResponse, LeaderKey, LeaderRequest, LeaderResponse, ProclaimRequest, ProclaimResponse,
+        ResignRequest, ResignResponse, election_server::Election,
     },
-    types::{KeyRange, Revision},
 };
 
 /// See the module's page.

@@ -10,7 +10,7 @@ use std::{
 use futures_util::Stream;
 use tonic::Status;
 
-use crate::turns::{Portions, Turns};
+use orlop_core::turns::{Portions, Turns};
 
 /// Requests that are taken in before others come, if that takes no longer than a portion may.
 const AT_ONCE_MAX: usize = 128;

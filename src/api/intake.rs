@@ -19,7 +19,7 @@ use tokio::time::{Sleep, sleep, timeout};
 use tonic::Status;
 use tracing::warn;
 
-use crate::turns::{Turns, Work};
+use orlop_core::turns::{Turns, Work};
 
 /// Of unfinished messages in all.
 const BYTES_MAX: usize = 256 << 20;
@@ -50,7 +50,7 @@ impl Intake {
     }
 
     /// Before a client is told that its request is refused, which it may answer with the next one.
-    pub(crate) async fn refused(&self) {
+    pub async fn refused(&self) {
         let _ = timeout(REFUSED_WAIT_MAX, self.turns.after(REFUSED_TIME)).await;
     }
 }
@@ -63,7 +63,7 @@ impl Default for Intake {
 }
 
 /// One request's part of it.
-pub(crate) struct Share {
+pub struct Share {
     intake: Arc<Intake>,
     bytes: usize,
     deadline: Option<Pin<Box<Sleep>>>,
@@ -74,7 +74,7 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    pub(crate) fn new(intake: &Arc<Intake>) -> Self {
+    pub fn new(intake: &Arc<Intake>) -> Self {
         Self { intake: Arc::clone(intake), bytes: 0, deadline: None, work: None, had: 0 }
     }
 
@@ -83,7 +83,7 @@ impl Share {
     /// # Errors
     ///
     /// If there is no room for them.
-    pub(crate) fn holds(&mut self, bytes: usize) -> Result<(), Status> {
+    pub fn holds(&mut self, bytes: usize) -> Result<(), Status> {
         if bytes == 0 {
             (self.deadline, self.work, self.had) = (None, None, 0);
         }
@@ -104,7 +104,7 @@ impl Share {
     }
 
     /// Waits until more of a long message may be read.
-    pub(crate) async fn turn(&mut self) {
+    pub async fn turn(&mut self) {
         if self.bytes >= LONG_BYTES && self.bytes.saturating_sub(self.had) >= TURN_BYTES {
             self.had = self.bytes;
             self.work.get_or_insert_with(|| self.intake.turns.work()).turn().await;
@@ -114,7 +114,7 @@ impl Share {
     /// # Errors
     ///
     /// If the message that was begun took too long.
-    pub(crate) fn poll_deadline(&mut self, context: &mut Context<'_>) -> Poll<Status> {
+    pub fn poll_deadline(&mut self, context: &mut Context<'_>) -> Poll<Status> {
         if self.bytes == 0 {
             return Poll::Pending;
         }

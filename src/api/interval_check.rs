@@ -11,19 +11,17 @@
 use std::collections::{BTreeMap, HashSet};
 
 use super::status::Invalid;
-use crate::{
-    proto::server::etcdserverpb::{self as pb, request_op::Request},
-    types::{Key, KeyRange},
-};
+use orlop_core::types::{Key, KeyRange};
+use orlop_wire::proto::server::etcdserverpb::{self as pb, request_op::Request};
 
 /// What a branch writes.
 #[derive(Default)]
-pub(crate) struct Writes<'a> {
+pub struct Writes<'a> {
     puts: HashSet<&'a [u8]>,
     deletes: Deleted,
 }
 
-pub(crate) fn check_intervals(ops: &[pb::RequestOp]) -> Result<Writes<'_>, Invalid> {
+pub fn check_intervals(ops: &[pb::RequestOp]) -> Result<Writes<'_>, Invalid> {
     let requests = || ops.iter().filter_map(|op| op.request.as_ref());
     let mut writes = Writes::default();
     for request in requests() {

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 
 use super::{interval_check::check_intervals, status::Invalid};
-use crate::proto::server::etcdserverpb::{self as pb, request_op::Request};
+use orlop_wire::proto::server::etcdserverpb::{self as pb, request_op::Request};
 
 pub(super) fn put(key: &'static str) -> pb::RequestOp {
     let put = pb::PutRequest { key: Bytes::from_static(key.as_bytes()), ..Default::default() };

@@ -1,5 +1,6 @@
 //! The KV service: Range, RangeStream, Put, DeleteRange, Txn, Compact.
 
+use crate::api::status::from_store;
 use std::{
     convert::Infallible,
     future::Future,
@@ -25,11 +26,11 @@ use super::{
     unary::{self, RequestBody, Response},
     undecoded::Looked,
 };
-use crate::{
-    proto::server::etcdserverpb as pb,
+use orlop_core::{
     store::{RangePieces, request::CompactionWait, request::Projection},
     types::Revision,
 };
+use orlop_wire::proto::server::etcdserverpb as pb;
 
 /// Pairs in the first piece of a RangeStream answer; later ones grow with what the pairs weigh.
 const FIRST_PIECE_PAIRS: usize = 10;
@@ -109,7 +110,7 @@ impl<B: RequestBody> Service<Request<B>> for KvService {
 }
 
 pub(super) async fn range(context: Arc<Context>, request: pb::RangeRequest) -> Result<pb::RangeResponse, Status> {
-    let response = context.store.range(&convert::range(&request)?).await?;
+    let response = context.store.range(&convert::range(&request)?).await.map_err(from_store)?;
     Ok(context.range_response(response))
 }
 
@@ -117,7 +118,7 @@ async fn put(context: Arc<Context>, request: pb::PutRequest) -> Result<pb::PutRe
     let bytes = request.encoded_len();
     let request = convert::put(request)?;
     context.check_size(bytes)?;
-    let response = context.store.put(request).await?;
+    let response = context.store.put(request).await.map_err(from_store)?;
     Ok(context.put_response(response))
 }
 
@@ -127,7 +128,7 @@ pub(super) async fn delete_range(
 ) -> Result<pb::DeleteRangeResponse, Status> {
     let converted = convert::delete(&request)?;
     context.check_size(request.encoded_len())?;
-    let response = context.store.delete(converted).await?;
+    let response = context.store.delete(converted).await.map_err(from_store)?;
     Ok(context.delete_response(response))
 }
 
@@ -137,13 +138,13 @@ pub(super) async fn txn(context: Arc<Context>, request: pb::TxnRequest) -> Resul
     if !request.is_read_only() {
         context.check_size(bytes)?;
     }
-    let response = context.store.txn(request).await?;
+    let response = context.store.txn(request).await.map_err(from_store)?;
     Ok(context.txn_response(response))
 }
 
 async fn compact(context: Arc<Context>, request: pb::CompactionRequest) -> Result<pb::CompactionResponse, Status> {
     let wait = if request.physical { CompactionWait::ForRows } else { CompactionWait::ForRevision };
-    let head = context.store.compact(Revision(request.revision), wait).await?;
+    let head = context.store.compact(Revision(request.revision), wait).await.map_err(from_store)?;
     Ok(pb::CompactionResponse { header: context.header(head) })
 }
 
@@ -175,7 +176,7 @@ impl tonic::server::ServerStreamingService<pb::RangeRequest> for RangeStream {
                 return Err(Status::unimplemented("RangeStream does not support revision filters"));
             }
             let pairs = if converted.projection == Projection::CountOnly { usize::MAX } else { FIRST_PIECE_PAIRS };
-            let pieces = context.store.range_pieces(converted).await?;
+            let pieces = context.store.range_pieces(converted).await.map_err(from_store)?;
             let start = (context, pieces, pairs);
             let stream = futures_util::stream::try_unfold(start, |(context, mut pieces, pairs)| async move {
                 next_piece(&context, &mut pieces, pairs)
@@ -193,8 +194,8 @@ async fn next_piece(
     pieces: &mut RangePieces,
     pairs: usize,
 ) -> Result<Option<(pb::RangeStreamResponse, usize)>, Status> {
-    let Some(piece) = pieces.next(pairs).await? else { return Ok(None) };
-    let bytes: usize = piece.kvs.iter().map(crate::types::EncodedKv::len).sum();
+    let Some(piece) = pieces.next(pairs).await.map_err(from_store)? else { return Ok(None) };
+    let bytes: usize = piece.kvs.iter().map(orlop_core::types::EncodedKv::len).sum();
     let target = context.settings.max_request_bytes;
     let pairs = if bytes < target / 2 {
         pairs.saturating_mul(2)

@@ -1,16 +1,14 @@
 //! The Lease service.
 
+use crate::api::status::from_store;
 use std::{pin::Pin, sync::Arc};
 
 use futures_util::{Stream, TryStreamExt as _, stream};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::{Context, inbox::Inbox};
-use crate::{
-    proto::server::etcdserverpb::{self as pb, lease_server::Lease},
-    store,
-    types::LeaseId,
-};
+use orlop_core::{store, types::LeaseId};
+use orlop_wire::proto::server::etcdserverpb::{self as pb, lease_server::Lease};
 
 /// Of one stream. On Postgres those that come together are renewed by one commit.
 const KEEP_ALIVES_AT_ONCE: usize = 16;
@@ -22,7 +20,7 @@ impl Lease for Context {
         request: Request<pb::LeaseGrantRequest>,
     ) -> Result<Response<pb::LeaseGrantResponse>, Status> {
         let request = request.into_inner();
-        let granted = self.store.grant(LeaseId::from_wire(request.id), request.ttl).await?;
+        let granted = self.store.grant(LeaseId::from_wire(request.id), request.ttl).await.map_err(from_store)?;
         Ok(Response::new(pb::LeaseGrantResponse {
             header: self.header(granted.revision),
             id: granted.id.0,
@@ -35,7 +33,7 @@ impl Lease for Context {
         &self,
         request: Request<pb::LeaseRevokeRequest>,
     ) -> Result<Response<pb::LeaseRevokeResponse>, Status> {
-        let revision = self.store.revoke(LeaseId(request.into_inner().id)).await?;
+        let revision = self.store.revoke(LeaseId(request.into_inner().id)).await.map_err(from_store)?;
         Ok(Response::new(pb::LeaseRevokeResponse { header: self.header(revision) }))
     }
 
@@ -49,7 +47,7 @@ impl Lease for Context {
         let requests = stream::try_unfold(start, |(mut service, mut requests)| async move {
             let request = tokio::select! {
                 request = requests.message() => request?,
-                _ = service.stopping.wait_for(|stopping| *stopping) => return Err(store::Error::Stopped.into()),
+                _ = service.stopping.wait_for(|stopping| *stopping) => return Err(from_store(store::Error::Stopped)),
             };
             Ok(request.map(|request| (request.id, (service, requests))))
         });
@@ -57,7 +55,7 @@ impl Lease for Context {
         let answers = requests.map_ok(move |id| {
             let service = Arc::clone(&service);
             async move {
-                let (revision, ttl) = service.store.keep_alive(LeaseId(id)).await?;
+                let (revision, ttl) = service.store.keep_alive(LeaseId(id)).await.map_err(from_store)?;
                 Ok(pb::LeaseKeepAliveResponse { header: service.header(revision), id, ttl })
             }
         });
@@ -69,7 +67,7 @@ impl Lease for Context {
         request: Request<pb::LeaseTimeToLiveRequest>,
     ) -> Result<Response<pb::LeaseTimeToLiveResponse>, Status> {
         let request = request.into_inner();
-        let lease = self.store.lease(LeaseId(request.id)).await?;
+        let lease = self.store.lease(LeaseId(request.id)).await.map_err(from_store)?;
         let header = self.header(self.store.head());
         let response = match lease {
             Some(lease) => pb::LeaseTimeToLiveResponse {
@@ -92,7 +90,8 @@ impl Lease for Context {
         &self,
         _: Request<pb::LeaseLeasesRequest>,
     ) -> Result<Response<pb::LeaseLeasesResponse>, Status> {
-        let leases = self.store.leases().await?.into_iter().map(|id| pb::LeaseStatus { id: id.0 }).collect();
+        let leases =
+            self.store.leases().await.map_err(from_store)?.into_iter().map(|id| pb::LeaseStatus { id: id.0 }).collect();
         Ok(Response::new(pb::LeaseLeasesResponse { header: self.header(self.store.head()), leases }))
     }
 }

@@ -9,7 +9,7 @@ use super::{
     Context, kv,
     queue::{Queue, Waited, unknown},
 };
-use crate::proto::server::{
+use orlop_wire::proto::server::{
     etcdserverpb as pb,
     v3lockpb::{LockRequest, LockResponse, UnlockRequest, UnlockResponse, lock_server::Lock},
 };

@@ -1,15 +1,16 @@
 //! The Maintenance service: Status, alarms, Defragment, and the answers that make sense without Raft.
 
+use crate::api::status::from_store;
 use tonic::{Request, Response, Status};
 
 use super::{CLUSTER_VERSION, Context, ETCD_VERSION, RAFT_TERM, STORAGE_VERSION, snapshot::SnapshotStream};
-use crate::{
+use orlop_core::{
     log::{Alarm, AlarmChange, AlarmKind, Cause, Size},
-    proto::server::etcdserverpb::{
-        self as pb, AlarmType, alarm_request::AlarmAction, downgrade_request::DowngradeAction,
-        maintenance_server::Maintenance,
-    },
     types::Revision,
+};
+use orlop_wire::proto::server::etcdserverpb::{
+    self as pb, AlarmType, alarm_request::AlarmAction, downgrade_request::DowngradeAction,
+    maintenance_server::Maintenance,
 };
 
 #[tonic::async_trait]
@@ -19,7 +20,7 @@ impl Maintenance for Context {
         // As in etcd, one that is cut off says so and still answers.
         let (size, leader, mut errors) = match self.store.size().await {
             Ok(size) => (size, self.store.leader(), Vec::new()),
-            Err(error) => (Size { total: 0, in_use: 0 }, 0, vec![Status::from(error).message().to_owned()]),
+            Err(error) => (Size { total: 0, in_use: 0 }, 0, vec![from_store(error).message().to_owned()]),
         };
         errors.extend(self.store.alarms().into_iter().map(alarm_text));
         let applied = head.0.cast_unsigned();
@@ -48,14 +49,17 @@ impl Maintenance for Context {
             (AlarmAction::Get, _) => self.store.alarms().into_iter().filter(|alarm| wanted(alarm.kind)).collect(),
             (AlarmAction::Activate, Some(kind)) => {
                 let alarm = Alarm { member_id: request.member_id, kind };
-                self.store.change_alarm(AlarmChange::Raise { alarm, cause: Cause::Client }).await?;
+                self.store
+                    .change_alarm(AlarmChange::Raise { alarm, cause: Cause::Client })
+                    .await
+                    .map_err(from_store)?;
                 vec![alarm]
             }
             (AlarmAction::Deactivate, Some(kind)) => {
                 let alarm = Alarm { member_id: request.member_id, kind };
                 let raised = self.store.alarms().contains(&alarm);
                 if raised {
-                    self.store.change_alarm(AlarmChange::Clear { alarm }).await?;
+                    self.store.change_alarm(AlarmChange::Clear { alarm }).await.map_err(from_store)?;
                 }
                 raised.then_some(alarm).into_iter().collect()
             }
@@ -66,19 +70,19 @@ impl Maintenance for Context {
     }
 
     async fn defragment(&self, _: Request<pb::DefragmentRequest>) -> Result<Response<pb::DefragmentResponse>, Status> {
-        self.store.defragment().await?;
+        self.store.defragment().await.map_err(from_store)?;
         // As in etcd, this header is empty.
         Ok(Response::new(pb::DefragmentResponse { header: Some(pb::ResponseHeader::default()) }))
     }
 
     async fn hash(&self, _: Request<pb::HashRequest>) -> Result<Response<pb::HashResponse>, Status> {
-        let hashed = self.store.hash_all().await?;
+        let hashed = self.store.hash_all().await.map_err(from_store)?;
         Ok(Response::new(pb::HashResponse { header: self.header(self.store.head()), hash: hashed }))
     }
 
     async fn hash_kv(&self, request: Request<pb::HashKvRequest>) -> Result<Response<pb::HashKvResponse>, Status> {
         let revision = request.into_inner().revision;
-        let hashed = self.store.hash((revision != 0).then_some(Revision(revision))).await?;
+        let hashed = self.store.hash((revision != 0).then_some(Revision(revision))).await.map_err(from_store)?;
         Ok(Response::new(pb::HashKvResponse {
             header: self.header(self.store.head()),
             hash: hashed.hash,

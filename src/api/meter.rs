@@ -32,15 +32,13 @@ use super::{
     status::panicked,
     unary::FRAME_HEAD_BYTES,
 };
-use crate::{
+use crate::telemetry::{Ended, Exporter, Parent};
+use orlop_core::{
     metrics::Metrics,
-    proto::DESCRIPTORS,
     supervise,
-    trace::{
-        self, Part, RequestId, Trace,
-        export::{Ended, Exporter, Parent},
-    },
+    trace::{self, Part, RequestId, Trace},
 };
+use orlop_wire::proto::DESCRIPTORS;
 
 /// Every code with the name that grpc-go's metrics have for it, by its number.
 const CODES: [&str; 17] = [
@@ -506,7 +504,7 @@ mod tests {
     use tower::ServiceExt as _;
 
     use super::*;
-    use crate::turns::Turns;
+    use orlop_core::turns::Turns;
 
     const RANGE: &str = "/etcdserverpb.KV/Range";
     const PUT: &str = "/etcdserverpb.KV/Put";

@@ -4,6 +4,7 @@
 //! that do the same on their own (etcdctl's `lock` and `elect`, etcd's client library) stand in the same queues. The
 //! services that use this answer every error as Unknown with etcd's text, as etcd's do.
 
+use crate::api::status::from_store;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -13,18 +14,18 @@ use tonic::Status;
 use tracing::warn;
 
 use super::{Context, kv};
-use crate::{
-    proto::server::{
-        etcdserverpb::{
-            self as pb, compare::CompareResult, compare::CompareTarget, compare::TargetUnion, range_request::SortOrder,
-            range_request::SortTarget, request_op, response_op,
-        },
-        mvccpb::{Event, KeyValue, event::EventType},
-    },
+use orlop_core::{
     store,
     supervise::{caught, tell_request},
     types::{KeyRange, Revision},
     watch::{Flavor, Message, Messages, Outbox, Session, Spec},
+};
+use orlop_wire::proto::server::{
+    etcdserverpb::{
+        self as pb, compare::CompareResult, compare::CompareTarget, compare::TargetUnion, range_request::SortOrder,
+        range_request::SortTarget, request_op, response_op,
+    },
+    mvccpb::{Event, KeyValue, event::EventType},
 };
 
 /// Seconds that a lease has which the server grants to who brings none. Nobody renews it.
@@ -56,7 +57,7 @@ impl Queue {
     /// With a lease of the caller's or, where it brings none, one of its own.
     pub(super) async fn join(context: &Arc<Context>, name: &[u8], lease: i64) -> Result<Self, Status> {
         let lease = match lease {
-            0 => context.store.grant(None, OWN_LEASE_TTL_SECS).await?.id.0,
+            0 => context.store.grant(None, OWN_LEASE_TTL_SECS).await.map_err(from_store)?.id.0,
             lease => lease,
         };
         Ok(Self { context: Arc::clone(context), prefix: prefix(name), lease })
@@ -267,15 +268,15 @@ impl Watch {
             tokio::select! {
                 message = self.messages.next() => match message {
                     Some(Ok(Message::Events { events, .. })) => self.events = decoded_events(&events)?.into_iter(),
-                    Some(Ok(Message::Compacted { .. })) => return Err(store::Error::Compacted.into()),
+                    Some(Ok(Message::Compacted { .. })) => return Err(from_store(store::Error::Compacted)),
                     Some(Ok(_)) => {}
-                    Some(Err(_)) | None => return Err(store::Error::Stopped.into()),
+                    Some(Err(_)) | None => return Err(from_store(store::Error::Stopped)),
                 },
                 () = self.outbox.attention() => self.session.attend(),
                 advanced = self.session.advance(), if self.session.is_behind() => {
-                    advanced.map_err(store::Error::from)?;
+                    advanced.map_err(store::Error::from).map_err(from_store)?;
                 }
-                _ = stopping.wait_for(|stopping| *stopping) => return Err(store::Error::Stopped.into()),
+                _ = stopping.wait_for(|stopping| *stopping) => return Err(from_store(store::Error::Stopped)),
             }
         }
     }

@@ -24,10 +24,8 @@ use tonic::Status;
 use tracing::warn;
 
 use super::unary::FRAME_HEAD_BYTES;
-use crate::{
-    proto::server::etcdserverpb::{self as pb, response_op::Response},
-    turns::{Turns, Work},
-};
+use orlop_core::turns::{Turns, Work};
+use orlop_wire::proto::server::etcdserverpb::{self as pb, response_op::Response};
 
 /// Answers above this are sent in pieces. As much may wait for a client that does not read, for each of its streams.
 const WHOLE_BYTES_MAX: usize = 64 << 10;
@@ -43,7 +41,7 @@ const HELD_BYTES_MIN: usize = 1 << 20;
 const OP_BYTES_MIN: usize = 64 << 10;
 
 /// A part of an encoded message, in order.
-pub(crate) enum Segment {
+pub enum Segment {
     Encoded(Bytes),
     /// A repeated field of pairs, without their tags and lengths.
     Pairs {
@@ -53,13 +51,13 @@ pub(crate) enum Segment {
 }
 
 /// A message that can be encoded piece by piece.
-pub(crate) trait IntoSegments: Message {
+pub trait IntoSegments: Message {
     fn into_segments(self, segments: &mut Segments);
 }
 
 /// Collects segments, joining what is encoded at once.
 #[derive(Default)]
-pub(crate) struct Segments {
+pub struct Segments {
     done: VecDeque<Segment>,
     open: Vec<u8>,
 }
@@ -148,7 +146,7 @@ macro_rules! one_segment {
 one_segment!(pb::PutResponse, pb::CompactionResponse);
 
 /// See the module's page.
-pub(crate) struct ReplyBody {
+pub struct ReplyBody {
     content: Content,
     trailers_sent: bool,
 }
@@ -174,7 +172,7 @@ struct Waiting {
 }
 
 impl ReplyBody {
-    pub(crate) fn new(message: impl IntoSegments, turns: &Arc<Turns>) -> Result<Self, Status> {
+    pub fn new(message: impl IntoSegments, turns: &Arc<Turns>) -> Result<Self, Status> {
         let len = message.encoded_len();
         let wire_len = u32::try_from(len).map_err(|_| {
             Status::resource_exhausted(format!("orlop: the answer has {len} bytes; a message holds 4 GiB"))

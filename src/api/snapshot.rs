@@ -20,12 +20,12 @@ use tonic::Status;
 use tracing::{error, info, warn};
 
 use super::{Context, STORAGE_VERSION, status::panicked};
-use crate::{
-    proto::server::etcdserverpb::SnapshotResponse,
-    snapshot::{Folder, Hashing, Snapshot},
+use crate::snapshot::{Folder, Hashing, Snapshot};
+use orlop_core::{
     store::{Store, coalesce::Coalesced},
     supervise::{caught, tell_request, vital},
 };
+use orlop_wire::proto::server::etcdserverpb::SnapshotResponse;
 
 const METHOD: &str = "/etcdserverpb.Maintenance/Snapshot";
 /// As etcd's.

@@ -2,11 +2,11 @@
 
 use tonic::{Code, Status};
 
-use crate::store;
+use orlop_core::store;
 
 /// A request that is wrong in itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Invalid {
+pub enum Invalid {
     KeyMissing,
     ValueProvided,
     LeaseProvided,
@@ -39,25 +39,24 @@ impl From<Invalid> for Status {
     }
 }
 
-impl From<store::Error> for Status {
-    fn from(error: store::Error) -> Self {
-        use store::Error;
-        let (code, text) = match error {
-            Error::Compacted => (Code::OutOfRange, "etcdserver: mvcc: required revision has been compacted"),
-            Error::FutureRevision => (Code::OutOfRange, "etcdserver: mvcc: required revision is a future revision"),
-            Error::KeyNotFound => (Code::InvalidArgument, "etcdserver: key not found"),
-            Error::LeaseNotFound => (Code::NotFound, "etcdserver: requested lease not found"),
-            Error::LeaseExists => (Code::FailedPrecondition, "etcdserver: lease already exists"),
-            Error::LeaseTtlTooLarge => (Code::OutOfRange, "etcdserver: too large lease TTL"),
-            Error::TooManyRequests => (Code::ResourceExhausted, "etcdserver: too many requests"),
-            Error::NoSpace => (Code::ResourceExhausted, "etcdserver: mvcc: database space exceeded"),
-            Error::OutcomeUnknown => (Code::Unavailable, "etcdserver: request timed out"),
-            Error::Unavailable => (Code::Unavailable, "etcdserver: no leader"),
-            Error::Stopped => (Code::Unavailable, "etcdserver: server stopped"),
-            Error::Corrupt => (Code::DataLoss, "etcdserver: corrupt cluster"),
-        };
-        Self::new(code, text)
-    }
+/// Returns the status of an error of the store. Usage: `map_err(from_store)`.
+pub fn from_store(error: store::Error) -> Status {
+    use store::Error;
+    let (code, text) = match error {
+        Error::Compacted => (Code::OutOfRange, "etcdserver: mvcc: required revision has been compacted"),
+        Error::FutureRevision => (Code::OutOfRange, "etcdserver: mvcc: required revision is a future revision"),
+        Error::KeyNotFound => (Code::InvalidArgument, "etcdserver: key not found"),
+        Error::LeaseNotFound => (Code::NotFound, "etcdserver: requested lease not found"),
+        Error::LeaseExists => (Code::FailedPrecondition, "etcdserver: lease already exists"),
+        Error::LeaseTtlTooLarge => (Code::OutOfRange, "etcdserver: too large lease TTL"),
+        Error::TooManyRequests => (Code::ResourceExhausted, "etcdserver: too many requests"),
+        Error::NoSpace => (Code::ResourceExhausted, "etcdserver: mvcc: database space exceeded"),
+        Error::OutcomeUnknown => (Code::Unavailable, "etcdserver: request timed out"),
+        Error::Unavailable => (Code::Unavailable, "etcdserver: no leader"),
+        Error::Stopped => (Code::Unavailable, "etcdserver: server stopped"),
+        Error::Corrupt => (Code::DataLoss, "etcdserver: corrupt cluster"),
+    };
+    Status::new(code, text)
 }
 
 /// To a request in which the server found a mistake of its own.
@@ -93,7 +92,7 @@ mod tests {
             (Error::Corrupt, Code::DataLoss, "corrupt cluster"),
         ];
         for (error, code, text) in table {
-            let status = Status::from(error);
+            let status = from_store(error);
             assert_eq!((status.code(), status.message()), (code, format!("etcdserver: {text}").as_str()));
         }
     }

@@ -18,7 +18,7 @@ use super::{
     status::message_too_large,
     undecoded::Looked,
 };
-use crate::turns::Turns;
+use orlop_core::turns::Turns;
 
 /// A gRPC frame's head: one byte of flags, four of length.
 pub(super) const FRAME_HEAD_BYTES: usize = 5;

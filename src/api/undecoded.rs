@@ -10,7 +10,7 @@ use prost::{
 use tonic::Status;
 
 use super::status::Invalid;
-use crate::proto::server::etcdserverpb as pb;
+use orlop_wire::proto::server::etcdserverpb as pb;
 
 /// A shorter message costs no more to decode than to look at.
 const LOOK_BYTES: usize = 16 << 10;
@@ -66,7 +66,7 @@ impl Looked for pb::TxnRequest {
 }
 
 /// Of a `TxnRequest`, however short.
-pub(crate) fn count_txn(message: &[u8], ops_max: usize) -> Result<(), Status> {
+pub fn count_txn(message: &[u8], ops_max: usize) -> Result<(), Status> {
     let total_max = total_ops_max(ops_max);
     let (mut ops, mut fields) = (0_usize, 0);
     let mut seen = |is_op: bool| {
@@ -162,7 +162,7 @@ mod tests {
     use tonic::Code;
 
     use super::*;
-    use crate::proto::server::etcdserverpb::{
+    use orlop_wire::proto::server::etcdserverpb::{
         Compare, PutRequest, RequestOp, TxnRequest, request_op::Request as Inner,
     };
 

@@ -1,5 +1,6 @@
 //! The Watch service: one session a stream.
 
+use crate::api::status::from_store;
 use std::{convert::Infallible, pin::Pin, sync::Arc, task, time::Duration};
 
 use bytes::{BufMut as _, Bytes};
@@ -18,12 +19,14 @@ use tonic_prost::ProstDecoder;
 use tracing::{debug, warn};
 
 use super::{Context, inbox::Inbox, status::panicked};
-use crate::{
-    proto::server::etcdserverpb::{self as pb, watch_create_request::FilterType, watch_request::RequestUnion},
+use orlop_core::{
     store,
     supervise::{caught, tell_request},
     types::{KeyRange, Revision, WatchId},
     watch::{End, Flavor, Message, Messages, NO_WATCH, Outbox, Session, Spec},
+};
+use orlop_wire::proto::server::etcdserverpb::{
+    self as pb, watch_create_request::FilterType, watch_request::RequestUnion,
 };
 
 const RANGE_IS_EMPTY: &str = "mvcc: watcher range is empty";
@@ -87,7 +90,7 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
         tokio::spawn(serve_or_fail(Arc::clone(&context), request.into_inner(), outbox));
         let frames = messages.map(move |message| match message {
             Ok(message) => Ok(context.frame(message)),
-            Err(End::ServerStopped | End::ClientGone) => Err(store::Error::Stopped.into()),
+            Err(End::ServerStopped | End::ClientGone) => Err(from_store(store::Error::Stopped)),
             Err(End::Failed) => Err(panicked()),
         });
         std::future::ready(Ok(tonic::Response::new(Box::pin(frames) as Self::ResponseStream)))
@@ -168,7 +171,7 @@ async fn confirmation<F: Future + Unpin>(confirming: &mut Option<F>) -> F::Outpu
 /// # Cancel safety
 ///
 /// As [`Session::advance`].
-async fn advance(session: &mut Session, not_before: Instant) -> crate::log::Result<()> {
+async fn advance(session: &mut Session, not_before: Instant) -> orlop_core::log::Result<()> {
     if !session.is_behind() {
         return std::future::pending().await;
     }
@@ -226,7 +229,7 @@ impl Context {
 }
 
 /// What is asked for, or why there is no such watch. Fragments have at most so many bytes.
-pub(crate) fn spec(request: &pb::WatchCreateRequest, fragment_bytes: usize) -> Result<Spec, &'static str> {
+pub fn spec(request: &pb::WatchCreateRequest, fragment_bytes: usize) -> Result<Spec, &'static str> {
     // Alone among etcd's requests a watch may leave the key out: it is then the first.
     let key: &[u8] = if request.key.is_empty() { b"\0" } else { &request.key };
     let range = KeyRange::from_wire(key, &request.range_end);

@@ -6,10 +6,9 @@ use super::{
     Findings, Place, Plan, Report, Violation, check,
     progress::{Progress, Shown},
 };
-use crate::{
-    config::{Datastore, DatastoreFlags, Flags, Settings},
-    log::{self, Depth, Inspect, PostgresView, SqliteView},
-};
+use crate::config::{Datastore, DatastoreFlags, Flags, Settings};
+use orlop_core::log::{self, Depth, Inspect};
+use orlop_sql::{PostgresView, SqliteView};
 
 #[derive(Debug, clap::Args)]
 pub struct Args {

@@ -1,7 +1,7 @@
 //! What stands beside the rows: facts about the store, leases, members.
 
 use super::{Findings, Place};
-use crate::{
+use orlop_core::{
     log::{self, Facts},
     types::Revision,
 };

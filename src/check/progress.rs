@@ -2,7 +2,7 @@
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::types::Revision;
+use orlop_core::types::Revision;
 
 /// Leaves nothing of itself on the terminal.
 pub(super) struct Progress(ProgressBar);

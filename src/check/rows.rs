@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::{Findings, Place};
-use crate::{
+use orlop_core::{
     index::{Claim, ClaimKind},
     log::{Facts, StoredRow, Table},
     types::{Key, Revision, RowId, shown},

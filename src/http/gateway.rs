@@ -6,7 +6,7 @@
 //! requests of a stream are JSON values one behind the other.
 
 mod text;
-pub(crate) mod values;
+pub mod values;
 
 use std::{convert::Infallible, future::poll_fn, panic::resume_unwind, sync::Arc, time::Duration};
 
@@ -34,13 +34,11 @@ use tonic::{Code, Status};
 use tower::ServiceExt as _;
 
 use self::{text::Text, values::Values};
-use crate::{
-    api::intake::{Intake, Share},
-    proto::DESCRIPTORS,
-};
+use crate::api::intake::{Intake, Share};
+use orlop_wire::proto::DESCRIPTORS;
 
 /// The JSON of one message at most, in bytes. The services have limits of their own.
-pub(crate) const MESSAGE_BYTES_MAX: usize = 16 << 20;
+pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
 const FRAME_HEAD_BYTES: usize = 5;
 /// What answers above the second number of bytes may take together, in KiB: the message, taken apart, and its JSON.
 const ANSWERS_KIB_MAX: usize = 512 << 10;
@@ -199,7 +197,7 @@ fn metadata(headers: &HeaderMap) -> HeaderMap {
 }
 
 /// A message of JSON. Nothing at all is an empty one.
-pub(crate) fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, Status> {
+pub fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, Status> {
     if json.iter().all(u8::is_ascii_whitespace) {
         return Ok(DynamicMessage::new(kind));
     }
@@ -278,10 +276,10 @@ fn frames(
                 let frame = framed(kind.clone(), text).await.map_err(axum::Error::new)?;
                 return Ok(Some((frame, (body, kind, share, values, data))));
             }
-            share.holds(values.len()).map_err(axum::Error::new)?;
+            share.holds(values.buffered_bytes()).map_err(axum::Error::new)?;
             match next(&mut body, &mut share).await.map_err(axum::Error::new)? {
                 Some(more) => data = more,
-                None if values.len() == 0 => return Ok(None),
+                None if values.buffered_bytes() == 0 => return Ok(None),
                 None => return Err(axum::Error::new(Values::cut_off())),
             }
         }
@@ -348,7 +346,7 @@ async fn room_for(len: usize, answers: &Arc<Semaphore>) -> Result<OwnedSemaphore
     room.ok().and_then(Result::ok).ok_or_else(|| Status::resource_exhausted("etcdserver: too many requests"))
 }
 
-pub(crate) fn json(kind: MessageDescriptor, bytes: Bytes) -> Result<Vec<u8>, Status> {
+pub fn json(kind: MessageDescriptor, bytes: Bytes) -> Result<Vec<u8>, Status> {
     let options =
         SerializeOptions::new().stringify_64_bit_integers(true).use_proto_field_name(true).skip_default_fields(true);
     let message = DynamicMessage::decode(kind, bytes).map_err(|error| Status::internal(error.to_string()))?;

@@ -3,6 +3,7 @@
 //! `/livez` fails where a restart might help, `/readyz` where requests should go elsewhere. Each check is a real read, but for
 //! `progress`, which etcd has not: what the watchdog sees. The database is no matter of `/livez`.
 
+use crate::api::status::from_store;
 use std::{sync::Arc, time::Duration};
 
 use axum::{
@@ -13,10 +14,9 @@ use axum::{
     routing::get,
 };
 use tokio::time::timeout;
-use tonic::Status;
 use tracing::warn;
 
-use crate::{
+use orlop_core::{
     log::{Alarm, AlarmKind},
     store::{Store, request::Consistency},
 };
@@ -106,7 +106,7 @@ async fn ill(store: &Store, excluded: &[&str], serializable: bool) -> Option<Str
 async fn read(store: &Store, consistency: Consistency) -> Result<(), String> {
     match timeout(CHECK_MAX, store.probe(consistency)).await {
         Ok(Ok(())) => Ok(()),
-        Ok(Err(error)) => Err(Status::from(error).message().to_owned()),
+        Ok(Err(error)) => Err(from_store(error).message().to_owned()),
         Err(_) => Err("etcdserver: request timed out".to_owned()),
     }
 }

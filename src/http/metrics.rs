@@ -10,10 +10,8 @@ use axum::{
     routing::any,
 };
 
-use crate::{
-    api::{CLUSTER_VERSION, ETCD_VERSION},
-    store::Store,
-};
+use crate::api::{CLUSTER_VERSION, ETCD_VERSION};
+use orlop_core::store::Store;
 
 const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
@@ -38,7 +36,7 @@ async fn metrics(State(store): State<Arc<Store>>) -> Response {
 }
 
 /// Where the system tells.
-fn tell_descriptors(metrics: &crate::metrics::Metrics) {
+fn tell_descriptors(metrics: &orlop_core::metrics::Metrics) {
     if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
         metrics.state.fds_used.set(i64::try_from(open.count()).unwrap_or(i64::MAX));
     }

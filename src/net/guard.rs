@@ -16,7 +16,7 @@ use tokio::{
 use tracing::warn;
 
 use super::{authority::Authorities, seldom::Seldom};
-use crate::turns::Portions;
+use orlop_core::turns::Portions;
 
 /// How long a client has to say which protocol it speaks.
 const HELLO_MAX: Duration = Duration::from_secs(10);
@@ -192,7 +192,8 @@ mod tests {
     };
 
     use super::*;
-    use crate::{listen::portions, turns::Turns};
+    use crate::net::portions;
+    use orlop_core::turns::Turns;
 
     async fn guarded(buffer: usize) -> (Guarded<tokio::io::DuplexStream>, tokio::io::DuplexStream) {
         let place = Arc::new(Semaphore::new(1)).acquire_owned().await.expect("a place");

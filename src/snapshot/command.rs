@@ -8,10 +8,9 @@ use std::{
 use clap::{Subcommand, ValueEnum};
 
 use super::{HashCheck, Status, restore, status};
-use crate::{
-    config::{Datastore, DatastoreFlags, Flags, Settings},
-    log::{Load, PostgresLoader, SqliteLoader},
-};
+use crate::config::{Datastore, DatastoreFlags, Flags, Settings};
+use orlop_core::log::Load;
+use orlop_sql::{PostgresLoader, SqliteLoader};
 
 #[derive(Debug, clap::Args)]
 pub struct Args {

@@ -1,6 +1,6 @@
 //! Alarms: raised and cleared by clients, and by the quota.
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     AlarmMember, AlarmRequest, AlarmType, CompactionRequest, DefragmentRequest, DeleteRangeRequest, LeaseGrantRequest,
     PutRequest, RangeRequest, RequestOp, StatusRequest, TxnRequest, alarm_request::AlarmAction, request_op::Request,
 };

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use tonic::Code;
 
 use crate::support::{Client, Cut, Postgres, Proxy, Random, Server, Stream, eventually, everything};

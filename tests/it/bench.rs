@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use serde_json::Value;
 
 use crate::support::{Backend, Client, Postgres, Server, etcd_tool, skip};

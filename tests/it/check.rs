@@ -12,14 +12,14 @@ use std::{
     time::Duration,
 };
 
-use orlop::{
-    log::{Log, PostgresLog, PostgresSettings, SqliteLog},
-    proto::client::etcdserverpb::{
-        CompactionRequest, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest,
-        request_op::Request,
-    },
+use orlop_core::{
+    log::Log,
     store::{Settings, Store, request::CompactionWait},
     types::Revision,
+};
+use orlop_sql::{PostgresLog, PostgresSettings, SqliteLog};
+use orlop_wire::proto::client::etcdserverpb::{
+    CompactionRequest, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest, request_op::Request,
 };
 use serde_json::Value;
 use sqlx::{

@@ -8,7 +8,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{CompactionRequest, LeaseGrantRequest, PutRequest, RangeRequest},
     mvccpb::KeyValue,
 };

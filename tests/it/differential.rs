@@ -22,7 +22,7 @@ use std::{
     hash::{BuildHasher as _, RandomState},
 };
 
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{ResponseHeader, WatchCreateRequest, WatchResponse},
     mvccpb::{Event, KeyValue},
 };

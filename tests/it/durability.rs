@@ -10,15 +10,16 @@ use std::{
     },
 };
 
-use orlop::{
-    log::{History as _, SqliteLog},
-    proto::client::etcdserverpb::{PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request},
+use orlop_core::{
+    log::History as _,
     store::{
         Settings, Store,
         request::{CompactionWait, DeleteRequest, Op, PutLease, PutValue, TxnRequest as StoreTxn},
     },
     types::{KeyRange, LeaseId, Revision},
 };
+use orlop_sql::SqliteLog;
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request};
 use sqlx::{Connection as _, PgConnection, SqliteConnection};
 use tonic::Code;
 
@@ -228,7 +229,7 @@ async fn leases(store: &Store) -> Vec<(LeaseId, Vec<u8>)> {
 pub async fn operate(store: &Store, random: &mut Random) {
     let key = |random: &mut Random| vec![b'a' + random.below(9) as u8];
     let lease = |random: &mut Random| LeaseId(random.between(1, 4));
-    let put = |random: &mut Random| orlop::store::request::PutRequest {
+    let put = |random: &mut Random| orlop_core::store::request::PutRequest {
         key: key(random).into(),
         value: PutValue::New(vec![b'v'; random.below(400)].into()),
         lease: PutLease::Set(random.chance(30).then(|| lease(random))),

@@ -1,6 +1,6 @@
 //! HashKV: two stores with one history have one hash, etcd's.
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, DeleteRangeRequest, HashKvRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest,
     request_op::Request,
 };

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use orlop::proto::client::etcdserverpb::PutRequest;
+use orlop_wire::proto::client::etcdserverpb::PutRequest;
 
 use crate::support::{Backend, Client, Fsync, Postgres, Server, eventually, http, http_get, on_both_backends};
 

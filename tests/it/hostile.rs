@@ -15,7 +15,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, RangeResponse,
     RequestOp, SnapshotRequest, TxnRequest, WatchCreateRequest, WatchRequest, request_op::Request,
     watch_request::RequestUnion,

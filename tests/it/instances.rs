@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, time::Duration};
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest,
     LeaseRevokeRequest, LeaseTimeToLiveRequest, MemberListRequest, PutRequest, RangeRequest, RequestOp, StatusRequest,
     TxnRequest, WatchProgressRequest, compare::TargetUnion, request_op::Request, watch_request::RequestUnion,
@@ -378,7 +378,7 @@ async fn stale_writer_changes_nobodys_history() {
     }
     // All that it can have had under way has come to the database.
     let seen = eventually("quiet", async || {
-        let head = |answer: tonic::Response<orlop::proto::client::etcdserverpb::StatusResponse>| {
+        let head = |answer: tonic::Response<orlop_wire::proto::client::etcdserverpb::StatusResponse>| {
             answer.into_inner().header.expect("a header").revision
         };
         let before = head(b.clone().maintenance.status(StatusRequest {}).await.expect("a status"));

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{
         CompactionRequest, Compare, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RangeRequest, RangeResponse,
         RequestOp, TxnRequest,

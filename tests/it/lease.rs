@@ -3,13 +3,13 @@
 use std::time::Instant;
 
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
-use orlop::proto::client::etcdserverpb::{
-    LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest, LeaseRevokeRequest, LeaseTimeToLiveRequest,
-    PutRequest, RangeRequest, WatchCreateRequest, WatchRequest, watch_request::RequestUnion,
-};
-use orlop::{
+use orlop_core::{
     log::{Append, Appended, LeaseChange},
     types::LeaseId,
+};
+use orlop_wire::proto::client::etcdserverpb::{
+    LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest, LeaseRevokeRequest, LeaseTimeToLiveRequest,
+    PutRequest, RangeRequest, WatchCreateRequest, WatchRequest, watch_request::RequestUnion,
 };
 use sqlx::{Connection as _, PgConnection};
 use tokio::task::JoinSet;

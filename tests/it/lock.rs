@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{LeaseGrantRequest, LeaseRevokeRequest, PutRequest, RangeRequest},
     v3electionpb::{CampaignRequest, LeaderKey, LeaderRequest, LeaderResponse, ProclaimRequest, ResignRequest},
     v3lockpb::{LockRequest, UnlockRequest},

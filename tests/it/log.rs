@@ -2,13 +2,11 @@
 
 use std::{sync::Arc, time::Duration};
 
-use orlop::{
-    log::{
-        Append, Appended, History, LeaseChange, Log, Meta, Position, PostgresLog, PostgresSettings, Reclaim, SqliteLog,
-        WithPrev,
-    },
+use orlop_core::{
+    log::{Append, Appended, History, LeaseChange, Log, Meta, Position, Reclaim, WithPrev},
     types::{Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version},
 };
+use orlop_sql::{PostgresLog, PostgresSettings, SqliteLog};
 use tempfile::TempDir;
 
 use crate::support::{Backend, Postgres, on_both_backends};

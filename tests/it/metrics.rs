@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, DeleteRangeRequest, HashRequest, LeaseGrantRequest, PutRequest, RangeRequest, TxnRequest,
 };
 

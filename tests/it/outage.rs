@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest, StatusRequest};
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest, StatusRequest};
 use tonic::Code;
 
 use crate::support::{Client, Fsync, Postgres, Server, Stream, eventually, everything};

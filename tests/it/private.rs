@@ -9,7 +9,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-use orlop::proto::client::etcdserverpb::{MemberListRequest, PutRequest, RangeRequest, StatusRequest};
+use orlop_wire::proto::client::etcdserverpb::{MemberListRequest, PutRequest, RangeRequest, StatusRequest};
 use tempfile::TempDir;
 
 use crate::support::{Client, Fsync, Postgres, eventually, http_get};

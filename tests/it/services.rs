@@ -1,6 +1,6 @@
 //! What stands around the data: members, status, health, reflection, what is not built.
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     AuthDisableRequest, AuthEnableRequest, AuthRoleAddRequest, AuthRoleDeleteRequest, AuthRoleGetRequest,
     AuthRoleListRequest, AuthStatusRequest, AuthUserAddRequest, AuthUserDeleteRequest, AuthUserGetRequest,
     AuthUserGrantRoleRequest, AuthUserListRequest, AuthenticateRequest, DowngradeRequest, MemberAddRequest,

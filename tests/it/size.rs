@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, StatusRequest, TxnRequest,
     range_request, request_op::Request,
 };

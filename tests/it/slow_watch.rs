@@ -1,6 +1,6 @@
 //! Watches under strain: slow readers, large answers, clients that have nothing more to say, a server that goes down.
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     PutRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest,
     request_op::Request, watch_request::RequestUnion,
 };

@@ -11,7 +11,7 @@ use std::{
     },
 };
 
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{
         CompactionRequest, DeleteRangeRequest, HashKvRequest, HashRequest, LeaseGrantRequest, LeaseLeasesRequest,
         LeaseRevokeRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, RequestOp, SnapshotRequest, TxnRequest,

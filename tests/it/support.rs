@@ -89,7 +89,7 @@ where
 }
 
 mod tests {
-    use orlop::proto::client::etcdserverpb::{MemberListRequest, PutRequest, RangeRequest, StatusRequest};
+    use orlop_wire::proto::client::etcdserverpb::{MemberListRequest, PutRequest, RangeRequest, StatusRequest};
 
     use super::{Backend, Client, Server};
 

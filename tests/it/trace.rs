@@ -10,7 +10,7 @@ use opentelemetry_proto::tonic::{
     common::v1::any_value::Value,
     trace::v1::Span,
 };
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request as Op,
 };
 use parking_lot::Mutex;

@@ -13,7 +13,7 @@ use super::{
     watch::create_watches,
     write,
 };
-use crate::proto::client::etcdserverpb::WatchCreateRequest;
+use orlop_wire::proto::client::etcdserverpb::WatchCreateRequest;
 
 /// Clients that write what is caught up with.
 const WRITERS: usize = 64;

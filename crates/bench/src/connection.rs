@@ -38,12 +38,12 @@ use super::{
     endpoint::{Endpoint, Place, Target},
     wire::{RangeTally, TallyCodec, WatchTally},
 };
-use crate::gather::{Tail, gather};
-use crate::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     AuthenticateRequest, RangeRequest, WatchRequest, auth_client::AuthClient, kv_client::KvClient,
     lease_client::LeaseClient, maintenance_client::MaintenanceClient,
 };
-use crate::proto::client::v3lockpb::lock_client::LockClient;
+use orlop_wire::proto::client::v3lockpb::lock_client::LockClient;
+use orlop_wire::write_coalescing::{Tail, gather};
 
 /// Windows so large that the server never waits for the client's leave to send.
 const STREAM_WINDOW_BYTES: u32 = 16 << 20;

@@ -11,7 +11,7 @@ use super::{
     connection::Client,
     report::Report,
 };
-use crate::proto::client::etcdserverpb::RangeRequest;
+use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 
 #[derive(Debug, clap::Args)]
 pub struct Get {

@@ -13,7 +13,7 @@ use super::{
     report::Report,
     watch::open_stream,
 };
-use crate::proto::client::etcdserverpb::{RangeRequest, WatchCreateRequest};
+use orlop_wire::proto::client::etcdserverpb::{RangeRequest, WatchCreateRequest};
 
 #[derive(Debug, clap::Args)]
 pub struct Idle {

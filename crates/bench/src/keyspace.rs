@@ -19,7 +19,7 @@ use super::{
     connection::{Client, Pool},
     interrupt::Interrupt,
 };
-use crate::proto::client::etcdserverpb::{DeleteRangeRequest, PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::{DeleteRangeRequest, PutRequest, RangeRequest};
 
 /// Of one request before or after the run.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);

@@ -19,7 +19,7 @@ use super::{
     wire::WatchTally,
     write::{CompareAndSwap, filler},
 };
-use crate::proto::client::etcdserverpb::{RangeRequest, WatchCreateRequest};
+use orlop_wire::proto::client::etcdserverpb::{RangeRequest, WatchCreateRequest};
 
 const POD_BYTES: usize = 2 << 10;
 const LEASE_BYTES: usize = 320;

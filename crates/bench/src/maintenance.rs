@@ -12,7 +12,7 @@ use super::{
     report::{self, Report, Row},
     write,
 };
-use crate::proto::client::etcdserverpb::{CompactionRequest, DefragmentRequest};
+use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, DefragmentRequest};
 
 /// Compacting or defragmenting a large store takes minutes at most.
 const STEP_MAX: Duration = Duration::from_secs(600);

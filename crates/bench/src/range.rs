@@ -12,7 +12,7 @@ use super::{
     report::{self, Report},
     write::filler,
 };
-use crate::proto::client::etcdserverpb::RangeRequest;
+use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 
 #[derive(Debug, clap::Args)]
 pub struct Range {

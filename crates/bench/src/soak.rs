@@ -43,7 +43,7 @@ use super::{
     kubernetes::{Events, Kubernetes, Mix, Values},
     log_in,
 };
-use crate::proto::client::etcdserverpb::{CompactionRequest, SnapshotRequest};
+use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, SnapshotRequest};
 
 #[derive(Debug, clap::Args)]
 pub struct Soak {

@@ -27,7 +27,9 @@ use super::{
     wire::{Stamp, WatchTally},
     write::OwnKeys,
 };
-use crate::proto::client::etcdserverpb::{PutRequest, WatchCreateRequest, WatchRequest, watch_request::RequestUnion};
+use orlop_wire::proto::client::etcdserverpb::{
+    PutRequest, WatchCreateRequest, WatchRequest, watch_request::RequestUnion,
+};
 
 /// Until all watches of one stream are created.
 const CREATE_TIMEOUT: Duration = Duration::from_secs(30);

@@ -252,7 +252,7 @@ mod tests {
     use prost::Message as _;
 
     use super::*;
-    use crate::proto::client::{
+    use orlop_wire::proto::client::{
         etcdserverpb::{RangeResponse, ResponseHeader, WatchResponse},
         mvccpb::{Event, KeyValue},
     };

@@ -13,7 +13,7 @@ use super::{
     keyspace::KeySpace,
     report::Report,
 };
-use crate::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     Compare, PutRequest, RangeRequest, RequestOp, TxnRequest, TxnResponse,
     compare::{CompareResult, CompareTarget, TargetUnion},
     request_op, response_op,
@@ -231,7 +231,7 @@ fn found_mod_revision(answer: &TxnResponse) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::proto::client::{
+    use orlop_wire::proto::client::{
         etcdserverpb::{RangeResponse, ResponseOp},
         mvccpb::KeyValue,
     };

@@ -5,20 +5,13 @@
 
 mod inspect;
 #[cfg(test)]
-pub(crate) mod memory;
-mod postgres;
-mod rows;
-mod sqlite;
+pub mod memory;
 
 use std::time::Duration;
 
 use async_trait::async_trait;
 
-pub use self::{
-    inspect::{Depth, Facts, Inspect, StoredLease, StoredMember, StoredRow, Table},
-    postgres::{PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
-    sqlite::{SqliteLoader, SqliteLog, SqliteView},
-};
+pub use self::inspect::{Depth, Facts, Inspect, StoredLease, StoredMember, StoredRow, Table};
 
 use crate::types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
@@ -108,7 +101,7 @@ impl AlarmKind {
 
 impl Alarm {
     /// How it is called among the facts of a log: `alarm/KIND/MEMBER`, the member in hexadecimal.
-    fn fact(self) -> String {
+    pub fn fact(self) -> String {
         format!("alarm/{}/{:x}", self.kind.name(), self.member_id)
     }
 
@@ -121,7 +114,7 @@ impl Alarm {
 
 impl AlarmChange {
     /// The fact that it makes or, with no value, takes away.
-    fn fact(self) -> (String, Option<i64>) {
+    pub fn fact(self) -> (String, Option<i64>) {
         match self {
             Self::Raise { alarm, cause: Cause::Client } => (alarm.fact(), Some(1)),
             Self::Raise { alarm, cause: Cause::Quota } => (alarm.fact(), Some(2)),
@@ -136,7 +129,7 @@ pub fn is_alarm(name: &str) -> bool {
 }
 
 /// The alarm that a fact of a log tells of, if it does.
-fn alarm(name: &str, value: i64) -> Option<(Alarm, Cause)> {
+pub fn alarm(name: &str, value: i64) -> Option<(Alarm, Cause)> {
     let cause = if value == 2 { Cause::Quota } else { Cause::Client };
     Some((Alarm::from_fact(name)?, cause))
 }

@@ -18,9 +18,9 @@
 
 mod applier;
 mod auto_compact;
-pub(crate) mod batch;
+pub mod batch;
 mod catch_up;
-pub(crate) mod coalesce;
+pub mod coalesce;
 mod compactor;
 mod expiry;
 pub mod hash;
@@ -32,10 +32,10 @@ mod room;
 mod select;
 mod space;
 mod state;
-pub(crate) mod tasks;
+pub mod tasks;
 mod timing;
-pub(crate) mod txn;
-pub(crate) mod values;
+pub mod txn;
+pub mod values;
 mod wakeful;
 mod writer;
 
@@ -53,7 +53,7 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-pub(crate) use self::open::{Replayed, replay};
+pub use self::open::{Replayed, replay};
 pub use self::{auto_compact::AutoCompaction, compactor::Pace, open::Settings, reader::RangePieces, timing::Patience};
 use self::{
     catch_up::Standing,
@@ -450,7 +450,8 @@ mod batch_tests;
 #[cfg(test)]
 mod compactor_tests;
 #[cfg(test)]
-pub(crate) mod model_tests;
+#[path = "../tests/model/mod.rs"]
+mod model;
 #[cfg(test)]
 mod select_tests;
 #[cfg(test)]

@@ -3,8 +3,6 @@
 //! The parts are noted where they happen, in the task that serves the request; whoever began the trace ([`follow`]) has
 //! them in the end. Outside of a request nothing is noted.
 
-pub mod export;
-
 use std::{
     cell::RefCell,
     fmt,

@@ -16,7 +16,7 @@
 
 mod chunk;
 mod hub;
-pub(crate) mod intervals;
+pub mod intervals;
 mod outbox;
 mod run;
 mod session;

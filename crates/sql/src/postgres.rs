@@ -33,12 +33,12 @@ use self::{
     listener::Listener,
 };
 pub use self::{load::PostgresLoader, view::PostgresView};
-use super::{
+use crate::rows::{LogRow as _, corrupt};
+use orlop_core::log::{
     Append, Appended, Connections, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision, Reclaim,
     Reclaimed, Result, SILENCE_MAX, SharedLog, Size, Touch, Visit, WithPrev,
-    rows::{LogRow as _, corrupt},
 };
-use crate::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
+use orlop_core::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
 /// Where the database is and who asks.
 #[derive(Debug, Clone)]
@@ -75,7 +75,7 @@ impl PostgresLog {
     ///
     /// # Errors
     ///
-    /// [`super::Error::Open`] if the database cannot be reached, is a standby, or refuses what is needed; the text names it without
+    /// [`orlop_core::log::Error::Open`] if the database cannot be reached, is a standby, or refuses what is needed; the text names it without
     /// its password.
     pub async fn open(settings: PostgresSettings) -> Result<Self> {
         let database = Database::new(&settings.endpoint, settings.connections_max)?;

@@ -6,18 +6,20 @@ use sqlx::{
 };
 use tokio::task::coop::consume_budget;
 
-use super::{Connections, Error, LoggedLease, Meta, Page, Position, Result, StoredRow, Table, WithPrev, alarm};
-use crate::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
+use orlop_core::log::{
+    Connections, Error, LoggedLease, Meta, Page, Position, Result, StoredRow, Table, WithPrev, alarm,
+};
+use orlop_core::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
 
-/// Revisions in one page of [`super::History::changes`], as many as etcd puts into one watch answer.
+/// Revisions in one page of [`orlop_core::log::History::changes`], as many as etcd puts into one watch answer.
 pub(super) const PAGE_REVISIONS_MAX: usize = 1_000;
-/// Ids looked at for one page of [`super::History::changes`], whether they match or not.
+/// Ids looked at for one page of [`orlop_core::log::History::changes`], whether they match or not.
 pub(super) const PAGE_IDS_MAX: i64 = 20_000;
-/// Bytes of keys and values after which a page of [`super::History::changes`] ends with its revision.
+/// Bytes of keys and values after which a page of [`orlop_core::log::History::changes`] ends with its revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
-/// Rows visited at a time by [`super::History::replay`].
+/// Rows visited at a time by [`orlop_core::log::History::replay`].
 pub(super) const REPLAY_ROWS: usize = 10_000;
-/// Rows asked for in one statement of [`super::Log::values`]; keeps reads short.
+/// Rows asked for in one statement of [`orlop_core::log::Log::values`]; keeps reads short.
 pub(super) const VALUES_ROWS_MAX: usize = 2_000;
 /// Of the 128 units that a task may spend before others come, so many bytes of values that were read take one: 128 KiB are
 /// decoded in some 50 microseconds, and ten times as long where the kernel has no memory at hand.
@@ -149,22 +151,20 @@ impl RowColumns {
     }
 }
 
-impl StoredRow {
-    /// From `id, sub, key, bytes of the value, lease, version, create_revision, prev_revision, deleted`.
-    pub(super) fn read(table: Table, row: &impl LogRow) -> Result<Self> {
-        Ok(Self {
-            table,
-            id: row.int(0)?,
-            sub: row.int(1)?,
-            key: row.bytes(2)?,
-            value_bytes: row.int_or_null(3)?,
-            lease: row.int(4)?,
-            version: row.int(5)?,
-            create_revision: row.int(6)?,
-            prev_revision: row.int(7)?,
-            deleted: row.int(8)?,
-        })
-    }
+/// Reads the columns `id, sub, key, bytes of the value, lease, version, create_revision, prev_revision, deleted`.
+pub(super) fn stored_row(table: Table, row: &impl LogRow) -> Result<StoredRow> {
+    Ok(StoredRow {
+        table,
+        id: row.int(0)?,
+        sub: row.int(1)?,
+        key: row.bytes(2)?,
+        value_bytes: row.int_or_null(3)?,
+        lease: row.int(4)?,
+        version: row.int(5)?,
+        create_revision: row.int(6)?,
+        prev_revision: row.int(7)?,
+        deleted: row.int(8)?,
+    })
 }
 
 /// A row of a page, and the pair that it replaced.

@@ -31,12 +31,12 @@ use tracing::warn;
 
 use self::{checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum, writer::Writer};
 pub use self::{load::SqliteLoader, view::SqliteView};
-use super::{
+use crate::rows::{cannot_migrate, connections, unavailable};
+use orlop_core::log::{
     Append, Appended, Connections, Error, History, Log, Meta, Page, Precision, Reclaim, Reclaimed, Result, SharedLog,
     Size, Visit, WithPrev,
-    rows::{cannot_migrate, connections, unavailable},
 };
-use crate::{
+use orlop_core::{
     private,
     types::{EncodedKv, KeyRange, Revision, RowId},
 };
@@ -73,7 +73,7 @@ impl SqliteLog {
         let options = Self::options(file);
         // Saying this writes to the file, whatever it says already, which a connection made later may have no room for.
         let mut writer = Self::options_to_make(file).connect().await.map_err(open)?;
-        sqlx::migrate!("migrations/sqlite")
+        sqlx::migrate!("../../migrations/sqlite")
             .run(&mut writer)
             .await
             .map_err(|error| Error::Open(cannot_migrate(&name.to_string(), &error)))?;

@@ -9,17 +9,17 @@ const BLOCK_BYTES: usize = 64 << 10;
 
 /// See the module's page.
 #[derive(Default)]
-pub(crate) struct Text {
+pub struct Text {
     full: Vec<Bytes>,
     last: BytesMut,
 }
 
 impl Text {
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.full.len() * BLOCK_BYTES + self.last.len()
     }
 
-    pub(crate) fn push(&mut self, mut data: &[u8]) {
+    pub fn push(&mut self, mut data: &[u8]) {
         while let Some((head, tail)) = data.split_at_checked(BLOCK_BYTES - self.last.len()) {
             self.last.extend_from_slice(head);
             self.full.push(std::mem::replace(&mut self.last, BytesMut::with_capacity(BLOCK_BYTES)).freeze());
@@ -29,7 +29,7 @@ impl Text {
     }
 
     /// All of it in one piece, which is a copy where it is long.
-    pub(crate) fn joined(mut self) -> Bytes {
+    pub fn joined(mut self) -> Bytes {
         if self.full.is_empty() {
             return self.last.freeze();
         }

@@ -10,7 +10,7 @@ use super::{MESSAGE_BYTES_MAX, text::Text};
 
 /// See the module's page.
 #[derive(Default)]
-pub(crate) struct Values {
+pub struct Values {
     /// Of the object that was begun.
     text: Text,
     /// Braces and brackets that are open.
@@ -28,7 +28,7 @@ enum Letters {
 
 impl Values {
     /// Bytes of an object that was begun.
-    pub(crate) fn len(&self) -> usize {
+    pub fn buffered_bytes(&self) -> usize {
         self.text.len()
     }
 
@@ -37,7 +37,7 @@ impl Values {
     /// # Errors
     ///
     /// If it is too long, or something else than an object.
-    pub(crate) fn next(&mut self, data: &mut Bytes) -> Result<Option<Text>, Status> {
+    pub fn next(&mut self, data: &mut Bytes) -> Result<Option<Text>, Status> {
         if self.depth == 0 {
             let blank = data.iter().take_while(|letter| letter.is_ascii_whitespace()).count();
             data.advance(blank);
@@ -47,7 +47,7 @@ impl Values {
         }
         let last = data.iter().position(|letter| self.ends_with(*letter));
         self.text.push(&data.split_to(last.map_or(data.len(), |last| last + 1)));
-        if self.len() > MESSAGE_BYTES_MAX {
+        if self.buffered_bytes() > MESSAGE_BYTES_MAX {
             return Err(Status::invalid_argument("a message is too long"));
         }
         Ok(last.map(|_| std::mem::take(&mut self.text)))
@@ -70,7 +70,7 @@ impl Values {
     }
 
     /// What the end of the data within an object is.
-    pub(crate) fn cut_off() -> Status {
+    pub fn cut_off() -> Status {
         Status::invalid_argument("the last message is not whole")
     }
 }

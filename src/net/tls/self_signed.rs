@@ -8,7 +8,8 @@ use tracing::info;
 use x509_parser::time::ASN1Time;
 
 use super::{certificates, check_time};
-use crate::{config::SelfSigned, private};
+use crate::config::SelfSigned;
+use orlop_core::private;
 
 const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// Valid from so long ago, for machines whose clocks differ.

@@ -8,7 +8,7 @@ use std::{
     ops::Range,
 };
 
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{
         RangeRequest, RangeResponse, ResponseOp, TxnRequest, TxnResponse,
         range_request::{SortOrder, SortTarget},

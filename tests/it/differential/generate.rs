@@ -1,6 +1,6 @@
 //! Makes random operations over a key space so small that they collide all the time.
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseTimeToLiveRequest, PutRequest,
     RangeRequest, RequestOp, TxnRequest, WatchCreateRequest, compare::TargetUnion, request_op::Request,
     watch_create_request::FilterType,

@@ -1,6 +1,6 @@
 //! What a sequence is made of, and what a server answers to it.
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, CompactionResponse, DeleteRangeRequest, DeleteRangeResponse, LeaseGrantRequest,
     LeaseGrantResponse, LeaseKeepAliveResponse, LeaseLeasesResponse, LeaseRevokeResponse, LeaseTimeToLiveRequest,
     LeaseTimeToLiveResponse, MemberListResponse, PutRequest, PutResponse, RangeRequest, RangeResponse, ResponseHeader,

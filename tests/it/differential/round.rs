@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, fmt};
 
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{DeleteRangeRequest, PutRequest, RequestOp, TxnRequest, request_op::Request},
     mvccpb::Event,
 };

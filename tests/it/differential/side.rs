@@ -1,6 +1,6 @@
 //! One of the two servers: makes operations on it and masks its answers.
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest, LeaseRevokeRequest, MemberListRequest, PutRequest,
     ResponseHeader, ResponseOp, StatusRequest, TxnResponse, WatchCreateRequest, response_op::Response,
 };

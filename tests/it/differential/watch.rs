@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{
         WatchCancelRequest, WatchCreateRequest, WatchProgressRequest, WatchRequest, WatchResponse,
         watch_create_request::FilterType, watch_request::RequestUnion,

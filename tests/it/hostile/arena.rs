@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use orlop::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use tokio::{
     task::JoinSet,
     time::{sleep, timeout, timeout_at},

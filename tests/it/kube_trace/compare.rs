@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use orlop::proto::client::etcdserverpb::StatusResponse;
+use orlop_wire::proto::client::etcdserverpb::StatusResponse;
 
 use super::trace::{Answer, Request};
 

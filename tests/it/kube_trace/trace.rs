@@ -7,7 +7,7 @@ use std::{
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use flate2::read::GzDecoder;
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{
         CompactionRequest, CompactionResponse, LeaseGrantRequest, LeaseGrantResponse, RangeRequest, RangeResponse,
         RequestOp, ResponseHeader, ResponseOp, StatusRequest, StatusResponse, TxnRequest, TxnResponse, WatchRequest,

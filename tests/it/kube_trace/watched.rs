@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, time::Duration};
 
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{
         WatchProgressRequest, WatchRequest, WatchResponse, watch_client::WatchClient, watch_request::RequestUnion,
     },

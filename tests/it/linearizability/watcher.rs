@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     WatchProgressRequest, WatchRequest, WatchResponse, watch_request::RequestUnion,
 };
 use tokio::{
@@ -157,7 +157,7 @@ fn difference(log: &Log, seen: &Log) -> String {
 }
 
 mod tests {
-    use orlop::proto::client::{
+    use orlop_wire::proto::client::{
         etcdserverpb::{ResponseHeader, WatchResponse},
         mvccpb::{Event, KeyValue},
     };

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{
         Compare, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, ResponseHeader, StatusRequest, TxnRequest,
         compare::TargetUnion, maintenance_client::MaintenanceClient, request_op::Request, response_op::Response,

@@ -1,6 +1,6 @@
 //! Clients of one server, over one connection.
 
-use orlop::proto::client::{
+use orlop_wire::proto::client::{
     etcdserverpb::{
         cluster_client::ClusterClient, kv_client::KvClient, lease_client::LeaseClient,
         maintenance_client::MaintenanceClient, watch_client::WatchClient,

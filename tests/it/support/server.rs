@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use orlop::proto::client::etcdserverpb::{RangeRequest, StatusRequest};
+use orlop_wire::proto::client::etcdserverpb::{RangeRequest, StatusRequest};
 use tempfile::TempDir;
 use tokio::{
     sync::mpsc,

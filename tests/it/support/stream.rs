@@ -1,6 +1,6 @@
 //! A watch stream.
 
-use orlop::proto::client::etcdserverpb::{
+use orlop_wire::proto::client::etcdserverpb::{
     WatchCreateRequest, WatchRequest, WatchResponse, watch_request::RequestUnion,
 };
 use tokio::{sync::mpsc, time::timeout};

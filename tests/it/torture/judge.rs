@@ -5,7 +5,7 @@ use std::{
     process::Command,
 };
 
-use orlop::proto::client::etcdserverpb::RangeRequest;
+use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 
 use super::workload::{Seen, Told, Write};
 use crate::{

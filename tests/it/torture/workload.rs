@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use orlop::proto::client::etcdserverpb::{PutRequest, RequestOp, TxnRequest, request_op::Request};
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, RequestOp, TxnRequest, request_op::Request};
 use tokio::{
     sync::watch,
     task::JoinHandle,

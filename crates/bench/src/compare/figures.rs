@@ -159,7 +159,7 @@ fn median(samples: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::compare::groups::Of;
+    use crate::compare::groups::Of;
 
     fn row(of: Of, aim: Option<Aim>, etcd: &[f64], sqlite: &[f64]) -> Row {
         let cell = |server, samples: &[f64]| Cell { server, samples: samples.to_vec() };

@@ -195,7 +195,7 @@ pub fn number(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::compare::groups::{Figure, Of};
+    use crate::compare::groups::{Figure, Of};
 
     #[test]
     fn numbers_have_three_digits() {

@@ -19,12 +19,10 @@ use tokio::{
 
 use super::{Error, postgres::Postgres};
 use crate::{
-    bench::{
-        connection::{Client, Pool},
-        endpoint::{Endpoint, Place, Target},
-    },
-    proto::client::etcdserverpb::{RangeRequest, StatusRequest},
+    connection::{Client, Pool},
+    endpoint::{Endpoint, Place, Target},
 };
+use orlop_wire::proto::client::etcdserverpb::{RangeRequest, StatusRequest};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]

@@ -9,19 +9,17 @@ use tonic::Status;
 
 use super::Told;
 use crate::{
-    bench::{
-        Bench,
-        connection::{Client, Pool},
-        kubernetes::{NOTHING, PODS},
-        watch::create_watches,
+    Bench,
+    connection::{Client, Pool},
+    kubernetes::{NOTHING, PODS},
+    watch::create_watches,
+};
+use orlop_wire::proto::client::{
+    etcdserverpb::{
+        LeaseGrantRequest, LeaseKeepAliveRequest, LeaseRevokeRequest, PutRequest, RangeRequest, WatchCancelRequest,
+        WatchCreateRequest, WatchRequest, watch_request::RequestUnion,
     },
-    proto::client::{
-        etcdserverpb::{
-            LeaseGrantRequest, LeaseKeepAliveRequest, LeaseRevokeRequest, PutRequest, RangeRequest, WatchCancelRequest,
-            WatchCreateRequest, WatchRequest, watch_request::RequestUnion,
-        },
-        v3lockpb::{LockRequest, UnlockRequest},
-    },
+    v3lockpb::{LockRequest, UnlockRequest},
 };
 
 /// A lease that nobody ends is over soon.

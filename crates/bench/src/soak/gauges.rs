@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-use crate::bench::{
+use crate::{
     Error,
     compare::server::Server,
     connection::{Client, Pool},

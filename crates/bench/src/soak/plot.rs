@@ -9,7 +9,7 @@ use super::{
     report::{Lived, Outcome},
     verdict::by_period,
 };
-use crate::bench::{
+use crate::{
     Error,
     compare::{
         page,

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use super::{gauges::Sample, verdict::Verdict};
-use crate::bench::compare::page::number;
+use crate::compare::page::number;
 
 #[derive(Debug, Serialize)]
 pub struct Outcome {

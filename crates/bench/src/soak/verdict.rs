@@ -9,7 +9,7 @@
 use serde::Serialize;
 
 use super::gauges::{FIGURES, Figure, Pick, Sample};
-use crate::bench::report::rounded;
+use crate::report::rounded;
 
 /// Less says nothing: while a server begins, everything rises.
 const SETTLED_SECS_MIN: f64 = 30.0;

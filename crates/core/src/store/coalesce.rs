@@ -17,11 +17,11 @@ const PARTS_MAX: usize = 8;
 
 /// Items that are asked about together: those that come while one question is under way share the next, so that every
 /// answer is of a question that began after it was asked for.
-pub(crate) struct Coalesced<I, O>(mpsc::UnboundedSender<(I, oneshot::Sender<O>)>);
+pub struct Coalesced<I, O>(mpsc::UnboundedSender<(I, oneshot::Sender<O>)>);
 
 impl<I, O> Coalesced<I, O> {
     /// The future that asks runs until the handle is dropped. `ask` answers each item, in their order.
-    pub(crate) fn new<F, A>(ask: F, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
+    pub fn new<F, A>(ask: F, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
     where
         F: Fn(Vec<I>) -> A + Send,
         A: Future<Output = Vec<O>> + Send,
@@ -33,7 +33,7 @@ impl<I, O> Coalesced<I, O> {
 
     /// The same for clients who may ask without end: after a question comes a rest, and one half as long after some of the
     /// answers to it.
-    pub(crate) fn with_rests<F, A>(ask: F, rest: Duration, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
+    pub fn with_rests<F, A>(ask: F, rest: Duration, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
     where
         F: Fn(Vec<I>) -> A + Send,
         A: Future<Output = Vec<O>> + Send,
@@ -70,7 +70,7 @@ impl<I, O> Coalesced<I, O> {
     }
 
     /// `None`: nobody answers any more.
-    pub(crate) async fn ask(&self, item: I) -> Option<O> {
+    pub async fn ask(&self, item: I) -> Option<O> {
         let (sender, answer) = oneshot::channel();
         self.0.send((item, sender)).ok()?;
         answer.await.ok()

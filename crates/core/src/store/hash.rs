@@ -100,7 +100,7 @@ impl Store {
 }
 
 /// The hash of a history that no one changes, at its head.
-pub(crate) async fn of_history(history: &dyn History, index: &TreeIndex) -> log::Result<u32> {
+pub async fn of_history(history: &dyn History, index: &TreeIndex) -> log::Result<u32> {
     let (head, compacted) = (index.head(), index.compact_revision());
     let mut kept = HashSet::new();
     if compacted.is_some() {

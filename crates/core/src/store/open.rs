@@ -219,12 +219,12 @@ fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<Log
 }
 
 /// What a log says.
-pub(crate) struct Replayed {
-    pub(crate) meta: Meta,
-    pub(crate) index: TreeIndex,
-    pub(crate) rows: usize,
+pub struct Replayed {
+    pub meta: Meta,
+    pub index: TreeIndex,
+    pub rows: usize,
     /// Rows that were compacted away but are still there.
-    pub(crate) garbage: Vec<RowId>,
+    pub garbage: Vec<RowId>,
 }
 
 /// Reads a whole log.
@@ -232,7 +232,7 @@ pub(crate) struct Replayed {
 /// # Errors
 ///
 /// [`Error::Corrupt`] if it contradicts itself.
-pub(crate) async fn replay(log: &dyn History) -> Result<Replayed> {
+pub async fn replay(log: &dyn History) -> Result<Replayed> {
     let started = WallInstant::now();
     let mut reported = started;
     let mut index = TreeIndex::new();

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use proptest::{collection::vec, option, prelude::*};
 
 use super::{
-    model_tests::{Pair, select},
+    model::{Pair, select},
     request::{
         Consistency, Projection, RangeRequest, RangeResponse, RevisionFilter, Sort, SortOrder, SortScope, SortTarget,
     },

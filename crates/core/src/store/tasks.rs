@@ -1,38 +1,38 @@
-//! How the store's tasks are started: on tokio's runtime or, where the core is simulated, by the simulation's scheduler.
+//! Starts the store's tasks: on tokio's runtime or, on a thread that simulates, with the simulation's scheduler.
 
-use tokio::task::JoinHandle;
+use std::{cell::Cell, pin::Pin};
+
+use tokio::{sync::oneshot, task::JoinHandle};
 
 use crate::supervise;
 
-/// All of them are such that the server cannot be without. A panic of a simulated one is the simulation's.
-pub(super) fn vital(name: &'static str, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
-    #[cfg(test)]
-    if let Some(start) = simulated::START.get() {
-        return simulated::spawn(task, start);
-    }
-    supervise::vital(name, task)
+/// A task of the store.
+pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+thread_local! {
+    static SPAWNER: Cell<Option<fn(Task)>> = const { Cell::new(None) };
 }
 
-#[cfg(test)]
-pub(crate) mod simulated {
-    use std::{cell::Cell, pin::Pin};
+/// Makes `spawner` start the tasks of every store that is opened on this thread; `None` restores tokio's runtime. For
+/// simulations, which decide when each task runs.
+pub fn set_spawner(spawner: Option<fn(Task)>) {
+    SPAWNER.set(spawner);
+}
 
-    use tokio::{sync::oneshot, task::JoinHandle};
-
-    pub(crate) type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
-
-    thread_local! {
-        /// What starts a task on this thread instead of tokio.
-        pub(crate) static START: Cell<Option<fn(Task)>> = const { Cell::new(None) };
+/// Starts a task that the server cannot run without. With a simulation's spawner, a panic is the simulation's to handle.
+pub(super) fn vital(name: &'static str, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
+    match SPAWNER.get() {
+        Some(spawn) => simulated(task, spawn),
+        None => supervise::vital(name, task),
     }
+}
 
-    /// The handle is of a task of tokio's that waits for the end of the simulated one.
-    pub(super) fn spawn(task: impl Future<Output = ()> + Send + 'static, start: fn(Task)) -> JoinHandle<()> {
-        let (end, ended) = oneshot::channel::<()>();
-        start(Box::pin(async move {
-            task.await;
-            drop(end);
-        }));
-        tokio::spawn(async move { drop(ended.await) })
-    }
+/// Returns the handle of a tokio task that waits for the end of the simulated one.
+fn simulated(task: impl Future<Output = ()> + Send + 'static, spawn: fn(Task)) -> JoinHandle<()> {
+    let (end, ended) = oneshot::channel::<()>();
+    spawn(Box::pin(async move {
+        task.await;
+        drop(end);
+    }));
+    tokio::spawn(async move { drop(ended.await) })
 }

@@ -1,4 +1,4 @@
-//! Evaluation, batches and their application against the naive store of `model_tests`.
+//! Evaluation, batches and their application against the naive store of `model`.
 //!
 //! Random requests run in batches on both. A batch is committed, taken back as after a conflict, or found in the log later as
 //! after an append of unknown outcome; compactions come in between. Revisions that a request names are given as distances
@@ -22,7 +22,7 @@ use super::{
     batch::Batch,
     catch_up::Standing,
     members::Members,
-    model_tests::Model,
+    model::Model,
     request::{
         Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, PutLease, PutRequest, PutResponse, PutValue,
         RangeRequest, Relation, RevisionFilter, TxnRequest, TxnResponse,
@@ -268,7 +268,7 @@ impl World {
 
     // Checks.
 
-    fn new_rows(&self, batch: &Batch) -> Vec<super::model_tests::Row> {
+    fn new_rows(&self, batch: &Batch) -> Vec<super::model::Row> {
         let from = self.model.rows.iter().filter(|row| row.id.revision <= batch.base()).count();
         self.model.rows[from..].to_vec()
     }

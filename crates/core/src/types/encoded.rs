@@ -177,10 +177,8 @@ mod tests {
     use prost::Message as _;
 
     use super::*;
-    use crate::{
-        proto::client::{etcdserverpb::WatchResponse, mvccpb},
-        types::RowId,
-    };
+    use crate::types::RowId;
+    use orlop_wire::proto::client::{etcdserverpb::WatchResponse, mvccpb};
 
     fn pair(key: &[u8], numbers: [i64; 4], value: &[u8]) -> (EncodedKv, mvccpb::KeyValue) {
         let [create, modified, version, lease] = numbers;

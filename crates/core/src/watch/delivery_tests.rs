@@ -19,11 +19,11 @@ use super::{Flavor, Hub, Message, Messages, NO_WATCH, Outbox, Session, Spec};
 use crate::{
     index::{CompactionCursor, TreeIndex},
     log::{Append, Appended, Log, Reclaim, memory::MemoryLog},
-    proto::client::{etcdserverpb::WatchResponse, mvccpb::Event},
     types::{
         Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version, WatchId,
     },
 };
+use orlop_wire::proto::client::{etcdserverpb::WatchResponse, mvccpb::Event};
 
 const KEYS: [&str; 5] = ["a", "a\0", "ab", "b", "c"];
 const STREAMS: usize = 2;

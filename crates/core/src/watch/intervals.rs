@@ -63,9 +63,15 @@ impl End {
     }
 }
 
+impl<T> Default for Intervals<T> {
+    fn default() -> Self {
+        Self { singles: HashMap::new(), spans: None, priorities: RandomState::new(), inserted: 0 }
+    }
+}
+
 impl<T> Intervals<T> {
     pub fn new() -> Self {
-        Self { singles: HashMap::new(), spans: None, priorities: RandomState::new(), inserted: 0 }
+        Self::default()
     }
 
     /// The range's value, made if it is not there.

@@ -6,7 +6,7 @@ use super::{
     random::{below, between, percent, pick},
     truth::LEASES,
 };
-use crate::{
+use orlop_core::{
     index::ReadAt,
     store::{
         Error, Store,

@@ -9,7 +9,7 @@ use tokio::{
 };
 
 use super::{random, scheduler, truth::Truth};
-use crate::{
+use orlop_core::{
     log::{
         Alarm, AlarmChange, Append, Appended, Cause, LeaseChange, LoggedLease, Member, Meta, Page, Position,
         SILENCE_MAX, Touch, WithPrev,

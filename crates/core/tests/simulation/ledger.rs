@@ -9,11 +9,11 @@ use super::{
     calls::{Answer, Call},
     truth::Truth,
 };
-use crate::{
+use crate::model::{Model, Row, select};
+use orlop_core::{
     index::ReadAt,
     store::{
         Error,
-        model_tests::{Model, Row, select},
         request::{Consistency, Op, PutLease, PutRequest, RangeRequest, RangeResponse, TxnRequest, TxnResponse},
     },
     types::{Key, LeaseId, Revision},

@@ -14,7 +14,7 @@ use super::{
     database::{Database, Owned, Sharing},
     random, scheduler,
 };
-use crate::{
+use orlop_core::{
     log::{
         Append, Appended, Connections, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision,
         Reclaim, Reclaimed, Result, SharedLog, Size, Touch, Visit, WithPrev,

@@ -9,7 +9,7 @@
 //!
 //! [`scheduler`] polls one task at a time, drawn among those that are woken; instances are paused and killed wherever
 //! their tasks stand. What is under test is the store as it is: of its own it knows only where its tasks are started
-//! ([`crate::store::tasks`]). gRPC, SQL and the disk are not simulated; `tests/it` has them.
+//! ([`orlop_core::store::tasks`]). gRPC, SQL and the disk are not simulated; `tests/it` has them.
 //!
 //! A run that fails names its seed, and `ORLOP_SEED=N just simulate` repeats it step by step.
 
@@ -18,6 +18,8 @@ mod calls;
 mod database;
 mod ledger;
 mod log;
+#[path = "../model/mod.rs"]
+mod model;
 mod random;
 mod scheduler;
 mod truth;

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::random;
-use crate::store::tasks::simulated;
+use orlop_core::store::tasks;
 
 pub(super) type Group = u64;
 
@@ -92,10 +92,11 @@ impl Wake for TaskWaker {
 /// Runs `main` and all that it spawns, until `main` ends.
 pub(super) fn run(seed: u64, main: impl Future<Output = ()> + 'static) -> Report {
     random::seed(seed);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let runtime = runtime.expect("a runtime can be built");
     let scheduler = Rc::new(Scheduler::default());
     CURRENT.set(Some(Rc::clone(&scheduler)));
-    simulated::START.set(Some(|task| {
+    tasks::set_spawner(Some(|task| {
         spawn(task);
     }));
     let main = spawn_in(WORLD, main);
@@ -105,7 +106,7 @@ pub(super) fn run(seed: u64, main: impl Future<Output = ()> + 'static) -> Report
     let elapsed = runtime.block_on(async { started.elapsed() });
     let left = std::mem::take(&mut *scheduler.tasks.borrow_mut());
     drop(left);
-    simulated::START.set(None);
+    tasks::set_spawner(None);
     CURRENT.set(None);
     Report { steps: scheduler.steps.get(), elapsed, trace: scheduler.trace.get() }
 }

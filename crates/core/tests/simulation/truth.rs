@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use tokio::time::{Duration, Instant};
 
 use super::database::Sharing;
-use crate::{
+use crate::model::{Model, Pair, Row};
+use orlop_core::{
     index::{Lease, TreeIndex},
     log::LeaseChange,
-    store::model_tests::{Model, Pair, Row},
     types::{Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
@@ -205,7 +205,7 @@ impl Truth {
         let found = index.range(all.bounds(), at).map(|(key, entry)| (key.clone(), entry));
         let found: Vec<_> = found.collect();
         let live = self.live_at(at);
-        let same = |((key, entry), pair): (&(Key, crate::index::Entry), &Pair)| {
+        let same = |((key, entry), pair): (&(Key, orlop_core::index::Entry), &Pair)| {
             *key == pair.key
                 && entry.version == pair.version
                 && [Lease::InRow, Lease::Known(pair.lease)].contains(&entry.lease)

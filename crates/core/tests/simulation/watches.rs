@@ -21,12 +21,13 @@ use super::{
     truth::Truth,
     world::World,
 };
-use crate::{
-    proto::client::etcdserverpb::WatchResponse,
-    store::{Store, model_tests::Row},
+use crate::model::Row;
+use orlop_core::{
+    store::Store,
     types::{EncodedEvent, Revision, WatchId},
     watch::{Flavor, Message, Messages, NO_WATCH, Outbox, Session, Spec},
 };
+use orlop_wire::proto::client::etcdserverpb::WatchResponse;
 
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
 const TICK: Duration = Duration::from_secs(3);
@@ -83,7 +84,7 @@ async fn confirmation<F: Future + Unpin>(confirming: &mut Option<F>) -> F::Outpu
     }
 }
 
-async fn advance(session: &mut Session, not_before: Instant) -> crate::log::Result<()> {
+async fn advance(session: &mut Session, not_before: Instant) -> orlop_core::log::Result<()> {
     if !session.is_behind() {
         return std::future::pending().await;
     }
@@ -301,7 +302,7 @@ impl Watch {
     }
 }
 
-fn decode(event: &EncodedEvent) -> crate::proto::client::mvccpb::Event {
+fn decode(event: &EncodedEvent) -> orlop_wire::proto::client::mvccpb::Event {
     WatchResponse::decode(event.as_bytes()).expect("an event as a response's field").events.remove(0)
 }
 

@@ -23,7 +23,7 @@ use super::{
     scheduler::{self, Group, WORLD, spawn_in},
     watches::{self, Watches},
 };
-use crate::{
+use orlop_core::{
     log::{Error as LogError, Member},
     metrics::Metrics,
     store::{AutoCompaction, Error, Pace, Settings, Store, replay},

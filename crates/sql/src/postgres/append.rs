@@ -10,7 +10,7 @@ use tokio::sync::Mutex;
 use tracing::debug;
 
 use super::connection::{Database, bounded, sqlstate};
-use crate::{
+use orlop_core::{
     log::{Append, Appended, Error, LeaseChange, Result},
     types::{Change, ChangeKind, LeaseId, Revision, RowId},
 };
@@ -53,7 +53,7 @@ impl Appender {
         Self { state: Mutex::new(State { connection: Some(connection), has_turn: false }), run }
     }
 
-    /// As [`crate::log::SharedLog::take_turn`].
+    /// As [`orlop_core::log::SharedLog::take_turn`].
     pub(super) async fn take_turn(&self, database: &Database) -> Result<()> {
         let mut state = self.state.lock().await;
         let mut connection = state.take_connection(database).await?;

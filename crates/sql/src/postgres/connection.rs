@@ -14,10 +14,8 @@ use tokio::{
 };
 use tracing::warn;
 
-use crate::log::{
-    Connections, Error, Result,
-    rows::{cannot_migrate, connections},
-};
+use crate::rows::{cannot_migrate, connections};
+use orlop_core::log::{Connections, Error, Result};
 
 /// How long the server has to take a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
@@ -159,7 +157,7 @@ impl Database {
     }
 
     pub(super) async fn migrate(&self, connection: &mut PgConnection) -> Result<()> {
-        let migrated = sqlx::migrate!("migrations/postgres").run(connection).await;
+        let migrated = sqlx::migrate!("../../migrations/postgres").run(connection).await;
         migrated.map_err(|error| {
             let refusal = if let MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) = &error {
                 sqlstate(error)
@@ -229,7 +227,7 @@ macro_rules! read {
                 Err(error) => break Err(error),
             };
             let $connection: &mut PgConnection = &mut pooled;
-            let answer = $crate::log::postgres::connection::bounded($query).await;
+            let answer = $crate::postgres::connection::bounded($query).await;
             if let Some(done) = attempts.judge(pooled, answer) {
                 break done;
             }

@@ -8,10 +8,8 @@ use super::{
     space,
     view::PostgresView,
 };
-use crate::log::{
-    Depth, Error, Facts, Inspect, Result, StoredLease, StoredMember, StoredRow, Table,
-    rows::{REPLAY_ROWS, corrupt, merge},
-};
+use crate::rows::{REPLAY_ROWS, corrupt, merge, stored_row};
+use orlop_core::log::{Depth, Error, Facts, Inspect, Result, StoredLease, StoredMember, StoredRow, Table};
 
 /// Values that are stored apart are read on the server, so that one that cannot be read is noticed, and stay there.
 macro_rules! rows_sql {
@@ -55,7 +53,7 @@ impl Inspect for PostgresView {
         let connection = &mut *self.connection.lock().await;
         let first = rows(&mut *connection, FIRST, place).await.map_err(|error| self.unreadable(error))?;
         let more = rows(connection, MORE, place).await.map_err(|error| self.unreadable(error))?;
-        let read = |table, rows: Vec<_>| rows.iter().map(|row| StoredRow::read(table, row)).collect::<Result<Vec<_>>>();
+        let read = |table, rows: Vec<_>| rows.iter().map(|row| stored_row(table, row)).collect::<Result<Vec<_>>>();
         Ok(merge(read(Table::First, first)?, read(Table::More, more)?, REPLAY_ROWS, StoredRow::place))
     }
 

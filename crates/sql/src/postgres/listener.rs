@@ -12,7 +12,7 @@ use tokio::{
 use tracing::{debug, info};
 
 use super::connection::Database;
-use crate::{supervise::vital, types::Revision};
+use orlop_core::{supervise::vital, types::Revision};
 
 /// Pause before listening is tried again where the server did not allow it.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);

@@ -7,7 +7,7 @@ use super::{
     append::{Columns, bind},
     connection::{Database, bounded},
 };
-use crate::{
+use orlop_core::{
     log::{Error, Load, Meta, Result, SILENCE_MAX},
     types::Change,
 };

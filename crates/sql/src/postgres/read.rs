@@ -3,21 +3,19 @@
 use futures_util::TryStreamExt as _;
 use sqlx::PgConnection;
 
-use crate::{
-    log::{
-        Meta, Page, Result, Visit, WithPrev,
-        rows::{
-            self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow,
-            REPLAY_ROWS, RowColumns, SqlRange, VALUES_ROWS_MAX, merge, unavailable,
-        },
-    },
+use crate::rows::{
+    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
+    RowColumns, SqlRange, VALUES_ROWS_MAX, merge, unavailable,
+};
+use orlop_core::{
+    log::{Meta, Page, Result, Visit, WithPrev},
     types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
 
 /// What a row costs beside its bytes, see [`rows::spend`].
 const ROW_UNITS: usize = 4;
 
-/// As [`crate::log::History::meta`], but for the member.
+/// As [`orlop_core::log::History::meta`], but for the member.
 pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
     const META: &str = "SELECT 'position', '', (SELECT coalesce(max(id), 1) FROM kv_log), \
             (SELECT value FROM meta WHERE name = 'epoch'), orlop_server(), NULL::float8 \
@@ -27,7 +25,7 @@ pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
     Ok(rows::meta(&rows))
 }
 
-/// As [`crate::log::History::replay`], within a snapshot.
+/// As [`orlop_core::log::History::replay`], within a snapshot.
 pub(super) async fn replay(connection: &mut PgConnection, meta: &Meta, visit: &mut Visit<'_>) -> Result<()> {
     const FIRST: &str = "SELECT id, 0::bigint, key, NULL::bytea, lease, version, create_revision, prev_revision, \
         deleted::int::bigint FROM kv_log WHERE id >= $1 + ($2 > 0)::int ORDER BY id LIMIT $3";
@@ -54,7 +52,7 @@ pub(super) async fn replay(connection: &mut PgConnection, meta: &Meta, visit: &m
     }
 }
 
-/// As [`crate::log::Log::values`].
+/// As [`orlop_core::log::Log::values`].
 pub(super) async fn values(
     connection: &mut PgConnection,
     rows: &[RowId],
@@ -134,7 +132,7 @@ macro_rules! with_prev {
     };
 }
 
-/// As [`crate::log::History::changes`].
+/// As [`orlop_core::log::History::changes`].
 pub(super) async fn changes(
     connection: &mut PgConnection,
     from: Revision,

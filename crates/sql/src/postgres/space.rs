@@ -3,7 +3,7 @@
 use sqlx::{Connection as _, PgConnection};
 
 use super::connection::{Database, bounded};
-use crate::log::Result;
+use orlop_core::log::Result;
 
 const TOTAL: &str = "SELECT pg_total_relation_size('kv_log') + pg_total_relation_size('kv_log_more') \
     + pg_total_relation_size('lease') + pg_total_relation_size('meta')";

@@ -8,8 +8,9 @@ use super::{
     connection::{Database, bounded},
     read,
 };
-use crate::{
-    log::{Error, History, Meta, Page, Result, Visit, WithPrev, rows::check_schema},
+use crate::rows::check_schema;
+use orlop_core::{
+    log::{Error, History, Meta, Page, Result, Visit, WithPrev},
     types::{KeyRange, Revision},
 };
 
@@ -38,7 +39,7 @@ impl PostgresView {
             .fetch_all(&mut connection)
             .await
             .map_err(|error| Error::Open(format!("{name} holds no log of orlop's: {error}")))?;
-        check_schema(&name, &versions, &sqlx::migrate!("migrations/postgres"))?;
+        check_schema(&name, &versions, &sqlx::migrate!("../../migrations/postgres"))?;
         Self::begin(connection, &database, 0).await
     }
 

@@ -4,7 +4,7 @@ use std::sync::LazyLock;
 
 use sqlx::{Connection as _, Sqlite, SqliteConnection, query::Query, sqlite::SqliteArguments};
 
-use crate::{
+use orlop_core::{
     log::{Append, Appended, LeaseChange},
     types::{Change, ChangeKind, LeaseId},
 };

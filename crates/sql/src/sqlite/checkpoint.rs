@@ -21,7 +21,7 @@ use tokio::{
 use tracing::warn;
 
 use super::writer::Writer;
-use crate::{
+use orlop_core::{
     supervise::vital,
     types::{Change, ChangeKind},
 };

@@ -7,10 +7,8 @@ use super::{
     read,
     view::{SqliteView, has_wal, unreadable},
 };
-use crate::log::{
-    Depth, Error, Facts, Inspect, Result, StoredLease, StoredRow, Table,
-    rows::{REPLAY_ROWS, merge},
-};
+use crate::rows::{REPLAY_ROWS, merge, stored_row};
+use orlop_core::log::{Depth, Error, Facts, Inspect, Result, StoredLease, StoredRow, Table};
 
 #[async_trait]
 impl Inspect for SqliteView {
@@ -108,5 +106,5 @@ async fn rows(
     (id, sub): (i64, i64),
 ) -> Result<Vec<StoredRow>> {
     let rows = sqlx::query(sql).bind(id).bind(sub).bind(REPLAY_ROWS as i64).fetch_all(connection).await;
-    rows.map_err(unreadable)?.iter().map(|row| StoredRow::read(table, row)).collect()
+    rows.map_err(unreadable)?.iter().map(|row| stored_row(table, row)).collect()
 }

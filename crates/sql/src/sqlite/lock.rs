@@ -6,7 +6,7 @@ use std::{
     path::Path,
 };
 
-use crate::{
+use orlop_core::{
     log::{Error, Result},
     private,
 };

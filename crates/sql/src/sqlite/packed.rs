@@ -3,11 +3,9 @@
 
 use sqlx::sqlite::SqliteRow;
 
-use crate::{
-    log::{
-        Error, Result,
-        rows::{LogRow as _, RowColumns, row_id},
-    },
+use crate::rows::{LogRow as _, RowColumns, row_id};
+use orlop_core::{
+    log::{Error, Result},
     types::{EncodedKv, LeaseId, Revision, RowId, Version},
 };
 

@@ -9,14 +9,12 @@ use super::{
     has_code,
     packed::{self, packed_columns},
 };
-use crate::{
-    log::{
-        Meta, Page, Result, Size, Visit, WithPrev,
-        rows::{
-            self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow,
-            REPLAY_ROWS, RowColumns, SqlRange, merge, unavailable,
-        },
-    },
+use crate::rows::{
+    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
+    RowColumns, SqlRange, merge, unavailable,
+};
+use orlop_core::{
+    log::{Meta, Page, Result, Size, Visit, WithPrev},
     types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
 
@@ -25,7 +23,7 @@ const VALUES_ROWS: usize = 256;
 /// What a statement would return is longer than SQLite lets a value be.
 const SQLITE_TOOBIG: i32 = 18;
 
-/// As [`crate::log::History::meta`].
+/// As [`orlop_core::log::History::meta`].
 pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
     const META: &str = "SELECT 'position', '', coalesce(max(id), 1), 0, 0, NULL FROM kv_log \
         UNION ALL SELECT 'fact', name, value, 0, 0, NULL FROM meta \
@@ -34,7 +32,7 @@ pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
     Ok(rows::meta(&rows))
 }
 
-/// As [`crate::log::History::replay`].
+/// As [`orlop_core::log::History::replay`].
 pub(super) async fn replay(connection: &mut SqliteConnection, visit: &mut Visit<'_>) -> Result<Meta> {
     // Nobody else writes while this process starts, so that what is read in parts is of one moment.
     let meta = meta(&mut *connection).await?;
@@ -54,7 +52,7 @@ pub(super) async fn replay(connection: &mut SqliteConnection, visit: &mut Visit<
     }
 }
 
-/// As [`crate::log::Log::values`].
+/// As [`orlop_core::log::Log::values`].
 pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
     let mut found = Vec::with_capacity(rows.len());
     let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
@@ -101,7 +99,7 @@ async fn packed(connection: &mut SqliteConnection, table: Table, rows: &[RowId])
     sqlx::query(sql).bind(list).fetch_one(connection).await
 }
 
-/// As [`crate::log::History::changes`].
+/// As [`orlop_core::log::History::changes`].
 pub(super) async fn changes(
     connection: &mut SqliteConnection,
     from: Revision,

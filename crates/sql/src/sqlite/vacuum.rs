@@ -13,10 +13,8 @@ use tokio::{
 use tracing::warn;
 
 use super::{checkpoint::Checkpointer, read, writer::Writer};
-use crate::{
-    log::{Result, rows::unavailable},
-    supervise::vital,
-};
+use crate::rows::unavailable;
+use orlop_core::{log::Result, supervise::vital};
 
 /// Pages given back while a write waits at most.
 const STEP: &str = "PRAGMA incremental_vacuum(64)";

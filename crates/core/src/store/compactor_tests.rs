@@ -1,21 +1,18 @@
 //! What a compaction leaves in the log, wherever a stop cuts it off.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
-use bytes::Bytes;
 use tokio::time::timeout;
 
 use super::{
-    Settings, Store,
     compactor::{Duty, Pace, purge},
     open::replay,
-    request::{CompactionWait, DeleteRequest, Op, PutLease, PutRequest, PutValue, TxnRequest},
     txn_tests::shared,
 };
 use crate::{
     index::{CompactionCursor, TreeIndex},
-    log::{Append, Appended, SqliteLog},
-    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Prev, Revision, RowId, Version},
+    log::{Append, Appended},
+    types::{Change, ChangeKind, EncodedKv, Key, Prev, Revision, RowId, Version},
 };
 
 /// The rows that go are more than are deleted at once, so a stop falls between a key's put and its tombstone.
@@ -62,36 +59,4 @@ fn created_and_deleted(keys: usize) -> Vec<Change> {
         changes.push(Change { row, key: Key::from(key.as_bytes()), kind, prev, prev_lease: None });
     }
     changes
-}
-
-/// A transaction may put a key and delete all keys; what is left of it is its second change.
-#[tokio::test]
-async fn compaction_at_the_head_keeps_the_head() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("log.db");
-    let open = async || {
-        let log = Arc::new(SqliteLog::open(&file).await.unwrap());
-        Store::open(log, Settings { value_cache_bytes: 0, ..Settings::default() }).await.unwrap()
-    };
-    let put = || PutRequest {
-        key: Bytes::from_static(b"a"),
-        value: PutValue::New(Bytes::from_static(b"value")),
-        lease: PutLease::Set(None),
-        prev_kv: false,
-    };
-    let delete = DeleteRequest { range: KeyRange::from_wire(b"\0", b"\0"), prev_kv: false };
-
-    let store = open().await;
-    let success = vec![Op::Put(put()), Op::Delete(delete)];
-    let txn = TxnRequest { compares: vec![], success, failure: vec![] };
-    assert_eq!(store.txn(txn).await.unwrap().revision, Revision(2));
-    store.compact(Revision(2), CompactionWait::ForRows).await.unwrap();
-    assert_eq!(store.log().meta().await.unwrap().position.head, Revision(2));
-    store.stop().await;
-    drop(store);
-
-    let store = open().await;
-    assert_eq!(store.head(), Revision(2));
-    assert_eq!(store.put(put()).await.unwrap().revision, Revision(3));
-    store.stop().await;
 }

@@ -1,27 +1,29 @@
 //! A naive store: every change in one list, every question answered by a scan of it. It follows the semantics of etcd word
 //! for word, so that what the other tests compare with can be read beside them.
 
+#![allow(dead_code, reason = "each test binary uses a part of it")]
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 
-use super::{
-    Error,
-    request::{
-        Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease, PutRequest,
-        PutResponse, PutValue, RangeRequest, RangeResponse, Relation, RevisionFilter, Sort, SortOrder, SortScope,
-        SortTarget, TxnRequest, TxnResponse,
-    },
-};
-use crate::{
+use orlop_core::{
     index::ReadAt,
     log::LeaseChange,
+    store::{
+        Error,
+        request::{
+            Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease, PutRequest,
+            PutResponse, PutValue, RangeRequest, RangeResponse, Relation, RevisionFilter, Sort, SortOrder, SortScope,
+            SortTarget, TxnRequest, TxnResponse,
+        },
+    },
     types::{EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
 /// A version of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Pair {
+pub struct Pair {
     pub key: Key,
     pub version: Version,
     pub value: Bytes,
@@ -36,7 +38,7 @@ impl Pair {
 
 /// A change; `None`: a delete.
 #[derive(Clone, Debug)]
-pub(crate) struct Row {
+pub struct Row {
     pub id: RowId,
     pub key: Key,
     pub pair: Option<Pair>,
@@ -46,7 +48,7 @@ pub(crate) struct Row {
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct Model {
+pub struct Model {
     pub rows: Vec<Row>,
     pub head: Revision,
     pub compact_revision: Option<Revision>,
@@ -187,7 +189,7 @@ impl Model {
     }
 
     fn push(&mut self, key: Key, pair: Option<Pair>) {
-        let sub = u32::try_from(self.rows.len() - self.txn).unwrap();
+        let sub = u32::try_from(self.rows.len() - self.txn).expect("a transaction has fewer than 2^32 rows");
         let id = RowId::new(self.head.next(), sub);
         let prev_lease = self.get(&key).and_then(|pair| pair.lease);
         let prev = self.rows[..self.txn].iter().rfind(|row| row.key == key).and_then(|row| row.pair.clone());
@@ -247,7 +249,10 @@ impl Model {
 
     fn run_put(&mut self, put: &PutRequest) -> Result<PutResponse> {
         let before = self.get(&put.key);
-        let row = RowId::new(self.head.next(), u32::try_from(self.rows.len() - self.txn).unwrap());
+        let row = RowId::new(
+            self.head.next(),
+            u32::try_from(self.rows.len() - self.txn).expect("a transaction has fewer than 2^32 rows"),
+        );
         let kept = || before.clone().ok_or(Error::KeyNotFound);
         let value = match &put.value {
             PutValue::New(value) => value.clone(),
@@ -325,7 +330,7 @@ fn related<T: Ord>(relation: Relation, left: &T, right: &T) -> bool {
 
 /// What a range answers with, of all the pairs in it. Pairs that a sort does not tell apart stay in the order of their
 /// keys; etcd promises none.
-pub(crate) fn select(mut pairs: Vec<Pair>, range: &RangeRequest, revision: Revision) -> RangeResponse {
+pub fn select(mut pairs: Vec<Pair>, range: &RangeRequest, revision: Revision) -> RangeResponse {
     let count = pairs.len();
     if range.projection == Projection::CountOnly {
         return RangeResponse { revision, kvs: Vec::new(), more: false, count };

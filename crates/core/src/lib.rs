@@ -1,0 +1,47 @@
+//! The store: etcd's data model over an append-only log.
+//!
+//! ```text
+//! requests ──▶ store: writer (group commit) ──append──▶ log: kv_log
+//!                │                                        │
+//!                │                         committed rows, in revision order
+//!                ▼                                        ▼
+//! answers ◀── reader ◀──── index (key → revisions) ◀── applier ──▶ watch: hub ──▶ events
+//!                          + value cache               + leases
+//! ```
+//!
+//! The log is the source of truth. The index, the leases and the watchers' positions are caches of it that are rebuilt by
+//! reading it once. Only the applier changes the index, and only committed rows reach the applier.
+//!
+//! This crate contains no SQL, no gRPC and no HTTP: a database implements [`log::Log`], and a server calls
+//! [`store::Store`]. In reading order:
+//!
+//! - [`types`]: revisions, keys, ranges, changes, and their encoded form
+//! - [`log`]: the trait that a database implements
+//! - [`index`]: key → revisions, at every readable revision
+//! - [`lease`]: the lease table
+//! - [`watch`]: committed changes on their way to clients
+//! - [`store`]: requests, the writer that commits them in groups, the readers
+//! - [`metrics`], [`trace`], [`supervise`], [`watchdog`], [`mod@private`]: counters, request tracing, panics, stuck loops,
+//!   file modes
+//!
+//! Invariants:
+//!
+//! 1. Revisions are dense and totally ordered; a request is answered after its commit is durable.
+//! 2. The index equals the log at every revision from the compact revision to the head.
+//! 3. Watches are ordered, unique, atomic and reliable; progress never overtakes an event that it covers.
+
+#[cfg(test)]
+extern crate self as orlop_core; // for the naive model, which integration tests share
+
+pub mod index;
+pub mod lease;
+pub mod log;
+pub mod metrics;
+pub mod private;
+pub mod store;
+pub mod supervise;
+pub mod trace;
+pub mod turns;
+pub mod types;
+pub mod watch;
+pub mod watchdog;
