@@ -259,7 +259,7 @@ fn in_pieces(body: &[u8]) {
                 }
             }
         }
-        let open = values.len() > 0;
+        let open = values.buffered_bytes() > 0;
         (found, Some(open))
     };
     let whole = read(body.len().max(1));
