@@ -21,6 +21,7 @@
 //! - [`lease`]: the lease table
 //! - [`watch`]: committed changes on their way to clients
 //! - [`store`]: requests, the writer that commits them in groups, the readers
+//! - [`overload`]: limits on time and memory under attack
 //! - [`metrics`], [`trace`], [`supervise`], [`watchdog`], [`mod@private`]: counters, request tracing, panics, stuck loops,
 //!   file modes
 //!
@@ -37,11 +38,11 @@ pub mod index;
 pub mod lease;
 pub mod log;
 pub mod metrics;
+pub mod overload;
 pub mod private;
 pub mod store;
 pub mod supervise;
 pub mod trace;
-pub mod turns;
 pub mod types;
 pub mod watch;
 pub mod watchdog;
