@@ -9,7 +9,7 @@ use std::{
 use bytes::Bytes;
 use http_body::Body as _;
 
-use orlop::api::reply::ReplyBody;
+use orlop::api::grpc::response_body::ResponseBody;
 use orlop_core::{
     index::{CompactionCursor, TreeIndex},
     lease,
@@ -19,7 +19,6 @@ use orlop_core::{
         txn::Evaluation,
         values::ValueCache,
     },
-    turns::Turns,
     types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Revision, RowId, Version},
     watch::intervals::Intervals,
 };
@@ -163,8 +162,7 @@ impl Answer {
 
     /// Whether it could be encoded, and all of it be taken.
     pub fn encode(self) -> bool {
-        let (turns, _) = Turns::new();
-        let Ok(mut body) = ReplyBody::new(self.0, &turns) else { return false };
+        let Ok(mut body) = ResponseBody::new(self.0) else { return false };
         let mut context = Context::from_waker(Waker::noop());
         loop {
             match Pin::new(&mut body).poll_frame(&mut context) {

@@ -8,21 +8,15 @@ mod auth;
 mod cluster;
 pub mod convert;
 mod election;
-mod front;
-mod inbox;
-pub mod intake;
+pub mod grpc;
 pub mod interval_check;
 mod kv;
 mod lease;
 mod lock;
 mod maintenance;
-mod meter;
 mod queue;
-pub mod reply;
 mod snapshot;
 pub mod status;
-mod unary;
-pub mod undecoded;
 pub mod watch;
 
 use std::{sync::Arc, time::Duration};
@@ -30,10 +24,15 @@ use std::{sync::Arc, time::Duration};
 use tokio::sync::watch as watch_channel;
 use tonic::service::Routes;
 
+use self::grpc::metering::Meter;
+pub use self::grpc::router::Router;
 use self::{election::ElectionService, lock::LockService, snapshot::Snapshots};
-pub use self::{front::Front, intake::Intake};
-use crate::snapshot::Folder;
-use orlop_core::{store::Store, turns::Turns, types::Revision};
+use crate::{snapshot::Folder, telemetry::Exporter};
+use orlop_core::{
+    overload::{PartialRequests, Steps},
+    store::Store,
+    types::Revision,
+};
 use orlop_wire::proto::{
     DESCRIPTORS,
     server::{
@@ -45,8 +44,6 @@ use orlop_wire::proto::{
         v3lockpb::lock_server::LockServer,
     },
 };
-
-use crate::telemetry::Exporter;
 
 /// The etcd release whose behaviour and API this server has; clients decide by it what they use.
 pub const ETCD_VERSION: &str = "3.6.13";
@@ -96,13 +93,15 @@ struct Context {
     store: Arc<Store>,
     settings: Arc<Settings>,
     snapshots: Snapshots,
-    /// Of who sends many requests on a stream.
-    turns: Arc<Turns>,
     /// Turns true when the server goes down.
     stopping: watch_channel::Receiver<bool>,
 }
 
 impl Context {
+    fn steps(&self) -> &Arc<Steps> {
+        self.store.steps()
+    }
+
     fn header(&self, revision: Revision) -> Option<pb::ResponseHeader> {
         let identity = self.store.identity();
         Some(pb::ResponseHeader {
@@ -114,8 +113,7 @@ impl Context {
     }
 }
 
-/// All services. `turns` are those that connections are read at; `stopping` ends the streams, which would otherwise outlive
-/// any drain.
+/// Builds all services. `stopping` ends the streams, which would otherwise outlive the server's drain.
 ///
 /// # Errors
 ///
@@ -123,15 +121,14 @@ impl Context {
 pub fn services(
     store: Arc<Store>,
     settings: Settings,
-    intake: Arc<Intake>,
-    turns: Arc<Turns>,
+    partial_requests: Arc<PartialRequests>,
     stopping: watch_channel::Receiver<bool>,
-) -> Result<Front, tonic_reflection::server::Error> {
+) -> Result<Router, tonic_reflection::server::Error> {
     let (small, long) = (settings.small_message_bytes(), settings.max_message_bytes());
     let (metrics, exporter) = (Arc::clone(store.metrics()), settings.exporter.clone());
-    let meter = meter::Meter::new(metrics, intake, settings.patience, exporter)?;
+    let meter = Meter::new(metrics, partial_requests, settings.patience, exporter)?;
     let snapshots = Snapshots::new(&store, settings.snapshots.clone());
-    let context = Arc::new(Context { store, settings: Arc::new(settings), snapshots, turns, stopping });
+    let context = Arc::new(Context { store, settings: Arc::new(settings), snapshots, stopping });
     let (_, health) = tonic_health::server::health_reporter();
     let reflection = || {
         tonic_reflection::server::Builder::configure()
@@ -150,7 +147,7 @@ pub fn services(
         .add_service(health.max_decoding_message_size(small))
         .add_service(reflection().build_v1()?.max_decoding_message_size(small))
         .add_service(reflection().build_v1alpha()?.max_decoding_message_size(small));
-    Ok(Front::new(meter.around(kv), Routes::from(routes.into_axum_router().layer(meter))))
+    Ok(Router::new(meter.around(kv), Routes::from(routes.into_axum_router().layer(meter))))
 }
 
 #[cfg(test)]

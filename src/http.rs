@@ -19,8 +19,8 @@ use axum::{
 };
 use tonic::{Status, service::Routes};
 
-use crate::api::Intake;
 use orlop_core::{
+    overload::PartialRequests,
     store::Store,
     supervise::{caught, tell_request},
 };
@@ -30,9 +30,13 @@ use orlop_core::{
 /// # Errors
 ///
 /// If the descriptors that were compiled in cannot be read.
-pub fn routes(grpc: Routes, store: &Arc<Store>, intake: Arc<Intake>) -> Result<Routes, prost_reflect::DescriptorError> {
+pub fn routes(
+    grpc: Routes,
+    store: &Arc<Store>,
+    partial_requests: Arc<PartialRequests>,
+) -> Result<Routes, prost_reflect::DescriptorError> {
     let grpc = grpc.into_axum_router();
-    let gateway = gateway::routes(grpc.clone(), intake)?
+    let gateway = gateway::routes(grpc.clone(), partial_requests)?
         .layer(map_response(for_all_origins))
         .layer(from_fn_with_state(Arc::clone(store), survive));
     Ok(Routes::from(grpc.merge(http(store)).merge(gateway).fallback(unknown)))

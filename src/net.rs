@@ -33,7 +33,7 @@ use tokio::{
     net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
     sync::{mpsc, watch},
     task::JoinHandle,
-    time::{sleep, timeout},
+    time::sleep,
 };
 use tokio_rustls::server::TlsStream;
 use tracing::{debug, error, warn};
@@ -42,8 +42,8 @@ pub use self::places::Places;
 use self::{guard::Guarded, seldom::Seldom};
 use crate::config::{FileMode, ListenUrl, Scheme};
 use orlop_core::{
+    overload::{Steps, paced},
     supervise::{caught, vital},
-    turns::{Portions, Turns},
 };
 use orlop_wire::write_coalescing::gather;
 
@@ -59,10 +59,6 @@ const SEND_BUFFER: usize = 128 << 10;
 const HTTP1_BUFFER: usize = 16 << 10;
 /// Clients that wait to be accepted on a unix socket, as many as the standard library has it.
 const BACKLOG: u32 = 128;
-/// What a new connection takes, until its first request: who comes again and again costs as much as who sends.
-const GREETING_TIME: Duration = Duration::from_micros(100);
-/// How long one who comes anew waits for a turn.
-const GREETING_WAIT_MAX: Duration = Duration::from_millis(5);
 /// Pause after the system would give no connection, for example for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 static NOT_ACCEPTED: Seldom = Seldom::new();
@@ -75,8 +71,8 @@ pub struct Settings {
     pub keepalive_interval: Duration,
     pub keepalive_timeout: Duration,
     pub places: Places,
-    /// At which long messages are read, and those who come greeted.
-    pub turns: Arc<Turns>,
+    /// The queue in which connections wait to read on.
+    pub steps: Arc<Steps>,
 }
 
 /// A bound address.
@@ -135,14 +131,15 @@ impl Listener {
         R: http_body::Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
     {
         let http = http(&settings);
+        let steps = Arc::clone(&settings.steps);
         match self.socket {
             Socket::Tcp(socket) => {
-                let (connections, accepting) = accept(socket, self.tls, settings.places, settings.turns);
-                serve_all(connections, accepting, http, services, stopping).await;
+                let (connections, accepting) = accept(socket, self.tls, settings.places, settings.steps);
+                serve_all(connections, accepting, http, services, steps, stopping).await;
             }
             Socket::Unix(socket) => {
-                let (connections, accepting) = accept(socket, self.tls, settings.places, settings.turns);
-                serve_all(connections, accepting, http, services, stopping).await;
+                let (connections, accepting) = accept(socket, self.tls, settings.places, settings.steps);
+                serve_all(connections, accepting, http, services, steps, stopping).await;
             }
         }
         if let ListenUrl::Unix(path, _) = &self.url {
@@ -178,6 +175,7 @@ async fn serve_all<C, S, R>(
     accepting: AbortOnDropHandle,
     http: Http,
     services: S,
+    steps: Arc<Steps>,
     mut stopping: watch::Receiver<bool>,
 ) where
     C: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -193,9 +191,10 @@ async fn serve_all<C, S, R>(
             _ = stopping.wait_for(|stopping| *stopping) => None,
         };
         let Some(connection) = connection else { break };
+        let (connection, pacer) = paced(connection, &steps);
         let (connection, tail) = gather(connection);
         let connection = http.serve_connection(TokioIo::new(connection), services.clone()).into_owned();
-        let serving = tail.behind(served.watch(connection));
+        let serving = pacer.run(tail.behind(served.watch(connection)));
         tokio::spawn(async move {
             if let Err(error) = serving.await {
                 debug!(error, "a connection broke");
@@ -273,11 +272,6 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
     }
 }
 
-/// What is read of a connection at a turn, in bytes.
-fn portions(turns: &Arc<Turns>) -> Portions {
-    Portions::new(turns, 256..=16 << 10)
-}
-
 type Connections<S> = mpsc::Receiver<Guarded<Connection<S>>>;
 
 /// Those who have said who they are; nobody is accepted any more when the second is dropped.
@@ -285,10 +279,10 @@ fn accept<L: Accept>(
     socket: L,
     tls: Option<Arc<tls::Acceptor>>,
     places: Places,
-    turns: Arc<Turns>,
+    steps: Arc<Steps>,
 ) -> (Connections<L::Stream>, AbortOnDropHandle) {
     let (ready, connections) = mpsc::channel(1);
-    let accepting = vital("a listener", accept_all(socket, tls, places, turns, ready));
+    let accepting = vital("a listener", accept_all(socket, tls, places, steps, ready));
     (connections, AbortOnDropHandle(accepting))
 }
 
@@ -304,24 +298,24 @@ async fn accept_all<L: Accept>(
     socket: L,
     tls: Option<Arc<tls::Acceptor>>,
     places: Places,
-    turns: Arc<Turns>,
+    steps: Arc<Steps>,
     ready: mpsc::Sender<Guarded<Connection<L::Stream>>>,
 ) {
     loop {
         let place = places.take().await;
         let (stream, remote) = next_client(&socket).await;
-        // Of many who send without a pause one who comes anew would wait for each.
-        let _ = timeout(GREETING_WAIT_MAX, turns.after(GREETING_TIME)).await;
+        // One connection is set up per step: clients may connect again and again.
+        steps.request().await;
         let Some(tls) = &tls else {
             // Nobody takes it any more once the server goes down.
-            let _ = ready.send(Guarded::new(Connection::Plain(stream), portions(&turns), place)).await;
+            let _ = ready.send(Guarded::new(Connection::Plain(stream), place)).await;
             continue;
         };
-        let (tls, ready, portions) = (Arc::clone(tls), ready.clone(), portions(&turns));
+        let (tls, ready) = (Arc::clone(tls), ready.clone());
         tokio::spawn(async move {
             match caught(tls.accept(stream)).await {
                 Ok(Ok(stream)) => {
-                    drop(ready.send(Guarded::new(Connection::Tls(Box::new(stream)), portions, place)).await);
+                    drop(ready.send(Guarded::new(Connection::Tls(Box::new(stream)), place)).await);
                 }
                 Ok(Err(error)) => debug!(%remote, %error, "rejected connection"),
                 Err(panic) => error!(%remote, place = panic.place, message = panic.message, "a handshake panicked"),

@@ -23,9 +23,9 @@ use crate::{
 use orlop_core::{
     log::Log,
     metrics::{self, Metrics},
+    overload::{PartialRequests, Steps},
     store::{self, AutoCompaction, Pace, Patience, Store},
     supervise::vital,
-    turns::Turns,
     watchdog::{Pulse, Watching},
 };
 use orlop_sql::{PostgresLog, PostgresSettings, SqliteLog};
@@ -71,28 +71,27 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
     let exporter = exporter(&settings)?;
-    let turns = store.turns();
-    let intake = Arc::new(api::Intake::new(turns));
+    let partial_requests = Arc::<PartialRequests>::default();
     let served = api_settings(&settings, snapshots, exporter.clone());
-    let services = api::services(Arc::clone(&store), served, Arc::clone(&intake), Arc::clone(turns), stopping.clone())
+    let services = api::services(Arc::clone(&store), served, Arc::clone(&partial_requests), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
     let services = services
-        .with(|grpc| http::routes(grpc, &store, intake))
+        .with(|grpc| http::routes(grpc, &store, partial_requests))
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
-    let clients = connections(&settings, Places::for_clients(), turns);
+    let clients = connections(&settings, Places::for_clients(), store.steps());
     for listener in listeners {
         announce(&listener.url);
         servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
     }
     drop(services);
     tell_service_manager("READY=1");
-    // Of their own: no flood of clients keeps them out.
-    let (probe_turns, give_turns) = Turns::new();
-    vital("the giving of turns to probes", give_turns);
+    // Probes have a queue of their own, so that no flood of clients delays them.
+    let (probe_steps, grant_steps) = Steps::new();
+    vital("the granting of steps to probes", grant_steps);
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
-        let probes = connections(&settings, Places::for_probes(), &probe_turns);
+        let probes = connections(&settings, Places::for_probes(), &probe_steps);
         servers.spawn(listener.serve(TowerToHyperService::new(http::probe_routes(&store)), probes, stopping.clone()));
     }
 
@@ -164,13 +163,13 @@ async fn bind(urls: &Urls, tls: Option<&Arc<tls::Acceptor>>, socket_mode: FileMo
     Ok(listeners)
 }
 
-fn connections(settings: &Settings, places: Places, turns: &Arc<Turns>) -> net::Settings {
+fn connections(settings: &Settings, places: Places, steps: &Arc<Steps>) -> net::Settings {
     net::Settings {
         max_concurrent_streams: settings.max_concurrent_streams,
         keepalive_interval: settings.grpc_keepalive_interval.0,
         keepalive_timeout: settings.grpc_keepalive_timeout.0,
         places,
-        turns: Arc::clone(turns),
+        steps: Arc::clone(steps),
     }
 }
 
@@ -200,7 +199,7 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
         }),
         compaction: Pace { rows: settings.compaction_batch_limit, pause: settings.compaction_sleep_interval.0 },
         // Threads of a larger runtime would wake one another.
-        stays_awake: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
+        busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
         watchdog: Arc::default(),
     };

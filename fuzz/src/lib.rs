@@ -16,7 +16,7 @@ use prost_reflect::{DescriptorPool, MessageDescriptor};
 use tokio::runtime::{Builder, Runtime};
 
 use orlop::{
-    api::{convert, interval_check::check_intervals, undecoded, watch},
+    api::{convert, grpc::request_limits, interval_check::check_intervals, watch},
     config::{Flags, Settings},
     http::gateway::{self, values::Values},
     snapshot::{self, HashCheck, Hashing},
@@ -155,7 +155,7 @@ pub fn txn(wire: &[u8]) {
     }
     let encoded = request.encode_to_vec();
     for ops_max in [2, TXN_OPS_MAX] {
-        let refused_undecoded = undecoded::count_txn(&encoded, ops_max).is_err();
+        let refused_undecoded = request_limits::count_txn(&encoded, ops_max).is_err();
         let refused = refused_undecoded && convert::txn(request.clone(), ops_max).is_err();
         assert_eq!(refused_undecoded, refused, "what is accepted is not refused before it is decoded: {request:?}");
     }

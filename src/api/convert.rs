@@ -1,6 +1,6 @@
 //! From the wire's messages to the store's requests, checked on the way, and back.
 
-use super::{Context, interval_check::check_intervals, status::Invalid, undecoded::total_ops_max};
+use super::{Context, grpc::request_limits::total_ops_max, interval_check::check_intervals, status::Invalid};
 use orlop_core::{
     index::ReadAt,
     store::request::{

@@ -1,6 +1,5 @@
 //! The KV service: Range, RangeStream, Put, DeleteRange, Txn, Compact.
 
-use crate::api::status::from_store;
 use std::{
     convert::Infallible,
     future::Future,
@@ -21,10 +20,12 @@ use tonic_prost::ProstCodec;
 
 use super::{
     Context, convert,
-    reply::IntoSegments,
-    status::Invalid,
-    unary::{self, RequestBody, Response},
-    undecoded::Looked,
+    grpc::{
+        request_limits::LimitedFields,
+        response_body::IntoSegments,
+        unary::{self, RequestBody, Response},
+    },
+    status::{Invalid, from_store},
 };
 use orlop_core::{
     store::{RangePieces, request::CompactionWait, request::Projection},
@@ -47,27 +48,21 @@ impl KvService {
     fn unary<B, M, A, F>(
         &self,
         request: Request<B>,
-        answer: impl FnOnce(Arc<Context>, M) -> F + Send + 'static,
+        respond: impl FnOnce(Arc<Context>, M) -> F + Send + 'static,
     ) -> BoxFuture<http::Response<Body>, Infallible>
     where
         B: RequestBody,
-        M: Looked,
+        M: LimitedFields,
         A: IntoSegments,
         F: Future<Output = Result<A, Status>> + Send,
     {
         let context = Arc::clone(&self.0);
         Box::pin(async move {
-            let answer = match unary::request(request, &context.settings).await {
-                Ok((message, len)) => {
-                    let answered = answer(Arc::clone(&context), message).await;
-                    if answered.is_ok() {
-                        context.store.turns().taken_in(len);
-                    }
-                    answered
-                }
+            let outcome = match unary::request(request, &context.settings).await {
+                Ok(message) => respond(context, message).await,
                 Err(status) => Err(status),
             };
-            unary::respond(answer, context.store.turns())
+            unary::respond(outcome)
         })
     }
 }

@@ -1,16 +1,15 @@
 //! The Lease service.
 
-use crate::api::status::from_store;
 use std::{pin::Pin, sync::Arc};
 
-use futures_util::{Stream, TryStreamExt as _, stream};
+use futures_util::{Stream, StreamExt as _, TryStreamExt as _, stream};
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{Context, inbox::Inbox};
-use orlop_core::{store, types::LeaseId};
+use super::{Context, status::from_store};
+use orlop_core::{overload::PacedStream, store, types::LeaseId};
 use orlop_wire::proto::server::etcdserverpb::{self as pb, lease_server::Lease};
 
-/// Of one stream. On Postgres those that come together are renewed by one commit.
+/// Keep-alives of one stream that are served together: on Postgres one commit renews them.
 const KEEP_ALIVES_AT_ONCE: usize = 16;
 
 #[tonic::async_trait]
@@ -43,10 +42,10 @@ impl Lease for Context {
         &self,
         request: Request<Streaming<pb::LeaseKeepAliveRequest>>,
     ) -> Result<Response<Self::LeaseKeepAliveStream>, Status> {
-        let start = (self.clone(), Inbox::new(request.into_inner(), &self.turns));
+        let start = (self.clone(), PacedStream::new(request.into_inner(), self.steps()));
         let requests = stream::try_unfold(start, |(mut service, mut requests)| async move {
             let request = tokio::select! {
-                request = requests.message() => request?,
+                request = requests.next() => request.transpose()?,
                 _ = service.stopping.wait_for(|stopping| *stopping) => return Err(from_store(store::Error::Stopped)),
             };
             Ok(request.map(|request| (request.id, (service, requests))))

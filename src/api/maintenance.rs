@@ -1,9 +1,10 @@
 //! The Maintenance service: Status, alarms, Defragment, and the answers that make sense without Raft.
 
-use crate::api::status::from_store;
 use tonic::{Request, Response, Status};
 
-use super::{CLUSTER_VERSION, Context, ETCD_VERSION, RAFT_TERM, STORAGE_VERSION, snapshot::SnapshotStream};
+use super::{
+    CLUSTER_VERSION, Context, ETCD_VERSION, RAFT_TERM, STORAGE_VERSION, snapshot::SnapshotStream, status::from_store,
+};
 use orlop_core::{
     log::{Alarm, AlarmChange, AlarmKind, Cause, Size},
     types::Revision,

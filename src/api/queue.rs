@@ -4,7 +4,6 @@
 //! that do the same on their own (etcdctl's `lock` and `elect`, etcd's client library) stand in the same queues. The
 //! services that use this answer every error as Unknown with etcd's text, as etcd's do.
 
-use crate::api::status::from_store;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -13,7 +12,7 @@ use prost::Message as _;
 use tonic::Status;
 use tracing::warn;
 
-use super::{Context, kv};
+use super::{Context, kv, status::from_store};
 use orlop_core::{
     store,
     supervise::{caught, tell_request},

@@ -1,10 +1,10 @@
-//! THE table of errors: what a client sees of each, as a gRPC code and etcd's text.
+//! The table of errors: the gRPC code and etcd's text of each.
 
 use tonic::{Code, Status};
 
-use orlop_core::store;
+use orlop_core::{overload::REQUEST_TIME_MAX, store};
 
-/// A request that is wrong in itself.
+/// A request that is invalid in any state of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Invalid {
     KeyMissing,
@@ -13,7 +13,7 @@ pub enum Invalid {
     SortOption,
     TooManyOps,
     DuplicateKey,
-    /// A transaction's operation with nothing in it, which etcd answers with this text.
+    /// An empty operation of a transaction; etcd answers it with this text.
     EmptyOp,
     TooLarge,
 }
@@ -59,13 +59,23 @@ pub fn from_store(error: store::Error) -> Status {
     Status::new(code, text)
 }
 
-/// To a request in which the server found a mistake of its own.
-pub(super) fn panicked() -> Status {
+/// Refuses a request because a limit on memory is reached.
+pub fn too_many_requests() -> Status {
+    from_store(store::Error::TooManyRequests)
+}
+
+/// Refuses a request whose message did not arrive in time.
+pub fn request_too_late() -> Status {
+    Status::deadline_exceeded(format!("orlop: the message was not complete within {REQUEST_TIME_MAX:?}"))
+}
+
+/// Answers a request that panicked.
+pub fn panicked() -> Status {
     Status::internal("orlop: the request ended in a mistake of the server; its log says where")
 }
 
-/// What the transport answers to a message that is too long, as etcd's does.
-pub(super) fn message_too_large(bytes: usize, bytes_max: usize) -> Status {
+/// Refuses a message that is too long, with the text of etcd's transport.
+pub fn message_too_large(bytes: usize, bytes_max: usize) -> Status {
     Status::resource_exhausted(format!("grpc: received message larger than max ({bytes} vs. {bytes_max})"))
 }
 
@@ -73,7 +83,7 @@ pub(super) fn message_too_large(bytes: usize, bytes_max: usize) -> Status {
 mod tests {
     use super::*;
 
-    /// The texts are etcd's, read by clients; one that changes breaks them.
+    /// Clients parse etcd's texts.
     #[test]
     fn errors_have_etcds_codes_and_texts() {
         use store::Error;

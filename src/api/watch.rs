@@ -1,6 +1,5 @@
 //! The Watch service: one session a stream.
 
-use crate::api::status::from_store;
 use std::{convert::Infallible, pin::Pin, sync::Arc, task, time::Duration};
 
 use bytes::{BufMut as _, Bytes};
@@ -18,8 +17,12 @@ use tonic::{
 use tonic_prost::ProstDecoder;
 use tracing::{debug, warn};
 
-use super::{Context, inbox::Inbox, status::panicked};
+use super::{
+    Context,
+    status::{from_store, panicked},
+};
 use orlop_core::{
+    overload::PacedStream,
     store,
     supervise::{caught, tell_request},
     types::{KeyRange, Revision, WatchId},
@@ -109,7 +112,7 @@ async fn serve_or_fail(context: Arc<Context>, requests: Streaming<pb::WatchReque
 /// events.
 async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
     let store = &context.store;
-    let mut requests = Inbox::new(requests, &context.turns);
+    let mut requests = PacedStream::new(requests, context.steps());
     let mut session = Session::new(Arc::clone(store.hub()), Arc::clone(store.log()), Arc::clone(&outbox));
     let mut stopping = context.stopping.clone();
     let mut requests_open = true;
@@ -118,7 +121,7 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
     let mut confirming = None;
     while !outbox.has_ended() {
         tokio::select! {
-            request = requests.message(), if requests_open && confirming.is_none() && outbox.has_room() => match request {
+            request = requests.next(), if requests_open && confirming.is_none() && outbox.has_room() => match request.transpose() {
                 Ok(Some(pb::WatchRequest { request_union: Some(RequestUnion::ProgressRequest(_)) })) => {
                     // The answer covers what any instance acknowledged before. The next request waits for it, as requests
                     // are served in their order.

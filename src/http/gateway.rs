@@ -34,7 +34,8 @@ use tonic::{Code, Status};
 use tower::ServiceExt as _;
 
 use self::{text::Text, values::Values};
-use crate::api::intake::{Intake, Share};
+use crate::api::status::{request_too_late, too_many_requests};
+use orlop_core::overload::{PartialRequest, PartialRequests};
 use orlop_wire::proto::DESCRIPTORS;
 
 /// The JSON of one message at most, in bytes. The services have limits of their own.
@@ -107,22 +108,22 @@ const OBSERVE: (&str, &str) = ("election/observe", "v3electionpb.Election/Observ
 struct Gateway {
     pool: DescriptorPool,
     grpc: Router,
-    intake: Arc<Intake>,
+    partial_requests: Arc<PartialRequests>,
     /// KiB of large answers that have not left.
     answers: Arc<Semaphore>,
 }
 
 impl Gateway {
-    fn new(pool: DescriptorPool, grpc: Router, intake: Arc<Intake>) -> Self {
-        Self { pool, grpc, intake, answers: Arc::new(Semaphore::new(ANSWERS_KIB_MAX)) }
+    fn new(pool: DescriptorPool, grpc: Router, partial_requests: Arc<PartialRequests>) -> Self {
+        Self { pool, grpc, partial_requests, answers: Arc::new(Semaphore::new(ANSWERS_KIB_MAX)) }
     }
 }
 
 /// # Errors
 ///
 /// If the descriptors that were compiled in cannot be read.
-pub(super) fn routes(grpc: Router, intake: Arc<Intake>) -> Result<Router, DescriptorError> {
-    let gateway = Gateway::new(DescriptorPool::decode(DESCRIPTORS)?, grpc, intake);
+pub(super) fn routes(grpc: Router, partial_requests: Arc<PartialRequests>) -> Result<Router, DescriptorError> {
+    let gateway = Gateway::new(DescriptorPool::decode(DESCRIPTORS)?, grpc, partial_requests);
     Ok(Router::new().route("/v3/{*path}", any(serve)).with_state(Arc::new(gateway)))
 }
 
@@ -148,9 +149,13 @@ impl Gateway {
         let described = self.describe(method)?;
         let (head, body) = request.into_parts();
         let body = if described.is_client_streaming() {
-            Body::from_stream(frames(body.into_data_stream(), described.input(), Share::new(&self.intake)))
+            Body::from_stream(frames(
+                body.into_data_stream(),
+                described.input(),
+                PartialRequest::new(&self.partial_requests),
+            ))
         } else {
-            let json = whole(body.into_data_stream(), Share::new(&self.intake)).await?;
+            let json = whole(body.into_data_stream(), PartialRequest::new(&self.partial_requests)).await?;
             Body::from(framed(described.input(), json).await?)
         };
         let request = http::Request::post(format!("http://gateway/{method}"))
@@ -240,24 +245,27 @@ async fn aside_if_long<T: Send + 'static>(
 }
 
 /// All of a body, as much as may be of one message.
-async fn whole(mut body: BodyDataStream, mut share: Share) -> Result<Text, Status> {
+async fn whole(mut body: BodyDataStream, mut partial: PartialRequest) -> Result<Text, Status> {
     let mut text = Text::default();
-    while let Some(data) = next(&mut body, &mut share).await? {
+    while let Some(data) = next(&mut body, &mut partial).await? {
         if text.len() + data.len() > MESSAGE_BYTES_MAX {
             return Err(Status::invalid_argument("a message is too long"));
         }
         text.push(&data);
-        share.holds(text.len())?;
+        partial.set_bytes(text.len()).map_err(|_| too_many_requests())?;
     }
     Ok(text)
 }
 
-/// What comes next of a body, in the time that its message has. One that gets long takes turns with others.
-async fn next(body: &mut BodyDataStream, share: &mut Share) -> Result<Option<Bytes>, Status> {
-    share.turn().await;
+/// Returns the next data of a body.
+///
+/// # Errors
+///
+/// If its message is late.
+async fn next(body: &mut BodyDataStream, partial: &mut PartialRequest) -> Result<Option<Bytes>, Status> {
     tokio::select! {
         data = body.next() => data.transpose().map_err(|error| Status::invalid_argument(error.to_string())),
-        late = poll_fn(|context| share.poll_deadline(context)) => Err(late),
+        _ = poll_fn(|context| partial.poll_deadline(context)) => Err(request_too_late()),
     }
 }
 
@@ -265,19 +273,19 @@ async fn next(body: &mut BodyDataStream, share: &mut Share) -> Result<Option<Byt
 fn frames(
     body: BodyDataStream,
     kind: MessageDescriptor,
-    share: Share,
+    partial: PartialRequest,
 ) -> impl Stream<Item = Result<Bytes, axum::Error>> {
-    let start = (body, kind, share, Values::default(), Bytes::new());
-    stream::try_unfold(start, |(mut body, kind, mut share, mut values, mut data)| async move {
+    let start = (body, kind, partial, Values::default(), Bytes::new());
+    stream::try_unfold(start, |(mut body, kind, mut partial, mut values, mut data)| async move {
         loop {
             if let Some(text) = values.next(&mut data).map_err(axum::Error::new)? {
                 // What follows is another message, with its own time and turns.
-                share.holds(0).map_err(axum::Error::new)?;
+                partial.set_bytes(0).map_err(|_| axum::Error::new(too_many_requests()))?;
                 let frame = framed(kind.clone(), text).await.map_err(axum::Error::new)?;
-                return Ok(Some((frame, (body, kind, share, values, data))));
+                return Ok(Some((frame, (body, kind, partial, values, data))));
             }
-            share.holds(values.buffered_bytes()).map_err(axum::Error::new)?;
-            match next(&mut body, &mut share).await.map_err(axum::Error::new)? {
+            partial.set_bytes(values.buffered_bytes()).map_err(|_| axum::Error::new(too_many_requests()))?;
+            match next(&mut body, &mut partial).await.map_err(axum::Error::new)? {
                 Some(more) => data = more,
                 None if values.buffered_bytes() == 0 => return Ok(None),
                 None => return Err(axum::Error::new(Values::cut_off())),
@@ -468,7 +476,7 @@ mod tests {
         let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors");
         let kind = pool.get_message_by_name("etcdserverpb.WatchRequest").expect("a message");
         let body = Body::from_stream(pieces).into_data_stream();
-        let read: Vec<_> = frames(body, kind, Share::new(&Arc::default())).collect().await;
+        let read: Vec<_> = frames(body, kind, PartialRequest::new(&Arc::default())).collect().await;
         assert!(read.len() == 4 && read.iter().all(Result::is_ok), "{read:?}");
     }
 }

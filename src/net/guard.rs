@@ -16,7 +16,6 @@ use tokio::{
 use tracing::warn;
 
 use super::{authority::Authorities, seldom::Seldom};
-use orlop_core::turns::Portions;
 
 /// How long a client has to say which protocol it speaks.
 const HELLO_MAX: Duration = Duration::from_secs(10);
@@ -33,7 +32,6 @@ pub(super) struct Guarded<S> {
     inner: S,
     hello: Option<Hello>,
     stall: Option<Pin<Box<Sleep>>>,
-    portions: Portions,
     authorities: Option<Box<Authorities>>,
     /// Of those who may be connected at the same time.
     _place: OwnedSemaphorePermit,
@@ -45,10 +43,10 @@ struct Hello {
 }
 
 impl<S> Guarded<S> {
-    pub(super) fn new(inner: S, portions: Portions, place: OwnedSemaphorePermit) -> Self {
+    pub(super) fn new(inner: S, place: OwnedSemaphorePermit) -> Self {
         let hello = Hello { bytes: 0, deadline: Box::pin(sleep(HELLO_MAX)) };
         let authorities = Some(Box::default());
-        Self { inner, hello: Some(hello), stall: None, portions, authorities, _place: place }
+        Self { inner, hello: Some(hello), stall: None, authorities, _place: place }
     }
 
     /// Passes on what writing came to, unless it has been waiting for too long.
@@ -72,31 +70,12 @@ fn timed_out(text: String) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, text)
 }
 
-fn read_at_most<S: AsyncRead>(
-    most: usize,
-    inner: Pin<&mut S>,
-    context: &mut Context<'_>,
-    buffer: &mut ReadBuf<'_>,
-) -> Poll<io::Result<()>> {
-    // The usual case, in which nothing has to be initialized.
-    if buffer.remaining() <= most {
-        return inner.poll_read(context, buffer);
-    }
-    let mut part = ReadBuf::new(buffer.initialize_unfilled_to(most));
-    let read = inner.poll_read(context, &mut part);
-    let bytes = part.filled().len();
-    buffer.advance(bytes);
-    read
-}
-
 impl<S: AsyncRead + Unpin> Guarded<S> {
     /// Reads what the client sends, as it is.
     fn poll_sent(&mut self, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let portion = ready!(self.portions.poll(context));
         let before = buffer.filled().len();
-        let read = read_at_most(portion, Pin::new(&mut self.inner), context, buffer);
+        let read = Pin::new(&mut self.inner).poll_read(context, buffer);
         let bytes = buffer.filled().len() - before;
-        self.portions.took(if read.is_ready() { Poll::Ready(bytes) } else { Poll::Pending });
         let Some(hello) = &mut self.hello else { return read };
         hello.bytes += bytes;
         if hello.bytes >= HELLO_BYTES {
@@ -192,13 +171,11 @@ mod tests {
     };
 
     use super::*;
-    use crate::net::portions;
-    use orlop_core::turns::Turns;
 
     async fn guarded(buffer: usize) -> (Guarded<tokio::io::DuplexStream>, tokio::io::DuplexStream) {
         let place = Arc::new(Semaphore::new(1)).acquire_owned().await.expect("a place");
         let (server, client) = duplex(buffer);
-        (Guarded::new(server, portions(&Turns::new().0), place), client)
+        (Guarded::new(server, place), client)
     }
 
     #[tokio::test(start_paused = true)]
@@ -241,46 +218,5 @@ mod tests {
         let began = Instant::now();
         assert!(server.write_all(&[7; 100]).await.is_err());
         assert!(began.elapsed() >= STALL_MAX / 2 * 30 + STALL_MAX / 2);
-    }
-
-    #[tokio::test]
-    async fn no_more_is_read_at_a_turn_than_a_portion() {
-        let place = Arc::new(Semaphore::new(1)).acquire_owned().await.expect("a place");
-        let (server, mut client) = duplex(1 << 20);
-        let (turns, give) = Turns::new();
-        tokio::spawn(give);
-        let mut server = Guarded::new(server, portions(&turns), place);
-        let sent: Vec<u8> = (0..100_000_u32).map(|number| (number % 251) as u8).collect();
-        client.write_all(&sent).await.expect("room");
-        drop(client);
-        let (mut all, mut buffer) = (Vec::new(), vec![0; 1 << 20]);
-        loop {
-            let bytes = server.read(&mut buffer).await.expect("no error");
-            assert!(bytes <= 16 << 10, "{bytes} at once");
-            all.extend_from_slice(&buffer[..bytes]);
-            if bytes == 0 {
-                break;
-            }
-        }
-        assert!(all == sent);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn long_messages_are_read_on_at_turns() {
-        const BYTES: usize = 1 << 20;
-        for (given, is_whole) in [(false, false), (true, true)] {
-            let place = Arc::new(Semaphore::new(1)).acquire_owned().await.expect("a place");
-            let (server, mut client) = duplex(BYTES);
-            let (turns, give) = Turns::new();
-            let mut server = Guarded::new(server, portions(&turns), place);
-            let _nobody_gives = if given { Err(tokio::spawn(give)) } else { Ok(give) };
-            client.write_all(&vec![7; BYTES]).await.expect("room");
-            drop(client);
-            // By 8 KiB, as a client's protocol would.
-            let mut sink = tokio::io::sink();
-            let read = tokio::io::copy(&mut server, &mut sink);
-            let read = tokio::time::timeout(Duration::from_secs(1), read).await;
-            assert_eq!(read.is_ok_and(|bytes| bytes.is_ok()), is_whole, "turns are given: {given}");
-        }
     }
 }

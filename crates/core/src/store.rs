@@ -19,6 +19,7 @@
 mod applier;
 mod auto_compact;
 pub mod batch;
+mod busy_poll;
 mod catch_up;
 pub mod coalesce;
 mod compactor;
@@ -28,7 +29,6 @@ mod members;
 mod open;
 mod reader;
 pub mod request;
-mod room;
 mod select;
 mod space;
 mod state;
@@ -36,7 +36,6 @@ pub mod tasks;
 mod timing;
 pub mod txn;
 pub mod values;
-mod wakeful;
 mod writer;
 
 use std::{
@@ -62,7 +61,6 @@ use self::{
     request::{
         CompactionWait, DeleteRequest, DeleteResponse, LeaseGranted, PutRequest, PutResponse, TxnRequest, TxnResponse,
     },
-    room::Room,
     space::Space,
     values::ValueCache,
     writer::{Outcome, Request, WriteQueue},
@@ -72,9 +70,9 @@ use crate::{
     lease::{self, Remaining, Renewal},
     log::{self, Log, LoggedLease, Precision, Size, Touch},
     metrics::Metrics,
+    overload::{Exhausted, ReadMemory, Steps},
     supervise::Lock,
     trace::{self, Part},
-    turns::Turns,
     types::{LeaseId, Revision, RowId},
     watch::Hub,
     watchdog::{Pulse, Watchdog},
@@ -133,6 +131,12 @@ impl From<Unreadable> for Error {
     }
 }
 
+impl From<Exhausted> for Error {
+    fn from(_: Exhausted) -> Self {
+        Self::TooManyRequests
+    }
+}
+
 impl From<log::Error> for Error {
     /// The caller learns what to do; the operator finds the cause in the server's own log.
     fn from(error: log::Error) -> Self {
@@ -183,9 +187,10 @@ struct Shared {
     index: RwLock<TreeIndex>,
     leases: Lock<lease::Table>,
     values: ValueCache,
-    room: Room,
-    /// Of long reads, and of the answers that they are sent in.
-    turns: Arc<Turns>,
+    /// Limits the values that were read for responses.
+    read_memory: ReadMemory,
+    /// Steps of long reads.
+    steps: Arc<Steps>,
     /// Set when the next deadline of a lease may have come nearer.
     lease_deadline: Notify,
     /// Set when there is something to compact.
@@ -239,7 +244,6 @@ impl Store {
         let metrics = &self.shared.metrics.store;
         let started = Instant::now();
         let deadline = started + WAIT_MAX;
-        let _waiting = self.shared.turns.leave_time_to_the_database();
         let confirmed = loop {
             match timeout_at(deadline, heads.ask(())).await {
                 Ok(Some(Ok(()))) => break Ok(()),
@@ -267,8 +271,9 @@ impl Store {
         }
     }
 
-    pub fn turns(&self) -> &Arc<Turns> {
-        &self.shared.turns
+    /// The queue in which all long work of this server waits for its next step.
+    pub fn steps(&self) -> &Arc<Steps> {
+        &self.shared.steps
     }
 
     pub fn watchdog(&self) -> &Arc<Watchdog> {

@@ -16,25 +16,24 @@ use tracing::info;
 use super::{
     Identity, Pulses, Shared, Store,
     auto_compact::{self, AutoCompaction},
+    busy_poll::BusyPoll,
     catch_up::{self, Standing, lease_table},
     coalesce::Coalesced,
     compactor::{self, Pace},
     expiry,
     members::{self, Members},
-    room::Room,
     space::{self, Space},
     tasks::vital,
     timing::Patience,
     values::ValueCache,
-    wakeful::Wakeful,
     writer::{WriteQueue, Writer},
 };
 use crate::{
     index::{CompactionCursor, Contradiction, TreeIndex},
     log::{Error, History, Log, LoggedLease, Member, Meta, Result, Touch},
     metrics::Metrics,
+    overload::{ReadMemory, Steps},
     supervise::Lock,
-    turns::Turns,
     types::{Change, LeaseId, Revision, RowId, shown},
     watch::Hub,
     watchdog::Watchdog,
@@ -42,9 +41,6 @@ use crate::{
 
 /// How often a long start says how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
-/// Between two questions that renew leases in the log, and some of their answers: those of all clients that come meanwhile go
-/// into one. Without it, clients that renew without a pause keep the database busy for nothing, and the server with answers.
-const RENEWALS_REST: Duration = Duration::from_millis(2);
 
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -61,9 +57,8 @@ pub struct Settings {
     pub quota_bytes: i64,
     pub auto_compaction: Option<AutoCompaction>,
     pub compaction: Pace,
-    /// Whether the writer stays awake over the commit of a lone client, for which there must be a core beside the one on which
-    /// everything else runs.
-    pub stays_awake: bool,
+    /// Whether the writer polls the commit of a lone client instead of sleeping. Needs another core for the database.
+    pub busy_poll: bool,
     /// Is told of the store's loops.
     pub watchdog: Arc<Watchdog>,
 }
@@ -80,7 +75,7 @@ impl Default for Settings {
             quota_bytes: 0,
             auto_compaction: None,
             compaction: Pace::default(),
-            stays_awake: false,
+            busy_poll: false,
             watchdog: Arc::default(),
         }
     }
@@ -102,8 +97,8 @@ impl Store {
         let own = Member { id: meta.member_id, name: settings.name, client_urls: settings.client_urls };
 
         let (stop_background, stopped) = watch::channel(false);
-        let (turns, give_turns) = Turns::new();
-        vital("the giving of turns", give_turns);
+        let (steps, grant_steps) = Steps::new();
+        vital("the granting of steps", grant_steps);
         let shared = Arc::new(Shared {
             identity: Identity { cluster_id: meta.cluster_id, member_id: meta.member_id },
             standing: Standing::new(meta.position.server),
@@ -115,8 +110,8 @@ impl Store {
             index: RwLock::new(index),
             leases: Lock::new(leases),
             values: ValueCache::new(settings.value_cache_bytes),
-            room: Room::new(settings.value_cache_bytes),
-            turns,
+            read_memory: ReadMemory::new(settings.value_cache_bytes),
+            steps,
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
             purge_duty: AtomicBool::new(false),
@@ -126,7 +121,7 @@ impl Store {
         });
         shared.space.take_in(&meta);
         shared.fill_tail().await?;
-        let (writer, queue) = Writer::new(Arc::clone(&shared), settings.patience, Wakeful::new(settings.stays_awake));
+        let (writer, queue) = Writer::new(Arc::clone(&shared), settings.patience, BusyPoll::new(settings.busy_poll));
         let mut tasks = vec![
             vital("the writer", writer.run()),
             vital("the compactor", compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
@@ -189,7 +184,7 @@ fn ask_for_heads(shared: Arc<Shared>) -> Coalesced<(), Result<()>> {
 /// Renews leases in the log, `None` for one that it does not know.
 fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<LoggedLease>>> {
     let pulse = Arc::clone(&shared.pulses.renewals);
-    let (renewals, run) = Coalesced::with_rests(
+    let (renewals, run) = Coalesced::new(
         move |ids: Vec<LeaseId>| {
             let shared = Arc::clone(&shared);
             async move {
@@ -211,7 +206,6 @@ fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<Log
                 }
             }
         },
-        RENEWALS_REST,
         pulse,
     );
     vital("the renewal of leases", run);

@@ -1,27 +1,26 @@
 //! Reads: the index says which rows, the cache or the log gives their pairs.
 //!
 //! A long range lets go of the index every few thousand keys and goes on at the same revision, in the end when its
-//! turn comes ([`crate::turns`]), so it never holds up the writer. If a compaction overtakes it, a read at the latest revision starts again and any other fails as compacted.
+//! step is granted ([`Steps`]), so it never holds up the writer. If a compaction overtakes it, a read at the latest revision starts again and any other fails as compacted.
 
 use std::{collections::HashMap, sync::Arc};
 
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
-use tokio::{sync::Mutex, task::yield_now, time::Instant};
+use tokio::{task::yield_now, time::Instant};
 use tracing::error;
 
 use super::{
     Error, Result, Shared, Store,
     batch::Batch,
     request::{Consistency, Projection, RangeRequest, RangeResponse, TxnRequest, TxnResponse},
-    room::List,
     select::{Selected, Selection},
     timing,
     txn::{Evaluation, Fetched, Stop},
 };
 use crate::{
     index::{Entry, Lease, ReadAt},
+    overload::Steps,
     trace::{self, Part},
-    turns::{Turns, Work},
     types::{EncodedKv, Key, KeyRange, Revision, RowId},
 };
 
@@ -130,15 +129,15 @@ impl Store {
             fetched.extend(rows.iter().map(|row| (*row, None)));
             let is_list = fetched.len() > FEW_ROWS;
             let found = match &list {
-                Some(list) => self.shared.read_list(&rows, list).await?,
-                None if !is_list && self.shared.room.has_some() => self.shared.read_few(&rows).await?,
+                Some(_) => self.shared.read_list(&rows).await?,
+                None if !is_list && self.shared.read_memory.has_free() => self.shared.read_few(&rows).await?,
                 // Who waits holds nothing.
                 None => {
                     fetched.clear();
                     if is_list {
-                        list = Some(self.shared.room.list().await);
+                        list = Some(self.shared.read_memory.list().await?);
                     } else {
-                        self.shared.room.wait_for_some().await?;
+                        self.shared.read_memory.free().await?;
                     }
                     continue;
                 }
@@ -148,20 +147,17 @@ impl Store {
     }
 }
 
-/// Of a read. Who has made many waits for a turn before the next, others only let go.
+/// Counts the steps of a read: the first [`STEPS_FREE`] only yield to other tasks, later ones wait to be granted.
 #[derive(Default)]
-struct Steps {
-    made: usize,
-    work: Option<Work>,
-}
+struct StepCount(usize);
 
-impl Steps {
-    async fn next(&mut self, turns: &Arc<Turns>) {
-        self.made += 1;
-        if self.made <= STEPS_FREE {
+impl StepCount {
+    async fn next(&mut self, steps: &Steps) {
+        self.0 += 1;
+        if self.0 <= STEPS_FREE {
             yield_now().await;
         } else {
-            self.work.get_or_insert_with(|| turns.work()).turn().await;
+            steps.request().await;
         }
     }
 }
@@ -175,7 +171,7 @@ impl Shared {
         };
         let begun = Instant::now();
         let mut selection = Selection::new(request);
-        let (mut after, mut steps) = (None, Steps::default());
+        let (mut after, mut step) = (None, StepCount::default());
         loop {
             after = self.walk(&request.range, after.as_ref(), at, STEP_KEYS, &mut |key, entry| {
                 selection.offer(key, entry);
@@ -183,12 +179,12 @@ impl Shared {
             if after.is_none() {
                 break;
             }
-            steps.next(&self.turns).await;
+            step.next(&self.steps).await;
         }
         let count = selection.count();
         let selected = selection.take();
         let selected_at = Instant::now();
-        let kvs = self.pairs(&selected, request.projection, at, &mut steps).await?;
+        let kvs = self.pairs(&selected, request.projection, at, &mut step).await?;
         trace::note(Part::Select, selected_at - begun);
         trace::note(Part::Read, selected_at.elapsed());
         let (mut kvs, more) = selection.finish(kvs);
@@ -245,30 +241,27 @@ impl Shared {
         selected: &[Selected],
         projection: Projection,
         at: Revision,
-        steps: &mut Steps,
+        step: &mut StepCount,
     ) -> Result<Vec<EncodedKv>> {
-        let mut pairs = self.cached(selected, projection, FEW_ROWS, steps).await;
+        let mut pairs = self.cached(selected, projection, FEW_ROWS, step).await;
         let read = loop {
             let is_list = pairs.missing.len() > FEW_ROWS;
             if pairs.missing.is_empty() {
                 return Ok(pairs.whole());
-            } else if !is_list && self.room.has_some() {
+            } else if !is_list && self.read_memory.has_free() {
                 break self.read_few(&pairs.missing).await?;
             }
             // Who waits holds nothing: what others wait for might be just that.
             drop(pairs);
             if is_list {
-                steps.work = None;
-                let list = self.room.list().await;
-                pairs = self.cached(selected, projection, usize::MAX, steps).await;
-                // Where this list is the only one it is one work, not two that take turns.
-                steps.work = None;
-                break self.read_list(&pairs.missing, &list).await?;
+                let _list = self.read_memory.list().await?;
+                pairs = self.cached(selected, projection, usize::MAX, step).await;
+                break self.read_list(&pairs.missing).await?;
             }
-            self.room.wait_for_some().await?;
-            pairs = self.cached(selected, projection, FEW_ROWS, steps).await;
+            self.read_memory.free().await?;
+            pairs = self.cached(selected, projection, FEW_ROWS, step).await;
         };
-        self.put_in_place(selected, &mut pairs, read, at, steps).await?;
+        self.put_in_place(selected, &mut pairs, read, at, step).await?;
         Ok(pairs.whole())
     }
 
@@ -278,13 +271,13 @@ impl Shared {
         selected: &[Selected],
         projection: Projection,
         missing_max: usize,
-        steps: &mut Steps,
+        step: &mut StepCount,
     ) -> Pairs {
         let in_order = Vec::with_capacity(selected.len());
         let mut pairs = Pairs { in_order, missing: Vec::new() };
         for chunk in selected.chunks(STEP_KEYS) {
             if !pairs.in_order.is_empty() {
-                steps.next(&self.turns).await;
+                step.next(&self.steps).await;
             }
             for selected in chunk {
                 let row = selected.entry.version.row;
@@ -303,17 +296,14 @@ impl Shared {
 
     /// As [`crate::log::Log::values`].
     async fn read_few(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
-        Ok(self.room.count(self.log.values(rows).await?))
+        Ok(self.read_memory.count(self.log.values(rows).await?))
     }
 
-    /// As [`Self::read_few`], of a long list: several readers at once, as soon as there is room.
-    async fn read_list(&self, rows: &[RowId], list: &List<'_>) -> Result<Vec<(RowId, EncodedKv)>> {
-        let work = Mutex::new(self.turns.work());
+    /// As [`Self::read_few`], of a long list: [`READS_AT_ONCE`] readers at once, each part a step.
+    async fn read_list(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         let read = async |rows| {
-            work.lock().await.turn().await;
-            list.wait().await?;
-            let _set_off = self.turns.set_off();
-            Ok::<_, Error>(list.count(self.log.values(rows).await?))
+            self.steps.request().await;
+            self.read_few(rows).await
         };
         let (mut found, mut bytes) = (Vec::with_capacity(rows.len()), 0);
         let (mut rest, mut part) = (rows, READ_ROWS_FIRST);
@@ -337,7 +327,7 @@ impl Shared {
         pairs: &mut Pairs,
         mut read: Vec<(RowId, EncodedKv)>,
         at: Revision,
-        steps: &mut Steps,
+        step: &mut StepCount,
     ) -> Result<()> {
         let mut found = HashMap::with_capacity(read.len());
         loop {
@@ -345,7 +335,7 @@ impl Shared {
             if read.is_empty() {
                 break;
             }
-            steps.next(&self.turns).await;
+            step.next(&self.steps).await;
         }
         if found.len() < pairs.missing.len() {
             return Err(self.why_missing(at, pairs.missing.len() - found.len()).await);
@@ -353,7 +343,7 @@ impl Shared {
         let absent = selected.iter().zip(&mut pairs.in_order).filter(|(_, pair)| pair.is_none());
         for (number, (selected, pair)) in absent.enumerate() {
             if number % STEP_VALUES == STEP_VALUES - 1 {
-                steps.next(&self.turns).await;
+                step.next(&self.steps).await;
             }
             let row = selected.entry.version.row;
             *pair = found.remove(&row);
@@ -402,7 +392,7 @@ impl RangePieces {
         let all_taken = self.request.limit == Some(self.taken) || self.request.projection == Projection::CountOnly;
         let shared = &self.store.shared;
         let mut selected = Vec::new();
-        let (mut more, mut steps) = (false, Steps::default());
+        let (mut more, mut step) = (false, StepCount::default());
         loop {
             let budget = if all_taken { STEP_KEYS } else { (limit - selected.len()).min(STEP_KEYS) };
             let (projection, range) = (self.request.projection, &self.request.range);
@@ -423,9 +413,9 @@ impl RangePieces {
             if self.done || selected.len() == limit {
                 break;
             }
-            steps.next(&shared.turns).await;
+            step.next(&shared.steps).await;
         }
-        let mut kvs = shared.pairs(&selected, self.request.projection, self.at, &mut steps).await?;
+        let mut kvs = shared.pairs(&selected, self.request.projection, self.at, &mut step).await?;
         if self.request.projection == Projection::KeysOnly {
             kvs.iter_mut().for_each(|kv| *kv = kv.without_value());
         }
@@ -441,10 +431,7 @@ impl RangePieces {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use futures_util::FutureExt as _;
-    use tokio::time::timeout;
 
     use super::{super::txn_tests::shared, *};
     use crate::types::Version;
@@ -462,30 +449,18 @@ mod tests {
         // What the cache has is counted, like all that was read.
         let version = selected[0].entry.version;
         let (row, kv) =
-            shared.room.count(vec![(version.row, EncodedKv::new(b"k", version, &[7; 1_000], None))]).remove(0);
+            shared.read_memory.count(vec![(version.row, EncodedKv::new(b"k", version, &[7; 1_000], None))]).remove(0);
         shared.values.insert(row, kv);
         let mut turns = Vec::new();
-        while let Some(turn) = shared.room.list().now_or_never() {
+        while let Some(turn) = shared.read_memory.list().now_or_never() {
             turns.push(turn);
         }
-        let mut steps = Steps::default();
+        let mut steps = StepCount::default();
         let mut list = Box::pin(shared.pairs(&selected, Projection::Whole, Revision(2), &mut steps));
         assert!(list.as_mut().now_or_never().is_none(), "it waits");
-        assert_ne!(shared.room.bytes(), 0);
+        assert_ne!(shared.read_memory.bytes(), 0);
         // The cache lets go of it.
         shared.values.insert(row, EncodedKv::new(b"k", version, &[], None));
-        assert_eq!(shared.room.bytes(), 0, "nobody but the cache had it");
-    }
-
-    #[tokio::test]
-    async fn a_lone_list_waits_for_no_turn() {
-        // Turns that nobody gives.
-        let (turns, _give) = Turns::new();
-        let shared = Shared { turns, ..shared(1 << 20) };
-        let selected: Vec<Selected> = (0..2 * STEP_KEYS as u32).map(selected).collect();
-        let mut steps = Steps { made: STEPS_FREE, work: None };
-        let list = shared.pairs(&selected, Projection::Whole, Revision(2), &mut steps);
-        let read = timeout(Duration::from_secs(10), list).await.expect("it is alone");
-        assert!(read.is_err(), "the log has none of them");
+        assert_eq!(shared.read_memory.bytes(), 0, "nobody but the cache had it");
     }
 }

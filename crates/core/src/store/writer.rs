@@ -36,10 +36,10 @@ use tracing::{debug, error, info, warn};
 use super::{
     Error, Result, Shared, WAIT_MAX,
     batch::Batch,
+    busy_poll::BusyPoll,
     request::{DeleteRequest, DeleteResponse, Op, PutRequest, PutResponse, PutValue, TxnRequest, TxnResponse},
     timing::{Laps, Patience, Times, Timing},
     txn::{Evaluation, Fetched, Stop},
-    wakeful::Wakeful,
 };
 use crate::{
     log::{self, AlarmChange, Append, Appended, Position},
@@ -216,7 +216,7 @@ pub(super) struct Writer {
     /// Nobody else can append until this instance has.
     has_turn: bool,
     is_closed: bool,
-    wakeful: Wakeful,
+    busy_poll: BusyPoll,
     trouble: Option<Trouble>,
 }
 
@@ -237,7 +237,7 @@ enum Committed {
 }
 
 impl Writer {
-    pub(super) fn new(shared: Arc<Shared>, patience: Patience, wakeful: Wakeful) -> (Self, WriteQueue) {
+    pub(super) fn new(shared: Arc<Shared>, patience: Patience, busy_poll: BusyPoll) -> (Self, WriteQueue) {
         let (sender, commands) = mpsc::channel(QUEUE_REQUESTS_MAX);
         let waiting_bytes = Arc::new(AtomicUsize::new(0));
         let close = Arc::new(Notify::new());
@@ -253,7 +253,7 @@ impl Writer {
             is_contended: false,
             has_turn: false,
             is_closed: false,
-            wakeful,
+            busy_poll,
             trouble: None,
         };
         (writer, queue)
@@ -509,8 +509,7 @@ impl Writer {
         let _appending = shared.standing.appending(batch.head());
         let begun = Instant::now();
         let is_lone = batch.changes().len() <= 1;
-        let _waiting = shared.turns.leave_time_to_the_database();
-        match self.wakeful.wait(is_lone, shared.log.append(append)).await {
+        match self.busy_poll.wait(is_lone, shared.log.append(append)).await {
             Ok(Appended::Done) => {
                 let took = begun.elapsed().as_secs_f64();
                 metrics.fsync.observe(took);
@@ -665,7 +664,7 @@ mod tests {
     /// The writer does not run, so everything that is taken waits.
     #[tokio::test]
     async fn full_queue_refuses_at_once_and_takes_again_when_there_is_room() {
-        let (mut writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), Wakeful::new(false));
+        let (mut writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), BusyPoll::new(false));
         let mut waiting: Vec<_> = (0..QUEUE_REQUESTS_MAX).map(|_| Box::pin(queue.submit(delete()))).collect();
         assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "they are taken and wait");
         assert!(matches!(queue.submit(delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
@@ -676,7 +675,7 @@ mod tests {
 
     #[tokio::test]
     async fn closed_queue_serves_what_waits_and_refuses_the_rest() {
-        let (writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), Wakeful::new(false));
+        let (writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), BusyPoll::new(false));
         let mut waiting = Box::pin(queue.submit(delete()));
         assert!(waiting.as_mut().now_or_never().is_none());
         queue.close();

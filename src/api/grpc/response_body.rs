@@ -1,13 +1,13 @@
-//! The body of a unary answer: one frame for a small one, pieces for a large one.
+//! The body of a unary response: one frame for a small response, pieces for a large one.
 //!
-//! A large range is never in memory twice: its pairs are shared with the value cache, and each piece is copied together
-//! only when the connection has room for it.
+//! A large range is never in memory twice: its pairs are shared with the value cache, and a piece is copied together only
+//! when the connection can take it.
 
 use std::{
     collections::VecDeque,
     pin::Pin,
     sync::Arc,
-    task::{Context, Poll, ready},
+    task::{Context, Poll},
     time::Duration,
 };
 
@@ -23,24 +23,21 @@ use tokio::{runtime::Handle, task::JoinHandle, time::sleep};
 use tonic::Status;
 use tracing::warn;
 
-use super::unary::FRAME_HEAD_BYTES;
-use orlop_core::turns::{Turns, Work};
+use super::frame::FRAME_HEAD_BYTES;
 use orlop_wire::proto::server::etcdserverpb::{self as pb, response_op::Response};
 
-/// Answers above this are sent in pieces. As much may wait for a client that does not read, for each of its streams.
+/// Larger responses are sent in pieces. For each stream of a client that does not read, this many bytes may wait.
 const WHOLE_BYTES_MAX: usize = 64 << 10;
-/// Bytes after which a piece ends with its pair.
+/// A piece ends with the pair that reaches this size.
 const PIECE_BYTES: usize = 64 << 10;
-/// Pieces of an answer that is not large yet: kube-apiserver's pages end before.
-const PIECES_FREE: usize = 16;
-/// How long a client may take none of an answer above [`HELD_BYTES_MIN`] before that is dropped.
+/// Time after which a response of at least [`STALL_CHECK_BYTES_MIN`] is dropped if its client takes nothing of it.
 const STALL_MAX: Duration = Duration::from_secs(60);
-/// What an answer has to weigh to be worth a look at its client now and then.
-const HELD_BYTES_MIN: usize = 1 << 20;
-/// An operation's answer inside a transaction's that is worth taking apart.
+/// Smaller responses are not checked for stalled clients.
+const STALL_CHECK_BYTES_MIN: usize = 1 << 20;
+/// Smaller responses of operations inside a transaction are encoded at once.
 const OP_BYTES_MIN: usize = 64 << 10;
 
-/// A part of an encoded message, in order.
+/// A part of an encoded message.
 pub enum Segment {
     Encoded(Bytes),
     /// A repeated field of pairs, without their tags and lengths.
@@ -55,7 +52,7 @@ pub trait IntoSegments: Message {
     fn into_segments(self, segments: &mut Segments);
 }
 
-/// Collects segments, joining what is encoded at once.
+/// Collects segments; fields that are encoded at once are joined.
 #[derive(Default)]
 pub struct Segments {
     done: VecDeque<Segment>,
@@ -63,7 +60,7 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// Adds fields, as the message that has only them.
+    /// Adds the fields of a message.
     fn fields(&mut self, message: &impl Message) {
         message.encode_raw(&mut self.open);
     }
@@ -132,7 +129,7 @@ impl IntoSegments for pb::TxnResponse {
     }
 }
 
-/// Messages that are small, or as large as what they answer.
+/// Small messages.
 macro_rules! one_segment {
     ($($message:ty),+) => {
         $(impl IntoSegments for $message {
@@ -145,103 +142,100 @@ macro_rules! one_segment {
 
 one_segment!(pb::PutResponse, pb::CompactionResponse);
 
-/// See the module's page.
-pub struct ReplyBody {
+/// The body of a response that succeeded.
+pub struct ResponseBody {
     content: Content,
     trailers_sent: bool,
 }
 
 enum Content {
-    /// A frame, until it is taken.
+    /// One frame; empty once it was sent.
     Whole(Bytes),
     Pieces {
         waiting: Arc<Mutex<Waiting>>,
-        work: Option<Work>,
-        turns: Arc<Turns>,
-        /// Looks whether the client takes what waits.
-        look: Option<JoinHandle<()>>,
+        /// Drops the pieces if the client takes none.
+        stall_check: Option<JoinHandle<()>>,
     },
 }
 
-/// What is still to be sent.
+/// The pieces that were not sent yet.
 struct Waiting {
     segments: VecDeque<Segment>,
-    /// Pieces taken by now.
+    /// Pieces sent.
     pieces: usize,
-    dropped: bool,
+    is_dropped: bool,
 }
 
-impl ReplyBody {
-    pub fn new(message: impl IntoSegments, turns: &Arc<Turns>) -> Result<Self, Status> {
+impl ResponseBody {
+    pub fn new(message: impl IntoSegments) -> Result<Self, Status> {
         let len = message.encoded_len();
         let wire_len = u32::try_from(len).map_err(|_| {
-            Status::resource_exhausted(format!("orlop: the answer has {len} bytes; a message holds 4 GiB"))
+            Status::resource_exhausted(format!(
+                "orlop: the response has {len} bytes; the maximum of a gRPC message is 4 GiB"
+            ))
         })?;
         let is_whole = len <= WHOLE_BYTES_MAX;
         let mut frame = Vec::with_capacity(FRAME_HEAD_BYTES + if is_whole { len } else { 0 });
         frame.put_u8(0);
         frame.put_u32(wire_len);
         let content = if is_whole {
-            turns.leave_time();
             message.encode_raw(&mut frame);
             Content::Whole(frame.into())
         } else {
             let mut segments = Segments { open: frame, ..Segments::default() };
             message.into_segments(&mut segments);
-            Content::in_pieces(segments.finish(), len, Arc::clone(turns))
+            Content::in_pieces(segments.finish(), len)
         };
         Ok(Self { content, trailers_sent: false })
     }
 }
 
 impl Content {
-    fn in_pieces(segments: VecDeque<Segment>, len: usize, turns: Arc<Turns>) -> Self {
-        let waiting = Arc::new(Mutex::new(Waiting { segments, pieces: 0, dropped: false }));
-        // Where nobody serves there is nobody who does not read.
-        let runtime = Handle::try_current().ok().filter(|_| len >= HELD_BYTES_MIN);
-        let look = runtime.map(|runtime| runtime.spawn(drop_when_stalled(Arc::clone(&waiting))));
-        Self::Pieces { waiting, work: None, turns, look }
+    fn in_pieces(segments: VecDeque<Segment>, len: usize) -> Self {
+        let waiting = Arc::new(Mutex::new(Waiting { segments, pieces: 0, is_dropped: false }));
+        // Benches encode without a runtime.
+        let runtime = Handle::try_current().ok().filter(|_| len >= STALL_CHECK_BYTES_MIN);
+        let stall_check = runtime.map(|runtime| runtime.spawn(drop_when_stalled(Arc::clone(&waiting))));
+        Self::Pieces { waiting, stall_check }
     }
 
     /// # Errors
     ///
-    /// If the client took too long.
-    fn poll_piece(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Status>> {
-        Poll::Ready(match self {
+    /// If the client took nothing for too long.
+    fn next_piece(&mut self) -> Result<Option<Bytes>, Status> {
+        match self {
             Self::Whole(frame) => Ok(Some(std::mem::take(frame)).filter(|frame| !frame.is_empty())),
-            Self::Pieces { waiting, work, turns, .. } => {
+            Self::Pieces { waiting, .. } => {
                 let mut waiting = waiting.lock();
-                if waiting.pieces >= PIECES_FREE {
-                    ready!(work.get_or_insert_with(|| turns.work()).poll_turn(context));
-                }
-                if waiting.dropped {
-                    Err(Status::aborted("orlop: the answer was taken too slowly"))
+                if waiting.is_dropped {
+                    Err(Status::aborted("orlop: the client took the response too slowly"))
                 } else {
                     Ok(waiting.next_piece())
                 }
             }
-        })
+        }
     }
 }
 
 impl Drop for Content {
     fn drop(&mut self) {
-        if let Self::Pieces { look: Some(look), .. } = self {
-            look.abort();
+        if let Self::Pieces { stall_check: Some(check), .. } = self {
+            check.abort();
         }
     }
 }
 
-/// A body is only asked for more when its client has made room, so somebody else has to see that it is not.
+/// Drops the pieces when the client took none for [`STALL_MAX`]. hyper polls a body only when the client can take more, so a
+/// task of its own has to check.
 async fn drop_when_stalled(waiting: Arc<Mutex<Waiting>>) {
     let mut seen = 0;
     loop {
         sleep(STALL_MAX).await;
         let mut waiting = waiting.lock();
         if waiting.pieces == seen {
-            waiting.dropped = true;
+            waiting.is_dropped = true;
             waiting.segments = VecDeque::new();
-            warn!("an answer is dropped, as its client takes nothing of it");
+            warn!("dropped a response: its client took nothing of it for 60 s");
             return;
         }
         seen = waiting.pieces;
@@ -294,13 +288,13 @@ fn join_pairs(tag: u32, pairs: &mut VecDeque<Bytes>) -> Bytes {
     piece.freeze()
 }
 
-impl Body for ReplyBody {
+impl Body for ResponseBody {
     type Data = Bytes;
     type Error = Status;
 
-    fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
-        match ready!(this.content.poll_piece(context)) {
+        match this.content.next_piece() {
             Ok(Some(piece)) => return Poll::Ready(Some(Ok(Frame::data(piece)))),
             Ok(None) => {}
             Err(status) => return Poll::Ready(Some(Err(status))),
@@ -321,21 +315,16 @@ impl Body for ReplyBody {
 
 #[cfg(test)]
 mod tests {
-    use std::future::poll_fn;
-
-    use futures_util::FutureExt as _;
-
     use super::*;
 
-    fn body(message: impl IntoSegments) -> ReplyBody {
-        ReplyBody::new(message, &Turns::new().0).expect("small enough for a message")
+    fn body(message: impl IntoSegments) -> ResponseBody {
+        ResponseBody::new(message).expect("below 4 GiB")
     }
 
-    fn drain(mut body: ReplyBody) -> (usize, Vec<u8>) {
+    fn drain(mut body: ResponseBody) -> (usize, Vec<u8>) {
         let mut pieces = 0;
         let mut bytes = Vec::new();
-        let mut piece = || poll_fn(|context| body.content.poll_piece(context)).now_or_never();
-        while let Some(piece) = piece().expect("it is alone").expect("nobody is slow") {
+        while let Some(piece) = body.content.next_piece().expect("the client is not slow") {
             pieces += 1;
             bytes.extend_from_slice(&piece);
         }
@@ -363,11 +352,11 @@ mod tests {
         let len = u32::from_be_bytes([bytes[1], bytes[2], bytes[3], bytes[4]]) as usize;
         assert_eq!(len, bytes.len() - FRAME_HEAD_BYTES);
         assert_eq!(pieces > 1, in_pieces, "sent in {pieces} pieces");
-        assert!(bytes[FRAME_HEAD_BYTES..] == message.encode_to_vec(), "the pieces together are the message");
+        assert!(bytes[FRAME_HEAD_BYTES..] == message.encode_to_vec(), "the pieces join to the message");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn answer_that_is_not_taken_is_dropped_and_one_that_is_goes_on() {
+    async fn stalled_response_is_dropped_and_slow_one_is_not() {
         use http_body_util::BodyExt as _;
         let mut body = body(range(3_000, 1_000));
         for _ in 0..5 {
@@ -375,13 +364,13 @@ mod tests {
             assert!(body.frame().await.is_some_and(|frame| frame.is_ok()));
         }
         tokio::time::sleep(STALL_MAX * 3).await;
-        let Content::Pieces { waiting, .. } = &body.content else { panic!("it is large") };
+        let Content::Pieces { waiting, .. } = &body.content else { panic!("a large response has pieces") };
         assert!(waiting.lock().segments.is_empty());
         assert!(body.frame().await.is_some_and(|frame| frame.is_err()));
     }
 
     #[test]
-    fn pieces_together_are_the_message() {
+    fn pieces_join_to_the_message() {
         check(range(0, 0), false);
         check(range(1, 1), false);
         check(range(60, 1000), false);

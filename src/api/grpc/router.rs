@@ -1,7 +1,7 @@
-//! The way in: calls of the KV service go straight to it, all others through the router.
+//! Routes calls: those of the KV service directly to it, all others through tonic's router.
 //!
-//! A router compares the path with all that it knows, and hands on bodies that it has boxed again and again. Of what a put
-//! costs the server that was a tenth.
+//! A router compares the path with all that it knows and passes on bodies that are boxed several times. That was a tenth of
+//! what a put costs the server (docs/adr/0008).
 
 use std::{
     convert::Infallible,
@@ -17,81 +17,79 @@ use tokio::time::{Sleep, sleep};
 use tonic::{Status, body::Body, service::Routes};
 use tower::Service as _;
 
-use super::{
-    kv::KvService,
-    meter::{Metered, Sent, Served},
-};
+use super::metering::{Metered, MeteredCall, SentBody};
+use crate::api::kv::KvService;
 
 const KV: &str = "/etcdserverpb.KV/";
 
-/// See the module's page. It is cloned for every call.
+/// All services of a server. Cloned for every call.
 #[derive(Clone)]
-pub struct Front {
+pub struct Router {
     kv: Metered<KvService>,
     others: Routes,
 }
 
-impl Front {
-    pub(super) fn new(kv: Metered<KvService>, others: Routes) -> Self {
+impl Router {
+    pub(in crate::api) fn new(kv: Metered<KvService>, others: Routes) -> Self {
         Self { kv, others }
     }
 
-    /// With `others` made of the services' router, which has the KV service as well.
+    /// Replaces the router of the other services, which also contains the KV service, with what `others` makes of it.
     pub fn with<E>(self, others: impl FnOnce(Routes) -> Result<Routes, E>) -> Result<Self, E> {
         Ok(Self { others: others(self.others)?.prepare(), ..self })
     }
 }
 
-impl hyper::service::Service<Request<Incoming>> for Front {
-    type Response = Response<AnswerBody>;
+impl hyper::service::Service<Request<Incoming>> for Router {
+    type Response = Response<ResponseBody>;
     type Error = Infallible;
-    type Future = Answered;
+    type Future = Call;
 
-    fn call(&self, request: Request<Incoming>) -> Answered {
+    fn call(&self, request: Request<Incoming>) -> Call {
         let deadline = timeout(request.headers()).map(|time| Box::pin(sleep(time)));
-        let by = if request.uri().path().starts_with(KV) {
-            By::Kv(self.kv.clone().call(request))
+        let service = if request.uri().path().starts_with(KV) {
+            Service::Kv(self.kv.clone().call(request))
         } else {
-            By::Others(Box::new(self.others.clone().call(request)))
+            Service::Others(Box::new(self.others.clone().call(request)))
         };
-        Answered { by, deadline }
+        Call { service, deadline }
     }
 }
 
-type AnswerBody = Either<Either<Sent<Body>, Body>, Body>;
+type ResponseBody = Either<Either<SentBody<Body>, Body>, Body>;
 
-/// An answer under way.
-pub struct Answered {
-    by: By,
-    /// The client's, from which on it does not wait for the head of an answer.
+/// A call until its response begins.
+pub struct Call {
+    service: Service,
+    /// The client's deadline for the head of the response.
     deadline: Option<Pin<Box<Sleep>>>,
 }
 
-enum By {
-    Kv(Served<Body>),
+enum Service {
+    Kv(MeteredCall<Body>),
     Others(Box<<Routes as tower::Service<Request<Incoming>>>::Future>),
 }
 
-impl Future for Answered {
-    type Output = Result<Response<AnswerBody>, Infallible>;
+impl Future for Call {
+    type Output = Result<Response<ResponseBody>, Infallible>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let answer = match &mut self.by {
-            By::Kv(served) => Pin::new(served).poll(context).map_ok(|answer| answer.map(Either::Left)),
-            By::Others(served) => Pin::new(served).poll(context).map_ok(|answer| answer.map(Either::Right)),
+        let response = match &mut self.service {
+            Service::Kv(served) => Pin::new(served).poll(context).map_ok(|response| response.map(Either::Left)),
+            Service::Others(served) => Pin::new(served).poll(context).map_ok(|response| response.map(Either::Right)),
         };
-        if answer.is_pending()
+        if response.is_pending()
             && let Some(deadline) = &mut self.deadline
             && deadline.as_mut().poll(context).is_ready()
         {
             let late = Status::deadline_exceeded("context deadline exceeded");
             return Poll::Ready(Ok(late.into_http::<Body>().map(Either::Right)));
         }
-        answer
+        response
     }
 }
 
-/// How long the client waits, as gRPC's protocol has it: up to eight digits and a unit. What is not of that form is none.
+/// Returns the client's timeout, which gRPC writes as up to eight digits and a unit; `None` for any other text.
 fn timeout(headers: &HeaderMap) -> Option<Duration> {
     let text = headers.get("grpc-timeout")?.to_str().ok()?;
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
@@ -133,7 +131,7 @@ mod tests {
             ("123456789S", None),
         ] {
             let mut headers = HeaderMap::new();
-            headers.insert("grpc-timeout", text.parse().expect("a header's value"));
+            headers.insert("grpc-timeout", text.parse().expect("a header value"));
             assert_eq!(timeout(&headers), want, "{text}");
         }
         assert_eq!(timeout(&HeaderMap::new()), None);

@@ -1,0 +1,182 @@
+//! Memory for values that were read from the log for responses that no client has taken yet.
+//!
+//! Values in the value cache cost a response nothing. Other values are read, and stay in memory until the response has
+//! left. Every such value counts until its last reference is dropped. While there are too many bytes, reads wait; a read
+//! that waits too long fails, and its client may try again.
+//!
+//! At most [`LISTS_MAX`] lists read at the same time, and a list that has begun reads on without waiting, so lists never
+//! wait for each other in a circle. The bound is therefore `256 MiB + 2 * value-cache-bytes` plus the size of
+//! [`LISTS_MAX`] lists.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::{
+    sync::{Notify, Semaphore, SemaphorePermit},
+    time::timeout,
+};
+use tracing::warn;
+
+use crate::types::{EncodedKv, RowId};
+
+/// Bytes of values beyond twice the value cache's limit. The cache may hold values that were read, and lists may hold values
+/// that the cache has since dropped.
+const BYTES_MAX: usize = 256 << 20;
+/// Lists that read from the log at the same time; others wait in the order in which they came.
+const LISTS_MAX: usize = 2;
+/// Maximum time a read waits for memory.
+const WAIT_MAX: Duration = Duration::from_secs(7);
+/// Waiting reads are notified each time this many bytes were freed, as a power of two.
+const FREED_BYTES_BITS: u32 = 20;
+
+/// Counts the bytes of values that were read from the log.
+pub struct ReadMemory {
+    used: Arc<Used>,
+    lists: Semaphore,
+}
+
+struct Used {
+    bytes: AtomicUsize,
+    bytes_max: usize,
+    freed: Notify,
+}
+
+/// Counts one value until it is dropped.
+struct Counted {
+    used: Arc<Used>,
+    bytes: usize,
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        let before = self.used.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        if before >> FREED_BYTES_BITS != (before - self.bytes) >> FREED_BYTES_BITS {
+            self.used.freed.notify_waiters();
+        }
+    }
+}
+
+/// Permission to read a list from the log.
+#[must_use]
+pub struct ListPermit<'a>(#[expect(dead_code, reason = "held")] SemaphorePermit<'a>);
+
+/// A read waited too long for memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exhausted;
+
+impl ReadMemory {
+    pub fn new(value_cache_bytes: u64) -> Self {
+        let cached = usize::try_from(value_cache_bytes).unwrap_or(usize::MAX);
+        Self::with_limit(cached.saturating_mul(2).saturating_add(BYTES_MAX))
+    }
+
+    fn with_limit(bytes_max: usize) -> Self {
+        let used = Used { bytes: AtomicUsize::new(0), bytes_max, freed: Notify::new() };
+        Self { used: Arc::new(used), lists: Semaphore::new(LISTS_MAX) }
+    }
+
+    /// Waits until a list may be read.
+    ///
+    /// # Errors
+    ///
+    /// If clients took too little of other responses meanwhile.
+    pub async fn list(&self) -> Result<ListPermit<'_>, Exhausted> {
+        let permit = self.lists.acquire().await.expect("the semaphore is never closed");
+        self.below(self.used.bytes_max).await?;
+        Ok(ListPermit(permit))
+    }
+
+    /// Whether a few pairs may be read: their limit is twice as high, so that lists do not lock them out.
+    pub fn has_free(&self) -> bool {
+        self.bytes() < self.few_bytes_max()
+    }
+
+    /// Waits until a few pairs may be read.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::list`].
+    pub async fn free(&self) -> Result<(), Exhausted> {
+        self.below(self.few_bytes_max()).await
+    }
+
+    fn few_bytes_max(&self) -> usize {
+        self.used.bytes_max.saturating_mul(2)
+    }
+
+    async fn below(&self, bytes_max: usize) -> Result<(), Exhausted> {
+        let wait = async {
+            while self.bytes() >= bytes_max {
+                let freed = self.used.freed.notified();
+                if self.bytes() >= bytes_max {
+                    // Not every freed byte notifies, so look from time to time.
+                    let _ = timeout(WAIT_MAX / 50, freed).await;
+                }
+            }
+        };
+        timeout(WAIT_MAX, wait).await.map_err(|_| {
+            warn!(bytes = self.bytes(), "a read failed: clients have not taken the responses that they requested");
+            Exhausted
+        })
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.used.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Counts values that were read from the log.
+    pub fn count(&self, found: Vec<(RowId, EncodedKv)>) -> Vec<(RowId, EncodedKv)> {
+        let count = |(row, kv): (RowId, EncodedKv)| {
+            let bytes = kv.len();
+            self.used.bytes.fetch_add(bytes, Ordering::Relaxed);
+            (row, kv.held_by(Counted { used: Arc::clone(&self.used), bytes }))
+        };
+        found.into_iter().map(count).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+    use crate::types::{Revision, Version};
+
+    fn values(count: usize) -> Vec<(RowId, EncodedKv)> {
+        let row = RowId::new(Revision(2), 0);
+        let version = Version { row, create_revision: Revision(2), version: 1 };
+        vec![(row, EncodedKv::new(b"k", version, &[7; 1_000], None)); count]
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn list_waits_for_responses_that_were_not_taken() {
+        let memory = ReadMemory::with_limit(10_000);
+        let response = memory.count(values(11));
+        assert!(memory.free().now_or_never().is_some(), "a few pairs may still be read");
+        assert_eq!(memory.list().await.err(), Some(Exhausted));
+        let part_of_a_pair: Vec<_> = response.iter().map(|(_, kv)| kv.value()).collect();
+        drop(response);
+        let mut waiting = Box::pin(memory.list());
+        assert!(waiting.as_mut().now_or_never().is_none(), "a part of a pair keeps the whole pair");
+        drop(part_of_a_pair);
+        assert!(waiting.await.is_ok());
+        assert_eq!(memory.bytes(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn lists_beyond_the_limit_wait_for_others_to_end() {
+        let memory = ReadMemory::with_limit(10_000);
+        let mut lists = Vec::new();
+        for _ in 0..LISTS_MAX {
+            lists.push(memory.list().await.expect("memory is free"));
+        }
+        assert!(memory.list().now_or_never().is_none());
+        lists.pop();
+        assert!(memory.list().now_or_never().is_some());
+    }
+}

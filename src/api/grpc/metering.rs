@@ -1,0 +1,222 @@
+//! Counts gRPC calls, messages and bytes, and traces calls with one request and one response, so that a slow call is logged
+//! with the parts of its time.
+//!
+//! One layer around all services. The time series of every method and code exist from the start with the value 0, as in
+//! etcd. Cost of a call: one lookup by path, and one look at the length of each frame.
+
+mod body;
+mod call;
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    convert::Infallible,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use axum::routing::Route;
+use bytes::Bytes;
+use http::{HeaderMap, Request, Response};
+use http_body::Body;
+use http_body_util::Either;
+use parking_lot::Mutex;
+use prost::Message as _;
+use prost_types::FileDescriptorSet;
+use tower::{Layer, Service};
+
+use self::call::{CallGuard, CallKind, Method, with_id};
+pub use self::{
+    body::{ReceivedBody, SentBody},
+    call::{MeteredCall, MeteredResponse},
+};
+use crate::telemetry::Exporter;
+use orlop_core::{metrics::Metrics, overload::PartialRequests, trace};
+use orlop_wire::proto::DESCRIPTORS;
+
+/// Maximum number of client versions that have a time series of their own; a client may name any version.
+const CLIENT_VERSIONS_MAX: usize = 32;
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The counters of all methods; a layer.
+#[derive(Clone)]
+pub struct Meter(Arc<Counters>);
+
+struct Counters {
+    metrics: Arc<Metrics>,
+    methods: HashMap<String, Arc<Method>>,
+    clients: Mutex<BTreeSet<String>>,
+    partial_requests: Arc<PartialRequests>,
+    slow_after: Duration,
+    exporter: Option<Arc<Exporter>>,
+}
+
+impl Meter {
+    /// Calls that take longer than `slow_after` are logged.
+    ///
+    /// # Errors
+    ///
+    /// If the compiled-in descriptors cannot be read.
+    pub fn new(
+        metrics: Arc<Metrics>,
+        partial_requests: Arc<PartialRequests>,
+        slow_after: Duration,
+        exporter: Option<Arc<Exporter>>,
+    ) -> Result<Self, prost::DecodeError> {
+        let descriptors = FileDescriptorSet::decode(DESCRIPTORS)?;
+        let mut methods = HashMap::new();
+        for file in &descriptors.file {
+            for service in &file.service {
+                let service_name = format!("{}.{}", file.package(), service.name());
+                for method in &service.method {
+                    let (grpc, kind) = match (method.client_streaming(), method.server_streaming()) {
+                        (false, false) => ("unary", "unary"),
+                        (false, true) => ("server_stream", "stream"),
+                        (true, false) => ("client_stream", "stream"),
+                        (true, true) => ("bidi_stream", "stream"),
+                    };
+                    let counted = Method::new(&metrics, [grpc, &service_name, method.name()], kind);
+                    methods.insert(counted.path.clone(), Arc::new(counted));
+                }
+            }
+        }
+        let clients = Mutex::default();
+        Ok(Self(Arc::new(Counters { metrics, methods, clients, partial_requests, slow_after, exporter })))
+    }
+
+    pub fn around<S>(&self, inner: S) -> Metered<S> {
+        Metered { inner, meter: self.clone() }
+    }
+}
+
+impl Counters {
+    fn count_client(&self, headers: &HeaderMap, kind: &str) {
+        let named = headers.get("client-api-version").and_then(|version| version.to_str().ok()).unwrap_or("unknown");
+        let is_version = named.len() <= 16 && named.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+        let version = if is_version && self.has_own_series(named) { named } else { "unknown" };
+        self.metrics.rpc.clients.with_label_values(&[kind, version]).inc();
+    }
+
+    fn has_own_series(&self, version: &str) -> bool {
+        let mut known = self.clients.lock();
+        if known.contains(version) {
+            return true;
+        }
+        known.len() < CLIENT_VERSIONS_MAX && known.insert(version.to_owned())
+    }
+}
+
+impl Layer<Route> for Meter {
+    type Service = Metered<Route>;
+
+    fn layer(&self, inner: Route) -> Metered<Route> {
+        self.around(inner)
+    }
+}
+
+/// A service whose calls are counted.
+#[derive(Clone)]
+pub struct Metered<S> {
+    inner: S,
+    meter: Meter,
+}
+
+impl<S, B, R> Service<Request<B>> for Metered<S>
+where
+    S: Service<Request<B>, Response = Response<R>, Error = Infallible, Future: Send + 'static>
+        + Service<Request<ReceivedBody<B>>, Response = Response<R>, Error = Infallible, Future: Send + 'static>,
+    B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin,
+    R: Body<Data = Bytes> + Unpin + Default + Send + 'static,
+{
+    type Response = MeteredResponse<R>;
+    type Error = Infallible;
+    type Future = MeteredCall<R>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Service::<Request<B>>::poll_ready(&mut self.inner, context)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let counters = &*self.meter.0;
+        let Some(method) = counters.methods.get(request.uri().path()).map(Arc::clone) else {
+            let kind = CallKind::Other(request.uri().path().to_owned(), counters.metrics.rpc.panics.clone());
+            let served = self.inner.call(request);
+            return MeteredCall { work: Box::pin(async move { Ok(served.await?.map(Either::Right)) }), kind };
+        };
+        let kind = CallKind::Method(Arc::clone(&method));
+        method.started.inc();
+        counters.count_client(request.headers(), method.kind);
+        let exporter = counters.exporter.clone().filter(|_| method.is_traced);
+        let exported = exporter.map(|exporter| (exporter.parent(request.headers()), exporter));
+        let mut call = CallGuard::new(Arc::clone(&method), counters.slow_after, exported);
+        let partial_requests = &counters.partial_requests;
+        let request = request.map(|body| ReceivedBody::new(body, method, partial_requests));
+        let served = self.inner.call(request);
+        let work = Box::pin(async move {
+            let response = if call.method.is_traced {
+                let (response, trace) = trace::follow(served).await;
+                let id = trace.id;
+                call.set_trace(trace);
+                with_id(response?, id)
+            } else {
+                served.await?
+            };
+            // A response without messages has its status in its headers.
+            call.end_with(response.headers());
+            Ok(response.map(|body| Either::Left(SentBody::new(body, call))))
+        });
+        MeteredCall { work, kind }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::{Router, body::Body, routing::post};
+    use futures_util::StreamExt as _;
+    use http_body_util::BodyExt as _;
+    use tower::ServiceExt as _;
+
+    use super::*;
+
+    const RANGE: &str = "/etcdserverpb.KV/Range";
+    const PUT: &str = "/etcdserverpb.KV/Put";
+
+    /// Returns the status in the headers, the status in the trailers, the count of calls with this code, and panics.
+    async fn call(router: &Router, metrics: &Metrics, path: &str, code: &str) -> (Option<i32>, Option<i32>, u64, u64) {
+        let status = |headers: &HeaderMap| headers.get("grpc-status")?.to_str().ok()?.parse().ok();
+        let request = Request::post(path).body(Body::empty()).unwrap();
+        let response = router.clone().oneshot(request).await.unwrap();
+        let head = status(response.headers());
+        let trailers = response.into_body().collect().await.unwrap().trailers().and_then(status);
+        let method = path.rsplit('/').next().unwrap();
+        let handled = metrics.rpc.handled.with_label_values(&["unary", "etcdserverpb.KV", method, code]);
+        (head, trailers, handled.get(), metrics.rpc.panics.get())
+    }
+
+    #[tokio::test]
+    async fn panicking_call_returns_internal_and_the_next_call_is_served() {
+        let metrics = Arc::new(Metrics::default());
+        let panics_late = async || {
+            let frames = futures_util::stream::iter([0, 1]).map(|number| match number {
+                0 => Ok::<_, Infallible>("a part"),
+                _ => panic!("within the response"),
+            });
+            Body::from_stream(frames)
+        };
+        let router = Router::new()
+            .route(RANGE, post(async || -> Body { panic!("before the response") }))
+            .route(PUT, post(panics_late))
+            .route("/other", post(async || -> Body { panic!("not counted by method") }))
+            .layer(Meter::new(Arc::clone(&metrics), Arc::default(), Duration::from_secs(9), None).unwrap());
+        for (path, want) in [
+            (RANGE, (Some(13), None, 1, 1)),
+            (RANGE, (Some(13), None, 2, 2)),
+            (PUT, (None, Some(13), 1, 3)),
+            ("/other", (Some(13), None, 0, 4)),
+        ] {
+            assert_eq!(call(&router, &metrics, path, "Internal").await, want, "{path}");
+        }
+        assert_eq!(metrics.rpc.handled.with_label_values(&["unary", "etcdserverpb.KV", "Range", "Canceled"]).get(), 0);
+    }
+}

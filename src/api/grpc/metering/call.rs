@@ -1,0 +1,212 @@
+//! One call: its counters, its trace, and a response even if it panics.
+
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use http::{HeaderMap, HeaderName, HeaderValue, Response};
+use http_body_util::Either;
+use prometheus::{Histogram, IntCounter};
+use tokio::time::Instant;
+use tonic::{Code, codegen::BoxFuture};
+use tracing::warn;
+
+use super::body::SentBody;
+use crate::{
+    api::status::panicked,
+    telemetry::{Ended, Exporter, Parent},
+};
+use orlop_core::{
+    metrics::Metrics,
+    supervise,
+    trace::{Part, RequestId, Trace},
+};
+
+/// The names of gRPC's codes in grpc-go's metrics, by number.
+pub const CODES: [&str; 17] = [
+    "OK",
+    "Canceled",
+    "Unknown",
+    "InvalidArgument",
+    "DeadlineExceeded",
+    "NotFound",
+    "AlreadyExists",
+    "PermissionDenied",
+    "ResourceExhausted",
+    "FailedPrecondition",
+    "Aborted",
+    "OutOfRange",
+    "Unimplemented",
+    "Internal",
+    "Unavailable",
+    "DataLoss",
+    "Unauthenticated",
+];
+/// The counters of one method.
+pub struct Method {
+    pub started: IntCounter,
+    handled: [IntCounter; CODES.len()],
+    pub received: IntCounter,
+    pub sent: IntCounter,
+    pub received_bytes: IntCounter,
+    pub sent_bytes: IntCounter,
+    pub panics: IntCounter,
+    handling: Option<Histogram>,
+    pub kind: &'static str,
+    pub path: String,
+    /// Whether its duration depends on the server alone, so that a slow call is traced.
+    pub is_traced: bool,
+}
+
+impl Method {
+    /// Labels: kind of the method, service, method.
+    pub fn new(metrics: &Metrics, labels: [&str; 3], kind: &'static str) -> Self {
+        let rpc = &metrics.rpc;
+        let [grpc, service, method] = labels;
+        Self {
+            started: rpc.started.with_label_values(&labels),
+            handled: CODES.map(|code| rpc.handled.with_label_values(&[grpc, service, method, code])),
+            received: rpc.received.with_label_values(&labels),
+            sent: rpc.sent.with_label_values(&labels),
+            received_bytes: rpc.received_bytes.clone(),
+            sent_bytes: rpc.sent_bytes.clone(),
+            panics: rpc.panics.clone(),
+            handling: metrics.handling.as_ref().map(|handling| handling.with_label_values(&labels)),
+            kind,
+            path: format!("/{service}/{method}"),
+            // A call that waits for a lock or an election waits for another client.
+            is_traced: grpc == "unary" && service.starts_with("etcdserverpb."),
+        }
+    }
+}
+
+/// A response whose messages are counted, or one of a path that has no counters.
+pub type MeteredResponse<R> = Response<Either<SentBody<R>, R>>;
+
+/// The method of a call.
+pub enum CallKind {
+    Method(Arc<Method>),
+    /// A path without counters, and the counter of panics.
+    Other(String, IntCounter),
+}
+
+/// A call until its response begins. If it panics, the response is Internal.
+pub struct MeteredCall<R> {
+    pub(super) work: BoxFuture<MeteredResponse<R>, Infallible>,
+    pub(super) kind: CallKind,
+}
+
+impl<R: Default> Future for MeteredCall<R> {
+    type Output = Result<MeteredResponse<R>, Infallible>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        match supervise::catch(|| self.work.as_mut().poll(context)) {
+            Ok(polled) => polled,
+            Err(panic) => {
+                let (path, panics) = match &self.kind {
+                    CallKind::Method(method) => (&method.path, &method.panics),
+                    CallKind::Other(path, panics) => (path, panics),
+                };
+                supervise::tell_request(panics, path, &panic);
+                Poll::Ready(Ok(panicked().into_http::<R>().map(Either::Right)))
+            }
+        }
+    }
+}
+
+/// Adds the request id to a response that failed, by which the server's log can be searched.
+pub fn with_id<R>(mut response: Response<R>, id: RequestId) -> Response<R> {
+    const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+    if response.headers().contains_key("grpc-status")
+        && let Ok(id) = HeaderValue::try_from(id.to_string())
+    {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    response
+}
+
+/// Counts a call when it ends, or as canceled when it is dropped before.
+pub struct CallGuard {
+    pub method: Arc<Method>,
+    began: Instant,
+    has_ended: bool,
+    traced: Option<Traced>,
+    /// A call that takes longer is logged.
+    slow_after: Duration,
+    exported: Option<(Parent, Arc<Exporter>)>,
+}
+
+struct Traced {
+    trace: Trace,
+    responded: Instant,
+}
+
+impl CallGuard {
+    pub fn new(method: Arc<Method>, slow_after: Duration, exported: Option<(Parent, Arc<Exporter>)>) -> Self {
+        Self { method, began: Instant::now(), has_ended: false, traced: None, slow_after, exported }
+    }
+
+    /// Keeps the trace of a call whose response begins now.
+    pub fn set_trace(&mut self, trace: Trace) {
+        self.traced = Some(Traced { trace, responded: Instant::now() });
+    }
+
+    /// Ends the call if these headers or trailers contain its status.
+    pub fn end_with(&mut self, headers: &HeaderMap) {
+        if let Some(status) = headers.get("grpc-status") {
+            self.end(Code::from_bytes(status.as_bytes()));
+        }
+    }
+
+    fn end(&mut self, code: Code) {
+        if std::mem::replace(&mut self.has_ended, true) {
+            return;
+        }
+        self.method.handled[code as usize].inc();
+        let now = Instant::now();
+        if let Some(handling) = &self.method.handling {
+            handling.observe((now - self.began).as_secs_f64());
+        }
+        if let Some(Traced { mut trace, responded }) = self.traced.take() {
+            trace.add(Part::Send, now - responded);
+            self.report(&trace, now - self.began, code);
+        }
+    }
+
+    /// Exports the call, and logs it if it was slow.
+    fn report(&self, trace: &Trace, took: Duration, code: Code) {
+        let path = &self.method.path;
+        if let Some((parent, exporter)) = &self.exported {
+            exporter.record(&Ended { path, parent, took, code: code as i32, trace });
+        }
+        if took > self.slow_after {
+            let part = |part| trace.part(part).map(tracing::field::debug);
+            warn!(
+                id = %trace.id,
+                method = path.trim_start_matches('/'),
+                request = trace.request,
+                code = CODES[code as usize],
+                ?took,
+                "expected-duration" = ?self.slow_after,
+                queue = part(Part::Queue),
+                evaluate = part(Part::Evaluate),
+                commit = part(Part::Commit),
+                confirm = part(Part::Confirm),
+                select = part(Part::Select),
+                read = part(Part::Read),
+                send = part(Part::Send),
+                "apply request took too long"
+            );
+        }
+    }
+}
+
+impl Drop for CallGuard {
+    fn drop(&mut self) {
+        self.end(if std::thread::panicking() { Code::Internal } else { Code::Cancelled });
+    }
+}
