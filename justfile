@@ -62,7 +62,7 @@ torture times="300":
     cargo build --release
     ORLOP_TEST_SERVER=$PWD/target/release/orlop ORLOP_TORTURE={{ times }} ORLOP_TORTURE_REPORT=target/torture.tsv cargo test --test it torture:: -- --nocapture --test-threads=1
 
-# Attack a server as docs/reliability.md tells and print its table.
+# Make the attacks of docs/explanation/overload.md and print its table.
 hostile:
     cargo build --release
     ORLOP_HOSTILE_LONG=1 ORLOP_TEST_SERVER=$PWD/target/release/orlop cargo test --test it hostile -- --nocapture --test-threads 1 | grep -o '| .* |$'
@@ -85,11 +85,11 @@ bench-cores:
 instructions:
     scripts/count-instructions
 
-# Measure Orlop beside etcd on this machine and write tables and plots into docs/benchmarks.md.
+# Compare Orlop with etcd on this machine; writes the tables and plots in docs/benchmarks.
 bench-compare *args:
     cargo build --release
     scripts/fetch-etcd
-    target/release/orlop bench compare --work-dir target --output docs/benchmarks.md {{ args }}
+    target/release/orlop bench compare --work-dir target --output docs/benchmarks/tables.md {{ args }}
 
 # All that CI does.
 ci:

@@ -41,9 +41,9 @@ def make(folder: Path) -> None:
 
 
 def settings() -> set[str]:
-    """The settings that docs/configuration.md lists, as flags without dashes."""
+    """The settings that docs/reference/configuration.md lists, as flags without dashes."""
     names = set()
-    for line in (ROOT / "docs/configuration.md").read_text().splitlines():
+    for line in (ROOT / "docs/reference/configuration.md").read_text().splitlines():
         if line.startswith("| `"):
             names.update(cell.strip(" `") for cell in line.split("|")[1].split(","))
     # The file of settings cannot name itself, so the table has it not.

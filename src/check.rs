@@ -6,7 +6,7 @@
 //! found sound is at last read as a server reads it at its start, and the index compared.
 //!
 //! There is no repair: nothing that a server leaves behind needs one, and each violation leaves open what was lost.
-//! docs/check.md tells why, kind by kind.
+//! docs/how-to/check.md tells why, kind by kind.
 //!
 //! Known limits: a value has no checksum, so that other bytes in it pass; rows that are gone from the end of the log are not
 //! missed; below the compact revision rows may be gone, and a wrong number that would be possible there passes. The newest

@@ -148,11 +148,11 @@ async fn comparison_writes_a_page_with_plots_and_leaves_no_server() {
         assert!(text.contains(expected), "{expected}: {text}");
     }
     for plot in ["puts.svg", "puts-p99.svg", "times-etcd.svg"] {
-        let drawn = std::fs::read_to_string(folder.path().join("page").join(plot)).expect("the plot is drawn");
+        let drawn = std::fs::read_to_string(folder.path().join(plot)).expect("the plot is drawn");
         assert!(drawn.starts_with("<svg") && drawn.contains("Orlop, SQLite") && text.contains(plot), "{plot}");
     }
     let left: Vec<_> = std::fs::read_dir(folder.path()).expect("the folder is there").flatten().collect();
-    assert_eq!(left.len(), 2, "{left:?}");
+    assert_eq!(left.len(), 4, "{left:?}");
 }
 
 /// A soak of a few seconds says nothing of what rises, but what clients leave behind it sees.

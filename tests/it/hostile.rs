@@ -2,7 +2,7 @@
 //!
 //! Each test prints a row: attack, backend, the server's memory before and at its peak (MiB), the bystander's p99 for a put and
 //! a get (ms), before and during, and how many times as long the latter is. `ORLOP_HOSTILE_LONG=1` makes the attacks as large as
-//! docs/reliability.md tells; `ORLOP_TEST_TARGET=etcd` attacks an etcd.
+//! docs/explanation/overload.md tells; `ORLOP_TEST_TARGET=etcd` attacks an etcd.
 
 mod arena;
 mod encoded;

@@ -8,9 +8,10 @@ use orlop_wire::proto::client::etcdserverpb::{
 
 use crate::support::{Backend, Client, Server, Stream, eventually, everything, http_get, on_both_backends};
 
-/// What etcd has and Orlop has not, each with its reason in docs/metrics.md.
+/// The metrics of etcd that Orlop lacks, as docs/reference/metrics.md lists them.
 fn lacking() -> &'static str {
-    let (_, list) = include_str!("../../docs/metrics.md").split_once("## What etcd has").expect("the page has a list");
+    let page = include_str!("../../docs/reference/metrics.md");
+    let (_, list) = page.split_once("## Metrics of etcd that Orlop lacks").expect("the page has a list");
     list
 }
 
@@ -55,7 +56,7 @@ async fn etcds_metrics_are_there_or_listed_as_lacking() {
             Some(own) => {
                 assert!(*own == kind && !is_listed, "{name} is a {own} here, a {kind} there, listed: {is_listed}")
             }
-            None => assert!(is_listed, "{name}, a {kind}, is neither there nor in the list of docs/metrics.md"),
+            None => assert!(is_listed, "{name}, a {kind}, is neither exported nor listed in docs/reference/metrics.md"),
         }
     }
 }

@@ -42,7 +42,7 @@ struct Seen {
     peak: u64,
 }
 
-/// Whether the long form is asked for, whose figures are in docs/reliability.md.
+/// Whether the long form is asked for, whose figures are in docs/explanation/overload.md.
 pub fn sized(usual: usize, long: usize) -> usize {
     if is_long() { long } else { usual }
 }

@@ -1,4 +1,4 @@
-//! What a fault did, as a line for people and a row for docs/reliability.md.
+//! What a fault did, as a line for people and a row for docs/explanation/faults.md.
 
 use std::{env, fs::File, io::Write as _, time::Duration};
 

@@ -44,22 +44,20 @@ impl Page {
         Ok(Self { path: path.to_owned(), before: before.to_owned(), after: after.to_owned() })
     }
 
-    /// Writes the figures, and the plots in a folder named as the page.
+    /// Writes the figures to the page, and the plots to the page's folder.
     pub fn write(&self, machine: &Machine, figures: &Figures) -> Result<(), Error> {
-        let folder = self.path.with_extension("");
-        fs::create_dir_all(&folder)?;
-        let plots = plot::draw(figures, &folder)?;
-        let name = folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        let plots: Vec<_> = plots.into_iter().map(|(file, title)| (format!("{name}/{file}"), title)).collect();
+        let folder = self.path.parent().unwrap_or(Path::new(""));
+        fs::create_dir_all(folder)?;
+        let plots = plot::draw(figures, folder)?;
         let text = text(machine, figures, Some(&plots));
         fs::write(&self.path, format!("{}{BEGIN}{text}{END}{}", self.before, self.after))?;
         Ok(())
     }
 }
 
-/// The machine, the aims, the plots (path and title) and a table for each group.
-pub fn text(machine: &Machine, figures: &Figures, plots: Option<&[(String, &'static str)]>) -> String {
-    let mut text = format!("\nMeasured on: {}.\n\n{}\n", machine.text(), trust(figures));
+/// The machine, the aims, the plots (file and title) and a table for each group.
+pub fn text(machine: &Machine, figures: &Figures, plots: Option<&[(&'static str, &'static str)]>) -> String {
+    let mut text = format!("\nMeasured on: {}.\n\n{}", machine.text(), trust(figures));
     text += &aims(figures);
     for (path, title) in plots.unwrap_or_default() {
         let _infallible = write!(text, "\n![{title}]({path})\n");
@@ -102,7 +100,7 @@ fn aims(figures: &Figures) -> String {
         return String::new();
     }
     let mut text =
-        "\n### Against what Orlop aims at\n\n| | aim, SQLite | | aim, Postgres | |\n|---|---|---|---|---|\n".to_owned();
+        "\n### Against what Orlop aims at\n| | aim, SQLite | | aim, Postgres | |\n|---|---|---|---|---|\n".to_owned();
     for row in rows {
         let _infallible = write!(text, "| {}, {} |", row.load, row.unit);
         for server in [Kind::Sqlite, Kind::Postgres] {
@@ -135,9 +133,9 @@ fn outcome(row: &Row, server: Kind) -> String {
 
 fn group(table: &Table) -> String {
     let servers = table.servers();
-    let mut text = format!("\n### {}\n\n", table.title);
+    let mut text = format!("\n### {}\n", table.title);
     if table.noisy_turns > 0 {
-        let _infallible = write!(text, "{} turns in doubt: the machine was slow meanwhile.\n\n", table.noisy_turns);
+        let _infallible = write!(text, "\n{} turns in doubt: the machine was slow meanwhile.\n\n", table.noisy_turns);
     }
     text += "| load | |";
     for server in &servers {
