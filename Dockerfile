@@ -18,7 +18,7 @@ COPY Cargo.toml Cargo.lock build.rs ./
 COPY proto proto
 COPY migrations migrations
 COPY src src
-# Cargo.toml names this file; it is not built.
+# The manifest names it; nothing of it is built.
 COPY tests/it/main.rs tests/it/main.rs
 # The target directory is a cache and not part of the layer, so the same step copies the binary out of it.
 RUN --mount=type=cache,id=orlop-registry-${TARGETPLATFORM},target=/usr/local/cargo/registry,sharing=locked \
