@@ -112,7 +112,7 @@ fn as_text(report: &Report) -> String {
         text.push_str(&format!("and {more} more; --limit {} tells them all\n", report.findings.total));
     }
     if !report.findings.is_empty() {
-        text.push_str("The store is damaged. Keep a copy of it and restore a snapshot: docs/backup.md.\n");
+        text.push_str("The store is damaged. Keep a copy of it and restore a snapshot: docs/how-to/backup.md.\n");
     }
     text
 }

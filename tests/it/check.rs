@@ -364,7 +364,7 @@ async fn what_is_told_is_limited_and_the_rest_counted(backend: Backend) {
         all[1],
         all.len() - 2
     )));
-    assert!(text.contains("docs/backup.md"), "{text}");
+    assert!(text.contains("docs/how-to/backup.md"), "{text}");
     let output = place.check(&["--limit", "0", "--json"]);
     let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!((&report["violations"], &report["violationsTotal"]), (&Value::Array(Vec::new()), &all.len().into()));

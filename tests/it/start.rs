@@ -228,7 +228,7 @@ fn binary_needs_no_glibc_newer_than_documented() {
     let documented = format!("glibc 2.{MINOR}");
     assert!(
         include_str!("../../README.md").contains(&documented)
-            && include_str!("../../docs/systemd.md").contains(&documented)
+            && include_str!("../../docs/how-to/systemd.md").contains(&documented)
     );
     let binary = fs::read(env!("CARGO_BIN_EXE_orlop")).expect("orlop is built with the tests");
     let needed = binary.windows(8).enumerate().filter(|(_, bytes)| *bytes == b"GLIBC_2.").map(|(at, _)| {

@@ -2,7 +2,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 52 | trimSuffix "-" }}
 {{- end }}
 
-{{/* 52 characters: pods' names, "-headless" and a revision's hash have to fit into 63 behind it. */}}
+{{/* At most 52 characters: with the suffix of a pod, "-headless" or the hash of a revision it must not exceed 63. */}}
 {{- define "orlop.fullname" -}}
 {{- if .Values.fullnameOverride }}
 {{- .Values.fullnameOverride | trunc 52 | trimSuffix "-" }}
@@ -22,7 +22,7 @@ app.kubernetes.io/name: {{ include "orlop.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{/* Without versions: a new chart alone is no reason to restart a pod. */}}
+{{/* Contains no versions, so that a new version of the chart alone does not restart pods. */}}
 {{- define "orlop.podLabels" -}}
 {{ include "orlop.selectorLabels" . }}
 {{- with .Values.commonLabels }}
@@ -59,7 +59,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{ ternary "https" "http" .Values.tls.enabled }}
 {{- end }}
 
-{{/* The Secret with the server's certificate. */}}
+{{/* Name of the Secret with the server's certificate. */}}
 {{- define "orlop.tlsSecret" -}}
 {{- default (printf "%s-tls" (include "orlop.fullname" .)) .Values.tls.existingSecret }}
 {{- end }}
@@ -69,8 +69,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end }}
 
 {{/*
-What a pod tells clients to dial. A pod of the StatefulSet has a name that the certificate holds. One of the Deployment has
-an address alone, which no certificate can know beforehand: with TLS the Service stands for all, as all serve the same.
+URLs that a pod advertises to clients. A pod of the StatefulSet has a name, which the certificate contains. A pod of the
+Deployment only has an IP address, which a certificate cannot contain in advance: with TLS all pods advertise the Service,
+because all of them serve the same data.
 */}}
 {{- define "orlop.advertiseClientUrls" -}}
 {{- if .Values.advertiseClientUrls }}
@@ -84,7 +85,7 @@ http://$(POD_IP):2379
 {{- end }}
 {{- end }}
 
-{{/* A number may come as 10000000, which would be printed as 1e+07. */}}
+{{/* Without int64, a number such as 10000000 would be printed as 1e+07. */}}
 {{- define "orlop.retention" -}}
 {{- with .Values.autoCompaction.retention }}
 {{- kindIs "string" . | ternary . (int64 . | toString) }}
@@ -93,7 +94,7 @@ http://$(POD_IP):2379
 {{- end }}
 {{- end }}
 
-{{/* What no schema of single values can say. */}}
+{{/* Rules on combinations of values, which the schema cannot express. */}}
 {{- define "orlop.validate" -}}
 {{- if and (eq .Values.datastore.kind "sqlite") (gt (int .Values.replicaCount) 1) }}
 {{- fail "replicaCount must be 0 or 1 with datastore.kind sqlite: one process owns the file; several instances need datastore.kind postgres" }}

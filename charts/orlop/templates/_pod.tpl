@@ -13,7 +13,7 @@ metadata:
 spec:
   serviceAccountName: {{ include "orlop.serviceAccountName" . }}
   automountServiceAccountToken: {{ .Values.serviceAccount.automountServiceAccountToken }}
-  # A Service named orlop would put variables that begin with ORLOP_ into every pod beside it.
+  # Otherwise a Service named orlop adds variables that begin with ORLOP_ to every pod of the namespace.
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ .Values.terminationGracePeriodSeconds }}
   securityContext:
@@ -64,7 +64,7 @@ spec:
           valueFrom:
             fieldRef:
               fieldPath: status.podIP
-        # The member's id follows from its name: instances on one database each need their own.
+        # The member id is derived from the name: instances on one database need different names.
         - name: ORLOP_NAME
           valueFrom:
             fieldRef:
@@ -73,7 +73,7 @@ spec:
           value: {{ printf "%s://%s:2379" (include "orlop.scheme" .) .Values.listenAddress | quote }}
         - name: ORLOP_ADVERTISE_CLIENT_URLS
           value: {{ include "orlop.advertiseClientUrls" . | quote }}
-        # Without TLS always: probes and Prometheus have no client certificate.
+        # Always without TLS: probes and Prometheus have no client certificate.
         - name: ORLOP_LISTEN_METRICS_URLS
           value: {{ printf "http://%s:%d" .Values.listenAddress (int .Values.metrics.port) | quote }}
         - name: ORLOP_METRICS
@@ -94,7 +94,7 @@ spec:
           value: {{ printf "%d" (int .Values.datastore.postgres.connections) | quote }}
         {{- else }}
         - name: ORLOP_DATA_DIR
-          # A folder of its own: a file system's root may hold lost+found, and belongs to root.
+          # A subdirectory: the root of a file system may contain lost+found and belongs to root.
           value: /var/lib/orlop/data
         {{- end }}
         {{- if .Values.tls.enabled }}
@@ -121,19 +121,19 @@ spec:
           containerPort: 2379
         - name: metrics
           containerPort: {{ .Values.metrics.port }}
-      # Ten minutes to read the log: a million keys take a few seconds.
+      # Allows ten minutes to read the log; a million keys take a few seconds.
       startupProbe:
         httpGet: { path: /livez, port: metrics }
         periodSeconds: 5
         failureThreshold: 120
         timeoutSeconds: 6
-      # Fails where a restart might help; a database that is away is not such a case.
+      # Fails if a restart may help. It does not fail if the database is unreachable.
       livenessProbe:
         httpGet: { path: /livez, port: metrics }
         periodSeconds: 10
         failureThreshold: 6
         timeoutSeconds: 6
-      # Fails where requests should go elsewhere.
+      # Fails if requests should go to another pod.
       readinessProbe:
         httpGet: { path: /readyz, port: metrics }
         periodSeconds: 5
@@ -160,7 +160,7 @@ spec:
 - name: data
   mountPath: /var/lib/orlop
 {{- else }}
-# Snapshots lie there while they are sent.
+# Temporary files of snapshots that are being sent.
 - name: tmp
   mountPath: /tmp
 {{- if .Values.datastore.postgres.tlsSecret }}
@@ -170,7 +170,7 @@ spec:
 {{- end }}
 {{- end }}
 {{- if .Values.tls.enabled }}
-# Folders, not files (subPath): renewed certificates arrive in the pod and are used without a restart.
+# Directories, not files (subPath): the pod receives renewed certificates and uses them without a restart.
 - name: tls
   mountPath: /etc/orlop/tls
   readOnly: true
