@@ -3,18 +3,19 @@
 //! ```text
 //! put, delete, txn,  ─▶ queue ─▶ writer ─▶ log.append ─▶ applier ─▶ index, value cache, leases, watch hub
 //! grant, revoke,                 (batch)                   │
-//! compact                                                  └─▶ answers
+//! compact                                                  └─▶ responses
 //! range ─▶ reader ─▶ index, value cache, log.values
 //! ```
 //!
-//! [`Store`] is the handle that `api` sees. One writer task evaluates requests in batches ([`txn`], pure) and commits a
-//! batch with one append; an answer leaves after its commit and after the index and the watchers have it. Reads run
-//! beside it on the index.
+//! [`Store`] is the handle that the server uses. One writer task evaluates write requests in batches ([`txn`], pure)
+//! and commits each batch with one append. A request is answered after its commit is durable and applied to the index
+//! and the watchers. Reads run concurrently on the index.
 //!
-//! Where several instances share the log, a linearizable read first asks where the log stands ([`Store::confirm`], one
-//! question for all who wait), and what the others append comes in by [`catch_up`].
+//! If several instances share the log, a linearizable read first asks the database for the log's position
+//! ([`Store::confirm`]; concurrent reads share one query). [`catch_up`] applies the changes that other instances
+//! append.
 //!
-//! Lock order: the hub's, then the index's, then the lease table's. None is held across an await.
+//! Lock order: the hub, then the index, then the lease table. No lock is held across an await.
 
 mod applier;
 mod auto_compact;
@@ -80,11 +81,11 @@ use crate::{
     watchdog::{Pulse, Watchdog},
 };
 
-/// How long a request waits for the database before it is told that nothing was done, as long as etcd's for a leader.
+/// Maximum time a request waits for the database; after that it fails as not applied. etcd waits as long for a leader.
 const WAIT_MAX: Duration = Duration::from_secs(7);
-/// A linearizable read that waits longer for the log's head is counted as slow.
+/// A linearizable read that waits longer than this for the log's position is counted as slow.
 const SLOW_CONFIRM: Duration = Duration::from_millis(500);
-/// Pause before the database is asked again that did not answer.
+/// Pause before a failed query is repeated.
 const ASK_PAUSE: Duration = Duration::from_millis(50);
 
 /// Why a request failed, by what the caller should do about it.
@@ -105,19 +106,19 @@ pub enum Error {
     /// The queue of writes is full. Nothing was done; try again later.
     #[error("too many requests")]
     TooManyRequests,
-    /// The database, or its disk, has no room for it, or the alarm that says so is raised.
+    /// The database or its disk is full, or the NOSPACE alarm is raised.
     #[error("database space exceeded")]
     NoSpace,
     /// The write may or may not have happened.
     #[error("request timed out")]
     OutcomeUnknown,
-    /// The database cannot be read just now. Nothing was done.
+    /// The database is unavailable. Nothing was done.
     #[error("database unavailable")]
     Unavailable,
-    /// The server is going down. Nothing was done.
+    /// The server is stopping. Nothing was done.
     #[error("server stopped")]
     Stopped,
-    /// The log contradicts itself.
+    /// The log is corrupt.
     #[error("corrupt log")]
     Corrupt,
 }
@@ -134,7 +135,7 @@ impl From<Unreadable> for Error {
 }
 
 impl From<log::Error> for Error {
-    /// The caller learns what to do; the operator finds the cause in the server's own log.
+    /// Converts the error to what the caller should do. The cause is written to the server's log.
     fn from(error: log::Error) -> Self {
         let id = trace::current().map(tracing::field::display);
         tracing::error!(id, %error, "request failed on the database");
@@ -147,31 +148,32 @@ impl From<log::Error> for Error {
     }
 }
 
-/// Which store this is, among all there are.
+/// The identity that etcd's response headers carry.
 #[derive(Debug, Clone, Copy)]
 pub struct Identity {
     pub cluster_id: u64,
     pub member_id: u64,
 }
 
-/// The handle. Cheap to share behind an [`Arc`].
+/// The handle through which the server uses the store. Shared behind an [`Arc`].
 pub struct Store {
     shared: Arc<Shared>,
     queue: WriteQueue,
-    /// Who waits to stand where the log stands. `None` where this process is the only one on the log: it always does.
+    /// Shared queries for the log's position. `None` if this process is the only one that uses the log: it is always up
+    /// to date.
     heads: Option<Coalesced<(), log::Result<()>>>,
-    /// Leases to be renewed in the log. `None` where deadlines are in memory alone.
+    /// Lease renewals in the log. `None` if deadlines are kept only in memory.
     renewals: Option<Coalesced<LeaseId, log::Result<Option<LoggedLease>>>>,
-    /// A request that takes longer is slow.
+    /// Duration above which a request is slow.
     patience: Duration,
-    /// Times of ranges, of those that failed first.
+    /// Durations of ranges: failed, successful.
     range_times: [Histogram; 2],
     tasks: Mutex<Vec<JoinHandle<()>>>,
     stop_background: watch::Sender<bool>,
     watchdog: Arc<Watchdog>,
 }
 
-/// What the writer, the readers and the background tasks have in common.
+/// The state that the writer, the readers and the background tasks share.
 struct Shared {
     log: Arc<dyn Log>,
     identity: Identity,
@@ -186,20 +188,20 @@ struct Shared {
     room: Room,
     /// Of long reads, and of the answers that they are sent in.
     turns: Arc<Turns>,
-    /// Set when the next deadline of a lease may have come nearer.
+    /// Notified when the earliest lease deadline may have moved closer.
     lease_deadline: Notify,
-    /// Set when there is something to compact.
+    /// Notified when there is something to compact.
     compaction: Notify,
-    /// Whether this instance recorded a compaction, and so deletes its rows.
+    /// Whether this instance recorded the newest compaction and therefore deletes its rows.
     purge_duty: AtomicBool,
-    /// Rows that the newest compaction freed and that another instance was to delete.
+    /// Rows that the newest compaction made unreadable and that another instance has to delete.
     left_to_others: Mutex<Vec<RowId>>,
-    /// The newest revision whose compaction has freed index and rows.
+    /// The newest revision whose compaction has finished.
     compaction_done: watch::Sender<Option<Revision>>,
     pulses: Pulses,
 }
 
-/// By which the watchdog sees whether the loops move.
+/// The heartbeats through which the watchdog observes the loops.
 #[derive(Default)]
 struct Pulses {
     writer: Arc<Pulse>,
@@ -215,7 +217,7 @@ impl Store {
         self.shared.identity
     }
 
-    /// The newest revision applied.
+    /// Returns the newest applied revision.
     pub fn head(&self) -> Revision {
         self.shared.index.read().head()
     }
@@ -228,12 +230,12 @@ impl Store {
         &self.shared.log
     }
 
-    /// Waits until this instance stands where the log stood when this was called, so that what is read next is not older
-    /// than anything that any instance acknowledged before.
+    /// Waits until this instance has applied everything that was in the log when this was called. A later read then
+    /// returns nothing older than what any instance acknowledged before the call.
     ///
     /// # Errors
     ///
-    /// [`Error::Unavailable`] if the database does not answer for long.
+    /// [`Error::Unavailable`] if the database does not answer within 7 seconds.
     pub async fn confirm(&self) -> Result<()> {
         let Some(heads) = &self.heads else { return Ok(()) };
         let metrics = &self.shared.metrics.store;
@@ -255,7 +257,7 @@ impl Store {
         confirmed
     }
 
-    /// Why the store cannot go on, once that is so: the text is for the operator.
+    /// Waits for an error after which the store cannot continue and returns its text for the operator.
     pub fn failed(&self) -> impl Future<Output = String> + Send + use<> {
         let mut failed = self.shared.standing.failed.subscribe();
         async move {
@@ -279,24 +281,24 @@ impl Store {
         Ok(self.shared.log.size(Precision::Quick).await?)
     }
 
-    /// A copy of the index, to compare with one that was rebuilt from the log.
+    /// Returns a copy of the index, for comparison with one that was rebuilt from the log.
     pub fn index_snapshot(&self) -> TreeIndex {
         self.shared.index.read().clone()
     }
 
     /// # Cancel safety
     ///
-    /// A dropped future does not take the write back; so it is with every write of the store.
+    /// Dropping the future does not cancel the write. This applies to every write of the store.
     pub async fn put(&self, request: PutRequest) -> Result<PutResponse> {
         let Outcome::Put(response) = self.queue.submit(Request::Put(request)).await? else {
-            unreachable!("a put is answered as one")
+            unreachable!("a put returns a put response")
         };
         Ok(response)
     }
 
     pub async fn delete(&self, request: DeleteRequest) -> Result<DeleteResponse> {
         let Outcome::Delete(response) = self.queue.submit(Request::Delete(request)).await? else {
-            unreachable!("a delete is answered as one")
+            unreachable!("a delete returns a delete response")
         };
         Ok(response)
     }
@@ -307,12 +309,12 @@ impl Store {
             return self.read_txn(request).await;
         }
         let Outcome::Txn(response) = self.queue.submit(Request::Txn(request)).await? else {
-            unreachable!("a transaction is answered as one")
+            unreachable!("a transaction returns a transaction response")
         };
         Ok(response)
     }
 
-    /// Forbids reads below `revision`. Returns the head.
+    /// Compacts the log at `revision`: reads below it fail from now on. Returns the head.
     pub async fn compact(&self, revision: Revision, wait: CompactionWait) -> Result<Revision> {
         let head = self.submit_for_revision(Request::Compact(revision)).await?;
         if wait == CompactionWait::ForRows {
@@ -322,7 +324,7 @@ impl Store {
         Ok(head)
     }
 
-    /// Grants a lease with the id that is asked for, or one that is free. A TTL below the minimum is raised to it.
+    /// Grants a lease with the given id, or with a free one. A TTL below the minimum is raised to the minimum.
     pub async fn grant(&self, id: Option<LeaseId>, ttl_secs: i64) -> Result<LeaseGranted> {
         if ttl_secs > lease::TTL_SECS_MAX {
             return Err(Error::LeaseTtlTooLarge);
@@ -336,7 +338,7 @@ impl Store {
     fn free_lease_id(&self) -> LeaseId {
         let leases = self.shared.leases.lock();
         loop {
-            // The standard library's source of randomness: each RandomState has keys of its own.
+            // Randomness from the standard library: each RandomState has its own keys.
             let id = LeaseId(RandomState::new().hash_one(0).cast_signed() & i64::MAX);
             if id.0 != 0 && !leases.contains(id) {
                 return id;
@@ -344,13 +346,13 @@ impl Store {
         }
     }
 
-    /// Ends a lease and deletes the keys on it in one revision. Returns the head.
+    /// Revokes a lease and deletes its keys in one revision. Returns the head.
     pub async fn revoke(&self, id: LeaseId) -> Result<Revision> {
         self.submit_for_revision(Request::Revoke(id)).await
     }
 
-    /// Renews a lease. Returns the seconds that it has before it again, 0 if it is unknown or its time was over, and the
-    /// head from before.
+    /// Renews a lease. Returns the head from before the renewal, and the new TTL in seconds, or 0 if the lease is
+    /// unknown or has expired.
     pub async fn keep_alive(&self, id: LeaseId) -> Result<(Revision, i64)> {
         let head = self.head();
         loop {
@@ -364,10 +366,11 @@ impl Store {
                     return Ok((head, ttl_secs));
                 }
                 Renewal::Unknown => return Ok((head, 0)),
-                // The answer that it is over leaves when its keys are gone.
+                // The response is sent after the lease's keys are deleted.
                 Renewal::Expired => {
                     self.submit_for_revision(Request::Expire(id)).await?;
-                    // If nobody was heard of for a while its deadline was moved on meanwhile, and it lives.
+                    // If no instance was alive for a while, the deadline was extended meanwhile and the lease is still
+                    // live.
                     if self.shared.leases.lock().remaining(id, Instant::now()).is_none() {
                         return Ok((head, 0));
                     }
@@ -393,12 +396,12 @@ impl Store {
         if logged.left_secs.is_some_and(|left| left > 0.0) {
             return Ok(Renewal::Renewed { ttl_secs: logged.ttl_secs });
         }
-        // It may have been granted elsewhere; the writer must know it to end it.
+        // Another instance may have granted it; the writer must know the lease to end it.
         self.confirm().await?;
         Ok(Renewal::Expired)
     }
 
-    /// `None` for a lease that is unknown or whose time is over.
+    /// Returns the remaining time of a lease, or `None` if it is unknown or has expired.
     pub async fn lease(&self, id: LeaseId) -> Result<Option<Remaining>> {
         self.confirm().await?;
         self.look_at(&[id]).await?;
@@ -414,7 +417,7 @@ impl Store {
         Ok(self.shared.leases.lock().list(Instant::now()))
     }
 
-    /// Takes up how much time these leases have left by the log, where it keeps deadlines.
+    /// Refreshes the deadlines of these leases from the log, if the log stores deadlines.
     async fn look_at(&self, ids: &[LeaseId]) -> Result<()> {
         if let Some(log) = self.shared.log.shared().filter(|_| !ids.is_empty()) {
             let asked = Instant::now();
@@ -426,12 +429,12 @@ impl Store {
 
     async fn submit_for_revision(&self, request: Request) -> Result<Revision> {
         let Outcome::Revision(revision) = self.queue.submit(request).await? else {
-            unreachable!("this request is answered with a revision")
+            unreachable!("this request returns a revision")
         };
         Ok(revision)
     }
 
-    /// Finishes the writes that were taken, refuses others, and lets go of the log.
+    /// Completes the accepted writes, rejects new ones, and closes the log.
     pub async fn stop(&self) {
         self.queue.close();
         self.stop_background.send_replace(true);

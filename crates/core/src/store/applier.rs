@@ -1,4 +1,4 @@
-//! The applier: the only way by which committed rows reach the index, the value cache, the leases and the watchers.
+//! The applier: the only path by which committed rows reach the index, the value cache, the leases and the watchers.
 
 use std::collections::HashMap;
 
@@ -15,8 +15,8 @@ use crate::{
 };
 
 impl Shared {
-    /// Takes up a batch that this instance committed at `expected`. Index and hub move on together: whoever read a revision
-    /// finds the hub at that revision or beyond. What was read from the log meanwhile is not taken up again.
+    /// Applies a batch that this instance committed at `expected`. Index and hub advance together: if a client has read
+    /// a revision, the hub is at that revision or a later one. Changes that were already read from the log are skipped.
     pub(super) fn apply_batch(&self, batch: &Batch, expected: Position, now: Instant) {
         let epoch = if batch.advances_epoch() { expected.epoch + 1 } else { expected.epoch };
         self.hub.publish(batch.changes(), batch.head(), |changes| {
@@ -50,7 +50,7 @@ impl Shared {
         }
     }
 
-    /// Takes up changes read from the log, all up to `head`.
+    /// Applies changes that were read from the log, all up to `head`.
     pub(super) fn apply_logged(&self, changes: &[Change], head: Revision) {
         self.hub.publish(changes, head, |changes| {
             self.apply_to_index(changes);
@@ -103,8 +103,8 @@ impl Shared {
         self.space.note_written(changes, bytes);
     }
 
-    /// Completes changes with the pairs that they replace, for watchers that asked for them. A pair that cannot be had is
-    /// left out, as etcd leaves out one that was compacted.
+    /// Fills in the previous pairs of changes, for watchers that want them. A pair that cannot be read is left out, as
+    /// etcd leaves out a compacted one.
     pub(super) async fn fill_prev(&self, changes: &mut [Change]) {
         let lacking = |prev: &&Prev| prev.kv.is_none();
         let rows: Vec<RowId> = changes.iter().filter_map(|c| c.prev.as_ref()).filter(lacking).map(|p| p.row).collect();

@@ -1,4 +1,5 @@
-//! Automatic compaction, as etcd's `--auto-compaction-mode`. Of several instances the leading one does it.
+//! Automatic compaction, like etcd's `--auto-compaction-mode`. If several instances share the log, only the leader
+//! compacts.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
@@ -14,20 +15,20 @@ use super::{
 };
 use crate::types::Revision;
 
-/// What is kept.
+/// The history that automatic compaction keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AutoCompaction {
-    /// What was current within this time.
+    /// Revisions that were current within this period.
     Periodic(Duration),
-    /// This many revisions below the head.
+    /// This number of revisions below the head.
     Revision(i64),
 }
 
-/// Compactions of a long retention come at least this often.
+/// Maximum time between compactions, whatever the retention.
 const PERIOD_MAX: Duration = Duration::from_secs(60 * 60);
-/// Looks at the head for each period.
+/// Samples of the head per period.
 const SAMPLES: u32 = 10;
-/// How often revisions are counted.
+/// Interval of compactions in revision mode.
 const REVISION_INTERVAL: Duration = Duration::from_secs(5 * 60);
 
 pub(super) async fn run(
@@ -54,7 +55,7 @@ pub(super) async fn run(
             match queue.submit(Request::Compact(target)).await {
                 Ok(_) | Err(Error::Compacted) => {}
                 Err(error) => {
-                    warn!(%error, compact_revision = target.0, "auto compaction failed; the next look tries again")
+                    warn!(%error, compact_revision = target.0, "auto compaction failed; trying again at the next interval")
                 }
             }
         }
@@ -66,10 +67,10 @@ pub(super) async fn run(
     }
 }
 
-/// When to compact, and to which revision. Pure.
+/// Decides when to compact and at which revision. Pure.
 struct Plan {
     policy: AutoCompaction,
-    /// Heads and when they were current, the oldest first.
+    /// Samples of the head with their times, oldest first.
     samples: VecDeque<(Instant, Revision)>,
     compacted_at: Option<Instant>,
 }
@@ -96,7 +97,8 @@ impl Plan {
         }
     }
 
-    /// The first compaction comes after one retention, the next ones each after one more, or an hour if that is less.
+    /// The first compaction comes after one retention, each further one after another retention or one hour, whichever
+    /// is less.
     fn look_back(&mut self, head: Revision, now: Instant, retention: Duration) -> Option<Revision> {
         self.samples.push_back((now, head));
         let old = self.samples.iter().take_while(|(at, _)| now.duration_since(*at) >= retention).count();
@@ -132,9 +134,9 @@ mod tests {
     }
 
     #[test]
-    fn periodic_keeps_what_was_current_within_the_retention() {
+    fn periodic_mode_keeps_revisions_within_the_retention() {
         let minutes = |minutes: u64| AutoCompaction::Periodic(Duration::from_secs(60 * minutes));
-        // A revision a minute, from 1 on.
+        // One revision per minute, from 1.
         let heads = |minute: u64| minute as i64 + 1;
         check(minutes(10), heads, 9, &[]);
         check(minutes(10), heads, 30, &[(10, 1), (20, 11), (30, 21)]);

@@ -1,7 +1,7 @@
-//! Changes that are evaluated but not yet in the log: what the writer gathers between two commits.
+//! A batch: changes that are evaluated but not yet in the log. The writer collects them between two commits.
 //!
-//! Requests of a batch see the changes of those before them, so the batch is read together with the index that it was
-//! evaluated on.
+//! A request in a batch sees the changes of the requests before it. The batch is therefore read together with the index
+//! on which it was evaluated.
 
 use std::{collections::BTreeMap, ops::Bound};
 
@@ -14,24 +14,24 @@ use crate::{
     types::{Change, ChangeKind, EncodedKv, Key, KeyBounds, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
-/// See the module's page.
+/// The changes of one commit, in the order in which they were made.
 #[derive(Debug)]
 pub struct Batch {
     base: Revision,
     head: Revision,
     changes: Vec<Change>,
-    /// Of each changed key, the place of its newest change in `changes`.
+    /// For each changed key, the position of its newest change in `changes`.
     newest: BTreeMap<Key, usize>,
-    /// Of each change, what `newest` said before it.
+    /// For each change, the previous value of its key in `newest`.
     shadowed: Vec<Option<usize>>,
     leases: Vec<LeaseChange>,
-    /// Of each lease change, how many changes of keys came before it.
+    /// For each lease change, the number of key changes before it.
     lease_places: Vec<usize>,
     compaction: Option<Revision>,
     alarm: Option<AlarmChange>,
 }
 
-/// A place to go back to if a request turns out not to hold.
+/// A savepoint to which a failed request is rolled back.
 #[derive(Clone, Copy, Debug)]
 pub struct Mark {
     head: Revision,
@@ -39,19 +39,19 @@ pub struct Mark {
     leases: usize,
 }
 
-/// One of a batch's changes.
+/// One change of a batch.
 #[derive(Clone, Copy, Debug)]
 pub enum BatchChange<'a> {
     Key(&'a Change),
     Lease(LeaseChange),
 }
 
-/// A live key as a request in the batch sees it.
+/// A live key as the next request in the batch sees it.
 #[derive(Clone, Debug)]
 pub struct Current {
     pub version: Version,
     pub lease: Option<LeaseId>,
-    /// Its pair, if the batch made it.
+    /// Its pair, if the batch wrote it.
     pub kv: Option<EncodedKv>,
 }
 
@@ -76,12 +76,12 @@ impl Batch {
         }
     }
 
-    /// The revision that the log has after this batch.
+    /// Returns the log's head after this batch.
     pub fn head(&self) -> Revision {
         self.head
     }
 
-    /// The revision that the log has before this batch.
+    /// Returns the log's head before this batch.
     pub fn base(&self) -> Revision {
         self.base
     }
@@ -102,7 +102,7 @@ impl Batch {
         self.changes.is_empty() && !self.advances_epoch()
     }
 
-    /// Whether it changes more than keys.
+    /// Returns whether the batch changes anything besides keys.
     pub fn advances_epoch(&self) -> bool {
         !self.leases.is_empty() || self.compaction.is_some() || self.alarm.is_some()
     }
@@ -127,7 +127,7 @@ impl Batch {
         Mark { head: self.head, changes: self.changes.len(), leases: self.leases.len() }
     }
 
-    /// Forgets all that came after the mark.
+    /// Removes all changes after the mark.
     pub fn roll_back(&mut self, mark: Mark) {
         while self.changes.len() > mark.changes {
             let change = self.changes.pop().expect("longer than the mark");
@@ -141,27 +141,27 @@ impl Batch {
         self.head = mark.head;
     }
 
-    /// Whether something changed since the mark.
+    /// Returns whether a key changed since the mark.
     pub fn changed_since(&self, mark: Mark) -> bool {
         self.changes.len() > mark.changes
     }
 
-    /// Gives what changed since the mark its revision. Without this the next transaction would share it.
+    /// Ends the transaction that began at the mark. Without this call the next transaction would share its revision.
     pub fn seal(&mut self, mark: Mark) {
         if self.changed_since(mark) {
             self.head = self.head.next();
         }
     }
 
-    /// The row of the next change of the transaction that began at the mark.
+    /// Returns the row of the transaction's next change.
     pub fn next_row(&self, mark: Mark) -> RowId {
         let sub =
             u32::try_from(self.changes.len() - mark.changes).expect("a transaction has fewer changes than memory");
         RowId::new(self.head.next(), sub)
     }
 
-    /// Adds a change. A key's second change in one transaction shows the version before the transaction as the previous
-    /// one, as in etcd.
+    /// Adds a change. If a transaction changes a key twice, the second change shows the version before the transaction
+    /// as the previous one, as in etcd.
     pub fn push(&mut self, mut change: Change) {
         let place = self.changes.len();
         let shadowed = self.newest.insert(change.key.clone(), place);
@@ -179,7 +179,7 @@ impl Batch {
         self.lease_places.push(self.changes.len());
     }
 
-    /// All changes in the order in which they were made.
+    /// Returns all changes in the order in which they were made.
     pub fn in_order(&self) -> impl Iterator<Item = BatchChange<'_>> {
         let mut leases = self.leases.iter().zip(&self.lease_places).peekable();
         let mut changes = self.changes.iter().enumerate().peekable();
@@ -192,7 +192,7 @@ impl Batch {
         })
     }
 
-    /// The key as the next request sees it, if it is live.
+    /// Returns the key as the next request sees it, if it is live.
     pub fn current(&self, index: &TreeIndex, key: &[u8]) -> Option<Current> {
         match self.newest.get(key) {
             Some(place) => self.changed(*place),
@@ -212,7 +212,7 @@ impl Batch {
         }
     }
 
-    /// Visits the live keys of a range as the next request sees them, in order.
+    /// Visits the live keys of a range in order, as the next request sees them.
     pub fn visit(&self, index: &TreeIndex, range: &KeyRange, mut visit: impl FnMut(&Key, Current)) {
         if let KeyRange::Single(key) = range {
             if let Some(current) = self.current(index, key) {
@@ -239,17 +239,17 @@ impl Batch {
         }
     }
 
-    /// Whether the lease is there for the next request.
+    /// Returns whether the lease exists for the next request.
     pub fn lease_exists(&self, leases: &lease::Table, wanted: LeaseId) -> bool {
         self.lease_change(wanted).unwrap_or_else(|| leases.contains(wanted))
     }
 
-    /// Whether the lease's time is over, if it is the one of the table and not one that the batch granted under its id.
+    /// Returns whether the lease has expired. A lease that this batch granted under the same id has not.
     pub fn lease_is_over(&self, leases: &lease::Table, wanted: LeaseId, now: Instant) -> bool {
         self.lease_change(wanted).is_none() && leases.is_expired(wanted, now)
     }
 
-    /// Whether the lease is there for what the batch did to it, if it did something.
+    /// Returns whether the lease exists after the batch's changes to it, or `None` if the batch does not change it.
     fn lease_change(&self, wanted: LeaseId) -> Option<bool> {
         self.leases.iter().rev().find_map(|change| match *change {
             LeaseChange::Grant { id, .. } => (id == wanted).then_some(true),
@@ -257,7 +257,7 @@ impl Batch {
         })
     }
 
-    /// The live keys on the lease as the next request sees them, in order.
+    /// Returns the live keys of the lease in order, as the next request sees them.
     pub fn lease_keys(&self, leases: &lease::Table, wanted: LeaseId) -> Vec<Key> {
         let unchanged = leases.keys(wanted).filter(|key| !self.newest.contains_key(key.as_slice())).cloned();
         let changed = self
@@ -280,13 +280,13 @@ fn from_index(entry: Entry) -> Current {
     Current { version: entry.version, lease, kv: None }
 }
 
-/// What lies from `from` to before `key`.
+/// Returns the bounds [`from`, `key`), or `None` if they are empty.
 fn until<'a>(from: Bound<&'a [u8]>, key: &'a Key) -> Option<KeyBounds<'a>> {
     let bounds = (from, Bound::Excluded(key.as_slice()));
     (!is_nothing(bounds)).then_some(bounds)
 }
 
-/// Bounds that an ordered map refuses, because nothing can lie between them.
+/// Returns whether nothing can be within the bounds. `BTreeMap::range` panics on such bounds.
 fn is_nothing(bounds: KeyBounds<'_>) -> bool {
     match bounds {
         (Bound::Included(from), Bound::Excluded(to))

@@ -1,13 +1,13 @@
-//! Catching up: taking in what the log has beyond this instance, whoever wrote it.
+//! Catching up: applies the part of the log that this instance has not applied yet, whichever instance wrote it.
 //!
-//! Another instance may append at any time, and an append of this one may have an unknown outcome. Whoever needs to stand
-//! where the log stands (a linearizable read, a writer that lost a race, the task that follows the log) asks for its
-//! position and comes here if that is ahead. One at a time catches up; what the writer applies meanwhile is left out, under
-//! the hub's lock.
+//! Another instance can append at any time, and an append of this instance can have an unknown outcome. Callers that
+//! need the latest state (a linearizable read, a writer that lost a race, the task that follows the log) ask the log
+//! for its position and catch up if it is ahead. One caller at a time catches up; changes that the writer applies
+//! meanwhile are skipped, under the hub's lock.
 //!
-//! Three things end the usual way of it. Rows that compaction took before they were read: the index is built anew from what
-//! the log still holds. Another server behind the address: its log is compared with what was applied last. A log that is
-//! shorter or other than what was applied: this instance stops, rather than serve two histories.
+//! Three cases are special. If compaction deleted rows before this instance read them, the index is rebuilt from the
+//! remaining log. If another server answers at the database's address, its log is compared with the changes that were
+//! applied last. If that log is shorter or different, this instance stops, so that clients never see two histories.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -33,29 +33,29 @@ use crate::{
     types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
 
-/// Changes remembered to compare another server's log with, and bytes of their pairs.
+/// Maximum number of applied changes kept for comparison with another server's log, and maximum bytes of their pairs.
 const TAIL_CHANGES_MAX: usize = 256;
 const TAIL_BYTES_MAX: usize = 1 << 20;
-/// How long this instance's own append may be waited for before the log is read instead.
+/// Maximum time to wait for this instance's own append before the log is read instead.
 const OWN_APPEND_MAX: Duration = Duration::from_millis(50);
-/// Pause before the log is looked at again after it could not be read.
+/// Pause after a failed read of the log.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
-/// What catching up goes by.
+/// The state of this instance relative to the log.
 pub(super) struct Standing {
-    /// Held by the one that catches up.
+    /// Held while catching up.
     turn: AsyncMutex<()>,
-    /// The server whose log was last found to continue this instance's.
+    /// The database server whose log was last found to continue this instance's state.
     server: AtomicI64,
-    /// The head that an append of this instance leads to, while it is under way.
+    /// The head after the running append of this instance; 0 if none is running.
     own_append: AtomicI64,
-    /// Turns with everything that is applied.
+    /// Changes whenever something was applied.
     applied: watch::Sender<()>,
     tail: Mutex<Tail>,
-    /// The newest compaction that the log told of. It is told of once an epoch, and takes effect when its revision is applied,
-    /// which may be in a later attempt. The least number: there was none.
+    /// The newest compaction that was read from the log, or `i64::MIN`. It is read once per epoch and takes effect when
+    /// its revision is applied, which may be in a later attempt.
     recorded: AtomicI64,
-    /// Why this instance must stop.
+    /// The reason why this instance must stop.
     pub(super) failed: watch::Sender<Option<String>>,
 }
 
@@ -72,7 +72,7 @@ impl Standing {
         }
     }
 
-    /// Says that an append of this instance is under way that leads to `head`; until the guard is dropped.
+    /// Marks an append of this instance that leads to `head` as running until the guard is dropped.
     pub(super) fn appending(&self, head: Revision) -> impl Drop + '_ {
         struct Appending<'a>(&'a Standing);
         impl Drop for Appending<'_> {
@@ -93,7 +93,7 @@ impl Standing {
     }
 }
 
-/// The newest changes that were applied.
+/// The newest applied changes.
 #[derive(Default)]
 struct Tail {
     changes: VecDeque<Change>,
@@ -125,7 +125,7 @@ fn pair(change: &Change) -> Option<&EncodedKv> {
 }
 
 impl Shared {
-    /// Where this instance stands.
+    /// Returns the log position up to which this instance has applied everything.
     pub(super) fn position(&self) -> Position {
         let index = self.index.read();
         let epoch = self.leases.lock().epoch;
@@ -137,13 +137,13 @@ impl Shared {
         own.server == position.server && own.head >= position.head && own.epoch >= position.epoch
     }
 
-    /// Whether the log, or this instance, has moved beyond `position`.
+    /// Returns whether the log, or this instance, is past `position`.
     pub(super) async fn is_beyond(&self, position: Position) -> Result<bool> {
         let Some(log) = self.log.shared() else { return Ok(false) };
         Ok(self.position() != position || log.position().await? != position)
     }
 
-    /// Takes up how much time these leases have left, those that were to be expired.
+    /// Refreshes the deadlines of the leases that the batch was to expire.
     pub(super) async fn look_at_leases(&self, changes: &[LeaseChange]) {
         let ids: Vec<LeaseId> = changes
             .iter()
@@ -160,7 +160,7 @@ impl Shared {
         }
     }
 
-    /// Takes up how much time leases have left by the log's clock, which was asked at `asked`.
+    /// Sets lease deadlines from the remaining times that the log returned. `asked` is the time before the query.
     pub(super) fn set_lease_deadlines(&self, logged: &[LoggedLease], asked: Instant) {
         let now = Instant::now();
         let mut leases = self.leases.lock();
@@ -171,7 +171,7 @@ impl Shared {
         }
     }
 
-    /// Asks where the log stands and goes there.
+    /// Asks for the log's position and catches up to it.
     pub(super) async fn reach_head(&self, log: &dyn SharedLog) -> Result<()> {
         let position = log.position().await?;
         if self.stands_at(position) || self.own_append_reaches(position).await {
@@ -180,7 +180,8 @@ impl Shared {
         self.catch_up().await
     }
 
-    /// Waits for an append of this instance that is about to be applied, if there is one and it leads to `position`.
+    /// Waits up to [`OWN_APPEND_MAX`] for this instance's own append, if that leads to `position`. Returns whether
+    /// `position` was reached.
     async fn own_append_reaches(&self, position: Position) -> bool {
         let is_own = || self.standing.own_append.load(Ordering::Relaxed) >= position.head.0;
         let mut applied = self.standing.applied.subscribe();
@@ -191,12 +192,12 @@ impl Shared {
                 }
             }
         };
-        // When it takes longer than that, reading the log costs less than waiting.
+        // After that time, reading the log costs less than waiting.
         let _ = timeout(OWN_APPEND_MAX, waiting).await;
         self.stands_at(position)
     }
 
-    /// Takes in all that the log has.
+    /// Applies everything that is in the log.
     ///
     /// # Errors
     ///
@@ -249,7 +250,7 @@ impl Shared {
             let index = self.index.read();
             let (head, known) = (index.head(), index.compact_revision());
             drop(index);
-            // Beyond the head: it was recorded after the position was asked for.
+            // A compaction above the head was recorded after the position was read.
             if compacted <= head {
                 if compacted > known.unwrap_or(Revision(-1)) {
                     self.note_compaction(compacted);
@@ -259,7 +260,7 @@ impl Shared {
         }
     }
 
-    /// Takes in the next changes, up to `to`. Returns false if some of them are gone.
+    /// Applies the next page of changes up to `to`. Returns false if compaction has deleted some of them.
     async fn read_page(&self, to: Revision) -> Result<bool> {
         let next = self.index.read().head().next();
         let prev = if self.hub.wants_prev() { WithPrev::Yes } else { WithPrev::No };
@@ -284,12 +285,12 @@ impl Shared {
         Ok(true)
     }
 
-    /// Replaces everything in memory by what the log holds; watches read on from the log, or learn that what they missed
-    /// was compacted.
+    /// Replaces the state in memory by one rebuilt from the log. Watches continue from the log, or end if the revisions
+    /// that they need were compacted.
     async fn rebuild(&self) -> Result<()> {
         info!(
             revision = self.index.read().head().0,
-            "rows that were not read yet were compacted away; reading the log anew"
+            "rows were compacted before they were read; rebuilding the index from the log"
         );
         let rebuilding = &self.metrics.state.applying_snapshot;
         rebuilding.set(1);
@@ -304,14 +305,14 @@ impl Shared {
             std::mem::swap(&mut *self.index.write(), &mut before.0);
             std::mem::swap(&mut *self.leases.lock(), &mut before.1);
         });
-        // Those rows are for the instance to delete that compacted, as long as it lives.
+        // The instance that recorded the compaction deletes these rows, if it is alive.
         *self.left_to_others.lock() = replayed.garbage;
         self.compaction_done.send_replace(compacted);
         self.lease_deadline.notify_one();
         self.fill_tail().await
     }
 
-    /// Remembers the end of the log, to know it again.
+    /// Keeps the end of the log for comparison with another server's log.
     pub(super) async fn fill_tail(&self) -> Result<()> {
         if self.log.shared().is_none() {
             return Ok(());
@@ -325,7 +326,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Whether the log has what this instance applied last.
+    /// Checks that the log contains the changes that this instance applied last.
     async fn compare_tail(&self, log_head: Revision) -> Result<()> {
         let (applied, newest): (HashMap<RowId, Change>, Option<Change>) = {
             let tail = self.standing.tail.lock();
@@ -336,8 +337,8 @@ impl Shared {
         let oldest = applied.keys().min().map_or(newest.row.revision, |row| row.revision);
         let diverged = |revision: Revision| {
             Error::Diverged(format!(
-                "revision {revision} is another one than this instance had; it had revision {}, the database ends at \
-                 revision {log_head}",
+                "revision {revision} differs from the one that this instance had; this instance had revision {}, the \
+                 database ends at revision {log_head}",
                 newest.row.revision
             ))
         };
@@ -346,7 +347,7 @@ impl Shared {
             let page = self.log.changes(next, newest.row.revision, &KeyRange::all(), WithPrev::No).await?;
             for found in &page.changes {
                 newest_found |= found.row.revision == newest.row.revision;
-                // A row that is not there any more was compacted away, and the tail may begin within a revision.
+                // A missing row was compacted. The tail may begin within a revision.
                 if let Some(applied) = applied.get(&found.row)
                     && (applied.key != found.key || pair(applied) != pair(found))
                 {
@@ -355,7 +356,7 @@ impl Shared {
             }
             next = page.next;
         }
-        // The newest row is never deleted before there is a newer one.
+        // The newest row is never deleted while it is the newest.
         if !newest_found && log_head <= newest.row.revision {
             return Err(diverged(newest.row.revision));
         }
@@ -366,12 +367,12 @@ impl Shared {
         let now = Instant::now();
         let mut leases = self.leases.lock();
         if self.log.shared().is_some() && meta.position.epoch < leases.epoch {
-            // An append of this instance was applied since that was read.
+            // An append of this instance was applied after that was read.
             return;
         }
         let logged: HashMap<LeaseId, &LoggedLease> = meta.leases.iter().map(|lease| (lease.id, lease)).collect();
         for (id, ttl_secs) in leases.granted() {
-            // With another TTL it was revoked and granted anew.
+            // A different TTL means that it was revoked and granted again.
             if logged.get(&id).is_none_or(|logged| logged.ttl_secs != ttl_secs) {
                 leases.revoke(id);
             }
@@ -385,20 +386,20 @@ impl Shared {
             }
         }
         leases.epoch = leases.epoch.max(meta.position.epoch);
-        // Under the lease table's lock, as an alarm of this instance's own moves its epoch on.
+        // Under the lease table's lock, because an alarm of this instance advances the epoch, too.
         self.space.take_in(meta);
         drop(leases);
         self.lease_deadline.notify_one();
     }
 
-    /// Makes a compaction that was recorded effective. Rows are deleted by the instance that recorded it.
+    /// Makes a recorded compaction effective for reads. The instance that recorded it deletes the rows.
     pub(super) fn note_compaction(&self, revision: Revision) {
         self.hub.compacted(revision, || self.index.write().begin_compaction(revision));
         self.compaction.notify_one();
     }
 }
 
-/// The leases that the log says there are, with the keys that the index says hang on them.
+/// Builds the lease table from the leases in the log and the keys in the index.
 pub(super) fn lease_table(meta: &Meta, index: &TreeIndex, now: Instant) -> lease::Table {
     let mut leases = lease::Table::default();
     for logged in &meta.leases {
@@ -416,7 +417,8 @@ pub(super) fn lease_table(meta: &Meta, index: &TreeIndex, now: Instant) -> lease
     leases
 }
 
-/// Rows from the log name the revision of what they replaced; the index knows the row and its lease.
+/// Completes changes that were read from the log. They contain the revision that they replaced; the index knows its row
+/// and its lease.
 fn complete_prev(index: &TreeIndex, changes: &mut [Change]) {
     let mut newest: HashMap<&[u8], (RowId, Option<LeaseId>)> = HashMap::new();
     for change in changes {
@@ -440,7 +442,7 @@ fn complete_prev(index: &TreeIndex, changes: &mut [Change]) {
     }
 }
 
-/// Follows the log of several instances, so that their changes reach the watchers here.
+/// Follows a shared log, so that the changes of other instances reach the watchers here.
 pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: watch::Receiver<bool>) {
     let work = async {
         let Some(log) = shared.log.shared() else { return };
@@ -450,7 +452,7 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: 
             shared.pulses.follower.beat();
             let seen = shared.index.read().head();
             let told = log.moved(seen).await;
-            // Mostly it is this instance's own commit that it hears of, a moment before it is applied or after.
+            // The notification is usually for this instance's own commit, shortly before or after that is applied.
             if let Some(told) = told.filter(|_| looked.elapsed() < poll_interval) {
                 let mut applied = shared.standing.applied.subscribe();
                 if told <= shared.index.read().head() {
@@ -465,12 +467,12 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: 
             match shared.reach_head(log).await {
                 Ok(()) if is_away => {
                     is_away = false;
-                    info!("the database is back");
+                    info!("the log can be followed again");
                 }
                 Ok(()) => {}
                 Err(error) => {
                     if !is_away {
-                        warn!(%error, "the log cannot be followed; trying again");
+                        warn!(%error, "cannot follow the log; trying again");
                     }
                     is_away = true;
                     sleep(RETRY_PAUSE).await;

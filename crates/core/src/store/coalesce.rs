@@ -1,4 +1,4 @@
-//! One question to the log for many who ask it at the same time.
+//! Shares one query among all callers that wait for it, like etcd's ReadIndex.
 
 use std::{future::Future, sync::Arc, time::Duration};
 
@@ -9,18 +9,20 @@ use tokio::{
 
 use crate::watchdog::Pulse;
 
-/// So many answers are told before a rest, at least: with all that whoever asked does with them, that takes some 60
+/// Minimum number of responses sent before a pause. Sending them, and what the callers then do, takes about 60
 /// microseconds.
 const ANSWERS_AT_ONCE: usize = 16;
-/// In so many parts at most. Those who ask again wait for the last one of them, and so does what they have to ask in time.
+/// Maximum number of groups in which responses are sent. Callers that repeat their query wait for the last group, and
+/// so does any query that has a deadline.
 const PARTS_MAX: usize = 8;
 
-/// Items that are asked about together: those that come while one question is under way share the next, so that every
-/// answer is of a question that began after it was asked for.
+/// A handle for queries that are sent together. Items that arrive while a query is running share the next one, so every
+/// response comes from a query that started after its item arrived.
 pub struct Coalesced<I, O>(mpsc::UnboundedSender<(I, oneshot::Sender<O>)>);
 
 impl<I, O> Coalesced<I, O> {
-    /// The future that asks runs until the handle is dropped. `ask` answers each item, in their order.
+    /// Returns the handle and the future that runs the queries until the handle is dropped. `ask` returns a response
+    /// for each item, in their order.
     pub fn new<F, A>(ask: F, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
     where
         F: Fn(Vec<I>) -> A + Send,
@@ -31,8 +33,8 @@ impl<I, O> Coalesced<I, O> {
         Self::with_rests(ask, Duration::ZERO, pulse)
     }
 
-    /// The same for clients who may ask without end: after a question comes a rest, and one half as long after some of the
-    /// answers to it.
+    /// Like [`Self::new`], with a pause of `rest` after each query and of half of `rest` between groups of responses.
+    /// For callers that repeat their queries without a pause.
     pub fn with_rests<F, A>(ask: F, rest: Duration, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
     where
         F: Fn(Vec<I>) -> A + Send,
@@ -56,7 +58,7 @@ impl<I, O> Coalesced<I, O> {
                 let mut answers = ask(items).await.into_iter().zip(waiting).peekable();
                 while answers.peek().is_some() {
                     for (answer, waiting) in answers.by_ref().take(at_once) {
-                        // Who asked may be gone.
+                        // The caller may be gone.
                         let _ = waiting.send(answer);
                     }
                     if !rest.is_zero() {
@@ -69,7 +71,7 @@ impl<I, O> Coalesced<I, O> {
         (Self(asks), run)
     }
 
-    /// `None`: nobody answers any more.
+    /// Returns the response for an item, or `None` if the task has ended.
     pub async fn ask(&self, item: I) -> Option<O> {
         let (sender, answer) = oneshot::channel();
         self.0.send((item, sender)).ok()?;
@@ -87,7 +89,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn those_who_ask_meanwhile_share_the_next_question() {
+    async fn callers_during_a_query_share_the_next_one() {
         let questions = Arc::new(Mutex::new(Vec::new()));
         let asked = Arc::clone(&questions);
         let (coalesced, run) = Coalesced::new(
@@ -103,17 +105,17 @@ mod tests {
         let mut first = Box::pin(coalesced.ask(1));
         assert!(first.as_mut().now_or_never().is_none());
         let mut run = Box::pin(run);
-        assert!(run.as_mut().now_or_never().is_none(), "the first question is under way");
+        assert!(run.as_mut().now_or_never().is_none(), "the first query is running");
         let others = join_all([2, 3, 4].map(|item| coalesced.ask(item)));
         let all = async { (first.await, others.await) };
-        let (first, others) = tokio::select! { answers = all => answers, () = run => panic!("it ran out") };
+        let (first, others) = tokio::select! { answers = all => answers, () = run => panic!("the task ended") };
         assert_eq!(first, Some(10));
         assert_eq!(others, [Some(20), Some(30), Some(40)]);
         assert_eq!(*questions.lock().unwrap(), [vec![1], vec![2, 3, 4]]);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn between_two_questions_there_is_a_rest() {
+    async fn pauses_between_queries() {
         const REST: Duration = Duration::from_secs(1);
         let (coalesced, run) = Coalesced::with_rests(async |items: Vec<u32>| items, REST, Arc::default());
         tokio::spawn(run);
@@ -127,14 +129,14 @@ mod tests {
         assert_eq!(
             (coalesced.ask(4).await, began.elapsed()),
             (Some(4), Duration::ZERO),
-            "who comes later need not wait"
+            "a caller after the pause does not wait"
         );
     }
 
     #[tokio::test(start_paused = true)]
-    async fn many_answers_come_by_and_by() {
+    async fn many_responses_are_sent_in_groups() {
         const REST: Duration = Duration::from_secs(1);
-        // How many ask, and after how many halves of a rest so many of them are answered.
+        // Number of callers, then pairs: number of half pauses elapsed, number of responses at that time.
         let rows: [(u32, &[(u32, usize)]); 4] = [
             (1, &[(0, 1)]),
             (16, &[(0, 16)]),
@@ -148,11 +150,12 @@ mod tests {
                 assert_eq!(coalesced.ask(item).await, Some(item));
                 began.elapsed()
             }));
-            // All have asked when it begins.
-            let answered = tokio::select! { biased; answered = asked => answered, () = run => panic!("it ran out") };
+            // All callers have asked before the task starts.
+            let answered =
+                tokio::select! { biased; answered = asked => answered, () = run => panic!("the task ended") };
             for (halves, answers) in expected {
                 let then = answered.iter().filter(|after| **after == REST / 2 * *halves).count();
-                assert_eq!(then, *answers, "of {many}, after {halves} halves of a rest");
+                assert_eq!(then, *answers, "{many} callers, after {halves} half pauses");
             }
         }
     }

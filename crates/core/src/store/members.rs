@@ -1,4 +1,4 @@
-//! The instances that serve the log, as far as this one has heard.
+//! The live instances that share the log, as of the last heartbeat.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,14 +12,14 @@ use tracing::{info, warn};
 use super::{Shared, Store};
 use crate::log::{BEAT_INTERVAL, Error, Member, Result, SharedLog};
 
-/// What is known of the members.
+/// The members of the cluster.
 pub(super) struct Members {
     own: Member,
     state: Mutex<State>,
 }
 
 struct State {
-    /// Not empty; the one that has lived longest first.
+    /// Not empty; the longest-living member first.
     live: Vec<Member>,
     heard: Instant,
 }
@@ -29,12 +29,13 @@ impl Members {
         Self { state: Mutex::new(State { live: vec![own.clone()], heard: Instant::now() }), own }
     }
 
-    /// The one that does first what one of all should do: the one that has lived longest.
+    /// Returns the id of the leader: the longest-living member. It is the first to do work that only one instance
+    /// should do.
     pub(super) fn leader(&self) -> u64 {
         self.state.lock().live.first().map_or(self.own.id, |member| member.id)
     }
 
-    /// Those that live, as far as this one has heard.
+    /// Returns the live members as of the last heartbeat.
     pub(super) fn live(&self) -> Vec<Member> {
         self.state.lock().live.clone()
     }
@@ -49,7 +50,7 @@ impl Members {
 }
 
 impl Shared {
-    /// Says that this instance lives and takes note of who else does.
+    /// Sends this instance's heartbeat and updates the list of live members.
     pub(super) async fn beat(&self, log: &dyn SharedLog) -> Result<Vec<Member>> {
         let live = log.beat().await?;
         let mut state = self.members.state.lock();
@@ -65,30 +66,31 @@ impl Shared {
         Ok(live)
     }
 
-    /// How long ago this instance said that it lives: a paused one must say so again before it judges leases.
+    /// Returns the time since this instance's last heartbeat. An instance that was paused must send one before it
+    /// expires leases.
     pub(super) fn silent_for(&self) -> Duration {
         self.members.state.lock().heard.elapsed()
     }
 }
 
 impl Store {
-    /// The live members, asked for anew where the database can be asked.
+    /// Returns the live members, refreshed from the database if it answers.
     pub async fn members(&self) -> Vec<Member> {
         if let Some(log) = self.shared.log.shared()
             && let Err(error) = self.shared.beat(log).await
         {
-            warn!(%error, "members could not be asked for; telling those that were last heard of");
+            warn!(%error, "cannot read the members; returning the last known ones");
         }
         self.shared.members.state.lock().live.clone()
     }
 
-    /// The member that does first what one of all should do.
+    /// Returns the id of the leader.
     pub fn leader(&self) -> u64 {
         self.shared.members.leader()
     }
 }
 
-/// Says again and again that this instance lives.
+/// Sends heartbeats.
 pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
     let work = async {
         let Some(log) = shared.log.shared() else { return };
@@ -99,7 +101,7 @@ pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
             ticks.tick().await;
             let beat: std::result::Result<_, Error> = shared.beat(log).await;
             if let (Err(error), false) = (&beat, failing) {
-                warn!(%error, "the other members cannot be told that this one lives; trying again");
+                warn!(%error, "cannot send the heartbeat of this member; trying again");
             }
             failing = beat.is_err();
             shared.metrics.store.failed_beats.inc_by(u64::from(failing));

@@ -1,4 +1,4 @@
-//! Opening a store: the index and the leases are rebuilt from the log, then the tasks start.
+//! Opens a store: rebuilds the index and the leases from the log, then starts the tasks.
 
 use std::{
     collections::HashMap,
@@ -40,31 +40,33 @@ use crate::{
     watchdog::Watchdog,
 };
 
-/// How often a long start says how far it is.
+/// Interval of progress messages while the log is read.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
-/// Between two questions that renew leases in the log, and some of their answers: those of all clients that come meanwhile go
-/// into one. Without it, clients that renew without a pause keep the database busy for nothing, and the server with answers.
+/// Pause after a query that renews leases; half of it between groups of its responses. All renewals that arrive during
+/// the pause share the next query. Without it, clients that renew without a pause would keep the database and the
+/// server busy for nothing.
 const RENEWALS_REST: Duration = Duration::from_millis(2);
 
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Bytes of encoded pairs that are held in memory.
+    /// Size of the value cache in bytes of encoded pairs.
     pub value_cache_bytes: u64,
-    /// How often a log that others append to is looked at when nothing tells that they did.
+    /// Interval at which a shared log is polled when no notification arrives.
     pub poll_interval: Duration,
-    /// This instance's name and the URLs that clients reach it at.
+    /// This instance's name.
     pub name: String,
+    /// URLs at which clients reach this instance.
     pub client_urls: Vec<String>,
     pub metrics: Arc<Metrics>,
     pub patience: Patience,
-    /// Bytes; 0: etcd's 2 GiB, below 0: none.
+    /// Quota in bytes; 0: etcd's default of 2 GiB; negative: no quota.
     pub quota_bytes: i64,
     pub auto_compaction: Option<AutoCompaction>,
     pub compaction: Pace,
-    /// Whether the writer stays awake over the commit of a lone client, for which there must be a core beside the one on which
-    /// everything else runs.
+    /// Whether the writer polls without sleeping during the commit of a single client. This needs a second core beside
+    /// the one that runs everything else.
     pub stays_awake: bool,
-    /// Is told of the store's loops.
+    /// Observes the loops of the store.
     pub watchdog: Arc<Watchdog>,
 }
 
@@ -87,14 +89,14 @@ impl Default for Settings {
 }
 
 impl Store {
-    /// Reads the log, which takes some 2 seconds a million rows, and starts serving it.
+    /// Reads the log, which takes about 2 seconds per million rows, and starts serving it.
     ///
     /// # Errors
     ///
-    /// If the log cannot be read or contradicts itself.
+    /// If the log cannot be read or is corrupt.
     pub async fn open(log: Arc<dyn Log>, settings: Settings) -> Result<Self> {
         if let Some(shared) = log.shared() {
-            // Before anything looks at leases: if nobody was there, they have not run down.
+            // Before the leases are read: leases do not expire while no instance is alive.
             shared.beat().await?;
         }
         let Replayed { meta, index, garbage, .. } = replay(&*log).await?;
@@ -130,7 +132,7 @@ impl Store {
         let mut tasks = vec![
             vital("the writer", writer.run()),
             vital("the compactor", compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
-            vital("the quota's task", space::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
+            vital("the quota task", space::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
             vital("the expiry of leases", expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
         if let Some(policy) = settings.auto_compaction {
@@ -166,7 +168,7 @@ impl Pulses {
     }
 }
 
-/// Answers those who wait to stand where the log stands.
+/// Starts the task that catches up with the log for linearizable reads.
 fn ask_for_heads(shared: Arc<Shared>) -> Coalesced<(), Result<()>> {
     let pulse = Arc::clone(&shared.pulses.heads);
     let (heads, run) = Coalesced::new(
@@ -182,11 +184,11 @@ fn ask_for_heads(shared: Arc<Shared>) -> Coalesced<(), Result<()>> {
         },
         pulse,
     );
-    vital("the question for the log's head", run);
+    vital("the query for the log's position", run);
     heads
 }
 
-/// Renews leases in the log, `None` for one that it does not know.
+/// Starts the task that renews leases in the log. The result is `None` for a lease that the log does not contain.
 fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<LoggedLease>>> {
     let pulse = Arc::clone(&shared.pulses.renewals);
     let (renewals, run) = Coalesced::with_rests(
@@ -194,14 +196,14 @@ fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<Log
             let shared = Arc::clone(&shared);
             async move {
                 let Some(log) = shared.log.shared() else { return vec![Ok(None); ids.len()] };
-                // Some clients renew a lease as often as they can.
+                // Some clients renew the same lease continuously.
                 let mut distinct = ids.clone();
                 distinct.sort_unstable();
                 distinct.dedup();
                 let asked = Instant::now();
                 match log.leases(&distinct, Touch::Renew).await {
                     Ok(found) => {
-                        // Before anyone is told, which takes time.
+                        // Before the responses are sent, which takes time.
                         shared.set_lease_deadlines(&found, asked);
                         let found: HashMap<LeaseId, LoggedLease> =
                             found.into_iter().map(|logged| (logged.id, logged)).collect();
@@ -218,20 +220,20 @@ fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<Log
     renewals
 }
 
-/// What a log says.
+/// The state that is rebuilt from a log.
 pub struct Replayed {
     pub meta: Meta,
     pub index: TreeIndex,
     pub rows: usize,
-    /// Rows that were compacted away but are still there.
+    /// Rows that a compaction made unreadable and that are not deleted yet.
     pub garbage: Vec<RowId>,
 }
 
-/// Reads a whole log.
+/// Reads a whole log and rebuilds the index from it.
 ///
 /// # Errors
 ///
-/// [`Error::Corrupt`] if it contradicts itself.
+/// [`Error::Corrupt`] if the log is inconsistent.
 pub async fn replay(log: &dyn History) -> Result<Replayed> {
     let started = WallInstant::now();
     let mut reported = started;
@@ -277,7 +279,7 @@ pub async fn replay(log: &dyn History) -> Result<Replayed> {
     Ok(Replayed { meta, index, rows, garbage })
 }
 
-/// Above the compact revision neither a revision nor a change within one is missing.
+/// Checks that no revision above the compact revision is missing, and no change within one.
 fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
     if row.revision <= Revision::EMPTY || row.revision > meta.position.head {
         return Err(Error::Corrupt(format!(

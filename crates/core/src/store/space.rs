@@ -1,12 +1,12 @@
-//! Alarms, and the quota that raises one.
+//! Alarms and the space quota.
 //!
-//! While NOSPACE is raised, by whichever instance, puts, transactions with puts and new leases are refused; reads, deletes
-//! and compactions are served, as they make room. The server raises it when what is in use, and the write at hand, would go
-//! beyond the quota, and takes it back when there is room again; what a client raised, a client clears. While CORRUPT is
-//! raised nothing is served.
+//! While NOSPACE is raised, by any instance, puts, transactions with puts and new leases are rejected. Reads, deletes
+//! and compactions are served, because they free space. The server raises the alarm if the used space plus the current
+//! write would exceed the quota, and clears it when enough space is free again. An alarm that a client raised is
+//! cleared only by a client. While CORRUPT is raised, nothing is served.
 //!
-//! Between two measurements the bytes in use are what was measured and what was written since. A write is refused only
-//! after a measurement.
+//! Between measurements, the used space is the last measured size plus the bytes written since. A write is rejected
+//! only after a measurement.
 
 use std::{
     collections::BTreeMap,
@@ -34,28 +34,28 @@ use crate::{
     types::Change,
 };
 
-/// etcd's quota where none is given.
+/// etcd's default quota in bytes.
 const QUOTA_DEFAULT: u64 = 2 << 30;
-/// How often the size is looked at.
+/// Interval between measurements.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// How often it is looked at while NOSPACE is raised.
+/// Interval between measurements while NOSPACE is raised.
 const ALARMED_INTERVAL: Duration = Duration::from_secs(1);
-/// What a row takes beside its key and value, about.
+/// Approximate overhead of a row in bytes, besides its key and value.
 const ROW_BYTES: i64 = 100;
-/// There is room again below this part of the quota.
+/// Percentage of the quota below which NOSPACE is cleared.
 const ROOM_PERCENT: i64 = 90;
-/// Above this part of the quota the size is counted exactly.
+/// Percentage of the quota above which the size is measured exactly.
 const EXACT_PERCENT: i64 = 75;
 
-/// What is known of the room that there is, and of what is wrong.
+/// The used space, the quota and the alarms.
 pub(super) struct Space {
-    /// `None`: there is none.
+    /// Bytes; `None`: no quota.
     quota: Option<i64>,
-    /// Bytes in use, about.
+    /// Approximate bytes in use.
     used: AtomicI64,
-    /// Set when the size should be looked at.
+    /// Notified when the size should be measured.
     look: Notify,
-    /// A write was refused.
+    /// Whether a write was rejected since the last measurement.
     refused: AtomicBool,
     alarms: Mutex<BTreeMap<Alarm, Cause>>,
     no_space: AtomicBool,
@@ -63,7 +63,7 @@ pub(super) struct Space {
 }
 
 impl Space {
-    /// As etcd's `--quota-backend-bytes`: 0 is 2 GiB, below 0 is none.
+    /// Like etcd's `--quota-backend-bytes`: 0 is 2 GiB, a negative value is no quota.
     pub(super) fn new(quota_bytes: i64) -> Self {
         let quota = match quota_bytes {
             0 => Some(QUOTA_DEFAULT.cast_signed()),
@@ -81,19 +81,19 @@ impl Space {
         }
     }
 
-    /// Bytes, 0 if there is none.
+    /// Returns the quota in bytes, 0 if there is none.
     pub(super) fn quota(&self) -> u64 {
         self.quota.map_or(0, i64::cast_unsigned)
     }
 
     /// # Errors
     ///
-    /// [`Error::Corrupt`] while that alarm is raised.
+    /// [`Error::Corrupt`] while the CORRUPT alarm is raised.
     pub(super) fn check_sound(&self) -> Result<()> {
         if self.corrupt.load(Ordering::Relaxed) { Err(Error::Corrupt) } else { Ok(()) }
     }
 
-    /// Says that there may be room again.
+    /// Requests a measurement, because space may have been freed.
     pub(super) fn note_freed(&self) {
         self.look.notify_one();
     }
@@ -102,7 +102,7 @@ impl Space {
         self.used.fetch_add(bytes + ROW_BYTES * i64::try_from(changes.len()).unwrap_or(0), Ordering::Relaxed);
     }
 
-    /// Whether this many more bytes are beyond the quota, as far as is known.
+    /// Returns whether `more` additional bytes would exceed the quota, as of the known size.
     fn is_beyond(&self, more: i64) -> bool {
         self.quota.is_some_and(|quota| self.used.load(Ordering::Relaxed).saturating_add(more) > quota)
     }
@@ -136,14 +136,14 @@ impl Space {
         self.corrupt.store(raised(AlarmKind::Corrupt), Ordering::Relaxed);
     }
 
-    /// Alarms that the server raised by itself for want of space.
+    /// Returns the alarms that the server raised because of the quota.
     fn raised_by_quota(&self) -> Vec<Alarm> {
         self.alarms.lock().iter().filter(|(_, cause)| **cause == Cause::Quota).map(|(alarm, _)| *alarm).collect()
     }
 }
 
 impl Shared {
-    /// Whether a request may be served, by the alarms and the quota.
+    /// Checks a request against the alarms and the quota.
     ///
     /// # Errors
     ///
@@ -159,7 +159,7 @@ impl Shared {
         if !is_tight || !takes_room(request) {
             return Ok(());
         }
-        // Counting may read the whole log: once is enough until the alarm is raised.
+        // An exact measurement may read the whole log, so it is done once until the alarm is raised.
         if !space.no_space.load(Ordering::Relaxed) && !space.refused.load(Ordering::Relaxed) {
             self.measure(Precision::Exact).await;
             if !space.is_beyond(bytes) {
@@ -171,7 +171,7 @@ impl Shared {
         Err(Error::NoSpace)
     }
 
-    /// Looks at the size. Where the database does not tell, what was known stays.
+    /// Measures the used space. If the database does not answer, the known size is kept.
     async fn measure(&self, precision: Precision) {
         match self.log.size(precision).await {
             Ok(Size { in_use, .. }) => self.space.used.store(in_use, Ordering::Relaxed),
@@ -195,7 +195,7 @@ fn takes_room(request: &Request) -> bool {
     }
 }
 
-/// Measures, and raises and clears the alarm.
+/// Measures the used space and raises or clears the alarm.
 pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
     let work = async {
         loop {
@@ -208,7 +208,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
             if let Some(change) = due(&shared).await
                 && let Err(error) = queue.submit(Request::Alarm(change)).await
             {
-                warn!(%error, "an alarm cannot be recorded; trying again");
+                warn!(%error, "cannot record an alarm; trying again");
             }
         }
     };
@@ -219,7 +219,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
     }
 }
 
-/// The change of alarms that the size asks for.
+/// Returns the change of alarms that the current size requires.
 async fn due(shared: &Shared) -> Option<AlarmChange> {
     let space = &shared.space;
     shared.measure(Precision::Quick).await;
@@ -243,12 +243,12 @@ impl Store {
         self.shared.space.alarms.lock().keys().copied().collect()
     }
 
-    /// Raises an alarm or clears it, for all instances. One that is so already stays so.
+    /// Raises or clears an alarm for all instances. Repeating a change has no effect.
     pub async fn change_alarm(&self, change: AlarmChange) -> Result<()> {
         self.submit_for_revision(Request::Alarm(change)).await.map(drop)
     }
 
-    /// Gives the database's free space back, in steps between which writes have their turn.
+    /// Returns the database's free space to the file system, in steps between which writes can run.
     pub async fn defragment(&self) -> Result<()> {
         let metrics = &self.shared.metrics.maintenance;
         let begun = Instant::now();

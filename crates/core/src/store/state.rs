@@ -1,4 +1,4 @@
-//! How things stand, for those who look from outside: gauges and health.
+//! Gauges and health checks.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ impl Store {
         &self.shared.metrics
     }
 
-    /// Reads a key as a client would.
+    /// Reads a key as a client does, for health checks.
     pub async fn probe(&self, consistency: Consistency) -> Result<()> {
         let request = RangeRequest {
             range: KeyRange::from_wire(b"health", b""),
@@ -32,8 +32,8 @@ impl Store {
         self.range(&request).await.map(drop)
     }
 
-    /// Sets the gauges that the store knows of. Those that only the database knows stay as they are where it does not
-    /// answer.
+    /// Updates the gauges of the store. If the database does not answer, the gauges that come from it keep their
+    /// values.
     pub async fn tell_state(&self) {
         let (state, shared) = (&self.metrics().state, &self.shared);
         {

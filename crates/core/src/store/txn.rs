@@ -1,11 +1,12 @@
-//! Evaluation: what a request does to the store and what it answers. Pure: a view and a request in, changes and a response
-//! out; no clock, no log, no waiting.
+//! Evaluates requests. Pure: a view of the store and a request in, changes and a response out; no clock, no log, no
+//! waiting.
 //!
-//! A value that is not at hand makes the evaluation answer [`Stop::NeedsValues`]; the caller reads those rows and evaluates
-//! again, which costs a second pass only where the cache missed.
+//! If a value is neither in the batch nor in the cache, the evaluation returns [`Stop::NeedsValues`]. The caller reads
+//! those rows and evaluates the request again, so only cache misses cost a second pass.
 //!
-//! The order of work is etcd's: compares read the state before the transaction and fix the path through nested ones; then
-//! everything that can fail is checked along that path; then the operations run in order and see one another's writes.
+//! The order of operations is etcd's: compares read the state before the transaction and choose a branch of each nested
+//! transaction; then everything that can fail is checked in the chosen branches; then the operations run in order and
+//! see each other's writes.
 
 use std::collections::HashMap;
 
@@ -26,16 +27,16 @@ use crate::{
     types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version},
 };
 
-/// Why an evaluation gave no response.
+/// The reason why an evaluation returned no response.
 #[derive(Debug)]
 pub enum Stop {
-    /// The request fails; it changed nothing.
+    /// The request failed and changed nothing.
     Failed(Error),
-    /// These rows' pairs are needed and not at hand.
+    /// The pairs of these rows have to be read first.
     NeedsValues(Vec<RowId>),
-    /// It reads a revision that is not yet in the log: evaluate again when this batch is.
+    /// The request reads a revision of this batch: evaluate it again when the batch is committed.
     NeedsCommit,
-    /// The store moved on from what the batch is evaluated on.
+    /// The store is past the position at which the batch is evaluated.
     Moved,
 }
 
@@ -45,10 +46,10 @@ impl From<Error> for Stop {
     }
 }
 
-/// Pairs read from the log for an evaluation; `None` for a row that is no longer there.
+/// Pairs read from the log for an evaluation; `None` for a row that no longer exists.
 pub type Fetched = HashMap<RowId, Option<EncodedKv>>;
 
-/// Everything that an evaluation reads, and the batch that it writes to.
+/// The inputs of an evaluation and the batch that it writes to.
 pub struct Evaluation<'a> {
     pub index: &'a TreeIndex,
     pub leases: &'a lease::Table,
@@ -86,7 +87,7 @@ impl<'a> Evaluation<'a> {
         self.choose_path(request, &mut path);
         self.check_missing()?;
         self.check_txn(request, &mut path.iter(), &|this, op| match op {
-            // In a transaction etcd looks for the key first, in a Put of its own for the lease.
+            // In a transaction etcd checks the key first; in a single Put it checks the lease first.
             Op::Put(put) => this.check_kept(put).and_then(|()| this.check_lease(put)),
             Op::Range(_) | Op::Delete(_) | Op::Txn(_) => Ok(()),
         })?;
@@ -97,12 +98,12 @@ impl<'a> Evaluation<'a> {
         self.whole(|this, mark| this.apply_txn(request, &mut path.iter(), mark))
     }
 
-    /// Deletes the lease and, in one revision, the keys on it.
+    /// Revokes the lease and deletes its keys in one revision.
     pub fn revoke(&mut self, id: LeaseId) -> Evaluated<Revision> {
         self.end_lease(LeaseChange::Revoke { id }, id)
     }
 
-    /// As revoke, of a lease whose time is over.
+    /// Like [`Self::revoke`], for a lease that has expired.
     pub fn expire(&mut self, id: LeaseId) -> Evaluated<Revision> {
         self.end_lease(LeaseChange::Expire { id }, id)
     }
@@ -132,12 +133,12 @@ impl<'a> Evaluation<'a> {
         Ok(self.batch.head())
     }
 
-    /// Checks a compaction, which is alone in its batch.
+    /// Checks a compaction. It is the only request in its batch.
     pub fn compact(&mut self, revision: Revision) -> Evaluated<Revision> {
         if revision > self.index.head() {
             return Err(Error::from(Unreadable::Future).into());
         }
-        // A store that was never compacted counts as compacted at -1.
+        // etcd treats a store that was never compacted as compacted at -1.
         if revision <= self.index.compact_revision().unwrap_or(Revision(-1)) {
             return Err(Error::from(Unreadable::Compacted).into());
         }
@@ -145,7 +146,7 @@ impl<'a> Evaluation<'a> {
         Ok(self.index.head())
     }
 
-    /// Runs a request that is one transaction: all of its changes get one revision, or it changes nothing.
+    /// Runs a request as one transaction: all of its changes get one revision, or nothing is changed.
     fn whole<T>(&mut self, apply: impl FnOnce(&mut Self, Mark) -> Evaluated<T>) -> Evaluated<T> {
         let mark = self.batch.mark();
         let applied = apply(self, mark).and_then(|response| {
@@ -165,7 +166,7 @@ impl<'a> Evaluation<'a> {
 
     // Compares.
 
-    /// Which branch each transaction takes, the outer before its nested ones, in the order in which they run.
+    /// Appends the branch that each transaction takes, outer transactions before nested ones, in execution order.
     fn choose_path(&mut self, txn: &TxnRequest, path: &mut Vec<bool>) {
         let succeeded = txn.compares.iter().all(|compare| self.holds(compare));
         path.push(succeeded);
@@ -176,8 +177,8 @@ impl<'a> Evaluation<'a> {
         }
     }
 
-    /// A compare holds if it does for every live key of its range. With none, the key counts as one that never was: its
-    /// numbers are 0, and no value of it compares.
+    /// Returns whether the compare holds for every live key of its range. If there is none, it is evaluated as for a
+    /// key that never existed: numbers are 0 and no value compares.
     fn holds(&mut self, compare: &Compare) -> bool {
         let mut found = Vec::new();
         self.batch.visit(self.index, &compare.range, |_, current| found.push(current));
@@ -216,7 +217,7 @@ impl<'a> Evaluation<'a> {
         path: &mut impl Iterator<Item = &'p bool>,
         check: &impl Fn(&Self, &Op) -> Evaluated<()>,
     ) -> Evaluated<()> {
-        let succeeded = *path.next().expect("the path has a step for each transaction on it");
+        let succeeded = *path.next().expect("the path has an entry for each executed transaction");
         for op in txn.branch(succeeded) {
             match op {
                 Op::Txn(nested) => self.check_txn(nested, path, check)?,
@@ -243,7 +244,7 @@ impl<'a> Evaluation<'a> {
         Ok(())
     }
 
-    /// Unlike a Range of its own, one in a transaction may not name a negative revision once something was compacted.
+    /// Unlike a single Range, a Range in a transaction cannot name a negative revision after a compaction.
     fn check_range(&self, at: ReadAt) -> Evaluated<()> {
         let ReadAt::Revision(at) = at else { return Ok(()) };
         if at > self.batch.head() {
@@ -347,7 +348,7 @@ impl<'a> Evaluation<'a> {
         path: &mut impl Iterator<Item = &'p bool>,
         mark: Mark,
     ) -> Evaluated<TxnResponse> {
-        let succeeded = *path.next().expect("the path has a step for each transaction on it");
+        let succeeded = *path.next().expect("the path has an entry for each executed transaction");
         let mut responses = Vec::new();
         for op in txn.branch(succeeded) {
             responses.push(match op {
@@ -367,7 +368,7 @@ impl<'a> Evaluation<'a> {
         self.batch.push(Change { row, key, kind: ChangeKind::Delete, prev, prev_lease });
     }
 
-    /// The revision that the transaction stands at: its own once it changed something.
+    /// Returns the revision for the transaction's responses: its own once it has changed something, else the head.
     fn revision(&self, mark: Mark) -> Revision {
         if self.batch.changed_since(mark) { self.batch.head().next() } else { self.batch.head() }
     }
@@ -383,8 +384,8 @@ impl<'a> Evaluation<'a> {
         current.kv.clone().or_else(|| self.row(current.version.row))
     }
 
-    /// The pair of a row; where it is not at hand the evaluation goes on without it and is done again. One that was looked
-    /// for in vain is asked for again: who reads the log must find out where it is.
+    /// Returns the pair of a row. If it is neither fetched nor cached, the row is noted as missing and the request is
+    /// evaluated again. A row that was fetched and not found is noted again: the caller has to find out why.
     fn row(&mut self, row: RowId) -> Option<EncodedKv> {
         let kv = self.fetched.get(&row).cloned().flatten().or_else(|| self.cache.get(row));
         if kv.is_none() {
@@ -395,7 +396,7 @@ impl<'a> Evaluation<'a> {
 }
 
 impl Selected {
-    /// The pair of a keys-only read, made from the index alone; `None` where the row is needed.
+    /// Returns the pair of a keys-only read built from the index alone, or `None` if the row is needed.
     pub(super) fn pair_without_value(&self, projection: Projection) -> Option<EncodedKv> {
         match (projection, &self.key, self.entry) {
             (Projection::KeysOnly, Some(key), Entry { version, lease: Lease::Known(lease) }) => {

@@ -1,8 +1,8 @@
-//! Evaluation, batches and their application against the naive store of `model`.
+//! Tests evaluation, batches and their application against the naive store of `model`.
 //!
-//! Random requests run in batches on both. A batch is committed, taken back as after a conflict, or found in the log later as
-//! after an append of unknown outcome; compactions come in between. Revisions that a request names are given as distances
-//! from the head, so that reads of old, present, future and compacted revisions all happen. proptest prints what failed.
+//! Random requests run in batches on both. A batch is committed, dropped as after a conflict, or found in the log later
+//! as after an append with unknown outcome. Compactions run in between. Revisions in requests are generated as
+//! distances from the head, so that reads at old, current, future and compacted revisions all occur.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -60,13 +60,13 @@ enum Outcome {
     Revision(Revision),
 }
 
-/// What becomes of a batch.
+/// The fate of a batch.
 #[derive(Clone, Copy, Debug)]
 enum Fate {
     Committed,
-    /// The append met a conflict.
+    /// The append lost a race.
     Dropped,
-    /// It is in the log, but nobody said so; the log is read again.
+    /// The append succeeded but its outcome is unknown; the log is read again.
     FoundLater,
 }
 
@@ -74,7 +74,7 @@ enum Fate {
 struct Step {
     requests: Vec<Request>,
     fate: Fate,
-    /// Compacts afterwards, this far below the head.
+    /// If set, compacts afterwards at this distance below the head.
     compact: Option<i64>,
 }
 
@@ -84,7 +84,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(3_000))]
 
     #[test]
-    fn requests_do_and_answer_what_the_model_does(steps in vec(steps(), 1..8), cache_bytes in select(vec![0, 400, 1 << 20])) {
+    fn requests_equal_the_model(steps in vec(steps(), 1..8), cache_bytes in select(vec![0, 400, 1 << 20])) {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let mut world = World::new(cache_bytes);
@@ -97,7 +97,7 @@ proptest! {
 }
 
 #[tokio::test]
-async fn lease_that_was_granted_anew_unnoticed_has_its_new_ttl() -> Checked {
+async fn lease_granted_again_has_its_new_ttl_after_catching_up() -> Checked {
     let id = LeaseId(1);
     let step = |requests, fate| Step { requests, fate, compact: None };
     let mut world = World::new(0);
@@ -105,13 +105,13 @@ async fn lease_that_was_granted_anew_unnoticed_has_its_new_ttl() -> Checked {
     world.run(step(vec![Request::Revoke(id), Request::Grant { id, ttl_secs: 1_000 }], Fate::FoundLater)).await
 }
 
-/// The store's parts without its tasks, and the model.
+/// The store without its tasks, and the model.
 struct World {
     shared: Shared,
     batch: Batch,
     fetched: Fetched,
     model: Model,
-    /// What the log has.
+    /// The model of what is in the log.
     committed: Model,
 }
 
@@ -149,7 +149,7 @@ impl World {
         self.check_applied()
     }
 
-    /// Evaluates one request as the writer does, and checks what came of it.
+    /// Evaluates one request as the writer does, and checks the outcome.
     async fn request(&mut self, request: &Request) -> Checked {
         let request = anchored(request, self.model.head);
         let expected = self.on_model(&request);
@@ -160,15 +160,15 @@ impl World {
                 Ok(outcome) => {
                     let after = format!("{:?}", self.batch);
                     self.batch.roll_back(mark);
-                    prop_assert_eq!(format!("{:?}", self.batch), before, "taken back as if it had not been");
+                    prop_assert_eq!(format!("{:?}", self.batch), before, "rollback restores the batch");
                     let again = self.evaluate(&request).map_err(|stop| TestCaseError::fail(format!("{stop:?}")))?;
-                    prop_assert_eq!(&again, &outcome, "the same once more");
+                    prop_assert_eq!(&again, &outcome, "evaluation is repeatable");
                     prop_assert_eq!(format!("{:?}", self.batch), after);
                     break Ok(outcome);
                 }
                 Err(stop) => stop,
             };
-            prop_assert_eq!(format!("{:?}", self.batch), before, "{:?} left the batch as it was", stop);
+            prop_assert_eq!(format!("{:?}", self.batch), before, "{:?} leaves the batch unchanged", stop);
             match stop {
                 Stop::Failed(error) => break Err(error),
                 Stop::NeedsValues(rows) => {
@@ -177,7 +177,7 @@ impl World {
                     prop_assert!(rows.iter().all(|row| found.contains_key(row)), "{:?} are in the log", rows);
                     self.fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
                 }
-                Stop::Moved => prop_assert!(false, "nobody else writes"),
+                Stop::Moved => prop_assert!(false, "no other instance writes"),
                 Stop::NeedsCommit => {
                     prop_assert!(!self.batch.changes().is_empty(), "there is something to commit");
                     let after = self.model.clone();
@@ -203,7 +203,7 @@ impl World {
         }
     }
 
-    /// The model moves on only where the request did not fail.
+    /// Runs the request on the model, which changes only if the request succeeds.
     fn on_model(&mut self, request: &Request) -> Result<Outcome, Error> {
         let mut model = self.model.clone();
         let outcome = match request {
@@ -217,7 +217,7 @@ impl World {
         Ok(outcome)
     }
 
-    /// The model with all that the batch holds, and no more.
+    /// Returns the model with exactly the changes of the batch.
     fn before_request(&self) -> Model {
         let mut model = self.model.clone();
         model.rows.truncate(self.committed.rows.len() + self.batch.changes().len());
@@ -273,7 +273,7 @@ impl World {
         self.model.rows[from..].to_vec()
     }
 
-    /// The batch holds what the model did since its base.
+    /// Checks that the batch contains the model's changes since its base.
     fn check_batch(&self) -> Checked {
         prop_assert_eq!(self.batch.head(), self.model.head);
         let rows = self.new_rows(&self.batch);
@@ -305,7 +305,7 @@ impl World {
         Ok(())
     }
 
-    /// Index, leases and cached values say what the model says, with nothing in a batch.
+    /// Checks that index, leases and cached values equal the model.
     fn check_applied(&self) -> Checked {
         let index = self.shared.index.read();
         let oldest = self.model.compact_revision.unwrap_or(Revision(0));
@@ -315,7 +315,7 @@ impl World {
             prop_assert_eq!(live, expected, "at {}", at);
         }
         for pair in self.model.live() {
-            let entry = index.get(&pair.key, index.head()).expect("as the model");
+            let entry = index.get(&pair.key, index.head()).expect("the model has the key");
             prop_assert_eq!(entry.lease, Lease::Known(pair.lease), "{:?}", &pair.key);
             if let Some(cached) = self.shared.values.get(pair.version.row) {
                 prop_assert_eq!(cached, pair.encoded());
@@ -358,7 +358,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
 
 // Requests.
 
-/// The request with its distances from the head made revisions.
+/// Replaces distances from the head in a request by revisions.
 fn anchored(request: &Request, head: Revision) -> Request {
     let mut request = request.clone();
     if let Request::Txn(txn) = &mut request {
@@ -378,7 +378,7 @@ fn anchor(txn: &mut TxnRequest, head: Revision) {
         match op {
             Op::Range(range) => {
                 if let ReadAt::Revision(at) = &mut range.at {
-                    // Only 0 is the head in a transaction, and the edge has made it so.
+                    // In a transaction only 0 means the head, and the server has converted it to `Latest`.
                     *at = Revision(if revision(at.0) == 0 { -1 } else { revision(at.0) });
                 }
                 let RevisionFilter { mod_min, mod_max, create_min, create_max } = &mut range.filter;
@@ -431,7 +431,7 @@ fn deletes() -> impl Strategy<Value = DeleteRequest> {
     (key_ranges(), any::<bool>()).prop_map(|(range, prev_kv)| DeleteRequest { range, prev_kv })
 }
 
-/// Single keys, and spans that are open, closed or empty.
+/// Single keys and spans: open, closed or empty.
 pub(super) fn key_ranges() -> impl Strategy<Value = KeyRange> {
     let key = || select([&KEYS[..], &["\0", "aa", "bb", "d"]].concat());
     prop_oneof![
@@ -487,8 +487,8 @@ fn txns(depth: u32) -> BoxedStrategy<TxnRequest> {
         .boxed()
 }
 
-/// Leaves out the puts that the edge refuses: a key put twice, or put and deleted by a range, in one branch; a delete to the
-/// end of the key space counts for nothing there.
+/// Removes the puts that the server rejects: of a key that the same branch puts twice, or puts and deletes. A delete to
+/// the end of the key space does not count, as in etcd.
 fn distinct(mut txn: TxnRequest) -> TxnRequest {
     for branch in [&mut txn.success, &mut txn.failure] {
         let mut taken = Vec::new();

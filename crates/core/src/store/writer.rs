@@ -2,20 +2,22 @@
 //!
 //! ```text
 //! loop {
-//!     gather     what waits, up to a bound
-//!     evaluate   each in order, on the index and what the batch did before it
-//!     append     all in one commit
-//!     apply      to the index, the caches, the watchers
-//!     answer     all
+//!     collect    waiting requests, up to a limit
+//!     evaluate   each in order, on the index and the batch's earlier changes
+//!     append     all changes in one commit
+//!     apply      them to the index, the caches and the watchers
+//!     respond    to all requests
 //! }
 //! ```
 //!
-//! One client sees one commit's latency, a thousand share it. A request that changes nothing is answered in its place in
-//! the order. If the outcome of an append is unknown, so are the answers, and the writer reads the log before it goes on.
+//! A batch of any size costs one commit. A request that changes nothing is answered in the order of the batch, too. If
+//! the outcome of an append is unknown, its requests fail as [`Error::OutcomeUnknown`] and the writer reads the log
+//! before it continues.
 //!
-//! Where other instances append too, an append may lose a race: then the writer catches up, evaluates the requests anew and
-//! waits for its turn, in which nobody else can append. While races are lost it goes on taking turns. A batch that changes
-//! nothing is answered only if the log still stands where the batch was evaluated.
+//! If other instances append to the same log, an append can lose a race. The writer then catches up, takes the append
+//! lock, evaluates the requests again and appends while no other instance can. It keeps taking the lock until no other
+//! instance has appended in between. A batch that changes nothing is answered only if the log's position is still the
+//! one at which the batch was evaluated.
 
 use std::{
     collections::VecDeque,
@@ -46,25 +48,25 @@ use crate::{
     types::{LeaseId, Revision, RowId},
 };
 
-/// Requests that may wait, as many as etcd lets wait; beyond it: "too many requests".
+/// Maximum number of waiting requests, as in etcd; above it: "too many requests".
 const QUEUE_REQUESTS_MAX: usize = 5_000;
-/// Bytes of keys and values that may wait; beyond it: "too many requests".
+/// Maximum number of waiting bytes of keys and values; above it: "too many requests".
 const QUEUE_BYTES_MAX: usize = 256 << 20;
-/// A batch takes no further request once it has this many; larger ones only add latency.
+/// Number of requests at which a batch is closed. Larger batches only add latency.
 const BATCH_REQUESTS_MAX: usize = 512;
-/// A batch takes no further request once it has this many changes.
+/// Number of changes at which a batch is closed.
 const BATCH_CHANGES_MAX: usize = 512;
-/// A batch takes no further request once it has this many bytes of keys and values.
+/// Number of bytes of keys and values at which a batch is closed.
 const BATCH_BYTES_MAX: usize = 4 << 20;
-/// How often the writer steps back before it commits, so that requests that are about to arrive join the batch. Measured:
-/// it makes batches an eighth larger, and unlike a timer it costs nothing when nobody comes.
+/// Number of times the writer yields before it evaluates a batch, so that requests that are about to arrive join it.
+/// Measured: batches become one eighth larger. Unlike a timer, yielding costs nothing if no request arrives.
 const GATHER_YIELDS: usize = 3;
-/// How often what is wrong is said, while it is.
+/// Interval between warnings while writes fail.
 const TELL_INTERVAL: Duration = Duration::from_secs(5);
-/// Pause between attempts to read the log when the database is away.
+/// Pause between attempts to read the log while the database is unavailable.
 const RESYNC_PAUSE: Duration = Duration::from_millis(200);
 
-/// A request that is evaluated in the order of the log.
+/// A request that the writer evaluates in log order.
 #[derive(Debug)]
 pub(super) enum Request {
     Put(PutRequest),
@@ -75,7 +77,7 @@ pub(super) enum Request {
         ttl_secs: i64,
     },
     Revoke(LeaseId),
-    /// Revokes the lease if its time is over when this is evaluated.
+    /// Revokes the lease if it has expired when this is evaluated.
     Expire(LeaseId),
     Compact(Revision),
     Alarm(AlarmChange),
@@ -89,12 +91,12 @@ pub(super) enum Outcome {
     Revision(Revision),
 }
 
-/// The right to answer one request, once.
+/// The right to answer one request once.
 #[must_use]
 #[derive(Debug)]
 struct Ticket(oneshot::Sender<Answer>);
 
-/// What a request came to and, if it was in a batch, how long that took.
+/// The outcome of a request and, if it was part of a batch, its timing.
 #[derive(Debug)]
 struct Answer {
     outcome: Result<Outcome>,
@@ -102,7 +104,7 @@ struct Answer {
 }
 
 impl Ticket {
-    /// The client may be gone; what it asked for has happened all the same.
+    /// The client may have disconnected; the request has been executed anyway.
     fn answer(self, outcome: Result<Outcome>, times: Option<Times>) {
         let _ = self.0.send(Answer { outcome, times });
     }
@@ -116,7 +118,7 @@ struct Command {
     ticket: Ticket,
 }
 
-/// The way to the writer.
+/// The queue to the writer.
 #[derive(Clone)]
 pub(super) struct WriteQueue {
     commands: mpsc::Sender<Command>,
@@ -127,8 +129,8 @@ pub(super) struct WriteQueue {
 impl WriteQueue {
     /// # Errors
     ///
-    /// [`Error::TooManyRequests`] at once when the queue is full, [`Error::Stopped`] when it is closed; otherwise what the
-    /// request came to.
+    /// [`Error::TooManyRequests`] immediately if the queue is full, [`Error::Stopped`] if it is closed; otherwise the
+    /// outcome of the request.
     pub(super) async fn submit(&self, request: Request) -> Result<Outcome> {
         let bytes = request.bytes();
         if self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes > QUEUE_BYTES_MAX {
@@ -144,7 +146,7 @@ impl WriteQueue {
                 mpsc::error::TrySendError::Closed(_) => Error::Stopped,
             });
         }
-        // A ticket dropped unanswered: the writer died with the request in hand.
+        // The ticket was dropped: the writer died while it had the request.
         let Ok(Answer { outcome, times }) = answer.await else { return Err(Error::OutcomeUnknown) };
         if let Some(times) = times {
             times.note();
@@ -152,25 +154,25 @@ impl WriteQueue {
         outcome
     }
 
-    /// Whether some wait; of a queue that is gone none do.
+    /// Returns a function that tells whether requests are waiting. It returns false once the queue is gone.
     pub(super) fn has_waiting(&self) -> impl Fn() -> bool + Send + 'static {
         let commands = self.commands.downgrade();
         move || commands.upgrade().is_some_and(|commands| commands.capacity() < commands.max_capacity())
     }
 
-    /// How many wait.
+    /// Returns the number of waiting requests.
     pub(super) fn len(&self) -> usize {
         self.commands.max_capacity() - self.commands.capacity()
     }
 
-    /// Takes no further request; those that wait are served.
+    /// Rejects new requests; waiting ones are still served.
     pub(super) fn close(&self) {
         self.close.notify_one();
     }
 }
 
 impl Request {
-    /// Bytes of keys and values, about.
+    /// Approximate bytes of keys and values.
     fn bytes(&self) -> usize {
         fn txn(txn: &TxnRequest) -> usize {
             txn.success.iter().chain(&txn.failure).map(op).sum()
@@ -202,37 +204,37 @@ impl Request {
     }
 }
 
-/// The one task that appends.
+/// The only task that appends to the log.
 pub(super) struct Writer {
     shared: Arc<Shared>,
     timing: Timing,
     commands: mpsc::Receiver<Command>,
     waiting_bytes: Arc<AtomicUsize>,
     close: Arc<Notify>,
-    /// Taken from the queue and not yet evaluated for good.
+    /// Taken from the queue and not yet part of a committed batch.
     gathered: VecDeque<Command>,
-    /// Another instance appended in between, so that this one waits for its turn.
+    /// Another instance appended in between, so this one takes the append lock before it evaluates.
     is_contended: bool,
-    /// Nobody else can append until this instance has.
+    /// Whether this instance holds the append lock: no other instance can append until it does.
     has_turn: bool,
     is_closed: bool,
     wakeful: Wakeful,
     trouble: Option<Trouble>,
 }
 
-/// The log takes no writes.
+/// The log accepts no writes.
 struct Trouble {
     since: Instant,
     told: Instant,
 }
 
-/// What became of a batch.
+/// The result of committing a batch.
 enum Committed {
-    /// Its requests can be answered.
+    /// The requests can be answered.
     Done,
-    /// The log stands elsewhere than it was evaluated at; nothing was written.
+    /// The log's position differs from the one at which the batch was evaluated; nothing was written.
     Raced,
-    /// The database takes nothing just now; nothing was written.
+    /// The database accepts no writes at the moment; nothing was written.
     Refused,
 }
 
@@ -265,7 +267,7 @@ impl Writer {
         }
     }
 
-    /// Waits for something to do and takes what else is there. Returns false at the end.
+    /// Waits for a request and takes all others that are waiting. Returns false when the queue is closed and empty.
     async fn gather(&mut self) -> bool {
         while self.gathered.is_empty() {
             self.shared.pulses.writer.rest();
@@ -353,21 +355,21 @@ impl Writer {
         self.commit(batch, expected, served, started).await;
     }
 
-    /// Waits until nobody else can append, and catches up with those who did. Where that is not possible the batch takes
-    /// its chance.
+    /// Takes the append lock and catches up with the instances that appended before. If that fails, the batch is
+    /// appended without the lock.
     async fn take_turn(&mut self) {
         let shared = Arc::clone(&self.shared);
         let Some(log) = shared.log.shared() else { return };
         let before = shared.position();
         if let Err(failure) = log.take_turn().await {
-            warn!(error = %failure, "no turn to append");
+            warn!(error = %failure, "cannot take the append lock");
             return;
         }
         self.has_turn = true;
         if let Err(failure) = shared.reach_head(log).await {
             warn!(error = %failure, "cannot catch up before an append");
         }
-        // Nobody came in between, so racing costs less.
+        // No other instance appended in between, so appending without the lock is cheaper.
         self.is_contended = shared.position() != before;
     }
 
@@ -386,7 +388,7 @@ impl Writer {
         if let Request::Expire(id) = request
             && !batch.lease_is_over(&leases, *id, Instant::now())
         {
-            // It was renewed, or has ended by now.
+            // The lease was renewed or has already ended.
             return Ok(Outcome::Revision(batch.head()));
         }
         let mut evaluation = Evaluation::new(&index, &leases, &self.shared.values, fetched, batch);
@@ -405,13 +407,13 @@ impl Writer {
         }
     }
 
-    /// Returns false if rows are gone that another instance compacted away.
+    /// Reads rows that an evaluation needs. Returns false if another instance compacted them.
     async fn fetch(&self, rows: Vec<RowId>, expected: Position, fetched: &mut Fetched) -> Result<bool> {
         if rows.iter().any(|row| fetched.contains_key(row)) {
             if self.shared.is_beyond(expected).await? {
                 return Ok(false);
             }
-            // It was asked for, was not there, and is asked for again: the index names a row that the log has not.
+            // A row that was read before and not found is needed again: the index names a row that is not in the log.
             error!(?rows, "rows of live versions are missing from the log");
             return Err(Error::Corrupt);
         }
@@ -470,7 +472,7 @@ impl Writer {
         }
     }
 
-    /// Whether a batch that changes nothing was evaluated on all that was acknowledged, by any instance, before.
+    /// Checks that a batch that changes nothing was evaluated on everything that any instance had acknowledged.
     async fn confirm(&mut self, expected: Position) -> Result<Committed> {
         let Some(log) = self.shared.log.shared() else { return Ok(Committed::Done) };
         match log.position().await {
@@ -483,14 +485,14 @@ impl Writer {
         }
     }
 
-    /// Of a batch that appends nothing.
+    /// Releases the append lock after a batch that appends nothing.
     async fn give_turn_back(&mut self, batch: &Batch, expected: Position) {
         if std::mem::take(&mut self.has_turn) {
             let nothing =
                 Append { expected, changes: batch.changes(), leases: batch.leases(), compact: None, alarm: None };
-            // Where it cannot be given back it has been lost.
+            // If it cannot be released, it is lost already.
             if let Err(failure) = self.shared.log.append(nothing).await {
-                debug!(error = %failure, "the turn to append was lost");
+                debug!(error = %failure, "the append lock was lost");
             }
         }
     }
@@ -526,7 +528,7 @@ impl Writer {
                 debug!(revision = expected.head.0, "the log moved on without this instance");
                 metrics.raced.inc();
                 self.is_contended = true;
-                // A lease may have been renewed elsewhere.
+                // Another instance may have renewed a lease.
                 shared.look_at_leases(batch.leases()).await;
                 Ok(Committed::Raced)
             }
@@ -551,20 +553,20 @@ impl Writer {
         let now = Instant::now();
         let trouble = self.trouble.get_or_insert(Trouble { since: now, told: now });
         if trouble.told != now && now - trouble.told < TELL_INTERVAL {
-            return debug!(error = %failure, "writes fail still");
+            return debug!(error = %failure, "writes still fail");
         }
         trouble.told = now;
         match failure {
             log::Error::Unavailable(_) => {
-                warn!(error = %failure, "the database takes no writes just now; trying again");
+                warn!(error = %failure, "the database accepts no writes; trying again");
             }
             log::Error::Full(_) => {
-                error!(error = %failure, "writes are refused until there is room on the disk; reads go on");
+                error!(error = %failure, "the disk is full: writes are rejected until space is freed, reads continue");
             }
             log::Error::OutcomeUnknown(_) | log::Error::Open(_) | log::Error::Corrupt(_) | log::Error::Diverged(_) => {
                 error!(
                     error = %failure,
-                    "the database may or may not have taken the last writes, as their clients are told; reading it again"
+                    "the outcome of the last writes is unknown, and their clients were told so; reading the log again"
                 )
             }
         }
@@ -572,7 +574,7 @@ impl Writer {
 
     fn tell_end(&mut self) {
         if let Some(trouble) = self.trouble.take() {
-            info!(elapsed_ms = trouble.since.elapsed().as_millis(), "the database takes writes again");
+            info!(elapsed_ms = trouble.since.elapsed().as_millis(), "the database accepts writes again");
         }
     }
 
@@ -582,11 +584,11 @@ impl Writer {
         }
     }
 
-    /// Reads what the log has and the index has not, for as long as it takes. Requests that wait too long meanwhile are
-    /// answered that nothing was done.
+    /// Applies the part of the log that the index lacks, and retries until that succeeds. Requests that wait longer
+    /// than [`WAIT_MAX`] meanwhile fail as not applied.
     async fn resync(&mut self) {
         let shared = Arc::clone(&self.shared);
-        // At first without a pause.
+        // The first attempt starts without a pause.
         let attempt = async |pause| {
             sleep(pause).await;
             shared.catch_up().await
@@ -606,7 +608,8 @@ impl Writer {
                         if matches!(failure, log::Error::Diverged(_)) || self.is_closed {
                             return self.refuse_all();
                         }
-                        // Not when it only looks who has waited too long: reading the log must end, well or not.
+                        // The beat is here and not in the timer's arm: each attempt to read the log must end, with or
+                        // without success.
                         self.shared.pulses.writer.beat();
                         catching_up.set(attempt(RESYNC_PAUSE));
                     }
@@ -637,7 +640,7 @@ impl Writer {
         }
     }
 
-    /// The end: what waits cannot be written any more.
+    /// Rejects all waiting requests, because nothing can be written any more.
     fn refuse_all(&mut self) {
         self.commands.close();
         while let Ok(command) = self.commands.try_recv() {
@@ -662,20 +665,20 @@ mod tests {
         Request::Delete(DeleteRequest { range: KeyRange::from_wire(b"k", b""), prev_kv: false })
     }
 
-    /// The writer does not run, so everything that is taken waits.
+    /// The writer does not run, so every accepted request waits.
     #[tokio::test]
-    async fn full_queue_refuses_at_once_and_takes_again_when_there_is_room() {
+    async fn full_queue_rejects_requests_until_it_is_drained() {
         let (mut writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), Wakeful::new(false));
         let mut waiting: Vec<_> = (0..QUEUE_REQUESTS_MAX).map(|_| Box::pin(queue.submit(delete()))).collect();
-        assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "they are taken and wait");
+        assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "accepted and waiting");
         assert!(matches!(queue.submit(delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
 
         assert!(writer.gather().await);
-        assert!(queue.submit(delete()).now_or_never().is_none(), "there is room again");
+        assert!(queue.submit(delete()).now_or_never().is_none(), "the queue has capacity again");
     }
 
     #[tokio::test]
-    async fn closed_queue_serves_what_waits_and_refuses_the_rest() {
+    async fn closed_queue_serves_waiting_requests_and_rejects_new_ones() {
         let (writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), Wakeful::new(false));
         let mut waiting = Box::pin(queue.submit(delete()));
         assert!(waiting.as_mut().now_or_never().is_none());

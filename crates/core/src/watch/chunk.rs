@@ -1,4 +1,4 @@
-//! Encoded events, made once and shared by every watch that gets them.
+//! Encoded events, shared by all watches that receive them.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -7,14 +7,14 @@ use bytes::Bytes;
 use super::Flavor;
 use crate::types::{Change, EncodedEvent, Revision};
 
-/// Events after which a chunk ends with its revision, in bytes.
+/// Bytes of events after which a chunk ends at the next revision boundary.
 const CHUNK_BYTES_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
 
-/// Bytes of all chunks that some watch has not sent yet, and of those in a run with them. The process has one memory,
-/// whatever it is used for.
+/// Bytes of all chunks that are still waiting for a watch, and of the other chunks of their runs. Global, because
+/// memory is shared by the whole process.
 static WAITING: AtomicUsize = AtomicUsize::new(0);
 
-/// Counted as long as anything refers to them.
+/// Bytes that are counted until the last reference is dropped.
 struct Counted(Vec<u8>);
 
 impl Counted {
@@ -36,17 +36,17 @@ impl Drop for Counted {
     }
 }
 
-/// The events of one or more whole revisions, encoded one behind the other as `WatchResponse.events`.
+/// The events of one or more complete revisions, encoded one after another as `WatchResponse.events`.
 #[derive(Debug)]
 pub struct Chunk {
     bytes: Bytes,
-    /// Where each event ends in `bytes`.
+    /// The end of each event in `bytes`.
     ends: Box<[usize]>,
     first: Revision,
 }
 
 impl Chunk {
-    /// Cuts the changes that the flavor admits into chunks, at borders of revisions.
+    /// Encodes the changes that the flavor admits and splits them into chunks at revision boundaries.
     pub fn cut<'a>(
         changes: impl IntoIterator<Item = &'a Change>,
         flavor: Flavor,
@@ -68,7 +68,7 @@ impl Chunk {
         chunks
     }
 
-    /// Of one event.
+    /// Creates a chunk of one event.
     #[cfg(test)]
     pub(super) fn of(event: &[u8], revision: Revision) -> Self {
         let mut open = Open::default();
@@ -76,7 +76,7 @@ impl Chunk {
         open.close().expect("it has an event")
     }
 
-    /// What all chunks take together, each counted once.
+    /// Returns the bytes of all chunks, each counted once.
     pub fn waiting_bytes() -> usize {
         WAITING.load(Ordering::Relaxed)
     }
@@ -85,7 +85,7 @@ impl Chunk {
         &self.bytes
     }
 
-    /// The oldest revision in it.
+    /// Returns its oldest revision.
     pub fn first(&self) -> Revision {
         self.first
     }
@@ -98,7 +98,7 @@ impl Chunk {
         self.bytes.is_empty()
     }
 
-    /// Its events in pieces of at most `limit` bytes where single events allow it.
+    /// Splits the events into pieces of at most `limit` bytes. A larger single event is a piece of its own.
     pub fn pieces(&self, limit: usize) -> impl Iterator<Item = Bytes> {
         let mut start = 0;
         let mut ends = self.ends.iter().copied().peekable();

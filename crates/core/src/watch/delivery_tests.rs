@@ -1,9 +1,9 @@
-//! Hub, sessions and outboxes against what each watch must get, under random schedules.
+//! Tests the delivery guarantees of hub, sessions and outboxes under random schedules.
 //!
-//! A schedule publishes changes, creates and cancels watches that start in the past, now or in the future, reads slowly, lets
-//! sessions work a step at a time with other things happening amid a step, compacts, and asks for progress. Outboxes are
-//! small here, so watches fall behind and catch up. A [`Reader`] knows what each watch is owed and checks every message;
-//! at the end all is read, and nothing may be left owed.
+//! A schedule publishes changes, creates and cancels watches that start in the past, now or in the future, reads
+//! slowly, runs sessions one step at a time with other operations in between, compacts, and requests progress. Outboxes
+//! are small here, so watches fall behind and catch up. A [`Reader`] knows which messages each watch must receive and
+//! checks every message. At the end all messages are read, and none may be missing.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -30,8 +30,8 @@ const STREAMS: usize = 2;
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Transactions that one append takes, each of keys that are put (or deleted if they live); a watch may be created
-    /// after the append has begun and before its rows are handed out.
+    /// Transactions of one append. Each puts keys, or deletes them if they exist. A watch may be created after the
+    /// append began and before its changes are published.
     Publish {
         txns: Vec<Vec<(usize, bool)>>,
         amid: Option<(usize, Create)>,
@@ -46,21 +46,21 @@ enum Step {
 #[derive(Clone, Debug)]
 enum Action {
     Create(Create),
-    /// A watch by its place among those that were created.
+    /// A watch, by its position among the created ones.
     Cancel(usize),
     Progress,
     Tick,
     Read(usize),
     Attend,
-    /// Brings a watch forward; what is given happens before and behind its reading of the log, and it may be given up
-    /// before it reads.
+    /// Advances a watch. The given operations run before and after its read of the log, and the call may be canceled
+    /// before the read.
     Advance {
         amid: [Vec<Amid>; 2],
         give_up: bool,
     },
 }
 
-/// What other tasks do while a session waits for the log.
+/// Operations of other tasks while a session waits for the log.
 #[derive(Clone, Debug)]
 enum Amid {
     Publish(Vec<(usize, bool)>),
@@ -72,7 +72,7 @@ enum Amid {
 struct Create {
     id: Option<i64>,
     range: KeyRange,
-    /// The start's distance back from the head.
+    /// The distance of the start revision below the head.
     back: Option<i64>,
     flavor: Flavor,
     fragment: Option<usize>,
@@ -121,40 +121,40 @@ fn run(steps: Vec<Step>) -> Checked {
     })
 }
 
-/// It joined between the append and the publishing of changes that nobody had wanted with their previous pairs.
+/// The watch joins between the append and the publishing of changes that were collected without previous pairs.
 #[test]
-fn watch_that_joins_amid_a_commit_gets_its_previous_pairs() {
+fn watch_that_joins_during_a_commit_gets_previous_pairs() {
     let amid = Some((0, create(1, None, Flavor { prev_kv: true, ..WHOLE })));
     check(vec![publish_one(), Step::Publish { txns: vec![vec![(0, true)]], amid }]);
 }
 
-/// The first one waits for a revision, and is told that it came just when it is cancelled.
+/// The first watch waits for a revision, which is committed just before the watch is canceled.
 #[test]
-fn watch_gets_nothing_of_the_one_that_had_its_id_before() {
+fn watch_gets_no_event_of_a_canceled_watch_with_its_id() {
     let create = |back| Step::Stream(0, Action::Create(create(1, back, WHOLE)));
     let work = Step::Stream(0, Action::Attend);
     check(vec![publish_one(), create(Some(-2)), publish_one(), publish_one(), cancel(0), create(None), work]);
 }
 
 #[test]
-fn progress_that_waits_for_a_watch_behind_is_sent_when_that_is_cancelled() {
+fn progress_is_sent_when_the_watch_behind_is_canceled() {
     let create = |id, back| Step::Stream(0, Action::Create(create(id, back, WHOLE)));
     let ask = Step::Stream(0, Action::Progress);
     check(vec![publish_one(), create(2, None), create(1, Some(0)), ask, cancel(1)]);
 }
 
 #[test]
-fn progress_that_waits_for_a_start_beyond_the_head_is_sent_when_that_watch_is_cancelled() {
+fn progress_is_sent_when_the_watch_above_the_head_is_canceled() {
     let create = |id, back| Step::Stream(0, Action::Create(create(id, back, WHOLE)));
     let ask = Step::Stream(0, Action::Progress);
     check(vec![publish_one(), create(2, None), create(1, Some(-9)), ask, cancel(1)]);
 }
 
-/// A committed change with what its event shows.
+/// A committed change and its previous pair.
 #[derive(Clone, Debug)]
 struct Committed {
     change: Change,
-    /// The pair just before, if the event of a `prev_kv` watch shows one.
+    /// The previous pair that the event of a `prev_kv` watch contains.
     shown_prev: Option<EncodedKv>,
 }
 
@@ -178,7 +178,7 @@ struct Stream {
     outbox: Arc<Outbox>,
     messages: Messages,
     reader: Reader,
-    /// Whether the session found a watch to bring forward when it last did something. If not it sleeps, until it is called.
+    /// Whether the session had a watch to advance after its last call. If not, it sleeps until it is notified.
     awake: bool,
 }
 
@@ -218,7 +218,7 @@ impl World {
         let Self { log, hub, history, streams } = self;
         let stream = &mut streams[stream];
         let head = hub.head();
-        // Requests are read only while there is room.
+        // Requests are read only while the outbox has capacity.
         let has_room = stream.outbox.has_room();
         match action {
             Action::Create(create) if has_room => stream.create(history, create, head),
@@ -264,7 +264,7 @@ impl World {
         Ok(())
     }
 
-    /// Lets all work come to its end, and checks that nothing is owed.
+    /// Completes all work and checks that no event is missing.
     async fn finish(&mut self) -> Checked {
         for stream in &mut self.streams {
             loop {
@@ -282,14 +282,14 @@ impl World {
             stream.reader.check_nothing_is_owed(&self.history)?;
         }
         let pending = &self.hub.pending;
-        prop_assert_eq!((pending.messages.get(), pending.slots()), (0, 0), "nothing waits");
+        prop_assert_eq!((pending.messages.get(), pending.slots()), (0, 0), "nothing is counted as waiting");
         Ok(())
     }
 }
 
-/// Another instance compacts, and the hub has not heard of it when the watch reads the log.
+/// Another instance compacts, and the hub does not know it yet when the watch reads the log.
 #[tokio::test]
-async fn watch_behind_rows_that_another_instance_deleted_is_told_so() {
+async fn watch_ends_as_compacted_if_another_instance_deleted_its_rows() {
     for (start, told) in [(2, true), (4, true), (5, false), (6, false)] {
         let (log, hub) = (Arc::new(MemoryLog::default()), Arc::new(Hub::new(Revision::EMPTY, None, Arc::default())));
         let mut history = History::default();
@@ -347,7 +347,7 @@ async fn compact(log: &MemoryLog, hub: &Hub, history: &mut History, back: i64, p
 }
 
 impl History {
-    /// Makes the changes; the pairs before come with them only if somebody wants them.
+    /// Commits the changes. They contain previous pairs only if a watch wants them.
     fn commit(&mut self, txns: &[Vec<(usize, bool)>], with_prev: bool) -> Vec<Change> {
         let known = self.committed.len();
         for txn in txns {
@@ -412,7 +412,7 @@ impl Stream {
         }
     }
 
-    /// Only if it is called.
+    /// Lets the session handle notifications, if there are any.
     fn attend(&mut self) -> bool {
         let called = self.outbox.attention().now_or_never().is_some();
         if called {
@@ -430,23 +430,23 @@ impl Stream {
 fn read(messages: &mut Messages, reader: &mut Reader, history: &History, most: usize) -> Checked {
     for _ in 0..most {
         let Some(message) = messages.next().now_or_never() else { break };
-        let message = message.expect("the stream goes on").expect("the server goes on");
+        let message = message.expect("the stream is open").expect("the server is running");
         reader.take(message, history)?;
     }
     Ok(())
 }
 
-/// What one stream was promised: it reads the messages and holds the server to them.
+/// The messages that one stream must receive. It reads messages and checks each.
 #[derive(Default)]
 struct Reader {
-    /// Requests whose answers were not yet read.
+    /// Requests whose responses were not read yet.
     requests: VecDeque<Sent>,
     active: BTreeMap<WatchId, Watch>,
-    /// The watch whose message goes on in the next.
+    /// The watch whose fragmented message continues.
     open: Option<WatchId>,
-    /// The head when progress was last asked for, unless an answer of that head came since.
+    /// The head at the last progress request, unless a response at or above that head was received since.
     asked: Option<Revision>,
-    /// How many requests for progress are not answered; one answer may be for several.
+    /// Number of unanswered progress requests. One response may answer several.
     asks: usize,
     clock: u64,
     asked_at: u64,
@@ -461,7 +461,7 @@ struct Watch {
     spec: Spec,
     from: Revision,
     created_at: u64,
-    /// How much of the history was looked through.
+    /// Number of changes of the history that were checked.
     cursor: usize,
     last: Option<Revision>,
     header: Revision,
@@ -483,7 +483,7 @@ impl Reader {
         self.asks += 1;
     }
 
-    /// Ids that may be in use.
+    /// Returns the ids that may be in use.
     fn ids(&self) -> impl Iterator<Item = WatchId> {
         let chosen = self.requests.iter().filter_map(|sent| match sent {
             Sent::Create { spec, .. } => spec.id,
@@ -492,7 +492,7 @@ impl Reader {
         self.active.keys().copied().chain(chosen)
     }
 
-    /// The next request that is answered. A cancel of a watch that was not there is not.
+    /// Returns the next request that has a response. Canceling an unknown watch has none.
     fn next_request(&mut self) -> Option<Sent> {
         while let Some(sent) = self.requests.pop_front() {
             match sent {
@@ -507,12 +507,16 @@ impl Reader {
         let text = format!("{message:?}");
         let head = history.index.head();
         if let Some(open) = self.open {
-            prop_assert!(matches!(message, Message::Events { id, .. } if id == open), "{} amid a message", text);
+            prop_assert!(
+                matches!(message, Message::Events { id, .. } if id == open),
+                "{} within a fragmented message",
+                text
+            );
         }
         match message {
             Message::Created { id, revision } => {
                 let Some(Sent::Create { spec, head, at }) = self.next_request() else {
-                    return Err(TestCaseError::fail(format!("{text} answers nothing")));
+                    return Err(TestCaseError::fail(format!("{text} without a request")));
                 };
                 prop_assert!(!self.active.contains_key(&id) && spec.id.is_none_or(|chosen| chosen == id), "{}", text);
                 prop_assert_eq!(revision, head);
@@ -561,7 +565,7 @@ impl Reader {
                 if !fragment {
                     let split =
                         watch.owed(history).is_some_and(|(_, next)| Some(next.change.row.revision) == watch.last);
-                    prop_assert!(!split, "{} leaves a part of its last revision", text);
+                    prop_assert!(!split, "{} ends within a revision", text);
                 }
             }
         }
@@ -578,13 +582,13 @@ impl Reader {
         let begun = |watch: &Watch| watch.spec.start.is_none_or(|start| start <= history.index.head());
         let there_when_asked = |watch: &Watch| watch.created_at < self.asked_at;
         let due = self.active.values().all(begun) && self.active.values().any(there_when_asked);
-        prop_assert!(self.asked.is_none() || !due, "no progress was sent since {:?}", self.asked);
+        prop_assert!(self.asked.is_none() || !due, "no progress notification since {:?}", self.asked);
         Ok(())
     }
 }
 
 impl Watch {
-    /// The oldest event that was not yet read, with its place.
+    /// Returns the oldest event that was not read yet, with its position.
     fn owed<'a>(&self, history: &'a History) -> Option<(usize, &'a Committed)> {
         let rest = history.committed.iter().enumerate().skip(self.cursor);
         rest.into_iter().find(|(_, Committed { change, .. })| {
@@ -593,7 +597,7 @@ impl Watch {
         })
     }
 
-    /// A notification covers all that was owed up to its revision, and is for a watch that has begun.
+    /// Checks that all events up to the notification's revision were received and that the watch has started.
     fn check_progress(&self, revision: Revision, history: &History) -> Checked {
         prop_assert!(self.spec.start.is_none_or(|start| start <= revision), "{:?} at {}", self.spec, revision);
         let owed = self.owed(history).map(|(_, committed)| &committed.change);
@@ -608,7 +612,7 @@ impl Watch {
         prop_assert!(limit.is_none_or(|limit| bytes.len() <= limit || events.len() == 1), "cut to {:?}", limit);
         for event in events {
             let Some((place, committed)) = self.owed(history) else {
-                return Err(TestCaseError::fail(format!("{event:?} was not owed to {:?}", self.spec)));
+                return Err(TestCaseError::fail(format!("{event:?} is unexpected for {:?}", self.spec)));
             };
             let revision = committed.change.row.revision;
             let prev = committed.shown_prev.as_ref().filter(|_| self.spec.flavor.prev_kv);
@@ -674,7 +678,7 @@ fn amid() -> impl Strategy<Value = Amid> {
     ]
 }
 
-/// Changes of different keys.
+/// Changes of distinct keys.
 fn txns() -> impl Strategy<Value = Vec<(usize, bool)>> {
     vec((0..KEYS.len(), prop::bool::weighted(0.6)), 1..4).prop_map(|mut txn| {
         let mut seen = [false; KEYS.len()];

@@ -1,8 +1,8 @@
-//! Which ranges hold a key: a map from ranges to values that is asked by key.
+//! A map from ranges to values, queried by key: finds all ranges that contain a key.
 //!
-//! Single keys sit in a hash map. Spans sit in a treap: a binary tree ordered by (start, end), kept balanced by random
-//! priorities, in which every node knows the furthest end below it, so that whole subtrees are passed over. Asking takes
-//! O(log n + matches).
+//! Single keys are in a hash map. Spans are in a treap: a binary search tree ordered by (start, end) and balanced by
+//! random priorities. Every node knows the greatest end in its subtree, so that whole subtrees can be skipped. A query
+//! takes O(log n + matches).
 //!
 //! ```text
 //!                 [f, m) reach ∞
@@ -20,7 +20,7 @@ use std::{
 
 use crate::types::{Key, KeyRange};
 
-/// See the module's page.
+/// A map from key ranges to values.
 #[derive(Debug)]
 pub struct Intervals<T> {
     singles: HashMap<Key, T>,
@@ -37,13 +37,13 @@ struct Node<T> {
     end: End,
     value: T,
     priority: u64,
-    /// The furthest end in this subtree.
+    /// The greatest end in this subtree.
     reach: End,
     left: Link<T>,
     right: Link<T>,
 }
 
-/// Where a span ends; ordered so that the open end is the furthest.
+/// The end of a span. An open end is the greatest.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum End {
     Before(Key),
@@ -74,7 +74,7 @@ impl<T> Intervals<T> {
         Self::default()
     }
 
-    /// The range's value, made if it is not there.
+    /// Returns the range's value, inserting it if it is absent.
     pub fn get_or_insert_with(&mut self, range: &KeyRange, make: impl FnOnce() -> T) -> &mut T {
         match range {
             KeyRange::Single(key) => self.singles.entry(key.clone()).or_insert_with(make),
@@ -115,7 +115,7 @@ impl<T> Intervals<T> {
         }
     }
 
-    /// Visits the values of all ranges that hold the key.
+    /// Visits the values of all ranges that contain the key.
     pub fn visit(&self, key: &[u8], visit: &mut impl FnMut(&T)) {
         if let Some(value) = self.singles.get(key) {
             visit(value);
@@ -136,7 +136,7 @@ impl<T> Intervals<T> {
 }
 
 impl<T> Node<T> {
-    /// Where (start, end) lies from here.
+    /// Compares (start, end) with this node's.
     fn compare(&self, start: &Key, end: &End) -> Ordering {
         start.cmp(&self.start).then_with(|| end.cmp(&self.end))
     }
@@ -169,7 +169,7 @@ fn insert<T>(link: &mut Link<T>, mut node: Box<Node<T>>) {
     }
 }
 
-/// The nodes before (start, end), and the others.
+/// Splits a tree into the nodes before (start, end) and the others.
 fn split<T>(link: Link<T>, start: &Key, end: &End) -> (Link<T>, Link<T>) {
     let Some(mut node) = link else { return (None, None) };
     if node.compare(start, end) == Ordering::Greater {
@@ -198,7 +198,7 @@ fn remove<T>(link: &mut Link<T>, start: &Key, end: &End) {
     node.update_reach();
 }
 
-/// Joins two trees of which all of the first lies before all of the second.
+/// Joins two trees; all nodes of the first are before those of the second.
 fn merge<T>(left: Link<T>, right: Link<T>) -> Link<T> {
     match (left, right) {
         (Some(mut left), Some(right)) if left.priority >= right.priority => {
@@ -249,7 +249,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_key_finds_the_ranges_that_hold_it(
+        fn query_finds_all_ranges_that_contain_a_key(
             steps in prop::collection::vec((range(), any::<bool>()), 0..60),
             keys in prop::collection::vec(prop::collection::vec(0_u8..5, 0..3), 1..20),
         ) {

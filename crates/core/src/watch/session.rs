@@ -1,4 +1,4 @@
-//! One watch stream's watches: which there are, which are synced, and the reading of the log for those that are not.
+//! The session of a watch stream: its watches, their states, and the reading of the log for those that are catching up.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -19,20 +19,21 @@ use crate::{
 
 const DUPLICATE_ID: &str = "mvcc: duplicate watch ID provided on the WatchStream";
 
-/// See the module's page. Its owner feeds it requests and calls [`Session::advance`] as long as there is work.
+/// The watches of one stream. The owner passes requests to it and calls [`Session::advance`] while
+/// [`Session::is_behind`].
 pub struct Session {
     hub: Arc<Hub>,
     log: Arc<dyn Log>,
     outbox: Arc<Outbox>,
-    /// In an order, so that what they are told together always comes in one.
+    /// Ordered, so that the order of messages to several watches is deterministic.
     watches: BTreeMap<WatchId, Watch>,
     next_id: i64,
-    /// Watches that catch up, in turn.
+    /// Watches that are catching up, served round-robin.
     behind: VecDeque<WatchId>,
     progress_wanted: bool,
-    /// The head at the last periodic progress.
+    /// The head at the last periodic progress notification.
     last_tick: Revision,
-    /// Watches, and those behind, as they were counted last.
+    /// Numbers of watches, and of those behind, as last reported to the metrics.
     counted: (i64, i64),
 }
 
@@ -44,9 +45,9 @@ struct Watch {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Synced,
-    /// Its first revision is beyond the head.
+    /// Its start revision is above the head.
     Waiting,
-    /// Everything before `next` was queued.
+    /// All events before `next` were queued.
     Behind {
         next: Revision,
     },
@@ -90,34 +91,34 @@ impl Session {
         self.count();
     }
 
-    /// Answers a request that makes no watch; the stream goes on.
+    /// Answers a request that creates no watch; the stream continues.
     pub fn refuse(&self, reason: &'static str) {
         self.hub.at_head(|revision| self.outbox.push(Message::Refused { revision, reason }));
     }
 
-    /// An unknown id is answered with nothing, as in etcd.
+    /// Cancels a watch. An unknown id is ignored, as in etcd.
     pub fn cancel(&mut self, id: WatchId) {
         if let Some(watch) = self.watches.remove(&id) {
             self.hub.leave(&self.outbox, id, &watch.spec);
-            // What is known of it must not be taken for the next one's that chooses its id.
+            // Removes pending notes about this watch: a later watch may use its id.
             self.take_lagging();
             self.behind.retain(|behind| *behind != id);
             self.hub.at_head(|revision| self.outbox.push(Message::Canceled { id, revision }));
-            // Progress may have waited for it alone.
+            // A progress request may have waited only for this watch.
             self.progress_wanted &= !self.watches.is_empty();
             self.try_progress();
             self.count();
         }
     }
 
-    /// Answers once all watches of the stream are synced; several requests until then get one answer. A stream without
-    /// watches gets none, as in etcd.
+    /// Requests a progress notification. It is sent when all watches of the stream are synced; requests until then
+    /// share it. A stream without watches receives none, as in etcd.
     pub fn request_progress(&mut self) {
         self.progress_wanted = !self.watches.is_empty();
         self.try_progress();
     }
 
-    /// Sends a progress notification to each synced watch that wants them and was sent nothing since the last tick.
+    /// Sends a progress notification to each synced watch that requested them and was sent nothing since the last tick.
     pub fn tick(&mut self) {
         self.take_lagging();
         let mut head = self.last_tick;
@@ -129,7 +130,7 @@ impl Session {
         self.last_tick = head;
     }
 
-    /// Whether [`Session::advance`] would read the log.
+    /// Returns whether [`Session::advance`] has something to read and the outbox has capacity.
     pub fn is_behind(&self) -> bool {
         !self.behind.is_empty() && self.outbox.has_room()
     }
@@ -138,17 +139,17 @@ impl Session {
         self.outbox.has_ended()
     }
 
-    /// Notes what the hub said of this stream.
+    /// Handles the notifications of the hub after [`Outbox::attention`] returned.
     pub fn attend(&mut self) {
         self.take_lagging();
         self.try_progress();
     }
 
-    /// Brings the watch whose turn it is one page further.
+    /// Advances the next watch that is catching up by one page.
     ///
     /// # Cancel safety
     ///
-    /// What was read is forgotten and read again; nothing is queued before the last await.
+    /// Cancel safe: a page that was read is discarded and read again. Nothing is queued before the last await.
     pub async fn advance(&mut self) -> Result<()> {
         let Some(id) = self.behind.front().copied() else { return Ok(()) };
         let Some(Watch { spec, state: State::Behind { next } }) = self.watches.get(&id) else {
@@ -180,19 +181,19 @@ impl Session {
         Ok(())
     }
 
-    /// Queues a page that was read for a watch and moves it on.
+    /// Queues a page of events for a watch and advances it.
     fn deliver(&mut self, id: WatchId, from: Revision, mut page: Page, head: Revision) -> Option<Joined> {
         let watch = self.watches.get_mut(&id)?;
-        // A compaction may have taken rows while they were read.
+        // A compaction may have deleted rows during the read.
         let compacted = self.hub.compact_revision();
         if let Some(compacted) = compacted.filter(|compacted| from < *compacted) {
             return Some(Joined::Compacted(compacted));
         }
-        // Another instance's compaction, of which the hub has not heard yet, may have taken some too.
+        // So may another instance's compaction, which the hub does not know yet.
         if let Some(purged) = page.purged.filter(|purged| from < *purged) {
             return Some(Joined::Compacted(purged));
         }
-        // What was before the compact revision cannot be read, whether its row is still there or not.
+        // Pairs before the compact revision are not sent, whether their rows still exist or not.
         let readable = |change: &&mut Change| Some(change.row.revision) > compacted;
         page.changes.iter_mut().take_while(|change| !readable(change)).for_each(|change| change.prev = None);
         let flavor = watch.spec.flavor;
@@ -223,7 +224,7 @@ impl Session {
         self.count();
     }
 
-    /// Tells the metrics what changed since the last time.
+    /// Reports changed counts to the metrics.
     fn count(&mut self) {
         let now = (self.watches.len() as i64, self.behind.len() as i64);
         if now != self.counted {

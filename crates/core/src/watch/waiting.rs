@@ -1,4 +1,4 @@
-//! The queue of one stream: what waits in it, what that costs, and in which messages it leaves.
+//! The message queue of one stream: its memory use, and the merging of queued events into messages.
 
 use std::{
     collections::VecDeque,
@@ -18,21 +18,21 @@ use super::{
 };
 use crate::types::{Revision, WatchId};
 
-/// Bytes that may wait on all streams before each may keep little.
+/// Bytes waiting on all streams above which the limit of each stream is lowered.
 pub(super) const ALL_BYTES_MAX: usize = 256 << 20;
-/// What a message costs beside its events, if it does not follow another of its run.
+/// Overhead of a message in bytes, unless it follows another of its run.
 pub(super) const SLOT_BYTES: usize = size_of::<Queued>();
-/// Streams of ranges of their own wait with one for each event.
+/// A stream with a range of its own needs one slot per event.
 const _: () = assert!(SLOT_BYTES <= 24);
-/// Events of one watch that are sent as one message, in bytes, when several wait.
+/// Maximum bytes of queued events of one watch that are merged into one message.
 const MERGE_BYTES_MAX: usize = if cfg!(test) { 256 } else { 1 << 20 };
 
-/// What waits on all streams.
+/// Counts what is waiting on all streams.
 #[derive(Clone, Debug)]
 pub struct Pending {
-    /// Messages, as long as they are not merged.
+    /// Number of messages before merging.
     pub messages: IntGauge,
-    /// Of queues, that are taken.
+    /// Number of used queue slots.
     slots: Arc<AtomicUsize>,
 }
 
@@ -41,7 +41,7 @@ impl Pending {
         Self { messages, slots: Arc::default() }
     }
 
-    /// Whether it takes as much memory as it may.
+    /// Returns whether the memory limit is reached.
     fn is_too_much(&self) -> bool {
         Chunk::waiting_bytes() + self.slots.load(Ordering::Relaxed) * SLOT_BYTES >= ALL_BYTES_MAX
     }
@@ -57,7 +57,7 @@ impl Pending {
     }
 }
 
-/// See the module's page.
+/// The queue of one stream.
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
     queue: VecDeque<Queued>,
@@ -68,19 +68,19 @@ pub(super) struct Waiting {
 #[derive(Debug)]
 enum Queued {
     Chunks(Chunks),
-    /// Anything else, with what it costs this stream.
+    /// Any other message, with its size in bytes.
     Other(Box<(Message, usize)>),
 }
 
-/// Of one watch, from the hub, or from the log while it catches up.
+/// Consecutive chunks of one run for one watch, from the hub or from the log.
 #[derive(Debug)]
 struct Chunks {
     id: WatchId,
     run: Arc<Run>,
-    /// Those of the run that wait, first and last.
+    /// Numbers of the first and last waiting chunk in the run.
     first: u16,
     last: u16,
-    /// The slot before ends with the same chunk, which is counted there; this one has no other.
+    /// The previous slot ends with the same chunk and its bytes are counted there. This slot contains no other chunk.
     is_counted: bool,
 }
 
@@ -91,17 +91,17 @@ impl Chunks {
 }
 
 impl Waiting {
-    /// Counted with what waits on other streams.
+    /// Creates a queue whose contents are counted in `pending`.
     pub fn counted(pending: &Pending) -> Self {
         Self { queue: VecDeque::new(), bytes: 0, pending: Some(pending.clone()) }
     }
 
-    /// What it costs this stream. A chunk that several of its watches get one after the other is counted once.
+    /// Returns the size in bytes. A chunk that several watches of the stream receive consecutively is counted once.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Whether all streams together hold as much as they may.
+    /// Returns whether all streams together have reached the memory limit.
     pub fn is_crowded(&self) -> bool {
         self.pending.as_ref().is_some_and(Pending::is_too_much)
     }
@@ -140,7 +140,7 @@ impl Waiting {
         }
     }
 
-    /// Of messages.
+    /// Adjusts the number of waiting messages.
     fn count(&self, more: i64) {
         if let Some(pending) = &self.pending {
             pending.messages.add(more);
@@ -159,7 +159,7 @@ impl Waiting {
         Some(message)
     }
 
-    /// All that comes next of one watch, as far as it is one message.
+    /// Merges the next events of one watch into one message.
     fn pop_events(&mut self, id: WatchId) -> Message {
         let (mut events, mut bytes, mut revision) = (Vec::new(), 0, Revision::EMPTY);
         while let Some(Queued::Chunks(chunks)) = self.queue.front_mut()
@@ -213,7 +213,7 @@ mod tests {
         tail.append(Chunk::of(&[7; EVENT_BYTES], Revision(revision)), Revision(revision))
     }
 
-    /// Watch, revision and events of each message that leaves.
+    /// Pops all messages and returns watch, revision and number of event chunks of each.
     fn leaves(waiting: &mut Waiting) -> Vec<(i64, i64, usize)> {
         let shown = |message| {
             if let Message::Events { id, revision, events, .. } = message {
@@ -221,24 +221,24 @@ mod tests {
             } else if let Message::Progress { id, revision } = message {
                 (id.0, revision.0, 0)
             } else {
-                panic!("{message:?} was not pushed")
+                panic!("unexpected message {message:?}")
             }
         };
         std::iter::from_fn(|| waiting.pop()).map(shown).collect()
     }
 
     #[test]
-    fn what_follows_takes_no_slot_and_all_of_it_leaves_in_its_order() {
-        // Which watch each revision from 2 on goes to (0: progress), slots that takes, events that are counted, and the
-        // messages that leave, of at most two events here.
+    fn consecutive_chunks_share_a_slot_and_keep_their_order() {
+        // The watches that receive each revision from 2 on (0: progress), the expected number of slots, the expected
+        // number of counted chunks, and the expected messages, of at most two chunks here.
         type Row<'a> = (&'a [&'a [i64]], usize, usize, &'a [(i64, i64, usize)]);
         let rows: [Row<'_>; 6] = [
             (&[&[1]], 1, 1, &[(1, 2, 1)]),
             (&[&[1], &[1], &[1]], 1, 3, &[(1, 3, 2), (1, 4, 1)]),
-            // Two watches of the stream: the order in which they are told stays, and what both get is counted once.
+            // Two watches of one stream: the order of the messages is kept, and a shared chunk is counted once.
             (&[&[1, 2], &[1, 2]], 4, 2, &[(1, 2, 1), (2, 2, 1), (1, 3, 1), (2, 3, 1)]),
             (&[&[1, 2], &[2], &[2]], 3, 3, &[(1, 2, 1), (2, 3, 2), (2, 4, 1)]),
-            // A watch that one revision did not go to.
+            // A revision that the watch does not receive.
             (&[&[1], &[], &[1]], 2, 2, &[(1, 4, 2)]),
             (&[&[1], &[1, 0], &[1]], 3, 3, &[(1, 3, 2), (1, 3, 0), (1, 4, 1)]),
         ];
@@ -256,7 +256,7 @@ mod tests {
                         watch => waiting.push_chunk(WatchId(*watch), &place),
                     }
                 }
-                // Somebody waits for all of it.
+                // Keeps the runs alive.
                 others.push(place);
             }
             assert_eq!((pending.slots(), pending.messages.get()), (slots, pushed), "{told:?}");
@@ -264,7 +264,7 @@ mod tests {
             assert_eq!(waiting.bytes(), slots * SLOT_BYTES + counted * EVENT_BYTES + progress, "{told:?}");
             assert_eq!(leaves(&mut waiting), messages, "{told:?}");
             assert_eq!((waiting.bytes(), pending.slots(), pending.messages.get()), (0, 0, 0), "{told:?}");
-            // What never leaves is no longer counted either.
+            // Dropping a queue releases what it counted.
             others.iter().for_each(|place| waiting.push_chunk(WatchId(1), place));
             drop(waiting);
             assert_eq!((pending.slots(), pending.messages.get()), (0, 0), "{told:?}");
