@@ -21,7 +21,6 @@ mod applier;
 mod auto_compact;
 pub mod batch;
 mod catch_up;
-pub mod coalesce;
 mod compactor;
 mod expiry;
 pub mod hash;
@@ -31,6 +30,7 @@ mod reader;
 pub mod request;
 mod room;
 mod select;
+pub mod shared_query;
 mod space;
 mod state;
 pub mod tasks;
@@ -57,13 +57,13 @@ use tokio::{
 pub use self::open::{Replayed, replay};
 pub use self::{auto_compact::AutoCompaction, compactor::Pace, open::Settings, reader::RangePieces, timing::Patience};
 use self::{
-    catch_up::Standing,
-    coalesce::Coalesced,
+    catch_up::ReplicationState,
     members::Members,
     request::{
         CompactionWait, DeleteRequest, DeleteResponse, LeaseGranted, PutRequest, PutResponse, TxnRequest, TxnResponse,
     },
     room::Room,
+    shared_query::SharedQuery,
     space::Space,
     values::ValueCache,
     writer::{Outcome, Request, WriteQueue},
@@ -84,9 +84,9 @@ use crate::{
 /// Maximum time a request waits for the database; after that it fails as not applied. etcd waits as long for a leader.
 const WAIT_MAX: Duration = Duration::from_secs(7);
 /// A linearizable read that waits longer than this for the log's position is counted as slow.
-const SLOW_CONFIRM: Duration = Duration::from_millis(500);
+const SLOW_CONFIRM_MIN: Duration = Duration::from_millis(500);
 /// Pause before a failed query is repeated.
-const ASK_PAUSE: Duration = Duration::from_millis(50);
+const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Why a request failed, by what the caller should do about it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -161,13 +161,13 @@ pub struct Store {
     queue: WriteQueue,
     /// Shared queries for the log's position. `None` if this process is the only one that uses the log: it is always up
     /// to date.
-    heads: Option<Coalesced<(), log::Result<()>>>,
+    heads: Option<SharedQuery<(), log::Result<()>>>,
     /// Lease renewals in the log. `None` if deadlines are kept only in memory.
-    renewals: Option<Coalesced<LeaseId, log::Result<Option<LoggedLease>>>>,
+    renewals: Option<SharedQuery<LeaseId, log::Result<Option<LoggedLease>>>>,
     /// Duration above which a request is slow.
     patience: Duration,
     /// Durations of ranges: failed, successful.
-    range_times: [Histogram; 2],
+    range_durations: [Histogram; 2],
     tasks: Mutex<Vec<JoinHandle<()>>>,
     stop_background: watch::Sender<bool>,
     watchdog: Arc<Watchdog>,
@@ -177,7 +177,7 @@ pub struct Store {
 struct Shared {
     log: Arc<dyn Log>,
     identity: Identity,
-    standing: Standing,
+    replication: ReplicationState,
     members: Members,
     space: Space,
     metrics: Arc<Metrics>,
@@ -195,7 +195,7 @@ struct Shared {
     /// Whether this instance recorded the newest compaction and therefore deletes its rows.
     purge_duty: AtomicBool,
     /// Rows that the newest compaction made unreadable and that another instance has to delete.
-    left_to_others: Mutex<Vec<RowId>>,
+    rows_left_to_others: Mutex<Vec<RowId>>,
     /// The newest revision whose compaction has finished.
     compaction_done: watch::Sender<Option<Revision>>,
     pulses: Pulses,
@@ -243,14 +243,14 @@ impl Store {
         let deadline = started + WAIT_MAX;
         let _waiting = self.shared.turns.leave_time_to_the_database();
         let confirmed = loop {
-            match timeout_at(deadline, heads.ask(())).await {
+            match timeout_at(deadline, heads.query(())).await {
                 Ok(Some(Ok(()))) => break Ok(()),
-                Ok(Some(Err(_))) if Instant::now() < deadline => sleep(ASK_PAUSE).await,
+                Ok(Some(Err(_))) if Instant::now() < deadline => sleep(RETRY_PAUSE).await,
                 Ok(_) | Err(_) => break Err(Error::Unavailable),
             }
         };
         trace::note(Part::Confirm, started.elapsed());
-        if started.elapsed() > SLOW_CONFIRM {
+        if started.elapsed() > SLOW_CONFIRM_MIN {
             metrics.slow_confirms.inc();
         }
         metrics.failed_confirms.inc_by(u64::from(confirmed.is_err()));
@@ -259,7 +259,7 @@ impl Store {
 
     /// Waits for an error after which the store cannot continue and returns its text for the operator.
     pub fn failed(&self) -> impl Future<Output = String> + Send + use<> {
-        let mut failed = self.shared.standing.failed.subscribe();
+        let mut failed = self.shared.replication.failed.subscribe();
         async move {
             let text = failed.wait_for(Option::is_some).await.ok().and_then(|failed| failed.clone());
             match text {
@@ -381,14 +381,14 @@ impl Store {
 
     async fn renew_in_log(
         &self,
-        renewals: &Coalesced<LeaseId, log::Result<Option<LoggedLease>>>,
+        renewals: &SharedQuery<LeaseId, log::Result<Option<LoggedLease>>>,
         id: LeaseId,
     ) -> Result<Renewal> {
         let deadline = Instant::now() + WAIT_MAX;
         let logged = loop {
-            match timeout_at(deadline, renewals.ask(id)).await {
+            match timeout_at(deadline, renewals.query(id)).await {
                 Ok(Some(Ok(logged))) => break logged,
-                Ok(Some(Err(_))) if Instant::now() < deadline => sleep(ASK_PAUSE).await,
+                Ok(Some(Err(_))) if Instant::now() < deadline => sleep(RETRY_PAUSE).await,
                 Ok(_) | Err(_) => return Err(Error::Unavailable),
             }
         };
@@ -404,7 +404,7 @@ impl Store {
     /// Returns the remaining time of a lease, or `None` if it is unknown or has expired.
     pub async fn lease(&self, id: LeaseId) -> Result<Option<Remaining>> {
         self.confirm().await?;
-        self.look_at(&[id]).await?;
+        self.refresh_leases(&[id]).await?;
         Ok(self.shared.leases.lock().remaining(id, Instant::now()))
     }
 
@@ -412,13 +412,13 @@ impl Store {
         self.confirm().await?;
         if self.renewals.is_some() {
             let over = self.shared.leases.lock().expired(Instant::now(), usize::MAX);
-            self.look_at(&over).await?;
+            self.refresh_leases(&over).await?;
         }
         Ok(self.shared.leases.lock().list(Instant::now()))
     }
 
     /// Refreshes the deadlines of these leases from the log, if the log stores deadlines.
-    async fn look_at(&self, ids: &[LeaseId]) -> Result<()> {
+    async fn refresh_leases(&self, ids: &[LeaseId]) -> Result<()> {
         if let Some(log) = self.shared.log.shared().filter(|_| !ids.is_empty()) {
             let asked = Instant::now();
             let logged = log.leases(ids, Touch::Look).await?;

@@ -69,7 +69,7 @@ impl Shared {
             self.values.apply(change);
         }
         self.count(changes);
-        self.standing.note_applied(changes, self.log.shared().is_some());
+        self.replication.note_applied(changes, self.log.shared().is_some());
     }
 
     fn count_leases(&self, changes: &[LeaseChange]) {

@@ -47,8 +47,8 @@ pub(super) async fn run(
                 let index = shared.index.read();
                 (index.head(), index.compact_revision())
             };
-            let Some(target) = plan.look(head, Instant::now()) else { continue };
-            if !shared.members.leads() || Some(target) <= compacted || target > head {
+            let Some(target) = plan.next_target(head, Instant::now()) else { continue };
+            if !shared.members.is_leader() || Some(target) <= compacted || target > head {
                 continue;
             }
             info!(compact_revision = target.0, "starting auto compaction");
@@ -87,19 +87,19 @@ impl Plan {
         }
     }
 
-    fn look(&mut self, head: Revision, now: Instant) -> Option<Revision> {
+    fn next_target(&mut self, head: Revision, now: Instant) -> Option<Revision> {
         match self.policy {
             AutoCompaction::Revision(kept) => {
                 let target = head.0.saturating_sub(kept);
                 (target > 0).then_some(Revision(target))
             }
-            AutoCompaction::Periodic(retention) => self.look_back(head, now, retention),
+            AutoCompaction::Periodic(retention) => self.periodic_target(head, now, retention),
         }
     }
 
     /// The first compaction comes after one retention, each further one after another retention or one hour, whichever
     /// is less.
-    fn look_back(&mut self, head: Revision, now: Instant, retention: Duration) -> Option<Revision> {
+    fn periodic_target(&mut self, head: Revision, now: Instant, retention: Duration) -> Option<Revision> {
         self.samples.push_back((now, head));
         let old = self.samples.iter().take_while(|(at, _)| now.duration_since(*at) >= retention).count();
         let target = self.samples.get(old.checked_sub(1)?)?.1;
@@ -125,7 +125,7 @@ mod tests {
         let mut at = Duration::ZERO;
         while at <= Duration::from_secs(60 * minutes) {
             let minute = at.as_secs() / 60;
-            if let Some(target) = plan.look(Revision(heads(minute)), start + at) {
+            if let Some(target) = plan.next_target(Revision(heads(minute)), start + at) {
                 compactions.push((minute, target.0));
             }
             at += tick;

@@ -23,17 +23,17 @@ pub struct Batch {
     /// For each changed key, the position of its newest change in `changes`.
     newest: BTreeMap<Key, usize>,
     /// For each change, the previous value of its key in `newest`.
-    shadowed: Vec<Option<usize>>,
+    replaced: Vec<Option<usize>>,
     leases: Vec<LeaseChange>,
     /// For each lease change, the number of key changes before it.
-    lease_places: Vec<usize>,
+    lease_positions: Vec<usize>,
     compaction: Option<Revision>,
     alarm: Option<AlarmChange>,
 }
 
 /// A savepoint to which a failed request is rolled back.
 #[derive(Clone, Copy, Debug)]
-pub struct Mark {
+pub struct Savepoint {
     head: Revision,
     changes: usize,
     leases: usize,
@@ -68,9 +68,9 @@ impl Batch {
             head: base,
             changes: Vec::new(),
             newest: BTreeMap::new(),
-            shadowed: Vec::new(),
+            replaced: Vec::new(),
             leases: Vec::new(),
-            lease_places: Vec::new(),
+            lease_positions: Vec::new(),
             compaction: None,
             alarm: None,
         }
@@ -123,69 +123,69 @@ impl Batch {
         self.compaction = Some(revision);
     }
 
-    pub fn mark(&self) -> Mark {
-        Mark { head: self.head, changes: self.changes.len(), leases: self.leases.len() }
+    pub fn savepoint(&self) -> Savepoint {
+        Savepoint { head: self.head, changes: self.changes.len(), leases: self.leases.len() }
     }
 
-    /// Removes all changes after the mark.
-    pub fn roll_back(&mut self, mark: Mark) {
-        while self.changes.len() > mark.changes {
-            let change = self.changes.pop().expect("longer than the mark");
-            match self.shadowed.pop().flatten() {
-                Some(place) => self.newest.insert(change.key, place),
+    /// Removes all changes after the savepoint.
+    pub fn roll_back(&mut self, savepoint: Savepoint) {
+        while self.changes.len() > savepoint.changes {
+            let change = self.changes.pop().expect("longer than the savepoint");
+            match self.replaced.pop().flatten() {
+                Some(position) => self.newest.insert(change.key, position),
                 None => self.newest.remove(&change.key),
             };
         }
-        self.leases.truncate(mark.leases);
-        self.lease_places.truncate(mark.leases);
-        self.head = mark.head;
+        self.leases.truncate(savepoint.leases);
+        self.lease_positions.truncate(savepoint.leases);
+        self.head = savepoint.head;
     }
 
-    /// Returns whether a key changed since the mark.
-    pub fn changed_since(&self, mark: Mark) -> bool {
-        self.changes.len() > mark.changes
+    /// Returns whether a key changed since the savepoint.
+    pub fn changed_since(&self, savepoint: Savepoint) -> bool {
+        self.changes.len() > savepoint.changes
     }
 
-    /// Ends the transaction that began at the mark. Without this call the next transaction would share its revision.
-    pub fn seal(&mut self, mark: Mark) {
-        if self.changed_since(mark) {
+    /// Ends the transaction that began at the savepoint. Without this call the next transaction would share its revision.
+    pub fn seal(&mut self, savepoint: Savepoint) {
+        if self.changed_since(savepoint) {
             self.head = self.head.next();
         }
     }
 
     /// Returns the row of the transaction's next change.
-    pub fn next_row(&self, mark: Mark) -> RowId {
+    pub fn next_row(&self, savepoint: Savepoint) -> RowId {
         let sub =
-            u32::try_from(self.changes.len() - mark.changes).expect("a transaction has fewer changes than memory");
+            u32::try_from(self.changes.len() - savepoint.changes).expect("a transaction has fewer changes than memory");
         RowId::new(self.head.next(), sub)
     }
 
     /// Adds a change. If a transaction changes a key twice, the second change shows the version before the transaction
     /// as the previous one, as in etcd.
     pub fn push(&mut self, mut change: Change) {
-        let place = self.changes.len();
-        let shadowed = self.newest.insert(change.key.clone(), place);
-        if let Some(before) = shadowed.map(|place| &self.changes[place])
+        let position = self.changes.len();
+        let replaced = self.newest.insert(change.key.clone(), position);
+        if let Some(before) = replaced.map(|position| &self.changes[position])
             && before.row.revision == change.row.revision
         {
             change.prev.clone_from(&before.prev);
         }
-        self.shadowed.push(shadowed);
+        self.replaced.push(replaced);
         self.changes.push(change);
     }
 
     pub fn push_lease(&mut self, change: LeaseChange) {
         self.leases.push(change);
-        self.lease_places.push(self.changes.len());
+        self.lease_positions.push(self.changes.len());
     }
 
     /// Returns all changes in the order in which they were made.
     pub fn in_order(&self) -> impl Iterator<Item = BatchChange<'_>> {
-        let mut leases = self.leases.iter().zip(&self.lease_places).peekable();
+        let mut leases = self.leases.iter().zip(&self.lease_positions).peekable();
         let mut changes = self.changes.iter().enumerate().peekable();
         std::iter::from_fn(move || {
-            let place = changes.peek().map_or(self.changes.len(), |(place, _)| *place);
-            match leases.next_if(|(_, before)| **before <= place) {
+            let position = changes.peek().map_or(self.changes.len(), |(position, _)| *position);
+            match leases.next_if(|(_, before)| **before <= position) {
                 Some((lease, _)) => Some(BatchChange::Lease(*lease)),
                 None => changes.next().map(|(_, change)| BatchChange::Key(change)),
             }
@@ -195,13 +195,13 @@ impl Batch {
     /// Returns the key as the next request sees it, if it is live.
     pub fn current(&self, index: &TreeIndex, key: &[u8]) -> Option<Current> {
         match self.newest.get(key) {
-            Some(place) => self.changed(*place),
+            Some(position) => self.state_after(*position),
             None => index.get(key, self.base).map(from_index),
         }
     }
 
-    fn changed(&self, place: usize) -> Option<Current> {
-        let change = &self.changes[place];
+    fn state_after(&self, position: usize) -> Option<Current> {
+        let change = &self.changes[position];
         match &change.kind {
             ChangeKind::Put { kv, create_revision, version, lease } => Some(Current {
                 version: Version { row: change.row, create_revision: *create_revision, version: *version },
@@ -224,17 +224,17 @@ impl Batch {
             return;
         }
         let mut from = range.bounds().0;
-        for (key, place) in self.newest.range::<[u8], _>(range.bounds()) {
-            if let Some(before) = until(from, key) {
+        for (key, position) in self.newest.range::<[u8], _>(range.bounds()) {
+            if let Some(before) = bounds_before(from, key) {
                 index.range(before, self.base).for_each(|(key, entry)| visit(key, from_index(entry)));
             }
-            if let Some(current) = self.changed(*place) {
+            if let Some(current) = self.state_after(*position) {
                 visit(key, current);
             }
             from = Bound::Excluded(key);
         }
         let rest = (from, range.bounds().1);
-        if !is_nothing(rest) {
+        if !is_empty(rest) {
             index.range(rest, self.base).for_each(|(key, entry)| visit(key, from_index(entry)));
         }
     }
@@ -245,7 +245,7 @@ impl Batch {
     }
 
     /// Returns whether the lease has expired. A lease that this batch granted under the same id has not.
-    pub fn lease_is_over(&self, leases: &lease::Table, wanted: LeaseId, now: Instant) -> bool {
+    pub fn is_lease_expired(&self, leases: &lease::Table, wanted: LeaseId, now: Instant) -> bool {
         self.lease_change(wanted).is_none() && leases.is_expired(wanted, now)
     }
 
@@ -263,7 +263,7 @@ impl Batch {
         let changed = self
             .newest
             .iter()
-            .filter(|(_, place)| self.changed(**place).is_some_and(|current| current.lease == Some(wanted)))
+            .filter(|(_, position)| self.state_after(**position).is_some_and(|current| current.lease == Some(wanted)))
             .map(|(key, _)| key.clone());
         let mut keys: Vec<Key> = unchanged.chain(changed).collect();
         keys.sort_unstable();
@@ -281,13 +281,13 @@ fn from_index(entry: Entry) -> Current {
 }
 
 /// Returns the bounds [`from`, `key`), or `None` if they are empty.
-fn until<'a>(from: Bound<&'a [u8]>, key: &'a Key) -> Option<KeyBounds<'a>> {
+fn bounds_before<'a>(from: Bound<&'a [u8]>, key: &'a Key) -> Option<KeyBounds<'a>> {
     let bounds = (from, Bound::Excluded(key.as_slice()));
-    (!is_nothing(bounds)).then_some(bounds)
+    (!is_empty(bounds)).then_some(bounds)
 }
 
 /// Returns whether nothing can be within the bounds. `BTreeMap::range` panics on such bounds.
-fn is_nothing(bounds: KeyBounds<'_>) -> bool {
+fn is_empty(bounds: KeyBounds<'_>) -> bool {
     match bounds {
         (Bound::Included(from), Bound::Excluded(to))
         | (Bound::Excluded(from), Bound::Excluded(to) | Bound::Included(to)) => from >= to,

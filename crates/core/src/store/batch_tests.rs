@@ -54,13 +54,13 @@ proptest! {
 fn second_change_of_a_key_shows_the_pair_before_the_transaction() {
     let (index, _) = indexed(&[(vec![Op::Put { key: "a", lease: 1 }], true)]);
     let mut batch = Batch::new(index.head());
-    let mark = batch.mark();
+    let savepoint = batch.savepoint();
     for put in [false, true] {
         let current = batch.current(&index, b"a");
-        let change = change(batch.next_row(mark), "a", put.then_some(2), current.as_ref());
+        let change = change(batch.next_row(savepoint), "a", put.then_some(2), current.as_ref());
         batch.push(change);
     }
-    batch.seal(mark);
+    batch.seal(savepoint);
     let prev: Vec<_> = batch.changes().iter().map(|change| change.prev.as_ref().map(|prev| prev.row)).collect();
     let first = RowId::new(Revision(2), 0);
     assert_eq!(prev, [Some(first), Some(first)]);
@@ -77,9 +77,9 @@ struct World {
 impl World {
     fn run(&mut self, (ops, holds): &Txn) -> Checked {
         let (live, made, text) = (self.live.clone(), self.made.clone(), format!("{:?}", self.batch));
-        let (mark, head) = (self.batch.mark(), self.batch.head());
+        let (savepoint, head) = (self.batch.savepoint(), self.batch.head());
         for op in ops {
-            let row = self.batch.next_row(mark);
+            let row = self.batch.next_row(savepoint);
             let Some((key, lease)) = op.target() else {
                 self.batch.push_lease(LeaseChange::Grant { id: LeaseId(9), ttl_secs: 9 });
                 self.made.push(Err(LeaseId(9)));
@@ -95,11 +95,11 @@ impl World {
         }
         if *holds {
             let changed = self.made[made.len()..].iter().any(Result::is_ok);
-            prop_assert_eq!(self.batch.changed_since(mark), changed);
-            self.batch.seal(mark);
+            prop_assert_eq!(self.batch.changed_since(savepoint), changed);
+            self.batch.seal(savepoint);
             prop_assert_eq!(self.batch.head(), if changed { head.next() } else { head });
         } else {
-            self.batch.roll_back(mark);
+            self.batch.roll_back(savepoint);
             prop_assert_eq!(format!("{:?}", self.batch), text);
             (self.live, self.made) = (live, made);
         }
@@ -232,11 +232,11 @@ fn lease_granted_again_by_the_batch_is_not_expired() {
     leases.grant(id, 3, now);
     let later = now + Duration::from_secs(4);
     let mut batch = Batch::new(Revision::EMPTY);
-    assert!(!batch.lease_is_over(&leases, id, now));
-    assert!(batch.lease_is_over(&leases, id, later));
+    assert!(!batch.is_lease_expired(&leases, id, now));
+    assert!(batch.is_lease_expired(&leases, id, later));
     // Two requests expire a lease, and its id is granted again between them.
     batch.push_lease(LeaseChange::Expire { id });
-    assert!(!batch.lease_is_over(&leases, id, later), "it was expired");
+    assert!(!batch.is_lease_expired(&leases, id, later), "it was expired");
     batch.push_lease(LeaseChange::Grant { id, ttl_secs: 4 });
-    assert!(!batch.lease_is_over(&leases, id, later), "it is a new lease");
+    assert!(!batch.is_lease_expired(&leases, id, later), "it is a new lease");
 }

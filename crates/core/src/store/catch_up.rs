@@ -42,39 +42,39 @@ const OWN_APPEND_MAX: Duration = Duration::from_millis(50);
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// The state of this instance relative to the log.
-pub(super) struct Standing {
+pub(super) struct ReplicationState {
     /// Held while catching up.
-    turn: AsyncMutex<()>,
+    lock: AsyncMutex<()>,
     /// The database server whose log was last found to continue this instance's state.
     server: AtomicI64,
     /// The head after the running append of this instance; 0 if none is running.
     own_append: AtomicI64,
     /// Changes whenever something was applied.
     applied: watch::Sender<()>,
-    tail: Mutex<Tail>,
+    tail: Mutex<AppliedTail>,
     /// The newest compaction that was read from the log, or `i64::MIN`. It is read once per epoch and takes effect when
     /// its revision is applied, which may be in a later attempt.
-    recorded: AtomicI64,
+    recorded_compaction: AtomicI64,
     /// The reason why this instance must stop.
     pub(super) failed: watch::Sender<Option<String>>,
 }
 
-impl Standing {
+impl ReplicationState {
     pub(super) fn new(server: i64) -> Self {
         Self {
-            turn: AsyncMutex::new(()),
+            lock: AsyncMutex::new(()),
             server: AtomicI64::new(server),
             own_append: AtomicI64::new(0),
             applied: watch::Sender::new(()),
             tail: Mutex::default(),
-            recorded: AtomicI64::new(i64::MIN),
+            recorded_compaction: AtomicI64::new(i64::MIN),
             failed: watch::Sender::new(None),
         }
     }
 
     /// Marks an append of this instance that leads to `head` as running until the guard is dropped.
-    pub(super) fn appending(&self, head: Revision) -> impl Drop + '_ {
-        struct Appending<'a>(&'a Standing);
+    pub(super) fn mark_append(&self, head: Revision) -> impl Drop + '_ {
+        struct Appending<'a>(&'a ReplicationState);
         impl Drop for Appending<'_> {
             fn drop(&mut self) {
                 self.0.own_append.store(0, Ordering::Relaxed);
@@ -95,25 +95,25 @@ impl Standing {
 
 /// The newest applied changes.
 #[derive(Default)]
-struct Tail {
+struct AppliedTail {
     changes: VecDeque<Change>,
     bytes: usize,
 }
 
-impl Tail {
+impl AppliedTail {
     fn push(&mut self, changes: &[Change]) {
         for change in &changes[changes.len().saturating_sub(TAIL_CHANGES_MAX)..] {
-            self.bytes += bytes(change);
+            self.bytes += pair_bytes(change);
             self.changes.push_back(change.clone());
         }
         while self.changes.len() > TAIL_CHANGES_MAX || (self.bytes > TAIL_BYTES_MAX && self.changes.len() > 1) {
             let Some(oldest) = self.changes.pop_front() else { break };
-            self.bytes -= bytes(&oldest);
+            self.bytes -= pair_bytes(&oldest);
         }
     }
 }
 
-fn bytes(change: &Change) -> usize {
+fn pair_bytes(change: &Change) -> usize {
     pair(change).map_or(0, EncodedKv::len)
 }
 
@@ -129,10 +129,10 @@ impl Shared {
     pub(super) fn position(&self) -> Position {
         let index = self.index.read();
         let epoch = self.leases.lock().epoch;
-        Position { head: index.head(), epoch, server: self.standing.server.load(Ordering::Relaxed) }
+        Position { head: index.head(), epoch, server: self.replication.server.load(Ordering::Relaxed) }
     }
 
-    fn stands_at(&self, position: Position) -> bool {
+    fn has_reached(&self, position: Position) -> bool {
         let own = self.position();
         own.server == position.server && own.head >= position.head && own.epoch >= position.epoch
     }
@@ -144,7 +144,7 @@ impl Shared {
     }
 
     /// Refreshes the deadlines of the leases that the batch was to expire.
-    pub(super) async fn look_at_leases(&self, changes: &[LeaseChange]) {
+    pub(super) async fn refresh_expired_leases(&self, changes: &[LeaseChange]) {
         let ids: Vec<LeaseId> = changes
             .iter()
             .filter_map(|change| match change {
@@ -156,7 +156,7 @@ impl Shared {
         let asked = Instant::now();
         match log.leases(&ids, Touch::Look).await {
             Ok(logged) => self.set_lease_deadlines(&logged, asked),
-            Err(error) => warn!(%error, "leases cannot be looked at"),
+            Err(error) => warn!(%error, "leases cannot be last_read at"),
         }
     }
 
@@ -174,7 +174,7 @@ impl Shared {
     /// Asks for the log's position and catches up to it.
     pub(super) async fn reach_head(&self, log: &dyn SharedLog) -> Result<()> {
         let position = log.position().await?;
-        if self.stands_at(position) || self.own_append_reaches(position).await {
+        if self.has_reached(position) || self.own_append_reaches(position).await {
             return Ok(());
         }
         self.catch_up().await
@@ -183,10 +183,10 @@ impl Shared {
     /// Waits up to [`OWN_APPEND_MAX`] for this instance's own append, if that leads to `position`. Returns whether
     /// `position` was reached.
     async fn own_append_reaches(&self, position: Position) -> bool {
-        let is_own = || self.standing.own_append.load(Ordering::Relaxed) >= position.head.0;
-        let mut applied = self.standing.applied.subscribe();
+        let is_own = || self.replication.own_append.load(Ordering::Relaxed) >= position.head.0;
+        let mut applied = self.replication.applied.subscribe();
         let waiting = async {
-            while is_own() && !self.stands_at(position) {
+            while is_own() && !self.has_reached(position) {
                 if applied.changed().await.is_err() {
                     return;
                 }
@@ -194,7 +194,7 @@ impl Shared {
         };
         // After that time, reading the log costs less than waiting.
         let _ = timeout(OWN_APPEND_MAX, waiting).await;
-        self.stands_at(position)
+        self.has_reached(position)
     }
 
     /// Applies everything that is in the log.
@@ -203,50 +203,50 @@ impl Shared {
     ///
     /// [`Error::Diverged`] stops the instance.
     pub(super) async fn catch_up(&self) -> Result<()> {
-        let _turn = self.standing.turn.lock().await;
+        let _lock = self.replication.lock.lock().await;
         let caught_up = self.read_on().await;
         if let Err(Error::Diverged(text)) = &caught_up {
-            self.standing.failed.send_replace(Some(text.clone()));
+            self.replication.failed.send_replace(Some(text.clone()));
         }
         caught_up
     }
 
     async fn read_on(&self) -> Result<()> {
         loop {
-            let stood = self.position();
+            let before = self.position();
             let (position, meta) = match self.log.shared() {
                 Some(log) => {
                     let position = log.position().await?;
-                    let unchanged = position.epoch == stood.epoch && position.server == stood.server;
+                    let unchanged = position.epoch == before.epoch && position.server == before.server;
                     (position, if unchanged { None } else { Some(self.log.meta().await?) })
                 }
                 None => {
                     let meta = self.log.meta().await?;
-                    (Position { epoch: stood.epoch, ..meta.position }, Some(meta))
+                    (Position { epoch: before.epoch, ..meta.position }, Some(meta))
                 }
             };
-            if position.head < stood.head {
+            if position.head < before.head {
                 return Err(Error::Diverged(format!(
                     "this instance had revision {}, the database ends at revision {}",
-                    stood.head, position.head
+                    before.head, position.head
                 )));
             }
-            if position.server != stood.server {
+            if position.server != before.server {
                 self.compare_tail(position.head).await?;
-                self.standing.server.store(position.server, Ordering::Relaxed);
+                self.replication.server.store(position.server, Ordering::Relaxed);
             }
             if let Some(meta) = &meta {
                 if let Some(compacted) = meta.compact_revision {
-                    self.standing.recorded.fetch_max(compacted.0, Ordering::Relaxed);
+                    self.replication.recorded_compaction.fetch_max(compacted.0, Ordering::Relaxed);
                 }
-                self.take_in_leases(meta);
+                self.update_leases(meta);
             }
             while self.index.read().head() < position.head {
                 if !self.read_page(position.head).await? {
                     self.rebuild().await?;
                 }
             }
-            let compacted = Revision(self.standing.recorded.load(Ordering::Relaxed));
+            let compacted = Revision(self.replication.recorded_compaction.load(Ordering::Relaxed));
             let index = self.index.read();
             let (head, known) = (index.head(), index.compact_revision());
             drop(index);
@@ -299,14 +299,14 @@ impl Shared {
         let replayed = replayed?;
         let leases = lease_table(&replayed.meta, &replayed.index, Instant::now());
         let (head, compacted) = (replayed.index.head(), replayed.index.compact_revision());
-        self.space.take_in(&replayed.meta);
+        self.space.set_alarms(&replayed.meta);
         let mut before = (replayed.index, leases);
         self.hub.start_over(head, compacted, || {
             std::mem::swap(&mut *self.index.write(), &mut before.0);
             std::mem::swap(&mut *self.leases.lock(), &mut before.1);
         });
         // The instance that recorded the compaction deletes these rows, if it is alive.
-        *self.left_to_others.lock() = replayed.garbage;
+        *self.rows_left_to_others.lock() = replayed.garbage;
         self.compaction_done.send_replace(compacted);
         self.lease_deadline.notify_one();
         self.fill_tail().await
@@ -320,8 +320,8 @@ impl Shared {
         let head = self.index.read().head();
         if head > Revision::EMPTY {
             let page = self.log.changes(head, head, &KeyRange::all(), WithPrev::No).await?;
-            *self.standing.tail.lock() = Tail::default();
-            self.standing.tail.lock().push(&page.changes);
+            *self.replication.tail.lock() = AppliedTail::default();
+            self.replication.tail.lock().push(&page.changes);
         }
         Ok(())
     }
@@ -329,7 +329,7 @@ impl Shared {
     /// Checks that the log contains the changes that this instance applied last.
     async fn compare_tail(&self, log_head: Revision) -> Result<()> {
         let (applied, newest): (HashMap<RowId, Change>, Option<Change>) = {
-            let tail = self.standing.tail.lock();
+            let tail = self.replication.tail.lock();
             let by_row = tail.changes.iter().map(|change| (change.row, change.clone())).collect();
             (by_row, tail.changes.back().cloned())
         };
@@ -363,7 +363,7 @@ impl Shared {
         Ok(())
     }
 
-    fn take_in_leases(&self, meta: &Meta) {
+    fn update_leases(&self, meta: &Meta) {
         let now = Instant::now();
         let mut leases = self.leases.lock();
         if self.log.shared().is_some() && meta.position.epoch < leases.epoch {
@@ -387,7 +387,7 @@ impl Shared {
         }
         leases.epoch = leases.epoch.max(meta.position.epoch);
         // Under the lease table's lock, because an alarm of this instance advances the epoch, too.
-        self.space.take_in(meta);
+        self.space.set_alarms(meta);
         drop(leases);
         self.lease_deadline.notify_one();
     }
@@ -446,35 +446,35 @@ fn complete_prev(index: &TreeIndex, changes: &mut [Change]) {
 pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: watch::Receiver<bool>) {
     let work = async {
         let Some(log) = shared.log.shared() else { return };
-        let mut looked = Instant::now();
-        let mut is_away = false;
+        let mut last_read = Instant::now();
+        let mut is_failing = false;
         loop {
             shared.pulses.follower.beat();
             let seen = shared.index.read().head();
-            let told = log.moved(seen).await;
+            let notified_head = log.moved(seen).await;
             // The notification is usually for this instance's own commit, shortly before or after that is applied.
-            if let Some(told) = told.filter(|_| looked.elapsed() < poll_interval) {
-                let mut applied = shared.standing.applied.subscribe();
-                if told <= shared.index.read().head() {
+            if let Some(notified_head) = notified_head.filter(|_| last_read.elapsed() < poll_interval) {
+                let mut applied = shared.replication.applied.subscribe();
+                if notified_head <= shared.index.read().head() {
                     continue;
                 }
-                if told.0 <= shared.standing.own_append.load(Ordering::Relaxed) {
+                if notified_head.0 <= shared.replication.own_append.load(Ordering::Relaxed) {
                     let _ = timeout(OWN_APPEND_MAX, applied.changed()).await;
                     continue;
                 }
             }
-            looked = Instant::now();
+            last_read = Instant::now();
             match shared.reach_head(log).await {
-                Ok(()) if is_away => {
-                    is_away = false;
+                Ok(()) if is_failing => {
+                    is_failing = false;
                     info!("the log can be followed again");
                 }
                 Ok(()) => {}
                 Err(error) => {
-                    if !is_away {
+                    if !is_failing {
                         warn!(%error, "cannot follow the log; trying again");
                     }
-                    is_away = true;
+                    is_failing = true;
                     sleep(RETRY_PAUSE).await;
                 }
             }

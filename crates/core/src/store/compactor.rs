@@ -32,7 +32,7 @@ const INDEX_STEP_KEYS: usize = 1_000;
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 /// Time for other instances to read rows before they are deleted. An instance that takes longer must rebuild its index
 /// from the whole log.
-const OTHERS_READ_MAX: Duration = Duration::from_millis(500);
+const OTHERS_READ_TIME: Duration = Duration::from_millis(500);
 
 /// The rate at which compacted rows are deleted.
 #[derive(Clone, Copy, Debug)]
@@ -71,7 +71,7 @@ pub(super) async fn run(shared: Arc<Shared>, pace: Pace, mut garbage: Vec<RowId>
     }
 }
 
-fn ms(since: Instant) -> f64 {
+fn elapsed_ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1000.0
 }
 
@@ -90,29 +90,29 @@ async fn compact(shared: &Shared, pace: Pace) {
             shared.pulses.compactor.beat();
             yield_now().await;
         }
-        metrics.index_compaction_pause.observe(ms(begun));
+        metrics.index_compaction_pause.observe(elapsed_ms(begun));
         let rows = garbage.len();
-        let mut left = std::mem::take(&mut *shared.left_to_others.lock());
+        let mut left = std::mem::take(&mut *shared.rows_left_to_others.lock());
         let before = *shared.compaction_done.borrow();
         if let Some(before) = before {
             purge(shared, pace, &mut left, before, Duty::Others).await;
         }
         if is_own {
             if !shared.members.is_alone() {
-                sleep(OTHERS_READ_MAX).await;
+                sleep(OTHERS_READ_TIME).await;
             }
             purge(shared, pace, &mut garbage, target, Duty::Own).await;
-            metrics.compaction_total.observe(ms(begun));
+            metrics.compaction_total.observe(elapsed_ms(begun));
             shared.metrics.state.last_compaction.set(unix_seconds());
             info!(compact_revision = target.0, rows, "compaction finished");
             shared.space.note_freed();
         } else {
-            shared.left_to_others.lock().append(&mut garbage);
+            shared.rows_left_to_others.lock().append(&mut garbage);
         }
         shared.compaction_done.send_if_modified(|done| {
-            let further = *done < Some(target);
+            let is_newer = *done < Some(target);
             *done = (*done).max(Some(target));
-            further
+            is_newer
         });
     }
 }
@@ -139,7 +139,7 @@ pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>,
         match shared.log.reclaim(step).await {
             Ok(_) => {
                 if duty == Duty::Own {
-                    shared.metrics.store.compaction_pause.observe(ms(begun));
+                    shared.metrics.store.compaction_pause.observe(elapsed_ms(begun));
                     shared.metrics.store.compacted_rows.inc_by(now.len() as u64);
                 }
                 rows = later;

@@ -21,7 +21,7 @@ use crate::{
 /// Maximum number of leases expired per round, as in etcd.
 const ROUND_LEASES_MAX: usize = 500;
 /// Extra time that an instance waits before it expires a lease if it is not the leader.
-const OTHERS_WAIT: Duration = Duration::from_secs(2);
+const NON_LEADER_DELAY: Duration = Duration::from_secs(2);
 /// Pause after a failed attempt.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
 
@@ -31,7 +31,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
             shared.pulses.expiry.rest();
             wait_for_deadline(&shared).await;
             shared.pulses.expiry.beat();
-            let expired = match over(&shared).await {
+            let expired = match leases_to_expire(&shared).await {
                 Ok(expired) => expired,
                 Err(error) => {
                     warn!(%error, "cannot read lease deadlines; trying again");
@@ -63,11 +63,11 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
 }
 
 /// Returns the leases to expire. A shared log is asked first, because another instance may have renewed them.
-async fn over(shared: &Shared) -> log::Result<Vec<LeaseId>> {
-    let expired = shared.leases.lock().expired(due(shared), ROUND_LEASES_MAX);
+async fn leases_to_expire(shared: &Shared) -> log::Result<Vec<LeaseId>> {
+    let expired = shared.leases.lock().expired(deadline_max(shared), ROUND_LEASES_MAX);
     let Some(log) = shared.log.shared().filter(|_| !expired.is_empty()) else { return Ok(expired) };
     // If no instance was alive for a while, a heartbeat extends the deadlines first.
-    if shared.silent_for() > 2 * BEAT_INTERVAL {
+    if shared.since_last_beat() > 2 * BEAT_INTERVAL {
         shared.beat(log).await?;
     }
     let asked = Instant::now();
@@ -83,15 +83,15 @@ async fn over(shared: &Shared) -> log::Result<Vec<LeaseId>> {
 }
 
 /// Returns the time before which a deadline must be for this instance to expire the lease.
-fn due(shared: &Shared) -> Instant {
+fn deadline_max(shared: &Shared) -> Instant {
     let now = Instant::now();
-    if shared.members.leads() { now } else { now.checked_sub(OTHERS_WAIT).unwrap_or(now) }
+    if shared.members.is_leader() { now } else { now.checked_sub(NON_LEADER_DELAY).unwrap_or(now) }
 }
 
 async fn wait_for_deadline(shared: &Shared) {
     loop {
         let changed = shared.lease_deadline.notified();
-        let wait = Instant::now() - due(shared);
+        let wait = Instant::now() - deadline_max(shared);
         let deadline = shared.leases.lock().next_deadline().map(|deadline| deadline + wait);
         match deadline {
             Some(deadline) if deadline <= Instant::now() => return,

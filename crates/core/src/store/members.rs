@@ -21,12 +21,12 @@ pub(super) struct Members {
 struct State {
     /// Not empty; the longest-living member first.
     live: Vec<Member>,
-    heard: Instant,
+    last_beat: Instant,
 }
 
 impl Members {
     pub(super) fn new(own: Member) -> Self {
-        Self { state: Mutex::new(State { live: vec![own.clone()], heard: Instant::now() }), own }
+        Self { state: Mutex::new(State { live: vec![own.clone()], last_beat: Instant::now() }), own }
     }
 
     /// Returns the id of the leader: the longest-living member. It is the first to do work that only one instance
@@ -40,7 +40,7 @@ impl Members {
         self.state.lock().live.clone()
     }
 
-    pub(super) fn leads(&self) -> bool {
+    pub(super) fn is_leader(&self) -> bool {
         self.leader() == self.own.id
     }
 
@@ -54,7 +54,7 @@ impl Shared {
     pub(super) async fn beat(&self, log: &dyn SharedLog) -> Result<Vec<Member>> {
         let live = log.beat().await?;
         let mut state = self.members.state.lock();
-        state.heard = Instant::now();
+        state.last_beat = Instant::now();
         if !live.is_empty() && live != state.live {
             let names: Vec<&str> = live.iter().map(|member| member.name.as_str()).collect();
             info!(members = ?names, "members changed");
@@ -68,8 +68,8 @@ impl Shared {
 
     /// Returns the time since this instance's last heartbeat. An instance that was paused must send one before it
     /// expires leases.
-    pub(super) fn silent_for(&self) -> Duration {
-        self.members.state.lock().heard.elapsed()
+    pub(super) fn since_last_beat(&self) -> Duration {
+        self.members.state.lock().last_beat.elapsed()
     }
 }
 

@@ -16,12 +16,12 @@ use tracing::info;
 use super::{
     Identity, Pulses, Shared, Store,
     auto_compact::{self, AutoCompaction},
-    catch_up::{self, Standing, lease_table},
-    coalesce::Coalesced,
+    catch_up::{self, ReplicationState, lease_table},
     compactor::{self, Pace},
     expiry,
     members::{self, Members},
     room::Room,
+    shared_query::SharedQuery,
     space::{self, Space},
     tasks::vital,
     timing::Patience,
@@ -45,7 +45,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause after a query that renews leases; half of it between groups of its responses. All renewals that arrive during
 /// the pause share the next query. Without it, clients that renew without a pause would keep the database and the
 /// server busy for nothing.
-const RENEWALS_REST: Duration = Duration::from_millis(2);
+const RENEWAL_PAUSE: Duration = Duration::from_millis(2);
 
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -108,7 +108,7 @@ impl Store {
         vital("the giving of turns", give_turns);
         let shared = Arc::new(Shared {
             identity: Identity { cluster_id: meta.cluster_id, member_id: meta.member_id },
-            standing: Standing::new(meta.position.server),
+            replication: ReplicationState::new(meta.position.server),
             members: Members::new(own),
             space: Space::new(settings.quota_bytes),
             hub: Arc::new(Hub::new(index.head(), index.compact_revision(), Arc::clone(&settings.metrics))),
@@ -122,11 +122,11 @@ impl Store {
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
             purge_duty: AtomicBool::new(false),
-            left_to_others: Mutex::default(),
+            rows_left_to_others: Mutex::default(),
             pulses: Pulses::default(),
             log,
         });
-        shared.space.take_in(&meta);
+        shared.space.set_alarms(&meta);
         shared.fill_tail().await?;
         let (writer, queue) = Writer::new(Arc::clone(&shared), settings.patience, Wakeful::new(settings.stays_awake));
         let mut tasks = vec![
@@ -144,20 +144,20 @@ impl Store {
             let following = catch_up::run(Arc::clone(&shared), settings.poll_interval, stopped.clone());
             tasks.push(vital("the follower of the log", following));
             tasks.push(vital("the heartbeat of this member", members::run(Arc::clone(&shared), stopped)));
-            heads = Some(ask_for_heads(Arc::clone(&shared)));
-            renewals = Some(ask_for_renewals(Arc::clone(&shared)));
+            heads = Some(position_query(Arc::clone(&shared)));
+            renewals = Some(renewal_query(Arc::clone(&shared)));
         }
-        let range_times = ["false", "true"].map(|success| shared.metrics.store.range.with_label_values(&[success]));
+        let range_durations = ["false", "true"].map(|success| shared.metrics.store.range.with_label_values(&[success]));
         let patience = settings.patience.request;
         let watchdog = settings.watchdog;
-        shared.pulses.be_followed(&watchdog, &queue);
+        shared.pulses.register(&watchdog, &queue);
         let tasks = Mutex::new(tasks);
-        Ok(Self { shared, queue, heads, renewals, patience, range_times, tasks, stop_background, watchdog })
+        Ok(Self { shared, queue, heads, renewals, patience, range_durations, tasks, stop_background, watchdog })
     }
 }
 
 impl Pulses {
-    fn be_followed(&self, watchdog: &Watchdog, queue: &WriteQueue) {
+    fn register(&self, watchdog: &Watchdog, queue: &WriteQueue) {
         let Self { writer, expiry, compactor, follower, heads, renewals } = self;
         watchdog.follow_queue("writer", writer, queue.has_waiting());
         watchdog.follow("expiry", expiry);
@@ -169,9 +169,9 @@ impl Pulses {
 }
 
 /// Starts the task that catches up with the log for linearizable reads.
-fn ask_for_heads(shared: Arc<Shared>) -> Coalesced<(), Result<()>> {
+fn position_query(shared: Arc<Shared>) -> SharedQuery<(), Result<()>> {
     let pulse = Arc::clone(&shared.pulses.heads);
-    let (heads, run) = Coalesced::new(
+    let (heads, run) = SharedQuery::new(
         move |waiting: Vec<()>| {
             let shared = Arc::clone(&shared);
             async move {
@@ -189,9 +189,9 @@ fn ask_for_heads(shared: Arc<Shared>) -> Coalesced<(), Result<()>> {
 }
 
 /// Starts the task that renews leases in the log. The result is `None` for a lease that the log does not contain.
-fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<LoggedLease>>> {
+fn renewal_query(shared: Arc<Shared>) -> SharedQuery<LeaseId, Result<Option<LoggedLease>>> {
     let pulse = Arc::clone(&shared.pulses.renewals);
-    let (renewals, run) = Coalesced::with_rests(
+    let (renewals, run) = SharedQuery::with_pauses(
         move |ids: Vec<LeaseId>| {
             let shared = Arc::clone(&shared);
             async move {
@@ -213,7 +213,7 @@ fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<Log
                 }
             }
         },
-        RENEWALS_REST,
+        RENEWAL_PAUSE,
         pulse,
     );
     vital("the renewal of leases", run);
@@ -244,7 +244,7 @@ pub async fn replay(log: &dyn History) -> Result<Replayed> {
         .replay(&mut |meta, changes| {
             for change in &changes {
                 check_order(meta, last, change.row)?;
-                index.restore(change, meta.compact_revision).map_err(|error| contradicted(change, error))?;
+                index.restore(change, meta.compact_revision).map_err(|error| inconsistent_row(change, error))?;
                 last = change.row;
             }
             rows += changes.len();
@@ -305,7 +305,7 @@ fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
     Ok(())
 }
 
-fn contradicted(change: &Change, contradiction: Contradiction) -> Error {
+fn inconsistent_row(change: &Change, contradiction: Contradiction) -> Error {
     let RowId { revision, sub } = change.row;
     Error::Corrupt(format!("row id={revision} sub={sub} key=\"{}\": {contradiction}", shown(&change.key)))
 }

@@ -53,7 +53,7 @@ impl Store {
         metrics.ranges.inc();
         let answer = self.range_whole(request).await;
         let took = started.elapsed();
-        self.range_times[usize::from(answer.is_ok())].observe(took.as_secs_f64());
+        self.range_durations[usize::from(answer.is_ok())].observe(took.as_secs_f64());
         let pairs = answer.as_ref().map_or(0, |answer| answer.kvs.len());
         // A large response may still become slow while it is sent.
         if took > self.patience || pairs > DESCRIBED_PAIRS {

@@ -43,7 +43,7 @@ const ALARMED_INTERVAL: Duration = Duration::from_secs(1);
 /// Approximate overhead of a row in bytes, besides its key and value.
 const ROW_BYTES: i64 = 100;
 /// Percentage of the quota below which NOSPACE is cleared.
-const ROOM_PERCENT: i64 = 90;
+const CLEAR_PERCENT: i64 = 90;
 /// Percentage of the quota above which the size is measured exactly.
 const EXACT_PERCENT: i64 = 75;
 
@@ -54,7 +54,7 @@ pub(super) struct Space {
     /// Approximate bytes in use.
     used: AtomicI64,
     /// Notified when the size should be measured.
-    look: Notify,
+    measure_requested: Notify,
     /// Whether a write was rejected since the last measurement.
     refused: AtomicBool,
     alarms: Mutex<BTreeMap<Alarm, Cause>>,
@@ -73,7 +73,7 @@ impl Space {
         Self {
             quota,
             used: AtomicI64::new(0),
-            look: Notify::new(),
+            measure_requested: Notify::new(),
             refused: AtomicBool::new(false),
             alarms: Mutex::default(),
             no_space: AtomicBool::new(false),
@@ -95,7 +95,7 @@ impl Space {
 
     /// Requests a measurement, because space may have been freed.
     pub(super) fn note_freed(&self) {
-        self.look.notify_one();
+        self.measure_requested.notify_one();
     }
 
     pub(super) fn note_written(&self, changes: &[Change], bytes: i64) {
@@ -111,7 +111,7 @@ impl Space {
         self.quota.is_some_and(|quota| self.used.load(Ordering::Relaxed) > quota / 100 * percent)
     }
 
-    pub(super) fn take_in(&self, meta: &Meta) {
+    pub(super) fn set_alarms(&self, meta: &Meta) {
         self.update(|alarms| *alarms = meta.alarms.iter().copied().collect());
     }
 
@@ -156,7 +156,7 @@ impl Shared {
         space.check_sound()?;
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         let is_tight = space.no_space.load(Ordering::Relaxed) || space.is_beyond(bytes);
-        if !is_tight || !takes_room(request) {
+        if !is_tight || !needs_space(request) {
             return Ok(());
         }
         // An exact measurement may read the whole log, so it is done once until the alarm is raised.
@@ -166,7 +166,7 @@ impl Shared {
                 return Ok(());
             }
             space.refused.store(true, Ordering::Relaxed);
-            space.look.notify_one();
+            space.measure_requested.notify_one();
         }
         Err(Error::NoSpace)
     }
@@ -180,7 +180,7 @@ impl Shared {
     }
 }
 
-fn takes_room(request: &Request) -> bool {
+fn needs_space(request: &Request) -> bool {
     fn puts(txn: &TxnRequest) -> bool {
         txn.success.iter().chain(&txn.failure).any(|op| match op {
             Op::Put(_) => true,
@@ -202,10 +202,10 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
             let alarmed = shared.space.no_space.load(Ordering::Relaxed);
             tokio::select! {
                 biased;
-                () = shared.space.look.notified() => {}
+                () = shared.space.measure_requested.notified() => {}
                 () = sleep(if alarmed { ALARMED_INTERVAL } else { INTERVAL }) => {}
             }
-            if let Some(change) = due(&shared).await
+            if let Some(change) = required_change(&shared).await
                 && let Err(error) = queue.submit(Request::Alarm(change)).await
             {
                 warn!(%error, "cannot record an alarm; trying again");
@@ -220,7 +220,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
 }
 
 /// Returns the change of alarms that the current size requires.
-async fn due(shared: &Shared) -> Option<AlarmChange> {
+async fn required_change(shared: &Shared) -> Option<AlarmChange> {
     let space = &shared.space;
     shared.measure(Precision::Quick).await;
     if space.is_above(EXACT_PERCENT) {
@@ -231,7 +231,7 @@ async fn due(shared: &Shared) -> Option<AlarmChange> {
     if space.no_space.load(Ordering::Relaxed) {
         return raised
             .first()
-            .filter(|_| !space.is_above(ROOM_PERCENT))
+            .filter(|_| !space.is_above(CLEAR_PERCENT))
             .map(|alarm| AlarmChange::Clear { alarm: *alarm });
     }
     let alarm = Alarm { member_id: shared.identity.member_id, kind: AlarmKind::NoSpace };

@@ -53,8 +53,8 @@ impl Store {
         let (own, leader) = (self.identity().member_id, self.leader());
         state.is_leader.set(i64::from(leader == own));
         state.server_id.with_label_values(&[&format!("{own:x}")]).set(1);
-        self.tell_members(own);
-        self.tell_alarms();
+        self.update_member_gauges(own);
+        self.update_alarm_gauges();
         let connections = shared.log.connections();
         state.reads.set(as_gauge(connections.used));
         for (kind, count) in [("idle", connections.idle), ("used", connections.used)] {
@@ -68,7 +68,7 @@ impl Store {
         }
     }
 
-    fn tell_alarms(&self) {
+    fn update_alarm_gauges(&self) {
         let state = &self.metrics().state;
         state.quota.set(self.shared.space.quota().cast_signed());
         state.alarms.reset();
@@ -81,7 +81,7 @@ impl Store {
         }
     }
 
-    fn tell_members(&self, own: u64) {
+    fn update_member_gauges(&self, own: u64) {
         let state = &self.metrics().state;
         let live = self.shared.members.live();
         state.instances.set(as_gauge(live.len()));

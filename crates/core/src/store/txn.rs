@@ -12,7 +12,7 @@ use std::collections::HashMap;
 
 use super::{
     Error,
-    batch::{Batch, Current, Mark},
+    batch::{Batch, Current, Savepoint},
     request::{
         Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease, PutRequest,
         PutResponse, PutValue, RangeRequest, RangeResponse, Relation, TxnRequest, TxnResponse,
@@ -74,12 +74,12 @@ impl<'a> Evaluation<'a> {
 
     pub fn put(&mut self, request: &PutRequest) -> Evaluated<PutResponse> {
         self.check_lease(request)?;
-        self.check_kept(request)?;
-        self.whole(|this, mark| this.apply_put(request, mark))
+        self.check_kept_key_exists(request)?;
+        self.atomically(|this, savepoint| this.apply_put(request, savepoint))
     }
 
     pub fn delete(&mut self, request: &DeleteRequest) -> Evaluated<DeleteResponse> {
-        self.whole(|this, mark| this.apply_delete(request, mark))
+        self.atomically(|this, savepoint| this.apply_delete(request, savepoint))
     }
 
     pub fn txn(&mut self, request: &TxnRequest) -> Evaluated<TxnResponse> {
@@ -88,14 +88,14 @@ impl<'a> Evaluation<'a> {
         self.check_missing()?;
         self.check_txn(request, &mut path.iter(), &|this, op| match op {
             // In a transaction etcd checks the key first; in a single Put it checks the lease first.
-            Op::Put(put) => this.check_kept(put).and_then(|()| this.check_lease(put)),
+            Op::Put(put) => this.check_kept_key_exists(put).and_then(|()| this.check_lease(put)),
             Op::Range(_) | Op::Delete(_) | Op::Txn(_) => Ok(()),
         })?;
         self.check_txn(request, &mut path.iter(), &|this, op| match op {
             Op::Range(range) => this.check_range(range.at),
             Op::Put(_) | Op::Delete(_) | Op::Txn(_) => Ok(()),
         })?;
-        self.whole(|this, mark| this.apply_txn(request, &mut path.iter(), mark))
+        self.atomically(|this, savepoint| this.apply_txn(request, &mut path.iter(), savepoint))
     }
 
     /// Revokes the lease and deletes its keys in one revision.
@@ -113,10 +113,10 @@ impl<'a> Evaluation<'a> {
             return Err(Error::LeaseNotFound.into());
         }
         let keys = self.batch.lease_keys(self.leases, id);
-        self.whole(|this, mark| {
+        self.atomically(|this, savepoint| {
             for key in keys {
                 if let Some(current) = this.batch.current(this.index, &key) {
-                    this.push_delete(key, current, mark);
+                    this.push_delete(key, current, savepoint);
                 }
             }
             this.batch.push_lease(end);
@@ -147,15 +147,15 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Runs a request as one transaction: all of its changes get one revision, or nothing is changed.
-    fn whole<T>(&mut self, apply: impl FnOnce(&mut Self, Mark) -> Evaluated<T>) -> Evaluated<T> {
-        let mark = self.batch.mark();
-        let applied = apply(self, mark).and_then(|response| {
+    fn atomically<T>(&mut self, apply: impl FnOnce(&mut Self, Savepoint) -> Evaluated<T>) -> Evaluated<T> {
+        let savepoint = self.batch.savepoint();
+        let applied = apply(self, savepoint).and_then(|response| {
             self.check_missing()?;
             Ok(response)
         });
         match applied {
-            Ok(_) => self.batch.seal(mark),
-            Err(_) => self.batch.roll_back(mark),
+            Ok(_) => self.batch.seal(savepoint),
+            Err(_) => self.batch.roll_back(savepoint),
         }
         applied
     }
@@ -236,7 +236,7 @@ impl<'a> Evaluation<'a> {
         }
     }
 
-    fn check_kept(&self, put: &PutRequest) -> Evaluated<()> {
+    fn check_kept_key_exists(&self, put: &PutRequest) -> Evaluated<()> {
         let keeps = matches!(put.value, PutValue::Keep) || matches!(put.lease, PutLease::Keep);
         if keeps && self.batch.current(self.index, &put.key).is_none() {
             return Err(Error::KeyNotFound.into());
@@ -258,9 +258,9 @@ impl<'a> Evaluation<'a> {
 
     // Operations.
 
-    fn apply_put(&mut self, put: &PutRequest, mark: Mark) -> Evaluated<PutResponse> {
+    fn apply_put(&mut self, put: &PutRequest, savepoint: Savepoint) -> Evaluated<PutResponse> {
         let current = self.batch.current(self.index, &put.key);
-        let row = self.batch.next_row(mark);
+        let row = self.batch.next_row(savepoint);
         let version = match &current {
             Some(current) => Version { row, version: current.version.version + 1, ..current.version },
             None => Version { row, create_revision: row.revision, version: 1 },
@@ -286,7 +286,7 @@ impl<'a> Evaluation<'a> {
         Ok(PutResponse { revision: row.revision, prev_kv })
     }
 
-    fn apply_delete(&mut self, request: &DeleteRequest, mark: Mark) -> Evaluated<DeleteResponse> {
+    fn apply_delete(&mut self, request: &DeleteRequest, savepoint: Savepoint) -> Evaluated<DeleteResponse> {
         let mut found = Vec::new();
         self.batch.visit(self.index, &request.range, |key, current| found.push((key.clone(), current)));
         let deleted = found.len();
@@ -295,12 +295,12 @@ impl<'a> Evaluation<'a> {
             if request.prev_kv {
                 prev_kvs.extend(self.pair(&current));
             }
-            self.push_delete(key, current, mark);
+            self.push_delete(key, current, savepoint);
         }
-        Ok(DeleteResponse { revision: self.revision(mark), deleted, prev_kvs })
+        Ok(DeleteResponse { revision: self.revision(savepoint), deleted, prev_kvs })
     }
 
-    fn apply_range(&mut self, request: &RangeRequest, mark: Mark) -> Evaluated<RangeResponse> {
+    fn apply_range(&mut self, request: &RangeRequest, savepoint: Savepoint) -> Evaluated<RangeResponse> {
         let mut selection = Selection::new(request);
         let mut made = HashMap::new();
         match request.at {
@@ -327,7 +327,7 @@ impl<'a> Evaluation<'a> {
         if request.projection == Projection::KeysOnly {
             kvs.iter_mut().for_each(|kv| *kv = kv.without_value());
         }
-        Ok(RangeResponse { revision: self.revision(mark), kvs, more, count })
+        Ok(RangeResponse { revision: self.revision(savepoint), kvs, more, count })
     }
 
     fn selected_pair(
@@ -339,38 +339,38 @@ impl<'a> Evaluation<'a> {
         if let Some(kv) = selected.pair_without_value(projection) {
             return Some(kv);
         }
-        from_batch.or_else(|| self.row(selected.entry.version.row))
+        from_batch.or_else(|| self.read_row(selected.entry.version.row))
     }
 
     fn apply_txn<'p>(
         &mut self,
         txn: &TxnRequest,
         path: &mut impl Iterator<Item = &'p bool>,
-        mark: Mark,
+        savepoint: Savepoint,
     ) -> Evaluated<TxnResponse> {
         let succeeded = *path.next().expect("the path has an entry for each executed transaction");
         let mut responses = Vec::new();
         for op in txn.branch(succeeded) {
             responses.push(match op {
-                Op::Range(request) => OpResponse::Range(self.apply_range(request, mark)?),
-                Op::Put(request) => OpResponse::Put(self.apply_put(request, mark)?),
-                Op::Delete(request) => OpResponse::Delete(self.apply_delete(request, mark)?),
-                Op::Txn(nested) => OpResponse::Txn(self.apply_txn(nested, path, mark)?),
+                Op::Range(request) => OpResponse::Range(self.apply_range(request, savepoint)?),
+                Op::Put(request) => OpResponse::Put(self.apply_put(request, savepoint)?),
+                Op::Delete(request) => OpResponse::Delete(self.apply_delete(request, savepoint)?),
+                Op::Txn(nested) => OpResponse::Txn(self.apply_txn(nested, path, savepoint)?),
             });
         }
-        Ok(TxnResponse { revision: self.revision(mark), succeeded, responses })
+        Ok(TxnResponse { revision: self.revision(savepoint), succeeded, responses })
     }
 
-    fn push_delete(&mut self, key: Key, current: Current, mark: Mark) {
-        let row = self.batch.next_row(mark);
+    fn push_delete(&mut self, key: Key, current: Current, savepoint: Savepoint) {
+        let row = self.batch.next_row(savepoint);
         let prev_lease = current.lease;
         let prev = Some(self.prev(current));
         self.batch.push(Change { row, key, kind: ChangeKind::Delete, prev, prev_lease });
     }
 
     /// Returns the revision for the transaction's responses: its own once it has changed something, else the head.
-    fn revision(&self, mark: Mark) -> Revision {
-        if self.batch.changed_since(mark) { self.batch.head().next() } else { self.batch.head() }
+    fn revision(&self, savepoint: Savepoint) -> Revision {
+        if self.batch.changed_since(savepoint) { self.batch.head().next() } else { self.batch.head() }
     }
 
     // Values.
@@ -381,12 +381,12 @@ impl<'a> Evaluation<'a> {
     }
 
     fn pair(&mut self, current: &Current) -> Option<EncodedKv> {
-        current.kv.clone().or_else(|| self.row(current.version.row))
+        current.kv.clone().or_else(|| self.read_row(current.version.row))
     }
 
     /// Returns the pair of a row. If it is neither fetched nor cached, the row is noted as missing and the request is
     /// evaluated again. A row that was fetched and not found is noted again: the caller has to find out why.
-    fn row(&mut self, row: RowId) -> Option<EncodedKv> {
+    fn read_row(&mut self, row: RowId) -> Option<EncodedKv> {
         let kv = self.fetched.get(&row).cloned().flatten().or_else(|| self.cache.get(row));
         if kv.is_none() {
             self.missing.push(row);

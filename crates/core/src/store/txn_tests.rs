@@ -20,7 +20,7 @@ use tokio::{
 use super::{
     Error, Identity, Shared,
     batch::Batch,
-    catch_up::Standing,
+    catch_up::ReplicationState,
     members::Members,
     model::Model,
     request::{
@@ -155,11 +155,11 @@ impl World {
         let expected = self.on_model(&request);
         let outcome = loop {
             let before = format!("{:?}", self.batch);
-            let mark = self.batch.mark();
+            let savepoint = self.batch.savepoint();
             let stop = match self.evaluate(&request) {
                 Ok(outcome) => {
                     let after = format!("{:?}", self.batch);
-                    self.batch.roll_back(mark);
+                    self.batch.roll_back(savepoint);
                     prop_assert_eq!(format!("{:?}", self.batch), before, "rollback restores the batch");
                     let again = self.evaluate(&request).map_err(|stop| TestCaseError::fail(format!("{stop:?}")))?;
                     prop_assert_eq!(&again, &outcome, "evaluation is repeatable");
@@ -337,7 +337,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
     Shared {
         log: Arc::new(MemoryLog::default()),
         identity: Identity { cluster_id: 1, member_id: 1 },
-        standing: Standing::new(0),
+        replication: ReplicationState::new(0),
         members: Members::new(Member { id: 1, name: "default".to_owned(), client_urls: Vec::new() }),
         metrics: Arc::default(),
         space: super::space::Space::new(0),
@@ -350,7 +350,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         lease_deadline: Notify::new(),
         compaction: Notify::new(),
         purge_duty: AtomicBool::new(false),
-        left_to_others: Mutex::default(),
+        rows_left_to_others: Mutex::default(),
         compaction_done: watch::Sender::new(None),
         pulses: Default::default(),
     }

@@ -60,9 +60,9 @@ const BATCH_CHANGES_MAX: usize = 512;
 const BATCH_BYTES_MAX: usize = 4 << 20;
 /// Number of times the writer yields before it evaluates a batch, so that requests that are about to arrive join it.
 /// Measured: batches become one eighth larger. Unlike a timer, yielding costs nothing if no request arrives.
-const GATHER_YIELDS: usize = 3;
+const COLLECT_YIELDS: usize = 3;
 /// Interval between warnings while writes fail.
-const TELL_INTERVAL: Duration = Duration::from_secs(5);
+const FAILURE_LOG_INTERVAL: Duration = Duration::from_secs(5);
 /// Pause between attempts to read the log while the database is unavailable.
 const RESYNC_PAUSE: Duration = Duration::from_millis(200);
 
@@ -94,19 +94,19 @@ pub(super) enum Outcome {
 /// The right to answer one request once.
 #[must_use]
 #[derive(Debug)]
-struct Ticket(oneshot::Sender<Answer>);
+struct Ticket(oneshot::Sender<Reply>);
 
 /// The outcome of a request and, if it was part of a batch, its timing.
 #[derive(Debug)]
-struct Answer {
+struct Reply {
     outcome: Result<Outcome>,
     times: Option<Times>,
 }
 
 impl Ticket {
     /// The client may have disconnected; the request has been executed anyway.
-    fn answer(self, outcome: Result<Outcome>, times: Option<Times>) {
-        let _ = self.0.send(Answer { outcome, times });
+    fn reply(self, outcome: Result<Outcome>, times: Option<Times>) {
+        let _ = self.0.send(Reply { outcome, times });
     }
 }
 
@@ -137,7 +137,7 @@ impl WriteQueue {
             self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
             return Err(Error::TooManyRequests);
         }
-        let (ticket, answer) = oneshot::channel();
+        let (ticket, reply) = oneshot::channel();
         let command = Command { request, bytes, since: Instant::now(), ticket: Ticket(ticket) };
         if let Err(refused) = self.commands.try_send(command) {
             self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
@@ -147,7 +147,7 @@ impl WriteQueue {
             });
         }
         // The ticket was dropped: the writer died while it had the request.
-        let Ok(Answer { outcome, times }) = answer.await else { return Err(Error::OutcomeUnknown) };
+        let Ok(Reply { outcome, times }) = reply.await else { return Err(Error::OutcomeUnknown) };
         if let Some(times) = times {
             times.note();
         }
@@ -212,24 +212,24 @@ pub(super) struct Writer {
     waiting_bytes: Arc<AtomicUsize>,
     close: Arc<Notify>,
     /// Taken from the queue and not yet part of a committed batch.
-    gathered: VecDeque<Command>,
+    pending: VecDeque<Command>,
     /// Another instance appended in between, so this one takes the append lock before it evaluates.
     is_contended: bool,
     /// Whether this instance holds the append lock: no other instance can append until it does.
-    has_turn: bool,
+    holds_append_lock: bool,
     is_closed: bool,
     wakeful: Wakeful,
-    trouble: Option<Trouble>,
+    outage: Option<Outage>,
 }
 
 /// The log accepts no writes.
-struct Trouble {
+struct Outage {
     since: Instant,
-    told: Instant,
+    logged: Instant,
 }
 
 /// The result of committing a batch.
-enum Committed {
+enum CommitOutcome {
     /// The requests can be answered.
     Done,
     /// The log's position differs from the one at which the batch was evaluated; nothing was written.
@@ -251,30 +251,30 @@ impl Writer {
             commands,
             waiting_bytes,
             close,
-            gathered: VecDeque::new(),
+            pending: VecDeque::new(),
             is_contended: false,
-            has_turn: false,
+            holds_append_lock: false,
             is_closed: false,
             wakeful,
-            trouble: None,
+            outage: None,
         };
         (writer, queue)
     }
 
     pub(super) async fn run(mut self) {
-        while self.gather().await {
+        while self.collect().await {
             self.serve_batch().await;
         }
     }
 
     /// Waits for a request and takes all others that are waiting. Returns false when the queue is closed and empty.
-    async fn gather(&mut self) -> bool {
-        while self.gathered.is_empty() {
+    async fn collect(&mut self) -> bool {
+        while self.pending.is_empty() {
             self.shared.pulses.writer.rest();
             tokio::select! {
                 biased;
                 command = self.commands.recv() => match command {
-                    Some(command) => self.take(command),
+                    Some(command) => self.enqueue(command),
                     None => return false,
                 },
                 () = self.close.notified(), if !self.is_closed => {
@@ -284,39 +284,39 @@ impl Writer {
             }
         }
         self.shared.pulses.writer.beat();
-        for _ in 0..GATHER_YIELDS {
+        for _ in 0..COLLECT_YIELDS {
             yield_now().await;
         }
-        while self.gathered.len() < BATCH_REQUESTS_MAX {
+        while self.pending.len() < BATCH_REQUESTS_MAX {
             let Ok(command) = self.commands.try_recv() else { break };
-            self.take(command);
+            self.enqueue(command);
         }
         true
     }
 
-    fn take(&mut self, command: Command) {
+    fn enqueue(&mut self, command: Command) {
         self.waiting_bytes.fetch_sub(command.bytes, Ordering::Relaxed);
-        self.gathered.push_back(command);
+        self.pending.push_back(command);
     }
 
     async fn serve_batch(&mut self) {
-        if self.is_contended && !self.has_turn {
-            self.take_turn().await;
+        if self.is_contended && !self.holds_append_lock {
+            self.lock_appends().await;
         }
         let started = Instant::now();
-        if let Some(oldest) = self.gathered.front() {
+        if let Some(oldest) = self.pending.front() {
             self.shared.metrics.store.queue.observe((started - oldest.since).as_secs_f64());
         }
         let expected = self.shared.position();
         let mut batch = Batch::new(expected.head);
-        let mut served: Served = Vec::with_capacity(self.gathered.len());
+        let mut served: Served = Vec::with_capacity(self.pending.len());
         let mut fetched = Fetched::new();
         let mut bytes = 0;
-        while let Some(command) = self.gathered.pop_front() {
+        while let Some(command) = self.pending.pop_front() {
             let full = batch.changes().len() >= BATCH_CHANGES_MAX || bytes >= BATCH_BYTES_MAX;
             let alone = matches!(command.request, Request::Compact(_) | Request::Alarm(_));
             if (full || alone) && !served.is_empty() {
-                self.gathered.push_front(command);
+                self.pending.push_front(command);
                 break;
             }
             self.shared.pulses.writer.beat();
@@ -331,21 +331,21 @@ impl Writer {
                 }
                 Err(Stop::Failed(error)) => served.push((command, Err(error))),
                 Err(Stop::NeedsValues(rows)) => match self.fetch(rows, expected, &mut fetched).await {
-                    Ok(true) => self.gathered.push_front(command),
+                    Ok(true) => self.pending.push_front(command),
                     Ok(false) => {
-                        self.gathered.push_front(command);
-                        self.gather_again(served);
+                        self.pending.push_front(command);
+                        self.requeue(served);
                         return self.resync().await;
                     }
-                    Err(error) => command.ticket.answer(Err(error), None),
+                    Err(error) => command.ticket.reply(Err(error), None),
                 },
                 Err(Stop::NeedsCommit) => {
-                    self.gathered.push_front(command);
+                    self.pending.push_front(command);
                     break;
                 }
                 Err(Stop::Moved) => {
-                    self.gathered.push_front(command);
-                    return self.gather_again(served);
+                    self.pending.push_front(command);
+                    return self.requeue(served);
                 }
             }
             if alone {
@@ -357,7 +357,7 @@ impl Writer {
 
     /// Takes the append lock and catches up with the instances that appended before. If that fails, the batch is
     /// appended without the lock.
-    async fn take_turn(&mut self) {
+    async fn lock_appends(&mut self) {
         let shared = Arc::clone(&self.shared);
         let Some(log) = shared.log.shared() else { return };
         let before = shared.position();
@@ -365,7 +365,7 @@ impl Writer {
             warn!(error = %failure, "cannot take the append lock");
             return;
         }
-        self.has_turn = true;
+        self.holds_append_lock = true;
         if let Err(failure) = shared.reach_head(log).await {
             warn!(error = %failure, "cannot catch up before an append");
         }
@@ -386,7 +386,7 @@ impl Writer {
             return Err(Stop::Moved);
         }
         if let Request::Expire(id) = request
-            && !batch.lease_is_over(&leases, *id, Instant::now())
+            && !batch.is_lease_expired(&leases, *id, Instant::now())
         {
             // The lease was renewed or has already ended.
             return Ok(Outcome::Revision(batch.head()));
@@ -430,8 +430,8 @@ impl Writer {
         metrics.batch_rows.observe(batch.changes().len() as f64);
         self.shared.pulses.writer.beat();
         let committed = if batch.is_empty() {
-            let confirmed = self.confirm(expected).await;
-            self.give_turn_back(&batch, expected).await;
+            let confirmed = self.confirm_position(expected).await;
+            self.release_append_lock(&batch, expected).await;
             confirmed
         } else {
             if self.shared.hub.wants_prev() {
@@ -440,32 +440,32 @@ impl Writer {
             self.append(&batch, expected).await
         };
         match committed {
-            Ok(Committed::Done) => self.answer(served, Laps { started, evaluated, committed: Instant::now() }),
-            Ok(Committed::Raced) => {
-                self.gather_again(served);
+            Ok(CommitOutcome::Done) => self.reply(served, Laps { started, evaluated, committed: Instant::now() }),
+            Ok(CommitOutcome::Raced) => {
+                self.requeue(served);
                 self.resync().await;
             }
-            Ok(Committed::Refused) => {
-                self.gather_again(served);
-                self.refuse_overdue();
+            Ok(CommitOutcome::Refused) => {
+                self.requeue(served);
+                self.reject_overdue();
                 sleep(RESYNC_PAUSE).await;
                 self.resync().await;
             }
             Err(error) => {
                 self.shared.metrics.store.failed.inc();
                 let failed = served.into_iter().map(|(command, _)| (command, Err(error.clone()))).collect();
-                self.answer(failed, Laps { started, evaluated, committed: Instant::now() });
+                self.reply(failed, Laps { started, evaluated, committed: Instant::now() });
                 self.resync().await;
             }
         }
     }
 
-    fn answer(&self, served: Served, laps: Laps) {
+    fn reply(&self, served: Served, laps: Laps) {
         let mut slow = false;
         for (command, outcome) in served {
             let times = self.timing.note(&command.request, command.since, laps, outcome.is_ok());
             slow |= times.apply_is_slow;
-            command.ticket.answer(outcome, Some(times));
+            command.ticket.reply(outcome, Some(times));
         }
         if slow {
             self.shared.metrics.store.slow_applies.inc();
@@ -473,21 +473,21 @@ impl Writer {
     }
 
     /// Checks that a batch that changes nothing was evaluated on everything that any instance had acknowledged.
-    async fn confirm(&mut self, expected: Position) -> Result<Committed> {
-        let Some(log) = self.shared.log.shared() else { return Ok(Committed::Done) };
+    async fn confirm_position(&mut self, expected: Position) -> Result<CommitOutcome> {
+        let Some(log) = self.shared.log.shared() else { return Ok(CommitOutcome::Done) };
         match log.position().await {
-            Ok(position) if position == expected => Ok(Committed::Done),
-            Ok(_) => Ok(Committed::Raced),
+            Ok(position) if position == expected => Ok(CommitOutcome::Done),
+            Ok(_) => Ok(CommitOutcome::Raced),
             Err(failure) => {
-                self.tell(&failure);
-                Ok(Committed::Refused)
+                self.log_failure(&failure);
+                Ok(CommitOutcome::Refused)
             }
         }
     }
 
     /// Releases the append lock after a batch that appends nothing.
-    async fn give_turn_back(&mut self, batch: &Batch, expected: Position) {
-        if std::mem::take(&mut self.has_turn) {
+    async fn release_append_lock(&mut self, batch: &Batch, expected: Position) {
+        if std::mem::take(&mut self.holds_append_lock) {
             let nothing =
                 Append { expected, changes: batch.changes(), leases: batch.leases(), compact: None, alarm: None };
             // If it cannot be released, it is lost already.
@@ -497,7 +497,7 @@ impl Writer {
         }
     }
 
-    async fn append(&mut self, batch: &Batch, expected: Position) -> Result<Committed> {
+    async fn append(&mut self, batch: &Batch, expected: Position) -> Result<CommitOutcome> {
         let append = Append {
             expected,
             changes: batch.changes(),
@@ -505,10 +505,10 @@ impl Writer {
             compact: batch.compaction(),
             alarm: batch.alarm(),
         };
-        self.has_turn = false;
+        self.holds_append_lock = false;
         let shared = Arc::clone(&self.shared);
         let metrics = &shared.metrics.store;
-        let _appending = shared.standing.appending(batch.head());
+        let _appending = shared.replication.mark_append(batch.head());
         let begun = Instant::now();
         let is_lone = batch.changes().len() <= 1;
         let _waiting = shared.turns.leave_time_to_the_database();
@@ -517,27 +517,27 @@ impl Writer {
                 let took = begun.elapsed().as_secs_f64();
                 metrics.fsync.observe(took);
                 metrics.commit.observe(took);
-                self.tell_end();
+                self.log_recovery();
                 shared.apply_batch(batch, expected, Instant::now());
                 if let Some(revision) = batch.compaction() {
                     info!(compact_revision = revision.0, "compaction recorded");
                 }
-                Ok(Committed::Done)
+                Ok(CommitOutcome::Done)
             }
             Ok(Appended::Conflict) => {
                 debug!(revision = expected.head.0, "the log moved on without this instance");
                 metrics.raced.inc();
                 self.is_contended = true;
                 // Another instance may have renewed a lease.
-                shared.look_at_leases(batch.leases()).await;
-                Ok(Committed::Raced)
+                shared.refresh_expired_leases(batch.leases()).await;
+                Ok(CommitOutcome::Raced)
             }
             Err(failure) => {
-                self.tell(&failure);
+                self.log_failure(&failure);
                 match failure {
                     log::Error::Unavailable(_) => {
                         metrics.failed.inc();
-                        Ok(Committed::Refused)
+                        Ok(CommitOutcome::Refused)
                     }
                     log::Error::Full(_) => Err(Error::NoSpace),
                     log::Error::OutcomeUnknown(_)
@@ -549,13 +549,13 @@ impl Writer {
         }
     }
 
-    fn tell(&mut self, failure: &log::Error) {
+    fn log_failure(&mut self, failure: &log::Error) {
         let now = Instant::now();
-        let trouble = self.trouble.get_or_insert(Trouble { since: now, told: now });
-        if trouble.told != now && now - trouble.told < TELL_INTERVAL {
+        let outage = self.outage.get_or_insert(Outage { since: now, logged: now });
+        if outage.logged != now && now - outage.logged < FAILURE_LOG_INTERVAL {
             return debug!(error = %failure, "writes still fail");
         }
-        trouble.told = now;
+        outage.logged = now;
         match failure {
             log::Error::Unavailable(_) => {
                 warn!(error = %failure, "the database accepts no writes; trying again");
@@ -566,21 +566,21 @@ impl Writer {
             log::Error::OutcomeUnknown(_) | log::Error::Open(_) | log::Error::Corrupt(_) | log::Error::Diverged(_) => {
                 error!(
                     error = %failure,
-                    "the outcome of the last writes is unknown, and their clients were told so; reading the log again"
+                    "the outcome of the last writes is unknown; reading the log again"
                 )
             }
         }
     }
 
-    fn tell_end(&mut self) {
-        if let Some(trouble) = self.trouble.take() {
-            info!(elapsed_ms = trouble.since.elapsed().as_millis(), "the database accepts writes again");
+    fn log_recovery(&mut self) {
+        if let Some(outage) = self.outage.take() {
+            info!(elapsed_ms = outage.since.elapsed().as_millis(), "the database accepts writes again");
         }
     }
 
-    fn gather_again(&mut self, served: Served) {
+    fn requeue(&mut self, served: Served) {
         for (command, _) in served.into_iter().rev() {
-            self.gathered.push_front(command);
+            self.pending.push_front(command);
         }
     }
 
@@ -606,7 +606,7 @@ impl Writer {
                         }
                         failing = true;
                         if matches!(failure, log::Error::Diverged(_)) || self.is_closed {
-                            return self.refuse_all();
+                            return self.reject_all();
                         }
                         // The beat is here and not in the timer's arm: each attempt to read the log must end, with or
                         // without success.
@@ -614,7 +614,7 @@ impl Writer {
                         catching_up.set(attempt(RESYNC_PAUSE));
                     }
                 },
-                () = sleep(RESYNC_PAUSE) => self.refuse_overdue(),
+                () = sleep(RESYNC_PAUSE) => self.reject_overdue(),
                 () = self.close.notified(), if !self.is_closed => {
                     self.commands.close();
                     self.is_closed = true;
@@ -626,28 +626,28 @@ impl Writer {
         }
     }
 
-    fn refuse_overdue(&mut self) {
-        while self.gathered.len() < QUEUE_REQUESTS_MAX {
+    fn reject_overdue(&mut self) {
+        while self.pending.len() < QUEUE_REQUESTS_MAX {
             let Ok(command) = self.commands.try_recv() else { break };
-            self.take(command);
+            self.enqueue(command);
         }
-        let (overdue, waiting) = std::mem::take(&mut self.gathered)
+        let (overdue, waiting) = std::mem::take(&mut self.pending)
             .into_iter()
             .partition::<Vec<_>, _>(|command| command.since.elapsed() > WAIT_MAX);
-        self.gathered = waiting.into();
+        self.pending = waiting.into();
         for command in overdue {
-            command.ticket.answer(Err(Error::Unavailable), None);
+            command.ticket.reply(Err(Error::Unavailable), None);
         }
     }
 
     /// Rejects all waiting requests, because nothing can be written any more.
-    fn refuse_all(&mut self) {
+    fn reject_all(&mut self) {
         self.commands.close();
         while let Ok(command) = self.commands.try_recv() {
-            self.take(command);
+            self.enqueue(command);
         }
-        for command in self.gathered.drain(..) {
-            command.ticket.answer(Err(Error::Unavailable), None);
+        for command in self.pending.drain(..) {
+            command.ticket.reply(Err(Error::Unavailable), None);
         }
     }
 }
@@ -673,7 +673,7 @@ mod tests {
         assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "accepted and waiting");
         assert!(matches!(queue.submit(delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
 
-        assert!(writer.gather().await);
+        assert!(writer.collect().await);
         assert!(queue.submit(delete()).now_or_never().is_none(), "the queue has capacity again");
     }
 

@@ -12,27 +12,27 @@ const CHUNK_BYTES_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
 
 /// Bytes of all chunks that are still waiting for a watch, and of the other chunks of their runs. Global, because
 /// memory is shared by the whole process.
-static WAITING: AtomicUsize = AtomicUsize::new(0);
+static CHUNK_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 /// Bytes that are counted until the last reference is dropped.
-struct Counted(Vec<u8>);
+struct CountedBytes(Vec<u8>);
 
-impl Counted {
+impl CountedBytes {
     fn new(bytes: Vec<u8>) -> Self {
-        WAITING.fetch_add(bytes.len(), Ordering::Relaxed);
+        CHUNK_BYTES.fetch_add(bytes.len(), Ordering::Relaxed);
         Self(bytes)
     }
 }
 
-impl AsRef<[u8]> for Counted {
+impl AsRef<[u8]> for CountedBytes {
     fn as_ref(&self) -> &[u8] {
         &self.0
     }
 }
 
-impl Drop for Counted {
+impl Drop for CountedBytes {
     fn drop(&mut self) {
-        WAITING.fetch_sub(self.0.len(), Ordering::Relaxed);
+        CHUNK_BYTES.fetch_sub(self.0.len(), Ordering::Relaxed);
     }
 }
 
@@ -47,13 +47,13 @@ pub struct Chunk {
 
 impl Chunk {
     /// Encodes the changes that the flavor admits and splits them into chunks at revision boundaries.
-    pub fn cut<'a>(
+    pub fn encode<'a>(
         changes: impl IntoIterator<Item = &'a Change>,
         flavor: Flavor,
         mut encode: impl FnMut(&'a Change, Flavor) -> EncodedEvent,
     ) -> Vec<Self> {
         let mut chunks = Vec::new();
-        let mut open = Open::default();
+        let mut open = ChunkBuilder::default();
         for change in changes {
             if !flavor.admits(change) {
                 continue;
@@ -71,14 +71,14 @@ impl Chunk {
     /// Creates a chunk of one event.
     #[cfg(test)]
     pub(super) fn of(event: &[u8], revision: Revision) -> Self {
-        let mut open = Open::default();
+        let mut open = ChunkBuilder::default();
         open.push(event, revision);
         open.close().expect("it has an event")
     }
 
     /// Returns the bytes of all chunks, each counted once.
     pub fn waiting_bytes() -> usize {
-        WAITING.load(Ordering::Relaxed)
+        CHUNK_BYTES.load(Ordering::Relaxed)
     }
 
     pub fn bytes(&self) -> &Bytes {
@@ -121,14 +121,14 @@ impl Flavor {
 }
 
 #[derive(Default)]
-struct Open {
+struct ChunkBuilder {
     bytes: Vec<u8>,
     ends: Vec<usize>,
     first: Option<Revision>,
     last: Option<Revision>,
 }
 
-impl Open {
+impl ChunkBuilder {
     fn push(&mut self, event: &[u8], revision: Revision) {
         self.bytes.extend_from_slice(event);
         self.ends.push(self.bytes.len());
@@ -137,7 +137,7 @@ impl Open {
     }
 
     fn close(self) -> Option<Chunk> {
-        let (first, bytes) = (self.first?, Bytes::from_owner(Counted::new(self.bytes)));
+        let (first, bytes) = (self.first?, Bytes::from_owner(CountedBytes::new(self.bytes)));
         Some(Chunk { bytes, ends: self.ends.into(), first })
     }
 }

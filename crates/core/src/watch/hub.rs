@@ -11,7 +11,7 @@ use super::{
     chunk::Chunk,
     intervals::Intervals,
     outbox::{Message, Outbox},
-    run::{Place, Tail},
+    run::{ChunkRef, RunTail},
     waiting::Pending,
 };
 use crate::{
@@ -44,14 +44,14 @@ struct State {
 /// The synced watches of one range.
 struct Group {
     range: KeyRange,
-    audiences: Vec<Audience>,
+    flavors: Vec<FlavorGroup>,
 }
 
 /// The watches of a group that receive the same events.
-struct Audience {
+struct FlavorGroup {
     flavor: Flavor,
     members: Vec<Member>,
-    tail: Tail,
+    tail: RunTail,
 }
 
 struct Member {
@@ -64,7 +64,7 @@ struct Member {
 
 /// The result of joining the hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Joined {
+pub(super) enum JoinOutcome {
     Synced,
     /// The start revision is above the head. The session is notified when it is committed.
     Waiting,
@@ -125,7 +125,7 @@ impl Hub {
         let next = state.head.next();
         state.compact_revision = state.compact_revision.max(compact_revision);
         for group in state.groups.drain(..).flatten() {
-            for member in group.audiences.into_iter().flat_map(|audience| audience.members) {
+            for member in group.flavors.into_iter().flat_map(|flavor_group| flavor_group.members) {
                 member.outbox.fall_behind(member.id, next);
             }
         }
@@ -143,20 +143,20 @@ impl Hub {
     }
 
     /// Queues the `Created` message and joins the watch, atomically.
-    pub(super) fn create(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) -> Joined {
+    pub(super) fn create(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) -> JoinOutcome {
         let mut state = self.state.lock();
         outbox.push(Message::Created { id, revision: state.head });
         match spec.start {
             None => {
                 state.add(outbox, id, spec);
-                Joined::Synced
+                JoinOutcome::Synced
             }
             Some(start) => state.join(outbox, id, spec, start),
         }
     }
 
     /// Joins a watch that was sent everything before `next`.
-    pub(super) fn join(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> Joined {
+    pub(super) fn join(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> JoinOutcome {
         self.state.lock().join(outbox, id, spec, next)
     }
 
@@ -217,26 +217,26 @@ impl Hub {
 }
 
 impl State {
-    fn join(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> Joined {
+    fn join(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> JoinOutcome {
         if let Some(compacted) = self.compact_revision.filter(|compacted| next < *compacted) {
-            return Joined::Compacted(compacted);
+            return JoinOutcome::Compacted(compacted);
         }
         if next <= self.head {
-            return Joined::Behind;
+            return JoinOutcome::Behind;
         }
         if next > self.head.next() {
             self.future.entry(next).or_default().push((Arc::clone(outbox), id));
-            return Joined::Waiting;
+            return JoinOutcome::Waiting;
         }
         self.add(outbox, id, spec);
-        Joined::Synced
+        JoinOutcome::Synced
     }
 
     fn add(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
         self.prev_kv_members += usize::from(spec.flavor.prev_kv);
         let Self { ranges, groups, free_groups, .. } = self;
         let group = *ranges.get_or_insert_with(&spec.range, || {
-            let group = Some(Group { range: spec.range.clone(), audiences: Vec::new() });
+            let group = Some(Group { range: spec.range.clone(), flavors: Vec::new() });
             match free_groups.pop() {
                 Some(number) => {
                     groups[number] = group;
@@ -250,11 +250,11 @@ impl State {
         });
         let group = self.groups[group].as_mut().expect("every group number in `ranges` is in use");
         let member = Member { outbox: Arc::clone(outbox), id, fragment: spec.fragment, sent: None };
-        match group.audiences.iter_mut().find(|audience| audience.flavor == spec.flavor) {
-            Some(audience) => audience.members.push(member),
+        match group.flavors.iter_mut().find(|flavor_group| flavor_group.flavor == spec.flavor) {
+            Some(flavor_group) => flavor_group.members.push(member),
             None => {
-                let audience = Audience { flavor: spec.flavor, members: vec![member], tail: Tail::default() };
-                group.audiences.push(audience);
+                let flavor_group = FlavorGroup { flavor: spec.flavor, members: vec![member], tail: RunTail::default() };
+                group.flavors.push(flavor_group);
             }
         }
     }
@@ -264,7 +264,7 @@ impl State {
         self.ranges.visit(range.start(), &mut |group| {
             let group = self.groups[*group].as_ref().expect("every group number in `ranges` is in use");
             if group.range == *range {
-                found = group.audiences.iter().find(|audience| audience.flavor == flavor);
+                found = group.flavors.iter().find(|flavor_group| flavor_group.flavor == flavor);
             }
         });
         found?.members.iter().find(|member| member.is(outbox, id))
@@ -273,10 +273,10 @@ impl State {
     fn remove(&mut self, outbox: &Arc<Outbox>, id: WatchId, range: &KeyRange, flavor: Flavor) {
         let Some(number) = self.ranges.get_mut(range).copied() else { return };
         let group = self.groups[number].as_mut().expect("every group number in `ranges` is in use");
-        if let Some(audience) = group.audiences.iter_mut().find(|audience| audience.flavor == flavor)
-            && let Some(place) = audience.members.iter().position(|member| member.is(outbox, id))
+        if let Some(flavor_group) = group.flavors.iter_mut().find(|flavor_group| flavor_group.flavor == flavor)
+            && let Some(place) = flavor_group.members.iter().position(|member| member.is(outbox, id))
         {
-            audience.members.swap_remove(place);
+            flavor_group.members.swap_remove(place);
             self.prev_kv_members -= usize::from(flavor.prev_kv);
         }
         self.drop_if_empty(number);
@@ -284,7 +284,7 @@ impl State {
 
     fn drop_if_empty(&mut self, number: usize) {
         let Some(group) = &self.groups[number] else { return };
-        if group.audiences.iter().all(|audience| audience.members.is_empty()) {
+        if group.flavors.iter().all(|flavor_group| flavor_group.members.is_empty()) {
             self.ranges.remove(&group.range);
             self.groups[number] = None;
             self.free_groups.push(number);
@@ -324,7 +324,7 @@ impl State {
 
     fn publish_to(&mut self, number: usize, changes: &[&Change], head: Revision) {
         let group = self.groups[number].as_mut().expect("every group number in `ranges` is in use");
-        for Audience { flavor, members, tail } in &mut group.audiences {
+        for FlavorGroup { flavor, members, tail } in &mut group.flavors {
             if members.is_empty() {
                 continue;
             }
@@ -333,8 +333,8 @@ impl State {
             let lacking = lacking.map(|change| change.row.revision);
             let complete = changes.iter().copied();
             let complete = complete.take_while(|change| lacking.is_none_or(|lacking| change.row.revision < lacking));
-            let chunks = Chunk::cut(complete, *flavor, encode);
-            let places: Vec<Place> = chunks.into_iter().map(|chunk| tail.append(chunk, head)).collect();
+            let chunks = Chunk::encode(complete, *flavor, encode);
+            let places: Vec<ChunkRef> = chunks.into_iter().map(|chunk| tail.append(chunk, head)).collect();
             let before = members.len();
             members.retain_mut(|member| places.iter().all(|place| member.send(place)) && member.stays(lacking));
             if flavor.prev_kv {
@@ -362,7 +362,7 @@ impl Member {
     }
 
     /// Returns false if the outbox is full; the watch then catches up from the log.
-    fn send(&mut self, place: &Place) -> bool {
+    fn send(&mut self, place: &ChunkRef) -> bool {
         let taken = self.outbox.push_chunk(self.id, place, self.fragment);
         if taken {
             self.sent = Some(place.revision);

@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::{
-    run::Place,
+    run::ChunkRef,
     waiting::{Pending, Waiting},
 };
 use crate::types::{Revision, WatchId};
@@ -121,7 +121,7 @@ impl Outbox {
     /// Queues events, in pieces of at most `fragment` bytes if that is given. Returns false and queues nothing if the
     /// outbox is full.
     #[must_use]
-    pub(super) fn push_chunk(&self, id: WatchId, place: &Place, fragment: Option<usize>) -> bool {
+    pub(super) fn push_chunk(&self, id: WatchId, place: &ChunkRef, fragment: Option<usize>) -> bool {
         let mut inner = self.inner.lock();
         if !inner.is_below(OUTBOX_BYTES_MAX) {
             return false;
@@ -260,7 +260,7 @@ mod tests {
 
     /// Returns the number of 50-byte events that the outbox accepts.
     fn takes(outbox: &Outbox) -> usize {
-        let alone = |revision| Place::alone(Chunk::of(&[7; 50], Revision(revision)), Revision(revision));
+        let alone = |revision| ChunkRef::in_new_run(Chunk::of(&[7; 50], Revision(revision)), Revision(revision));
         (2..).take_while(|revision| outbox.push_chunk(WatchId(1), &alone(*revision), None)).count()
     }
 

@@ -18,7 +18,7 @@ const RUN_BYTES_MAX: usize = if cfg!(test) { 512 } else { 16 << 10 };
 
 /// Consecutive chunks of one range and flavor.
 #[derive(Debug)]
-pub struct Run {
+pub struct ChunkRun {
     first: Published,
     more: Mutex<More>,
 }
@@ -38,8 +38,8 @@ struct Published {
 
 /// The position of a chunk in its run.
 #[derive(Debug)]
-pub struct Place {
-    pub run: Arc<Run>,
+pub struct ChunkRef {
+    pub run: Arc<ChunkRun>,
     pub number: u16,
     /// Bytes of the chunk.
     pub len: usize,
@@ -49,12 +49,12 @@ pub struct Place {
     pub revision: Revision,
 }
 
-impl Place {
+impl ChunkRef {
     /// Puts a chunk into a new run.
-    pub fn alone(chunk: Chunk, revision: Revision) -> Self {
+    pub fn in_new_run(chunk: Chunk, revision: Revision) -> Self {
         let (len, first) = (chunk.len(), chunk.first());
         let more = Mutex::new(More { chunks: Vec::new(), bytes: len });
-        let run = Run { first: Published { chunk, revision }, more };
+        let run = ChunkRun { first: Published { chunk, revision }, more };
         Self { run: Arc::new(run), number: 0, len, first, revision }
     }
 
@@ -64,7 +64,7 @@ impl Place {
     }
 }
 
-impl Run {
+impl ChunkRun {
     /// Returns the events of the chunk with this number, and the revision in the header of its message.
     pub fn events(&self, number: u16) -> (Bytes, Revision) {
         self.with(number, |published| (published.chunk.bytes().clone(), published.revision))
@@ -93,18 +93,18 @@ impl Run {
 
 /// The run to which the next chunk of a range and flavor is added.
 #[derive(Debug, Default)]
-pub struct Tail(Weak<Run>);
+pub struct RunTail(Weak<ChunkRun>);
 
-impl Tail {
+impl RunTail {
     /// Adds a chunk after the last one if a stream still waits for the run, else to a new run.
-    pub fn append(&mut self, chunk: Chunk, revision: Revision) -> Place {
+    pub fn append(&mut self, chunk: Chunk, revision: Revision) -> ChunkRef {
         let (len, first) = (chunk.len(), chunk.first());
         let appended = match self.0.upgrade() {
-            Some(run) => run.append(chunk, revision).map(|number| Place { run, number, len, first, revision }),
+            Some(run) => run.append(chunk, revision).map(|number| ChunkRef { run, number, len, first, revision }),
             None => Err(chunk),
         };
         appended.unwrap_or_else(|chunk| {
-            let place = Place::alone(chunk, revision);
+            let place = ChunkRef::in_new_run(chunk, revision);
             self.0 = Arc::downgrade(&place.run);
             place
         })
@@ -115,13 +115,13 @@ impl Tail {
 mod tests {
     use super::*;
 
-    fn append(tail: &mut Tail, bytes: usize, revision: i64) -> Place {
+    fn append(tail: &mut RunTail, bytes: usize, revision: i64) -> ChunkRef {
         tail.append(Chunk::of(&vec![7; bytes], Revision(revision)), Revision(revision))
     }
 
     #[test]
     fn chunks_share_a_run_while_it_is_in_use_and_not_full() {
-        let (mut tail, mut waiting) = (Tail::default(), Vec::new());
+        let (mut tail, mut waiting) = (RunTail::default(), Vec::new());
         // Bytes of a chunk, and its expected number in its run.
         for (bytes, number) in [(300, 0), (200, 1), (12, 2), (1, 0), (511, 1), (1, 0), (1_000, 0), (1, 0), (512, 0)] {
             let place = append(&mut tail, bytes, 2);
@@ -129,7 +129,7 @@ mod tests {
             assert_eq!(place.run.events(number).0.len(), bytes);
             waiting.push(place);
         }
-        let mut tail = Tail::default();
+        let mut tail = RunTail::default();
         let waits = append(&mut tail, 0, 1);
         let numbers: Vec<u16> = (2..300).map(|revision| append(&mut tail, 0, revision).number).collect();
         assert_eq!((numbers[254], numbers[255]), (255, 0));
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn runs_that_no_stream_needs_are_freed() {
         let before = Chunk::waiting_bytes();
-        let mut tail = Tail::default();
+        let mut tail = RunTail::default();
         for revision in 2..100 {
             assert_eq!(append(&mut tail, 1_000_000, revision).number, 0);
             assert!(Chunk::waiting_bytes() < before + 50_000_000, "after revision {revision}");

@@ -8,9 +8,9 @@ use std::{
 use super::{
     Spec,
     chunk::Chunk,
-    hub::{Hub, Joined, encode},
+    hub::{Hub, JoinOutcome, encode},
     outbox::{Message, Outbox},
-    run::Place,
+    run::ChunkRef,
 };
 use crate::{
     log::{Log, Page, Result, WithPrev},
@@ -77,13 +77,13 @@ impl Session {
             None => self.free_id(),
         };
         let state = match self.hub.create(&self.outbox, id, &spec) {
-            Joined::Synced => State::Synced,
-            Joined::Waiting => State::Waiting,
-            Joined::Behind => {
+            JoinOutcome::Synced => State::Synced,
+            JoinOutcome::Waiting => State::Waiting,
+            JoinOutcome::Behind => {
                 self.behind.push_back(id);
                 State::Behind { next: spec.start.unwrap_or(Revision::EMPTY) }
             }
-            Joined::Compacted(compact_revision) => {
+            JoinOutcome::Compacted(compact_revision) => {
                 return self.outbox.push(Message::Compacted { id, compact_revision });
             }
         };
@@ -159,22 +159,22 @@ impl Session {
         };
         let prev = if spec.flavor.prev_kv { WithPrev::Yes } else { WithPrev::No };
         let joined = match self.hub.join(&self.outbox, id, spec, *next) {
-            Joined::Behind => {
+            JoinOutcome::Behind => {
                 let head = self.hub.head();
                 let page = self.log.changes(*next, head, &spec.range, prev).await?;
                 self.deliver(id, *next, page, head)
             }
-            joined @ (Joined::Synced | Joined::Waiting | Joined::Compacted(_)) => Some(joined),
+            joined @ (JoinOutcome::Synced | JoinOutcome::Waiting | JoinOutcome::Compacted(_)) => Some(joined),
         };
         self.behind.pop_front();
         match joined {
-            None | Some(Joined::Behind) => self.behind.push_back(id),
-            Some(Joined::Compacted(compact_revision)) => {
+            None | Some(JoinOutcome::Behind) => self.behind.push_back(id),
+            Some(JoinOutcome::Compacted(compact_revision)) => {
                 self.watches.remove(&id);
                 self.outbox.push(Message::Compacted { id, compact_revision });
             }
-            Some(Joined::Synced) => self.set_state(id, State::Synced),
-            Some(Joined::Waiting) => self.set_state(id, State::Waiting),
+            Some(JoinOutcome::Synced) => self.set_state(id, State::Synced),
+            Some(JoinOutcome::Waiting) => self.set_state(id, State::Waiting),
         }
         self.count();
         self.try_progress();
@@ -182,23 +182,23 @@ impl Session {
     }
 
     /// Queues a page of events for a watch and advances it.
-    fn deliver(&mut self, id: WatchId, from: Revision, mut page: Page, head: Revision) -> Option<Joined> {
+    fn deliver(&mut self, id: WatchId, from: Revision, mut page: Page, head: Revision) -> Option<JoinOutcome> {
         let watch = self.watches.get_mut(&id)?;
         // A compaction may have deleted rows during the read.
         let compacted = self.hub.compact_revision();
         if let Some(compacted) = compacted.filter(|compacted| from < *compacted) {
-            return Some(Joined::Compacted(compacted));
+            return Some(JoinOutcome::Compacted(compacted));
         }
         // So may another instance's compaction, which the hub does not know yet.
         if let Some(purged) = page.purged.filter(|purged| from < *purged) {
-            return Some(Joined::Compacted(purged));
+            return Some(JoinOutcome::Compacted(purged));
         }
         // Pairs before the compact revision are not sent, whether their rows still exist or not.
         let readable = |change: &&mut Change| Some(change.row.revision) > compacted;
         page.changes.iter_mut().take_while(|change| !readable(change)).for_each(|change| change.prev = None);
         let flavor = watch.spec.flavor;
-        for chunk in Chunk::cut(&page.changes, flavor, encode) {
-            let place = Place::alone(chunk, head);
+        for chunk in Chunk::encode(&page.changes, flavor, encode) {
+            let place = ChunkRef::in_new_run(chunk, head);
             if !self.outbox.push_chunk(id, &place, watch.spec.fragment) {
                 watch.state = State::Behind { next: place.first };
                 return None;

@@ -14,7 +14,7 @@ use prometheus::IntGauge;
 use super::{
     chunk::Chunk,
     outbox::Message,
-    run::{Place, Run},
+    run::{ChunkRef, ChunkRun},
 };
 use crate::types::{Revision, WatchId};
 
@@ -76,7 +76,7 @@ enum Queued {
 #[derive(Debug)]
 struct Chunks {
     id: WatchId,
-    run: Arc<Run>,
+    run: Arc<ChunkRun>,
     /// Numbers of the first and last waiting chunk in the run.
     first: u16,
     last: u16,
@@ -113,8 +113,8 @@ impl Waiting {
         self.push_slot(Queued::Other(Box::new((message, cost))), cost);
     }
 
-    pub fn push_chunk(&mut self, id: WatchId, place: &Place) {
-        let Place { run, number, len, .. } = place;
+    pub fn push_chunk(&mut self, id: WatchId, place: &ChunkRef) {
+        let ChunkRef { run, number, len, .. } = place;
         let mut is_counted = false;
         if let Some(Queued::Chunks(before)) = self.queue.back_mut()
             && Arc::ptr_eq(&before.run, run)
@@ -205,11 +205,11 @@ impl Drop for Waiting {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::run::Tail, *};
+    use super::{super::run::RunTail, *};
 
     const EVENT_BYTES: usize = 100;
 
-    fn published(tail: &mut Tail, revision: i64) -> Place {
+    fn published(tail: &mut RunTail, revision: i64) -> ChunkRef {
         tail.append(Chunk::of(&[7; EVENT_BYTES], Revision(revision)), Revision(revision))
     }
 
@@ -245,7 +245,7 @@ mod tests {
         for (told, slots, counted, messages) in rows {
             let pending = Pending::new(IntGauge::new("pending", "Waiting messages.").expect("a gauge"));
             let mut waiting = Waiting::counted(&pending);
-            let (mut tail, mut others) = (Tail::default(), Vec::new());
+            let (mut tail, mut others) = (RunTail::default(), Vec::new());
             let mut pushed = 0;
             for (watches, revision) in told.iter().zip(2..) {
                 let place = published(&mut tail, revision);
