@@ -6,8 +6,8 @@ use tokio::time::Instant;
 use tracing::warn;
 
 use super::{
-    Shared,
     batch::{Batch, BatchChange},
+    shared::Shared,
 };
 use crate::{
     log::{LeaseChange, Position},

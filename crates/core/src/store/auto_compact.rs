@@ -10,8 +10,10 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::{
-    Error, Shared,
-    writer::{Request, WriteQueue},
+    error::Error,
+    queue::WriteQueue,
+    shared::Shared,
+    write_request::Request,
 };
 use crate::types::Revision;
 

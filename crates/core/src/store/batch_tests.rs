@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::{
     batch::{Batch, BatchChange, Current},
-    txn_tests::{KEYS, key_ranges},
+    generators::{KEYS, key_ranges},
 };
 use crate::{
     index::{Entry, Lease, TreeIndex},

@@ -10,119 +10,33 @@
 //! applied last. If that log is shorter or different, this instance stops, so that clients never see two histories.
 
 use std::{
-    collections::{HashMap, VecDeque},
-    sync::{
-        Arc,
-        atomic::{AtomicI64, Ordering},
-    },
+    collections::HashMap,
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use tokio::{
-    sync::{Mutex as AsyncMutex, watch},
+    sync::watch,
     time::{Instant, sleep, timeout},
 };
 use tracing::{info, warn};
 
-use super::{Shared, open::replay};
+use super::{
+    leases::lease_table,
+    replay::replay,
+    replication::{AppliedTail, pair},
+    shared::Shared,
+};
 use crate::{
     index::{Lease, TreeIndex},
-    lease,
-    log::{Error, LeaseChange, LoggedLease, Meta, Position, Result, SharedLog, Touch, WithPrev},
-    types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Revision, RowId},
+    log::{Error, Position, Result, SharedLog, WithPrev},
+    types::{Change, ChangeKind, KeyRange, LeaseId, Revision, RowId},
 };
 
-/// Maximum number of applied changes kept for comparison with another server's log, and maximum bytes of their pairs.
-const TAIL_CHANGES_MAX: usize = 256;
-const TAIL_BYTES_MAX: usize = 1 << 20;
 /// Maximum time to wait for this instance's own append before the log is read instead.
 const OWN_APPEND_MAX: Duration = Duration::from_millis(50);
 /// Pause after a failed read of the log.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
-
-/// The state of this instance relative to the log.
-pub(super) struct ReplicationState {
-    /// Held while catching up.
-    lock: AsyncMutex<()>,
-    /// The database server whose log was last found to continue this instance's state.
-    server: AtomicI64,
-    /// The head after the running append of this instance; 0 if none is running.
-    own_append: AtomicI64,
-    /// Changes whenever something was applied.
-    applied: watch::Sender<()>,
-    tail: Mutex<AppliedTail>,
-    /// The newest compaction that was read from the log, or `i64::MIN`. It is read once per epoch and takes effect when
-    /// its revision is applied, which may be in a later attempt.
-    recorded_compaction: AtomicI64,
-    /// The reason why this instance must stop.
-    pub(super) failed: watch::Sender<Option<String>>,
-}
-
-impl ReplicationState {
-    pub(super) fn new(server: i64) -> Self {
-        Self {
-            lock: AsyncMutex::new(()),
-            server: AtomicI64::new(server),
-            own_append: AtomicI64::new(0),
-            applied: watch::Sender::new(()),
-            tail: Mutex::default(),
-            recorded_compaction: AtomicI64::new(i64::MIN),
-            failed: watch::Sender::new(None),
-        }
-    }
-
-    /// Marks an append of this instance that leads to `head` as running until the guard is dropped.
-    pub(super) fn mark_append(&self, head: Revision) -> impl Drop + '_ {
-        struct Appending<'a>(&'a ReplicationState);
-        impl Drop for Appending<'_> {
-            fn drop(&mut self) {
-                self.0.own_append.store(0, Ordering::Relaxed);
-                self.0.applied.send_replace(());
-            }
-        }
-        self.own_append.store(head.0, Ordering::Relaxed);
-        Appending(self)
-    }
-
-    pub(super) fn note_applied(&self, changes: &[Change], is_shared: bool) {
-        if is_shared {
-            self.tail.lock().push(changes);
-            self.applied.send_replace(());
-        }
-    }
-}
-
-/// The newest applied changes.
-#[derive(Default)]
-struct AppliedTail {
-    changes: VecDeque<Change>,
-    bytes: usize,
-}
-
-impl AppliedTail {
-    fn push(&mut self, changes: &[Change]) {
-        for change in &changes[changes.len().saturating_sub(TAIL_CHANGES_MAX)..] {
-            self.bytes += pair_bytes(change);
-            self.changes.push_back(change.clone());
-        }
-        while self.changes.len() > TAIL_CHANGES_MAX || (self.bytes > TAIL_BYTES_MAX && self.changes.len() > 1) {
-            let Some(oldest) = self.changes.pop_front() else { break };
-            self.bytes -= pair_bytes(&oldest);
-        }
-    }
-}
-
-fn pair_bytes(change: &Change) -> usize {
-    pair(change).map_or(0, EncodedKv::len)
-}
-
-fn pair(change: &Change) -> Option<&EncodedKv> {
-    match &change.kind {
-        ChangeKind::Put { kv, .. } => Some(kv),
-        ChangeKind::Delete => None,
-    }
-}
 
 impl Shared {
     /// Returns the log position up to which this instance has applied everything.
@@ -141,34 +55,6 @@ impl Shared {
     pub(super) async fn is_beyond(&self, position: Position) -> Result<bool> {
         let Some(log) = self.log.shared() else { return Ok(false) };
         Ok(self.position() != position || log.position().await? != position)
-    }
-
-    /// Refreshes the deadlines of the leases that the batch was to expire.
-    pub(super) async fn refresh_expired_leases(&self, changes: &[LeaseChange]) {
-        let ids: Vec<LeaseId> = changes
-            .iter()
-            .filter_map(|change| match change {
-                LeaseChange::Expire { id } => Some(*id),
-                LeaseChange::Grant { .. } | LeaseChange::Revoke { .. } => None,
-            })
-            .collect();
-        let Some(log) = self.log.shared().filter(|_| !ids.is_empty()) else { return };
-        let asked = Instant::now();
-        match log.leases(&ids, Touch::Look).await {
-            Ok(logged) => self.set_lease_deadlines(&logged, asked),
-            Err(error) => warn!(%error, "leases cannot be last_read at"),
-        }
-    }
-
-    /// Sets lease deadlines from the remaining times that the log returned. `asked` is the time before the query.
-    pub(super) fn set_lease_deadlines(&self, logged: &[LoggedLease], asked: Instant) {
-        let now = Instant::now();
-        let mut leases = self.leases.lock();
-        for lease in logged {
-            if let Some(left_secs) = lease.left_secs {
-                leases.set_left(lease.id, left_secs, asked, now);
-            }
-        }
     }
 
     /// Asks for the log's position and catches up to it.
@@ -363,58 +249,11 @@ impl Shared {
         Ok(())
     }
 
-    fn update_leases(&self, meta: &Meta) {
-        let now = Instant::now();
-        let mut leases = self.leases.lock();
-        if self.log.shared().is_some() && meta.position.epoch < leases.epoch {
-            // An append of this instance was applied after that was read.
-            return;
-        }
-        let logged: HashMap<LeaseId, &LoggedLease> = meta.leases.iter().map(|lease| (lease.id, lease)).collect();
-        for (id, ttl_secs) in leases.granted() {
-            // A different TTL means that it was revoked and granted again.
-            if logged.get(&id).is_none_or(|logged| logged.ttl_secs != ttl_secs) {
-                leases.revoke(id);
-            }
-        }
-        for logged in logged.values() {
-            if !leases.contains(logged.id) {
-                leases.grant(logged.id, logged.ttl_secs, now);
-            }
-            if let Some(left_secs) = logged.left_secs {
-                leases.set_left(logged.id, left_secs, now, now);
-            }
-        }
-        leases.epoch = leases.epoch.max(meta.position.epoch);
-        // Under the lease table's lock, because an alarm of this instance advances the epoch, too.
-        self.space.set_alarms(meta);
-        drop(leases);
-        self.lease_deadline.notify_one();
-    }
-
     /// Makes a recorded compaction effective for reads. The instance that recorded it deletes the rows.
     pub(super) fn note_compaction(&self, revision: Revision) {
         self.hub.compacted(revision, || self.index.write().begin_compaction(revision));
         self.compaction.notify_one();
     }
-}
-
-/// Builds the lease table from the leases in the log and the keys in the index.
-pub(super) fn lease_table(meta: &Meta, index: &TreeIndex, now: Instant) -> lease::Table {
-    let mut leases = lease::Table::default();
-    for logged in &meta.leases {
-        leases.grant(logged.id, logged.ttl_secs, now);
-        if let Some(left_secs) = logged.left_secs {
-            leases.set_left(logged.id, left_secs, now, now);
-        }
-    }
-    leases.epoch = meta.position.epoch;
-    for (key, entry) in index.range(KeyRange::all().bounds(), index.head()) {
-        if let Lease::Known(Some(id)) = entry.lease {
-            leases.attach(id, key.clone());
-        }
-    }
-    leases
 }
 
 /// Completes changes that were read from the log. They contain the revision that they replaced; the index knows its row

@@ -19,7 +19,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::Shared;
+use super::shared::Shared;
 use crate::{
     index::CompactionCursor,
     log::Reclaim,

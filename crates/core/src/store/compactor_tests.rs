@@ -6,8 +6,8 @@ use tokio::time::timeout;
 
 use super::{
     compactor::{Duty, Pace, purge},
-    open::replay,
-    txn_tests::shared,
+    fixtures::shared,
+    replay::replay,
 };
 use crate::{
     index::{CompactionCursor, TreeIndex},

@@ -10,8 +10,10 @@ use tokio::{
 use tracing::{debug, warn};
 
 use super::{
-    Error, Shared,
-    writer::{Request, WriteQueue},
+    error::Error,
+    queue::WriteQueue,
+    shared::Shared,
+    write_request::Request,
 };
 use crate::{
     log::{self, BEAT_INTERVAL, Touch},
@@ -67,7 +69,7 @@ async fn leases_to_expire(shared: &Shared) -> log::Result<Vec<LeaseId>> {
     let expired = shared.leases.lock().expired(deadline_max(shared), ROUND_LEASES_MAX);
     let Some(log) = shared.log.shared().filter(|_| !expired.is_empty()) else { return Ok(expired) };
     // If no instance was alive for a while, a heartbeat extends the deadlines first.
-    if shared.since_last_beat() > 2 * BEAT_INTERVAL {
+    if shared.members.since_last_beat() > 2 * BEAT_INTERVAL {
         shared.beat(log).await?;
     }
     let asked = Instant::now();

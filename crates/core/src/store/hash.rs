@@ -10,7 +10,10 @@ use std::collections::HashSet;
 
 use tokio::{task::yield_now, time::Instant};
 
-use super::{Error, Result, Store};
+use super::{
+    error::{Error, Result},
+    handle::Store,
+};
 use crate::{
     index::{ReadAt, TreeIndex},
     log::{self, History, WithPrev},

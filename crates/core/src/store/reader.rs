@@ -445,7 +445,7 @@ mod tests {
     use futures_util::FutureExt as _;
     use tokio::time::timeout;
 
-    use super::{super::txn_tests::shared, *};
+    use super::{super::fixtures::shared, *};
     use crate::types::Version;
 
     fn selected(number: u32) -> Selected {

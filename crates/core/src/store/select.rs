@@ -17,6 +17,18 @@ pub struct Selected {
     pub key: Option<Key>,
 }
 
+impl Selected {
+    /// Returns the pair of a keys-only read built from the index alone, or `None` if the row is needed.
+    pub(super) fn pair_without_value(&self, projection: Projection) -> Option<EncodedKv> {
+        match (projection, &self.key, self.entry) {
+            (Projection::KeysOnly, Some(key), Entry { version, lease: Lease::Known(lease) }) => {
+                Some(EncodedKv::new(key, version, &[], lease))
+            }
+            _ => None,
+        }
+    }
+}
+
 /// Collects the keys of one read.
 #[derive(Debug)]
 pub struct Selection {

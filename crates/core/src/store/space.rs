@@ -10,56 +10,37 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicI64, Ordering},
-    },
-    time::Duration,
+    sync::atomic::{AtomicBool, AtomicI64, Ordering},
 };
 
 use parking_lot::Mutex;
-use tokio::{
-    sync::{Notify, watch},
-    time::{Instant, sleep},
-};
-use tracing::{debug, error, info, warn};
+use tokio::sync::Notify;
+use tracing::{error, info};
 
-use super::{
-    Error, Result, Shared, Store,
-    request::{Op, TxnRequest},
-    writer::{Request, WriteQueue},
-};
+use super::error::{Error, Result};
 use crate::{
-    log::{Alarm, AlarmChange, AlarmKind, Cause, Meta, Precision, Reclaim, Reclaimed, Size},
+    log::{Alarm, AlarmChange, AlarmKind, Cause, Meta},
     types::Change,
 };
 
 /// etcd's default quota in bytes.
 const QUOTA_DEFAULT: u64 = 2 << 30;
-/// Interval between measurements.
-const INTERVAL: Duration = Duration::from_secs(5);
-/// Interval between measurements while NOSPACE is raised.
-const ALARMED_INTERVAL: Duration = Duration::from_secs(1);
 /// Approximate overhead of a row in bytes, besides its key and value.
 const ROW_BYTES: i64 = 100;
-/// Percentage of the quota below which NOSPACE is cleared.
-const CLEAR_PERCENT: i64 = 90;
-/// Percentage of the quota above which the size is measured exactly.
-const EXACT_PERCENT: i64 = 75;
 
 /// The used space, the quota and the alarms.
 pub(super) struct Space {
     /// Bytes; `None`: no quota.
-    quota: Option<i64>,
+    pub(super) quota: Option<i64>,
     /// Approximate bytes in use.
-    used: AtomicI64,
+    pub(super) used: AtomicI64,
     /// Notified when the size should be measured.
-    measure_requested: Notify,
+    pub(super) measure_requested: Notify,
     /// Whether a write was rejected since the last measurement.
-    refused: AtomicBool,
-    alarms: Mutex<BTreeMap<Alarm, Cause>>,
-    no_space: AtomicBool,
-    corrupt: AtomicBool,
+    pub(super) refused: AtomicBool,
+    pub(super) alarms: Mutex<BTreeMap<Alarm, Cause>>,
+    pub(super) no_space: AtomicBool,
+    pub(super) corrupt: AtomicBool,
 }
 
 impl Space {
@@ -103,11 +84,11 @@ impl Space {
     }
 
     /// Returns whether `more` additional bytes would exceed the quota, as of the known size.
-    fn is_beyond(&self, more: i64) -> bool {
+    pub(super) fn is_beyond(&self, more: i64) -> bool {
         self.quota.is_some_and(|quota| self.used.load(Ordering::Relaxed).saturating_add(more) > quota)
     }
 
-    fn is_above(&self, percent: i64) -> bool {
+    pub(super) fn is_above(&self, percent: i64) -> bool {
         self.quota.is_some_and(|quota| self.used.load(Ordering::Relaxed) > quota / 100 * percent)
     }
 
@@ -137,137 +118,7 @@ impl Space {
     }
 
     /// Returns the alarms that the server raised because of the quota.
-    fn raised_by_quota(&self) -> Vec<Alarm> {
+    pub(super) fn raised_by_quota(&self) -> Vec<Alarm> {
         self.alarms.lock().iter().filter(|(_, cause)| **cause == Cause::Quota).map(|(alarm, _)| *alarm).collect()
-    }
-}
-
-impl Shared {
-    /// Checks a request against the alarms and the quota.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::NoSpace`], [`Error::Corrupt`].
-    pub(super) async fn admit(&self, request: &Request, bytes: usize) -> Result<()> {
-        let space = &self.space;
-        if let Request::Alarm(_) = request {
-            return Ok(());
-        }
-        space.check_sound()?;
-        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
-        let is_tight = space.no_space.load(Ordering::Relaxed) || space.is_beyond(bytes);
-        if !is_tight || !needs_space(request) {
-            return Ok(());
-        }
-        // An exact measurement may read the whole log, so it is done once until the alarm is raised.
-        if !space.no_space.load(Ordering::Relaxed) && !space.refused.load(Ordering::Relaxed) {
-            self.measure(Precision::Exact).await;
-            if !space.is_beyond(bytes) {
-                return Ok(());
-            }
-            space.refused.store(true, Ordering::Relaxed);
-            space.measure_requested.notify_one();
-        }
-        Err(Error::NoSpace)
-    }
-
-    /// Measures the used space. If the database does not answer, the known size is kept.
-    async fn measure(&self, precision: Precision) {
-        match self.log.size(precision).await {
-            Ok(Size { in_use, .. }) => self.space.used.store(in_use, Ordering::Relaxed),
-            Err(error) => debug!(%error, "cannot measure the database"),
-        }
-    }
-}
-
-fn needs_space(request: &Request) -> bool {
-    fn puts(txn: &TxnRequest) -> bool {
-        txn.success.iter().chain(&txn.failure).any(|op| match op {
-            Op::Put(_) => true,
-            Op::Txn(txn) => puts(txn),
-            Op::Range(_) | Op::Delete(_) => false,
-        })
-    }
-    match request {
-        Request::Put(_) | Request::Grant { .. } => true,
-        Request::Txn(txn) => puts(txn),
-        Request::Delete(_) | Request::Revoke(_) | Request::Expire(_) | Request::Compact(_) | Request::Alarm(_) => false,
-    }
-}
-
-/// Measures the used space and raises or clears the alarm.
-pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
-    let work = async {
-        loop {
-            let alarmed = shared.space.no_space.load(Ordering::Relaxed);
-            tokio::select! {
-                biased;
-                () = shared.space.measure_requested.notified() => {}
-                () = sleep(if alarmed { ALARMED_INTERVAL } else { INTERVAL }) => {}
-            }
-            if let Some(change) = required_change(&shared).await
-                && let Err(error) = queue.submit(Request::Alarm(change)).await
-            {
-                warn!(%error, "cannot record an alarm; trying again");
-            }
-        }
-    };
-    tokio::select! {
-        biased;
-        () = work => {}
-        _ = stop.wait_for(|stop| *stop) => {}
-    }
-}
-
-/// Returns the change of alarms that the current size requires.
-async fn required_change(shared: &Shared) -> Option<AlarmChange> {
-    let space = &shared.space;
-    shared.measure(Precision::Quick).await;
-    if space.is_above(EXACT_PERCENT) {
-        shared.measure(Precision::Exact).await;
-    }
-    let refused = space.refused.swap(false, Ordering::Relaxed);
-    let raised = space.raised_by_quota();
-    if space.no_space.load(Ordering::Relaxed) {
-        return raised
-            .first()
-            .filter(|_| !space.is_above(CLEAR_PERCENT))
-            .map(|alarm| AlarmChange::Clear { alarm: *alarm });
-    }
-    let alarm = Alarm { member_id: shared.identity.member_id, kind: AlarmKind::NoSpace };
-    (refused || space.is_beyond(0)).then_some(AlarmChange::Raise { alarm, cause: Cause::Quota })
-}
-
-impl Store {
-    pub fn alarms(&self) -> Vec<Alarm> {
-        self.shared.space.alarms.lock().keys().copied().collect()
-    }
-
-    /// Raises or clears an alarm for all instances. Repeating a change has no effect.
-    pub async fn change_alarm(&self, change: AlarmChange) -> Result<()> {
-        self.submit_for_revision(Request::Alarm(change)).await.map(drop)
-    }
-
-    /// Returns the database's free space to the file system, in steps between which writes can run.
-    pub async fn defragment(&self) -> Result<()> {
-        let metrics = &self.shared.metrics.maintenance;
-        let begun = Instant::now();
-        metrics.defrag_inflight.inc();
-        let done = async {
-            while self.shared.log.reclaim(Reclaim::Space).await? == Reclaimed::More {
-                tokio::task::yield_now().await;
-            }
-            Ok(())
-        };
-        let done: crate::log::Result<()> = done.await;
-        metrics.defrag_inflight.dec();
-        metrics.defrag.observe(begun.elapsed().as_secs_f64());
-        self.shared.space.note_freed();
-        info!(elapsed_ms = begun.elapsed().as_millis(), "defragmented");
-        Ok(done?)
-    }
-
-    pub fn quota(&self) -> u64 {
-        self.shared.space.quota()
     }
 }

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use super::{
-    Result, Store,
+    error::Result,
+    handle::Store,
     request::{Consistency, Projection, RangeRequest},
 };
 use crate::{

@@ -8,7 +8,7 @@ use tracing::warn;
 
 use super::{
     request::{Op, TxnRequest},
-    writer::Request,
+    write_request::Request,
 };
 use crate::{
     metrics,

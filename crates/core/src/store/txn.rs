@@ -11,8 +11,8 @@
 use std::collections::HashMap;
 
 use super::{
-    Error,
     batch::{Batch, Current, Savepoint},
+    error::Error,
     request::{
         Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease, PutRequest,
         PutResponse, PutValue, RangeRequest, RangeResponse, Relation, TxnRequest, TxnResponse,
@@ -21,7 +21,7 @@ use super::{
     values::ValueCache,
 };
 use crate::{
-    index::{Entry, Lease, ReadAt, TreeIndex, Unreadable},
+    index::{ReadAt, TreeIndex, Unreadable},
     lease,
     log::LeaseChange,
     types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version},
@@ -392,18 +392,6 @@ impl<'a> Evaluation<'a> {
             self.missing.push(row);
         }
         kv
-    }
-}
-
-impl Selected {
-    /// Returns the pair of a keys-only read built from the index alone, or `None` if the row is needed.
-    pub(super) fn pair_without_value(&self, projection: Projection) -> Option<EncodedKv> {
-        match (projection, &self.key, self.entry) {
-            (Projection::KeysOnly, Some(key), Entry { version, lease: Lease::Known(lease) }) => {
-                Some(EncodedKv::new(key, version, &[], lease))
-            }
-            _ => None,
-        }
     }
 }
 
