@@ -18,45 +18,21 @@
 mod chunk;
 mod hub;
 pub mod intervals;
+mod message;
 mod outbox;
+mod queue;
 mod run;
 mod session;
-mod waiting;
-
-use crate::types::{KeyRange, Revision, WatchId};
+mod spec;
 
 pub use self::{
     chunk::Chunk,
     hub::Hub,
-    outbox::{End, Message, Messages, Outbox},
+    message::{End, Message},
+    outbox::{Messages, Outbox},
     session::Session,
+    spec::{Flavor, NO_WATCH, Spec},
 };
-
-/// A request to create a watch.
-#[derive(Clone, Debug)]
-pub struct Spec {
-    /// `None`: the stream assigns an id.
-    pub id: Option<WatchId>,
-    /// Not empty.
-    pub range: KeyRange,
-    /// The first revision to send; `None`: the next one.
-    pub start: Option<Revision>,
-    pub flavor: Flavor,
-    /// Maximum bytes of events per message, if the client requested fragments.
-    pub fragment: Option<usize>,
-    pub progress_notify: bool,
-}
-
-/// The contents of a watch's events. Watches of one flavor and range share their encoded events.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Flavor {
-    pub prev_kv: bool,
-    pub puts: bool,
-    pub deletes: bool,
-}
-
-/// The id in a message that is not about a single watch.
-pub const NO_WATCH: WatchId = WatchId(-1);
 
 #[cfg(test)]
 mod delivery_tests;

@@ -9,12 +9,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{
-    error::Error,
-    queue::WriteQueue,
-    shared::Shared,
-    write_request::Request,
-};
+use super::{error::Error, queue::WriteQueue, shared::Shared, write_request::Request};
 use crate::types::Revision;
 
 /// The history that automatic compaction keeps.

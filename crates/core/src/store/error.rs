@@ -1,10 +1,6 @@
 //! The errors of the store, by what the caller should do.
 
-use crate::{
-    index::Unreadable,
-    log,
-    trace,
-};
+use crate::{index::Unreadable, log, trace};
 
 /// Why a request failed, by what the caller should do about it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -9,12 +9,7 @@ use tokio::{
 };
 use tracing::{debug, warn};
 
-use super::{
-    error::Error,
-    queue::WriteQueue,
-    shared::Shared,
-    write_request::Request,
-};
+use super::{error::Error, queue::WriteQueue, shared::Shared, write_request::Request};
 use crate::{
     log::{self, BEAT_INTERVAL, Touch},
     types::LeaseId,

@@ -5,8 +5,8 @@ use proptest::{collection::vec, prelude::*, sample::select};
 
 use super::{
     request::{
-        Compare, CompareTarget, DeleteRequest, Op, PutLease, PutRequest, PutValue, RangeRequest, Relation, RevisionFilter,
-        TxnRequest,
+        Compare, CompareTarget, DeleteRequest, Op, PutLease, PutRequest, PutValue, RangeRequest, Relation,
+        RevisionFilter, TxnRequest,
     },
     select_tests,
 };

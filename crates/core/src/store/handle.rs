@@ -40,9 +40,9 @@ pub struct Store {
     pub(super) queue: WriteQueue,
     /// Shared queries for the log's position. `None` if this process is the only one that uses the log: it is always up
     /// to date.
-    pub(super) heads: Option<SharedQuery<(), log::Result<()>>>,
+    pub(super) position_query: Option<SharedQuery<(), log::Result<()>>>,
     /// Lease renewals in the log. `None` if deadlines are kept only in memory.
-    pub(super) renewals: Option<SharedQuery<LeaseId, log::Result<Option<LoggedLease>>>>,
+    pub(super) renewal_query: Option<SharedQuery<LeaseId, log::Result<Option<LoggedLease>>>>,
     /// Duration above which a request is slow.
     pub(super) patience: Duration,
     /// Durations of ranges: failed, successful.
@@ -77,13 +77,13 @@ impl Store {
     ///
     /// [`Error::Unavailable`] if the database does not answer within 7 seconds.
     pub async fn confirm(&self) -> Result<()> {
-        let Some(heads) = &self.heads else { return Ok(()) };
+        let Some(query) = &self.position_query else { return Ok(()) };
         let metrics = &self.shared.metrics.store;
         let started = Instant::now();
         let deadline = started + WAIT_MAX;
         let _waiting = self.shared.turns.leave_time_to_the_database();
         let confirmed = loop {
-            match timeout_at(deadline, heads.query(())).await {
+            match timeout_at(deadline, query.query(())).await {
                 Ok(Some(Ok(()))) => break Ok(()),
                 Ok(Some(Err(_))) if Instant::now() < deadline => sleep(RETRY_PAUSE).await,
                 Ok(_) | Err(_) => break Err(Error::Unavailable),

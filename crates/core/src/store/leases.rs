@@ -59,7 +59,7 @@ impl Store {
     pub async fn keep_alive(&self, id: LeaseId) -> Result<(Revision, i64)> {
         let head = self.head();
         loop {
-            let renewal = match &self.renewals {
+            let renewal = match &self.renewal_query {
                 None => self.shared.leases.lock().renew(id, Instant::now()),
                 Some(renewals) => self.renew_in_log(renewals, id).await?,
             };
@@ -113,9 +113,9 @@ impl Store {
 
     pub async fn leases(&self) -> Result<Vec<LeaseId>> {
         self.confirm().await?;
-        if self.renewals.is_some() {
-            let over = self.shared.leases.lock().expired(Instant::now(), usize::MAX);
-            self.refresh_leases(&over).await?;
+        if self.renewal_query.is_some() {
+            let expired = self.shared.leases.lock().expired(Instant::now(), usize::MAX);
+            self.refresh_leases(&expired).await?;
         }
         Ok(self.shared.leases.lock().list(Instant::now()))
     }
@@ -145,7 +145,7 @@ impl Shared {
         let asked = Instant::now();
         match log.leases(&ids, Touch::Look).await {
             Ok(logged) => self.set_lease_deadlines(&logged, asked),
-            Err(error) => warn!(%error, "leases cannot be last_read at"),
+            Err(error) => warn!(%error, "cannot read lease deadlines"),
         }
     }
 

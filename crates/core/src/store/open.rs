@@ -142,20 +142,30 @@ impl Store {
             let compacting = auto_compact::run(Arc::clone(&shared), queue.clone(), policy, stopped.clone());
             tasks.push(vital("auto compaction", compacting));
         }
-        let (mut heads, mut renewals) = (None, None);
-        if shared.log.shared().is_some() {
+        let is_shared = shared.log.shared().is_some();
+        if is_shared {
             let following = catch_up::run(Arc::clone(&shared), settings.poll_interval, stopped.clone());
             tasks.push(vital("the follower of the log", following));
             tasks.push(vital("the heartbeat of this member", heartbeat::run(Arc::clone(&shared), stopped)));
-            heads = Some(position_query(Arc::clone(&shared)));
-            renewals = Some(renewal_query(Arc::clone(&shared)));
         }
+        let position_query = is_shared.then(|| position_query(Arc::clone(&shared)));
+        let renewal_query = is_shared.then(|| renewal_query(Arc::clone(&shared)));
         let range_durations = ["false", "true"].map(|success| shared.metrics.store.range.with_label_values(&[success]));
         let patience = settings.patience.request;
         let watchdog = settings.watchdog;
         shared.pulses.register(&watchdog, &queue);
         let tasks = Mutex::new(tasks);
-        Ok(Self { shared, queue, heads, renewals, patience, range_durations, tasks, stop_background, watchdog })
+        Ok(Self {
+            shared,
+            queue,
+            position_query,
+            renewal_query,
+            patience,
+            range_durations,
+            tasks,
+            stop_background,
+            watchdog,
+        })
     }
 }
 
@@ -174,7 +184,7 @@ impl Pulses {
 /// Starts the task that catches up with the log for linearizable reads.
 fn position_query(shared: Arc<Shared>) -> SharedQuery<(), Result<()>> {
     let pulse = Arc::clone(&shared.pulses.heads);
-    let (heads, run) = SharedQuery::new(
+    let (query, run) = SharedQuery::new(
         move |waiting: Vec<()>| {
             let shared = Arc::clone(&shared);
             async move {
@@ -188,13 +198,13 @@ fn position_query(shared: Arc<Shared>) -> SharedQuery<(), Result<()>> {
         pulse,
     );
     vital("the query for the log's position", run);
-    heads
+    query
 }
 
 /// Starts the task that renews leases in the log. The result is `None` for a lease that the log does not contain.
 fn renewal_query(shared: Arc<Shared>) -> SharedQuery<LeaseId, Result<Option<LoggedLease>>> {
     let pulse = Arc::clone(&shared.pulses.renewals);
-    let (renewals, run) = SharedQuery::with_pauses(
+    let (query, run) = SharedQuery::with_pauses(
         move |ids: Vec<LeaseId>| {
             let shared = Arc::clone(&shared);
             async move {
@@ -220,5 +230,5 @@ fn renewal_query(shared: Arc<Shared>) -> SharedQuery<LeaseId, Result<Option<Logg
         pulse,
     );
     vital("the renewal of leases", run);
-    renewals
+    query
 }

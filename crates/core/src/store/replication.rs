@@ -70,7 +70,7 @@ impl ReplicationState {
 #[derive(Default)]
 pub(super) struct AppliedTail {
     pub(super) changes: VecDeque<Change>,
-    pub(super) bytes: usize,
+    bytes: usize,
 }
 
 impl AppliedTail {

@@ -8,9 +8,7 @@ use std::{
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, watch};
 
-use super::{
-    members::Members, replication::ReplicationState, room::Room, space::Space, values::ValueCache,
-};
+use super::{members::Members, replication::ReplicationState, room::Room, space::Space, values::ValueCache};
 use crate::{
     index::TreeIndex,
     lease,

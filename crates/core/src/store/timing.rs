@@ -18,7 +18,7 @@ use crate::{
 
 /// The times at which a batch entered each phase.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Laps {
+pub(super) struct PhaseTimes {
     /// Evaluation of the first request began.
     pub(super) started: Instant,
     /// Evaluation was complete and the append began.
@@ -68,15 +68,15 @@ impl Timing {
     }
 
     /// Records a request just before its response is sent.
-    pub(super) fn note(&self, request: &Request, since: Instant, laps: Laps, succeeded: bool) -> Times {
+    pub(super) fn note(&self, request: &Request, since: Instant, phases: PhaseTimes, succeeded: bool) -> Times {
         let kind = &self.kinds[kind(request)];
-        let (apply, whole) = (laps.committed - laps.started, laps.committed - since);
+        let (apply, whole) = (phases.committed - phases.started, phases.committed - since);
         kind.apply[usize::from(succeeded)].observe(apply.as_secs_f64());
         kind.request[usize::from(succeeded)].observe(whole.as_secs_f64());
         Times {
-            queue: laps.started.saturating_duration_since(since),
-            evaluate: laps.evaluated - laps.started,
-            commit: laps.committed - laps.evaluated,
+            queue: phases.started.saturating_duration_since(since),
+            evaluate: phases.evaluated - phases.started,
+            commit: phases.committed - phases.evaluated,
             apply_is_slow: apply > self.patience.apply,
             request: (whole > self.patience.request).then(|| describe(request)),
         }

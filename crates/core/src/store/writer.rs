@@ -48,10 +48,7 @@ use super::{
     wakeful::Wakeful,
     write_request::{Outcome, Request},
 };
-use crate::{
-    log::Position,
-    types::RowId,
-};
+use crate::{log::Position, types::RowId};
 
 /// Number of requests at which a batch is closed. Larger batches only add latency.
 const BATCH_REQUESTS_MAX: usize = 512;
@@ -167,9 +164,9 @@ impl Writer {
         let mut fetched = Fetched::new();
         let mut bytes = 0;
         while let Some(command) = self.pending.pop_front() {
-            let full = batch.changes().len() >= BATCH_CHANGES_MAX || bytes >= BATCH_BYTES_MAX;
-            let alone = matches!(command.request, Request::Compact(_) | Request::Alarm(_));
-            if (full || alone) && !served.is_empty() {
+            let is_full = batch.changes().len() >= BATCH_CHANGES_MAX || bytes >= BATCH_BYTES_MAX;
+            let is_alone = matches!(command.request, Request::Compact(_) | Request::Alarm(_));
+            if (is_full || is_alone) && !served.is_empty() {
                 self.pending.push_front(command);
                 break;
             }
@@ -202,7 +199,7 @@ impl Writer {
                     return self.requeue(served);
                 }
             }
-            if alone {
+            if is_alone {
                 break;
             }
         }
@@ -283,7 +280,10 @@ mod tests {
     use futures_util::FutureExt as _;
 
     use super::*;
-    use crate::{store::{fixtures::shared, request::DeleteRequest}, types::KeyRange};
+    use crate::{
+        store::{fixtures::shared, request::DeleteRequest},
+        types::KeyRange,
+    };
 
     fn delete() -> Request {
         Request::Delete(DeleteRequest { range: KeyRange::from_wire(b"k", b""), prev_kv: false })

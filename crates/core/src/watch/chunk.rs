@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 
-use super::Flavor;
+use super::spec::Flavor;
 use crate::types::{Change, EncodedEvent, Revision};
 
 /// Bytes of events after which a chunk ends at the next revision boundary.
@@ -53,31 +53,31 @@ impl Chunk {
         mut encode: impl FnMut(&'a Change, Flavor) -> EncodedEvent,
     ) -> Vec<Self> {
         let mut chunks = Vec::new();
-        let mut open = ChunkBuilder::default();
+        let mut builder = ChunkBuilder::default();
         for change in changes {
             if !flavor.admits(change) {
                 continue;
             }
             let revision = change.row.revision;
-            if open.last.is_some_and(|last| last != revision) && open.bytes.len() >= CHUNK_BYTES_MAX {
-                chunks.extend(std::mem::take(&mut open).close());
+            if builder.last.is_some_and(|last| last != revision) && builder.bytes.len() >= CHUNK_BYTES_MAX {
+                chunks.extend(std::mem::take(&mut builder).build());
             }
-            open.push(encode(change, flavor).as_bytes(), revision);
+            builder.push(encode(change, flavor).as_bytes(), revision);
         }
-        chunks.extend(open.close());
+        chunks.extend(builder.build());
         chunks
     }
 
     /// Creates a chunk of one event.
     #[cfg(test)]
-    pub(super) fn of(event: &[u8], revision: Revision) -> Self {
-        let mut open = ChunkBuilder::default();
-        open.push(event, revision);
-        open.close().expect("it has an event")
+    pub(super) fn of_event(event: &[u8], revision: Revision) -> Self {
+        let mut builder = ChunkBuilder::default();
+        builder.push(event, revision);
+        builder.build().expect("it has an event")
     }
 
     /// Returns the bytes of all chunks, each counted once.
-    pub fn waiting_bytes() -> usize {
+    pub fn total_bytes() -> usize {
         CHUNK_BYTES.load(Ordering::Relaxed)
     }
 
@@ -114,12 +114,6 @@ impl Chunk {
     }
 }
 
-impl Flavor {
-    pub(super) fn admits(self, change: &Change) -> bool {
-        if change.is_delete() { self.deletes } else { self.puts }
-    }
-}
-
 #[derive(Default)]
 struct ChunkBuilder {
     bytes: Vec<u8>,
@@ -136,7 +130,7 @@ impl ChunkBuilder {
         self.last = Some(revision);
     }
 
-    fn close(self) -> Option<Chunk> {
+    fn build(self) -> Option<Chunk> {
         let (first, bytes) = (self.first?, Bytes::from_owner(CountedBytes::new(self.bytes)));
         Some(Chunk { bytes, ends: self.ends.into(), first })
     }

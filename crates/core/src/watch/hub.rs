@@ -7,12 +7,13 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
-    Flavor, NO_WATCH, Spec,
     chunk::Chunk,
     intervals::Intervals,
-    outbox::{Message, Outbox},
+    message::Message,
+    outbox::Outbox,
+    queue::Pending,
     run::{ChunkRef, RunTail},
-    waiting::Pending,
+    spec::{Flavor, NO_WATCH, Spec},
 };
 use crate::{
     metrics::Metrics,
@@ -32,7 +33,7 @@ struct State {
     compact_revision: Option<Revision>,
     ranges: Intervals<usize>,
     /// Indexed by the number in `ranges`; `None` for a removed group.
-    groups: Vec<Option<Group>>,
+    groups: Vec<Option<RangeGroup>>,
     free_groups: Vec<usize>,
     /// Watches whose start revision is above the head.
     future: BTreeMap<Revision, Vec<(Arc<Outbox>, WatchId)>>,
@@ -42,7 +43,7 @@ struct State {
 }
 
 /// The synced watches of one range.
-struct Group {
+struct RangeGroup {
     range: KeyRange,
     flavors: Vec<FlavorGroup>,
 }
@@ -203,7 +204,13 @@ impl Hub {
 
     /// Queues a progress notification for one synced watch unless it was sent something after `since`. Returns the
     /// head.
-    pub(super) fn progress_of(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, since: Revision) -> Revision {
+    pub(super) fn progress_for_watch(
+        &self,
+        outbox: &Arc<Outbox>,
+        id: WatchId,
+        spec: &Spec,
+        since: Revision,
+    ) -> Revision {
         let state = self.state.lock();
         let sent = state.member(outbox, id, &spec.range, spec.flavor).map(|member| member.sent);
         if let Some(sent) = sent
@@ -236,7 +243,7 @@ impl State {
         self.prev_kv_members += usize::from(spec.flavor.prev_kv);
         let Self { ranges, groups, free_groups, .. } = self;
         let group = *ranges.get_or_insert_with(&spec.range, || {
-            let group = Some(Group { range: spec.range.clone(), flavors: Vec::new() });
+            let group = Some(RangeGroup { range: spec.range.clone(), flavors: Vec::new() });
             match free_groups.pop() {
                 Some(number) => {
                     groups[number] = group;
@@ -274,9 +281,9 @@ impl State {
         let Some(number) = self.ranges.get_mut(range).copied() else { return };
         let group = self.groups[number].as_mut().expect("every group number in `ranges` is in use");
         if let Some(flavor_group) = group.flavors.iter_mut().find(|flavor_group| flavor_group.flavor == flavor)
-            && let Some(place) = flavor_group.members.iter().position(|member| member.is(outbox, id))
+            && let Some(position) = flavor_group.members.iter().position(|member| member.is(outbox, id))
         {
-            flavor_group.members.swap_remove(place);
+            flavor_group.members.swap_remove(position);
             self.prev_kv_members -= usize::from(flavor.prev_kv);
         }
         self.drop_if_empty(number);
@@ -334,9 +341,9 @@ impl State {
             let complete = changes.iter().copied();
             let complete = complete.take_while(|change| lacking.is_none_or(|lacking| change.row.revision < lacking));
             let chunks = Chunk::encode(complete, *flavor, encode);
-            let places: Vec<ChunkRef> = chunks.into_iter().map(|chunk| tail.append(chunk, head)).collect();
+            let chunks: Vec<ChunkRef> = chunks.into_iter().map(|chunk| tail.append(chunk, head)).collect();
             let before = members.len();
-            members.retain_mut(|member| places.iter().all(|place| member.send(place)) && member.stays(lacking));
+            members.retain_mut(|member| chunks.iter().all(|chunk| member.send(chunk)) && member.stays(lacking));
             if flavor.prev_kv {
                 self.prev_kv_members -= before - members.len();
             }
@@ -362,12 +369,12 @@ impl Member {
     }
 
     /// Returns false if the outbox is full; the watch then catches up from the log.
-    fn send(&mut self, place: &ChunkRef) -> bool {
-        let taken = self.outbox.push_chunk(self.id, place, self.fragment);
+    fn send(&mut self, chunk: &ChunkRef) -> bool {
+        let taken = self.outbox.push_chunk(self.id, chunk, self.fragment);
         if taken {
-            self.sent = Some(place.revision);
+            self.sent = Some(chunk.revision);
         } else {
-            self.outbox.fall_behind(self.id, place.first);
+            self.outbox.fall_behind(self.id, chunk.first);
         }
         taken
     }

@@ -5,11 +5,11 @@
 //! takes O(log n + matches).
 //!
 //! ```text
-//!                 [f, m) reach ∞
-//!                /              \
-//!      [a, z) reach z        [k, ∞) reach ∞
+//!                 [f, m) max ∞
+//!                /            \
+//!      [a, z) max z          [k, ∞) max ∞
 //!      /          \
-//! [a, c) reach c  [b, d) reach d
+//! [a, c) max c  [b, d) max d
 //! ```
 
 use std::{
@@ -38,7 +38,7 @@ struct Node<T> {
     value: T,
     priority: u64,
     /// The greatest end in this subtree.
-    reach: End,
+    max_end: End,
     left: Link<T>,
     right: Link<T>,
 }
@@ -47,18 +47,18 @@ struct Node<T> {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum End {
     Before(Key),
-    Never,
+    Open,
 }
 
 impl End {
     fn new(end: Option<&Key>) -> Self {
-        end.map_or(Self::Never, |end| Self::Before(end.clone()))
+        end.map_or(Self::Open, |end| Self::Before(end.clone()))
     }
 
-    fn is_behind(&self, key: &[u8]) -> bool {
+    fn is_after(&self, key: &[u8]) -> bool {
         match self {
             Self::Before(end) => end.as_slice() > key,
-            Self::Never => true,
+            Self::Open => true,
         }
     }
 }
@@ -85,7 +85,7 @@ impl<T> Intervals<T> {
                     let priority = self.priorities.hash_one(self.inserted);
                     let node = Node {
                         start: start.clone(),
-                        reach: end.clone(),
+                        max_end: end.clone(),
                         end: end.clone(),
                         value: make(),
                         priority,
@@ -141,13 +141,13 @@ impl<T> Node<T> {
         start.cmp(&self.start).then_with(|| end.cmp(&self.end))
     }
 
-    fn update_reach(&mut self) {
-        let below = [&self.left, &self.right].into_iter().flatten().map(|node| &node.reach).max();
-        let reach = match below {
-            Some(reach) if *reach > self.end => reach.clone(),
+    fn update_max_end(&mut self) {
+        let below = [&self.left, &self.right].into_iter().flatten().map(|node| &node.max_end).max();
+        let max_end = match below {
+            Some(max_end) if *max_end > self.end => max_end.clone(),
             _ => self.end.clone(),
         };
-        self.reach = reach;
+        self.max_end = max_end;
     }
 }
 
@@ -159,11 +159,11 @@ fn insert<T>(link: &mut Link<T>, mut node: Box<Node<T>>) {
                 Ordering::Greater | Ordering::Equal => &mut here.right,
             };
             insert(below, node);
-            here.update_reach();
+            here.update_max_end();
         }
         _ => {
             (node.left, node.right) = split(link.take(), &node.start, &node.end);
-            node.update_reach();
+            node.update_max_end();
             *link = Some(node);
         }
     }
@@ -175,12 +175,12 @@ fn split<T>(link: Link<T>, start: &Key, end: &End) -> (Link<T>, Link<T>) {
     if node.compare(start, end) == Ordering::Greater {
         let (left, right) = split(node.right.take(), start, end);
         node.right = left;
-        node.update_reach();
+        node.update_max_end();
         (Some(node), right)
     } else {
         let (left, right) = split(node.left.take(), start, end);
         node.left = right;
-        node.update_reach();
+        node.update_max_end();
         (left, Some(node))
     }
 }
@@ -195,7 +195,7 @@ fn remove<T>(link: &mut Link<T>, start: &Key, end: &End) {
             return;
         }
     }
-    node.update_reach();
+    node.update_max_end();
 }
 
 /// Joins two trees; all nodes of the first are before those of the second.
@@ -203,12 +203,12 @@ fn merge<T>(left: Link<T>, right: Link<T>) -> Link<T> {
     match (left, right) {
         (Some(mut left), Some(right)) if left.priority >= right.priority => {
             left.right = merge(left.right.take(), Some(right));
-            left.update_reach();
+            left.update_max_end();
             Some(left)
         }
         (Some(left), Some(mut right)) => {
             right.left = merge(Some(left), right.left.take());
-            right.update_reach();
+            right.update_max_end();
             Some(right)
         }
         (left, None) => left,
@@ -218,12 +218,12 @@ fn merge<T>(left: Link<T>, right: Link<T>) -> Link<T> {
 
 fn visit_spans<T>(link: &Link<T>, key: &[u8], visit: &mut impl FnMut(&T)) {
     let Some(node) = link else { return };
-    if !node.reach.is_behind(key) {
+    if !node.max_end.is_after(key) {
         return;
     }
     visit_spans(&node.left, key, visit);
     if node.start.as_slice() <= key {
-        if node.end.is_behind(key) {
+        if node.end.is_after(key) {
             visit(&node.value);
         }
         visit_spans(&node.right, key, visit);

@@ -13,67 +13,21 @@ use std::{
     task::{Context, Poll, Waker},
 };
 
-use bytes::Bytes;
 use futures_util::Stream;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::{
+    message::{End, Message},
+    queue::{MessageQueue, Pending},
     run::ChunkRef,
-    waiting::{Pending, Waiting},
 };
 use crate::types::{Revision, WatchId};
 
 /// Maximum bytes waiting on one stream. Small in unit tests.
 const OUTBOX_BYTES_MAX: usize = if cfg!(test) { 1 << 10 } else { 8 << 20 };
 /// The same while all streams together exceed the memory limit.
-const CROWDED_BYTES_MAX: usize = if cfg!(test) { 1 << 9 } else { 16 << 10 };
-
-/// A message on a watch stream.
-#[derive(Clone, Debug)]
-pub enum Message {
-    Created {
-        id: WatchId,
-        revision: Revision,
-    },
-    /// The watch was not created; the stream continues.
-    Refused {
-        revision: Revision,
-        reason: &'static str,
-    },
-    Canceled {
-        id: WatchId,
-        revision: Revision,
-    },
-    /// The watch ended because it needs compacted revisions.
-    Compacted {
-        id: WatchId,
-        compact_revision: Revision,
-    },
-    /// All events at or below the revision were sent before.
-    Progress {
-        id: WatchId,
-        revision: Revision,
-    },
-    Events {
-        id: WatchId,
-        /// At or above the newest event's revision.
-        revision: Revision,
-        /// Encoded events, one after another.
-        events: Vec<Bytes>,
-        /// Whether the next message continues this one.
-        fragment: bool,
-    },
-}
-
-/// The reason why a stream ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
-    ClientGone,
-    ServerStopped,
-    /// A bug in the server.
-    Failed,
-}
+const SHORT_MEMORY_BYTES_MAX: usize = if cfg!(test) { 1 << 9 } else { 16 << 10 };
 
 /// The outbox of one stream, shared by the hub, the session and the connection.
 #[derive(Debug)]
@@ -86,7 +40,7 @@ pub struct Outbox {
 
 #[derive(Debug, Default)]
 struct Inner {
-    waiting: Waiting,
+    queue: MessageQueue,
     reader: Option<Waker>,
     end: Option<End>,
     /// Watches that the hub dropped because the outbox was full, with the next revision that each needs.
@@ -94,10 +48,10 @@ struct Inner {
 }
 
 impl Inner {
-    /// Returns whether less than `bytes_max` bytes wait; while memory is short, less than [`CROWDED_BYTES_MAX`].
-    fn is_below(&self, bytes_max: usize) -> bool {
-        let bytes = self.waiting.bytes();
-        bytes < bytes_max && (bytes < CROWDED_BYTES_MAX || !self.waiting.is_crowded())
+    /// Returns whether less than `bytes_max` bytes wait; while memory is short, less than [`SHORT_MEMORY_BYTES_MAX`].
+    fn has_capacity(&self, bytes_max: usize) -> bool {
+        let bytes = self.queue.bytes();
+        bytes < bytes_max && (bytes < SHORT_MEMORY_BYTES_MAX || !self.queue.is_memory_short())
     }
 }
 
@@ -108,13 +62,13 @@ impl Outbox {
 
     /// Creates an outbox whose waiting messages are counted in `pending`.
     pub fn counted(pending: &Pending) -> Self {
-        let waiting = Waiting::counted(pending);
-        Self { inner: Mutex::new(Inner { waiting, ..Inner::default() }), attention: Notify::new() }
+        let queue = MessageQueue::counted(pending);
+        Self { inner: Mutex::new(Inner { queue, ..Inner::default() }), attention: Notify::new() }
     }
 
     pub fn push(&self, message: Message) {
         let mut inner = self.inner.lock();
-        inner.waiting.push(message);
+        inner.queue.push(message);
         wake(inner);
     }
 
@@ -123,7 +77,7 @@ impl Outbox {
     #[must_use]
     pub(super) fn push_chunk(&self, id: WatchId, place: &ChunkRef, fragment: Option<usize>) -> bool {
         let mut inner = self.inner.lock();
-        if !inner.is_below(OUTBOX_BYTES_MAX) {
+        if !inner.has_capacity(OUTBOX_BYTES_MAX) {
             return false;
         }
         match fragment.filter(|limit| place.len >= *limit) {
@@ -131,10 +85,10 @@ impl Outbox {
                 let mut pieces = place.pieces(limit).into_iter().peekable();
                 while let Some(piece) = pieces.next() {
                     let fragment = pieces.peek().is_some();
-                    inner.waiting.push(Message::Events { id, revision: place.revision, events: vec![piece], fragment });
+                    inner.queue.push(Message::Events { id, revision: place.revision, events: vec![piece], fragment });
                 }
             }
-            None => inner.waiting.push_chunk(id, place),
+            None => inner.queue.push_chunk(id, place),
         }
         wake(inner);
         true
@@ -166,7 +120,7 @@ impl Outbox {
 
     /// Returns whether the outbox is at most half full, so that requests can be served and watches can catch up.
     pub fn has_room(&self) -> bool {
-        self.inner.lock().is_below(OUTBOX_BYTES_MAX / 2)
+        self.inner.lock().has_capacity(OUTBOX_BYTES_MAX / 2)
     }
 
     /// Ends the stream after the waiting messages are sent.
@@ -183,8 +137,8 @@ impl Outbox {
 
     fn poll_message(&self, context: &mut Context<'_>) -> Poll<Option<Result<Message, End>>> {
         let mut inner = self.inner.lock();
-        let before = inner.waiting.bytes();
-        let Some(message) = inner.waiting.pop() else {
+        let before = inner.queue.bytes();
+        let Some(message) = inner.queue.pop() else {
             return match inner.end {
                 Some(End::ClientGone) => Poll::Ready(None),
                 Some(end @ (End::ServerStopped | End::Failed)) => {
@@ -197,9 +151,9 @@ impl Outbox {
                 }
             };
         };
-        let now = inner.waiting.bytes();
+        let now = inner.queue.bytes();
         // The session may be waiting for either threshold.
-        if [OUTBOX_BYTES_MAX / 2, CROWDED_BYTES_MAX].iter().any(|room| before >= *room && now < *room) {
+        if [OUTBOX_BYTES_MAX / 2, SHORT_MEMORY_BYTES_MAX].iter().any(|room| before >= *room && now < *room) {
             drop(inner);
             self.attention.notify_one();
         }
@@ -253,23 +207,23 @@ mod tests {
     use super::{
         super::{
             chunk::Chunk,
-            waiting::{ALL_BYTES_MAX, SLOT_BYTES},
+            queue::{ALL_BYTES_MAX, SLOT_BYTES},
         },
         *,
     };
 
     /// Returns the number of 50-byte events that the outbox accepts.
     fn takes(outbox: &Outbox) -> usize {
-        let alone = |revision| ChunkRef::in_new_run(Chunk::of(&[7; 50], Revision(revision)), Revision(revision));
+        let alone = |revision| ChunkRef::in_new_run(Chunk::of_event(&[7; 50], Revision(revision)), Revision(revision));
         (2..).take_while(|revision| outbox.push_chunk(WatchId(1), &alone(*revision), None)).count()
     }
 
     #[test]
     fn stream_limit_is_lowered_while_memory_is_short() {
         let each = SLOT_BYTES + 50;
-        for (others, want) in [(0, OUTBOX_BYTES_MAX), (ALL_BYTES_MAX / SLOT_BYTES + 1, CROWDED_BYTES_MAX)] {
-            let pending = Pending::new(IntGauge::new("pending", "Waiting messages.").expect("a gauge"));
-            pending.hold(others);
+        for (others, want) in [(0, OUTBOX_BYTES_MAX), (ALL_BYTES_MAX / SLOT_BYTES + 1, SHORT_MEMORY_BYTES_MAX)] {
+            let pending = Pending::new(IntGauge::new("pending", "MessageQueue messages.").expect("a gauge"));
+            pending.add_slots(others);
             let outbox = Arc::new(Outbox::counted(&pending));
             assert!(outbox.has_room());
             assert_eq!(takes(&outbox), want.div_ceil(each), "{others} messages wait on other streams");

@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     fn append(tail: &mut RunTail, bytes: usize, revision: i64) -> ChunkRef {
-        tail.append(Chunk::of(&vec![7; bytes], Revision(revision)), Revision(revision))
+        tail.append(Chunk::of_event(&vec![7; bytes], Revision(revision)), Revision(revision))
     }
 
     #[test]
@@ -138,11 +138,11 @@ mod tests {
 
     #[test]
     fn runs_that_no_stream_needs_are_freed() {
-        let before = Chunk::waiting_bytes();
+        let before = Chunk::total_bytes();
         let mut tail = RunTail::default();
         for revision in 2..100 {
             assert_eq!(append(&mut tail, 1_000_000, revision).number, 0);
-            assert!(Chunk::waiting_bytes() < before + 50_000_000, "after revision {revision}");
+            assert!(Chunk::total_bytes() < before + 50_000_000, "after revision {revision}");
         }
     }
 }

@@ -6,11 +6,12 @@ use std::{
 };
 
 use super::{
-    Spec,
     chunk::Chunk,
     hub::{Hub, JoinOutcome, encode},
-    outbox::{Message, Outbox},
+    message::Message,
+    outbox::Outbox,
     run::ChunkRef,
+    spec::Spec,
 };
 use crate::{
     log::{Log, Page, Result, WithPrev},
@@ -30,11 +31,11 @@ pub struct Session {
     next_id: i64,
     /// Watches that are catching up, served round-robin.
     behind: VecDeque<WatchId>,
-    progress_wanted: bool,
+    is_progress_requested: bool,
     /// The head at the last periodic progress notification.
     last_tick: Revision,
     /// Numbers of watches, and of those behind, as last reported to the metrics.
-    counted: (i64, i64),
+    reported: (i64, i64),
 }
 
 struct Watch {
@@ -64,9 +65,9 @@ impl Session {
             watches: BTreeMap::new(),
             next_id: 0,
             behind: VecDeque::new(),
-            progress_wanted: false,
+            is_progress_requested: false,
             last_tick,
-            counted: (0, 0),
+            reported: (0, 0),
         }
     }
 
@@ -88,7 +89,7 @@ impl Session {
             }
         };
         self.watches.insert(id, Watch { spec, state });
-        self.count();
+        self.report_counts();
     }
 
     /// Answers a request that creates no watch; the stream continues.
@@ -105,16 +106,16 @@ impl Session {
             self.behind.retain(|behind| *behind != id);
             self.hub.at_head(|revision| self.outbox.push(Message::Canceled { id, revision }));
             // A progress request may have waited only for this watch.
-            self.progress_wanted &= !self.watches.is_empty();
+            self.is_progress_requested &= !self.watches.is_empty();
             self.try_progress();
-            self.count();
+            self.report_counts();
         }
     }
 
     /// Requests a progress notification. It is sent when all watches of the stream are synced; requests until then
     /// share it. A stream without watches receives none, as in etcd.
     pub fn request_progress(&mut self) {
-        self.progress_wanted = !self.watches.is_empty();
+        self.is_progress_requested = !self.watches.is_empty();
         self.try_progress();
     }
 
@@ -124,7 +125,7 @@ impl Session {
         let mut head = self.last_tick;
         for (id, watch) in &self.watches {
             if watch.spec.progress_notify && watch.state == State::Synced {
-                head = self.hub.progress_of(&self.outbox, *id, &watch.spec, self.last_tick);
+                head = self.hub.progress_for_watch(&self.outbox, *id, &watch.spec, self.last_tick);
             }
         }
         self.last_tick = head;
@@ -176,7 +177,7 @@ impl Session {
             Some(JoinOutcome::Synced) => self.set_state(id, State::Synced),
             Some(JoinOutcome::Waiting) => self.set_state(id, State::Waiting),
         }
-        self.count();
+        self.report_counts();
         self.try_progress();
         Ok(())
     }
@@ -198,9 +199,9 @@ impl Session {
         page.changes.iter_mut().take_while(|change| !readable(change)).for_each(|change| change.prev = None);
         let flavor = watch.spec.flavor;
         for chunk in Chunk::encode(&page.changes, flavor, encode) {
-            let place = ChunkRef::in_new_run(chunk, head);
-            if !self.outbox.push_chunk(id, &place, watch.spec.fragment) {
-                watch.state = State::Behind { next: place.first };
+            let chunk = ChunkRef::in_new_run(chunk, head);
+            if !self.outbox.push_chunk(id, &chunk, watch.spec.fragment) {
+                watch.state = State::Behind { next: chunk.first };
                 return None;
             }
         }
@@ -221,28 +222,28 @@ impl Session {
                 self.behind.push_back(id);
             }
         }
-        self.count();
+        self.report_counts();
     }
 
     /// Reports changed counts to the metrics.
-    fn count(&mut self) {
+    fn report_counts(&mut self) {
         let now = (self.watches.len() as i64, self.behind.len() as i64);
-        if now != self.counted {
+        if now != self.reported {
             let metrics = &self.hub.metrics.watch;
-            metrics.watchers.add(now.0 - self.counted.0);
-            metrics.behind.add(now.1 - self.counted.1);
-            self.counted = now;
+            metrics.watchers.add(now.0 - self.reported.0);
+            metrics.behind.add(now.1 - self.reported.1);
+            self.reported = now;
         }
     }
 
     fn try_progress(&mut self) {
-        if !self.progress_wanted {
+        if !self.is_progress_requested {
             return;
         }
         self.take_lagging();
         if self.behind.is_empty() {
             let newest_start = self.watches.values().filter_map(|watch| watch.spec.start).max();
-            self.progress_wanted = !self.hub.progress(&self.outbox, newest_start);
+            self.is_progress_requested = !self.hub.progress(&self.outbox, newest_start);
         }
     }
 
@@ -264,7 +265,7 @@ impl Drop for Session {
         }
         let metrics = &self.hub.metrics.watch;
         metrics.streams.dec();
-        metrics.watchers.sub(self.counted.0);
-        metrics.behind.sub(self.counted.1);
+        metrics.watchers.sub(self.reported.0);
+        metrics.behind.sub(self.reported.1);
     }
 }

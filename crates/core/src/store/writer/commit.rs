@@ -11,7 +11,7 @@ use crate::{
     store::{
         batch::Batch,
         error::{Error, Result},
-        timing::Laps,
+        timing::PhaseTimes,
     },
 };
 
@@ -46,7 +46,7 @@ impl Writer {
             self.append(&batch, expected).await
         };
         match committed {
-            Ok(CommitOutcome::Done) => self.reply(served, Laps { started, evaluated, committed: Instant::now() }),
+            Ok(CommitOutcome::Done) => self.reply(served, PhaseTimes { started, evaluated, committed: Instant::now() }),
             Ok(CommitOutcome::Raced) => {
                 self.requeue(served);
                 self.resync().await;
@@ -60,20 +60,20 @@ impl Writer {
             Err(error) => {
                 self.shared.metrics.store.failed.inc();
                 let failed = served.into_iter().map(|(command, _)| (command, Err(error.clone()))).collect();
-                self.reply(failed, Laps { started, evaluated, committed: Instant::now() });
+                self.reply(failed, PhaseTimes { started, evaluated, committed: Instant::now() });
                 self.resync().await;
             }
         }
     }
 
-    fn reply(&self, served: Served, laps: Laps) {
-        let mut slow = false;
+    fn reply(&self, served: Served, phases: PhaseTimes) {
+        let mut is_slow = false;
         for (command, outcome) in served {
-            let times = self.timing.note(&command.request, command.since, laps, outcome.is_ok());
-            slow |= times.apply_is_slow;
+            let times = self.timing.note(&command.request, command.since, phases, outcome.is_ok());
+            is_slow |= times.apply_is_slow;
             command.ticket.reply(outcome, Some(times));
         }
-        if slow {
+        if is_slow {
             self.shared.metrics.store.slow_applies.inc();
         }
     }
@@ -131,7 +131,7 @@ impl Writer {
                 Ok(CommitOutcome::Done)
             }
             Ok(Appended::Conflict) => {
-                debug!(revision = expected.head.0, "the log moved on without this instance");
+                debug!(revision = expected.head.0, "another instance appended first");
                 metrics.raced.inc();
                 self.is_contended = true;
                 // Another instance may have renewed a lease.

@@ -28,17 +28,17 @@ impl Writer {
             shared.catch_up().await
         };
         let mut catching_up = Box::pin(attempt(Duration::ZERO));
-        let mut failing = false;
+        let mut is_failing = false;
         loop {
             tokio::select! {
                 biased;
                 caught_up = &mut catching_up => match caught_up {
                     Ok(()) => break,
                     Err(failure) => {
-                        if !failing {
+                        if !is_failing {
                             error!(error = %failure, "cannot read the log; trying again");
                         }
-                        failing = true;
+                        is_failing = true;
                         if matches!(failure, log::Error::Diverged(_)) || self.is_closed {
                             return self.reject_all();
                         }
@@ -55,7 +55,7 @@ impl Writer {
                 }
             }
         }
-        if failing {
+        if is_failing {
             info!("the log can be read again");
         }
     }

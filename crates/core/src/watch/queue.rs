@@ -13,7 +13,7 @@ use prometheus::IntGauge;
 
 use super::{
     chunk::Chunk,
-    outbox::Message,
+    message::Message,
     run::{ChunkRef, ChunkRun},
 };
 use crate::types::{Revision, WatchId};
@@ -21,7 +21,7 @@ use crate::types::{Revision, WatchId};
 /// Bytes waiting on all streams above which the limit of each stream is lowered.
 pub(super) const ALL_BYTES_MAX: usize = 256 << 20;
 /// Overhead of a message in bytes, unless it follows another of its run.
-pub(super) const SLOT_BYTES: usize = size_of::<Queued>();
+pub(super) const SLOT_BYTES: usize = size_of::<Slot>();
 /// A stream with a range of its own needs one slot per event.
 const _: () = assert!(SLOT_BYTES <= 24);
 /// Maximum bytes of queued events of one watch that are merged into one message.
@@ -42,12 +42,12 @@ impl Pending {
     }
 
     /// Returns whether the memory limit is reached.
-    fn is_too_much(&self) -> bool {
-        Chunk::waiting_bytes() + self.slots.load(Ordering::Relaxed) * SLOT_BYTES >= ALL_BYTES_MAX
+    fn is_limit_reached(&self) -> bool {
+        Chunk::total_bytes() + self.slots.load(Ordering::Relaxed) * SLOT_BYTES >= ALL_BYTES_MAX
     }
 
     #[cfg(test)]
-    pub(super) fn hold(&self, slots: usize) {
+    pub(super) fn add_slots(&self, slots: usize) {
         self.slots.fetch_add(slots, Ordering::Relaxed);
     }
 
@@ -59,14 +59,14 @@ impl Pending {
 
 /// The queue of one stream.
 #[derive(Debug, Default)]
-pub(super) struct Waiting {
-    queue: VecDeque<Queued>,
+pub(super) struct MessageQueue {
+    queue: VecDeque<Slot>,
     bytes: usize,
     pending: Option<Pending>,
 }
 
 #[derive(Debug)]
-enum Queued {
+enum Slot {
     Chunks(Chunks),
     /// Any other message, with its size in bytes.
     Other(Box<(Message, usize)>),
@@ -90,7 +90,7 @@ impl Chunks {
     }
 }
 
-impl Waiting {
+impl MessageQueue {
     /// Creates a queue whose contents are counted in `pending`.
     pub fn counted(pending: &Pending) -> Self {
         Self { queue: VecDeque::new(), bytes: 0, pending: Some(pending.clone()) }
@@ -102,21 +102,23 @@ impl Waiting {
     }
 
     /// Returns whether all streams together have reached the memory limit.
-    pub fn is_crowded(&self) -> bool {
-        self.pending.as_ref().is_some_and(Pending::is_too_much)
+    pub fn is_memory_short(&self) -> bool {
+        self.pending.as_ref().is_some_and(Pending::is_limit_reached)
     }
 
+    /// Adds a message other than events of a chunk.
     pub fn push(&mut self, message: Message) {
         let bytes: usize =
             if let Message::Events { events, .. } = &message { events.iter().map(Bytes::len).sum() } else { 0 };
         let cost = SLOT_BYTES + size_of::<(Message, usize)>() + bytes;
-        self.push_slot(Queued::Other(Box::new((message, cost))), cost);
+        self.push_slot(Slot::Other(Box::new((message, cost))), cost);
     }
 
-    pub fn push_chunk(&mut self, id: WatchId, place: &ChunkRef) {
-        let ChunkRef { run, number, len, .. } = place;
+    /// Adds the events of a chunk. A chunk that follows the last one of the same watch and run needs no new slot.
+    pub fn push_chunk(&mut self, id: WatchId, chunk: &ChunkRef) {
+        let ChunkRef { run, number, len, .. } = chunk;
         let mut is_counted = false;
-        if let Some(Queued::Chunks(before)) = self.queue.back_mut()
+        if let Some(Slot::Chunks(before)) = self.queue.back_mut()
             && Arc::ptr_eq(&before.run, run)
         {
             if before.id == id && before.last + 1 == *number && !before.is_counted {
@@ -128,12 +130,12 @@ impl Waiting {
             is_counted = before.last == *number;
         }
         let chunks = Chunks { id, run: Arc::clone(run), first: *number, last: *number, is_counted };
-        self.push_slot(Queued::Chunks(chunks), SLOT_BYTES + if is_counted { 0 } else { *len });
+        self.push_slot(Slot::Chunks(chunks), SLOT_BYTES + if is_counted { 0 } else { *len });
     }
 
-    fn push_slot(&mut self, queued: Queued, cost: usize) {
+    fn push_slot(&mut self, slot: Slot, cost: usize) {
         self.bytes += cost;
-        self.queue.push_back(queued);
+        self.queue.push_back(slot);
         self.count(1);
         if let Some(pending) = &self.pending {
             pending.slots.fetch_add(1, Ordering::Relaxed);
@@ -147,12 +149,13 @@ impl Waiting {
         }
     }
 
+    /// Removes the next message.
     pub fn pop(&mut self) -> Option<Message> {
-        if let Some(Queued::Chunks(Chunks { id, .. })) = self.queue.front() {
+        if let Some(Slot::Chunks(Chunks { id, .. })) = self.queue.front() {
             let id = *id;
             return Some(self.pop_events(id));
         }
-        let Some(Queued::Other(other)) = self.pop_slot() else { return None };
+        let Some(Slot::Other(other)) = self.pop_slot() else { return None };
         let (message, cost) = *other;
         self.bytes -= cost;
         self.count(-1);
@@ -162,15 +165,15 @@ impl Waiting {
     /// Merges the next events of one watch into one message.
     fn pop_events(&mut self, id: WatchId) -> Message {
         let (mut events, mut bytes, mut revision) = (Vec::new(), 0, Revision::EMPTY);
-        while let Some(Queued::Chunks(chunks)) = self.queue.front_mut()
+        while let Some(Slot::Chunks(chunks)) = self.queue.front_mut()
             && chunks.id == id
         {
-            let (chunk, told) = chunks.run.events(chunks.first);
+            let (chunk, chunk_revision) = chunks.run.events(chunks.first);
             if !events.is_empty() && bytes + chunk.len() > MERGE_BYTES_MAX {
                 break;
             }
             bytes += chunk.len();
-            revision = told;
+            revision = chunk_revision;
             self.bytes -= if chunks.is_counted { 0 } else { chunk.len() };
             events.push(chunk);
             if chunks.first == chunks.last {
@@ -184,7 +187,7 @@ impl Waiting {
         Message::Events { id, revision, events, fragment: false }
     }
 
-    fn pop_slot(&mut self) -> Option<Queued> {
+    fn pop_slot(&mut self) -> Option<Slot> {
         let popped = self.queue.pop_front()?;
         if let Some(pending) = &self.pending {
             pending.slots.fetch_sub(1, Ordering::Relaxed);
@@ -193,11 +196,10 @@ impl Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for MessageQueue {
     fn drop(&mut self) {
         let Some(pending) = &self.pending else { return };
-        let messages =
-            self.queue.iter().map(|queued| if let Queued::Chunks(chunks) = queued { chunks.len() } else { 1 });
+        let messages = self.queue.iter().map(|slot| if let Slot::Chunks(chunks) = slot { chunks.len() } else { 1 });
         pending.messages.sub(i64::try_from(messages.sum::<usize>()).unwrap_or(i64::MAX));
         pending.slots.fetch_sub(self.queue.len(), Ordering::Relaxed);
     }
@@ -210,11 +212,11 @@ mod tests {
     const EVENT_BYTES: usize = 100;
 
     fn published(tail: &mut RunTail, revision: i64) -> ChunkRef {
-        tail.append(Chunk::of(&[7; EVENT_BYTES], Revision(revision)), Revision(revision))
+        tail.append(Chunk::of_event(&[7; EVENT_BYTES], Revision(revision)), Revision(revision))
     }
 
     /// Pops all messages and returns watch, revision and number of event chunks of each.
-    fn leaves(waiting: &mut Waiting) -> Vec<(i64, i64, usize)> {
+    fn pop_all(queue: &mut MessageQueue) -> Vec<(i64, i64, usize)> {
         let shown = |message| {
             if let Message::Events { id, revision, events, .. } = message {
                 (id.0, revision.0, events.len())
@@ -224,7 +226,7 @@ mod tests {
                 panic!("unexpected message {message:?}")
             }
         };
-        std::iter::from_fn(|| waiting.pop()).map(shown).collect()
+        std::iter::from_fn(|| queue.pop()).map(shown).collect()
     }
 
     #[test]
@@ -242,32 +244,32 @@ mod tests {
             (&[&[1], &[], &[1]], 2, 2, &[(1, 4, 2)]),
             (&[&[1], &[1, 0], &[1]], 3, 3, &[(1, 3, 2), (1, 3, 0), (1, 4, 1)]),
         ];
-        for (told, slots, counted, messages) in rows {
+        for (sent, slots, counted, messages) in rows {
             let pending = Pending::new(IntGauge::new("pending", "Waiting messages.").expect("a gauge"));
-            let mut waiting = Waiting::counted(&pending);
+            let mut queue = MessageQueue::counted(&pending);
             let (mut tail, mut others) = (RunTail::default(), Vec::new());
             let mut pushed = 0;
-            for (watches, revision) in told.iter().zip(2..) {
-                let place = published(&mut tail, revision);
+            for (watches, revision) in sent.iter().zip(2..) {
+                let chunk = published(&mut tail, revision);
                 for watch in *watches {
                     pushed += 1;
                     match watch {
-                        0 => waiting.push(Message::Progress { id: WatchId(1), revision: Revision(revision) }),
-                        watch => waiting.push_chunk(WatchId(*watch), &place),
+                        0 => queue.push(Message::Progress { id: WatchId(1), revision: Revision(revision) }),
+                        watch => queue.push_chunk(WatchId(*watch), &chunk),
                     }
                 }
                 // Keeps the runs alive.
-                others.push(place);
+                others.push(chunk);
             }
-            assert_eq!((pending.slots(), pending.messages.get()), (slots, pushed), "{told:?}");
-            let progress = told.concat().iter().filter(|watch| **watch == 0).count() * size_of::<(Message, usize)>();
-            assert_eq!(waiting.bytes(), slots * SLOT_BYTES + counted * EVENT_BYTES + progress, "{told:?}");
-            assert_eq!(leaves(&mut waiting), messages, "{told:?}");
-            assert_eq!((waiting.bytes(), pending.slots(), pending.messages.get()), (0, 0, 0), "{told:?}");
+            assert_eq!((pending.slots(), pending.messages.get()), (slots, pushed), "{sent:?}");
+            let progress = sent.concat().iter().filter(|watch| **watch == 0).count() * size_of::<(Message, usize)>();
+            assert_eq!(queue.bytes(), slots * SLOT_BYTES + counted * EVENT_BYTES + progress, "{sent:?}");
+            assert_eq!(pop_all(&mut queue), messages, "{sent:?}");
+            assert_eq!((queue.bytes(), pending.slots(), pending.messages.get()), (0, 0, 0), "{sent:?}");
             // Dropping a queue releases what it counted.
-            others.iter().for_each(|place| waiting.push_chunk(WatchId(1), place));
-            drop(waiting);
-            assert_eq!((pending.slots(), pending.messages.get()), (0, 0), "{told:?}");
+            others.iter().for_each(|chunk| queue.push_chunk(WatchId(1), chunk));
+            drop(queue);
+            assert_eq!((pending.slots(), pending.messages.get()), (0, 0), "{sent:?}");
         }
     }
 }
