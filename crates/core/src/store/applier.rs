@@ -45,7 +45,7 @@ impl Shared {
             self.lease_deadline.notify_one();
         }
         if let Some(revision) = batch.compaction() {
-            self.purge_duty.store(true, std::sync::atomic::Ordering::Relaxed);
+            self.is_purge_owner.store(true, std::sync::atomic::Ordering::Relaxed);
             self.note_compaction(revision);
         }
     }

@@ -35,8 +35,8 @@ pub(super) async fn run(
     mut stop: watch::Receiver<bool>,
 ) {
     let work = async {
-        let mut plan = Plan::new(policy);
-        let mut ticks = interval(plan.tick());
+        let mut schedule = Schedule::new(policy);
+        let mut ticks = interval(schedule.tick());
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
@@ -44,7 +44,7 @@ pub(super) async fn run(
                 let index = shared.index.read();
                 (index.head(), index.compact_revision())
             };
-            let Some(target) = plan.next_target(head, Instant::now()) else { continue };
+            let Some(target) = schedule.next_target(head, Instant::now()) else { continue };
             if !shared.members.is_leader() || Some(target) <= compacted || target > head {
                 continue;
             }
@@ -65,14 +65,14 @@ pub(super) async fn run(
 }
 
 /// Decides when to compact and at which revision. Pure.
-struct Plan {
+struct Schedule {
     policy: AutoCompaction,
     /// Samples of the head with their times, oldest first.
     samples: VecDeque<(Instant, Revision)>,
     compacted_at: Option<Instant>,
 }
 
-impl Plan {
+impl Schedule {
     fn new(policy: AutoCompaction) -> Self {
         Self { policy, samples: VecDeque::new(), compacted_at: None }
     }
@@ -115,14 +115,14 @@ mod tests {
 
     #[track_caller]
     fn check(policy: AutoCompaction, heads: impl Fn(u64) -> i64, minutes: u64, expected: &[(u64, i64)]) {
-        let mut plan = Plan::new(policy);
+        let mut schedule = Schedule::new(policy);
         let start = Instant::now();
-        let tick = plan.tick();
+        let tick = schedule.tick();
         let mut compactions = Vec::new();
         let mut at = Duration::ZERO;
         while at <= Duration::from_secs(60 * minutes) {
             let minute = at.as_secs() / 60;
-            if let Some(target) = plan.next_target(Revision(heads(minute)), start + at) {
+            if let Some(target) = schedule.next_target(Revision(heads(minute)), start + at) {
                 compactions.push((minute, target.0));
             }
             at += tick;

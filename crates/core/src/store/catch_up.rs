@@ -52,7 +52,7 @@ impl Shared {
     }
 
     /// Returns whether the log, or this instance, is past `position`.
-    pub(super) async fn is_beyond(&self, position: Position) -> Result<bool> {
+    pub(super) async fn has_moved_past(&self, position: Position) -> Result<bool> {
         let Some(log) = self.log.shared() else { return Ok(false) };
         Ok(self.position() != position || log.position().await? != position)
     }
@@ -60,7 +60,7 @@ impl Shared {
     /// Asks for the log's position and catches up to it.
     pub(super) async fn reach_head(&self, log: &dyn SharedLog) -> Result<()> {
         let position = log.position().await?;
-        if self.has_reached(position) || self.own_append_reaches(position).await {
+        if self.has_reached(position) || self.wait_for_own_append(position).await {
             return Ok(());
         }
         self.catch_up().await
@@ -68,7 +68,7 @@ impl Shared {
 
     /// Waits up to [`OWN_APPEND_MAX`] for this instance's own append, if that leads to `position`. Returns whether
     /// `position` was reached.
-    async fn own_append_reaches(&self, position: Position) -> bool {
+    async fn wait_for_own_append(&self, position: Position) -> bool {
         let is_own = || self.replication.own_append.load(Ordering::Relaxed) >= position.head.0;
         let mut applied = self.replication.applied.subscribe();
         let waiting = async {
@@ -90,14 +90,14 @@ impl Shared {
     /// [`Error::Diverged`] stops the instance.
     pub(super) async fn catch_up(&self) -> Result<()> {
         let _lock = self.replication.lock.lock().await;
-        let caught_up = self.read_on().await;
+        let caught_up = self.catch_up_locked().await;
         if let Err(Error::Diverged(text)) = &caught_up {
             self.replication.failed.send_replace(Some(text.clone()));
         }
         caught_up
     }
 
-    async fn read_on(&self) -> Result<()> {
+    async fn catch_up_locked(&self) -> Result<()> {
         loop {
             let before = self.position();
             let (position, meta) = match self.log.shared() {
@@ -187,7 +187,7 @@ impl Shared {
         let (head, compacted) = (replayed.index.head(), replayed.index.compact_revision());
         self.space.set_alarms(&replayed.meta);
         let mut before = (replayed.index, leases);
-        self.hub.start_over(head, compacted, || {
+        self.hub.reset_to(head, compacted, || {
             std::mem::swap(&mut *self.index.write(), &mut before.0);
             std::mem::swap(&mut *self.leases.lock(), &mut before.1);
         });
@@ -251,7 +251,7 @@ impl Shared {
 
     /// Makes a recorded compaction effective for reads. The instance that recorded it deletes the rows.
     pub(super) fn note_compaction(&self, revision: Revision) {
-        self.hub.compacted(revision, || self.index.write().begin_compaction(revision));
+        self.hub.record_compaction(revision, || self.index.write().begin_compaction(revision));
         self.compaction.notify_one();
     }
 }

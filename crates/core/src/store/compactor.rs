@@ -54,7 +54,7 @@ pub(super) async fn run(shared: Arc<Shared>, pace: Pace, mut garbage: Vec<RowId>
     let work = async {
         let compacted = *shared.compaction_done.borrow();
         if let Some(compacted) = compacted {
-            purge(&shared, pace, &mut garbage, compacted, Duty::Own).await;
+            purge(&shared, pace, &mut garbage, compacted, PurgeOwner::ThisInstance).await;
         }
         loop {
             compact(&shared, pace).await;
@@ -82,7 +82,7 @@ async fn compact(shared: &Shared, pace: Pace) {
         if Some(target) <= *shared.compaction_done.borrow() {
             return;
         }
-        let is_own = shared.purge_duty.swap(false, Ordering::Relaxed);
+        let is_own = shared.is_purge_owner.swap(false, Ordering::Relaxed);
         let metrics = &shared.metrics.store;
         let begun = Instant::now();
         let mut cursor = CompactionCursor::default();
@@ -95,13 +95,13 @@ async fn compact(shared: &Shared, pace: Pace) {
         let mut left = std::mem::take(&mut *shared.rows_left_to_others.lock());
         let before = *shared.compaction_done.borrow();
         if let Some(before) = before {
-            purge(shared, pace, &mut left, before, Duty::Others).await;
+            purge(shared, pace, &mut left, before, PurgeOwner::OtherInstance).await;
         }
         if is_own {
             if !shared.members.is_alone() {
                 sleep(OTHERS_READ_TIME).await;
             }
-            purge(shared, pace, &mut garbage, target, Duty::Own).await;
+            purge(shared, pace, &mut garbage, target, PurgeOwner::ThisInstance).await;
             metrics.compaction_total.observe(elapsed_ms(begun));
             shared.metrics.state.last_compaction.set(unix_seconds());
             info!(compact_revision = target.0, rows, "compaction finished");
@@ -119,16 +119,22 @@ async fn compact(shared: &Shared, pace: Pace) {
 
 /// The instance that has to delete rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Duty {
-    Own,
+pub(super) enum PurgeOwner {
+    ThisInstance,
     /// Another instance deletes them, unless it is dead.
-    Others,
+    OtherInstance,
 }
 
 /// Deletes rows in revision order, so a key's tombstone is deleted after the puts before it. If the tombstone were
 /// deleted first and the server stopped, the key would exist again after the next start. Neighboring rows are deleted
 /// together, so that a step touches few pages and empties them.
-pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>, compacted: Revision, duty: Duty) {
+pub(super) async fn purge(
+    shared: &Shared,
+    pace: Pace,
+    garbage: &mut Vec<RowId>,
+    compacted: Revision,
+    owner: PurgeOwner,
+) {
     garbage.sort_unstable();
     let mut rows = garbage.as_slice();
     while !rows.is_empty() {
@@ -138,7 +144,7 @@ pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>,
         let step = Reclaim::Rows { rows: now, compacted, server: shared.position().server };
         match shared.log.reclaim(step).await {
             Ok(_) => {
-                if duty == Duty::Own {
+                if owner == PurgeOwner::ThisInstance {
                     shared.metrics.store.compaction_pause.observe(elapsed_ms(begun));
                     shared.metrics.store.compacted_rows.inc_by(now.len() as u64);
                 }

@@ -37,7 +37,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         turns: crate::turns::Turns::new().0,
         lease_deadline: Notify::new(),
         compaction: Notify::new(),
-        purge_duty: AtomicBool::new(false),
+        is_purge_owner: AtomicBool::new(false),
         rows_left_to_others: Mutex::default(),
         compaction_done: watch::Sender::new(None),
         pulses: Default::default(),

@@ -45,15 +45,15 @@ pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
         let Some(log) = shared.log.shared() else { return };
         let mut ticks = interval(BEAT_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut failing = false;
+        let mut is_failing = false;
         loop {
             ticks.tick().await;
             let beat: std::result::Result<_, Error> = shared.beat(log).await;
-            if let (Err(error), false) = (&beat, failing) {
+            if let (Err(error), false) = (&beat, is_failing) {
                 warn!(%error, "cannot send the heartbeat of this member; trying again");
             }
-            failing = beat.is_err();
-            shared.metrics.store.failed_beats.inc_by(u64::from(failing));
+            is_failing = beat.is_err();
+            shared.metrics.store.failed_beats.inc_by(u64::from(is_failing));
         }
     };
     tokio::select! {

@@ -124,7 +124,7 @@ impl Store {
             turns,
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
-            purge_duty: AtomicBool::new(false),
+            is_purge_owner: AtomicBool::new(false),
             rows_left_to_others: Mutex::default(),
             pulses: Pulses::default(),
             log,

@@ -41,6 +41,7 @@ impl Ticket {
     }
 }
 
+/// A queued request.
 #[derive(Debug)]
 pub(super) struct Command {
     pub(super) request: Request,

@@ -46,17 +46,17 @@ impl Shared {
         }
         space.check_sound()?;
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
-        let is_tight = space.no_space.load(Ordering::Relaxed) || space.is_beyond(bytes);
+        let is_tight = space.no_space.load(Ordering::Relaxed) || space.would_exceed_quota(bytes);
         if !is_tight || !needs_space(request) {
             return Ok(());
         }
         // An exact measurement may read the whole log, so it is done once until the alarm is raised.
-        if !space.no_space.load(Ordering::Relaxed) && !space.refused.load(Ordering::Relaxed) {
+        if !space.no_space.load(Ordering::Relaxed) && !space.has_rejected.load(Ordering::Relaxed) {
             self.measure(Precision::Exact).await;
-            if !space.is_beyond(bytes) {
+            if !space.would_exceed_quota(bytes) {
                 return Ok(());
             }
-            space.refused.store(true, Ordering::Relaxed);
+            space.has_rejected.store(true, Ordering::Relaxed);
             space.measure_requested.notify_one();
         }
         Err(Error::NoSpace)
@@ -90,11 +90,11 @@ fn needs_space(request: &Request) -> bool {
 pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
     let work = async {
         loop {
-            let alarmed = shared.space.no_space.load(Ordering::Relaxed);
+            let is_alarmed = shared.space.no_space.load(Ordering::Relaxed);
             tokio::select! {
                 biased;
                 () = shared.space.measure_requested.notified() => {}
-                () = sleep(if alarmed { ALARMED_INTERVAL } else { INTERVAL }) => {}
+                () = sleep(if is_alarmed { ALARMED_INTERVAL } else { INTERVAL }) => {}
             }
             if let Some(change) = required_change(&shared).await
                 && let Err(error) = queue.submit(Request::Alarm(change)).await
@@ -114,19 +114,19 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
 async fn required_change(shared: &Shared) -> Option<AlarmChange> {
     let space = &shared.space;
     shared.measure(Precision::Quick).await;
-    if space.is_above(EXACT_PERCENT) {
+    if space.is_above_percent(EXACT_PERCENT) {
         shared.measure(Precision::Exact).await;
     }
-    let refused = space.refused.swap(false, Ordering::Relaxed);
+    let has_rejected = space.has_rejected.swap(false, Ordering::Relaxed);
     let raised = space.raised_by_quota();
     if space.no_space.load(Ordering::Relaxed) {
         return raised
             .first()
-            .filter(|_| !space.is_above(CLEAR_PERCENT))
+            .filter(|_| !space.is_above_percent(CLEAR_PERCENT))
             .map(|alarm| AlarmChange::Clear { alarm: *alarm });
     }
     let alarm = Alarm { member_id: shared.identity.member_id, kind: AlarmKind::NoSpace };
-    (refused || space.is_beyond(0)).then_some(AlarmChange::Raise { alarm, cause: Cause::Quota })
+    (has_rejected || space.would_exceed_quota(0)).then_some(AlarmChange::Raise { alarm, cause: Cause::Quota })
 }
 
 impl Store {

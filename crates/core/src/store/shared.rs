@@ -51,7 +51,7 @@ pub(super) struct Shared {
     /// Notified when there is something to compact.
     pub(super) compaction: Notify,
     /// Whether this instance recorded the newest compaction and therefore deletes its rows.
-    pub(super) purge_duty: AtomicBool,
+    pub(super) is_purge_owner: AtomicBool,
     /// Rows that the newest compaction made unreadable and that another instance has to delete.
     pub(super) rows_left_to_others: Mutex<Vec<RowId>>,
     /// The newest revision whose compaction has finished.

@@ -37,7 +37,7 @@ pub(super) struct Space {
     /// Notified when the size should be measured.
     pub(super) measure_requested: Notify,
     /// Whether a write was rejected since the last measurement.
-    pub(super) refused: AtomicBool,
+    pub(super) has_rejected: AtomicBool,
     pub(super) alarms: Mutex<BTreeMap<Alarm, Cause>>,
     pub(super) no_space: AtomicBool,
     pub(super) corrupt: AtomicBool,
@@ -55,7 +55,7 @@ impl Space {
             quota,
             used: AtomicI64::new(0),
             measure_requested: Notify::new(),
-            refused: AtomicBool::new(false),
+            has_rejected: AtomicBool::new(false),
             alarms: Mutex::default(),
             no_space: AtomicBool::new(false),
             corrupt: AtomicBool::new(false),
@@ -84,11 +84,11 @@ impl Space {
     }
 
     /// Returns whether `more` additional bytes would exceed the quota, as of the known size.
-    pub(super) fn is_beyond(&self, more: i64) -> bool {
+    pub(super) fn would_exceed_quota(&self, more: i64) -> bool {
         self.quota.is_some_and(|quota| self.used.load(Ordering::Relaxed).saturating_add(more) > quota)
     }
 
-    pub(super) fn is_above(&self, percent: i64) -> bool {
+    pub(super) fn is_above_percent(&self, percent: i64) -> bool {
         self.quota.is_some_and(|quota| self.used.load(Ordering::Relaxed) > quota / 100 * percent)
     }
 

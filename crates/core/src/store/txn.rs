@@ -302,7 +302,7 @@ impl<'a> Evaluation<'a> {
 
     fn apply_range(&mut self, request: &RangeRequest, savepoint: Savepoint) -> Evaluated<RangeResponse> {
         let mut selection = Selection::new(request);
-        let mut made = HashMap::new();
+        let mut from_batch = HashMap::new();
         match request.at {
             ReadAt::Revision(at) if at.0 > 0 => {
                 if !request.range.is_empty() {
@@ -313,15 +313,15 @@ impl<'a> Evaluation<'a> {
             ReadAt::Latest | ReadAt::Revision(_) => self.batch.visit(self.index, &request.range, |key, current| {
                 selection.offer(key, current.entry());
                 if let Some(kv) = current.kv {
-                    made.insert(current.version.row, kv);
+                    from_batch.insert(current.version.row, kv);
                 }
             }),
         }
         let count = selection.count();
         let mut kvs = Vec::new();
         for selected in selection.take() {
-            let from_batch = made.remove(&selected.entry.version.row);
-            kvs.extend(self.selected_pair(&selected, from_batch, request.projection));
+            let batch_pair = from_batch.remove(&selected.entry.version.row);
+            kvs.extend(self.selected_pair(&selected, batch_pair, request.projection));
         }
         let (mut kvs, more) = selection.finish(kvs);
         if request.projection == Projection::KeysOnly {

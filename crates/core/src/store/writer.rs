@@ -261,7 +261,7 @@ impl Writer {
     /// Reads rows that an evaluation needs. Returns false if another instance compacted them.
     async fn fetch(&self, rows: Vec<RowId>, expected: Position, fetched: &mut Fetched) -> Result<bool> {
         if rows.iter().any(|row| fetched.contains_key(row)) {
-            if self.shared.is_beyond(expected).await? {
+            if self.shared.has_moved_past(expected).await? {
                 return Ok(false);
             }
             // A row that was read before and not found is needed again: the index names a row that is not in the log.

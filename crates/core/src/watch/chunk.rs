@@ -114,6 +114,7 @@ impl Chunk {
     }
 }
 
+/// Collects the events of a chunk.
 #[derive(Default)]
 struct ChunkBuilder {
     bytes: Vec<u8>,

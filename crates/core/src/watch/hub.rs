@@ -120,7 +120,7 @@ impl Hub {
 
     /// Moves to `head` without publishing the changes before it. `apply` makes them readable. Watches read the changes
     /// that they miss from the log, or learn there that they were compacted.
-    pub fn start_over(&self, head: Revision, compact_revision: Option<Revision>, apply: impl FnOnce()) {
+    pub fn reset_to(&self, head: Revision, compact_revision: Option<Revision>, apply: impl FnOnce()) {
         let mut state = self.state.lock();
         apply();
         let next = state.head.next();
@@ -137,7 +137,7 @@ impl Hub {
     }
 
     /// Records a compaction. `apply` makes it effective for reads.
-    pub fn compacted(&self, revision: Revision, apply: impl FnOnce()) {
+    pub fn record_compaction(&self, revision: Revision, apply: impl FnOnce()) {
         let mut state = self.state.lock();
         apply();
         state.compact_revision = state.compact_revision.max(Some(revision));
@@ -165,7 +165,7 @@ impl Hub {
         self.state.lock().compact_revision
     }
 
-    pub(super) fn leave(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
+    pub(super) fn remove(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
         let mut state = self.state.lock();
         state.remove(outbox, id, &spec.range, spec.flavor);
         if let Some(start) = spec.start
@@ -179,7 +179,7 @@ impl Hub {
     }
 
     /// Runs `f` with the head. Nothing is published, joined or canceled meanwhile.
-    pub(super) fn at_head<T>(&self, f: impl FnOnce(Revision) -> T) -> T {
+    pub(super) fn with_head<T>(&self, f: impl FnOnce(Revision) -> T) -> T {
         let state = self.state.lock();
         f(state.head)
     }

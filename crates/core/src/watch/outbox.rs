@@ -75,20 +75,20 @@ impl Outbox {
     /// Queues events, in pieces of at most `fragment` bytes if that is given. Returns false and queues nothing if the
     /// outbox is full.
     #[must_use]
-    pub(super) fn push_chunk(&self, id: WatchId, place: &ChunkRef, fragment: Option<usize>) -> bool {
+    pub(super) fn push_chunk(&self, id: WatchId, chunk: &ChunkRef, fragment: Option<usize>) -> bool {
         let mut inner = self.inner.lock();
         if !inner.has_capacity(OUTBOX_BYTES_MAX) {
             return false;
         }
-        match fragment.filter(|limit| place.len >= *limit) {
+        match fragment.filter(|limit| chunk.len >= *limit) {
             Some(limit) => {
-                let mut pieces = place.pieces(limit).into_iter().peekable();
+                let mut pieces = chunk.pieces(limit).into_iter().peekable();
                 while let Some(piece) = pieces.next() {
                     let fragment = pieces.peek().is_some();
-                    inner.queue.push(Message::Events { id, revision: place.revision, events: vec![piece], fragment });
+                    inner.queue.push(Message::Events { id, revision: chunk.revision, events: vec![piece], fragment });
                 }
             }
-            None => inner.queue.push_chunk(id, place),
+            None => inner.queue.push_chunk(id, chunk),
         }
         wake(inner);
         true
@@ -153,7 +153,7 @@ impl Outbox {
         };
         let now = inner.queue.bytes();
         // The session may be waiting for either threshold.
-        if [OUTBOX_BYTES_MAX / 2, SHORT_MEMORY_BYTES_MAX].iter().any(|room| before >= *room && now < *room) {
+        if [OUTBOX_BYTES_MAX / 2, SHORT_MEMORY_BYTES_MAX].iter().any(|limit| before >= *limit && now < *limit) {
             drop(inner);
             self.attention.notify_one();
         }

@@ -94,17 +94,17 @@ impl Session {
 
     /// Answers a request that creates no watch; the stream continues.
     pub fn refuse(&self, reason: &'static str) {
-        self.hub.at_head(|revision| self.outbox.push(Message::Refused { revision, reason }));
+        self.hub.with_head(|revision| self.outbox.push(Message::Refused { revision, reason }));
     }
 
     /// Cancels a watch. An unknown id is ignored, as in etcd.
     pub fn cancel(&mut self, id: WatchId) {
         if let Some(watch) = self.watches.remove(&id) {
-            self.hub.leave(&self.outbox, id, &watch.spec);
+            self.hub.remove(&self.outbox, id, &watch.spec);
             // Removes pending notes about this watch: a later watch may use its id.
             self.take_lagging();
             self.behind.retain(|behind| *behind != id);
-            self.hub.at_head(|revision| self.outbox.push(Message::Canceled { id, revision }));
+            self.hub.with_head(|revision| self.outbox.push(Message::Canceled { id, revision }));
             // A progress request may have waited only for this watch.
             self.is_progress_requested &= !self.watches.is_empty();
             self.try_progress();
@@ -261,7 +261,7 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         for (id, watch) in &self.watches {
-            self.hub.leave(&self.outbox, *id, &watch.spec);
+            self.hub.remove(&self.outbox, *id, &watch.spec);
         }
         let metrics = &self.hub.metrics.watch;
         metrics.streams.dec();

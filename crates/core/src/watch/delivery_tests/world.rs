@@ -201,7 +201,7 @@ async fn compact(log: &MemoryLog, hub: &Hub, history: &mut History, back: i64, p
     }
     let append = Append { compact: Some(revision), ..Append::rows(history.index.head(), &[]) };
     assert_eq!(log.append(append).await.unwrap(), Appended::Done);
-    hub.compacted(revision, || history.compact_revision = Some(revision));
+    hub.record_compaction(revision, || history.compact_revision = Some(revision));
     if purge {
         let mut removed = Vec::new();
         history.index.begin_compaction(revision);
