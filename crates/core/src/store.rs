@@ -1,4 +1,4 @@
-//! The store: etcd's data model over a [`Log`].
+//! The store: etcd's data model over a [`Log`](crate::log::Log).
 //!
 //! ```text
 //! put, delete, txn,  ─▶ queue ─▶ writer ─▶ log.append ─▶ applier ─▶ index, value cache, leases, watch hub

@@ -59,6 +59,7 @@ impl Shared {
         });
     }
 
+    /// Applies changes to the index and the value cache, and keeps the newest for comparison.
     fn apply_to_index(&self, changes: &[Change]) {
         let mut index = self.index.write();
         for change in changes {
@@ -85,6 +86,7 @@ impl Shared {
         }
     }
 
+    /// Adds changes to the metrics and to the used space.
     fn count(&self, changes: &[Change]) {
         let (mut puts, mut bytes) = (0, 0);
         for change in changes {

@@ -28,6 +28,7 @@ const SAMPLES: u32 = 10;
 /// Interval of compactions in revision mode.
 const REVISION_INTERVAL: Duration = Duration::from_secs(5 * 60);
 
+/// Compacts according to the policy until stopped.
 pub(super) async fn run(
     shared: Arc<Shared>,
     queue: WriteQueue,
@@ -77,6 +78,7 @@ impl Schedule {
         Self { policy, samples: VecDeque::new(), compacted_at: None }
     }
 
+    /// Returns the interval at which the head is sampled.
     fn tick(&self) -> Duration {
         match self.policy {
             AutoCompaction::Periodic(retention) => (retention.min(PERIOD_MAX) / SAMPLES).max(Duration::from_millis(1)),
@@ -84,6 +86,7 @@ impl Schedule {
         }
     }
 
+    /// Records a sample of the head. Returns the revision at which to compact now, if any.
     fn next_target(&mut self, head: Revision, now: Instant) -> Option<Revision> {
         match self.policy {
             AutoCompaction::Revision(kept) => {

@@ -86,6 +86,7 @@ impl Batch {
         self.base
     }
 
+    /// Returns the changes of keys.
     pub fn changes(&self) -> &[Change] {
         &self.changes
     }
@@ -174,6 +175,7 @@ impl Batch {
         self.changes.push(change);
     }
 
+    /// Adds a change of a lease.
     pub fn push_lease(&mut self, change: LeaseChange) {
         self.leases.push(change);
         self.lease_positions.push(self.changes.len());
@@ -200,6 +202,7 @@ impl Batch {
         }
     }
 
+    /// Returns the state of a key after the change at `position`, or `None` if that is a delete.
     fn state_after(&self, position: usize) -> Option<Current> {
         let change = &self.changes[position];
         match &change.kind {

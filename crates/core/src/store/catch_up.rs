@@ -46,6 +46,7 @@ impl Shared {
         Position { head: index.head(), epoch, server: self.replication.server.load(Ordering::Relaxed) }
     }
 
+    /// Returns whether this instance has applied everything up to `position`.
     fn has_reached(&self, position: Position) -> bool {
         let own = self.position();
         own.server == position.server && own.head >= position.head && own.epoch >= position.epoch
@@ -97,6 +98,7 @@ impl Shared {
         caught_up
     }
 
+    /// Reads and applies the log; repeats while a recorded compaction is above the applied head.
     async fn catch_up_locked(&self) -> Result<()> {
         loop {
             let before = self.position();

@@ -75,6 +75,7 @@ fn elapsed_ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1000.0
 }
 
+/// Compacts until the newest recorded compaction is done: first the index, then the rows.
 async fn compact(shared: &Shared, pace: Pace) {
     let mut garbage = Vec::new();
     loop {

@@ -22,6 +22,7 @@ const NON_LEADER_DELAY: Duration = Duration::from_secs(2);
 /// Pause after a failed attempt.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
 
+/// Expires leases until stopped.
 pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
     let work = async {
         loop {
@@ -85,6 +86,7 @@ fn deadline_max(shared: &Shared) -> Instant {
     if shared.members.is_leader() { now } else { now.checked_sub(NON_LEADER_DELAY).unwrap_or(now) }
 }
 
+/// Waits until a lease is due for this instance.
 async fn wait_for_deadline(shared: &Shared) {
     loop {
         let changed = shared.lease_deadline.notified();

@@ -117,6 +117,7 @@ impl Store {
         &self.watchdog
     }
 
+    /// Returns the size of the database.
     pub async fn size(&self) -> Result<Size> {
         Ok(self.shared.log.size(Precision::Quick).await?)
     }
@@ -143,6 +144,7 @@ impl Store {
         Ok(response)
     }
 
+    /// Executes a transaction. One that only reads bypasses the writer.
     pub async fn txn(&self, request: TxnRequest) -> Result<TxnResponse> {
         self.shared.metrics.store.txns.inc();
         if request.is_read_only() {
@@ -164,6 +166,7 @@ impl Store {
         Ok(head)
     }
 
+    /// Submits a request whose outcome is a revision.
     pub(super) async fn submit_for_revision(&self, request: Request) -> Result<Revision> {
         let Outcome::Revision(revision) = self.queue.submit(request).await? else {
             unreachable!("this request returns a revision")

@@ -24,6 +24,7 @@ const BUCKET: &[u8] = b"key";
 /// Keys visited per step while the index is locked.
 const STEP_KEYS: usize = 2_000;
 
+/// A hash and the revisions to which it applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hashed {
     pub hash: u32,
@@ -63,6 +64,7 @@ impl Store {
         Ok(hash)
     }
 
+    /// Computes the hash, or returns `None` if a compaction interfered.
     async fn hash_once(&self, revision: Option<Revision>) -> Result<Option<Hashed>> {
         let (target, compacted) = {
             let index = self.shared.index.read();
@@ -142,6 +144,7 @@ async fn hash_rows(
     Ok(Some(hash))
 }
 
+/// Appends a change to the hash.
 fn append(hash: u32, change: &Change) -> u32 {
     let mut key = [b'_'; 18];
     key[..8].copy_from_slice(&change.row.revision.0.to_be_bytes());

@@ -38,6 +38,7 @@ impl Store {
         Ok(LeaseGranted { revision, id, ttl_secs })
     }
 
+    /// Returns a random positive id that no lease has.
     fn free_lease_id(&self) -> LeaseId {
         let leases = self.shared.leases.lock();
         loop {
@@ -82,6 +83,7 @@ impl Store {
         }
     }
 
+    /// Renews a lease in the log, together with all renewals that wait.
     async fn renew_in_log(
         &self,
         renewals: &SharedQuery<LeaseId, log::Result<Option<LoggedLease>>>,
@@ -111,6 +113,7 @@ impl Store {
         Ok(self.shared.leases.lock().remaining(id, Instant::now()))
     }
 
+    /// Returns the ids of all live leases.
     pub async fn leases(&self) -> Result<Vec<LeaseId>> {
         self.confirm().await?;
         if self.renewal_query.is_some() {
@@ -160,6 +163,7 @@ impl Shared {
         }
     }
 
+    /// Updates the lease table and the alarms to the state in the log.
     pub(super) fn update_leases(&self, meta: &Meta) {
         let now = Instant::now();
         let mut leases = self.leases.lock();

@@ -36,10 +36,12 @@ impl Members {
         self.state.lock().live.clone()
     }
 
+    /// Returns whether this instance is the leader.
     pub(super) fn is_leader(&self) -> bool {
         self.leader() == self.own.id
     }
 
+    /// Returns whether no other instance is live.
     pub(super) fn is_alone(&self) -> bool {
         self.state.lock().live.iter().all(|member| member.id == self.own.id)
     }

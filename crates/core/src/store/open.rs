@@ -50,6 +50,7 @@ use crate::{
 /// server busy for nothing.
 const RENEWAL_PAUSE: Duration = Duration::from_millis(2);
 
+/// The settings of a store.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// Size of the value cache in bytes of encoded pairs.
@@ -170,6 +171,7 @@ impl Store {
 }
 
 impl Pulses {
+    /// Registers the heartbeats at the watchdog.
     fn register(&self, watchdog: &Watchdog, queue: &WriteQueue) {
         let Self { writer, expiry, compactor, follower, heads, renewals } = self;
         watchdog.follow_queue("writer", writer, queue.has_waiting());

@@ -71,6 +71,7 @@ impl Shared {
     }
 }
 
+/// Returns whether a request can increase the used space.
 fn needs_space(request: &Request) -> bool {
     fn puts(txn: &TxnRequest) -> bool {
         txn.success.iter().chain(&txn.failure).any(|op| match op {
@@ -130,6 +131,7 @@ async fn required_change(shared: &Shared) -> Option<AlarmChange> {
 }
 
 impl Store {
+    /// Returns the raised alarms.
     pub fn alarms(&self) -> Vec<Alarm> {
         self.shared.space.alarms.lock().keys().copied().collect()
     }
@@ -158,6 +160,7 @@ impl Store {
         Ok(done?)
     }
 
+    /// Returns the quota in bytes, 0 if there is none.
     pub fn quota(&self) -> u64 {
         self.shared.space.quota()
     }

@@ -58,6 +58,7 @@ impl ReplicationState {
         Appending(self)
     }
 
+    /// Records applied changes and wakes callers that wait for them.
     pub(super) fn note_applied(&self, changes: &[Change], is_shared: bool) {
         if is_shared {
             self.tail.lock().push(changes);
@@ -74,6 +75,7 @@ pub(super) struct AppliedTail {
 }
 
 impl AppliedTail {
+    /// Adds changes and drops the oldest ones above the limits.
     pub(super) fn push(&mut self, changes: &[Change]) {
         for change in &changes[changes.len().saturating_sub(TAIL_CHANGES_MAX)..] {
             self.bytes += pair_bytes(change);
@@ -90,6 +92,7 @@ fn pair_bytes(change: &Change) -> usize {
     pair(change).map_or(0, EncodedKv::len)
 }
 
+/// Returns the pair that a change wrote, or `None` for a delete.
 pub(super) fn pair(change: &Change) -> Option<&EncodedKv> {
     match &change.kind {
         ChangeKind::Put { kv, .. } => Some(kv),

@@ -7,6 +7,7 @@ use crate::{
     types::{EncodedKv, KeyRange, LeaseId, Revision},
 };
 
+/// A read of a range.
 #[derive(Clone, Debug)]
 pub struct RangeRequest {
     pub range: KeyRange,
@@ -67,6 +68,7 @@ pub struct RevisionFilter {
     pub create_max: Option<Revision>,
 }
 
+/// The parts of the result that a read returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Projection {
     Whole,
@@ -102,6 +104,7 @@ pub struct DeleteRequest {
     pub prev_kv: bool,
 }
 
+/// A transaction: if all compares hold, the `success` operations, else the `failure` operations.
 #[derive(Clone, Debug)]
 pub struct TxnRequest {
     pub compares: Vec<Compare>,

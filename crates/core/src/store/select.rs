@@ -54,6 +54,7 @@ impl Selection {
         }
     }
 
+    /// Counts a key of the range and selects it unless the filter or the limit excludes it.
     pub fn offer(&mut self, key: &Key, entry: Entry) {
         self.count += 1;
         if self.projection == Projection::CountOnly || !self.filter.admits(entry.version) {

@@ -79,6 +79,7 @@ impl Space {
         self.measure_requested.notify_one();
     }
 
+    /// Adds written changes to the used space.
     pub(super) fn note_written(&self, changes: &[Change], bytes: i64) {
         self.used.fetch_add(bytes + ROW_BYTES * i64::try_from(changes.len()).unwrap_or(0), Ordering::Relaxed);
     }
@@ -88,14 +89,17 @@ impl Space {
         self.quota.is_some_and(|quota| self.used.load(Ordering::Relaxed).saturating_add(more) > quota)
     }
 
+    /// Returns whether the used space is above this percentage of the quota.
     pub(super) fn is_above_percent(&self, percent: i64) -> bool {
         self.quota.is_some_and(|quota| self.used.load(Ordering::Relaxed) > quota / 100 * percent)
     }
 
+    /// Replaces the alarms by those in the log.
     pub(super) fn set_alarms(&self, meta: &Meta) {
         self.update(|alarms| *alarms = meta.alarms.iter().copied().collect());
     }
 
+    /// Applies a change of this instance's own batch.
     pub(super) fn apply(&self, change: AlarmChange) {
         self.update(|alarms| match change {
             AlarmChange::Raise { alarm, cause } => {
@@ -109,6 +113,7 @@ impl Space {
         });
     }
 
+    /// Changes the alarms and the flags that the request path reads.
     fn update(&self, change: impl FnOnce(&mut BTreeMap<Alarm, Cause>)) {
         let mut alarms = self.alarms.lock();
         change(&mut alarms);

@@ -138,6 +138,7 @@ fn describe(request: &Request) -> String {
     }
 }
 
+/// Describes a transaction by its sizes and its first key.
 fn describe_txn(txn: &TxnRequest) -> String {
     let first = txn.success.iter().chain(&txn.failure).find_map(|op| match op {
         Op::Put(put) => Some(format!("key={}", shown(&put.key))),
@@ -156,6 +157,7 @@ fn describe_txn(txn: &TxnRequest) -> String {
 /// Maximum number of characters shown of a range.
 const RANGE_CHARS: usize = 256;
 
+/// Describes a range.
 pub(super) fn range(range: &KeyRange) -> String {
     match range {
         KeyRange::Single(key) => format!("key={}", shown(key)),

@@ -72,16 +72,19 @@ impl<'a> Evaluation<'a> {
         Self { index, leases, cache, fetched, batch, missing: Vec::new() }
     }
 
+    /// Evaluates a put.
     pub fn put(&mut self, request: &PutRequest) -> Evaluated<PutResponse> {
         self.check_lease(request)?;
         self.check_kept_key_exists(request)?;
         self.atomically(|this, savepoint| this.apply_put(request, savepoint))
     }
 
+    /// Evaluates a delete.
     pub fn delete(&mut self, request: &DeleteRequest) -> Evaluated<DeleteResponse> {
         self.atomically(|this, savepoint| this.apply_delete(request, savepoint))
     }
 
+    /// Evaluates a transaction.
     pub fn txn(&mut self, request: &TxnRequest) -> Evaluated<TxnResponse> {
         let mut path = Vec::new();
         self.choose_path(request, &mut path);
@@ -125,6 +128,7 @@ impl<'a> Evaluation<'a> {
         Ok(self.batch.head())
     }
 
+    /// Grants a lease, which uses no revision.
     pub fn grant(&mut self, id: LeaseId, ttl_secs: i64) -> Evaluated<Revision> {
         if self.batch.lease_exists(self.leases, id) {
             return Err(Error::LeaseExists.into());
@@ -160,6 +164,7 @@ impl<'a> Evaluation<'a> {
         applied
     }
 
+    /// Stops the evaluation if it needed values that are not available.
     fn check_missing(&mut self) -> Evaluated<()> {
         if self.missing.is_empty() { Ok(()) } else { Err(Stop::NeedsValues(std::mem::take(&mut self.missing))) }
     }
@@ -211,6 +216,7 @@ impl<'a> Evaluation<'a> {
 
     // Checks.
 
+    /// Runs `check` on each operation of the chosen branches.
     fn check_txn<'p>(
         &self,
         txn: &TxnRequest,
@@ -227,6 +233,7 @@ impl<'a> Evaluation<'a> {
         Ok(())
     }
 
+    /// Checks that the lease of a put exists.
     fn check_lease(&self, put: &PutRequest) -> Evaluated<()> {
         match put.lease {
             PutLease::Set(Some(lease)) if !self.batch.lease_exists(self.leases, lease) => {
@@ -236,6 +243,7 @@ impl<'a> Evaluation<'a> {
         }
     }
 
+    /// Checks that the key exists if the put keeps its value or lease.
     fn check_kept_key_exists(&self, put: &PutRequest) -> Evaluated<()> {
         let keeps = matches!(put.value, PutValue::Keep) || matches!(put.lease, PutLease::Keep);
         if keeps && self.batch.current(self.index, &put.key).is_none() {
@@ -361,6 +369,7 @@ impl<'a> Evaluation<'a> {
         Ok(TxnResponse { revision: self.revision(savepoint), succeeded, responses })
     }
 
+    /// Adds the delete of a live key.
     fn push_delete(&mut self, key: Key, current: Current, savepoint: Savepoint) {
         let row = self.batch.next_row(savepoint);
         let prev_lease = current.lease;
@@ -375,6 +384,7 @@ impl<'a> Evaluation<'a> {
 
     // Values.
 
+    /// Returns the previous version for a change, with its pair if that is in the batch or in the cache.
     fn prev(&self, current: Current) -> Prev {
         let row = current.version.row;
         Prev { row, kv: current.kv.or_else(|| self.cache.get(row)) }

@@ -23,6 +23,7 @@ pub(super) enum Request {
     Alarm(AlarmChange),
 }
 
+/// The response to a request.
 #[derive(Debug)]
 pub(super) enum Outcome {
     Put(PutResponse),

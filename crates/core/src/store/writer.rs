@@ -112,6 +112,7 @@ impl Writer {
         (writer, queue)
     }
 
+    /// Runs until the queue is closed and empty.
     pub(super) async fn run(mut self) {
         while self.collect().await {
             self.serve_batch().await;
@@ -145,11 +146,14 @@ impl Writer {
         true
     }
 
+    /// Moves a request from the queue to the pending ones.
     fn enqueue(&mut self, command: Command) {
         self.waiting_bytes.fetch_sub(command.bytes, Ordering::Relaxed);
         self.pending.push_back(command);
     }
 
+    /// Evaluates pending requests up to the limits of a batch and commits it. A compaction or an alarm has a batch of
+    /// its own.
     async fn serve_batch(&mut self) {
         if self.is_contended && !self.holds_append_lock {
             self.lock_appends().await;
@@ -224,6 +228,7 @@ impl Writer {
         self.is_contended = shared.position() != before;
     }
 
+    /// Evaluates a request, unless the store is no longer at the position on which the batch is based.
     fn evaluate(
         &self,
         request: &Request,

@@ -55,6 +55,7 @@ struct FlavorGroup {
     tail: RunTail,
 }
 
+/// A synced watch.
 struct Member {
     outbox: Arc<Outbox>,
     id: WatchId,
@@ -165,6 +166,7 @@ impl Hub {
         self.state.lock().compact_revision
     }
 
+    /// Removes a watch, whatever its state is.
     pub(super) fn remove(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
         let mut state = self.state.lock();
         state.remove(outbox, id, &spec.range, spec.flavor);
@@ -239,6 +241,7 @@ impl State {
         JoinOutcome::Synced
     }
 
+    /// Adds a synced watch.
     fn add(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
         self.prev_kv_members += usize::from(spec.flavor.prev_kv);
         let Self { ranges, groups, free_groups, .. } = self;
@@ -298,6 +301,7 @@ impl State {
         }
     }
 
+    /// Sends changes to the synced watches, then notifies watches and progress requests that waited for `head`.
     fn publish(&mut self, changes: &[Change], head: Revision) {
         self.head = head;
         for (number, hits) in self.hits(changes) {
@@ -329,6 +333,7 @@ impl State {
         hits
     }
 
+    /// Sends changes to the watches of a group. Watches whose outbox is full leave the group.
     fn publish_to(&mut self, number: usize, changes: &[&Change], head: Revision) {
         let group = self.groups[number].as_mut().expect("every group number in `ranges` is in use");
         for FlavorGroup { flavor, members, tail } in &mut group.flavors {
@@ -351,6 +356,7 @@ impl State {
     }
 }
 
+/// Encodes the event of a change, with the previous pair if the flavor includes it.
 pub(super) fn encode(change: &Change, flavor: Flavor) -> EncodedEvent {
     if flavor.prev_kv { change.event_with_prev() } else { change.event() }
 }

@@ -66,6 +66,7 @@ impl Outbox {
         Self { inner: Mutex::new(Inner { queue, ..Inner::default() }), attention: Notify::new() }
     }
 
+    /// Queues a message. This never fails, even if the outbox is full.
     pub fn push(&self, message: Message) {
         let mut inner = self.inner.lock();
         inner.queue.push(message);
@@ -100,6 +101,7 @@ impl Outbox {
         self.attention.notify_one();
     }
 
+    /// Takes the watches that fell behind, with the next revision that each needs.
     pub(super) fn take_lagging(&self) -> Vec<(WatchId, Revision)> {
         std::mem::take(&mut self.inner.lock().lagging)
     }
@@ -135,6 +137,7 @@ impl Outbox {
         self.inner.lock().end.is_some()
     }
 
+    /// Returns the next message, or the end of the stream after the last one.
     fn poll_message(&self, context: &mut Context<'_>) -> Poll<Option<Result<Message, End>>> {
         let mut inner = self.inner.lock();
         let before = inner.queue.bytes();

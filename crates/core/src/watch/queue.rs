@@ -65,6 +65,7 @@ pub(super) struct MessageQueue {
     pending: Option<Pending>,
 }
 
+/// An entry of the queue.
 #[derive(Debug)]
 enum Slot {
     Chunks(Chunks),

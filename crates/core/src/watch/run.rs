@@ -30,6 +30,7 @@ struct More {
     bytes: usize,
 }
 
+/// A chunk and the revision in the header of its message.
 #[derive(Debug)]
 struct Published {
     chunk: Chunk,

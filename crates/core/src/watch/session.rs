@@ -43,6 +43,7 @@ struct Watch {
     state: State,
 }
 
+/// The state of a watch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Synced,
@@ -71,6 +72,7 @@ impl Session {
         }
     }
 
+    /// Creates a watch. The `Created` message is queued before its first event.
     pub fn create(&mut self, spec: Spec) {
         let id = match spec.id {
             Some(id) if self.watches.contains_key(&id) => return self.refuse(DUPLICATE_ID),
@@ -136,6 +138,7 @@ impl Session {
         !self.behind.is_empty() && self.outbox.has_room()
     }
 
+    /// Returns whether the stream has ended.
     pub fn has_ended(&self) -> bool {
         self.outbox.has_ended()
     }
@@ -215,6 +218,7 @@ impl Session {
         }
     }
 
+    /// Moves the watches that the hub dropped to the ones that are catching up.
     fn take_lagging(&mut self) {
         for (id, next) in self.outbox.take_lagging() {
             if let Some(watch) = self.watches.get_mut(&id) {
@@ -236,6 +240,7 @@ impl Session {
         }
     }
 
+    /// Sends the requested progress notification if all watches are synced.
     fn try_progress(&mut self) {
         if !self.is_progress_requested {
             return;

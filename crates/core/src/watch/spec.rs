@@ -29,6 +29,7 @@ pub struct Flavor {
 }
 
 impl Flavor {
+    /// Returns whether watches of this flavor receive the change.
     pub(super) fn admits(self, change: &Change) -> bool {
         if change.is_delete() { self.deletes } else { self.puts }
     }

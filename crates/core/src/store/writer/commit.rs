@@ -29,6 +29,7 @@ enum CommitOutcome {
 }
 
 impl Writer {
+    /// Commits a batch and answers its requests. If nothing was written, the requests become pending again.
     pub(super) async fn commit(&mut self, mut batch: Batch, expected: Position, served: Served, started: Instant) {
         let evaluated = Instant::now();
         let metrics = &self.shared.metrics.store;
@@ -66,6 +67,7 @@ impl Writer {
         }
     }
 
+    /// Answers the requests of a batch and records their durations.
     fn reply(&self, served: Served, phases: PhaseTimes) {
         let mut is_slow = false;
         for (command, outcome) in served {
@@ -103,6 +105,7 @@ impl Writer {
         }
     }
 
+    /// Appends the batch to the log and applies it.
     async fn append(&mut self, batch: &Batch, expected: Position) -> Result<CommitOutcome> {
         let append = Append {
             expected,
@@ -155,6 +158,7 @@ impl Writer {
         }
     }
 
+    /// Logs a failed write, at most every [`FAILURE_LOG_INTERVAL`].
     fn log_failure(&mut self, failure: &log::Error) {
         let now = Instant::now();
         let outage = self.outage.get_or_insert(Outage { since: now, logged: now });
@@ -178,6 +182,7 @@ impl Writer {
         }
     }
 
+    /// Logs the end of an outage.
     fn log_recovery(&mut self) {
         if let Some(outage) = self.outage.take() {
             info!(elapsed_ms = outage.since.elapsed().as_millis(), "the database accepts writes again");

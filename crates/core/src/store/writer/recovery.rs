@@ -12,6 +12,7 @@ use crate::{
 };
 
 impl Writer {
+    /// Makes the requests of an unwritten batch pending again, in their order.
     pub(super) fn requeue(&mut self, served: Served) {
         for (command, _) in served.into_iter().rev() {
             self.pending.push_front(command);
@@ -60,6 +61,7 @@ impl Writer {
         }
     }
 
+    /// Rejects pending requests that have waited longer than [`WAIT_MAX`].
     pub(super) fn reject_overdue(&mut self) {
         while self.pending.len() < QUEUE_REQUESTS_MAX {
             let Ok(command) = self.commands.try_recv() else { break };
