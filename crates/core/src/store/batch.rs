@@ -103,7 +103,7 @@ impl Batch {
         self.changes.is_empty() && !self.advances_epoch()
     }
 
-    /// Returns whether the batch changes anything besides keys.
+    /// Returns whether the batch changes anything other than keys.
     pub fn advances_epoch(&self) -> bool {
         !self.leases.is_empty() || self.compaction.is_some() || self.alarm.is_some()
     }

@@ -76,7 +76,7 @@ pub async fn replay(log: &dyn History) -> Result<Replayed> {
 fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
     if row.revision <= Revision::EMPTY || row.revision > meta.position.head {
         return Err(Error::Corrupt(format!(
-            "row {} lies outside the log, whose head is {}",
+            "row {} is outside the log, whose head is {}",
             row.revision, meta.position.head
         )));
     }
@@ -91,7 +91,7 @@ fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
     let sub = if last.revision == row.revision { last.sub + 1 } else { 0 };
     if row.sub != sub {
         return Err(Error::Corrupt(format!(
-            "of revision {} change {sub} is missing before change {}",
+            "revision {}: change {sub} is missing before change {}",
             row.revision, row.sub
         )));
     }

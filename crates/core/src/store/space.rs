@@ -25,7 +25,7 @@ use crate::{
 
 /// etcd's default quota in bytes.
 const QUOTA_DEFAULT: u64 = 2 << 30;
-/// Approximate overhead of a row in bytes, besides its key and value.
+/// Approximate overhead of a row in bytes, in addition to its key and value.
 const ROW_BYTES: i64 = 100;
 
 /// The used space, the quota and the alarms.
