@@ -29,7 +29,7 @@ use super::{
 };
 use crate::{
     index::{Lease, TreeIndex},
-    log::{Error, Position, Result, SharedLog, WithPrev},
+    log::{Error, Meta, Position, Result, SharedLog, WithPrev},
     types::{Change, ChangeKind, KeyRange, LeaseId, Revision, RowId},
 };
 
@@ -102,17 +102,7 @@ impl Shared {
     async fn catch_up_locked(&self) -> Result<()> {
         loop {
             let before = self.position();
-            let (position, meta) = match self.log.shared() {
-                Some(log) => {
-                    let position = log.position().await?;
-                    let unchanged = position.epoch == before.epoch && position.server == before.server;
-                    (position, if unchanged { None } else { Some(self.log.meta().await?) })
-                }
-                None => {
-                    let meta = self.log.meta().await?;
-                    (Position { epoch: before.epoch, ..meta.position }, Some(meta))
-                }
-            };
+            let (position, meta) = self.read_position(before).await?;
             if position.head < before.head {
                 return Err(Error::Diverged(format!(
                     "this instance had revision {}, the database ends at revision {}",
@@ -146,6 +136,17 @@ impl Shared {
                 return Ok(());
             }
         }
+    }
+
+    /// Reads the log's position, and the leases and the compact revision if they may have changed since `before`.
+    async fn read_position(&self, before: Position) -> Result<(Position, Option<Meta>)> {
+        let Some(log) = self.log.shared() else {
+            let meta = self.log.meta().await?;
+            return Ok((Position { epoch: before.epoch, ..meta.position }, Some(meta)));
+        };
+        let position = log.position().await?;
+        let is_unchanged = position.epoch == before.epoch && position.server == before.server;
+        Ok((position, if is_unchanged { None } else { Some(self.log.meta().await?) }))
     }
 
     /// Applies the next page of changes up to `to`. Returns false if compaction has deleted some of them.
