@@ -22,7 +22,7 @@ use tracing::{error, info, warn};
 use super::{Context, STORAGE_VERSION, status::panicked};
 use crate::snapshot::{Folder, Hashing, Snapshot};
 use orlop_core::{
-    store::{Store, coalesce::Coalesced},
+    store::{Store, shared_query::SharedQuery},
     supervise::{caught, tell_request, vital},
 };
 use orlop_wire::proto::server::etcdserverpb::SnapshotResponse;
@@ -44,7 +44,7 @@ pub(super) type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotRespon
 
 /// See the module's page.
 #[derive(Clone)]
-pub(super) struct Snapshots(Arc<Coalesced<(), Result<Arc<Taken>, String>>>);
+pub(super) struct Snapshots(Arc<SharedQuery<(), Result<Arc<Taken>, String>>>);
 
 /// One on the disk.
 struct Taken {
@@ -82,7 +82,7 @@ impl Snapshots {
             }
         };
         // Nobody watches whether it moves: a large store takes as long as it takes.
-        let (snapshots, run) = Coalesced::new(take, Arc::default());
+        let (snapshots, run) = SharedQuery::new(take, Arc::default());
         vital("the taking of snapshots", run);
         Self(Arc::new(snapshots))
     }
@@ -92,7 +92,7 @@ impl Context {
     /// Takes a snapshot and sends it. The whole file is written before the first piece leaves, as each says how many bytes
     /// follow it.
     pub(super) async fn send_snapshot(&self) -> Result<SnapshotStream, Status> {
-        let taken = self.snapshots.0.ask(()).await.unwrap_or_else(|| Err("the server stops".to_owned()));
+        let taken = self.snapshots.0.query(()).await.unwrap_or_else(|| Err("the server stops".to_owned()));
         let taken =
             taken.map_err(|error| Status::internal(format!("etcdserver: a snapshot cannot be taken: {error}")))?;
         let (sender, pieces) = mpsc::channel(AHEAD_MAX);

@@ -263,23 +263,23 @@ const CORRUPTIONS: [Corruption; 25] = [
             "kv_log: revision 2 has no row, expected one",
             "id=4 sub=0 key=\"a\": version is 2, expected 1",
         ],
-        Some("row 1 lies outside the log"),
+        Some("row 1 is outside the log"),
     ),
     (
         "INSERT INTO kv_log_more SELECT 99, 1, key, value, lease, version, create_revision, prev_revision, deleted \
          FROM kv_log WHERE id = 12",
         &["kv_log_more id=99 sub=1 key=\"f\": id is 99, expected at most 12, the newest in kv_log"],
-        Some("row 99 lies outside the log"),
+        Some("row 99 is outside the log"),
     ),
     (
         "DELETE FROM kv_log WHERE id = 5",
         &["kv_log_more id=5 sub=1 key=\"d\": revision 5 has no row in kv_log, which has its first change"],
-        Some("of revision 5 change 0 is missing before change 1"),
+        Some("revision 5: change 0 is missing before change 1"),
     ),
     (
         "DELETE FROM kv_log_more WHERE id = 5 AND sub = 1",
         &["kv_log_more id=5 sub=2 key=\"e\": sub is 2, expected 1", "id=9 sub=0 key=\"d\": version is 2, expected 1"],
-        Some("of revision 5 change 1 is missing before change 2"),
+        Some("revision 5: change 1 is missing before change 2"),
     ),
     (
         "UPDATE kv_log_more SET sub = -1 WHERE sub = 1",

@@ -1,15 +1,16 @@
-//! Watches: committed changes on their way to those who asked for them.
+//! Watches: delivers committed changes to clients.
 //!
 //! ```text
-//! applier ─▶ Hub ─▶ Outbox (one a stream) ─▶ client
+//! applier ─▶ Hub ─▶ Outbox (one per stream) ─▶ client
 //!             ▲        ▲
-//!     joins   │        │ what the log has from the start revision on
-//!             └ Session (one a stream) ◀─ create, cancel, progress
+//!     joins   │        │ events read from the log, from the start revision on
+//!             └ Session (one per stream) ◀─ create, cancel, progress
 //! ```
 //!
-//! A watch is *synced*, when the hub feeds it, or *catching up*, when its session reads the log in revision order until it
-//! meets the hub. A client that reads slowly fills its outbox, which is bounded; its watches then catch up from the log at
-//! the client's pace. So a watch loses nothing short of compaction and holds up nobody.
+//! A watch is either *synced*, and the hub feeds it, or *catching up*, and its session reads the log in revision order
+//! until it reaches the hub's head. Each stream's outbox is bounded. If a slow client fills it, the client's watches
+//! catch up from the log at the client's pace. A watch therefore misses nothing that is not compacted, and a slow
+//! client delays no other.
 //!
 //! Guarantees: ordered, unique, atomic (the changes of one revision stay together), reliable, resumable; a progress
 //! notification never overtakes an event that it covers.
@@ -17,45 +18,21 @@
 mod chunk;
 mod hub;
 pub mod intervals;
+mod message;
 mod outbox;
+mod queue;
 mod run;
 mod session;
-mod waiting;
-
-use crate::types::{KeyRange, Revision, WatchId};
+mod spec;
 
 pub use self::{
     chunk::Chunk,
     hub::Hub,
-    outbox::{End, Message, Messages, Outbox},
+    message::{End, Message},
+    outbox::{Messages, Outbox},
     session::Session,
+    spec::{Flavor, NO_WATCH, Spec},
 };
-
-/// What a client wants to watch.
-#[derive(Clone, Debug)]
-pub struct Spec {
-    /// `None`: the stream gives it one.
-    pub id: Option<WatchId>,
-    /// Not empty.
-    pub range: KeyRange,
-    /// The first revision of interest; `None`: the next one.
-    pub start: Option<Revision>,
-    pub flavor: Flavor,
-    /// Bytes of events above which a message is cut, if the client wants that.
-    pub fragment: Option<usize>,
-    pub progress_notify: bool,
-}
-
-/// What an event of a watch holds; watches of one flavor and range share what is encoded for them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Flavor {
-    pub prev_kv: bool,
-    pub puts: bool,
-    pub deletes: bool,
-}
-
-/// The id of a message that is about no single watch.
-pub const NO_WATCH: WatchId = WatchId(-1);
 
 #[cfg(test)]
 mod delivery_tests;

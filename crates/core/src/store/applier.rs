@@ -1,4 +1,4 @@
-//! The applier: the only way by which committed rows reach the index, the value cache, the leases and the watchers.
+//! The applier: the only path by which committed rows reach the index, the value cache, the leases and the watchers.
 
 use std::collections::HashMap;
 
@@ -6,8 +6,8 @@ use tokio::time::Instant;
 use tracing::warn;
 
 use super::{
-    Shared,
     batch::{Batch, BatchChange},
+    shared::Shared,
 };
 use crate::{
     log::{LeaseChange, Position},
@@ -15,8 +15,8 @@ use crate::{
 };
 
 impl Shared {
-    /// Takes up a batch that this instance committed at `expected`. Index and hub move on together: whoever read a revision
-    /// finds the hub at that revision or beyond. What was read from the log meanwhile is not taken up again.
+    /// Applies a batch that this instance committed at `expected`. Index and hub advance together: if a client has read
+    /// a revision, the hub is at that revision or a later one. Changes that were already read from the log are skipped.
     pub(super) fn apply_batch(&self, batch: &Batch, expected: Position, now: Instant) {
         let epoch = if batch.advances_epoch() { expected.epoch + 1 } else { expected.epoch };
         self.hub.publish(batch.changes(), batch.head(), |changes| {
@@ -45,12 +45,12 @@ impl Shared {
             self.lease_deadline.notify_one();
         }
         if let Some(revision) = batch.compaction() {
-            self.purge_duty.store(true, std::sync::atomic::Ordering::Relaxed);
+            self.is_purge_owner.store(true, std::sync::atomic::Ordering::Relaxed);
             self.note_compaction(revision);
         }
     }
 
-    /// Takes up changes read from the log, all up to `head`.
+    /// Applies changes that were read from the log, all up to `head`.
     pub(super) fn apply_logged(&self, changes: &[Change], head: Revision) {
         self.hub.publish(changes, head, |changes| {
             self.apply_to_index(changes);
@@ -59,6 +59,7 @@ impl Shared {
         });
     }
 
+    /// Applies changes to the index and the value cache, and keeps the newest for comparison.
     fn apply_to_index(&self, changes: &[Change]) {
         let mut index = self.index.write();
         for change in changes {
@@ -69,7 +70,7 @@ impl Shared {
             self.values.apply(change);
         }
         self.count(changes);
-        self.standing.note_applied(changes, self.log.shared().is_some());
+        self.replication.note_applied(changes, self.log.shared().is_some());
     }
 
     fn count_leases(&self, changes: &[LeaseChange]) {
@@ -85,6 +86,7 @@ impl Shared {
         }
     }
 
+    /// Adds changes to the metrics and to the used space.
     fn count(&self, changes: &[Change]) {
         let (mut puts, mut bytes) = (0, 0);
         for change in changes {
@@ -103,8 +105,8 @@ impl Shared {
         self.space.note_written(changes, bytes);
     }
 
-    /// Completes changes with the pairs that they replace, for watchers that asked for them. A pair that cannot be had is
-    /// left out, as etcd leaves out one that was compacted.
+    /// Fills in the previous pairs of changes, for watchers that want them. A pair that cannot be read is left out, as
+    /// etcd leaves out a compacted one.
     pub(super) async fn fill_prev(&self, changes: &mut [Change]) {
         let lacking = |prev: &&Prev| prev.kv.is_none();
         let rows: Vec<RowId> = changes.iter().filter_map(|c| c.prev.as_ref()).filter(lacking).map(|p| p.row).collect();

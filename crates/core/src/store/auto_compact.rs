@@ -1,4 +1,5 @@
-//! Automatic compaction, as etcd's `--auto-compaction-mode`. Of several instances the leading one does it.
+//! Automatic compaction, like etcd's `--auto-compaction-mode`. If several instances share the log, only the leader
+//! compacts.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
@@ -8,28 +9,26 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{
-    Error, Shared,
-    writer::{Request, WriteQueue},
-};
+use super::{error::Error, queue::WriteQueue, shared::Shared, write_request::Request};
 use crate::types::Revision;
 
-/// What is kept.
+/// The history that automatic compaction keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AutoCompaction {
-    /// What was current within this time.
+    /// Revisions that were current within this period.
     Periodic(Duration),
-    /// This many revisions below the head.
+    /// This number of revisions below the head.
     Revision(i64),
 }
 
-/// Compactions of a long retention come at least this often.
+/// Maximum time between compactions, whatever the retention.
 const PERIOD_MAX: Duration = Duration::from_secs(60 * 60);
-/// Looks at the head for each period.
+/// Samples of the head per period.
 const SAMPLES: u32 = 10;
-/// How often revisions are counted.
+/// Interval of compactions in revision mode.
 const REVISION_INTERVAL: Duration = Duration::from_secs(5 * 60);
 
+/// Compacts according to the policy until stopped.
 pub(super) async fn run(
     shared: Arc<Shared>,
     queue: WriteQueue,
@@ -37,8 +36,8 @@ pub(super) async fn run(
     mut stop: watch::Receiver<bool>,
 ) {
     let work = async {
-        let mut plan = Plan::new(policy);
-        let mut ticks = interval(plan.tick());
+        let mut schedule = Schedule::new(policy);
+        let mut ticks = interval(schedule.tick());
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
@@ -46,15 +45,15 @@ pub(super) async fn run(
                 let index = shared.index.read();
                 (index.head(), index.compact_revision())
             };
-            let Some(target) = plan.look(head, Instant::now()) else { continue };
-            if !shared.members.leads() || Some(target) <= compacted || target > head {
+            let Some(target) = schedule.next_target(head, Instant::now()) else { continue };
+            if !shared.members.is_leader() || Some(target) <= compacted || target > head {
                 continue;
             }
             info!(compact_revision = target.0, "starting auto compaction");
             match queue.submit(Request::Compact(target)).await {
                 Ok(_) | Err(Error::Compacted) => {}
                 Err(error) => {
-                    warn!(%error, compact_revision = target.0, "auto compaction failed; the next look tries again")
+                    warn!(%error, compact_revision = target.0, "auto compaction failed; trying again at the next interval")
                 }
             }
         }
@@ -66,19 +65,20 @@ pub(super) async fn run(
     }
 }
 
-/// When to compact, and to which revision. Pure.
-struct Plan {
+/// Decides when to compact and at which revision. Pure.
+struct Schedule {
     policy: AutoCompaction,
-    /// Heads and when they were current, the oldest first.
+    /// Samples of the head with their times, oldest first.
     samples: VecDeque<(Instant, Revision)>,
     compacted_at: Option<Instant>,
 }
 
-impl Plan {
+impl Schedule {
     fn new(policy: AutoCompaction) -> Self {
         Self { policy, samples: VecDeque::new(), compacted_at: None }
     }
 
+    /// Returns the interval at which the head is sampled.
     fn tick(&self) -> Duration {
         match self.policy {
             AutoCompaction::Periodic(retention) => (retention.min(PERIOD_MAX) / SAMPLES).max(Duration::from_millis(1)),
@@ -86,18 +86,20 @@ impl Plan {
         }
     }
 
-    fn look(&mut self, head: Revision, now: Instant) -> Option<Revision> {
+    /// Records a sample of the head. Returns the revision at which to compact now, if any.
+    fn next_target(&mut self, head: Revision, now: Instant) -> Option<Revision> {
         match self.policy {
             AutoCompaction::Revision(kept) => {
                 let target = head.0.saturating_sub(kept);
                 (target > 0).then_some(Revision(target))
             }
-            AutoCompaction::Periodic(retention) => self.look_back(head, now, retention),
+            AutoCompaction::Periodic(retention) => self.periodic_target(head, now, retention),
         }
     }
 
-    /// The first compaction comes after one retention, the next ones each after one more, or an hour if that is less.
-    fn look_back(&mut self, head: Revision, now: Instant, retention: Duration) -> Option<Revision> {
+    /// The first compaction comes after one retention, each further one after another retention or one hour, whichever
+    /// is less.
+    fn periodic_target(&mut self, head: Revision, now: Instant, retention: Duration) -> Option<Revision> {
         self.samples.push_back((now, head));
         let old = self.samples.iter().take_while(|(at, _)| now.duration_since(*at) >= retention).count();
         let target = self.samples.get(old.checked_sub(1)?)?.1;
@@ -116,14 +118,14 @@ mod tests {
 
     #[track_caller]
     fn check(policy: AutoCompaction, heads: impl Fn(u64) -> i64, minutes: u64, expected: &[(u64, i64)]) {
-        let mut plan = Plan::new(policy);
+        let mut schedule = Schedule::new(policy);
         let start = Instant::now();
-        let tick = plan.tick();
+        let tick = schedule.tick();
         let mut compactions = Vec::new();
         let mut at = Duration::ZERO;
         while at <= Duration::from_secs(60 * minutes) {
             let minute = at.as_secs() / 60;
-            if let Some(target) = plan.look(Revision(heads(minute)), start + at) {
+            if let Some(target) = schedule.next_target(Revision(heads(minute)), start + at) {
                 compactions.push((minute, target.0));
             }
             at += tick;
@@ -132,9 +134,9 @@ mod tests {
     }
 
     #[test]
-    fn periodic_keeps_what_was_current_within_the_retention() {
+    fn periodic_mode_keeps_revisions_within_the_retention() {
         let minutes = |minutes: u64| AutoCompaction::Periodic(Duration::from_secs(60 * minutes));
-        // A revision a minute, from 1 on.
+        // One revision per minute, from 1.
         let heads = |minute: u64| minute as i64 + 1;
         check(minutes(10), heads, 9, &[]);
         check(minutes(10), heads, 30, &[(10, 1), (20, 11), (30, 21)]);

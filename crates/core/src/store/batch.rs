@@ -1,7 +1,7 @@
-//! Changes that are evaluated but not yet in the log: what the writer gathers between two commits.
+//! A batch: changes that are evaluated but not yet in the log. The writer collects them between two commits.
 //!
-//! Requests of a batch see the changes of those before them, so the batch is read together with the index that it was
-//! evaluated on.
+//! A request in a batch sees the changes of the requests before it. The batch is therefore read together with the index
+//! on which it was evaluated.
 
 use std::{collections::BTreeMap, ops::Bound};
 
@@ -14,44 +14,44 @@ use crate::{
     types::{Change, ChangeKind, EncodedKv, Key, KeyBounds, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
-/// See the module's page.
+/// The changes of one commit, in the order in which they were made.
 #[derive(Debug)]
 pub struct Batch {
     base: Revision,
     head: Revision,
     changes: Vec<Change>,
-    /// Of each changed key, the place of its newest change in `changes`.
+    /// For each changed key, the position of its newest change in `changes`.
     newest: BTreeMap<Key, usize>,
-    /// Of each change, what `newest` said before it.
-    shadowed: Vec<Option<usize>>,
+    /// For each change, the previous value of its key in `newest`.
+    replaced: Vec<Option<usize>>,
     leases: Vec<LeaseChange>,
-    /// Of each lease change, how many changes of keys came before it.
-    lease_places: Vec<usize>,
+    /// For each lease change, the number of key changes before it.
+    lease_positions: Vec<usize>,
     compaction: Option<Revision>,
     alarm: Option<AlarmChange>,
 }
 
-/// A place to go back to if a request turns out not to hold.
+/// A savepoint to which a failed request is rolled back.
 #[derive(Clone, Copy, Debug)]
-pub struct Mark {
+pub struct Savepoint {
     head: Revision,
     changes: usize,
     leases: usize,
 }
 
-/// One of a batch's changes.
+/// One change of a batch.
 #[derive(Clone, Copy, Debug)]
 pub enum BatchChange<'a> {
     Key(&'a Change),
     Lease(LeaseChange),
 }
 
-/// A live key as a request in the batch sees it.
+/// A live key as the next request in the batch sees it.
 #[derive(Clone, Debug)]
 pub struct Current {
     pub version: Version,
     pub lease: Option<LeaseId>,
-    /// Its pair, if the batch made it.
+    /// Its pair, if the batch wrote it.
     pub kv: Option<EncodedKv>,
 }
 
@@ -68,24 +68,25 @@ impl Batch {
             head: base,
             changes: Vec::new(),
             newest: BTreeMap::new(),
-            shadowed: Vec::new(),
+            replaced: Vec::new(),
             leases: Vec::new(),
-            lease_places: Vec::new(),
+            lease_positions: Vec::new(),
             compaction: None,
             alarm: None,
         }
     }
 
-    /// The revision that the log has after this batch.
+    /// Returns the log's head after this batch.
     pub fn head(&self) -> Revision {
         self.head
     }
 
-    /// The revision that the log has before this batch.
+    /// Returns the log's head before this batch.
     pub fn base(&self) -> Revision {
         self.base
     }
 
+    /// Returns the changes of keys.
     pub fn changes(&self) -> &[Change] {
         &self.changes
     }
@@ -102,7 +103,7 @@ impl Batch {
         self.changes.is_empty() && !self.advances_epoch()
     }
 
-    /// Whether it changes more than keys.
+    /// Returns whether the batch changes anything other than keys.
     pub fn advances_epoch(&self) -> bool {
         !self.leases.is_empty() || self.compaction.is_some() || self.alarm.is_some()
     }
@@ -123,85 +124,87 @@ impl Batch {
         self.compaction = Some(revision);
     }
 
-    pub fn mark(&self) -> Mark {
-        Mark { head: self.head, changes: self.changes.len(), leases: self.leases.len() }
+    pub fn savepoint(&self) -> Savepoint {
+        Savepoint { head: self.head, changes: self.changes.len(), leases: self.leases.len() }
     }
 
-    /// Forgets all that came after the mark.
-    pub fn roll_back(&mut self, mark: Mark) {
-        while self.changes.len() > mark.changes {
-            let change = self.changes.pop().expect("longer than the mark");
-            match self.shadowed.pop().flatten() {
-                Some(place) => self.newest.insert(change.key, place),
+    /// Removes all changes after the savepoint.
+    pub fn roll_back(&mut self, savepoint: Savepoint) {
+        while self.changes.len() > savepoint.changes {
+            let change = self.changes.pop().expect("longer than the savepoint");
+            match self.replaced.pop().flatten() {
+                Some(position) => self.newest.insert(change.key, position),
                 None => self.newest.remove(&change.key),
             };
         }
-        self.leases.truncate(mark.leases);
-        self.lease_places.truncate(mark.leases);
-        self.head = mark.head;
+        self.leases.truncate(savepoint.leases);
+        self.lease_positions.truncate(savepoint.leases);
+        self.head = savepoint.head;
     }
 
-    /// Whether something changed since the mark.
-    pub fn changed_since(&self, mark: Mark) -> bool {
-        self.changes.len() > mark.changes
+    /// Returns whether a key changed since the savepoint.
+    pub fn changed_since(&self, savepoint: Savepoint) -> bool {
+        self.changes.len() > savepoint.changes
     }
 
-    /// Gives what changed since the mark its revision. Without this the next transaction would share it.
-    pub fn seal(&mut self, mark: Mark) {
-        if self.changed_since(mark) {
+    /// Ends the transaction that began at the savepoint. Without this call the next transaction would share its revision.
+    pub fn seal(&mut self, savepoint: Savepoint) {
+        if self.changed_since(savepoint) {
             self.head = self.head.next();
         }
     }
 
-    /// The row of the next change of the transaction that began at the mark.
-    pub fn next_row(&self, mark: Mark) -> RowId {
+    /// Returns the row of the transaction's next change.
+    pub fn next_row(&self, savepoint: Savepoint) -> RowId {
         let sub =
-            u32::try_from(self.changes.len() - mark.changes).expect("a transaction has fewer changes than memory");
+            u32::try_from(self.changes.len() - savepoint.changes).expect("a transaction has fewer changes than memory");
         RowId::new(self.head.next(), sub)
     }
 
-    /// Adds a change. A key's second change in one transaction shows the version before the transaction as the previous
-    /// one, as in etcd.
+    /// Adds a change. If a transaction changes a key twice, the second change shows the version before the transaction
+    /// as the previous one, as in etcd.
     pub fn push(&mut self, mut change: Change) {
-        let place = self.changes.len();
-        let shadowed = self.newest.insert(change.key.clone(), place);
-        if let Some(before) = shadowed.map(|place| &self.changes[place])
+        let position = self.changes.len();
+        let replaced = self.newest.insert(change.key.clone(), position);
+        if let Some(before) = replaced.map(|position| &self.changes[position])
             && before.row.revision == change.row.revision
         {
             change.prev.clone_from(&before.prev);
         }
-        self.shadowed.push(shadowed);
+        self.replaced.push(replaced);
         self.changes.push(change);
     }
 
+    /// Adds a change of a lease.
     pub fn push_lease(&mut self, change: LeaseChange) {
         self.leases.push(change);
-        self.lease_places.push(self.changes.len());
+        self.lease_positions.push(self.changes.len());
     }
 
-    /// All changes in the order in which they were made.
+    /// Returns all changes in the order in which they were made.
     pub fn in_order(&self) -> impl Iterator<Item = BatchChange<'_>> {
-        let mut leases = self.leases.iter().zip(&self.lease_places).peekable();
+        let mut leases = self.leases.iter().zip(&self.lease_positions).peekable();
         let mut changes = self.changes.iter().enumerate().peekable();
         std::iter::from_fn(move || {
-            let place = changes.peek().map_or(self.changes.len(), |(place, _)| *place);
-            match leases.next_if(|(_, before)| **before <= place) {
+            let position = changes.peek().map_or(self.changes.len(), |(position, _)| *position);
+            match leases.next_if(|(_, before)| **before <= position) {
                 Some((lease, _)) => Some(BatchChange::Lease(*lease)),
                 None => changes.next().map(|(_, change)| BatchChange::Key(change)),
             }
         })
     }
 
-    /// The key as the next request sees it, if it is live.
+    /// Returns the key as the next request sees it, if it is live.
     pub fn current(&self, index: &TreeIndex, key: &[u8]) -> Option<Current> {
         match self.newest.get(key) {
-            Some(place) => self.changed(*place),
+            Some(position) => self.state_after(*position),
             None => index.get(key, self.base).map(from_index),
         }
     }
 
-    fn changed(&self, place: usize) -> Option<Current> {
-        let change = &self.changes[place];
+    /// Returns the state of a key after the change at `position`, or `None` if that is a delete.
+    fn state_after(&self, position: usize) -> Option<Current> {
+        let change = &self.changes[position];
         match &change.kind {
             ChangeKind::Put { kv, create_revision, version, lease } => Some(Current {
                 version: Version { row: change.row, create_revision: *create_revision, version: *version },
@@ -212,7 +215,7 @@ impl Batch {
         }
     }
 
-    /// Visits the live keys of a range as the next request sees them, in order.
+    /// Visits the live keys of a range in order, as the next request sees them.
     pub fn visit(&self, index: &TreeIndex, range: &KeyRange, mut visit: impl FnMut(&Key, Current)) {
         if let KeyRange::Single(key) = range {
             if let Some(current) = self.current(index, key) {
@@ -224,32 +227,32 @@ impl Batch {
             return;
         }
         let mut from = range.bounds().0;
-        for (key, place) in self.newest.range::<[u8], _>(range.bounds()) {
-            if let Some(before) = until(from, key) {
+        for (key, position) in self.newest.range::<[u8], _>(range.bounds()) {
+            if let Some(before) = bounds_before(from, key) {
                 index.range(before, self.base).for_each(|(key, entry)| visit(key, from_index(entry)));
             }
-            if let Some(current) = self.changed(*place) {
+            if let Some(current) = self.state_after(*position) {
                 visit(key, current);
             }
             from = Bound::Excluded(key);
         }
         let rest = (from, range.bounds().1);
-        if !is_nothing(rest) {
+        if !is_empty(rest) {
             index.range(rest, self.base).for_each(|(key, entry)| visit(key, from_index(entry)));
         }
     }
 
-    /// Whether the lease is there for the next request.
+    /// Returns whether the lease exists for the next request.
     pub fn lease_exists(&self, leases: &lease::Table, wanted: LeaseId) -> bool {
         self.lease_change(wanted).unwrap_or_else(|| leases.contains(wanted))
     }
 
-    /// Whether the lease's time is over, if it is the one of the table and not one that the batch granted under its id.
-    pub fn lease_is_over(&self, leases: &lease::Table, wanted: LeaseId, now: Instant) -> bool {
+    /// Returns whether the lease has expired. A lease that this batch granted under the same id has not.
+    pub fn is_lease_expired(&self, leases: &lease::Table, wanted: LeaseId, now: Instant) -> bool {
         self.lease_change(wanted).is_none() && leases.is_expired(wanted, now)
     }
 
-    /// Whether the lease is there for what the batch did to it, if it did something.
+    /// Returns whether the lease exists after the batch's changes to it, or `None` if the batch does not change it.
     fn lease_change(&self, wanted: LeaseId) -> Option<bool> {
         self.leases.iter().rev().find_map(|change| match *change {
             LeaseChange::Grant { id, .. } => (id == wanted).then_some(true),
@@ -257,13 +260,13 @@ impl Batch {
         })
     }
 
-    /// The live keys on the lease as the next request sees them, in order.
+    /// Returns the live keys of the lease in order, as the next request sees them.
     pub fn lease_keys(&self, leases: &lease::Table, wanted: LeaseId) -> Vec<Key> {
         let unchanged = leases.keys(wanted).filter(|key| !self.newest.contains_key(key.as_slice())).cloned();
         let changed = self
             .newest
             .iter()
-            .filter(|(_, place)| self.changed(**place).is_some_and(|current| current.lease == Some(wanted)))
+            .filter(|(_, position)| self.state_after(**position).is_some_and(|current| current.lease == Some(wanted)))
             .map(|(key, _)| key.clone());
         let mut keys: Vec<Key> = unchanged.chain(changed).collect();
         keys.sort_unstable();
@@ -280,14 +283,14 @@ fn from_index(entry: Entry) -> Current {
     Current { version: entry.version, lease, kv: None }
 }
 
-/// What lies from `from` to before `key`.
-fn until<'a>(from: Bound<&'a [u8]>, key: &'a Key) -> Option<KeyBounds<'a>> {
+/// Returns the bounds [`from`, `key`), or `None` if they are empty.
+fn bounds_before<'a>(from: Bound<&'a [u8]>, key: &'a Key) -> Option<KeyBounds<'a>> {
     let bounds = (from, Bound::Excluded(key.as_slice()));
-    (!is_nothing(bounds)).then_some(bounds)
+    (!is_empty(bounds)).then_some(bounds)
 }
 
-/// Bounds that an ordered map refuses, because nothing can lie between them.
-fn is_nothing(bounds: KeyBounds<'_>) -> bool {
+/// Returns whether nothing can be within the bounds. `BTreeMap::range` panics on such bounds.
+fn is_empty(bounds: KeyBounds<'_>) -> bool {
     match bounds {
         (Bound::Included(from), Bound::Excluded(to))
         | (Bound::Excluded(from), Bound::Excluded(to) | Bound::Included(to)) => from >= to,

@@ -1,4 +1,5 @@
-//! Batches against a naive one: what a request of a batch sees, for ranges of every kind, and what taking back leaves.
+//! Tests batches against a naive implementation: the state that a request in a batch sees, for all kinds of ranges, and
+//! rollback.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -7,7 +8,7 @@ use tokio::time::Instant;
 
 use super::{
     batch::{Batch, BatchChange, Current},
-    txn_tests::{KEYS, key_ranges},
+    generators::{KEYS, key_ranges},
 };
 use crate::{
     index::{Entry, Lease, TreeIndex},
@@ -24,9 +25,9 @@ enum Op {
     Grant,
 }
 
-/// A transaction, and whether it holds in the end.
+/// The operations of a transaction, and whether it is committed or rolled back.
 type Txn = (Vec<Op>, bool);
-/// What each live key is: its version, its lease, and its pair if the batch made it.
+/// The version and lease of each live key, and its pair if the batch wrote it.
 type Live = BTreeMap<Key, (Version, Option<LeaseId>, Option<EncodedKv>)>;
 type Checked = Result<(), TestCaseError>;
 
@@ -34,7 +35,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
 
     #[test]
-    fn requests_see_the_index_and_what_the_batch_changed(
+    fn requests_see_the_index_and_the_changes_of_the_batch(
         before in vec(txns(), 0..6),
         txns in vec(txns(), 0..6),
         ranges in vec(key_ranges(), 12),
@@ -50,16 +51,16 @@ proptest! {
 }
 
 #[test]
-fn second_change_of_a_transaction_shows_what_was_before_the_transaction() {
+fn second_change_of_a_key_shows_the_pair_before_the_transaction() {
     let (index, _) = indexed(&[(vec![Op::Put { key: "a", lease: 1 }], true)]);
     let mut batch = Batch::new(index.head());
-    let mark = batch.mark();
+    let savepoint = batch.savepoint();
     for put in [false, true] {
         let current = batch.current(&index, b"a");
-        let change = change(batch.next_row(mark), "a", put.then_some(2), current.as_ref());
+        let change = change(batch.next_row(savepoint), "a", put.then_some(2), current.as_ref());
         batch.push(change);
     }
-    batch.seal(mark);
+    batch.seal(savepoint);
     let prev: Vec<_> = batch.changes().iter().map(|change| change.prev.as_ref().map(|prev| prev.row)).collect();
     let first = RowId::new(Revision(2), 0);
     assert_eq!(prev, [Some(first), Some(first)]);
@@ -69,16 +70,16 @@ struct World {
     index: TreeIndex,
     batch: Batch,
     live: Live,
-    /// Every change that was not taken back, a lease change as its id, in order.
+    /// All changes that were not rolled back, in order; a lease change as its id.
     made: Vec<Result<RowId, LeaseId>>,
 }
 
 impl World {
     fn run(&mut self, (ops, holds): &Txn) -> Checked {
         let (live, made, text) = (self.live.clone(), self.made.clone(), format!("{:?}", self.batch));
-        let (mark, head) = (self.batch.mark(), self.batch.head());
+        let (savepoint, head) = (self.batch.savepoint(), self.batch.head());
         for op in ops {
-            let row = self.batch.next_row(mark);
+            let row = self.batch.next_row(savepoint);
             let Some((key, lease)) = op.target() else {
                 self.batch.push_lease(LeaseChange::Grant { id: LeaseId(9), ttl_secs: 9 });
                 self.made.push(Err(LeaseId(9)));
@@ -94,11 +95,11 @@ impl World {
         }
         if *holds {
             let changed = self.made[made.len()..].iter().any(Result::is_ok);
-            prop_assert_eq!(self.batch.changed_since(mark), changed);
-            self.batch.seal(mark);
+            prop_assert_eq!(self.batch.changed_since(savepoint), changed);
+            self.batch.seal(savepoint);
             prop_assert_eq!(self.batch.head(), if changed { head.next() } else { head });
         } else {
-            self.batch.roll_back(mark);
+            self.batch.roll_back(savepoint);
             prop_assert_eq!(format!("{:?}", self.batch), text);
             (self.live, self.made) = (live, made);
         }
@@ -136,7 +137,7 @@ fn known(current: Current) -> (Version, Option<LeaseId>, Option<EncodedKv>) {
     (current.version, current.lease, current.kv)
 }
 
-/// An index after these transactions, and what is live in it.
+/// Returns the index after these transactions, and its live keys.
 fn indexed(txns: &[Txn]) -> (TreeIndex, Live) {
     let (mut index, mut live) = (TreeIndex::new(), Live::new());
     for (ops, _) in txns {
@@ -172,7 +173,7 @@ fn note(live: &mut Live, change: &Change, with_pair: bool) {
     }
 }
 
-/// A put on a lease, or a delete.
+/// Returns a put with a lease, or a delete if `lease` is `None`.
 fn change(row: RowId, key: &str, lease: Option<i64>, current: Option<&Current>) -> Change {
     let version = match current {
         Some(current) => Version { row, version: current.version.version + 1, ..current.version },
@@ -192,7 +193,7 @@ fn change(row: RowId, key: &str, lease: Option<i64>, current: Option<&Current>) 
 }
 
 impl Op {
-    /// The key and, of a put, the lease.
+    /// Returns the key and, for a put, the lease.
     fn target(self) -> Option<(&'static str, Option<i64>)> {
         match self {
             Self::Put { key, lease } => Some((key, Some(lease))),
@@ -202,7 +203,7 @@ impl Op {
     }
 }
 
-/// Changes of different keys, but that a key may be deleted and put again.
+/// Changes of distinct keys, except that a key may be deleted and put again.
 fn txns() -> impl Strategy<Value = Txn> {
     let op = (select(KEYS.to_vec()), 0..3_i64, 0..8_u8).prop_map(|(key, lease, kind)| match kind {
         0..4 => vec![Op::Put { key, lease }],
@@ -225,17 +226,17 @@ fn txns() -> impl Strategy<Value = Txn> {
 }
 
 #[test]
-fn lease_that_the_batch_granted_anew_is_not_over() {
+fn lease_granted_again_by_the_batch_is_not_expired() {
     let (now, id) = (Instant::now(), LeaseId(1));
     let mut leases = lease::Table::default();
     leases.grant(id, 3, now);
     let later = now + Duration::from_secs(4);
     let mut batch = Batch::new(Revision::EMPTY);
-    assert!(!batch.lease_is_over(&leases, id, now));
-    assert!(batch.lease_is_over(&leases, id, later));
-    // Two ask for the end of a lease, and in between its id is given away again.
+    assert!(!batch.is_lease_expired(&leases, id, now));
+    assert!(batch.is_lease_expired(&leases, id, later));
+    // Two requests expire a lease, and its id is granted again between them.
     batch.push_lease(LeaseChange::Expire { id });
-    assert!(!batch.lease_is_over(&leases, id, later), "it has ended");
+    assert!(!batch.is_lease_expired(&leases, id, later), "it was expired");
     batch.push_lease(LeaseChange::Grant { id, ttl_secs: 4 });
-    assert!(!batch.lease_is_over(&leases, id, later), "it is another one");
+    assert!(!batch.is_lease_expired(&leases, id, later), "it is a new lease");
 }

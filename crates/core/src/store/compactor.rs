@@ -1,9 +1,11 @@
-//! Frees what a compaction made unreadable: first in the index, then in the log, a little at a time between client writes.
+//! Deletes what a compaction made unreadable, first from the index, then from the log, in small steps between client
+//! writes.
 //!
-//! Of several instances the one that recorded a compaction deletes its rows, and may be killed before it has. Were the rows
-//! of the next compaction deleted then, a key's delete could go before an older put of it, and the next start would find the
-//! key alive. So at each compaction every instance first deletes the rows of the one before that it had left to others,
-//! which mostly finds none. It remembers those of one compaction, no more.
+//! If several instances share the log, the one that recorded a compaction deletes its rows. It can be killed before it
+//! has finished. If the rows of the next compaction were deleted then, a key's delete could disappear before an older
+//! put of the key, and the key would exist again after the next start. So at each compaction every other instance first
+//! deletes the rows of the previous compaction again; usually none are left. An instance remembers the rows of only one
+//! compaction.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -17,26 +19,27 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::Shared;
+use super::shared::Shared;
 use crate::{
     index::CompactionCursor,
     log::Reclaim,
     types::{Revision, RowId},
 };
 
-/// Keys looked at while the index is locked.
+/// Keys visited per step while the index is locked.
 const INDEX_STEP_KEYS: usize = 1_000;
-/// Pause before rows are tried again that the database would not delete.
+/// Pause after a failed deletion.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
-/// How long other instances have to read what compaction is about to delete; one that did not must read the whole log anew.
-const OTHERS_READ_MAX: Duration = Duration::from_millis(500);
+/// Time for other instances to read rows before they are deleted. An instance that takes longer must rebuild its index
+/// from the whole log.
+const OTHERS_READ_TIME: Duration = Duration::from_millis(500);
 
-/// How fast compacted rows are deleted.
+/// The rate at which compacted rows are deleted.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// Rows deleted by one transaction (etcd's --compaction-batch-limit).
+    /// Rows deleted per transaction (etcd's --compaction-batch-limit).
     pub rows: usize,
-    /// Pause between such transactions (etcd's --compaction-sleep-interval).
+    /// Pause between transactions (etcd's --compaction-sleep-interval).
     pub pause: Duration,
 }
 
@@ -46,12 +49,12 @@ impl Default for Pace {
     }
 }
 
-/// Runs until stopped. `garbage` are rows that an earlier run of the server had compacted away and not yet deleted.
+/// Runs until stopped. `garbage` contains rows that were compacted before the server started and are not deleted yet.
 pub(super) async fn run(shared: Arc<Shared>, pace: Pace, mut garbage: Vec<RowId>, mut stop: watch::Receiver<bool>) {
     let work = async {
         let compacted = *shared.compaction_done.borrow();
         if let Some(compacted) = compacted {
-            purge(&shared, pace, &mut garbage, compacted, Duty::Own).await;
+            purge(&shared, pace, &mut garbage, compacted, PurgeOwner::ThisInstance).await;
         }
         loop {
             compact(&shared, pace).await;
@@ -63,15 +66,16 @@ pub(super) async fn run(shared: Arc<Shared>, pace: Pace, mut garbage: Vec<RowId>
     tokio::select! {
         biased;
         () = work => {}
-        // A step that is cut off is done again after the next start: the rows to go are known from the log itself.
+        // An interrupted step is repeated after the next start, which finds the remaining rows in the log.
         _ = stop.wait_for(|stop| *stop) => {}
     }
 }
 
-fn ms(since: Instant) -> f64 {
+fn elapsed_ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1000.0
 }
 
+/// Compacts until the newest recorded compaction is done: first the index, then the rows.
 async fn compact(shared: &Shared, pace: Pace) {
     let mut garbage = Vec::new();
     loop {
@@ -79,7 +83,7 @@ async fn compact(shared: &Shared, pace: Pace) {
         if Some(target) <= *shared.compaction_done.borrow() {
             return;
         }
-        let is_own = shared.purge_duty.swap(false, Ordering::Relaxed);
+        let is_own = shared.is_purge_owner.swap(false, Ordering::Relaxed);
         let metrics = &shared.metrics.store;
         let begun = Instant::now();
         let mut cursor = CompactionCursor::default();
@@ -87,45 +91,51 @@ async fn compact(shared: &Shared, pace: Pace) {
             shared.pulses.compactor.beat();
             yield_now().await;
         }
-        metrics.index_compaction_pause.observe(ms(begun));
+        metrics.index_compaction_pause.observe(elapsed_ms(begun));
         let rows = garbage.len();
-        let mut left = std::mem::take(&mut *shared.left_to_others.lock());
+        let mut left = std::mem::take(&mut *shared.rows_left_to_others.lock());
         let before = *shared.compaction_done.borrow();
         if let Some(before) = before {
-            purge(shared, pace, &mut left, before, Duty::Others).await;
+            purge(shared, pace, &mut left, before, PurgeOwner::OtherInstance).await;
         }
         if is_own {
             if !shared.members.is_alone() {
-                sleep(OTHERS_READ_MAX).await;
+                sleep(OTHERS_READ_TIME).await;
             }
-            purge(shared, pace, &mut garbage, target, Duty::Own).await;
-            metrics.compaction_total.observe(ms(begun));
+            purge(shared, pace, &mut garbage, target, PurgeOwner::ThisInstance).await;
+            metrics.compaction_total.observe(elapsed_ms(begun));
             shared.metrics.state.last_compaction.set(unix_seconds());
             info!(compact_revision = target.0, rows, "compaction finished");
             shared.space.note_freed();
         } else {
-            shared.left_to_others.lock().append(&mut garbage);
+            shared.rows_left_to_others.lock().append(&mut garbage);
         }
         shared.compaction_done.send_if_modified(|done| {
-            let further = *done < Some(target);
+            let is_newer = *done < Some(target);
             *done = (*done).max(Some(target));
-            further
+            is_newer
         });
     }
 }
 
-/// Whose rows are deleted.
+/// The instance that has to delete rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Duty {
-    Own,
-    /// Another instance has deleted them, or is about to, unless it is gone.
-    Others,
+pub(super) enum PurgeOwner {
+    ThisInstance,
+    /// Another instance deletes them, unless it is dead.
+    OtherInstance,
 }
 
-/// Deletes rows in their order. A key's tombstone comes behind the puts that it ends: with the tombstone gone and a stop
-/// before the puts are, the key would live again after the next start. And rows that lie together on the disk go together,
-/// so that a step touches few pages and empties them.
-pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>, compacted: Revision, duty: Duty) {
+/// Deletes rows in revision order, so a key's tombstone is deleted after the puts before it. If the tombstone were
+/// deleted first and the server stopped, the key would exist again after the next start. Neighboring rows are deleted
+/// together, so that a step touches few pages and empties them.
+pub(super) async fn purge(
+    shared: &Shared,
+    pace: Pace,
+    garbage: &mut Vec<RowId>,
+    compacted: Revision,
+    owner: PurgeOwner,
+) {
     garbage.sort_unstable();
     let mut rows = garbage.as_slice();
     while !rows.is_empty() {
@@ -135,15 +145,15 @@ pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>,
         let step = Reclaim::Rows { rows: now, compacted, server: shared.position().server };
         match shared.log.reclaim(step).await {
             Ok(_) => {
-                if duty == Duty::Own {
-                    shared.metrics.store.compaction_pause.observe(ms(begun));
+                if owner == PurgeOwner::ThisInstance {
+                    shared.metrics.store.compaction_pause.observe(elapsed_ms(begun));
                     shared.metrics.store.compacted_rows.inc_by(now.len() as u64);
                 }
                 rows = later;
                 sleep(pace.pause).await;
             }
             Err(error) => {
-                warn!(%error, rows = rows.len(), "deleting compacted rows failed; it is tried again");
+                warn!(%error, rows = rows.len(), "cannot delete compacted rows; trying again");
                 sleep(RETRY_PAUSE).await;
             }
         }
@@ -151,7 +161,7 @@ pub(super) async fn purge(shared: &Shared, pace: Pace, garbage: &mut Vec<RowId>,
     garbage.clear();
 }
 
-#[expect(clippy::disallowed_methods, reason = "for people, who go by the wall clock")]
+#[expect(clippy::disallowed_methods, reason = "a timestamp for people")]
 fn unix_seconds() -> i64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     since.map_or(0, |since| since.as_secs().cast_signed())

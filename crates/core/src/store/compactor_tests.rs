@@ -1,13 +1,13 @@
-//! What a compaction leaves in the log, wherever a stop cuts it off.
+//! The state of the log if a compaction is interrupted.
 
 use std::time::Duration;
 
 use tokio::time::timeout;
 
 use super::{
-    compactor::{Duty, Pace, purge},
-    open::replay,
-    txn_tests::shared,
+    compactor::{Pace, PurgeOwner, purge},
+    fixtures::shared,
+    replay::replay,
 };
 use crate::{
     index::{CompactionCursor, TreeIndex},
@@ -15,9 +15,9 @@ use crate::{
     types::{Change, ChangeKind, EncodedKv, Key, Prev, Revision, RowId, Version},
 };
 
-/// The rows that go are more than are deleted at once, so a stop falls between a key's put and its tombstone.
+/// More rows are deleted than fit into one step, so a stop falls between a key's put and its tombstone.
 #[tokio::test(start_paused = true)]
-async fn stop_amid_a_purge_brings_no_deleted_key_back() {
+async fn interrupted_purge_revives_no_deleted_key() {
     let shared = shared(0);
     let changes = created_and_deleted(801);
     let head = changes.last().expect("changes").row.revision;
@@ -29,8 +29,8 @@ async fn stop_amid_a_purge_brings_no_deleted_key_back() {
     index.begin_compaction(head);
     let mut garbage = Vec::new();
     while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut garbage) {}
-    // Ends in the pause behind the first transaction.
-    timeout(Duration::from_millis(1), purge(&shared, Pace::default(), &mut garbage, head, Duty::Own))
+    // The purge is interrupted in the pause after the first transaction.
+    timeout(Duration::from_millis(1), purge(&shared, Pace::default(), &mut garbage, head, PurgeOwner::ThisInstance))
         .await
         .unwrap_err();
 
@@ -39,8 +39,8 @@ async fn stop_amid_a_purge_brings_no_deleted_key_back() {
     assert_eq!(live, [Key::from(&b"a"[..]), Key::from(&b"z"[..])]);
 }
 
-/// Keys that were each put and then deleted between two that are put twice, so that pairs of rows that go begin at an odd
-/// place from either end.
+/// Returns changes that put and delete each of `keys` keys, between two keys that are put twice. The pairs of deleted
+/// rows therefore start at odd positions from both ends.
 fn created_and_deleted(keys: usize) -> Vec<Change> {
     let put = |key: &str| (key.to_owned(), true);
     let pairs = (0..keys).flat_map(|number| [true, false].map(|put| (format!("key {number:05}"), put)));

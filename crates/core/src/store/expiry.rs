@@ -1,4 +1,5 @@
-//! Ends leases whose time is over. Only asks: the writer looks again, in its order, before it deletes.
+//! Submits an Expire request for each lease whose time is over. The writer checks again, in log order, before it
+//! deletes anything.
 
 use std::{sync::Arc, time::Duration};
 
@@ -8,32 +9,30 @@ use tokio::{
 };
 use tracing::{debug, warn};
 
-use super::{
-    Error, Shared,
-    writer::{Request, WriteQueue},
-};
+use super::{error::Error, queue::WriteQueue, shared::Shared, write_request::Request};
 use crate::{
     log::{self, BEAT_INTERVAL, Touch},
     types::LeaseId,
 };
 
-/// Leases ended before the next look at the clock, as many as etcd ends at once.
+/// Maximum number of leases expired per round, as in etcd.
 const ROUND_LEASES_MAX: usize = 500;
-/// How much later than the one that does it first another instance ends a lease.
-const OTHERS_WAIT: Duration = Duration::from_secs(2);
-/// Pause when the writer would not take an expiry.
+/// Extra time that an instance waits before it expires a lease if it is not the leader.
+const NON_LEADER_DELAY: Duration = Duration::from_secs(2);
+/// Pause after a failed attempt.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
 
+/// Expires leases until stopped.
 pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
     let work = async {
         loop {
             shared.pulses.expiry.rest();
             wait_for_deadline(&shared).await;
             shared.pulses.expiry.beat();
-            let expired = match over(&shared).await {
+            let expired = match leases_to_expire(&shared).await {
                 Ok(expired) => expired,
                 Err(error) => {
-                    warn!(%error, "leases cannot be looked at; trying again");
+                    warn!(%error, "cannot read lease deadlines; trying again");
                     sleep(RETRY_PAUSE).await;
                     continue;
                 }
@@ -47,7 +46,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
                     }
                     Err(Error::Stopped) => return,
                     Err(error) => {
-                        warn!(lease_id = ?id, %error, "lease expiry failed; it is tried again");
+                        warn!(lease_id = ?id, %error, "cannot expire a lease; trying again");
                         sleep(RETRY_PAUSE).await;
                     }
                 }
@@ -61,12 +60,12 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
     }
 }
 
-/// The leases to end. Where instances share the log it has the word: another may have renewed them.
-async fn over(shared: &Shared) -> log::Result<Vec<LeaseId>> {
-    let expired = shared.leases.lock().expired(due(shared), ROUND_LEASES_MAX);
+/// Returns the leases to expire. A shared log is asked first, because another instance may have renewed them.
+async fn leases_to_expire(shared: &Shared) -> log::Result<Vec<LeaseId>> {
+    let expired = shared.leases.lock().expired(deadline_max(shared), ROUND_LEASES_MAX);
     let Some(log) = shared.log.shared().filter(|_| !expired.is_empty()) else { return Ok(expired) };
-    // After a silence of all instances the deadlines have to be moved on first.
-    if shared.silent_for() > 2 * BEAT_INTERVAL {
+    // If no instance was alive for a while, a heartbeat extends the deadlines first.
+    if shared.members.since_last_beat() > 2 * BEAT_INTERVAL {
         shared.beat(log).await?;
     }
     let asked = Instant::now();
@@ -74,23 +73,24 @@ async fn over(shared: &Shared) -> log::Result<Vec<LeaseId>> {
     shared.set_lease_deadlines(&logged, asked);
     let now = Instant::now();
     if logged.len() < expired.len() {
-        // Those that are gone there were ended by another, of which this instance is about to hear.
+        // Leases that are no longer in the log were ended by another instance.
         shared.catch_up().await?;
     }
     let leases = shared.leases.lock();
     Ok(expired.into_iter().filter(|id| leases.is_expired(*id, now)).collect())
 }
 
-/// The time by which a lease must have been over for this instance to end it.
-fn due(shared: &Shared) -> Instant {
+/// Returns the time before which a deadline must be for this instance to expire the lease.
+fn deadline_max(shared: &Shared) -> Instant {
     let now = Instant::now();
-    if shared.members.leads() { now } else { now.checked_sub(OTHERS_WAIT).unwrap_or(now) }
+    if shared.members.is_leader() { now } else { now.checked_sub(NON_LEADER_DELAY).unwrap_or(now) }
 }
 
+/// Waits until a lease is due for this instance.
 async fn wait_for_deadline(shared: &Shared) {
     loop {
         let changed = shared.lease_deadline.notified();
-        let wait = Instant::now() - due(shared);
+        let wait = Instant::now() - deadline_max(shared);
         let deadline = shared.leases.lock().next_deadline().map(|deadline| deadline + wait);
         match deadline {
             Some(deadline) if deadline <= Instant::now() => return,

@@ -1,16 +1,19 @@
-//! etcd's hash of the pairs: two stores with the same history have the same.
+//! etcd's hash of all pairs: stores with the same history have the same hash.
 //!
-//! CRC-32 (Castagnoli) over the name of etcd's bucket, `key`, and then of each change up to a revision, in their order, the
-//! revision as etcd writes it in 17 bytes (18 for a delete) and the pair. Changes at or below the compact revision count only
-//! if a compaction at the revision that is asked for would keep them, so that it makes no difference how far the deletion
-//! of compacted rows has come. At the compact revision itself etcd 3.5 and later answer the hash that they took before that
-//! compaction; here it is the same hash as of any other revision.
+//! The hash is a CRC-32 (Castagnoli) over the name of etcd's bucket, `key`, followed by each change up to a revision,
+//! in order: the revision as etcd encodes it in 17 bytes (18 for a delete), then the pair. Changes at or below the
+//! compact revision are included only if a compaction at the requested revision would keep them, so the hash does not
+//! depend on the progress of the deletion. At the compact revision itself, etcd 3.5 and later return the hash that they
+//! computed before that compaction; this implementation computes it like any other.
 
 use std::collections::HashSet;
 
 use tokio::{task::yield_now, time::Instant};
 
-use super::{Error, Result, Store};
+use super::{
+    error::{Error, Result},
+    handle::Store,
+};
 use crate::{
     index::{ReadAt, TreeIndex},
     log::{self, History, WithPrev},
@@ -18,24 +21,25 @@ use crate::{
 };
 
 const BUCKET: &[u8] = b"key";
-/// Keys looked at while the index is locked.
+/// Keys visited per step while the index is locked.
 const STEP_KEYS: usize = 2_000;
 
+/// A hash and the revisions to which it applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hashed {
     pub hash: u32,
-    /// Up to and with this one.
+    /// The newest revision that is included.
     pub revision: Revision,
     pub compact_revision: Option<Revision>,
 }
 
 impl Store {
-    /// The hash of the pairs at a revision; `None`: at the head.
+    /// Returns the hash of the pairs at a revision; `None`: at the head.
     pub async fn hash(&self, revision: Option<Revision>) -> Result<Hashed> {
         self.confirm().await?;
         let begun = Instant::now();
         let hashed = loop {
-            // A compaction on the way changes what counts.
+            // A compaction in between changes which rows are included.
             if let Some(hashed) = self.hash_once(revision).await? {
                 break hashed;
             }
@@ -44,7 +48,7 @@ impl Store {
         Ok(hashed)
     }
 
-    /// A hash of everything that the log holds: pairs, leases and the compact revision.
+    /// Returns a hash of everything in the log: pairs, leases and the compact revision.
     pub async fn hash_all(&self) -> Result<u32> {
         let begun = Instant::now();
         let hashed = self.hash(None).await?;
@@ -60,6 +64,7 @@ impl Store {
         Ok(hash)
     }
 
+    /// Computes the hash, or returns `None` if a compaction interfered.
     async fn hash_once(&self, revision: Option<Revision>) -> Result<Option<Hashed>> {
         let (target, compacted) = {
             let index = self.shared.index.read();
@@ -72,7 +77,7 @@ impl Store {
         };
         let log = &*self.shared.log;
         let Some(hash) = hash_rows(log, target, compacted, &kept).await? else {
-            // Another instance compacted, of which this one hears now.
+            // Another instance compacted; catching up applies that.
             self.shared.catch_up().await?;
             return Ok(None);
         };
@@ -80,7 +85,7 @@ impl Store {
         Ok(unchanged.then_some(Hashed { hash, revision: target, compact_revision: compacted }))
     }
 
-    /// Rows at or below the compact revision that a compaction at `target` would keep.
+    /// Returns the rows at or below the compact revision that a compaction at `target` would keep.
     async fn kept(&self, target: Revision, compacted: Option<Revision>) -> Result<HashSet<RowId>> {
         let mut kept = HashSet::new();
         if compacted.is_none() {
@@ -99,7 +104,7 @@ impl Store {
     }
 }
 
-/// The hash of a history that no one changes, at its head.
+/// Returns the hash of a history that does not change, at its head.
 pub async fn of_history(history: &dyn History, index: &TreeIndex) -> log::Result<u32> {
     let (head, compacted) = (index.head(), index.compact_revision());
     let mut kept = HashSet::new();
@@ -110,7 +115,8 @@ pub async fn of_history(history: &dyn History, index: &TreeIndex) -> log::Result
     hash.ok_or_else(|| log::Error::Unavailable("rows are being deleted".to_owned()))
 }
 
-/// `kept` are the rows at or below the compact revision that count. `None`: some may have been deleted already.
+/// Hashes the rows up to `target`. `kept` contains the rows at or below the compact revision that are included. Returns
+/// `None` if some rows may have been deleted.
 async fn hash_rows(
     history: &dyn History,
     target: Revision,
@@ -119,7 +125,7 @@ async fn hash_rows(
 ) -> log::Result<Option<u32>> {
     let counts = |change: &Change| match compacted {
         Some(compacted) if change.row.revision <= compacted => {
-            // Where no key lives, etcd passes over nothing: there is but the delete that a compaction leaves.
+            // If no key is live, etcd skips nothing: only the delete that a compaction keeps is left.
             let last_delete = change.row.revision == compacted && matches!(change.kind, ChangeKind::Delete);
             kept.contains(&change.row) || (kept.is_empty() && last_delete)
         }
@@ -138,6 +144,7 @@ async fn hash_rows(
     Ok(Some(hash))
 }
 
+/// Appends a change to the hash.
 fn append(hash: u32, change: &Change) -> u32 {
     let mut key = [b'_'; 18];
     key[..8].copy_from_slice(&change.row.revision.0.to_be_bytes());

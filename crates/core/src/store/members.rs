@@ -1,113 +1,68 @@
-//! The instances that serve the log, as far as this one has heard.
+//! The live instances that share the log, as of the last heartbeat.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::{
-    sync::watch,
-    time::{Instant, MissedTickBehavior, interval},
-};
-use tracing::{info, warn};
+use tokio::time::Instant;
+use tracing::info;
 
-use super::{Shared, Store};
-use crate::log::{BEAT_INTERVAL, Error, Member, Result, SharedLog};
+use crate::log::Member;
 
-/// What is known of the members.
+/// The members of the cluster.
 pub(super) struct Members {
     own: Member,
     state: Mutex<State>,
 }
 
 struct State {
-    /// Not empty; the one that has lived longest first.
+    /// Not empty; the longest-living member first.
     live: Vec<Member>,
-    heard: Instant,
+    last_beat: Instant,
 }
 
 impl Members {
     pub(super) fn new(own: Member) -> Self {
-        Self { state: Mutex::new(State { live: vec![own.clone()], heard: Instant::now() }), own }
+        Self { state: Mutex::new(State { live: vec![own.clone()], last_beat: Instant::now() }), own }
     }
 
-    /// The one that does first what one of all should do: the one that has lived longest.
+    /// Returns the id of the leader: the longest-living member. It is the first to do work that only one instance
+    /// should do.
     pub(super) fn leader(&self) -> u64 {
         self.state.lock().live.first().map_or(self.own.id, |member| member.id)
     }
 
-    /// Those that live, as far as this one has heard.
+    /// Returns the live members as of the last heartbeat.
     pub(super) fn live(&self) -> Vec<Member> {
         self.state.lock().live.clone()
     }
 
-    pub(super) fn leads(&self) -> bool {
+    /// Returns whether this instance is the leader.
+    pub(super) fn is_leader(&self) -> bool {
         self.leader() == self.own.id
     }
 
+    /// Returns whether no other instance is live.
     pub(super) fn is_alone(&self) -> bool {
         self.state.lock().live.iter().all(|member| member.id == self.own.id)
     }
-}
 
-impl Shared {
-    /// Says that this instance lives and takes note of who else does.
-    pub(super) async fn beat(&self, log: &dyn SharedLog) -> Result<Vec<Member>> {
-        let live = log.beat().await?;
-        let mut state = self.members.state.lock();
-        state.heard = Instant::now();
-        if !live.is_empty() && live != state.live {
-            let names: Vec<&str> = live.iter().map(|member| member.name.as_str()).collect();
-            info!(members = ?names, "members changed");
-            if live.first().map(|leader| leader.id) != state.live.first().map(|leader| leader.id) {
-                self.metrics.store.leader_changes.inc();
-            }
-            state.live.clone_from(&live);
+    /// Replaces the live members after a heartbeat. Returns whether the leader changed.
+    pub(super) fn update(&self, live: &[Member]) -> bool {
+        let mut state = self.state.lock();
+        state.last_beat = Instant::now();
+        if live.is_empty() || live == state.live {
+            return false;
         }
-        Ok(live)
+        let names: Vec<&str> = live.iter().map(|member| member.name.as_str()).collect();
+        info!(members = ?names, "members changed");
+        let leader_changed = live.first().map(|leader| leader.id) != state.live.first().map(|leader| leader.id);
+        state.live = live.to_vec();
+        leader_changed
     }
 
-    /// How long ago this instance said that it lives: a paused one must say so again before it judges leases.
-    pub(super) fn silent_for(&self) -> Duration {
-        self.members.state.lock().heard.elapsed()
-    }
-}
-
-impl Store {
-    /// The live members, asked for anew where the database can be asked.
-    pub async fn members(&self) -> Vec<Member> {
-        if let Some(log) = self.shared.log.shared()
-            && let Err(error) = self.shared.beat(log).await
-        {
-            warn!(%error, "members could not be asked for; telling those that were last heard of");
-        }
-        self.shared.members.state.lock().live.clone()
-    }
-
-    /// The member that does first what one of all should do.
-    pub fn leader(&self) -> u64 {
-        self.shared.members.leader()
-    }
-}
-
-/// Says again and again that this instance lives.
-pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
-    let work = async {
-        let Some(log) = shared.log.shared() else { return };
-        let mut ticks = interval(BEAT_INTERVAL);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut failing = false;
-        loop {
-            ticks.tick().await;
-            let beat: std::result::Result<_, Error> = shared.beat(log).await;
-            if let (Err(error), false) = (&beat, failing) {
-                warn!(%error, "the other members cannot be told that this one lives; trying again");
-            }
-            failing = beat.is_err();
-            shared.metrics.store.failed_beats.inc_by(u64::from(failing));
-        }
-    };
-    tokio::select! {
-        biased;
-        () = work => {}
-        _ = stop.wait_for(|stop| *stop) => {}
+    /// Returns the time since this instance's last heartbeat. An instance that was paused must send one before it expires
+    /// leases.
+    pub(super) fn since_last_beat(&self) -> Duration {
+        self.state.lock().last_beat.elapsed()
     }
 }

@@ -1,9 +1,9 @@
-//! Opening a store: the index and the leases are rebuilt from the log, then the tasks start.
+//! Opens a store: rebuilds the index and the leases from the log, then starts the tasks.
 
 use std::{
     collections::HashMap,
     sync::{Arc, atomic::AtomicBool},
-    time::{Duration, Instant as WallInstant},
+    time::Duration,
 };
 
 use parking_lot::{Mutex, RwLock};
@@ -11,55 +11,60 @@ use tokio::{
     sync::{Notify, watch},
     time::Instant,
 };
-use tracing::info;
 
 use super::{
-    Identity, Pulses, Shared, Store,
     auto_compact::{self, AutoCompaction},
     busy_poll::BusyPoll,
-    catch_up::{self, Standing, lease_table},
-    coalesce::Coalesced,
+    catch_up,
     compactor::{self, Pace},
     expiry,
-    members::{self, Members},
-    space::{self, Space},
+    handle::Store,
+    heartbeat,
+    leases::lease_table,
+    members::Members,
+    queue::WriteQueue,
+    quota,
+    replay::{Replayed, replay},
+    replication::ReplicationState,
+    shared::{Identity, Pulses, Shared},
+    shared_query::SharedQuery,
+    space::Space,
     tasks::vital,
     timing::Patience,
     values::ValueCache,
-    writer::{WriteQueue, Writer},
+    writer::Writer,
 };
 use crate::{
-    index::{CompactionCursor, Contradiction, TreeIndex},
-    log::{Error, History, Log, LoggedLease, Member, Meta, Result, Touch},
+    log::{Log, LoggedLease, Member, Result, Touch},
     metrics::Metrics,
     overload::{ReadMemory, Steps},
     supervise::Lock,
-    types::{Change, LeaseId, Revision, RowId, shown},
+    types::LeaseId,
     watch::Hub,
     watchdog::Watchdog,
 };
 
-/// How often a long start says how far it is.
-const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
-
+/// The settings of a store.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Bytes of encoded pairs that are held in memory.
+    /// Size of the value cache in bytes of encoded pairs.
     pub value_cache_bytes: u64,
-    /// How often a log that others append to is looked at when nothing tells that they did.
+    /// Interval at which a shared log is polled when no notification arrives.
     pub poll_interval: Duration,
-    /// This instance's name and the URLs that clients reach it at.
+    /// This instance's name.
     pub name: String,
+    /// URLs at which clients reach this instance.
     pub client_urls: Vec<String>,
     pub metrics: Arc<Metrics>,
     pub patience: Patience,
-    /// Bytes; 0: etcd's 2 GiB, below 0: none.
+    /// Quota in bytes; 0: etcd's default of 2 GiB; negative: no quota.
     pub quota_bytes: i64,
     pub auto_compaction: Option<AutoCompaction>,
     pub compaction: Pace,
-    /// Whether the writer polls the commit of a lone client instead of sleeping. Needs another core for the database.
+    /// Whether the writer polls the commit of a single client instead of sleeping. This needs another core for the
+    /// database.
     pub busy_poll: bool,
-    /// Is told of the store's loops.
+    /// Observes the loops of the store.
     pub watchdog: Arc<Watchdog>,
 }
 
@@ -82,14 +87,14 @@ impl Default for Settings {
 }
 
 impl Store {
-    /// Reads the log, which takes some 2 seconds a million rows, and starts serving it.
+    /// Reads the log, which takes about 2 seconds per million rows, and starts serving it.
     ///
     /// # Errors
     ///
-    /// If the log cannot be read or contradicts itself.
+    /// If the log cannot be read or is corrupt.
     pub async fn open(log: Arc<dyn Log>, settings: Settings) -> Result<Self> {
         if let Some(shared) = log.shared() {
-            // Before anything looks at leases: if nobody was there, they have not run down.
+            // Before the leases are read: leases do not expire while no instance is alive.
             shared.beat().await?;
         }
         let Replayed { meta, index, garbage, .. } = replay(&*log).await?;
@@ -101,7 +106,7 @@ impl Store {
         vital("the granting of steps", grant_steps);
         let shared = Arc::new(Shared {
             identity: Identity { cluster_id: meta.cluster_id, member_id: meta.member_id },
-            standing: Standing::new(meta.position.server),
+            replication: ReplicationState::new(meta.position.server),
             members: Members::new(own),
             space: Space::new(settings.quota_bytes),
             hub: Arc::new(Hub::new(index.head(), index.compact_revision(), Arc::clone(&settings.metrics))),
@@ -114,43 +119,54 @@ impl Store {
             steps,
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
-            purge_duty: AtomicBool::new(false),
-            left_to_others: Mutex::default(),
+            is_purge_owner: AtomicBool::new(false),
+            rows_left_to_others: Mutex::default(),
             pulses: Pulses::default(),
             log,
         });
-        shared.space.take_in(&meta);
+        shared.space.set_alarms(&meta);
         shared.fill_tail().await?;
         let (writer, queue) = Writer::new(Arc::clone(&shared), settings.patience, BusyPoll::new(settings.busy_poll));
         let mut tasks = vec![
             vital("the writer", writer.run()),
             vital("the compactor", compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
-            vital("the quota's task", space::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
+            vital("the quota task", quota::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
             vital("the expiry of leases", expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
         if let Some(policy) = settings.auto_compaction {
             let compacting = auto_compact::run(Arc::clone(&shared), queue.clone(), policy, stopped.clone());
             tasks.push(vital("auto compaction", compacting));
         }
-        let (mut heads, mut renewals) = (None, None);
-        if shared.log.shared().is_some() {
+        let is_shared = shared.log.shared().is_some();
+        if is_shared {
             let following = catch_up::run(Arc::clone(&shared), settings.poll_interval, stopped.clone());
             tasks.push(vital("the follower of the log", following));
-            tasks.push(vital("the heartbeat of this member", members::run(Arc::clone(&shared), stopped)));
-            heads = Some(ask_for_heads(Arc::clone(&shared)));
-            renewals = Some(ask_for_renewals(Arc::clone(&shared)));
+            tasks.push(vital("the heartbeat of this member", heartbeat::run(Arc::clone(&shared), stopped)));
         }
-        let range_times = ["false", "true"].map(|success| shared.metrics.store.range.with_label_values(&[success]));
+        let position_query = is_shared.then(|| position_query(Arc::clone(&shared)));
+        let renewal_query = is_shared.then(|| renewal_query(Arc::clone(&shared)));
+        let range_durations = ["false", "true"].map(|success| shared.metrics.store.range.with_label_values(&[success]));
         let patience = settings.patience.request;
         let watchdog = settings.watchdog;
-        shared.pulses.be_followed(&watchdog, &queue);
+        shared.pulses.register(&watchdog, &queue);
         let tasks = Mutex::new(tasks);
-        Ok(Self { shared, queue, heads, renewals, patience, range_times, tasks, stop_background, watchdog })
+        Ok(Self {
+            shared,
+            queue,
+            position_query,
+            renewal_query,
+            patience,
+            range_durations,
+            tasks,
+            stop_background,
+            watchdog,
+        })
     }
 }
 
 impl Pulses {
-    fn be_followed(&self, watchdog: &Watchdog, queue: &WriteQueue) {
+    /// Registers the heartbeats at the watchdog.
+    fn register(&self, watchdog: &Watchdog, queue: &WriteQueue) {
         let Self { writer, expiry, compactor, follower, heads, renewals } = self;
         watchdog.follow_queue("writer", writer, queue.has_waiting());
         watchdog.follow("expiry", expiry);
@@ -161,10 +177,10 @@ impl Pulses {
     }
 }
 
-/// Answers those who wait to stand where the log stands.
-fn ask_for_heads(shared: Arc<Shared>) -> Coalesced<(), Result<()>> {
+/// Starts the task that catches up with the log for linearizable reads.
+fn position_query(shared: Arc<Shared>) -> SharedQuery<(), Result<()>> {
     let pulse = Arc::clone(&shared.pulses.heads);
-    let (heads, run) = Coalesced::new(
+    let (query, run) = SharedQuery::new(
         move |waiting: Vec<()>| {
             let shared = Arc::clone(&shared);
             async move {
@@ -177,26 +193,26 @@ fn ask_for_heads(shared: Arc<Shared>) -> Coalesced<(), Result<()>> {
         },
         pulse,
     );
-    vital("the question for the log's head", run);
-    heads
+    vital("the query for the log's position", run);
+    query
 }
 
-/// Renews leases in the log, `None` for one that it does not know.
-fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<LoggedLease>>> {
+/// Starts the task that renews leases in the log. The result is `None` for a lease that the log does not contain.
+fn renewal_query(shared: Arc<Shared>) -> SharedQuery<LeaseId, Result<Option<LoggedLease>>> {
     let pulse = Arc::clone(&shared.pulses.renewals);
-    let (renewals, run) = Coalesced::new(
+    let (query, run) = SharedQuery::new(
         move |ids: Vec<LeaseId>| {
             let shared = Arc::clone(&shared);
             async move {
                 let Some(log) = shared.log.shared() else { return vec![Ok(None); ids.len()] };
-                // Some clients renew a lease as often as they can.
+                // Some clients renew the same lease continuously.
                 let mut distinct = ids.clone();
                 distinct.sort_unstable();
                 distinct.dedup();
                 let asked = Instant::now();
                 match log.leases(&distinct, Touch::Renew).await {
                     Ok(found) => {
-                        // Before anyone is told, which takes time.
+                        // Before the responses are sent, which takes time.
                         shared.set_lease_deadlines(&found, asked);
                         let found: HashMap<LeaseId, LoggedLease> =
                             found.into_iter().map(|logged| (logged.id, logged)).collect();
@@ -209,95 +225,5 @@ fn ask_for_renewals(shared: Arc<Shared>) -> Coalesced<LeaseId, Result<Option<Log
         pulse,
     );
     vital("the renewal of leases", run);
-    renewals
-}
-
-/// What a log says.
-pub struct Replayed {
-    pub meta: Meta,
-    pub index: TreeIndex,
-    pub rows: usize,
-    /// Rows that were compacted away but are still there.
-    pub garbage: Vec<RowId>,
-}
-
-/// Reads a whole log.
-///
-/// # Errors
-///
-/// [`Error::Corrupt`] if it contradicts itself.
-pub async fn replay(log: &dyn History) -> Result<Replayed> {
-    let started = WallInstant::now();
-    let mut reported = started;
-    let mut index = TreeIndex::new();
-    let mut rows = 0_usize;
-    let mut last = RowId::new(Revision::EMPTY, 0);
-    let meta = log
-        .replay(&mut |meta, changes| {
-            for change in &changes {
-                check_order(meta, last, change.row)?;
-                index.restore(change, meta.compact_revision).map_err(|error| contradicted(change, error))?;
-                last = change.row;
-            }
-            rows += changes.len();
-            if reported.elapsed() > PROGRESS_INTERVAL {
-                reported = WallInstant::now();
-                info!(rows, revision = index.head().0, head = meta.position.head.0, "reading the log");
-            }
-            Ok(())
-        })
-        .await?;
-    let head = meta.position.head;
-    if index.head() != head {
-        return Err(Error::Corrupt(format!("the log ends at revision {}, its head is {head}", index.head())));
-    }
-    let mut garbage = Vec::new();
-    if let Some(revision) = meta.compact_revision {
-        if revision > head {
-            return Err(Error::Corrupt(format!("compact revision {revision} is beyond the head {head}")));
-        }
-        index.begin_compaction(revision);
-        let mut cursor = CompactionCursor::default();
-        while index.compact_step(&mut cursor, usize::MAX, &mut garbage) {}
-    }
-    info!(
-        rows,
-        keys = index.len(),
-        revision = index.head().0,
-        compact_revision = index.compact_revision().map(|revision| revision.0),
-        elapsed_ms = started.elapsed().as_millis(),
-        "log read"
-    );
-    Ok(Replayed { meta, index, rows, garbage })
-}
-
-/// Above the compact revision neither a revision nor a change within one is missing.
-fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
-    if row.revision <= Revision::EMPTY || row.revision > meta.position.head {
-        return Err(Error::Corrupt(format!(
-            "row {} lies outside the log, whose head is {}",
-            row.revision, meta.position.head
-        )));
-    }
-    let compacted = meta.compact_revision.unwrap_or(Revision::EMPTY).max(Revision::EMPTY);
-    if row.revision <= compacted {
-        return Ok(());
-    }
-    let whole_until = last.revision.max(compacted);
-    if row.revision > whole_until.next() {
-        return Err(Error::Corrupt(format!("revisions between {whole_until} and {} are missing", row.revision)));
-    }
-    let sub = if last.revision == row.revision { last.sub + 1 } else { 0 };
-    if row.sub != sub {
-        return Err(Error::Corrupt(format!(
-            "of revision {} change {sub} is missing before change {}",
-            row.revision, row.sub
-        )));
-    }
-    Ok(())
-}
-
-fn contradicted(change: &Change, contradiction: Contradiction) -> Error {
-    let RowId { revision, sub } = change.row;
-    Error::Corrupt(format!("row id={revision} sub={sub} key=\"{}\": {contradiction}", shown(&change.key)))
+    query
 }

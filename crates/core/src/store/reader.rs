@@ -1,4 +1,4 @@
-//! Reads: the index says which rows, the cache or the log gives their pairs.
+//! Reads: the index selects rows; their pairs come from the cache or the log.
 //!
 //! A long range lets go of the index every few thousand keys and goes on at the same revision, in the end when its
 //! step is granted ([`Steps`]), so it never holds up the writer. If a compaction overtakes it, a read at the latest revision starts again and any other fails as compacted.
@@ -24,7 +24,7 @@ use crate::{
     types::{EncodedKv, Key, KeyRange, Revision, RowId},
 };
 
-/// Keys looked at in one step, while the index is locked.
+/// Keys visited per step while the index is locked.
 const STEP_KEYS: usize = 2_000;
 /// Steps of a read that is not long yet: kube-apiserver's pages end before.
 const STEPS_FREE: usize = 5;
@@ -42,7 +42,7 @@ const READ_ROWS_MIN: usize = 2;
 const READ_ROWS_FIRST: usize = 8;
 /// Readers of the log that one list takes at once: not all that there are.
 const READS_AT_ONCE: usize = 2;
-/// What was asked for is noted with every answer that has more pairs.
+/// A response with more pairs always has its request described in the trace.
 const DESCRIBED_PAIRS: usize = 1_000;
 
 impl Store {
@@ -52,9 +52,9 @@ impl Store {
         metrics.ranges.inc();
         let answer = self.range_whole(request).await;
         let took = started.elapsed();
-        self.range_times[usize::from(answer.is_ok())].observe(took.as_secs_f64());
+        self.range_durations[usize::from(answer.is_ok())].observe(took.as_secs_f64());
         let pairs = answer.as_ref().map_or(0, |answer| answer.kvs.len());
-        // One that has much to send may become slow yet.
+        // A large response may still become slow while it is sent.
         if took > self.patience || pairs > DESCRIBED_PAIRS {
             trace::describe(|| format!("range {} pairs={pairs}", timing::range(&request.range)));
         }
@@ -68,14 +68,14 @@ impl Store {
         }
         loop {
             match self.shared.range_once(request).await {
-                // The caller did not ask for a revision, so it can have a newer one.
+                // No revision was requested, so a newer one is correct.
                 Err(Error::Compacted) if request.at == ReadAt::Latest => {}
                 answer => return answer,
             }
         }
     }
 
-    /// A range in pieces, at the revision of the first, for an answer that need not be in memory whole.
+    /// Returns a range in pieces, all at the revision of the first, so that the whole response need not be in memory.
     pub async fn range_pieces(self: &Arc<Self>, request: RangeRequest) -> Result<RangePieces> {
         self.shared.space.check_sound()?;
         if request.consistency == Consistency::Linearizable {
@@ -87,7 +87,7 @@ impl Store {
         Ok(RangePieces { store: Arc::clone(self), request, revision, at, after: None, count: 0, taken: 0, done: false })
     }
 
-    /// A transaction that only reads, at one revision.
+    /// Executes a read-only transaction at one revision.
     pub(super) async fn read_txn(&self, request: TxnRequest) -> Result<TxnResponse> {
         self.shared.space.check_sound()?;
         if !request.is_serializable() {
@@ -114,7 +114,7 @@ impl Store {
                 }
             };
             if rows.iter().any(|row| fetched.get(row).is_some_and(Option::is_none)) {
-                // Another instance compacted them away, of which this one hears now. If not, they should be there.
+                // Another instance compacted them, or the log is corrupt.
                 if self.shared.log.shared().is_some() {
                     self.shared.catch_up().await?;
                 }
@@ -124,7 +124,7 @@ impl Store {
                     return Err(Error::Corrupt);
                 }
             }
-            // Rows that a compaction takes in between are asked for again only if they are still live.
+            // Rows that a compaction deleted meanwhile are read again only if they are still live.
             fetched.retain(|_, kv| kv.is_some());
             fetched.extend(rows.iter().map(|row| (*row, None)));
             let is_list = fetched.len() > FEW_ROWS;
@@ -164,7 +164,7 @@ impl StepCount {
 
 impl Shared {
     async fn range_once(&self, request: &RangeRequest) -> Result<RangeResponse> {
-        // The header is of the moment at which the range is read: a watch from the next revision continues it.
+        // The header has the revision at which the range is read: a watch from the next revision continues it.
         let (revision, at) = {
             let index = self.index.read();
             (index.head(), index.resolve(request.at)?)
@@ -194,8 +194,8 @@ impl Shared {
         Ok(RangeResponse { revision, kvs, more, count })
     }
 
-    /// Why rows of versions that were live at `at` are not in the log: another instance compacted them away, of which this
-    /// one hears now. If not, they should be there.
+    /// Returns the reason why rows of versions live at `at` are missing from the log: another instance compacted them,
+    /// or the log is corrupt.
     async fn why_missing(&self, at: Revision, rows: usize) -> Error {
         if self.log.shared().is_some()
             && let Err(error) = self.catch_up().await
@@ -211,7 +211,7 @@ impl Shared {
         }
     }
 
-    /// One step of a walk over a range at a fixed revision. Returns where the next one begins.
+    /// Makes one step of a walk over a range at a fixed revision. Returns where the next step starts.
     pub(super) fn walk(
         &self,
         range: &KeyRange,
@@ -347,7 +347,7 @@ impl Shared {
             }
             let row = selected.entry.version.row;
             *pair = found.remove(&row);
-            // Only the newest version's lease is known to the index.
+            // The index knows the lease only of a key's newest version.
             if let (Some(kv), Lease::Known(_)) = (&pair, selected.entry.lease) {
                 self.values.insert(row, kv.clone());
             }
@@ -368,11 +368,11 @@ impl Pairs {
     }
 }
 
-/// See [`Store::range_pieces`].
+/// A range that is read in pieces; see [`Store::range_pieces`].
 pub struct RangePieces {
     store: Arc<Store>,
     request: RangeRequest,
-    /// The head when it began.
+    /// The head at the start.
     revision: Revision,
     at: Revision,
     after: Option<Key>,
@@ -382,8 +382,7 @@ pub struct RangePieces {
 }
 
 impl RangePieces {
-    /// The next pairs, at most `limit` of them (at least 1). The last piece says so by having `count` and `more`; there is
-    /// always one.
+    /// Returns the next pairs, at most `limit` (at least 1). There is always a last piece; it has `count` and `more`.
     pub async fn next(&mut self, limit: usize) -> Result<Option<RangeResponse>> {
         if self.done {
             return Ok(None);
@@ -423,7 +422,7 @@ impl RangePieces {
         Ok(Some(RangeResponse { revision: self.revision, kvs, more, count: self.count }))
     }
 
-    /// Whether the piece given last was the last.
+    /// Returns whether the last piece was returned.
     pub fn is_done(&self) -> bool {
         self.done
     }
@@ -433,7 +432,7 @@ impl RangePieces {
 mod tests {
     use futures_util::FutureExt as _;
 
-    use super::{super::txn_tests::shared, *};
+    use super::{super::fixtures::shared, *};
     use crate::types::Version;
 
     fn selected(number: u32) -> Selected {

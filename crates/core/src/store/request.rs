@@ -1,4 +1,4 @@
-//! What can be asked of the store and what it answers, in the domain's words. Requests come validated from `api`.
+//! Requests to the store and its responses, in domain types. The server has validated the requests.
 
 use bytes::Bytes;
 
@@ -7,24 +7,25 @@ use crate::{
     types::{EncodedKv, KeyRange, LeaseId, Revision},
 };
 
+/// A read of a range.
 #[derive(Clone, Debug)]
 pub struct RangeRequest {
     pub range: KeyRange,
     pub at: ReadAt,
-    /// `None`: all.
+    /// `None`: no limit.
     pub limit: Option<usize>,
-    /// `None`: in the order of the keys.
+    /// `None`: key order.
     pub sort: Option<Sort>,
     pub filter: RevisionFilter,
     pub projection: Projection,
     pub consistency: Consistency,
 }
 
-/// Whether a read must see all that was acknowledged before it, by whichever instance.
+/// Whether a read must see everything that any instance acknowledged before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Consistency {
     Linearizable,
-    /// What this instance has may do.
+    /// The state of this instance is sufficient, even if it is not the latest.
     Serializable,
 }
 
@@ -35,11 +36,11 @@ pub struct Sort {
     pub scope: SortScope,
 }
 
-/// What a sort with a limit looks at.
+/// The keys that a sort with a limit considers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SortScope {
     All,
-    /// The first keys of the range, one more than the limit. It is what etcd does when a target is given without an order.
+    /// The first limit + 1 keys of the range. etcd does this if a sort target is given without an order.
     FirstKeys,
 }
 
@@ -67,6 +68,7 @@ pub struct RevisionFilter {
     pub create_max: Option<Revision>,
 }
 
+/// The parts of the result that a read returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Projection {
     Whole,
@@ -85,14 +87,14 @@ pub struct PutRequest {
 #[derive(Clone, Debug)]
 pub enum PutValue {
     New(Bytes),
-    /// The value that the key has; it must exist.
+    /// Keeps the value; the key must exist.
     Keep,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub enum PutLease {
     Set(Option<LeaseId>),
-    /// The lease that the key has; it must exist.
+    /// Keeps the lease; the key must exist.
     Keep,
 }
 
@@ -102,6 +104,7 @@ pub struct DeleteRequest {
     pub prev_kv: bool,
 }
 
+/// A transaction: if all compares hold, the `success` operations, else the `failure` operations.
 #[derive(Clone, Debug)]
 pub struct TxnRequest {
     pub compares: Vec<Compare>,
@@ -130,11 +133,11 @@ pub enum Relation {
     NotEqual,
     Greater,
     Less,
-    /// One that etcd does not know either; there it holds.
+    /// A relation that etcd does not know. It holds, as in etcd.
     Unknown,
 }
 
-/// What is compared, and with what.
+/// The compared field and the value that it is compared with.
 #[derive(Clone, Debug)]
 pub enum CompareTarget {
     Version(i64),
@@ -142,12 +145,12 @@ pub enum CompareTarget {
     ModRevision(i64),
     Value(Bytes),
     Lease(i64),
-    /// One that etcd does not know either; there it counts as equal.
+    /// A target that etcd does not know. It compares as equal, as in etcd.
     Unknown,
 }
 
 impl TxnRequest {
-    /// Whether no branch writes, so that it need not go through the writer.
+    /// Returns whether no branch writes. Such a transaction bypasses the writer.
     pub fn is_read_only(&self) -> bool {
         let reads = |op: &Op| match op {
             Op::Range(_) => true,
@@ -159,7 +162,7 @@ impl TxnRequest {
 }
 
 impl TxnRequest {
-    /// Whether it only reads, and all of its reads are serializable.
+    /// Returns whether the transaction only reads and all of its reads are serializable.
     pub fn is_serializable(&self) -> bool {
         let serializable = |op: &Op| match op {
             Op::Range(range) => range.consistency == Consistency::Serializable,
@@ -172,12 +175,12 @@ impl TxnRequest {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RangeResponse {
-    /// The head when it was answered, also for a read at an older revision.
+    /// The head at the time of the read, even if an older revision was read.
     pub revision: Revision,
     pub kvs: Vec<EncodedKv>,
-    /// Whether the limit cut something off.
+    /// Whether the limit cut off some keys.
     pub more: bool,
-    /// Keys in the range at that revision, whatever limit and filters say.
+    /// Number of keys in the range at the requested revision, regardless of limit and filters.
     pub count: usize,
 }
 
@@ -216,7 +219,7 @@ pub struct LeaseGranted {
     pub ttl_secs: i64,
 }
 
-/// Whether Compact answers at once or when the rows are gone.
+/// Whether Compact returns immediately or when the rows are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompactionWait {
     ForRevision,

@@ -1,7 +1,7 @@
-//! Which of a range's keys a read returns: filters, limit, count and order, in etcd's order of work. Pure.
+//! Selects the keys that a read returns: filters, limit, count and order, in etcd's order of operations. Pure.
 //!
-//! Keys are offered in order with what the index knows of them; their values are needed only for those that are left (and
-//! for a sort by value).
+//! Keys are offered in key order with their index entries. Values are needed only for the keys that remain, and for a
+//! sort by value.
 
 use super::request::{Projection, RangeRequest, RevisionFilter, Sort, SortOrder, SortScope, SortTarget};
 use crate::{
@@ -13,8 +13,20 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct Selected {
     pub entry: Entry,
-    /// Held only where the pair is made without its row.
+    /// Present only if the pair is built without reading its row.
     pub key: Option<Key>,
+}
+
+impl Selected {
+    /// Returns the pair of a keys-only read built from the index alone, or `None` if the row is needed.
+    pub(super) fn pair_without_value(&self, projection: Projection) -> Option<EncodedKv> {
+        match (projection, &self.key, self.entry) {
+            (Projection::KeysOnly, Some(key), Entry { version, lease: Lease::Known(lease) }) => {
+                Some(EncodedKv::new(key, version, &[], lease))
+            }
+            _ => None,
+        }
+    }
 }
 
 /// Collects the keys of one read.
@@ -42,6 +54,7 @@ impl Selection {
         }
     }
 
+    /// Counts a key of the range and selects it unless the filter or the limit excludes it.
     pub fn offer(&mut self, key: &Key, entry: Entry) {
         self.count += 1;
         if self.projection == Projection::CountOnly || !self.filter.admits(entry.version) {
@@ -56,7 +69,7 @@ impl Selection {
         self.selected.push(Selected { entry, key });
     }
 
-    /// How many keys are kept before the sort and the limit.
+    /// Returns the number of keys kept before the sort and the limit.
     fn capacity(&self) -> usize {
         match self.sort.map(|sort| sort.scope) {
             None => self.limit,
@@ -65,17 +78,17 @@ impl Selection {
         }
     }
 
-    /// Whether values are needed before the limit can be applied.
+    /// Returns whether values are needed before the limit can be applied.
     pub fn sorts_by_value(&self) -> bool {
         self.sort.is_some_and(|sort| sort.target == SortTarget::Value)
     }
 
-    /// Keys in the range, whether selected or not.
+    /// Returns the number of keys in the range, selected or not.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// The keys selected, in their order, unless they are sorted by value, which [`Selection::finish`] does.
+    /// Returns the selected keys in their final order. A sort by value is done by [`Selection::finish`].
     pub fn take(&mut self) -> Vec<Selected> {
         let mut selected = std::mem::take(&mut self.selected);
         let Some(sort) = self.sort else { return selected };
@@ -83,7 +96,7 @@ impl Selection {
             SortTarget::Version => version.version,
             SortTarget::CreateRevision => version.create_revision.0,
             SortTarget::ModRevision => version.row.revision.0,
-            // They come in the order of their keys.
+            // Keys are offered in key order.
             SortTarget::Key | SortTarget::Value => 0,
         };
         match (sort.target, sort.order) {
@@ -98,7 +111,8 @@ impl Selection {
         selected
     }
 
-    /// The pairs to answer with, from the pairs of what [`Selection::take`] gave; and whether the limit cut some off.
+    /// Takes the pairs of the keys that [`Selection::take`] returned. Returns the pairs of the response, and whether
+    /// the limit cut some off.
     pub fn finish(mut self, mut kvs: Vec<EncodedKv>) -> (Vec<EncodedKv>, bool) {
         if let Some(sort) = self.sort
             && sort.target == SortTarget::Value

@@ -1,4 +1,4 @@
-//! Selections against the naive one of the model: filters, sorts, limits, projections, `more` and `count`.
+//! Tests selections against the model's naive implementation: filters, sorts, limits, projections, `more` and `count`.
 
 use bytes::Bytes;
 use proptest::{collection::vec, option, prelude::*};
@@ -19,14 +19,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2_000))]
 
     #[test]
-    fn selection_takes_what_the_model_takes(pairs in pairs(), request in ranges(), leases_known: bool) {
+    fn selection_equals_the_model(pairs in pairs(), request in ranges(), leases_known: bool) {
         let expected = select(pairs.clone(), &request, Revision(9));
         prop_assert_eq!(run(&pairs, &request, leases_known), expected, "{:?} of {:?}", request, pairs);
     }
 }
 
 #[test]
-fn more_is_said_only_where_the_limit_cut() {
+fn more_is_set_only_if_the_limit_cut_keys_off() {
     let pairs: Vec<Pair> = (0..3).map(|number| pair(number, [number + 2, number + 2, 1], "x", 0)).collect();
     let check = |limit, projection, more, kvs, count| {
         let request = RangeRequest { limit, projection, ..whole() };
@@ -41,7 +41,7 @@ fn more_is_said_only_where_the_limit_cut() {
 }
 
 #[test]
-fn count_is_of_the_range_and_limit_of_what_the_filter_left() {
+fn count_ignores_the_filter_and_the_limit_applies_after_it() {
     let pairs: Vec<Pair> = (0..4).map(|number| pair(number, [number + 2, number + 2, 1], "x", 0)).collect();
     let filter = RevisionFilter { mod_min: Some(Revision(4)), ..RevisionFilter::default() };
     let response = run(&pairs, &RangeRequest { filter, limit: Some(1), ..whole() }, true);
@@ -50,7 +50,7 @@ fn count_is_of_the_range_and_limit_of_what_the_filter_left() {
     assert_eq!((response.kvs.len(), response.more, response.count), (2, false, 4));
 }
 
-/// The order of work of the reader and of an evaluation.
+/// Selects as the reader and an evaluation do.
 fn run(pairs: &[Pair], request: &RangeRequest, leases_known: bool) -> RangeResponse {
     let mut selection = Selection::new(request);
     for pair in pairs {
@@ -91,7 +91,7 @@ fn pair(number: i64, [modified, created, version]: [i64; 3], value: &str, lease:
     }
 }
 
-/// In the order of their keys; numbers and values often the same.
+/// Pairs in key order; numbers and values often repeat.
 fn pairs() -> impl Strategy<Value = Vec<Pair>> {
     let fields = (2..8_i64, 2..8_i64, 1..4_i64, prop::sample::select(vec!["", "a", "ab", "b"]), 0..3_i64);
     vec(fields, 0..9).prop_map(|fields| {
@@ -100,7 +100,7 @@ fn pairs() -> impl Strategy<Value = Vec<Pair>> {
     })
 }
 
-/// Requests of a range, as to what is selected of it.
+/// Requests with all kinds of selection.
 pub(super) fn ranges() -> impl Strategy<Value = RangeRequest> {
     let bound = || option::weighted(0.2, (0..9_i64).prop_map(Revision));
     let filter = (bound(), bound(), bound(), bound()).prop_map(|(mod_min, mod_max, create_min, create_max)| {
@@ -110,7 +110,7 @@ pub(super) fn ranges() -> impl Strategy<Value = RangeRequest> {
         prop_oneof![3 => Just(Projection::Whole), 2 => Just(Projection::KeysOnly), 1 => Just(Projection::CountOnly)];
     let limit = option::of(1..5_usize);
     (filter, projection, limit, option::of(sorts())).prop_map(|(filter, projection, limit, sort)| {
-        // The edge never asks for both: with a filter etcd sorts all.
+        // The server never combines the two: with a filter, etcd sorts all keys.
         let scope = if filter == RevisionFilter::default() { None } else { Some(SortScope::All) };
         let sort = sort.map(|sort| Sort { scope: scope.unwrap_or(sort.scope), ..sort });
         RangeRequest { limit, sort, filter, projection, ..whole() }

@@ -1,9 +1,10 @@
-//! How things stand, for those who look from outside: gauges and health.
+//! Gauges and health checks.
 
 use std::sync::Arc;
 
 use super::{
-    Result, Store,
+    error::Result,
+    handle::Store,
     request::{Consistency, Projection, RangeRequest},
 };
 use crate::{
@@ -18,7 +19,7 @@ impl Store {
         &self.shared.metrics
     }
 
-    /// Reads a key as a client would.
+    /// Reads a key as a client does, for health checks.
     pub async fn probe(&self, consistency: Consistency) -> Result<()> {
         let request = RangeRequest {
             range: KeyRange::from_wire(b"health", b""),
@@ -32,8 +33,8 @@ impl Store {
         self.range(&request).await.map(drop)
     }
 
-    /// Sets the gauges that the store knows of. Those that only the database knows stay as they are where it does not
-    /// answer.
+    /// Updates the gauges of the store. If the database does not answer, the gauges that come from it keep their
+    /// values.
     pub async fn tell_state(&self) {
         let (state, shared) = (&self.metrics().state, &self.shared);
         {
@@ -53,8 +54,8 @@ impl Store {
         let (own, leader) = (self.identity().member_id, self.leader());
         state.is_leader.set(i64::from(leader == own));
         state.server_id.with_label_values(&[&format!("{own:x}")]).set(1);
-        self.tell_members(own);
-        self.tell_alarms();
+        self.update_member_gauges(own);
+        self.update_alarm_gauges();
         let connections = shared.log.connections();
         state.reads.set(as_gauge(connections.used));
         for (kind, count) in [("idle", connections.idle), ("used", connections.used)] {
@@ -68,7 +69,7 @@ impl Store {
         }
     }
 
-    fn tell_alarms(&self) {
+    fn update_alarm_gauges(&self) {
         let state = &self.metrics().state;
         state.quota.set(self.shared.space.quota().cast_signed());
         state.alarms.reset();
@@ -81,7 +82,7 @@ impl Store {
         }
     }
 
-    fn tell_members(&self, own: u64) {
+    fn update_member_gauges(&self, own: u64) {
         let state = &self.metrics().state;
         let live = self.shared.members.live();
         state.instances.set(as_gauge(live.len()));

@@ -1,4 +1,4 @@
-//! Starts the store's tasks: on tokio's runtime or, on a thread that simulates, with the simulation's scheduler.
+//! Starts the store's tasks on tokio's runtime, or in a simulation on the simulation's scheduler.
 
 use std::{cell::Cell, pin::Pin};
 
@@ -19,7 +19,7 @@ pub fn set_spawner(spawner: Option<fn(Task)>) {
     SPAWNER.set(spawner);
 }
 
-/// Starts a task that the server cannot run without. With a simulation's spawner, a panic is the simulation's to handle.
+/// Starts a task that the server needs. A panic in it ends the process, or is handled by the simulation's spawner.
 pub(super) fn vital(name: &'static str, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
     match SPAWNER.get() {
         Some(spawn) => simulated(task, spawn),
@@ -27,7 +27,7 @@ pub(super) fn vital(name: &'static str, task: impl Future<Output = ()> + Send + 
     }
 }
 
-/// Returns the handle of a tokio task that waits for the end of the simulated one.
+/// Starts a simulated task and returns the handle of a tokio task that waits for it.
 fn simulated(task: impl Future<Output = ()> + Send + 'static, spawn: fn(Task)) -> JoinHandle<()> {
     let (end, ended) = oneshot::channel::<()>();
     spawn(Box::pin(async move {

@@ -1,4 +1,4 @@
-//! How long requests take: histograms, and what is noted of a request for its trace.
+//! Measures how long requests take: histograms, and the times in a request's trace.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use tracing::warn;
 
 use super::{
     request::{Op, TxnRequest},
-    writer::Request,
+    write_request::Request,
 };
 use crate::{
     metrics,
@@ -16,23 +16,23 @@ use crate::{
     types::{KeyRange, shown},
 };
 
-/// When a batch reached each part of its way.
+/// The times at which a batch entered each phase.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Laps {
-    /// The first request was looked at.
+pub(super) struct PhaseTimes {
+    /// Evaluation of the first request began.
     pub(super) started: Instant,
-    /// The append began.
+    /// Evaluation was complete and the append began.
     pub(super) evaluated: Instant,
-    /// It is committed and applied.
+    /// The batch was committed and applied.
     pub(super) committed: Instant,
 }
 
-/// Beyond these a write is named in the server's log.
+/// Durations above which a write is logged as slow.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
-    /// From evaluation to the end of the commit, for the whole batch.
+    /// For a batch, from the start of its evaluation to the end of its commit.
     pub apply: Duration,
-    /// From its arrival to its answer, for one request.
+    /// For a request, from its arrival to its response.
     pub request: Duration,
 }
 
@@ -42,13 +42,13 @@ impl Default for Patience {
     }
 }
 
-/// See the module's page.
+/// Records the durations of requests.
 pub(super) struct Timing {
     patience: Patience,
     kinds: [Kind; KINDS.len()],
 }
 
-/// One kind of request; the two outcomes, failure first.
+/// Histograms of one kind of request: failed, successful.
 struct Kind {
     apply: [Histogram; 2],
     request: [Histogram; 2],
@@ -67,35 +67,36 @@ impl Timing {
         Self { patience, kinds }
     }
 
-    /// Counts a request that is about to be answered.
-    pub(super) fn note(&self, request: &Request, since: Instant, laps: Laps, succeeded: bool) -> Times {
+    /// Records a request just before its response is sent.
+    pub(super) fn note(&self, request: &Request, since: Instant, phases: PhaseTimes, succeeded: bool) -> Times {
         let kind = &self.kinds[kind(request)];
-        let (apply, whole) = (laps.committed - laps.started, laps.committed - since);
+        let (apply, whole) = (phases.committed - phases.started, phases.committed - since);
         kind.apply[usize::from(succeeded)].observe(apply.as_secs_f64());
         kind.request[usize::from(succeeded)].observe(whole.as_secs_f64());
         Times {
-            queue: laps.started.saturating_duration_since(since),
-            evaluate: laps.evaluated - laps.started,
-            commit: laps.committed - laps.evaluated,
+            queue: phases.started.saturating_duration_since(since),
+            evaluate: phases.evaluated - phases.started,
+            commit: phases.committed - phases.evaluated,
             apply_is_slow: apply > self.patience.apply,
             request: (whole > self.patience.request).then(|| describe(request)),
         }
     }
 }
 
-/// The parts of one request's time.
+/// How long each phase of a request took.
 #[derive(Debug)]
 pub(super) struct Times {
     queue: Duration,
     evaluate: Duration,
     commit: Duration,
     pub(super) apply_is_slow: bool,
-    /// What was asked, if it took long.
+    /// Description of the request, if it was slow.
     request: Option<String>,
 }
 
 impl Times {
-    /// For the trace of the request at hand; what the server did by itself goes into its log if it took long.
+    /// Adds the times to the trace of the current request. A slow request that the server itself made has no trace and
+    /// is logged here.
     pub(super) fn note(self) {
         let Self { queue, evaluate, commit, request, .. } = self;
         let is_traced = [(Part::Queue, queue), (Part::Evaluate, evaluate), (Part::Commit, commit)]
@@ -124,7 +125,7 @@ fn kind(request: &Request) -> usize {
     }
 }
 
-/// What was asked, without any value.
+/// Describes a request without its values.
 fn describe(request: &Request) -> String {
     match request {
         Request::Put(put) => format!("put key={}", shown(&put.key)),
@@ -137,6 +138,7 @@ fn describe(request: &Request) -> String {
     }
 }
 
+/// Describes a transaction by its sizes and its first key.
 fn describe_txn(txn: &TxnRequest) -> String {
     let first = txn.success.iter().chain(&txn.failure).find_map(|op| match op {
         Op::Put(put) => Some(format!("key={}", shown(&put.key))),
@@ -152,9 +154,10 @@ fn describe_txn(txn: &TxnRequest) -> String {
     )
 }
 
-/// Of a range's two keys.
+/// Maximum number of characters shown of a range.
 const RANGE_CHARS: usize = 256;
 
+/// Describes a range.
 pub(super) fn range(range: &KeyRange) -> String {
     match range {
         KeyRange::Single(key) => format!("key={}", shown(key)),

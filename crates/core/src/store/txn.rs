@@ -1,17 +1,18 @@
-//! Evaluation: what a request does to the store and what it answers. Pure: a view and a request in, changes and a response
-//! out; no clock, no log, no waiting.
+//! Evaluates requests. Pure: a view of the store and a request in, changes and a response out; no clock, no log, no
+//! waiting.
 //!
-//! A value that is not at hand makes the evaluation answer [`Stop::NeedsValues`]; the caller reads those rows and evaluates
-//! again, which costs a second pass only where the cache missed.
+//! If a value is neither in the batch nor in the cache, the evaluation returns [`Stop::NeedsValues`]. The caller reads
+//! those rows and evaluates the request again, so only cache misses cost a second pass.
 //!
-//! The order of work is etcd's: compares read the state before the transaction and fix the path through nested ones; then
-//! everything that can fail is checked along that path; then the operations run in order and see one another's writes.
+//! The order of operations is etcd's: compares read the state before the transaction and choose a branch of each nested
+//! transaction; then everything that can fail is checked in the chosen branches; then the operations run in order and
+//! see each other's writes.
 
 use std::collections::HashMap;
 
 use super::{
-    Error,
-    batch::{Batch, Current, Mark},
+    batch::{Batch, Current, Savepoint},
+    error::Error,
     request::{
         Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease, PutRequest,
         PutResponse, PutValue, RangeRequest, RangeResponse, Relation, TxnRequest, TxnResponse,
@@ -20,22 +21,22 @@ use super::{
     values::ValueCache,
 };
 use crate::{
-    index::{Entry, Lease, ReadAt, TreeIndex, Unreadable},
+    index::{ReadAt, TreeIndex, Unreadable},
     lease,
     log::LeaseChange,
     types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version},
 };
 
-/// Why an evaluation gave no response.
+/// The reason why an evaluation returned no response.
 #[derive(Debug)]
 pub enum Stop {
-    /// The request fails; it changed nothing.
+    /// The request failed and changed nothing.
     Failed(Error),
-    /// These rows' pairs are needed and not at hand.
+    /// The pairs of these rows have to be read first.
     NeedsValues(Vec<RowId>),
-    /// It reads a revision that is not yet in the log: evaluate again when this batch is.
+    /// The request reads a revision of this batch: evaluate it again when the batch is committed.
     NeedsCommit,
-    /// The store moved on from what the batch is evaluated on.
+    /// The store is past the position at which the batch is evaluated.
     Moved,
 }
 
@@ -45,10 +46,10 @@ impl From<Error> for Stop {
     }
 }
 
-/// Pairs read from the log for an evaluation; `None` for a row that is no longer there.
+/// Pairs read from the log for an evaluation; `None` for a row that no longer exists.
 pub type Fetched = HashMap<RowId, Option<EncodedKv>>;
 
-/// Everything that an evaluation reads, and the batch that it writes to.
+/// The inputs of an evaluation and the batch that it writes to.
 pub struct Evaluation<'a> {
     pub index: &'a TreeIndex,
     pub leases: &'a lease::Table,
@@ -71,38 +72,41 @@ impl<'a> Evaluation<'a> {
         Self { index, leases, cache, fetched, batch, missing: Vec::new() }
     }
 
+    /// Evaluates a put.
     pub fn put(&mut self, request: &PutRequest) -> Evaluated<PutResponse> {
         self.check_lease(request)?;
-        self.check_kept(request)?;
-        self.whole(|this, mark| this.apply_put(request, mark))
+        self.check_kept_key_exists(request)?;
+        self.atomically(|this, savepoint| this.apply_put(request, savepoint))
     }
 
+    /// Evaluates a delete.
     pub fn delete(&mut self, request: &DeleteRequest) -> Evaluated<DeleteResponse> {
-        self.whole(|this, mark| this.apply_delete(request, mark))
+        self.atomically(|this, savepoint| this.apply_delete(request, savepoint))
     }
 
+    /// Evaluates a transaction.
     pub fn txn(&mut self, request: &TxnRequest) -> Evaluated<TxnResponse> {
         let mut path = Vec::new();
         self.choose_path(request, &mut path);
         self.check_missing()?;
         self.check_txn(request, &mut path.iter(), &|this, op| match op {
-            // In a transaction etcd looks for the key first, in a Put of its own for the lease.
-            Op::Put(put) => this.check_kept(put).and_then(|()| this.check_lease(put)),
+            // In a transaction etcd checks the key first; in a single Put it checks the lease first.
+            Op::Put(put) => this.check_kept_key_exists(put).and_then(|()| this.check_lease(put)),
             Op::Range(_) | Op::Delete(_) | Op::Txn(_) => Ok(()),
         })?;
         self.check_txn(request, &mut path.iter(), &|this, op| match op {
             Op::Range(range) => this.check_range(range.at),
             Op::Put(_) | Op::Delete(_) | Op::Txn(_) => Ok(()),
         })?;
-        self.whole(|this, mark| this.apply_txn(request, &mut path.iter(), mark))
+        self.atomically(|this, savepoint| this.apply_txn(request, &mut path.iter(), savepoint))
     }
 
-    /// Deletes the lease and, in one revision, the keys on it.
+    /// Revokes the lease and deletes its keys in one revision.
     pub fn revoke(&mut self, id: LeaseId) -> Evaluated<Revision> {
         self.end_lease(LeaseChange::Revoke { id }, id)
     }
 
-    /// As revoke, of a lease whose time is over.
+    /// Like [`Self::revoke`], for a lease that has expired.
     pub fn expire(&mut self, id: LeaseId) -> Evaluated<Revision> {
         self.end_lease(LeaseChange::Expire { id }, id)
     }
@@ -112,10 +116,10 @@ impl<'a> Evaluation<'a> {
             return Err(Error::LeaseNotFound.into());
         }
         let keys = self.batch.lease_keys(self.leases, id);
-        self.whole(|this, mark| {
+        self.atomically(|this, savepoint| {
             for key in keys {
                 if let Some(current) = this.batch.current(this.index, &key) {
-                    this.push_delete(key, current, mark);
+                    this.push_delete(key, current, savepoint);
                 }
             }
             this.batch.push_lease(end);
@@ -124,6 +128,7 @@ impl<'a> Evaluation<'a> {
         Ok(self.batch.head())
     }
 
+    /// Grants a lease, which uses no revision.
     pub fn grant(&mut self, id: LeaseId, ttl_secs: i64) -> Evaluated<Revision> {
         if self.batch.lease_exists(self.leases, id) {
             return Err(Error::LeaseExists.into());
@@ -132,12 +137,12 @@ impl<'a> Evaluation<'a> {
         Ok(self.batch.head())
     }
 
-    /// Checks a compaction, which is alone in its batch.
+    /// Checks a compaction. It is the only request in its batch.
     pub fn compact(&mut self, revision: Revision) -> Evaluated<Revision> {
         if revision > self.index.head() {
             return Err(Error::from(Unreadable::Future).into());
         }
-        // A store that was never compacted counts as compacted at -1.
+        // etcd treats a store that was never compacted as compacted at -1.
         if revision <= self.index.compact_revision().unwrap_or(Revision(-1)) {
             return Err(Error::from(Unreadable::Compacted).into());
         }
@@ -145,27 +150,28 @@ impl<'a> Evaluation<'a> {
         Ok(self.index.head())
     }
 
-    /// Runs a request that is one transaction: all of its changes get one revision, or it changes nothing.
-    fn whole<T>(&mut self, apply: impl FnOnce(&mut Self, Mark) -> Evaluated<T>) -> Evaluated<T> {
-        let mark = self.batch.mark();
-        let applied = apply(self, mark).and_then(|response| {
+    /// Runs a request as one transaction: all of its changes get one revision, or nothing is changed.
+    fn atomically<T>(&mut self, apply: impl FnOnce(&mut Self, Savepoint) -> Evaluated<T>) -> Evaluated<T> {
+        let savepoint = self.batch.savepoint();
+        let applied = apply(self, savepoint).and_then(|response| {
             self.check_missing()?;
             Ok(response)
         });
         match applied {
-            Ok(_) => self.batch.seal(mark),
-            Err(_) => self.batch.roll_back(mark),
+            Ok(_) => self.batch.seal(savepoint),
+            Err(_) => self.batch.roll_back(savepoint),
         }
         applied
     }
 
+    /// Stops the evaluation if it needed values that are not available.
     fn check_missing(&mut self) -> Evaluated<()> {
         if self.missing.is_empty() { Ok(()) } else { Err(Stop::NeedsValues(std::mem::take(&mut self.missing))) }
     }
 
     // Compares.
 
-    /// Which branch each transaction takes, the outer before its nested ones, in the order in which they run.
+    /// Appends the branch that each transaction takes, outer transactions before nested ones, in execution order.
     fn choose_path(&mut self, txn: &TxnRequest, path: &mut Vec<bool>) {
         let succeeded = txn.compares.iter().all(|compare| self.holds(compare));
         path.push(succeeded);
@@ -176,8 +182,8 @@ impl<'a> Evaluation<'a> {
         }
     }
 
-    /// A compare holds if it does for every live key of its range. With none, the key counts as one that never was: its
-    /// numbers are 0, and no value of it compares.
+    /// Returns whether the compare holds for every live key of its range. If there is none, it is evaluated as for a
+    /// key that never existed: numbers are 0 and no value compares.
     fn holds(&mut self, compare: &Compare) -> bool {
         let mut found = Vec::new();
         self.batch.visit(self.index, &compare.range, |_, current| found.push(current));
@@ -210,13 +216,14 @@ impl<'a> Evaluation<'a> {
 
     // Checks.
 
+    /// Runs `check` on each operation of the chosen branches.
     fn check_txn<'p>(
         &self,
         txn: &TxnRequest,
         path: &mut impl Iterator<Item = &'p bool>,
         check: &impl Fn(&Self, &Op) -> Evaluated<()>,
     ) -> Evaluated<()> {
-        let succeeded = *path.next().expect("the path has a step for each transaction on it");
+        let succeeded = *path.next().expect("the path has an entry for each executed transaction");
         for op in txn.branch(succeeded) {
             match op {
                 Op::Txn(nested) => self.check_txn(nested, path, check)?,
@@ -226,6 +233,7 @@ impl<'a> Evaluation<'a> {
         Ok(())
     }
 
+    /// Checks that the lease of a put exists.
     fn check_lease(&self, put: &PutRequest) -> Evaluated<()> {
         match put.lease {
             PutLease::Set(Some(lease)) if !self.batch.lease_exists(self.leases, lease) => {
@@ -235,7 +243,8 @@ impl<'a> Evaluation<'a> {
         }
     }
 
-    fn check_kept(&self, put: &PutRequest) -> Evaluated<()> {
+    /// Checks that the key exists if the put keeps its value or lease.
+    fn check_kept_key_exists(&self, put: &PutRequest) -> Evaluated<()> {
         let keeps = matches!(put.value, PutValue::Keep) || matches!(put.lease, PutLease::Keep);
         if keeps && self.batch.current(self.index, &put.key).is_none() {
             return Err(Error::KeyNotFound.into());
@@ -243,7 +252,7 @@ impl<'a> Evaluation<'a> {
         Ok(())
     }
 
-    /// Unlike a Range of its own, one in a transaction may not name a negative revision once something was compacted.
+    /// Unlike a single Range, a Range in a transaction cannot name a negative revision after a compaction.
     fn check_range(&self, at: ReadAt) -> Evaluated<()> {
         let ReadAt::Revision(at) = at else { return Ok(()) };
         if at > self.batch.head() {
@@ -257,9 +266,9 @@ impl<'a> Evaluation<'a> {
 
     // Operations.
 
-    fn apply_put(&mut self, put: &PutRequest, mark: Mark) -> Evaluated<PutResponse> {
+    fn apply_put(&mut self, put: &PutRequest, savepoint: Savepoint) -> Evaluated<PutResponse> {
         let current = self.batch.current(self.index, &put.key);
-        let row = self.batch.next_row(mark);
+        let row = self.batch.next_row(savepoint);
         let version = match &current {
             Some(current) => Version { row, version: current.version.version + 1, ..current.version },
             None => Version { row, create_revision: row.revision, version: 1 },
@@ -285,7 +294,7 @@ impl<'a> Evaluation<'a> {
         Ok(PutResponse { revision: row.revision, prev_kv })
     }
 
-    fn apply_delete(&mut self, request: &DeleteRequest, mark: Mark) -> Evaluated<DeleteResponse> {
+    fn apply_delete(&mut self, request: &DeleteRequest, savepoint: Savepoint) -> Evaluated<DeleteResponse> {
         let mut found = Vec::new();
         self.batch.visit(self.index, &request.range, |key, current| found.push((key.clone(), current)));
         let deleted = found.len();
@@ -294,14 +303,14 @@ impl<'a> Evaluation<'a> {
             if request.prev_kv {
                 prev_kvs.extend(self.pair(&current));
             }
-            self.push_delete(key, current, mark);
+            self.push_delete(key, current, savepoint);
         }
-        Ok(DeleteResponse { revision: self.revision(mark), deleted, prev_kvs })
+        Ok(DeleteResponse { revision: self.revision(savepoint), deleted, prev_kvs })
     }
 
-    fn apply_range(&mut self, request: &RangeRequest, mark: Mark) -> Evaluated<RangeResponse> {
+    fn apply_range(&mut self, request: &RangeRequest, savepoint: Savepoint) -> Evaluated<RangeResponse> {
         let mut selection = Selection::new(request);
-        let mut made = HashMap::new();
+        let mut from_batch = HashMap::new();
         match request.at {
             ReadAt::Revision(at) if at.0 > 0 => {
                 if !request.range.is_empty() {
@@ -312,21 +321,21 @@ impl<'a> Evaluation<'a> {
             ReadAt::Latest | ReadAt::Revision(_) => self.batch.visit(self.index, &request.range, |key, current| {
                 selection.offer(key, current.entry());
                 if let Some(kv) = current.kv {
-                    made.insert(current.version.row, kv);
+                    from_batch.insert(current.version.row, kv);
                 }
             }),
         }
         let count = selection.count();
         let mut kvs = Vec::new();
         for selected in selection.take() {
-            let from_batch = made.remove(&selected.entry.version.row);
-            kvs.extend(self.selected_pair(&selected, from_batch, request.projection));
+            let batch_pair = from_batch.remove(&selected.entry.version.row);
+            kvs.extend(self.selected_pair(&selected, batch_pair, request.projection));
         }
         let (mut kvs, more) = selection.finish(kvs);
         if request.projection == Projection::KeysOnly {
             kvs.iter_mut().for_each(|kv| *kv = kv.without_value());
         }
-        Ok(RangeResponse { revision: self.revision(mark), kvs, more, count })
+        Ok(RangeResponse { revision: self.revision(savepoint), kvs, more, count })
     }
 
     fn selected_pair(
@@ -338,71 +347,61 @@ impl<'a> Evaluation<'a> {
         if let Some(kv) = selected.pair_without_value(projection) {
             return Some(kv);
         }
-        from_batch.or_else(|| self.row(selected.entry.version.row))
+        from_batch.or_else(|| self.read_row(selected.entry.version.row))
     }
 
     fn apply_txn<'p>(
         &mut self,
         txn: &TxnRequest,
         path: &mut impl Iterator<Item = &'p bool>,
-        mark: Mark,
+        savepoint: Savepoint,
     ) -> Evaluated<TxnResponse> {
-        let succeeded = *path.next().expect("the path has a step for each transaction on it");
+        let succeeded = *path.next().expect("the path has an entry for each executed transaction");
         let mut responses = Vec::new();
         for op in txn.branch(succeeded) {
             responses.push(match op {
-                Op::Range(request) => OpResponse::Range(self.apply_range(request, mark)?),
-                Op::Put(request) => OpResponse::Put(self.apply_put(request, mark)?),
-                Op::Delete(request) => OpResponse::Delete(self.apply_delete(request, mark)?),
-                Op::Txn(nested) => OpResponse::Txn(self.apply_txn(nested, path, mark)?),
+                Op::Range(request) => OpResponse::Range(self.apply_range(request, savepoint)?),
+                Op::Put(request) => OpResponse::Put(self.apply_put(request, savepoint)?),
+                Op::Delete(request) => OpResponse::Delete(self.apply_delete(request, savepoint)?),
+                Op::Txn(nested) => OpResponse::Txn(self.apply_txn(nested, path, savepoint)?),
             });
         }
-        Ok(TxnResponse { revision: self.revision(mark), succeeded, responses })
+        Ok(TxnResponse { revision: self.revision(savepoint), succeeded, responses })
     }
 
-    fn push_delete(&mut self, key: Key, current: Current, mark: Mark) {
-        let row = self.batch.next_row(mark);
+    /// Adds the delete of a live key.
+    fn push_delete(&mut self, key: Key, current: Current, savepoint: Savepoint) {
+        let row = self.batch.next_row(savepoint);
         let prev_lease = current.lease;
         let prev = Some(self.prev(current));
         self.batch.push(Change { row, key, kind: ChangeKind::Delete, prev, prev_lease });
     }
 
-    /// The revision that the transaction stands at: its own once it changed something.
-    fn revision(&self, mark: Mark) -> Revision {
-        if self.batch.changed_since(mark) { self.batch.head().next() } else { self.batch.head() }
+    /// Returns the revision for the transaction's responses: its own once it has changed something, else the head.
+    fn revision(&self, savepoint: Savepoint) -> Revision {
+        if self.batch.changed_since(savepoint) { self.batch.head().next() } else { self.batch.head() }
     }
 
     // Values.
 
+    /// Returns the previous version for a change, with its pair if that is in the batch or in the cache.
     fn prev(&self, current: Current) -> Prev {
         let row = current.version.row;
         Prev { row, kv: current.kv.or_else(|| self.cache.get(row)) }
     }
 
     fn pair(&mut self, current: &Current) -> Option<EncodedKv> {
-        current.kv.clone().or_else(|| self.row(current.version.row))
+        current.kv.clone().or_else(|| self.read_row(current.version.row))
     }
 
-    /// The pair of a row; where it is not at hand the evaluation goes on without it and is done again. One that was looked
-    /// for in vain is asked for again: who reads the log must find out where it is.
-    fn row(&mut self, row: RowId) -> Option<EncodedKv> {
+    /// Returns the pair of a row. If it is neither fetched nor cached, the row is noted as missing and the request is
+    /// evaluated again. A row that was fetched and not found is noted again: the caller has to find out why.
+    fn read_row(&mut self, row: RowId) -> Option<EncodedKv> {
         let kv = self.fetched.get(&row).cloned().flatten().or_else(|| self.cache.get(row));
         if kv.is_none() {
             self.missing.push(row);
         }
         kv
-    }
-}
-
-impl Selected {
-    /// The pair of a keys-only read, made from the index alone; `None` where the row is needed.
-    pub(super) fn pair_without_value(&self, projection: Projection) -> Option<EncodedKv> {
-        match (projection, &self.key, self.entry) {
-            (Projection::KeysOnly, Some(key), Entry { version, lease: Lease::Known(lease) }) => {
-                Some(EncodedKv::new(key, version, &[], lease))
-            }
-            _ => None,
-        }
     }
 }
 

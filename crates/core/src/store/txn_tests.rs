@@ -1,56 +1,29 @@
-//! Evaluation, batches and their application against the naive store of `model`.
+//! Tests evaluation, batches and their application against the naive store of `model`.
 //!
-//! Random requests run in batches on both. A batch is committed, taken back as after a conflict, or found in the log later as
-//! after an append of unknown outcome; compactions come in between. Revisions that a request names are given as distances
-//! from the head, so that reads of old, present, future and compacted revisions all happen. proptest prints what failed.
+//! Random requests run in batches on both. A batch is committed, dropped as after a conflict, or found in the log later
+//! as after an append with unknown outcome. Compactions run in between. Revisions in requests are generated as
+//! distances from the head, so that reads at old, current, future and compacted revisions all occur.
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    sync::{Arc, atomic::AtomicBool},
-};
+use std::collections::{BTreeSet, HashMap};
 
-use bytes::Bytes;
-use parking_lot::{Mutex, RwLock};
 use proptest::{collection::vec, prelude::*, sample::select};
-use tokio::{
-    sync::{Notify, watch},
-    time::Instant,
-};
+use tokio::time::Instant;
 
 use super::{
-    Error, Identity, Shared,
     batch::Batch,
-    catch_up::Standing,
-    members::Members,
-    model::Model,
-    request::{
-        Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, PutLease, PutRequest, PutResponse, PutValue,
-        RangeRequest, Relation, RevisionFilter, TxnRequest, TxnResponse,
-    },
-    select_tests,
+    error::Error,
+    fixtures::shared,
+    generators::{LEASES, Request, anchored, requests},
+    model::{Model, Row},
+    request::{DeleteResponse, PutResponse, TxnResponse},
+    shared::Shared,
     txn::{Evaluation, Fetched, Stop},
-    values::ValueCache,
 };
 use crate::{
-    index::{CompactionCursor, Lease, ReadAt, TreeIndex},
-    lease,
-    log::{Append, Appended, Member, Reclaim, memory::MemoryLog},
-    supervise::Lock,
-    types::{ChangeKind, Key, KeyRange, LeaseId, Revision},
-    watch::Hub,
+    index::{CompactionCursor, Lease},
+    log::{Append, Appended, Reclaim},
+    types::{ChangeKind, LeaseId, Revision},
 };
-
-pub(super) const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "ba", "c"];
-const LEASES: [i64; 3] = [1, -2, 3];
-
-#[derive(Clone, Debug)]
-pub(super) enum Request {
-    Put(PutRequest),
-    Delete(DeleteRequest),
-    Txn(TxnRequest),
-    Grant { id: LeaseId, ttl_secs: i64 },
-    Revoke(LeaseId),
-}
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Outcome {
@@ -60,13 +33,13 @@ enum Outcome {
     Revision(Revision),
 }
 
-/// What becomes of a batch.
+/// The fate of a batch.
 #[derive(Clone, Copy, Debug)]
 enum Fate {
     Committed,
-    /// The append met a conflict.
+    /// The append lost a race.
     Dropped,
-    /// It is in the log, but nobody said so; the log is read again.
+    /// The append succeeded but its outcome is unknown; the log is read again.
     FoundLater,
 }
 
@@ -74,7 +47,7 @@ enum Fate {
 struct Step {
     requests: Vec<Request>,
     fate: Fate,
-    /// Compacts afterwards, this far below the head.
+    /// If set, compacts afterwards at this distance below the head.
     compact: Option<i64>,
 }
 
@@ -84,7 +57,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(3_000))]
 
     #[test]
-    fn requests_do_and_answer_what_the_model_does(steps in vec(steps(), 1..8), cache_bytes in select(vec![0, 400, 1 << 20])) {
+    fn requests_equal_the_model(steps in vec(steps(), 1..8), cache_bytes in select(vec![0, 400, 1 << 20])) {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let mut world = World::new(cache_bytes);
@@ -97,7 +70,7 @@ proptest! {
 }
 
 #[tokio::test]
-async fn lease_that_was_granted_anew_unnoticed_has_its_new_ttl() -> Checked {
+async fn lease_granted_again_has_its_new_ttl_after_catching_up() -> Checked {
     let id = LeaseId(1);
     let step = |requests, fate| Step { requests, fate, compact: None };
     let mut world = World::new(0);
@@ -105,13 +78,13 @@ async fn lease_that_was_granted_anew_unnoticed_has_its_new_ttl() -> Checked {
     world.run(step(vec![Request::Revoke(id), Request::Grant { id, ttl_secs: 1_000 }], Fate::FoundLater)).await
 }
 
-/// The store's parts without its tasks, and the model.
+/// The store without its tasks, and the model.
 struct World {
     shared: Shared,
     batch: Batch,
     fetched: Fetched,
     model: Model,
-    /// What the log has.
+    /// The model of what is in the log.
     committed: Model,
 }
 
@@ -149,26 +122,26 @@ impl World {
         self.check_applied()
     }
 
-    /// Evaluates one request as the writer does, and checks what came of it.
+    /// Evaluates one request as the writer does, and checks the outcome.
     async fn request(&mut self, request: &Request) -> Checked {
         let request = anchored(request, self.model.head);
         let expected = self.on_model(&request);
         let outcome = loop {
             let before = format!("{:?}", self.batch);
-            let mark = self.batch.mark();
+            let savepoint = self.batch.savepoint();
             let stop = match self.evaluate(&request) {
                 Ok(outcome) => {
                     let after = format!("{:?}", self.batch);
-                    self.batch.roll_back(mark);
-                    prop_assert_eq!(format!("{:?}", self.batch), before, "taken back as if it had not been");
+                    self.batch.roll_back(savepoint);
+                    prop_assert_eq!(format!("{:?}", self.batch), before, "rollback restores the batch");
                     let again = self.evaluate(&request).map_err(|stop| TestCaseError::fail(format!("{stop:?}")))?;
-                    prop_assert_eq!(&again, &outcome, "the same once more");
+                    prop_assert_eq!(&again, &outcome, "evaluation is repeatable");
                     prop_assert_eq!(format!("{:?}", self.batch), after);
                     break Ok(outcome);
                 }
                 Err(stop) => stop,
             };
-            prop_assert_eq!(format!("{:?}", self.batch), before, "{:?} left the batch as it was", stop);
+            prop_assert_eq!(format!("{:?}", self.batch), before, "{:?} leaves the batch unchanged", stop);
             match stop {
                 Stop::Failed(error) => break Err(error),
                 Stop::NeedsValues(rows) => {
@@ -177,7 +150,7 @@ impl World {
                     prop_assert!(rows.iter().all(|row| found.contains_key(row)), "{:?} are in the log", rows);
                     self.fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
                 }
-                Stop::Moved => prop_assert!(false, "nobody else writes"),
+                Stop::Moved => prop_assert!(false, "no other instance writes"),
                 Stop::NeedsCommit => {
                     prop_assert!(!self.batch.changes().is_empty(), "there is something to commit");
                     let after = self.model.clone();
@@ -203,7 +176,7 @@ impl World {
         }
     }
 
-    /// The model moves on only where the request did not fail.
+    /// Runs the request on the model, which changes only if the request succeeds.
     fn on_model(&mut self, request: &Request) -> Result<Outcome, Error> {
         let mut model = self.model.clone();
         let outcome = match request {
@@ -217,7 +190,7 @@ impl World {
         Ok(outcome)
     }
 
-    /// The model with all that the batch holds, and no more.
+    /// Returns the model with exactly the changes of the batch.
     fn before_request(&self) -> Model {
         let mut model = self.model.clone();
         model.rows.truncate(self.committed.rows.len() + self.batch.changes().len());
@@ -268,12 +241,12 @@ impl World {
 
     // Checks.
 
-    fn new_rows(&self, batch: &Batch) -> Vec<super::model::Row> {
+    fn new_rows(&self, batch: &Batch) -> Vec<Row> {
         let from = self.model.rows.iter().filter(|row| row.id.revision <= batch.base()).count();
         self.model.rows[from..].to_vec()
     }
 
-    /// The batch holds what the model did since its base.
+    /// Checks that the batch contains the model's changes since its base.
     fn check_batch(&self) -> Checked {
         prop_assert_eq!(self.batch.head(), self.model.head);
         let rows = self.new_rows(&self.batch);
@@ -305,7 +278,7 @@ impl World {
         Ok(())
     }
 
-    /// Index, leases and cached values say what the model says, with nothing in a batch.
+    /// Checks that index, leases and cached values equal the model.
     fn check_applied(&self) -> Checked {
         let index = self.shared.index.read();
         let oldest = self.model.compact_revision.unwrap_or(Revision(0));
@@ -315,7 +288,7 @@ impl World {
             prop_assert_eq!(live, expected, "at {}", at);
         }
         for pair in self.model.live() {
-            let entry = index.get(&pair.key, index.head()).expect("as the model");
+            let entry = index.get(&pair.key, index.head()).expect("the model has the key");
             prop_assert_eq!(entry.lease, Lease::Known(pair.lease), "{:?}", &pair.key);
             if let Some(cached) = self.shared.values.get(pair.version.row) {
                 prop_assert_eq!(cached, pair.encoded());
@@ -333,197 +306,8 @@ impl World {
     }
 }
 
-pub(super) fn shared(cache_bytes: u64) -> Shared {
-    Shared {
-        log: Arc::new(MemoryLog::default()),
-        identity: Identity { cluster_id: 1, member_id: 1 },
-        standing: Standing::new(0),
-        members: Members::new(Member { id: 1, name: "default".to_owned(), client_urls: Vec::new() }),
-        metrics: Arc::default(),
-        space: super::space::Space::new(0),
-        hub: Arc::new(Hub::new(Revision::EMPTY, None, Arc::default())),
-        index: RwLock::new(TreeIndex::new()),
-        leases: Lock::new(lease::Table::default()),
-        values: ValueCache::new(cache_bytes),
-        read_memory: crate::overload::ReadMemory::new(cache_bytes),
-        steps: crate::overload::Steps::new().0,
-        lease_deadline: Notify::new(),
-        compaction: Notify::new(),
-        purge_duty: AtomicBool::new(false),
-        left_to_others: Mutex::default(),
-        compaction_done: watch::Sender::new(None),
-        pulses: Default::default(),
-    }
-}
-
-// Requests.
-
-/// The request with its distances from the head made revisions.
-fn anchored(request: &Request, head: Revision) -> Request {
-    let mut request = request.clone();
-    if let Request::Txn(txn) = &mut request {
-        anchor(txn, head);
-    }
-    request
-}
-
-fn anchor(txn: &mut TxnRequest, head: Revision) {
-    let revision = |back: i64| head.0 - back;
-    for compare in &mut txn.compares {
-        if let CompareTarget::CreateRevision(back) | CompareTarget::ModRevision(back) = &mut compare.target {
-            *back = revision(*back).max(0);
-        }
-    }
-    for op in txn.success.iter_mut().chain(&mut txn.failure) {
-        match op {
-            Op::Range(range) => {
-                if let ReadAt::Revision(at) = &mut range.at {
-                    // Only 0 is the head in a transaction, and the edge has made it so.
-                    *at = Revision(if revision(at.0) == 0 { -1 } else { revision(at.0) });
-                }
-                let RevisionFilter { mod_min, mod_max, create_min, create_max } = &mut range.filter;
-                for back in [mod_min, mod_max, create_min, create_max].into_iter().flatten() {
-                    *back = Revision(revision(back.0));
-                }
-            }
-            Op::Txn(nested) => anchor(nested, head),
-            Op::Put(_) | Op::Delete(_) => {}
-        }
-    }
-}
-
 fn steps() -> impl Strategy<Value = Step> {
     let fate = prop_oneof![6 => Just(Fate::Committed), 1 => Just(Fate::Dropped), 2 => Just(Fate::FoundLater)];
     let compact = prop::option::weighted(0.3, 0..4_i64);
     (vec(requests(), 0..6), fate, compact).prop_map(|(requests, fate, compact)| Step { requests, fate, compact })
-}
-
-pub(super) fn requests() -> impl Strategy<Value = Request> {
-    let id = || select(LEASES.to_vec()).prop_map(LeaseId);
-    prop_oneof![
-        4 => puts().prop_map(Request::Put),
-        2 => deletes().prop_map(Request::Delete),
-        6 => txns(2).prop_map(|txn| Request::Txn(distinct(txn))),
-        2 => (id(), 2..5_i64).prop_map(|(id, ttl)| Request::Grant { id, ttl_secs: ttl * 1_000 }),
-        1 => id().prop_map(Request::Revoke),
-    ]
-}
-
-fn puts() -> impl Strategy<Value = PutRequest> {
-    let value = prop_oneof![
-        4 => select(vec!["", "x", "y", "a longer value"]).prop_map(|value| PutValue::New(Bytes::from_static(value.as_bytes()))),
-        1 => Just(PutValue::Keep),
-    ];
-    let lease = prop_oneof![
-        4 => Just(PutLease::Set(None)),
-        4 => select(LEASES.to_vec()).prop_map(|id| PutLease::Set(Some(LeaseId(id)))),
-        2 => Just(PutLease::Keep),
-    ];
-    (select(KEYS.to_vec()), value, lease, any::<bool>()).prop_map(|(key, value, lease, prev_kv)| PutRequest {
-        key: Bytes::from_static(key.as_bytes()),
-        value,
-        lease,
-        prev_kv,
-    })
-}
-
-fn deletes() -> impl Strategy<Value = DeleteRequest> {
-    (key_ranges(), any::<bool>()).prop_map(|(range, prev_kv)| DeleteRequest { range, prev_kv })
-}
-
-/// Single keys, and spans that are open, closed or empty.
-pub(super) fn key_ranges() -> impl Strategy<Value = KeyRange> {
-    let key = || select([&KEYS[..], &["\0", "aa", "bb", "d"]].concat());
-    prop_oneof![
-        4 => key().prop_map(|key| KeyRange::Single(Key::from(key.as_bytes()))),
-        1 => key().prop_map(|key| KeyRange::Span { start: Key::from(key.as_bytes()), end: None }),
-        4 => (key(), key()).prop_map(|(start, end)| KeyRange::from_wire(start.as_bytes(), end.as_bytes())),
-    ]
-}
-
-fn compares() -> impl Strategy<Value = Compare> {
-    let relation = select(vec![
-        Relation::Equal,
-        Relation::NotEqual,
-        Relation::Greater,
-        Relation::Less,
-        Relation::Equal,
-        Relation::Unknown,
-    ]);
-    let target = prop_oneof![
-        (0..4_i64).prop_map(CompareTarget::Version),
-        (0..6_i64).prop_map(CompareTarget::CreateRevision),
-        (0..6_i64).prop_map(CompareTarget::ModRevision),
-        select(vec!["", "x", "y"]).prop_map(|value| CompareTarget::Value(Bytes::from_static(value.as_bytes()))),
-        select(vec![0, 1, -2, 3]).prop_map(CompareTarget::Lease),
-        Just(CompareTarget::Unknown),
-    ];
-    (key_ranges(), relation, target).prop_map(|(range, relation, target)| Compare { range, relation, target })
-}
-
-fn ranges() -> impl Strategy<Value = RangeRequest> {
-    let at = prop_oneof![
-        8 => Just(ReadAt::Latest),
-        4 => (0..5_i64).prop_map(|back| ReadAt::Revision(Revision(back))),
-        1 => select(vec![-2, -1, 40]).prop_map(|back| ReadAt::Revision(Revision(back))),
-    ];
-    (select_tests::ranges(), key_ranges(), at).prop_map(|(request, range, at)| RangeRequest { range, at, ..request })
-}
-
-fn txns(depth: u32) -> BoxedStrategy<TxnRequest> {
-    let op = || {
-        let leaf = prop_oneof![
-            4 => puts().prop_map(Op::Put),
-            2 => deletes().prop_map(Op::Delete),
-            3 => ranges().prop_map(Op::Range),
-        ];
-        if depth == 0 {
-            return leaf.boxed();
-        }
-        prop_oneof![6 => leaf, 1 => txns(depth - 1).prop_map(Op::Txn)].boxed()
-    };
-    (vec(compares(), 0..3), vec(op(), 0..4), vec(op(), 0..4))
-        .prop_map(|(compares, success, failure)| TxnRequest { compares, success, failure })
-        .boxed()
-}
-
-/// Leaves out the puts that the edge refuses: a key put twice, or put and deleted by a range, in one branch; a delete to the
-/// end of the key space counts for nothing there.
-fn distinct(mut txn: TxnRequest) -> TxnRequest {
-    for branch in [&mut txn.success, &mut txn.failure] {
-        let mut taken = Vec::new();
-        deleted(branch, &mut taken);
-        leave_out_puts(branch, &mut taken);
-    }
-    txn
-}
-
-fn deleted(ops: &[Op], ranges: &mut Vec<KeyRange>) {
-    for op in ops {
-        match op {
-            Op::Delete(DeleteRequest { range: KeyRange::Span { end: None, .. }, .. }) => {}
-            Op::Delete(delete) => ranges.push(delete.range.clone()),
-            Op::Txn(nested) => {
-                deleted(&nested.success, ranges);
-                deleted(&nested.failure, ranges);
-            }
-            Op::Put(_) | Op::Range(_) => {}
-        }
-    }
-}
-
-fn leave_out_puts(ops: &mut Vec<Op>, taken: &mut Vec<KeyRange>) {
-    ops.retain_mut(|op| match op {
-        Op::Put(put) => {
-            let free = !taken.iter().any(|range| range.contains(&put.key));
-            taken.push(KeyRange::Single(Key::from(&put.key[..])));
-            free
-        }
-        Op::Txn(nested) => {
-            leave_out_puts(&mut nested.success, taken);
-            leave_out_puts(&mut nested.failure, taken);
-            true
-        }
-        Op::Range(_) | Op::Delete(_) => true,
-    });
 }

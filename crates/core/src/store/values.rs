@@ -1,16 +1,16 @@
-//! The value cache: encoded pairs of live keys under a byte budget. With the cache full or off every read is still right;
-//! what is missing is read from the log.
+//! The value cache: encoded pairs of live keys, limited in bytes. Reads are correct without it: missing pairs are read
+//! from the log.
 
 use quick_cache::{Weighter, sync::Cache};
 
 use crate::types::{Change, ChangeKind, EncodedKv, RowId};
 
-/// Bytes that an entry takes beside its pair, about: the cache's own bookkeeping and the allocation's.
+/// Approximate overhead of an entry in bytes: the cache's bookkeeping and the allocation's.
 const ENTRY_BYTES: u64 = 96;
-/// How large a pair is taken to be when the cache is laid out; a wrong guess costs speed, not memory.
+/// Assumed size of a pair in bytes when the cache is created. A wrong assumption costs speed, not memory.
 const PAIR_BYTES_GUESS: u64 = 1024;
 
-/// See the module's page.
+/// A concurrent cache from rows to pairs.
 pub struct ValueCache(Cache<RowId, EncodedKv, ByBytes>);
 
 #[derive(Clone)]
@@ -23,7 +23,7 @@ impl Weighter<RowId, EncodedKv> for ByBytes {
 }
 
 impl ValueCache {
-    /// `bytes` of 0 turn it off.
+    /// Creates a cache of at most `bytes` bytes; 0 disables it.
     pub fn new(bytes: u64) -> Self {
         let items = usize::try_from(bytes / PAIR_BYTES_GUESS).unwrap_or(usize::MAX);
         Self(Cache::with_weighter(items, bytes, ByBytes))
@@ -33,7 +33,7 @@ impl ValueCache {
         self.0.get(&row)
     }
 
-    /// What it takes, about.
+    /// Returns the approximate size in bytes.
     pub fn bytes(&self) -> u64 {
         self.0.weight()
     }
@@ -46,12 +46,13 @@ impl ValueCache {
         self.0.misses()
     }
 
-    /// For pairs of live versions only: older ones would push out what is read more.
+    /// Adds a pair of a live version. Older versions must not be added: they would displace pairs that are read more
+    /// often.
     pub fn insert(&self, row: RowId, kv: EncodedKv) {
         self.0.insert(row, kv);
     }
 
-    /// Takes up the pair that a change made and lets go of the one that it replaced.
+    /// Adds the pair that a change wrote and removes the one that it replaced.
     pub fn apply(&self, change: &Change) {
         if let Some(prev) = &change.prev {
             self.0.remove(&prev.row);

@@ -2,20 +2,25 @@
 //!
 //! ```text
 //! loop {
-//!     gather     what waits, up to a bound
-//!     evaluate   each in order, on the index and what the batch did before it
-//!     append     all in one commit
-//!     apply      to the index, the caches, the watchers
-//!     answer     all
+//!     collect    waiting requests, up to a limit
+//!     evaluate   each in order, on the index and the batch's earlier changes
+//!     append     all changes in one commit
+//!     apply      them to the index, the caches and the watchers
+//!     respond    to all requests
 //! }
 //! ```
 //!
-//! One client sees one commit's latency, a thousand share it. A request that changes nothing is answered in its place in
-//! the order. If the outcome of an append is unknown, so are the answers, and the writer reads the log before it goes on.
+//! A batch of any size costs one commit. A request that changes nothing is answered in the order of the batch, too. If
+//! the outcome of an append is unknown, its requests fail as [`Error::OutcomeUnknown`] and the writer reads the log
+//! before it continues.
 //!
-//! Where other instances append too, an append may lose a race: then the writer catches up, evaluates the requests anew and
-//! waits for its turn, in which nobody else can append. While races are lost it goes on taking turns. A batch that changes
-//! nothing is answered only if the log still stands where the batch was evaluated.
+//! If other instances append to the same log, an append can lose a race. The writer then catches up, takes the append
+//! lock, evaluates the requests again and appends while no other instance can. It keeps taking the lock until no other
+//! instance has appended in between. A batch that changes nothing is answered only if the log's position is still the
+//! one at which the batch was evaluated.
+
+mod commit;
+mod recovery;
 
 use std::{
     collections::VecDeque,
@@ -27,213 +32,61 @@ use std::{
 };
 
 use tokio::{
-    sync::{Notify, mpsc, oneshot},
+    sync::{Notify, mpsc},
     task::yield_now,
-    time::{Instant, sleep},
+    time::Instant,
 };
-use tracing::{debug, error, info, warn};
+use tracing::{error, warn};
 
 use super::{
-    Error, Result, Shared, WAIT_MAX,
     batch::Batch,
     busy_poll::BusyPoll,
-    request::{DeleteRequest, DeleteResponse, Op, PutRequest, PutResponse, PutValue, TxnRequest, TxnResponse},
-    timing::{Laps, Patience, Times, Timing},
+    error::{Error, Result},
+    queue::{Command, QUEUE_REQUESTS_MAX, WriteQueue},
+    shared::Shared,
+    timing::{Patience, Timing},
     txn::{Evaluation, Fetched, Stop},
+    write_request::{Outcome, Request},
 };
-use crate::{
-    log::{self, AlarmChange, Append, Appended, Position},
-    types::{LeaseId, Revision, RowId},
-};
+use crate::{log::Position, types::RowId};
 
-/// Requests that may wait, as many as etcd lets wait; beyond it: "too many requests".
-const QUEUE_REQUESTS_MAX: usize = 5_000;
-/// Bytes of keys and values that may wait; beyond it: "too many requests".
-const QUEUE_BYTES_MAX: usize = 256 << 20;
-/// A batch takes no further request once it has this many; larger ones only add latency.
+/// Number of requests at which a batch is closed. Larger batches only add latency.
 const BATCH_REQUESTS_MAX: usize = 512;
-/// A batch takes no further request once it has this many changes.
+/// Number of changes at which a batch is closed.
 const BATCH_CHANGES_MAX: usize = 512;
-/// A batch takes no further request once it has this many bytes of keys and values.
+/// Number of bytes of keys and values at which a batch is closed.
 const BATCH_BYTES_MAX: usize = 4 << 20;
-/// How often the writer steps back before it commits, so that requests that are about to arrive join the batch. Measured:
-/// it makes batches an eighth larger, and unlike a timer it costs nothing when nobody comes.
-const GATHER_YIELDS: usize = 3;
-/// How often what is wrong is said, while it is.
-const TELL_INTERVAL: Duration = Duration::from_secs(5);
-/// Pause between attempts to read the log when the database is away.
+/// Number of times the writer yields before it evaluates a batch, so that requests that are about to arrive join it.
+/// Measured: batches become one eighth larger. Unlike a timer, yielding costs nothing if no request arrives.
+const COLLECT_YIELDS: usize = 3;
+/// Pause between attempts to read the log while the database is unavailable.
 const RESYNC_PAUSE: Duration = Duration::from_millis(200);
 
-/// A request that is evaluated in the order of the log.
-#[derive(Debug)]
-pub(super) enum Request {
-    Put(PutRequest),
-    Delete(DeleteRequest),
-    Txn(TxnRequest),
-    Grant {
-        id: LeaseId,
-        ttl_secs: i64,
-    },
-    Revoke(LeaseId),
-    /// Revokes the lease if its time is over when this is evaluated.
-    Expire(LeaseId),
-    Compact(Revision),
-    Alarm(AlarmChange),
-}
+/// Evaluated requests with their outcomes.
+type Served = Vec<(Command, Result<Outcome>)>;
 
-#[derive(Debug)]
-pub(super) enum Outcome {
-    Put(PutResponse),
-    Delete(DeleteResponse),
-    Txn(TxnResponse),
-    Revision(Revision),
-}
-
-/// The right to answer one request, once.
-#[must_use]
-#[derive(Debug)]
-struct Ticket(oneshot::Sender<Answer>);
-
-/// What a request came to and, if it was in a batch, how long that took.
-#[derive(Debug)]
-struct Answer {
-    outcome: Result<Outcome>,
-    times: Option<Times>,
-}
-
-impl Ticket {
-    /// The client may be gone; what it asked for has happened all the same.
-    fn answer(self, outcome: Result<Outcome>, times: Option<Times>) {
-        let _ = self.0.send(Answer { outcome, times });
-    }
-}
-
-#[derive(Debug)]
-struct Command {
-    request: Request,
-    bytes: usize,
-    since: Instant,
-    ticket: Ticket,
-}
-
-/// The way to the writer.
-#[derive(Clone)]
-pub(super) struct WriteQueue {
-    commands: mpsc::Sender<Command>,
-    waiting_bytes: Arc<AtomicUsize>,
-    close: Arc<Notify>,
-}
-
-impl WriteQueue {
-    /// # Errors
-    ///
-    /// [`Error::TooManyRequests`] at once when the queue is full, [`Error::Stopped`] when it is closed; otherwise what the
-    /// request came to.
-    pub(super) async fn submit(&self, request: Request) -> Result<Outcome> {
-        let bytes = request.bytes();
-        if self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes > QUEUE_BYTES_MAX {
-            self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
-            return Err(Error::TooManyRequests);
-        }
-        let (ticket, answer) = oneshot::channel();
-        let command = Command { request, bytes, since: Instant::now(), ticket: Ticket(ticket) };
-        if let Err(refused) = self.commands.try_send(command) {
-            self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
-            return Err(match refused {
-                mpsc::error::TrySendError::Full(_) => Error::TooManyRequests,
-                mpsc::error::TrySendError::Closed(_) => Error::Stopped,
-            });
-        }
-        // A ticket dropped unanswered: the writer died with the request in hand.
-        let Ok(Answer { outcome, times }) = answer.await else { return Err(Error::OutcomeUnknown) };
-        if let Some(times) = times {
-            times.note();
-        }
-        outcome
-    }
-
-    /// Whether some wait; of a queue that is gone none do.
-    pub(super) fn has_waiting(&self) -> impl Fn() -> bool + Send + 'static {
-        let commands = self.commands.downgrade();
-        move || commands.upgrade().is_some_and(|commands| commands.capacity() < commands.max_capacity())
-    }
-
-    /// How many wait.
-    pub(super) fn len(&self) -> usize {
-        self.commands.max_capacity() - self.commands.capacity()
-    }
-
-    /// Takes no further request; those that wait are served.
-    pub(super) fn close(&self) {
-        self.close.notify_one();
-    }
-}
-
-impl Request {
-    /// Bytes of keys and values, about.
-    fn bytes(&self) -> usize {
-        fn txn(txn: &TxnRequest) -> usize {
-            txn.success.iter().chain(&txn.failure).map(op).sum()
-        }
-        fn op(op: &Op) -> usize {
-            match op {
-                Op::Put(request) => put(request),
-                Op::Txn(request) => txn(request),
-                Op::Range(_) | Op::Delete(_) => 64,
-            }
-        }
-        fn put(put: &PutRequest) -> usize {
-            let value = match &put.value {
-                PutValue::New(value) => value.len(),
-                PutValue::Keep => 0,
-            };
-            put.key.len() + value
-        }
-        match self {
-            Self::Put(request) => put(request),
-            Self::Txn(request) => txn(request),
-            Self::Delete(_)
-            | Self::Grant { .. }
-            | Self::Revoke(_)
-            | Self::Expire(_)
-            | Self::Compact(_)
-            | Self::Alarm(_) => 64,
-        }
-    }
-}
-
-/// The one task that appends.
+/// The only task that appends to the log.
 pub(super) struct Writer {
     shared: Arc<Shared>,
     timing: Timing,
     commands: mpsc::Receiver<Command>,
     waiting_bytes: Arc<AtomicUsize>,
     close: Arc<Notify>,
-    /// Taken from the queue and not yet evaluated for good.
-    gathered: VecDeque<Command>,
-    /// Another instance appended in between, so that this one waits for its turn.
+    /// Taken from the queue and not yet part of a committed batch.
+    pending: VecDeque<Command>,
+    /// Another instance appended in between, so this one takes the append lock before it evaluates.
     is_contended: bool,
-    /// Nobody else can append until this instance has.
-    has_turn: bool,
+    /// Whether this instance holds the append lock: no other instance can append until it does.
+    holds_append_lock: bool,
     is_closed: bool,
     busy_poll: BusyPoll,
-    trouble: Option<Trouble>,
+    outage: Option<Outage>,
 }
 
-/// The log takes no writes.
-struct Trouble {
+/// The log accepts no writes.
+struct Outage {
     since: Instant,
-    told: Instant,
-}
-
-/// What became of a batch.
-enum Committed {
-    /// Its requests can be answered.
-    Done,
-    /// The log stands elsewhere than it was evaluated at; nothing was written.
-    Raced,
-    /// The database takes nothing just now; nothing was written.
-    Refused,
+    logged: Instant,
 }
 
 impl Writer {
@@ -249,30 +102,31 @@ impl Writer {
             commands,
             waiting_bytes,
             close,
-            gathered: VecDeque::new(),
+            pending: VecDeque::new(),
             is_contended: false,
-            has_turn: false,
+            holds_append_lock: false,
             is_closed: false,
             busy_poll,
-            trouble: None,
+            outage: None,
         };
         (writer, queue)
     }
 
+    /// Runs until the queue is closed and empty.
     pub(super) async fn run(mut self) {
-        while self.gather().await {
+        while self.collect().await {
             self.serve_batch().await;
         }
     }
 
-    /// Waits for something to do and takes what else is there. Returns false at the end.
-    async fn gather(&mut self) -> bool {
-        while self.gathered.is_empty() {
+    /// Waits for a request and takes all others that are waiting. Returns false when the queue is closed and empty.
+    async fn collect(&mut self) -> bool {
+        while self.pending.is_empty() {
             self.shared.pulses.writer.rest();
             tokio::select! {
                 biased;
                 command = self.commands.recv() => match command {
-                    Some(command) => self.take(command),
+                    Some(command) => self.enqueue(command),
                     None => return false,
                 },
                 () = self.close.notified(), if !self.is_closed => {
@@ -282,39 +136,42 @@ impl Writer {
             }
         }
         self.shared.pulses.writer.beat();
-        for _ in 0..GATHER_YIELDS {
+        for _ in 0..COLLECT_YIELDS {
             yield_now().await;
         }
-        while self.gathered.len() < BATCH_REQUESTS_MAX {
+        while self.pending.len() < BATCH_REQUESTS_MAX {
             let Ok(command) = self.commands.try_recv() else { break };
-            self.take(command);
+            self.enqueue(command);
         }
         true
     }
 
-    fn take(&mut self, command: Command) {
+    /// Moves a request from the queue to the pending ones.
+    fn enqueue(&mut self, command: Command) {
         self.waiting_bytes.fetch_sub(command.bytes, Ordering::Relaxed);
-        self.gathered.push_back(command);
+        self.pending.push_back(command);
     }
 
+    /// Evaluates pending requests up to the limits of a batch and commits it. A compaction or an alarm has a batch of
+    /// its own.
     async fn serve_batch(&mut self) {
-        if self.is_contended && !self.has_turn {
-            self.take_turn().await;
+        if self.is_contended && !self.holds_append_lock {
+            self.lock_appends().await;
         }
         let started = Instant::now();
-        if let Some(oldest) = self.gathered.front() {
+        if let Some(oldest) = self.pending.front() {
             self.shared.metrics.store.queue.observe((started - oldest.since).as_secs_f64());
         }
         let expected = self.shared.position();
         let mut batch = Batch::new(expected.head);
-        let mut served: Served = Vec::with_capacity(self.gathered.len());
+        let mut served: Served = Vec::with_capacity(self.pending.len());
         let mut fetched = Fetched::new();
         let mut bytes = 0;
-        while let Some(command) = self.gathered.pop_front() {
-            let full = batch.changes().len() >= BATCH_CHANGES_MAX || bytes >= BATCH_BYTES_MAX;
-            let alone = matches!(command.request, Request::Compact(_) | Request::Alarm(_));
-            if (full || alone) && !served.is_empty() {
-                self.gathered.push_front(command);
+        while let Some(command) = self.pending.pop_front() {
+            let is_full = batch.changes().len() >= BATCH_CHANGES_MAX || bytes >= BATCH_BYTES_MAX;
+            let is_alone = matches!(command.request, Request::Compact(_) | Request::Alarm(_));
+            if (is_full || is_alone) && !served.is_empty() {
+                self.pending.push_front(command);
                 break;
             }
             self.shared.pulses.writer.beat();
@@ -329,48 +186,49 @@ impl Writer {
                 }
                 Err(Stop::Failed(error)) => served.push((command, Err(error))),
                 Err(Stop::NeedsValues(rows)) => match self.fetch(rows, expected, &mut fetched).await {
-                    Ok(true) => self.gathered.push_front(command),
+                    Ok(true) => self.pending.push_front(command),
                     Ok(false) => {
-                        self.gathered.push_front(command);
-                        self.gather_again(served);
+                        self.pending.push_front(command);
+                        self.requeue(served);
                         return self.resync().await;
                     }
-                    Err(error) => command.ticket.answer(Err(error), None),
+                    Err(error) => command.ticket.reply(Err(error), None),
                 },
                 Err(Stop::NeedsCommit) => {
-                    self.gathered.push_front(command);
+                    self.pending.push_front(command);
                     break;
                 }
                 Err(Stop::Moved) => {
-                    self.gathered.push_front(command);
-                    return self.gather_again(served);
+                    self.pending.push_front(command);
+                    return self.requeue(served);
                 }
             }
-            if alone {
+            if is_alone {
                 break;
             }
         }
         self.commit(batch, expected, served, started).await;
     }
 
-    /// Waits until nobody else can append, and catches up with those who did. Where that is not possible the batch takes
-    /// its chance.
-    async fn take_turn(&mut self) {
+    /// Takes the append lock and catches up with the instances that appended before. If that fails, the batch is
+    /// appended without the lock.
+    async fn lock_appends(&mut self) {
         let shared = Arc::clone(&self.shared);
         let Some(log) = shared.log.shared() else { return };
         let before = shared.position();
         if let Err(failure) = log.take_turn().await {
-            warn!(error = %failure, "no turn to append");
+            warn!(error = %failure, "cannot take the append lock");
             return;
         }
-        self.has_turn = true;
+        self.holds_append_lock = true;
         if let Err(failure) = shared.reach_head(log).await {
             warn!(error = %failure, "cannot catch up before an append");
         }
-        // Nobody came in between, so racing costs less.
+        // No other instance appended in between, so appending without the lock is cheaper.
         self.is_contended = shared.position() != before;
     }
 
+    /// Evaluates a request, unless the store is no longer at the position on which the batch is based.
     fn evaluate(
         &self,
         request: &Request,
@@ -384,9 +242,9 @@ impl Writer {
             return Err(Stop::Moved);
         }
         if let Request::Expire(id) = request
-            && !batch.lease_is_over(&leases, *id, Instant::now())
+            && !batch.is_lease_expired(&leases, *id, Instant::now())
         {
-            // It was renewed, or has ended by now.
+            // The lease was renewed or has already ended.
             return Ok(Outcome::Revision(batch.head()));
         }
         let mut evaluation = Evaluation::new(&index, &leases, &self.shared.values, fetched, batch);
@@ -405,13 +263,13 @@ impl Writer {
         }
     }
 
-    /// Returns false if rows are gone that another instance compacted away.
+    /// Reads rows that an evaluation needs. Returns false if another instance compacted them.
     async fn fetch(&self, rows: Vec<RowId>, expected: Position, fetched: &mut Fetched) -> Result<bool> {
         if rows.iter().any(|row| fetched.contains_key(row)) {
-            if self.shared.is_beyond(expected).await? {
+            if self.shared.has_moved_past(expected).await? {
                 return Ok(false);
             }
-            // It was asked for, was not there, and is asked for again: the index names a row that the log has not.
+            // A row that was read before and not found is needed again: the index names a row that is not in the log.
             error!(?rows, "rows of live versions are missing from the log");
             return Err(Error::Corrupt);
         }
@@ -420,261 +278,36 @@ impl Writer {
         fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
         Ok(true)
     }
-
-    async fn commit(&mut self, mut batch: Batch, expected: Position, served: Served, started: Instant) {
-        let evaluated = Instant::now();
-        let metrics = &self.shared.metrics.store;
-        metrics.batch_requests.observe(served.len() as f64);
-        metrics.batch_rows.observe(batch.changes().len() as f64);
-        self.shared.pulses.writer.beat();
-        let committed = if batch.is_empty() {
-            let confirmed = self.confirm(expected).await;
-            self.give_turn_back(&batch, expected).await;
-            confirmed
-        } else {
-            if self.shared.hub.wants_prev() {
-                self.shared.fill_prev(batch.changes_mut()).await;
-            }
-            self.append(&batch, expected).await
-        };
-        match committed {
-            Ok(Committed::Done) => self.answer(served, Laps { started, evaluated, committed: Instant::now() }),
-            Ok(Committed::Raced) => {
-                self.gather_again(served);
-                self.resync().await;
-            }
-            Ok(Committed::Refused) => {
-                self.gather_again(served);
-                self.refuse_overdue();
-                sleep(RESYNC_PAUSE).await;
-                self.resync().await;
-            }
-            Err(error) => {
-                self.shared.metrics.store.failed.inc();
-                let failed = served.into_iter().map(|(command, _)| (command, Err(error.clone()))).collect();
-                self.answer(failed, Laps { started, evaluated, committed: Instant::now() });
-                self.resync().await;
-            }
-        }
-    }
-
-    fn answer(&self, served: Served, laps: Laps) {
-        let mut slow = false;
-        for (command, outcome) in served {
-            let times = self.timing.note(&command.request, command.since, laps, outcome.is_ok());
-            slow |= times.apply_is_slow;
-            command.ticket.answer(outcome, Some(times));
-        }
-        if slow {
-            self.shared.metrics.store.slow_applies.inc();
-        }
-    }
-
-    /// Whether a batch that changes nothing was evaluated on all that was acknowledged, by any instance, before.
-    async fn confirm(&mut self, expected: Position) -> Result<Committed> {
-        let Some(log) = self.shared.log.shared() else { return Ok(Committed::Done) };
-        match log.position().await {
-            Ok(position) if position == expected => Ok(Committed::Done),
-            Ok(_) => Ok(Committed::Raced),
-            Err(failure) => {
-                self.tell(&failure);
-                Ok(Committed::Refused)
-            }
-        }
-    }
-
-    /// Of a batch that appends nothing.
-    async fn give_turn_back(&mut self, batch: &Batch, expected: Position) {
-        if std::mem::take(&mut self.has_turn) {
-            let nothing =
-                Append { expected, changes: batch.changes(), leases: batch.leases(), compact: None, alarm: None };
-            // Where it cannot be given back it has been lost.
-            if let Err(failure) = self.shared.log.append(nothing).await {
-                debug!(error = %failure, "the turn to append was lost");
-            }
-        }
-    }
-
-    async fn append(&mut self, batch: &Batch, expected: Position) -> Result<Committed> {
-        let append = Append {
-            expected,
-            changes: batch.changes(),
-            leases: batch.leases(),
-            compact: batch.compaction(),
-            alarm: batch.alarm(),
-        };
-        self.has_turn = false;
-        let shared = Arc::clone(&self.shared);
-        let metrics = &shared.metrics.store;
-        let _appending = shared.standing.appending(batch.head());
-        let begun = Instant::now();
-        let is_lone = batch.changes().len() <= 1;
-        match self.busy_poll.wait(is_lone, shared.log.append(append)).await {
-            Ok(Appended::Done) => {
-                let took = begun.elapsed().as_secs_f64();
-                metrics.fsync.observe(took);
-                metrics.commit.observe(took);
-                self.tell_end();
-                shared.apply_batch(batch, expected, Instant::now());
-                if let Some(revision) = batch.compaction() {
-                    info!(compact_revision = revision.0, "compaction recorded");
-                }
-                Ok(Committed::Done)
-            }
-            Ok(Appended::Conflict) => {
-                debug!(revision = expected.head.0, "the log moved on without this instance");
-                metrics.raced.inc();
-                self.is_contended = true;
-                // A lease may have been renewed elsewhere.
-                shared.look_at_leases(batch.leases()).await;
-                Ok(Committed::Raced)
-            }
-            Err(failure) => {
-                self.tell(&failure);
-                match failure {
-                    log::Error::Unavailable(_) => {
-                        metrics.failed.inc();
-                        Ok(Committed::Refused)
-                    }
-                    log::Error::Full(_) => Err(Error::NoSpace),
-                    log::Error::OutcomeUnknown(_)
-                    | log::Error::Open(_)
-                    | log::Error::Corrupt(_)
-                    | log::Error::Diverged(_) => Err(Error::OutcomeUnknown),
-                }
-            }
-        }
-    }
-
-    fn tell(&mut self, failure: &log::Error) {
-        let now = Instant::now();
-        let trouble = self.trouble.get_or_insert(Trouble { since: now, told: now });
-        if trouble.told != now && now - trouble.told < TELL_INTERVAL {
-            return debug!(error = %failure, "writes fail still");
-        }
-        trouble.told = now;
-        match failure {
-            log::Error::Unavailable(_) => {
-                warn!(error = %failure, "the database takes no writes just now; trying again");
-            }
-            log::Error::Full(_) => {
-                error!(error = %failure, "writes are refused until there is room on the disk; reads go on");
-            }
-            log::Error::OutcomeUnknown(_) | log::Error::Open(_) | log::Error::Corrupt(_) | log::Error::Diverged(_) => {
-                error!(
-                    error = %failure,
-                    "the database may or may not have taken the last writes, as their clients are told; reading it again"
-                )
-            }
-        }
-    }
-
-    fn tell_end(&mut self) {
-        if let Some(trouble) = self.trouble.take() {
-            info!(elapsed_ms = trouble.since.elapsed().as_millis(), "the database takes writes again");
-        }
-    }
-
-    fn gather_again(&mut self, served: Served) {
-        for (command, _) in served.into_iter().rev() {
-            self.gathered.push_front(command);
-        }
-    }
-
-    /// Reads what the log has and the index has not, for as long as it takes. Requests that wait too long meanwhile are
-    /// answered that nothing was done.
-    async fn resync(&mut self) {
-        let shared = Arc::clone(&self.shared);
-        // At first without a pause.
-        let attempt = async |pause| {
-            sleep(pause).await;
-            shared.catch_up().await
-        };
-        let mut catching_up = Box::pin(attempt(Duration::ZERO));
-        let mut failing = false;
-        loop {
-            tokio::select! {
-                biased;
-                caught_up = &mut catching_up => match caught_up {
-                    Ok(()) => break,
-                    Err(failure) => {
-                        if !failing {
-                            error!(error = %failure, "cannot read the log; trying again");
-                        }
-                        failing = true;
-                        if matches!(failure, log::Error::Diverged(_)) || self.is_closed {
-                            return self.refuse_all();
-                        }
-                        // Not when it only looks who has waited too long: reading the log must end, well or not.
-                        self.shared.pulses.writer.beat();
-                        catching_up.set(attempt(RESYNC_PAUSE));
-                    }
-                },
-                () = sleep(RESYNC_PAUSE) => self.refuse_overdue(),
-                () = self.close.notified(), if !self.is_closed => {
-                    self.commands.close();
-                    self.is_closed = true;
-                }
-            }
-        }
-        if failing {
-            info!("the log can be read again");
-        }
-    }
-
-    fn refuse_overdue(&mut self) {
-        while self.gathered.len() < QUEUE_REQUESTS_MAX {
-            let Ok(command) = self.commands.try_recv() else { break };
-            self.take(command);
-        }
-        let (overdue, waiting) = std::mem::take(&mut self.gathered)
-            .into_iter()
-            .partition::<Vec<_>, _>(|command| command.since.elapsed() > WAIT_MAX);
-        self.gathered = waiting.into();
-        for command in overdue {
-            command.ticket.answer(Err(Error::Unavailable), None);
-        }
-    }
-
-    /// The end: what waits cannot be written any more.
-    fn refuse_all(&mut self) {
-        self.commands.close();
-        while let Ok(command) = self.commands.try_recv() {
-            self.take(command);
-        }
-        for command in self.gathered.drain(..) {
-            command.ticket.answer(Err(Error::Unavailable), None);
-        }
-    }
 }
-
-type Served = Vec<(Command, Result<Outcome>)>;
 
 #[cfg(test)]
 mod tests {
     use futures_util::FutureExt as _;
 
     use super::*;
-    use crate::{store::txn_tests::shared, types::KeyRange};
+    use crate::{
+        store::{fixtures::shared, request::DeleteRequest},
+        types::KeyRange,
+    };
 
     fn delete() -> Request {
         Request::Delete(DeleteRequest { range: KeyRange::from_wire(b"k", b""), prev_kv: false })
     }
 
-    /// The writer does not run, so everything that is taken waits.
+    /// The writer does not run, so every accepted request waits.
     #[tokio::test]
-    async fn full_queue_refuses_at_once_and_takes_again_when_there_is_room() {
+    async fn full_queue_rejects_requests_until_it_is_drained() {
         let (mut writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), BusyPoll::new(false));
         let mut waiting: Vec<_> = (0..QUEUE_REQUESTS_MAX).map(|_| Box::pin(queue.submit(delete()))).collect();
-        assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "they are taken and wait");
+        assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "accepted and waiting");
         assert!(matches!(queue.submit(delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
 
-        assert!(writer.gather().await);
-        assert!(queue.submit(delete()).now_or_never().is_none(), "there is room again");
+        assert!(writer.collect().await);
+        assert!(queue.submit(delete()).now_or_never().is_none(), "the queue has capacity again");
     }
 
     #[tokio::test]
-    async fn closed_queue_serves_what_waits_and_refuses_the_rest() {
+    async fn closed_queue_serves_waiting_requests_and_rejects_new_ones() {
         let (writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), BusyPoll::new(false));
         let mut waiting = Box::pin(queue.submit(delete()));
         assert!(waiting.as_mut().now_or_never().is_none());

@@ -1,91 +1,91 @@
-//! Encoded events, made once and shared by every watch that gets them.
+//! Encoded events, shared by all watches that receive them.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 
-use super::Flavor;
+use super::spec::Flavor;
 use crate::types::{Change, EncodedEvent, Revision};
 
-/// Events after which a chunk ends with its revision, in bytes.
+/// Bytes of events after which a chunk ends at the next revision boundary.
 const CHUNK_BYTES_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
 
-/// Bytes of all chunks that some watch has not sent yet, and of those in a run with them. The process has one memory,
-/// whatever it is used for.
-static WAITING: AtomicUsize = AtomicUsize::new(0);
+/// Bytes of all chunks that are still waiting for a watch, and of the other chunks of their runs. Global, because
+/// memory is shared by the whole process.
+static CHUNK_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Counted as long as anything refers to them.
-struct Counted(Vec<u8>);
+/// Bytes that are counted until the last reference is dropped.
+struct CountedBytes(Vec<u8>);
 
-impl Counted {
+impl CountedBytes {
     fn new(bytes: Vec<u8>) -> Self {
-        WAITING.fetch_add(bytes.len(), Ordering::Relaxed);
+        CHUNK_BYTES.fetch_add(bytes.len(), Ordering::Relaxed);
         Self(bytes)
     }
 }
 
-impl AsRef<[u8]> for Counted {
+impl AsRef<[u8]> for CountedBytes {
     fn as_ref(&self) -> &[u8] {
         &self.0
     }
 }
 
-impl Drop for Counted {
+impl Drop for CountedBytes {
     fn drop(&mut self) {
-        WAITING.fetch_sub(self.0.len(), Ordering::Relaxed);
+        CHUNK_BYTES.fetch_sub(self.0.len(), Ordering::Relaxed);
     }
 }
 
-/// The events of one or more whole revisions, encoded one behind the other as `WatchResponse.events`.
+/// The events of one or more complete revisions, encoded one after another as `WatchResponse.events`.
 #[derive(Debug)]
 pub struct Chunk {
     bytes: Bytes,
-    /// Where each event ends in `bytes`.
+    /// The end of each event in `bytes`.
     ends: Box<[usize]>,
     first: Revision,
 }
 
 impl Chunk {
-    /// Cuts the changes that the flavor admits into chunks, at borders of revisions.
-    pub fn cut<'a>(
+    /// Encodes the changes that the flavor admits and splits them into chunks at revision boundaries.
+    pub fn encode<'a>(
         changes: impl IntoIterator<Item = &'a Change>,
         flavor: Flavor,
         mut encode: impl FnMut(&'a Change, Flavor) -> EncodedEvent,
     ) -> Vec<Self> {
         let mut chunks = Vec::new();
-        let mut open = Open::default();
+        let mut builder = ChunkBuilder::default();
         for change in changes {
             if !flavor.admits(change) {
                 continue;
             }
             let revision = change.row.revision;
-            if open.last.is_some_and(|last| last != revision) && open.bytes.len() >= CHUNK_BYTES_MAX {
-                chunks.extend(std::mem::take(&mut open).close());
+            if builder.last.is_some_and(|last| last != revision) && builder.bytes.len() >= CHUNK_BYTES_MAX {
+                chunks.extend(std::mem::take(&mut builder).build());
             }
-            open.push(encode(change, flavor).as_bytes(), revision);
+            builder.push(encode(change, flavor).as_bytes(), revision);
         }
-        chunks.extend(open.close());
+        chunks.extend(builder.build());
         chunks
     }
 
-    /// Of one event.
+    /// Creates a chunk of one event.
     #[cfg(test)]
-    pub(super) fn of(event: &[u8], revision: Revision) -> Self {
-        let mut open = Open::default();
-        open.push(event, revision);
-        open.close().expect("it has an event")
+    pub(super) fn of_event(event: &[u8], revision: Revision) -> Self {
+        let mut builder = ChunkBuilder::default();
+        builder.push(event, revision);
+        builder.build().expect("it has an event")
     }
 
-    /// What all chunks take together, each counted once.
-    pub fn waiting_bytes() -> usize {
-        WAITING.load(Ordering::Relaxed)
+    /// Returns the bytes of all chunks, each counted once.
+    pub fn total_bytes() -> usize {
+        CHUNK_BYTES.load(Ordering::Relaxed)
     }
 
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
     }
 
-    /// The oldest revision in it.
+    /// Returns its oldest revision.
     pub fn first(&self) -> Revision {
         self.first
     }
@@ -98,7 +98,7 @@ impl Chunk {
         self.bytes.is_empty()
     }
 
-    /// Its events in pieces of at most `limit` bytes where single events allow it.
+    /// Splits the events into pieces of at most `limit` bytes. A larger single event is a piece of its own.
     pub fn pieces(&self, limit: usize) -> impl Iterator<Item = Bytes> {
         let mut start = 0;
         let mut ends = self.ends.iter().copied().peekable();
@@ -114,21 +114,16 @@ impl Chunk {
     }
 }
 
-impl Flavor {
-    pub(super) fn admits(self, change: &Change) -> bool {
-        if change.is_delete() { self.deletes } else { self.puts }
-    }
-}
-
+/// Collects the events of a chunk.
 #[derive(Default)]
-struct Open {
+struct ChunkBuilder {
     bytes: Vec<u8>,
     ends: Vec<usize>,
     first: Option<Revision>,
     last: Option<Revision>,
 }
 
-impl Open {
+impl ChunkBuilder {
     fn push(&mut self, event: &[u8], revision: Revision) {
         self.bytes.extend_from_slice(event);
         self.ends.push(self.bytes.len());
@@ -136,8 +131,8 @@ impl Open {
         self.last = Some(revision);
     }
 
-    fn close(self) -> Option<Chunk> {
-        let (first, bytes) = (self.first?, Bytes::from_owner(Counted::new(self.bytes)));
+    fn build(self) -> Option<Chunk> {
+        let (first, bytes) = (self.first?, Bytes::from_owner(CountedBytes::new(self.bytes)));
         Some(Chunk { bytes, ends: self.ends.into(), first })
     }
 }

@@ -1,19 +1,19 @@
-//! The hub: hands each committed change to the synced watches whose range holds its key.
+//! The hub: sends each committed change to the synced watches whose range contains its key.
 //!
-//! One lock guards it. Joining, progress and publishing happen under that lock, so they have one order: a watch that joins at
-//! a revision gets every later one, and a progress notification is queued behind all events that it covers. Publishing
-//! puts an event together once for each range and flavor that it falls into, from pairs that are encoded already, however
-//! many watches share them.
+//! One lock orders joining, progress and publishing. A watch that joins at a revision therefore receives every later
+//! one, and a progress notification is queued after all events that it covers. Publishing encodes an event once per
+//! range and flavor, however many watches share it.
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
-    Flavor, NO_WATCH, Spec,
     chunk::Chunk,
     intervals::Intervals,
-    outbox::{Message, Outbox},
-    run::{Place, Tail},
-    waiting::Pending,
+    message::Message,
+    outbox::Outbox,
+    queue::Pending,
+    run::{ChunkRef, RunTail},
+    spec::{Flavor, NO_WATCH, Spec},
 };
 use crate::{
     metrics::Metrics,
@@ -21,7 +21,7 @@ use crate::{
     types::{Change, EncodedEvent, KeyRange, Revision, WatchId},
 };
 
-/// See the module's page.
+/// Distributes committed changes to the synced watches of all streams.
 pub struct Hub {
     state: Lock<State>,
     pub(super) pending: Pending,
@@ -32,44 +32,45 @@ struct State {
     head: Revision,
     compact_revision: Option<Revision>,
     ranges: Intervals<usize>,
-    /// By the number that `ranges` gives; `None` where a group was removed.
-    groups: Vec<Option<Group>>,
+    /// Indexed by the number in `ranges`; `None` for a removed group.
+    groups: Vec<Option<RangeGroup>>,
     free_groups: Vec<usize>,
-    /// Watches that begin at a revision beyond the head.
+    /// Watches whose start revision is above the head.
     future: BTreeMap<Revision, Vec<(Arc<Outbox>, WatchId)>>,
-    /// Streams that want a progress notification at this revision or later.
+    /// Streams that wait for a progress notification at or above this revision.
     progress: Vec<(Revision, Arc<Outbox>)>,
     prev_kv_members: usize,
 }
 
 /// The synced watches of one range.
-struct Group {
+struct RangeGroup {
     range: KeyRange,
-    audiences: Vec<Audience>,
+    flavors: Vec<FlavorGroup>,
 }
 
-/// Those of them that get the same.
-struct Audience {
+/// The watches of a group that receive the same events.
+struct FlavorGroup {
     flavor: Flavor,
     members: Vec<Member>,
-    tail: Tail,
+    tail: RunTail,
 }
 
+/// A synced watch.
 struct Member {
     outbox: Arc<Outbox>,
     id: WatchId,
     fragment: Option<usize>,
-    /// The newest revision that was queued for it, for periodic progress.
+    /// The newest revision queued for it, for periodic progress.
     sent: Option<Revision>,
 }
 
-/// Where a watch stands after it asked to join.
+/// The result of joining the hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Joined {
+pub(super) enum JoinOutcome {
     Synced,
-    /// It will be told when its first revision is there.
+    /// The start revision is above the head. The session is notified when it is committed.
     Waiting,
-    /// The log has revisions that it needs.
+    /// The watch needs revisions that are already in the log.
     Behind,
     Compacted(Revision),
 }
@@ -92,23 +93,23 @@ impl Hub {
         }
     }
 
-    /// For a client's stream.
+    /// Creates the outbox of a client's stream.
     pub fn outbox(&self) -> Outbox {
         Outbox::counted(&self.pending)
     }
 
-    /// The newest revision handed out.
+    /// Returns the newest published revision.
     pub fn head(&self) -> Revision {
         self.state.lock().head
     }
 
-    /// Whether some synced watch wants previous pairs, so that changes should come with them.
+    /// Returns whether any synced watch wants previous pairs, so that changes should contain them.
     pub fn wants_prev(&self) -> bool {
         self.state.lock().prev_kv_members > 0
     }
 
-    /// Hands out committed changes, all up to `head`, but for those that were handed out before. `apply` makes the others
-    /// readable; no watch, progress or join is served in between.
+    /// Publishes committed changes up to `head`, except those already published. `apply` makes them readable; no watch
+    /// joins and no progress is sent in between.
     pub fn publish(&self, changes: &[Change], head: Revision, apply: impl FnOnce(&[Change])) {
         let mut state = self.state.lock();
         let known = changes.partition_point(|change| change.row.revision <= state.head);
@@ -118,15 +119,15 @@ impl Hub {
         state.publish(changes, head);
     }
 
-    /// Stands at `head` without having been handed what lies before it. `apply` makes it readable. Watches read what they
-    /// miss from the log, or learn there that it was compacted.
-    pub fn start_over(&self, head: Revision, compact_revision: Option<Revision>, apply: impl FnOnce()) {
+    /// Moves to `head` without publishing the changes before it. `apply` makes them readable. Watches read the changes
+    /// that they miss from the log, or learn there that they were compacted.
+    pub fn reset_to(&self, head: Revision, compact_revision: Option<Revision>, apply: impl FnOnce()) {
         let mut state = self.state.lock();
         apply();
         let next = state.head.next();
         state.compact_revision = state.compact_revision.max(compact_revision);
         for group in state.groups.drain(..).flatten() {
-            for member in group.audiences.into_iter().flat_map(|audience| audience.members) {
+            for member in group.flavors.into_iter().flat_map(|flavor_group| flavor_group.members) {
                 member.outbox.fall_behind(member.id, next);
             }
         }
@@ -136,28 +137,28 @@ impl Hub {
         state.publish(&[], head);
     }
 
-    /// Takes note of a compaction. `apply` makes it effective for reads.
-    pub fn compacted(&self, revision: Revision, apply: impl FnOnce()) {
+    /// Records a compaction. `apply` makes it effective for reads.
+    pub fn record_compaction(&self, revision: Revision, apply: impl FnOnce()) {
         let mut state = self.state.lock();
         apply();
         state.compact_revision = state.compact_revision.max(Some(revision));
     }
 
-    /// Queues `created` and joins in one step.
-    pub(super) fn create(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) -> Joined {
+    /// Queues the `Created` message and joins the watch, atomically.
+    pub(super) fn create(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) -> JoinOutcome {
         let mut state = self.state.lock();
         outbox.push(Message::Created { id, revision: state.head });
         match spec.start {
             None => {
                 state.add(outbox, id, spec);
-                Joined::Synced
+                JoinOutcome::Synced
             }
             Some(start) => state.join(outbox, id, spec, start),
         }
     }
 
-    /// Joins a watch that has been sent everything before `next`.
-    pub(super) fn join(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> Joined {
+    /// Joins a watch that was sent everything before `next`.
+    pub(super) fn join(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> JoinOutcome {
         self.state.lock().join(outbox, id, spec, next)
     }
 
@@ -165,7 +166,8 @@ impl Hub {
         self.state.lock().compact_revision
     }
 
-    pub(super) fn leave(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
+    /// Removes a watch, whatever its state is.
+    pub(super) fn remove(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
         let mut state = self.state.lock();
         state.remove(outbox, id, &spec.range, spec.flavor);
         if let Some(start) = spec.start
@@ -178,17 +180,18 @@ impl Hub {
         }
     }
 
-    /// Runs `f` with the head while nothing is published, joined or cancelled.
-    pub(super) fn at_head<T>(&self, f: impl FnOnce(Revision) -> T) -> T {
+    /// Runs `f` with the head. Nothing is published, joined or canceled meanwhile.
+    pub(super) fn with_head<T>(&self, f: impl FnOnce(Revision) -> T) -> T {
         let state = self.state.lock();
         f(state.head)
     }
 
-    /// Queues a progress notification for the stream, all of whose watches are synced or waiting, if none of them begins
-    /// beyond the head (`newest_start` is the latest begin); otherwise the stream is woken when that is so.
+    /// Queues a progress notification for a stream whose watches are all synced or waiting. If one starts above the
+    /// head (`newest_start` is the latest start), returns false; the session is notified when that revision is
+    /// published.
     pub(super) fn progress(&self, outbox: &Arc<Outbox>, newest_start: Option<Revision>) -> bool {
         let mut state = self.state.lock();
-        // Fallen behind since the session looked; it has been told.
+        // A watch fell behind meanwhile, and the session was notified.
         if outbox.is_lagging() {
             return false;
         }
@@ -201,8 +204,15 @@ impl Hub {
         true
     }
 
-    /// Queues a progress notification for one synced watch, unless it was sent something after `since`.
-    pub(super) fn progress_of(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, since: Revision) -> Revision {
+    /// Queues a progress notification for one synced watch unless it was sent something after `since`. Returns the
+    /// head.
+    pub(super) fn progress_for_watch(
+        &self,
+        outbox: &Arc<Outbox>,
+        id: WatchId,
+        spec: &Spec,
+        since: Revision,
+    ) -> Revision {
         let state = self.state.lock();
         let sent = state.member(outbox, id, &spec.range, spec.flavor).map(|member| member.sent);
         if let Some(sent) = sent
@@ -216,26 +226,27 @@ impl Hub {
 }
 
 impl State {
-    fn join(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> Joined {
+    fn join(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> JoinOutcome {
         if let Some(compacted) = self.compact_revision.filter(|compacted| next < *compacted) {
-            return Joined::Compacted(compacted);
+            return JoinOutcome::Compacted(compacted);
         }
         if next <= self.head {
-            return Joined::Behind;
+            return JoinOutcome::Behind;
         }
         if next > self.head.next() {
             self.future.entry(next).or_default().push((Arc::clone(outbox), id));
-            return Joined::Waiting;
+            return JoinOutcome::Waiting;
         }
         self.add(outbox, id, spec);
-        Joined::Synced
+        JoinOutcome::Synced
     }
 
+    /// Adds a synced watch.
     fn add(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
         self.prev_kv_members += usize::from(spec.flavor.prev_kv);
         let Self { ranges, groups, free_groups, .. } = self;
         let group = *ranges.get_or_insert_with(&spec.range, || {
-            let group = Some(Group { range: spec.range.clone(), audiences: Vec::new() });
+            let group = Some(RangeGroup { range: spec.range.clone(), flavors: Vec::new() });
             match free_groups.pop() {
                 Some(number) => {
                     groups[number] = group;
@@ -247,13 +258,13 @@ impl State {
                 }
             }
         });
-        let group = self.groups[group].as_mut().expect("ranges name groups that are there");
+        let group = self.groups[group].as_mut().expect("every group number in `ranges` is in use");
         let member = Member { outbox: Arc::clone(outbox), id, fragment: spec.fragment, sent: None };
-        match group.audiences.iter_mut().find(|audience| audience.flavor == spec.flavor) {
-            Some(audience) => audience.members.push(member),
+        match group.flavors.iter_mut().find(|flavor_group| flavor_group.flavor == spec.flavor) {
+            Some(flavor_group) => flavor_group.members.push(member),
             None => {
-                let audience = Audience { flavor: spec.flavor, members: vec![member], tail: Tail::default() };
-                group.audiences.push(audience);
+                let flavor_group = FlavorGroup { flavor: spec.flavor, members: vec![member], tail: RunTail::default() };
+                group.flavors.push(flavor_group);
             }
         }
     }
@@ -261,9 +272,9 @@ impl State {
     fn member(&self, outbox: &Arc<Outbox>, id: WatchId, range: &KeyRange, flavor: Flavor) -> Option<&Member> {
         let mut found = None;
         self.ranges.visit(range.start(), &mut |group| {
-            let group = self.groups[*group].as_ref().expect("ranges name groups that are there");
+            let group = self.groups[*group].as_ref().expect("every group number in `ranges` is in use");
             if group.range == *range {
-                found = group.audiences.iter().find(|audience| audience.flavor == flavor);
+                found = group.flavors.iter().find(|flavor_group| flavor_group.flavor == flavor);
             }
         });
         found?.members.iter().find(|member| member.is(outbox, id))
@@ -271,11 +282,11 @@ impl State {
 
     fn remove(&mut self, outbox: &Arc<Outbox>, id: WatchId, range: &KeyRange, flavor: Flavor) {
         let Some(number) = self.ranges.get_mut(range).copied() else { return };
-        let group = self.groups[number].as_mut().expect("ranges name groups that are there");
-        if let Some(audience) = group.audiences.iter_mut().find(|audience| audience.flavor == flavor)
-            && let Some(place) = audience.members.iter().position(|member| member.is(outbox, id))
+        let group = self.groups[number].as_mut().expect("every group number in `ranges` is in use");
+        if let Some(flavor_group) = group.flavors.iter_mut().find(|flavor_group| flavor_group.flavor == flavor)
+            && let Some(position) = flavor_group.members.iter().position(|member| member.is(outbox, id))
         {
-            audience.members.swap_remove(place);
+            flavor_group.members.swap_remove(position);
             self.prev_kv_members -= usize::from(flavor.prev_kv);
         }
         self.drop_if_empty(number);
@@ -283,20 +294,21 @@ impl State {
 
     fn drop_if_empty(&mut self, number: usize) {
         let Some(group) = &self.groups[number] else { return };
-        if group.audiences.iter().all(|audience| audience.members.is_empty()) {
+        if group.flavors.iter().all(|flavor_group| flavor_group.members.is_empty()) {
             self.ranges.remove(&group.range);
             self.groups[number] = None;
             self.free_groups.push(number);
         }
     }
 
+    /// Sends changes to the synced watches, then notifies watches and progress requests that waited for `head`.
     fn publish(&mut self, changes: &[Change], head: Revision) {
         self.head = head;
         for (number, hits) in self.hits(changes) {
             self.publish_to(number, &hits, head);
             self.drop_if_empty(number);
         }
-        // Those whose first revision has come catch up from it like any other.
+        // Watches whose start revision is committed catch up from it like any other.
         while let Some(waiting) = self.future.first_entry().filter(|entry| *entry.key() <= head) {
             let start = *waiting.key();
             for (outbox, id) in waiting.remove() {
@@ -312,7 +324,7 @@ impl State {
         });
     }
 
-    /// Of each group that some change falls into, those changes.
+    /// Returns the changes that each group receives.
     fn hits<'a>(&self, changes: &'a [Change]) -> BTreeMap<usize, Vec<&'a Change>> {
         let mut hits: BTreeMap<usize, Vec<&Change>> = BTreeMap::new();
         for change in changes {
@@ -321,21 +333,22 @@ impl State {
         hits
     }
 
+    /// Sends changes to the watches of a group. Watches whose outbox is full leave the group.
     fn publish_to(&mut self, number: usize, changes: &[&Change], head: Revision) {
-        let group = self.groups[number].as_mut().expect("ranges name groups that are there");
-        for Audience { flavor, members, tail } in &mut group.audiences {
+        let group = self.groups[number].as_mut().expect("every group number in `ranges` is in use");
+        for FlavorGroup { flavor, members, tail } in &mut group.flavors {
             if members.is_empty() {
                 continue;
             }
-            // A watch that joined after the previous pairs were gathered reads what it needs from the log.
+            // A watch that joined after the previous pairs were collected reads the changes without them from the log.
             let lacking = changes.iter().find(|change| flavor.prev_kv && flavor.admits(change) && change.lacks_prev());
             let lacking = lacking.map(|change| change.row.revision);
             let complete = changes.iter().copied();
             let complete = complete.take_while(|change| lacking.is_none_or(|lacking| change.row.revision < lacking));
-            let chunks = Chunk::cut(complete, *flavor, encode);
-            let places: Vec<Place> = chunks.into_iter().map(|chunk| tail.append(chunk, head)).collect();
+            let chunks = Chunk::encode(complete, *flavor, encode);
+            let chunks: Vec<ChunkRef> = chunks.into_iter().map(|chunk| tail.append(chunk, head)).collect();
             let before = members.len();
-            members.retain_mut(|member| places.iter().all(|place| member.send(place)) && member.stays(lacking));
+            members.retain_mut(|member| chunks.iter().all(|chunk| member.send(chunk)) && member.stays(lacking));
             if flavor.prev_kv {
                 self.prev_kv_members -= before - members.len();
             }
@@ -343,6 +356,7 @@ impl State {
     }
 }
 
+/// Encodes the event of a change, with the previous pair if the flavor includes it.
 pub(super) fn encode(change: &Change, flavor: Flavor) -> EncodedEvent {
     if flavor.prev_kv { change.event_with_prev() } else { change.event() }
 }
@@ -352,7 +366,7 @@ impl Member {
         self.id == id && Arc::ptr_eq(&self.outbox, outbox)
     }
 
-    /// Returns false if it must read the log from a revision on.
+    /// Returns false if the watch must read the log from `lacking` on.
     fn stays(&self, lacking: Option<Revision>) -> bool {
         if let Some(next) = lacking {
             self.outbox.fall_behind(self.id, next);
@@ -360,13 +374,13 @@ impl Member {
         lacking.is_none()
     }
 
-    /// Returns false if the client is too slow for the hub.
-    fn send(&mut self, place: &Place) -> bool {
-        let taken = self.outbox.push_chunk(self.id, place, self.fragment);
+    /// Returns false if the outbox is full; the watch then catches up from the log.
+    fn send(&mut self, chunk: &ChunkRef) -> bool {
+        let taken = self.outbox.push_chunk(self.id, chunk, self.fragment);
         if taken {
-            self.sent = Some(place.revision);
+            self.sent = Some(chunk.revision);
         } else {
-            self.outbox.fall_behind(self.id, place.first);
+            self.outbox.fall_behind(self.id, chunk.first);
         }
         taken
     }
@@ -377,7 +391,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stream_that_waits_with_its_progress_is_remembered_once() {
+    fn stream_waits_for_progress_at_most_once() {
         let hub = Hub::new(Revision::EMPTY, None, Arc::default());
         let outbox = Arc::new(Outbox::new());
         for start in [9, 9, 8, 7] {

@@ -1,15 +1,15 @@
-//! Which ranges hold a key: a map from ranges to values that is asked by key.
+//! A map from ranges to values, queried by key: finds all ranges that contain a key.
 //!
-//! Single keys sit in a hash map. Spans sit in a treap: a binary tree ordered by (start, end), kept balanced by random
-//! priorities, in which every node knows the furthest end below it, so that whole subtrees are passed over. Asking takes
-//! O(log n + matches).
+//! Single keys are in a hash map. Spans are in a treap: a binary search tree ordered by (start, end) and balanced by
+//! random priorities. Every node knows the greatest end in its subtree, so that whole subtrees can be skipped. A query
+//! takes O(log n + matches).
 //!
 //! ```text
-//!                 [f, m) reach ∞
-//!                /              \
-//!      [a, z) reach z        [k, ∞) reach ∞
+//!                 [f, m) max ∞
+//!                /            \
+//!      [a, z) max z          [k, ∞) max ∞
 //!      /          \
-//! [a, c) reach c  [b, d) reach d
+//! [a, c) max c  [b, d) max d
 //! ```
 
 use std::{
@@ -20,7 +20,7 @@ use std::{
 
 use crate::types::{Key, KeyRange};
 
-/// See the module's page.
+/// A map from key ranges to values.
 #[derive(Debug)]
 pub struct Intervals<T> {
     singles: HashMap<Key, T>,
@@ -37,28 +37,28 @@ struct Node<T> {
     end: End,
     value: T,
     priority: u64,
-    /// The furthest end in this subtree.
-    reach: End,
+    /// The greatest end in this subtree.
+    max_end: End,
     left: Link<T>,
     right: Link<T>,
 }
 
-/// Where a span ends; ordered so that the open end is the furthest.
+/// The end of a span. An open end is the greatest.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum End {
     Before(Key),
-    Never,
+    Open,
 }
 
 impl End {
     fn new(end: Option<&Key>) -> Self {
-        end.map_or(Self::Never, |end| Self::Before(end.clone()))
+        end.map_or(Self::Open, |end| Self::Before(end.clone()))
     }
 
-    fn is_behind(&self, key: &[u8]) -> bool {
+    fn is_after(&self, key: &[u8]) -> bool {
         match self {
             Self::Before(end) => end.as_slice() > key,
-            Self::Never => true,
+            Self::Open => true,
         }
     }
 }
@@ -74,7 +74,7 @@ impl<T> Intervals<T> {
         Self::default()
     }
 
-    /// The range's value, made if it is not there.
+    /// Returns the range's value, inserting it if it is absent.
     pub fn get_or_insert_with(&mut self, range: &KeyRange, make: impl FnOnce() -> T) -> &mut T {
         match range {
             KeyRange::Single(key) => self.singles.entry(key.clone()).or_insert_with(make),
@@ -85,7 +85,7 @@ impl<T> Intervals<T> {
                     let priority = self.priorities.hash_one(self.inserted);
                     let node = Node {
                         start: start.clone(),
-                        reach: end.clone(),
+                        max_end: end.clone(),
                         end: end.clone(),
                         value: make(),
                         priority,
@@ -115,7 +115,7 @@ impl<T> Intervals<T> {
         }
     }
 
-    /// Visits the values of all ranges that hold the key.
+    /// Visits the values of all ranges that contain the key.
     pub fn visit(&self, key: &[u8], visit: &mut impl FnMut(&T)) {
         if let Some(value) = self.singles.get(key) {
             visit(value);
@@ -136,18 +136,18 @@ impl<T> Intervals<T> {
 }
 
 impl<T> Node<T> {
-    /// Where (start, end) lies from here.
+    /// Compares (start, end) with this node's.
     fn compare(&self, start: &Key, end: &End) -> Ordering {
         start.cmp(&self.start).then_with(|| end.cmp(&self.end))
     }
 
-    fn update_reach(&mut self) {
-        let below = [&self.left, &self.right].into_iter().flatten().map(|node| &node.reach).max();
-        let reach = match below {
-            Some(reach) if *reach > self.end => reach.clone(),
+    fn update_max_end(&mut self) {
+        let below = [&self.left, &self.right].into_iter().flatten().map(|node| &node.max_end).max();
+        let max_end = match below {
+            Some(max_end) if *max_end > self.end => max_end.clone(),
             _ => self.end.clone(),
         };
-        self.reach = reach;
+        self.max_end = max_end;
     }
 }
 
@@ -159,28 +159,28 @@ fn insert<T>(link: &mut Link<T>, mut node: Box<Node<T>>) {
                 Ordering::Greater | Ordering::Equal => &mut here.right,
             };
             insert(below, node);
-            here.update_reach();
+            here.update_max_end();
         }
         _ => {
             (node.left, node.right) = split(link.take(), &node.start, &node.end);
-            node.update_reach();
+            node.update_max_end();
             *link = Some(node);
         }
     }
 }
 
-/// The nodes before (start, end), and the others.
+/// Splits a tree into the nodes before (start, end) and the others.
 fn split<T>(link: Link<T>, start: &Key, end: &End) -> (Link<T>, Link<T>) {
     let Some(mut node) = link else { return (None, None) };
     if node.compare(start, end) == Ordering::Greater {
         let (left, right) = split(node.right.take(), start, end);
         node.right = left;
-        node.update_reach();
+        node.update_max_end();
         (Some(node), right)
     } else {
         let (left, right) = split(node.left.take(), start, end);
         node.left = right;
-        node.update_reach();
+        node.update_max_end();
         (left, Some(node))
     }
 }
@@ -195,20 +195,20 @@ fn remove<T>(link: &mut Link<T>, start: &Key, end: &End) {
             return;
         }
     }
-    node.update_reach();
+    node.update_max_end();
 }
 
-/// Joins two trees of which all of the first lies before all of the second.
+/// Joins two trees; all nodes of the first are before those of the second.
 fn merge<T>(left: Link<T>, right: Link<T>) -> Link<T> {
     match (left, right) {
         (Some(mut left), Some(right)) if left.priority >= right.priority => {
             left.right = merge(left.right.take(), Some(right));
-            left.update_reach();
+            left.update_max_end();
             Some(left)
         }
         (Some(left), Some(mut right)) => {
             right.left = merge(Some(left), right.left.take());
-            right.update_reach();
+            right.update_max_end();
             Some(right)
         }
         (left, None) => left,
@@ -218,12 +218,12 @@ fn merge<T>(left: Link<T>, right: Link<T>) -> Link<T> {
 
 fn visit_spans<T>(link: &Link<T>, key: &[u8], visit: &mut impl FnMut(&T)) {
     let Some(node) = link else { return };
-    if !node.reach.is_behind(key) {
+    if !node.max_end.is_after(key) {
         return;
     }
     visit_spans(&node.left, key, visit);
     if node.start.as_slice() <= key {
-        if node.end.is_behind(key) {
+        if node.end.is_after(key) {
             visit(&node.value);
         }
         visit_spans(&node.right, key, visit);
@@ -249,7 +249,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_key_finds_the_ranges_that_hold_it(
+        fn query_finds_all_ranges_that_contain_a_key(
             steps in prop::collection::vec((range(), any::<bool>()), 0..60),
             keys in prop::collection::vec(prop::collection::vec(0_u8..5, 0..3), 1..20),
         ) {

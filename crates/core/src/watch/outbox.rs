@@ -1,12 +1,11 @@
-//! What waits to be sent on one watch stream: a bounded queue between the hub and the connection.
+//! The outbox of a watch stream: a bounded queue between the hub and the connection.
 //!
-//! The hub and the session push, the connection takes. A full outbox refuses events, never other messages; those answer
-//! requests, and requests are read only while there is room. What counts is memory: a chunk that several watches of the
-//! stream get is counted once.
+//! The hub and the session push messages, the connection pops them. A full outbox rejects events, but never other
+//! messages: those respond to requests, and requests are read only while the outbox has capacity. The limit is on
+//! memory: a chunk that several watches of the stream receive is counted once.
 //!
-//! Many streams that are not read would still take much together, for their chunks, where each has a range of its own, and
-//! for their places in the queues. When they do, each stream may keep little more than it needs to go on, and reads the
-//! log later.
+//! Many streams that are not read could still use much memory together, for chunks if each has its own range, and for
+//! queue slots. Above a global limit, each stream may keep only a small queue; its watches read the log later.
 
 use std::{
     pin::Pin,
@@ -14,91 +13,45 @@ use std::{
     task::{Context, Poll, Waker},
 };
 
-use bytes::Bytes;
 use futures_util::Stream;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::{
-    run::Place,
-    waiting::{Pending, Waiting},
+    message::{End, Message},
+    queue::{MessageQueue, Pending},
+    run::ChunkRef,
 };
 use crate::types::{Revision, WatchId};
 
-/// Bytes of events that may wait on one stream. Unit tests have it full soon.
+/// Maximum bytes waiting on one stream. Small in unit tests.
 const OUTBOX_BYTES_MAX: usize = if cfg!(test) { 1 << 10 } else { 8 << 20 };
-/// The same when what waits on all streams takes too much.
-const CROWDED_BYTES_MAX: usize = if cfg!(test) { 1 << 9 } else { 16 << 10 };
+/// The same while all streams together exceed the memory limit.
+const SHORT_MEMORY_BYTES_MAX: usize = if cfg!(test) { 1 << 9 } else { 16 << 10 };
 
-/// An answer on a watch stream.
-#[derive(Clone, Debug)]
-pub enum Message {
-    Created {
-        id: WatchId,
-        revision: Revision,
-    },
-    /// A watch that was not created; the stream goes on.
-    Refused {
-        revision: Revision,
-        reason: &'static str,
-    },
-    Canceled {
-        id: WatchId,
-        revision: Revision,
-    },
-    /// The watch needs revisions that were compacted away; it has ended.
-    Compacted {
-        id: WatchId,
-        compact_revision: Revision,
-    },
-    /// Every event at or below the revision was sent before.
-    Progress {
-        id: WatchId,
-        revision: Revision,
-    },
-    Events {
-        id: WatchId,
-        /// At or above the newest event's.
-        revision: Revision,
-        /// One behind the other.
-        events: Vec<Bytes>,
-        /// Whether more of this message follows in the next.
-        fragment: bool,
-    },
-}
-
-/// How a stream ends from the server's side.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
-    ClientGone,
-    ServerStopped,
-    /// By a mistake of the server.
-    Failed,
-}
-
-/// See the module's page.
+/// The outbox of one stream, shared by the hub, the session and the connection.
 #[derive(Debug)]
 pub struct Outbox {
     inner: Mutex<Inner>,
-    /// Set when the session should look: there is room again, a watch fell behind, a progress can be answered, the client
-    /// is gone.
+    /// Notified when the session has work: the outbox has capacity again, a watch fell behind, a progress request can
+    /// be answered, or the client is gone.
     pub(super) attention: Notify,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
-    waiting: Waiting,
+    queue: MessageQueue,
     reader: Option<Waker>,
     end: Option<End>,
-    /// Watches that the hub dropped because the outbox was full, with the revision that each needs next.
+    /// Watches that the hub dropped because the outbox was full, with the next revision that each needs.
     lagging: Vec<(WatchId, Revision)>,
 }
 
 impl Inner {
-    /// Whether less waits than so much, and little where streams together hold too much.
-    fn is_below(&self, bytes_max: usize) -> bool {
-        let bytes = self.waiting.bytes();
-        bytes < bytes_max && (bytes < CROWDED_BYTES_MAX || !self.waiting.is_crowded())
+    /// Returns whether less than `bytes_max` bytes wait; while memory is short, less than [`SHORT_MEMORY_BYTES_MAX`].
+    fn has_capacity(&self, bytes_max: usize) -> bool {
+        let bytes = self.queue.bytes();
+        bytes < bytes_max && (bytes < SHORT_MEMORY_BYTES_MAX || !self.queue.is_memory_short())
     }
 }
 
@@ -107,46 +60,48 @@ impl Outbox {
         Self { inner: Mutex::default(), attention: Notify::new() }
     }
 
-    /// One whose messages are counted while they wait.
+    /// Creates an outbox whose waiting messages are counted in `pending`.
     pub fn counted(pending: &Pending) -> Self {
-        let waiting = Waiting::counted(pending);
-        Self { inner: Mutex::new(Inner { waiting, ..Inner::default() }), attention: Notify::new() }
+        let queue = MessageQueue::counted(pending);
+        Self { inner: Mutex::new(Inner { queue, ..Inner::default() }), attention: Notify::new() }
     }
 
+    /// Queues a message. This never fails, even if the outbox is full.
     pub fn push(&self, message: Message) {
         let mut inner = self.inner.lock();
-        inner.waiting.push(message);
+        inner.queue.push(message);
         wake(inner);
     }
 
-    /// Queues events, in pieces of at most `fragment` bytes if that is given. Returns false, and takes nothing, if the
+    /// Queues events, in pieces of at most `fragment` bytes if that is given. Returns false and queues nothing if the
     /// outbox is full.
     #[must_use]
-    pub(super) fn push_chunk(&self, id: WatchId, place: &Place, fragment: Option<usize>) -> bool {
+    pub(super) fn push_chunk(&self, id: WatchId, chunk: &ChunkRef, fragment: Option<usize>) -> bool {
         let mut inner = self.inner.lock();
-        if !inner.is_below(OUTBOX_BYTES_MAX) {
+        if !inner.has_capacity(OUTBOX_BYTES_MAX) {
             return false;
         }
-        match fragment.filter(|limit| place.len >= *limit) {
+        match fragment.filter(|limit| chunk.len >= *limit) {
             Some(limit) => {
-                let mut pieces = place.pieces(limit).into_iter().peekable();
+                let mut pieces = chunk.pieces(limit).into_iter().peekable();
                 while let Some(piece) = pieces.next() {
                     let fragment = pieces.peek().is_some();
-                    inner.waiting.push(Message::Events { id, revision: place.revision, events: vec![piece], fragment });
+                    inner.queue.push(Message::Events { id, revision: chunk.revision, events: vec![piece], fragment });
                 }
             }
-            None => inner.waiting.push_chunk(id, place),
+            None => inner.queue.push_chunk(id, chunk),
         }
         wake(inner);
         true
     }
 
-    /// Remembers that a watch must catch up from `next` on.
+    /// Notes that a watch must catch up from `next` and notifies the session.
     pub(super) fn fall_behind(&self, id: WatchId, next: Revision) {
         self.inner.lock().lagging.push((id, next));
         self.attention.notify_one();
     }
 
+    /// Takes the watches that fell behind, with the next revision that each needs.
     pub(super) fn take_lagging(&self) -> Vec<(WatchId, Revision)> {
         std::mem::take(&mut self.inner.lock().lagging)
     }
@@ -155,22 +110,22 @@ impl Outbox {
         !self.inner.lock().lagging.is_empty()
     }
 
-    /// Waits until the session should look: a watch fell behind, there is room again, a progress can be answered, or the
-    /// stream has ended.
+    /// Waits until the session has work: the outbox has capacity again, a watch fell behind, a progress request can be
+    /// answered, or the stream has ended.
     ///
     /// # Cancel safety
     ///
-    /// Nothing is lost when it is dropped.
+    /// Cancel safe: a notification is not lost.
     pub async fn attention(&self) {
         self.attention.notified().await;
     }
 
-    /// Whether it is half empty, so that requests may be answered and watches catch up.
+    /// Returns whether the outbox is at most half full, so that requests can be served and watches can catch up.
     pub fn has_room(&self) -> bool {
-        self.inner.lock().is_below(OUTBOX_BYTES_MAX / 2)
+        self.inner.lock().has_capacity(OUTBOX_BYTES_MAX / 2)
     }
 
-    /// Ends the stream once what waits is sent.
+    /// Ends the stream after the waiting messages are sent.
     pub fn end(&self, end: End) {
         let mut inner = self.inner.lock();
         inner.end.get_or_insert(end);
@@ -182,10 +137,11 @@ impl Outbox {
         self.inner.lock().end.is_some()
     }
 
+    /// Returns the next message, or the end of the stream after the last one.
     fn poll_message(&self, context: &mut Context<'_>) -> Poll<Option<Result<Message, End>>> {
         let mut inner = self.inner.lock();
-        let before = inner.waiting.bytes();
-        let Some(message) = inner.waiting.pop() else {
+        let before = inner.queue.bytes();
+        let Some(message) = inner.queue.pop() else {
             return match inner.end {
                 Some(End::ClientGone) => Poll::Ready(None),
                 Some(end @ (End::ServerStopped | End::Failed)) => {
@@ -198,9 +154,9 @@ impl Outbox {
                 }
             };
         };
-        let now = inner.waiting.bytes();
-        // Either may have been what the session waited for.
-        if [OUTBOX_BYTES_MAX / 2, CROWDED_BYTES_MAX].iter().any(|room| before >= *room && now < *room) {
+        let now = inner.queue.bytes();
+        // The session may be waiting for either threshold.
+        if [OUTBOX_BYTES_MAX / 2, SHORT_MEMORY_BYTES_MAX].iter().any(|limit| before >= *limit && now < *limit) {
             drop(inner);
             self.attention.notify_one();
         }
@@ -214,7 +170,7 @@ impl Default for Outbox {
     }
 }
 
-/// Wakes the connection after the lock is let go.
+/// Wakes the connection after the lock is released.
 fn wake(mut inner: parking_lot::MutexGuard<'_, Inner>) {
     let reader = inner.reader.take();
     drop(inner);
@@ -223,7 +179,7 @@ fn wake(mut inner: parking_lot::MutexGuard<'_, Inner>) {
     }
 }
 
-/// The connection's end of an outbox. Dropped when the client is gone.
+/// The connection's end of an outbox. Dropped when the client disconnects.
 #[derive(Debug)]
 pub struct Messages(Arc<Outbox>);
 
@@ -254,23 +210,23 @@ mod tests {
     use super::{
         super::{
             chunk::Chunk,
-            waiting::{ALL_BYTES_MAX, SLOT_BYTES},
+            queue::{ALL_BYTES_MAX, SLOT_BYTES},
         },
         *,
     };
 
-    /// Events of 50 bytes that it takes.
+    /// Returns the number of 50-byte events that the outbox accepts.
     fn takes(outbox: &Outbox) -> usize {
-        let alone = |revision| Place::alone(Chunk::of(&[7; 50], Revision(revision)), Revision(revision));
+        let alone = |revision| ChunkRef::in_new_run(Chunk::of_event(&[7; 50], Revision(revision)), Revision(revision));
         (2..).take_while(|revision| outbox.push_chunk(WatchId(1), &alone(*revision), None)).count()
     }
 
     #[test]
-    fn stream_keeps_less_when_others_keep_much() {
+    fn stream_limit_is_lowered_while_memory_is_short() {
         let each = SLOT_BYTES + 50;
-        for (others, want) in [(0, OUTBOX_BYTES_MAX), (ALL_BYTES_MAX / SLOT_BYTES + 1, CROWDED_BYTES_MAX)] {
-            let pending = Pending::new(IntGauge::new("pending", "Waiting messages.").expect("a gauge"));
-            pending.hold(others);
+        for (others, want) in [(0, OUTBOX_BYTES_MAX), (ALL_BYTES_MAX / SLOT_BYTES + 1, SHORT_MEMORY_BYTES_MAX)] {
+            let pending = Pending::new(IntGauge::new("pending", "MessageQueue messages.").expect("a gauge"));
+            pending.add_slots(others);
             let outbox = Arc::new(Outbox::counted(&pending));
             assert!(outbox.has_room());
             assert_eq!(takes(&outbox), want.div_ceil(each), "{others} messages wait on other streams");

@@ -1,7 +1,7 @@
-//! Chunks of one range and flavor in the order in which they were published, behind one reference.
+//! Runs: consecutive chunks of one range and flavor, behind one reference.
 //!
-//! A stream that is not read waits with each of them. With runs one slot of its queue holds as many as follow one another in a
-//! run, and what waits on ten thousand streams of one range is little more than what waits on one.
+//! A stream that is not read queues every chunk. With runs, one queue slot refers to all consecutive chunks of a run,
+//! so ten thousand streams that wait for the same range need little more memory than one.
 
 use std::sync::{Arc, Weak};
 
@@ -11,13 +11,14 @@ use parking_lot::Mutex;
 use super::chunk::Chunk;
 use crate::types::Revision;
 
-/// What a run holds at most; a chunk of more bytes is alone in its run. Who waits for one of its chunks keeps them all.
+/// Maximum number of chunks and bytes per run; a larger chunk has a run of its own. A stream that waits for one chunk
+/// of a run keeps all of them in memory.
 const RUN_CHUNKS_MAX: u16 = 256;
 const RUN_BYTES_MAX: usize = if cfg!(test) { 512 } else { 16 << 10 };
 
-/// See the module's page.
+/// Consecutive chunks of one range and flavor.
 #[derive(Debug)]
-pub struct Run {
+pub struct ChunkRun {
     first: Published,
     more: Mutex<More>,
 }
@@ -25,45 +26,47 @@ pub struct Run {
 #[derive(Debug)]
 struct More {
     chunks: Vec<Published>,
-    /// Of the whole run.
+    /// Bytes of the whole run.
     bytes: usize,
 }
 
+/// A chunk and the revision in the header of its message.
 #[derive(Debug)]
 struct Published {
     chunk: Chunk,
     revision: Revision,
 }
 
-/// A chunk in its run.
+/// The position of a chunk in its run.
 #[derive(Debug)]
-pub struct Place {
-    pub run: Arc<Run>,
+pub struct ChunkRef {
+    pub run: Arc<ChunkRun>,
     pub number: u16,
-    /// Of the chunk, in bytes.
+    /// Bytes of the chunk.
     pub len: usize,
-    /// The chunk's oldest revision, and what its message tells, which is at or above the newest.
+    /// The chunk's oldest revision.
     pub first: Revision,
+    /// The revision in the header of its message, at or above the newest.
     pub revision: Revision,
 }
 
-impl Place {
-    /// The first of a new run.
-    pub fn alone(chunk: Chunk, revision: Revision) -> Self {
+impl ChunkRef {
+    /// Puts a chunk into a new run.
+    pub fn in_new_run(chunk: Chunk, revision: Revision) -> Self {
         let (len, first) = (chunk.len(), chunk.first());
         let more = Mutex::new(More { chunks: Vec::new(), bytes: len });
-        let run = Run { first: Published { chunk, revision }, more };
+        let run = ChunkRun { first: Published { chunk, revision }, more };
         Self { run: Arc::new(run), number: 0, len, first, revision }
     }
 
-    /// The chunk in pieces of at most `limit` bytes where single events allow it.
+    /// Splits the chunk into pieces of at most `limit` bytes. A larger single event is a piece of its own.
     pub fn pieces(&self, limit: usize) -> Vec<Bytes> {
         self.run.with(self.number, |published| published.chunk.pieces(limit).collect())
     }
 }
 
-impl Run {
-    /// The events of the chunk with this number, and the revision that their message tells.
+impl ChunkRun {
+    /// Returns the events of the chunk with this number, and the revision in the header of its message.
     pub fn events(&self, number: u16) -> (Bytes, Revision) {
         self.with(number, |published| (published.chunk.bytes().clone(), published.revision))
     }
@@ -75,7 +78,7 @@ impl Run {
         }
     }
 
-    /// Takes a chunk, or gives it back where it has no room for it.
+    /// Adds a chunk, or returns it if the run is full.
     fn append(&self, chunk: Chunk, revision: Revision) -> Result<u16, Chunk> {
         let mut more = self.more.lock();
         match u16::try_from(more.chunks.len() + 1) {
@@ -89,20 +92,20 @@ impl Run {
     }
 }
 
-/// The run that a range's and flavor's next chunk goes to.
+/// The run to which the next chunk of a range and flavor is added.
 #[derive(Debug, Default)]
-pub struct Tail(Weak<Run>);
+pub struct RunTail(Weak<ChunkRun>);
 
-impl Tail {
-    /// Behind the last chunk, as long as somebody waits for that.
-    pub fn append(&mut self, chunk: Chunk, revision: Revision) -> Place {
+impl RunTail {
+    /// Adds a chunk after the last one if a stream still waits for the run, else to a new run.
+    pub fn append(&mut self, chunk: Chunk, revision: Revision) -> ChunkRef {
         let (len, first) = (chunk.len(), chunk.first());
         let appended = match self.0.upgrade() {
-            Some(run) => run.append(chunk, revision).map(|number| Place { run, number, len, first, revision }),
+            Some(run) => run.append(chunk, revision).map(|number| ChunkRef { run, number, len, first, revision }),
             None => Err(chunk),
         };
         appended.unwrap_or_else(|chunk| {
-            let place = Place::alone(chunk, revision);
+            let place = ChunkRef::in_new_run(chunk, revision);
             self.0 = Arc::downgrade(&place.run);
             place
         })
@@ -113,21 +116,21 @@ impl Tail {
 mod tests {
     use super::*;
 
-    fn append(tail: &mut Tail, bytes: usize, revision: i64) -> Place {
-        tail.append(Chunk::of(&vec![7; bytes], Revision(revision)), Revision(revision))
+    fn append(tail: &mut RunTail, bytes: usize, revision: i64) -> ChunkRef {
+        tail.append(Chunk::of_event(&vec![7; bytes], Revision(revision)), Revision(revision))
     }
 
     #[test]
-    fn chunks_are_one_run_while_somebody_waits_and_there_is_room() {
-        let (mut tail, mut waiting) = (Tail::default(), Vec::new());
-        // Bytes of a chunk, and its number in its run.
+    fn chunks_share_a_run_while_it_is_in_use_and_not_full() {
+        let (mut tail, mut waiting) = (RunTail::default(), Vec::new());
+        // Bytes of a chunk, and its expected number in its run.
         for (bytes, number) in [(300, 0), (200, 1), (12, 2), (1, 0), (511, 1), (1, 0), (1_000, 0), (1, 0), (512, 0)] {
             let place = append(&mut tail, bytes, 2);
             assert_eq!((place.number, place.len), (number, bytes));
             assert_eq!(place.run.events(number).0.len(), bytes);
             waiting.push(place);
         }
-        let mut tail = Tail::default();
+        let mut tail = RunTail::default();
         let waits = append(&mut tail, 0, 1);
         let numbers: Vec<u16> = (2..300).map(|revision| append(&mut tail, 0, revision).number).collect();
         assert_eq!((numbers[254], numbers[255]), (255, 0));
@@ -135,12 +138,12 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_waits_for_is_gone() {
-        let before = Chunk::waiting_bytes();
-        let mut tail = Tail::default();
+    fn runs_that_no_stream_needs_are_freed() {
+        let before = Chunk::total_bytes();
+        let mut tail = RunTail::default();
         for revision in 2..100 {
             assert_eq!(append(&mut tail, 1_000_000, revision).number, 0);
-            assert!(Chunk::waiting_bytes() < before + 50_000_000, "after revision {revision}");
+            assert!(Chunk::total_bytes() < before + 50_000_000, "after revision {revision}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! One watch stream's watches: which there are, which are synced, and the reading of the log for those that are not.
+//! The session of a watch stream: its watches, their states, and the reading of the log for those that are catching up.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -6,11 +6,12 @@ use std::{
 };
 
 use super::{
-    Spec,
     chunk::Chunk,
-    hub::{Hub, Joined, encode},
-    outbox::{Message, Outbox},
-    run::Place,
+    hub::{Hub, JoinOutcome, encode},
+    message::Message,
+    outbox::Outbox,
+    run::ChunkRef,
+    spec::Spec,
 };
 use crate::{
     log::{Log, Page, Result, WithPrev},
@@ -19,21 +20,22 @@ use crate::{
 
 const DUPLICATE_ID: &str = "mvcc: duplicate watch ID provided on the WatchStream";
 
-/// See the module's page. Its owner feeds it requests and calls [`Session::advance`] as long as there is work.
+/// The watches of one stream. The owner passes requests to it and calls [`Session::advance`] while
+/// [`Session::is_behind`].
 pub struct Session {
     hub: Arc<Hub>,
     log: Arc<dyn Log>,
     outbox: Arc<Outbox>,
-    /// In an order, so that what they are told together always comes in one.
+    /// Ordered, so that the order of messages to several watches is deterministic.
     watches: BTreeMap<WatchId, Watch>,
     next_id: i64,
-    /// Watches that catch up, in turn.
+    /// Watches that are catching up, served round-robin.
     behind: VecDeque<WatchId>,
-    progress_wanted: bool,
-    /// The head at the last periodic progress.
+    is_progress_requested: bool,
+    /// The head at the last periodic progress notification.
     last_tick: Revision,
-    /// Watches, and those behind, as they were counted last.
-    counted: (i64, i64),
+    /// Numbers of watches, and of those behind, as last reported to the metrics.
+    reported: (i64, i64),
 }
 
 struct Watch {
@@ -41,12 +43,13 @@ struct Watch {
     state: State,
 }
 
+/// The state of a watch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Synced,
-    /// Its first revision is beyond the head.
+    /// Its start revision is above the head.
     Waiting,
-    /// Everything before `next` was queued.
+    /// All events before `next` were queued.
     Behind {
         next: Revision,
     },
@@ -63,12 +66,13 @@ impl Session {
             watches: BTreeMap::new(),
             next_id: 0,
             behind: VecDeque::new(),
-            progress_wanted: false,
+            is_progress_requested: false,
             last_tick,
-            counted: (0, 0),
+            reported: (0, 0),
         }
     }
 
+    /// Creates a watch. The `Created` message is queued before its first event.
     pub fn create(&mut self, spec: Spec) {
         let id = match spec.id {
             Some(id) if self.watches.contains_key(&id) => return self.refuse(DUPLICATE_ID),
@@ -76,79 +80,80 @@ impl Session {
             None => self.free_id(),
         };
         let state = match self.hub.create(&self.outbox, id, &spec) {
-            Joined::Synced => State::Synced,
-            Joined::Waiting => State::Waiting,
-            Joined::Behind => {
+            JoinOutcome::Synced => State::Synced,
+            JoinOutcome::Waiting => State::Waiting,
+            JoinOutcome::Behind => {
                 self.behind.push_back(id);
                 State::Behind { next: spec.start.unwrap_or(Revision::EMPTY) }
             }
-            Joined::Compacted(compact_revision) => {
+            JoinOutcome::Compacted(compact_revision) => {
                 return self.outbox.push(Message::Compacted { id, compact_revision });
             }
         };
         self.watches.insert(id, Watch { spec, state });
-        self.count();
+        self.report_counts();
     }
 
-    /// Answers a request that makes no watch; the stream goes on.
+    /// Answers a request that creates no watch; the stream continues.
     pub fn refuse(&self, reason: &'static str) {
-        self.hub.at_head(|revision| self.outbox.push(Message::Refused { revision, reason }));
+        self.hub.with_head(|revision| self.outbox.push(Message::Refused { revision, reason }));
     }
 
-    /// An unknown id is answered with nothing, as in etcd.
+    /// Cancels a watch. An unknown id is ignored, as in etcd.
     pub fn cancel(&mut self, id: WatchId) {
         if let Some(watch) = self.watches.remove(&id) {
-            self.hub.leave(&self.outbox, id, &watch.spec);
-            // What is known of it must not be taken for the next one's that chooses its id.
+            self.hub.remove(&self.outbox, id, &watch.spec);
+            // Removes pending notes about this watch: a later watch may use its id.
             self.take_lagging();
             self.behind.retain(|behind| *behind != id);
-            self.hub.at_head(|revision| self.outbox.push(Message::Canceled { id, revision }));
-            // Progress may have waited for it alone.
-            self.progress_wanted &= !self.watches.is_empty();
+            self.hub.with_head(|revision| self.outbox.push(Message::Canceled { id, revision }));
+            // A progress request may have waited only for this watch.
+            self.is_progress_requested &= !self.watches.is_empty();
             self.try_progress();
-            self.count();
+            self.report_counts();
         }
     }
 
-    /// Answers once all watches of the stream are synced; several requests until then get one answer. A stream without
-    /// watches gets none, as in etcd.
+    /// Requests a progress notification. It is sent when all watches of the stream are synced; requests until then
+    /// share it. A stream without watches receives none, as in etcd.
     pub fn request_progress(&mut self) {
-        self.progress_wanted = !self.watches.is_empty();
+        self.is_progress_requested = !self.watches.is_empty();
         self.try_progress();
     }
 
-    /// Sends a progress notification to each synced watch that wants them and was sent nothing since the last tick.
+    /// Sends a progress notification to each synced watch that requested them and was sent nothing since the last tick.
     pub fn tick(&mut self) {
         self.take_lagging();
         let mut head = self.last_tick;
         for (id, watch) in &self.watches {
             if watch.spec.progress_notify && watch.state == State::Synced {
-                head = self.hub.progress_of(&self.outbox, *id, &watch.spec, self.last_tick);
+                head = self.hub.progress_for_watch(&self.outbox, *id, &watch.spec, self.last_tick);
             }
         }
         self.last_tick = head;
     }
 
-    /// Whether [`Session::advance`] would read the log.
+    /// Returns whether [`Session::advance`] has something to read and the outbox has capacity.
     pub fn is_behind(&self) -> bool {
         !self.behind.is_empty() && self.outbox.has_room()
     }
 
+    /// Returns whether the stream has ended.
     pub fn has_ended(&self) -> bool {
         self.outbox.has_ended()
     }
 
-    /// Notes what the hub said of this stream.
+    /// Handles the notifications of the hub after [`Outbox::attention`] returned.
     pub fn attend(&mut self) {
         self.take_lagging();
         self.try_progress();
     }
 
-    /// Brings the watch whose turn it is one page further.
+    /// Advances the next watch that is catching up by one page.
     ///
     /// # Cancel safety
     ///
-    /// What was read is forgotten and read again; nothing is queued before the last await.
+    /// Cancel safe: a page that was read is discarded and read again. Nothing is queued before the last await.
     pub async fn advance(&mut self) -> Result<()> {
         let Some(id) = self.behind.front().copied() else { return Ok(()) };
         let Some(Watch { spec, state: State::Behind { next } }) = self.watches.get(&id) else {
@@ -158,48 +163,48 @@ impl Session {
         };
         let prev = if spec.flavor.prev_kv { WithPrev::Yes } else { WithPrev::No };
         let joined = match self.hub.join(&self.outbox, id, spec, *next) {
-            Joined::Behind => {
+            JoinOutcome::Behind => {
                 let head = self.hub.head();
                 let page = self.log.changes(*next, head, &spec.range, prev).await?;
                 self.deliver(id, *next, page, head)
             }
-            joined @ (Joined::Synced | Joined::Waiting | Joined::Compacted(_)) => Some(joined),
+            joined @ (JoinOutcome::Synced | JoinOutcome::Waiting | JoinOutcome::Compacted(_)) => Some(joined),
         };
         self.behind.pop_front();
         match joined {
-            None | Some(Joined::Behind) => self.behind.push_back(id),
-            Some(Joined::Compacted(compact_revision)) => {
+            None | Some(JoinOutcome::Behind) => self.behind.push_back(id),
+            Some(JoinOutcome::Compacted(compact_revision)) => {
                 self.watches.remove(&id);
                 self.outbox.push(Message::Compacted { id, compact_revision });
             }
-            Some(Joined::Synced) => self.set_state(id, State::Synced),
-            Some(Joined::Waiting) => self.set_state(id, State::Waiting),
+            Some(JoinOutcome::Synced) => self.set_state(id, State::Synced),
+            Some(JoinOutcome::Waiting) => self.set_state(id, State::Waiting),
         }
-        self.count();
+        self.report_counts();
         self.try_progress();
         Ok(())
     }
 
-    /// Queues a page that was read for a watch and moves it on.
-    fn deliver(&mut self, id: WatchId, from: Revision, mut page: Page, head: Revision) -> Option<Joined> {
+    /// Queues a page of events for a watch and advances it.
+    fn deliver(&mut self, id: WatchId, from: Revision, mut page: Page, head: Revision) -> Option<JoinOutcome> {
         let watch = self.watches.get_mut(&id)?;
-        // A compaction may have taken rows while they were read.
+        // A compaction may have deleted rows during the read.
         let compacted = self.hub.compact_revision();
         if let Some(compacted) = compacted.filter(|compacted| from < *compacted) {
-            return Some(Joined::Compacted(compacted));
+            return Some(JoinOutcome::Compacted(compacted));
         }
-        // Another instance's compaction, of which the hub has not heard yet, may have taken some too.
+        // So may another instance's compaction, which the hub does not know yet.
         if let Some(purged) = page.purged.filter(|purged| from < *purged) {
-            return Some(Joined::Compacted(purged));
+            return Some(JoinOutcome::Compacted(purged));
         }
-        // What was before the compact revision cannot be read, whether its row is still there or not.
+        // Pairs before the compact revision are not sent, whether their rows still exist or not.
         let readable = |change: &&mut Change| Some(change.row.revision) > compacted;
         page.changes.iter_mut().take_while(|change| !readable(change)).for_each(|change| change.prev = None);
         let flavor = watch.spec.flavor;
-        for chunk in Chunk::cut(&page.changes, flavor, encode) {
-            let place = Place::alone(chunk, head);
-            if !self.outbox.push_chunk(id, &place, watch.spec.fragment) {
-                watch.state = State::Behind { next: place.first };
+        for chunk in Chunk::encode(&page.changes, flavor, encode) {
+            let chunk = ChunkRef::in_new_run(chunk, head);
+            if !self.outbox.push_chunk(id, &chunk, watch.spec.fragment) {
+                watch.state = State::Behind { next: chunk.first };
                 return None;
             }
         }
@@ -213,6 +218,7 @@ impl Session {
         }
     }
 
+    /// Moves the watches that the hub dropped to the ones that are catching up.
     fn take_lagging(&mut self) {
         for (id, next) in self.outbox.take_lagging() {
             if let Some(watch) = self.watches.get_mut(&id) {
@@ -220,28 +226,29 @@ impl Session {
                 self.behind.push_back(id);
             }
         }
-        self.count();
+        self.report_counts();
     }
 
-    /// Tells the metrics what changed since the last time.
-    fn count(&mut self) {
+    /// Reports changed counts to the metrics.
+    fn report_counts(&mut self) {
         let now = (self.watches.len() as i64, self.behind.len() as i64);
-        if now != self.counted {
+        if now != self.reported {
             let metrics = &self.hub.metrics.watch;
-            metrics.watchers.add(now.0 - self.counted.0);
-            metrics.behind.add(now.1 - self.counted.1);
-            self.counted = now;
+            metrics.watchers.add(now.0 - self.reported.0);
+            metrics.behind.add(now.1 - self.reported.1);
+            self.reported = now;
         }
     }
 
+    /// Sends the requested progress notification if all watches are synced.
     fn try_progress(&mut self) {
-        if !self.progress_wanted {
+        if !self.is_progress_requested {
             return;
         }
         self.take_lagging();
         if self.behind.is_empty() {
             let newest_start = self.watches.values().filter_map(|watch| watch.spec.start).max();
-            self.progress_wanted = !self.hub.progress(&self.outbox, newest_start);
+            self.is_progress_requested = !self.hub.progress(&self.outbox, newest_start);
         }
     }
 
@@ -259,11 +266,11 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         for (id, watch) in &self.watches {
-            self.hub.leave(&self.outbox, *id, &watch.spec);
+            self.hub.remove(&self.outbox, *id, &watch.spec);
         }
         let metrics = &self.hub.metrics.watch;
         metrics.streams.dec();
-        metrics.watchers.sub(self.counted.0);
-        metrics.behind.sub(self.counted.1);
+        metrics.watchers.sub(self.reported.0);
+        metrics.behind.sub(self.reported.1);
     }
 }

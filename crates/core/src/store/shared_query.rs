@@ -1,4 +1,4 @@
-//! One question to the log for many who ask it at the same time.
+//! Shares one query among all callers that wait for it, like etcd's ReadIndex.
 
 use std::{future::Future, sync::Arc};
 
@@ -6,12 +6,13 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::watchdog::Pulse;
 
-/// Items that are asked about together: those that come while one question is under way share the next, so that every
-/// answer is of a question that began after it was asked for.
-pub struct Coalesced<I, O>(mpsc::UnboundedSender<(I, oneshot::Sender<O>)>);
+/// A handle for queries that are sent together. Items that arrive while a query is running share the next one, so every
+/// response comes from a query that started after its item arrived.
+pub struct SharedQuery<I, O>(mpsc::UnboundedSender<(I, oneshot::Sender<O>)>);
 
-impl<I, O> Coalesced<I, O> {
-    /// The future that asks runs until the handle is dropped. `ask` answers each item, in their order.
+impl<I, O> SharedQuery<I, O> {
+    /// Returns the handle and the future that runs the queries until the handle is dropped. `ask` returns a response
+    /// for each item, in their order.
     pub fn new<F, A>(ask: F, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
     where
         F: Fn(Vec<I>) -> A + Send,
@@ -19,28 +20,28 @@ impl<I, O> Coalesced<I, O> {
         I: Send,
         O: Send,
     {
-        let (asks, mut asked) = mpsc::unbounded_channel::<(I, oneshot::Sender<O>)>();
+        let (sender, mut asked) = mpsc::unbounded_channel::<(I, oneshot::Sender<O>)>();
         let run = async move {
             loop {
                 pulse.rest();
                 let Some(first) = asked.recv().await else { return };
                 pulse.beat();
-                let (mut items, mut waiting) = (vec![first.0], vec![first.1]);
+                let (mut items, mut callers) = (vec![first.0], vec![first.1]);
                 while let Ok((item, answer)) = asked.try_recv() {
                     items.push(item);
-                    waiting.push(answer);
+                    callers.push(answer);
                 }
-                for (answer, waiting) in ask(items).await.into_iter().zip(waiting) {
-                    // Who asked may be gone.
-                    let _ = waiting.send(answer);
+                for (response, caller) in ask(items).await.into_iter().zip(callers) {
+                    // The caller may be gone.
+                    let _ = caller.send(response);
                 }
             }
         };
-        (Self(asks), run)
+        (Self(sender), run)
     }
 
-    /// `None`: nobody answers any more.
-    pub async fn ask(&self, item: I) -> Option<O> {
+    /// Returns the response for an item, or `None` if the task has ended.
+    pub async fn query(&self, item: I) -> Option<O> {
         let (sender, answer) = oneshot::channel();
         self.0.send((item, sender)).ok()?;
         answer.await.ok()
@@ -56,10 +57,10 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn those_who_ask_meanwhile_share_the_next_question() {
+    async fn callers_during_a_query_share_the_next_one() {
         let questions = Arc::new(Mutex::new(Vec::new()));
         let asked = Arc::clone(&questions);
-        let (coalesced, run) = Coalesced::new(
+        let (queries, run) = SharedQuery::new(
             move |items: Vec<u32>| {
                 asked.lock().unwrap().push(items.clone());
                 async move {
@@ -69,13 +70,13 @@ mod tests {
             },
             Arc::default(),
         );
-        let mut first = Box::pin(coalesced.ask(1));
+        let mut first = Box::pin(queries.query(1));
         assert!(first.as_mut().now_or_never().is_none());
         let mut run = Box::pin(run);
-        assert!(run.as_mut().now_or_never().is_none(), "the first question is under way");
-        let others = join_all([2, 3, 4].map(|item| coalesced.ask(item)));
+        assert!(run.as_mut().now_or_never().is_none(), "the first query is running");
+        let others = join_all([2, 3, 4].map(|item| queries.query(item)));
         let all = async { (first.await, others.await) };
-        let (first, others) = tokio::select! { answers = all => answers, () = run => panic!("it ran out") };
+        let (first, others) = tokio::select! { answers = all => answers, () = run => panic!("the task ended") };
         assert_eq!(first, Some(10));
         assert_eq!(others, [Some(20), Some(30), Some(40)]);
         assert_eq!(*questions.lock().unwrap(), [vec![1], vec![2, 3, 4]]);

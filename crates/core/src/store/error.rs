@@ -1,0 +1,69 @@
+//! The errors of the store, by what the caller should do.
+
+use crate::{index::Unreadable, log, overload::Exhausted, trace};
+
+/// Why a request failed, by what the caller should do about it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    #[error("required revision has been compacted")]
+    Compacted,
+    #[error("required revision is a future revision")]
+    FutureRevision,
+    #[error("key not found")]
+    KeyNotFound,
+    #[error("lease not found")]
+    LeaseNotFound,
+    #[error("lease already exists")]
+    LeaseExists,
+    #[error("lease ttl too large")]
+    LeaseTtlTooLarge,
+    /// The queue of writes is full. Nothing was done; try again later.
+    #[error("too many requests")]
+    TooManyRequests,
+    /// The database or its disk is full, or the NOSPACE alarm is raised.
+    #[error("database space exceeded")]
+    NoSpace,
+    /// The write may or may not have happened.
+    #[error("request timed out")]
+    OutcomeUnknown,
+    /// The database is unavailable. Nothing was done.
+    #[error("database unavailable")]
+    Unavailable,
+    /// The server is stopping. Nothing was done.
+    #[error("server stopped")]
+    Stopped,
+    /// The log is corrupt.
+    #[error("corrupt log")]
+    Corrupt,
+}
+
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl From<Unreadable> for Error {
+    fn from(unreadable: Unreadable) -> Self {
+        match unreadable {
+            Unreadable::Compacted => Self::Compacted,
+            Unreadable::Future => Self::FutureRevision,
+        }
+    }
+}
+
+impl From<Exhausted> for Error {
+    fn from(_: Exhausted) -> Self {
+        Self::TooManyRequests
+    }
+}
+
+impl From<log::Error> for Error {
+    /// Converts the error to what the caller should do. The cause is written to the server's log.
+    fn from(error: log::Error) -> Self {
+        let id = trace::current().map(tracing::field::display);
+        tracing::error!(id, %error, "request failed on the database");
+        match error {
+            log::Error::Unavailable(_) | log::Error::Open(_) | log::Error::Diverged(_) => Self::Unavailable,
+            log::Error::Full(_) => Self::NoSpace,
+            log::Error::OutcomeUnknown(_) => Self::OutcomeUnknown,
+            log::Error::Corrupt(_) => Self::Corrupt,
+        }
+    }
+}

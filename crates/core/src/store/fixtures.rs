@@ -1,0 +1,45 @@
+//! A store without tasks, over a log in memory, for unit tests.
+
+use std::sync::{Arc, atomic::AtomicBool};
+
+use parking_lot::{Mutex, RwLock};
+use tokio::sync::{Notify, watch};
+
+use super::{
+    members::Members,
+    replication::ReplicationState,
+    shared::{Identity, Shared},
+    space::Space,
+    values::ValueCache,
+};
+use crate::{
+    index::TreeIndex,
+    lease,
+    log::{Member, memory::MemoryLog},
+    supervise::Lock,
+    types::Revision,
+    watch::Hub,
+};
+
+pub(super) fn shared(cache_bytes: u64) -> Shared {
+    Shared {
+        log: Arc::new(MemoryLog::default()),
+        identity: Identity { cluster_id: 1, member_id: 1 },
+        replication: ReplicationState::new(0),
+        members: Members::new(Member { id: 1, name: "default".to_owned(), client_urls: Vec::new() }),
+        metrics: Arc::default(),
+        space: Space::new(0),
+        hub: Arc::new(Hub::new(Revision::EMPTY, None, Arc::default())),
+        index: RwLock::new(TreeIndex::new()),
+        leases: Lock::new(lease::Table::default()),
+        values: ValueCache::new(cache_bytes),
+        read_memory: crate::overload::ReadMemory::new(cache_bytes),
+        steps: crate::overload::Steps::new().0,
+        lease_deadline: Notify::new(),
+        compaction: Notify::new(),
+        is_purge_owner: AtomicBool::new(false),
+        rows_left_to_others: Mutex::default(),
+        compaction_done: watch::Sender::new(None),
+        pulses: Default::default(),
+    }
+}

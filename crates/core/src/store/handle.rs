@@ -1,0 +1,189 @@
+//! [`Store`]: the handle through which the server uses the store.
+
+use std::{sync::Arc, time::Duration};
+
+use parking_lot::Mutex;
+use prometheus::Histogram;
+use tokio::{
+    sync::watch,
+    task::JoinHandle,
+    time::{Instant, sleep, timeout_at},
+};
+
+use super::{
+    error::{Error, Result},
+    queue::WriteQueue,
+    request::{CompactionWait, DeleteRequest, DeleteResponse, PutRequest, PutResponse, TxnRequest, TxnResponse},
+    shared::{Identity, Shared, WAIT_MAX},
+    shared_query::SharedQuery,
+    write_request::{Outcome, Request},
+};
+use crate::{
+    index::TreeIndex,
+    log::{self, Log, LoggedLease, Precision, Size},
+    overload::Steps,
+    trace::{self, Part},
+    types::{LeaseId, Revision},
+    watch::Hub,
+    watchdog::Watchdog,
+};
+
+/// A linearizable read that waits longer than this for the log's position is counted as slow.
+const SLOW_CONFIRM_MIN: Duration = Duration::from_millis(500);
+
+/// Pause before a failed query is repeated.
+pub(super) const RETRY_PAUSE: Duration = Duration::from_millis(50);
+
+/// The handle through which the server uses the store. Shared behind an [`Arc`].
+pub struct Store {
+    pub(super) shared: Arc<Shared>,
+    pub(super) queue: WriteQueue,
+    /// Shared queries for the log's position. `None` if this process is the only one that uses the log: it is always up
+    /// to date.
+    pub(super) position_query: Option<SharedQuery<(), log::Result<()>>>,
+    /// Lease renewals in the log. `None` if deadlines are kept only in memory.
+    pub(super) renewal_query: Option<SharedQuery<LeaseId, log::Result<Option<LoggedLease>>>>,
+    /// Duration above which a request is slow.
+    pub(super) patience: Duration,
+    /// Durations of ranges: failed, successful.
+    pub(super) range_durations: [Histogram; 2],
+    pub(super) tasks: Mutex<Vec<JoinHandle<()>>>,
+    pub(super) stop_background: watch::Sender<bool>,
+    pub(super) watchdog: Arc<Watchdog>,
+}
+
+impl Store {
+    pub fn identity(&self) -> Identity {
+        self.shared.identity
+    }
+
+    /// Returns the newest applied revision.
+    pub fn head(&self) -> Revision {
+        self.shared.index.read().head()
+    }
+
+    pub fn hub(&self) -> &Arc<Hub> {
+        &self.shared.hub
+    }
+
+    pub fn log(&self) -> &Arc<dyn Log> {
+        &self.shared.log
+    }
+
+    /// Waits until this instance has applied everything that was in the log when this was called. A later read then
+    /// returns nothing older than what any instance acknowledged before the call.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unavailable`] if the database does not answer within 7 seconds.
+    pub async fn confirm(&self) -> Result<()> {
+        let Some(query) = &self.position_query else { return Ok(()) };
+        let metrics = &self.shared.metrics.store;
+        let started = Instant::now();
+        let deadline = started + WAIT_MAX;
+        let confirmed = loop {
+            match timeout_at(deadline, query.query(())).await {
+                Ok(Some(Ok(()))) => break Ok(()),
+                Ok(Some(Err(_))) if Instant::now() < deadline => sleep(RETRY_PAUSE).await,
+                Ok(_) | Err(_) => break Err(Error::Unavailable),
+            }
+        };
+        trace::note(Part::Confirm, started.elapsed());
+        if started.elapsed() > SLOW_CONFIRM_MIN {
+            metrics.slow_confirms.inc();
+        }
+        metrics.failed_confirms.inc_by(u64::from(confirmed.is_err()));
+        confirmed
+    }
+
+    /// Waits for an error after which the store cannot continue and returns its text for the operator.
+    pub fn failed(&self) -> impl Future<Output = String> + Send + use<> {
+        let mut failed = self.shared.replication.failed.subscribe();
+        async move {
+            let text = failed.wait_for(Option::is_some).await.ok().and_then(|failed| failed.clone());
+            match text {
+                Some(text) => text,
+                None => std::future::pending().await,
+            }
+        }
+    }
+
+    /// Returns the queue in which all long work of this server waits for its next step.
+    pub fn steps(&self) -> &Arc<Steps> {
+        &self.shared.steps
+    }
+
+    pub fn watchdog(&self) -> &Arc<Watchdog> {
+        &self.watchdog
+    }
+
+    /// Returns the size of the database.
+    pub async fn size(&self) -> Result<Size> {
+        Ok(self.shared.log.size(Precision::Quick).await?)
+    }
+
+    /// Returns a copy of the index, for comparison with one that was rebuilt from the log.
+    pub fn index_snapshot(&self) -> TreeIndex {
+        self.shared.index.read().clone()
+    }
+
+    /// # Cancel safety
+    ///
+    /// Dropping the future does not cancel the write. This applies to every write of the store.
+    pub async fn put(&self, request: PutRequest) -> Result<PutResponse> {
+        let Outcome::Put(response) = self.queue.submit(Request::Put(request)).await? else {
+            unreachable!("a put returns a put response")
+        };
+        Ok(response)
+    }
+
+    pub async fn delete(&self, request: DeleteRequest) -> Result<DeleteResponse> {
+        let Outcome::Delete(response) = self.queue.submit(Request::Delete(request)).await? else {
+            unreachable!("a delete returns a delete response")
+        };
+        Ok(response)
+    }
+
+    /// Executes a transaction. One that only reads bypasses the writer.
+    pub async fn txn(&self, request: TxnRequest) -> Result<TxnResponse> {
+        self.shared.metrics.store.txns.inc();
+        if request.is_read_only() {
+            return self.read_txn(request).await;
+        }
+        let Outcome::Txn(response) = self.queue.submit(Request::Txn(request)).await? else {
+            unreachable!("a transaction returns a transaction response")
+        };
+        Ok(response)
+    }
+
+    /// Compacts the log at `revision`: reads below it fail from now on. Returns the head.
+    pub async fn compact(&self, revision: Revision, wait: CompactionWait) -> Result<Revision> {
+        let head = self.submit_for_revision(Request::Compact(revision)).await?;
+        if wait == CompactionWait::ForRows {
+            let mut done = self.shared.compaction_done.subscribe();
+            done.wait_for(|done| *done >= Some(revision)).await.map_err(|_| Error::Stopped)?;
+        }
+        Ok(head)
+    }
+
+    /// Submits a request whose outcome is a revision.
+    pub(super) async fn submit_for_revision(&self, request: Request) -> Result<Revision> {
+        let Outcome::Revision(revision) = self.queue.submit(request).await? else {
+            unreachable!("this request returns a revision")
+        };
+        Ok(revision)
+    }
+
+    /// Completes the accepted writes, rejects new ones, and closes the log.
+    pub async fn stop(&self) {
+        self.queue.close();
+        self.stop_background.send_replace(true);
+        let tasks = std::mem::take(&mut *self.tasks.lock());
+        for task in tasks {
+            if let Err(error) = task.await {
+                tracing::error!(%error, "a task of the store failed");
+            }
+        }
+        self.shared.log.close().await;
+    }
+}

@@ -1,0 +1,64 @@
+//! The heartbeat of this instance, and the members that the database reports in return.
+
+use std::sync::Arc;
+
+use tokio::{
+    sync::watch,
+    time::{MissedTickBehavior, interval},
+};
+use tracing::warn;
+
+use super::{handle::Store, shared::Shared};
+use crate::log::{BEAT_INTERVAL, Error, Member, Result, SharedLog};
+
+impl Shared {
+    /// Sends this instance's heartbeat and updates the list of live members.
+    pub(super) async fn beat(&self, log: &dyn SharedLog) -> Result<Vec<Member>> {
+        let live = log.beat().await?;
+        if self.members.update(&live) {
+            self.metrics.store.leader_changes.inc();
+        }
+        Ok(live)
+    }
+}
+
+impl Store {
+    /// Returns the live members, refreshed from the database if it answers.
+    pub async fn members(&self) -> Vec<Member> {
+        if let Some(log) = self.shared.log.shared()
+            && let Err(error) = self.shared.beat(log).await
+        {
+            warn!(%error, "cannot read the members; returning the last known ones");
+        }
+        self.shared.members.live()
+    }
+
+    /// Returns the id of the leader.
+    pub fn leader(&self) -> u64 {
+        self.shared.members.leader()
+    }
+}
+
+/// Sends heartbeats.
+pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
+    let work = async {
+        let Some(log) = shared.log.shared() else { return };
+        let mut ticks = interval(BEAT_INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut is_failing = false;
+        loop {
+            ticks.tick().await;
+            let beat: std::result::Result<_, Error> = shared.beat(log).await;
+            if let (Err(error), false) = (&beat, is_failing) {
+                warn!(%error, "cannot send the heartbeat of this member; trying again");
+            }
+            is_failing = beat.is_err();
+            shared.metrics.store.failed_beats.inc_by(u64::from(is_failing));
+        }
+    };
+    tokio::select! {
+        biased;
+        () = work => {}
+        _ = stop.wait_for(|stop| *stop) => {}
+    }
+}

@@ -1,0 +1,213 @@
+//! Lease requests, and the lease table as the log has it.
+//!
+//! A shared log stores the deadlines of leases by the database's clock; they are refreshed from there before they are shown or
+//! expired. Otherwise the deadlines are only in memory.
+
+use std::{
+    collections::HashMap,
+    hash::{BuildHasher as _, RandomState},
+};
+
+use tokio::time::{Instant, sleep, timeout_at};
+use tracing::warn;
+
+use super::{
+    error::{Error, Result},
+    handle::{RETRY_PAUSE, Store},
+    request::LeaseGranted,
+    shared::{Shared, WAIT_MAX},
+    shared_query::SharedQuery,
+    write_request::Request,
+};
+use crate::{
+    index::{Lease, TreeIndex},
+    lease::{self, Remaining, Renewal},
+    log::{self, LeaseChange, LoggedLease, Meta, Touch},
+    types::{KeyRange, LeaseId, Revision},
+};
+
+impl Store {
+    /// Grants a lease with the given id, or with a free one. A TTL below the minimum is raised to the minimum.
+    pub async fn grant(&self, id: Option<LeaseId>, ttl_secs: i64) -> Result<LeaseGranted> {
+        if ttl_secs > lease::TTL_SECS_MAX {
+            return Err(Error::LeaseTtlTooLarge);
+        }
+        let ttl_secs = ttl_secs.max(lease::TTL_SECS_MIN);
+        let id = id.unwrap_or_else(|| self.free_lease_id());
+        let revision = self.submit_for_revision(Request::Grant { id, ttl_secs }).await?;
+        Ok(LeaseGranted { revision, id, ttl_secs })
+    }
+
+    /// Returns a random positive id that no lease has.
+    fn free_lease_id(&self) -> LeaseId {
+        let leases = self.shared.leases.lock();
+        loop {
+            // Randomness from the standard library: each RandomState has its own keys.
+            let id = LeaseId(RandomState::new().hash_one(0).cast_signed() & i64::MAX);
+            if id.0 != 0 && !leases.contains(id) {
+                return id;
+            }
+        }
+    }
+
+    /// Revokes a lease and deletes its keys in one revision. Returns the head.
+    pub async fn revoke(&self, id: LeaseId) -> Result<Revision> {
+        self.submit_for_revision(Request::Revoke(id)).await
+    }
+
+    /// Renews a lease. Returns the head from before the renewal, and the new TTL in seconds, or 0 if the lease is
+    /// unknown or has expired.
+    pub async fn keep_alive(&self, id: LeaseId) -> Result<(Revision, i64)> {
+        let head = self.head();
+        loop {
+            let renewal = match &self.renewal_query {
+                None => self.shared.leases.lock().renew(id, Instant::now()),
+                Some(renewals) => self.renew_in_log(renewals, id).await?,
+            };
+            match renewal {
+                Renewal::Renewed { ttl_secs } => {
+                    self.shared.metrics.store.leases_renewed.inc();
+                    return Ok((head, ttl_secs));
+                }
+                Renewal::Unknown => return Ok((head, 0)),
+                // The response is sent after the lease's keys are deleted.
+                Renewal::Expired => {
+                    self.submit_for_revision(Request::Expire(id)).await?;
+                    // If no instance was alive for a while, the deadline was extended meanwhile and the lease is still
+                    // live.
+                    if self.shared.leases.lock().remaining(id, Instant::now()).is_none() {
+                        return Ok((head, 0));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Renews a lease in the log, together with all renewals that wait.
+    async fn renew_in_log(
+        &self,
+        renewals: &SharedQuery<LeaseId, log::Result<Option<LoggedLease>>>,
+        id: LeaseId,
+    ) -> Result<Renewal> {
+        let deadline = Instant::now() + WAIT_MAX;
+        let logged = loop {
+            match timeout_at(deadline, renewals.query(id)).await {
+                Ok(Some(Ok(logged))) => break logged,
+                Ok(Some(Err(_))) if Instant::now() < deadline => sleep(RETRY_PAUSE).await,
+                Ok(_) | Err(_) => return Err(Error::Unavailable),
+            }
+        };
+        let Some(logged) = logged else { return Ok(Renewal::Unknown) };
+        if logged.left_secs.is_some_and(|left| left > 0.0) {
+            return Ok(Renewal::Renewed { ttl_secs: logged.ttl_secs });
+        }
+        // Another instance may have granted it; the writer must know the lease to end it.
+        self.confirm().await?;
+        Ok(Renewal::Expired)
+    }
+
+    /// Returns the remaining time of a lease, or `None` if it is unknown or has expired.
+    pub async fn lease(&self, id: LeaseId) -> Result<Option<Remaining>> {
+        self.confirm().await?;
+        self.refresh_leases(&[id]).await?;
+        Ok(self.shared.leases.lock().remaining(id, Instant::now()))
+    }
+
+    /// Returns the ids of all live leases.
+    pub async fn leases(&self) -> Result<Vec<LeaseId>> {
+        self.confirm().await?;
+        if self.renewal_query.is_some() {
+            let expired = self.shared.leases.lock().expired(Instant::now(), usize::MAX);
+            self.refresh_leases(&expired).await?;
+        }
+        Ok(self.shared.leases.lock().list(Instant::now()))
+    }
+
+    /// Refreshes the deadlines of these leases from the log, if the log stores deadlines.
+    async fn refresh_leases(&self, ids: &[LeaseId]) -> Result<()> {
+        if let Some(log) = self.shared.log.shared().filter(|_| !ids.is_empty()) {
+            let asked = Instant::now();
+            let logged = log.leases(ids, Touch::Look).await?;
+            self.shared.set_lease_deadlines(&logged, asked);
+        }
+        Ok(())
+    }
+}
+
+impl Shared {
+    /// Refreshes the deadlines of the leases that the batch was to expire.
+    pub(super) async fn refresh_expired_leases(&self, changes: &[LeaseChange]) {
+        let ids: Vec<LeaseId> = changes
+            .iter()
+            .filter_map(|change| match change {
+                LeaseChange::Expire { id } => Some(*id),
+                LeaseChange::Grant { .. } | LeaseChange::Revoke { .. } => None,
+            })
+            .collect();
+        let Some(log) = self.log.shared().filter(|_| !ids.is_empty()) else { return };
+        let asked = Instant::now();
+        match log.leases(&ids, Touch::Look).await {
+            Ok(logged) => self.set_lease_deadlines(&logged, asked),
+            Err(error) => warn!(%error, "cannot read lease deadlines"),
+        }
+    }
+
+    /// Sets lease deadlines from the remaining times that the log returned. `asked` is the time before the query.
+    pub(super) fn set_lease_deadlines(&self, logged: &[LoggedLease], asked: Instant) {
+        let now = Instant::now();
+        let mut leases = self.leases.lock();
+        for lease in logged {
+            if let Some(left_secs) = lease.left_secs {
+                leases.set_left(lease.id, left_secs, asked, now);
+            }
+        }
+    }
+
+    /// Updates the lease table and the alarms to the state in the log.
+    pub(super) fn update_leases(&self, meta: &Meta) {
+        let now = Instant::now();
+        let mut leases = self.leases.lock();
+        if self.log.shared().is_some() && meta.position.epoch < leases.epoch {
+            // An append of this instance was applied after that was read.
+            return;
+        }
+        let logged: HashMap<LeaseId, &LoggedLease> = meta.leases.iter().map(|lease| (lease.id, lease)).collect();
+        for (id, ttl_secs) in leases.granted() {
+            // A different TTL means that it was revoked and granted again.
+            if logged.get(&id).is_none_or(|logged| logged.ttl_secs != ttl_secs) {
+                leases.revoke(id);
+            }
+        }
+        for logged in logged.values() {
+            if !leases.contains(logged.id) {
+                leases.grant(logged.id, logged.ttl_secs, now);
+            }
+            if let Some(left_secs) = logged.left_secs {
+                leases.set_left(logged.id, left_secs, now, now);
+            }
+        }
+        leases.epoch = leases.epoch.max(meta.position.epoch);
+        // Under the lease table's lock, because an alarm of this instance advances the epoch, too.
+        self.space.set_alarms(meta);
+        drop(leases);
+        self.lease_deadline.notify_one();
+    }
+}
+
+/// Builds the lease table from the leases in the log and the keys in the index.
+pub(super) fn lease_table(meta: &Meta, index: &TreeIndex, now: Instant) -> lease::Table {
+    let mut leases = lease::Table::default();
+    for logged in &meta.leases {
+        leases.grant(logged.id, logged.ttl_secs, now);
+        if let Some(left_secs) = logged.left_secs {
+            leases.set_left(logged.id, left_secs, now, now);
+        }
+    }
+    leases.epoch = meta.position.epoch;
+    for (key, entry) in index.range(KeyRange::all().bounds(), index.head()) {
+        if let Lease::Known(Some(id)) = entry.lease {
+            leases.attach(id, key.clone());
+        }
+    }
+    leases
+}

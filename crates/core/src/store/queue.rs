@@ -1,0 +1,104 @@
+//! The queue of write requests. It is limited by requests and by bytes; when it is full, requests fail immediately.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use tokio::{
+    sync::{Notify, mpsc, oneshot},
+    time::Instant,
+};
+
+use super::{
+    error::{Error, Result},
+    timing::Times,
+    write_request::{Outcome, Request},
+};
+
+/// Maximum number of waiting requests, as in etcd; above it: "too many requests".
+pub(super) const QUEUE_REQUESTS_MAX: usize = 5_000;
+
+/// Maximum number of waiting bytes of keys and values; above it: "too many requests".
+const QUEUE_BYTES_MAX: usize = 256 << 20;
+
+/// The right to answer one request once.
+#[must_use]
+#[derive(Debug)]
+pub(super) struct Ticket(oneshot::Sender<Reply>);
+
+/// The outcome of a request and, if it was part of a batch, its timing.
+#[derive(Debug)]
+struct Reply {
+    outcome: Result<Outcome>,
+    times: Option<Times>,
+}
+
+impl Ticket {
+    /// The client may have disconnected; the request has been executed anyway.
+    pub(super) fn reply(self, outcome: Result<Outcome>, times: Option<Times>) {
+        let _ = self.0.send(Reply { outcome, times });
+    }
+}
+
+/// A queued request.
+#[derive(Debug)]
+pub(super) struct Command {
+    pub(super) request: Request,
+    pub(super) bytes: usize,
+    pub(super) since: Instant,
+    pub(super) ticket: Ticket,
+}
+
+/// The queue to the writer.
+#[derive(Clone)]
+pub(super) struct WriteQueue {
+    pub(super) commands: mpsc::Sender<Command>,
+    pub(super) waiting_bytes: Arc<AtomicUsize>,
+    pub(super) close: Arc<Notify>,
+}
+
+impl WriteQueue {
+    /// # Errors
+    ///
+    /// [`Error::TooManyRequests`] immediately if the queue is full, [`Error::Stopped`] if it is closed; otherwise the
+    /// outcome of the request.
+    pub(super) async fn submit(&self, request: Request) -> Result<Outcome> {
+        let bytes = request.bytes();
+        if self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes > QUEUE_BYTES_MAX {
+            self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
+            return Err(Error::TooManyRequests);
+        }
+        let (ticket, reply) = oneshot::channel();
+        let command = Command { request, bytes, since: Instant::now(), ticket: Ticket(ticket) };
+        if let Err(refused) = self.commands.try_send(command) {
+            self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
+            return Err(match refused {
+                mpsc::error::TrySendError::Full(_) => Error::TooManyRequests,
+                mpsc::error::TrySendError::Closed(_) => Error::Stopped,
+            });
+        }
+        // The ticket was dropped: the writer died while it had the request.
+        let Ok(Reply { outcome, times }) = reply.await else { return Err(Error::OutcomeUnknown) };
+        if let Some(times) = times {
+            times.note();
+        }
+        outcome
+    }
+
+    /// Returns a function that tells whether requests are waiting. It returns false once the queue is gone.
+    pub(super) fn has_waiting(&self) -> impl Fn() -> bool + Send + 'static {
+        let commands = self.commands.downgrade();
+        move || commands.upgrade().is_some_and(|commands| commands.capacity() < commands.max_capacity())
+    }
+
+    /// Returns the number of waiting requests.
+    pub(super) fn len(&self) -> usize {
+        self.commands.max_capacity() - self.commands.capacity()
+    }
+
+    /// Rejects new requests; waiting ones are still served.
+    pub(super) fn close(&self) {
+        self.close.notify_one();
+    }
+}

@@ -1,0 +1,167 @@
+//! Enforces the space quota: measures the database, raises and clears NOSPACE, and rejects requests while it is raised.
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep},
+};
+use tracing::{debug, info, warn};
+
+use super::{
+    error::{Error, Result},
+    handle::Store,
+    queue::WriteQueue,
+    request::{Op, TxnRequest},
+    shared::Shared,
+    write_request::Request,
+};
+use crate::log::{Alarm, AlarmChange, AlarmKind, Cause, Precision, Reclaim, Reclaimed, Size};
+
+/// Interval between measurements.
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// Interval between measurements while NOSPACE is raised.
+const ALARMED_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Percentage of the quota below which NOSPACE is cleared.
+const CLEAR_PERCENT: i64 = 90;
+
+/// Percentage of the quota above which the size is measured exactly.
+const EXACT_PERCENT: i64 = 75;
+
+impl Shared {
+    /// Checks a request against the alarms and the quota.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSpace`], [`Error::Corrupt`].
+    pub(super) async fn admit(&self, request: &Request, bytes: usize) -> Result<()> {
+        let space = &self.space;
+        if let Request::Alarm(_) = request {
+            return Ok(());
+        }
+        space.check_sound()?;
+        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+        let is_tight = space.no_space.load(Ordering::Relaxed) || space.would_exceed_quota(bytes);
+        if !is_tight || !needs_space(request) {
+            return Ok(());
+        }
+        // An exact measurement may read the whole log, so it is done once until the alarm is raised.
+        if !space.no_space.load(Ordering::Relaxed) && !space.has_rejected.load(Ordering::Relaxed) {
+            self.measure(Precision::Exact).await;
+            if !space.would_exceed_quota(bytes) {
+                return Ok(());
+            }
+            space.has_rejected.store(true, Ordering::Relaxed);
+            space.measure_requested.notify_one();
+        }
+        Err(Error::NoSpace)
+    }
+
+    /// Measures the used space. If the database does not answer, the known size is kept.
+    async fn measure(&self, precision: Precision) {
+        match self.log.size(precision).await {
+            Ok(Size { in_use, .. }) => self.space.used.store(in_use, Ordering::Relaxed),
+            Err(error) => debug!(%error, "cannot measure the database"),
+        }
+    }
+}
+
+/// Returns whether a request can increase the used space.
+fn needs_space(request: &Request) -> bool {
+    fn puts(txn: &TxnRequest) -> bool {
+        txn.success.iter().chain(&txn.failure).any(|op| match op {
+            Op::Put(_) => true,
+            Op::Txn(txn) => puts(txn),
+            Op::Range(_) | Op::Delete(_) => false,
+        })
+    }
+    match request {
+        Request::Put(_) | Request::Grant { .. } => true,
+        Request::Txn(txn) => puts(txn),
+        Request::Delete(_) | Request::Revoke(_) | Request::Expire(_) | Request::Compact(_) | Request::Alarm(_) => false,
+    }
+}
+
+/// Measures the used space and raises or clears the alarm.
+pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
+    let work = async {
+        loop {
+            let is_alarmed = shared.space.no_space.load(Ordering::Relaxed);
+            tokio::select! {
+                biased;
+                () = shared.space.measure_requested.notified() => {}
+                () = sleep(if is_alarmed { ALARMED_INTERVAL } else { INTERVAL }) => {}
+            }
+            if let Some(change) = required_change(&shared).await
+                && let Err(error) = queue.submit(Request::Alarm(change)).await
+            {
+                warn!(%error, "cannot record an alarm; trying again");
+            }
+        }
+    };
+    tokio::select! {
+        biased;
+        () = work => {}
+        _ = stop.wait_for(|stop| *stop) => {}
+    }
+}
+
+/// Returns the change of alarms that the current size requires.
+async fn required_change(shared: &Shared) -> Option<AlarmChange> {
+    let space = &shared.space;
+    shared.measure(Precision::Quick).await;
+    if space.is_above_percent(EXACT_PERCENT) {
+        shared.measure(Precision::Exact).await;
+    }
+    let has_rejected = space.has_rejected.swap(false, Ordering::Relaxed);
+    let raised = space.raised_by_quota();
+    if space.no_space.load(Ordering::Relaxed) {
+        return raised
+            .first()
+            .filter(|_| !space.is_above_percent(CLEAR_PERCENT))
+            .map(|alarm| AlarmChange::Clear { alarm: *alarm });
+    }
+    let alarm = Alarm { member_id: shared.identity.member_id, kind: AlarmKind::NoSpace };
+    (has_rejected || space.would_exceed_quota(0)).then_some(AlarmChange::Raise { alarm, cause: Cause::Quota })
+}
+
+impl Store {
+    /// Returns the raised alarms.
+    pub fn alarms(&self) -> Vec<Alarm> {
+        self.shared.space.alarms.lock().keys().copied().collect()
+    }
+
+    /// Raises or clears an alarm for all instances. Repeating a change has no effect.
+    pub async fn change_alarm(&self, change: AlarmChange) -> Result<()> {
+        self.submit_for_revision(Request::Alarm(change)).await.map(drop)
+    }
+
+    /// Returns the database's free space to the file system, in steps between which writes can run.
+    pub async fn defragment(&self) -> Result<()> {
+        let metrics = &self.shared.metrics.maintenance;
+        let begun = Instant::now();
+        metrics.defrag_inflight.inc();
+        let done = async {
+            while self.shared.log.reclaim(Reclaim::Space).await? == Reclaimed::More {
+                tokio::task::yield_now().await;
+            }
+            Ok(())
+        };
+        let done: crate::log::Result<()> = done.await;
+        metrics.defrag_inflight.dec();
+        metrics.defrag.observe(begun.elapsed().as_secs_f64());
+        self.shared.space.note_freed();
+        info!(elapsed_ms = begun.elapsed().as_millis(), "defragmented");
+        Ok(done?)
+    }
+
+    /// Returns the quota in bytes, 0 if there is none.
+    pub fn quota(&self) -> u64 {
+        self.shared.space.quota()
+    }
+}

@@ -1,0 +1,104 @@
+//! Rebuilds the index from the log and checks that the log is consistent.
+
+use std::time::{Duration, Instant as WallInstant};
+
+use tracing::info;
+
+use crate::{
+    index::{CompactionCursor, Contradiction, TreeIndex},
+    log::{Error, History, Meta, Result},
+    types::{Change, Revision, RowId, shown},
+};
+
+/// Interval of progress messages while the log is read.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The state that is rebuilt from a log.
+pub struct Replayed {
+    pub meta: Meta,
+    pub index: TreeIndex,
+    pub rows: usize,
+    /// Rows that a compaction made unreadable and that are not deleted yet.
+    pub garbage: Vec<RowId>,
+}
+
+/// Reads a whole log and rebuilds the index from it.
+///
+/// # Errors
+///
+/// [`Error::Corrupt`] if the log is inconsistent.
+pub async fn replay(log: &dyn History) -> Result<Replayed> {
+    let started = WallInstant::now();
+    let mut reported = started;
+    let mut index = TreeIndex::new();
+    let mut rows = 0_usize;
+    let mut last = RowId::new(Revision::EMPTY, 0);
+    let meta = log
+        .replay(&mut |meta, changes| {
+            for change in &changes {
+                check_order(meta, last, change.row)?;
+                index.restore(change, meta.compact_revision).map_err(|error| inconsistent_row(change, error))?;
+                last = change.row;
+            }
+            rows += changes.len();
+            if reported.elapsed() > PROGRESS_INTERVAL {
+                reported = WallInstant::now();
+                info!(rows, revision = index.head().0, head = meta.position.head.0, "reading the log");
+            }
+            Ok(())
+        })
+        .await?;
+    let head = meta.position.head;
+    if index.head() != head {
+        return Err(Error::Corrupt(format!("the log ends at revision {}, its head is {head}", index.head())));
+    }
+    let mut garbage = Vec::new();
+    if let Some(revision) = meta.compact_revision {
+        if revision > head {
+            return Err(Error::Corrupt(format!("compact revision {revision} is beyond the head {head}")));
+        }
+        index.begin_compaction(revision);
+        let mut cursor = CompactionCursor::default();
+        while index.compact_step(&mut cursor, usize::MAX, &mut garbage) {}
+    }
+    info!(
+        rows,
+        keys = index.len(),
+        revision = index.head().0,
+        compact_revision = index.compact_revision().map(|revision| revision.0),
+        elapsed_ms = started.elapsed().as_millis(),
+        "log read"
+    );
+    Ok(Replayed { meta, index, rows, garbage })
+}
+
+/// Checks that no revision above the compact revision is missing, and no change within one.
+fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
+    if row.revision <= Revision::EMPTY || row.revision > meta.position.head {
+        return Err(Error::Corrupt(format!(
+            "row {} is outside the log, whose head is {}",
+            row.revision, meta.position.head
+        )));
+    }
+    let compacted = meta.compact_revision.unwrap_or(Revision::EMPTY).max(Revision::EMPTY);
+    if row.revision <= compacted {
+        return Ok(());
+    }
+    let whole_until = last.revision.max(compacted);
+    if row.revision > whole_until.next() {
+        return Err(Error::Corrupt(format!("revisions between {whole_until} and {} are missing", row.revision)));
+    }
+    let sub = if last.revision == row.revision { last.sub + 1 } else { 0 };
+    if row.sub != sub {
+        return Err(Error::Corrupt(format!(
+            "revision {}: change {sub} is missing before change {}",
+            row.revision, row.sub
+        )));
+    }
+    Ok(())
+}
+
+fn inconsistent_row(change: &Change, contradiction: Contradiction) -> Error {
+    let RowId { revision, sub } = change.row;
+    Error::Corrupt(format!("row id={revision} sub={sub} key=\"{}\": {contradiction}", shown(&change.key)))
+}

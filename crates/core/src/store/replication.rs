@@ -1,0 +1,101 @@
+//! The state of this instance relative to the log: the server that it follows, its running append, and what it applied last.
+
+use std::{
+    collections::VecDeque,
+    sync::atomic::{AtomicI64, Ordering},
+};
+
+use parking_lot::Mutex;
+use tokio::sync::{Mutex as AsyncMutex, watch};
+
+use crate::types::{Change, ChangeKind, EncodedKv, Revision};
+
+/// Maximum number of applied changes kept for comparison with another server's log, and maximum bytes of their pairs.
+const TAIL_CHANGES_MAX: usize = 256;
+const TAIL_BYTES_MAX: usize = 1 << 20;
+
+/// The state of this instance relative to the log.
+pub(super) struct ReplicationState {
+    /// Held while catching up.
+    pub(super) lock: AsyncMutex<()>,
+    /// The database server whose log was last found to continue this instance's state.
+    pub(super) server: AtomicI64,
+    /// The head after the running append of this instance; 0 if none is running.
+    pub(super) own_append: AtomicI64,
+    /// Changes whenever something was applied.
+    pub(super) applied: watch::Sender<()>,
+    pub(super) tail: Mutex<AppliedTail>,
+    /// The newest compaction that was read from the log, or `i64::MIN`. It is read once per epoch and takes effect when
+    /// its revision is applied, which may be in a later attempt.
+    pub(super) recorded_compaction: AtomicI64,
+    /// The reason why this instance must stop.
+    pub(super) failed: watch::Sender<Option<String>>,
+}
+
+impl ReplicationState {
+    pub(super) fn new(server: i64) -> Self {
+        Self {
+            lock: AsyncMutex::new(()),
+            server: AtomicI64::new(server),
+            own_append: AtomicI64::new(0),
+            applied: watch::Sender::new(()),
+            tail: Mutex::default(),
+            recorded_compaction: AtomicI64::new(i64::MIN),
+            failed: watch::Sender::new(None),
+        }
+    }
+
+    /// Marks an append of this instance that leads to `head` as running until the guard is dropped.
+    pub(super) fn mark_append(&self, head: Revision) -> impl Drop + '_ {
+        struct Appending<'a>(&'a ReplicationState);
+        impl Drop for Appending<'_> {
+            fn drop(&mut self) {
+                self.0.own_append.store(0, Ordering::Relaxed);
+                self.0.applied.send_replace(());
+            }
+        }
+        self.own_append.store(head.0, Ordering::Relaxed);
+        Appending(self)
+    }
+
+    /// Records applied changes and wakes callers that wait for them.
+    pub(super) fn note_applied(&self, changes: &[Change], is_shared: bool) {
+        if is_shared {
+            self.tail.lock().push(changes);
+            self.applied.send_replace(());
+        }
+    }
+}
+
+/// The newest applied changes.
+#[derive(Default)]
+pub(super) struct AppliedTail {
+    pub(super) changes: VecDeque<Change>,
+    bytes: usize,
+}
+
+impl AppliedTail {
+    /// Adds changes and drops the oldest ones above the limits.
+    pub(super) fn push(&mut self, changes: &[Change]) {
+        for change in &changes[changes.len().saturating_sub(TAIL_CHANGES_MAX)..] {
+            self.bytes += pair_bytes(change);
+            self.changes.push_back(change.clone());
+        }
+        while self.changes.len() > TAIL_CHANGES_MAX || (self.bytes > TAIL_BYTES_MAX && self.changes.len() > 1) {
+            let Some(oldest) = self.changes.pop_front() else { break };
+            self.bytes -= pair_bytes(&oldest);
+        }
+    }
+}
+
+fn pair_bytes(change: &Change) -> usize {
+    pair(change).map_or(0, EncodedKv::len)
+}
+
+/// Returns the pair that a change wrote, or `None` for a delete.
+pub(super) fn pair(change: &Change) -> Option<&EncodedKv> {
+    match &change.kind {
+        ChangeKind::Put { kv, .. } => Some(kv),
+        ChangeKind::Delete => None,
+    }
+}

@@ -1,0 +1,72 @@
+//! The state that the writer, the readers and the background tasks share.
+
+use std::{
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
+};
+
+use parking_lot::{Mutex, RwLock};
+use tokio::sync::{Notify, watch};
+
+use super::{members::Members, replication::ReplicationState, space::Space, values::ValueCache};
+use crate::{
+    index::TreeIndex,
+    lease,
+    log::Log,
+    metrics::Metrics,
+    overload::{ReadMemory, Steps},
+    supervise::Lock,
+    types::{Revision, RowId},
+    watch::Hub,
+    watchdog::Pulse,
+};
+
+/// Maximum time a request waits for the database; after that it fails as not applied. etcd waits as long for a leader.
+pub(super) const WAIT_MAX: Duration = Duration::from_secs(7);
+
+/// The identity that etcd's response headers carry.
+#[derive(Debug, Clone, Copy)]
+pub struct Identity {
+    pub cluster_id: u64,
+    pub member_id: u64,
+}
+
+/// The state that the writer, the readers and the background tasks share.
+pub(super) struct Shared {
+    pub(super) log: Arc<dyn Log>,
+    pub(super) identity: Identity,
+    pub(super) replication: ReplicationState,
+    pub(super) members: Members,
+    pub(super) space: Space,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) hub: Arc<Hub>,
+    pub(super) index: RwLock<TreeIndex>,
+    pub(super) leases: Lock<lease::Table>,
+    pub(super) values: ValueCache,
+    /// Limits the values that were read for responses.
+    pub(super) read_memory: ReadMemory,
+    /// Steps of long reads.
+    pub(super) steps: Arc<Steps>,
+    /// Notified when the earliest lease deadline may have moved closer.
+    pub(super) lease_deadline: Notify,
+    /// Notified when there is something to compact.
+    pub(super) compaction: Notify,
+    /// Whether this instance recorded the newest compaction and therefore deletes its rows.
+    pub(super) is_purge_owner: AtomicBool,
+    /// Rows that the newest compaction made unreadable and that another instance has to delete.
+    pub(super) rows_left_to_others: Mutex<Vec<RowId>>,
+    /// The newest revision whose compaction has finished.
+    pub(super) compaction_done: watch::Sender<Option<Revision>>,
+    pub(super) pulses: Pulses,
+}
+
+/// The heartbeats through which the watchdog observes the loops.
+#[derive(Default)]
+pub(super) struct Pulses {
+    pub(super) writer: Arc<Pulse>,
+    pub(super) expiry: Arc<Pulse>,
+    pub(super) compactor: Arc<Pulse>,
+    pub(super) follower: Arc<Pulse>,
+    pub(super) heads: Arc<Pulse>,
+    pub(super) renewals: Arc<Pulse>,
+}

@@ -1,0 +1,66 @@
+//! The requests that the writer evaluates in log order, and their outcomes.
+
+use super::request::{DeleteRequest, DeleteResponse, Op, PutRequest, PutResponse, PutValue, TxnRequest, TxnResponse};
+use crate::{
+    log::AlarmChange,
+    types::{LeaseId, Revision},
+};
+
+/// A request that the writer evaluates in log order.
+#[derive(Debug)]
+pub(super) enum Request {
+    Put(PutRequest),
+    Delete(DeleteRequest),
+    Txn(TxnRequest),
+    Grant {
+        id: LeaseId,
+        ttl_secs: i64,
+    },
+    Revoke(LeaseId),
+    /// Revokes the lease if it has expired when this is evaluated.
+    Expire(LeaseId),
+    Compact(Revision),
+    Alarm(AlarmChange),
+}
+
+/// The response to a request.
+#[derive(Debug)]
+pub(super) enum Outcome {
+    Put(PutResponse),
+    Delete(DeleteResponse),
+    Txn(TxnResponse),
+    Revision(Revision),
+}
+
+impl Request {
+    /// Approximate bytes of keys and values.
+    pub(super) fn bytes(&self) -> usize {
+        fn txn(txn: &TxnRequest) -> usize {
+            txn.success.iter().chain(&txn.failure).map(op).sum()
+        }
+        fn op(op: &Op) -> usize {
+            match op {
+                Op::Put(request) => put(request),
+                Op::Txn(request) => txn(request),
+                Op::Range(_) | Op::Delete(_) => 64,
+            }
+        }
+        fn put(put: &PutRequest) -> usize {
+            let value = match &put.value {
+                PutValue::New(value) => value.len(),
+                PutValue::Keep => 0,
+            };
+            put.key.len() + value
+        }
+        match self {
+            Self::Put(request) => put(request),
+            Self::Txn(request) => txn(request),
+            Self::Delete(_)
+            | Self::Grant { .. }
+            | Self::Revoke(_)
+            | Self::Expire(_)
+            | Self::Compact(_)
+            | Self::Alarm(_) => 64,
+        }
+    }
+}

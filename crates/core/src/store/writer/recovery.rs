@@ -1,0 +1,89 @@
+//! Catching up after a failed or lost append, and the requests that wait meanwhile.
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::time::sleep;
+use tracing::{error, info};
+
+use super::{RESYNC_PAUSE, Served, Writer};
+use crate::{
+    log,
+    store::{error::Error, queue::QUEUE_REQUESTS_MAX, shared::WAIT_MAX},
+};
+
+impl Writer {
+    /// Makes the requests of an unwritten batch pending again, in their order.
+    pub(super) fn requeue(&mut self, served: Served) {
+        for (command, _) in served.into_iter().rev() {
+            self.pending.push_front(command);
+        }
+    }
+
+    /// Applies the part of the log that the index lacks, and retries until that succeeds. Requests that wait longer
+    /// than [`WAIT_MAX`] meanwhile fail as not applied.
+    pub(super) async fn resync(&mut self) {
+        let shared = Arc::clone(&self.shared);
+        // The first attempt starts without a pause.
+        let attempt = async |pause| {
+            sleep(pause).await;
+            shared.catch_up().await
+        };
+        let mut catching_up = Box::pin(attempt(Duration::ZERO));
+        let mut is_failing = false;
+        loop {
+            tokio::select! {
+                biased;
+                caught_up = &mut catching_up => match caught_up {
+                    Ok(()) => break,
+                    Err(failure) => {
+                        if !is_failing {
+                            error!(error = %failure, "cannot read the log; trying again");
+                        }
+                        is_failing = true;
+                        if matches!(failure, log::Error::Diverged(_)) || self.is_closed {
+                            return self.reject_all();
+                        }
+                        // The beat is here and not in the timer's arm: each attempt to read the log must end, with or
+                        // without success.
+                        self.shared.pulses.writer.beat();
+                        catching_up.set(attempt(RESYNC_PAUSE));
+                    }
+                },
+                () = sleep(RESYNC_PAUSE) => self.reject_overdue(),
+                () = self.close.notified(), if !self.is_closed => {
+                    self.commands.close();
+                    self.is_closed = true;
+                }
+            }
+        }
+        if is_failing {
+            info!("the log can be read again");
+        }
+    }
+
+    /// Rejects pending requests that have waited longer than [`WAIT_MAX`].
+    pub(super) fn reject_overdue(&mut self) {
+        while self.pending.len() < QUEUE_REQUESTS_MAX {
+            let Ok(command) = self.commands.try_recv() else { break };
+            self.enqueue(command);
+        }
+        let (overdue, waiting) = std::mem::take(&mut self.pending)
+            .into_iter()
+            .partition::<Vec<_>, _>(|command| command.since.elapsed() > WAIT_MAX);
+        self.pending = waiting.into();
+        for command in overdue {
+            command.ticket.reply(Err(Error::Unavailable), None);
+        }
+    }
+
+    /// Rejects all waiting requests, because nothing can be written any more.
+    fn reject_all(&mut self) {
+        self.commands.close();
+        while let Ok(command) = self.commands.try_recv() {
+            self.enqueue(command);
+        }
+        for command in self.pending.drain(..) {
+            command.ticket.reply(Err(Error::Unavailable), None);
+        }
+    }
+}

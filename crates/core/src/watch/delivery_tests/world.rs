@@ -1,0 +1,211 @@
+//! A log, a hub and streams on which a schedule runs.
+
+use std::{pin::pin, sync::Arc};
+
+use futures_util::{FutureExt as _, StreamExt as _, poll};
+use proptest::prelude::*;
+
+use super::{
+    history::History,
+    reader::{Checked, Reader},
+    schedule::{Action, Concurrent, Create, STREAMS, Step},
+};
+use crate::{
+    index::CompactionCursor,
+    log::{Append, Appended, Log, Reclaim, memory::MemoryLog},
+    types::{Change, Revision, WatchId},
+    watch::{Hub, Messages, Outbox, Session, Spec},
+};
+
+pub(super) struct World {
+    log: Arc<MemoryLog>,
+    hub: Arc<Hub>,
+    history: History,
+    streams: Vec<Stream>,
+}
+
+struct Stream {
+    session: Session,
+    outbox: Arc<Outbox>,
+    messages: Messages,
+    reader: Reader,
+    /// Whether the session had a watch to advance after its last call. If not, it sleeps until it is notified.
+    has_work: bool,
+}
+
+impl World {
+    pub(super) fn new() -> Self {
+        let log = Arc::new(MemoryLog::default());
+        let hub = Arc::new(Hub::new(Revision::EMPTY, None, Arc::default()));
+        let stream = || {
+            let outbox = Arc::new(hub.outbox());
+            let session = Session::new(Arc::clone(&hub), Arc::clone(&log) as Arc<dyn Log>, Arc::clone(&outbox));
+            let messages = Messages::new(Arc::clone(&outbox));
+            Stream { session, messages, outbox, reader: Reader::default(), has_work: false }
+        };
+        let streams = (0..STREAMS).map(|_| stream()).collect();
+        Self { log, hub, history: History::default(), streams }
+    }
+
+    pub(super) async fn run(&mut self, step: Step) -> Checked {
+        match step {
+            Step::Publish { txns, concurrent } => {
+                let changes = self.history.commit(&txns, self.hub.wants_prev());
+                if let Some((stream, create)) = concurrent {
+                    self.streams[stream].create(&self.history, create, self.hub.head());
+                }
+                publish(&self.log, &self.hub, changes).await;
+                Ok(())
+            }
+            Step::Stream(stream, action) => self.act(stream, action).await,
+            Step::Compact { back, purge } => {
+                compact(&self.log, &self.hub, &mut self.history, back, purge).await;
+                Ok(())
+            }
+        }
+    }
+
+    async fn act(&mut self, stream: usize, action: Action) -> Checked {
+        let Self { log, hub, history, streams } = self;
+        let stream = &mut streams[stream];
+        let head = hub.head();
+        // Requests are read only while the outbox has capacity.
+        let has_room = stream.outbox.has_room();
+        match action {
+            Action::Create(create) if has_room => stream.create(history, create, head),
+            Action::Cancel(position) if has_room => stream.cancel(position),
+            Action::Progress if has_room => {
+                stream.reader.asked_for_progress(head);
+                stream.session.request_progress();
+            }
+            Action::Tick if has_room => stream.session.tick(),
+            Action::Create(_) | Action::Cancel(_) | Action::Progress | Action::Tick => return Ok(()),
+            Action::Read(messages) => return stream.read(history, messages),
+            Action::Attend => {
+                stream.attend();
+                return Ok(());
+            }
+            Action::Advance { .. } if !stream.has_work => return Ok(()),
+            Action::Advance { concurrent, cancel_before_read } => {
+                let Stream { session, messages, reader, .. } = stream;
+                let mut advance = pin!(session.advance());
+                let mut waits = poll!(&mut advance).is_pending();
+                for operations in concurrent {
+                    if !waits {
+                        break;
+                    }
+                    for operation in operations {
+                        match operation {
+                            Concurrent::Publish(txn) => {
+                                let changes = history.commit(&[txn], hub.wants_prev());
+                                publish(log, hub, changes).await;
+                            }
+                            Concurrent::Compact { back, purge } => compact(log, hub, history, back, purge).await,
+                            Concurrent::Read(messages_max) => read(messages, reader, history, messages_max)?,
+                        }
+                    }
+                    waits = !cancel_before_read && poll!(&mut advance).is_pending();
+                }
+                if waits {
+                    advance.await.unwrap();
+                }
+            }
+        }
+        stream.has_work = stream.session.is_behind();
+        Ok(())
+    }
+
+    /// Completes all work and checks that no event is missing.
+    pub(super) async fn finish(&mut self) -> Checked {
+        for stream in &mut self.streams {
+            loop {
+                stream.read(&self.history, usize::MAX)?;
+                let handled = stream.attend();
+                let advanced = stream.has_work;
+                if advanced {
+                    stream.session.advance().await.unwrap();
+                    stream.has_work = stream.session.is_behind();
+                }
+                if !handled && !advanced {
+                    break;
+                }
+            }
+            stream.reader.check_nothing_is_missing(&self.history)?;
+        }
+        let pending = &self.hub.pending;
+        prop_assert_eq!((pending.messages.get(), pending.slots()), (0, 0), "nothing is counted as waiting");
+        Ok(())
+    }
+}
+
+impl Stream {
+    fn create(&mut self, history: &History, create: Create, head: Revision) {
+        let start = create.back.map(|back| Revision((history.index.head().0 - back).max(1)));
+        let spec = Spec {
+            id: create.id.map(WatchId),
+            range: create.range,
+            start,
+            flavor: create.flavor,
+            fragment: create.fragment,
+            progress_notify: create.progress_notify,
+        };
+        self.reader.created(spec.clone(), head);
+        self.session.create(spec);
+        self.has_work = self.session.is_behind();
+    }
+
+    fn cancel(&mut self, position: usize) {
+        let ids: Vec<WatchId> = self.reader.ids().collect();
+        if !ids.is_empty() {
+            let id = ids[position % ids.len()];
+            self.reader.canceled(id);
+            self.session.cancel(id);
+        }
+    }
+
+    /// Lets the session handle notifications, if there are any.
+    fn attend(&mut self) -> bool {
+        let notified = self.outbox.attention().now_or_never().is_some();
+        if notified {
+            self.session.attend();
+            self.has_work = self.session.is_behind();
+        }
+        notified
+    }
+
+    fn read(&mut self, history: &History, messages_max: usize) -> Checked {
+        read(&mut self.messages, &mut self.reader, history, messages_max)
+    }
+}
+
+fn read(messages: &mut Messages, reader: &mut Reader, history: &History, messages_max: usize) -> Checked {
+    for _ in 0..messages_max {
+        let Some(message) = messages.next().now_or_never() else { break };
+        let message = message.expect("the stream is open").expect("the server is running");
+        reader.check(message, history)?;
+    }
+    Ok(())
+}
+
+pub(super) async fn publish(log: &MemoryLog, hub: &Hub, changes: Vec<Change>) {
+    let (Some(first), Some(last)) = (changes.first(), changes.last()) else { return };
+    let append = Append::rows(first.row.revision.prev(), &changes);
+    assert_eq!(log.append(append).await.unwrap(), Appended::Done);
+    hub.publish(&changes, last.row.revision, |_| {});
+}
+
+async fn compact(log: &MemoryLog, hub: &Hub, history: &mut History, back: i64, purge: bool) {
+    let revision = Revision(history.index.head().0 - back);
+    if Some(revision) <= history.compact_revision {
+        return;
+    }
+    let append = Append { compact: Some(revision), ..Append::rows(history.index.head(), &[]) };
+    assert_eq!(log.append(append).await.unwrap(), Appended::Done);
+    hub.record_compaction(revision, || history.compact_revision = Some(revision));
+    if purge {
+        let mut removed = Vec::new();
+        history.index.begin_compaction(revision);
+        while history.index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
+        log.reclaim(Reclaim::Rows { rows: &removed, compacted: revision, server: 0 }).await.unwrap();
+    }
+}

@@ -1,0 +1,51 @@
+//! The messages of a watch stream.
+
+use bytes::Bytes;
+
+use crate::types::{Revision, WatchId};
+
+/// A message on a watch stream.
+#[derive(Clone, Debug)]
+pub enum Message {
+    Created {
+        id: WatchId,
+        revision: Revision,
+    },
+    /// The watch was not created; the stream continues.
+    Refused {
+        revision: Revision,
+        reason: &'static str,
+    },
+    Canceled {
+        id: WatchId,
+        revision: Revision,
+    },
+    /// The watch ended because it needs compacted revisions.
+    Compacted {
+        id: WatchId,
+        compact_revision: Revision,
+    },
+    /// All events at or below the revision were sent before.
+    Progress {
+        id: WatchId,
+        revision: Revision,
+    },
+    Events {
+        id: WatchId,
+        /// At or above the newest event's revision.
+        revision: Revision,
+        /// Encoded events, one after another.
+        events: Vec<Bytes>,
+        /// Whether the next message continues this one.
+        fragment: bool,
+    },
+}
+
+/// The reason why a stream ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    ClientGone,
+    ServerStopped,
+    /// A bug in the server.
+    Failed,
+}

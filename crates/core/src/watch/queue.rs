@@ -1,0 +1,276 @@
+//! The message queue of one stream: its memory use, and the merging of queued events into messages.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use bytes::Bytes;
+use prometheus::IntGauge;
+
+use super::{
+    chunk::Chunk,
+    message::Message,
+    run::{ChunkRef, ChunkRun},
+};
+use crate::types::{Revision, WatchId};
+
+/// Bytes waiting on all streams above which the limit of each stream is lowered.
+pub(super) const ALL_BYTES_MAX: usize = 256 << 20;
+/// Overhead of a message in bytes, unless it follows another of its run.
+pub(super) const SLOT_BYTES: usize = size_of::<Slot>();
+/// A stream with a range of its own needs one slot per event.
+const _: () = assert!(SLOT_BYTES <= 24);
+/// Maximum bytes of queued events of one watch that are merged into one message.
+const MERGE_BYTES_MAX: usize = if cfg!(test) { 256 } else { 1 << 20 };
+
+/// Counts what is waiting on all streams.
+#[derive(Clone, Debug)]
+pub struct Pending {
+    /// Number of messages before merging.
+    pub messages: IntGauge,
+    /// Number of used queue slots.
+    slots: Arc<AtomicUsize>,
+}
+
+impl Pending {
+    pub fn new(messages: IntGauge) -> Self {
+        Self { messages, slots: Arc::default() }
+    }
+
+    /// Returns whether the memory limit is reached.
+    fn is_limit_reached(&self) -> bool {
+        Chunk::total_bytes() + self.slots.load(Ordering::Relaxed) * SLOT_BYTES >= ALL_BYTES_MAX
+    }
+
+    #[cfg(test)]
+    pub(super) fn add_slots(&self, slots: usize) {
+        self.slots.fetch_add(slots, Ordering::Relaxed);
+    }
+
+    #[cfg(test)]
+    pub(super) fn slots(&self) -> usize {
+        self.slots.load(Ordering::Relaxed)
+    }
+}
+
+/// The queue of one stream.
+#[derive(Debug, Default)]
+pub(super) struct MessageQueue {
+    queue: VecDeque<Slot>,
+    bytes: usize,
+    pending: Option<Pending>,
+}
+
+/// An entry of the queue.
+#[derive(Debug)]
+enum Slot {
+    Chunks(Chunks),
+    /// Any other message, with its size in bytes.
+    Other(Box<(Message, usize)>),
+}
+
+/// Consecutive chunks of one run for one watch, from the hub or from the log.
+#[derive(Debug)]
+struct Chunks {
+    id: WatchId,
+    run: Arc<ChunkRun>,
+    /// Numbers of the first and last waiting chunk in the run.
+    first: u16,
+    last: u16,
+    /// The previous slot ends with the same chunk and its bytes are counted there. This slot contains no other chunk.
+    is_counted: bool,
+}
+
+impl Chunks {
+    fn len(&self) -> usize {
+        usize::from(self.last - self.first) + 1
+    }
+}
+
+impl MessageQueue {
+    /// Creates a queue whose contents are counted in `pending`.
+    pub fn counted(pending: &Pending) -> Self {
+        Self { queue: VecDeque::new(), bytes: 0, pending: Some(pending.clone()) }
+    }
+
+    /// Returns the size in bytes. A chunk that several watches of the stream receive consecutively is counted once.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Returns whether all streams together have reached the memory limit.
+    pub fn is_memory_short(&self) -> bool {
+        self.pending.as_ref().is_some_and(Pending::is_limit_reached)
+    }
+
+    /// Adds a message other than events of a chunk.
+    pub fn push(&mut self, message: Message) {
+        let bytes: usize =
+            if let Message::Events { events, .. } = &message { events.iter().map(Bytes::len).sum() } else { 0 };
+        let cost = SLOT_BYTES + size_of::<(Message, usize)>() + bytes;
+        self.push_slot(Slot::Other(Box::new((message, cost))), cost);
+    }
+
+    /// Adds the events of a chunk. A chunk that follows the last one of the same watch and run needs no new slot.
+    pub fn push_chunk(&mut self, id: WatchId, chunk: &ChunkRef) {
+        let ChunkRef { run, number, len, .. } = chunk;
+        let mut is_counted = false;
+        if let Some(Slot::Chunks(before)) = self.queue.back_mut()
+            && Arc::ptr_eq(&before.run, run)
+        {
+            if before.id == id && before.last + 1 == *number && !before.is_counted {
+                before.last = *number;
+                self.bytes += len;
+                self.count(1);
+                return;
+            }
+            is_counted = before.last == *number;
+        }
+        let chunks = Chunks { id, run: Arc::clone(run), first: *number, last: *number, is_counted };
+        self.push_slot(Slot::Chunks(chunks), SLOT_BYTES + if is_counted { 0 } else { *len });
+    }
+
+    fn push_slot(&mut self, slot: Slot, cost: usize) {
+        self.bytes += cost;
+        self.queue.push_back(slot);
+        self.count(1);
+        if let Some(pending) = &self.pending {
+            pending.slots.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Adjusts the number of waiting messages.
+    fn count(&self, more: i64) {
+        if let Some(pending) = &self.pending {
+            pending.messages.add(more);
+        }
+    }
+
+    /// Removes the next message.
+    pub fn pop(&mut self) -> Option<Message> {
+        if let Some(Slot::Chunks(Chunks { id, .. })) = self.queue.front() {
+            let id = *id;
+            return Some(self.pop_events(id));
+        }
+        let Some(Slot::Other(other)) = self.pop_slot() else { return None };
+        let (message, cost) = *other;
+        self.bytes -= cost;
+        self.count(-1);
+        Some(message)
+    }
+
+    /// Merges the next events of one watch into one message.
+    fn pop_events(&mut self, id: WatchId) -> Message {
+        let (mut events, mut bytes, mut revision) = (Vec::new(), 0, Revision::EMPTY);
+        while let Some(Slot::Chunks(chunks)) = self.queue.front_mut()
+            && chunks.id == id
+        {
+            let (chunk, chunk_revision) = chunks.run.events(chunks.first);
+            if !events.is_empty() && bytes + chunk.len() > MERGE_BYTES_MAX {
+                break;
+            }
+            bytes += chunk.len();
+            revision = chunk_revision;
+            self.bytes -= if chunks.is_counted { 0 } else { chunk.len() };
+            events.push(chunk);
+            if chunks.first == chunks.last {
+                self.pop_slot();
+                self.bytes -= SLOT_BYTES;
+            } else {
+                chunks.first += 1;
+            }
+            self.count(-1);
+        }
+        Message::Events { id, revision, events, fragment: false }
+    }
+
+    fn pop_slot(&mut self) -> Option<Slot> {
+        let popped = self.queue.pop_front()?;
+        if let Some(pending) = &self.pending {
+            pending.slots.fetch_sub(1, Ordering::Relaxed);
+        }
+        Some(popped)
+    }
+}
+
+impl Drop for MessageQueue {
+    fn drop(&mut self) {
+        let Some(pending) = &self.pending else { return };
+        let messages = self.queue.iter().map(|slot| if let Slot::Chunks(chunks) = slot { chunks.len() } else { 1 });
+        pending.messages.sub(i64::try_from(messages.sum::<usize>()).unwrap_or(i64::MAX));
+        pending.slots.fetch_sub(self.queue.len(), Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::run::RunTail, *};
+
+    const EVENT_BYTES: usize = 100;
+
+    fn published(tail: &mut RunTail, revision: i64) -> ChunkRef {
+        tail.append(Chunk::of_event(&[7; EVENT_BYTES], Revision(revision)), Revision(revision))
+    }
+
+    /// Pops all messages and returns watch, revision and number of event chunks of each.
+    fn pop_all(queue: &mut MessageQueue) -> Vec<(i64, i64, usize)> {
+        let shown = |message| {
+            if let Message::Events { id, revision, events, .. } = message {
+                (id.0, revision.0, events.len())
+            } else if let Message::Progress { id, revision } = message {
+                (id.0, revision.0, 0)
+            } else {
+                panic!("unexpected message {message:?}")
+            }
+        };
+        std::iter::from_fn(|| queue.pop()).map(shown).collect()
+    }
+
+    #[test]
+    fn consecutive_chunks_share_a_slot_and_keep_their_order() {
+        // The watches that receive each revision from 2 on (0: progress), the expected number of slots, the expected
+        // number of counted chunks, and the expected messages, of at most two chunks here.
+        type Row<'a> = (&'a [&'a [i64]], usize, usize, &'a [(i64, i64, usize)]);
+        let rows: [Row<'_>; 6] = [
+            (&[&[1]], 1, 1, &[(1, 2, 1)]),
+            (&[&[1], &[1], &[1]], 1, 3, &[(1, 3, 2), (1, 4, 1)]),
+            // Two watches of one stream: the order of the messages is kept, and a shared chunk is counted once.
+            (&[&[1, 2], &[1, 2]], 4, 2, &[(1, 2, 1), (2, 2, 1), (1, 3, 1), (2, 3, 1)]),
+            (&[&[1, 2], &[2], &[2]], 3, 3, &[(1, 2, 1), (2, 3, 2), (2, 4, 1)]),
+            // A revision that the watch does not receive.
+            (&[&[1], &[], &[1]], 2, 2, &[(1, 4, 2)]),
+            (&[&[1], &[1, 0], &[1]], 3, 3, &[(1, 3, 2), (1, 3, 0), (1, 4, 1)]),
+        ];
+        for (sent, slots, counted, messages) in rows {
+            let pending = Pending::new(IntGauge::new("pending", "Waiting messages.").expect("a gauge"));
+            let mut queue = MessageQueue::counted(&pending);
+            let (mut tail, mut others) = (RunTail::default(), Vec::new());
+            let mut pushed = 0;
+            for (watches, revision) in sent.iter().zip(2..) {
+                let chunk = published(&mut tail, revision);
+                for watch in *watches {
+                    pushed += 1;
+                    match watch {
+                        0 => queue.push(Message::Progress { id: WatchId(1), revision: Revision(revision) }),
+                        watch => queue.push_chunk(WatchId(*watch), &chunk),
+                    }
+                }
+                // Keeps the runs alive.
+                others.push(chunk);
+            }
+            assert_eq!((pending.slots(), pending.messages.get()), (slots, pushed), "{sent:?}");
+            let progress = sent.concat().iter().filter(|watch| **watch == 0).count() * size_of::<(Message, usize)>();
+            assert_eq!(queue.bytes(), slots * SLOT_BYTES + counted * EVENT_BYTES + progress, "{sent:?}");
+            assert_eq!(pop_all(&mut queue), messages, "{sent:?}");
+            assert_eq!((queue.bytes(), pending.slots(), pending.messages.get()), (0, 0, 0), "{sent:?}");
+            // Dropping a queue releases what it counted.
+            others.iter().for_each(|chunk| queue.push_chunk(WatchId(1), chunk));
+            drop(queue);
+            assert_eq!((pending.slots(), pending.messages.get()), (0, 0), "{sent:?}");
+        }
+    }
+}

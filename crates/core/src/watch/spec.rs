@@ -1,0 +1,36 @@
+//! What a client watches.
+
+use crate::types::{Change, KeyRange, Revision, WatchId};
+
+/// The id in a message that is not about a single watch.
+pub const NO_WATCH: WatchId = WatchId(-1);
+
+/// A request to create a watch.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    /// `None`: the stream assigns an id.
+    pub id: Option<WatchId>,
+    /// Not empty.
+    pub range: KeyRange,
+    /// The first revision to send; `None`: the next one.
+    pub start: Option<Revision>,
+    pub flavor: Flavor,
+    /// Maximum bytes of events per message, if the client requested fragments.
+    pub fragment: Option<usize>,
+    pub progress_notify: bool,
+}
+
+/// The contents of a watch's events. Watches of one flavor and range share their encoded events.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Flavor {
+    pub prev_kv: bool,
+    pub puts: bool,
+    pub deletes: bool,
+}
+
+impl Flavor {
+    /// Returns whether watches of this flavor receive the change.
+    pub(super) fn admits(self, change: &Change) -> bool {
+        if change.is_delete() { self.deletes } else { self.puts }
+    }
+}
