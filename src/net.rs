@@ -45,7 +45,7 @@ use orlop_core::{
     supervise::{caught, vital},
     turns::{Portions, Turns},
 };
-use orlop_wire::write_coalescing::gather;
+use orlop_wire::write_coalescing::coalesce_writes;
 
 /// What a client may send on a stream, and on a connection, before it is read. Bytes.
 const STREAM_WINDOW: u32 = 2 << 20;
@@ -193,9 +193,9 @@ async fn serve_all<C, S, R>(
             _ = stopping.wait_for(|stopping| *stopping) => None,
         };
         let Some(connection) = connection else { break };
-        let (connection, tail) = gather(connection);
+        let (connection, flusher) = coalesce_writes(connection);
         let connection = http.serve_connection(TokioIo::new(connection), services.clone()).into_owned();
-        let serving = tail.behind(served.watch(connection));
+        let serving = flusher.drive(served.watch(connection));
         tokio::spawn(async move {
             if let Err(error) = serving.await {
                 debug!(error, "a connection broke");
