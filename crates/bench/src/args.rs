@@ -23,7 +23,8 @@ pub struct Common {
     #[arg(long, global = true, value_parser = parse_count, value_name = "N")]
     clients: Option<usize>,
 
-    /// Number of connections, shared evenly by the clients (watch and idle: by the streams) [default: one each, at most 8]
+    /// Number of connections, shared evenly by the clients (watch and idle: by the streams) [default: one each, at most
+    /// 8]
     #[arg(long, global = true, value_parser = parse_count, value_name = "N")]
     connections: Option<usize>,
 
@@ -83,8 +84,8 @@ impl Common {
         !self.endpoints.is_empty()
     }
 
-    /// Completes the flags. `streams` is the number of streams, in a scenario in which streams and not clients share the
-    /// connections.
+    /// Completes the flags. `streams` is the number of streams, in a scenario in which streams and not clients share
+    /// the connections.
     pub fn plan(&self, clients_default: usize, streams: Option<usize>) -> Result<Plan, Error> {
         if self.prefix.is_empty() {
             return Err(Error::Flags(
@@ -97,7 +98,7 @@ impl Common {
             self.connections.unwrap_or_else(|| streams.unwrap_or(clients).min(CONNECTIONS_DEFAULT_MAX).max(endpoints));
         if connections < endpoints {
             let text = format!(
-                "--connections must be at least the number of endpoints, connections={connections} endpoints={endpoints}"
+                "--connections must not be less than the endpoints, connections={connections} endpoints={endpoints}"
             );
             return Err(Error::Flags(text));
         }
@@ -235,7 +236,7 @@ mod tests {
         check_rejected("--duration 25h", "must be at most 24h");
         check_rejected("--cert a.pem", "--key");
         check_rejected("--password x", "--user");
-        check_rejected("--endpoints http://a:1,http://b:2 --connections 1", "must be at least the number of endpoints");
+        check_rejected("--endpoints http://a:1,http://b:2 --connections 1", "must not be less than the endpoints");
         check_rejected("--prefix=", "must not be empty");
     }
 }

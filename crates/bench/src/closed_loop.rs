@@ -1,7 +1,8 @@
 //! The closed loop: each client is a task that starts its next operation when the previous one is answered.
 //!
-//! All clients record into one [`Recorder`] behind a lock, so that the progress can be read at any time. The lock is never
-//! contended on the current-thread runtime. Lock order: the recorder is the only lock, and is never held across an await.
+//! All clients record into one [`Recorder`] behind a lock, so that the progress can be read at any time. The lock is
+//! never contended on the current-thread runtime. Lock order: the recorder is the only lock, and is never held across
+//! an await.
 
 use std::{
     future::Future,
@@ -218,7 +219,8 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Returns an empty recorder for latencies from 1 us to 1 h with three significant digits. It takes a few hundred KiB.
+    /// Returns an empty recorder for latencies from 1 us to 1 h with three significant digits. It uses a few hundred
+    /// KiB.
     pub fn new(measured_from: Instant) -> Self {
         let latency = Histogram::new_with_bounds(1_000, 3_600_000_000_000, 3);
         Self {

@@ -1,12 +1,12 @@
 //! `orlop bench compare`: Orlop on SQLite, Orlop on Postgres and etcd under the same loads on one machine.
 //!
-//! A trial starts one server without data, runs the loads of one group on it and stops it. The servers alternate within a
-//! round, and there are several rounds, so that a temporarily slow machine affects all servers; the result is the median.
-//! The speed of the machine is measured before and after each trial ([`machine::cpu_speed`]). A trial on a slow machine is
-//! repeated, within a time limit; if that does not help, the report says so.
+//! A trial starts one server without data, runs the loads of one group on it and stops it. The servers alternate within
+//! a round, and there are several rounds, so that a temporarily slow machine affects all servers; the result is the
+//! median. The speed of the machine is measured before and after each trial ([`machine::cpu_speed`]). A trial on a slow
+//! machine is repeated, within a time limit; if that does not help, the report says so.
 //!
-//! The load generator is the same command in a separate process. All servers listen on 127.0.0.1 and sync their commits.
-//! Their data is in one temporary directory, which is removed at the end.
+//! The load generator is the same command in a separate process. All servers listen on 127.0.0.1 and sync their
+//! commits. Their data is in one temporary directory, which is removed at the end.
 
 mod groups;
 mod machine;
@@ -60,8 +60,8 @@ pub struct Compare {
     #[arg(long, default_value = ".", value_name = "FOLDER")]
     work_dir: PathBuf,
 
-    /// Markdown page whose tables are replaced; the plots are written to the directory with the name of the page, without .md
-    /// [default: standard output, no plots]
+    /// Markdown page whose tables are replaced; the plots are written to the directory with the name of the page,
+    /// without .md [default: standard output, no plots]
     #[arg(long, conflicts_with = "json", value_name = "FILE")]
     output: Option<PathBuf>,
 }

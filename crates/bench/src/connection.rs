@@ -1,7 +1,7 @@
 //! Connections to the endpoints under load.
 //!
-//! A [`Connection`] is one HTTP/2 connection of hyper, used directly: tonic's channel would add a queue and a task to each
-//! request. A lost connection is not reopened: its clients stop, and the report contains the error.
+//! A [`Connection`] is one HTTP/2 connection of hyper, used directly: tonic's channel would add a queue and a task to
+//! each request. A lost connection is not reopened: its clients stop, and the report contains the error.
 
 use std::{
     future::Future,
@@ -122,17 +122,17 @@ impl Client {
         self.raw.ready().await.map_err(connection_lost)?;
         let path = PathAndQuery::from_static("/etcdserverpb.KV/Range");
         let codec = SummaryCodec::<RangeRequest, RangeSummary>::default();
-        let answer = self.raw.unary(tonic::Request::new(request), path, codec).await?;
-        Ok(answer.into_inner())
+        let response = self.raw.unary(tonic::Request::new(request), path, codec).await?;
+        Ok(response.into_inner())
     }
 
     /// Sends a Range request; fails if the response does not contain `kvs` pairs.
     pub async fn range_exact(&mut self, request: RangeRequest, kvs: u64) -> Result<RangeSummary, Status> {
-        let answer = self.range(request).await?;
-        if answer.kvs == kvs {
-            return Ok(answer);
+        let response = self.range(request).await?;
+        if response.kvs == kvs {
+            return Ok(response);
         }
-        Err(Status::data_loss(format!("unexpected number of pairs in the response, kvs={} want={kvs}", answer.kvs)))
+        Err(Status::data_loss(format!("unexpected number of pairs in the response, kvs={} want={kvs}", response.kvs)))
     }
 
     /// Opens a watch stream; the events of its responses are counted without decoding them.
@@ -143,15 +143,15 @@ impl Client {
         self.raw.ready().await.map_err(connection_lost)?;
         let path = PathAndQuery::from_static("/etcdserverpb.Watch/Watch");
         let codec = SummaryCodec::<WatchRequest, WatchSummary>::default();
-        let answer = self.raw.streaming(tonic::Request::new(requests), path, codec).await?;
-        Ok(answer.into_inner())
+        let response = self.raw.streaming(tonic::Request::new(requests), path, codec).await?;
+        Ok(response.into_inner())
     }
 
     /// Returns a token for the user; `None` if authentication is disabled.
     pub async fn authenticate(&self, name: String, password: String) -> Result<Option<String>, Status> {
         let mut auth = AuthClient::with_origin(self.connection.clone(), self.origin.clone());
         match auth.authenticate(AuthenticateRequest { name, password }).await {
-            Ok(answer) => Ok(Some(answer.into_inner().token)),
+            Ok(response) => Ok(Some(response.into_inner().token)),
             Err(status) if status.code() == Code::FailedPrecondition => Ok(None),
             Err(status) => Err(status),
         }
@@ -177,8 +177,8 @@ impl Client {
         let Some(request) = request else { return Err(Status::internal("the endpoint is not a valid HTTP address")) };
         let mut connection = self.connection.clone();
         std::future::poll_fn(|cx| connection.poll_ready(cx)).await.map_err(connection_lost)?;
-        let answer = connection.call(request).await.map_err(connection_lost)?;
-        let text = answer.into_body().collect().await.map_err(connection_lost)?.to_bytes();
+        let response = connection.call(request).await.map_err(connection_lost)?;
+        let text = response.into_body().collect().await.map_err(connection_lost)?.to_bytes();
         Ok(String::from_utf8_lossy(&text).into_owned())
     }
 
@@ -204,7 +204,8 @@ pub struct Connection {
     _abort_on_drop: Arc<AbortOnDrop>,
 }
 
-/// Aborts the task that owns the socket. Without this, a stream whose requests do not end would keep the connection open.
+/// Aborts the task that owns the socket. Without this, a stream whose requests do not end would keep the connection
+/// open.
 struct AbortOnDrop(Arc<OnceLock<AbortHandle>>);
 
 impl Drop for AbortOnDrop {

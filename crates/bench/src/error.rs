@@ -11,7 +11,7 @@ pub enum Error {
     #[error("cannot connect: {source}, endpoint=`{endpoint}`")]
     Connect { endpoint: String, source: io::Error },
     #[error(
-        "the prefix is in use: choose another with --prefix, or delete its keys with --purge, prefix=`{prefix}` keys={count}"
+        "the prefix is in use: use another --prefix, or --purge to delete its keys, prefix=`{prefix}` keys={count}"
     )]
     PrefixInUse { prefix: String, count: i64 },
     /// A request outside the measured loop failed.

@@ -1,5 +1,5 @@
-//! The scenario `idle`: keeps connections and watches open without any traffic. The caller measures the CPU time and the
-//! memory of the server.
+//! The scenario `idle`: keeps connections and watches open without any traffic. The caller measures the CPU time and
+//! the memory of the server.
 
 use std::collections::BTreeMap;
 

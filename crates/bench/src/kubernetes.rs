@@ -1,6 +1,6 @@
-//! The scenario `kubernetes`: the requests that kube-apiserver sends for a cluster. Nodes renew their leases and update their
-//! pods with compare-and-swap transactions; other requests list pods in pages, count them and read the current revision.
-//! Watches receive all changes.
+//! The scenario `kubernetes`: the requests that kube-apiserver sends for a cluster. Nodes renew their leases and update
+//! their pods with compare-and-swap transactions; other requests list pods in pages, count them and read the current
+//! revision. Watches receive all changes.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -47,7 +47,8 @@ pub struct Kubernetes {
     #[arg(long, default_value = "5000", value_parser = parse_count, value_name = "N")]
     pods: usize,
 
-    /// Number of watches, each on its own stream: a third on the pods, a third on the leases, the rest on a prefix without keys
+    /// Number of watches, each on its own stream: a third on the pods, a third on the leases, the rest on a prefix
+    /// without keys
     #[arg(long, default_value = "60", value_parser = parse_count, value_name = "N")]
     watches: usize,
 }

@@ -1,13 +1,13 @@
 //! `orlop bench`: a closed-loop load generator for any etcd endpoint, over gRPC.
 //!
 //! The same command loads Orlop and etcd, so the results are comparable. A run checks that its prefix contains no keys,
-//! loads the keys that the scenario reads, drives the scenario, prints the results and deletes the prefix. Every run uses
-//! the same keys in the same order.
+//! loads the keys that the scenario reads, drives the scenario, prints the results and deletes the prefix. Every run
+//! uses the same keys in the same order.
 //!
 //! The load generator usually shares the machine with the server, so it must use little CPU: one task per client
-//! ([`closed_loop`]), connections without tonic's channel ([`connection`]), and large responses that are counted instead
-//! of decoded ([`summary`]). It is designed for a current-thread runtime. It does not reconnect: the clients of a lost
-//! connection stop, and the report contains the error.
+//! ([`closed_loop`]), connections without tonic's channel ([`connection`]), and large responses that are counted
+//! instead of decoded ([`summary`]). It is designed for a current-thread runtime. It does not reconnect: the clients of
+//! a lost connection stop, and the report contains the error.
 
 mod args;
 mod bench;

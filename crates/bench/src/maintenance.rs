@@ -1,5 +1,5 @@
-//! The scenario `maintenance`: clients put in three phases: without maintenance, during a compaction at the newest revision,
-//! and during a defragmentation.
+//! The scenario `maintenance`: clients put in three phases: without maintenance, during a compaction at the newest
+//! revision, and during a defragmentation.
 
 use std::{collections::BTreeMap, future::Future, time::Duration};
 

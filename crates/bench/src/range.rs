@@ -25,7 +25,8 @@ pub struct Range {
     #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
     keys: usize,
 
-    /// Number of keys per page; all pages of a list are read at one revision and count as one operation [default: all keys in one request]
+    /// Number of keys per page; all pages of a list are read at one revision and count as one operation [default: all
+    /// keys in one request]
     #[arg(long, value_parser = parse_count, value_name = "KEYS")]
     page: Option<usize>,
 
@@ -55,8 +56,8 @@ impl Range {
         Ok(bench.report("range", self.value_size, &recorder, extra))
     }
 
-    /// Returns the requests of one list. As in a client that reads pages, the first request reads the newest revision and the
-    /// others read the revision of the first.
+    /// Returns the requests of one list. As in a client that reads pages, the first request reads the newest revision
+    /// and the others read the revision of the first.
     fn pages(&self, bench: &Bench, revision: i64) -> Vec<Page> {
         let all = self.keys as u64;
         let size = self.page.map_or(all, |page| page as u64);

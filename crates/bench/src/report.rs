@@ -39,7 +39,8 @@ pub struct Row {
     pub histogram: Vec<Bucket>,
 }
 
-/// A histogram bucket: the number of operations that took at most `up_to_ms` and longer than the previous bucket's bound.
+/// A histogram bucket: the number of operations that took at most `up_to_ms` and longer than the previous bucket's
+/// bound.
 #[derive(Debug, Serialize)]
 pub struct Bucket {
     pub up_to_ms: f64,

@@ -6,9 +6,9 @@
 //! server should be constant as well. They are sampled periodically ([`metrics`]). At the end a trend line is fitted to
 //! each metric ([`verdict`]), and after all clients have disconnected their resources must be released.
 //!
-//! The number of pods is reduced if the load would not write each pod four times in the first third of the run.
-//! All intervals depend on the duration: a run of an hour compacts every minute, at the revision of five minutes ago. In
-//! a shorter run these intervals are shorter in proportion, and so is the interval of Postgres's autovacuum.
+//! The number of pods is reduced if the load would not write each pod four times in the first third of the run. All
+//! intervals depend on the duration: a run of an hour compacts every minute, at the revision of five minutes ago. In a
+//! shorter run these intervals are shorter in proportion, and so is the interval of Postgres's autovacuum.
 
 mod churn;
 mod metrics;
@@ -172,8 +172,8 @@ impl Soak {
             minutes: self.minutes,
             rate: self.rate,
             pods: self.cluster().pods(),
-            compact_every_secs: self.schedule().compact_interval.as_secs_f64(),
-            compact_behind_secs: self.schedule().compact_delay.as_secs_f64(),
+            compact_interval_secs: self.schedule().compact_interval.as_secs_f64(),
+            compact_delay_secs: self.schedule().compact_delay.as_secs_f64(),
             interrupted: interrupt.is_set(),
             servers,
         }

@@ -1,8 +1,8 @@
 //! Summaries of responses, read from the protobuf fields without decoding the messages.
 //!
 //! With a thousand watchers, or ranges of ten thousand pairs, decoding every `KeyValue` would make the load generator
-//! slower than the server. A [`Summary`] reads from the connection's buffer only the fields that the report needs. prost
-//! encodes the requests as usual.
+//! slower than the server. A [`Summary`] reads from the connection's buffer only the fields that the report needs.
+//! prost encodes the requests as usual.
 
 use std::marker::PhantomData;
 

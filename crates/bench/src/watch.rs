@@ -1,10 +1,11 @@
 //! The scenario `watch` (fan-out): many watchers watch one prefix, and a few clients put keys with that prefix.
 //!
 //! Each value begins with a [`Stamp`], so the delay of an event can be measured even if the event arrives before the
-//! response of its put. By default a client puts again when every watcher has received its last put: the loop is closed,
-//! and rate and delay do not depend on the length of the run. With `--pace answered` a client waits only for the response of
-//! the put. The puts are then faster than the deliveries, the delay is the length of the server's queue, and a server may
-//! send many events in one response. Puts use separate connections, so that their responses do not wait behind events.
+//! response of its put. By default a client puts again when every watcher has received its last put: the loop is
+//! closed, and rate and delay do not depend on the length of the run. With `--pace answered` a client waits only for
+//! the response of the put. The puts are then faster than the deliveries, the delay is the length of the server's
+//! queue, and a server may send many events in one response. Puts use separate connections, so that their responses do
+//! not wait behind events.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -197,7 +198,7 @@ pub(super) async fn create_watches(
 ) -> Result<Streaming<WatchSummary>, Status> {
     let watches = creates.len();
     let request = |create| WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
-    // The request stream stays open: the server ends the watches when it ends.
+    // The request stream never ends: otherwise the server would end the watches.
     let requests = stream::iter(creates.into_iter().map(request)).chain(stream::pending());
     let mut responses = client.watch(requests).await?;
     let mut created = 0;

@@ -1,9 +1,10 @@
 //! Write coalescing: all bytes that a connection writes during one poll of its task are sent together.
 //!
-//! h2 writes every DATA frame of 256 bytes or more separately and flushes after it. Without coalescing, each response that
-//! contains a Kubernetes object costs a system call, a segment and a wake-up of the client, and so does every 16 KiB of a
-//! list. [`CoalescingStream`] buffers writes and reports them as flushed. [`Flusher`] polls the connection and sends the
-//! buffer after each poll: only the caller of `poll` knows that the connection has nothing more to write for now.
+//! h2 writes every DATA frame of 256 bytes or more separately and flushes after it. Without coalescing, each response
+//! that contains a Kubernetes object costs a system call, a segment and a wake-up of the client, and so does every 16
+//! KiB of a list. [`CoalescingStream`] buffers writes and reports them as flushed. [`Flusher`] polls the connection and
+//! sends the buffer after each poll: only the caller of `poll` knows that the connection has nothing more to write for
+//! now.
 
 use std::{
     future::poll_fn,
@@ -16,7 +17,7 @@ use std::{
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Maximum number of buffered bytes. The kernel accepts this much in one segment.
+/// Maximum number of buffered bytes. The kernel can send this many bytes as one segment.
 const BUFFER_LEN_MAX: usize = 64 << 10;
 /// Capacity in bytes that an idle connection keeps. A larger buffer is freed after it was sent.
 const BUFFER_CAPACITY_IDLE: usize = 8 << 10;
@@ -50,7 +51,7 @@ enum State {
     Failed,
 }
 
-/// Returns the stream for the connection, and the flusher that must poll the connection's task.
+/// Returns the stream for the connection, and the flusher that must drive the connection.
 pub fn coalesce_writes<S>(stream: S) -> (CoalescingStream<S>, Flusher<S>) {
     let shared = Shared { stream, buffer: Vec::new(), sent: 0, state: State::Idle, error: None };
     let shared = Arc::new(Mutex::new(shared));

@@ -13,6 +13,7 @@ pub struct Group {
     pub is_measured_once: bool,
 }
 
+/// One load of a group, and the metrics that are read after it.
 pub struct Step {
     pub load: Load,
     pub title: String,
@@ -28,8 +29,8 @@ pub enum Load {
     Restart,
 }
 
-#[derive(Clone, Debug)]
 /// A metric of a load.
+#[derive(Clone, Debug)]
 pub struct Metric {
     pub unit: &'static str,
     pub source: Source,

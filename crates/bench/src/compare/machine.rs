@@ -50,8 +50,8 @@ impl Machine {
         let Self { processor, cores, memory_gib, kernel, file_system, sync_time, versions } = self;
         let versions: String = versions.iter().map(|version| format!("; {version}")).collect();
         format!(
-            "{processor}, {cores} cores, {memory_gib:.0} GiB; Linux {kernel}; {file_system}, on which a small write and its \
-             fdatasync take {:.2} ms; Orlop {}{versions}",
+            "{processor}, {cores} cores, {memory_gib:.0} GiB; Linux {kernel}; {file_system}, on which a small write and \
+             its fdatasync take {:.2} ms; Orlop {}{versions}",
             sync_time.as_secs_f64() * 1e3,
             env!("CARGO_PKG_VERSION"),
         )

@@ -29,7 +29,8 @@ pub struct Page {
 }
 
 impl Page {
-    /// Reads the text before and after the tables. Called before the measurement, so that an unusable page is noticed early.
+    /// Reads the text before and after the tables. Called before the measurement, so that an unusable page is noticed
+    /// early.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let unusable = |reason: &str| Error::Flags(format!("--output {}: {reason}", path.display()));
         let old = match fs::read_to_string(path) {
@@ -86,9 +87,10 @@ fn reliability(results: &Results) -> String {
         rounds => format!("Medians of {rounds} rounds unless noted"),
     };
     format!(
-        "{rounds}; ± is half the distance between the worst and the best round, ~ marks a figure whose rounds differ by more \
-         than {:.0} %. Bold: ratio to etcd, above 1 is better. The speed of the machine was measured around each of {trials} \
-         runs: {min:.0} to {max:.0} MiB of SHA-256 per second; {} runs were repeated because it was slow, {doubt}.\n",
+        "{rounds}; ± is half the distance between the worst and the best round, ~ marks a figure whose rounds differ \
+         by more than {:.0} %. Bold: ratio to etcd, above 1 is better. The speed of the machine was measured around \
+         each of {trials} runs: {min:.0} to {max:.0} MiB of SHA-256 per second; {} runs were repeated because it was \
+         slow, {doubt}.\n",
         SPREAD_MAX * 100.0,
         results.repeated_trials,
     )

@@ -16,7 +16,8 @@ pub const SIZE: (u32, u32) = (760, 380);
 /// Margin in pixels for half of the last label of the x-axis.
 pub const RIGHT_MARGIN: u32 = 40;
 
-/// Returns the color of the server. The colors are distinguishable with red-green color blindness, on light and dark pages.
+/// Returns the color of the server. The colors are distinguishable with red-green color blindness, on light and dark
+/// pages.
 pub fn color(server: ServerKind) -> RGBColor {
     match server {
         ServerKind::Etcd => RGBColor(136, 136, 136),

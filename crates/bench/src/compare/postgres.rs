@@ -150,7 +150,7 @@ pub fn find_programs(given: Option<&Path>) -> Result<PathBuf, Error> {
     let folder = initdb.as_deref().and_then(Path::parent).map(Path::to_owned);
     folder.ok_or_else(|| {
         let text =
-            "initdb not found in PATH: install Postgres, use --postgres-programs, or omit it with --servers etcd,sqlite";
+            "no initdb in PATH: install Postgres, use --postgres-programs, or omit it with --servers etcd,sqlite";
         Error::Flags(text.to_owned())
     })
 }

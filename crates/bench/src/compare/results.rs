@@ -133,7 +133,8 @@ impl Cell {
         median(&self.samples)
     }
 
-    /// Returns the difference between the highest and the lowest sample, as a share of the median; 0 if the median is about 0.
+    /// Returns the difference between the highest and the lowest sample, as a share of the median; 0 if the median is
+    /// about 0.
     pub fn spread(&self) -> f64 {
         if self.median() < RATIO_VALUE_MIN {
             return 0.0;

@@ -88,8 +88,8 @@ impl<'a> Server<'a> {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// Stops the server gracefully and starts it again with its data. Returns the time from the start of the process to its first
-    /// response.
+    /// Stops the server gracefully and starts it again with its data. Returns the time from the start of the process to
+    /// its first response.
     pub async fn restart(&mut self) -> Result<Duration, Error> {
         stop(&mut self.process, Signal::TERM).await;
         let began = Instant::now();

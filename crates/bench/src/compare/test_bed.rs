@@ -74,8 +74,7 @@ fn find_etcd(given: Option<&Path>) -> Result<PathBuf, Error> {
     let fetched = || Some(PathBuf::from("target/tools/etcd/usr/bin/etcd")).filter(|path| path.is_file());
     let found = given.map(Path::to_owned).or_else(fetched).or_else(|| find_in_path("etcd"));
     found.ok_or_else(|| {
-        let text =
-            "etcd not found in PATH: run scripts/fetch-etcd, use --etcd, or omit it with --servers sqlite,postgres";
+        let text = "no etcd in PATH: run scripts/fetch-etcd, use --etcd, or omit it with --servers sqlite,postgres";
         Error::Flags(text.to_owned())
     })
 }

@@ -1,5 +1,5 @@
-//! The metrics that a soak test samples and judges: those of the server's `/metrics` page, and those that only the machine
-//! that runs the server provides.
+//! The metrics that a soak test samples and judges, from the server's `/metrics` page, from the latencies that the
+//! clients measure, and from the operating system for a server that the test has started.
 
 use std::collections::BTreeMap;
 

@@ -79,11 +79,11 @@ fn draw_one(report: &SoakReport, file: &Path, title: &str, unit: &str, metrics: 
     root.present().map_err(plot_error)
 }
 
-/// Returns the points of a line, with the time in minutes. Latency has one point per period: a single sample has too few
-/// operations for a p99.
+/// Returns the points of a line, with the time in minutes. Latency has one point per period: a single sample has too
+/// few operations for a p99.
 fn line(report: &SoakReport, result: &ServerResult, metric: &Metric) -> Vec<(f64, f64)> {
     let points = if metric.unit == "ms" {
-        by_period(metric, &result.samples, report.compact_every_secs)
+        by_period(metric, &result.samples, report.compact_interval_secs)
     } else {
         let value = |name| move |sample: &Sample| Some((sample.secs, *sample.values.get(name)?));
         result.samples.iter().filter_map(value(metric.name)).collect()

@@ -13,8 +13,8 @@ pub struct SoakReport {
     pub minutes: f64,
     pub rate: usize,
     pub pods: usize,
-    pub compact_every_secs: f64,
-    pub compact_behind_secs: f64,
+    pub compact_interval_secs: f64,
+    pub compact_delay_secs: f64,
     /// Whether the user ended the test with Ctrl-C.
     pub interrupted: bool,
     pub servers: Vec<ServerResult>,
@@ -27,11 +27,11 @@ pub struct ServerResult {
     pub operations: u64,
     pub events: u64,
     pub compactions: u64,
-    /// Number of short-result clients.
+    /// Number of short-lived clients.
     pub visits: u64,
     pub errors: u64,
     pub first_error: Option<String>,
-    pub figures: Vec<Verdict>,
+    pub verdicts: Vec<Verdict>,
     /// Resources that the server had not released after all clients had disconnected.
     pub left_behind: Vec<String>,
     pub samples: Vec<Sample>,
@@ -46,9 +46,9 @@ impl SoakReport {
 
 impl ServerResult {
     fn problems(&self) -> Vec<String> {
-        let rising = self.figures.iter().filter(|verdict| !verdict.is_flat).map(|verdict| {
-            let Verdict { figure, unit, rise, allowed, .. } = verdict;
-            format!("{figure} rose by {} {unit}, allowed: {}", number(*rise), number(*allowed))
+        let rising = self.verdicts.iter().filter(|verdict| !verdict.is_flat).map(|verdict| {
+            let Verdict { metric, unit, rise, allowed, .. } = verdict;
+            format!("{metric} rose by {} {unit}, allowed: {}", number(*rise), number(*allowed))
         });
         let left = self.left_behind.iter().map(|resource| format!("not released: {resource}"));
         let error = self.first_error.iter().map(|error| format!("{} operations failed: {error}", self.errors));
@@ -58,13 +58,14 @@ impl ServerResult {
 
 impl fmt::Display for SoakReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { minutes, rate, pods, compact_every_secs: every, compact_behind_secs: behind, .. } = self;
+        let Self { minutes, rate, pods, compact_interval_secs: interval, compact_delay_secs: delay, .. } = self;
         writeln!(
             f,
-            "{} minutes, {rate} operations per second and {pods} pods per server, compaction every {} s at the revision of {} s ago.",
+            "{} minutes, {rate} operations per second and {pods} pods per server, compaction every {} s at the revision \
+             of {} s ago.",
             number(*minutes),
-            number(*every),
-            number(*behind),
+            number(*interval),
+            number(*delay),
         )?;
         for result in &self.servers {
             result.fmt(f)?;
@@ -86,21 +87,21 @@ impl fmt::Display for ServerResult {
             [operations, events, compactions, visits, errors].map(|count| number(*count as f64));
         writeln!(
             f,
-            "\n**{server}**: {operations} operations, {events} events, {compactions} compactions, {visits} short-result \
+            "\n**{server}**: {operations} operations, {events} events, {compactions} compactions, {visits} short-lived \
              clients, {errors} errors.\n"
         )?;
-        if self.figures.is_empty() {
+        if self.verdicts.is_empty() {
             return writeln!(f, "The test was too short to detect a rise.");
         }
         writeln!(f, "| | median | rise | allowed rise | rise per day | smallest detectable rise per day | |")?;
         writeln!(f, "|---|---|---|---|---|---|---|")?;
-        for verdict in &self.figures {
-            let Verdict { figure, unit, median, rise, allowed, per_day, seen_from_per_day, is_flat } = verdict;
+        for verdict in &self.verdicts {
+            let Verdict { metric, unit, median, rise, allowed, per_day, detectable_per_day, is_flat } = verdict;
             let unit = if unit.is_empty() { String::new() } else { format!(", {unit}") };
-            let [median, rise, allowed, per_day, from] =
-                [median, rise, allowed, per_day, seen_from_per_day].map(|value| signed(*value));
+            let [median, rise, allowed, per_day, detectable] =
+                [median, rise, allowed, per_day, detectable_per_day].map(|value| signed(*value));
             let verdict = if *is_flat { "flat" } else { "**rises**" };
-            writeln!(f, "| {figure}{unit} | {median} | {rise} | {allowed} | {per_day} | {from} | {verdict} |")?;
+            writeln!(f, "| {metric}{unit} | {median} | {rise} | {allowed} | {per_day} | {detectable} | {verdict} |")?;
         }
         Ok(())
     }

@@ -75,7 +75,7 @@ impl<'a> ServerRun<'a> {
         // Closes the connections.
         drop(bench);
         let left_behind = wait_for_release(&metrics, &before, &interrupt).await?;
-        let figures = verdict::judge(&samples, schedule.compact_interval.as_secs_f64());
+        let verdicts = verdict::judge(&samples, schedule.compact_interval.as_secs_f64());
         let totals = std::mem::take(&mut *stats.totals.lock());
         let events = std::mem::take(&mut *stats.events.lock());
         Ok(ServerResult {
@@ -86,7 +86,7 @@ impl<'a> ServerRun<'a> {
             visits: totals.visits,
             errors: totals.errors,
             first_error: totals.first_error.or(events.error),
-            figures,
+            verdicts,
             left_behind,
             samples,
         })
@@ -160,15 +160,15 @@ async fn wait_for_release(
     }
 }
 
-/// Returns a value that cannot be compressed. Postgres compresses large values, and a hundred compressible ones would take
-/// the space of one.
+/// Returns a value that cannot be compressed. Postgres compresses large values, and a hundred compressible ones would
+/// take the space of one.
 fn incompressible_value(len: usize) -> Bytes {
     let blocks = (0_u64..).flat_map(|block| Sha256::digest(block.to_be_bytes()));
     blocks.take(len).collect()
 }
 
-/// Runs the operations of one client at fixed intervals. If an operation takes longer, the next ones are skipped: otherwise
-/// a machine that is too slow for the rate would build up a queue, and its length would count as latency.
+/// Runs the operations of one client at fixed intervals. If an operation takes longer, the next ones are skipped:
+/// otherwise a machine that is too slow for the rate would build up a queue, and its length would count as latency.
 async fn operate(mut mix: OperationMix, first: Instant, interval: Duration, stats: Arc<Stats>) {
     let mut due = interval_at(first, interval);
     due.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -190,8 +190,8 @@ async fn operate(mut mix: OperationMix, first: Instant, interval: Duration, stat
     }
 }
 
-/// Compacts the store periodically. Like kube-apiserver, it records the current revision and later compacts at the recorded
-/// one. After each compaction it reads the first message of a snapshot and cancels the rest.
+/// Compacts the store periodically. Like kube-apiserver, it records the current revision and later compacts at the
+/// recorded one. After each compaction it reads the first message of a snapshot and cancels the rest.
 async fn compact(bench: Arc<Bench>, schedule: Schedule, stats: Arc<Stats>) {
     let client = bench.pool.client(0);
     let mut recorded = VecDeque::new();

@@ -1,11 +1,11 @@
 //! Decides whether a metric rises.
 //!
-//! The first third of a test is ignored: in it the server fills its caches, its history up to the first compaction, and the
-//! free space that Postgres's vacuum leaves in the tables. The rest is divided into periods of one compaction each. The
-//! samples of a period are aggregated to one value ([`Aggregate`]). The trend line is the Theil-Sen estimator: its slope is
-//! the median of the slopes between all pairs of periods, and outliers in up to 29 % of the periods do not affect it. The
-//! rise of this line from the first to the last period is compared with the allowed rise. The longer the test, the
-//! smaller the leak that it detects; each verdict contains the smallest detectable leak per day.
+//! The first third of a test is ignored: in it the server fills its caches, the history up to the compact revision, and
+//! the free space that Postgres's vacuum leaves in the tables. The rest is divided into periods of one compaction each.
+//! The samples of a period are aggregated to one value ([`Aggregate`]). The trend line is the Theil-Sen estimator: its
+//! slope is the median of the slopes between all pairs of periods, and outliers in up to 29 % of the periods do not
+//! affect it. The rise of this line from the first to the last period is compared with the allowed rise. The longer the
+//! test, the smaller the leak that it detects; each verdict contains the smallest detectable leak per day.
 
 use serde::Serialize;
 
@@ -23,7 +23,7 @@ const SECS_PER_DAY: f64 = 86_400.0;
 #[derive(Debug, Serialize)]
 pub struct Verdict {
     /// Name of the metric.
-    pub figure: &'static str,
+    pub metric: &'static str,
     pub unit: &'static str,
     /// Median over the periods of the last two thirds.
     pub median: f64,
@@ -34,7 +34,7 @@ pub struct Verdict {
     /// Rise per day at the slope of the trend line.
     pub per_day: f64,
     /// Smallest rise per day that a test of this length detects.
-    pub seen_from_per_day: f64,
+    pub detectable_per_day: f64,
     pub is_flat: bool,
 }
 
@@ -57,13 +57,13 @@ fn judge_one(metric: &Metric, samples: &[Sample], period_secs: f64) -> Option<Ve
     // The share is relative to the start of the trend line.
     let allowed = metric.rise_allowed.max(metric.rise_allowed_share * (median - rise / 2.0));
     Some(Verdict {
-        figure: metric.name,
+        metric: metric.name,
         unit: metric.unit,
         median: rounded(median),
         rise: rounded(rise),
         allowed: rounded(allowed),
         per_day: rounded(slope * SECS_PER_DAY),
-        seen_from_per_day: rounded(allowed / length * SECS_PER_DAY),
+        detectable_per_day: rounded(allowed / length * SECS_PER_DAY),
         is_flat: rise <= allowed,
     })
 }
@@ -165,6 +165,6 @@ mod tests {
         let samples: Vec<_> = (1..300).map(f64::from).map(sample).collect();
         let verdicts = judge(&samples, 20.0);
         assert_eq!((verdicts[0].per_day.round(), verdicts[0].rise.round()), (86_400.0, 180.0));
-        assert!(verdicts[0].seen_from_per_day > verdicts[0].allowed);
+        assert!(verdicts[0].detectable_per_day > verdicts[0].allowed);
     }
 }
