@@ -45,7 +45,7 @@ use orlop_core::{
     overload::{Steps, paced},
     supervise::{caught, vital},
 };
-use orlop_wire::write_coalescing::gather;
+use orlop_wire::write_coalescing::coalesce_writes;
 
 /// What a client may send on a stream, and on a connection, before it is read. Bytes.
 const STREAM_WINDOW: u32 = 2 << 20;
@@ -192,9 +192,9 @@ async fn serve_all<C, S, R>(
         };
         let Some(connection) = connection else { break };
         let (connection, pacer) = paced(connection, &steps);
-        let (connection, tail) = gather(connection);
+        let (connection, flusher) = coalesce_writes(connection);
         let connection = http.serve_connection(TokioIo::new(connection), services.clone()).into_owned();
-        let serving = pacer.run(tail.behind(served.watch(connection)));
+        let serving = pacer.run(flusher.drive(served.watch(connection)));
         tokio::spawn(async move {
             if let Err(error) = serving.await {
                 debug!(error, "a connection broke");

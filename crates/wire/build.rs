@@ -1,8 +1,8 @@
-//! Compiles `proto/` with protox, so that no protoc is needed, into two sets of Rust types.
+//! Generates two sets of Rust types from `proto/`, with protox instead of protoc.
 //!
-//! The client set is the plain one. In the server set the messages that carry stored key-value pairs declare them as
-//! `bytes`: on the wire an embedded message and a byte string are the same (a tag, a length, the content), so the server
-//! can send pairs and events that it holds already encoded, without decoding and encoding them again.
+//! The client set has the plain types. In the server set, the fields that contain stored key-value pairs have the type
+//! `bytes`. On the wire an embedded message and a byte string are the same (tag, length, content), so the server sends
+//! stored pairs and events without decoding and encoding them again.
 
 use std::{env, error::Error, path::PathBuf};
 
@@ -17,7 +17,7 @@ const PROTOS: [&str; 5] = [
     "v3electionpb/v3election.proto",
 ];
 
-/// Fields that the server fills with encoded bytes: (message of `etcdserverpb`, field).
+/// Fields of the server set that contain encoded messages: (message of `etcdserverpb`, field).
 const ENCODED_FIELDS: [(&str, &str); 4] = [
     ("RangeResponse", "kvs"),
     ("PutResponse", "prev_kv"),
@@ -62,6 +62,6 @@ fn with_encoded_fields(mut set: FileDescriptorSet) -> FileDescriptorSet {
             }
         }
     }
-    assert_eq!(changed, ENCODED_FIELDS.len(), "every encoded field exists in proto/");
+    assert_eq!(changed, ENCODED_FIELDS.len(), "every field of ENCODED_FIELDS exists in proto/");
     set
 }

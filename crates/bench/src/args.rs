@@ -1,61 +1,62 @@
-//! The flags that all scenarios share, and the plan they make.
+//! The flags that all scenarios share, and their defaults.
 
 use std::time::Duration;
 
-use super::{
-    Error,
+use crate::{
     closed_loop::Limits,
-    endpoint::{Endpoint, Identity, Place},
+    endpoint::{Address, Credentials, Endpoint},
+    error::Error,
 };
 
-/// Flags that are given to any scenario.
+/// Flags that every scenario accepts.
 #[derive(Debug, clap::Args)]
 pub struct Common {
-    /// Servers to load, separated by commas: http://host:port, https://host:port, unix://path or unixs://path [default:
-    /// http://127.0.0.1:2379]
+    /// Endpoints to load, separated by commas: http://host:port, https://host:port, unix://path or unixs://path
+    /// [default: http://127.0.0.1:2379]
     #[arg(long, global = true, value_delimiter = ',', value_name = "URLS")]
     endpoints: Vec<Endpoint>,
 
     #[command(flatten)]
-    pub identity: Identity,
+    pub credentials: Credentials,
 
-    /// Clients, each with one operation in flight [default: 64; range, catch-up: 1; watch: 8]
-    #[arg(long, global = true, value_parser = at_least_one, value_name = "N")]
+    /// Number of clients; each has one operation in flight [default: 64; range, catch-up and idle: 1; watch: 8]
+    #[arg(long, global = true, value_parser = parse_count, value_name = "N")]
     clients: Option<usize>,
 
-    /// Connections, which clients (for watch: streams) share in turn [default: one each, at most 8]
-    #[arg(long, global = true, value_parser = at_least_one, value_name = "N")]
+    /// Number of connections, shared evenly by the clients (watch and idle: by the streams) [default: one each, at most
+    /// 8]
+    #[arg(long, global = true, value_parser = parse_count, value_name = "N")]
     connections: Option<usize>,
 
-    /// End after this many operations, those of the warm-up not counted
+    /// Number of operations after which the run ends, without those of the warm-up
     #[arg(long, global = true, conflicts_with = "duration", value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
     total: Option<u64>,
 
-    /// End after this time, the warm-up not counted: 500ms, 10s, 2m [default: 10s, without --total]
-    #[arg(long, global = true, value_parser = duration, value_name = "TIME")]
+    /// Duration of the run after the warm-up, such as 500ms, 10s or 2m [default: 10s unless --total is given]
+    #[arg(long, global = true, value_parser = parse_duration, value_name = "TIME")]
     pub duration: Option<Duration>,
 
-    /// Measure nothing before this time has passed [default: 1s]
-    #[arg(long, global = true, value_parser = duration, value_name = "TIME")]
+    /// Duration of the warm-up, which is not measured [default: 1s]
+    #[arg(long, global = true, value_parser = parse_duration, value_name = "TIME")]
     warmup: Option<Duration>,
 
-    /// Prefix of all keys written; it must hold none before
+    /// Prefix of all keys; the run fails if it contains keys
     #[arg(long, global = true, default_value = "orlop-bench/")]
     pub prefix: String,
 
-    /// Delete what the prefix holds first, instead of refusing to run
+    /// Delete all keys with the prefix first
     #[arg(long, global = true)]
     pub purge: bool,
 
-    /// Leave the keys in place afterwards
+    /// Do not delete the keys afterwards
     #[arg(long, global = true)]
     pub keep: bool,
 
-    /// Work with the keys that an earlier run with --keep left, instead of writing them first
+    /// Use the keys of an earlier run with --keep instead of writing them
     #[arg(long, global = true, conflicts_with = "purge")]
     pub existing: bool,
 
-    /// Print one JSON object instead of a table
+    /// Print the results as one JSON object instead of a table
     #[arg(long, global = true)]
     pub json: bool,
 }
@@ -63,11 +64,10 @@ pub struct Common {
 const DURATION_DEFAULT: Duration = Duration::from_secs(10);
 const WARMUP_DEFAULT: Duration = Duration::from_secs(1);
 
-/// The flags with the scenario's defaults filled in.
+/// The flags, completed with the defaults of the scenario.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     pub clients: usize,
-    /// Shared by `sharers` clients or streams.
     pub connections: usize,
     pub limits: Limits,
 }
@@ -77,27 +77,29 @@ impl Common {
         if self.has_endpoints() {
             return self.endpoints.clone();
         }
-        vec![Endpoint { place: Place::Tcp("127.0.0.1:2379".to_owned()), has_tls: false }]
+        vec![Endpoint { address: Address::Tcp("127.0.0.1:2379".to_owned()), has_tls: false }]
     }
 
     pub fn has_endpoints(&self) -> bool {
         !self.endpoints.is_empty()
     }
 
-    /// `clients_default` is the scenario's; `sharers` is how many share the connections, where that is not the clients.
-    pub fn plan(&self, clients_default: usize, sharers: Option<usize>) -> Result<Plan, Error> {
+    /// Completes the flags. `streams` is the number of streams, in a scenario in which streams and not clients share
+    /// the connections.
+    pub fn plan(&self, clients_default: usize, streams: Option<usize>) -> Result<Plan, Error> {
         if self.prefix.is_empty() {
             return Err(Error::Flags(
-                "--prefix must not be empty: all keys below it are deleted in the end".to_owned(),
+                "--prefix must not be empty: the run deletes all keys with the prefix".to_owned(),
             ));
         }
         let clients = self.clients.unwrap_or(clients_default);
         let endpoints = self.endpoints().len();
         let connections =
-            self.connections.unwrap_or_else(|| sharers.unwrap_or(clients).min(CONNECTIONS_DEFAULT_MAX).max(endpoints));
+            self.connections.unwrap_or_else(|| streams.unwrap_or(clients).min(CONNECTIONS_DEFAULT_MAX).max(endpoints));
         if connections < endpoints {
-            let text =
-                format!("--connections must reach every endpoint, connections={connections} endpoints={endpoints}");
+            let text = format!(
+                "--connections must not be less than the endpoints, connections={connections} endpoints={endpoints}"
+            );
             return Err(Error::Flags(text));
         }
         let duration = self.duration.or(if self.total.is_some() { None } else { Some(DURATION_DEFAULT) });
@@ -105,8 +107,8 @@ impl Common {
         Ok(Plan { clients, connections, limits })
     }
 
-    /// For a command that says otherwise how long it takes, and clears up in any case.
-    pub fn refuse_limits(&self, instead: &str) -> Result<(), Error> {
+    /// Rejects the flags that limit a run, for a command that has the flag `instead` and always deletes its keys.
+    pub fn reject_limits(&self, instead: &str) -> Result<(), Error> {
         let given = [
             ("--total", self.total.is_some()),
             ("--duration", self.duration.is_some()),
@@ -115,15 +117,13 @@ impl Common {
             ("--existing", self.existing),
         ];
         match given.iter().find(|(_, is_given)| *is_given) {
-            Some((flag, _)) => {
-                Err(Error::Flags(format!("{flag} means nothing here: {instead} says how long it takes")))
-            }
+            Some((flag, _)) => Err(Error::Flags(format!("{flag} means nothing here: {instead} sets the duration"))),
             None => Ok(()),
         }
     }
 
-    /// For a command that has servers and loads of its own.
-    pub fn refuse_a_target(&self) -> Result<(), Error> {
+    /// Rejects the flags that choose servers and limits, for a command that starts its own servers.
+    pub fn reject_target(&self) -> Result<(), Error> {
         let given = [
             ("--endpoints", self.has_endpoints()),
             ("--clients", self.clients.is_some()),
@@ -135,9 +135,9 @@ impl Common {
             ("--existing", self.existing),
         ];
         match given.iter().find(|(_, is_given)| *is_given) {
-            Some((flag, _)) => Err(Error::Flags(format!(
-                "{flag} means nothing here: servers and loads are chosen by --servers and --groups"
-            ))),
+            Some((flag, _)) => {
+                Err(Error::Flags(format!("{flag} means nothing here: --servers and --groups select servers and loads")))
+            }
             None => Ok(()),
         }
     }
@@ -145,22 +145,22 @@ impl Common {
 
 const CONNECTIONS_DEFAULT_MAX: usize = 8;
 
-/// Far above what one process drives well; below it no product of two counts overflows.
+/// Maximum of every count. One process cannot drive as many clients, and no product of two counts overflows.
 const COUNT_MAX: usize = 1_000_000;
 
-/// A count of clients, connections, keys and the like.
-pub fn at_least_one(text: &str) -> Result<usize, String> {
+/// Parses a number of clients, connections, keys and so on.
+pub fn parse_count(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(count @ 1..=COUNT_MAX) => Ok(count),
         _ => Err(format!("must be a number from 1 to {COUNT_MAX}")),
     }
 }
 
-/// etcd takes requests of 1.5 MiB unless it is told otherwise; a server may be told to take more.
+/// Maximum size of a value in bytes. etcd accepts requests of 1.5 MiB by default; the limit can be raised.
 const VALUE_SIZE_MAX: usize = 64 << 20;
 
-/// Bytes of a value.
-pub fn value_size(text: &str) -> Result<usize, String> {
+/// Parses a number of bytes.
+pub fn parse_value_size(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(size @ 0..=VALUE_SIZE_MAX) => Ok(size),
         _ => Err(format!("must be a number of bytes from 0 to {VALUE_SIZE_MAX}")),
@@ -169,9 +169,9 @@ pub fn value_size(text: &str) -> Result<usize, String> {
 
 const DURATION_MAX: Duration = Duration::from_secs(24 * 3600);
 
-fn duration(text: &str) -> Result<Duration, String> {
+fn parse_duration(text: &str) -> Result<Duration, String> {
     let duration = humantime::parse_duration(text).map_err(|error| error.to_string())?;
-    if duration > DURATION_MAX { Err("must be a day at most".to_owned()) } else { Ok(duration) }
+    if duration > DURATION_MAX { Err("must be at most 24h".to_owned()) } else { Ok(duration) }
 }
 
 #[cfg(test)]
@@ -187,15 +187,15 @@ mod tests {
     }
 
     #[track_caller]
-    fn plan(flags: &str, sharers: Option<usize>) -> Result<Plan, String> {
+    fn plan(flags: &str, streams: Option<usize>) -> Result<Plan, String> {
         let cli = Cli::try_parse_from(["bench"].into_iter().chain(flags.split_whitespace()));
         let common = cli.map_err(|error| error.to_string())?.common;
-        common.plan(64, sharers).map_err(|error| error.to_string())
+        common.plan(64, streams).map_err(|error| error.to_string())
     }
 
     #[track_caller]
-    fn check_connections(flags: &str, sharers: Option<usize>, want: usize) {
-        assert_eq!(plan(flags, sharers).unwrap().connections, want, "{flags}");
+    fn check_connections(flags: &str, streams: Option<usize>, want: usize) {
+        assert_eq!(plan(flags, streams).unwrap().connections, want, "{flags}");
     }
 
     #[track_caller]
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[track_caller]
-    fn check_refused(flags: &str, want: &str) {
+    fn check_rejected(flags: &str, want: &str) {
         let error = plan(flags, None).unwrap_err();
         assert!(error.contains(want), "{flags}: {error}");
     }
@@ -227,16 +227,16 @@ mod tests {
     }
 
     #[test]
-    fn bad_flags_are_refused() {
-        check_refused("--total 5 --duration 1s", "cannot be used with");
-        check_refused("--total 0", "0 is not in 1..");
-        check_refused("--clients 0", "must be a number from 1");
-        check_refused("--duration 10", "time unit needed");
-        check_refused("--duration s", "expected number");
-        check_refused("--duration 25h", "a day at most");
-        check_refused("--cert a.pem", "--key");
-        check_refused("--password x", "--user");
-        check_refused("--endpoints http://a:1,http://b:2 --connections 1", "must reach every endpoint");
-        check_refused("--prefix=", "must not be empty");
+    fn invalid_flags_are_rejected() {
+        check_rejected("--total 5 --duration 1s", "cannot be used with");
+        check_rejected("--total 0", "0 is not in 1..");
+        check_rejected("--clients 0", "must be a number from 1");
+        check_rejected("--duration 10", "time unit needed");
+        check_rejected("--duration s", "expected number");
+        check_rejected("--duration 25h", "must be at most 24h");
+        check_rejected("--cert a.pem", "--key");
+        check_rejected("--password x", "--user");
+        check_rejected("--endpoints http://a:1,http://b:2 --connections 1", "must not be less than the endpoints");
+        check_rejected("--prefix=", "must not be empty");
     }
 }

@@ -1,35 +1,36 @@
-//! The scenario of a watcher that was away: it watches from many revisions back and gets all their events.
+//! The scenario `catch-up`: starts a watch at an old revision and receives all events since.
 
 use std::collections::BTreeMap;
 
 use tonic::Status;
 
-use super::{
-    Bench, Error,
-    args::{at_least_one, value_size},
-    closed_loop::{Done, Limits, Worker},
+use crate::{
+    args::{parse_count, parse_value_size},
+    bench::Bench,
+    closed_loop::{Limits, OpCounts, Worker},
     connection::Client,
+    error::Error,
     report::{self, Report},
     watch::create_watches,
     write,
 };
 use orlop_wire::proto::client::etcdserverpb::WatchCreateRequest;
 
-/// Clients that write what is caught up with.
+/// Number of clients that write the revisions.
 const WRITERS: usize = 64;
 
 #[derive(Debug, clap::Args)]
 pub struct CatchUp {
-    /// Revisions to catch up with, each a put
-    #[arg(long, default_value = "100000", value_parser = at_least_one, value_name = "N")]
+    /// Number of revisions to receive, each a put
+    #[arg(long, default_value = "100000", value_parser = parse_count, value_name = "N")]
     revisions: usize,
 
-    /// Bytes of each value
-    #[arg(long, default_value = "256", value_parser = value_size, value_name = "BYTES")]
+    /// Size of each value in bytes
+    #[arg(long, default_value = "256", value_parser = parse_value_size, value_name = "BYTES")]
     value_size: usize,
 
-    /// Keys that the puts write in turn
-    #[arg(long, default_value = "10000", value_parser = at_least_one, value_name = "N")]
+    /// Number of keys, written one after another
+    #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
     key_space: usize,
 }
 
@@ -45,9 +46,9 @@ impl CatchUp {
             events: self.revisions as u64,
         };
         let recorder = bench.drive(bench.workers(watcher)).await;
-        let events_per_sec = report::per_sec(recorder.done.keys, recorder.elapsed());
-        let facts = BTreeMap::from([("revisions", self.revisions as f64), ("events_per_sec", events_per_sec)]);
-        Ok(bench.report("catch-up", self.value_size, &recorder, facts))
+        let events_per_sec = report::per_sec(recorder.counts.keys, recorder.elapsed());
+        let extra = BTreeMap::from([("revisions", self.revisions as f64), ("events_per_sec", events_per_sec)]);
+        Ok(bench.report("catch-up", self.value_size, &recorder, extra))
     }
 
     async fn write(&self, bench: &Bench) -> Result<(), Error> {
@@ -55,11 +56,13 @@ impl CatchUp {
         let limits = Limits { total, duration: None, warmup: std::time::Duration::ZERO };
         let putters = write::putters(bench, WRITERS, self.key_space, self.value_size);
         let error = bench.drive_within(limits, putters).await.first_error;
-        error.map_or(Ok(()), |error| Err(Error::Step { step: "putting", endpoint: bench.pool.endpoints(), error }))
+        error.map_or(Ok(()), |error| {
+            Err(Error::Step { step: "writing revisions", endpoint: bench.pool.endpoints(), error })
+        })
     }
 }
 
-/// Each step is a watch of its own.
+/// A client that starts a new watch in each operation.
 struct Watcher {
     client: Client,
     create: WatchCreateRequest,
@@ -67,17 +70,19 @@ struct Watcher {
 }
 
 impl Worker for Watcher {
-    async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
-        let mut answers = create_watches(&mut self.client, vec![self.create.clone()]).await?;
+    async fn step(&mut self, _started: u64) -> Result<OpCounts, Status> {
+        let mut responses = create_watches(&mut self.client, vec![self.create.clone()]).await?;
         let mut keys = 0;
         while keys < self.events {
-            let Some(answer) = answers.message().await? else { return Err(Status::aborted("the watch stream ended")) };
-            if answer.canceled {
-                return Err(Status::aborted(format!("the watch was canceled: {}", answer.cancel_reason)));
+            let Some(response) = responses.message().await? else {
+                return Err(Status::aborted("the watch stream ended"));
+            };
+            if response.canceled {
+                return Err(Status::aborted(format!("the watch was canceled: {}", response.cancel_reason)));
             }
-            keys += answer.events;
+            keys += response.events;
         }
-        Ok(Done { keys, ..Done::default() })
+        Ok(OpCounts { keys, ..OpCounts::default() })
     }
 
     fn client(&self) -> &Client {

@@ -1,8 +1,8 @@
-//! The closed loop: each client is a task that starts its next operation when the last one has been answered.
+//! The closed loop: each client is a task that starts its next operation when the previous one is answered.
 //!
-//! All clients write into one [`Recorder`] behind a lock: on the current-thread runtime it is never contended, and what
-//! was measured so far can be read at any time. Lock order: the recorder is the only lock, and is never held across an
-//! await.
+//! All clients record into one [`Recorder`] behind a lock, so that the progress can be read at any time. The lock is
+//! never contended on the current-thread runtime. Lock order: the recorder is the only lock, and is never held across
+//! an await.
 
 use std::{
     future::Future,
@@ -21,49 +21,53 @@ use tokio::{
 };
 use tonic::Status;
 
-use super::{connection::Client, interrupt::Interrupt};
+use crate::{connection::Client, interrupt::Interrupt};
 
-/// How long operations in flight may still take once the run is over.
-const GRACE: Duration = Duration::from_secs(10);
-const GRACE_INTERRUPTED: Duration = Duration::from_secs(1);
+/// Maximum time that operations in flight may take after the end of the run.
+const DRAIN_TIME_MAX: Duration = Duration::from_secs(10);
+/// The same, after Ctrl-C.
+const DRAIN_TIME_INTERRUPTED_MAX: Duration = Duration::from_secs(1);
 
-/// Keeps a client whose operations fail at once from spinning.
-const PAUSE_AFTER_ERROR: Duration = Duration::from_millis(10);
+/// Delay after a failed operation, so that a client whose operations fail immediately does not spin.
+const ERROR_DELAY: Duration = Duration::from_millis(10);
 
 /// One client of the closed loop.
 pub trait Worker: Send + 'static {
-    /// Does one operation. `stamp` tells when it started, see [`Run::stamp`].
-    fn step(&mut self, stamp: u64) -> impl Future<Output = Result<Done, Status>> + Send;
+    /// Runs one operation. `started` is its start time, as returned by [`Run::nanos_at`].
+    fn step(&mut self, started: u64) -> impl Future<Output = Result<OpCounts, Status>> + Send;
 
     fn client(&self) -> &Client;
 }
 
-/// What one operation did, beside being answered.
+/// Counters of one operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Done {
+pub struct OpCounts {
+    /// Transactions that failed their comparison and were repeated.
     pub retries: u64,
+    /// Keys or events received.
     pub keys: u64,
+    /// Bytes received.
     pub bytes: u64,
 }
 
-/// When a run ends; at least one of `total` and `duration` is given.
+/// The end of a run. At least one of `total` and `duration` is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Operations, those of the warm-up not counted.
+    /// Number of operations, without those of the warm-up.
     pub total: Option<u64>,
-    /// From the end of the warm-up.
+    /// Time since the end of the warm-up.
     pub duration: Option<Duration>,
     pub warmup: Duration,
 }
 
-/// One run of the closed loop, shared by its clients.
+/// One run of the closed loop, shared by all clients.
 pub struct Run {
     limits: Limits,
     began: Instant,
     measured_from: Instant,
     deadline: Option<Instant>,
-    /// Measured operations that may still start.
-    tickets: AtomicU64,
+    /// Number of measured operations that may still be started.
+    operations_left: AtomicU64,
     stopping: AtomicBool,
     recorder: Mutex<Recorder>,
 }
@@ -75,9 +79,9 @@ enum Phase {
 }
 
 impl Run {
-    /// A run that begins now.
+    /// Returns a run that starts now.
     pub fn begin(limits: Limits) -> Arc<Self> {
-        debug_assert!(limits.total.is_some() || limits.duration.is_some(), "a run ends");
+        debug_assert!(limits.total.is_some() || limits.duration.is_some(), "a run has a limit");
         let began = Instant::now();
         let measured_from = began + limits.warmup;
         Arc::new(Self {
@@ -85,38 +89,40 @@ impl Run {
             began,
             measured_from,
             deadline: limits.duration.map(|duration| measured_from + duration),
-            tickets: AtomicU64::new(limits.total.unwrap_or(u64::MAX)),
+            operations_left: AtomicU64::new(limits.total.unwrap_or(u64::MAX)),
             stopping: AtomicBool::new(false),
             recorder: Mutex::new(Recorder::new(measured_from)),
         })
     }
 
-    /// Runs the workers until a limit is reached or the user interrupts.
+    /// Runs the workers until a limit is reached or the user presses Ctrl-C.
     pub async fn drive<W: Worker>(self: &Arc<Self>, workers: Vec<W>, interrupt: &Interrupt) {
         let mut clients = JoinSet::new();
         for worker in workers {
             clients.spawn(Arc::clone(self).client(worker));
         }
-        // Joining is cancel safe: nothing but the end of a task is consumed, and the set keeps the others.
-        let grace = tokio::select! {
+        // Joining is cancel safe: it removes only completed tasks from the set.
+        let drain_time = tokio::select! {
             () = join_all(&mut clients) => return,
-            () = self.until_deadline() => GRACE,
-            () = interrupt.wait() => GRACE_INTERRUPTED,
+            () = self.wait_for_deadline() => DRAIN_TIME_MAX,
+            () = interrupt.wait() => DRAIN_TIME_INTERRUPTED_MAX,
         };
         self.stop();
-        if timeout(grace, join_all(&mut clients)).await.is_err() && grace == GRACE {
-            self.recorder.lock().fail(clients.len() as u64, || format!("not answered within {GRACE:?} of the end"));
+        if timeout(drain_time, join_all(&mut clients)).await.is_err() && drain_time == DRAIN_TIME_MAX {
+            self.recorder.lock().fail(clients.len() as u64, || {
+                format!("no response within {DRAIN_TIME_MAX:?} after the end of the run")
+            });
         }
     }
 
-    /// The moment as nanoseconds since the run began.
-    pub fn stamp(&self, moment: Instant) -> u64 {
+    /// Returns the time since the start of the run, in nanoseconds.
+    pub fn nanos_at(&self, moment: Instant) -> u64 {
         u64::try_from(moment.duration_since(self.began).as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// The stamp from which operations are measured.
-    pub fn stamp_measured_from(&self) -> u64 {
-        self.stamp(self.measured_from)
+    /// Returns the end of the warm-up, as in [`Run::nanos_at`].
+    pub fn measured_from_nanos(&self) -> u64 {
+        self.nanos_at(self.measured_from)
     }
 
     pub fn limits(&self) -> Limits {
@@ -127,21 +133,21 @@ impl Run {
         self.measured_from
     }
 
-    /// Ends the run once the operations in flight are answered.
+    /// Starts no further operations. The run ends when the operations in flight are answered.
     pub fn stop(&self) {
         self.stopping.store(true, Relaxed);
     }
 
-    /// Ends the run and takes what was measured.
-    pub fn take(&self) -> Recorder {
+    /// Stops the run and returns the measurements.
+    pub fn finish(&self) -> Recorder {
         self.stop();
         std::mem::replace(&mut *self.recorder.lock(), Recorder::new(self.measured_from))
     }
 
-    /// What was measured until now.
-    pub fn so_far(&self) -> SoFar {
+    /// Returns the progress of the run.
+    pub fn progress(&self) -> Progress {
         let recorder = self.recorder.lock();
-        SoFar {
+        Progress {
             count: recorder.latency.len(),
             errors: recorder.errors,
             p99_nanos: recorder.latency.value_at_quantile(0.99),
@@ -153,7 +159,7 @@ impl Run {
         loop {
             let started = Instant::now();
             let Some(phase) = self.admit(started) else { return };
-            let outcome = worker.step(self.stamp(started)).await;
+            let outcome = worker.step(self.nanos_at(started)).await;
             if phase == Phase::Measured {
                 self.recorder.lock().record(started, Instant::now(), &outcome);
             }
@@ -161,12 +167,12 @@ impl Run {
                 if worker.client().is_lost() {
                     return;
                 }
-                sleep(PAUSE_AFTER_ERROR).await;
+                sleep(ERROR_DELAY).await;
             }
         }
     }
 
-    /// Whether an operation may start now, and whether it counts.
+    /// Returns the phase of an operation that starts now; `None` if the run is over.
     fn admit(&self, now: Instant) -> Option<Phase> {
         if self.stopping.load(Relaxed) || self.deadline.is_some_and(|deadline| now >= deadline) {
             return None;
@@ -174,11 +180,11 @@ impl Run {
         if now < self.measured_from {
             return Some(Phase::Warmup);
         }
-        let ticket = self.tickets.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1));
-        ticket.ok().map(|_| Phase::Measured)
+        let reserved = self.operations_left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1));
+        reserved.ok().map(|_| Phase::Measured)
     }
 
-    async fn until_deadline(&self) {
+    async fn wait_for_deadline(&self) {
         match self.deadline {
             Some(deadline) => tokio::time::sleep_until(deadline).await,
             None => std::future::pending().await,
@@ -190,9 +196,9 @@ async fn join_all(clients: &mut JoinSet<()>) {
     while clients.join_next().await.is_some() {}
 }
 
-/// A look at a run that goes on.
+/// The measurements of a running run.
 #[derive(Clone, Copy, Debug)]
-pub struct SoFar {
+pub struct Progress {
     pub count: u64,
     pub errors: u64,
     pub p99_nanos: u64,
@@ -200,12 +206,12 @@ pub struct SoFar {
     pub elapsed: Duration,
 }
 
-/// What was measured.
+/// The measurements of a run, or of one kind of operation in it.
 pub struct Recorder {
-    /// Nanoseconds.
+    /// In nanoseconds.
     pub latency: Histogram<u64>,
-    /// Sums over the operations that succeeded.
-    pub done: Done,
+    /// Sums over the successful operations.
+    pub counts: OpCounts,
     pub errors: u64,
     pub first_error: Option<String>,
     measured_from: Instant,
@@ -213,12 +219,13 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// From a microsecond to an hour with three digits, a few hundred KiB.
+    /// Returns an empty recorder for latencies from 1 us to 1 h with three significant digits. It uses a few hundred
+    /// KiB.
     pub fn new(measured_from: Instant) -> Self {
         let latency = Histogram::new_with_bounds(1_000, 3_600_000_000_000, 3);
         Self {
-            latency: latency.expect("the bounds are constants in the range that the histogram allows"),
-            done: Done::default(),
+            latency: latency.expect("the bounds are valid constants"),
+            counts: OpCounts::default(),
             errors: 0,
             first_error: None,
             measured_from,
@@ -238,25 +245,25 @@ impl Recorder {
         }
     }
 
-    /// From the end of the warm-up to the end of the last operation that succeeded.
+    /// Returns the time from the end of the warm-up to the end of the last successful operation.
     pub fn elapsed(&self) -> Duration {
         self.last_end - self.measured_from
     }
 
-    fn record(&mut self, started: Instant, ended: Instant, outcome: &Result<Done, Status>) {
+    fn record(&mut self, started: Instant, ended: Instant, outcome: &Result<OpCounts, Status>) {
         match outcome {
-            Ok(done) => {
+            Ok(counts) => {
                 self.succeed(ended - started, ended);
-                self.done.retries += done.retries;
-                self.done.keys += done.keys;
-                self.done.bytes += done.bytes;
+                self.counts.retries += counts.retries;
+                self.counts.keys += counts.keys;
+                self.counts.bytes += counts.bytes;
             }
             Err(status) => self.fail(1, || describe(status)),
         }
     }
 }
 
-/// The status with what caused it: a transport error says little by itself.
+/// Formats the status with its sources: the message of a transport error alone does not name the cause.
 pub fn describe(status: &Status) -> String {
     let mut text = format!("{:?}: {}", status.code(), status.message());
     let mut source = std::error::Error::source(status);
@@ -274,7 +281,7 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     #[tokio::test(start_paused = true)]
-    async fn warmup_takes_no_tickets() {
+    async fn warmup_operations_are_not_counted() {
         let run = Run::begin(Limits { total: Some(2), duration: None, warmup: SECOND });
         for _ in 0..10 {
             assert_eq!(run.admit(Instant::now()), Some(Phase::Warmup));
@@ -285,7 +292,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn duration_counts_from_the_end_of_the_warmup() {
+    async fn duration_starts_after_the_warmup() {
         let run = Run::begin(Limits { total: None, duration: Some(SECOND), warmup: SECOND });
         sleep(SECOND).await;
         assert_eq!(run.admit(Instant::now()), Some(Phase::Measured));
@@ -294,9 +301,9 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn taking_the_result_ends_the_run() {
+    async fn finish_stops_the_run() {
         let run = Run::begin(Limits { total: Some(9), duration: None, warmup: Duration::ZERO });
-        run.take();
+        run.finish();
         assert_eq!(run.admit(Instant::now()), None);
     }
 
@@ -304,12 +311,12 @@ mod tests {
     async fn recorder_sums_successes_and_keeps_the_first_error() {
         let start = Instant::now();
         let mut recorder = Recorder::new(start);
-        let done = Done { retries: 1, keys: 10, bytes: 100 };
-        recorder.record(start, start + SECOND, &Ok(done));
-        recorder.record(start, start + SECOND / 2, &Ok(done));
+        let counts = OpCounts { retries: 1, keys: 10, bytes: 100 };
+        recorder.record(start, start + SECOND, &Ok(counts));
+        recorder.record(start, start + SECOND / 2, &Ok(counts));
         recorder.record(start, start + 9 * SECOND, &Err(Status::unavailable("gone")));
         recorder.record(start, start + 9 * SECOND, &Err(Status::internal("later")));
-        assert_eq!(recorder.done, Done { retries: 2, keys: 20, bytes: 200 });
+        assert_eq!(recorder.counts, OpCounts { retries: 2, keys: 20, bytes: 200 });
         assert_eq!((recorder.latency.len(), recorder.errors), (2, 2));
         assert_eq!(recorder.first_error.as_deref(), Some("Unavailable: gone"));
         assert_eq!(recorder.elapsed(), SECOND);

@@ -1,101 +1,108 @@
-//! `orlop bench compare`: Orlop on SQLite, Orlop on Postgres and a real etcd under the same loads on one machine.
+//! `orlop bench compare`: Orlop on SQLite, Orlop on Postgres and etcd under the same loads on one machine.
 //!
-//! A group of loads is a turn: a server starts with no data, takes the group's loads one after another, and is gone. The
-//! servers take turns within a round, and there are several rounds, so that what slows the machine for a while slows all
-//! of them; what counts is the median. Before and after a turn the machine itself is timed ([`machine::pace`]); a turn
-//! with a slow machine is taken again, as far as there is time, and where that does not help the page says so.
+//! A trial starts one server without data, runs the loads of one group on it and stops it. The servers alternate within
+//! a round, and there are several rounds, so that a temporarily slow machine affects all servers; the result is the
+//! median. The speed of the machine is measured before and after each trial ([`machine::cpu_speed`]). A trial on a slow
+//! machine is repeated, within a time limit; if that does not help, the report says so.
 //!
-//! The load comes from the same command in a process of its own, as a user would run it. Everything listens on
-//! 127.0.0.1, syncs its commits, and lies in one folder, which is removed in the end.
+//! The load generator is the same command in a separate process. All servers listen on 127.0.0.1 and sync their
+//! commits. Their data is in one temporary directory, which is removed at the end.
 
-mod figures;
 mod groups;
 mod machine;
-pub(super) mod page;
-pub(super) mod plot;
+mod page;
+pub mod plot;
 mod postgres;
-pub(super) mod server;
-mod turn;
+mod process;
+mod results;
+pub mod server;
+pub mod server_kind;
+pub mod test_bed;
+mod trial;
 
-use std::{io::Write as _, path::PathBuf, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 use tokio::time::Instant;
 
 use self::{
-    figures::{Figures, Sample},
     groups::Group,
     machine::Machine,
-    server::{Kind, Lab, Needs},
+    page::Page,
+    results::Results,
+    server_kind::ServerKind,
+    test_bed::{TestBed, TestBedOptions},
 };
-use super::{Error, args::Common, interrupt::Interrupt};
+use crate::{args::Common, error::Error, interrupt::Interrupt, output};
 
 #[derive(Debug, clap::Args)]
 pub struct Compare {
-    /// Which servers
+    /// Servers to compare, separated by commas
     #[arg(long, value_enum, value_delimiter = ',', default_value = "etcd,sqlite,postgres", value_name = "SERVERS")]
-    servers: Vec<Kind>,
+    servers: Vec<ServerKind>,
 
-    /// Which groups of loads [default: all]
-    #[arg(long, value_delimiter = ',', value_parser = groups::name, value_name = "GROUPS")]
+    /// Groups of loads to run, separated by commas [default: all]
+    #[arg(long, value_delimiter = ',', value_parser = groups::parse_name, value_name = "GROUPS")]
     groups: Vec<String>,
 
-    /// Rounds of each group
+    /// Number of rounds
     #[arg(long, default_value = "3", value_parser = clap::value_parser!(u32).range(1..=99), value_name = "N")]
     rounds: u32,
 
-    /// The etcd to compare with [default: the one of scripts/fetch-etcd, else the one on PATH]
+    /// Program file of etcd [default: that of scripts/fetch-etcd, else that in PATH]
     #[arg(long, env = "ORLOP_ETCD", value_name = "FILE")]
     etcd: Option<PathBuf>,
 
-    /// Where initdb and postgres are [default: where PATH has initdb, else where Debian has it]
+    /// Directory of initdb and postgres [default: that of initdb in PATH, else that of the Debian package]
     #[arg(long, value_name = "FOLDER")]
     postgres_programs: Option<PathBuf>,
 
-    /// Where the servers' data lies meanwhile: the disk that is measured
+    /// Directory for the temporary data of the servers; its disk is the one that is measured
     #[arg(long, default_value = ".", value_name = "FOLDER")]
     work_dir: PathBuf,
 
-    /// A page in Markdown whose figures are replaced, with its plots beside it [default: the standard output, no plots]
+    /// Markdown page whose tables are replaced; the plots are written to the directory with the name of the page,
+    /// without .md [default: standard output, no plots]
     #[arg(long, conflicts_with = "json", value_name = "FILE")]
     output: Option<PathBuf>,
 }
 
-/// Of each load, where --duration does not say.
+/// Duration of each load, unless `--duration` is given.
 const DURATION_DEFAULT: Duration = Duration::from_millis(500);
 
-/// A turn below this share of the machine's usual pace is not trusted.
-const PACE_MIN: f64 = 0.85;
+/// Minimum CPU speed during a trial, as a share of the median. A slower trial is repeated.
+const CPU_SPEED_MIN: f64 = 0.85;
 
-/// How often a turn is taken again at most, and how long all that may take, as a run is to end in a quarter of an hour.
-const RETRIES: usize = 2;
-const RETRY_TIME: Duration = Duration::from_secs(60);
+/// Maximum number of repetitions of a trial.
+const REPETITIONS_MAX: usize = 2;
+/// Maximum time of all repetitions together, so that a comparison takes about a quarter of an hour.
+const REPETITION_TIME_MAX: Duration = Duration::from_secs(60);
 
 impl Compare {
     pub async fn run(&self, common: &Common) -> Result<(), Error> {
-        common.refuse_a_target()?;
-        let page = self.output.as_ref().map(|path| page::Page::open(path)).transpose()?;
+        common.reject_target()?;
+        let page = self.output.as_ref().map(|path| Page::open(path)).transpose()?;
         let interrupt = Interrupt::listen();
         let compared = async {
-            let lab = Lab::open(self.needs()).await?;
-            let machine = Machine::describe(&lab)?;
-            let figures = self.measure(&lab, common.duration.unwrap_or(DURATION_DEFAULT)).await?;
-            lab.close().await;
-            Ok::<_, Error>((machine, figures))
+            let test_bed = TestBed::open(self.test_bed_options()).await?;
+            let machine = Machine::describe(&test_bed)?;
+            let results = self.measure(&test_bed, common.duration.unwrap_or(DURATION_DEFAULT)).await?;
+            test_bed.close().await;
+            Ok::<_, Error>((machine, results))
         };
-        // Servers end when they are dropped.
-        let (machine, figures) = tokio::select! {
+        // If the future is dropped, the servers are killed.
+        let (machine, results) = tokio::select! {
             compared = compared => compared?,
             () = interrupt.wait() => return Err(Error::Interrupted),
         };
         match page {
-            Some(page) => page.write(&machine, &figures),
-            None if common.json => print(&(serde_json::to_string(&figures).map_err(std::io::Error::from)? + "\n")),
-            None => print(&page::text(&machine, &figures, None)),
+            Some(page) => page.write(&machine, &results),
+            None if common.json => output::print(&output::json_line(&results)?),
+            None => output::print(&page::text(&machine, &results, None)),
         }
     }
 
-    fn needs(&self) -> Needs<'_> {
-        Needs {
+    fn test_bed_options(&self) -> TestBedOptions<'_> {
+        TestBedOptions {
             work_dir: &self.work_dir,
             servers: &self.servers,
             etcd: self.etcd.as_deref(),
@@ -104,56 +111,53 @@ impl Compare {
         }
     }
 
-    async fn measure(&self, lab: &Lab, duration: Duration) -> Result<Figures, Error> {
-        let mut figures = Figures::default();
+    async fn measure(&self, test_bed: &TestBed, duration: Duration) -> Result<Results, Error> {
+        let mut results = Results::default();
         for group in groups::all() {
             if self.groups.is_empty() || self.groups.iter().any(|name| name == group.name) {
-                self.measure_group(lab, &group, duration, &mut figures).await?;
+                self.measure_group(test_bed, &group, duration, &mut results).await?;
             }
         }
-        Ok(figures)
+        Ok(results)
     }
 
     async fn measure_group(
         &self,
-        lab: &Lab,
+        test_bed: &TestBed,
         group: &Group,
         duration: Duration,
-        figures: &mut Figures,
+        results: &mut Results,
     ) -> Result<(), Error> {
-        let (mut turns, mut took) = (Vec::new(), Vec::new());
+        let (mut trials, mut elapsed) = (Vec::new(), Vec::new());
         for round in 1..=group.rounds(self.rounds) {
             for kind in &self.servers {
                 let began = Instant::now();
-                let sample = turn::take(lab, *kind, group, duration).await?;
-                figures.pace.push(sample.pace);
+                let trial = trial::run(test_bed, *kind, group, duration).await?;
+                results.cpu_speeds.push(trial.cpu_speed);
                 eprintln!("{}, round {round}, {}: {:.1} s", group.name, kind.name(), began.elapsed().as_secs_f64());
-                turns.push((*kind, sample));
-                took.push(began.elapsed());
+                trials.push((*kind, trial));
+                elapsed.push(began.elapsed());
             }
         }
-        for ((kind, samples), took) in turns.iter_mut().zip(took) {
-            for _ in 0..RETRIES {
-                if samples.pace >= figures.usual_pace() * PACE_MIN || figures.retaking + took > RETRY_TIME {
+        for ((kind, trial), elapsed) in trials.iter_mut().zip(elapsed) {
+            for _ in 0..REPETITIONS_MAX {
+                if trial.cpu_speed >= results.median_cpu_speed() * CPU_SPEED_MIN
+                    || results.repetition_time + elapsed > REPETITION_TIME_MAX
+                {
                     break;
                 }
-                eprintln!("{}, {} again, as the machine was slow", group.name, kind.name());
-                figures.retaken += 1;
-                figures.retaking += took;
-                let again = turn::take(lab, *kind, group, duration).await?;
-                if again.pace > samples.pace {
-                    *samples = again;
+                eprintln!("{}, {}: repeated because the machine was slow", group.name, kind.name());
+                results.repeated_trials += 1;
+                results.repetition_time += elapsed;
+                let repeated = trial::run(test_bed, *kind, group, duration).await?;
+                if repeated.cpu_speed > trial.cpu_speed {
+                    *trial = repeated;
                 }
             }
         }
-        let noisy = turns.iter().filter(|(_, samples)| samples.pace < figures.usual_pace() * PACE_MIN).count();
-        figures.add(group, turns, noisy);
+        let speed_min = results.median_cpu_speed() * CPU_SPEED_MIN;
+        let slow_trials = trials.iter().filter(|(_, trial)| trial.cpu_speed < speed_min).count();
+        results.add(group, trials, slow_trials);
         Ok(())
     }
-}
-
-pub(super) fn print(text: &str) -> Result<(), Error> {
-    let mut stdout = std::io::stdout().lock();
-    stdout.write_all(text.as_bytes())?;
-    Ok(stdout.flush()?)
 }

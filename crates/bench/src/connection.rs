@@ -1,7 +1,7 @@
 //! Connections to the endpoints under load.
 //!
-//! A [`Connection`] is one HTTP/2 connection, used straight from hyper: tonic's own channel would add a queue and a task
-//! to each request. It is not opened again when it is lost; its clients stop and the report tells.
+//! A [`Connection`] is one HTTP/2 connection of hyper, used directly: tonic's channel would add a queue and a task to
+//! each request. A lost connection is not reopened: its clients stop, and the report contains the error.
 
 use std::{
     future::Future,
@@ -33,46 +33,46 @@ use tokio_rustls::{
 use tonic::{Code, Status, Streaming, body::Body, client::Grpc};
 use tower_service::Service;
 
-use super::{
-    Error,
-    endpoint::{Endpoint, Place, Target},
-    wire::{RangeTally, TallyCodec, WatchTally},
+use crate::{
+    endpoint::{Address, Endpoint, Target},
+    error::Error,
+    summary::{RangeSummary, SummaryCodec, WatchSummary},
 };
 use orlop_wire::proto::client::etcdserverpb::{
     AuthenticateRequest, RangeRequest, WatchRequest, auth_client::AuthClient, kv_client::KvClient,
     lease_client::LeaseClient, maintenance_client::MaintenanceClient,
 };
 use orlop_wire::proto::client::v3lockpb::lock_client::LockClient;
-use orlop_wire::write_coalescing::{Tail, gather};
+use orlop_wire::write_coalescing::{Flusher, coalesce_writes};
 
-/// Windows so large that the server never waits for the client's leave to send.
+/// Flow-control windows, large enough that the server never waits for a WINDOW_UPDATE.
 const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Open connections, dealt out in turn.
+/// Open connections, assigned round-robin.
 pub struct Pool(Vec<Client>);
 
 impl Pool {
-    /// Opens `connections` connections, spread evenly over the endpoints.
+    /// Opens `connections` connections, distributed evenly over the endpoints.
     pub async fn connect(target: &Target, connections: usize) -> Result<Self, Error> {
         let mut clients = Vec::with_capacity(connections);
         for endpoint in target.endpoints.iter().cycle().take(connections) {
             let connected = timeout(CONNECT_TIMEOUT, Client::connect(endpoint, target)).await;
             let client = connected.unwrap_or_else(|_| Err(io::Error::from(io::ErrorKind::TimedOut)));
-            clients.push(client.map_err(|source| Error::Connect { endpoint: endpoint.clone(), source })?);
+            clients.push(client.map_err(|source| Error::Connect { endpoint: endpoint.to_string(), source })?);
         }
-        assert!(!clients.is_empty(), "flags ask for at least one endpoint and connection");
+        assert!(!clients.is_empty(), "the flags require at least one endpoint and one connection");
         Ok(Self(clients))
     }
 
-    /// The connection that the client, loader or stream with this number shares.
+    /// Returns the connection of the client, loader or stream with this number.
     pub fn client(&self, number: usize) -> Client {
         self.0[number % self.0.len()].clone()
     }
 
-    /// All endpoints, to name them in an error that may be any one's.
+    /// Returns all endpoints, for errors that any of them may have caused.
     pub fn endpoints(&self) -> String {
         let mut names: Vec<_> = self.0.iter().map(|client| client.endpoint.to_string()).collect();
         names.sort_unstable();
@@ -85,7 +85,7 @@ impl Pool {
     }
 }
 
-/// The calls of the scenarios, over one shared connection.
+/// The gRPC methods that the scenarios call, over one shared connection.
 #[derive(Clone)]
 pub struct Client {
     pub kv: KvClient<Connection>,
@@ -98,15 +98,15 @@ pub struct Client {
 impl Client {
     async fn connect(endpoint: &Endpoint, target: &Target) -> io::Result<Self> {
         let tls = target.tls.as_ref().filter(|_| endpoint.has_tls);
-        let (connection, authority) = match &endpoint.place {
-            Place::Tcp(authority) => {
+        let (connection, authority) = match &endpoint.address {
+            Address::Tcp(authority) => {
                 let stream = TcpStream::connect(authority).await?;
                 stream.set_nodelay(true)?;
-                (Connection::secure(stream, tls, authority, target).await?, authority.as_str())
+                (Connection::establish(stream, tls, authority, target).await?, authority.as_str())
             }
-            Place::Unix(path) => {
+            Address::Unix(path) => {
                 let stream = UnixStream::connect(path).await?;
-                (Connection::secure(stream, tls, "localhost", target).await?, "localhost")
+                (Connection::establish(stream, tls, "localhost", target).await?, "localhost")
             }
         };
         let scheme = if endpoint.has_tls { "https" } else { "http" };
@@ -117,41 +117,41 @@ impl Client {
         Ok(Self { kv, raw, connection, origin, endpoint: Arc::new(endpoint.clone()) })
     }
 
-    /// A range whose pairs are counted and not decoded.
-    pub async fn range(&mut self, request: RangeRequest) -> Result<RangeTally, Status> {
-        self.raw.ready().await.map_err(lost)?;
+    /// Sends a Range request; counts the pairs of the response without decoding them.
+    pub async fn range(&mut self, request: RangeRequest) -> Result<RangeSummary, Status> {
+        self.raw.ready().await.map_err(connection_lost)?;
         let path = PathAndQuery::from_static("/etcdserverpb.KV/Range");
-        let codec = TallyCodec::<RangeRequest, RangeTally>::default();
-        let answer = self.raw.unary(tonic::Request::new(request), path, codec).await?;
-        Ok(answer.into_inner())
+        let codec = SummaryCodec::<RangeRequest, RangeSummary>::default();
+        let response = self.raw.unary(tonic::Request::new(request), path, codec).await?;
+        Ok(response.into_inner())
     }
 
-    /// A range that must find so many pairs.
-    pub async fn range_of(&mut self, request: RangeRequest, kvs: u64) -> Result<RangeTally, Status> {
-        let answer = self.range(request).await?;
-        if answer.kvs == kvs {
-            return Ok(answer);
+    /// Sends a Range request; fails if the response does not contain `kvs` pairs.
+    pub async fn range_exact(&mut self, request: RangeRequest, kvs: u64) -> Result<RangeSummary, Status> {
+        let response = self.range(request).await?;
+        if response.kvs == kvs {
+            return Ok(response);
         }
-        Err(Status::data_loss(format!("the answer has not all pairs, kvs={} want={kvs}", answer.kvs)))
+        Err(Status::data_loss(format!("unexpected number of pairs in the response, kvs={} want={kvs}", response.kvs)))
     }
 
-    /// A watch stream whose events are counted and not decoded.
-    pub async fn watch<S>(&mut self, requests: S) -> Result<Streaming<WatchTally>, Status>
+    /// Opens a watch stream; the events of its responses are counted without decoding them.
+    pub async fn watch<S>(&mut self, requests: S) -> Result<Streaming<WatchSummary>, Status>
     where
         S: tokio_stream::Stream<Item = WatchRequest> + Send + 'static,
     {
-        self.raw.ready().await.map_err(lost)?;
+        self.raw.ready().await.map_err(connection_lost)?;
         let path = PathAndQuery::from_static("/etcdserverpb.Watch/Watch");
-        let codec = TallyCodec::<WatchRequest, WatchTally>::default();
-        let answer = self.raw.streaming(tonic::Request::new(requests), path, codec).await?;
-        Ok(answer.into_inner())
+        let codec = SummaryCodec::<WatchRequest, WatchSummary>::default();
+        let response = self.raw.streaming(tonic::Request::new(requests), path, codec).await?;
+        Ok(response.into_inner())
     }
 
-    /// Trades name and password for a token. `None`: auth is off, and no token is needed.
+    /// Returns a token for the user; `None` if authentication is disabled.
     pub async fn authenticate(&self, name: String, password: String) -> Result<Option<String>, Status> {
         let mut auth = AuthClient::with_origin(self.connection.clone(), self.origin.clone());
         match auth.authenticate(AuthenticateRequest { name, password }).await {
-            Ok(answer) => Ok(Some(answer.into_inner().token)),
+            Ok(response) => Ok(Some(response.into_inner().token)),
             Err(status) if status.code() == Code::FailedPrecondition => Ok(None),
             Err(status) => Err(status),
         }
@@ -169,16 +169,16 @@ impl Client {
         LockClient::with_origin(self.connection.clone(), self.origin.clone())
     }
 
-    /// What the server answers to a plain GET.
+    /// Sends an HTTP GET request; returns the body of the response.
     pub async fn get(&self, path: &'static str) -> Result<String, Status> {
         let mut uri = self.origin.clone().into_parts();
         uri.path_and_query = Some(PathAndQuery::from_static(path));
         let request = Uri::from_parts(uri).ok().and_then(|uri| Request::get(uri).body(Body::empty()).ok());
-        let Some(request) = request else { return Err(Status::internal("the address is not one of HTTP")) };
+        let Some(request) = request else { return Err(Status::internal("the endpoint is not a valid HTTP address")) };
         let mut connection = self.connection.clone();
-        std::future::poll_fn(|cx| connection.poll_ready(cx)).await.map_err(lost)?;
-        let answer = connection.call(request).await.map_err(lost)?;
-        let text = answer.into_body().collect().await.map_err(lost)?.to_bytes();
+        std::future::poll_fn(|cx| connection.poll_ready(cx)).await.map_err(connection_lost)?;
+        let response = connection.call(request).await.map_err(connection_lost)?;
+        let text = response.into_body().collect().await.map_err(connection_lost)?.to_bytes();
         Ok(String::from_utf8_lossy(&text).into_owned())
     }
 
@@ -186,28 +186,29 @@ impl Client {
         &self.endpoint
     }
 
-    /// Whether the connection is gone for good.
+    /// Returns whether the connection is closed. It is not reopened.
     pub fn is_lost(&self) -> bool {
         self.connection.sender.is_closed()
     }
 }
 
-fn lost(error: hyper::Error) -> Status {
+fn connection_lost(error: hyper::Error) -> Status {
     Status::unavailable(format!("connection lost: {error}"))
 }
 
-/// Is closed when the last of its clones is dropped, whatever is open on it.
+/// An HTTP/2 connection. It is closed when the last clone is dropped, even if streams are open.
 #[derive(Clone)]
 pub struct Connection {
     sender: SendRequest<Body>,
     token: Option<HeaderValue>,
-    _closes: Arc<Closes>,
+    _abort_on_drop: Arc<AbortOnDrop>,
 }
 
-/// A stream whose requests do not end would keep the connection for ever.
-struct Closes(Arc<OnceLock<AbortHandle>>);
+/// Aborts the task that owns the socket. Without this, a stream whose requests do not end would keep the connection
+/// open.
+struct AbortOnDrop(Arc<OnceLock<AbortHandle>>);
 
-impl Drop for Closes {
+impl Drop for AbortOnDrop {
     fn drop(&mut self) {
         if let Some(connection) = self.0.get() {
             connection.abort();
@@ -215,15 +216,15 @@ impl Drop for Closes {
     }
 }
 
-/// Knows the task that has the socket: hyper runs that before all others, which are the requests'.
+/// Spawns hyper's tasks. The first owns the socket and is driven by the flusher; the others belong to requests.
 struct Executor<S> {
-    tail: Arc<Mutex<Option<Tail<S>>>>,
+    flusher: Arc<Mutex<Option<Flusher<S>>>>,
     socket_task: Arc<OnceLock<AbortHandle>>,
 }
 
 impl<S> Clone for Executor<S> {
     fn clone(&self) -> Self {
-        Self { tail: Arc::clone(&self.tail), socket_task: Arc::clone(&self.socket_task) }
+        Self { flusher: Arc::clone(&self.flusher), socket_task: Arc::clone(&self.socket_task) }
     }
 }
 
@@ -234,9 +235,9 @@ where
     S: AsyncWrite + Unpin + Send + 'static,
 {
     fn execute(&self, task: F) {
-        match self.tail.lock().take() {
-            Some(tail) => {
-                let task = tokio::spawn(tail.behind(task));
+        match self.flusher.lock().take() {
+            Some(flusher) => {
+                let task = tokio::spawn(flusher.drive(task));
                 self.socket_task.get_or_init(|| task.abort_handle());
             }
             None => drop(tokio::spawn(task)),
@@ -245,8 +246,13 @@ where
 }
 
 impl Connection {
-    /// With TLS if that is given, towards a server of this name.
-    async fn secure<S>(stream: S, tls: Option<&Arc<ClientConfig>>, authority: &str, target: &Target) -> io::Result<Self>
+    /// Opens a connection over the stream, with TLS if `tls` is set; `authority` is the server's name.
+    async fn establish<S>(
+        stream: S,
+        tls: Option<&Arc<ClientConfig>>,
+        authority: &str,
+        target: &Target,
+    ) -> io::Result<Self>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
@@ -263,18 +269,18 @@ impl Connection {
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let (stream, tail) = gather(stream);
+        let (stream, flusher) = coalesce_writes(stream);
         let socket_task = Arc::new(OnceLock::new());
-        let executor = Executor { tail: Arc::new(Mutex::new(Some(tail))), socket_task: Arc::clone(&socket_task) };
+        let executor = Executor { flusher: Arc::new(Mutex::new(Some(flusher))), socket_task: Arc::clone(&socket_task) };
         let (sender, driver) = http2::Builder::new(executor)
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .handshake(TokioIo::new(stream))
             .await
             .map_err(io::Error::other)?;
-        // Each request tells when the connection fails; the driver's own error adds nothing.
+        // Every request fails when the connection fails, so the error of the driver is ignored.
         tokio::spawn(async { driver.await.ok() });
-        Ok(Self { sender, token, _closes: Arc::new(Closes(socket_task)) })
+        Ok(Self { sender, token, _abort_on_drop: Arc::new(AbortOnDrop(socket_task)) })
     }
 }
 
@@ -302,7 +308,7 @@ mod tests {
     #[tokio::test]
     async fn refused_connection_names_the_endpoint() {
         let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let endpoint = Endpoint { place: Place::Tcp(closed.to_string()), has_tls: false };
+        let endpoint = Endpoint { address: Address::Tcp(closed.to_string()), has_tls: false };
         let target = Target { endpoints: vec![endpoint], tls: None, token: None };
         let error = Pool::connect(&target, 1).await.map(|_| ()).unwrap_err().to_string();
         assert!(error.contains(&closed.to_string()), "{error}");

@@ -1,4 +1,4 @@
-//! Where the servers under load are, and how one gets in: as etcdctl's flags say it.
+//! Endpoints, TLS settings and credentials of the servers under load, with etcdctl's flags.
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::Arc};
 
@@ -10,17 +10,17 @@ use tokio_rustls::rustls::{
     pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject as _},
 };
 
-use super::Error;
+use crate::error::Error;
 
-/// Where a server listens: `http://host:port`, `https://host:port`, `host:port`, `unix://path` or `unixs://path`.
+/// The address of a server: `http://host:port`, `https://host:port`, `host:port`, `unix://path` or `unixs://path`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
-    pub place: Place,
+    pub address: Address,
     pub has_tls: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Address {
     /// Host and port.
     Tcp(String),
     Unix(PathBuf),
@@ -33,8 +33,8 @@ impl FromStr for Endpoint {
         for (scheme, has_tls) in [("unix:", false), ("unixs:", true)] {
             let Some(path) = text.strip_prefix(scheme) else { continue };
             let path = path.strip_prefix("//").unwrap_or(path);
-            let place = Place::Unix(path.into());
-            return if path.is_empty() { Err("no path".to_owned()) } else { Ok(Self { place, has_tls }) };
+            let address = Address::Unix(path.into());
+            return if path.is_empty() { Err("no path".to_owned()) } else { Ok(Self { address, has_tls }) };
         }
         let (scheme, rest) = text.split_once("://").unwrap_or(("http", text));
         let has_tls = match scheme {
@@ -45,7 +45,7 @@ impl FromStr for Endpoint {
         let authority = rest.strip_suffix('/').unwrap_or(rest);
         let parsed: http::uri::Authority = authority.parse().map_err(|error| format!("{error}"))?;
         match parsed.port_u16() {
-            Some(_) => Ok(Self { place: Place::Tcp(authority.to_owned()), has_tls }),
+            Some(_) => Ok(Self { address: Address::Tcp(authority.to_owned()), has_tls }),
             None => Err("no port".to_owned()),
         }
     }
@@ -54,43 +54,43 @@ impl FromStr for Endpoint {
 impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let secure = if self.has_tls { "s" } else { "" };
-        match &self.place {
-            Place::Tcp(authority) => write!(f, "http{secure}://{authority}"),
-            Place::Unix(path) => write!(f, "unix{secure}://{}", path.display()),
+        match &self.address {
+            Address::Tcp(authority) => write!(f, "http{secure}://{authority}"),
+            Address::Unix(path) => write!(f, "unix{secure}://{}", path.display()),
         }
     }
 }
 
-/// Who the client is and whom it trusts, with etcdctl's flags.
+/// The flags for TLS and authentication. They have the names of etcdctl's.
 #[derive(Clone, Debug, Default, clap::Args)]
-pub struct Identity {
-    /// Roots of the servers' certificates, PEM; without it the system's
+pub struct Credentials {
+    /// CA certificates that the server certificates are verified with, PEM [default: those of the system]
     #[arg(long, global = true, value_name = "FILE")]
     cacert: Option<PathBuf>,
 
-    /// The client's certificate, PEM
+    /// Client certificate, PEM
     #[arg(long, global = true, requires = "key", value_name = "FILE")]
     cert: Option<PathBuf>,
 
-    /// The certificate's key, PEM
+    /// Private key of the client certificate, PEM
     #[arg(long, global = true, requires = "cert", value_name = "FILE")]
     key: Option<PathBuf>,
 
-    /// Take any server's certificate
+    /// Do not verify the server certificates
     #[arg(long, global = true)]
     insecure_skip_tls_verify: bool,
 
-    /// Log in as a user, where the servers ask for it
+    /// User to log in as
     #[arg(long, global = true, value_name = "NAME[:PASSWORD]")]
     user: Option<String>,
 
-    /// The user's password
+    /// Password of the user
     #[arg(long, global = true, requires = "user", value_name = "PASSWORD")]
     password: Option<String>,
 }
 
-impl Identity {
-    /// Name and password.
+impl Credentials {
+    /// Returns name and password of the user, if one is given.
     pub fn login(&self) -> Option<(String, String)> {
         let user = self.user.as_deref()?;
         Some(match (&self.password, user.split_once(':')) {
@@ -100,21 +100,23 @@ impl Identity {
         })
     }
 
+    /// Returns the TLS configuration.
+    ///
     /// # Errors
     ///
-    /// [`Error::Flags`], naming flag and file.
+    /// [`Error::Flags`], with the flag and the file.
     pub fn tls(&self) -> Result<Arc<ClientConfig>, Error> {
         let provider = Arc::new(ring::default_provider());
         let builder = ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions();
-        let builder = builder.map_err(|error| Error::Flags(format!("TLS cannot be set up: {error}")))?;
+        let builder = builder.map_err(|error| Error::Flags(format!("cannot set up TLS: {error}")))?;
         let builder = if self.insecure_skip_tls_verify {
-            builder.dangerous().with_custom_certificate_verifier(Arc::new(Anybody(provider)))
+            builder.dangerous().with_custom_certificate_verifier(Arc::new(AcceptAnyCertificate(provider)))
         } else {
             builder.with_root_certificates(self.roots()?)
         };
         let mut config = match (&self.cert, &self.key) {
             (Some(cert), Some(key)) => {
-                let unusable = |what: String| Error::Flags(format!("--cert {}: {what}", cert.display()));
+                let unusable = |reason: String| Error::Flags(format!("--cert {}: {reason}", cert.display()));
                 let certificates = CertificateDer::pem_file_iter(cert).and_then(Iterator::collect);
                 let certificates = certificates.map_err(|error| unusable(error.to_string()))?;
                 let key = PrivateKeyDer::from_pem_file(key)
@@ -133,29 +135,29 @@ impl Identity {
             roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
             return Ok(roots);
         };
-        let unusable = |what: String| Error::Flags(format!("--cacert {}: {what}", file.display()));
+        let unusable = |reason: String| Error::Flags(format!("--cacert {}: {reason}", file.display()));
         for certificate in CertificateDer::pem_file_iter(file).map_err(|error| unusable(error.to_string()))? {
             let certificate = certificate.map_err(|error| unusable(error.to_string()))?;
             roots.add(certificate).map_err(|error| unusable(error.to_string()))?;
         }
-        if roots.is_empty() { Err(unusable("it holds no certificate".to_owned())) } else { Ok(roots) }
+        if roots.is_empty() { Err(unusable("the file contains no certificate".to_owned())) } else { Ok(roots) }
     }
 }
 
-/// The endpoints with all that it takes to connect to them.
+/// The endpoints, with everything that is needed to connect to them.
 #[derive(Clone)]
 pub struct Target {
     pub endpoints: Vec<Endpoint>,
     pub tls: Option<Arc<ClientConfig>>,
-    /// Goes with every request.
+    /// Sent with every request.
     pub token: Option<HeaderValue>,
 }
 
-/// Trusts whoever answers.
+/// Verifies no server certificate.
 #[derive(Debug)]
-struct Anybody(Arc<CryptoProvider>);
+struct AcceptAnyCertificate(Arc<CryptoProvider>);
 
-impl ServerCertVerifier for Anybody {
+impl ServerCertVerifier for AcceptAnyCertificate {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,
@@ -216,17 +218,17 @@ mod tests {
     }
 
     #[test]
-    fn login_is_written_in_one_flag_or_two() {
-        let identity = |user: Option<&str>, password: Option<&str>| Identity {
+    fn password_is_given_in_either_flag() {
+        let credentials = |user: Option<&str>, password: Option<&str>| Credentials {
             user: user.map(str::to_owned),
             password: password.map(str::to_owned),
-            ..Identity::default()
+            ..Credentials::default()
         };
         for (given, want) in [
-            (identity(None, None), None),
-            (identity(Some("root:a:b"), None), Some(("root", "a:b"))),
-            (identity(Some("root"), Some("secret")), Some(("root", "secret"))),
-            (identity(Some("root"), None), Some(("root", ""))),
+            (credentials(None, None), None),
+            (credentials(Some("root:a:b"), None), Some(("root", "a:b"))),
+            (credentials(Some("root"), Some("secret")), Some(("root", "secret"))),
+            (credentials(Some("root"), None), Some(("root", ""))),
         ] {
             assert_eq!(given.login(), want.map(|(name, password)| (name.to_owned(), password.to_owned())));
         }

@@ -1,29 +1,30 @@
-//! The scenario that reads single keys, each in turn.
+//! The scenario `get`: reads single keys, one after another.
 
 use std::collections::BTreeMap;
 
 use tonic::Status;
 
-use super::{
-    Bench, Error,
-    args::{at_least_one, value_size},
-    closed_loop::{Done, Worker},
+use crate::{
+    args::{parse_count, parse_value_size},
+    bench::Bench,
+    closed_loop::{OpCounts, Worker},
     connection::Client,
+    error::Error,
     report::Report,
 };
 use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 
 #[derive(Debug, clap::Args)]
 pub struct Get {
-    /// Bytes of each value
-    #[arg(long, default_value = "256", value_parser = value_size, value_name = "BYTES")]
+    /// Size of each value in bytes
+    #[arg(long, default_value = "256", value_parser = parse_value_size, value_name = "BYTES")]
     value_size: usize,
 
-    /// Keys that are read in turn
-    #[arg(long, default_value = "10000", value_parser = at_least_one, value_name = "N")]
+    /// Number of keys, read one after another
+    #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
     key_space: usize,
 
-    /// Take what the endpoint has, without asking whether it is the newest
+    /// Send serializable requests: the server may answer with stale data
     #[arg(long)]
     serializable: bool,
 }
@@ -32,7 +33,7 @@ impl Get {
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
         bench.load(self.key_space, self.value_size).await?;
         let getter = |number| {
-            // The clients start apart, so that they do not follow each other from key to key.
+            // Each client starts at another key, so that no two clients read the same keys at the same time.
             let first = number * self.key_space / bench.plan.clients % self.key_space;
             let sequences = (0..self.key_space as u64).cycle().skip(first);
             let keys = std::sync::Arc::clone(&bench.keys);
@@ -52,15 +53,15 @@ impl Get {
 
 struct Getter<I> {
     client: Client,
-    /// Never ends.
+    /// An endless iterator.
     requests: I,
 }
 
 impl<I: Iterator<Item = RangeRequest> + Send + 'static> Worker for Getter<I> {
-    async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
+    async fn step(&mut self, _started: u64) -> Result<OpCounts, Status> {
         let request = self.requests.next().unwrap_or_default();
-        let answer = self.client.range_of(request, 1).await?;
-        Ok(Done { retries: 0, keys: answer.kvs, bytes: answer.bytes })
+        let response = self.client.range_exact(request, 1).await?;
+        Ok(OpCounts { retries: 0, keys: response.kvs, bytes: response.bytes })
     }
 
     fn client(&self) -> &Client {

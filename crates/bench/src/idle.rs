@@ -1,15 +1,16 @@
-//! The scenario in which nothing happens: connections and watches are held. What the server spends meanwhile is for the
-//! caller to see.
+//! The scenario `idle`: keeps connections and watches open without any traffic. The caller measures the CPU time and
+//! the memory of the server.
 
 use std::collections::BTreeMap;
 
 use tokio::time::{Instant, sleep_until};
 
-use super::{
-    Bench, Error,
-    args::at_least_one,
+use crate::{
+    args::parse_count,
+    bench::Bench,
     closed_loop::{Recorder, Run},
-    keyspace::step,
+    error::Error,
+    keyspace::setup_request,
     report::Report,
     watch::open_stream,
 };
@@ -17,28 +18,26 @@ use orlop_wire::proto::client::etcdserverpb::{RangeRequest, WatchCreateRequest};
 
 #[derive(Debug, clap::Args)]
 pub struct Idle {
-    /// Watches, each on a stream of its own
-    #[arg(long, default_value = "60", value_parser = at_least_one, value_name = "N")]
+    /// Number of watches, each on its own stream
+    #[arg(long, default_value = "60", value_parser = parse_count, value_name = "N")]
     watches: usize,
 }
 
 impl Idle {
-    /// How many streams share the connections.
+    /// Returns the number of streams that share the connections.
     pub fn streams(&self) -> usize {
         self.watches
     }
 
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
         let Some(duration) = bench.plan.limits.duration else {
-            return Err(Error::Flags(
-                "nothing is counted while nothing happens: give --duration, not --total".to_owned(),
-            ));
+            return Err(Error::Flags("the scenario has no operations: use --duration instead of --total".to_owned()));
         };
-        // A connection that carries no watch has at least been used.
+        // Connections without a watch send one request.
         for number in 0..bench.pool.len() {
             let client = bench.pool.client(number);
             let request = RangeRequest { key: bench.keys.key(0, 0), ..RangeRequest::default() };
-            step("using a connection", &client, client.kv.clone().range(request)).await?;
+            setup_request("using a connection", &client, client.kv.clone().range(request)).await?;
         }
         let mut watches = Vec::with_capacity(self.watches);
         for number in 0..self.watches {
@@ -49,14 +48,14 @@ impl Idle {
         let run = Run::begin(bench.plan.limits);
         let until = Instant::now() + bench.plan.limits.warmup + duration;
         bench
-            .show(&run, async {
+            .with_progress(&run, async {
                 tokio::select! {
                     () = sleep_until(until) => {}
                     () = bench.interrupt.wait() => {}
                 }
             })
             .await;
-        let facts = BTreeMap::from([("watches", watches.len() as f64)]);
-        Ok(bench.report("idle", 0, &Recorder::new(run.measured_from()), facts))
+        let extra = BTreeMap::from([("watches", watches.len() as f64)]);
+        Ok(bench.report("idle", 0, &Recorder::new(run.measured_from()), extra))
     }
 }

@@ -1,20 +1,21 @@
-//! Ctrl-C: the first asks the run to stop and report, the second ends the process.
+//! Ctrl-C handling: the first stops the run and prints the report, the second ends the process.
 
 use tokio::sync::watch;
 
-/// Exit status of a process that Ctrl-C ended, as shells count it.
+/// Exit status of a process ended by SIGINT, by the convention of shells: 128 + 2.
 const EXIT_INTERRUPTED: i32 = 130;
 
+/// Whether the user has pressed Ctrl-C.
 #[derive(Clone)]
 pub struct Interrupt(watch::Receiver<bool>);
 
 impl Interrupt {
-    /// Listens from now on, until the process ends.
+    /// Starts to listen for Ctrl-C.
     pub fn listen() -> Self {
         let (interrupted, receiver) = watch::channel(false);
         tokio::spawn(async move {
             if tokio::signal::ctrl_c().await.is_err() {
-                // Without a handler Ctrl-C ends the process by itself; the sender must live on for `wait`.
+                // Without a handler, Ctrl-C ends the process. The sender must stay open for `wait`.
                 return interrupted.closed().await;
             }
             interrupted.send_replace(true);
@@ -29,10 +30,10 @@ impl Interrupt {
         *self.0.borrow()
     }
 
-    /// Returns once the user has interrupted. Cancel safe: it only looks.
+    /// Waits for Ctrl-C. Cancel safe: it does not consume the signal.
     pub async fn wait(&self) {
         if self.0.clone().wait_for(|interrupted| *interrupted).await.is_err() {
-            // The listener is gone with the runtime: nobody will interrupt any more.
+            // The listener ended with the runtime, so no interrupt follows.
             std::future::pending().await
         }
     }

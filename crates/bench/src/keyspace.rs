@@ -1,4 +1,4 @@
-//! The keys of a run: all below one prefix, which is empty before and is emptied afterwards.
+//! The keys of a run. All have one prefix, which has no keys before the run and is deleted afterwards.
 
 use std::{
     future::Future,
@@ -13,94 +13,96 @@ use bytes::Bytes;
 use tokio::time::timeout;
 use tonic::{Response, Status};
 
-use super::{
-    Error,
-    closed_loop::{Done, Limits, Run, Worker, describe},
+use crate::{
+    closed_loop::{Limits, OpCounts, Run, Worker, describe},
     connection::{Client, Pool},
+    error::Error,
     interrupt::Interrupt,
 };
 use orlop_wire::proto::client::etcdserverpb::{DeleteRangeRequest, PutRequest, RangeRequest};
 
-/// Of one request before or after the run.
-const STEP_TIMEOUT: Duration = Duration::from_secs(30);
+/// Timeout of a request outside the measured loop.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Keys in one deletion: a million at once would hold up the server, and with it the end of the run.
-const KEYS_DELETED_AT_ONCE: i64 = 5_000;
+/// Number of keys per DeleteRange. Deleting a million keys at once would block the server for too long.
+const DELETED_KEYS_MAX: i64 = 5_000;
 
-/// Enough for servers that commit in groups to do so.
-const LOADERS: usize = 256;
+/// Number of concurrent clients that load keys, enough for group commits of the server.
+const LOAD_CLIENTS: usize = 256;
 
+/// The keys with one prefix.
 pub struct KeySpace {
     prefix: String,
 }
 
 impl KeySpace {
-    /// The prefix is not empty.
+    /// `prefix` must not be empty.
     pub fn new(prefix: String) -> Self {
         Self { prefix }
     }
 
-    /// A key of the client's own.
+    /// Returns the key with this sequence number in the client's part of the key space.
     pub fn key(&self, client: usize, sequence: u64) -> Bytes {
         format!("{}{client:06}/{sequence:010}", self.prefix).into()
     }
 
-    /// All keys: the first possible one, and the end, which is no longer in.
+    /// Returns the range of all keys: start, inclusive, and end, exclusive.
     pub fn range(&self) -> (Bytes, Bytes) {
         let mut end = self.prefix.clone().into_bytes();
         if let Some(last) = end.last_mut() {
-            // UTF-8 has no 0xff, so the last byte has a successor.
+            // The byte 0xff does not occur in UTF-8, so the addition does not overflow.
             *last += 1;
         }
         (self.prefix.clone().into(), end.into())
     }
 
-    /// The store's revision.
+    /// Returns the current revision of the store.
     pub async fn revision(&self, client: &Client) -> Result<i64, Error> {
         let request = RangeRequest { key: self.key(0, 0), count_only: true, ..RangeRequest::default() };
-        let answer = step("asking for the revision", client, client.kv.clone().range(request)).await?;
+        let answer = setup_request("reading the revision", client, client.kv.clone().range(request)).await?;
         Ok(answer.header.unwrap_or_default().revision)
     }
 
-    /// Sees to it that there are no keys yet.
+    /// Fails if there are keys with the prefix; with `purge`, deletes them instead.
     pub async fn claim(&self, client: &mut Client, purge: bool) -> Result<(), Error> {
         if purge {
             return self.clear(client).await;
         }
         let (key, range_end) = self.range();
         let request = RangeRequest { key, range_end, count_only: true, ..RangeRequest::default() };
-        let count = step("looking for old keys", client, client.kv.clone().range(request)).await?.count;
+        let count = setup_request("counting old keys", client, client.kv.clone().range(request)).await?.count;
         if count > 0 {
             return Err(Error::PrefixInUse { prefix: self.prefix.clone(), count });
         }
         Ok(())
     }
 
+    /// Deletes all keys with the prefix.
     pub async fn clear(&self, client: &mut Client) -> Result<(), Error> {
         let (key, range_end) = self.range();
         loop {
             let request = RangeRequest {
                 key: key.clone(),
                 range_end: range_end.clone(),
-                limit: KEYS_DELETED_AT_ONCE,
+                limit: DELETED_KEYS_MAX,
                 keys_only: true,
                 ..RangeRequest::default()
             };
-            let found = step("looking for keys to delete", client, client.kv.clone().range(request)).await?;
+            let found = setup_request("listing keys to delete", client, client.kv.clone().range(request)).await?;
             let end = if found.more { found.kvs.last().map(|kv| kv.key.clone()) } else { None };
             let delete = DeleteRangeRequest {
                 key: key.clone(),
                 range_end: end.unwrap_or_else(|| range_end.clone()),
                 ..DeleteRangeRequest::default()
             };
-            step("deleting keys", client, client.kv.clone().delete_range(delete)).await?;
+            setup_request("deleting keys", client, client.kv.clone().delete_range(delete)).await?;
             if !found.more {
                 return Ok(());
             }
         }
     }
 
-    /// Writes the first `keys` keys of client 0, each in a revision of its own as most keys of a cluster are.
+    /// Writes the first `keys` keys of client 0, each at its own revision, like most keys of a Kubernetes cluster.
     pub async fn load(
         self: &Arc<Self>,
         pool: &Pool,
@@ -117,41 +119,46 @@ impl KeySpace {
         };
         let total = Some(keys as u64);
         let run = Run::begin(Limits { total, duration: None, warmup: Duration::ZERO });
-        run.drive((0..LOADERS).map(loader).collect(), interrupt).await;
-        match run.take().first_error {
+        run.drive((0..LOAD_CLIENTS).map(loader).collect(), interrupt).await;
+        match run.finish().first_error {
             Some(error) => Err(Error::Step { step: "loading keys", endpoint: pool.endpoints(), error }),
             None => Ok(()),
         }
     }
 }
 
-/// One request before or after a run.
-pub async fn step<T>(
+/// Sends a request outside the measured loop, with a timeout.
+pub async fn setup_request<T>(
     step: &'static str,
     client: &Client,
     request: impl Future<Output = Result<Response<T>, Status>>,
 ) -> Result<T, Error> {
     let failed = |error| Error::Step { step, endpoint: client.endpoint().to_string(), error };
-    match timeout(STEP_TIMEOUT, request).await {
+    match timeout(REQUEST_TIMEOUT, request).await {
         Ok(Ok(answer)) => Ok(answer.into_inner()),
         Ok(Err(status)) => Err(failed(describe(&status))),
-        Err(_) => Err(failed(format!("no answer within {STEP_TIMEOUT:?}"))),
+        Err(_) => Err(failed(format!("no response within {REQUEST_TIMEOUT:?}"))),
     }
+}
+
+/// Returns a value of this size.
+pub fn filler_value(len: usize) -> Bytes {
+    vec![b'x'; len].into()
 }
 
 struct Loader {
     client: Client,
     keys: Arc<KeySpace>,
     value: Bytes,
-    /// Sequence of the first key that no loader has taken.
+    /// Sequence number of the next key to write, shared by all loaders.
     next: Arc<AtomicU64>,
 }
 
 impl Worker for Loader {
-    async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
+    async fn step(&mut self, _started: u64) -> Result<OpCounts, Status> {
         let key = self.keys.key(0, self.next.fetch_add(1, Relaxed));
         self.client.kv.put(PutRequest { key, value: self.value.clone(), ..PutRequest::default() }).await?;
-        Ok(Done::default())
+        Ok(OpCounts::default())
     }
 
     fn client(&self) -> &Client {
@@ -164,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_key_lies_in_the_range() {
+    fn range_contains_every_key() {
         let keys = KeySpace::new("bench/é".to_owned());
         let (start, end) = keys.range();
         for (client, sequence) in [(0, 0), (999_999, 9_999_999_999), (1_000_000, u64::MAX)] {
@@ -175,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_sort_as_their_sequences() {
+    fn keys_sort_by_client_and_sequence() {
         let keys = KeySpace::new("bench/".to_owned());
         assert!(keys.key(0, 9) < keys.key(0, 10));
         assert!(keys.key(9, 10) < keys.key(10, 0));

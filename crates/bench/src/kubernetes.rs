@@ -1,5 +1,6 @@
-//! A cluster's traffic as kube-apiserver makes it: nodes renew their leases and report on pods by compare-and-swap, lists
-//! are read in pages, collections are counted, reads ask for the newest revision, and watches follow all of it.
+//! The scenario `kubernetes`: the requests that kube-apiserver sends for a cluster. Nodes renew their leases and update
+//! their pods with compare-and-swap transactions; other requests list pods in pages, count them and read the current
+//! revision. Watches receive all changes.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -8,59 +9,65 @@ use parking_lot::Mutex;
 use tokio::{task::JoinSet, time::Instant};
 use tonic::{Status, Streaming};
 
-use super::{
-    Bench, Error,
-    args::at_least_one,
-    closed_loop::{Done, Recorder, Run, Worker, describe},
+use crate::{
+    args::parse_count,
+    bench::Bench,
+    closed_loop::{OpCounts, Recorder, Run, Worker, describe},
     connection::Client,
-    keyspace::KeySpace,
+    error::Error,
+    keyspace::{KeySpace, filler_value},
     report::{Report, Row},
+    summary::WatchSummary,
     watch::open_stream,
-    wire::WatchTally,
-    write::{CompareAndSwap, filler},
+    write::CompareAndSwap,
 };
 use orlop_wire::proto::client::etcdserverpb::{RangeRequest, WatchCreateRequest};
 
+/// Size of a pod in bytes.
 const POD_BYTES: usize = 2 << 10;
+/// Size of a node's lease in bytes.
 const LEASE_BYTES: usize = 320;
+/// Number of pods per page.
 const PAGE_PAIRS: i64 = 500;
 
-/// Whose keys lie in which part of the key space.
-pub(super) const PODS: usize = 0;
+/// Parts of the key space, see [`KeySpace::key`].
+pub const PODS: usize = 0;
 const LEASES: usize = 1;
-/// Holds none.
-pub(super) const NOTHING: usize = 2;
+/// A part without keys.
+pub const EMPTY: usize = 2;
 
+/// The size of the cluster.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Kubernetes {
-    /// Nodes, each with a lease
-    #[arg(long, default_value = "500", value_parser = at_least_one, value_name = "N")]
+    /// Number of nodes; each has a lease
+    #[arg(long, default_value = "500", value_parser = parse_count, value_name = "N")]
     nodes: usize,
 
-    /// Pods, of 2 KiB
-    #[arg(long, default_value = "5000", value_parser = at_least_one, value_name = "N")]
+    /// Number of pods; each has 2 KiB
+    #[arg(long, default_value = "5000", value_parser = parse_count, value_name = "N")]
     pods: usize,
 
-    /// Watches, each on a stream of its own: a third on pods, a third on leases, the rest on what does not change
-    #[arg(long, default_value = "60", value_parser = at_least_one, value_name = "N")]
+    /// Number of watches, each on its own stream: a third on the pods, a third on the leases, the rest on a prefix
+    /// without keys
+    #[arg(long, default_value = "60", value_parser = parse_count, value_name = "N")]
     watches: usize,
 }
 
-/// What a client does next.
+/// The kinds of operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub enum OperationKind {
     RenewLease,
     UpdatePod,
-    /// A range of a key that is not there, for the revision in its header.
+    /// Reads a key that does not exist, for the revision in the response header.
     Probe,
     Count,
     ListPage,
 }
 
-impl Kind {
+impl OperationKind {
     const ALL: [Self; 5] = [Self::RenewLease, Self::UpdatePod, Self::Probe, Self::Count, Self::ListPage];
 
-    pub fn writes(self) -> bool {
+    pub fn is_write(self) -> bool {
         matches!(self, Self::RenewLease | Self::UpdatePod)
     }
 
@@ -74,7 +81,7 @@ impl Kind {
         }
     }
 
-    /// Of a hundred operations.
+    /// Share of the operations, in percent.
     fn share(self) -> u64 {
         match self {
             Self::RenewLease => 50,
@@ -85,8 +92,8 @@ impl Kind {
         }
     }
 
-    /// The kind that a number from 0 to 99 stands for.
-    fn of(mut number: u64) -> Self {
+    /// Maps a number from 0 to 99 to a kind, by the shares.
+    fn from_percentile(mut number: u64) -> Self {
         for kind in Self::ALL {
             if number < kind.share() {
                 return kind;
@@ -101,59 +108,66 @@ impl Kubernetes {
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
         self.load(bench).await?;
         let events = Arc::new(Mutex::new(Events::default()));
-        // Ends the readers when it goes out of scope.
-        let _readers = self.follow(bench, &events).await?;
+        // Aborts the readers when dropped.
+        let _readers = self.start_watches(bench, &events).await?;
 
         let run = Run::begin(bench.plan.limits);
-        let recorders = Kind::ALL.map(|_| Recorder::new(run.measured_from()));
-        let told = Arc::new(Told { recorders: Mutex::new(recorders), measured_from: run.stamp_measured_from() });
-        let values = Values::from(filler);
-        let worker = |number| Node { mix: Mix::new(bench, self, values.clone(), number), told: Arc::clone(&told) };
-        bench.show(&run, run.drive(bench.workers(worker), &bench.interrupt)).await;
-        let whole = run.take();
+        let recorders = OperationKind::ALL.map(|_| Recorder::new(run.measured_from()));
+        let by_kind =
+            Arc::new(RecordersByKind { recorders: Mutex::new(recorders), measured_from: run.measured_from_nanos() });
+        let values = Values::new(filler_value);
+        let worker = |number| MixWorker {
+            mix: OperationMix::new(bench, self, values.clone(), number),
+            by_kind: Arc::clone(&by_kind),
+        };
+        bench.with_progress(&run, run.drive(bench.workers(worker), &bench.interrupt)).await;
+        let all = run.finish();
 
-        let seen = events.lock();
-        let facts = BTreeMap::from([
+        let received = events.lock();
+        let extra = BTreeMap::from([
             ("nodes", self.nodes as f64),
             ("pods", self.pods as f64),
             ("watches", self.watches as f64),
-            ("events", seen.count as f64),
+            ("events", received.count as f64),
         ]);
-        let mut report = bench.report("kubernetes", POD_BYTES, &whole, facts);
-        let recorders = told.recorders.lock();
-        report.results.extend(Kind::ALL.iter().zip(recorders.iter()).map(|(kind, own)| Row::new(kind.name(), own)));
-        report.first_error = report.first_error.or_else(|| seen.error.clone());
+        let mut report = bench.report("kubernetes", POD_BYTES, &all, extra);
+        let recorders = by_kind.recorders.lock();
+        report.results.extend(
+            OperationKind::ALL.iter().zip(recorders.iter()).map(|(kind, recorder)| Row::new(kind.name(), recorder)),
+        );
+        report.first_error = report.first_error.or_else(|| received.error.clone());
         Ok(report)
     }
 
-    /// With fewer pods, and nodes in proportion, where that many operations would not write each pod so many times.
-    pub(super) fn rewritten_within(&self, operations: u64, times: u64, pods_min: usize) -> Self {
-        let most = operations * Kind::UpdatePod.share() / 100 / times;
-        let most = usize::try_from(most).unwrap_or(usize::MAX).max(pods_min);
-        let pods = self.pods.min(most);
+    /// Returns the cluster, with pods and nodes reduced in proportion if the operations would write each pod fewer than
+    /// `times` times.
+    pub fn scaled_down(&self, operations: u64, times: u64, pods_min: usize) -> Self {
+        let pods_max = operations * OperationKind::UpdatePod.share() / 100 / times;
+        let pods_max = usize::try_from(pods_max).unwrap_or(usize::MAX).max(pods_min);
+        let pods = self.pods.min(pods_max);
         Self { pods, nodes: (self.nodes * pods / self.pods).max(1), watches: self.watches }
     }
 
-    pub(super) fn pods(&self) -> usize {
+    pub fn pods(&self) -> usize {
         self.pods
     }
 
-    /// Loads what is there from the beginning.
-    pub(super) async fn load(&self, bench: &Bench) -> Result<(), Error> {
+    /// Writes the pods.
+    pub async fn load(&self, bench: &Bench) -> Result<(), Error> {
         bench.load(self.pods, POD_BYTES).await
     }
 
-    /// Opens the watches. Their readers end when they are dropped.
-    pub(super) async fn follow(&self, bench: &Bench, events: &Arc<Mutex<Events>>) -> Result<JoinSet<()>, Error> {
+    /// Opens the watches and starts their readers. The readers are aborted when the set is dropped.
+    pub async fn start_watches(&self, bench: &Bench, events: &Arc<Mutex<Events>>) -> Result<JoinSet<()>, Error> {
         let mut readers = JoinSet::new();
         for number in 0..self.watches {
-            readers.spawn(follow(self.open(bench, number).await?, Arc::clone(events)));
+            readers.spawn(count_events(self.open_watch(bench, number).await?, Arc::clone(events)));
         }
         Ok(readers)
     }
 
-    async fn open(&self, bench: &Bench, number: usize) -> Result<Streaming<WatchTally>, Error> {
-        let part = [PODS, LEASES, NOTHING][number * 3 / self.watches.max(1) % 3];
+    async fn open_watch(&self, bench: &Bench, number: usize) -> Result<Streaming<WatchSummary>, Error> {
+        let part = [PODS, LEASES, EMPTY][number * 3 / self.watches.max(1) % 3];
         let create = WatchCreateRequest {
             key: bench.keys.key(part, 0),
             range_end: bench.keys.key(part + 1, 0),
@@ -164,31 +178,32 @@ impl Kubernetes {
     }
 }
 
+/// The events that all watches received, and the first error of a watch.
 #[derive(Debug, Default)]
-pub(super) struct Events {
+pub struct Events {
     pub count: u64,
     pub error: Option<String>,
 }
 
-async fn follow(mut answers: Streaming<WatchTally>, events: Arc<Mutex<Events>>) {
+async fn count_events(mut responses: Streaming<WatchSummary>, events: Arc<Mutex<Events>>) {
     loop {
-        let ended = match answers.message().await {
-            Ok(Some(answer)) if answer.canceled => format!("a watch was canceled: {}", answer.cancel_reason),
-            Ok(Some(answer)) => {
-                events.lock().count += answer.events;
+        let error = match responses.message().await {
+            Ok(Some(response)) if response.canceled => format!("a watch was canceled: {}", response.cancel_reason),
+            Ok(Some(response)) => {
+                events.lock().count += response.events;
                 continue;
             }
             Ok(None) => "the watch stream ended".to_owned(),
             Err(status) => describe(&status),
         };
-        events.lock().error.get_or_insert(ended);
+        events.lock().error.get_or_insert(error);
         return;
     }
 }
 
-/// What was measured of each kind.
-struct Told {
-    recorders: Mutex<[Recorder; Kind::ALL.len()]>,
+/// The measurements of each kind of operation.
+struct RecordersByKind {
+    recorders: Mutex<[Recorder; OperationKind::ALL.len()]>,
     measured_from: u64,
 }
 
@@ -200,80 +215,80 @@ struct Cluster {
 }
 
 impl Cluster {
-    /// A client's own keys in turn, so that no two clients write one key.
-    fn own(self, keys: usize, client: usize, turn: u64) -> u64 {
+    /// Returns the number of the key for a client's operation. No two clients share a key.
+    fn own_key(self, keys: usize, client: usize, sequence: u64) -> u64 {
         let own = (keys.saturating_sub(client)).div_ceil(self.clients).max(1) as u64;
-        (client as u64 + turn % own * self.clients as u64).min(keys as u64 - 1)
+        (client as u64 + sequence % own * self.clients as u64).min(keys as u64 - 1)
     }
 }
 
-/// One client's part of the traffic.
-pub(super) struct Mix {
+/// The operations of one client.
+pub struct OperationMix {
     swap: CompareAndSwap,
     keys: Arc<KeySpace>,
     cluster: Cluster,
     number: usize,
-    turn: u64,
+    sequence: u64,
     values: Values,
 }
 
-/// What is written: any bytes, as many as such objects have.
+/// The values of pods and leases. Their content does not matter, only their sizes.
 #[derive(Clone)]
-pub(super) struct Values {
+pub struct Values {
     pod: Bytes,
     lease: Bytes,
 }
 
 impl Values {
-    /// From a source of so many bytes.
-    pub fn from(source: impl Fn(usize) -> Bytes) -> Self {
+    /// `source` returns a value of the given size.
+    pub fn new(source: impl Fn(usize) -> Bytes) -> Self {
         Self { pod: source(POD_BYTES), lease: source(LEASE_BYTES) }
     }
 }
 
-impl Mix {
+impl OperationMix {
     pub fn new(bench: &Bench, cluster: &Kubernetes, values: Values, number: usize) -> Self {
         Self {
             swap: CompareAndSwap::new(bench.pool.client(number)),
             keys: Arc::clone(&bench.keys),
             cluster: Cluster { nodes: cluster.nodes, pods: cluster.pods, clients: bench.plan.clients },
             number,
-            turn: 0,
+            sequence: 0,
             values,
         }
     }
 
-    /// Does the next operation.
-    pub async fn step(&mut self) -> (Kind, Result<Done, Status>) {
-        let turn = self.turn;
-        self.turn += 1;
-        let kind = Kind::of((turn * STRIDE + self.number as u64) % 100);
-        (kind, self.serve(kind, turn).await)
+    /// Runs the next operation.
+    pub async fn step(&mut self) -> (OperationKind, Result<OpCounts, Status>) {
+        let sequence = self.sequence;
+        self.sequence += 1;
+        let kind = OperationKind::from_percentile((sequence * STRIDE + self.number as u64) % 100);
+        (kind, self.run(kind, sequence).await)
     }
 
-    async fn serve(&mut self, kind: Kind, turn: u64) -> Result<Done, Status> {
+    async fn run(&mut self, kind: OperationKind, sequence: u64) -> Result<OpCounts, Status> {
         let Cluster { nodes, pods, .. } = self.cluster;
         let keys = &self.keys;
-        let (request, wanted) = match kind {
-            Kind::RenewLease => {
-                let key = keys.key(LEASES, self.cluster.own(nodes, self.number, turn));
+        let (request, expected) = match kind {
+            OperationKind::RenewLease => {
+                let key = keys.key(LEASES, self.cluster.own_key(nodes, self.number, sequence));
                 return self.swap.update(key, self.values.lease.clone()).await;
             }
-            Kind::UpdatePod => {
-                let key = keys.key(PODS, self.cluster.own(pods, self.number, turn));
+            OperationKind::UpdatePod => {
+                let key = keys.key(PODS, self.cluster.own_key(pods, self.number, sequence));
                 return self.swap.update(key, self.values.pod.clone()).await;
             }
-            Kind::Probe => (RangeRequest { key: keys.key(NOTHING, 0), limit: 1, ..RangeRequest::default() }, 0),
-            Kind::Count => (RangeRequest { count_only: true, ..self.pods_from(0) }, 0),
-            Kind::ListPage => {
+            OperationKind::Probe => (RangeRequest { key: keys.key(EMPTY, 0), limit: 1, ..RangeRequest::default() }, 0),
+            OperationKind::Count => (RangeRequest { count_only: true, ..self.pods_from(0) }, 0),
+            OperationKind::ListPage => {
                 let pages = (pods as u64).div_ceil(PAGE_PAIRS.unsigned_abs());
-                let first = turn % pages * PAGE_PAIRS.unsigned_abs();
-                let wanted = (pods as u64 - first).min(PAGE_PAIRS.unsigned_abs());
-                (RangeRequest { limit: PAGE_PAIRS, ..self.pods_from(first) }, wanted)
+                let first = sequence % pages * PAGE_PAIRS.unsigned_abs();
+                let expected = (pods as u64 - first).min(PAGE_PAIRS.unsigned_abs());
+                (RangeRequest { limit: PAGE_PAIRS, ..self.pods_from(first) }, expected)
             }
         };
-        let answer = self.swap.client.range_of(request, wanted).await?;
-        Ok(Done { retries: 0, keys: answer.kvs, bytes: answer.bytes })
+        let response = self.swap.client.range_exact(request, expected).await?;
+        Ok(OpCounts { retries: 0, keys: response.kvs, bytes: response.bytes })
     }
 
     fn pods_from(&self, first: u64) -> RangeRequest {
@@ -282,22 +297,22 @@ impl Mix {
     }
 }
 
-/// Steps through the hundred kinds so that they come well mixed, and in another order for each client.
+/// Step through the numbers from 0 to 99. It is coprime with 100, so that the kinds are well mixed.
 const STRIDE: u64 = 37;
 
-struct Node {
-    mix: Mix,
-    told: Arc<Told>,
+struct MixWorker {
+    mix: OperationMix,
+    by_kind: Arc<RecordersByKind>,
 }
 
-impl Worker for Node {
-    async fn step(&mut self, started: u64) -> Result<Done, Status> {
-        let begun = Instant::now();
+impl Worker for MixWorker {
+    async fn step(&mut self, started: u64) -> Result<OpCounts, Status> {
+        let began = Instant::now();
         let (kind, outcome) = self.mix.step().await;
-        if started >= self.told.measured_from {
+        if started >= self.by_kind.measured_from {
             let now = Instant::now();
-            let took: Duration = now - begun;
-            let mut recorders = self.told.recorders.lock();
+            let took: Duration = now - began;
+            let mut recorders = self.by_kind.recorders.lock();
             let recorder = &mut recorders[kind as usize];
             match &outcome {
                 Ok(_) => recorder.succeed(took, now),
@@ -317,20 +332,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kinds_have_their_shares() {
-        for kind in Kind::ALL {
-            let turns = (0..100).filter(|turn| Kind::of(turn * STRIDE % 100) == kind).count();
-            assert_eq!(turns as u64, kind.share(), "{kind:?}");
+    fn operations_have_their_shares() {
+        for kind in OperationKind::ALL {
+            let sequences =
+                (0..100).filter(|sequence| OperationKind::from_percentile(sequence * STRIDE % 100) == kind).count();
+            assert_eq!(sequences as u64, kind.share(), "{kind:?}");
         }
     }
 
     #[test]
-    fn clients_write_keys_of_their_own() {
+    fn clients_do_not_share_keys() {
         let cluster = Cluster { nodes: 10, pods: 10, clients: 4 };
         let mut owners = BTreeMap::new();
         for client in 0..4 {
-            for turn in 0..20 {
-                let key = cluster.own(10, client, turn);
+            for sequence in 0..20 {
+                let key = cluster.own_key(10, client, sequence);
                 assert!(key < 10);
                 assert_eq!(*owners.entry(key).or_insert(client), client, "key {key}");
             }

@@ -1,52 +1,47 @@
-//! `orlop bench`: a closed-loop load on any etcd endpoint, over real gRPC.
+//! `orlop bench`: a closed-loop load generator for any etcd endpoint, over gRPC.
 //!
-//! The same command drives Orlop and etcd, so that their figures compare. A run claims a prefix that holds no keys,
-//! loads what the scenario reads, drives it, prints what it measured, and deletes the prefix. Keys and their order are
-//! the same in each run.
+//! The same command loads Orlop and etcd, so the results are comparable. A run checks that its prefix contains no keys,
+//! loads the keys that the scenario reads, drives the scenario, prints the results and deletes the prefix. Every run
+//! uses the same keys in the same order.
 //!
-//! The client shares the machine with the server more often than not, so it has to be cheap: one task a client
-//! ([`closed_loop`]), connections without tonic's channel ([`connection`]), large answers counted instead of decoded
-//! ([`wire`]). It is meant for a current-thread runtime. It opens no connection twice: clients of a lost one stop, and
-//! the report says so.
+//! The load generator usually shares the machine with the server, so it must use little CPU: one task per client
+//! ([`closed_loop`]), connections without tonic's channel ([`connection`]), and large responses that are counted
+//! instead of decoded ([`summary`]). It is designed for a current-thread runtime. It does not reconnect: the clients of
+//! a lost connection stop, and the report contains the error.
 
 mod args;
+mod bench;
 mod catch_up;
 mod closed_loop;
 mod compare;
 mod connection;
 mod endpoint;
+mod error;
 mod get;
 mod idle;
 mod interrupt;
 mod keyspace;
 mod kubernetes;
 mod maintenance;
+mod output;
 mod progress;
 mod range;
 mod report;
 mod soak;
+mod summary;
 mod watch;
-mod wire;
 mod write;
-
-use std::{
-    collections::BTreeMap,
-    io::{self, Write as _},
-    sync::Arc,
-};
-
-use http::HeaderValue;
 
 use self::{
     args::{Common, Plan},
-    closed_loop::{Limits, Recorder, Run, Worker},
-    connection::Pool,
-    endpoint::{Endpoint, Target},
+    bench::Bench,
     interrupt::Interrupt,
-    keyspace::KeySpace,
-    report::{Report, Row},
+    report::Report,
 };
 
+pub use self::error::Error;
+
+/// Arguments of `orlop bench`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -60,11 +55,15 @@ pub struct Args {
 enum Command {
     #[command(flatten)]
     Run(Scenario),
-    /// Compare Orlop on SQLite, Orlop on Postgres and a real etcd, each started here, under all these loads
-    Compare(compare::Compare),
-    /// Do for long what kube-apiserver does, and look whether memory, files, descriptors and latency stay as they are
+    /// Compare Orlop on SQLite, Orlop on Postgres and etcd under all loads
     ///
-    /// Starts its servers itself, unless --endpoints names one that runs. Exit status 1 where something leaks.
+    /// Starts the servers itself, one at a time, and removes their data afterwards.
+    Compare(compare::Compare),
+    /// Run a Kubernetes-like load for a long time and check for leaks
+    ///
+    /// Checks whether memory, database size, file descriptors, latency and other metrics of the server rise. Starts the
+    /// servers itself, unless --endpoints names a running server. Exits with status 1 if a metric rises more than
+    /// allowed, if the server keeps resources of disconnected clients, or if an operation fails.
     Soak(soak::Soak),
 }
 
@@ -72,51 +71,27 @@ enum Command {
 enum Scenario {
     /// Put keys
     Put(write::Put),
-    /// Create keys, each in a transaction that compares mod_revision with 0
+    /// Create keys, each in a transaction that compares the mod_revision with 0
     CreateTxn(write::CreateTxn),
-    /// Update keys, each in a transaction that compares mod_revision with the last one seen
+    /// Update keys, each in a transaction that compares the mod_revision with the last known one
     Update(write::Update),
-    /// Get single keys, linearizable
+    /// Get single keys
     Get(get::Get),
-    /// Range over all keys: at once, in pages, at an old revision
+    /// List all keys: in one request, in pages, or at an old revision
     Range(range::Range),
-    /// Put keys below a prefix that many watchers watch
+    /// Put keys under a prefix that many watchers watch
     Watch(watch::Watch),
-    /// Watch from many revisions back until all their events are there
+    /// Start a watch at an old revision and receive all events since
     CatchUp(catch_up::CatchUp),
-    /// Hold connections and watches while nothing happens
+    /// Keep connections and watches open without any traffic
     Idle(idle::Idle),
-    /// Put keys while the store is compacted and defragmented
+    /// Put keys while the server compacts and defragments
     Maintenance(maintenance::Maintenance),
-    /// Do what kube-apiserver does: leases, pods, lists in pages, counts, probes, watches
+    /// Send the requests of kube-apiserver: lease renewals, pod updates, paged lists, counts, probes and watches
     Kubernetes(kubernetes::Kubernetes),
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("{0}")]
-    Flags(String),
-    #[error("cannot connect: {source}, endpoint=`{endpoint}`")]
-    Connect { endpoint: Endpoint, source: io::Error },
-    #[error(
-        "the prefix is in use: give another --prefix, or --purge to delete its keys, prefix=`{prefix}` keys={count}"
-    )]
-    PrefixInUse { prefix: String, count: i64 },
-    #[error("{step} failed: {error}, endpoint=`{endpoint}`")]
-    Step { step: &'static str, endpoint: String, error: String },
-    #[error("{program} failed: {error}")]
-    Program { program: String, error: String },
-    #[error("interrupted before anything was measured")]
-    Interrupted,
-    #[error("no operation succeeded: {0}")]
-    NothingSucceeded(String),
-    #[error("not as it was: {0}")]
-    NotFlat(String),
-    #[error("cannot read or write: {0}")]
-    Io(#[from] io::Error),
-}
-
-/// Runs one scenario, or compares, and prints the outcome to the standard output.
+/// Runs the scenario, the comparison or the soak test, and prints the results to standard output.
 pub async fn run(args: Args) -> Result<(), Error> {
     match args.command {
         Command::Run(scenario) => run_scenario(&args.common, &scenario).await,
@@ -129,7 +104,7 @@ async fn run_scenario(common: &Common, scenario: &Scenario) -> Result<(), Error>
     let plan = scenario.plan(common)?;
     let interrupt = Interrupt::listen();
     let prepare = Bench::prepare(common, plan, interrupt.clone());
-    // Nothing has been written yet when preparing is cut short.
+    // Preparation writes nothing, so it can be cancelled.
     let bench = tokio::select! {
         bench = prepare => bench?,
         () = interrupt.wait() => return Err(Error::Interrupted),
@@ -172,112 +147,8 @@ impl Scenario {
     }
 }
 
-/// What every scenario works with.
-struct Bench {
-    target: Target,
-    plan: Plan,
-    /// Whether to show how far a run is.
-    shows_progress: bool,
-    /// Whether an earlier run has written the keys.
-    has_keys: bool,
-    pool: Pool,
-    keys: Arc<KeySpace>,
-    interrupt: Interrupt,
-}
-
-impl Bench {
-    async fn prepare(common: &Common, plan: Plan, interrupt: Interrupt) -> Result<Self, Error> {
-        Self::prepare_for(log_in(common).await?, common, plan, interrupt).await
-    }
-
-    async fn prepare_for(target: Target, common: &Common, plan: Plan, interrupt: Interrupt) -> Result<Self, Error> {
-        let pool = Pool::connect(&target, plan.connections).await?;
-        let keys = Arc::new(KeySpace::new(common.prefix.clone()));
-        if !common.existing {
-            keys.claim(&mut pool.client(0), common.purge).await?;
-        }
-        let shows_progress = !common.json;
-        Ok(Self { target, plan, shows_progress, has_keys: common.existing, pool, keys, interrupt })
-    }
-
-    async fn load(&self, keys: usize, value_size: usize) -> Result<(), Error> {
-        if self.has_keys {
-            return Ok(());
-        }
-        self.keys.load(&self.pool, keys, &write::filler(value_size), &self.interrupt).await
-    }
-
-    /// One worker for each client, made from the client's number.
-    fn workers<W>(&self, worker: impl Fn(usize) -> W) -> Vec<W> {
-        (0..self.plan.clients).map(worker).collect()
-    }
-
-    /// Each client's share of so many keys, one at least.
-    fn share(&self, keys: usize) -> usize {
-        keys.div_ceil(self.plan.clients)
-    }
-
-    async fn drive<W: Worker>(&self, workers: Vec<W>) -> Recorder {
-        self.drive_within(self.plan.limits, workers).await
-    }
-
-    async fn drive_within<W: Worker>(&self, limits: Limits, workers: Vec<W>) -> Recorder {
-        let run = Run::begin(limits);
-        self.show(&run, run.drive(workers, &self.interrupt)).await;
-        run.take()
-    }
-
-    /// Shows how far a run is while it is driven.
-    async fn show(&self, run: &Run, driven: impl Future<Output = ()>) {
-        if !self.shows_progress {
-            return driven.await;
-        }
-        tokio::select! {
-            () = driven => {}
-            () = progress::show(run) => {}
-        }
-    }
-
-    fn report(
-        &self,
-        scenario: &'static str,
-        value_size: usize,
-        recorder: &Recorder,
-        facts: BTreeMap<&'static str, f64>,
-    ) -> Report {
-        Report {
-            scenario,
-            endpoints: self.target.endpoints.iter().map(Endpoint::to_string).collect(),
-            clients: self.plan.clients,
-            connections: self.pool.len(),
-            value_size,
-            interrupted: self.interrupt.is_set(),
-            results: vec![Row::new(scenario, recorder)],
-            facts,
-            first_error: recorder.first_error.clone(),
-        }
-    }
-}
-
-/// The endpoints and, where they ask for a login, its token.
-async fn log_in(common: &Common) -> Result<Target, Error> {
-    let endpoints = common.endpoints();
-    let needs_tls = endpoints.iter().any(|endpoint| endpoint.has_tls);
-    let tls = if needs_tls { Some(common.identity.tls()?) } else { None };
-    let mut target = Target { endpoints, tls, token: None };
-    let Some((name, password)) = common.identity.login() else { return Ok(target) };
-    let client = Pool::connect(&target, 1).await?.client(0);
-    let failed = |error: String| Error::Step { step: "logging in", endpoint: client.endpoint().to_string(), error };
-    let token = client.authenticate(name, password).await.map_err(|status| failed(closed_loop::describe(&status)))?;
-    target.token = token.map(HeaderValue::try_from).transpose().map_err(|error| failed(error.to_string()))?;
-    Ok(target)
-}
-
 fn print(report: &Report, json: bool) -> Result<(), Error> {
-    let text = if json { serde_json::to_string(report).map_err(io::Error::from)? + "\n" } else { report.to_string() };
-    let mut stdout = io::stdout().lock();
-    stdout.write_all(text.as_bytes())?;
-    stdout.flush()?;
+    output::print(&if json { output::json_line(report)? } else { report.to_string() })?;
     match &report.first_error {
         Some(error) if report.results.iter().all(|row| row.count == 0) => Err(Error::NothingSucceeded(error.clone())),
         _ => Ok(()),

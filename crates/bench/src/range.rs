@@ -1,38 +1,40 @@
-//! The scenario that lists: all keys at once, in pages, at an old revision.
+//! The scenario `range`: lists all keys, in one request, in pages or at an old revision.
 
 use std::collections::BTreeMap;
 
 use tonic::Status;
 
-use super::{
-    Bench, Error,
-    args::{at_least_one, value_size},
-    closed_loop::{Done, Worker},
+use crate::{
+    args::{parse_count, parse_value_size},
+    bench::Bench,
+    closed_loop::{OpCounts, Worker},
     connection::Client,
+    error::Error,
+    keyspace::filler_value,
     report::{self, Report},
-    write::filler,
 };
 use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 
 #[derive(Debug, clap::Args)]
 pub struct Range {
-    /// Bytes of each value
-    #[arg(long, default_value = "1024", value_parser = value_size, value_name = "BYTES")]
+    /// Size of each value in bytes
+    #[arg(long, default_value = "1024", value_parser = parse_value_size, value_name = "BYTES")]
     value_size: usize,
 
-    /// Keys in the range
-    #[arg(long, default_value = "10000", value_parser = at_least_one, value_name = "N")]
+    /// Number of keys in the range
+    #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
     keys: usize,
 
-    /// Read in pages of so many keys, all of them at one revision; an operation is all pages [default: all keys at once]
-    #[arg(long, value_parser = at_least_one, value_name = "KEYS")]
+    /// Number of keys per page; all pages of a list are read at one revision and count as one operation [default: all
+    /// keys in one request]
+    #[arg(long, value_parser = parse_count, value_name = "KEYS")]
     page: Option<usize>,
 
-    /// Write every key once more, and read what was there before
+    /// Write every key again, then list at the revision before
     #[arg(long)]
     old_revision: bool,
 
-    /// Take what the endpoint has, without asking whether it is the newest
+    /// Send serializable requests: the server may answer with stale data
     #[arg(long)]
     serializable: bool,
 }
@@ -42,20 +44,20 @@ impl Range {
         bench.load(self.keys, self.value_size).await?;
         let pages = self.pages(bench, bench.keys.revision(&bench.pool.client(0)).await?);
         if self.old_revision {
-            bench.keys.load(&bench.pool, self.keys, &filler(self.value_size), &bench.interrupt).await?;
+            bench.keys.load(&bench.pool, self.keys, &filler_value(self.value_size), &bench.interrupt).await?;
         }
         let lister = |number| Lister { client: bench.pool.client(number), pages: pages.clone() };
         let recorder = bench.drive(bench.workers(lister)).await;
-        let mebibytes = report::per_sec(recorder.done.bytes, recorder.elapsed()) / f64::from(1 << 20);
-        let facts = BTreeMap::from([
-            ("keys_per_sec", report::per_sec(recorder.done.keys, recorder.elapsed())),
+        let mebibytes = report::per_sec(recorder.counts.bytes, recorder.elapsed()) / f64::from(1 << 20);
+        let extra = BTreeMap::from([
+            ("keys_per_sec", report::per_sec(recorder.counts.keys, recorder.elapsed())),
             ("mib_per_sec", report::rounded(mebibytes)),
         ]);
-        Ok(bench.report("range", self.value_size, &recorder, facts))
+        Ok(bench.report("range", self.value_size, &recorder, extra))
     }
 
-    /// The requests of one list. As a client that follows pages does, the first asks for the newest revision and the
-    /// others for the revision of the first.
+    /// Returns the requests of one list. As in a client that reads pages, the first request reads the newest revision
+    /// and the others read the revision of the first.
     fn pages(&self, bench: &Bench, revision: i64) -> Vec<Page> {
         let all = self.keys as u64;
         let size = self.page.map_or(all, |page| page as u64);
@@ -78,7 +80,7 @@ impl Range {
 #[derive(Clone)]
 struct Page {
     request: RangeRequest,
-    /// How many pairs the answer has.
+    /// Number of pairs in the response.
     kvs: u64,
 }
 
@@ -88,14 +90,14 @@ struct Lister {
 }
 
 impl Worker for Lister {
-    async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
-        let mut done = Done::default();
+    async fn step(&mut self, _started: u64) -> Result<OpCounts, Status> {
+        let mut counts = OpCounts::default();
         for Page { request, kvs } in &self.pages {
-            let answer = self.client.range_of(request.clone(), *kvs).await?;
-            done.keys += answer.kvs;
-            done.bytes += answer.bytes;
+            let response = self.client.range_exact(request.clone(), *kvs).await?;
+            counts.keys += response.kvs;
+            counts.bytes += response.bytes;
         }
-        Ok(done)
+        Ok(counts)
     }
 
     fn client(&self) -> &Client {

@@ -1,12 +1,13 @@
-//! What a run did, as an aligned table or as one JSON object.
+//! The results of a run, as an aligned table or as one JSON object.
 
 use std::{collections::BTreeMap, fmt, time::Duration};
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-use super::closed_loop::Recorder;
+use crate::closed_loop::Recorder;
 
+/// The results of one scenario.
 #[derive(Debug, Serialize)]
 pub struct Report {
     pub scenario: &'static str,
@@ -14,16 +15,16 @@ pub struct Report {
     pub clients: usize,
     pub connections: usize,
     pub value_size: usize,
-    /// The user ended the run before its time.
+    /// Whether the user ended the run with Ctrl-C.
     pub interrupted: bool,
     pub results: Vec<Row>,
-    /// What only this scenario has to tell, by name with its unit.
+    /// Further metrics of the scenario, by name; the names end with the unit.
     #[serde(flatten)]
-    pub facts: BTreeMap<&'static str, f64>,
+    pub extra: BTreeMap<&'static str, f64>,
     pub first_error: Option<String>,
 }
 
-/// One kind of operation.
+/// The results of one kind of operation.
 #[derive(Debug, Serialize)]
 pub struct Row {
     pub operation: &'static str,
@@ -38,14 +39,15 @@ pub struct Row {
     pub histogram: Vec<Bucket>,
 }
 
-/// How many operations took at most so long, and longer than the bucket before says.
+/// A histogram bucket: the number of operations that took at most `up_to_ms` and longer than the previous bucket's
+/// bound.
 #[derive(Debug, Serialize)]
 pub struct Bucket {
     pub up_to_ms: f64,
     pub count: u64,
 }
 
-/// Columns of a histogram's longest bar.
+/// Width in columns of the longest bar of a histogram.
 const BAR_WIDTH: u64 = 40;
 
 impl Row {
@@ -66,7 +68,7 @@ impl Row {
         }
     }
 
-    /// A line a bucket.
+    /// Writes one line per bucket.
     fn write_histogram(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let most = self.histogram.iter().map(|bucket| bucket.count).max().unwrap_or_default();
         for Bucket { up_to_ms, count } in &self.histogram {
@@ -94,7 +96,7 @@ impl Row {
     }
 }
 
-/// From the fastest to the slowest, in steps of 1, 2, 5 times a power of ten.
+/// Returns the buckets from the fastest to the slowest operation; the bounds are 1, 2 and 5 times a power of ten.
 fn histogram(latency: &Histogram<u64>) -> Vec<Bucket> {
     let mut recorded = latency.iter_recorded().peekable();
     let mut buckets = Vec::new();
@@ -110,7 +112,7 @@ fn histogram(latency: &Histogram<u64>) -> Vec<Bucket> {
     buckets
 }
 
-/// A rate; 0 when nothing was measured.
+/// Returns the rate per second; 0 if `elapsed` is zero.
 pub fn per_sec(count: u64, elapsed: Duration) -> f64 {
     if elapsed.is_zero() { 0.0 } else { rounded(count as f64 / elapsed.as_secs_f64()) }
 }
@@ -119,7 +121,7 @@ fn millis(nanos: u64) -> f64 {
     rounded(nanos as f64 / 1e6)
 }
 
-/// To three decimals: more would be noise.
+/// Rounds to three decimals.
 pub fn rounded(number: f64) -> f64 {
     (number * 1e3).round() / 1e3
 }
@@ -138,20 +140,20 @@ impl fmt::Display for Report {
         for row in &self.results {
             row.write_histogram(f)?;
         }
-        for (name, value) in &self.facts {
+        for (name, value) in &self.extra {
             writeln!(f, "{name}: {value}")?;
         }
         if let Some(error) = &self.first_error {
             writeln!(f, "first error: {error}")?;
         }
         if self.interrupted {
-            writeln!(f, "interrupted: only what was measured so far")?;
+            writeln!(f, "interrupted: the results are incomplete")?;
         }
         Ok(())
     }
 }
 
-/// The first column leans left, the numbers right.
+/// Writes the first column left-aligned and the others right-aligned.
 fn write_table<const N: usize>(f: &mut fmt::Formatter<'_>, lines: &[[String; N]]) -> fmt::Result {
     let widths: [usize; N] =
         std::array::from_fn(|column| lines.iter().map(|line| line[column].len()).max().unwrap_or_default());
@@ -174,7 +176,7 @@ mod tests {
 
     use super::*;
 
-    /// 1 ms to 1,000 ms, one of each, over two seconds.
+    /// Returns a report of 1,000 operations that took 1 ms, 2 ms, ... 1,000 ms, over two seconds.
     fn report() -> Report {
         let start = Instant::now();
         let mut recorder = Recorder::new(start);
@@ -190,7 +192,7 @@ mod tests {
             value_size: 256,
             interrupted: true,
             results: vec![Row::new("update", &recorder)],
-            facts: BTreeMap::from([("retries", 7.0)]),
+            extra: BTreeMap::from([("retries", 7.0)]),
             first_error: recorder.first_error,
         }
     }
@@ -212,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn histogram_has_all_operations() {
+    fn histogram_contains_all_operations() {
         let row = &report().results[0];
         let counts: Vec<_> = row.histogram.iter().map(|bucket| (bucket.up_to_ms, bucket.count)).collect();
         let steps: Vec<_> = counts.iter().map(|(up_to, _)| *up_to).collect();
@@ -223,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_measured_is_zeros() {
+    fn row_without_operations_is_zero() {
         let row = Row::new("get", &Recorder::new(Instant::now()));
         assert_eq!((row.count, row.per_sec, row.p50_ms, row.max_ms), (0, 0.0, 0.0, 0.0));
     }
@@ -238,7 +240,7 @@ mod tests {
         assert!(lines[2].starts_with("update      1000     2.00       500.0"), "{text}");
         let last = &lines[lines.len() - 3..];
         assert_eq!(last[..2], ["retries: 7", "first error: Unavailable: gone"]);
-        assert_eq!(last[2], "interrupted: only what was measured so far");
+        assert_eq!(last[2], "interrupted: the results are incomplete");
     }
 
     #[test]

@@ -1,16 +1,17 @@
-//! The scenarios that write: put, create in a transaction, compare-and-swap.
+//! The scenarios that write: `put`, `create-txn` and `update`.
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use bytes::Bytes;
 use tonic::Status;
 
-use super::{
-    Bench, Error,
-    args::{at_least_one, value_size},
-    closed_loop::{Done, Worker},
+use crate::{
+    args::{parse_count, parse_value_size},
+    bench::Bench,
+    closed_loop::{OpCounts, Worker},
     connection::Client,
-    keyspace::KeySpace,
+    error::Error,
+    keyspace::{KeySpace, filler_value},
     report::Report,
 };
 use orlop_wire::proto::client::etcdserverpb::{
@@ -21,12 +22,12 @@ use orlop_wire::proto::client::etcdserverpb::{
 
 #[derive(Debug, clap::Args)]
 pub struct Put {
-    /// Bytes of each value
-    #[arg(long, default_value = "256", value_parser = value_size, value_name = "BYTES")]
+    /// Size of each value in bytes
+    #[arg(long, default_value = "256", value_parser = parse_value_size, value_name = "BYTES")]
     value_size: usize,
 
-    /// Keys that are written again and again, split among the clients
-    #[arg(long, default_value = "10000", value_parser = at_least_one, value_name = "N")]
+    /// Number of keys, divided among the clients and written repeatedly
+    #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
     key_space: usize,
 }
 
@@ -37,12 +38,12 @@ impl Put {
     }
 }
 
-/// So many clients, each of which puts its share of the keys again and again.
+/// Returns `clients` workers, each of which repeatedly puts its share of the keys.
 pub fn putters(bench: &Bench, clients: usize, key_space: usize, value_size: usize) -> Vec<impl Worker> {
-    let value = filler(value_size);
+    let value = filler_value(value_size);
     let putter = |number| Putter {
         client: bench.pool.client(number),
-        keys: OwnKeys::new(&bench.keys, number, Some(key_space.div_ceil(clients))),
+        keys: KeyCycle::new(&bench.keys, number, Some(key_space.div_ceil(clients))),
         value: value.clone(),
     };
     (0..clients).map(putter).collect()
@@ -50,17 +51,17 @@ pub fn putters(bench: &Bench, clients: usize, key_space: usize, value_size: usiz
 
 #[derive(Debug, clap::Args)]
 pub struct CreateTxn {
-    /// Bytes of each value
-    #[arg(long, default_value = "256", value_parser = value_size, value_name = "BYTES")]
+    /// Size of each value in bytes
+    #[arg(long, default_value = "256", value_parser = parse_value_size, value_name = "BYTES")]
     value_size: usize,
 }
 
 impl CreateTxn {
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
-        let value = filler(self.value_size);
+        let value = filler_value(self.value_size);
         let creator = |number| Creator {
             client: bench.pool.client(number),
-            keys: OwnKeys::new(&bench.keys, number, None),
+            keys: KeyCycle::new(&bench.keys, number, None),
             value: value.clone(),
         };
         let recorder = bench.drive(bench.workers(creator)).await;
@@ -70,67 +71,63 @@ impl CreateTxn {
 
 #[derive(Debug, clap::Args)]
 pub struct Update {
-    /// Bytes of each value
-    #[arg(long, default_value = "256", value_parser = value_size, value_name = "BYTES")]
+    /// Size of each value in bytes
+    #[arg(long, default_value = "256", value_parser = parse_value_size, value_name = "BYTES")]
     value_size: usize,
 
-    /// Keys that are updated again and again, split among the clients; the first round creates them
-    #[arg(long, default_value = "1000", value_parser = at_least_one, value_name = "N")]
+    /// Number of keys, divided among the clients and updated repeatedly; the first update creates a key
+    #[arg(long, default_value = "1000", value_parser = parse_count, value_name = "N")]
     key_space: usize,
 }
 
 impl Update {
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
-        let value = filler(self.value_size);
+        let value = filler_value(self.value_size);
         let updater = |number| Updater {
             swap: CompareAndSwap::new(bench.pool.client(number)),
-            keys: OwnKeys::new(&bench.keys, number, Some(bench.share(self.key_space))),
+            keys: KeyCycle::new(&bench.keys, number, Some(bench.keys_per_client(self.key_space))),
             value: value.clone(),
         };
         let recorder = bench.drive(bench.workers(updater)).await;
-        let facts = BTreeMap::from([("retries", recorder.done.retries as f64)]);
-        Ok(bench.report("update", self.value_size, &recorder, facts))
+        let extra = BTreeMap::from([("retries", recorder.counts.retries as f64)]);
+        Ok(bench.report("update", self.value_size, &recorder, extra))
     }
 }
 
-pub fn filler(len: usize) -> Bytes {
-    vec![b'x'; len].into()
-}
-
-/// A client's keys in turn.
-pub struct OwnKeys {
+/// Iterates over the keys of one client, again and again.
+pub struct KeyCycle {
     keys: Arc<KeySpace>,
     client: usize,
     next: u64,
-    /// Keys before the first comes again.
-    span: u64,
+    /// Number of keys in a cycle.
+    len: u64,
 }
 
-impl OwnKeys {
-    /// `share` keys, one at least; new keys for ever without.
-    pub fn new(keys: &Arc<KeySpace>, client: usize, share: Option<usize>) -> Self {
-        let span = share.map_or(u64::MAX, |keys| keys as u64);
-        Self { keys: Arc::clone(keys), client, next: 0, span }
+impl KeyCycle {
+    /// Cycles over `len` keys, at least one. Without `len` every key is new.
+    pub fn new(keys: &Arc<KeySpace>, client: usize, len: Option<usize>) -> Self {
+        let len = len.map_or(u64::MAX, |keys| keys as u64);
+        Self { keys: Arc::clone(keys), client, next: 0, len }
     }
 
-    pub fn take(&mut self) -> Bytes {
+    pub fn next_key(&mut self) -> Bytes {
         let sequence = self.next;
-        self.next = (sequence + 1) % self.span;
+        self.next = (sequence + 1) % self.len;
         self.keys.key(self.client, sequence)
     }
 }
 
 struct Putter {
     client: Client,
-    keys: OwnKeys,
+    keys: KeyCycle,
     value: Bytes,
 }
 
 impl Worker for Putter {
-    async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
-        let request = PutRequest { key: self.keys.take(), value: self.value.clone(), ..PutRequest::default() };
+    async fn step(&mut self, _started: u64) -> Result<OpCounts, Status> {
+        let request = PutRequest { key: self.keys.next_key(), value: self.value.clone(), ..PutRequest::default() };
         self.client.kv.put(request).await?;
-        Ok(Done::default())
+        Ok(OpCounts::default())
     }
 
     fn client(&self) -> &Client {
@@ -140,15 +137,15 @@ impl Worker for Putter {
 
 struct Creator {
     client: Client,
-    keys: OwnKeys,
+    keys: KeyCycle,
     value: Bytes,
 }
 
 impl Worker for Creator {
-    async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
-        let request = put_if_unchanged(self.keys.take(), 0, self.value.clone());
-        let answer = self.client.kv.txn(request).await?.into_inner();
-        if answer.succeeded { Ok(Done::default()) } else { Err(Status::already_exists("the key to create exists")) }
+    async fn step(&mut self, _started: u64) -> Result<OpCounts, Status> {
+        let request = put_if_unchanged(self.keys.next_key(), 0, self.value.clone());
+        let response = self.client.kv.txn(request).await?.into_inner();
+        if response.succeeded { Ok(OpCounts::default()) } else { Err(Status::already_exists("the key already exists")) }
     }
 
     fn client(&self) -> &Client {
@@ -158,13 +155,13 @@ impl Worker for Creator {
 
 struct Updater {
     swap: CompareAndSwap,
-    keys: OwnKeys,
+    keys: KeyCycle,
     value: Bytes,
 }
 
 impl Worker for Updater {
-    async fn step(&mut self, _stamp: u64) -> Result<Done, Status> {
-        self.swap.update(self.keys.take(), self.value.clone()).await
+    async fn step(&mut self, _started: u64) -> Result<OpCounts, Status> {
+        self.swap.update(self.keys.next_key(), self.value.clone()).await
     }
 
     fn client(&self) -> &Client {
@@ -172,10 +169,10 @@ impl Worker for Updater {
     }
 }
 
-/// Updates keys, each in a transaction that compares mod_revision with the last one seen.
+/// Updates keys, each in a transaction that compares the mod_revision with the last known one.
 pub struct CompareAndSwap {
     pub client: Client,
-    /// As last seen; a key that was not written yet is absent.
+    /// The last known mod revisions. A key that was not written yet is absent.
     mod_revisions: BTreeMap<Bytes, i64>,
 }
 
@@ -184,27 +181,27 @@ impl CompareAndSwap {
         Self { client, mod_revisions: BTreeMap::new() }
     }
 
-    /// Tries again with what it finds until it succeeds; creates a key that is not there.
-    pub async fn update(&mut self, key: Bytes, value: Bytes) -> Result<Done, Status> {
+    /// Updates or creates the key. If the comparison fails, repeats with the current mod_revision until it succeeds.
+    pub async fn update(&mut self, key: Bytes, value: Bytes) -> Result<OpCounts, Status> {
         let mut expected = self.mod_revisions.get(&key).copied().unwrap_or_default();
-        let mut done = Done::default();
+        let mut counts = OpCounts::default();
         loop {
             let mut request = put_if_unchanged(key.clone(), expected, value.clone());
             let range = RangeRequest { key: key.clone(), ..RangeRequest::default() };
             request.failure.push(RequestOp { request: Some(request_op::Request::RequestRange(range)) });
-            let answer = self.client.kv.txn(request).await?.into_inner();
-            if answer.succeeded {
-                let revision = answer.header.map_or(0, |header| header.revision);
+            let response = self.client.kv.txn(request).await?.into_inner();
+            if response.succeeded {
+                let revision = response.header.map_or(0, |header| header.revision);
                 self.mod_revisions.insert(key, revision);
-                return Ok(done);
+                return Ok(counts);
             }
-            expected = found_mod_revision(&answer);
-            done.retries += 1;
+            expected = found_mod_revision(&response);
+            counts.retries += 1;
         }
     }
 }
 
-/// A put under the condition that the key still has this mod revision, 0 for a key that does not exist.
+/// Returns a put on the condition that the key has this mod revision; 0 means that the key does not exist.
 fn put_if_unchanged(key: Bytes, mod_revision: i64, value: Bytes) -> TxnRequest {
     let unchanged = Compare {
         result: CompareResult::Equal.into(),
@@ -221,9 +218,9 @@ fn put_if_unchanged(key: Bytes, mod_revision: i64, value: Bytes) -> TxnRequest {
     }
 }
 
-/// The key's mod revision, from the range of a transaction that failed; 0 when there is no such key.
-fn found_mod_revision(answer: &TxnResponse) -> i64 {
-    let found = answer.responses.first().and_then(|op| op.response.as_ref());
+/// Returns the key's mod revision from the range in a failed transaction; 0 if the key does not exist.
+fn found_mod_revision(response: &TxnResponse) -> i64 {
+    let found = response.responses.first().and_then(|op| op.response.as_ref());
     let Some(response_op::Response::ResponseRange(range)) = found else { return 0 };
     range.kvs.first().map_or(0, |kv| kv.mod_revision)
 }
@@ -237,23 +234,23 @@ mod tests {
     };
 
     #[test]
-    fn own_keys_come_again_after_the_span() {
+    fn keys_repeat_after_a_cycle() {
         let keys = Arc::new(KeySpace::new("p/".to_owned()));
-        let mut own = OwnKeys { keys, client: 3, next: 0, span: 2 };
-        let taken = [own.take(), own.take(), own.take()];
+        let mut cycle = KeyCycle { keys, client: 3, next: 0, len: 2 };
+        let taken = [cycle.next_key(), cycle.next_key(), cycle.next_key()];
         assert_eq!(taken, ["p/000003/0000000000", "p/000003/0000000001", "p/000003/0000000000"].map(Bytes::from));
     }
 
     #[test]
-    fn failed_transaction_tells_the_mod_revision() {
-        let answer = |kvs| {
+    fn failed_transaction_returns_the_mod_revision() {
+        let response = |kvs| {
             let range = RangeResponse { kvs, ..RangeResponse::default() };
-            let response = Some(response_op::Response::ResponseRange(range));
-            TxnResponse { responses: vec![ResponseOp { response }], ..TxnResponse::default() }
+            let op = Some(response_op::Response::ResponseRange(range));
+            TxnResponse { responses: vec![ResponseOp { response: op }], ..TxnResponse::default() }
         };
         let kv = KeyValue { mod_revision: 42, ..KeyValue::default() };
-        assert_eq!(found_mod_revision(&answer(vec![kv])), 42);
-        assert_eq!(found_mod_revision(&answer(Vec::new())), 0);
+        assert_eq!(found_mod_revision(&response(vec![kv])), 42);
+        assert_eq!(found_mod_revision(&response(Vec::new())), 0);
         assert_eq!(found_mod_revision(&TxnResponse::default()), 0);
     }
 }

@@ -1,5 +1,5 @@
-//! Code that the server and the load generator share on the wire: etcd's messages, and connections that send what is
-//! written in one turn of the scheduler together.
+//! Wire-level code that the server and the load generator share: etcd's generated messages ([`proto`]) and write
+//! coalescing for connections ([`write_coalescing`]).
 
 pub mod proto;
 pub mod write_coalescing;

@@ -1,11 +1,12 @@
 //! etcd's messages and services, generated from `proto/`.
 //!
-//! [`server`] is what Orlop answers with: stored pairs and events are `bytes` fields there, filled with what is already
-//! encoded (see `build.rs`). [`client`] is the plain set, for `orlop bench` and the tests. Both have the same wire form.
+//! The server uses [`server`], in which stored key-value pairs and events are `bytes` fields that contain encoded
+//! messages (see `build.rs`). `orlop bench` and the tests use [`client`], the plain types. Both have the same wire
+//! format.
 
 #![allow(clippy::all, clippy::pedantic, missing_docs, rustdoc::all, reason = "generated code")]
 
-/// Serialised `FileDescriptorSet` of every proto file, for gRPC reflection.
+/// Encoded `FileDescriptorSet` of every proto file, for gRPC reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
 
 macro_rules! packages {

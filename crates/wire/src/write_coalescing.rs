@@ -1,9 +1,10 @@
-//! What a connection writes in one turn, sent together.
+//! Write coalescing: all bytes that a connection writes during one poll of its task are sent together.
 //!
-//! h2 writes each frame of data from 256 bytes on by itself, and flushes behind it: an answer that holds a Kubernetes object
-//! is a system call of its own, with the kernel's way to the client and the client's wake-up, and so is every 16 KiB of a
-//! list. [`Gathered`] takes what is written and says that it is flushed; [`Tail`] sends it once whoever has the connection
-//! has nothing more to say for now, which the connection itself cannot know.
+//! h2 writes every DATA frame of 256 bytes or more separately and flushes after it. Without coalescing, each response
+//! that contains a Kubernetes object costs a system call, a segment and a wake-up of the client, and so does every 16
+//! KiB of a list. [`CoalescingStream`] buffers writes and reports them as flushed. [`Flusher`] polls the connection and
+//! sends the buffer after each poll: only the caller of `poll` knows that the connection has nothing more to write for
+//! now.
 
 use std::{
     future::poll_fn,
@@ -16,50 +17,50 @@ use std::{
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// What is gathered at most. The kernel sends so much in one segment where nothing is in its way.
-const GATHERED_MAX: usize = 64 << 10;
-/// What a connection keeps for the next turn. Longer turns are given their room anew.
-const KEPT_MAX: usize = 8 << 10;
+/// Maximum number of buffered bytes. The kernel can send this many bytes as one segment.
+const BUFFER_LEN_MAX: usize = 64 << 10;
+/// Capacity in bytes that an idle connection keeps. A larger buffer is freed after it was sent.
+const BUFFER_CAPACITY_IDLE: usize = 8 << 10;
 
-/// A connection whose writes wait for the end of the turn.
-pub struct Gathered<S>(Arc<Mutex<Line<S>>>);
+/// A stream that buffers writes until its [`Flusher`] sends them.
+pub struct CoalescingStream<S>(Arc<Mutex<Shared<S>>>);
 
-/// Sends what waits in a [`Gathered`].
-pub struct Tail<S>(Arc<Mutex<Line<S>>>);
+/// Sends the buffer of a [`CoalescingStream`].
+pub struct Flusher<S>(Arc<Mutex<Shared<S>>>);
 
-/// Lock order: it is the only lock, and only the one task that has the connection takes it.
-struct Line<S> {
+/// Lock order: this is the only lock. Only the task of the connection takes it, so it is never contended.
+struct Shared<S> {
     stream: S,
-    waiting: Vec<u8>,
-    /// Bytes of `waiting` that have left.
+    buffer: Vec<u8>,
+    /// Number of bytes of `buffer` that are already written to `stream`.
     sent: usize,
     state: State,
-    /// Why it is broken, until the connection asks.
-    failed: Option<io::Error>,
+    /// The error of a failed send, until the connection's next call returns it.
+    error: Option<io::Error>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Nothing waits.
+    /// The buffer is empty.
     Idle,
-    /// There is room for more.
-    Gathering,
-    /// The stream has refused to take all: nothing is gathered before it did.
-    HeldUp,
-    /// The stream takes nothing any more.
-    Broken,
+    /// The buffer accepts more bytes.
+    Buffering,
+    /// The stream did not accept the whole buffer. The buffer accepts no bytes until it is sent.
+    Blocked,
+    /// A send failed. Every further call fails.
+    Failed,
 }
 
-/// The connection, and what has to be run with it.
-pub fn gather<S>(stream: S) -> (Gathered<S>, Tail<S>) {
-    let line = Line { stream, waiting: Vec::new(), sent: 0, state: State::Idle, failed: None };
-    let line = Arc::new(Mutex::new(line));
-    (Gathered(Arc::clone(&line)), Tail(line))
+/// Returns the stream for the connection, and the flusher that must drive the connection.
+pub fn coalesce_writes<S>(stream: S) -> (CoalescingStream<S>, Flusher<S>) {
+    let shared = Shared { stream, buffer: Vec::new(), sent: 0, state: State::Idle, error: None };
+    let shared = Arc::new(Mutex::new(shared));
+    (CoalescingStream(Arc::clone(&shared)), Flusher(shared))
 }
 
-impl<S: AsyncWrite + Unpin> Tail<S> {
-    /// Runs what has the connection, and sends what it wrote whenever it stops to wait.
-    pub async fn behind<F: Future>(self, connection: F) -> F::Output {
+impl<S: AsyncWrite + Unpin> Flusher<S> {
+    /// Runs the future that owns the connection, and sends the buffer after each of its polls.
+    pub async fn drive<F: Future>(self, connection: F) -> F::Output {
         let mut connection = pin!(connection);
         let output = poll_fn(|context| {
             let output = connection.as_mut().poll(context);
@@ -67,38 +68,38 @@ impl<S: AsyncWrite + Unpin> Tail<S> {
             output
         })
         .await;
-        // hyper does not shut down each connection that it is done with: not where an answer was to a request for an upgrade.
+        // hyper does not shut down every connection that ends, for example after a response to an upgrade request.
         let _ = poll_fn(|context| self.0.lock().poll_send(context)).await;
         output
     }
 
     fn send(&self, context: &mut Context<'_>) {
-        let mut line = self.0.lock();
-        let before = line.state;
-        if matches!(before, State::Idle | State::Broken) {
+        let mut shared = self.0.lock();
+        let before = shared.state;
+        if matches!(before, State::Idle | State::Failed) {
             return;
         }
-        let sent = line.poll_send(context);
-        let is_told = match sent {
-            // The connection may wait for just this.
-            Poll::Ready(Ok(())) => before == State::HeldUp,
+        let sent = shared.poll_send(context);
+        let needs_wake = match sent {
+            // The connection may be waiting for space in the buffer.
+            Poll::Ready(Ok(())) => before == State::Blocked,
             Poll::Ready(Err(error)) => {
-                line.failed = Some(error);
+                shared.error = Some(error);
                 true
             }
             Poll::Pending => false,
         };
-        if is_told {
+        if needs_wake {
             context.waker().wake_by_ref();
         }
     }
 }
 
-impl<S: AsyncWrite + Unpin> Line<S> {
+impl<S: AsyncWrite + Unpin> Shared<S> {
     fn check(&mut self) -> io::Result<()> {
         match self.state {
-            State::Broken => Err(self.failed.take().unwrap_or_else(|| io::ErrorKind::BrokenPipe.into())),
-            State::Idle | State::Gathering | State::HeldUp => Ok(()),
+            State::Failed => Err(self.error.take().unwrap_or_else(|| io::ErrorKind::BrokenPipe.into())),
+            State::Idle | State::Buffering | State::Blocked => Ok(()),
         }
     }
 
@@ -107,20 +108,20 @@ impl<S: AsyncWrite + Unpin> Line<S> {
         if self.state == State::Idle {
             return Poll::Ready(Ok(()));
         }
-        self.state = State::HeldUp;
+        self.state = State::Blocked;
         let sent = ready!(self.poll_drain(context));
-        self.state = if sent.is_ok() { State::Idle } else { State::Broken };
+        self.state = if sent.is_ok() { State::Idle } else { State::Failed };
         self.sent = 0;
-        self.waiting.clear();
-        if self.waiting.capacity() > KEPT_MAX {
-            self.waiting = Vec::new();
+        self.buffer.clear();
+        if self.buffer.capacity() > BUFFER_CAPACITY_IDLE {
+            self.buffer = Vec::new();
         }
         Poll::Ready(sent)
     }
 
     fn poll_drain(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while self.sent < self.waiting.len() {
-            let left = &self.waiting[self.sent..];
+        while self.sent < self.buffer.len() {
+            let left = &self.buffer[self.sent..];
             match ready!(Pin::new(&mut self.stream).poll_write(context, left))? {
                 0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
                 taken => self.sent += taken,
@@ -129,43 +130,43 @@ impl<S: AsyncWrite + Unpin> Line<S> {
         Pin::new(&mut self.stream).poll_flush(context)
     }
 
-    /// Makes room for another byte at least.
-    fn poll_room(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.state == State::HeldUp || self.waiting.len() >= GATHERED_MAX {
+    /// Waits until the buffer accepts at least one byte.
+    fn poll_space(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.state == State::Blocked || self.buffer.len() >= BUFFER_LEN_MAX {
             ready!(self.poll_send(context))?;
         }
         Poll::Ready(self.check())
     }
 
-    /// As many of the bytes as there is room for.
-    fn take(&mut self, bytes: &[u8]) -> usize {
-        let bytes = &bytes[..bytes.len().min(GATHERED_MAX - self.waiting.len())];
-        let needed = self.waiting.len() + bytes.len();
-        if needed > self.waiting.capacity() {
-            let whole = if needed > KEPT_MAX { GATHERED_MAX } else { KEPT_MAX };
-            self.waiting.reserve_exact(whole - self.waiting.len());
+    /// Appends the bytes that fit; returns their number.
+    fn append(&mut self, bytes: &[u8]) -> usize {
+        let bytes = &bytes[..bytes.len().min(BUFFER_LEN_MAX - self.buffer.len())];
+        let needed = self.buffer.len() + bytes.len();
+        if needed > self.buffer.capacity() {
+            let capacity = if needed > BUFFER_CAPACITY_IDLE { BUFFER_LEN_MAX } else { BUFFER_CAPACITY_IDLE };
+            self.buffer.reserve_exact(capacity - self.buffer.len());
         }
-        self.waiting.extend_from_slice(bytes);
+        self.buffer.extend_from_slice(bytes);
         if self.state == State::Idle && !bytes.is_empty() {
-            self.state = State::Gathering;
+            self.state = State::Buffering;
         }
         bytes.len()
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Gathered<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for CoalescingStream<S> {
     fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let mut line = self.0.lock();
-        line.check()?;
-        Pin::new(&mut line.stream).poll_read(context, buffer)
+        let mut shared = self.0.lock();
+        shared.check()?;
+        Pin::new(&mut shared.stream).poll_read(context, buffer)
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Gathered<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for CoalescingStream<S> {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let mut line = self.0.lock();
-        ready!(line.poll_room(context))?;
-        Poll::Ready(Ok(line.take(bytes)))
+        let mut shared = self.0.lock();
+        ready!(shared.poll_space(context))?;
+        Poll::Ready(Ok(shared.append(bytes)))
     }
 
     fn poll_write_vectored(
@@ -173,24 +174,24 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Gathered<S> {
         context: &mut Context<'_>,
         buffers: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let mut line = self.0.lock();
-        ready!(line.poll_room(context))?;
-        Poll::Ready(Ok(buffers.iter().map(|bytes| line.take(bytes)).sum()))
+        let mut shared = self.0.lock();
+        ready!(shared.poll_space(context))?;
+        Poll::Ready(Ok(buffers.iter().map(|bytes| shared.append(bytes)).sum()))
     }
 
     fn is_write_vectored(&self) -> bool {
         true
     }
 
-    /// What was written leaves with the end of the turn.
+    /// Reports success at once: the [`Flusher`] sends the buffer after the current poll.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(self.0.lock().check())
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let mut line = self.0.lock();
-        ready!(line.poll_send(context))?;
-        Pin::new(&mut line.stream).poll_shutdown(context)
+        let mut shared = self.0.lock();
+        ready!(shared.poll_send(context))?;
+        Pin::new(&mut shared.stream).poll_shutdown(context)
     }
 }
 
@@ -203,11 +204,11 @@ mod tests {
 
     use super::*;
 
-    /// Takes what the script says: so many bytes, nothing for now, or an error.
+    /// A stream that answers each write as scripted: accepts a number of bytes, is pending, or fails.
     #[derive(Default)]
     struct Scripted {
         script: VecDeque<Poll<io::Result<usize>>>,
-        /// Each write that was taken.
+        /// Accepted bytes, by write.
         writes: Vec<Vec<u8>>,
         shut: bool,
     }
@@ -235,100 +236,104 @@ mod tests {
         }
     }
 
-    fn scripted(script: impl IntoIterator<Item = Poll<io::Result<usize>>>) -> (Gathered<Scripted>, Tail<Scripted>) {
-        gather(Scripted { script: script.into_iter().collect(), ..Scripted::default() })
+    fn scripted(
+        script: impl IntoIterator<Item = Poll<io::Result<usize>>>,
+    ) -> (CoalescingStream<Scripted>, Flusher<Scripted>) {
+        coalesce_writes(Scripted { script: script.into_iter().collect(), ..Scripted::default() })
     }
 
-    fn lengths(line: &Mutex<Line<Scripted>>) -> Vec<usize> {
-        line.lock().stream.writes.iter().map(Vec::len).collect()
+    fn lengths(shared: &Mutex<Shared<Scripted>>) -> Vec<usize> {
+        shared.lock().stream.writes.iter().map(Vec::len).collect()
     }
 
     #[tokio::test]
-    async fn writes_of_a_turn_leave_together() {
+    async fn writes_of_one_poll_are_sent_together() {
         let sizes: [(&[usize], &[usize]); 5] = [
             (&[], &[]),
             (&[1], &[1]),
             (&[9, 16_384, 9, 100], &[16_502]),
-            (&[GATHERED_MAX], &[GATHERED_MAX]),
-            (&[GATHERED_MAX, 1, 2 * GATHERED_MAX], &[GATHERED_MAX, GATHERED_MAX, GATHERED_MAX, 1]),
+            (&[BUFFER_LEN_MAX], &[BUFFER_LEN_MAX]),
+            (&[BUFFER_LEN_MAX, 1, 2 * BUFFER_LEN_MAX], &[BUFFER_LEN_MAX, BUFFER_LEN_MAX, BUFFER_LEN_MAX, 1]),
         ];
         for (written, sent) in sizes {
-            let (mut connection, tail) = scripted([]);
-            let line = Arc::clone(&tail.0);
+            let (mut connection, flusher) = scripted([]);
+            let shared = Arc::clone(&flusher.0);
             let work = async {
                 for size in written {
-                    connection.write_all(&vec![7; *size]).await.expect("it is taken");
-                    connection.flush().await.expect("it is taken");
+                    connection.write_all(&vec![7; *size]).await.expect("the write is accepted");
+                    connection.flush().await.expect("the write is accepted");
                 }
-                assert!(lengths(&line).len() < sent.len().max(1), "the last waits for the turn's end");
+                assert!(lengths(&shared).len() < sent.len().max(1), "the last bytes are sent after the poll");
             };
-            tail.behind(work).await;
-            assert_eq!(lengths(&line), sent);
-            assert!(line.lock().waiting.capacity() <= KEPT_MAX);
+            flusher.drive(work).await;
+            assert_eq!(lengths(&shared), sent);
+            assert!(shared.lock().buffer.capacity() <= BUFFER_CAPACITY_IDLE);
         }
     }
 
     #[tokio::test]
-    async fn what_a_stream_does_not_take_is_sent_in_order_before_more_is_gathered() {
-        let stutters = [Poll::Ready(Ok(10)), Poll::Pending, Poll::Ready(Ok(3)), Poll::Pending, Poll::Pending];
-        let (mut connection, tail) = scripted(stutters);
-        let line = Arc::clone(&tail.0);
+    async fn blocked_bytes_are_sent_in_order_before_more_is_buffered() {
+        let script = [Poll::Ready(Ok(10)), Poll::Pending, Poll::Ready(Ok(3)), Poll::Pending, Poll::Pending];
+        let (mut connection, flusher) = scripted(script);
+        let shared = Arc::clone(&flusher.0);
         let bytes: Vec<u8> = (0..200).collect();
         let work = async {
             for part in bytes.chunks(20) {
-                connection.write_all(part).await.expect("it is taken");
+                connection.write_all(part).await.expect("the write is accepted");
                 tokio::task::yield_now().await;
-                assert!(line.lock().waiting.len() <= 20, "nothing is added to what is held up");
+                assert!(shared.lock().buffer.len() <= 20, "nothing is appended to a blocked buffer");
             }
-            connection.shutdown().await.expect("it ends");
+            connection.shutdown().await.expect("shutdown succeeds");
         };
-        tail.behind(work).await;
-        let line = line.lock();
-        assert_eq!(line.stream.writes.concat(), bytes);
-        assert!(line.stream.shut);
+        flusher.drive(work).await;
+        let shared = shared.lock();
+        assert_eq!(shared.stream.writes.concat(), bytes);
+        assert!(shared.stream.shut);
     }
 
     #[tokio::test]
-    async fn connection_waiting_for_room_is_woken_when_the_tail_made_it() {
-        let (mut connection, tail) = scripted([Poll::Pending, Poll::Pending]);
+    async fn connection_waiting_for_space_is_woken_after_a_flush() {
+        let (mut connection, flusher) = scripted([Poll::Pending, Poll::Pending]);
         let work = async {
-            connection.write_all(&[1; 2 * GATHERED_MAX]).await.expect("it is taken");
-            connection.write_all(&[1]).await.expect("it is taken");
+            connection.write_all(&[1; 2 * BUFFER_LEN_MAX]).await.expect("the write is accepted");
+            connection.write_all(&[1]).await.expect("the write is accepted");
         };
-        tokio::time::timeout(std::time::Duration::from_secs(10), tail.behind(work)).await.expect("it goes on");
+        tokio::time::timeout(std::time::Duration::from_secs(10), flusher.drive(work))
+            .await
+            .expect("the connection is woken");
     }
 
     #[tokio::test]
-    async fn failure_to_send_is_told_to_the_connection_once_it_asks() {
+    async fn next_call_returns_the_error_of_a_failed_send() {
         for step in [Poll::Ready(Err(io::ErrorKind::TimedOut.into())), Poll::Ready(Ok(0))] {
-            let (mut connection, tail) = scripted([step]);
+            let (mut connection, flusher) = scripted([step]);
             let work = async {
-                connection.write_all(b"lost").await.expect("it is gathered");
+                connection.write_all(b"lost").await.expect("the write is buffered");
                 tokio::task::yield_now().await;
                 connection.flush().await
             };
-            let line = Arc::clone(&tail.0);
-            let failed = tail.behind(work).await.expect_err("it could not be sent");
+            let shared = Arc::clone(&flusher.0);
+            let failed = flusher.drive(work).await.expect_err("the send fails");
             assert!(matches!(failed.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WriteZero), "{failed}");
             assert!(connection.write_all(b"more").await.is_err() && connection.shutdown().await.is_err());
-            assert!(lengths(&line).is_empty(), "a broken stream is not written to");
+            assert!(lengths(&shared).is_empty(), "nothing is written to a failed stream");
         }
     }
 
     #[tokio::test]
-    async fn connection_that_ends_without_a_shutdown_loses_nothing() {
-        let (mut connection, tail) = scripted([Poll::Pending, Poll::Ready(Ok(2)), Poll::Pending]);
-        let line = Arc::clone(&tail.0);
-        tail.behind(async { connection.write_all(b"whole").await }).await.expect("it is gathered");
-        assert_eq!(line.lock().stream.writes.concat(), b"whole");
+    async fn buffer_is_sent_when_the_connection_ends_without_shutdown() {
+        let (mut connection, flusher) = scripted([Poll::Pending, Poll::Ready(Ok(2)), Poll::Pending]);
+        let shared = Arc::clone(&flusher.0);
+        flusher.drive(async { connection.write_all(b"whole").await }).await.expect("the write is buffered");
+        assert_eq!(shared.lock().stream.writes.concat(), b"whole");
     }
 
     #[tokio::test]
-    async fn end_sends_what_waits_first() {
-        let (mut connection, tail) = scripted([]);
-        connection.write_all(b"last").await.expect("it is gathered");
-        assert!(lengths(&tail.0).is_empty());
-        connection.shutdown().now_or_never().expect("nothing holds it up").expect("it ends");
-        assert!(lengths(&tail.0) == [4] && tail.0.lock().stream.shut);
+    async fn shutdown_sends_the_buffer_first() {
+        let (mut connection, flusher) = scripted([]);
+        connection.write_all(b"last").await.expect("the write is buffered");
+        assert!(lengths(&flusher.0).is_empty());
+        connection.shutdown().now_or_never().expect("the stream is not blocked").expect("shutdown succeeds");
+        assert!(lengths(&flusher.0) == [4] && flusher.0.lock().stream.shut);
     }
 }

@@ -1,74 +1,86 @@
-//! The loads: groups of them, what is read off each, and what Orlop aims at.
+//! The groups of loads, the metrics that are read from each, and Orlop's performance targets.
 
-/// Loads that a server takes one after another, beginning without data.
+use crate::output::number;
+
+/// Loads that run on one server one after another, starting without data.
 pub struct Group {
     pub name: &'static str,
     pub title: String,
-    /// Orlop's, beside the usual.
+    /// Additional flags for Orlop.
     pub flags: &'static [&'static str],
     pub steps: Vec<Step>,
-    /// Takes long, or is steady enough, to be measured once.
+    /// Whether the group runs in one round only, because it takes long or has a low variance.
     pub is_measured_once: bool,
 }
 
+/// One load of a group, and the metrics that are read after it.
 pub struct Step {
     pub load: Load,
     pub title: String,
-    pub figures: Vec<Figure>,
-    /// It lasts so many times as long as others.
-    pub lasts: u32,
+    pub metrics: Vec<Metric>,
+    /// Factor of the usual duration of a load.
+    pub duration_factor: u32,
 }
 
 pub enum Load {
-    /// Arguments of `orlop bench`; without an end of their own they end after the duration of a load.
+    /// Runs `orlop bench` with these arguments. Unless they contain a limit, the load runs for the usual duration.
     Bench(String),
-    /// The server stops, and starts with the data that it has.
+    /// Restarts the server with its data.
     Restart,
 }
 
+/// A metric of a load.
 #[derive(Clone, Debug)]
-pub struct Figure {
+pub struct Metric {
     pub unit: &'static str,
-    pub of: Of,
-    pub aim: Option<Aim>,
+    pub source: Source,
+    pub target: Option<PerformanceTarget>,
 }
 
-/// Where a figure comes from.
+/// Where a metric comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Of {
-    /// Of the operation with this name.
+pub enum Source {
+    /// Rate of the operation with this name.
     PerSec(&'static str),
+    /// Latency of the operation with this name: median, p99 and maximum, in milliseconds.
     P50(&'static str),
     P99(&'static str),
     Max(&'static str),
-    Fact(&'static str),
-    /// Seconds from the start of the process to its first answer.
-    Start,
-    /// Resident, MiB, of the server without its Postgres.
+    /// A field of the report.
+    ReportField(&'static str),
+    /// Seconds from the start of the process to its first response.
+    StartTime,
+    /// Resident memory of the server without Postgres, in MiB.
     Memory,
-    /// All that lies on the disk, MiB, as the server tells it.
-    Size,
-    /// Percent of a core, Postgres included.
+    /// Size of the database as reported by the Status method, in MiB.
+    DatabaseSize,
+    /// CPU usage including Postgres, in percent of a core.
     Cpu,
 }
 
-/// What Orlop aims at, on SQLite and on Postgres.
+/// A performance target of Orlop.
 #[derive(Clone, Copy, Debug)]
-pub enum Aim {
-    /// Times as good as etcd.
-    Times(f64, f64),
-    /// No worse than etcd.
-    Better,
-    /// A figure of its own.
+pub enum PerformanceTarget {
+    /// Minimum ratio to etcd, on SQLite and on Postgres.
+    EtcdRatio(f64, f64),
+    /// Not worse than etcd.
+    NotWorse,
+    /// Maximum value.
     AtMost(f64),
 }
 
-impl Of {
-    pub fn is_better_when_more(self) -> bool {
+impl Source {
+    pub fn is_higher_better(self) -> bool {
         match self {
             Self::PerSec(_) => true,
-            Self::Fact(name) => name.ends_with("_per_sec"),
-            Self::P50(_) | Self::P99(_) | Self::Max(_) | Self::Start | Self::Memory | Self::Size | Self::Cpu => false,
+            Self::ReportField(name) => name.ends_with("_per_sec"),
+            Self::P50(_)
+            | Self::P99(_)
+            | Self::Max(_)
+            | Self::StartTime
+            | Self::Memory
+            | Self::DatabaseSize
+            | Self::Cpu => false,
         }
     }
 }
@@ -78,32 +90,32 @@ impl Group {
         Self { name, title: title.into(), flags: &[], steps, is_measured_once: false }
     }
 
-    /// How often it is measured when others are so many times.
-    pub fn rounds(&self, usual: u32) -> u32 {
-        if self.is_measured_once { 1 } else { usual }
+    /// Returns the number of rounds; `default` applies to groups that are measured repeatedly.
+    pub fn rounds(&self, default: u32) -> u32 {
+        if self.is_measured_once { 1 } else { default }
     }
 }
 
 impl Step {
-    fn bench(title: impl Into<String>, arguments: impl Into<String>, figures: Vec<Figure>) -> Self {
-        Self { load: Load::Bench(arguments.into()), title: title.into(), figures, lasts: 1 }
+    fn bench(title: impl Into<String>, arguments: impl Into<String>, metrics: Vec<Metric>) -> Self {
+        Self { load: Load::Bench(arguments.into()), title: title.into(), metrics, duration_factor: 1 }
     }
 
-    fn restart(title: &str, figures: Vec<Figure>) -> Self {
-        Self { load: Load::Restart, title: title.to_owned(), figures, lasts: 1 }
+    fn restart(title: &str, metrics: Vec<Metric>) -> Self {
+        Self { load: Load::Restart, title: title.to_owned(), metrics, duration_factor: 1 }
     }
 }
 
-fn figure(unit: &'static str, of: Of) -> Figure {
-    Figure { unit, of, aim: None }
+fn metric(unit: &'static str, source: Source) -> Metric {
+    Metric { unit, source, target: None }
 }
 
-fn aimed(unit: &'static str, of: Of, aim: Aim) -> Figure {
-    Figure { unit, of, aim: Some(aim) }
+fn metric_with_target(unit: &'static str, source: Source, target: PerformanceTarget) -> Metric {
+    Metric { unit, source, target: Some(target) }
 }
 
-/// Whether there is a group of this name.
-pub fn name(text: &str) -> Result<String, String> {
+/// Checks that a group with this name exists.
+pub fn parse_name(text: &str) -> Result<String, String> {
     let names: Vec<_> = all().iter().map(|group| group.name).collect();
     if names.contains(&text) { Ok(text.to_owned()) } else { Err(format!("must be one of {}", names.join(", "))) }
 }
@@ -114,10 +126,10 @@ pub fn all() -> Vec<Group> {
     let creates = ["create-256b", "create-4kib", "create-64kib"];
     let mut groups = Vec::new();
     for (name, (bytes, size)) in puts.into_iter().zip(writes) {
-        groups.push(writing(name, "put", "puts/s", bytes, size));
+        groups.push(write_group(name, "put", "puts/s", bytes, size));
     }
     for (name, (bytes, size)) in creates.into_iter().zip(writes) {
-        groups.push(writing(name, "create-txn", "creates/s", bytes, size));
+        groups.push(write_group(name, "create-txn", "creates/s", bytes, size));
     }
     groups.extend([kubernetes(), gets()]);
     groups.extend(lists());
@@ -125,79 +137,88 @@ pub fn all() -> Vec<Group> {
     groups
 }
 
-/// Clients of the puts and creates, and what Orlop aims at there with values of 256 B.
-const CLIENTS: [(usize, Option<Aim>); 5] = [
-    (1, Some(Aim::Times(1.2, 1.0))),
+/// Numbers of clients of the puts and creates, and the targets for puts of 256 B.
+const CLIENTS: [(usize, Option<PerformanceTarget>); 5] = [
+    (1, Some(PerformanceTarget::EtcdRatio(1.2, 1.0))),
     (16, None),
-    (64, Some(Aim::Times(2.0, 1.7))),
-    (256, Some(Aim::Times(2.0, 1.7))),
-    (1024, Some(Aim::Times(2.0, 1.7))),
+    (64, Some(PerformanceTarget::EtcdRatio(2.0, 1.7))),
+    (256, Some(PerformanceTarget::EtcdRatio(2.0, 1.7))),
+    (1024, Some(PerformanceTarget::EtcdRatio(2.0, 1.7))),
 ];
 
-/// What clients have in flight, from which on answering each of them once takes about as long as other loads last.
-const LONG_BYTES: usize = 64 << 20;
+/// Bytes in flight from which a load needs more than the usual duration, so that each client is answered several times.
+const LONG_LOAD_BYTES_MIN: usize = 64 << 20;
 
-fn writing(name: &'static str, operation: &'static str, unit: &'static str, bytes: usize, size: &'static str) -> Group {
-    let is_aimed = name == "put-256b";
-    let step = |(clients, aim): (usize, Option<Aim>)| {
-        let rate = figure(unit, Of::PerSec(operation));
-        let p99 = figure("p99, ms", Of::P99(operation));
-        let figures = if is_aimed {
-            vec![Figure { aim, ..rate }, Figure { aim: (clients >= 64).then_some(Aim::Better), ..p99 }]
+fn write_group(
+    name: &'static str,
+    operation: &'static str,
+    unit: &'static str,
+    bytes: usize,
+    size: &'static str,
+) -> Group {
+    let has_targets = name == "put-256b";
+    let step = |(clients, target): (usize, Option<PerformanceTarget>)| {
+        let rate = metric(unit, Source::PerSec(operation));
+        let p99 = metric("p99, ms", Source::P99(operation));
+        let metrics = if has_targets {
+            vec![
+                Metric { target, ..rate },
+                Metric { target: (clients >= 64).then_some(PerformanceTarget::NotWorse), ..p99 },
+            ]
         } else {
             vec![rate, p99]
         };
         let arguments = format!("--clients {clients} {operation} --value-size {bytes}");
-        let named = if clients == 1 {
-            "1 client".to_owned()
-        } else {
-            format!("{} clients", super::page::number(clients as f64))
-        };
-        // Each client has to be answered a few times.
-        let lasts = if clients * bytes >= LONG_BYTES { 4 } else { 1 };
-        Step { lasts, ..Step::bench(format!("{operation}, {named}, {size}"), arguments, figures) }
+        let clients_text =
+            if clients == 1 { "1 client".to_owned() } else { format!("{} clients", number(clients as f64)) };
+        let duration_factor = if clients * bytes >= LONG_LOAD_BYTES_MIN { 4 } else { 1 };
+        Step { duration_factor, ..Step::bench(format!("{operation}, {clients_text}, {size}"), arguments, metrics) }
     };
     let title = if operation == "put" { "Puts" } else { "Creates, each a transaction" };
     Group::new(name, format!("{title}, {size}"), CLIENTS.into_iter().map(step).collect())
 }
 
 fn kubernetes() -> Group {
-    let figures = vec![
-        aimed("operations/s", Of::PerSec("kubernetes"), Aim::Times(2.0, 1.7)),
-        figure("p99, ms", Of::P99("kubernetes")),
-        figure("lease renewals, p99, ms", Of::P99("renew-lease")),
-        figure("pages of 500 pods, p99, ms", Of::P99("list-page")),
-        figure("memory, MiB", Of::Memory),
+    let metrics = vec![
+        metric_with_target("operations/s", Source::PerSec("kubernetes"), PerformanceTarget::EtcdRatio(2.0, 1.7)),
+        metric("p99, ms", Source::P99("kubernetes")),
+        metric("lease renewals, p99, ms", Source::P99("renew-lease")),
+        metric("pages of 500 pods, p99, ms", Source::P99("list-page")),
+        metric("memory, MiB", Source::Memory),
     ];
     let title = "500 nodes, 5,000 pods, 64 clients, 60 watches";
-    Group::new("kubernetes", "A cluster's traffic", vec![Step::bench(title, "kubernetes --connections 66", figures)])
+    Group::new(
+        "kubernetes",
+        "Traffic of a Kubernetes cluster",
+        vec![Step::bench(title, "kubernetes --connections 66", metrics)],
+    )
 }
 
 fn gets() -> Group {
-    let step = |title, arguments, aim| {
-        let rate = Figure { unit: "gets/s", of: Of::PerSec("get"), aim };
-        Step::bench(title, arguments, vec![rate, figure("p99, ms", Of::P99("get"))])
+    let step = |title, arguments, target| {
+        let rate = Metric { unit: "gets/s", source: Source::PerSec("get"), target };
+        Step::bench(title, arguments, vec![rate, metric("p99, ms", Source::P99("get"))])
     };
     let steps = vec![
-        step("get, linearizable, 64 clients", "get", Some(Aim::Times(1.5, 1.2))),
+        step("get, linearizable, 64 clients", "get", Some(PerformanceTarget::EtcdRatio(1.5, 1.2))),
         step("get, serializable, 64 clients", "get --serializable", None),
         step("get, linearizable, 1 client", "get --clients 1", None),
     ];
     Group::new("get", "Gets, 256 B", steps)
 }
 
-/// A tenth: room in the cache for that much of the data.
+/// In the groups named `tenth`, the cache holds a tenth of the data.
 fn lists() -> Vec<Group> {
-    let small = Lists { title: "Lists, 10,000 x 1 KiB", load: "range --keys 10000 --value-size 1024", end: "" };
+    let small = Lists { title: "Lists, 10,000 x 1 KiB", load: "range --keys 10000 --value-size 1024", limits: "" };
     let large = Lists {
         title: "Lists, 50,000 x 2 KiB",
         load: "range --keys 50000 --value-size 2048",
-        // Each takes so long that a time would end few.
-        end: "--total 6 --warmup 0s",
+        // A list takes so long that only a few would complete in the usual duration.
+        limits: "--total 6 --warmup 0s",
     };
     let once = |group| Group { is_measured_once: true, ..group };
     vec![
-        small.list("list", Some(Aim::Times(3.0, 3.0))),
+        small.list("list", Some(PerformanceTarget::EtcdRatio(3.0, 3.0))),
         small.with_tenth("list-tenth", &["--value-cache-bytes=1048576"]),
         small.without_cache("list-uncached"),
         once(large.list("list-large", None)),
@@ -206,35 +227,35 @@ fn lists() -> Vec<Group> {
     ]
 }
 
-/// Lists of the same keys.
+/// Groups of lists of the same keys.
 struct Lists {
     title: &'static str,
     load: &'static str,
-    /// When a load ends, if not after the usual time.
-    end: &'static str,
+    /// Limits of a load other than the usual duration.
+    limits: &'static str,
 }
 
 impl Lists {
-    /// Each step leaves its keys for the next.
-    fn list(&self, name: &'static str, aim: Option<Aim>) -> Group {
-        let p99 = || figure("p99, ms", Of::P99("range"));
-        let again = |title, flags: &str, end: &str, figures| {
-            Step::bench(title, format!("{} --existing --keep {flags} {end}", self.load), figures)
+    /// Each step uses the keys of the previous one.
+    fn list(&self, name: &'static str, target: Option<PerformanceTarget>) -> Group {
+        let p99 = || metric("p99, ms", Source::P99("range"));
+        let again = |title, flags: &str, limits: &str, metrics| {
+            Step::bench(title, format!("{} --existing --keep {flags} {limits}", self.load), metrics)
         };
-        let one = vec![figure("ms", Of::P50("range"))];
-        let whole = vec![lists_per_sec(aim), p99(), figure("memory, MiB", Of::Memory)];
+        let first = vec![metric("ms", Source::P50("range"))];
+        let whole = vec![lists_per_sec(target), p99(), metric("memory, MiB", Source::Memory)];
         let steps = vec![
-            Step::bench("list, whole", format!("{} --keep {}", self.load, self.end), whole),
-            again("list, in pages of 500", "--page 500", self.end, vec![lists_per_sec(None), p99()]),
+            Step::bench("list, whole", format!("{} --keep {}", self.load, self.limits), whole),
+            again("list, in pages of 500", "--page 500", self.limits, vec![lists_per_sec(None), p99()]),
             Step::restart("", Vec::new()),
-            again("list, first after a start", "", "--total 1 --warmup 0s", one),
-            again("list, at an old revision", "--old-revision", self.end, vec![lists_per_sec(None), p99()]),
+            again("list, first after a start", "", "--total 1 --warmup 0s", first),
+            again("list, at an old revision", "--old-revision", self.limits, vec![lists_per_sec(None), p99()]),
         ];
         Group::new(name, self.title, steps)
     }
 
     fn with_tenth(&self, name: &'static str, flags: &'static [&'static str]) -> Group {
-        self.with_cache(name, "Orlop's cache with room for a tenth", flags)
+        self.with_cache(name, "Orlop's cache holds a tenth", flags)
     }
 
     fn without_cache(&self, name: &'static str) -> Group {
@@ -242,49 +263,55 @@ impl Lists {
     }
 
     fn with_cache(&self, name: &'static str, cache: &str, flags: &'static [&'static str]) -> Group {
-        let figures = vec![lists_per_sec(None), figure("p99, ms", Of::P99("range")), figure("memory, MiB", Of::Memory)];
-        let steps = vec![Step::bench("list, whole", format!("{} {}", self.load, self.end), figures)];
+        let metrics =
+            vec![lists_per_sec(None), metric("p99, ms", Source::P99("range")), metric("memory, MiB", Source::Memory)];
+        let steps = vec![Step::bench("list, whole", format!("{} {}", self.load, self.limits), metrics)];
         Group { flags, is_measured_once: true, ..Group::new(name, format!("{}, {cache}", self.title), steps) }
     }
 }
 
-fn lists_per_sec(aim: Option<Aim>) -> Figure {
-    Figure { unit: "lists/s", of: Of::PerSec("range"), aim }
+fn lists_per_sec(target: Option<PerformanceTarget>) -> Metric {
+    Metric { unit: "lists/s", source: Source::PerSec("range"), target }
 }
 
 fn fan_out() -> Group {
-    let step = |title, arguments, aim: Option<Aim>| {
-        let is_aimed = aim.is_some();
-        let rate = Figure { unit: "events/s", of: Of::PerSec("event"), aim };
-        let p99 =
-            Figure { unit: "p99 from put to event, ms", of: Of::P99("event"), aim: is_aimed.then_some(Aim::Better) };
-        let lag = [figure("from answer to event: p50, ms", Of::P50("lag")), figure("p99, ms", Of::P99("lag"))];
+    let step = |title, arguments, target: Option<PerformanceTarget>| {
+        let has_target = target.is_some();
+        let rate = Metric { unit: "events/s", source: Source::PerSec("event"), target };
+        let p99 = Metric {
+            unit: "p99 from put to event, ms",
+            source: Source::P99("event"),
+            target: has_target.then_some(PerformanceTarget::NotWorse),
+        };
+        let lag = [metric("from answer to event: p50, ms", Source::P50("lag")), metric("p99, ms", Source::P99("lag"))];
         Step::bench(title, arguments, [rate, p99].into_iter().chain(lag).collect())
     };
     let steps = vec![
-        step("1,000 watchers of all, 10 streams", "watch", Some(Aim::Times(5.0, 5.0))),
+        step("1,000 watchers of all, 10 streams", "watch", Some(PerformanceTarget::EtcdRatio(5.0, 5.0))),
         step("1,000 watchers of all, 100 streams", "watch --streams 100", None),
         step("10,000 watchers of all, 100 streams", "watch --watchers 10000 --streams 100", None),
         step("1,000 watchers, each of its own key", "watch --own-key", None),
         step("10,000 watchers, each of its own key", "watch --own-key --watchers 10000 --streams 100", None),
     ];
-    Group::new("fan-out", "Fan-out: clients put when all watchers have the put before", steps)
+    Group::new("fan-out", "Fan-out: a client puts again when all watchers have received its last put", steps)
 }
 
 fn catch_up() -> Group {
-    let figures =
-        vec![aimed("events/s", Of::Fact("events_per_sec"), Aim::Times(2.0, 2.0)), figure("memory, MiB", Of::Memory)];
-    let step = Step::bench("catching up with 100,000 revisions", "catch-up --total 1 --warmup 0s", figures);
+    let metrics = vec![
+        metric_with_target("events/s", Source::ReportField("events_per_sec"), PerformanceTarget::EtcdRatio(2.0, 2.0)),
+        metric("memory, MiB", Source::Memory),
+    ];
+    let step = Step::bench("catching up with 100,000 revisions", "catch-up --total 1 --warmup 0s", metrics);
     Group { is_measured_once: true, ..Group::new("catch-up", "Catching up", vec![step]) }
 }
 
 fn idle() -> Group {
-    let figures = vec![figure("CPU, % of a core", Of::Cpu), figure("memory, MiB", Of::Memory)];
-    let step = Step::bench("66 connections, 60 watches", "idle --connections 66 --duration 5s", figures);
-    Group { is_measured_once: true, ..Group::new("idle", "Nothing happens", vec![step]) }
+    let metrics = vec![metric("CPU, % of a core", Source::Cpu), metric("memory, MiB", Source::Memory)];
+    let step = Step::bench("66 connections, 60 watches", "idle --connections 66 --duration 5s", metrics);
+    Group { is_measured_once: true, ..Group::new("idle", "Idle", vec![step]) }
 }
 
-/// Each step leaves its keys for the next.
+/// Each step uses the keys of the previous one.
 fn million() -> Group {
     let load = "get --key-space 1000000 --value-size 1024 --total 1 --warmup 0s --keep";
     let list = "range --existing --keep --keys 10000";
@@ -293,39 +320,46 @@ fn million() -> Group {
         Step::bench(
             "1,000,000 x 1 KiB loaded",
             load,
-            vec![figure("memory, MiB", Of::Memory), figure("file, MiB", Of::Size)],
+            vec![metric("memory, MiB", Source::Memory), metric("file, MiB", Source::DatabaseSize)],
         ),
-        Step::bench("list of 10,000 of them", list, vec![figure("lists/s", Of::PerSec("range"))]),
+        Step::bench("list of 10,000 of the million keys", list, vec![metric("lists/s", Source::PerSec("range"))]),
         Step::bench(
-            "500,000 puts beside them, 256 clients",
+            "500,000 more puts, 256 clients",
             churn,
             vec![
-                figure("puts/s", Of::PerSec("put")),
-                figure("p99, ms", Of::P99("put")),
-                aimed("memory, MiB", Of::Memory, Aim::Better),
+                metric("puts/s", Source::PerSec("put")),
+                metric("p99, ms", Source::P99("put")),
+                metric_with_target("memory, MiB", Source::Memory, PerformanceTarget::NotWorse),
             ],
         ),
-        // What is quiet is measured about as long as what is not.
+        // The phase without maintenance takes about as long as the others.
         Step {
-            lasts: 6,
+            duration_factor: 6,
             ..Step::bench(
                 "compaction and defragmentation while 64 clients put",
                 "maintenance --existing --keep",
                 vec![
-                    figure("p99 of puts before, ms", Of::P99("put")),
-                    figure("p99 of puts while compacting, ms", Of::P99("put-compacting")),
-                    aimed("times the p99 before", Of::Fact("compacting_p99_ratio"), Aim::AtMost(2.0)),
-                    figure("compaction, s", Of::Fact("compaction_secs")),
-                    figure("slowest put while defragmenting, ms", Of::Max("put-defragmenting")),
-                    figure("puts that failed meanwhile", Of::Fact("puts_failed")),
-                    figure("defragmentation, s", Of::Fact("defragmentation_secs")),
-                    figure("file after it, MiB", Of::Size),
+                    metric("p99 of puts before, ms", Source::P99("put")),
+                    metric("p99 of puts during compaction, ms", Source::P99("put-compacting")),
+                    metric_with_target(
+                        "ratio of the p99",
+                        Source::ReportField("compacting_p99_ratio"),
+                        PerformanceTarget::AtMost(2.0),
+                    ),
+                    metric("compaction, s", Source::ReportField("compaction_secs")),
+                    metric("slowest put while defragmenting, ms", Source::Max("put-defragmenting")),
+                    metric("failed puts during defragmentation", Source::ReportField("puts_failed")),
+                    metric("defragmentation, s", Source::ReportField("defragmentation_secs")),
+                    metric("file afterwards, MiB", Source::DatabaseSize),
                 ],
             )
         },
         Step::restart(
-            "start with them",
-            vec![aimed("s to the first answer", Of::Start, Aim::AtMost(3.0)), figure("memory, MiB", Of::Memory)],
+            "start with a million keys",
+            vec![
+                metric_with_target("s to the first answer", Source::StartTime, PerformanceTarget::AtMost(3.0)),
+                metric("memory, MiB", Source::Memory),
+            ],
         ),
     ];
     Group { is_measured_once: true, ..Group::new("million", "A million keys", steps) }

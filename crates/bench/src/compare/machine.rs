@@ -1,4 +1,4 @@
-//! The machine: what it is, and how fast it is just now.
+//! A description of the machine, and its current speed.
 
 use std::{
     fs,
@@ -9,21 +9,23 @@ use std::{
 
 use sha2::{Digest as _, Sha256};
 
-use super::{Error, server::Lab};
+use super::test_bed::TestBed;
+use crate::error::Error;
 
+/// The machine that the servers run on.
 pub struct Machine {
     processor: String,
     cores: usize,
     memory_gib: f64,
     kernel: String,
     file_system: String,
-    /// Of a small append and its fdatasync, median.
-    sync: Duration,
+    /// Median time of a small append with fdatasync.
+    sync_time: Duration,
     versions: Vec<String>,
 }
 
 impl Machine {
-    pub fn describe(lab: &Lab) -> Result<Self, Error> {
+    pub fn describe(test_bed: &TestBed) -> Result<Self, Error> {
         let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
         let after = |text: &str, name: &str| {
             let line = text.lines().find(|line| line.starts_with(name));
@@ -37,43 +39,44 @@ impl Machine {
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             memory_gib: kibibytes / f64::from(1 << 20),
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
-            file_system: file_system(lab.folder())?,
-            sync: sync(lab.folder())?,
-            versions: lab.versions.clone(),
+            file_system: file_system(test_bed.folder())?,
+            sync_time: measure_sync_time(test_bed.folder())?,
+            versions: test_bed.versions.clone(),
         })
     }
 
+    /// Returns the description in one line.
     pub fn text(&self) -> String {
-        let Self { processor, cores, memory_gib, kernel, file_system, sync, versions } = self;
+        let Self { processor, cores, memory_gib, kernel, file_system, sync_time, versions } = self;
         let versions: String = versions.iter().map(|version| format!("; {version}")).collect();
         format!(
-            "{processor}, {cores} cores, {memory_gib:.0} GiB; Linux {kernel}; {file_system}, on which a small write and its \
-             fdatasync take {:.2} ms; Orlop {}{versions}",
-            sync.as_secs_f64() * 1e3,
+            "{processor}, {cores} cores, {memory_gib:.0} GiB; Linux {kernel}; {file_system}, on which a small write and \
+             its fdatasync take {:.2} ms; Orlop {}{versions}",
+            sync_time.as_secs_f64() * 1e3,
             env!("CARGO_PKG_VERSION"),
         )
     }
 }
 
-/// How long one core is timed: a moment beside a turn, and long enough to be a figure.
-const PACE_TIME: Duration = Duration::from_millis(60);
+/// Duration of a speed measurement: short compared with a trial.
+const SPEED_TEST_TIME: Duration = Duration::from_millis(60);
 
-/// How fast one core is just now, in MiB of SHA-256 a second.
-pub fn pace() -> f64 {
+/// Returns the current speed of one core, in MiB of SHA-256 per second.
+pub fn cpu_speed() -> f64 {
     let block = [0_u8; 16 << 10];
     let mut hash = Sha256::new();
     let began = Instant::now();
     let mut blocks = 0;
-    while began.elapsed() < PACE_TIME {
+    while began.elapsed() < SPEED_TEST_TIME {
         hash.update(block);
         blocks += 1;
     }
-    // Its use keeps the work from being optimized away.
+    // Using the hash keeps the compiler from removing the loop.
     let bytes = f64::from(blocks) * block.len() as f64 + f64::from(hash.finalize()[0] & 1);
     bytes / f64::from(1 << 20) / began.elapsed().as_secs_f64()
 }
 
-/// The type of the file system that the folder lies on.
+/// Returns the type of the file system that contains the directory.
 fn file_system(folder: &Path) -> Result<String, Error> {
     let folder = folder.canonicalize()?;
     let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
@@ -85,16 +88,16 @@ fn file_system(folder: &Path) -> Result<String, Error> {
     Ok(nearest.map_or_else(|| "unknown".to_owned(), |(_, kind)| kind.to_owned()))
 }
 
-fn sync(folder: &Path) -> Result<Duration, Error> {
+fn measure_sync_time(folder: &Path) -> Result<Duration, Error> {
     const TIMES: usize = 101;
     let mut file = tempfile::tempfile_in(folder)?;
-    let mut took = Vec::with_capacity(TIMES);
+    let mut times = Vec::with_capacity(TIMES);
     for _ in 0..TIMES {
         let began = Instant::now();
         file.write_all(&[b'x'; 512])?;
         file.sync_data()?;
-        took.push(began.elapsed());
+        times.push(began.elapsed());
     }
-    took.sort_unstable();
-    Ok(took[TIMES / 2])
+    times.sort_unstable();
+    Ok(times[TIMES / 2])
 }

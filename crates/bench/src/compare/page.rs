@@ -1,4 +1,4 @@
-//! The page: tables in Markdown, between two marks of a page that may say more.
+//! The Markdown page: replaces the tables between two markers and keeps the rest.
 
 use std::{
     fmt::Write as _,
@@ -7,21 +7,21 @@ use std::{
 };
 
 use super::{
-    Error,
-    figures::{Cell, Figures, Row, Table},
-    groups::Aim,
+    groups::PerformanceTarget,
     machine::Machine,
     plot,
-    server::Kind,
+    results::{Cell, Results, Row, Table},
+    server_kind::ServerKind,
 };
+use crate::{error::Error, output::number};
 
 const BEGIN: &str = "<!-- figures: begin; orlop bench compare writes what stands between -->\n";
 const END: &str = "<!-- figures: end -->\n";
 
-/// Rounds that differ by more than this share of their median are marked.
+/// Spread, as a share of the median, above which a value is marked.
 const SPREAD_MAX: f64 = 0.3;
 
-/// A page to write into.
+/// A page to write the results into.
 pub struct Page {
     path: PathBuf,
     before: String,
@@ -29,9 +29,10 @@ pub struct Page {
 }
 
 impl Page {
-    /// Reads what stands around the figures, before anything is measured in vain.
+    /// Reads the text before and after the tables. Called before the measurement, so that an unusable page is noticed
+    /// early.
     pub fn open(path: &Path) -> Result<Self, Error> {
-        let unusable = |what: &str| Error::Flags(format!("--output {}: {what}", path.display()));
+        let unusable = |reason: &str| Error::Flags(format!("--output {}: {reason}", path.display()));
         let old = match fs::read_to_string(path) {
             Ok(old) => old,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => format!("# Benchmarks\n\n{BEGIN}{END}"),
@@ -39,103 +40,104 @@ impl Page {
         };
         let around = old.split_once(BEGIN).and_then(|(before, rest)| Some((before, rest.split_once(END)?.1)));
         let (before, after) = around.ok_or_else(|| {
-            unusable(&format!("it has no place for figures, which begins with `{}`", BEGIN.trim_end()))
+            unusable(&format!("it has no place for figures: the marker is missing, marker=`{}`", BEGIN.trim_end()))
         })?;
         Ok(Self { path: path.to_owned(), before: before.to_owned(), after: after.to_owned() })
     }
 
-    /// Writes the figures to the page, and the plots to the page's folder.
-    pub fn write(&self, machine: &Machine, figures: &Figures) -> Result<(), Error> {
+    /// Writes the tables to the page, and the plots to the page's folder.
+    pub fn write(&self, machine: &Machine, results: &Results) -> Result<(), Error> {
         let folder = self.path.parent().unwrap_or(Path::new(""));
         fs::create_dir_all(folder)?;
-        let plots = plot::draw(figures, folder)?;
-        let text = text(machine, figures, Some(&plots));
+        let plots = plot::draw(results, folder)?;
+        let text = text(machine, results, Some(&plots));
         fs::write(&self.path, format!("{}{BEGIN}{text}{END}{}", self.before, self.after))?;
         Ok(())
     }
 }
 
-/// The machine, the aims, the plots (file and title) and a table for each group.
-pub fn text(machine: &Machine, figures: &Figures, plots: Option<&[(&'static str, &'static str)]>) -> String {
-    let mut text = format!("\nMeasured on: {}.\n\n{}", machine.text(), trust(figures));
-    text += &aims(figures);
+/// Returns the text: the machine, the targets, the plots (file and title) and a table for each group.
+pub fn text(machine: &Machine, results: &Results, plots: Option<&[(&'static str, &'static str)]>) -> String {
+    let mut text = format!("\nMeasured on: {}.\n\n{}", machine.text(), reliability(results));
+    text += &targets(results);
     for (path, title) in plots.unwrap_or_default() {
         let _infallible = write!(text, "\n![{title}]({path})\n");
     }
-    for table in &figures.tables {
+    for table in &results.tables {
         text += &group(table);
     }
     text + "\n"
 }
 
-/// How far the figures can be relied on.
-fn trust(figures: &Figures) -> String {
-    let turns = figures.pace.len();
-    let least = figures.pace.iter().copied().fold(f64::INFINITY, f64::min);
-    let most = figures.pace.iter().copied().fold(0.0, f64::max);
-    let noisy: usize = figures.tables.iter().map(|table| table.noisy_turns).sum();
-    let rounds = figures.tables.iter().map(|table| table.rounds).max().unwrap_or_default();
-    let doubt = match noisy {
-        0 => "none was left in doubt".to_owned(),
-        noisy => format!("{noisy} stayed in doubt"),
+/// Returns a note on the variance of the results and the speed of the machine.
+fn reliability(results: &Results) -> String {
+    let trials = results.cpu_speeds.len();
+    let min = results.cpu_speeds.iter().copied().fold(f64::INFINITY, f64::min);
+    let max = results.cpu_speeds.iter().copied().fold(0.0, f64::max);
+    let slow: usize = results.tables.iter().map(|table| table.slow_trials).sum();
+    let rounds = results.tables.iter().map(|table| table.rounds).max().unwrap_or_default();
+    let doubt = match slow {
+        0 => "none remained in doubt".to_owned(),
+        slow => format!("{slow} remained in doubt"),
     };
     let rounds = match rounds {
         1 => "One round".to_owned(),
-        rounds => format!("Medians of {rounds} rounds where nothing else is said"),
+        rounds => format!("Medians of {rounds} rounds unless noted"),
     };
     format!(
-        "{rounds}; ± is half the distance from the worst round to the best, \
-         ~ marks a figure whose rounds lie more than {:.0} % apart. Bold: times as good as etcd. The machine itself was timed \
-         around each of {turns} turns, with {least:.0} to {most:.0} MiB of SHA-256 a second; {} turns were taken again as it \
-         was slow, {doubt}.\n",
+        "{rounds}; ± is half the distance between the worst and the best round, ~ marks a figure whose rounds differ \
+         by more than {:.0} %. Bold: ratio to etcd, above 1 is better. The speed of the machine was measured around \
+         each of {trials} runs: {min:.0} to {max:.0} MiB of SHA-256 per second; {} runs were repeated because it was \
+         slow, {doubt}.\n",
         SPREAD_MAX * 100.0,
-        figures.retaken,
+        results.repeated_trials,
     )
 }
 
-fn aims(figures: &Figures) -> String {
+fn targets(results: &Results) -> String {
     let rows: Vec<&Row> =
-        figures.tables.iter().flat_map(|table| &table.rows).filter(|row| row.figure.aim.is_some()).collect();
+        results.tables.iter().flat_map(|table| &table.rows).filter(|row| row.metric.target.is_some()).collect();
     if rows.is_empty() {
         return String::new();
     }
     let mut text =
-        "\n### Against what Orlop aims at\n| | aim, SQLite | | aim, Postgres | |\n|---|---|---|---|---|\n".to_owned();
+        "\n### Targets\n| load | target, SQLite | result | target, Postgres | result |\n|---|---|---|---|---|\n"
+            .to_owned();
     for row in rows {
         let _infallible = write!(text, "| {}, {} |", row.load, row.unit);
-        for server in [Kind::Sqlite, Kind::Postgres] {
-            let _infallible = write!(text, " {} | {} |", aim(row, server), outcome(row, server));
+        for server in [ServerKind::Sqlite, ServerKind::Postgres] {
+            let _infallible = write!(text, " {} | {} |", target(row, server), outcome(row, server));
         }
         text.push('\n');
     }
     text
 }
 
-fn aim(row: &Row, server: Kind) -> String {
-    match row.figure.aim {
-        Some(Aim::Times(sqlite, postgres)) => {
-            format!("{}x etcd", if server == Kind::Sqlite { sqlite } else { postgres })
+fn target(row: &Row, server: ServerKind) -> String {
+    match row.metric.target {
+        Some(PerformanceTarget::EtcdRatio(sqlite, postgres)) => {
+            format!("{}x etcd", if server == ServerKind::Sqlite { sqlite } else { postgres })
         }
-        Some(Aim::Better) => "no worse than etcd".to_owned(),
-        Some(Aim::AtMost(most)) => format!("{most} at most"),
+        Some(PerformanceTarget::NotWorse) => "no worse than etcd".to_owned(),
+        Some(PerformanceTarget::AtMost(max)) => format!("at most {max}"),
         None => String::new(),
     }
 }
 
-fn outcome(row: &Row, server: Kind) -> String {
-    let Some(is_reached) = row.reaches_aim(server) else { return "not measured".to_owned() };
-    let got = match (row.figure.aim, row.times_etcd(server)) {
-        (Some(Aim::Times(..) | Aim::Better), Some(times)) => format!("{times:.2}x"),
+fn outcome(row: &Row, server: ServerKind) -> String {
+    let Some(is_met) = row.meets_target(server) else { return "not measured".to_owned() };
+    let got = match (row.metric.target, row.ratio_to_etcd(server)) {
+        (Some(PerformanceTarget::EtcdRatio(..) | PerformanceTarget::NotWorse), Some(ratio)) => format!("{ratio:.2}x"),
         _ => row.cell(server).map_or_else(String::new, |cell| number(cell.median())),
     };
-    if is_reached { format!("**{got}**") } else { format!("{got}, missed") }
+    if is_met { format!("**{got}**") } else { format!("{got}, missed") }
 }
 
 fn group(table: &Table) -> String {
     let servers = table.servers();
     let mut text = format!("\n### {}\n", table.title);
-    if table.noisy_turns > 0 {
-        let _infallible = write!(text, "\n{} turns in doubt: the machine was slow meanwhile.\n\n", table.noisy_turns);
+    if table.slow_trials > 0 {
+        let _infallible = write!(text, "\n{} runs in doubt because the machine was slow.\n\n", table.slow_trials);
     }
     text += "| load | |";
     for server in &servers {
@@ -156,90 +158,49 @@ fn group(table: &Table) -> String {
 }
 
 fn cell_text(row: &Row, cell: &Cell) -> String {
-    let doubt = if cell.spread() > SPREAD_MAX { "~" } else { "" };
+    let mark = if cell.spread() > SPREAD_MAX { "~" } else { "" };
     let spread = match cell.samples.len() {
         0 | 1 => String::new(),
         _ => format!(" ± {:.0} %", cell.spread() * 50.0),
     };
-    let times = row.times_etcd(cell.server).map_or_else(String::new, |times| format!(", **{times:.2}x**"));
-    format!("{doubt}{}{spread}{times}", number(cell.median()))
-}
-
-/// Three digits below a thousand, whole above, with commas.
-pub fn number(value: f64) -> String {
-    if value < 1_000.0 {
-        let decimals = if value.fract() == 0.0 {
-            0
-        } else if value < 1.0 {
-            3
-        } else if value < 10.0 {
-            2
-        } else {
-            usize::from(value < 100.0)
-        };
-        return format!("{value:.decimals$}");
-    }
-    let digits = format!("{value:.0}");
-    let mut text = String::new();
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at) % 3 == 0 {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+    let ratio = row.ratio_to_etcd(cell.server).map_or_else(String::new, |ratio| format!(", **{ratio:.2}x**"));
+    format!("{mark}{}{spread}{ratio}", number(cell.median()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compare::groups::{Figure, Of};
+    use crate::compare::groups::{Metric, Source};
 
-    #[test]
-    fn numbers_have_three_digits() {
-        for (value, want) in [
-            (0.0, "0"),
-            (64.0, "64"),
-            (0.1234, "0.123"),
-            (1.234, "1.23"),
-            (12.34, "12.3"),
-            (123.4, "123"),
-            (999.6, "1000"),
-            (1_234.5, "1,234"),
-            (1_234_567.0, "1,234,567"),
-        ] {
-            assert_eq!(number(value), want, "{value}");
-        }
-    }
-
-    fn row(of: Of, aim: Option<Aim>, samples: [&[f64]; 2]) -> Row {
+    fn row(source: Source, target: Option<PerformanceTarget>, samples: [&[f64]; 2]) -> Row {
         let cell = |server, samples: &[f64]| Cell { server, samples: samples.to_vec() };
-        let figure = Figure { unit: "puts/s", of, aim };
-        let cells = vec![cell(Kind::Etcd, samples[0]), cell(Kind::Sqlite, samples[1])];
-        Row { load: "put".to_owned(), unit: "puts/s", figure, cells }
+        let metric = Metric { unit: "puts/s", source, target };
+        let cells = vec![cell(ServerKind::Etcd, samples[0]), cell(ServerKind::Sqlite, samples[1])];
+        Row { load: "put".to_owned(), unit: "puts/s", metric, cells }
     }
 
     #[test]
-    fn cells_tell_times_etcd_and_doubt() {
-        let row = row(Of::PerSec("put"), Some(Aim::Times(2.0, 1.0)), [&[10.0], &[10.0, 25.0, 30.0]]);
+    fn cells_contain_ratio_and_spread() {
+        let row =
+            row(Source::PerSec("put"), Some(PerformanceTarget::EtcdRatio(2.0, 1.0)), [&[10.0], &[10.0, 25.0, 30.0]]);
         assert_eq!(cell_text(&row, &row.cells[0]), "10");
         assert_eq!(cell_text(&row, &row.cells[1]), "~25 ± 40 %, **2.50x**");
         assert_eq!(
-            (aim(&row, Kind::Sqlite), outcome(&row, Kind::Sqlite)),
+            (target(&row, ServerKind::Sqlite), outcome(&row, ServerKind::Sqlite)),
             ("2x etcd".to_owned(), "**2.50x**".to_owned())
         );
-        assert_eq!(outcome(&row, Kind::Postgres), "not measured");
+        assert_eq!(outcome(&row, ServerKind::Postgres), "not measured");
     }
 
     #[test]
-    fn what_stands_around_the_figures_stays() {
+    fn text_around_the_tables_is_kept() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("page.md");
         fs::write(&path, format!("before\n{BEGIN}old\n{END}after\n")).unwrap();
         let page = Page::open(&path).unwrap();
         assert_eq!((page.before.as_str(), page.after.as_str()), ("before\n", "after\n"));
         fs::write(&path, "no place").unwrap();
-        let refused = Page::open(&path).map(|_| ()).unwrap_err().to_string();
-        assert!(refused.contains("it has no place for figures"), "{refused}");
+        let rejected = Page::open(&path).map(|_| ()).unwrap_err().to_string();
+        assert!(rejected.contains("it has no place for figures"), "{rejected}");
     }
 }

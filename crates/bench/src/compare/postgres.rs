@@ -1,4 +1,4 @@
-//! A private Postgres cluster, with what initdb sets: every commit is synced.
+//! A private Postgres cluster with the settings of initdb, which include synchronous commits.
 
 use std::{
     fs,
@@ -13,15 +13,14 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-use super::{
-    Error,
-    server::{free_port, run},
-};
+use super::process::{find_in_path, free_port, run, stop};
+use crate::error::Error;
 
-/// Whom Postgres runs as where we are root, which it refuses to be.
+/// User that Postgres runs as if this process runs as root. Postgres refuses to run as root.
 const USER: &str = "postgres";
 
-const START_MAX: Duration = Duration::from_secs(60);
+/// Maximum time until Postgres accepts connections.
+const START_TIME_MAX: Duration = Duration::from_secs(60);
 
 pub struct Postgres {
     programs: PathBuf,
@@ -31,7 +30,7 @@ pub struct Postgres {
 }
 
 impl Postgres {
-    /// Makes a cluster in the folder, which must not be there, and starts it.
+    /// Creates a cluster in the directory, which must not exist, and starts it.
     pub async fn start(programs: &Path, folder: &Path, settings_more: &[String]) -> Result<Self, Error> {
         fs::create_dir(folder)?;
         let is_root = procfs::process::Process::myself().and_then(|own| own.uid()).is_ok_and(|uid| uid == 0);
@@ -47,7 +46,7 @@ impl Postgres {
             format!("port={port}"),
             "listen_addresses=127.0.0.1".to_owned(),
             format!("unix_socket_directories={}", folder.display()),
-            // The WAL's files are made once and then used again, as on a server that has run for a while.
+            // WAL segments are recycled instead of created, as on a server that has been running for some time.
             "min_wal_size=1GB".to_owned(),
         ];
         let process = as_user(is_root, &programs.join("postgres"))
@@ -69,7 +68,7 @@ impl Postgres {
         Ok(cluster)
     }
 
-    /// Its endpoint.
+    /// Creates a database; returns its endpoint.
     pub async fn create_database(&self) -> Result<String, Error> {
         let name = format!("bench_{}", self.databases.fetch_add(1, Relaxed));
         self.psql(&format!("CREATE DATABASE {name}")).await?;
@@ -81,7 +80,7 @@ impl Postgres {
         self.psql(&format!("DROP DATABASE {name} WITH (FORCE)")).await
     }
 
-    /// Of the server and its processes, those that ended included.
+    /// Returns the CPU time of the server and all of its processes, including those that have ended.
     pub fn cpu_ticks(&self) -> Result<u64, procfs::ProcError> {
         let Some(id) = self.process.id().and_then(|id| i32::try_from(id).ok()) else { return Ok(0) };
         let own = procfs::process::Process::new(id)?.stat()?;
@@ -91,7 +90,7 @@ impl Postgres {
         Ok(own.utime + own.stime + ended + running)
     }
 
-    /// Anonymous memory of the server's processes: what they share is not theirs alone.
+    /// Returns the anonymous memory of the server's processes, which excludes shared memory.
     pub fn memory_bytes(&self) -> Result<u64, procfs::ProcError> {
         let Some(id) = self.process.id().and_then(|id| i32::try_from(id).ok()) else { return Ok(0) };
         let statuses = procfs::process::all_processes()?.filter_map(|process| process.ok()?.status().ok());
@@ -104,11 +103,11 @@ impl Postgres {
     }
 
     pub async fn stop(mut self) {
-        super::server::interrupt(&mut self.process, rustix::process::Signal::INT).await;
+        stop(&mut self.process, rustix::process::Signal::INT).await;
     }
 
     async fn wait_until_ready(&self) -> Result<(), Error> {
-        let deadline = Instant::now() + START_MAX;
+        let deadline = Instant::now() + START_TIME_MAX;
         loop {
             match self.psql("SELECT 1").await {
                 Err(_) if Instant::now() < deadline => sleep(Duration::from_millis(20)).await,
@@ -137,21 +136,21 @@ impl Postgres {
     }
 }
 
-/// The folder of the programs: as given, where PATH has initdb, or where Debian keeps the newest.
+/// Returns the directory of the programs: the given one, that of initdb in PATH, or that of Debian's newest version.
 pub fn find_programs(given: Option<&Path>) -> Result<PathBuf, Error> {
     if let Some(folder) = given {
         return Ok(folder.to_owned());
     }
-    let on_path = super::server::on_path("initdb").and_then(|initdb| initdb.canonicalize().ok());
+    let in_path = find_in_path("initdb").and_then(|initdb| initdb.canonicalize().ok());
     let debian = || {
         let versions = fs::read_dir("/usr/lib/postgresql").ok()?;
         versions.filter_map(|entry| Some(entry.ok()?.path().join("bin/initdb"))).filter(|path| path.is_file()).max()
     };
-    let initdb = on_path.or_else(debian);
+    let initdb = in_path.or_else(debian);
     let folder = initdb.as_deref().and_then(Path::parent).map(Path::to_owned);
     folder.ok_or_else(|| {
         let text =
-            "no initdb on PATH: install Postgres, give --postgres-programs, or leave it out with --servers etcd,sqlite";
+            "no initdb in PATH: install Postgres, use --postgres-programs, or omit it with --servers etcd,sqlite";
         Error::Flags(text.to_owned())
     })
 }

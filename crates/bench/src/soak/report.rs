@@ -1,106 +1,107 @@
-//! What came of it: a table in Markdown, or JSON with every sample.
+//! The result of a soak test, as a table in Markdown or as JSON with all samples.
 
 use std::fmt;
 
 use serde::Serialize;
 
-use super::{gauges::Sample, verdict::Verdict};
-use crate::compare::page::number;
+use super::{metrics::Sample, verdict::Verdict};
+use crate::output::number;
 
 #[derive(Debug, Serialize)]
-pub struct Outcome {
+pub struct SoakReport {
     pub scenario: &'static str,
     pub minutes: f64,
     pub rate: usize,
     pub pods: usize,
-    pub compact_every_secs: f64,
-    pub compact_behind_secs: f64,
-    /// The user ended the run before its time.
+    pub compact_interval_secs: f64,
+    pub compact_delay_secs: f64,
+    /// Whether the user ended the test with Ctrl-C.
     pub interrupted: bool,
-    pub servers: Vec<Lived>,
+    pub servers: Vec<ServerResult>,
 }
 
-/// What one server went through.
+/// The result of one server.
 #[derive(Debug, Serialize)]
-pub struct Lived {
+pub struct ServerResult {
     pub server: &'static str,
     pub operations: u64,
     pub events: u64,
     pub compactions: u64,
-    /// Clients that came and went.
+    /// Number of short-lived clients.
     pub visits: u64,
     pub errors: u64,
     pub first_error: Option<String>,
-    pub figures: Vec<Verdict>,
-    /// What was still there when all clients were gone.
+    pub verdicts: Vec<Verdict>,
+    /// Resources that the server had not released after all clients had disconnected.
     pub left_behind: Vec<String>,
     pub samples: Vec<Sample>,
 }
 
-impl Outcome {
-    /// A line for each thing that is not as it should be.
-    pub fn complaints(&self) -> Vec<String> {
-        self.servers.iter().flat_map(Lived::complaints).collect()
+impl SoakReport {
+    /// Returns one line for each failed check.
+    pub fn problems(&self) -> Vec<String> {
+        self.servers.iter().flat_map(ServerResult::problems).collect()
     }
 }
 
-impl Lived {
-    fn complaints(&self) -> Vec<String> {
-        let rising = self.figures.iter().filter(|verdict| !verdict.is_flat).map(|verdict| {
-            let Verdict { figure, unit, rise, allowed, .. } = verdict;
-            format!("{figure} rose by {} {unit}, allowed are {}", number(*rise), number(*allowed))
+impl ServerResult {
+    fn problems(&self) -> Vec<String> {
+        let rising = self.verdicts.iter().filter(|verdict| !verdict.is_flat).map(|verdict| {
+            let Verdict { metric, unit, rise, allowed, .. } = verdict;
+            format!("{metric} rose by {} {unit}, allowed: {}", number(*rise), number(*allowed))
         });
-        let left = self.left_behind.iter().map(|what| format!("left behind: {what}"));
+        let left = self.left_behind.iter().map(|resource| format!("not released: {resource}"));
         let error = self.first_error.iter().map(|error| format!("{} operations failed: {error}", self.errors));
-        rising.chain(left).chain(error).map(|what| format!("{}: {what}", self.server)).collect()
+        rising.chain(left).chain(error).map(|problem| format!("{}: {problem}", self.server)).collect()
     }
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for SoakReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { minutes, rate, pods, compact_every_secs: every, compact_behind_secs: behind, .. } = self;
+        let Self { minutes, rate, pods, compact_interval_secs: interval, compact_delay_secs: delay, .. } = self;
         writeln!(
             f,
-            "{} minutes, {rate} operations a second and {pods} pods on each server, a compaction every {} s at the revision of {} s before.",
+            "{} minutes, {rate} operations per second and {pods} pods per server, compaction every {} s at the revision \
+             of {} s ago.",
             number(*minutes),
-            number(*every),
-            number(*behind),
+            number(*interval),
+            number(*delay),
         )?;
-        for lived in &self.servers {
-            lived.fmt(f)?;
+        for result in &self.servers {
+            result.fmt(f)?;
         }
-        for complaint in self.complaints() {
-            writeln!(f, "\n**{complaint}**")?;
+        for problem in self.problems() {
+            writeln!(f, "\n**{problem}**")?;
         }
         if self.interrupted {
-            writeln!(f, "\ninterrupted: only what was seen so far")?;
+            writeln!(f, "\ninterrupted: the results are incomplete")?;
         }
         Ok(())
     }
 }
 
-impl fmt::Display for Lived {
+impl fmt::Display for ServerResult {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { server, operations, events, compactions, visits, errors, .. } = self;
         let [operations, events, compactions, visits, errors] =
             [operations, events, compactions, visits, errors].map(|count| number(*count as f64));
         writeln!(
             f,
-            "\n**{server}**: {operations} operations, {events} events, {compactions} compactions, {visits} clients came and \
-             went, {errors} errors.\n"
+            "\n**{server}**: {operations} operations, {events} events, {compactions} compactions, {visits} short-lived \
+             clients, {errors} errors.\n"
         )?;
-        if self.figures.is_empty() {
-            return writeln!(f, "Too short to tell whether anything rises.");
+        if self.verdicts.is_empty() {
+            return writeln!(f, "The test was too short to detect a rise.");
         }
-        writeln!(f, "| | median | rise | allowed | a day, at this slope | a leak is seen from, a day | |")?;
+        writeln!(f, "| | median | rise | allowed rise | rise per day | smallest detectable rise per day | |")?;
         writeln!(f, "|---|---|---|---|---|---|---|")?;
-        for verdict in &self.figures {
-            let Verdict { figure, unit, median, rise, allowed, per_day, seen_from_per_day, is_flat } = verdict;
+        for verdict in &self.verdicts {
+            let Verdict { metric, unit, median, rise, allowed, per_day, detectable_per_day, is_flat } = verdict;
             let unit = if unit.is_empty() { String::new() } else { format!(", {unit}") };
-            let [median, rise, allowed, per_day, from] =
-                [median, rise, allowed, per_day, seen_from_per_day].map(|value| signed(*value));
+            let [median, rise, allowed, per_day, detectable] =
+                [median, rise, allowed, per_day, detectable_per_day].map(|value| signed(*value));
             let verdict = if *is_flat { "flat" } else { "**rises**" };
-            writeln!(f, "| {figure}{unit} | {median} | {rise} | {allowed} | {per_day} | {from} | {verdict} |")?;
+            writeln!(f, "| {metric}{unit} | {median} | {rise} | {allowed} | {per_day} | {detectable} | {verdict} |")?;
         }
         Ok(())
     }

@@ -1,95 +1,99 @@
-//! Whether a figure stays as it was.
+//! Decides whether a metric rises.
 //!
-//! The first third is the time in which a server fills what it fills: caches, the history up to the compact revision,
-//! the space that Postgres's vacuum leaves in its tables. What follows is cut into periods, a compaction each; one value
-//! stands for each ([`Pick`]). The line through them is Theil's and Sen's: the median of the slopes between every two. A
-//! third of the periods can be as wild as they like without moving it. What that line rises from the first period to the last is held
-//! against the figure's bound. So the longer it lasts the smaller a leak it sees: each verdict says which, by day.
+//! The first third of a test is ignored: in it the server fills its caches, the history up to the compact revision, and
+//! the free space that Postgres's vacuum leaves in the tables. The rest is divided into periods of one compaction each.
+//! The samples of a period are aggregated to one value ([`Aggregate`]). The trend line is the Theil-Sen estimator: its
+//! slope is the median of the slopes between all pairs of periods, and outliers in up to 29 % of the periods do not
+//! affect it. The rise of this line from the first to the last period is compared with the allowed rise. The longer the
+//! test, the smaller the leak that it detects; each verdict contains the smallest detectable leak per day.
 
 use serde::Serialize;
 
-use super::gauges::{FIGURES, Figure, Pick, Sample};
+use super::metrics::{Aggregate, METRICS, Metric, Sample};
 use crate::report::rounded;
 
-/// Less says nothing: while a server begins, everything rises.
-const SETTLED_SECS_MIN: f64 = 30.0;
+/// Minimum length of the ignored part: everything rises while a server starts.
+const STARTUP_SECS_MIN: f64 = 30.0;
+/// Minimum number of periods for a verdict.
 const PERIODS_MIN: usize = 6;
 
 const SECS_PER_DAY: f64 = 86_400.0;
 
+/// The trend of one metric.
 #[derive(Debug, Serialize)]
 pub struct Verdict {
-    pub figure: &'static str,
+    /// Name of the metric.
+    pub metric: &'static str,
     pub unit: &'static str,
-    /// Of the last two thirds, by period.
+    /// Median over the periods of the last two thirds.
     pub median: f64,
-    /// Of the line, from the first period that counts to the last.
+    /// Rise of the trend line over the last two thirds.
     pub rise: f64,
-    /// The most that is no leak.
+    /// Maximum rise that does not count as a leak.
     pub allowed: f64,
-    /// The rise, were it to go on.
+    /// Rise per day at the slope of the trend line.
     pub per_day: f64,
-    /// A leak of less is not seen in this time.
-    pub seen_from_per_day: f64,
+    /// Smallest rise per day that a test of this length detects.
+    pub detectable_per_day: f64,
     pub is_flat: bool,
 }
 
-/// In the figures' order. What was not told, or not for long enough, is left out.
+/// Returns the verdicts in the order of the metrics. Metrics with too few samples have none.
 pub fn judge(samples: &[Sample], period_secs: f64) -> Vec<Verdict> {
-    FIGURES.iter().filter_map(|figure| judge_one(figure, samples, period_secs)).collect()
+    METRICS.iter().filter_map(|metric| judge_one(metric, samples, period_secs)).collect()
 }
 
-fn judge_one(figure: &Figure, samples: &[Sample], period_secs: f64) -> Option<Verdict> {
-    let settled = samples.last()?.secs / 3.0;
-    let points = by_period(figure, samples, period_secs);
-    let points: Vec<_> = points.into_iter().filter(|(secs, _)| *secs > settled).collect();
-    if settled < SETTLED_SECS_MIN || points.len() < PERIODS_MIN {
+fn judge_one(metric: &Metric, samples: &[Sample], period_secs: f64) -> Option<Verdict> {
+    let startup_secs = samples.last()?.secs / 3.0;
+    let points = by_period(metric, samples, period_secs);
+    let points: Vec<_> = points.into_iter().filter(|(secs, _)| *secs > startup_secs).collect();
+    if startup_secs < STARTUP_SECS_MIN || points.len() < PERIODS_MIN {
         return None;
     }
     let median = median(points.iter().map(|(_, value)| *value).collect());
-    let lasted = points.last()?.0 - points.first()?.0;
+    let length = points.last()?.0 - points.first()?.0;
     let slope = slope(&points);
-    let rise = slope * lasted;
-    // Of where the line begins.
-    let allowed = figure.least.max(figure.share * (median - rise / 2.0));
+    let rise = slope * length;
+    // The share is relative to the start of the trend line.
+    let allowed = metric.rise_allowed.max(metric.rise_allowed_share * (median - rise / 2.0));
     Some(Verdict {
-        figure: figure.name,
-        unit: figure.unit,
+        metric: metric.name,
+        unit: metric.unit,
         median: rounded(median),
         rise: rounded(rise),
         allowed: rounded(allowed),
         per_day: rounded(slope * SECS_PER_DAY),
-        seen_from_per_day: rounded(allowed / lasted * SECS_PER_DAY),
+        detectable_per_day: rounded(allowed / length * SECS_PER_DAY),
         is_flat: rise <= allowed,
     })
 }
 
-/// The middle of each period with what stands for it.
-pub fn by_period(figure: &Figure, samples: &[Sample], period_secs: f64) -> Vec<(f64, f64)> {
+/// Returns the aggregated value of each period, with the time of its middle.
+pub fn by_period(metric: &Metric, samples: &[Sample], period_secs: f64) -> Vec<(f64, f64)> {
     let mut points: Vec<(f64, f64)> = Vec::new();
     let number = |sample: &Sample| (sample.secs / period_secs).floor();
     for chunk in samples.chunk_by(|a, b| number(a) == number(b)) {
-        let values: Vec<f64> = chunk.iter().filter_map(|sample| sample.values.get(figure.name).copied()).collect();
+        let values: Vec<f64> = chunk.iter().filter_map(|sample| sample.values.get(metric.name).copied()).collect();
         if values.is_empty() {
             continue;
         }
-        let value = match figure.pick {
-            Pick::Median => median(values),
-            Pick::Most => values.into_iter().fold(f64::NEG_INFINITY, f64::max),
-            Pick::Mean => values.iter().sum::<f64>() / values.len() as f64,
+        let value = match metric.aggregate {
+            Aggregate::Median => median(values),
+            Aggregate::Max => values.into_iter().fold(f64::NEG_INFINITY, f64::max),
+            Aggregate::Mean => values.iter().sum::<f64>() / values.len() as f64,
         };
         points.push(((number(&chunk[0]) + 0.5) * period_secs, value));
     }
     points
 }
 
-/// Theil's and Sen's.
+/// Returns the Theil-Sen slope.
 fn slope(points: &[(f64, f64)]) -> f64 {
     let pairs = points.iter().enumerate().flat_map(|(at, from)| points[at + 1..].iter().map(move |to| (from, to)));
     median(pairs.map(|(from, to)| (to.1 - from.1) / (to.0 - from.0)).collect())
 }
 
-/// Of some numbers at least.
+/// `numbers` must not be empty.
 fn median(mut numbers: Vec<f64>) -> f64 {
     numbers.sort_by(f64::total_cmp);
     let middle = numbers.len() / 2;
@@ -102,48 +106,53 @@ mod tests {
 
     use super::*;
 
-    /// Five minutes, a look every second, a compaction every 20 seconds.
+    /// Judges a test of five minutes with a sample every second and a compaction every 20 seconds.
     #[track_caller]
-    fn check(what: &str, name: &'static str, value: impl Fn(f64) -> f64, is_flat: bool) {
+    fn check(case: &str, name: &'static str, value: impl Fn(f64) -> f64, is_flat: bool) {
         let samples = (1..300).map(|second| {
             let secs = f64::from(second);
             Sample { secs, values: BTreeMap::from([(name, value(secs))]), ..Sample::default() }
         });
         let verdicts = judge(&samples.collect::<Vec<_>>(), 20.0);
-        assert_eq!(verdicts.len(), 1, "{what}");
-        assert_eq!(verdicts[0].is_flat, is_flat, "{what}: {verdicts:?}");
+        assert_eq!(verdicts.len(), 1, "{case}");
+        assert_eq!(verdicts[0].is_flat, is_flat, "{case}: {verdicts:?}");
     }
 
-    /// Not random, but without an order: from -1 to 1.
+    /// Returns deterministic noise from -1 to 1.
     fn noise(secs: f64) -> f64 {
         (secs * 12.9898).sin() * 43_758.547 % 1.0
     }
 
     #[test]
-    fn noise_steps_and_saws_are_flat_and_leaks_are_not() {
-        check("nothing moves", "memory", |_| 60.0, true);
+    fn noise_steps_and_sawtooths_are_flat_and_leaks_are_not() {
+        check("constant", "memory", |_| 60.0, true);
         check("noise", "memory", |secs| 60.0 + 5.0 * noise(secs), true);
-        check("caches that fill, then stay", "memory", |secs| 60.0 + secs.min(90.0), true);
+        check("caches fill, then stay full", "memory", |secs| 60.0 + secs.min(90.0), true);
         check("one step", "memory", |secs| if secs < 200.0 { 60.0 } else { 64.0 }, true);
-        check("a few wild periods", "memory", |secs| if (100.0..160.0).contains(&secs) { 900.0 } else { 60.0 }, true);
-        check("what goes down", "memory", |secs| 900.0 - secs, true);
         check(
-            "1 KiB of each of 200 requests a second",
+            "a few outlier periods",
+            "memory",
+            |secs| if (100.0..160.0).contains(&secs) { 900.0 } else { 60.0 },
+            true,
+        );
+        check("falling", "memory", |secs| 900.0 - secs, true);
+        check(
+            "leak of 1 KiB per request at 200 requests/s",
             "memory",
             |secs| 60.0 + 0.195 * secs + 3.0 * noise(secs),
             false,
         );
-        check("a saw", "size", |secs| 20.0 + secs % 20.0, true);
-        check("a saw that gets longer", "size", |secs| 20.0 + secs % 20.0 + secs * 0.05, false);
-        check("descriptors come and go", "descriptors", |secs| (40.0 + 3.0 * noise(secs)).round(), true);
-        check("a descriptor every ten seconds", "descriptors", |secs| (40.0 + secs / 10.0).floor(), false);
-        check("a watcher every ten seconds", "watchers", |secs| (60.0 + secs / 10.0).floor(), false);
-        check("slow now and then", "write p99", |secs| if secs % 7.0 < 1.0 { 300.0 } else { 4.0 }, true);
-        check("slower and slower", "write p99", |secs| 4.0 + secs * 0.1, false);
+        check("sawtooth", "size", |secs| 20.0 + secs % 20.0, true);
+        check("sawtooth with a rising maximum", "size", |secs| 20.0 + secs % 20.0 + secs * 0.05, false);
+        check("descriptors are opened and closed", "descriptors", |secs| (40.0 + 3.0 * noise(secs)).round(), true);
+        check("leak of a descriptor every ten seconds", "descriptors", |secs| (40.0 + secs / 10.0).floor(), false);
+        check("leak of a watcher every ten seconds", "watchers", |secs| (60.0 + secs / 10.0).floor(), false);
+        check("occasionally slow", "write p99", |secs| if secs % 7.0 < 1.0 { 300.0 } else { 4.0 }, true);
+        check("increasingly slow", "write p99", |secs| 4.0 + secs * 0.1, false);
     }
 
     #[test]
-    fn short_runs_are_not_judged() {
+    fn short_tests_are_not_judged() {
         let sample = |secs| Sample { secs, values: BTreeMap::from([("memory", secs * 100.0)]), ..Sample::default() };
         let samples: Vec<_> = (1..80).map(f64::from).map(sample).collect();
         assert!(judge(&samples, 20.0).is_empty());
@@ -151,11 +160,11 @@ mod tests {
     }
 
     #[test]
-    fn verdict_tells_what_a_day_would_bring() {
+    fn verdict_contains_rises_per_day() {
         let sample = |secs| Sample { secs, values: BTreeMap::from([("memory", 50.0 + secs)]), ..Sample::default() };
         let samples: Vec<_> = (1..300).map(f64::from).map(sample).collect();
         let verdicts = judge(&samples, 20.0);
         assert_eq!((verdicts[0].per_day.round(), verdicts[0].rise.round()), (86_400.0, 180.0));
-        assert!(verdicts[0].seen_from_per_day > verdicts[0].allowed);
+        assert!(verdicts[0].detectable_per_day > verdicts[0].allowed);
     }
 }

@@ -1,8 +1,8 @@
-//! Answers read by walking their protobuf tags, without building the messages.
+//! Summaries of responses, read from the protobuf fields without decoding the messages.
 //!
-//! With a thousand watchers, or ranges of ten thousand pairs, decoding every `KeyValue` would make the load command the
-//! slower side. A [`Tally`] takes from an answer what the report needs and leaves the rest where it lies, in the
-//! connection's buffer. Requests are encoded by prost as usual.
+//! With a thousand watchers, or ranges of ten thousand pairs, decoding every `KeyValue` would make the load generator
+//! slower than the server. A [`Summary`] reads from the connection's buffer only the fields that the report needs.
+//! prost encodes the requests as usual.
 
 use std::marker::PhantomData;
 
@@ -13,67 +13,67 @@ use tonic::{
 };
 use tonic_prost::ProstCodec;
 
-/// What is taken from an answer.
-pub trait Tally: Sized + Send + 'static {
+/// The part of a response that the report needs.
+pub trait Summary: Sized + Send + 'static {
     fn read(message: &[u8]) -> Result<Self, Malformed>;
 }
 
-/// A `RangeResponse`.
+/// The summary of a `RangeResponse`.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct RangeTally {
+pub struct RangeSummary {
     pub kvs: u64,
-    /// Of the whole message.
+    /// Length of the whole message.
     pub bytes: u64,
 }
 
-impl Tally for RangeTally {
+impl Summary for RangeSummary {
     fn read(message: &[u8]) -> Result<Self, Malformed> {
-        let mut tally = Self { kvs: 0, bytes: message.len() as u64 };
+        let mut summary = Self { kvs: 0, bytes: message.len() as u64 };
         for field in Fields(message) {
             if let (range_response::KVS, Value::Bytes(_)) = field? {
-                tally.kvs += 1;
+                summary.kvs += 1;
             }
         }
-        Ok(tally)
+        Ok(summary)
     }
 }
 
-/// A `WatchResponse`.
+/// The summary of a `WatchResponse`.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct WatchTally {
+pub struct WatchSummary {
     pub created: bool,
     pub canceled: bool,
     pub cancel_reason: String,
     pub events: u64,
-    /// The stamps of the events that have one, in the order of the events.
+    /// The stamps of the events that contain one, in the order of the events.
     pub stamps: Vec<Stamp>,
 }
 
-impl Tally for WatchTally {
+impl Summary for WatchSummary {
     fn read(message: &[u8]) -> Result<Self, Malformed> {
-        let mut tally = Self::default();
+        let mut summary = Self::default();
         for field in Fields(message) {
             match field? {
-                (watch_response::CREATED, Value::Varint(created)) => tally.created = created != 0,
-                (watch_response::CANCELED, Value::Varint(canceled)) => tally.canceled = canceled != 0,
+                (watch_response::CREATED, Value::Varint(created)) => summary.created = created != 0,
+                (watch_response::CANCELED, Value::Varint(canceled)) => summary.canceled = canceled != 0,
                 (watch_response::CANCEL_REASON, Value::Bytes(reason)) => {
-                    tally.cancel_reason = String::from_utf8_lossy(reason).into_owned();
+                    summary.cancel_reason = String::from_utf8_lossy(reason).into_owned();
                 }
                 (watch_response::EVENTS, Value::Bytes(event)) => {
-                    tally.events += 1;
-                    tally.stamps.extend(event_stamp(event)?);
+                    summary.events += 1;
+                    summary.stamps.extend(event_stamp(event)?);
                 }
                 _ => {}
             }
         }
-        Ok(tally)
+        Ok(summary)
     }
 }
 
-/// What the value of a watched key begins with, so that each event tells which put it comes from.
+/// The first bytes of a watched key's value. They identify the put that caused an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp {
-    /// When the put started, in nanoseconds since the run began.
+    /// Start of the put, in nanoseconds since the start of the run.
     pub started: u64,
     pub client: u32,
 }
@@ -81,7 +81,7 @@ pub struct Stamp {
 impl Stamp {
     pub const LEN: usize = size_of::<u64>() + size_of::<u32>();
 
-    /// Writes the stamp over the start of the value, if there is room.
+    /// Overwrites the first bytes of the value with the stamp, if the value is long enough.
     pub fn write(self, value: &mut [u8]) {
         if let Some((started, rest)) = value.split_first_chunk_mut()
             && let Some(client) = rest.first_chunk_mut()
@@ -98,7 +98,7 @@ impl Stamp {
     }
 }
 
-/// The stamp that the event's value begins with; `None` for a deletion and for a value that is too short.
+/// Returns the stamp of the event's value; `None` for a deletion and for a value that is too short.
 fn event_stamp(event: &[u8]) -> Result<Option<Stamp>, Malformed> {
     let Some(kv) = bytes_field(event, event::KV)? else { return Ok(None) };
     let Some(value) = bytes_field(kv, key_value::VALUE)? else { return Ok(None) };
@@ -139,7 +139,7 @@ mod key_value {
     pub const VALUE: u32 = 5;
 }
 
-/// The answer is not the protobuf message it should be.
+/// The response is not a valid protobuf message.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("malformed protobuf message")]
 pub struct Malformed;
@@ -148,15 +148,15 @@ pub struct Malformed;
 enum Value<'a> {
     Varint(u64),
     Bytes(&'a [u8]),
-    /// A fixed32 or fixed64; etcd's messages have none.
+    /// A fixed32 or fixed64, which etcd's messages do not contain.
     Fixed,
 }
 
-/// The fields of a message as (number, value), in the order of the wire; ends after the first that is malformed.
+/// Iterator over the fields of a message as (number, value), in wire order. It ends after the first malformed field.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
-    /// Takes the next field; `None` when it is malformed.
+    /// Returns the next field; `None` if it is malformed.
     fn take_field(&mut self) -> Option<(u32, Value<'a>)> {
         let tag = u32::try_from(self.take_varint()?).ok()?;
         let value = match tag & 7 {
@@ -207,42 +207,42 @@ impl<'a> Iterator for Fields<'a> {
     }
 }
 
-/// Sends the prost message `M`, receives the tally `T`.
-pub struct TallyCodec<M, T>(PhantomData<(M, T)>);
+/// A codec that sends the prost message `M` and receives the summary `T`.
+pub struct SummaryCodec<M, T>(PhantomData<(M, T)>);
 
-impl<M, T> Default for TallyCodec<M, T> {
+impl<M, T> Default for SummaryCodec<M, T> {
     fn default() -> Self {
         Self(PhantomData)
     }
 }
 
-impl<M: prost::Message + 'static, T: Tally> Codec for TallyCodec<M, T> {
+impl<M: prost::Message + 'static, T: Summary> Codec for SummaryCodec<M, T> {
     type Encode = M;
     type Decode = T;
     type Encoder = <ProstCodec<M, ()> as Codec>::Encoder;
-    type Decoder = TallyDecoder<T>;
+    type Decoder = SummaryDecoder<T>;
 
     fn encoder(&mut self) -> Self::Encoder {
         ProstCodec::<M, ()>::raw_encoder(BufferSettings::default())
     }
 
     fn decoder(&mut self) -> Self::Decoder {
-        TallyDecoder(PhantomData)
+        SummaryDecoder(PhantomData)
     }
 }
 
-pub struct TallyDecoder<T>(PhantomData<T>);
+pub struct SummaryDecoder<T>(PhantomData<T>);
 
-impl<T: Tally> Decoder for TallyDecoder<T> {
+impl<T: Summary> Decoder for SummaryDecoder<T> {
     type Item = T;
     type Error = Status;
 
     fn decode(&mut self, src: &mut DecodeBuf<'_>) -> Result<Option<T>, Status> {
         let len = src.remaining();
-        // tonic keeps a message in one piece; were that to change, this copies it into one.
-        let tally = if src.chunk().len() == len { T::read(src.chunk()) } else { T::read(&src.copy_to_bytes(len)) };
+        // tonic keeps a message in one contiguous chunk. If it did not, the message would be copied into one.
+        let summary = if src.chunk().len() == len { T::read(src.chunk()) } else { T::read(&src.copy_to_bytes(len)) };
         src.advance(src.remaining());
-        tally.map(Some).map_err(|error| Status::internal(error.to_string()))
+        summary.map(Some).map_err(|error| Status::internal(error.to_string()))
     }
 }
 
@@ -269,7 +269,7 @@ mod tests {
     }
 
     fn put(value: &[u8]) -> Event {
-        Event { r#type: 0, kv: Some(pair(value)), prev_kv: Some(pair(b"the pair before")) }
+        Event { r#type: 0, kv: Some(pair(value)), prev_kv: Some(pair(b"the previous pair")) }
     }
 
     fn header() -> Option<ResponseHeader> {
@@ -277,17 +277,18 @@ mod tests {
     }
 
     #[test]
-    fn range_counts_pairs() {
+    fn range_summary_counts_pairs() {
         for count in [0, 1, 3, 1000] {
-            let answer = RangeResponse { header: header(), kvs: vec![pair(&[0; 200]); count], more: true, count: 5000 }
-                .encode_to_vec();
-            let want = RangeTally { kvs: count as u64, bytes: answer.len() as u64 };
-            assert_eq!(RangeTally::read(&answer), Ok(want), "{count} pairs");
+            let response =
+                RangeResponse { header: header(), kvs: vec![pair(&[0; 200]); count], more: true, count: 5000 }
+                    .encode_to_vec();
+            let want = RangeSummary { kvs: count as u64, bytes: response.len() as u64 };
+            assert_eq!(RangeSummary::read(&response), Ok(want), "{count} pairs");
         }
     }
 
     #[test]
-    fn watch_reads_events_and_their_stamps() {
+    fn watch_summary_contains_stamps() {
         let deletion = Event { r#type: 1, kv: Some(pair(b"")), prev_kv: None };
         let stamps = [Stamp { started: 3, client: 0 }, Stamp { started: u64::MAX, client: u32::MAX }];
         let with_stamp = |stamp: Stamp| {
@@ -295,19 +296,19 @@ mod tests {
             stamp.write(&mut value);
             put(&value)
         };
-        let answer = WatchResponse {
+        let response = WatchResponse {
             header: header(),
             watch_id: 5,
             events: vec![with_stamp(stamps[0]), deletion, put(b"too short"), with_stamp(stamps[1])],
             ..WatchResponse::default()
         };
-        let want = WatchTally { events: 4, stamps: stamps.to_vec(), ..WatchTally::default() };
-        assert_eq!(WatchTally::read(&answer.encode_to_vec()), Ok(want));
+        let want = WatchSummary { events: 4, stamps: stamps.to_vec(), ..WatchSummary::default() };
+        assert_eq!(WatchSummary::read(&response.encode_to_vec()), Ok(want));
     }
 
     #[test]
-    fn watch_reads_created_and_canceled() {
-        let answer = WatchResponse {
+    fn watch_summary_contains_created_and_canceled() {
+        let response = WatchResponse {
             header: header(),
             watch_id: -1,
             created: true,
@@ -315,31 +316,32 @@ mod tests {
             cancel_reason: "etcdserver: permission denied".to_owned(),
             ..WatchResponse::default()
         };
-        let want = WatchTally {
+        let want = WatchSummary {
             created: true,
             canceled: true,
             cancel_reason: "etcdserver: permission denied".to_owned(),
-            ..WatchTally::default()
+            ..WatchSummary::default()
         };
-        assert_eq!(WatchTally::read(&answer.encode_to_vec()), Ok(want));
+        assert_eq!(WatchSummary::read(&response.encode_to_vec()), Ok(want));
     }
 
     #[test]
-    fn cut_messages_are_malformed_or_shorter_never_a_panic() {
-        let answer = WatchResponse { header: header(), watch_id: 5, events: vec![put(b"value")], ..Default::default() }
-            .encode_to_vec();
-        for len in 0..answer.len() {
-            let events = WatchTally::read(&answer[..len]).map_or(0, |tally| tally.events);
-            assert_eq!(events, 0, "cut at {len}");
+    fn truncated_messages_do_not_panic() {
+        let response =
+            WatchResponse { header: header(), watch_id: 5, events: vec![put(b"value")], ..Default::default() }
+                .encode_to_vec();
+        for len in 0..response.len() {
+            let events = WatchSummary::read(&response[..len]).map_or(0, |summary| summary.events);
+            assert_eq!(events, 0, "truncated to {len} bytes");
         }
     }
 
     #[test]
-    fn broken_tags_are_malformed() {
+    fn invalid_tags_are_malformed() {
         for message in [&[0x0b_u8][..], &[0xff; 11], &[0x12, 0xff, 0x01, 0x00], &[0x09, 0, 0]] {
-            assert_eq!(RangeTally::read(message), Err(Malformed), "{message:x?}");
+            assert_eq!(RangeSummary::read(message), Err(Malformed), "{message:x?}");
         }
         let fixed = [0x09, 0, 0, 0, 0, 0, 0, 0, 0, 0x0d, 0, 0, 0, 0];
-        assert_eq!(RangeTally::read(&fixed), Ok(RangeTally { kvs: 0, bytes: 14 }));
+        assert_eq!(RangeSummary::read(&fixed), Ok(RangeSummary { kvs: 0, bytes: 14 }));
     }
 }

@@ -1,0 +1,119 @@
+//! The context that all scenarios share: connections, keys, limits and the interrupt.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use http::HeaderValue;
+
+use crate::{
+    args::{Common, Plan},
+    closed_loop::{Limits, Recorder, Run, Worker, describe},
+    connection::Pool,
+    endpoint::{Endpoint, Target},
+    error::Error,
+    interrupt::Interrupt,
+    keyspace::{KeySpace, filler_value},
+    progress,
+    report::{Report, Row},
+};
+
+pub struct Bench {
+    pub target: Target,
+    pub plan: Plan,
+    shows_progress: bool,
+    /// Whether the keys exist already, written by an earlier run.
+    has_keys: bool,
+    pub pool: Pool,
+    pub keys: Arc<KeySpace>,
+    pub interrupt: Interrupt,
+}
+
+impl Bench {
+    /// Logs in, connects and checks that the prefix contains no keys.
+    pub async fn prepare(common: &Common, plan: Plan, interrupt: Interrupt) -> Result<Self, Error> {
+        Self::prepare_for(log_in(common).await?, common, plan, interrupt).await
+    }
+
+    /// Does the same for a target other than that of the flags.
+    pub async fn prepare_for(target: Target, common: &Common, plan: Plan, interrupt: Interrupt) -> Result<Self, Error> {
+        let pool = Pool::connect(&target, plan.connections).await?;
+        let keys = Arc::new(KeySpace::new(common.prefix.clone()));
+        if !common.existing {
+            keys.claim(&mut pool.client(0), common.purge).await?;
+        }
+        let shows_progress = !common.json;
+        Ok(Self { target, plan, shows_progress, has_keys: common.existing, pool, keys, interrupt })
+    }
+
+    /// Writes the keys that the scenario reads, unless `--existing` was given.
+    pub async fn load(&self, keys: usize, value_size: usize) -> Result<(), Error> {
+        if self.has_keys {
+            return Ok(());
+        }
+        self.keys.load(&self.pool, keys, &filler_value(value_size), &self.interrupt).await
+    }
+
+    /// Returns one worker per client, made from the client's number.
+    pub fn workers<W>(&self, worker: impl Fn(usize) -> W) -> Vec<W> {
+        (0..self.plan.clients).map(worker).collect()
+    }
+
+    /// Returns the number of keys per client, rounded up.
+    pub fn keys_per_client(&self, keys: usize) -> usize {
+        keys.div_ceil(self.plan.clients)
+    }
+
+    pub async fn drive<W: Worker>(&self, workers: Vec<W>) -> Recorder {
+        self.drive_within(self.plan.limits, workers).await
+    }
+
+    pub async fn drive_within<W: Worker>(&self, limits: Limits, workers: Vec<W>) -> Recorder {
+        let run = Run::begin(limits);
+        self.with_progress(&run, run.drive(workers, &self.interrupt)).await;
+        run.finish()
+    }
+
+    /// Shows the progress of the run until `driven` completes.
+    pub async fn with_progress(&self, run: &Run, driven: impl Future<Output = ()>) {
+        if !self.shows_progress {
+            return driven.await;
+        }
+        tokio::select! {
+            () = driven => {}
+            () = progress::show(run) => {}
+        }
+    }
+
+    pub fn report(
+        &self,
+        scenario: &'static str,
+        value_size: usize,
+        recorder: &Recorder,
+        extra: BTreeMap<&'static str, f64>,
+    ) -> Report {
+        Report {
+            scenario,
+            endpoints: self.target.endpoints.iter().map(Endpoint::to_string).collect(),
+            clients: self.plan.clients,
+            connections: self.pool.len(),
+            value_size,
+            interrupted: self.interrupt.is_set(),
+            results: vec![Row::new(scenario, recorder)],
+            extra,
+            first_error: recorder.first_error.clone(),
+        }
+    }
+}
+
+/// Returns the endpoints of the flags, with the token if the flags contain a user.
+pub async fn log_in(common: &Common) -> Result<Target, Error> {
+    let endpoints = common.endpoints();
+    let needs_tls = endpoints.iter().any(|endpoint| endpoint.has_tls);
+    let tls = if needs_tls { Some(common.credentials.tls()?) } else { None };
+    let mut target = Target { endpoints, tls, token: None };
+    let Some((name, password)) = common.credentials.login() else { return Ok(target) };
+    let client = Pool::connect(&target, 1).await?.client(0);
+    let failed = |error: String| Error::Step { step: "logging in", endpoint: client.endpoint().to_string(), error };
+    let token = client.authenticate(name, password).await.map_err(|status| failed(describe(&status)))?;
+    target.token = token.map(HeaderValue::try_from).transpose().map_err(|error| failed(error.to_string()))?;
+    Ok(target)
+}

@@ -1,0 +1,31 @@
+//! The errors of `orlop bench`.
+
+use std::io;
+
+/// Why a command of `orlop bench` failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The flags are invalid, or name a file or program that cannot be used.
+    #[error("{0}")]
+    Flags(String),
+    #[error("cannot connect: {source}, endpoint=`{endpoint}`")]
+    Connect { endpoint: String, source: io::Error },
+    #[error(
+        "the prefix is in use: use another --prefix, or --purge to delete its keys, prefix=`{prefix}` keys={count}"
+    )]
+    PrefixInUse { prefix: String, count: i64 },
+    /// A request outside the measured loop failed.
+    #[error("{step} failed: {error}, endpoint=`{endpoint}`")]
+    Step { step: &'static str, endpoint: String, error: String },
+    #[error("{program} failed: {error}")]
+    Program { program: String, error: String },
+    #[error("interrupted before anything was measured")]
+    Interrupted,
+    #[error("no operation succeeded: {0}")]
+    NothingSucceeded(String),
+    /// The soak test found a leak or failed operations.
+    #[error("soak test failed: {0}")]
+    Soak(String),
+    #[error("cannot read or write: {0}")]
+    Io(#[from] io::Error),
+}
