@@ -10,6 +10,7 @@ use crate::{
 
 /// Flags that every scenario accepts.
 #[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Common options")]
 pub struct Common {
     /// Endpoints to load, separated by commas: http://host:port, https://host:port, unix://path or unixs://path
     /// [default: http://127.0.0.1:2379]

@@ -53,11 +53,11 @@ pub struct Compare {
     etcd: Option<PathBuf>,
 
     /// Directory of initdb and postgres [default: that of initdb in PATH, else that of the Debian package]
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long, value_name = "DIR")]
     postgres_programs: Option<PathBuf>,
 
     /// Directory for the temporary data of the servers; its disk is the one that is measured
-    #[arg(long, default_value = ".", value_name = "FOLDER")]
+    #[arg(long, default_value = ".", value_name = "DIR")]
     work_dir: PathBuf,
 
     /// Markdown page whose tables are replaced; the plots are written to the directory with the name of the page,

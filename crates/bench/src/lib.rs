@@ -104,7 +104,7 @@ async fn run_scenario(common: &Common, scenario: &Scenario) -> Result<(), Error>
     let plan = scenario.plan(common)?;
     let interrupt = Interrupt::listen();
     let prepare = Bench::prepare(common, plan, interrupt.clone());
-    // Preparation writes nothing, so it can be cancelled.
+    // Preparation writes no keys, so it can be cancelled.
     let bench = tokio::select! {
         bench = prepare => bench?,
         () = interrupt.wait() => return Err(Error::Interrupted),

@@ -59,15 +59,15 @@ pub struct Soak {
     cluster: Kubernetes,
 
     /// Directory of initdb and postgres [default: that of initdb in PATH, else that of the Debian package]
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long, value_name = "DIR")]
     postgres_programs: Option<PathBuf>,
 
     /// Directory for the temporary data of the servers
-    #[arg(long, default_value = ".", value_name = "FOLDER")]
+    #[arg(long, default_value = ".", value_name = "DIR")]
     work_dir: PathBuf,
 
     /// Directory to write plots and a table in Markdown to [default: none are written]
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long, value_name = "DIR")]
     output: Option<PathBuf>,
 }
 
