@@ -3,12 +3,15 @@
 use tracing::error;
 
 use super::pairs::FEW_ROWS_MAX;
-use crate::store::{
-    batch::Batch,
-    error::{Error, Result},
-    handle::Store,
-    request::{TxnRequest, TxnResponse},
-    txn::{Evaluation, Fetched, Stop},
+use crate::{
+    store::{
+        batch::Batch,
+        error::{Error, Result},
+        handle::Store,
+        request::{TxnRequest, TxnResponse},
+        txn::{Evaluation, Fetched, Stop},
+    },
+    types::Revision,
 };
 
 impl Store {
@@ -39,15 +42,7 @@ impl Store {
                 }
             };
             if rows.iter().any(|row| fetched.get(row).is_some_and(Option::is_none)) {
-                // Another instance compacted them, or the log is corrupt.
-                if self.shared.log.shared().is_some() {
-                    self.shared.catch_up().await?;
-                }
-                let index = self.shared.index.read();
-                if (index.head(), index.compact_revision()) == before {
-                    error!(revision = before.0.0, rows = rows.len(), "rows of live versions are missing from the log");
-                    return Err(Error::Corrupt);
-                }
+                self.check_log_moved(before, rows.len()).await?;
             }
             // Rows that a compaction deleted meanwhile are read again only if they are still live.
             fetched.retain(|_, kv| kv.is_some());
@@ -69,5 +64,22 @@ impl Store {
             };
             fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
         }
+    }
+
+    /// Catches up after `rows` rows were missing from the log: another instance compacted them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Corrupt`] if nothing changed since `before`, the head and the compact revision of the evaluation.
+    async fn check_log_moved(&self, before: (Revision, Option<Revision>), rows: usize) -> Result<()> {
+        if self.shared.log.shared().is_some() {
+            self.shared.catch_up().await?;
+        }
+        let index = self.shared.index.read();
+        if (index.head(), index.compact_revision()) == before {
+            error!(revision = before.0.0, rows, "rows of live versions are missing from the log");
+            return Err(Error::Corrupt);
+        }
+        Ok(())
     }
 }
