@@ -49,7 +49,6 @@ pub mod values;
 mod write_request;
 mod writer;
 
-use self::shared::Shared;
 pub use self::{
     auto_compact::AutoCompaction,
     compactor::Pace,

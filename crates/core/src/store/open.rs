@@ -35,7 +35,8 @@ use super::{
     writer::Writer,
 };
 use crate::{
-    log::{Log, LoggedLease, Member, Result, Touch},
+    index::TreeIndex,
+    log::{Log, LoggedLease, Member, Meta, Result, Touch},
     metrics::Metrics,
     overload::{ReadMemory, Steps},
     supervise::Lock,
@@ -98,32 +99,10 @@ impl Store {
             shared.beat().await?;
         }
         let Replayed { meta, index, garbage, .. } = replay(&*log).await?;
-        let leases = lease_table(&meta, &index, Instant::now());
-        let own = Member { id: meta.member_id, name: settings.name, client_urls: settings.client_urls };
-
         let (stop_background, stopped) = watch::channel(false);
         let (steps, grant_steps) = Steps::new();
         vital("the granting of steps", grant_steps);
-        let shared = Arc::new(Shared {
-            identity: Identity { cluster_id: meta.cluster_id, member_id: meta.member_id },
-            replication: ReplicationState::new(meta.position.server),
-            members: Members::new(own),
-            space: Space::new(settings.quota_bytes),
-            hub: Arc::new(Hub::new(index.head(), index.compact_revision(), Arc::clone(&settings.metrics))),
-            metrics: settings.metrics,
-            compaction_done: watch::Sender::new(index.compact_revision()),
-            index: RwLock::new(index),
-            leases: Lock::new(leases),
-            values: ValueCache::new(settings.value_cache_bytes),
-            read_memory: ReadMemory::new(settings.value_cache_bytes),
-            steps,
-            lease_deadline: Notify::new(),
-            compaction: Notify::new(),
-            is_purge_owner: AtomicBool::new(false),
-            rows_left_to_others: Mutex::default(),
-            pulses: Pulses::default(),
-            log,
-        });
+        let shared = Arc::new(Shared::new(log, &meta, index, steps, &settings));
         shared.space.set_alarms(&meta);
         shared.fill_tail().await?;
         let (writer, queue) = Writer::new(Arc::clone(&shared), settings.patience, BusyPoll::new(settings.busy_poll));
@@ -161,6 +140,34 @@ impl Store {
             stop_background,
             watchdog,
         })
+    }
+}
+
+impl Shared {
+    fn new(log: Arc<dyn Log>, meta: &Meta, index: TreeIndex, steps: Arc<Steps>, settings: &Settings) -> Self {
+        let client_urls = settings.client_urls.clone();
+        let own = Member { id: meta.member_id, name: settings.name.clone(), client_urls };
+        let metrics = Arc::clone(&settings.metrics);
+        Self {
+            identity: Identity { cluster_id: meta.cluster_id, member_id: meta.member_id },
+            replication: ReplicationState::new(meta.position.server),
+            members: Members::new(own),
+            space: Space::new(settings.quota_bytes),
+            hub: Arc::new(Hub::new(index.head(), index.compact_revision(), Arc::clone(&metrics))),
+            metrics,
+            compaction_done: watch::Sender::new(index.compact_revision()),
+            leases: Lock::new(lease_table(meta, &index, Instant::now())),
+            index: RwLock::new(index),
+            values: ValueCache::new(settings.value_cache_bytes),
+            read_memory: ReadMemory::new(settings.value_cache_bytes),
+            steps,
+            lease_deadline: Notify::new(),
+            compaction: Notify::new(),
+            is_purge_owner: AtomicBool::new(false),
+            rows_left_to_others: Mutex::default(),
+            pulses: Pulses::default(),
+            log,
+        }
     }
 }
 

@@ -44,7 +44,7 @@ impl Shared {
         if let Request::Alarm(_) = request {
             return Ok(());
         }
-        space.check_sound()?;
+        space.check_not_corrupt()?;
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         let is_tight = space.no_space.load(Ordering::Relaxed) || space.would_exceed_quota(bytes);
         if !is_tight || !needs_space(request) {

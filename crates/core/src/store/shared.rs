@@ -43,9 +43,9 @@ pub(super) struct Shared {
     pub(super) index: RwLock<TreeIndex>,
     pub(super) leases: Lock<lease::Table>,
     pub(super) values: ValueCache,
-    /// Limits the values that were read for responses.
+    /// Limits the memory of values that were read for responses.
     pub(super) read_memory: ReadMemory,
-    /// Steps of long reads.
+    /// Schedules the steps of long reads.
     pub(super) steps: Arc<Steps>,
     /// Notified when the earliest lease deadline may have moved closer.
     pub(super) lease_deadline: Notify,

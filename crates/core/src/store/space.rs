@@ -70,7 +70,7 @@ impl Space {
     /// # Errors
     ///
     /// [`Error::Corrupt`] while the CORRUPT alarm is raised.
-    pub(super) fn check_sound(&self) -> Result<()> {
+    pub(super) fn check_not_corrupt(&self) -> Result<()> {
         if self.corrupt.load(Ordering::Relaxed) { Err(Error::Corrupt) } else { Ok(()) }
     }
 

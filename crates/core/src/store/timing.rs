@@ -129,7 +129,7 @@ fn kind(request: &Request) -> usize {
 fn describe(request: &Request) -> String {
     match request {
         Request::Put(put) => format!("put key={}", shown(&put.key)),
-        Request::Delete(delete) => format!("delete_range {}", range(&delete.range)),
+        Request::Delete(delete) => format!("delete_range {}", describe_range(&delete.range)),
         Request::Txn(txn) => describe_txn(txn),
         Request::Grant { id, ttl_secs } => format!("lease_grant id={id:?} ttl={ttl_secs}"),
         Request::Revoke(id) | Request::Expire(id) => format!("lease_revoke id={id:?}"),
@@ -142,8 +142,8 @@ fn describe(request: &Request) -> String {
 fn describe_txn(txn: &TxnRequest) -> String {
     let first = txn.success.iter().chain(&txn.failure).find_map(|op| match op {
         Op::Put(put) => Some(format!("key={}", shown(&put.key))),
-        Op::Range(read) => Some(range(&read.range)),
-        Op::Delete(delete) => Some(range(&delete.range)),
+        Op::Range(read) => Some(describe_range(&read.range)),
+        Op::Delete(delete) => Some(describe_range(&delete.range)),
         Op::Txn(_) => None,
     });
     let (success, failure) = (txn.success.len(), txn.failure.len());
@@ -155,12 +155,12 @@ fn describe_txn(txn: &TxnRequest) -> String {
 }
 
 /// Maximum number of characters shown of a range.
-const RANGE_CHARS: usize = 256;
+const RANGE_CHARS_MAX: usize = 256;
 
 /// Describes a range.
-pub(super) fn range(range: &KeyRange) -> String {
+pub(super) fn describe_range(range: &KeyRange) -> String {
     match range {
         KeyRange::Single(key) => format!("key={}", shown(key)),
-        _ => format!("range={range:?}").chars().take(RANGE_CHARS).collect(),
+        _ => format!("range={range:?}").chars().take(RANGE_CHARS_MAX).collect(),
     }
 }

@@ -140,19 +140,21 @@ impl Writer {
                 shared.refresh_expired_leases(batch.leases()).await;
                 Ok(CommitOutcome::Raced)
             }
-            Err(failure) => {
-                self.log_failure(&failure);
-                match failure {
-                    log::Error::Unavailable(_) => {
-                        metrics.failed.inc();
-                        Ok(CommitOutcome::Refused)
-                    }
-                    log::Error::Full(_) => Err(Error::NoSpace),
-                    log::Error::OutcomeUnknown(_)
-                    | log::Error::Open(_)
-                    | log::Error::Corrupt(_)
-                    | log::Error::Diverged(_) => Err(Error::OutcomeUnknown),
-                }
+            Err(failure) => self.handle_failure(&failure),
+        }
+    }
+
+    /// Decides what happens to a batch whose append failed.
+    fn handle_failure(&mut self, failure: &log::Error) -> Result<CommitOutcome> {
+        self.log_failure(failure);
+        match failure {
+            log::Error::Unavailable(_) => {
+                self.shared.metrics.store.failed.inc();
+                Ok(CommitOutcome::Refused)
+            }
+            log::Error::Full(_) => Err(Error::NoSpace),
+            log::Error::OutcomeUnknown(_) | log::Error::Open(_) | log::Error::Corrupt(_) | log::Error::Diverged(_) => {
+                Err(Error::OutcomeUnknown)
             }
         }
     }

@@ -1,0 +1,242 @@
+//! Collects the pairs of a read, from the index, the cache and the log.
+
+use std::collections::HashMap;
+
+use futures_util::{StreamExt as _, stream::FuturesUnordered};
+use tokio::task::yield_now;
+use tracing::error;
+
+use crate::{
+    index::{Lease, ReadAt},
+    overload::Steps,
+    store::{
+        error::{Error, Result},
+        request::Projection,
+        select::Selected,
+        shared::Shared,
+    },
+    types::{EncodedKv, Revision, RowId},
+};
+
+/// Keys visited per step while the index is locked.
+pub(super) const STEP_KEYS: usize = 2_000;
+/// Steps of a read that only yield. The pages of kube-apiserver need fewer.
+const UNPACED_STEPS_MAX: usize = 5;
+/// Values per step that are moved from a read of the log into the response and the cache.
+const STEP_VALUES: usize = 500;
+/// A read of more rows from the log is a list, which is limited separately.
+pub(super) const FEW_ROWS_MAX: usize = 100;
+/// Target size of one read of the log, in bytes. 1 MiB would not be faster and would block other reads for longer.
+const READ_BYTES_TARGET: usize = 128 << 10;
+/// Maximum and minimum number of rows of one read of the log. Large values can follow small ones.
+const READ_ROWS_MAX: usize = 250;
+const READ_ROWS_MIN: usize = 2;
+/// Number of rows of the first read, when the size of the values is unknown.
+const READ_ROWS_FIRST: usize = 8;
+/// Reads of the log that a list runs concurrently: fewer than there are readers.
+const CONCURRENT_READS_MAX: usize = 2;
+
+/// Counts the steps of a read: the first [`UNPACED_STEPS_MAX`] only yield to other tasks, later ones wait to be granted.
+#[derive(Default)]
+pub(super) struct StepCount(usize);
+
+impl StepCount {
+    /// Waits before the next step.
+    pub(super) async fn next(&mut self, steps: &Steps) {
+        self.0 += 1;
+        if self.0 <= UNPACED_STEPS_MAX {
+            yield_now().await;
+        } else {
+            steps.request().await;
+        }
+    }
+}
+
+impl Shared {
+    /// Returns the pairs that a read at `at` selected, in its order.
+    pub(super) async fn pairs(
+        &self,
+        selected: &[Selected],
+        projection: Projection,
+        at: Revision,
+        step: &mut StepCount,
+    ) -> Result<Vec<EncodedKv>> {
+        let mut pairs = self.cached(selected, projection, FEW_ROWS_MAX, step).await;
+        let read = loop {
+            let is_list = pairs.missing.len() > FEW_ROWS_MAX;
+            if pairs.missing.is_empty() {
+                return Ok(pairs.whole());
+            } else if !is_list && self.read_memory.has_free() {
+                break self.read_few(&pairs.missing).await?;
+            }
+            // A waiting read must hold no values: other reads may be waiting for exactly their memory.
+            drop(pairs);
+            if is_list {
+                let _list = self.read_memory.list().await?;
+                pairs = self.cached(selected, projection, usize::MAX, step).await;
+                break self.read_list(&pairs.missing).await?;
+            }
+            self.read_memory.free().await?;
+            pairs = self.cached(selected, projection, FEW_ROWS_MAX, step).await;
+        };
+        self.put_in_place(selected, &mut pairs, read, at, step).await?;
+        Ok(pairs.whole())
+    }
+
+    /// Returns the pairs that need no read of the log. Returns early if more than `missing_max` pairs are missing.
+    async fn cached(
+        &self,
+        selected: &[Selected],
+        projection: Projection,
+        missing_max: usize,
+        step: &mut StepCount,
+    ) -> Pairs {
+        let in_order = Vec::with_capacity(selected.len());
+        let mut pairs = Pairs { in_order, missing: Vec::new() };
+        for chunk in selected.chunks(STEP_KEYS) {
+            if !pairs.in_order.is_empty() {
+                step.next(&self.steps).await;
+            }
+            for selected in chunk {
+                let row = selected.entry.version.row;
+                let kv = selected.pair_without_value(projection).or_else(|| self.values.get(row));
+                if kv.is_none() {
+                    pairs.missing.push(row);
+                }
+                pairs.in_order.push(kv);
+                if pairs.missing.len() > missing_max {
+                    return pairs;
+                }
+            }
+        }
+        pairs
+    }
+
+    /// Reads pairs as [`crate::log::Log::values`] does, and counts their memory.
+    pub(super) async fn read_few(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        Ok(self.read_memory.count(self.log.values(rows).await?))
+    }
+
+    /// Reads the pairs of a list in parts, [`CONCURRENT_READS_MAX`] concurrently. Each part is a step.
+    pub(super) async fn read_list(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        let read = async |rows| {
+            self.steps.request().await;
+            self.read_few(rows).await
+        };
+        let (mut found, mut bytes) = (Vec::with_capacity(rows.len()), 0);
+        let (mut rest, mut part) = (rows, READ_ROWS_FIRST);
+        let mut reads = FuturesUnordered::new();
+        loop {
+            while reads.len() < CONCURRENT_READS_MAX && !rest.is_empty() {
+                let (next, later) = rest.split_at(part.min(rest.len()));
+                reads.push(read(next));
+                rest = later;
+            }
+            let Some(values) = reads.next().await else { return Ok(found) };
+            found.extend(values?.into_iter().inspect(|(_, kv)| bytes += kv.len()));
+            let mean = bytes / found.len().max(1) + 1;
+            part = (READ_BYTES_TARGET / mean).clamp(READ_ROWS_MIN, READ_ROWS_MAX);
+        }
+    }
+
+    /// Moves pairs that were read from the log into the response, and into the cache if they are the newest versions.
+    async fn put_in_place(
+        &self,
+        selected: &[Selected],
+        pairs: &mut Pairs,
+        mut read: Vec<(RowId, EncodedKv)>,
+        at: Revision,
+        step: &mut StepCount,
+    ) -> Result<()> {
+        let mut found = HashMap::with_capacity(read.len());
+        loop {
+            found.extend(read.drain(read.len().saturating_sub(STEP_VALUES)..));
+            if read.is_empty() {
+                break;
+            }
+            step.next(&self.steps).await;
+        }
+        if found.len() < pairs.missing.len() {
+            return Err(self.missing_rows_error(at, pairs.missing.len() - found.len()).await);
+        }
+        let absent = selected.iter().zip(&mut pairs.in_order).filter(|(_, pair)| pair.is_none());
+        for (number, (selected, pair)) in absent.enumerate() {
+            if number % STEP_VALUES == STEP_VALUES - 1 {
+                step.next(&self.steps).await;
+            }
+            let row = selected.entry.version.row;
+            *pair = found.remove(&row);
+            // The index knows the lease only of a key's newest version.
+            if let (Some(kv), Lease::Known(_)) = (&pair, selected.entry.lease) {
+                self.values.insert(row, kv.clone());
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the reason why rows of versions live at `at` are missing from the log: another instance compacted them,
+    /// or the log is corrupt.
+    async fn missing_rows_error(&self, at: Revision, rows: usize) -> Error {
+        if self.log.shared().is_some()
+            && let Err(error) = self.catch_up().await
+        {
+            return error.into();
+        }
+        match self.index.read().resolve(ReadAt::Revision(at)) {
+            Err(unreadable) => unreadable.into(),
+            Ok(_) => {
+                error!(revision = at.0, rows, "rows of live versions are missing from the log");
+                Error::Corrupt
+            }
+        }
+    }
+}
+
+/// The pairs of a read in its order, `None` where the row has to be read from the log, and those rows.
+struct Pairs {
+    in_order: Vec<Option<EncodedKv>>,
+    missing: Vec<RowId>,
+}
+
+impl Pairs {
+    /// Returns the pairs that are present.
+    fn whole(self) -> Vec<EncodedKv> {
+        self.in_order.into_iter().flatten().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+    use crate::{index::Entry, store::fixtures::shared, types::Version};
+
+    fn selected(number: u32) -> Selected {
+        let row = RowId::new(Revision(2), number);
+        let version = Version { row, create_revision: Revision(2), version: 1 };
+        Selected { entry: Entry { version, lease: Lease::Known(None) }, key: None }
+    }
+
+    #[tokio::test]
+    async fn waiting_list_holds_no_values() {
+        let shared = shared(1 << 20);
+        let selected: Vec<Selected> = (0..=FEW_ROWS_MAX as u32 + 1).map(selected).collect();
+        // Values in the cache are counted, like all values that were read.
+        let version = selected[0].entry.version;
+        let (row, kv) =
+            shared.read_memory.count(vec![(version.row, EncodedKv::new(b"k", version, &[7; 1_000], None))]).remove(0);
+        shared.values.insert(row, kv);
+        let mut permits = Vec::new();
+        while let Some(permit) = shared.read_memory.list().now_or_never() {
+            permits.push(permit);
+        }
+        let mut steps = StepCount::default();
+        let mut list = Box::pin(shared.pairs(&selected, Projection::Whole, Revision(2), &mut steps));
+        assert!(list.as_mut().now_or_never().is_none(), "it waits");
+        assert_ne!(shared.read_memory.bytes(), 0);
+        // The cache drops the value.
+        shared.values.insert(row, EncodedKv::new(b"k", version, &[], None));
+        assert_eq!(shared.read_memory.bytes(), 0, "only the cache held it");
+    }
+}

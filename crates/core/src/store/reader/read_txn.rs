@@ -1,0 +1,85 @@
+//! Read-only transactions.
+
+use tracing::error;
+
+use super::pairs::FEW_ROWS_MAX;
+use crate::{
+    store::{
+        batch::Batch,
+        error::{Error, Result},
+        handle::Store,
+        request::{TxnRequest, TxnResponse},
+        txn::{Evaluation, Fetched, Stop},
+    },
+    types::Revision,
+};
+
+impl Store {
+    /// Executes a read-only transaction at one revision.
+    pub(in crate::store) async fn read_txn(&self, request: TxnRequest) -> Result<TxnResponse> {
+        self.shared.space.check_not_corrupt()?;
+        if !request.is_serializable() {
+            self.confirm().await?;
+        }
+        let mut fetched = Fetched::new();
+        // All its reads of the log are one list, however many evaluations it needs.
+        let mut list = None;
+        loop {
+            let (before, evaluated) = {
+                let index = self.shared.index.read();
+                let leases = self.shared.leases.lock();
+                let mut batch = Batch::new(index.head());
+                let evaluation =
+                    Evaluation::new(&index, &leases, &self.shared.values, &fetched, &mut batch).txn(&request);
+                ((index.head(), index.compact_revision()), evaluation)
+            };
+            let rows = match evaluated {
+                Ok(response) => return Ok(response),
+                Err(Stop::Failed(error)) => return Err(error),
+                Err(Stop::NeedsValues(rows)) => rows,
+                Err(Stop::NeedsCommit | Stop::Moved) => {
+                    unreachable!("a batch without changes has no revision beyond the log's")
+                }
+            };
+            if rows.iter().any(|row| fetched.get(row).is_some_and(Option::is_none)) {
+                self.check_log_moved(before, rows.len()).await?;
+            }
+            // Rows that a compaction deleted meanwhile are read again only if they are still live.
+            fetched.retain(|_, kv| kv.is_some());
+            fetched.extend(rows.iter().map(|row| (*row, None)));
+            let is_list = fetched.len() > FEW_ROWS_MAX;
+            let found = match &list {
+                Some(_) => self.shared.read_list(&rows).await?,
+                None if !is_list && self.shared.read_memory.has_free() => self.shared.read_few(&rows).await?,
+                // A waiting read must hold no values.
+                None => {
+                    fetched.clear();
+                    if is_list {
+                        list = Some(self.shared.read_memory.list().await?);
+                    } else {
+                        self.shared.read_memory.free().await?;
+                    }
+                    continue;
+                }
+            };
+            fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
+        }
+    }
+
+    /// Catches up after `rows` rows were missing from the log: another instance compacted them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Corrupt`] if nothing changed since `before`, the head and the compact revision of the evaluation.
+    async fn check_log_moved(&self, before: (Revision, Option<Revision>), rows: usize) -> Result<()> {
+        if self.shared.log.shared().is_some() {
+            self.shared.catch_up().await?;
+        }
+        let index = self.shared.index.read();
+        if (index.head(), index.compact_revision()) == before {
+            error!(revision = before.0.0, rows, "rows of live versions are missing from the log");
+            return Err(Error::Corrupt);
+        }
+        Ok(())
+    }
+}
