@@ -6,6 +6,9 @@
 
 mod arena;
 mod encoded;
+mod gateway;
+mod snapshots;
+mod streams;
 mod wire;
 
 use std::{
@@ -33,6 +36,7 @@ use tonic::Code;
 use self::{
     arena::{Arena, sized},
     encoded::Caller,
+    streams::{pump, streams},
     wire::{
         CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS, Wire, frame,
         headers, headers_to,
@@ -231,88 +235,6 @@ async fn metadata_has_a_limit(backend: Backend) {
         attackers.spawn(Wire::open(arena.endpoint()).await.flood(arena.endpoint().to_owned(), endless.clone()));
     }
     arena.withstands_for_long("metadata without end", 300, attackers).await;
-}
-
-fn call(path: &str) -> http::Request<()> {
-    let request = http::Request::post(format!("http://x{path}"));
-    request.header("content-type", "application/grpc").header("te", "trailers").body(()).expect("a request")
-}
-
-/// Opens streams through `h2`, which keeps to the windows that the server grants.
-async fn streams(
-    endpoint: &str,
-    count: usize,
-    path: &'static str,
-    body: Vec<u8>,
-) -> (JoinSet<()>, Vec<h2::client::ResponseFuture>, Vec<h2::SendStream<bytes::Bytes>>) {
-    let tcp = TcpStream::connect(wire::address(endpoint)).await.expect("the server accepts");
-    let (client, connection) = h2::client::Builder::new()
-        .initial_window_size(0)
-        .max_concurrent_streams(1_000_000)
-        .initial_max_send_streams(1_000_000)
-        .handshake::<_, bytes::Bytes>(tcp)
-        .await
-        .expect("a handshake");
-    let mut tasks = JoinSet::new();
-    tasks.spawn(async move {
-        if let Err(error) = connection.await {
-            println!("the attacker's connection ended: {error}");
-        }
-    });
-    let (mut answers, mut senders) = (Vec::new(), Vec::new());
-    let mut client = client.ready().await.expect("ready");
-    let body = bytes::Bytes::from(body);
-    for _ in 0..count {
-        client = client.ready().await.expect("ready");
-        let (answer, mut sender) = client.send_request(call(path), false).expect("a stream");
-        if !body.is_empty() {
-            sender.send_data(body.clone(), false).expect("data is queued");
-        }
-        answers.push(answer);
-        senders.push(sender);
-    }
-    (tasks, answers, senders)
-}
-
-/// Sends the same for ever on a stream of its own, as much as the server grants, and takes what is answered.
-async fn pump(endpoint: String, path: &'static str, body: Bytes) {
-    let tcp = TcpStream::connect(wire::address(&endpoint)).await.expect("the server accepts");
-    let (client, connection) = h2::client::Builder::new()
-        .initial_window_size(1 << 30)
-        .initial_connection_window_size(1 << 30)
-        .handshake::<_, Bytes>(tcp)
-        .await
-        .expect("a handshake");
-    let mut client = client.ready().await.expect("ready");
-    let (answer, mut sender) = client.send_request(call(path), false).expect("a stream");
-    let send = async {
-        let mut rest = body.clone();
-        loop {
-            if rest.is_empty() {
-                rest = body.clone();
-            }
-            sender.reserve_capacity(rest.len());
-            match poll_fn(|context| sender.poll_capacity(context)).await {
-                Some(Ok(granted)) => {
-                    let piece = rest.split_to(granted.min(rest.len()));
-                    sender.send_data(piece, false).expect("it is granted");
-                }
-                ended => return println!("{path}: {ended:?}"),
-            }
-        }
-    };
-    let take = async {
-        let mut answers = answer.await.expect("an answer").into_body();
-        while let Some(piece) = answers.data().await {
-            let len = piece.expect("more answers").len();
-            answers.flow_control().release_capacity(len).expect("it was taken");
-        }
-    };
-    tokio::select! {
-        () = send => {}
-        () = take => {}
-        ended = connection => println!("{path}: {ended:?}"),
-    }
 }
 
 async fn ten_thousand_streams_on_one_connection_are_served(backend: Backend) {
@@ -519,35 +441,6 @@ async fn messages_of_too_many_parts_are_refused_at_once(backend: Backend) {
     }
 }
 
-async fn snapshots_that_are_not_read_hold_up_nobody(backend: Backend) {
-    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
-    fill(&mut arena, 200, 10_000).await;
-    let mut held = Vec::new();
-    for _ in 0..sized(600, 600) {
-        let mut wire = Wire::open(arena.endpoint()).await;
-        assert!(wire.call(1, SNAPSHOT, &[], END_STREAM).await);
-        held.push(wire);
-    }
-    tokio::time::sleep(Duration::from_secs(10)).await;
-    // What needs a thread of its own still gets one: another snapshot is taken.
-    let mut client = arena.client().await;
-    let whole = async {
-        loop {
-            let Ok(pieces) = client.maintenance.snapshot(SnapshotRequest {}).await else {
-                tokio::time::sleep(Duration::from_millis(100)).await;
-                continue;
-            };
-            let (mut pieces, mut bytes) = (pieces.into_inner(), 0);
-            while let Some(piece) = pieces.message().await.expect("a piece") {
-                bytes += piece.blob.len();
-            }
-            return bytes;
-        }
-    };
-    assert!(timeout(DEADLINE * 4, whole).await.expect("a snapshot in time") > 2_000_000);
-    arena.withstands("600 snapshots that are never read", 800, held).await;
-}
-
 async fn keep_alives_without_end_hold_up_nobody(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut client = arena.client().await;
@@ -561,48 +454,6 @@ async fn keep_alives_without_end_hold_up_nobody(backend: Backend) {
         attackers.spawn(pump(endpoint, "/etcdserverpb.Lease/LeaseKeepAlive", many.clone()));
     }
     arena.withstands_for_long("keep-alives without end", 300, attackers).await;
-}
-
-/// JSON in small pieces, each of which must not cost as much as all before it.
-async fn gateway_is_fed_without_end(backend: Backend) {
-    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
-    let mut attackers = JoinSet::new();
-    for path in ["watch", "kv/put", "lease/keepalive", "kv/txn"] {
-        for _ in 0..sized(8, 32) {
-            let endpoint = arena.endpoint().to_owned();
-            attackers.spawn(async move {
-                let head = format!("POST /v3/{path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n");
-                let piece = format!("100\r\n{}\r\n", "A".repeat(256)).repeat(16);
-                // Again when it is refused.
-                loop {
-                    let mut wire = Wire::tcp(&endpoint).await;
-                    let _ = wire.0.write_all(head.as_bytes()).await;
-                    let _ = wire.0.write_all(b"7\r\n{\"key\":\r\n1\r\n\"\r\n").await;
-                    while wire.0.write_all(piece.as_bytes()).await.is_ok() {}
-                    let mut answer = Vec::new();
-                    let _ = wire.0.read_to_end(&mut answer).await;
-                }
-            });
-        }
-    }
-    arena.withstands_for_long("JSON without end", 900, attackers).await;
-}
-
-async fn gateway_watch_that_is_not_read_costs_bounded_memory(backend: Backend) {
-    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
-    let mut held = Vec::new();
-    for _ in 0..sized(50, 500) {
-        let mut wire = Wire::tcp(arena.endpoint()).await;
-        let body = r#"{"create_request":{"key":"AA==","range_end":"AA=="}}"#;
-        let head = format!("POST /v3/watch HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
-        assert!(wire.send(head.as_bytes()).await);
-        held.push(wire);
-    }
-    let mut writer = arena.client().await.kv;
-    for _ in 0..sized(200, 1_000) {
-        writer.put(put("k", 100_000)).await.expect("a put");
-    }
-    arena.withstands("gateway watches that are never read", 900, held).await;
 }
 
 on_both_backends!(
@@ -620,8 +471,5 @@ on_both_backends!(
     ranges_over_everything_cost_bounded_memory,
     answers_that_are_not_read_cost_bounded_memory,
     messages_of_too_many_parts_are_refused_at_once,
-    snapshots_that_are_not_read_hold_up_nobody,
     keep_alives_without_end_hold_up_nobody,
-    gateway_is_fed_without_end,
-    gateway_watch_that_is_not_read_costs_bounded_memory,
 );

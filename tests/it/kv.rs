@@ -1,4 +1,6 @@
-//! KV, request by request: one row a request, with what etcd answers.
+//! Range, Put, DeleteRange and Compact: every option, as in etcd.
+
+mod txn;
 
 use std::time::Duration;
 
@@ -16,6 +18,7 @@ use prost::Message as _;
 use tokio::{io::AsyncWriteExt as _, net::TcpStream, time::timeout};
 use tonic::{Code, Status};
 
+use self::txn::op;
 use crate::support::{Backend, Client, Server, eventually, http_get, on_both_backends};
 
 /// A store with this history: a=1 (2), b=1 (3), c=1 (4), b=2 (5), c deleted (6), c=3 (7).
@@ -253,133 +256,6 @@ async fn delete_range_counts_shows_and_uses_one_revision(backend: Backend) {
     );
 }
 
-fn op(request: Request) -> RequestOp {
-    RequestOp { request: Some(request) }
-}
-
-fn compare(key: &str, target: TargetUnion, result: i32) -> Compare {
-    let code = match target {
-        TargetUnion::Version(_) => 0,
-        TargetUnion::CreateRevision(_) => 1,
-        TargetUnion::ModRevision(_) => 2,
-        TargetUnion::Value(_) => 3,
-        TargetUnion::Lease(_) => 4,
-    };
-    Compare { key: key.to_owned().into(), target: code, result, target_union: Some(target), ..Default::default() }
-}
-
-async fn compares_hold_as_in_etcd(backend: Backend) {
-    let Some((_server, mut client)) = history(backend).await else { return };
-    const EQUAL: i32 = 0;
-    const GREATER: i32 = 1;
-    const LESS: i32 = 2;
-    const NOT_EQUAL: i32 = 3;
-    let value = |text: &'static str| TargetUnion::Value(text.into());
-    let span = |compare: Compare, end: &'static str| Compare { range_end: end.into(), ..compare };
-    let table = [
-        (compare("b", TargetUnion::Version(2), EQUAL), true),
-        (compare("b", TargetUnion::Version(2), NOT_EQUAL), false),
-        (compare("b", TargetUnion::ModRevision(4), GREATER), true),
-        (compare("b", TargetUnion::CreateRevision(3), LESS), false),
-        (compare("b", value("2"), EQUAL), true),
-        (compare("b", value("1"), GREATER), true),
-        (compare("b", TargetUnion::Lease(0), EQUAL), true),
-        (compare("x", TargetUnion::ModRevision(0), EQUAL), true),
-        (compare("x", TargetUnion::Version(0), GREATER), false),
-        (compare("x", value(""), EQUAL), false),
-        (compare("x", value(""), NOT_EQUAL), false),
-        (span(compare("a", TargetUnion::Version(0), GREATER), "z"), true),
-        (span(compare("a", TargetUnion::Version(1), EQUAL), "z"), false),
-        (span(compare("x", TargetUnion::Version(0), EQUAL), "z"), true),
-        (Compare { target_union: None, ..compare("x", TargetUnion::ModRevision(9), EQUAL) }, true),
-    ];
-    for (compare, holds) in table {
-        let txn = TxnRequest { compare: vec![compare.clone()], ..Default::default() };
-        let answer = client.kv.txn(txn).await.expect("a transaction").into_inner();
-        assert_eq!((answer.succeeded, answer.header.expect("a header").revision), (holds, 7), "{compare:?}");
-    }
-}
-
-async fn transaction_reads_its_own_writes_and_uses_one_revision(backend: Backend) {
-    let Some((_server, mut client)) = history(backend).await else { return };
-    let nested = TxnRequest {
-        // Sees the store as it was before the whole.
-        compare: vec![compare("new", TargetUnion::Version(0), 0)],
-        success: vec![op(Request::RequestDeleteRange(delete("a", ""))), op(Request::RequestRange(all()))],
-        ..Default::default()
-    };
-    let txn = TxnRequest {
-        success: vec![
-            op(Request::RequestRange(range("new", ""))),
-            op(Request::RequestPut(put("new", "1"))),
-            op(Request::RequestTxn(nested)),
-            op(Request::RequestRange(RangeRequest { revision: 4, ..all() })),
-        ],
-        ..Default::default()
-    };
-    let answer = client.kv.txn(txn).await.expect("a transaction").into_inner();
-    let mut seen = Vec::new();
-    for response in answer.responses {
-        match response.response {
-            Some(Response::ResponseRange(range)) => seen.push(list(&range.kvs)),
-            Some(Response::ResponsePut(_)) => seen.push(vec!["put".to_owned()]),
-            Some(Response::ResponseTxn(nested)) => {
-                assert!(nested.succeeded);
-                let Some(Response::ResponseRange(range)) = &nested.responses[1].response else {
-                    panic!("a range answers")
-                };
-                seen.push(list(&range.kvs));
-            }
-            other => panic!("{other:?}"),
-        }
-    }
-    let expected: [&[&str]; 4] =
-        [&[], &["put"], &["b=2@5/2", "c=3@7/1", "new=1@8/1"], &["a=1@2/1", "b=1@3/1", "c=1@4/1"]];
-    assert_eq!(seen, expected);
-    assert_eq!(answer.header.expect("a header").revision, 8);
-}
-
-async fn bad_transactions_are_refused_whole(backend: Backend) {
-    let Some((_server, mut client)) = history(backend).await else { return };
-    let put = |key: &str| op(Request::RequestPut(put(key, "v")));
-    let delete = |key: &str, end: &str| op(Request::RequestDeleteRange(delete(key, end)));
-    let of = |success: Vec<RequestOp>| TxnRequest { success, ..Default::default() };
-    let nested = |success: Vec<RequestOp>| op(Request::RequestTxn(of(success)));
-    let invalid = Code::InvalidArgument;
-    let duplicate = "etcdserver: duplicate key given in txn request";
-    let too_many = "etcdserver: too many operations in txn request";
-    let at = |revision| op(Request::RequestRange(RangeRequest { revision, ..all() }));
-    let leased = op(Request::RequestPut(PutRequest { key: "leased".into(), lease: 5, ..Default::default() }));
-    let table = [
-        (of(vec![put("k"), put("k")]), invalid, duplicate),
-        (of(vec![put("k"), delete("j", "l")]), invalid, duplicate),
-        (of(vec![put("k"), nested(vec![put("k")])]), invalid, duplicate),
-        (of(vec![nested(vec![delete("j", "l")]), put("k")]), invalid, duplicate),
-        (of(vec![put("")]), invalid, "etcdserver: key is not provided"),
-        (of(vec![RequestOp { request: None }]), invalid, "etcdserver: key not found"),
-        (of(vec![put("k"), at(99)]), Code::OutOfRange, FUTURE),
-        (of(vec![put("k"), leased]), Code::NotFound, "etcdserver: requested lease not found"),
-        (of((0..129).map(|n| put(&format!("k{n}"))).collect()), invalid, too_many),
-        (
-            of([
-                vec![nested((0..28).map(|n| put(&format!("n{n}"))).collect())],
-                (0..100).map(|n| put(&format!("k{n}"))).collect(),
-            ]
-            .concat()),
-            invalid,
-            too_many,
-        ),
-    ];
-    for (txn, code, text) in table {
-        check_refused(txn.success.len(), client.kv.txn(txn).await, code, text);
-    }
-    let found = client.kv.range(range("k", "l")).await.expect("a range").into_inner();
-    assert_eq!((found.count, found.header.expect("a header").revision), (0, 7));
-    for allowed in [vec![delete("a", "c"), delete("b", "d")], (0..128).map(|n| put(&format!("k{n}"))).collect()] {
-        client.kv.txn(of(allowed)).await.expect("etcd allows it");
-    }
-}
-
 async fn compaction_forbids_what_lies_below_and_keeps_the_rest(backend: Backend) {
     let Some((_server, mut client)) = history(backend).await else { return };
     let compact = |revision, physical| CompactionRequest { revision, physical };
@@ -452,46 +328,6 @@ async fn large_answers_arrive_whole(backend: Backend) {
     assert!(whole(&first.kvs) && answer.responses.len() == 2);
 }
 
-/// Each row: what a transaction compares the values of, with what, what it ranges over if they are that, whether they are, and
-/// the pairs that come then; if they are not it ranges over all keys. The values come from the log, once or twice.
-async fn transactions_read_what_is_not_in_the_cache(backend: Backend) {
-    const KEYS: usize = 300;
-    let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "0"]).await else { return };
-    let mut client = Client::connect(server.endpoint()).await;
-    for prefix in ["a", "b"] {
-        for first in (0..KEYS).step_by(100) {
-            let puts = (first..first + 100)
-                .map(|number| op(Request::RequestPut(put(&format!("{prefix}{number:03}"), prefix))));
-            let txn = TxnRequest { success: puts.collect(), ..Default::default() };
-            client.kv.txn(txn).await.expect("a transaction");
-        }
-    }
-    for (compared, value, ranged, succeeds, found) in [
-        (range("a000", ""), "a", range("b000", ""), true, 1),
-        (range("a000", ""), "a", range("b", "c"), true, KEYS),
-        (range("a", "b"), "a", range("b000", ""), true, 1),
-        (range("a", "b"), "a", range("b", "c"), true, KEYS),
-        (range("a", "b"), "a", range("a", "b"), true, KEYS),
-        (range("a", "c"), "a", range("b", "c"), false, 2 * KEYS),
-        (range("a000", ""), "b", range("b", "c"), false, 2 * KEYS),
-    ] {
-        let what = format!("{compared:?} is {value}, {ranged:?}");
-        let compare = Compare {
-            target: CompareTarget::Value as i32,
-            key: compared.key,
-            range_end: compared.range_end,
-            target_union: Some(TargetUnion::Value(value.to_owned().into())),
-            ..Default::default()
-        };
-        let [success, failure] = [ranged, all()].map(|range| vec![op(Request::RequestRange(range))]);
-        let txn = TxnRequest { compare: vec![compare], success, failure };
-        let answer = client.kv.txn(txn).await.expect("a transaction").into_inner();
-        let Some(Response::ResponseRange(range)) = &answer.responses[0].response else { panic!("a range answers") };
-        assert_eq!((answer.succeeded, range.kvs.len()), (succeeds, found), "{what}");
-        assert!(range.kvs.iter().all(|kv| kv.value == kv.key[..1]), "{what}");
-    }
-}
-
 /// HTTP/2 by hand: a whole message on a stream that is not ended, whose connection breaks then.
 async fn request_that_breaks_off_holds_up_nobody(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
@@ -545,11 +381,7 @@ on_both_backends!(
     range_stream_in_pieces_is_the_range,
     put_keeps_and_shows_what_it_is_asked_to,
     delete_range_counts_shows_and_uses_one_revision,
-    compares_hold_as_in_etcd,
-    transaction_reads_its_own_writes_and_uses_one_revision,
-    bad_transactions_are_refused_whole,
     compaction_forbids_what_lies_below_and_keeps_the_rest,
     list_shows_the_store_at_its_headers_revision,
     large_answers_arrive_whole,
-    transactions_read_what_is_not_in_the_cache,
 );

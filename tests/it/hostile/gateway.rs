@@ -1,0 +1,47 @@
+//! Attacks on the JSON gateway.
+
+use super::*;
+
+/// JSON in small pieces, each of which must not cost as much as all before it.
+async fn gateway_is_fed_without_end(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let mut attackers = JoinSet::new();
+    for path in ["watch", "kv/put", "lease/keepalive", "kv/txn"] {
+        for _ in 0..sized(8, 32) {
+            let endpoint = arena.endpoint().to_owned();
+            attackers.spawn(async move {
+                let head = format!("POST /v3/{path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n");
+                let piece = format!("100\r\n{}\r\n", "A".repeat(256)).repeat(16);
+                // Again when it is refused.
+                loop {
+                    let mut wire = Wire::tcp(&endpoint).await;
+                    let _ = wire.0.write_all(head.as_bytes()).await;
+                    let _ = wire.0.write_all(b"7\r\n{\"key\":\r\n1\r\n\"\r\n").await;
+                    while wire.0.write_all(piece.as_bytes()).await.is_ok() {}
+                    let mut answer = Vec::new();
+                    let _ = wire.0.read_to_end(&mut answer).await;
+                }
+            });
+        }
+    }
+    arena.withstands_for_long("JSON without end", 900, attackers).await;
+}
+
+async fn gateway_watch_that_is_not_read_costs_bounded_memory(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let mut held = Vec::new();
+    for _ in 0..sized(50, 500) {
+        let mut wire = Wire::tcp(arena.endpoint()).await;
+        let body = r#"{"create_request":{"key":"AA==","range_end":"AA=="}}"#;
+        let head = format!("POST /v3/watch HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        assert!(wire.send(head.as_bytes()).await);
+        held.push(wire);
+    }
+    let mut writer = arena.client().await.kv;
+    for _ in 0..sized(200, 1_000) {
+        writer.put(put("k", 100_000)).await.expect("a put");
+    }
+    arena.withstands("gateway watches that are never read", 900, held).await;
+}
+
+on_both_backends!(gateway_is_fed_without_end, gateway_watch_that_is_not_read_costs_bounded_memory,);

@@ -1,0 +1,34 @@
+//! Attacks on snapshots.
+
+use super::*;
+
+async fn snapshots_that_are_not_read_hold_up_nobody(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    fill(&mut arena, 200, 10_000).await;
+    let mut held = Vec::new();
+    for _ in 0..sized(600, 600) {
+        let mut wire = Wire::open(arena.endpoint()).await;
+        assert!(wire.call(1, SNAPSHOT, &[], END_STREAM).await);
+        held.push(wire);
+    }
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    // What needs a thread of its own still gets one: another snapshot is taken.
+    let mut client = arena.client().await;
+    let whole = async {
+        loop {
+            let Ok(pieces) = client.maintenance.snapshot(SnapshotRequest {}).await else {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            };
+            let (mut pieces, mut bytes) = (pieces.into_inner(), 0);
+            while let Some(piece) = pieces.message().await.expect("a piece") {
+                bytes += piece.blob.len();
+            }
+            return bytes;
+        }
+    };
+    assert!(timeout(DEADLINE * 4, whole).await.expect("a snapshot in time") > 2_000_000);
+    arena.withstands("600 snapshots that are never read", 800, held).await;
+}
+
+on_both_backends!(snapshots_that_are_not_read_hold_up_nobody,);

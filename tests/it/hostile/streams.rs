@@ -1,0 +1,85 @@
+//! Attackers that keep to HTTP/2: streams opened through `h2`.
+
+use super::*;
+
+fn call(path: &str) -> http::Request<()> {
+    let request = http::Request::post(format!("http://x{path}"));
+    request.header("content-type", "application/grpc").header("te", "trailers").body(()).expect("a request")
+}
+
+/// Opens streams through `h2`, which keeps to the windows that the server grants.
+pub async fn streams(
+    endpoint: &str,
+    count: usize,
+    path: &'static str,
+    body: Vec<u8>,
+) -> (JoinSet<()>, Vec<h2::client::ResponseFuture>, Vec<h2::SendStream<bytes::Bytes>>) {
+    let tcp = TcpStream::connect(wire::address(endpoint)).await.expect("the server accepts");
+    let (client, connection) = h2::client::Builder::new()
+        .initial_window_size(0)
+        .max_concurrent_streams(1_000_000)
+        .initial_max_send_streams(1_000_000)
+        .handshake::<_, bytes::Bytes>(tcp)
+        .await
+        .expect("a handshake");
+    let mut tasks = JoinSet::new();
+    tasks.spawn(async move {
+        if let Err(error) = connection.await {
+            println!("the attacker's connection ended: {error}");
+        }
+    });
+    let (mut answers, mut senders) = (Vec::new(), Vec::new());
+    let mut client = client.ready().await.expect("ready");
+    let body = bytes::Bytes::from(body);
+    for _ in 0..count {
+        client = client.ready().await.expect("ready");
+        let (answer, mut sender) = client.send_request(call(path), false).expect("a stream");
+        if !body.is_empty() {
+            sender.send_data(body.clone(), false).expect("data is queued");
+        }
+        answers.push(answer);
+        senders.push(sender);
+    }
+    (tasks, answers, senders)
+}
+
+/// Sends the same for ever on a stream of its own, as much as the server grants, and takes what is answered.
+pub async fn pump(endpoint: String, path: &'static str, body: Bytes) {
+    let tcp = TcpStream::connect(wire::address(&endpoint)).await.expect("the server accepts");
+    let (client, connection) = h2::client::Builder::new()
+        .initial_window_size(1 << 30)
+        .initial_connection_window_size(1 << 30)
+        .handshake::<_, Bytes>(tcp)
+        .await
+        .expect("a handshake");
+    let mut client = client.ready().await.expect("ready");
+    let (answer, mut sender) = client.send_request(call(path), false).expect("a stream");
+    let send = async {
+        let mut rest = body.clone();
+        loop {
+            if rest.is_empty() {
+                rest = body.clone();
+            }
+            sender.reserve_capacity(rest.len());
+            match poll_fn(|context| sender.poll_capacity(context)).await {
+                Some(Ok(granted)) => {
+                    let piece = rest.split_to(granted.min(rest.len()));
+                    sender.send_data(piece, false).expect("it is granted");
+                }
+                ended => return println!("{path}: {ended:?}"),
+            }
+        }
+    };
+    let take = async {
+        let mut answers = answer.await.expect("an answer").into_body();
+        while let Some(piece) = answers.data().await {
+            let len = piece.expect("more answers").len();
+            answers.flow_control().release_capacity(len).expect("it was taken");
+        }
+    };
+    tokio::select! {
+        () = send => {}
+        () = take => {}
+        ended = connection => println!("{path}: {ended:?}"),
+    }
+}
