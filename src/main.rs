@@ -17,7 +17,7 @@ use tokio::{
 };
 use tracing::warn;
 
-/// The exit status of a check that could not be made, as of flags that are not understood.
+/// Exit status of a check that could not run; clap uses the same for invalid flags.
 const CANNOT_CHECK: u8 = 2;
 
 #[global_allocator]
@@ -25,8 +25,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// etcd's v3 API over a log in SQLite or Postgres
 ///
-/// Without a command it serves. Settings come from --config-file, then ORLOP_* variables (--data-dir is ORLOP_DATA_DIR),
-/// then flags; the later wins.
+/// Without a command it starts the server. Settings are read from --config-file, then from ORLOP_* variables (ORLOP_DATA_DIR
+/// for --data-dir), then from flags; later sources override earlier ones.
 #[derive(Parser)]
 #[command(version, args_conflicts_with_subcommands = true)]
 struct Cli {
@@ -39,24 +39,24 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Serve etcd clients; what orlop does without a command
+    /// Start the server; the default command
     Serve(Box<Flags>),
 
-    /// Load an etcd endpoint in a closed loop and report what it did
+    /// Load an etcd endpoint and report throughput and latency
     Bench(Box<bench::Args>),
 
-    /// Look at what etcdctl snapshot save wrote, or restore it
+    /// Inspect or restore a snapshot
     Snapshot(snapshot::Args),
 
-    /// Check a store, whether it is served or not; writes nothing
+    /// Check the integrity of a store, running or not, without writing to it
     ///
-    /// Exit status: 0 it is sound, 1 it is damaged, 2 it could not be checked.
+    /// Exit status: 0 the store is sound, 1 it is damaged, 2 the check could not run.
     Check(check::Args),
 
-    /// Print the completions of a shell
+    /// Print the completion script of a shell
     Completions { shell: Shell },
 
-    /// Print the manual page, in roff
+    /// Print the manual page in roff
     Man,
 }
 
@@ -81,7 +81,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What a check found is told by its exit code, and so is apart from what failed.
+/// Returns the exit status of a check: its result differs from a failure to run it.
 fn check_store(args: check::Args) -> ExitCode {
     match on_one_thread(async { check::run(args).await }) {
         Ok(check::Verdict::Sound) => ExitCode::SUCCESS,
@@ -112,7 +112,7 @@ fn serve(flags: &Flags, ignored: &[&str]) -> Outcome {
         server::serve(settings, shutdown).await?;
         Ok(())
     });
-    // A request that is stuck must not keep the process.
+    // A stuck request must not keep the process alive.
     runtime.shutdown_background();
     outcome
 }
@@ -123,7 +123,7 @@ fn on_one_thread<T>(command: impl Future<Output = Outcome<T>>) -> Outcome<T> {
     Builder::new_current_thread().enable_all().build()?.block_on(command)
 }
 
-/// With few cores one thread is faster than several: requests hop between threads less often.
+/// Builds the runtime. On few cores one thread is faster than several, because requests change threads less often.
 fn runtime(worker_threads: usize) -> std::io::Result<Runtime> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = match worker_threads {
@@ -135,12 +135,12 @@ fn runtime(worker_threads: usize) -> std::io::Result<Runtime> {
     builder.worker_threads(threads).enable_all().build()
 }
 
-/// Done at the first SIGTERM or SIGINT; a second one ends the process at once.
+/// Returns a future that completes at the first SIGTERM or SIGINT; a second signal ends the process at once.
 fn shutdown_signal() -> std::io::Result<impl Future<Output = ()>> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let (first, done) = tokio::sync::oneshot::channel();
-    supervise::vital("the task that waits for signals", async move {
+    supervise::vital("the signal handler", async move {
         let mut first = Some(first);
         loop {
             tokio::select! {
@@ -154,7 +154,7 @@ fn shutdown_signal() -> std::io::Result<impl Future<Output = ()>> {
         }
     });
     Ok(async {
-        // The sender lives as long as the process.
+        // The sender is dropped only at the first signal.
         let _ = done.await;
     })
 }

@@ -15,11 +15,11 @@ pub struct Args {
     #[command(flatten)]
     datastore: DatastoreFlags,
 
-    /// Do not compare SQLite's indexes with its tables, which takes the longest of what SQLite checks of its file
+    /// Skip the comparison of SQLite's indexes with its tables, the slowest part of the check
     #[arg(long)]
     quick: bool,
 
-    /// Violations that are told; the others are counted
+    /// Maximum number of violations to print; the rest is counted
     #[arg(long, default_value_t = 100, value_name = "COUNT")]
     limit: usize,
 
@@ -28,7 +28,7 @@ pub struct Args {
     json: bool,
 }
 
-/// What a check came to.
+/// The result of a check.
 #[must_use]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
@@ -36,7 +36,7 @@ pub enum Verdict {
     Damaged,
 }
 
-/// Checks and prints what was found.
+/// Checks the store and prints the violations.
 ///
 /// # Errors
 ///
@@ -50,13 +50,13 @@ pub async fn run(args: Args) -> Result<Verdict, Box<dyn std::error::Error>> {
             let progress = Progress::new(if json { Shown::Never } else { Shown::OnTerminal });
             check(&*store, plan, |revision, head| progress.reached(revision, head)).await?
         }
-        // So damaged that nothing of it can be read.
+        // The store is too damaged to be read.
         Err(Failure::Log(log::Error::Corrupt(what))) => unreadable(limit, what),
         Err(Failure::Log(error)) => return Err(error.into()),
         Err(Failure::Settings(text)) => return Err(text.into()),
     };
-    let told = if json { format!("{}\n", as_json(&report)) } else { as_text(&report) };
-    std::io::stdout().write_all(told.as_bytes())?;
+    let text = if json { format!("{}\n", as_json(&report)) } else { as_text(&report) };
+    std::io::stdout().write_all(text.as_bytes())?;
     Ok(if report.findings.is_empty() { Verdict::Sound } else { Verdict::Damaged })
 }
 

@@ -1,4 +1,4 @@
-//! The server's command line. What a setting means is said here once: `--help` and the manual page print it.
+//! The server's flags. Their help texts are the reference for `--help` and the manual page.
 
 use std::path::PathBuf;
 
@@ -8,18 +8,18 @@ use super::{
     AutoCompactionMode, CipherSuite, FileMode, Interval, List, LogFormat, MetricsDetail, Secret, TlsVersion, Urls,
 };
 
-// What `--help` groups them by.
+// Headings of `--help`.
 const DATASTORE: &str = "Datastore";
 const ADDRESSES: &str = "Addresses";
 const REQUESTS: &str = "Requests";
 const TLS: &str = "TLS";
 const TELEMETRY: &str = "Log, metrics, traces";
 
-/// The flags of the server. What is not given is left to the other sources.
+/// The flags of the server. A flag that is not given leaves its setting to variables, file and default.
 #[derive(Clone, Debug, Default, clap::Args, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Flags {
-    /// Name of this member, as MemberList shows it; instances on one database each need their own [default: default, and
+    /// Name of this member in MemberList; must be unique among instances on one database [default: default, and
     /// on Postgres HOSTNAME-PORT]
     #[arg(help_heading = ADDRESSES, long, value_name = "NAME")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -29,232 +29,232 @@ pub struct Flags {
     #[serde(flatten)]
     pub(super) datastore: DatastoreFlags,
 
-    /// How often a Postgres log is looked at when no notification tells of new rows [default: 100ms]
+    /// Maximum time between two checks of a Postgres log for new rows; notifications arrive earlier [default: 100ms]
     #[arg(help_heading = DATASTORE, long, value_name = "DURATION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     datastore_poll_interval: Option<Interval>,
 
-    /// Connections to Postgres for reading; three more are for appending, listening and asking [default: 8]
+    /// Connections to Postgres for reads; appends, notifications and position queries use three more [default: 8]
     #[arg(help_heading = DATASTORE, long, value_name = "COUNT")]
     #[serde(skip_serializing_if = "Option::is_none")]
     datastore_connections: Option<u32>,
 
-    /// Addresses to serve clients on, separated by commas: http://HOST:PORT, https://HOST:PORT, unix://PATH or,
+    /// Addresses to listen on for clients, separated by commas: http://HOST:PORT, https://HOST:PORT, unix://PATH or,
     /// with TLS, unixs://PATH
     /// [default: http://127.0.0.1:2379]
     #[arg(help_heading = ADDRESSES, long, value_name = "URLS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     listen_client_urls: Option<Urls>,
 
-    /// As kine has it: HOST:PORT to serve clients on, with TLS if there is a certificate
+    /// Address to listen on for clients, HOST:PORT, with TLS if a certificate is set; a flag of kine
     #[arg(help_heading = ADDRESSES, long, value_name = "ADDRESS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     listen_address: Option<String>,
 
-    /// Who may connect to unix sockets: their mode, in octal [default: 0600, the server's user alone]
+    /// File mode of unix sockets, octal [default: 0600, only the server's user can connect]
     #[arg(help_heading = ADDRESSES, long, value_name = "MODE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     unix_socket_mode: Option<FileMode>,
 
-    /// Addresses that clients are told to use, separated by commas [default: those that are listened on]
+    /// Addresses that MemberList reports to clients, separated by commas [default: listen-client-urls]
     #[arg(help_heading = ADDRESSES, long, value_name = "URLS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     advertise_client_urls: Option<Urls>,
 
-    /// Longest request that writes, in bytes [default: 1572864]
+    /// Maximum size of a write request in bytes [default: 1572864]
     #[arg(help_heading = REQUESTS, long, value_name = "BYTES")]
     #[serde(skip_serializing_if = "Option::is_none")]
     max_request_bytes: Option<usize>,
 
-    /// Most operations in a transaction [default: 128]
+    /// Maximum number of operations in a transaction [default: 128]
     #[arg(help_heading = REQUESTS, long, value_name = "COUNT")]
     #[serde(skip_serializing_if = "Option::is_none")]
     max_txn_ops: Option<usize>,
 
-    /// How long a watch with progress_notify is silent before it is sent its revision [default: 10m]
+    /// Interval of progress notifications for watches without events that set progress_notify [default: 10m]
     #[arg(help_heading = REQUESTS, long, value_name = "DURATION", alias = "experimental-watch-progress-notify-interval")]
     #[serde(skip_serializing_if = "Option::is_none")]
     watch_progress_notify_interval: Option<Interval>,
 
-    /// Memory for values of live keys, in bytes; 0 turns the cache off [default: 268435456]
+    /// Size of the cache for values of live keys, in bytes; 0 disables it [default: 268435456]
     #[arg(help_heading = DATASTORE, long, value_name = "BYTES")]
     #[serde(skip_serializing_if = "Option::is_none")]
     value_cache_bytes: Option<u64>,
 
-    /// Threads that serve requests; 0: one on a machine of two cores or fewer, else one a core [default: 0]
+    /// Threads that serve requests; 0: one thread on up to two cores, else one per core [default: 0]
     #[arg(help_heading = REQUESTS, long, value_name = "COUNT")]
     #[serde(skip_serializing_if = "Option::is_none")]
     worker_threads: Option<usize>,
 
-    /// What is logged: error, warn, info, debug or trace, or a filter like info,orlop::watch=debug [default: info]
+    /// Log level: error, warn, info, debug or trace, or a filter such as info,orlop_core::watch=debug [default: info]
     #[arg(help_heading = TELEMETRY, long, value_name = "LEVEL")]
     #[serde(skip_serializing_if = "Option::is_none")]
     log_level: Option<String>,
 
-    /// How the log is written, to standard error [default: text]
+    /// Format of the log on standard error [default: text]
     #[arg(help_heading = TELEMETRY, long, value_name = "FORMAT")]
     #[serde(skip_serializing_if = "Option::is_none")]
     log_format: Option<LogFormat>,
 
-    /// Bytes in use beyond which writes are refused and the alarm NOSPACE is raised; 0 is 2 GiB, below 0 none [default: 0]
+    /// Maximum bytes in use; beyond it writes fail and the alarm NOSPACE is raised. 0: 2 GiB, negative: no quota [default: 0]
     #[arg(help_heading = DATASTORE, long, value_name = "BYTES", allow_negative_numbers = true)]
     #[serde(skip_serializing_if = "Option::is_none")]
     quota_backend_bytes: Option<i64>,
 
-    /// How auto-compaction-retention is meant [default: periodic]
+    /// Unit of auto-compaction-retention [default: periodic]
     #[arg(help_heading = DATASTORE, long, value_name = "MODE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     auto_compaction_mode: Option<AutoCompactionMode>,
 
-    /// History that automatic compaction keeps: a duration like 30m or a number of hours or, with the mode revision, a number
-    /// of revisions; 0 turns it off [default: 0]
+    /// History that automatic compaction keeps: a duration such as 30m, a number of hours or, in the mode revision, a number
+    /// of revisions; 0 disables it [default: 0]
     #[arg(help_heading = DATASTORE, long, value_name = "RETENTION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     auto_compaction_retention: Option<String>,
 
-    /// Rows that compaction deletes in one step [default: 1000]
+    /// Number of rows that compaction deletes in one step [default: 1000]
     #[arg(help_heading = DATASTORE, long, value_name = "COUNT", alias = "experimental-compaction-batch-limit")]
     #[serde(skip_serializing_if = "Option::is_none")]
     compaction_batch_limit: Option<usize>,
 
-    /// Pause between steps of compaction [default: 10ms]
+    /// Pause between two steps of compaction [default: 10ms]
     #[arg(help_heading = DATASTORE, long, value_name = "DURATION", alias = "experimental-compaction-sleep-interval")]
     #[serde(skip_serializing_if = "Option::is_none")]
     compaction_sleep_interval: Option<Interval>,
 
-    /// Most calls at the same time on one connection [default: 4294967295]
+    /// Maximum number of concurrent calls on one connection [default: 4294967295]
     #[arg(help_heading = REQUESTS, long, value_name = "COUNT")]
     #[serde(skip_serializing_if = "Option::is_none")]
     max_concurrent_streams: Option<u32>,
 
-    /// A connection that is silent for this long is asked whether it is still there [default: 2h]
+    /// Time without traffic after which the server pings a connection [default: 2h]
     #[arg(help_heading = REQUESTS, long, value_name = "DURATION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     grpc_keepalive_interval: Option<Interval>,
 
-    /// One that then does not answer for this long is closed [default: 20s]
+    /// Maximum time to answer that ping; then the connection is closed [default: 20s]
     #[arg(help_heading = REQUESTS, long, value_name = "DURATION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     grpc_keepalive_timeout: Option<Interval>,
 
-    /// Batches of writes that take longer are counted as slow [default: 100ms]
+    /// Write batches that take longer are counted as slow [default: 100ms]
     #[arg(help_heading = TELEMETRY, long, value_name = "DURATION", alias = "experimental-warning-apply-duration")]
     #[serde(skip_serializing_if = "Option::is_none")]
     warning_apply_duration: Option<Interval>,
 
-    /// Requests that take longer are logged with their parts [default: 300ms]
+    /// Requests that take longer are logged with the time of each phase [default: 300ms]
     #[arg(help_heading = TELEMETRY, long, value_name = "DURATION", alias = "experimental-warning-unary-request-duration")]
     #[serde(skip_serializing_if = "Option::is_none")]
     warning_unary_request_duration: Option<Interval>,
 
-    /// What is measured: extensive adds the time of each gRPC call, by method [default: basic]
+    /// Metrics to export; extensive adds latency histograms of gRPC calls per method [default: basic]
     #[arg(help_heading = TELEMETRY, long, value_name = "DETAIL")]
     #[serde(skip_serializing_if = "Option::is_none")]
     metrics: Option<MetricsDetail>,
 
-    /// Send requests as OpenTelemetry spans to a collector
+    /// Export requests as OpenTelemetry spans
     #[arg(help_heading = TELEMETRY, long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
         alias = "experimental-enable-distributed-tracing")]
     #[serde(skip_serializing_if = "Option::is_none")]
     enable_distributed_tracing: Option<bool>,
 
-    /// The collector's address, HOST:PORT, for OTLP over gRPC [default: localhost:4317]
+    /// Address of the OTLP collector (gRPC), HOST:PORT [default: localhost:4317]
     #[arg(help_heading = TELEMETRY, long, value_name = "ADDRESS", alias = "experimental-distributed-tracing-address")]
     #[serde(skip_serializing_if = "Option::is_none")]
     distributed_tracing_address: Option<String>,
 
-    /// What the spans say of whose they are [default: orlop]
+    /// Service name in the spans [default: orlop]
     #[arg(help_heading = TELEMETRY, long, value_name = "NAME", alias = "experimental-distributed-tracing-service-name")]
     #[serde(skip_serializing_if = "Option::is_none")]
     distributed_tracing_service_name: Option<String>,
 
-    /// And of which instance
+    /// Instance ID in the spans
     #[arg(help_heading = TELEMETRY, long, value_name = "ID", alias = "experimental-distributed-tracing-instance-id")]
     #[serde(skip_serializing_if = "Option::is_none")]
     distributed_tracing_instance_id: Option<String>,
 
-    /// Requests of a million that are sent, beside those whose callers' spans are [default: 0]
+    /// Number of requests per million to sample, in addition to those whose caller's span is sampled [default: 0]
     #[arg(help_heading = TELEMETRY, long, value_name = "COUNT", alias = "experimental-distributed-tracing-sampling-rate")]
     #[serde(skip_serializing_if = "Option::is_none")]
     distributed_tracing_sampling_rate: Option<u32>,
 
-    /// Addresses to serve metrics and health on as well, separated by commas
+    /// Additional addresses for metrics and health, separated by commas
     #[arg(help_heading = ADDRESSES, long, value_name = "URLS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     listen_metrics_urls: Option<Urls>,
 
-    /// The certificate for https addresses, PEM, with those between it and its root; read anew when it changes
+    /// Certificate chain of the server, PEM; reloaded when the file changes
     #[arg(help_heading = TLS, long, value_name = "FILE", alias = "server-cert-file")]
     #[serde(skip_serializing_if = "Option::is_none")]
     cert_file: Option<PathBuf>,
 
-    /// The certificate's key, PEM
+    /// Key of the server's certificate, PEM
     #[arg(help_heading = TLS, long, value_name = "FILE", alias = "server-key-file")]
     #[serde(skip_serializing_if = "Option::is_none")]
     key_file: Option<PathBuf>,
 
-    /// Serve only clients with a certificate of trusted-ca-file
+    /// Require client certificates signed by trusted-ca-file
     #[arg(help_heading = TLS, long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     #[serde(skip_serializing_if = "Option::is_none")]
     client_cert_auth: Option<bool>,
 
-    /// Roots of clients' certificates, PEM; with it every client needs a certificate
+    /// Root certificates of clients, PEM; requires a certificate of every client
     #[arg(help_heading = TLS, long, value_name = "FILE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     trusted_ca_file: Option<PathBuf>,
 
-    /// Certificates of clients that were revoked, PEM or DER; read anew when it changes
+    /// Certificate revocation list for clients, PEM or DER; reloaded when the file changes
     #[arg(help_heading = TLS, long, value_name = "FILE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     client_crl_file: Option<PathBuf>,
 
-    /// Names, separated by commas, of which a client's certificate must be for one
+    /// Accepted names of client certificates, separated by commas
     #[arg(help_heading = TLS, long, value_name = "NAMES")]
     #[serde(skip_serializing_if = "Option::is_none")]
     client_cert_allowed_hostname: Option<List<String>>,
 
-    /// Make a certificate for https addresses where none is given; clients cannot check it
+    /// Generate a self-signed certificate if none is given; clients cannot verify it
     #[arg(help_heading = TLS, long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     #[serde(skip_serializing_if = "Option::is_none")]
     auto_tls: Option<bool>,
 
-    /// Years that such a certificate is valid for [default: 1]
+    /// Validity of the self-signed certificate in years [default: 1]
     #[arg(help_heading = TLS, long, value_name = "YEARS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     self_signed_cert_validity: Option<u32>,
 
-    /// Ciphers that are spoken, separated by commas; without them all that are known to be safe
+    /// Cipher suites to offer, separated by commas [default: all that are considered safe]
     #[arg(help_heading = TLS, long, value_name = "SUITES")]
     #[serde(skip_serializing_if = "Option::is_none")]
     cipher_suites: Option<List<CipherSuite>>,
 
-    /// Oldest TLS that is spoken [default: TLS1.2]
+    /// Minimum TLS version [default: TLS1.2]
     #[arg(help_heading = TLS, long, value_name = "VERSION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     tls_min_version: Option<TlsVersion>,
 
-    /// Newest TLS that is spoken [default: TLS1.3]
+    /// Maximum TLS version [default: TLS1.3]
     #[arg(help_heading = TLS, long, value_name = "VERSION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     tls_max_version: Option<TlsVersion>,
 }
 
-/// Where the log is.
+/// The location of the log.
 #[derive(Clone, Debug, Default, clap::Args, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DatastoreFlags {
-    /// A file of settings, TOML or, if its name ends in .yaml or .yml, YAML; keys are the flags' names
+    /// Configuration file in TOML or, with the extension .yaml or .yml, YAML; its keys are the flags' names
     #[arg(help_heading = DATASTORE, long, value_name = "FILE", env = "ORLOP_CONFIG_FILE")]
     #[serde(skip)]
     pub(super) config_file: Option<PathBuf>,
 
-    /// Folder of the SQLite database, made if it is not there [default: orlop-data]
+    /// Directory of the SQLite database, created if it does not exist [default: orlop-data]
     #[arg(help_heading = DATASTORE, long, value_name = "FOLDER")]
     #[serde(skip_serializing_if = "Option::is_none")]
     data_dir: Option<PathBuf>,
 
-    /// Where the log is kept: sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE, with ?sslmode= and
-    /// ?sslrootcert= as libpq has them [default: orlop.db in the data folder]
+    /// URL of the database: sqlite://PATH or postgres://USER:PASSWORD@HOST:PORT/DATABASE, with libpq's parameters sslmode
+    /// and sslrootcert [default: orlop.db in the data directory]
     #[arg(help_heading = DATASTORE, long, value_name = "URL", alias = "endpoint")]
     #[serde(skip_serializing_if = "Option::is_none")]
     datastore_endpoint: Option<Secret>,

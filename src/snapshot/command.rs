@@ -20,20 +20,20 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Check a snapshot and tell what it holds
+    /// Verify a snapshot and print its revision, keys and size
     Status {
         #[command(flatten)]
         snapshot: SnapshotArgs,
 
-        /// How it is told
+        /// Output format
         #[arg(short, long, default_value = "simple", value_name = "FORMAT")]
         write_out: Format,
     },
 
-    /// Fill an empty database from a snapshot, for a server that is then started on it
+    /// Restore a snapshot into an empty database
     ///
-    /// The server is a cluster of its own: revisions, leases and history are those of the snapshot, leases begin their time
-    /// anew, alarms are not taken over.
+    /// Start a server on the database afterwards. It is a new cluster with the revisions, history and leases of the
+    /// snapshot. Leases start with their full TTL; alarms are not restored.
     Restore {
         #[command(flatten)]
         snapshot: SnapshotArgs,
@@ -45,11 +45,11 @@ enum Command {
 
 #[derive(Debug, clap::Args)]
 struct SnapshotArgs {
-    /// What etcdctl snapshot save wrote
+    /// Snapshot file, written by etcdctl snapshot save
     #[arg(value_name = "FILE")]
     file: PathBuf,
 
-    /// Take a file whose checksum is not there or does not hold: one that was copied from a data folder
+    /// Accept a file with a missing or wrong checksum, such as one copied from a data directory
     #[arg(long)]
     skip_hash_check: bool,
 }
@@ -62,9 +62,9 @@ impl SnapshotArgs {
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Format {
-    /// One line a fact
+    /// One line per property
     Simple,
-    /// One object, with etcdctl's names where it has one
+    /// One JSON object, with etcdctl's names where they exist
     Json,
 }
 
