@@ -1,12 +1,13 @@
-//! Addresses that clients come to: bound, accepted from, and served.
+//! Listeners: binds addresses, accepts connections and serves them.
 //!
-//! gRPC and plain HTTP share a port. A client that takes long to say who it is holds up nobody else, and is let go; as many
-//! may be connected as there are file descriptors for, but for those that the server itself needs ([`Places`]).
+//! gRPC and HTTP share a port. A connection passes these layers: TLS ([`tls`]), timeouts ([`timeouts`]), rewriting of
+//! `:authority` ([`authority`]), pacing ([`orlop_core::overload`]), write coalescing, hyper. The number of connections is
+//! limited ([`ConnectionLimit`]).
 
 mod authority;
-mod guard;
-mod places;
-mod seldom;
+mod connection_limit;
+mod log_limit;
+mod timeouts;
 pub mod tls;
 
 use std::{
@@ -31,15 +32,15 @@ use hyper_util::{
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
-    sync::{mpsc, watch},
+    sync::{OwnedSemaphorePermit, mpsc, watch},
     task::JoinHandle,
     time::sleep,
 };
 use tokio_rustls::server::TlsStream;
 use tracing::{debug, error, warn};
 
-pub use self::places::Places;
-use self::{guard::Guarded, seldom::Seldom};
+pub use self::connection_limit::ConnectionLimit;
+use self::{authority::AuthorityRewriter, log_limit::LogLimit, timeouts::TimedConnection};
 use crate::config::{FileMode, ListenUrl, Scheme};
 use orlop_core::{
     overload::{Steps, paced},
@@ -47,37 +48,36 @@ use orlop_core::{
 };
 use orlop_wire::write_coalescing::coalesce_writes;
 
-/// What a client may send on a stream, and on a connection, before it is read. Bytes.
+/// Flow-control window of a stream, in bytes.
 const STREAM_WINDOW: u32 = 2 << 20;
-/// Half of it is also what h2 allows for small frames that were not read yet, at some 250 bytes each: 10,000 streams may
-/// begin at once, which with half of this window ended their connection now and then.
+/// Flow-control window of a connection, in bytes. h2 also allows unread small frames, at about 250 bytes each, up to half of
+/// it: with 4 MiB, connections that opened 10,000 streams at once sometimes ended.
 const CONNECTION_WINDOW: u32 = 8 << 20;
-/// What waits on a stream for its connection to send it. Two pieces of a large answer.
+/// Bytes that a stream buffers for its connection: two pieces of a large response.
 const SEND_BUFFER: usize = 128 << 10;
-/// What is read of an HTTP/1 connection at once, which many that send without end share the server by. Headers have to fit,
-/// as HTTP/2's do.
+/// Read buffer of an HTTP/1 connection, in bytes. All headers of a request have to fit, as with HTTP/2.
 const HTTP1_BUFFER: usize = 16 << 10;
-/// Clients that wait to be accepted on a unix socket, as many as the standard library has it.
+/// Maximum number of clients that wait to be accepted on a unix socket; the standard library's value.
 const BACKLOG: u32 = 128;
-/// Pause after the system would give no connection, for example for want of file descriptors.
+/// Pause after a failed accept, for example without free file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-static NOT_ACCEPTED: Seldom = Seldom::new();
+static ACCEPT_LOG: LogLimit = LogLimit::new();
 
-/// How connections are treated.
+/// Settings of connections.
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub max_concurrent_streams: u32,
-    /// A connection that is silent for this long is asked whether it is still there.
+    /// Time without traffic after which a connection is pinged.
     pub keepalive_interval: Duration,
     pub keepalive_timeout: Duration,
-    pub places: Places,
+    pub connection_limit: ConnectionLimit,
     /// The queue in which connections wait to read on.
     pub steps: Arc<Steps>,
 }
 
 /// A bound address.
 pub struct Listener {
-    /// A port of 0 has become a real one.
+    /// The address with its actual port, if 0 was requested.
     pub url: ListenUrl,
     socket: Socket,
     tls: Option<Arc<tls::Acceptor>>,
@@ -89,9 +89,11 @@ enum Socket {
 }
 
 impl Listener {
+    /// Binds an address.
+    ///
     /// # Errors
     ///
-    /// If the address cannot be bound, or is to speak TLS without certificates; the text names it.
+    /// If it cannot be bound, or needs TLS and there is no certificate; the text names it.
     pub async fn bind(
         url: &ListenUrl,
         tls: Option<&Arc<tls::Acceptor>>,
@@ -134,16 +136,16 @@ impl Listener {
         let steps = Arc::clone(&settings.steps);
         match self.socket {
             Socket::Tcp(socket) => {
-                let (connections, accepting) = accept(socket, self.tls, settings.places, settings.steps);
+                let (connections, accepting) = accept(socket, self.tls, settings.connection_limit, settings.steps);
                 serve_all(connections, accepting, http, services, steps, stopping).await;
             }
             Socket::Unix(socket) => {
-                let (connections, accepting) = accept(socket, self.tls, settings.places, settings.steps);
+                let (connections, accepting) = accept(socket, self.tls, settings.connection_limit, settings.steps);
                 serve_all(connections, accepting, http, services, steps, stopping).await;
             }
         }
         if let ListenUrl::Unix(path, _) = &self.url {
-            // What is left over is cleared at the next start.
+            // A socket that is left over is removed at the next start.
             let _ = std::fs::remove_file(path);
         }
     }
@@ -154,7 +156,7 @@ type Http = auto::Builder<TokioExecutor>;
 
 fn http(settings: &Settings) -> Http {
     let mut http = auto::Builder::new(TokioExecutor::new());
-    // With it goes a limit on how long the headers of a request may take.
+    // The timer enables hyper's time limit for the headers of a request.
     http.http1().timer(TokioTimer::new()).max_buf_size(HTTP1_BUFFER);
     http.http2()
         .timer(TokioTimer::new())
@@ -164,12 +166,12 @@ fn http(settings: &Settings) -> Http {
         .max_concurrent_streams(settings.max_concurrent_streams)
         .keep_alive_interval(settings.keepalive_interval)
         .keep_alive_timeout(settings.keepalive_timeout)
-        // No gRPC server sends one, and no client looks at it.
+        // gRPC servers do not send this header.
         .auto_date_header(false);
     http
 }
 
-/// Until there are no more connections: those that are there finish what they have begun.
+/// Serves connections until `stopping` turns true; open connections then finish their requests.
 async fn serve_all<C, S, R>(
     mut connections: Connections<C>,
     accepting: AbortOnDropHandle,
@@ -187,7 +189,7 @@ async fn serve_all<C, S, R>(
     loop {
         let connection = tokio::select! {
             connection = connections.recv() => connection,
-            // A sender that is gone means the same.
+            // A dropped sender means the same.
             _ = stopping.wait_for(|stopping| *stopping) => None,
         };
         let Some(connection) = connection else { break };
@@ -197,7 +199,7 @@ async fn serve_all<C, S, R>(
         let serving = pacer.run(flusher.drive(served.watch(connection)));
         tokio::spawn(async move {
             if let Err(error) = serving.await {
-                debug!(error, "a connection broke");
+                debug!(error, "connection failed");
             }
         });
     }
@@ -205,8 +207,8 @@ async fn serve_all<C, S, R>(
     served.shutdown().await;
 }
 
-/// The socket, and the address with its real port. The host stays as it was written, so that clients are told a name that
-/// fits their certificates.
+/// Binds a TCP address. Returns the socket, and the address with its actual port. The host is kept as written, so that the
+/// advertised name matches certificates.
 async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
     let socket = TcpListener::bind(address).await?;
     let port = socket.local_addr()?.port();
@@ -214,7 +216,7 @@ async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
     Ok((socket, format!("{host}:{port}")))
 }
 
-/// Nobody can connect before the socket has its mode.
+/// Binds a unix socket. Clients cannot connect before its mode is set.
 fn bind_unix(path: &Path, mode: FileMode) -> io::Result<UnixListener> {
     let socket = UnixSocket::new_stream()?;
     socket.bind(path)?;
@@ -222,11 +224,11 @@ fn bind_unix(path: &Path, mode: FileMode) -> io::Result<UnixListener> {
     socket.listen(BACKLOG)
 }
 
-/// A socket that clients come to.
+/// A listening socket.
 trait Accept: Send + Sync + 'static {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
 
-    /// The next client, and a name for it.
+    /// Accepts the next client. Returns its stream and its address.
     fn accept(&self) -> impl Future<Output = io::Result<(Self::Stream, String)>> + Send;
 }
 
@@ -235,7 +237,7 @@ impl Accept for TcpListener {
 
     async fn accept(&self) -> io::Result<(TcpStream, String)> {
         let (stream, remote) = Self::accept(self).await?;
-        // It fails for a client that is gone, of which whoever serves it hears.
+        // Fails if the client has disconnected, which the first read reports.
         let _ = stream.set_nodelay(true);
         Ok((stream, remote.to_string()))
     }
@@ -249,17 +251,19 @@ impl Accept for UnixListener {
     }
 }
 
-/// Waits for the next client, however long the system gives none.
+/// Waits for the next client.
 ///
-/// While file descriptors are wanting a socket is ready at once, again and again: without a pause that would take a core.
+/// Without free file descriptors the socket stays ready and accept fails; the pause prevents a busy loop.
 async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
     loop {
         match socket.accept().await {
             Ok(accepted) => return accepted,
-            // The client went before its turn came.
-            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => debug!(%error, "a client is gone again"),
+            // The client disconnected before it was accepted.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {
+                debug!(%error, "client disconnected before it was accepted")
+            }
             Err(error) => {
-                if NOT_ACCEPTED.happens().is_some() {
+                if ACCEPT_LOG.count().is_some() {
                     warn!(
                         %error,
                         "cannot accept a connection; trying again. If there are too many open files, raise the limit of \
@@ -272,17 +276,18 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
     }
 }
 
-type Connections<S> = mpsc::Receiver<Guarded<Connection<S>>>;
+type Accepted<S> = AuthorityRewriter<TimedConnection<Connection<S>>>;
+type Connections<S> = mpsc::Receiver<Accepted<S>>;
 
-/// Those who have said who they are; nobody is accepted any more when the second is dropped.
+/// Returns accepted connections whose TLS handshake is complete. Dropping the handle stops accepting.
 fn accept<L: Accept>(
     socket: L,
     tls: Option<Arc<tls::Acceptor>>,
-    places: Places,
+    connection_limit: ConnectionLimit,
     steps: Arc<Steps>,
 ) -> (Connections<L::Stream>, AbortOnDropHandle) {
     let (ready, connections) = mpsc::channel(1);
-    let accepting = vital("a listener", accept_all(socket, tls, places, steps, ready));
+    let accepting = vital("a listener", accept_all(socket, tls, connection_limit, steps, ready));
     (connections, AbortOnDropHandle(accepting))
 }
 
@@ -297,25 +302,25 @@ impl Drop for AbortOnDropHandle {
 async fn accept_all<L: Accept>(
     socket: L,
     tls: Option<Arc<tls::Acceptor>>,
-    places: Places,
+    connection_limit: ConnectionLimit,
     steps: Arc<Steps>,
-    ready: mpsc::Sender<Guarded<Connection<L::Stream>>>,
+    ready: mpsc::Sender<Accepted<L::Stream>>,
 ) {
     loop {
-        let place = places.take().await;
+        let permit = connection_limit.acquire().await;
         let (stream, remote) = next_client(&socket).await;
         // One connection is set up per step: clients may connect again and again.
         steps.request().await;
         let Some(tls) = &tls else {
-            // Nobody takes it any more once the server goes down.
-            let _ = ready.send(Guarded::new(Connection::Plain(stream), place)).await;
+            // Fails while the server stops.
+            let _ = ready.send(accepted(Connection::Plain(stream), permit)).await;
             continue;
         };
         let (tls, ready) = (Arc::clone(tls), ready.clone());
         tokio::spawn(async move {
             match caught(tls.accept(stream)).await {
                 Ok(Ok(stream)) => {
-                    drop(ready.send(Guarded::new(Connection::Tls(Box::new(stream)), place)).await);
+                    drop(ready.send(accepted(Connection::Tls(Box::new(stream)), permit)).await);
                 }
                 Ok(Err(error)) => debug!(%remote, %error, "rejected connection"),
                 Err(panic) => error!(%remote, place = panic.place, message = panic.message, "a handshake panicked"),
@@ -324,13 +329,17 @@ async fn accept_all<L: Accept>(
     }
 }
 
-/// What a client's bytes come by.
+fn accepted<S>(connection: Connection<S>, permit: OwnedSemaphorePermit) -> Accepted<S> {
+    AuthorityRewriter::new(TimedConnection::new(connection, permit))
+}
+
+/// A client's connection, with or without TLS.
 enum Connection<S> {
     Plain(S),
     Tls(Box<TlsStream<S>>),
 }
 
-/// The same call of either.
+/// Calls the same method of either stream.
 macro_rules! either {
     ($connection:expr, $stream:ident => $call:expr) => {
         match $connection.get_mut() {
@@ -375,7 +384,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
     }
 }
 
-/// Clears a socket that a killed server left behind; one that is in use stays, and binding it fails.
+/// Removes a socket that a killed server left behind. A socket that is in use stays, and binding it fails.
 async fn remove_stale(path: &Path) -> io::Result<()> {
     match UnixStream::connect(path).await {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => std::fs::remove_file(path),

@@ -16,7 +16,7 @@ use crate::{
     api,
     config::{Datastore, FileMode, ListenUrl, MetricsDetail, Retention, Settings, Urls},
     http,
-    net::{self, Listener, Places, tls},
+    net::{self, ConnectionLimit, Listener, tls},
     snapshot::Folder,
     telemetry::{self, Exporter},
 };
@@ -79,7 +79,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         .with(|grpc| http::routes(grpc, &store, partial_requests))
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
-    let clients = connections(&settings, Places::for_clients(), store.steps());
+    let clients = connections(&settings, ConnectionLimit::for_clients(), store.steps());
     for listener in listeners {
         announce(&listener.url);
         servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
@@ -91,7 +91,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     vital("the granting of steps to probes", grant_steps);
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
-        let probes = connections(&settings, Places::for_probes(), &probe_steps);
+        let probes = connections(&settings, ConnectionLimit::for_probes(), &probe_steps);
         servers.spawn(listener.serve(TowerToHyperService::new(http::probe_routes(&store)), probes, stopping.clone()));
     }
 
@@ -163,12 +163,12 @@ async fn bind(urls: &Urls, tls: Option<&Arc<tls::Acceptor>>, socket_mode: FileMo
     Ok(listeners)
 }
 
-fn connections(settings: &Settings, places: Places, steps: &Arc<Steps>) -> net::Settings {
+fn connections(settings: &Settings, connection_limit: ConnectionLimit, steps: &Arc<Steps>) -> net::Settings {
     net::Settings {
         max_concurrent_streams: settings.max_concurrent_streams,
         keepalive_interval: settings.grpc_keepalive_interval.0,
         keepalive_timeout: settings.grpc_keepalive_timeout.0,
-        places,
+        connection_limit,
         steps: Arc::clone(steps),
     }
 }

@@ -1,144 +1,216 @@
-//! Requests whose `:authority` is none, served all the same.
+//! Rewriting of `:authority`, for clients that send one that h2 refuses.
 //!
-//! What a client says there is its own affair: Go's server passes it on as it is, and nothing here looks at it. But h2 resets
-//! a stream whose authority could not stand in a URI. Clients of etcd 3.4 send their endpoint with its scheme when they ask
-//! one member (`etcdctl --endpoints http://... endpoint status`), and gRPC for Python and Java sends the path of a unix socket.
-//! So it is replaced before h2 sees it, in the header blocks (RFC 7541) of connections that began with such a one; of others
-//! no more than the first is looked at.
+//! h2 0.4 resets a stream whose `:authority` is not valid in a URI, and has no setting to accept it. Go's server accepts any
+//! text, and no service here reads it. Clients of etcd 3.4 send their endpoint with its scheme when they address one member
+//! (`etcdctl --endpoints http://... endpoint status`), and gRPC for Python and Java sends the path of a unix socket. So the
+//! value is replaced in the header blocks (RFC 7541) before h2 reads them. A connection whose first header block needs no
+//! replacement is not parsed any further. Delete this module when h2 has such a setting.
+
+mod hpack;
+
+use std::{
+    io,
+    pin::Pin,
+    task::{Context, Poll, ready},
+};
 
 use http::uri::Authority;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// What every HTTP/2 connection begins with.
+use self::hpack::find_authority;
+
+/// The first bytes of every HTTP/2 connection.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// A frame's length, kind, flags and stream.
+/// Bytes of a frame's head: length, type, flags and stream.
 const FRAME_HEAD: usize = 9;
 const HEADERS: u8 = 1;
 const PADDED: u8 = 0x8;
 const PRIORITY: u8 = 0x20;
-/// Longer frames than these were not allowed to the client, and end their connection.
+/// Maximum size of a frame. A client that sends a longer one violates the protocol, and h2 closes its connection.
 const FRAME_MAX: usize = 16 << 10;
-/// In HPACK's static table.
-const AUTHORITY: usize = 1;
-/// A literal string of one character. An entry of the dynamic table that is smaller than the client's own leaves that table
-/// sooner at the client than here, which no reference notices; a larger one would be missed.
+/// The literal that replaces an authority, with its length. It is shorter than any value that it replaces: a smaller entry
+/// of the dynamic table is evicted earlier at the client than here, which no reference notices.
 const REPLACEMENT: &[u8] = b"\x01-";
-/// HPACK's Huffman code is canonical: of each length, in bits, its characters in the order of their codes. No longer code is
-/// one of a character that an authority may have.
-const HUFFMAN: [(u32, &[u8]); 8] = [
-    (5, b"012aceiost"),
-    (6, b" %-./3456789=A_bdfghlmnpru"),
-    (7, b":BCDEFGHIJKLMNOPQRSTUVWYjkqvwxyz"),
-    (8, b"&*,;XZ"),
-    (10, b"!\"()?"),
-    (11, b"'+|"),
-    (12, b"#>"),
-    (13, b"\0$@[]~"),
-];
 
-/// What a client sends, on its way to h2.
-#[derive(Debug, Default)]
-pub(super) struct Authorities {
-    /// Bytes of the preface that came.
-    preface: usize,
-    /// One header block was replaced: there may be more of them.
-    replaces: bool,
-    is_done: bool,
-    /// What of a frame that needs no look is still to come.
-    passing: usize,
-    /// Received; not understood yet.
-    waiting: Vec<u8>,
-    ready: Vec<u8>,
-    /// Bytes of `ready` that were given on.
-    given: usize,
+/// A connection whose reader replaces authorities that h2 refuses.
+pub(super) struct AuthorityRewriter<S> {
+    inner: S,
+    /// `None` once the rest of the connection passes unchanged.
+    rewriter: Option<Box<Rewriter>>,
 }
 
-impl Authorities {
-    pub(super) fn take(&mut self, bytes: &[u8]) {
-        self.waiting.extend_from_slice(bytes);
+impl<S> AuthorityRewriter<S> {
+    pub(super) fn new(inner: S) -> Self {
+        Self { inner, rewriter: Some(Box::default()) }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for AuthorityRewriter<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        loop {
+            let Some(rewriter) = &mut this.rewriter else {
+                return Pin::new(&mut this.inner).poll_read(context, buffer);
+            };
+            let output = rewriter.output();
+            if !output.is_empty() {
+                let bytes = output.len().min(buffer.remaining());
+                buffer.put_slice(&output[..bytes]);
+                rewriter.consume(bytes);
+                return Poll::Ready(Ok(()));
+            }
+            if rewriter.is_finished() {
+                this.rewriter = None;
+                continue;
+            }
+            let before = buffer.filled().len();
+            ready!(Pin::new(&mut this.inner).poll_read(context, buffer))?;
+            match &buffer.filled()[before..] {
+                [] => rewriter.end(),
+                sent => rewriter.push(sent),
+            }
+            buffer.set_filled(before);
+        }
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for AuthorityRewriter<S> {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write_vectored(context, buffers)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+}
+
+/// Rewrites the bytes that a client sends.
+#[derive(Debug, Default)]
+struct Rewriter {
+    /// Bytes of the preface that have arrived.
+    preface_bytes: usize,
+    /// Whether an authority was replaced, so that more may follow.
+    has_replaced: bool,
+    /// Whether the rest of the connection passes unchanged.
+    is_done: bool,
+    /// Bytes of the current frame that pass unchanged and have not arrived.
+    passing_bytes: usize,
+    /// Received bytes that are not parsed yet.
+    received: Vec<u8>,
+    /// Bytes for h2.
+    output: Vec<u8>,
+    /// Bytes of `output` that h2 has read.
+    read_bytes: usize,
+}
+
+impl Rewriter {
+    /// Adds received bytes.
+    fn push(&mut self, bytes: &[u8]) {
+        self.received.extend_from_slice(bytes);
         let mut at = 0;
         while let Some(taken) = self.advance(at) {
             at += taken;
         }
-        self.waiting.drain(..at);
+        self.received.drain(..at);
     }
 
-    /// There is no more to come: what waits goes on as it is.
-    pub(super) fn end(&mut self) {
+    /// Ends the input: bytes that are not parsed yet pass unchanged.
+    fn end(&mut self) {
         self.is_done = true;
-        self.take(&[]);
+        self.push(&[]);
     }
 
-    /// What is to be given on.
-    pub(super) fn ready(&self) -> &[u8] {
-        &self.ready[self.given..]
+    /// Returns the bytes for h2.
+    fn output(&self) -> &[u8] {
+        &self.output[self.read_bytes..]
     }
 
-    pub(super) fn gave(&mut self, bytes: usize) {
-        self.given += bytes;
-        if self.given == self.ready.len() {
-            self.ready.clear();
-            self.given = 0;
+    /// Removes bytes that h2 has read.
+    fn consume(&mut self, bytes: usize) {
+        self.read_bytes += bytes;
+        if self.read_bytes == self.output.len() {
+            self.output.clear();
+            self.read_bytes = 0;
         }
     }
 
-    /// All has been given on, and what comes needs no look.
-    pub(super) fn is_over(&self) -> bool {
-        self.is_done && self.ready.is_empty() && self.waiting.is_empty()
+    /// Returns whether nothing waits and the rest of the connection passes unchanged.
+    fn is_finished(&self) -> bool {
+        self.is_done && self.output.is_empty() && self.received.is_empty()
     }
 
-    /// Makes ready what stands at `at`. Returns its bytes; `None` if that takes more of them.
+    /// Parses the received bytes at `at`. Returns how many were parsed; `None` if more have to arrive.
     fn advance(&mut self, at: usize) -> Option<usize> {
-        let waiting = &self.waiting[at..];
-        if waiting.is_empty() {
+        let received = &self.received[at..];
+        if received.is_empty() {
             return None;
         }
         if self.is_done {
-            self.ready.extend_from_slice(waiting);
-            return Some(waiting.len());
+            self.output.extend_from_slice(received);
+            return Some(received.len());
         }
-        if self.passing > 0 {
-            let bytes = self.passing.min(waiting.len());
-            self.ready.extend_from_slice(&waiting[..bytes]);
-            self.passing -= bytes;
+        if self.passing_bytes > 0 {
+            let bytes = self.passing_bytes.min(received.len());
+            self.output.extend_from_slice(&received[..bytes]);
+            self.passing_bytes -= bytes;
             return Some(bytes);
         }
-        if self.preface < PREFACE.len() {
-            let rest = &PREFACE[self.preface..];
-            let bytes = rest.len().min(waiting.len());
-            self.is_done = waiting[..bytes] != rest[..bytes];
-            self.preface += bytes;
-            self.passing = bytes;
+        if self.preface_bytes < PREFACE.len() {
+            let rest = &PREFACE[self.preface_bytes..];
+            let bytes = rest.len().min(received.len());
+            self.is_done = received[..bytes] != rest[..bytes];
+            self.preface_bytes += bytes;
+            self.passing_bytes = bytes;
             return Some(0);
         }
-        let head = waiting.first_chunk::<FRAME_HEAD>()?;
+        let head = received.first_chunk::<FRAME_HEAD>()?;
         let [length @ .., kind, _, _, _, _, _] = head;
         let length = length.iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
         if *kind != HEADERS || length > FRAME_MAX {
-            self.passing = FRAME_HEAD + length;
+            self.passing_bytes = FRAME_HEAD + length;
             return Some(0);
         }
-        let frame = waiting.get(..FRAME_HEAD + length)?;
+        let frame = received.get(..FRAME_HEAD + length)?;
         match authority(frame) {
             Some((value, text)) if Authority::try_from(text.as_slice()).is_err() => {
                 let shorter = length + REPLACEMENT.len() - value.len();
                 let [_, length @ ..] = u32::try_from(shorter).unwrap_or_default().to_be_bytes();
-                self.ready.extend(length);
-                self.ready.extend_from_slice(&frame[3..value.start]);
-                self.ready.extend_from_slice(REPLACEMENT);
-                self.ready.extend_from_slice(&frame[value.end..]);
-                self.replaces = true;
+                self.output.extend(length);
+                self.output.extend_from_slice(&frame[3..value.start]);
+                self.output.extend_from_slice(REPLACEMENT);
+                self.output.extend_from_slice(&frame[value.end..]);
+                self.has_replaced = true;
             }
             _ => {
-                self.ready.extend_from_slice(frame);
-                self.is_done = !self.replaces;
+                self.output.extend_from_slice(frame);
+                self.is_done = !self.has_replaced;
             }
         }
         Some(frame.len())
     }
 }
 
-/// Where the literal of an authority stands in a frame of headers, with its length before it, and its text. An empty one is
-/// left out: it has no room for a replacement.
+/// Returns the range of the authority's literal in a frame of headers, and its text.
 fn authority(frame: &[u8]) -> Option<(std::ops::Range<usize>, Vec<u8>)> {
     let flags = frame[4];
     let (mut at, mut end) = (FRAME_HEAD, frame.len());
@@ -149,99 +221,7 @@ fn authority(frame: &[u8]) -> Option<(std::ops::Range<usize>, Vec<u8>)> {
     if flags & PRIORITY != 0 {
         at += 5;
     }
-    let mut block = Block { bytes: frame.get(..end)?, at };
-    loop {
-        let first = *block.bytes.get(block.at)?;
-        let name = match first {
-            0x80.. => {
-                block.number(7)?;
-                continue;
-            }
-            0x40..0x80 => block.number(6)?,
-            0x20..0x40 => {
-                block.number(5)?;
-                continue;
-            }
-            0..0x20 => block.number(4)?,
-        };
-        let is_authority = match name {
-            0 => block.string()? == (false, b":authority"),
-            AUTHORITY => true,
-            _ => false,
-        };
-        let start = block.at;
-        let (is_huffman, text) = block.string()?;
-        if is_authority {
-            // Nobody takes a text that cannot be decoded for an authority.
-            let text = if is_huffman { decoded(text).unwrap_or_else(|| vec![b'/']) } else { text.to_vec() };
-            return (!text.is_empty()).then_some((start..block.at, text));
-        }
-    }
-}
-
-/// A header block, or its beginning.
-struct Block<'a> {
-    bytes: &'a [u8],
-    at: usize,
-}
-
-impl<'a> Block<'a> {
-    /// An integer that begins in so many bits of a byte.
-    fn number(&mut self, bits: u32) -> Option<usize> {
-        let most = (1 << bits) - 1;
-        let mut number = usize::from(*self.bytes.get(self.at)?) & most;
-        self.at += 1;
-        if number < most {
-            return Some(number);
-        }
-        let mut shift = 0;
-        loop {
-            let byte = *self.bytes.get(self.at)?;
-            self.at += 1;
-            // What is larger stands in no frame.
-            number = number.checked_add((usize::from(byte) & 0x7f).checked_shl(shift).filter(|_| shift < 28)?)?;
-            shift += 7;
-            if byte < 0x80 {
-                return Some(number);
-            }
-        }
-    }
-
-    /// A string, and whether it is in Huffman's code.
-    fn string(&mut self) -> Option<(bool, &'a [u8])> {
-        let is_huffman = *self.bytes.get(self.at)? >= 0x80;
-        let length = self.number(7)?;
-        let string = self.bytes.get(self.at..self.at.checked_add(length)?)?;
-        self.at += length;
-        Some((is_huffman, string))
-    }
-}
-
-/// `None` if there is a character that no authority has.
-fn decoded(string: &[u8]) -> Option<Vec<u8>> {
-    let mut text = Vec::with_capacity(string.len() * 8 / 5);
-    let mut bits = string.iter().flat_map(|byte| (0..8).rev().map(move |bit| u32::from(byte >> bit & 1)));
-    loop {
-        let (mut code, mut length, mut first) = (0, 0, 0);
-        let mut lengths = HUFFMAN.iter();
-        let (mut of, mut characters): (u32, &[u8]) = *lengths.next()?;
-        loop {
-            let Some(bit) = bits.next() else {
-                // What is left is padding: the beginning of a code, all ones.
-                return (length < 8 && code == (1 << length) - 1).then_some(text);
-            };
-            (code, length, first) = (code << 1 | bit, length + 1, first << 1);
-            if length < of {
-                continue;
-            }
-            if let Some(character) = characters.get(usize::try_from(code - first).ok()?) {
-                text.push(*character);
-                break;
-            }
-            first += u32::try_from(characters.len()).ok()?;
-            (of, characters) = *lengths.next()?;
-        }
-    }
+    find_authority(frame.get(..end)?, at)
 }
 
 #[cfg(test)]
@@ -250,7 +230,7 @@ mod tests {
 
     use super::*;
 
-    /// Of a call of etcdctl 3.4 to `http://127.0.0.1:23791`, with its Huffman code, in hexadecimal digits.
+    /// A header block of etcdctl 3.4 for `http://127.0.0.1:23791`, Huffman-coded, in hexadecimal digits.
     const ETCDCTL: &str = "8386459760a924882d9dcb6571afa066a925a87510ac6e48d36a3f41909d29aee30c044eae05c0b86e09975f0f5f8b1d75d0620d263\
         d4c4d65647a8b9acac8b4c7602bb2caecff40027465864d833505b11f40899acac8b24d494f6a7f8669f7db75b6ad408d25062d495875996ee5b\
         1063d5f03332e34";
@@ -272,36 +252,36 @@ mod tests {
         [&[first, u8::try_from(text.len()).unwrap()], text.as_bytes()].concat()
     }
 
-    /// What goes on of what comes in pieces of so many bytes.
+    /// Returns the output for input in pieces of the given size.
     fn passed(sent: &[u8], piece: usize) -> Vec<u8> {
-        let (mut authorities, mut passed) = (Authorities::default(), Vec::new());
+        let (mut rewriter, mut passed) = (Rewriter::default(), Vec::new());
         for piece in sent.chunks(piece) {
-            authorities.take(piece);
-            while !authorities.ready().is_empty() {
-                let given = authorities.ready().len().min(7);
-                passed.extend_from_slice(&authorities.ready()[..given]);
-                authorities.gave(given);
+            rewriter.push(piece);
+            while !rewriter.output().is_empty() {
+                let given = rewriter.output().len().min(7);
+                passed.extend_from_slice(&rewriter.output()[..given]);
+                rewriter.consume(given);
             }
         }
-        authorities.end();
-        passed.extend_from_slice(authorities.ready());
+        rewriter.end();
+        passed.extend_from_slice(rewriter.output());
         passed
     }
 
     #[test]
-    fn what_could_stand_in_no_uri_is_replaced() {
+    fn authority_that_is_invalid_in_a_uri_is_replaced() {
         const ORDINARY: &str = "835f018641";
         let post = |authority: &str| [&[0x83, 0x86, 0x44, 2, b'/', b'a'][..], &literal(0x41, authority)].concat();
         let padded = |block: &[u8]| [&[3], &[0, 0, 0, 0, 9][..], block, &[0; 3]].concat();
         let settings = frame(4, 0, 0, &[0, 4, 0, 0, 0x80, 0]);
-        // A header frame's payload, its flags, and what goes on of it.
+        // The payload of a HEADERS frame, its flags, and the payload that passes.
         let rows = [
             (bytes(ETCDCTL), 4, bytes(ETCDCTL_REPLACED)),
             (post("/run/orlop.sock"), 4, post("-")),
             (post("run%2Forlop.sock"), 4, post("-")),
             (post("127.0.0.1:2379"), 4, post("127.0.0.1:2379")),
             (post(""), 4, post("")),
-            // With its name, not to be in a table, never to be in one.
+            // With a literal name; without indexing; never indexed.
             (
                 [literal(0, ":authority"), b"\x02/s".to_vec()].concat(),
                 4,
@@ -309,14 +289,14 @@ mod tests {
             ),
             (literal(0x01, "/s"), 4, literal(0x01, "-")),
             (literal(0x11, "/s"), 4, literal(0x11, "-")),
-            // Behind others.
+            // After other headers.
             (
                 [literal(0, "x"), literal(2, "y"), literal(0x11, "/s")].concat(),
                 4,
                 [literal(0, "x"), literal(2, "y"), literal(0x11, "-")].concat(),
             ),
             (padded(&post("/s")), 4 | PADDED | PRIORITY, padded(&post("-"))),
-            // Cut, or nothing of the kind.
+            // Cut off, without an authority, or malformed.
             (post("/run/orlop.sock")[..12].to_vec(), 0, post("/run/orlop.sock")[..12].to_vec()),
             (bytes(ORDINARY), 4, bytes(ORDINARY)),
             (
@@ -340,13 +320,13 @@ mod tests {
     }
 
     #[test]
-    fn what_begins_otherwise_goes_on_as_it_is() {
+    fn other_connections_pass_unchanged() {
         let replaced = frame(HEADERS, 4, 1, &literal(0x41, "/s"));
         let ordinary = frame(HEADERS, 4, 1, &literal(0x41, "x"));
         let rows = [
             [b"POST / HTTP/1.1\r\n\r\n", &replaced[..]].concat(),
             [b"PRI * HTTP/1.1\r\n\r\n", &replaced[..]].concat(),
-            // Of a connection that did not need it no more is looked at.
+            // A connection whose first header block needs no replacement.
             [PREFACE, &ordinary, &replaced].concat(),
             [PREFACE, &replaced[..replaced.len() - 1]].concat(),
             PREFACE[..10].to_vec(),
@@ -359,27 +339,9 @@ mod tests {
         }
     }
 
-    #[test]
-    fn huffmans_code_is_read() {
-        // The first two are RFC 7541's examples.
-        let rows = [
-            ("f1e3c2e5f23a6ba0ab90f4ff", Some("www.example.com")),
-            ("a8eb10649cbf", Some("no-cache")),
-            ("9d29aee30c044eae05c0b86e09975f0f", Some("http://127.0.0.1:23791")),
-            ("", Some("")),
-            // `<` has a longer code; `0` with too much padding, and with padding that is none.
-            ("fff9ff", None),
-            ("07ff", None),
-            ("00", None),
-        ];
-        for (coded, text) in rows {
-            assert_eq!(decoded(&bytes(coded)).as_deref(), text.map(str::as_bytes), "{coded}");
-        }
-    }
-
-    /// The client's table is full again and again.
+    /// The client's dynamic table evicts entries throughout.
     #[tokio::test]
-    async fn h2_serves_it_and_its_table_stays_the_clients() {
+    async fn h2_serves_rewritten_calls_with_the_clients_dynamic_table() {
         let (mut client, server) = duplex(1 << 20);
         let settings = frame(4, 0, 0, &[]);
         let block = |number: usize| {

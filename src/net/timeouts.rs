@@ -1,0 +1,190 @@
+//! Timeouts of a connection: it is closed if its client sends no request, or takes nothing that is sent to it.
+//!
+//! hyper has no timeout for the first bytes of a connection, and HTTP/2's pings, which would find a client that reads
+//! nothing, are hours apart by default, as in etcd.
+
+use std::{
+    io,
+    pin::Pin,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::OwnedSemaphorePermit,
+    time::{Sleep, sleep},
+};
+use tracing::warn;
+
+use super::log_limit::LogLimit;
+
+/// Maximum time until a client has sent [`FIRST_BYTES`] or receives a response.
+const FIRST_REQUEST_TIME_MAX: Duration = Duration::from_secs(10);
+/// Length of HTTP/2's preface; a request of HTTP/1 is about as long.
+const FIRST_BYTES: usize = 24;
+/// Maximum time in which a client takes nothing of the bytes that wait for it.
+const STALL_TIME_MAX: Duration = Duration::from_secs(60);
+
+static SILENT_LOG: LogLimit = LogLimit::new();
+static STALLED_LOG: LogLimit = LogLimit::new();
+
+/// A client's connection with timeouts. It counts towards the limit of connections until it is dropped.
+pub(super) struct TimedConnection<S> {
+    inner: S,
+    first_request: Option<FirstRequest>,
+    stall: Option<Pin<Box<Sleep>>>,
+    _permit: OwnedSemaphorePermit,
+}
+
+struct FirstRequest {
+    bytes: usize,
+    deadline: Pin<Box<Sleep>>,
+}
+
+impl<S> TimedConnection<S> {
+    pub(super) fn new(inner: S, permit: OwnedSemaphorePermit) -> Self {
+        let first_request = FirstRequest { bytes: 0, deadline: Box::pin(sleep(FIRST_REQUEST_TIME_MAX)) };
+        Self { inner, first_request: Some(first_request), stall: None, _permit: permit }
+    }
+
+    /// Returns the outcome of a write, or an error if the client has taken nothing for too long.
+    fn check_stall<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.stall = None;
+            // A client that receives a response has sent a request.
+            self.first_request = None;
+            return written;
+        }
+        let stall = self.stall.get_or_insert_with(|| Box::pin(sleep(STALL_TIME_MAX)));
+        ready!(stall.as_mut().poll(context));
+        if let Some(connections) = STALLED_LOG.count() {
+            warn!(connections, "closed connections: their clients took nothing for {STALL_TIME_MAX:?}");
+        }
+        Poll::Ready(Err(timed_out(format!("the client took nothing within {STALL_TIME_MAX:?}"))))
+    }
+}
+
+fn timed_out(text: String) -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, text)
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for TimedConnection<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.inner).poll_read(context, buffer);
+        let bytes = buffer.filled().len() - before;
+        let Some(first_request) = &mut self.first_request else { return read };
+        first_request.bytes += bytes;
+        if first_request.bytes >= FIRST_BYTES {
+            self.first_request = None;
+        } else if read.is_pending() {
+            ready!(first_request.deadline.as_mut().poll(context));
+            if let Some(connections) = SILENT_LOG.count() {
+                warn!(
+                    connections,
+                    "closed connections: their clients sent no request within {FIRST_REQUEST_TIME_MAX:?}"
+                );
+            }
+            return Poll::Ready(Err(timed_out(format!("no request within {FIRST_REQUEST_TIME_MAX:?}"))));
+        }
+        read
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for TimedConnection<S> {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.inner).poll_write(context, bytes);
+        self.check_stall(context, written)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.inner).poll_flush(context);
+        // A flush without waiting bytes says nothing about the client.
+        if flushed.is_ready() && self.stall.is_none() { flushed } else { self.check_stall(context, flushed) }
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let shut = Pin::new(&mut self.inner).poll_shutdown(context);
+        self.check_stall(context, shut)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.inner).poll_write_vectored(context, buffers);
+        self.check_stall(context, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _, duplex},
+        sync::Semaphore,
+        time::Instant,
+    };
+
+    use super::*;
+
+    async fn connection(buffer: usize) -> (TimedConnection<tokio::io::DuplexStream>, tokio::io::DuplexStream) {
+        let permit = Arc::new(Semaphore::new(1)).acquire_owned().await.expect("a permit");
+        let (server, client) = duplex(buffer);
+        (TimedConnection::new(server, permit), client)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn first_request_has_a_deadline() {
+        for (sent, stays_open) in
+            [(&b""[..], false), (b"PRI * HTTP", false), (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", true)]
+        {
+            let (mut server, mut client) = connection(1_000).await;
+            client.write_all(sent).await.expect("the buffer has space");
+            let began = Instant::now();
+            let mut all = Vec::new();
+            let ended = tokio::time::timeout(FIRST_REQUEST_TIME_MAX * 2, server.read_to_end(&mut all)).await;
+            assert_eq!((ended.is_err(), all.as_slice()), (stays_open, sent));
+            assert!(stays_open || began.elapsed() >= FIRST_REQUEST_TIME_MAX);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn single_bytes_do_not_extend_the_deadline() {
+        let (mut server, mut client) = connection(1_000).await;
+        tokio::spawn(async move {
+            while client.write_all(b"P").await.is_ok() {
+                sleep(FIRST_REQUEST_TIME_MAX / 4).await;
+            }
+        });
+        let mut all = Vec::new();
+        assert!(server.read_to_end(&mut all).await.is_err() && all.len() < FIRST_BYTES);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn stalled_client_is_closed_and_slow_client_is_not() {
+        let (mut server, mut client) = connection(10).await;
+        tokio::spawn(async move {
+            let mut byte = [0];
+            for _ in 0..30 {
+                sleep(STALL_TIME_MAX / 2).await;
+                client.read_exact(&mut byte).await.expect("more bytes");
+            }
+            std::future::pending::<()>().await;
+        });
+        let began = Instant::now();
+        assert!(server.write_all(&[7; 100]).await.is_err());
+        assert!(began.elapsed() >= STALL_TIME_MAX / 2 * 30 + STALL_TIME_MAX / 2);
+    }
+}
