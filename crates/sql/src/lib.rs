@@ -3,6 +3,7 @@
 //! Each database implements [`orlop_core::log::Log`] (append, read, reclaim) and has a loader, which fills an empty
 //! database, and a view, which reads a database that is not trusted yet.
 
+mod migrations;
 mod postgres;
 mod rows;
 mod sqlite;

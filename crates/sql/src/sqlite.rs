@@ -31,6 +31,7 @@ use tracing::warn;
 
 use self::{checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum, writer::Writer};
 pub use self::{load::SqliteLoader, view::SqliteView};
+use crate::migrations;
 use crate::rows::{cannot_migrate, connections, unavailable};
 use orlop_core::log::{
     Append, Appended, Connections, Error, History, Log, Meta, Page, Precision, Reclaim, Reclaimed, Result, SharedLog,
@@ -73,7 +74,7 @@ impl SqliteLog {
         let options = Self::options(file);
         // Saying this writes to the file, whatever it says already, which a connection made later may have no room for.
         let mut writer = Self::options_to_make(file).connect().await.map_err(open)?;
-        sqlx::migrate!("../../migrations/sqlite")
+        migrations::sqlite()
             .run(&mut writer)
             .await
             .map_err(|error| Error::Open(cannot_migrate(&name.to_string(), &error)))?;

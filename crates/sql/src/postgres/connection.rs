@@ -14,6 +14,7 @@ use tokio::{
 };
 use tracing::warn;
 
+use crate::migrations;
 use crate::rows::{cannot_migrate, connections};
 use orlop_core::log::{Connections, Error, Result};
 
@@ -157,7 +158,7 @@ impl Database {
     }
 
     pub(super) async fn migrate(&self, connection: &mut PgConnection) -> Result<()> {
-        let migrated = sqlx::migrate!("../../migrations/postgres").run(connection).await;
+        let migrated = migrations::postgres().run(connection).await;
         migrated.map_err(|error| {
             let refusal = if let MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) = &error {
                 sqlstate(error)

@@ -8,6 +8,7 @@ use super::{
     connection::{Database, bounded},
     read,
 };
+use crate::migrations;
 use crate::rows::check_schema;
 use orlop_core::{
     log::{Error, History, Meta, Page, Result, Visit, WithPrev},
@@ -39,7 +40,7 @@ impl PostgresView {
             .fetch_all(&mut connection)
             .await
             .map_err(|error| Error::Open(format!("{name} holds no log of orlop's: {error}")))?;
-        check_schema(&name, &versions, &sqlx::migrate!("../../migrations/postgres"))?;
+        check_schema(&name, &versions, &migrations::postgres())?;
         Self::begin(connection, &database, 0).await
     }
 

@@ -12,6 +12,7 @@ use sqlx::{
 };
 
 use super::{FileLock, SqliteLog, append, take_place};
+use crate::migrations;
 use orlop_core::{
     log::{Appended, Cluster, Error, Load, Meta, Result},
     private,
@@ -43,7 +44,7 @@ impl SqliteLoader {
         let options =
             SqliteLog::options_to_make(file).journal_mode(SqliteJournalMode::Off).synchronous(SqliteSynchronous::Off);
         let mut connection = options.connect().await.map_err(failed)?;
-        sqlx::migrate!("../../migrations/sqlite")
+        migrations::sqlite()
             .run_direct(None, &mut connection, false)
             .await
             .map_err(|error| Error::Open(format!("cannot write {}: {error}", file.display())))?;

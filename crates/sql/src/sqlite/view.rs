@@ -10,6 +10,7 @@ use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::Mutex;
 
 use super::{has_code, inspect, load::with_suffix, read};
+use crate::migrations;
 use crate::rows::{check_schema, corrupt, unavailable};
 use orlop_core::{
     log::{Error, History, Meta, Page, Result, Visit, WithPrev},
@@ -100,7 +101,7 @@ async fn open(name: &str, options: SqliteConnectOptions) -> Result<SqliteConnect
         .fetch_all(&mut connection)
         .await
         .map_err(|error| refused(&format!("{name} is no database of orlop's"), error))?;
-    check_schema(name, &versions, &sqlx::migrate!("../../migrations/sqlite"))?;
+    check_schema(name, &versions, &migrations::sqlite())?;
     Ok(connection)
 }
 

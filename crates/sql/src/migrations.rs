@@ -1,0 +1,52 @@
+//! The migrations of the schema, embedded from `migrations/`.
+//!
+//! Listed by hand rather than with `sqlx::migrate!`, whose proc macro would compile sqlx and SQLite a second time, for the
+//! compiler. A database records the hash of each migration, comments included: never change one that was released.
+
+use sqlx::{
+    SqlStr,
+    migrate::{Migration, MigrationType, Migrator},
+};
+
+/// Version, description and SQL, as in the names of the files.
+type File = (i64, &'static str, &'static str);
+
+const SQLITE: [File; 1] = [(1, "log", include_str!("../../../migrations/sqlite/0001_log.sql"))];
+const POSTGRES: [File; 1] = [(1, "log", include_str!("../../../migrations/postgres/0001_log.sql"))];
+
+pub(crate) fn sqlite() -> Migrator {
+    migrator(&SQLITE)
+}
+
+pub(crate) fn postgres() -> Migrator {
+    migrator(&POSTGRES)
+}
+
+fn migrator(files: &[File]) -> Migrator {
+    let migration = |(version, description, sql): &File| {
+        Migration::new(*version, (*description).into(), MigrationType::Simple, SqlStr::from_static(sql), false)
+    };
+    Migrator::with_migrations(files.iter().map(migration).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path};
+
+    use super::*;
+
+    #[test]
+    fn every_migration_is_embedded() {
+        for (folder, files) in [("sqlite", &SQLITE[..]), ("postgres", &POSTGRES)] {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../migrations").join(folder);
+            let mut names: Vec<String> = fs::read_dir(path)
+                .expect("the folder exists")
+                .map(|entry| entry.expect("it can be read").file_name().to_string_lossy().into_owned())
+                .collect();
+            names.sort();
+            let embedded: Vec<String> =
+                files.iter().map(|(version, name, _)| format!("{version:04}_{name}.sql")).collect();
+            assert_eq!(embedded, names, "{folder}");
+        }
+    }
+}
