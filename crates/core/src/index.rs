@@ -1,15 +1,15 @@
-//! The treeIndex: for every key, which revisions it was written and deleted at. It answers "what did this range look like
-//! at revision R" for every R from the compact revision to the head, and holds no values.
+//! The tree index: for every key, the revisions at which it was put and deleted. It returns the state of a range at any
+//! revision from the compact revision to the head. It contains no values.
 //!
-//! Pure and single-threaded; the store keeps it behind a lock and nothing but the applier changes it. It can be rebuilt
-//! from the log at any time. About 150 bytes a key, beside the key itself, for a key with one version.
+//! Pure and single-threaded: the store keeps it behind a lock, and only the applier changes it. It can be rebuilt from
+//! the log at any time. A key with one version takes about 150 bytes in addition to the key.
 //!
 //! Known limit: counting a range walks it, as in etcd.
 
 mod key_index;
 #[cfg(test)]
 mod model_tests;
-mod succession;
+mod row_validation;
 
 use std::{
     collections::BTreeMap,
@@ -19,12 +19,12 @@ use std::{
 use self::key_index::{Fate, KeyIndex};
 pub use self::{
     key_index::{Entry, Lease},
-    succession::{Claim, ClaimKind, Contradiction},
+    row_validation::{Claim, ClaimKind, Contradiction},
 };
 
 use crate::types::{Change, ChangeKind, Key, KeyBounds, Revision, RowId};
 
-/// At which revision to read.
+/// The revision to read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReadAt {
     Latest,
@@ -40,7 +40,7 @@ pub enum Unreadable {
     Future,
 }
 
-/// See the module's page. Two indexes are equal when they give equal answers at every readable revision.
+/// The tree index. Two indexes are equal if they give the same results at every readable revision.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TreeIndex {
     keys: BTreeMap<Key, KeyIndex>,
@@ -48,7 +48,7 @@ pub struct TreeIndex {
     compact_revision: Option<Revision>,
 }
 
-/// How far a compaction has come through the keys.
+/// The position of a compaction among the keys.
 #[derive(Debug, Default)]
 pub struct CompactionCursor {
     after: Option<Key>,
@@ -59,17 +59,17 @@ impl TreeIndex {
         Self { keys: BTreeMap::new(), head: Revision::EMPTY, compact_revision: None }
     }
 
-    /// The newest revision applied.
+    /// Returns the newest applied revision.
     pub fn head(&self) -> Revision {
         self.head
     }
 
-    /// The revision of the newest compaction; none on a store that was never compacted.
+    /// Returns the revision of the newest compaction, or `None` if the store was never compacted.
     pub fn compact_revision(&self) -> Option<Revision> {
         self.compact_revision
     }
 
-    /// Keys with any history, deleted ones that are not yet compacted away among them.
+    /// Returns the number of keys with any history, including deleted keys that are not compacted yet.
     pub fn len(&self) -> usize {
         self.keys.len()
     }
@@ -78,7 +78,7 @@ impl TreeIndex {
         self.keys.is_empty()
     }
 
-    /// The revision to read at. A client's compact revision itself is readable.
+    /// Resolves the revision to read. The compact revision itself is readable.
     pub fn resolve(&self, at: ReadAt) -> Result<Revision, Unreadable> {
         match at {
             ReadAt::Latest => Ok(self.head),
@@ -90,11 +90,12 @@ impl TreeIndex {
         }
     }
 
-    /// Takes up one change. Changes come in the order of their rows.
+    /// Applies one change. Changes are applied in the order of their rows.
     ///
     /// # Panics
     ///
-    /// If the change is older than one applied before: going on would serve a history that the log does not have.
+    /// If the change is older than one that was applied: continuing would serve a history that the log does not
+    /// contain.
     pub fn apply(&mut self, change: &Change) {
         self.move_on(change);
         match self.keys.get_mut(&change.key) {
@@ -103,11 +104,11 @@ impl TreeIndex {
         }
     }
 
-    /// As [`TreeIndex::apply`], of a change that was read from a log whose compact revision is `compacted`.
+    /// Like [`TreeIndex::apply`], for a change read from a log whose compact revision is `compacted`.
     ///
     /// # Errors
     ///
-    /// If it does not follow from what the log said of its key before.
+    /// If the change does not follow from the previous rows of its key.
     pub fn restore(&mut self, change: &Change, compacted: Option<Revision>) -> Result<(), Contradiction> {
         self.move_on(change);
         let claim = Claim::of(change);
@@ -115,7 +116,7 @@ impl TreeIndex {
             Some(key) => {
                 let last = key.claim(&claim);
                 match claim.follow(Some(&last), compacted) {
-                    // An old version that a compaction should have taken with its delete; the key is right again from here on.
+                    // A compaction should have deleted this version with its delete; from here on the key is right.
                     Err(Contradiction::MissingDelete { since }) if compacted.is_some_and(|at| since < at) => {}
                     followed => followed?,
                 }
@@ -135,24 +136,25 @@ impl TreeIndex {
         self.head = revision;
     }
 
-    /// Of a key without any history.
+    /// Starts the history of a key.
     fn begin(&mut self, change: &Change) {
         let key = match &change.kind {
             ChangeKind::Put { create_revision, version, lease, .. } => {
                 KeyIndex::created(change.row, *create_revision, *version, *lease)
             }
-            // The tombstone at the compact revision outlives what it deleted, so a restore may meet it alone.
+            // The tombstone at the compact revision outlives the versions that it deleted, so a restore may find it
+            // alone.
             ChangeKind::Delete => KeyIndex::deleted(change.row),
         };
         self.keys.insert(change.key.clone(), key);
     }
 
-    /// The key's state at `at`, if it was live then.
+    /// Returns the key's state at `at`, if it was live.
     pub fn get(&self, key: &[u8], at: Revision) -> Option<Entry> {
         self.keys.get(key)?.at(at)
     }
 
-    /// The live keys at `at` within `bounds`, in order.
+    /// Returns the keys within `bounds` that were live at `at`, in order.
     pub fn range(
         &self,
         bounds: impl RangeBounds<[u8]>,
@@ -161,9 +163,9 @@ impl TreeIndex {
         self.keys.range::<[u8], _>(bounds).filter_map(move |(key, index)| Some((key, index.at(at)?)))
     }
 
-    /// Visits at most `budget` keys with any history within `bounds`, offering those live at `at` to `visit`.
-    /// Returns the last key visited when the budget ended the walk, so that the caller can let go of the index and come
-    /// back for the rest.
+    /// Visits at most `budget` keys within `bounds` that have any history, and passes those that were live at `at` to
+    /// `visit`. Returns the last visited key if the budget ended the walk, so that the caller can release the index and
+    /// continue later.
     pub fn walk(
         &self,
         bounds: KeyBounds<'_>,
@@ -184,14 +186,14 @@ impl TreeIndex {
         None
     }
 
-    /// Forbids reads below `revision` from now on; [`TreeIndex::compact_step`] then frees what they needed.
-    /// The compact revision never goes back.
+    /// Makes revisions below `revision` unreadable; [`TreeIndex::compact_step`] then frees their history. The compact
+    /// revision never decreases.
     pub fn begin_compaction(&mut self, revision: Revision) {
         self.compact_revision = self.compact_revision.max(Some(revision));
     }
 
-    /// Frees what no read at or above the compact revision can see, for at most `budget` keys; adds the rows that went to
-    /// `removed`. Returns whether keys are left.
+    /// Frees the history that no read at or above the compact revision needs, for at most `budget` keys, and adds its
+    /// rows to `removed`. Returns whether keys are left.
     pub fn compact_step(&mut self, cursor: &mut CompactionCursor, budget: usize, removed: &mut Vec<RowId>) -> bool {
         let Some(revision) = self.compact_revision else { return false };
         let start = cursor.after.take().map_or(Bound::Unbounded, Bound::Excluded);

@@ -1,7 +1,8 @@
-//! The log: every change ever made and not yet compacted, in a database. It is the truth; all else is a cache of it.
+//! The log: every change that was made and not compacted, in a database. It is the source of truth; all other state is
+//! a cache of it.
 //!
-//! [`Log`] is what the store needs of a database, in the domain's words; each backend is one module, and nothing outside
-//! them names sqlx. A log knows nothing of keys' states: it appends rows and gives them back.
+//! [`Log`] is the interface that the store needs from a database, in the domain's terms. A log knows nothing about the
+//! state of keys: it appends rows and returns them.
 
 mod inspect;
 #[cfg(test)]
@@ -15,43 +16,43 @@ pub use self::inspect::{Depth, Facts, Inspect, StoredLease, StoredMember, Stored
 
 use crate::types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
-/// What went wrong with the database, by what the caller should do.
+/// Errors of the database, by what the caller should do.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Error {
-    /// Nothing was written; the request may be tried again.
+    /// Nothing was written; the request may be repeated.
     #[error("the database is unavailable: {0}")]
     Unavailable(String),
-    /// There is no room on its disk for what was to be written. Nothing was.
+    /// The database's disk is full. Nothing was written.
     #[error("the disk of the database is full: {0}")]
     Full(String),
-    /// The append may or may not have happened. Read the log before writing again.
+    /// The append may or may not have happened. Read the log before the next write.
     #[error("the outcome of a write is unknown: {0}")]
     OutcomeUnknown(String),
     /// The store cannot be opened; the text is for the operator.
     #[error("{0}")]
     Open(String),
-    /// A row says what no row can say, or a page of the file what no page can.
+    /// A row, or a page of the file, has an impossible content.
     #[error("the log is corrupt: {0}; `orlop check` tells all that is wrong")]
     Corrupt(String),
-    /// The database is not the one that was read before: it lacks or contradicts what was applied.
+    /// The database is not the one that was read before: it lacks or contradicts applied changes.
     #[error("the log has another history: {0}")]
     Diverged(String),
 }
 
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Where the log stands. Between two equal positions nothing was appended, granted, revoked or compacted.
+/// The position of the log. Between two equal positions nothing was appended, granted, revoked or compacted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Position {
     pub head: Revision,
-    /// Counts the appends that changed leases or alarms, or compacted.
+    /// Number of appends that changed leases or alarms, or compacted.
     pub epoch: i64,
-    /// Tells one run of the database server from another: after a failover or a restart the log is looked at again before
-    /// it is trusted. Always 0 where the log is this process's own.
+    /// Identifies one run of the database server: after a failover or a restart the log's end is compared before the
+    /// next append. Always 0 if this process is the only one on the log.
     pub server: i64,
 }
 
-/// What the log says of the store as a whole.
+/// The state of the store as recorded in the log.
 #[derive(Debug, Clone)]
 pub struct Meta {
     pub cluster_id: u64,
@@ -62,10 +63,10 @@ pub struct Meta {
     pub alarms: Vec<(Alarm, Cause)>,
 }
 
-/// That something is wrong with a member, as etcd has it. Alarms outlive restarts and hold for all instances.
+/// An alarm of a member, as in etcd. Alarms survive restarts and apply to all instances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Alarm {
-    /// As a client gave it, or the instance's that noticed.
+    /// The member that a client named, or the instance that raised the alarm.
     pub member_id: u64,
     pub kind: AlarmKind,
 }
@@ -76,7 +77,7 @@ pub enum AlarmKind {
     Corrupt,
 }
 
-/// Who raised an alarm: what the server raised it takes back by itself.
+/// The cause of an alarm. The server clears only alarms that it raised itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
     Client,
@@ -90,7 +91,7 @@ pub enum AlarmChange {
 }
 
 impl AlarmKind {
-    /// As etcd prints it.
+    /// Returns etcd's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::NoSpace => "NOSPACE",
@@ -100,7 +101,7 @@ impl AlarmKind {
 }
 
 impl Alarm {
-    /// How it is called among the facts of a log: `alarm/KIND/MEMBER`, the member in hexadecimal.
+    /// Returns the alarm's name among the facts of a log: `alarm/KIND/MEMBER`, the member in hexadecimal.
     pub fn fact(self) -> String {
         format!("alarm/{}/{:x}", self.kind.name(), self.member_id)
     }
@@ -113,7 +114,7 @@ impl Alarm {
 }
 
 impl AlarmChange {
-    /// The fact that it makes or, with no value, takes away.
+    /// Returns the fact that the change sets or, without a value, removes.
     pub fn fact(self) -> (String, Option<i64>) {
         match self {
             Self::Raise { alarm, cause: Cause::Client } => (alarm.fact(), Some(1)),
@@ -123,12 +124,12 @@ impl AlarmChange {
     }
 }
 
-/// Whether a fact of a log by this name tells of an alarm.
+/// Returns whether the fact with this name is an alarm.
 pub fn is_alarm(name: &str) -> bool {
     Alarm::from_fact(name).is_some()
 }
 
-/// The alarm that a fact of a log tells of, if it does.
+/// Returns the alarm of a fact, if it is one.
 pub fn alarm(name: &str, value: i64) -> Option<(Alarm, Cause)> {
     let cause = if value == 2 { Cause::Quota } else { Cause::Client };
     Some((Alarm::from_fact(name)?, cause))
@@ -139,28 +140,28 @@ pub fn alarm(name: &str, value: i64) -> Option<(Alarm, Cause)> {
 pub struct LoggedLease {
     pub id: LeaseId,
     pub ttl_secs: i64,
-    /// Seconds until its deadline by the database's clock, negative once that is past. `None`: the database keeps no
+    /// Seconds until the deadline by the database's clock, negative after it. `None` if the database stores no
     /// deadlines.
     pub left_secs: Option<f64>,
 }
 
-/// What becomes durable together.
+/// Changes that become durable together.
 #[derive(Debug, Clone, Copy)]
 pub struct Append<'a> {
-    /// What the rows were evaluated on.
+    /// The position at which the rows were evaluated.
     pub expected: Position,
-    /// In order; revisions dense from the expected head's next.
+    /// In order, with dense revisions from the one after the expected head.
     pub changes: &'a [Change],
     pub leases: &'a [LeaseChange],
-    /// A compact revision to record. It never goes back.
+    /// A compact revision to record. It never decreases.
     pub compact: Option<Revision>,
-    /// An alarm to raise or clear; then there is nothing else.
+    /// An alarm to raise or clear; then the other fields are empty.
     pub alarm: Option<AlarmChange>,
 }
 
 #[cfg(test)]
 impl<'a> Append<'a> {
-    /// Rows alone, on a log of this process's own.
+    /// Creates an append of rows only, for a log without other instances.
     pub fn rows(head: Revision, changes: &'a [Change]) -> Self {
         Self { expected: Position { head, epoch: 0, server: 0 }, changes, leases: &[], compact: None, alarm: None }
     }
@@ -181,7 +182,7 @@ pub enum LeaseChange {
     Revoke {
         id: LeaseId,
     },
-    /// As revoke, but only if its time is over by the clock that the log goes by; otherwise the append is a conflict.
+    /// Like revoke, but only if the lease has expired by the log's clock; otherwise the append is a conflict.
     Expire {
         id: LeaseId,
     },
@@ -190,9 +191,9 @@ pub enum LeaseChange {
 #[must_use]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Appended {
-    /// All is durable.
+    /// All changes are durable.
     Done,
-    /// The log did not stand where it was expected to; nothing was written.
+    /// The log was not at the expected position; nothing was written.
     Conflict,
 }
 
@@ -200,9 +201,9 @@ pub enum Appended {
 #[derive(Debug, Clone)]
 pub struct Page {
     pub changes: Vec<Change>,
-    /// Where the next page begins.
+    /// The first revision of the next page.
     pub next: Revision,
-    /// Rows may be missing below this revision, as they were compacted away; at it and beyond all are there. `None` where
+    /// Rows below this revision may be missing because they were compacted; all rows at or above it exist. `None` if
     /// only this process deletes rows.
     pub purged: Option<Revision>,
 }
@@ -214,114 +215,115 @@ pub enum WithPrev {
     No,
 }
 
-/// Bytes that the database takes on disk.
+/// Bytes that the database uses on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
     pub total: i64,
-    /// `total` less what is free to be written again.
+    /// `total` less the free space inside the database.
     pub in_use: i64,
 }
 
-/// Connections for reading.
+/// Connections for reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Connections {
     pub idle: usize,
     pub used: usize,
 }
 
-/// How well a size is known.
+/// The precision of a size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
-    /// What is free may be as it was counted last.
+    /// The free space may be a recent value.
     Quick,
-    /// Counted, which may read the whole log.
+    /// The free space is counted, which may read the whole log.
     Exact,
 }
 
-/// A step of making room, short enough for writes to wait for it.
+/// A step that reclaims space, short enough to delay writes.
 #[derive(Debug, Clone, Copy)]
 pub enum Reclaim<'a> {
-    /// Deletes rows that were compacted away, all at or below the compact revision `compacted`, if they are on the server
-    /// ([`Position::server`]) on which they were found, and gives some free space back to the file system.
+    /// Deletes compacted rows, all at or below the compact revision `compacted`, if the log is still on the server
+    /// ([`Position::server`]) on which they were found, and returns some free space to the file system.
     Rows { rows: &'a [RowId], compacted: Revision, server: i64 },
-    /// Gives free space back to the file system.
+    /// Returns free space to the file system.
     Space,
 }
 
-/// Whether another step would do more.
+/// Whether another step would reclaim more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reclaimed {
     More,
     All,
 }
 
-/// Takes the log's rows in their order, a part at a time, with what the log says as a whole.
+/// A callback for the log's rows in order, a part at a time, with the state of the log.
 pub type Visit<'a> = dyn FnMut(&Meta, Vec<Change>) -> Result<()> + Send + 'a;
 
-/// What can be read of a log as a whole.
+/// Reads of the log as a whole.
 #[async_trait]
 pub trait History: Send + Sync + 'static {
-    /// What holds at one moment.
+    /// Returns the state of the log at one moment.
     async fn meta(&self) -> Result<Meta>;
 
-    /// Visits all rows as they are at one moment, values left out (every put's pair has an empty one).
+    /// Visits all rows as of one moment, without values: the pair of every put has an empty value.
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta>;
 
-    /// The changes within `range` at revisions from `from` to at most `to`, whole revisions only. A page ends early by
-    /// size or by rows looked at; it may be empty before `to` is reached.
+    /// Returns the changes within `range` at revisions from `from` to at most `to`, whole revisions only. A page is
+    /// limited in bytes and visited rows; it may be empty before `to` is reached.
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page>;
 }
 
-/// Fills an empty database. Nothing of it is there before [`Load::finish`] is done.
+/// Fills an empty database. Its content becomes visible when [`Load::finish`] returns.
 #[async_trait]
 pub trait Load: Send {
-    /// Adds rows, which come in their order.
+    /// Adds rows in order.
     async fn add(&mut self, changes: &[Change]) -> Result<()>;
 
-    /// Adds the leases, whose time begins anew, and the compact revision; then all of it is durable.
+    /// Adds the leases, with their full TTL, and the compact revision, and makes everything durable.
     async fn finish(self: Box<Self>, meta: &Meta) -> Result<()>;
 }
 
-/// Which cluster a database that is filled belongs to.
+/// The cluster of a database that is filled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cluster {
-    /// The one that the rows are of.
+    /// The cluster of the rows.
     Same,
-    /// One of its own: from here on it has another history.
+    /// A new cluster: its history differs from here on.
     New,
 }
 
 /// An append-only log of changes.
 #[async_trait]
 pub trait Log: History {
-    /// The log as it is now, whatever is appended or deleted later, for as long as it is held.
+    /// Returns the log as it is now; later appends and deletions are not visible in it.
     async fn freeze(&self) -> Result<Box<dyn History>>;
 
-    /// Appends all of it if the log stands where it is expected to, and nothing otherwise. Durable once it returns.
+    /// Appends everything if the log is at the expected position, and nothing otherwise. The append is durable when the
+    /// call returns.
     ///
     /// # Errors
     ///
-    /// [`Error::Unavailable`] and [`Error::Full`] only if nothing was written and nothing will be.
+    /// [`Error::Unavailable`] and [`Error::Full`] only if nothing was and nothing will be written.
     ///
     /// # Cancel safety
     ///
-    /// None: when the future is dropped the append may still happen.
+    /// Not cancel safe: the append may still happen after the future was dropped.
     async fn append(&self, append: Append<'_>) -> Result<Appended>;
 
-    /// The pairs in these rows, in no order; rows that hold a delete or were compacted away are left out.
+    /// Returns the pairs in these rows, in any order, without rows that contain a delete or were compacted.
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>>;
 
-    /// Makes room. See [`Reclaim`].
+    /// Reclaims space. See [`Reclaim`].
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed>;
 
     async fn size(&self, precision: Precision) -> Result<Size>;
 
     fn connections(&self) -> Connections;
 
-    /// Finishes what is under way and lets go of the database.
+    /// Finishes running work and closes the database.
     async fn close(&self);
 
-    /// What is asked of a log that other instances append to as well; `None` where this process is the only one.
+    /// Returns the interface of a log that several instances append to; `None` if this process is the only one.
     fn shared(&self) -> Option<&dyn SharedLog>;
 }
 
@@ -333,35 +335,37 @@ pub struct Member {
     pub client_urls: Vec<String>,
 }
 
-/// Whether looking at leases renews them.
+/// Whether reading leases renews them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Touch {
     Renew,
     Look,
 }
 
-/// What several instances on one log need of it to act as one server.
+/// The interface that several instances on one log need to act as one server.
 #[async_trait]
 pub trait SharedLog: Send + Sync {
-    /// Where the log stands: not before anything that was acknowledged before the call.
+    /// Returns the log's position, which includes everything that was acknowledged before the call.
     async fn position(&self) -> Result<Position>;
 
-    /// Returns when the log may have moved beyond `seen`: with its head if it told, and with nothing when it is time to look.
+    /// Returns when the log may have moved beyond `seen`: with its head if the log sent it, and with `None` when it is
+    /// time to poll.
     async fn moved(&self, seen: Revision) -> Option<Revision>;
 
-    /// Waits for this instance's turn to append, and keeps it until the next [`Log::append`], which an instance that
-    /// loses race after race needs. The turn is lost, and that append fails, if it does not follow soon.
+    /// Waits for the lock under which all instances append, and keeps it until the next [`Log::append`]. An instance
+    /// that loses one race after another needs it. If the append does not follow soon, the lock is lost and the append
+    /// fails.
     async fn take_turn(&self) -> Result<()>;
 
-    /// These leases' TTLs and time left, those that are unknown left out. Renewal gives a lease its whole TTL again,
-    /// unless its time is over, and is durable once it returns.
+    /// Returns TTLs and remaining times of these leases, without unknown ones. Renewal sets a lease to its full TTL
+    /// unless it has expired, and is durable when the call returns.
     async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>>;
 
-    /// Says that this instance lives, and returns all that do, this one among them, the one that lives longest first.
+    /// Records that this instance is alive, and returns all live instances, including this one, the oldest first.
     async fn beat(&self) -> Result<Vec<Member>>;
 }
 
-/// How long an instance is silent before it counts as gone.
+/// An instance without a heartbeat for this time counts as gone.
 pub const SILENCE_MAX: Duration = Duration::from_secs(10);
-/// How often an instance says that it lives.
+/// Interval of heartbeats.
 pub const BEAT_INTERVAL: Duration = Duration::from_secs(1);

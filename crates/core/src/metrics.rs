@@ -1,19 +1,20 @@
-//! What the server counts: under etcd's names where the thing is the same, and under `orlop_` where it is our own.
+//! The server's metrics, under etcd's names where the meaning is the same, and under `orlop_` otherwise.
 //!
-//! Each group is a table, and belongs to who fills it. Counters and histograms move when the thing happens; the gauges of
-//! [`State`] are set when somebody asks for them (see `http::metrics`). Counting allocates nothing and locks nothing.
+//! Each group is a table and belongs to the code that updates it. Counters and histograms are updated when the event
+//! happens; the gauges of [`State`] are updated when metrics are requested (see `http::metrics`). Updating neither
+//! allocates nor locks.
 
 use prometheus::{
     Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
     Registry, TextEncoder, core::Collector, exponential_buckets, process_collector::ProcessCollector,
 };
 
-/// Buckets that double from `from` on, `count` of them.
+/// Returns `count` bucket bounds that double from `from` on.
 fn doubling(from: f64, count: usize) -> Vec<f64> {
     exponential_buckets(from, 2.0, count).expect("the first is positive, and there are some")
 }
 
-/// A kind of metric, made from its row of a table.
+/// A kind of metric, built from its row of a table.
 trait Metric: Collector + Clone + Sized + 'static {
     fn make(opts: Opts, labels: &[&str], buckets: Vec<f64>) -> prometheus::Result<Self>;
 }
@@ -71,7 +72,7 @@ macro_rules! metrics {
 }
 
 metrics! {
-    /// Counted by the store: writer, readers, leases, compactor.
+    /// Updated by the store: writer, readers, leases, compactor.
     Store {
         puts: IntCounter "etcd_mvcc_put_total", "Puts, those of transactions and of other instances included.";
         deletes: IntCounter "etcd_mvcc_delete_total", "Keys deleted, those of other instances included.";
@@ -119,7 +120,7 @@ metrics! {
 }
 
 metrics! {
-    /// Counted by watch streams.
+    /// Updated by watch streams.
     Watch {
         streams: IntGauge "etcd_debugging_mvcc_watch_stream_total", "Watch streams.";
         watchers: IntGauge "etcd_debugging_mvcc_watcher_total", "Watchers.";
@@ -128,7 +129,7 @@ metrics! {
 }
 
 metrics! {
-    /// Counted at the edge, call by call.
+    /// Updated by the API, per call.
     Rpc {
         started: IntCounterVec "grpc_server_started_total" ["grpc_type", "grpc_service", "grpc_method"], "Calls begun.";
         handled: IntCounterVec "grpc_server_handled_total" ["grpc_type", "grpc_service", "grpc_method", "grpc_code"],
@@ -145,7 +146,7 @@ metrics! {
 }
 
 metrics! {
-    /// Counted by the health endpoints.
+    /// Updated by the health endpoints.
     Health {
         success: IntCounter "etcd_server_health_success", "Healthy answers of /health.";
         failures: IntCounter "etcd_server_health_failures", "Unhealthy answers of /health.";
@@ -156,7 +157,7 @@ metrics! {
 }
 
 metrics! {
-    /// Counted by maintenance.
+    /// Updated by maintenance calls.
     Maintenance {
         defrag: Histogram "etcd_disk_backend_defrag_duration_seconds" in doubling(0.1, 13), "Time of a defragmentation.";
         defrag_inflight: IntGauge "etcd_disk_defrag_inflight", "1 while a defragmentation runs.";
@@ -167,7 +168,7 @@ metrics! {
 }
 
 metrics! {
-    /// How things stand, set when it is asked for.
+    /// Gauges, updated when metrics are requested.
     State {
         has_leader: IntGauge "etcd_server_has_leader", "1 while the database can be reached.";
         is_leader: IntGauge "etcd_server_is_leader", "1 on the instance that does first what one should do.";
@@ -203,7 +204,7 @@ metrics! {
     }
 }
 
-/// All of them, and their text.
+/// All metrics and their text format.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -216,11 +217,11 @@ pub struct Metrics {
     pub state: State,
 }
 
-/// What is counted, as etcd's `--metrics`.
+/// The set of metrics, as in etcd's `--metrics`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detail {
     Basic,
-    /// The time of each call, by method, too.
+    /// Also the duration of each call, by method.
     Extensive,
 }
 
@@ -246,11 +247,11 @@ impl Metrics {
         }
     }
 
-    /// Prometheus' text format.
+    /// Returns all metrics in Prometheus' text format.
     ///
     /// # Errors
     ///
-    /// If a metric contradicts itself.
+    /// If a metric is inconsistent.
     pub fn text(&self) -> Result<Vec<u8>, prometheus::Error> {
         let mut text = Vec::with_capacity(64 << 10);
         TextEncoder::new().encode(&self.registry.gather(), &mut text)?;

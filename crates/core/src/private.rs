@@ -1,5 +1,5 @@
-//! What only the server's user is to see, whatever the umask: folders with the mode 0700 and files with 0600, as etcd makes
-//! them. What is there already keeps its mode; that a folder lets others in is for its user to tell.
+//! Files and directories that only the server's user can access, whatever the umask: directories with mode 0700, files
+//! with 0600, as in etcd. Existing ones keep their mode; the caller warns about directories that others can read.
 
 use std::{
     fs::{DirBuilder, OpenOptions},
@@ -11,27 +11,27 @@ use std::{
 const FOLDER_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
 
-/// Makes a folder, and those that it lies in, if they are not there.
+/// Creates a directory and its parents, if they do not exist.
 ///
 /// # Errors
 ///
-/// If they cannot be made.
+/// If a directory cannot be created.
 pub fn make_folder(folder: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(folder)
 }
 
-/// For a file that is made if it is not there.
+/// Returns the options to open a file, creating it if it does not exist.
 pub fn file_options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.create(true).mode(FILE_MODE);
     options
 }
 
-/// Makes an empty file if there is nothing by its name.
+/// Creates an empty file if none with this name exists.
 ///
 /// # Errors
 ///
-/// If it cannot be made.
+/// If it cannot be created.
 pub fn make_file(file: &Path) -> io::Result<()> {
     match OpenOptions::new().write(true).create_new(true).mode(FILE_MODE).open(file) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
@@ -39,10 +39,10 @@ pub fn make_file(file: &Path) -> io::Result<()> {
     }
 }
 
-/// The mode of a folder into which others than its user can look, if they can.
+/// Returns the mode of a directory that users other than its owner can read; `None` if they cannot.
 ///
-/// A volume that Kubernetes gave to a pod's group has the setgid bit, and lets others read names, which the server's user
-/// could not change.
+/// A volume that Kubernetes gave to a pod's group has the setgid bit and is readable by others, which the server's user
+/// cannot change; it does not count.
 pub fn exposed(folder: &Path) -> Option<u32> {
     const SETGID: u32 = 0o2000;
     const OTHERS: u32 = 0o007;

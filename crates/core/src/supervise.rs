@@ -1,12 +1,11 @@
 //! Panics: which end a request, and which end the process.
 //!
-//! A panic is a mistake in the code. One in a request ends that request ([`caught`]); the caller answers Internal. One in a
-//! task that the server cannot be without ends the process ([`vital`]), as does one while a lock is held on what everybody
-//! reads ([`Lock`]): the log is never harmed by an end at any moment, but a server without its writer, or one that goes on
-//! with half a change, is. Nothing ends without a line in the server's log that says where.
+//! A panic is a bug. In a request it ends that request ([`caught`]), which fails with Internal. In a task that the
+//! server cannot run without ([`vital`]), or while a lock on shared state is held ([`Lock`]), it ends the process: the
+//! log is complete at any moment, but a server without its writer, or with half a change, is not. Every panic is logged
+//! with its place.
 //!
-//! The place of a panic is only known to the hook ([`tell_panics`]), which is called where it happens; who caught it knows
-//! what was being done.
+//! Only the panic hook ([`tell_panics`]) knows the place of a panic; the code that catches it knows the request.
 
 use std::{
     any::Any,
@@ -24,16 +23,16 @@ use prometheus::IntCounter;
 use tokio::task::JoinHandle;
 use tracing::error;
 
-/// The exit status of a process that ends by a panic: EX_SOFTWARE of sysexits.h.
+/// Exit status of a process that a panic ended: EX_SOFTWARE of sysexits.h.
 pub const EXIT_PANICKED: i32 = 70;
 
-/// What sqlx names the threads in which SQLite works. One that panics is gone, and its connection with it.
+/// The name of sqlx's threads that run SQLite. A panic ends the thread and its connection.
 const DATABASE_THREADS: &str = "sqlx-sqlite-worker";
 
 thread_local! {
-    /// How many [`catch`] are under way.
+    /// Number of active [`catch`] calls.
     static CATCHING: Cell<u32> = const { Cell::new(0) };
-    /// The newest panic here that somebody is about to catch.
+    /// The newest panic of this thread that a caller will catch.
     static NEWEST: RefCell<Option<Panic>> = const { RefCell::new(None) };
 }
 
@@ -51,7 +50,7 @@ impl Panic {
         Self { place, message: message(info.payload()) }
     }
 
-    /// The one that unwinds this thread.
+    /// Returns the panic that unwinds this thread.
     fn take(payload: &(dyn Any + Send)) -> Self {
         let newest = NEWEST.with_borrow_mut(Option::take);
         newest.unwrap_or_else(|| Self { place: "unknown".to_owned(), message: message(payload) })
@@ -69,7 +68,7 @@ impl fmt::Display for Panic {
     }
 }
 
-/// From now on panics go to the server's log. Those that somebody catches are told by who catches them.
+/// Logs panics from now on. Caught panics are logged by the code that catches them.
 pub fn tell_panics() {
     std::panic::set_hook(Box::new(|info| {
         let panic = Panic::of(info);
@@ -86,7 +85,8 @@ pub fn tell_panics() {
     }));
 }
 
-/// Runs `f`. What it shares with others must be whole at any point at which it can panic, or behind a [`Lock`].
+/// Runs `f` and catches a panic. State that `f` shares with others must be consistent wherever it can panic, or be
+/// behind a [`Lock`].
 pub fn catch<T>(f: impl FnOnce() -> T) -> Result<T, Panic> {
     CATCHING.set(CATCHING.get() + 1);
     let outcome = catch_unwind(AssertUnwindSafe(f));
@@ -94,12 +94,12 @@ pub fn catch<T>(f: impl FnOnce() -> T) -> Result<T, Panic> {
     outcome.map_err(|payload| Panic::take(&*payload))
 }
 
-/// As [`catch`], of a future.
+/// Like [`catch`], for a future.
 pub fn caught<F: Future>(work: F) -> Caught<F> {
     Caught(Box::pin(work))
 }
 
-/// See [`caught`].
+/// A future whose panic is caught.
 #[must_use]
 pub struct Caught<F>(Pin<Box<F>>);
 
@@ -115,13 +115,13 @@ impl<F: Future> Future for Caught<F> {
     }
 }
 
-/// Tells of a request that ended in a panic; who asked is answered Internal.
+/// Counts and logs a request that panicked.
 pub fn tell_request(panics: &IntCounter, request: &str, panic: &Panic) {
     panics.inc();
     error!(request, place = panic.place, message = panic.message, "a request panicked; only that one failed");
 }
 
-/// Spawns what the server cannot be without. If it panics the process ends, at once.
+/// Spawns a task that the server cannot run without. If it panics, the process ends at once.
 pub fn vital(task: &'static str, work: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
     tokio::spawn(watch_over(work, move |panic| end_process(task, panic)))
 }
@@ -132,7 +132,7 @@ async fn watch_over(work: impl Future<Output = ()>, panicked: impl FnOnce(&Panic
     }
 }
 
-/// What was acknowledged is durable at any moment, so nothing is waited for.
+/// Acknowledged writes are durable at any moment, so the process ends without cleaning up.
 fn end_process(task: &str, panic: &Panic) -> ! {
     const WHY: &str = "the server cannot go on without it and ends. What was acknowledged is in the log, which is intact: \
                        start the server again, and report this";
@@ -141,9 +141,9 @@ fn end_process(task: &str, panic: &Panic) -> ! {
     std::process::exit(EXIT_PANICKED)
 }
 
-/// A lock on what must not be seen half changed: if its holder panics the process ends.
+/// A lock on state that must not be seen half changed: if its holder panics, the process ends.
 ///
-/// Only where somebody catches panics, else the holder's thread or task is the one to be unwound.
+/// This applies only where panics are caught; elsewhere the panic ends the holder's task or thread.
 #[derive(Debug, Default)]
 pub struct Lock<T>(Mutex<T>);
 
@@ -157,10 +157,10 @@ impl<T> Lock<T> {
     }
 }
 
-/// The right to change what a [`Lock`] guards.
+/// The guard of a [`Lock`].
 pub struct Held<'a, T> {
     guard: MutexGuard<'a, T>,
-    /// It was taken by what cleans up after a panic elsewhere.
+    /// The guard was acquired while another panic unwinds.
     was_panicking: bool,
 }
 
@@ -217,7 +217,7 @@ mod tests {
         assert_eq!(told(Box::pin(async { panic!("oh") })).await.as_deref(), Some("oh"));
     }
 
-    /// Each is a process of its own: this test binary, asked for one of the tests below.
+    /// Each case runs in its own process: this test binary with one of the tests below.
     #[test]
     fn process_ends_with_a_text_or_goes_on() {
         for (victim, code, said) in [

@@ -1,7 +1,7 @@
-//! One request on its way: its number, what it asked for if that took long, and how long each part took.
+//! The trace of one request: its ID, its content if it was slow, and the duration of each part.
 //!
-//! The parts are noted where they happen, in the task that serves the request; whoever began the trace ([`follow`]) has
-//! them in the end. Outside of a request nothing is noted.
+//! Parts are recorded where they happen, in the task that serves the request; the code that started the trace
+//! ([`follow`]) receives them at the end. Outside of a request nothing is recorded.
 
 use std::{
     cell::RefCell,
@@ -18,7 +18,7 @@ tokio::task_local! {
     static CURRENT: RefCell<Trace>;
 }
 
-/// Tells a request from all others, of this process and of others: half of it was drawn at the start.
+/// Identifies a request among all processes: the upper half is drawn at the start of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestId(u64);
 
@@ -36,22 +36,22 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// What a request spends its time on, in the order in which that comes.
+/// The parts of a request's time, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// Waiting for the writer.
     Queue,
-    /// Evaluation, with the batch before it.
+    /// Evaluation, including the requests before it in the batch.
     Evaluate,
-    /// The append, and the changes applied.
+    /// The append, and applying the changes.
     Commit,
-    /// Asking where the log stands, for a read that must not be older.
+    /// Reading the log's position for a linearizable read.
     Confirm,
     /// Walking the index.
     Select,
-    /// Pairs from the cache and the log.
+    /// Reading pairs from the cache and the log.
     Read,
-    /// From the answer to its last byte on the connection.
+    /// From the response to its last byte on the connection.
     Send,
 }
 
@@ -72,11 +72,11 @@ impl Part {
     }
 }
 
-/// See the module's page.
+/// The trace of a request that is being served.
 #[derive(Clone, Debug)]
 pub struct Trace {
     pub id: RequestId,
-    /// What was asked, without any value.
+    /// The request without values.
     pub request: Option<String>,
     parts: [Duration; Part::ALL.len()],
 }
@@ -90,13 +90,13 @@ impl Trace {
         self.parts[part as usize] += took;
     }
 
-    /// `None`: it had no such part.
+    /// Returns the duration of a part; `None` if it did not occur.
     pub fn part(&self, part: Part) -> Option<Duration> {
         Some(self.parts[part as usize]).filter(|took| !took.is_zero())
     }
 }
 
-/// Serves a request, and gives what was noted on the way.
+/// Serves a request and returns its trace.
 pub async fn follow<T>(serve: impl Future<Output = T>) -> (T, Trace) {
     let noted = async {
         let outcome = serve.await;
@@ -105,18 +105,18 @@ pub async fn follow<T>(serve: impl Future<Output = T>) -> (T, Trace) {
     CURRENT.scope(RefCell::new(Trace::new()), noted).await
 }
 
-/// Notes a part of the request at hand. Returns false where there is none.
+/// Adds to a part of the current request. Returns false outside of a request.
 pub fn note(part: Part, took: Duration) -> bool {
     CURRENT.try_with(|trace| trace.borrow_mut().add(part, took)).is_ok()
 }
 
-/// Notes what the request at hand asked for.
+/// Records the content of the current request.
 pub fn describe(request: impl FnOnce() -> String) {
-    // Outside of a request there is nobody to know it.
+    // Outside of a request there is no trace.
     let _ = CURRENT.try_with(|trace| trace.borrow_mut().request = Some(request()));
 }
 
-/// The request at hand.
+/// Returns the ID of the current request.
 pub fn current() -> Option<RequestId> {
     CURRENT.try_with(|trace| trace.borrow().id).ok()
 }

@@ -1,7 +1,7 @@
-//! The domain's words: revisions, keys, ranges, rows. Pure values, no behaviour that needs a clock, a log or a lock.
+//! Values of the domain: revisions, keys, ranges, rows. They need no clock, log or lock.
 //!
-//! Sentinels of the wire (0, an empty range end, `"\0"`) end at the edge, in `api`; from here down they are enums and
-//! options. The one exception is the inside of [`crate::index`], which packs them for size.
+//! Sentinels of the wire format (0, an empty range end, `"\0"`) are converted at the edge, in `api`; below it they are
+//! enums and options. The only exception is the inside of [`crate::index`], which packs them to save memory.
 
 mod encoded;
 mod key;
@@ -11,13 +11,13 @@ use std::fmt;
 pub use encoded::{EncodedEvent, EncodedKv};
 pub use key::{Key, KeyBounds, KeyRange, shown};
 
-/// A store revision: the id of a row in `kv_log`. The empty store stands at [`Revision::EMPTY`]; each transaction that
-/// changes something adds exactly one.
+/// A revision of the store: the id of a row in `kv_log`. An empty store is at [`Revision::EMPTY`]; each transaction
+/// that changes something adds exactly one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Revision(pub i64);
 
 impl Revision {
-    /// The revision of a store that holds nothing yet.
+    /// The revision of an empty store.
     pub const EMPTY: Self = Self(1);
 
     pub const fn next(self) -> Self {
@@ -41,7 +41,7 @@ impl fmt::Display for Revision {
     }
 }
 
-/// One change's place in the log: its revision, and its number among the changes of that revision, from 0.
+/// The place of one change in the log: its revision, and its number among the changes of that revision, from 0.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct RowId {
     pub revision: Revision,
@@ -54,12 +54,12 @@ impl RowId {
     }
 }
 
-/// A lease's id. Clients may choose any but 0, negative ones too.
+/// A lease's ID. Clients may choose any number but 0, including negative ones.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LeaseId(pub i64);
 
 impl LeaseId {
-    /// The wire's 0 means "no lease".
+    /// Converts the ID on the wire, where 0 means no lease.
     pub const fn from_wire(id: i64) -> Option<Self> {
         if id == 0 { None } else { Some(Self(id)) }
     }
@@ -73,26 +73,26 @@ impl LeaseId {
 }
 
 impl fmt::Debug for LeaseId {
-    /// In hexadecimal, as etcdctl prints it.
+    /// Prints the ID in hexadecimal, as etcdctl does.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:x}", self.0)
     }
 }
 
-/// A watch's id, unique on its stream.
+/// A watch's ID, unique on its stream.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct WatchId(pub i64);
 
-/// What is known of a key's version without its value.
+/// The metadata of one version of a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Version {
     pub row: RowId,
     pub create_revision: Revision,
-    /// 1 at creation, one more with each put.
+    /// 1 at creation; each put adds 1.
     pub version: i64,
 }
 
-/// One change of one key, as it is appended to the log and handed to the index, the lease table and the watchers.
+/// One change of one key, as it is appended to the log and passed to the index, the lease table and the watchers.
 #[derive(Clone, Debug)]
 pub struct Change {
     pub row: RowId,
@@ -100,7 +100,7 @@ pub struct Change {
     pub kind: ChangeKind,
     /// The version that was live before the transaction.
     pub prev: Option<Prev>,
-    /// The lease that the key hung on just before this change.
+    /// The lease that the key was attached to before this change.
     pub prev_lease: Option<LeaseId>,
 }
 
@@ -110,16 +110,16 @@ pub enum ChangeKind {
     Delete,
 }
 
-/// The version before a transaction.
+/// The version of a key before a transaction.
 #[derive(Clone, Debug)]
 pub struct Prev {
     pub row: RowId,
-    /// Its pair, where it was at hand; `None` does not say that there was none.
+    /// Its pair, if it was available. `None` does not mean that there was none.
     pub kv: Option<EncodedKv>,
 }
 
 impl Change {
-    /// The change as a watch event without the previous pair.
+    /// Returns the change as a watch event without the previous pair.
     pub fn event(&self) -> EncodedEvent {
         match &self.kind {
             ChangeKind::Put { kv, .. } => EncodedEvent::put(kv, None),
@@ -127,18 +127,19 @@ impl Change {
         }
     }
 
-    /// The change as a watch event with the previous pair, where there was one and it is at hand.
+    /// Returns the change as a watch event with the previous pair, if there is one and it is available.
     pub fn event_with_prev(&self) -> EncodedEvent {
         let prev = self.prev.as_ref().and_then(|prev| prev.kv.as_ref());
         match &self.kind {
-            // After a delete in the same transaction there is one, but as in etcd a creation shows none.
+            // A key that was deleted and created in one transaction has a previous version, but its event shows none,
+            // as in etcd.
             ChangeKind::Put { kv, version: 1, .. } => EncodedEvent::put(kv, None),
             ChangeKind::Put { kv, .. } => EncodedEvent::put(kv, prev),
             ChangeKind::Delete => EncodedEvent::delete(&self.key, self.row.revision, prev),
         }
     }
 
-    /// Whether its event shows a previous pair, and that is not at hand.
+    /// Returns whether the event has a previous pair that is not available here.
     pub fn lacks_prev(&self) -> bool {
         !matches!(self.kind, ChangeKind::Put { version: 1, .. })
             && self.prev.as_ref().is_some_and(|prev| prev.kv.is_none())

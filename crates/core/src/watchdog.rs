@@ -1,12 +1,12 @@
-//! Sees loops that are stuck: they have something to do, and nothing moves.
+//! Detects stuck loops: loops that have work but make no progress.
 //!
-//! Each loop of the core has a [`Pulse`]: it beats with each piece of work, and rests when there is none. The watchdog looks
-//! every second, in a thread of its own, so that it sees a runtime that is blocked as well. What it finds is told in the log
-//! once, counted, and fails `/livez`: a restart may help.
+//! Each loop of the core has a [`Pulse`]: it beats with each piece of work and rests when there is none. The watchdog
+//! checks every second, in a thread of its own, so that it also detects a blocked runtime. A stuck loop is logged once,
+//! counted, and fails `/livez`, because a restart may help.
 //!
-//! A database that is away is no such case. Every call of one is given up after some seconds, and the loop that made it
-//! tries again: it beats. Only what neither fails nor ends shows here, so the patience is several times the longest call's
-//! ([`PATIENCE`]). Time in which the watchdog itself did not run (a paused process, a machine out of breath) does not count.
+//! An unavailable database does not make a loop stuck: every call of it ends after some seconds, and the loop repeats
+//! it, which is a beat. The limit is therefore several times the longest call ([`PATIENCE`]). Time in which the
+//! watchdog itself did not run (a stopped process, an overloaded machine) does not count.
 
 use std::{
     fmt,
@@ -23,13 +23,13 @@ use parking_lot::Mutex;
 use prometheus::IntGaugeVec;
 use tracing::{error, info};
 
-/// How long a loop may do nothing though it has something to do. A piece of work may make several calls of the database,
-/// each of which may take 12 s until it is given up.
+/// Maximum time without a beat while there is work. One piece of work may make several calls of the database, each of
+/// which ends after at most 12 s.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Of one loop. What it costs is an add.
+/// The pulse of one loop. A beat costs one atomic addition.
 #[derive(Debug, Default)]
 pub struct Pulse {
     beats: AtomicU64,
@@ -37,23 +37,23 @@ pub struct Pulse {
 }
 
 impl Pulse {
-    /// The loop goes on with something.
+    /// Records progress of the loop.
     pub fn beat(&self) {
         self.works.store(true, Relaxed);
         self.beats.fetch_add(1, Relaxed);
     }
 
-    /// The loop has nothing to do until somebody wants something.
+    /// Records that the loop has no work.
     pub fn rest(&self) {
         self.works.store(false, Relaxed);
         self.beats.fetch_add(1, Relaxed);
     }
 }
 
-/// Whether something waits for a loop that rests.
+/// Returns whether work waits for a resting loop.
 type Waits = Box<dyn Fn() -> bool + Send>;
 
-/// Looks after all loops.
+/// Checks all loops.
 #[derive(Default)]
 pub struct Watchdog(Mutex<Vec<Followed>>);
 
@@ -61,9 +61,9 @@ struct Followed {
     name: &'static str,
     pulse: Arc<Pulse>,
     waits: Waits,
-    /// Beats at the last look.
+    /// Number of beats at the last check.
     beats: u64,
-    /// Without a beat, though there was something to do.
+    /// Time without a beat although there was work.
     silent: Duration,
 }
 
@@ -73,7 +73,7 @@ impl fmt::Debug for Watchdog {
     }
 }
 
-/// A loop that is stuck.
+/// A stuck loop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stuck {
     pub name: &'static str,
@@ -87,18 +87,18 @@ impl fmt::Display for Stuck {
 }
 
 impl Watchdog {
-    /// A loop that says itself when it has something to do.
+    /// Adds a loop that records itself when it has work.
     pub fn follow(&self, name: &'static str, pulse: &Arc<Pulse>) {
         self.follow_queue(name, pulse, || false);
     }
 
-    /// A loop that should wake when `waits` is true: one that does not is stuck at rest.
+    /// Adds a loop that should wake when `waits` returns true; one that does not is stuck at rest.
     pub fn follow_queue(&self, name: &'static str, pulse: &Arc<Pulse>, waits: impl Fn() -> bool + Send + 'static) {
         let (pulse, waits) = (Arc::clone(pulse), Box::new(waits));
         self.0.lock().push(Followed { name, pulse, waits, beats: 0, silent: Duration::ZERO });
     }
 
-    /// The loops that are stuck, by the newest look.
+    /// Returns the loops that were stuck at the last check.
     pub fn stuck(&self) -> Vec<Stuck> {
         let stuck = |followed: &Followed| {
             let Followed { name, silent, .. } = *followed;
@@ -107,10 +107,10 @@ impl Watchdog {
         self.0.lock().iter().filter_map(stuck).collect()
     }
 
-    /// Looks at all loops; `passed` is the time since the last look. Returns those that have become stuck, and those that
-    /// are no longer.
+    /// Checks all loops; `passed` is the time since the last check. Returns the loops that have become stuck, and those
+    /// that have recovered.
     fn look(&self, passed: Duration) -> (Vec<Stuck>, Vec<&'static str>) {
-        // Who looks late knows nothing of the time between.
+        // A late check says nothing about the time since the last one.
         let passed = passed.min(2 * INTERVAL);
         let (mut stuck, mut moves_again) = (Vec::new(), Vec::new());
         for followed in self.0.lock().iter_mut() {
@@ -129,11 +129,11 @@ impl Watchdog {
         (stuck, moves_again)
     }
 
-    /// Looks until what is returned is dropped. `gauge` is 1 for each loop that is stuck.
+    /// Starts the checks, which run until the returned value is dropped. `gauge` is 1 for each stuck loop.
     ///
     /// # Errors
     ///
-    /// If the system gives no thread.
+    /// If the thread cannot be started.
     pub fn start(self: &Arc<Self>, gauge: IntGaugeVec) -> std::io::Result<Watching> {
         let (stop, stopped) = mpsc::channel::<()>();
         for followed in &*self.0.lock() {
@@ -165,7 +165,7 @@ impl Watchdog {
     }
 }
 
-/// The watchdog's thread ends with it.
+/// Stops the watchdog's thread when dropped.
 #[must_use]
 pub struct Watching {
     _stop: mpsc::Sender<()>,
@@ -177,7 +177,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// What the loop does in a second.
+    /// The loop's behaviour during one second.
     #[derive(Clone, Copy)]
     enum Does {
         Beats,
@@ -186,7 +186,7 @@ mod tests {
     }
     use Does::{Beats, Nothing, Rests};
 
-    /// So many seconds of this and that.
+    /// A number of seconds of each behaviour.
     #[track_caller]
     fn check(what: &str, waits: bool, history: &[(Does, u64)], is_stuck: bool) {
         let watchdog = Watchdog::default();
@@ -253,7 +253,7 @@ mod tests {
         assert_eq!(watchdog.stuck(), []);
     }
 
-    /// In real time, as the thread has no other.
+    /// Runs in real time, because the thread has no simulated clock.
     #[test]
     fn thread_looks_and_ends() {
         let watchdog = Arc::new(Watchdog::default());

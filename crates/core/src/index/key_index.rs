@@ -1,7 +1,7 @@
-//! One key's history.
+//! The history of one key.
 //!
-//! A history is a list of generations. A put of an absent key opens one, each put adds a version to it, a delete closes
-//! it with a tombstone. The history
+//! A history is a list of generations. A put of an absent key starts a generation, each put adds a version to it, and a
+//! delete ends it with a tombstone. The history
 //!
 //! ```text
 //! put(2) put(4) delete(5) put(7) put(9)
@@ -10,28 +10,28 @@
 //! generation 2: puts 7 9                  7 in `History::earlier`, 9 in `newest`
 //! ```
 //!
-//! is read at 1 as absent, at 2 and 3 as version 1, at 4 as version 2, at 5 and 6 as absent, at 7 and 8 as version 1 and
-//! from 9 on as version 2. Most keys have one version, so the newest is held inline and the rest behind one pointer.
+//! reads as absent at 1, as version 1 at 2 and 3, as version 2 at 4, as absent at 5 and 6, as version 1 at 7 and 8, and
+//! as version 2 from 9 on. Most keys have one version, so the newest is stored inline and the rest behind one pointer.
 
 use super::{Claim, ClaimKind};
 use crate::types::{Change, ChangeKind, LeaseId, Revision, RowId, Version};
 
-/// A live key as a read finds it.
+/// The state of a live key at a revision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Entry {
     pub version: Version,
     pub lease: Lease,
 }
 
-/// The lease of a version: the index remembers it for the newest one only.
+/// The lease of a version. The index stores it only for the newest version.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lease {
     Known(Option<LeaseId>),
-    /// An older version's lease stands in its row.
+    /// The lease of an older version is in its row.
     InRow,
 }
 
-/// What a compaction left of a key.
+/// The result of a compaction for a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Fate {
     Keep,
@@ -44,7 +44,7 @@ pub(super) struct KeyIndex {
     history: Option<Box<History>>,
 }
 
-/// The newest row of the key, packed: a version of 0 is a tombstone, a lease of 0 is none.
+/// The newest row of the key, packed: version 0 is a tombstone, lease 0 is no lease.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Newest {
     row: RowId,
@@ -55,17 +55,18 @@ struct Newest {
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 struct History {
-    /// Oldest first. While the newest row is a tombstone, the last of these ends with that same tombstone; there is no
-    /// history at all once a compaction has left such a tombstone alone.
+    /// Closed generations, oldest first. While the newest row is a tombstone, the last generation ends with that
+    /// tombstone. There is no history if a compaction left only such a tombstone.
     closed: Vec<Generation>,
-    /// The open generation's puts before the newest, oldest first; their versions count down from the newest's.
+    /// The puts of the open generation before the newest one, oldest first; their versions count down from the newest
+    /// version.
     earlier: Vec<RowId>,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Generation {
     create_revision: Revision,
-    /// The version of `puts[0]`: 1 until a compaction takes the first.
+    /// The version of `puts[0]`: 1 until a compaction removes the first put.
     first_version: i64,
     /// May be empty after a compaction at exactly the tombstone.
     puts: Vec<RowId>,
@@ -86,7 +87,7 @@ impl KeyIndex {
         if !self.newest.is_tombstone() {
             self.history.get_or_insert_default().earlier.push(self.newest.row);
         } else if self.history.is_none() {
-            // A tombstone at the compact revision stood alone. Its row is still in the log, for the next compaction.
+            // Only a tombstone at the compact revision was left. Its row stays in the log until the next compaction.
             self.history.get_or_insert_default().closed.push(Generation::only(self.newest.row));
         }
         let lease = LeaseId::to_wire(lease);
@@ -118,8 +119,8 @@ impl KeyIndex {
         }
     }
 
-    /// What the newest row said, for `next` to follow. Which version its transaction had found is not known here: within
-    /// one transaction `next` is taken at its word.
+    /// Returns the claim of the newest row, for checking `next`. The version that the transaction of the newest row
+    /// found is not stored; within one transaction, `next` is accepted as it is.
     pub(super) fn claim(&self, next: &Claim) -> Claim {
         let Newest { row, create_revision, version, .. } = self.newest;
         let kind =
@@ -136,9 +137,9 @@ impl KeyIndex {
         self.history.as_ref()?.at(newest, at)
     }
 
-    /// Drops what no read at or above `revision` needs: all but the newest row at or below it, and that one too if it is a
-    /// tombstone below it. Every row of exactly `revision` stays, because a watch may start there, and because the log
-    /// knows its head by its newest revision's first row.
+    /// Removes the rows that no read at or above `revision` needs: all but the newest row at or below it, and that one
+    /// too if it is a tombstone below it. Every row of exactly `revision` stays, because a watch may start there and
+    /// because the log's head is the first row of its newest revision.
     pub(super) fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) -> Fate {
         if self.has_row_at(revision) {
             self.drop_before(revision, removed);
@@ -238,7 +239,7 @@ impl History {
         None
     }
 
-    /// For a key that has a row at `revision`, which supersedes all before it.
+    /// For a key with a row at `revision`, which supersedes all earlier rows.
     fn drop_before(&mut self, revision: Revision, removed: &mut Vec<RowId>) {
         let older = count_until(&self.earlier, revision.prev());
         removed.extend(self.earlier.drain(..older));
@@ -254,7 +255,7 @@ impl History {
         }
     }
 
-    /// For a key whose newest row is above `revision` and that has none at it.
+    /// For a key whose newest row is above `revision` and that has no row at it.
     fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) {
         let puts = count_until(&self.earlier, revision);
         if puts > 0 {
@@ -262,7 +263,8 @@ impl History {
             removed.extend(self.closed.drain(..).flat_map(Generation::into_rows));
             return;
         }
-        // The newest generation that began at or below the revision holds the last row to keep; older ones go.
+        // The newest generation that began at or below the revision contains the last row to keep; older generations
+        // are removed.
         let Some(pivot) = self.closed.iter().rposition(|generation| generation.begins_by(revision)) else { return };
         removed.extend(self.closed.drain(..pivot).flat_map(Generation::into_rows));
         let generation = &mut self.closed[0];
@@ -277,7 +279,7 @@ impl History {
 }
 
 impl Generation {
-    /// What a compaction at exactly the tombstone leaves.
+    /// Returns the generation that a compaction at exactly the tombstone leaves.
     fn only(tombstone: RowId) -> Self {
         Self { create_revision: Revision(0), first_version: 1, puts: Vec::new(), tombstone }
     }
@@ -295,7 +297,7 @@ fn has_row_at(rows: &[RowId], revision: Revision) -> bool {
     count_until(rows, revision) > count_until(rows, revision.prev())
 }
 
-/// How many of these rows, in order, lie at or below the revision.
+/// Returns the number of rows at or below the revision.
 fn count_until(rows: &[RowId], revision: Revision) -> usize {
     rows.partition_point(|row| row.revision <= revision)
 }
@@ -308,7 +310,7 @@ mod tests {
         RowId::new(Revision(revision), 0)
     }
 
-    /// The history drawn at the top of this file.
+    /// Returns the history drawn at the top of this file.
     fn worked_history() -> KeyIndex {
         let mut key = KeyIndex::created(row(2), Revision(2), 1, None);
         key.put(row(4), Revision(2), 2, LeaseId::from_wire(40));
@@ -318,7 +320,7 @@ mod tests {
         key
     }
 
-    /// (revision, create_revision, version) of what a read finds.
+    /// Returns (revision, create_revision, version) of a read.
     fn seen(key: &KeyIndex, at: i64) -> Option<(i64, i64, i64)> {
         key.at(Revision(at)).map(|entry| {
             let Version { row, create_revision, version } = entry.version;
@@ -382,13 +384,13 @@ mod tests {
             key.delete(row(5));
             let mut removed = Vec::new();
             let kept = key.compact(Revision(revision), &mut removed);
-            // At 4 the put at 2 is superseded by the one at 3.
+            // At 4, the put at 3 supersedes the put at 2.
             let expected = if revision == 4 { 1 } else { expected };
             assert_eq!((kept, removed.len()), (fate, expected), "compacted at {revision}");
         }
     }
 
-    /// It outlives its compaction, because a watch may start there, whatever is written behind it and across a restart.
+    /// It stays, because a watch may start there, even after later writes and a restart.
     #[test]
     fn a_tombstone_at_the_compact_revision_goes_with_the_next_compaction() {
         let mut compacted = KeyIndex::created(row(2), Revision(2), 1, None);

@@ -1,8 +1,8 @@
-//! The lease table: a cache of the log's leases and of the keys that hang on them, with deadlines.
+//! The lease table: a cache of the log's leases, their deadlines and the keys attached to them.
 //!
-//! Pure: it is told the time. Where this process is the only one on the log, deadlines are kept here alone; after a restart
-//! every lease has its whole TTL before it again, as in etcd, so a lease may end late and never ends early. Where several
-//! instances share the log, deadlines are the log's, and those here are what was last heard of them.
+//! Pure: callers pass the time. If this process is the only one on the log, deadlines exist only here; after a restart
+//! every lease has its full TTL, as in etcd, so a lease may end late but never early. If several instances share the
+//! log, the log stores the deadlines and this table contains the last known ones.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -15,7 +15,7 @@ use crate::types::{Change, ChangeKind, Key, LeaseId};
 
 #[derive(Debug, Default)]
 pub struct Table {
-    /// Where the log stood, counted in its changes of leases and compactions, when this was its state.
+    /// The log's epoch (number of changes of leases and compactions) when this state was valid.
     pub epoch: i64,
     leases: HashMap<LeaseId, Lease>,
     deadlines: BTreeSet<(Instant, LeaseId)>,
@@ -24,19 +24,19 @@ pub struct Table {
 #[derive(Debug)]
 struct Lease {
     ttl_secs: i64,
-    /// When this table heard of it.
+    /// The time at which this table received the deadline.
     since: Instant,
     deadline: Instant,
     keys: BTreeSet<Key>,
 }
 
-/// What a keep-alive did.
+/// The result of a keep-alive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Renewal {
     Renewed {
         ttl_secs: i64,
     },
-    /// Its time is over, and its revocation is under way or soon will be: it cannot be saved.
+    /// The lease has expired and is being revoked; it can no longer be renewed.
     Expired,
     Unknown,
 }
@@ -44,7 +44,7 @@ pub enum Renewal {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remaining {
     pub granted_secs: i64,
-    /// Whole seconds left, rounded down.
+    /// Remaining whole seconds, rounded down.
     pub left_secs: i64,
     pub keys: Vec<Key>,
 }
@@ -85,18 +85,18 @@ impl Table {
         Renewal::Renewed { ttl_secs: lease.ttl_secs }
     }
 
-    /// Takes up how many seconds a lease has left by the log's clock, which was asked at `asked`. An answer that may be about
-    /// an earlier lease with the same id is none.
+    /// Sets a lease's remaining seconds by the log's clock, which was read at `asked`. Ignores a result that may refer
+    /// to an earlier lease with the same ID.
     pub fn set_left(&mut self, id: LeaseId, left_secs: f64, asked: Instant, now: Instant) {
         let Some(lease) = self.leases.get_mut(&id).filter(|lease| lease.since <= asked) else { return };
         self.deadlines.remove(&(lease.deadline, id));
-        // A time far off is as good as any, and one before the clock began is over.
+        // A time beyond the clock's range is as good as any far one, and one before its start is in the past.
         let left = Duration::try_from_secs_f64(left_secs.max(0.0)).unwrap_or(Duration::MAX);
         lease.deadline = now.checked_add(left).unwrap_or_else(|| deadline(now, lease.ttl_secs));
         self.deadlines.insert((lease.deadline, id));
     }
 
-    /// `None` for a lease that is unknown or whose time is over.
+    /// Returns `None` for a lease that is unknown or has expired.
     pub fn remaining(&self, id: LeaseId, now: Instant) -> Option<Remaining> {
         let lease = self.leases.get(&id).filter(|lease| lease.deadline > now)?;
         Some(Remaining {
@@ -110,17 +110,17 @@ impl Table {
         self.leases.get(&id).is_some_and(|lease| lease.deadline <= now)
     }
 
-    /// All leases, those whose time is over too, with their TTLs in seconds.
+    /// Returns all leases, including expired ones, with their TTLs in seconds.
     pub fn granted(&self) -> Vec<(LeaseId, i64)> {
         self.leases.iter().map(|(id, lease)| (*id, lease.ttl_secs)).collect()
     }
 
-    /// The leases whose time is not over, the one that ends next first.
+    /// Returns the leases that have not expired, in the order of their deadlines.
     pub fn list(&self, now: Instant) -> Vec<LeaseId> {
         self.deadlines.iter().filter(|(deadline, _)| *deadline > now).map(|(_, id)| *id).collect()
     }
 
-    /// The leases whose time is over, at most `limit` of them.
+    /// Returns at most `limit` expired leases.
     pub fn expired(&self, now: Instant, limit: usize) -> Vec<LeaseId> {
         self.deadlines.iter().take_while(|(deadline, _)| *deadline <= now).take(limit).map(|(_, id)| *id).collect()
     }
@@ -129,12 +129,12 @@ impl Table {
         self.deadlines.first().map(|(deadline, _)| *deadline)
     }
 
-    /// The keys on the lease, in order.
+    /// Returns the attached keys in order.
     pub fn keys(&self, id: LeaseId) -> impl Iterator<Item = &Key> {
         self.leases.get(&id).into_iter().flat_map(|lease| &lease.keys)
     }
 
-    /// Moves the changed key from the lease that it hung on to the one that the change names.
+    /// Moves the changed key from its previous lease to the lease of the change.
     pub fn apply(&mut self, change: &Change) {
         let before = change.prev_lease;
         let after = match &change.kind {
@@ -161,7 +161,7 @@ impl Table {
 
 fn deadline(now: Instant, ttl_secs: i64) -> Instant {
     let ttl = Duration::from_secs(ttl_secs.max(0).cast_unsigned());
-    // Only a clock at the end of its range refuses, and TTLs are bounded to some 285 years.
+    // Overflow needs a clock near the end of its range: TTLs are bounded to about 285 years.
     now.checked_add(ttl).unwrap_or(now)
 }
 

@@ -1,5 +1,4 @@
-//! A log as it stands in its database, for who does not yet believe it: rows with all their columns, facts by their names.
-//! Nothing is written.
+//! Reads of a log that is not trusted yet: rows with all columns, facts by name. Nothing is written.
 
 use async_trait::async_trait;
 
@@ -21,12 +20,12 @@ impl Table {
     }
 }
 
-/// A row's columns, whatever they say.
+/// The columns of a row, unchecked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredRow {
     pub table: Table,
     pub id: i64,
-    /// 0 in [`Table::First`], which has no such column.
+    /// 0 in [`Table::First`], which lacks this column.
     pub sub: i64,
     pub key: Vec<u8>,
     /// `None`: the value is NULL.
@@ -55,11 +54,11 @@ pub struct StoredLease {
 pub struct StoredMember {
     pub id: i64,
     pub name: String,
-    /// Whether it was heard of after its start.
+    /// Whether the member has sent a heartbeat since its start.
     pub beats_after_start: bool,
 }
 
-/// What stands beside the rows.
+/// The data of a log besides its rows.
 #[derive(Debug, Clone, Default)]
 pub struct Facts {
     /// The smallest and the largest id in [`Table::First`].
@@ -67,38 +66,38 @@ pub struct Facts {
     pub named: Vec<(String, i64)>,
     pub leases: Vec<StoredLease>,
     pub members: Vec<StoredMember>,
-    /// Facts that a log of this kind always has.
+    /// Facts that a log of this kind always contains.
     pub required: &'static [&'static str],
-    /// That the database takes.
+    /// Bytes that the database uses.
     pub bytes: i64,
 }
 
-/// How thoroughly a database looks through its own file.
+/// How thoroughly a database checks its own file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Depth {
     Whole,
-    /// Indexes are not compared with their tables.
+    /// Does not compare indexes with their tables.
     Quick,
 }
 
-/// A log at one moment. What is unreadable is [`super::Error::Corrupt`].
+/// A log at one moment. Unreadable content is [`super::Error::Corrupt`].
 #[async_trait]
 pub trait Inspect: History {
-    /// The database's, for people.
+    /// Returns the database's name for people.
     fn name(&self) -> &str;
 
-    /// What the database itself finds wrong with its file, at most `limit` texts.
+    /// Returns the damage that the database finds in its file, at most `limit` texts.
     async fn integrity(&self, depth: Depth, limit: usize) -> Result<Vec<String>>;
 
     async fn facts(&self) -> Result<Facts>;
 
-    /// The rows behind a place, in their order, some thousands of them; none: there are no more.
+    /// Returns the next few thousand rows after a position, in order; none at the end.
     async fn rows_after(&self, place: (i64, i64)) -> Result<Vec<StoredRow>>;
 
-    /// Ends the moment, and looks whether what was read may be believed.
+    /// Ends the read and checks whether its result is consistent.
     ///
     /// # Errors
     ///
-    /// If somebody may have written meanwhile.
+    /// If another process may have written meanwhile.
     async fn finish(&self) -> Result<()>;
 }

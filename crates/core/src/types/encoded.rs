@@ -1,14 +1,15 @@
-//! Pairs and events as the protobuf bytes that leave the server, made once and shared.
+//! Pairs and events in the protobuf form that leaves the server, encoded once and shared.
 //!
-//! Layout of a pair (`mvccpb.KeyValue`): key 1, create_revision 2, mod_revision 3, version 4, value 5, lease 6; fields
-//! with their default left out, in the order of their numbers, which is what every protobuf encoder writes.
+//! Layout of a pair (`mvccpb.KeyValue`): key 1, create_revision 2, mod_revision 3, version 4, value 5, lease 6. Fields
+//! with their default value are omitted, and fields are in the order of their numbers, as every protobuf encoder writes
+//! them.
 
 use bytes::{Buf, Bytes};
 use prost::encoding::{WireType, decode_key, decode_varint, encode_key, encode_varint, encoded_len_varint};
 
 use super::{LeaseId, Revision, Version};
 
-/// An encoded `mvccpb.KeyValue`. Only [`EncodedKv::new`] makes one, so reading it back cannot fail.
+/// An encoded `mvccpb.KeyValue`. Only [`EncodedKv::new`] creates one, so decoding it cannot fail.
 #[derive(Clone, PartialEq, Eq)]
 pub struct EncodedKv(Bytes);
 
@@ -29,7 +30,7 @@ impl EncodedKv {
         Self(buf.into())
     }
 
-    /// The same pair; the guard is dropped when nothing refers to its memory any more.
+    /// Attaches a guard that is dropped when the last reference to the pair's memory is dropped.
     pub fn held_by<G: Send + 'static>(self, guard: G) -> Self {
         Self(Bytes::from_owner(HeldBy { bytes: self.0, _guard: guard }))
     }
@@ -50,7 +51,7 @@ impl EncodedKv {
         self.0.is_empty()
     }
 
-    /// The value, sharing this pair's memory.
+    /// Returns the value, which shares the pair's memory.
     pub fn value(&self) -> Bytes {
         self.value_field().map_or_else(Bytes::new, |field| self.0.slice(field.value))
     }
@@ -59,7 +60,7 @@ impl EncodedKv {
         self.value_field().map_or(&[], |field| &self.0[field.value])
     }
 
-    /// The same pair with an empty value.
+    /// Returns the pair with an empty value.
     pub fn without_value(&self) -> Self {
         let Some(ValueField { whole, .. }) = self.value_field() else { return self.clone() };
         Self([&self.0[..whole.start], &self.0[whole.end..]].concat().into())
@@ -95,21 +96,21 @@ impl<G> AsRef<[u8]> for HeldBy<G> {
     }
 }
 
-/// Where the value lies in a pair: with its tag and length, and without.
+/// The position of the value in a pair: with its tag and length, and without.
 struct ValueField {
     whole: std::ops::Range<usize>,
     value: std::ops::Range<usize>,
 }
 
 impl std::fmt::Debug for EncodedKv {
-    /// Never the value.
+    /// Prints the pair without its value.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "EncodedKv({} bytes)", self.0.len())
     }
 }
 
-/// An encoded `mvccpb.Event` inside its frame: the tag and length that it has as an element of `WatchResponse.events`.
-/// Such events concatenated behind an encoded `WatchResponse` without events are that response with them.
+/// An encoded `mvccpb.Event` with the tag and length that it has as an element of `WatchResponse.events`. Such events,
+/// appended to an encoded `WatchResponse` without events, form the response that contains them.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EncodedEvent(Vec<u8>);
 
@@ -121,7 +122,7 @@ impl EncodedEvent {
         Self::frame(false, kv.as_bytes(), prev)
     }
 
-    /// A deletion: its pair has the key and the revision of the delete, nothing else.
+    /// Encodes a deletion, whose pair contains only the key and the revision of the delete.
     pub fn delete(key: &[u8], revision: Revision, prev: Option<&EncodedKv>) -> Self {
         let mut kv = Vec::with_capacity(bytes_len(key) + int_len(revision.0));
         put_bytes(&mut kv, 1, key);
@@ -146,7 +147,7 @@ impl EncodedEvent {
     }
 }
 
-// Every tag here is below 16, so it takes one byte.
+// All tags are below 16, so each takes one byte.
 
 fn bytes_len(bytes: &[u8]) -> usize {
     if bytes.is_empty() { 0 } else { 1 + encoded_len_varint(bytes.len() as u64) + bytes.len() }

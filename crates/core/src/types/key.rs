@@ -2,7 +2,7 @@
 
 use std::{borrow::Borrow, fmt, ops::Bound, ops::Deref};
 
-/// A key: any bytes, ordered bytewise. Owns exactly its bytes, so that it never keeps a request's buffer alive.
+/// A key: any bytes, ordered bytewise. It owns exactly its bytes, so it never keeps a request's buffer alive.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key(Box<[u8]>);
 
@@ -12,10 +12,10 @@ impl Key {
     }
 }
 
-/// As many letters of a key are shown to people.
+/// Maximum number of characters of a key in logs.
 const SHOWN_CHARS: usize = 128;
 
-/// A key for people: escaped and cut.
+/// Formats a key for logs: escaped and truncated.
 pub fn shown(key: &[u8]) -> String {
     key.escape_ascii().to_string().chars().take(SHOWN_CHARS).collect()
 }
@@ -52,22 +52,23 @@ impl fmt::Debug for Key {
     }
 }
 
-/// A part of the key space, as ordered maps are asked for it.
+/// Bounds of a range in an ordered map.
 pub type KeyBounds<'a> = (Bound<&'a [u8]>, Bound<&'a [u8]>);
 
-/// The keys that a request speaks of.
+/// The keys that a request refers to.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub enum KeyRange {
-    /// Exactly this key.
+    /// A single key.
     Single(Key),
-    /// The keys in [start, end); with no end every key from `start` on.
+    /// The keys in [start, end); without an end, all keys from `start` on.
     Span { start: Key, end: Option<Key> },
 }
 
 impl KeyRange {
-    /// From the wire's pair: an empty `range_end` is the one key, `"\0"` is every key from `key` on.
+    /// Converts a key and range end of the wire: an empty `range_end` means the single key, `"\0"` means all keys from
+    /// `key` on.
     ///
-    /// The answer may be an empty range (`key >= range_end`), which holds nothing and is no error.
+    /// The result may be an empty range (`key >= range_end`), which contains no key and is not an error.
     pub fn from_wire(key: &[u8], range_end: &[u8]) -> Self {
         match range_end {
             [] => Self::Single(key.into()),
@@ -76,7 +77,7 @@ impl KeyRange {
         }
     }
 
-    /// Every key there is.
+    /// Returns the range of all keys.
     pub fn all() -> Self {
         Self::Span { start: Key::from(&b""[..]), end: None }
     }
@@ -88,7 +89,7 @@ impl KeyRange {
         }
     }
 
-    /// Whether no key can lie in it.
+    /// Returns whether the range contains no key.
     pub fn is_empty(&self) -> bool {
         match self {
             Self::Single(_) => false,
@@ -102,7 +103,7 @@ impl KeyRange {
         }
     }
 
-    /// The range's bounds for an ordered map. Not for an empty range, whose bounds such a map refuses.
+    /// Returns the bounds for an ordered map. Do not call it on an empty range: ordered maps panic on its bounds.
     pub fn bounds(&self) -> KeyBounds<'_> {
         match self {
             Self::Single(key) => (Bound::Included(key), Bound::Included(key)),
@@ -112,7 +113,7 @@ impl KeyRange {
         }
     }
 
-    /// What is left of the range behind `key`.
+    /// Returns the bounds of the part of the range after `key`.
     pub fn bounds_after<'a>(&'a self, key: &'a [u8]) -> KeyBounds<'a> {
         (Bound::Excluded(key), self.bounds().1)
     }

@@ -1,5 +1,5 @@
-//! What a row says of its key must follow from the key's row before it. Pure; used while the index is rebuilt and by
-//! `orlop check`.
+//! Validation of rows: each row of a key must follow from the previous one. Pure; used while the index is rebuilt and
+//! by `orlop check`.
 //!
 //! ```text
 //! put(2)              version 1, create_revision 2, prev_revision 0
@@ -8,21 +8,21 @@
 //! put(7)              version 1, create_revision 7, prev_revision 0
 //! ```
 //!
-//! Above the compact revision every row is there, and of what lies at or below it the version that was live at it. So a row
-//! above must follow exactly. A row at or below it may follow one that was compacted away, and then need only be possible.
+//! Above the compact revision all rows exist; at or below it, the version that was live at it. So a row above must
+//! follow exactly. A row at or below may follow a row that was compacted, and only needs to be possible.
 //!
-//! Known limit: below the compact revision a wrong number that would be possible passes.
+//! Known limit: a wrong but possible number below the compact revision is not found.
 
 use std::fmt;
 
 use crate::types::{Change, ChangeKind, Revision, RowId};
 
-/// What a row says.
+/// The columns of a row that are validated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Claim {
     pub row: RowId,
     pub kind: ClaimKind,
-    /// The version that was live before the transaction; 0: there was none.
+    /// The revision of the version that was live before the transaction; 0 if there was none.
     pub prev_revision: Revision,
 }
 
@@ -32,7 +32,7 @@ pub enum ClaimKind {
     Delete,
 }
 
-/// What does not follow.
+/// A contradiction between two rows of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contradiction {
     Number {
@@ -40,9 +40,9 @@ pub enum Contradiction {
         found: i64,
         expected: i64,
     },
-    /// A delete of a key that is not there.
+    /// A delete of a key that does not exist.
     NothingToDelete,
-    /// The key is created, though nothing deleted the version that was put at `since`.
+    /// The key is created although the version put at `since` was not deleted.
     MissingDelete {
         since: Revision,
     },
@@ -72,26 +72,27 @@ impl Claim {
         Self { row: change.row, kind, prev_revision }
     }
 
-    /// Checks it against the key's newest row before it, if there is one.
+    /// Checks the row against the previous row of the key, if there is one.
     ///
     /// # Errors
     ///
-    /// If it cannot follow, whatever was compacted away up to and with `compacted`.
+    /// If it cannot follow, whatever was compacted up to and including `compacted`.
     pub fn follow(&self, last: Option<&Self>, compacted: Option<Revision>) -> Result<(), Contradiction> {
         let Err(contradiction) = self.follow_directly(last) else { return Ok(()) };
-        // Compaction takes a key's rows from the oldest on, but of several instances each takes those that it found.
+        // Compaction deletes a key's rows from the oldest on, but each of several instances deletes those that it
+        // found.
         let between_may_be_gone = compacted.is_some_and(|compacted| self.row.revision <= compacted)
             && last.is_none_or(|last| last.row.revision < self.row.revision && last.row.revision != self.prev_revision);
         if between_may_be_gone && self.is_possible_after(last) { Ok(()) } else { Err(contradiction) }
     }
 
-    /// As the next row of its key.
+    /// Checks the row as the direct successor of `last`.
     fn follow_directly(&self, last: Option<&Self>) -> Result<(), Contradiction> {
         let live = last.and_then(|last| match last.kind {
             ClaimKind::Put { create_revision, version } => Some((last.row.revision, create_revision, version)),
             ClaimKind::Delete => None,
         });
-        // A transaction's second change of a key names the version before the transaction too.
+        // The second change of a key in a transaction also names the version before the transaction.
         let prev_revision = match last {
             Some(last) if last.row.revision == self.row.revision => last.prev_revision,
             _ => live.map_or(Revision(0), |(revision, ..)| revision),
@@ -114,14 +115,14 @@ impl Claim {
         expect("prev_revision", self.prev_revision.0, prev_revision.0)
     }
 
-    /// Whether rows between `last` and this one, gone by now, could have made it what it is.
+    /// Returns whether deleted rows between `last` and this one can explain it.
     fn is_possible_after(&self, last: Option<&Self>) -> bool {
         let RowId { revision, sub } = self.row;
         let prev = self.prev_revision;
         let had_prev = prev > Revision::EMPTY && prev < revision && last.is_none_or(|last| prev > last.row.revision);
         let had_none = prev == Revision(0);
         match self.kind {
-            // A key that its own transaction made was not there before.
+            // A key created by its own transaction did not exist before it.
             ClaimKind::Delete => had_prev || (had_none && sub > 0),
             ClaimKind::Put { create_revision, version } if create_revision == revision => {
                 (had_prev && sub > 0 || had_none) && (version == 1 || (version > 1 && sub > 0))
@@ -168,7 +169,7 @@ mod tests {
             (Some(created), put(4, 0, 2, 2, 2), None),
             (Some(put(4, 0, 2, 2, 2)), deleted, None),
             (Some(deleted), put(7, 0, 7, 1, 0), None),
-            // One transaction: created and deleted; deleted and put again; put, deleted, put.
+            // In one transaction: created and deleted; deleted and put; put, deleted, put.
             (Some(put(7, 0, 7, 1, 0)), delete(7, 1, 0), None),
             (Some(delete(7, 0, 4)), put(7, 1, 7, 1, 4), None),
             (Some(put(7, 0, 2, 3, 4)), delete(7, 2, 4), None),
@@ -189,7 +190,7 @@ mod tests {
         }
     }
 
-    /// Both rows lie at or below the compact revision.
+    /// Both rows are at or below the compact revision.
     #[test]
     fn rows_that_compaction_left_are_possible() {
         let created = put(2, 0, 2, 1, 0);
@@ -209,7 +210,7 @@ mod tests {
             (None, put(9, 0, 2, 5, 9), false),
             (None, put(9, 0, 7, 5, 6), false),
             (None, delete(9, 0, 0), false),
-            // What is there is what it replaced, so that nothing lay between.
+            // `last` is the row that was replaced, so there was no row between.
             (Some(created), put(9, 0, 2, 3, 2), false),
             (Some(put(4, 0, 2, 2, 2)), put(9, 0, 2, 3, 2), false),
         ];
@@ -219,7 +220,8 @@ mod tests {
         }
     }
 
-    /// It left the put at 2 and took its delete, both below the compact revision; the key was created anew above it.
+    /// The purge left the put at 2 and deleted its delete, both below the compact revision; the key was created again
+    /// above it.
     #[test]
     fn unfinished_purge_of_another_instance_does_not_end_a_start() {
         let change = |claim: Claim| {
