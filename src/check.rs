@@ -1,16 +1,16 @@
-//! `orlop check`: whether a store is what a server could have written, without a server and beside one. It reads all of
-//! the store, at one moment, and writes nothing.
+//! `orlop check`: checks whether a server could have written a store, with or without a server running. It reads the
+//! whole store as of one moment and writes nothing.
 //!
-//! A violation is something that no sequence of requests, compactions and stops leaves behind. [`rows`] holds what rows say
-//! of each other, [`facts`] what stands beside them; what a row must say of its key is [`orlop_core::index`]'s. A store that is
-//! found sound is at last read as a server reads it at its start, and the index compared.
+//! A violation is a state that no sequence of requests, compactions and stops produces. [`rows`] compares rows with
+//! each other, [`facts`] checks the data besides them, and [`orlop_core::index`] validates the rows of each key. A
+//! store without violations is finally read as a server reads it at its start, and the index is compared.
 //!
-//! There is no repair: nothing that a server leaves behind needs one, and each violation leaves open what was lost.
-//! docs/how-to/check.md tells why, kind by kind.
+//! There is no repair: a server never leaves a state that needs one, and a violation does not tell what was lost.
+//! docs/how-to/check.md explains each kind.
 //!
-//! Known limits: a value has no checksum, so that other bytes in it pass; rows that are gone from the end of the log are not
-//! missed; below the compact revision rows may be gone, and a wrong number that would be possible there passes. The newest
-//! row of each key is held in memory.
+//! Known limits: values have no checksum, so changed bytes in them are not found; rows missing at the end of the log
+//! are not found; below the compact revision rows may be missing, and a wrong but possible number is not found. The
+//! newest row of each key is kept in memory.
 
 mod command;
 mod facts;
@@ -31,42 +31,42 @@ use orlop_core::{
     types::{KeyRange, LeaseId, Revision, shown},
 };
 
-/// What to do.
+/// Options of a check.
 #[derive(Debug, Clone, Copy)]
 pub struct Plan {
-    /// Violations that are told; the others are counted.
+    /// Maximum number of violations to report; the rest is counted.
     pub limit: usize,
     pub depth: Depth,
 }
 
-/// What was found.
+/// The result of a check.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// The database's, for people.
+    /// The database's name.
     pub name: String,
     pub rows: u64,
-    /// That have a row.
+    /// Keys that have a row.
     pub keys: usize,
     pub live_keys: usize,
-    /// The smallest id and the largest.
+    /// The smallest and the largest id.
     pub revisions: Option<(i64, i64)>,
     pub compact_revision: Option<i64>,
     pub leases: usize,
-    /// Rows that were compacted away and are still there, which the next start deletes. `None`: not counted, as the store
-    /// is not sound.
+    /// Compacted rows that still exist and that the next start deletes. `None`: not counted, because the store is
+    /// damaged.
     pub rows_to_purge: Option<usize>,
     pub bytes: i64,
     pub took: Duration,
     pub findings: Findings,
 }
 
-/// What is wrong, and where.
+/// A violation and its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
-    /// A table's name or, of the database itself, `database`.
+    /// The table, or `database`.
     pub table: &'static str,
     pub row: Option<Place>,
-    /// What is there, and what was expected.
+    /// The found and the expected content.
     pub what: String,
 }
 
@@ -75,7 +75,7 @@ pub enum Place {
     Row {
         id: i64,
         sub: i64,
-        /// Escaped and cut.
+        /// Escaped and truncated.
         key: String,
     },
     Lease(i64),
@@ -97,7 +97,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Violations, the first of them kept.
+/// Violations: the first ones are kept, the rest is counted.
 #[derive(Debug, Default)]
 pub struct Findings {
     limit: usize,
@@ -127,11 +127,11 @@ impl Findings {
     }
 }
 
-/// Checks a store. `progress` hears which revision was reached, of which last one.
+/// Checks a store. `progress` receives the current and the last revision.
 ///
 /// # Errors
 ///
-/// If it cannot be read. What is unreadable because it is damaged is a violation.
+/// If it cannot be read. Content that is unreadable because of damage is a violation.
 pub async fn check(store: &dyn Inspect, plan: Plan, mut progress: impl FnMut(Revision, Revision)) -> Result<Report> {
     let begun = Instant::now();
     let mut report = Report { name: store.name().to_owned(), findings: Findings::new(plan.limit), ..Report::default() };
@@ -199,7 +199,7 @@ async fn walk(
     }
 }
 
-/// Whether a server would find what the rows say.
+/// Compares the rows with what a server would restore.
 fn compare(replayed: &Replayed, rows: &Rows, findings: &mut Findings) {
     let index = &replayed.index;
     let mut served = 0;

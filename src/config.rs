@@ -1,6 +1,7 @@
-//! Settings: defaults, then a TOML or YAML file, then `ORLOP_*` variables, then flags; the later wins.
+//! Settings: defaults, then a TOML or YAML file, then `ORLOP_*` variables, then flags; later sources override earlier
+//! ones.
 //!
-//! Every setting is named as etcd names it. A flag `--max-txn-ops` is the key `max-txn-ops` in a file and the variable
+//! Settings have etcd's names. The flag `--max-txn-ops` is the key `max-txn-ops` in a file and the variable
 //! `ORLOP_MAX_TXN_OPS`.
 
 mod flags;
@@ -26,11 +27,11 @@ pub use self::{
     },
 };
 
-/// What every setting is where nothing says otherwise.
+/// All settings, with their defaults.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Settings {
-    /// Empty: as [`Settings::member_name`] says.
+    /// Empty: see [`Settings::member_name`].
     pub name: String,
     pub data_dir: PathBuf,
     /// Empty: SQLite in the data directory.
@@ -38,13 +39,13 @@ pub struct Settings {
     pub datastore_poll_interval: Interval,
     pub datastore_connections: u32,
     pub listen_client_urls: Urls,
-    /// Empty: none. Once loaded it is among `listen_client_urls`.
+    /// Empty: none. After loading it is included in `listen_client_urls`.
     pub listen_address: String,
-    /// Of the sockets that unix URLs name.
+    /// Mode of unix sockets.
     pub unix_socket_mode: FileMode,
-    /// Where metrics and health are served as well.
+    /// Additional addresses for metrics and health.
     pub listen_metrics_urls: Urls,
-    /// Empty: those that are listened on.
+    /// Empty: the listen addresses.
     pub advertise_client_urls: Urls,
     /// Bytes.
     pub max_request_bytes: usize,
@@ -56,10 +57,10 @@ pub struct Settings {
     pub worker_threads: usize,
     pub log_level: String,
     pub log_format: LogFormat,
-    /// Bytes; 0: etcd's 2 GiB, below 0: none.
+    /// Bytes; 0: etcd's 2 GiB, negative: no quota.
     pub quota_backend_bytes: i64,
     pub auto_compaction_mode: AutoCompactionMode,
-    /// As [`Settings::auto_compaction`] reads it.
+    /// Parsed by [`Settings::auto_compaction`].
     pub auto_compaction_retention: String,
     pub compaction_batch_limit: usize,
     pub compaction_sleep_interval: Interval,
@@ -75,9 +76,9 @@ pub struct Settings {
     pub distributed_tracing_service_name: String,
     /// Empty: none.
     pub distributed_tracing_instance_id: String,
-    /// Of a million.
+    /// Per million.
     pub distributed_tracing_sampling_rate: u32,
-    /// Empty: none, as with the other files.
+    /// Empty: none; the same applies to the other files.
     pub cert_file: PathBuf,
     pub key_file: PathBuf,
     pub client_cert_auth: bool,
@@ -147,7 +148,7 @@ impl Settings {
     ///
     /// # Errors
     ///
-    /// A text for the operator that names the setting, where it came from and what it accepts.
+    /// A text for the operator that names the setting, its source and the accepted values.
     pub fn load(flags: &Flags) -> Result<Self, String> {
         let mut figment = Figment::from(Serialized::defaults(Self::default()));
         if let Some(file) = &flags.datastore.config_file {
@@ -161,7 +162,7 @@ impl Settings {
         Self::extract(&figment.merge(variables).merge(Serialized::defaults(flags)))
     }
 
-    /// From texts in place of a file and the environment, for fuzzing.
+    /// Builds settings from texts instead of a file and the environment, for fuzzing.
     pub fn of_texts(
         toml: Option<&str>,
         yaml: Option<&str>,
@@ -191,7 +192,8 @@ impl Settings {
         Ok(settings)
     }
 
-    /// `listen-address` as a URL. kine takes it without a scheme and, like Go, without a host for all of the machine's.
+    /// Returns `listen-address` as a URL. kine accepts it without a scheme and, like Go, without a host for all
+    /// addresses.
     fn kine_url(&self) -> Result<Option<ListenUrl>, String> {
         if self.listen_address.is_empty() {
             return Ok(None);
@@ -248,11 +250,11 @@ impl Settings {
         self.datastore().map(drop)
     }
 
-    /// What https and unixs addresses are served with, if they can be.
+    /// Returns the TLS settings of https and unixs addresses, if there are any.
     ///
     /// # Errors
     ///
-    /// If some files are given and others that they need are not.
+    /// If a file is given without another one that it needs.
     pub fn tls(&self) -> Result<Option<Tls>, String> {
         let given = |file: &PathBuf| (!file.as_os_str().is_empty()).then(|| file.clone());
         let versions = (self.tls_min_version, self.tls_max_version);
@@ -263,7 +265,7 @@ impl Settings {
         let (cert_file, key_file, self_signed) = match (given(&self.cert_file), given(&self.key_file)) {
             (Some(cert_file), Some(key_file)) => (cert_file, key_file, None),
             (None, None) if self.auto_tls => {
-                // Where etcd keeps them.
+                // etcd's directory.
                 let folder = self.data_dir.join("fixtures/client");
                 (folder.join("cert.pem"), folder.join("key.pem"), Some(self.self_signed()))
             }
@@ -297,7 +299,7 @@ impl Settings {
         }))
     }
 
-    /// For all names that clients may use, as far as they are known.
+    /// Returns the names of a self-signed certificate: all known names of the server.
     fn self_signed(&self) -> SelfSigned {
         let urls = self.listen_client_urls.0.iter().chain(&self.advertise_client_urls.0);
         let mut hosts: Vec<String> = urls.filter_map(|url| url.host()).map(str::to_owned).collect();
@@ -308,11 +310,11 @@ impl Settings {
         SelfSigned { hosts, validity_years: self.self_signed_cert_validity }
     }
 
-    /// What automatic compaction keeps; `None`: there is none.
+    /// Returns what automatic compaction keeps; `None` if it is disabled.
     ///
     /// # Errors
     ///
-    /// If the retention is not what the mode takes.
+    /// If the retention is invalid for the mode.
     pub fn auto_compaction(&self) -> Result<Option<Retention>, String> {
         let text = self.auto_compaction_retention.trim();
         let number = text.parse::<u32>().ok();
@@ -334,7 +336,7 @@ impl Settings {
         Ok(if retention == Retention::Time(Duration::ZERO) { None } else { Some(retention) })
     }
 
-    /// The name that is set, or one that tells instances on one database apart and stays over restarts.
+    /// Returns the configured name, or one that is unique among instances on one database and survives restarts.
     pub fn member_name(&self) -> String {
         if !self.name.is_empty() {
             return self.name.clone();
@@ -352,11 +354,11 @@ impl Settings {
         }
     }
 
-    /// Where the log is kept.
+    /// Returns the location of the log.
     ///
     /// # Errors
     ///
-    /// If the endpoint is of a kind that is not served.
+    /// If the kind of endpoint is not supported.
     pub fn datastore(&self) -> Result<Datastore, String> {
         let endpoint = &self.datastore_endpoint.0;
         if endpoint.is_empty() {
@@ -365,7 +367,7 @@ impl Settings {
         match endpoint.split_once("://") {
             Some(("sqlite", path)) if !path.is_empty() => Ok(Datastore::Sqlite(path.into())),
             Some(("postgres" | "postgresql", place)) if !place.is_empty() => Ok(Datastore::Postgres(endpoint.clone())),
-            // Never the endpoint itself: it may hold a password.
+            // The endpoint is not printed: it may contain a password.
             _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE"
                 .to_owned()),
         }

@@ -1,7 +1,6 @@
-//! What clients, probes and dashboards ask for by plain HTTP, on the same ports as gRPC: `/version`, health, metrics and the
-//! JSON gateway.
+//! Plain HTTP on the same ports as gRPC: `/version`, health, metrics and the JSON gateway.
 //!
-//! Everything here is a client of [`crate::api`] or [`orlop_core::store`]; nothing of etcd's behaviour is decided here.
+//! All of it is a client of [`crate::api`] or [`orlop_core::store`]; no behaviour of etcd is implemented here.
 
 pub mod gateway;
 mod health;
@@ -25,11 +24,11 @@ use orlop_core::{
     supervise::{caught, tell_request},
 };
 
-/// The gRPC services and all HTTP endpoints.
+/// Returns the gRPC services and all HTTP endpoints.
 ///
 /// # Errors
 ///
-/// If the descriptors that were compiled in cannot be read.
+/// If the compiled-in descriptors cannot be read.
 pub fn routes(
     grpc: Routes,
     store: &Arc<Store>,
@@ -42,7 +41,7 @@ pub fn routes(
     Ok(Routes::from(grpc.merge(http(store)).merge(gateway).fallback(unknown)))
 }
 
-/// What probes and Prometheus ask for, for a port of its own.
+/// Returns the endpoints for probes and Prometheus, for a separate address.
 pub fn probe_routes(store: &Arc<Store>) -> Routes {
     Routes::from(http(store).fallback(unknown))
 }
@@ -56,7 +55,7 @@ fn http(store: &Arc<Store>) -> Router {
         .layer(from_fn_with_state(Arc::clone(store), survive))
 }
 
-/// A request that panics fails alone. Those of gRPC are seen to by the API's meter.
+/// Answers a request that panics; gRPC calls are covered by the API's metering.
 async fn survive(State(store): State<Arc<Store>>, request: Request, next: Next) -> Response {
     let path = request.uri().path().to_owned();
     match caught(next.run(request)).await {
@@ -68,7 +67,7 @@ async fn survive(State(store): State<Arc<Store>>, request: Request, next: Next) 
     }
 }
 
-/// As etcd's default for `--cors`.
+/// The default of etcd's `--cors`.
 async fn for_all_origins(mut response: Response) -> Response {
     const HEADERS: [(HeaderName, HeaderValue); 3] = [
         (header::ACCESS_CONTROL_ALLOW_ORIGIN, HeaderValue::from_static("*")),
@@ -79,7 +78,7 @@ async fn for_all_origins(mut response: Response) -> Response {
     response
 }
 
-/// What nobody serves, answered in the language of the question.
+/// Answers unknown paths, in gRPC to gRPC clients.
 async fn unknown(headers: HeaderMap) -> Response {
     let is_grpc =
         headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));

@@ -1,5 +1,4 @@
-//! The server's log, to standard error: lines for people, or JSON objects with the names that etcd's have for level, time
-//! and message.
+//! The server's log on standard error: text, or JSON objects with etcd's names for level, time and message.
 
 use std::{fmt, io::IsTerminal as _};
 
@@ -20,11 +19,11 @@ use tracing_subscriber::{
 
 use crate::config::LogFormat;
 
-/// Begins to log.
+/// Starts logging.
 ///
 /// # Errors
 ///
-/// If the level is none that is known.
+/// If the level is unknown.
 pub fn start(level: &str, format: LogFormat) -> Result<(), String> {
     let filter = EnvFilter::try_new(level)
         .map_err(|error| format!("log-level {level:?}: {error}; use error, warn, info, debug or trace"))?;
@@ -39,7 +38,7 @@ pub fn start(level: &str, format: LogFormat) -> Result<(), String> {
     Ok(())
 }
 
-/// One object a line: `level`, `ts`, `caller`, `msg`, then what the event says.
+/// One object per line: `level`, `ts`, `caller`, `msg`, then the fields of the event.
 struct Json;
 
 impl<S, N> FormatEvent<S, N> for Json
@@ -62,7 +61,7 @@ where
         };
         write!(writer, r#"{{"level":"{level}","ts":"{time}""#)?;
         if let (Some(file), Some(line)) = (metadata.file(), metadata.line()) {
-            // From the folder of the sources on.
+            // The path below the source directory.
             let file = file.rsplit_once("src/").map_or(file, |(_, file)| file);
             write!(writer, r#","caller":{}"#, Value::from(format!("{file}:{line}")))?;
         }
@@ -74,7 +73,7 @@ where
     }
 }
 
-/// What an event says.
+/// The fields of an event.
 #[derive(Default)]
 struct Said {
     message: String,

@@ -1,5 +1,5 @@
-//! The composition root: opens the log and the store, binds the listeners, serves, drains. The only module that knows all
-//! the others.
+//! The composition root: opens the log and the store, binds listeners, serves, and drains. The only module that knows
+//! all others.
 
 use std::{fmt, io::Write as _, sync::Arc, thread::available_parallelism, time::Duration};
 
@@ -30,11 +30,11 @@ use orlop_core::{
 };
 use orlop_sql::{PostgresLog, PostgresSettings, SqliteLog};
 
-/// How long clients have to finish their requests once the server goes down.
+/// Maximum time for clients to finish their requests when the server stops.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
 const RUNTIME_BEAT: Duration = Duration::from_secs(1);
 
-/// Why the server did not start or stopped by itself; a text for the operator.
+/// The reason why the server did not start, or stopped by itself; a text for the operator.
 #[derive(Debug)]
 pub struct Error(String);
 
@@ -46,7 +46,7 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Serves until `shutdown` is done, then drains: writes that were taken are finished and answered, streams end with a
+/// Serves until `shutdown` completes, then drains: accepted writes are finished and answered, streams end with a
 /// status, and the log is closed.
 ///
 /// # Errors
@@ -67,7 +67,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     let _watching = watch_over(&store)?;
 
     let snapshots = Folder::of(&settings.datastore().map_err(Error)?);
-    // The log's lock keeps others out of a folder of its own.
+    // The lock of the log excludes other processes from this directory.
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
     let exporter = exporter(&settings)?;
@@ -112,14 +112,14 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     }
     store.stop().await;
     if let Some(exporter) = exporter {
-        // It waits for tasks of this runtime.
+        // It blocks on tasks of this runtime.
         let _ = tokio::task::spawn_blocking(move || exporter.finish()).await;
     }
     info!("stopped");
     outcome
 }
 
-/// Looks after the store's loops, and after the runtime that all of them run on.
+/// Starts the watchdog for the store's loops and for the runtime.
 fn watch_over(store: &Store) -> Result<Watching, Error> {
     let (watchdog, pulse) = (Arc::clone(store.watchdog()), Arc::new(Pulse::default()));
     watchdog.follow("runtime", &pulse);
@@ -133,7 +133,7 @@ fn watch_over(store: &Store) -> Result<Watching, Error> {
     watchdog.start(gauge).map_err(|error| Error(format!("cannot start the watchdog: {error}")))
 }
 
-/// What systemd waits for with `Type=notify`: a datagram to the socket that it names.
+/// Notifies systemd (`Type=notify`) with a datagram to its socket.
 #[cfg(target_os = "linux")]
 fn tell_service_manager(state: &str) {
     use std::os::{
@@ -180,7 +180,7 @@ fn advertised_urls(settings: &Settings, listeners: &[Listener]) -> Vec<String> {
     }
 }
 
-/// Opens the log and reads it.
+/// Opens and reads the log.
 async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<Metrics>) -> Result<Store, Error> {
     let store_settings = store::Settings {
         value_cache_bytes: settings.value_cache_bytes,
@@ -198,13 +198,13 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
             Retention::Revisions(revisions) => AutoCompaction::Revision(revisions),
         }),
         compaction: Pace { rows: settings.compaction_batch_limit, pause: settings.compaction_sleep_interval.0 },
-        // Threads of a larger runtime would wake one another.
+        // On a runtime with several threads, polling would wake the others.
         busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
         watchdog: Arc::default(),
     };
     let datastore = settings.datastore().map_err(Error)?;
-    // Of Postgres there is one, and its errors name it.
+    // Errors of Postgres name the database themselves.
     let place = match &datastore {
         Datastore::Sqlite(file) => format!(" {}", file.display()),
         Datastore::Postgres(_) => String::new(),
@@ -253,9 +253,9 @@ fn api_settings(settings: &Settings, snapshots: Folder, exporter: Option<Arc<Exp
     }
 }
 
-/// Tells, on standard output, where clients can come to; a port of 0 has become a real one.
+/// Prints the address for clients to standard output, with the actual port if 0 was requested.
 fn announce(url: &ListenUrl) {
     info!(%url, "ready to serve client requests");
-    // Nobody may be reading; that is no reason to stop.
+    // A closed standard output is no reason to stop.
     let _ = writeln!(std::io::stdout(), "orlop: serving client requests on {url}");
 }

@@ -1,5 +1,5 @@
-//! A log as one file: a SQLite database of the form that Orlop itself keeps, of one moment, and behind it the 32 bytes of
-//! its SHA-256, as etcd's snapshots have them.
+//! A log as one file: a SQLite database in Orlop's own format, as of one moment, followed by the 32 bytes of its
+//! SHA-256, as in etcd's snapshots.
 
 mod checksum;
 mod command;
@@ -24,10 +24,10 @@ use orlop_core::{
 };
 use orlop_sql::{SqliteLoader, SqliteView};
 
-/// Why a snapshot cannot be taken, read or restored.
+/// Errors of taking, reading and restoring snapshots.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The text is for people, and names the file.
+    /// The text is for the operator and names the file.
     #[error("{0}")]
     File(String),
     #[error(transparent)]
@@ -36,23 +36,24 @@ pub enum Error {
 
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// A snapshot on the disk, without its checksum. Its file has no name any more, and is gone when this is dropped.
+/// A snapshot on disk without its checksum. Its file has no name and is deleted when this is dropped.
 pub struct Snapshot {
     pub file: File,
     pub bytes: u64,
 }
 
-/// Where snapshots are written before they are sent.
+/// The directory in which snapshots are written before they are sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Folder {
-    /// A server's own, made when it is needed.
+    /// A directory of this server, created when needed.
     Own(PathBuf),
-    /// Everybody's: nothing in it is ours but files whose names nobody can foresee.
+    /// A shared directory: Orlop's files have unpredictable names.
     Shared(PathBuf),
 }
 
 impl Folder {
-    /// Beside SQLite's file, which has room for one more of its size, or where the system has temporary files.
+    /// Returns the directory: beside SQLite's file, whose disk has space for a copy, or the system's temporary
+    /// directory.
     pub fn of(datastore: &Datastore) -> Self {
         match datastore {
             Datastore::Sqlite(file) => {
@@ -64,11 +65,12 @@ impl Folder {
         }
     }
 
-    /// Removes what a server left that did not end well, if the folder is its own. Only who alone uses that may.
+    /// Removes files that a killed server left, if the directory is its own. Only the process that owns the directory
+    /// may call it.
     ///
     /// # Errors
     ///
-    /// If there is something that cannot be removed.
+    /// If a file cannot be removed.
     pub fn clear(&self) -> Result<()> {
         let Self::Own(folder) = self else { return Ok(()) };
         match std::fs::remove_dir_all(folder) {
@@ -77,7 +79,7 @@ impl Folder {
         }
     }
 
-    /// A file that only its owner may read.
+    /// Creates a file that only its owner can read.
     fn new_file(&self) -> Result<NamedTempFile> {
         let (made, folder) = match self {
             Self::Own(folder) => (private::make_folder(folder), folder),
@@ -87,27 +89,27 @@ impl Folder {
             .map_err(|error| unusable("create a file in", folder, &error))
     }
 
-    /// Takes a snapshot of all that is in the log now; it is written to meanwhile.
+    /// Takes a snapshot of the log as it is now; writes continue meanwhile.
     ///
     /// # Errors
     ///
-    /// If the log cannot be read or there is no room.
+    /// If the log cannot be read or the disk is full.
     ///
     /// # Cancel safety
     ///
-    /// What was written is removed.
+    /// The file is removed.
     pub async fn take(&self, log: &dyn Log) -> Result<Snapshot> {
         let (file, path) = self.new_file()?.into_parts();
         let into = Box::new(SqliteLoader::scratch(&path, Cluster::Same).await?);
         copy(&*log.freeze().await?, into).await?;
         let bytes = file.metadata().map_err(|error| unusable("read", &path, &error))?.len();
-        // If the server is killed while it sends, nothing is left behind.
+        // If the server is killed while it sends, no file is left behind.
         path.close().map_err(|error| Error::File(format!("cannot remove a snapshot's file: {error}")))?;
         Ok(Snapshot { file, bytes })
     }
 }
 
-/// Copies all of a log that does not change meanwhile.
+/// Copies a log that does not change meanwhile.
 async fn copy(from: &dyn History, mut into: Box<dyn Load>) -> log::Result<()> {
     let meta = from.meta().await?;
     let mut next = Revision::EMPTY.next();
@@ -119,36 +121,36 @@ async fn copy(from: &dyn History, mut into: Box<dyn Load>) -> log::Result<()> {
     into.finish(&meta).await
 }
 
-/// What a snapshot holds.
+/// The content of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Status {
-    /// As the Maintenance service's HashKV gives it at this revision.
+    /// The hash that HashKV returns at this revision.
     pub hash: u32,
     pub revision: Revision,
     pub compact_revision: Option<Revision>,
-    /// That are live.
+    /// Live keys.
     pub keys: usize,
     pub rows: usize,
     pub leases: usize,
     pub cluster_id: u64,
-    /// Without the checksum.
+    /// Bytes without the checksum.
     pub bytes: u64,
 }
 
-/// Reads a snapshot whole.
+/// Reads and verifies a snapshot.
 ///
 /// # Errors
 ///
-/// If it is not whole, not Orlop's, or contradicts itself.
+/// If it is incomplete, not Orlop's, or inconsistent.
 pub async fn status(file: &Path, check: HashCheck) -> Result<Status> {
     open(file, check).await.map(|(_, status)| status)
 }
 
-/// Fills an empty database from a snapshot.
+/// Restores a snapshot into an empty database.
 ///
 /// # Errors
 ///
-/// As [`status`], and if the database cannot be written; then nothing of it is there.
+/// Like [`status`], and if the database cannot be written; it then stays empty.
 pub async fn restore(file: &Path, check: HashCheck, into: Box<dyn Load>) -> Result<Status> {
     let (database, status) = open(file, check).await?;
     copy(&database, into).await?;

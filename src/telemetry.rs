@@ -1,8 +1,7 @@
-//! Requests as OpenTelemetry spans, sent to a collector: a span for the call and one for each part of its time.
+//! Export of requests as OpenTelemetry spans: one span per call and one for each part of its time.
 //!
-//! A span is made when its call has ended, from what the trace noted, so that a call that is not sampled costs a look at
-//! one header and a copy of its path. A caller's `traceparent` is the span's parent and decides whether it is sampled, as
-//! in etcd.
+//! A span is created from the trace when its call has ended, so a call that is not sampled costs one header lookup and
+//! a copy of its path. The caller's `traceparent` is the parent and decides about sampling, as in etcd.
 
 use std::time::{Duration, SystemTime};
 
@@ -21,51 +20,51 @@ use opentelemetry_sdk::{
 
 use orlop_core::trace::{Part, Trace};
 
-/// How long the last spans have to leave when the server stops.
+/// Maximum time to export the last spans when the server stops.
 const FLUSH_MAX: Duration = Duration::from_secs(3);
 const MILLION: f64 = 1_000_000.0;
 
-/// Where spans go and which.
+/// The destination and the sampling of spans.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// `HOST:PORT` of a collector's OTLP over gRPC.
+    /// `HOST:PORT` of an OTLP collector (gRPC).
     pub address: String,
     pub service_name: String,
     /// Empty: none.
     pub instance_id: String,
-    /// Of a million calls without a sampled parent.
+    /// Calls to sample per million of those without a sampled parent.
     pub sampling_rate: u32,
 }
 
-/// Sends spans in the background; those that find no room are dropped.
+/// Exports spans in the background; spans that do not fit into the queue are dropped.
 #[derive(Debug)]
 pub struct Exporter {
     provider: SdkTracerProvider,
     tracer: SdkTracer,
 }
 
-/// A call that has ended.
+/// A finished call.
 #[derive(Debug)]
 pub struct Ended<'a> {
     /// `/SERVICE/METHOD`.
     pub path: &'a str,
     pub parent: &'a Parent,
     pub took: Duration,
-    /// gRPC's number.
+    /// gRPC's status code.
     pub code: i32,
     pub trace: &'a Trace,
 }
 
-/// What the caller said of its own span.
+/// The caller's span.
 #[derive(Clone, Debug)]
 pub struct Parent(Context);
 
 impl Exporter {
-    /// To be called where tokio runs.
+    /// Must be called within a tokio runtime.
     ///
     /// # Errors
     ///
-    /// If the address is none. A collector that is not there is warned of later, and tried again.
+    /// If the address is invalid. An unavailable collector is logged later and tried again.
     pub fn new(settings: &Settings) -> Result<Self, ExporterBuildError> {
         let exporter =
             SpanExporter::builder().with_tonic().with_endpoint(format!("http://{}", settings.address)).build()?;
@@ -90,7 +89,7 @@ impl Exporter {
     pub fn record(&self, ended: &Ended<'_>) {
         let end = SystemTime::now();
         let begin = end - ended.took;
-        // With no attributes yet: most calls are not sampled.
+        // Attributes are added after sampling: most calls are not sampled.
         let mut span = self
             .tracer
             .span_builder(ended.name().to_owned())
@@ -108,7 +107,7 @@ impl Exporter {
         span.end_with_timestamp(end);
     }
 
-    /// Parts come one behind the other, and what is before the first is nobody's: so they are laid out from the end.
+    /// Parts are consecutive and end with the call, so their start times are computed from the end.
     fn record_parts(&self, ended: &Ended<'_>, parent: &Context, end: SystemTime) {
         let mut until = end;
         for part in Part::ALL.into_iter().rev() {
@@ -120,7 +119,7 @@ impl Exporter {
         }
     }
 
-    /// Sends what is there and ends. Blocks.
+    /// Exports the remaining spans and stops. Blocks.
     pub fn finish(&self) {
         if let Err(error) = self.provider.shutdown_with_timeout(FLUSH_MAX) {
             tracing::warn!(%error, "the last spans may be lost");

@@ -1,12 +1,12 @@
-//! The Auth service of a store that has no users and no roles, as none can be made yet: it answers as an etcd does whose
-//! auth was never turned on, so that clients which bring a name and a password go on without.
+//! The Auth service of a store without users and roles, which cannot be created yet. It answers like an etcd whose auth
+//! was never enabled, so that clients with a name and a password continue without them.
 
 use tonic::{Request, Response, Status};
 
 use super::Context;
 use orlop_wire::proto::server::etcdserverpb::{self as pb, auth_server::Auth};
 
-/// etcd's before any user was made.
+/// etcd's auth revision before the first user.
 const AUTH_REVISION: u64 = 1;
 
 fn no_user<T>() -> Result<T, Status> {
@@ -17,7 +17,7 @@ fn no_role<T>() -> Result<T, Status> {
     Err(Status::failed_precondition("etcdserver: role name not found"))
 }
 
-/// What is not built yet says so.
+/// Answers calls that are not implemented.
 fn not_built<T>(what: &str) -> Result<T, Status> {
     Err(Status::unimplemented(format!("orlop: {what} are not implemented yet")))
 }

@@ -10,7 +10,7 @@ fn member(member: Member) -> pb::Member {
     pb::Member {
         id: member.id,
         name: member.name,
-        // There are no peers, but etcdctl's tables want a column.
+        // There are no peers, but etcdctl's tables have a column for them.
         peer_ur_ls: Vec::new(),
         client_ur_ls: member.client_urls,
         is_learner: false,
@@ -21,11 +21,11 @@ fn member(member: Member) -> pb::Member {
 impl Cluster for Context {
     async fn member_list(&self, _: Request<pb::MemberListRequest>) -> Result<Response<pb::MemberListResponse>, Status> {
         let members = self.store.members().await.into_iter().map(member).collect();
-        // As in etcd, this header has no revision.
+        // This header has no revision, as in etcd.
         Ok(Response::new(pb::MemberListResponse { header: self.header(Revision(0)), members }))
     }
 
-    /// An instance joins by being started on the database; nobody has to be told before.
+    /// An instance joins when it starts on the database; there is nothing to announce.
     async fn member_add(
         &self,
         request: Request<pb::MemberAddRequest>,
@@ -41,11 +41,11 @@ impl Cluster for Context {
         request: Request<pb::MemberRemoveRequest>,
     ) -> Result<Response<pb::MemberRemoveResponse>, Status> {
         self.known(request.into_inner().id).await?;
-        // As etcd, of a cluster that would lose its last one or a live one.
+        // etcd's error for a cluster that would lose its last or a live member.
         Err(Status::failed_precondition("etcdserver: re-configuration failed due to not enough started members"))
     }
 
-    /// There are no peers to reach at other URLs.
+    /// There are no peers with URLs to update.
     async fn member_update(
         &self,
         request: Request<pb::MemberUpdateRequest>,

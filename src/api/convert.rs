@@ -1,4 +1,4 @@
-//! From the wire's messages to the store's requests, checked on the way, and back.
+//! Conversion between wire messages and the store's requests and responses, with all checks of requests.
 
 use super::{Context, grpc::request_limits::total_ops_max, interval_check::check_intervals, status::Invalid};
 use orlop_core::{
@@ -16,12 +16,12 @@ use orlop_wire::proto::server::etcdserverpb::{
 
 type Checked<T> = Result<T, Invalid>;
 
-/// A Range of its own: any revision up to 0 is the head.
+/// Converts a Range call: any revision up to 0 is the head.
 pub fn range(request: &pb::RangeRequest) -> Checked<RangeRequest> {
     range_at(request, if request.revision > 0 { ReadAt::Revision(Revision(request.revision)) } else { ReadAt::Latest })
 }
 
-/// A Range in a transaction, where only 0 is the head.
+/// Converts a Range in a transaction, where only 0 is the head.
 fn range_in_txn(request: &pb::RangeRequest) -> Checked<RangeRequest> {
     range_at(request, if request.revision == 0 { ReadAt::Latest } else { ReadAt::Revision(Revision(request.revision)) })
 }
@@ -98,18 +98,18 @@ pub fn delete(request: &pb::DeleteRangeRequest) -> Checked<DeleteRequest> {
     Ok(DeleteRequest { range: key_range(&request.key, &request.range_end)?, prev_kv: request.prev_kv })
 }
 
-/// Checks a transaction with all that is nested in it, as etcd does before it looks at the store.
+/// Checks a transaction and all that is nested in it before the store is read, as etcd does.
 pub fn txn(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
     check_count(&request, ops_max)?;
     check_total(&request, total_ops_max(ops_max))?;
-    // Keys are compared by what they are on the wire, before the requests are taken apart.
+    // Intervals are checked on the wire form, before the requests are converted.
     let distinct = check_intervals(&request.success).and(check_intervals(&request.failure)).map(drop);
     let request = txn_level(request, ops_max)?;
     distinct?;
     Ok(request)
 }
 
-/// A nested transaction may have what its parent left of the limit.
+/// A nested transaction has the rest of its parent's limit.
 fn txn_level(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
     let ops_left = check_count(&request, ops_max)?;
     let branch =
@@ -121,14 +121,14 @@ fn txn_level(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
     })
 }
 
-/// How many operations are left for those nested in it.
+/// Returns the number of operations left for nested transactions.
 fn check_count(request: &pb::TxnRequest, ops_max: usize) -> Checked<usize> {
     let ops = request.compare.len().max(request.success.len()).max(request.failure.len());
     ops_max.checked_sub(ops).ok_or(Invalid::TooManyOps)
 }
 
-/// Each level may have what its parent left, so that the levels multiply: etcd takes tens of thousands of operations in one
-/// request, and serves nobody else meanwhile.
+/// Limits the sum of all levels: each level may have the rest of its parent's limit, so the levels multiply. etcd
+/// accepts tens of thousands of operations in one request and serves no other request meanwhile.
 fn check_total(request: &pb::TxnRequest, mut ops_left: usize) -> Checked<()> {
     let mut levels = vec![request];
     while let Some(level) = levels.pop() {
@@ -165,7 +165,7 @@ fn compare(compare: pb::Compare) -> Checked<Compare> {
     let Ok(target) = Target::try_from(compare.target) else {
         return Ok(Compare { range, relation, target: CompareTarget::Unknown });
     };
-    // A union that is absent, or of another target, counts as 0 or empty.
+    // A union that is absent or belongs to another target counts as 0 or empty.
     let target = match (target, compare.target_union) {
         (Target::Version, Some(TargetUnion::Version(number))) => CompareTarget::Version(number),
         (Target::Version, _) => CompareTarget::Version(0),
@@ -181,7 +181,7 @@ fn compare(compare: pb::Compare) -> Checked<Compare> {
     Ok(Compare { range, relation, target })
 }
 
-/// How the answers of a transaction's operations are headed: with the revision alone, and a nested transaction's not at all.
+/// Sets the headers of responses inside a transaction: only the revision, and none in nested transactions, as in etcd.
 fn inner_header(revision: Revision) -> Option<pb::ResponseHeader> {
     Some(pb::ResponseHeader { revision: revision.0, ..Default::default() })
 }

@@ -1,4 +1,4 @@
-//! The Election service: who is first in a queue leads, and tells a value. See [`super::queue`].
+//! The Election service: the first entry of a queue is the leader and publishes a value. See [`super::queue`].
 
 use std::{pin::Pin, sync::Arc};
 
@@ -20,7 +20,7 @@ use orlop_wire::proto::server::{
     },
 };
 
-/// See the module's page.
+/// The Election service.
 pub(super) struct ElectionService(pub(super) Arc<Context>);
 
 impl ElectionService {
@@ -29,7 +29,7 @@ impl ElectionService {
         let entry = queue.enter(request.value.clone()).await?;
         let leader =
             LeaderKey { name: request.name, key: entry.key.clone(), rev: entry.create_revision, lease: queue.lease() };
-        // The caller stands here already, with another value.
+        // The caller is already in the queue, with another value.
         if entry.found.as_ref().is_some_and(|value| *value != request.value)
             && let Err(status) = self.proclaim(&leader, request.value).await
         {
@@ -92,11 +92,11 @@ impl Election for ElectionService {
     }
 }
 
-/// Follows who leads, and with which value.
+/// Follows the leader and its value.
 struct Observer {
     context: Arc<Context>,
     prefix: Vec<u8>,
-    /// On the leader's key.
+    /// A watch on the leader's key.
     leader: Option<Watch>,
 }
 
@@ -106,7 +106,7 @@ impl Observer {
             let event = watch.next().await?;
             match event.kv {
                 Some(kv) if event.r#type == EventType::Put as i32 => return Ok(self.answer(kv.mod_revision, kv)),
-                // The leader is gone.
+                // The leader has resigned or its lease has expired.
                 _ => self.leader = None,
             }
         }

@@ -1,12 +1,12 @@
 //! etcd's check that a transaction does not change a key twice.
 //!
-//! Within a branch, nested transactions included, a key may be put once and a put key may not lie in a deleted range.
-//! Deletes may overlap, the two branches of one nested transaction may put the same key, and a delete to the end of the
-//! key space (`range_end` "\0") counts as empty here, all as in etcd.
+//! Within a branch, including nested transactions, a key may be put once, and a put key may not be in a deleted range.
+//! Deletes may overlap, the two branches of a nested transaction may put the same key, and a delete to the end of the
+//! key space (`range_end` "\0") counts as empty, all as in etcd.
 
 //!
-//! A request may hold some hundred thousand operations before they are counted, so nothing here looks at each delete for
-//! each put, which would take billions of steps while nobody else is served.
+//! A request may contain some hundred thousand operations before they are counted, so the check must not compare each
+//! put with each delete: that would take billions of steps.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -14,7 +14,7 @@ use super::status::Invalid;
 use orlop_core::types::{Key, KeyRange};
 use orlop_wire::proto::server::etcdserverpb::{self as pb, request_op::Request};
 
-/// What a branch writes.
+/// The writes of a branch.
 #[derive(Default)]
 pub struct Writes<'a> {
     puts: HashSet<&'a [u8]>,
@@ -38,7 +38,7 @@ pub fn check_intervals(ops: &[pb::RequestOp]) -> Result<Writes<'_>, Invalid> {
             for key in &success.puts {
                 writes.put(key)?;
             }
-            // Only one of the two branches runs.
+            // Only one of the two branches is executed.
             for key in failure.puts.iter().filter(|key| !success.puts.contains(*key)) {
                 writes.put(key)?;
             }
@@ -60,7 +60,7 @@ impl<'a> Writes<'a> {
     }
 }
 
-/// Keys that are deleted: ranges that neither overlap nor touch, by their start, each with its end.
+/// Deleted keys: ranges that neither overlap nor touch, by start, each with its end.
 #[derive(Default)]
 struct Deleted(BTreeMap<Key, End>);
 
@@ -86,7 +86,7 @@ impl Deleted {
     }
 
     fn add_all(&mut self, other: Self) {
-        // The smaller ones go into the larger.
+        // The smaller set is merged into the larger one.
         let other = if other.0.len() > self.0.len() { std::mem::replace(self, other) } else { other };
         other.0.into_iter().for_each(|(start, end)| self.join(start, end));
     }

@@ -33,10 +33,10 @@ use orlop_core::{
 };
 use orlop_wire::proto::server::etcdserverpb as pb;
 
-/// Pairs in the first piece of a RangeStream answer; later ones grow with what the pairs weigh.
+/// Number of pairs in the first piece of a RangeStream response; later pieces depend on the size of the pairs.
 const FIRST_PIECE_PAIRS: usize = 10;
 
-/// See the module's page.
+/// The KV service.
 #[derive(Clone)]
 pub(super) struct KvService(Arc<Context>);
 
@@ -144,7 +144,7 @@ async fn compact(context: Arc<Context>, request: pb::CompactionRequest) -> Resul
 }
 
 impl Context {
-    /// A request that writes must fit into the limit; what is only read may be longer, up to the transport's.
+    /// Checks the size of a write request; requests that only read are limited by the transport.
     fn check_size(&self, bytes: usize) -> Result<(), Invalid> {
         if bytes > self.settings.max_request_bytes { Err(Invalid::TooLarge) } else { Ok(()) }
     }
@@ -183,7 +183,8 @@ impl tonic::server::ServerStreamingService<pb::RangeRequest> for RangeStream {
     }
 }
 
-/// The next piece, and how many pairs to put into the one after it. Header, count and more are on the last alone.
+/// Returns the next piece, and the number of pairs for the one after it. Only the last piece has header, count and
+/// more.
 async fn next_piece(
     context: &Context,
     pieces: &mut RangePieces,

@@ -1,4 +1,4 @@
-//! The Lock service: locks that the server waits for. See [`super::queue`].
+//! The Lock service: locks for which the server waits. See [`super::queue`].
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use orlop_wire::proto::server::{
     v3lockpb::{LockRequest, LockResponse, UnlockRequest, UnlockResponse, lock_server::Lock},
 };
 
-/// See the module's page.
+/// The Lock service.
 pub(super) struct LockService(pub(super) Arc<Context>);
 
 impl LockService {
@@ -24,7 +24,7 @@ impl LockService {
         if queue.wait(&entry).await? == Waited::No {
             return Ok(LockResponse { header: entry.header, key: entry.key });
         }
-        // The lease may have ended meanwhile, and the key with it.
+        // The lease may have ended meanwhile, which deletes the key.
         let get = pb::RangeRequest { key: entry.key.clone(), ..Default::default() };
         let owned = kv::range(Arc::clone(&self.0), get).await?;
         if owned.kvs.is_empty() {

@@ -1,4 +1,4 @@
-//! The Maintenance service: Status, alarms, Defragment, and the answers that make sense without Raft.
+//! The Maintenance service: Status, alarms, Defragment, and the calls that have a meaning without Raft.
 
 use tonic::{Request, Response, Status};
 
@@ -18,7 +18,7 @@ use orlop_wire::proto::server::etcdserverpb::{
 impl Maintenance for Context {
     async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusResponse>, Status> {
         let head = self.store.head();
-        // As in etcd, one that is cut off says so and still answers.
+        // As in etcd, a server without its database reports that and still answers.
         let (size, leader, mut errors) = match self.store.size().await {
             Ok(size) => (size, self.store.leader(), Vec::new()),
             Err(error) => (Size { total: 0, in_use: 0 }, 0, vec![from_store(error).message().to_owned()]),
@@ -72,7 +72,7 @@ impl Maintenance for Context {
 
     async fn defragment(&self, _: Request<pb::DefragmentRequest>) -> Result<Response<pb::DefragmentResponse>, Status> {
         self.store.defragment().await.map_err(from_store)?;
-        // As in etcd, this header is empty.
+        // This header is empty, as in etcd.
         Ok(Response::new(pb::DefragmentResponse { header: Some(pb::ResponseHeader::default()) }))
     }
 
@@ -98,7 +98,8 @@ impl Maintenance for Context {
         self.send_snapshot().await.map(Response::new)
     }
 
-    /// Every instance takes writes: there is nothing to move. The text is etcd's for one that cannot take over.
+    /// Every instance accepts writes, so there is no leader to move. The text is etcd's for a member that cannot take
+    /// over.
     async fn move_leader(
         &self,
         request: Request<pb::MoveLeaderRequest>,
@@ -113,7 +114,7 @@ impl Maintenance for Context {
         Ok(Response::new(pb::MoveLeaderResponse { header: self.header(self.store.head()) }))
     }
 
-    /// The storage has no older form, so that there is nothing to enable.
+    /// The storage has no older version, so there is nothing to enable.
     async fn downgrade(
         &self,
         request: Request<pb::DowngradeRequest>,
@@ -156,12 +157,12 @@ fn alarm_member(alarm: Alarm) -> pb::AlarmMember {
     pb::AlarmMember { member_id: alarm.member_id, alarm: kind.into() }
 }
 
-/// As etcd's Status prints a raised alarm.
+/// Formats a raised alarm as in etcd's Status.
 fn alarm_text(alarm: Alarm) -> String {
     format!("memberID:{} alarm:{} ", alarm.member_id, alarm.kind.name())
 }
 
-/// MAJOR.MINOR of MAJOR.MINOR[.PATCH].
+/// Returns MAJOR.MINOR of MAJOR.MINOR[.PATCH].
 fn minor_version(text: &str) -> Option<(u64, u64)> {
     let mut parts = text.split('.').map(|part| part.parse::<u64>().ok());
     let version = (parts.next()??, parts.next()??);

@@ -1,8 +1,8 @@
-//! What locks and elections have in common: keys below a prefix that stand in a queue, the oldest first.
+//! Queues of locks and elections: keys below a prefix, ordered by age.
 //!
-//! Who enters puts a key named after its lease below `NAME/`; whose key has the smallest create revision is first. Clients
-//! that do the same on their own (etcdctl's `lock` and `elect`, etcd's client library) stand in the same queues. The
-//! services that use this answer every error as Unknown with etcd's text, as etcd's do.
+//! A caller enters by putting a key named after its lease below `NAME/`; the key with the smallest create revision is
+//! first. Clients that do the same themselves (etcdctl's `lock` and `elect`, etcd's client library) share the queues.
+//! The services that use this module return every error as Unknown with etcd's text, as etcd does.
 
 use std::sync::Arc;
 
@@ -27,14 +27,14 @@ use orlop_wire::proto::server::{
     mvccpb::{Event, KeyValue, event::EventType},
 };
 
-/// Seconds that a lease has which the server grants to who brings none. Nobody renews it.
+/// TTL in seconds of a lease that the server grants to a caller without one. Nobody renews it.
 const OWN_LEASE_TTL_SECS: i64 = 60;
 
 pub(super) fn unknown(status: Status) -> Status {
     Status::unknown(status.message())
 }
 
-/// `NAME/`, and the lease that entries of one caller hang on.
+/// A queue `NAME/`, and the lease of the caller's entries.
 pub(super) struct Queue {
     context: Arc<Context>,
     prefix: Vec<u8>,
@@ -46,14 +46,14 @@ pub(super) struct Queue {
 pub(super) struct Entry {
     pub(super) key: Bytes,
     pub(super) create_revision: i64,
-    /// Of the transaction that made or found it.
+    /// The revision of the transaction that created or found the entry.
     pub(super) header: Option<pb::ResponseHeader>,
-    /// The value that it has, if it was there before.
+    /// Its value, if it existed before.
     pub(super) found: Option<Bytes>,
 }
 
 impl Queue {
-    /// With a lease of the caller's or, where it brings none, one of its own.
+    /// Opens a queue with the caller's lease, or with a new one.
     pub(super) async fn join(context: &Arc<Context>, name: &[u8], lease: i64) -> Result<Self, Status> {
         let lease = match lease {
             0 => context.store.grant(None, OWN_LEASE_TTL_SECS).await.map_err(from_store)?.id.0,
@@ -66,7 +66,7 @@ impl Queue {
         self.lease
     }
 
-    /// Puts the caller's key at the end, or finds it where it stands.
+    /// Adds the caller's key at the end, or finds it.
     pub(super) async fn enter(&self, value: Bytes) -> Result<Entry, Status> {
         let key = Bytes::from([&self.prefix[..], format!("{:x}", self.lease).as_bytes()].concat());
         let put = pb::PutRequest { key: key.clone(), value, lease: self.lease, ..Default::default() };
@@ -92,8 +92,8 @@ impl Queue {
         Ok(entry)
     }
 
-    /// Waits until nobody stands before the entry, which leaves the queue if the caller does not wait so long. Returns whether
-    /// it had to.
+    /// Waits until the entry is first. If the caller stops waiting, the entry is removed. Returns whether it had to
+    /// wait.
     pub(super) async fn wait(&self, entry: &Entry) -> Result<Waited, Status> {
         let leave = Leave { entry: Some((Arc::clone(&self.context), entry.clone())) };
         let mut waited = Waited::No;
@@ -114,14 +114,14 @@ impl Queue {
     }
 }
 
-/// Whether somebody stood before an entry.
+/// Whether the entry had to wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Waited {
     Yes,
     No,
 }
 
-/// Takes a waiting entry out of its queue when nobody waits for it any more.
+/// Removes a waiting entry when its caller stops waiting.
 struct Leave {
     entry: Option<(Arc<Context>, Entry)>,
 }
@@ -151,7 +151,7 @@ pub(super) fn prefix(name: &[u8]) -> Vec<u8> {
     [name, b"/"].concat()
 }
 
-/// The first key below the prefix by age, the oldest or the newest.
+/// Returns the oldest or the newest key below the prefix.
 fn newest(prefix: &[u8], order: SortOrder) -> pb::RangeRequest {
     pb::RangeRequest {
         key: Bytes::copy_from_slice(prefix),
@@ -163,7 +163,7 @@ fn newest(prefix: &[u8], order: SortOrder) -> pb::RangeRequest {
     }
 }
 
-/// All keys with this prefix.
+/// Returns the range of all keys with this prefix.
 pub(super) fn below(prefix: &[u8]) -> KeyRange {
     KeyRange::from_wire(prefix, &prefix_end(prefix))
 }
@@ -179,7 +179,7 @@ fn prefix_end(prefix: &[u8]) -> Bytes {
     Bytes::from_static(&[0])
 }
 
-/// Who is first, with the header of the look.
+/// Returns the first entry and the header of the read.
 pub(super) async fn first(
     context: &Arc<Context>,
     prefix: &[u8],
@@ -188,7 +188,7 @@ pub(super) async fn first(
     Ok((answer.header, decoded(answer.kvs)?.pop()))
 }
 
-/// Does `then` if the key has this create revision, 0 if it is to be absent.
+/// Executes `then` if the key has this create revision; 0 means that it must not exist.
 pub(super) async fn guarded(
     context: &Arc<Context>,
     key: &Bytes,
@@ -212,7 +212,7 @@ pub(super) async fn guarded(
     kv::txn(Arc::clone(context), request).await
 }
 
-/// Removes an entry, unless another stands under its key by now.
+/// Removes an entry, unless its key belongs to another entry by now.
 pub(super) async fn remove(
     context: &Arc<Context>,
     key: &Bytes,
@@ -226,12 +226,12 @@ fn decoded(kvs: Vec<Bytes>) -> Result<Vec<KeyValue>, Status> {
     kvs.into_iter().map(|kv| KeyValue::decode(kv).map_err(|error| Status::data_loss(error.to_string()))).collect()
 }
 
-/// A watch of the server's own.
+/// A watch inside the server.
 pub(super) struct Watch {
     session: Session,
     outbox: Arc<Outbox>,
     messages: Messages,
-    /// Events that came with others.
+    /// Events that arrived together and were not returned yet.
     events: std::vec::IntoIter<Event>,
     context: Arc<Context>,
 }
@@ -253,11 +253,11 @@ impl Watch {
         Self { session, outbox, messages, events: Vec::new().into_iter(), context: Arc::clone(context) }
     }
 
-    /// The next event.
+    /// Returns the next event.
     ///
     /// # Errors
     ///
-    /// If what it would be was compacted away, or the server goes down.
+    /// If the event was compacted, or the server stops.
     pub(super) async fn next(&mut self) -> Result<Event, Status> {
         let mut stopping = self.context.stopping.clone();
         loop {

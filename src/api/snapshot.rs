@@ -1,7 +1,7 @@
-//! Maintenance's Snapshot: the log as one file, in pieces.
+//! The Snapshot call: the log as one file, in pieces.
 //!
-//! Those who ask while one is being taken share the next, and no more than a few are on the disk at a time, so that many who
-//! ask cost little more than one. A client that takes next to nothing of its snapshot is let go.
+//! Clients that request a snapshot while one is being taken share the next one, and only a few are on disk at a time. A
+//! client that reads almost nothing is disconnected.
 
 use std::{os::unix::fs::FileExt as _, pin::Pin, sync::Arc, time::Duration};
 
@@ -28,32 +28,32 @@ use orlop_core::{
 use orlop_wire::proto::server::etcdserverpb::SnapshotResponse;
 
 const METHOD: &str = "/etcdserverpb.Maintenance/Snapshot";
-/// As etcd's.
+/// etcd's size of a piece.
 const BLOB_BYTES: usize = 32 << 10;
-/// Bytes that are read at once for one client.
+/// Bytes read at once for one client.
 const READ_BYTES: u64 = 64 << 10;
-/// Pieces that are read ahead of the client.
+/// Pieces read ahead of the client.
 const AHEAD_MAX: usize = 2;
-/// Snapshots on the disk at the same time; who comes then shares one that is taken when one of them has been sent.
+/// Maximum number of snapshots on disk; further clients share one that is taken when another has been sent.
 const FILES_MAX: usize = 4;
-/// How much a client has to take in how long, or it is let go, and with it its file.
+/// Minimum number of bytes a client must read per interval; a slower client is disconnected and its file is deleted.
 const PACE_BYTES: u64 = 1 << 20;
 const PACE_TIME: Duration = Duration::from_secs(30);
 
 pub(super) type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotResponse, Status>> + Send>>;
 
-/// See the module's page.
+/// The snapshots of a server.
 #[derive(Clone)]
 pub(super) struct Snapshots(Arc<SharedQuery<(), Result<Arc<Taken>, String>>>);
 
-/// One on the disk.
+/// A snapshot on disk.
 struct Taken {
     snapshot: Snapshot,
     _place: OwnedSemaphorePermit,
 }
 
 impl Snapshots {
-    /// They are taken by a task that ends with the last handle.
+    /// Starts the task that takes snapshots; it ends with the last handle.
     pub(super) fn new(store: &Arc<Store>, folder: Folder) -> Self {
         let (log, places) = (Arc::clone(store.log()), Arc::new(Semaphore::new(FILES_MAX)));
         let panics = store.metrics().rpc.panics.clone();
@@ -81,7 +81,7 @@ impl Snapshots {
                 vec![taken; waiting.len()]
             }
         };
-        // Nobody watches whether it moves: a large store takes as long as it takes.
+        // The watchdog does not follow it: a large store takes long.
         let (snapshots, run) = SharedQuery::new(take, Arc::default());
         vital("the taking of snapshots", run);
         Self(Arc::new(snapshots))
@@ -89,8 +89,8 @@ impl Snapshots {
 }
 
 impl Context {
-    /// Takes a snapshot and sends it. The whole file is written before the first piece leaves, as each says how many bytes
-    /// follow it.
+    /// Takes a snapshot and sends it. The file is complete before the first piece is sent, because each piece contains
+    /// the number of remaining bytes.
     pub(super) async fn send_snapshot(&self) -> Result<SnapshotStream, Status> {
         let taken = self.snapshots.0.query(()).await.unwrap_or_else(|| Err("the server stops".to_owned()));
         let taken =
@@ -101,7 +101,7 @@ impl Context {
         let sending = tokio::spawn(async move {
             caught(send(taken, sender, times)).await.inspect_err(|panic| tell_request(&panics, METHOD, panic))
         });
-        // Who is let go is told so, behind what waits for it.
+        // A disconnected client receives the status after the pieces that wait for it.
         let end = stream::once(sending).filter_map(async |sent| match sent {
             Ok(Ok(Sent::All)) => None,
             Ok(Ok(Sent::NotAll)) => Some(Err(Status::aborted("orlop: the snapshot was taken too slowly"))),
@@ -111,7 +111,7 @@ impl Context {
     }
 }
 
-/// Ends early when the client is gone, or might as well be.
+/// Sends the file; ends early if the client is gone or too slow.
 async fn send(taken: Arc<Taken>, sender: Sender<Result<SnapshotResponse, Status>>, times: Histogram) -> Sent {
     let begun = Instant::now();
     let mut pace = Pace { until: begun + PACE_TIME, bytes: 0 };
@@ -136,7 +136,7 @@ async fn send(taken: Arc<Taken>, sender: Sender<Result<SnapshotResponse, Status>
             }
         }
     }
-    // The answer that ends with nothing left is the checksum.
+    // The last piece is the checksum.
     if !pace.send(&sender, response(0, hashing.checksum())).await {
         return Sent::NotAll;
     }
@@ -149,14 +149,14 @@ enum Sent {
     NotAll,
 }
 
-/// What a client took since it was looked at last.
+/// Bytes that a client read since the last check.
 struct Pace {
     until: Instant,
     bytes: u64,
 }
 
 impl Pace {
-    /// False if the client is gone or too slow.
+    /// Returns false if the client is gone or too slow.
     async fn send(&mut self, sender: &Sender<Result<SnapshotResponse, Status>>, piece: SnapshotResponse) -> bool {
         let bytes = piece.blob.len() as u64;
         loop {
@@ -177,7 +177,7 @@ impl Pace {
 
 type Hash = Hashing<std::io::Empty>;
 
-/// Off the threads that serve.
+/// Runs blocking work on a blocking thread.
 async fn read(taken: Arc<Taken>, at: u64, len: u64, mut hashing: Hash) -> std::io::Result<(Hash, Vec<u8>)> {
     let read = spawn_blocking(move || {
         let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];

@@ -1,4 +1,4 @@
-//! The Watch service: one session a stream.
+//! The Watch service: one session per stream.
 
 use std::{convert::Infallible, pin::Pin, sync::Arc, task, time::Duration};
 
@@ -34,12 +34,12 @@ use orlop_wire::proto::server::etcdserverpb::{
 
 const RANGE_IS_EMPTY: &str = "mvcc: watcher range is empty";
 const NEGATIVE_START: &str = "etcdserver: mvcc: required revision has been compacted";
-/// Pause before a catching-up watch asks a database again that did not answer.
+/// Pause before a catching-up watch reads from an unavailable database again.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
-/// Bytes gathered before they are handed to the connection.
+/// Bytes that are encoded before they are passed to the connection.
 const YIELD_BYTES: usize = 64 << 10;
 
-/// See the module's page.
+/// The Watch service.
 #[derive(Clone)]
 pub(super) struct WatchService(Arc<Context>);
 
@@ -100,7 +100,7 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
     }
 }
 
-/// A stream must not stay open when nobody serves it any more.
+/// Serves a stream, and ends it if its session panics.
 async fn serve_or_fail(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
     if let Err(panic) = caught(serve(Arc::clone(&context), requests, Arc::clone(&outbox))).await {
         tell_request(&context.store.metrics().rpc.panics, "/etcdserverpb.Watch/Watch", &panic);
@@ -108,8 +108,8 @@ async fn serve_or_fail(context: Arc<Context>, requests: Streaming<pb::WatchReque
     }
 }
 
-/// Serves one stream until the client is gone or the server stops. A client that has sent all its requests still gets its
-/// events.
+/// Serves one stream until the client disconnects or the server stops. A client that has closed its request stream
+/// still receives events.
 async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
     let store = &context.store;
     let mut requests = PacedStream::new(requests, context.steps());
@@ -123,8 +123,8 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
         tokio::select! {
             request = requests.next(), if requests_open && confirming.is_none() && outbox.has_room() => match request.transpose() {
                 Ok(Some(pb::WatchRequest { request_union: Some(RequestUnion::ProgressRequest(_)) })) => {
-                    // The answer covers what any instance acknowledged before. The next request waits for it, as requests
-                    // are served in their order.
+                    // The response covers everything that any instance acknowledged before. The next request waits for
+                    // it, because requests are served in order.
                     confirming = Some(Box::pin(store.confirm()));
                 }
                 Ok(Some(request)) => context.handle_request(&mut session, request),
@@ -138,7 +138,7 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
                 confirming = None;
                 match confirmed {
                     Ok(()) => session.request_progress(),
-                    // As in etcd, who hears nothing asks again.
+                    // As in etcd, the client repeats a request that is not answered.
                     Err(error) => debug!(%error, "a progress request is not answered"),
                 }
             }
@@ -148,7 +148,7 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
                 not_before = Instant::now() + RETRY_PAUSE;
             },
             () = sleep_until(tick) => {
-                // Who does not read is not told that there is nothing to read.
+                // A client that does not read receives no progress notifications.
                 if outbox.has_room() {
                     session.tick();
                 }
@@ -161,7 +161,7 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
     }
 }
 
-/// Waits for the confirmation that a progress request waits for, if one does.
+/// Waits for the position query of a progress request, if there is one.
 async fn confirmation<F: Future + Unpin>(confirming: &mut Option<F>) -> F::Output {
     match confirming {
         Some(confirming) => confirming.await,
@@ -169,11 +169,11 @@ async fn confirmation<F: Future + Unpin>(confirming: &mut Option<F>) -> F::Outpu
     }
 }
 
-/// Brings a watch forward, if there is one to bring forward.
+/// Lets a watch catch up, if one is behind.
 ///
 /// # Cancel safety
 ///
-/// As [`Session::advance`].
+/// Like [`Session::advance`].
 async fn advance(session: &mut Session, not_before: Instant) -> orlop_core::log::Result<()> {
     if !session.is_behind() {
         return std::future::pending().await;
@@ -190,12 +190,12 @@ impl Context {
                 Err(reason) => session.refuse(reason),
             },
             Some(RequestUnion::CancelRequest(request)) => session.cancel(WatchId(request.watch_id)),
-            // As in etcd, a request of no kind is passed over. Progress is the stream's own business.
+            // As in etcd, an empty request is ignored. Progress requests are handled by the stream.
             Some(RequestUnion::ProgressRequest(_)) | None => {}
         }
     }
 
-    /// With up to a tenth of jitter, so that the streams of a restarted server do not tick together.
+    /// Returns the next tick, with up to 10 % jitter, so that the streams of a restarted server do not tick together.
     fn next_tick(&self) -> Instant {
         use std::hash::{BuildHasher as _, RandomState};
         let interval = self.settings.watch_progress_notify_interval;
@@ -231,9 +231,10 @@ impl Context {
     }
 }
 
-/// What is asked for, or why there is no such watch. Fragments have at most so many bytes.
+/// Returns the specification of a watch, or the reason to refuse it. `fragment_bytes` is the maximum size of a
+/// fragment.
 pub fn spec(request: &pb::WatchCreateRequest, fragment_bytes: usize) -> Result<Spec, &'static str> {
-    // Alone among etcd's requests a watch may leave the key out: it is then the first.
+    // Unlike other requests, a watch may omit the key, which is then the first key.
     let key: &[u8] = if request.key.is_empty() { b"\0" } else { &request.key };
     let range = KeyRange::from_wire(key, &request.range_end);
     if range.is_empty() {
@@ -257,7 +258,7 @@ pub fn spec(request: &pb::WatchCreateRequest, fragment_bytes: usize) -> Result<S
     })
 }
 
-/// A watch answer whose events are encoded already.
+/// A watch response whose events are encoded.
 pub(super) struct Frame {
     head: pb::WatchResponse,
     /// Concatenated `WatchResponse.events` fields.
@@ -270,7 +271,7 @@ impl From<pb::WatchResponse> for Frame {
     }
 }
 
-/// Decodes requests with prost and puts answers together from their parts.
+/// Decodes requests with prost and assembles responses from encoded parts.
 #[derive(Clone, Copy, Default)]
 struct WatchCodec;
 

@@ -1,4 +1,4 @@
-//! What stands beside the rows: facts about the store, leases, members.
+//! Checks of the data besides rows: facts about the store, leases, members.
 
 use super::{Findings, Place};
 use orlop_core::{
@@ -7,7 +7,7 @@ use orlop_core::{
 };
 
 const FACTS: &str = "meta";
-/// Known facts and the least that each may be.
+/// Known facts and their minimum values.
 const KNOWN: [(&str, i64); 6] = [
     ("cluster_id", 1),
     ("member_id", 1),

@@ -1,16 +1,16 @@
-//! How far a check is, on a terminal's standard error.
+//! Progress of a check, on a terminal's standard error.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use orlop_core::types::Revision;
 
-/// Leaves nothing of itself on the terminal.
+/// Clears itself from the terminal.
 pub(super) struct Progress(ProgressBar);
 
-/// Whether people look.
+/// Whether progress is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Shown {
-    /// If there is a terminal.
+    /// If standard error is a terminal.
     OnTerminal,
     Never,
 }

@@ -1,4 +1,4 @@
-//! What rows say of each other. Pure: rows in their order come in, violations go out.
+//! Checks of rows against each other. Pure: rows are added in order, violations are returned.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,12 +16,12 @@ pub(super) struct Newest {
     lease: i64,
 }
 
-/// See the module's page.
+/// The state of the check.
 pub(super) struct Rows {
     compacted: Option<Revision>,
     head: i64,
     newest: HashMap<Key, Newest>,
-    /// The place of the row before.
+    /// The position of the previous row.
     last: Option<(i64, i64)>,
     count: u64,
 }
@@ -36,17 +36,17 @@ impl Rows {
         self.count
     }
 
-    /// Of each key that has a row.
+    /// The newest row of each key.
     pub(super) fn newest(&self) -> &HashMap<Key, Newest> {
         &self.newest
     }
 
-    /// Keys whose newest row is a put.
+    /// Number of keys whose newest row is a put.
     pub(super) fn live(&self) -> impl Iterator<Item = (&Key, &Newest)> {
         self.newest.iter().filter(|(_, newest)| matches!(newest.claim.kind, ClaimKind::Put { .. }))
     }
 
-    /// The version of a live key, its create_revision, its number and its lease.
+    /// Returns a live key's version: create_revision, number, lease.
     pub(super) fn live_version(&self, key: &Key) -> Option<(RowId, Revision, i64, i64)> {
         let Newest { claim, lease } = self.newest.get(key)?;
         match claim.kind {
@@ -64,7 +64,7 @@ impl Rows {
                 self.last = Some(row.place());
                 self.check_key(row, place, findings);
             }
-            // What has no place in the order says nothing of what follows.
+            // A row without a valid position says nothing about later rows.
             Err(what) => findings.add_row(row, what),
         }
     }
@@ -83,7 +83,7 @@ impl Rows {
         }
     }
 
-    /// From the compact revision on nothing is missing before the row.
+    /// From the compact revision on, no row before this one may be missing.
     fn check_order(&self, row: &StoredRow, findings: &mut Findings) {
         let (id, sub) = row.place();
         let whole_from = self.whole_from();
@@ -116,12 +116,12 @@ impl Rows {
         self.newest.insert(Key::from(row.key.as_slice()), Newest { claim, lease: row.lease });
     }
 
-    /// From this revision on compaction has taken nothing: it keeps the rows at the compact revision itself.
+    /// The first revision from which all rows exist: compaction keeps the rows at the compact revision.
     fn whole_from(&self) -> i64 {
         self.compacted.map_or(0, |compacted| compacted.0).max(Revision::EMPTY.next().0)
     }
 
-    /// When all rows are in: what they leave open, and their leases.
+    /// Ends the check: violations of the whole, and the leases of keys.
     pub(super) fn finish(&self, facts: &Facts, findings: &mut Findings) {
         let whole_from = self.whole_from();
         let last = self.last.map_or(whole_from - 1, |(id, _)| id.max(whole_from - 1));
@@ -132,7 +132,7 @@ impl Rows {
         let mut unknown: Vec<(&Key, &Newest)> =
             self.live().filter(|(_, newest)| newest.lease != 0 && !known.contains(&newest.lease)).collect();
         unknown.sort_unstable_by_key(|(_, newest)| newest.claim.row);
-        // A lease and its keys go in one transaction.
+        // A lease and its keys are deleted in one transaction.
         for (key, Newest { claim, lease }) in unknown {
             let RowId { revision, sub } = claim.row;
             let table = if sub == 0 { Table::First } else { Table::More };
@@ -160,7 +160,7 @@ fn claim(row: &StoredRow, place: RowId) -> Claim {
     Claim { row: place, kind, prev_revision: Revision(row.prev_revision) }
 }
 
-/// What a row must say by itself.
+/// Checks the columns of a single row.
 fn check_columns(row: &StoredRow, findings: &mut Findings) {
     match row.deleted {
         0 if row.value_bytes.is_none() => findings.add_row(row, "value is NULL, expected a put's value"),

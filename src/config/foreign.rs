@@ -1,5 +1,5 @@
-//! Flags of etcd's that mean nothing here, as there is no Raft and no Go: taken, so that a command line that was written for
-//! etcd (kubeadm's, for example) starts Orlop, and named in the log.
+//! Flags of etcd that have no meaning without Raft and Go: accepted, so that a command line written for etcd
+//! (kubeadm's, for example) starts Orlop, and named in the log.
 
 use clap::{Arg, ArgAction, ArgMatches, parser::ValueSource};
 
@@ -54,16 +54,16 @@ const SWITCHES: [&str; 12] = [
     "strict-reconfig-check",
 ];
 
-/// To be added to the command; `--help` does not show them.
+/// Returns the flags to add to the command; `--help` hides them.
 pub fn foreign_flags() -> impl Iterator<Item = Arg> {
     let hidden = |name: &'static str| Arg::new(name).long(name).hide(true).action(ArgAction::Append);
     let with_value = WITH_VALUE.into_iter().map(hidden);
-    // As Go has them: --pre-vote or --pre-vote=false.
+    // As in Go: --pre-vote or --pre-vote=false.
     let switch = move |name| hidden(name).num_args(0..=1).require_equals(true).default_missing_value("true");
     with_value.chain(SWITCHES.into_iter().map(switch))
 }
 
-/// Those that were given.
+/// Returns the ignored flags that were given.
 pub fn ignored_flags(matches: &ArgMatches) -> Vec<&'static str> {
     let given = |name: &&str| matches.value_source(name) == Some(ValueSource::CommandLine);
     WITH_VALUE.into_iter().chain(SWITCHES).filter(given).collect()

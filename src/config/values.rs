@@ -1,11 +1,11 @@
-//! What settings are made of, and how they are written.
+//! Types of settings and their text forms.
 
 use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
 
 use clap::ValueEnum;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// What automatic compaction keeps.
+/// The history that automatic compaction keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retention {
     Time(Duration),
@@ -21,42 +21,42 @@ pub enum AutoCompactionMode {
     Revision,
 }
 
-/// What TLS is spoken with.
+/// TLS settings of listeners.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tls {
-    /// The server's certificate and those between it and its root, PEM.
+    /// Certificate chain of the server, PEM.
     pub cert_file: PathBuf,
-    /// Its key, PEM.
+    /// Key of the certificate, PEM.
     pub key_file: PathBuf,
-    /// Set where the two files are made if they are not there.
+    /// Set if the two files are generated when they do not exist.
     pub self_signed: Option<SelfSigned>,
-    /// Who may connect; `None`: anybody.
+    /// Required client certificates; `None`: any client may connect.
     pub clients: Option<TlsClients>,
-    /// The oldest and the newest that are spoken.
+    /// Minimum and maximum version.
     pub versions: (TlsVersion, TlsVersion),
     /// None: all.
     pub cipher_suites: Vec<CipherSuite>,
 }
 
-/// What a client's certificate must be, as every client must have one.
+/// Requirements of client certificates; every client needs one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsClients {
     /// Roots, PEM.
     pub trusted_ca_file: PathBuf,
     /// Revoked certificates, PEM or DER.
     pub crl_file: Option<PathBuf>,
-    /// Names of which it must be for one; none: it may be for any.
+    /// Accepted names; empty: any.
     pub allowed_hostnames: Vec<String>,
 }
 
-/// A certificate that the server makes for itself.
+/// A self-signed certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SelfSigned {
     pub hosts: Vec<String>,
     pub validity_years: u32,
 }
 
-/// As etcd writes them.
+/// Printed as in etcd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 pub enum TlsVersion {
     #[value(name = "TLS1.2")]
@@ -74,12 +74,12 @@ pub enum MetricsDetail {
     Extensive,
 }
 
-/// A cipher by its IANA name, as in etcd.
+/// A cipher suite by its IANA name, as in etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CipherSuite(String);
 
 impl CipherSuite {
-    /// Those that can be chosen: each is one that rustls has.
+    /// Supported cipher suites; rustls has each of them.
     pub const NAMES: [&'static str; 9] = [
         "TLS_AES_128_GCM_SHA256",
         "TLS_AES_256_GCM_SHA384",
@@ -101,7 +101,7 @@ impl FromStr for CipherSuite {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // Go's older names for two of them.
+        // Go's older names of two suites.
         let name = if text.ends_with("_CHACHA20_POLY1305") { format!("{text}_SHA256") } else { text.to_owned() };
         if Self::NAMES.contains(&name.as_str()) {
             return Ok(Self(name));
@@ -116,15 +116,15 @@ impl fmt::Display for CipherSuite {
     }
 }
 
-/// A kind of database, and where it is.
+/// A kind of database and its location.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Datastore {
     Sqlite(PathBuf),
-    /// A URL that may hold a password.
+    /// A URL that may contain a password.
     Postgres(String),
 }
 
-/// A text that is never shown.
+/// A text that is never printed.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Secret(pub(super) String);
@@ -143,7 +143,7 @@ impl FromStr for Secret {
     }
 }
 
-/// An address to listen on, or one that clients are told.
+/// An address to listen on or to advertise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ListenUrl {
     /// `host:port`.
@@ -151,7 +151,7 @@ pub enum ListenUrl {
     Unix(PathBuf, Scheme),
 }
 
-/// Whether TLS is spoken.
+/// Whether an address uses TLS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scheme {
     Plain,
@@ -165,7 +165,7 @@ impl ListenUrl {
         }
     }
 
-    /// The host, without the brackets of an IPv6 address.
+    /// Returns the host without the brackets of an IPv6 address.
     pub fn host(&self) -> Option<&str> {
         match self {
             Self::Tcp(address, _) => {
@@ -211,7 +211,7 @@ impl fmt::Display for ListenUrl {
     }
 }
 
-/// A list; in a file a list too or, as in flags and variables, a text with commas.
+/// A list. In a file it is a list or a text with commas; flags and variables have the text form.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct List<T>(pub Vec<T>);
 
@@ -258,7 +258,7 @@ impl<'de, T: FromStr<Err: fmt::Display>> Deserialize<'de> for List<T> {
     }
 }
 
-/// A file's permissions, written in octal like 0660.
+/// A file mode in octal, such as 0660.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileMode(pub u32);
 
@@ -292,14 +292,14 @@ impl<'de> Deserialize<'de> for FileMode {
     }
 }
 
-/// A length of time, written like 10m, 1h30m or 500ms.
+/// A duration such as 10m, 1h30m or 500ms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval(pub Duration);
 
 impl Interval {
-    /// As short as a progress interval may be, as in etcd.
+    /// Minimum progress interval, as in etcd.
     pub(super) const MIN: Duration = Duration::from_millis(100);
-    /// Shorter ones would only keep the database busy.
+    /// Shorter intervals would only load the database.
     pub(super) const POLL_MIN: Duration = Duration::from_millis(1);
 }
 

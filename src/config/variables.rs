@@ -10,14 +10,14 @@ use figment::{
 
 use super::Settings;
 
-/// `ORLOP_*` variables. One that is a text stays one, though it looks like a number.
+/// `ORLOP_*` variables. A setting of type text accepts a value that looks like a number.
 pub(super) struct Variables {
     source: Env,
     defaults: Dict,
 }
 
 impl Variables {
-    /// Other ORLOP_* variables are none of ours, those of tests and scripts for example.
+    /// Other ORLOP_* variables are ignored; tests and scripts use some.
     pub(super) fn new() -> Result<Self, Box<figment::Error>> {
         let defaults = Serialized::defaults(Settings::default()).data()?.remove(&Profile::Default).unwrap_or_default();
         let known: Vec<String> = defaults.keys().cloned().collect();
@@ -39,7 +39,7 @@ impl Provider for Variables {
 }
 
 impl Variables {
-    /// What variables of these keys and texts say.
+    /// Returns the settings of variables with these keys and texts.
     pub(super) fn read(&self, variables: impl Iterator<Item = (String, String)>) -> Dict {
         let value = |key: &str, text: String| match self.defaults.get(key) {
             Some(Value::String(..) | Value::Array(..)) => Value::from(text),

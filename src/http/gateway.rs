@@ -1,9 +1,9 @@
-//! The JSON gateway: `POST /v3/...` for every call of the gRPC services, as etcd's.
+//! The JSON gateway: `POST /v3/...` for every gRPC call, as in etcd.
 //!
-//! Generic over the descriptors of `proto/`, with no code for any one call: JSON becomes a message, goes to the services of
-//! this process as a gRPC request, and the messages of the answer become JSON. Conventions are grpc-gateway's: original
-//! field names, 64-bit numbers as strings, bytes in base64, defaults left out; a stream is one `{"result": ...}` a line, and
-//! requests of a stream are JSON values one behind the other.
+//! Generic over the descriptors of `proto/`, without code for a single call: JSON becomes a message, which is sent as a
+//! gRPC request to the services of this process, and response messages become JSON. Conventions are those of
+//! grpc-gateway: original field names, 64-bit numbers as strings, bytes in base64, defaults omitted; a streaming
+//! response has one `{"result": ...}` per line, and streaming requests are concatenated JSON values.
 
 mod text;
 pub mod values;
@@ -38,19 +38,20 @@ use crate::api::status::{request_too_late, too_many_requests};
 use orlop_core::overload::{PartialRequest, PartialRequests};
 use orlop_wire::proto::DESCRIPTORS;
 
-/// The JSON of one message at most, in bytes. The services have limits of their own.
+/// Maximum size of the JSON of one message in bytes. The services have their own limits.
 pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
 const FRAME_HEAD_BYTES: usize = 5;
-/// What answers above the second number of bytes may take together, in KiB: the message, taken apart, and its JSON.
+/// Maximum memory of all large responses together in KiB, for each the message, its decoded form and its JSON. Smaller
+/// responses do not count.
 const ANSWERS_KIB_MAX: usize = 512 << 10;
 const SMALL_ANSWER_BYTES: usize = 1 << 20;
 const JSON_FACTOR: usize = 5;
-/// Messages above this are read and written aside.
+/// Longer messages are converted on a blocking thread.
 const ASIDE_BYTES_MIN: usize = 256 << 10;
-/// How long an answer waits for room.
+/// Maximum time a response waits for memory.
 const ROOM_WAIT_MAX: Duration = Duration::from_secs(7);
 
-/// Which path is which call.
+/// Paths and their calls.
 const PATHS: [(&str, &str); 50] = [
     ("kv/range", "etcdserverpb.KV/Range"),
     ("kv/put", "etcdserverpb.KV/Put"),
@@ -109,7 +110,7 @@ struct Gateway {
     pool: DescriptorPool,
     grpc: Router,
     partial_requests: Arc<PartialRequests>,
-    /// KiB of large answers that have not left.
+    /// KiB available for large responses that have not left.
     answers: Arc<Semaphore>,
 }
 
@@ -121,7 +122,7 @@ impl Gateway {
 
 /// # Errors
 ///
-/// If the descriptors that were compiled in cannot be read.
+/// If the compiled-in descriptors cannot be read.
 pub(super) fn routes(grpc: Router, partial_requests: Arc<PartialRequests>) -> Result<Router, DescriptorError> {
     let gateway = Gateway::new(DescriptorPool::decode(DESCRIPTORS)?, grpc, partial_requests);
     Ok(Router::new().route("/v3/{*path}", any(serve)).with_state(Arc::new(gateway)))
@@ -185,7 +186,7 @@ impl Gateway {
     }
 }
 
-/// What goes on as metadata: the token, and headers that say so.
+/// Copies the token to gRPC metadata.
 fn metadata(headers: &HeaderMap) -> HeaderMap {
     const PREFIX: &str = "grpc-metadata-";
     let mut metadata = HeaderMap::new();
@@ -201,7 +202,7 @@ fn metadata(headers: &HeaderMap) -> HeaderMap {
     metadata
 }
 
-/// A message of JSON. Nothing at all is an empty one.
+/// Parses a message from JSON. Empty input is an empty message.
 pub fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, Status> {
     if json.iter().all(u8::is_ascii_whitespace) {
         return Ok(DynamicMessage::new(kind));
@@ -212,7 +213,7 @@ pub fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, S
         .map_err(|error| Status::invalid_argument(error.to_string()))
 }
 
-/// A message of JSON, as gRPC sends it.
+/// Parses a message from JSON and frames it for gRPC.
 async fn framed(kind: MessageDescriptor, json: Text) -> Result<Bytes, Status> {
     aside_if_long(json.len(), move || message(kind, &json.joined()).map(|message| frame(&message))).await
 }
@@ -226,8 +227,8 @@ fn frame(message: &DynamicMessage) -> Bytes {
     bytes.freeze()
 }
 
-/// Does what takes about as long as the message is. What is long is done on a thread of its own, as everybody else would
-/// wait for it.
+/// Runs work whose duration is proportional to the message; for a long message on a blocking thread, so that it does
+/// not delay other requests.
 async fn aside_if_long<T: Send + 'static>(
     len: usize,
     work: impl FnOnce() -> Result<T, Status> + Send + 'static,
@@ -244,7 +245,7 @@ async fn aside_if_long<T: Send + 'static>(
     }
 }
 
-/// All of a body, as much as may be of one message.
+/// Reads a whole body, up to the maximum of one message.
 async fn whole(mut body: BodyDataStream, mut partial: PartialRequest) -> Result<Text, Status> {
     let mut text = Text::default();
     while let Some(data) = next(&mut body, &mut partial).await? {
@@ -269,7 +270,7 @@ async fn next(body: &mut BodyDataStream, partial: &mut PartialRequest) -> Result
     }
 }
 
-/// Messages of JSON values that come one behind the other, each as soon as it is whole.
+/// Splits concatenated JSON values into messages, each as soon as it is complete.
 fn frames(
     body: BodyDataStream,
     kind: MessageDescriptor,
@@ -279,7 +280,7 @@ fn frames(
     stream::try_unfold(start, |(mut body, kind, mut partial, mut values, mut data)| async move {
         loop {
             if let Some(text) = values.next(&mut data).map_err(axum::Error::new)? {
-                // What follows is another message, with its own time and turns.
+                // The next message has its own deadline.
                 partial.set_bytes(0).map_err(|_| axum::Error::new(too_many_requests()))?;
                 let frame = framed(kind.clone(), text).await.map_err(axum::Error::new)?;
                 return Ok(Some((frame, (body, kind, partial, values, data))));
@@ -300,7 +301,7 @@ enum Ended {
     No,
 }
 
-/// The status that these headers or trailers tell.
+/// Returns the gRPC status in headers or trailers.
 fn status(headers: &HeaderMap) -> Option<Status> {
     Status::from_header_map(headers)
 }
@@ -333,7 +334,7 @@ async fn unary(response: Response, kind: MessageDescriptor, answers: &Arc<Semaph
     Ok(([(header::CONTENT_TYPE, "application/json")], json).into_response())
 }
 
-/// An answer holds its room until it has left.
+/// A JSON response; its memory is released when it has left.
 struct Answer {
     json: Vec<u8>,
     _room: Option<OwnedSemaphorePermit>,
@@ -345,8 +346,8 @@ impl AsRef<[u8]> for Answer {
     }
 }
 
-/// Waits until there is room for an answer of so many bytes, taken apart and in JSON; one that is larger than all room there
-/// is goes alone.
+/// Waits for memory for a response of the given length, its decoded form and its JSON. A response larger than the limit
+/// takes all of it.
 async fn room_for(len: usize, answers: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Status> {
     let wanted = (len.saturating_mul(JSON_FACTOR) >> 10).min(ANSWERS_KIB_MAX);
     let wanted = u32::try_from(wanted).unwrap_or(u32::MAX);
@@ -365,7 +366,7 @@ pub fn json(kind: MessageDescriptor, bytes: Bytes) -> Result<Vec<u8>, Status> {
     Ok(json)
 }
 
-/// One line a message, as they come.
+/// Streams responses, one per line.
 fn streamed(response: Response, kind: MessageDescriptor) -> Response {
     let failed = status(response.headers()).filter(|status| status.code() != Code::Ok);
     if let Some(failed) = failed {
@@ -408,7 +409,7 @@ fn streamed(response: Response, kind: MessageDescriptor) -> Response {
     ([(header::CONTENT_TYPE, "application/json")], Body::from_stream(lines)).into_response()
 }
 
-/// The first message, once it is whole.
+/// Returns the first message when it is complete.
 fn take_message(received: &mut BytesMut) -> Option<Bytes> {
     let len = message_len(received)?;
     if received.len() < FRAME_HEAD_BYTES + len {
@@ -418,7 +419,7 @@ fn take_message(received: &mut BytesMut) -> Option<Bytes> {
     Some(received.split_to(len).freeze())
 }
 
-/// What the head of a frame says.
+/// Returns the length in a frame's head.
 fn message_len(received: &[u8]) -> Option<usize> {
     Some(u32::from_be_bytes(received.get(1..FRAME_HEAD_BYTES)?.try_into().ok()?) as usize)
 }
@@ -431,7 +432,7 @@ fn error_json(status: &Status) -> String {
     serde_json::json!({ "code": status.code() as i32, "message": status.message() }).to_string()
 }
 
-/// As grpc-gateway maps them.
+/// Maps codes as grpc-gateway does.
 fn http_status(code: Code) -> StatusCode {
     match code {
         Code::Ok => StatusCode::OK,
@@ -463,7 +464,7 @@ mod tests {
             assert!(gateway.describe(method).is_ok(), "{path}: {method}");
         }
         let methods: usize = gateway.pool.services().map(|service| service.methods().len()).sum();
-        // Three have two paths, RangeStream has none.
+        // Three calls have two paths; RangeStream has none.
         assert_eq!(PATHS.len() + 1, methods - 1 + 3);
     }
 

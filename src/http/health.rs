@@ -1,7 +1,7 @@
-//! `GET /health`, `/livez` and `/readyz`, as etcd answers them.
+//! `GET /health`, `/livez` and `/readyz`, as in etcd.
 //!
-//! `/livez` fails where a restart might help, `/readyz` where requests should go elsewhere. Each check is a real read, but for
-//! `progress`, which etcd has not: what the watchdog sees. The database is no matter of `/livez`.
+//! `/livez` fails if a restart may help, `/readyz` if requests should go to another instance. Each check is a real
+//! read, except `progress`, which etcd lacks: it reports the watchdog's result. The database does not affect `/livez`.
 
 use crate::api::status::from_store;
 use std::{sync::Arc, time::Duration};
@@ -21,8 +21,7 @@ use orlop_core::{
     store::{Store, request::Consistency},
 };
 
-/// A check that takes longer has failed. Requests are told after 7 s that the database is away; this is to be told before
-/// a probe gives up.
+/// Maximum time of a check. Requests wait 7 s for the database; a probe should receive its result before it gives up.
 const CHECK_MAX: Duration = Duration::from_secs(5);
 const NO_SNIFF: (HeaderName, &str) = (HeaderName::from_static("x-content-type-options"), "nosniff");
 
@@ -68,7 +67,7 @@ pub(super) fn routes(store: Arc<Store>) -> Router {
     router.with_state(store)
 }
 
-/// `?exclude=NOSPACE` passes over an alarm, `?serializable=true` over what the database has to say.
+/// `?exclude=NOSPACE` ignores an alarm, `?serializable=true` skips the database.
 async fn health(State(store): State<Arc<Store>>, Query(parameters): Parameters) -> Response {
     let named =
         |name: &'static str| parameters.iter().filter(move |(key, _)| key == name).map(|(_, value)| value.as_str());
@@ -91,7 +90,7 @@ async fn health(State(store): State<Arc<Store>>, Query(parameters): Parameters) 
     (status, [NO_SNIFF], body).into_response()
 }
 
-/// Why the server is not healthy.
+/// Returns the reason why the server is not healthy.
 async fn ill(store: &Store, excluded: &[&str], serializable: bool) -> Option<String> {
     for Alarm { kind, .. } in store.alarms() {
         if !excluded.contains(&kind.name()) {
@@ -102,7 +101,7 @@ async fn ill(store: &Store, excluded: &[&str], serializable: bool) -> Option<Str
     read(store, consistency).await.err().map(|error| format!("RANGE ERROR:{error}"))
 }
 
-/// Reads as a client would.
+/// Reads like a client.
 async fn read(store: &Store, consistency: Consistency) -> Result<(), String> {
     match timeout(CHECK_MAX, store.probe(consistency)).await {
         Ok(Ok(())) => Ok(()),
@@ -152,7 +151,7 @@ impl Probe {
             let status = if outcome.is_ok() { "success" } else { "error" };
             metrics.checks.with_label_values(&[self.name, check.name(), status]).inc();
             match outcome {
-                // etcd has no such check, and who compares answers sees none while it is good.
+                // etcd lacks this check; it is hidden while it succeeds, so that responses equal etcd's.
                 Ok(()) if check == Check::Progress => {}
                 Ok(()) => lines += &format!("[+]{} ok\n", check.name()),
                 Err(error) => {

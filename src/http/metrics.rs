@@ -18,11 +18,11 @@ const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
 pub(super) fn routes(store: Arc<Store>) -> Router {
     let state = &store.metrics().state;
     state.server_version.with_label_values(&[ETCD_VERSION]).set(1);
-    // As etcd's, without the patch.
+    // etcd's version without the patch.
     let minor = CLUSTER_VERSION.rsplit_once('.').map_or(CLUSTER_VERSION, |(minor, _)| minor);
     state.cluster_version.with_label_values(&[minor]).set(1);
     state.build.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
-    // As in etcd, any method will do.
+    // Any method is accepted, as in etcd.
     Router::new().route("/metrics", any(metrics)).with_state(store)
 }
 
@@ -35,7 +35,7 @@ async fn metrics(State(store): State<Arc<Store>>) -> Response {
     }
 }
 
-/// Where the system tells.
+/// Returns the limit on open files, if the system reports it.
 fn tell_descriptors(metrics: &orlop_core::metrics::Metrics) {
     if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
         metrics.state.fds_used.set(i64::try_from(open.count()).unwrap_or(i64::MAX));

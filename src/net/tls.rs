@@ -1,7 +1,8 @@
-//! TLS for listeners: certificates, who may connect, and both anew when their files change.
+//! TLS for listeners: certificates and accepted clients, both reloaded when their files change.
 //!
-//! Files are looked at when somebody connects, at most once a second, so that a renewed certificate needs no restart and no
-//! connection is dropped. Files that make no sense together, as they may while they are being replaced, leave what was.
+//! Files are checked when a client connects, at most once per second, so that a renewed certificate needs no restart
+//! and drops no connection. If the files do not match, as they may while they are being replaced, the previous ones
+//! stay in use.
 
 mod clients;
 mod self_signed;
@@ -33,12 +34,12 @@ use tracing::{info, warn};
 
 use crate::config::{CipherSuite, Tls, TlsVersion};
 
-/// How long a client has to speak TLS.
+/// Maximum time of a TLS handshake.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(10);
-/// How often the files are looked at, at most.
+/// Minimum time between two checks of the files.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Makes connections of clients' TLS. Cheap to share behind an [`Arc`].
+/// Accepts TLS connections. Cheap to share behind an [`Arc`].
 #[derive(Debug)]
 pub struct Acceptor {
     settings: Tls,
@@ -48,18 +49,18 @@ pub struct Acceptor {
 #[derive(Debug)]
 struct State {
     config: Arc<ServerConfig>,
-    /// What the files looked like when they were read.
+    /// Identification of the files when they were read.
     stamps: Vec<Option<Stamp>>,
     looked: Instant,
 }
 
-/// What tells that a file is another one; a link that leads elsewhere is noticed too.
+/// Identifies the content of a file; a changed symbolic link is noticed too.
 type Stamp = (Option<SystemTime>, u64);
 
 impl Acceptor {
     /// # Errors
     ///
-    /// A text for the operator that names setting and file.
+    /// A text for the operator that names the setting and the file.
     pub fn new(settings: Tls) -> Result<Self, String> {
         if let Some(wanted) = &settings.self_signed {
             self_signed::ensure(wanted, &settings.cert_file, &settings.key_file)?;
@@ -68,11 +69,11 @@ impl Acceptor {
         Ok(Self { settings, state: Mutex::new(state) })
     }
 
-    /// Speaks TLS with a client.
+    /// Performs the handshake with a client.
     ///
     /// # Errors
     ///
-    /// If the client does not, in time and in ways that are accepted.
+    /// If the handshake fails or takes too long.
     pub async fn accept<S: AsyncRead + AsyncWrite + Unpin>(&self, stream: S) -> io::Result<TlsStream<S>> {
         let handshake = TlsAcceptor::from(self.config()).accept(stream);
         timeout(HANDSHAKE_MAX, handshake).await.unwrap_or_else(|_| {
@@ -116,7 +117,7 @@ fn stamps(settings: &Tls) -> Vec<Option<Stamp>> {
 
 static BOTH: [&SupportedProtocolVersion; 2] = [&TLS12, &TLS13];
 
-/// From the oldest to the newest.
+/// Returns the versions from the minimum to the maximum.
 fn versions((min, max): (TlsVersion, TlsVersion)) -> &'static [&'static SupportedProtocolVersion] {
     let place = |version| match version {
         TlsVersion::Tls12 => 0,
@@ -156,7 +157,7 @@ fn certificates(setting: &str, file: &Path) -> Result<Vec<CertificateDer<'static
     Ok(found)
 }
 
-/// All ciphers or those that are named. Where none of TLS 1.3 is, all of its are there, as in etcd.
+/// Returns all or the configured cipher suites. If none of TLS 1.3 is configured, all of TLS 1.3 are added, as in etcd.
 fn provider(named: &[CipherSuite]) -> Arc<CryptoProvider> {
     let mut provider = ring::default_provider();
     let name = |suite: &SupportedCipherSuite| format!("{:?}", suite.suite()).replace("TLS13_", "TLS_");
@@ -168,7 +169,7 @@ fn provider(named: &[CipherSuite]) -> Arc<CryptoProvider> {
     Arc::new(provider)
 }
 
-/// A certificate that no client takes is better known at start.
+/// Checks the certificate at start: one that no client accepts should be found early.
 fn check_time(setting: &str, file: &Path, certificate: &CertificateDer<'_>) -> Result<(), String> {
     let name = file.display();
     let (_, parsed) = x509_parser::parse_x509_certificate(certificate)

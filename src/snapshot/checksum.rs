@@ -1,4 +1,4 @@
-//! The checksum behind a snapshot.
+//! The checksum at the end of a snapshot.
 
 use std::{fs::File, io::Read, path::Path};
 
@@ -6,17 +6,17 @@ use sha2::{Digest as _, Sha256};
 
 use super::{Error, Result, unusable};
 
-/// Of a SHA-256.
+/// Bytes of a SHA-256.
 const CHECKSUM_BYTES: u64 = 32;
-/// The size of a database file is a multiple of this, in SQLite as in etcd's bbolt; so etcd's tools tell whether there is
-/// a checksum behind it.
+/// The size of a database file is a multiple of this, in SQLite as in etcd's bbolt, so etcd's tools can tell whether a
+/// checksum follows.
 const BLOCK_BYTES: u64 = 512;
-/// How a SQLite database begins.
+/// The first bytes of a SQLite database.
 const SQLITE_MAGIC: &[u8] = b"SQLite format 3\0";
-/// What etcd's own database has at its 16th byte, in the byte order of nearly all machines.
+/// The magic number of bbolt at its 16th byte, in little-endian order.
 const BBOLT_MAGIC: &[u8] = &[0xed, 0xda, 0x0c, 0xed];
 
-/// Whether a snapshot's checksum must be there and hold.
+/// Whether a snapshot must have a valid checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HashCheck {
     Verify,
@@ -24,7 +24,7 @@ pub enum HashCheck {
     Skip,
 }
 
-/// The checksum of what is read through it.
+/// Computes the checksum of bytes that are read through it.
 pub struct Hashing<R> {
     reader: R,
     hash: Sha256,
@@ -35,7 +35,7 @@ impl<R> Hashing<R> {
         Self { reader, hash: Sha256::new() }
     }
 
-    /// Takes up what was read by other means.
+    /// Adds bytes that were read by other means.
     pub fn update(&mut self, bytes: &[u8]) {
         self.hash.update(bytes);
     }
@@ -53,7 +53,7 @@ impl<R: Read> Read for Hashing<R> {
     }
 }
 
-/// Looks whether a file is a snapshot, and whole. Returns its bytes without the checksum.
+/// Checks that a file is a complete snapshot. Returns its bytes without the checksum.
 pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
     let unreadable = |error: std::io::Error| unusable("read", path, &error);
     let name = path.display();
@@ -89,7 +89,7 @@ pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
     Ok(size - CHECKSUM_BYTES)
 }
 
-/// What lies in a WAL beside a copied file is not read, and would be missed without a word.
+/// Refuses a copied file with a WAL beside it: the WAL's content would be missing without notice.
 fn refuse_wal(path: &Path) -> Result<()> {
     let mut wal = path.to_owned();
     wal.as_mut_os_string().push("-wal");

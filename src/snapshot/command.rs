@@ -1,4 +1,4 @@
-//! `orlop snapshot`: what is done with snapshots without a server.
+//! `orlop snapshot`: inspects and restores snapshots without a server.
 
 use std::{
     io::Write as _,
@@ -96,7 +96,7 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
     }
 }
 
-/// The database that a server with these settings would serve, and its name for people.
+/// Returns the database of a server with these settings, and its name for messages.
 async fn empty_database(settings: &Settings) -> Result<(Box<dyn Load>, String), Box<dyn std::error::Error>> {
     Ok(match settings.datastore()? {
         Datastore::Sqlite(file) => (Box::new(SqliteLoader::database(&file).await?), shown(&file)),

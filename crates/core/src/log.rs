@@ -32,7 +32,7 @@ pub enum Error {
     #[error("{0}")]
     Open(String),
     /// A row, or a page of the file, has an impossible content.
-    #[error("the log is corrupt: {0}; `orlop check` tells all that is wrong")]
+    #[error("the log is corrupt: {0}; `orlop check` reports all damage")]
     Corrupt(String),
     /// The database is not the one that was read before: it lacks or contradicts applied changes.
     #[error("the log has another history: {0}")]

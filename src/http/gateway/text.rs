@@ -1,13 +1,13 @@
-//! The text of a body, kept as it comes.
+//! The text of a body, stored in the parts in which it arrives.
 //!
-//! In blocks: a text that grew in one piece would be copied each time that it doubles, which is milliseconds for what a
-//! client sends in small pieces and everybody else waits, and would take up to twice its room.
+//! Stored in blocks: a contiguous buffer would be copied each time it doubles, which takes milliseconds and up to twice
+//! the memory.
 
 use bytes::{Bytes, BytesMut};
 
 const BLOCK_BYTES: usize = 64 << 10;
 
-/// See the module's page.
+/// A text in blocks.
 #[derive(Default)]
 pub struct Text {
     full: Vec<Bytes>,
@@ -28,7 +28,7 @@ impl Text {
         self.last.extend_from_slice(data);
     }
 
-    /// All of it in one piece, which is a copy where it is long.
+    /// Returns the whole text, which copies it if it has several blocks.
     pub fn joined(mut self) -> Bytes {
         if self.full.is_empty() {
             return self.last.freeze();

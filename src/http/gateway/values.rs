@@ -1,19 +1,19 @@
-//! JSON objects that come one behind the other, in data that is cut anywhere.
+//! Splits concatenated JSON objects in data that may be cut at any byte.
 //!
-//! Each byte is looked at once, whatever the pieces are that a client sends: an object of 16 MiB in pieces of a few bytes
-//! costs as much as one in a single piece. Whether it is JSON is found out by who reads it.
+//! Each byte is scanned once, whatever the pieces: an object of 16 MiB in pieces of a few bytes costs as much as one in
+//! a single piece. The caller parses the JSON.
 
 use bytes::{Buf as _, Bytes};
 use tonic::Status;
 
 use super::{MESSAGE_BYTES_MAX, text::Text};
 
-/// See the module's page.
+/// The state of the scan.
 #[derive(Default)]
 pub struct Values {
-    /// Of the object that was begun.
+    /// The object that has begun.
     text: Text,
-    /// Braces and brackets that are open.
+    /// Number of open braces and brackets.
     depth: usize,
     string: Letters,
 }
@@ -27,16 +27,16 @@ enum Letters {
 }
 
 impl Values {
-    /// Bytes of an object that was begun.
+    /// Returns the bytes of the incomplete object.
     pub fn buffered_bytes(&self) -> usize {
         self.text.len()
     }
 
-    /// Takes what belongs to the first object: the object, once it is whole; otherwise all that there is.
+    /// Removes the first object from `data` and returns it when it is complete; otherwise takes all data.
     ///
     /// # Errors
     ///
-    /// If it is too long, or something else than an object.
+    /// If the object is too long, or the data is not an object.
     pub fn next(&mut self, data: &mut Bytes) -> Result<Option<Text>, Status> {
         if self.depth == 0 {
             let blank = data.iter().take_while(|letter| letter.is_ascii_whitespace()).count();
@@ -53,7 +53,7 @@ impl Values {
         Ok(last.map(|_| std::mem::take(&mut self.text)))
     }
 
-    /// Whether an object does with its next letter.
+    /// Returns whether the object ends with this byte.
     fn ends_with(&mut self, letter: u8) -> bool {
         self.string = match (self.string, letter) {
             (Letters::Outside, b'"') | (Letters::Escaped, _) => Letters::InString,
@@ -69,7 +69,7 @@ impl Values {
         self.depth == 0
     }
 
-    /// What the end of the data within an object is.
+    /// Returns the error for data that ends within an object.
     pub fn cut_off() -> Status {
         Status::invalid_argument("the last message is not whole")
     }

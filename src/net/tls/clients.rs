@@ -1,4 +1,4 @@
-//! Which clients may connect: by root, by revocation list, by name.
+//! Verification of clients: by root, by revocation list, by name.
 
 use std::{path::Path, sync::Arc};
 
@@ -28,7 +28,7 @@ pub(super) fn verifier(settings: &TlsClients) -> Result<Arc<dyn ClientCertVerifi
     let provider = Arc::new(ring::default_provider());
     let mut builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
     if let Some(crl_file) = &settings.crl_file {
-        // As in etcd: what is on the list is refused, and nothing else.
+        // As in etcd: certificates on the list are refused, and no others.
         builder = builder
             .with_crls(revocations(crl_file)?)
             .only_check_end_entity_revocation()
@@ -57,14 +57,14 @@ fn revocations(file: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>
     if !lists.is_empty() {
         return Ok(lists);
     }
-    // DER, then; whether it is a list is found when it is used.
+    // Otherwise DER, which is parsed when it is used.
     if bytes.first() == Some(&0x30) {
         return Ok(vec![CertificateRevocationListDer::from(bytes)]);
     }
     Err(unreadable("it holds no revocation list in PEM or DER form".to_owned()))
 }
 
-/// Clients whose certificate is for one of some names.
+/// Accepts clients whose certificate contains one of the names.
 #[derive(Debug)]
 struct Named {
     verifier: Arc<dyn ClientCertVerifier>,

@@ -1,5 +1,4 @@
-//! A certificate that the server makes for itself, as etcd does with `--auto-tls`: what is sent is encrypted, but no client
-//! can know who answers.
+//! A self-signed certificate, as with etcd's `--auto-tls`: traffic is encrypted, but clients cannot verify the server.
 
 use std::{io::Write as _, path::Path, time::Duration};
 
@@ -12,10 +11,10 @@ use crate::config::SelfSigned;
 use orlop_core::private;
 
 const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);
-/// Valid from so long ago, for machines whose clocks differ.
+/// Start of the validity before now, for machines whose clocks differ.
 const EARLIER: Duration = Duration::from_secs(60 * 60);
 
-/// Makes the certificate and its key, unless they are there and the certificate can still be used.
+/// Creates the certificate and its key, unless they exist and the certificate is still valid.
 ///
 /// # Errors
 ///
@@ -51,7 +50,7 @@ fn make(wanted: &SelfSigned) -> Result<Pem, rcgen::Error> {
     Ok(Pem { cert: params.self_signed(&key)?.pem(), key: key.serialize_pem() })
 }
 
-/// For the server's user alone.
+/// Readable by the server's user only.
 fn write(file: &Path, text: &str) -> std::io::Result<()> {
     if let Some(folder) = file.parent() {
         private::make_folder(folder)?;
