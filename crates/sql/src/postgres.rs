@@ -1,12 +1,12 @@
 //! The log in a Postgres database, to which any number of Orlop instances append.
 //!
-//! Connections: one to append on, one to ask for the log's position on, one that listens for notifications, and a pool for
-//! all other reads. A batch is one call of the function `orlop_append`, which the migration makes: compare-and-append
-//! under an advisory lock, one round trip and one commit. What is read of rows that compaction may be deleting at the same
-//! time comes with the revision up to which it deletes, from the same snapshot.
+//! Connections: one for appends, one for position queries, one that listens for notifications, and a pool for all other
+//! reads. A batch is one call of the function `orlop_append`, which the migration creates: compare-and-append under an
+//! advisory lock, one round trip and one commit. A read of rows that compaction may delete at the same time also
+//! returns the revision up to which it deletes, from the same snapshot.
 //!
-//! A server that was restarted or failed over to is another one (see [`Position::server`]): it is not appended to before
-//! the store has looked at its log again.
+//! A restarted server, or one after a failover, is a different one (see [`Position::server`]): the store compares the
+//! end of its log before the next append.
 
 mod append;
 mod connection;
@@ -40,43 +40,43 @@ use orlop_core::log::{
 };
 use orlop_core::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
-/// Where the database is and who asks.
+/// Settings of the connection.
 #[derive(Debug, Clone)]
 pub struct PostgresSettings {
     /// `postgres://USER:PASSWORD@HOST:PORT/DATABASE?sslmode=...`
     pub endpoint: String,
-    /// How often the log is looked at when no notification tells to.
+    /// Maximum time between two checks for new rows without a notification.
     pub poll_interval: Duration,
-    /// Connections for reading.
+    /// Number of connections for reads.
     pub connections_max: u32,
-    /// This instance's name, which tells it from others.
+    /// The name of this instance, unique among instances.
     pub name: String,
     pub client_urls: Vec<String>,
 }
 
-/// See the module's page.
+/// The log in Postgres.
 pub struct PostgresLog {
     database: Database,
     appender: Appender,
-    /// For the one question that every linearizable read waits for.
+    /// The connection for position queries, for which every linearizable read waits.
     asker: Lane,
     listener: Listener,
     poll_interval: Duration,
     member: Member,
-    /// Another number at each start.
+    /// A random number per start.
     run: i64,
     has_beaten: AtomicBool,
-    /// Of the tables' bytes, those that were free when they were counted last.
+    /// Free bytes in the tables, as of the last count.
     free_bytes: AtomicI64,
 }
 
 impl PostgresLog {
-    /// Connects, tries again for a while if there is no answer, and migrates the schema.
+    /// Connects, retries for a while if there is no answer, and migrates the schema.
     ///
     /// # Errors
     ///
-    /// [`orlop_core::log::Error::Open`] if the database cannot be reached, is a standby, or refuses what is needed; the text names it without
-    /// its password.
+    /// [`orlop_core::log::Error::Open`] if the database cannot be reached, is a standby, or denies a permission; the
+    /// text names it without its password.
     pub async fn open(settings: PostgresSettings) -> Result<Self> {
         let database = Database::new(&settings.endpoint, settings.connections_max)?;
         let mut connection = database.connect_first().await?;
@@ -109,13 +109,13 @@ impl PostgresLog {
     }
 }
 
-/// Stable for one name in one cluster.
+/// Returns the ID of a member: stable for one name in one cluster.
 fn member_id(cluster_id: i64, name: &str) -> u64 {
-    // FNV-1a, which no version of a library changes.
+    // FNV-1a, which does not change with a library.
     let bytes = cluster_id.to_le_bytes().into_iter().chain(name.bytes());
     let hash = bytes
         .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
-    // 0 is nobody, and the database's integers have a sign.
+    // 0 means no member, and the database's integers are signed.
     (hash >> 1).max(1)
 }
 

@@ -1,4 +1,4 @@
-//! What both databases' rows have in common: their columns, and how they are gathered into pages.
+//! Rows of both databases: their columns, and how they form pages.
 
 use sqlx::{
     ColumnIndex, Decode, Row, Type,
@@ -11,21 +11,21 @@ use orlop_core::log::{
 };
 use orlop_core::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
 
-/// Revisions in one page of [`orlop_core::log::History::changes`], as many as etcd puts into one watch answer.
+/// Maximum number of revisions in a page of [`orlop_core::log::History::changes`], as in one watch response of etcd.
 pub(super) const PAGE_REVISIONS_MAX: usize = 1_000;
-/// Ids looked at for one page of [`orlop_core::log::History::changes`], whether they match or not.
+/// Maximum number of ids visited for a page of [`orlop_core::log::History::changes`], matching or not.
 pub(super) const PAGE_IDS_MAX: i64 = 20_000;
 /// Bytes of keys and values after which a page of [`orlop_core::log::History::changes`] ends with its revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
-/// Rows visited at a time by [`orlop_core::log::History::replay`].
+/// Rows that [`orlop_core::log::History::replay`] visits at a time.
 pub(super) const REPLAY_ROWS: usize = 10_000;
-/// Rows asked for in one statement of [`orlop_core::log::Log::values`]; keeps reads short.
+/// Maximum number of rows in one statement of [`orlop_core::log::Log::values`]; keeps reads short.
 pub(super) const VALUES_ROWS_MAX: usize = 2_000;
-/// Of the 128 units that a task may spend before others come, so many bytes of values that were read take one: 128 KiB are
-/// decoded in some 50 microseconds, and ten times as long where the kernel has no memory at hand.
+/// Bytes of values per unit of tokio's budget of 128 units, after which a task yields. 128 KiB take about 50
+/// microseconds to decode, and ten times as long if the kernel has to allocate memory.
 const UNIT_BYTES: usize = 1 << 10;
 
-/// A row's columns, `id, sub, key, value, lease, version, create_revision, prev_revision, deleted` (0 or 1).
+/// The columns of a row: `id, sub, key, value, lease, version, create_revision, prev_revision, deleted` (0 or 1).
 pub(super) struct RowColumns {
     pub(super) row: RowId,
     pub(super) key: Vec<u8>,
@@ -37,11 +37,11 @@ pub(super) struct RowColumns {
     pub(super) deleted: bool,
 }
 
-/// A row that can be read whichever database it comes from.
+/// A row of either database.
 pub(super) trait LogRow: Row {
     fn int(&self, column: usize) -> Result<i64>;
     fn int_or_null(&self, column: usize) -> Result<Option<i64>>;
-    /// NULL is read as nothing.
+    /// Reads NULL as an empty value.
     fn slice(&self, column: usize) -> Result<&[u8]>;
 
     fn bytes(&self, column: usize) -> Result<Vec<u8>> {
@@ -69,15 +69,14 @@ where
     }
 }
 
-/// The pair of a put, from its `id, sub, key, value, lease, version, create_revision`.
+/// Reads the pair of a put from `id, sub, key, value, lease, version, create_revision`.
 pub(super) fn pair(row: &impl LogRow) -> Result<(RowId, EncodedKv)> {
     let id = row_id(row.int(0)?, row.int(1)?)?;
     let version = Version { row: id, create_revision: Revision(row.int(6)?), version: row.int(5)? };
     Ok((id, EncodedKv::new(row.slice(2)?, version, row.slice(3)?, LeaseId::from_wire(row.int(4)?))))
 }
 
-/// From the columns `id` and `sub`.
-/// What decoding a row costs: others come first when it is too much.
+/// Reads the position from the columns `id` and `sub`.
 pub(super) async fn spend(units: usize, bytes: usize) {
     for _ in 0..units + bytes / UNIT_BYTES {
         consume_budget().await;
@@ -90,7 +89,7 @@ pub(super) fn row_id(id: i64, sub: i64) -> Result<RowId> {
 }
 
 impl RowColumns {
-    /// Reads the columns from the one at `at` on.
+    /// Reads the columns from position `at` on.
     pub(super) fn read(row: &impl LogRow, at: usize) -> Result<Self> {
         Ok(Self {
             row: row_id(row.int(at)?, row.int(at + 1)?)?,
@@ -104,13 +103,13 @@ impl RowColumns {
         })
     }
 
-    /// The pair that this row replaced, from its `value, lease, version, create_revision`, which are joined from the column
-    /// at `at` on.
+    /// Reads the pair that this row replaced, from its `value, lease, version, create_revision`, which are joined from
+    /// column `at` on.
     pub(super) fn prev_kv(&self, row: &impl LogRow, at: usize, prev: WithPrev) -> Result<Option<EncodedKv>> {
         if prev == WithPrev::No || self.prev_revision == 0 {
             return Ok(None);
         }
-        // NULL: the row was compacted away.
+        // NULL: the replaced row was compacted.
         let Some(version) = row.int_or_null(at + 2)? else { return Ok(None) };
         let prev = Self {
             row: RowId::new(Revision(self.prev_revision), 0),
@@ -167,17 +166,17 @@ pub(super) fn stored_row(table: Table, row: &impl LogRow) -> Result<StoredRow> {
     })
 }
 
-/// A row of a page, and the pair that it replaced.
+/// A row of a page and the pair that it replaced.
 pub(super) type PageRow = (RowColumns, Option<EncodedKv>);
 
-/// Gathers a page of revisions up to `to` from the two tables.
+/// Builds a page of revisions up to `to` from the two tables.
 pub(super) struct PageBuilder {
     rows: Vec<PageRow>,
     to: i64,
 }
 
 impl PageBuilder {
-    /// Of the first table one revision more than a page holds is asked for: if it is there, the page was cut before it.
+    /// The first table is queried for one revision more than a page contains: if it exists, the page ends before it.
     pub(super) fn new(mut first: Vec<PageRow>, mut to: i64) -> Self {
         if first.len() > PAGE_REVISIONS_MAX || bytes(&first) > PAGE_BYTES_MAX {
             if first.len() > PAGE_REVISIONS_MAX {
@@ -188,12 +187,12 @@ impl PageBuilder {
         Self { rows: first, to }
     }
 
-    /// The last revision that the other table is to be asked for.
+    /// Returns the last revision to query from the other table.
     pub(super) fn to(&self) -> i64 {
         self.to
     }
 
-    /// Of the other table, too, one revision more may be there than a page holds.
+    /// The other table may also return one revision more than a page contains.
     pub(super) fn add_more(&mut self, more: Vec<PageRow>) {
         if more.is_empty() {
             return;
@@ -218,8 +217,8 @@ fn bytes(rows: &[PageRow]) -> usize {
     rows.iter().map(|(columns, _)| columns.len()).sum()
 }
 
-/// Merges rows of the two tables, each of them in the order of their places and cut at `limit`. What lies beyond the cut of
-/// one is left to the next call in the other too.
+/// Merges rows of the two tables, each in order and limited to `limit`. Rows beyond the end of a limited table are left
+/// to the next call.
 pub(super) fn merge<T, P: Ord>(mut first: Vec<T>, more: Vec<T>, limit: usize, place: impl Fn(&T) -> P) -> Vec<T> {
     let cut = [&first, &more].into_iter().filter(|rows| rows.len() == limit).filter_map(|rows| rows.last());
     let cut = cut.map(&place).min();
@@ -233,7 +232,7 @@ pub(super) fn merge<T, P: Ord>(mut first: Vec<T>, more: Vec<T>, limit: usize, pl
     first
 }
 
-/// The bounds of a range for SQL: `key >= start AND (unbounded OR key < end)`.
+/// Returns the bounds of a range for SQL: `key >= start AND (unbounded OR key < end)`.
 pub(super) struct SqlRange {
     pub(super) start: Vec<u8>,
     pub(super) end: Vec<u8>,
@@ -252,8 +251,8 @@ impl SqlRange {
     }
 }
 
-/// What [`Meta`] is made of, in one statement so that it is of one moment: `kind, name, a, b, c, left`, where a
-/// `position` has head, epoch and server, a `fact` a value, and a `lease` its id, TTL and the seconds left.
+/// Reads [`Meta`] from one statement, so that it is of one moment: `kind, name, a, b, c, left`, where a `position` has
+/// head, epoch and server, a `fact` a value, and a `lease` its id, TTL and remaining seconds.
 pub(super) type MetaRow = (String, String, i64, i64, i64, Option<f64>);
 
 pub(super) fn meta(rows: &[MetaRow]) -> Meta {
@@ -280,7 +279,7 @@ pub(super) fn meta(rows: &[MetaRow]) -> Meta {
     meta
 }
 
-/// Refuses a database of another version's, by the migrations that it has seen.
+/// Refuses a database of another version, by its migrations.
 pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Result<()> {
     let known: Vec<i64> = known.iter().map(|migration| migration.version).collect();
     if versions == known {
@@ -293,7 +292,7 @@ pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Re
     )))
 }
 
-/// What there is to say of a database whose schema is not brought up to date, for people.
+/// Returns the text for a database whose schema cannot be migrated.
 pub(super) fn cannot_migrate(name: &str, error: &MigrateError) -> String {
     if let MigrateError::VersionMissing(version) = error {
         return format!(
@@ -308,7 +307,7 @@ pub(super) fn cannot_migrate(name: &str, error: &MigrateError) -> String {
     format!("cannot migrate database {name}: {error}")
 }
 
-/// Of a pool of so many, idle ones among them; the two are counted one after the other.
+/// Returns the connections of a pool. Idle and all connections are counted one after the other.
 pub(super) fn connections(all: u32, idle: usize) -> Connections {
     Connections { idle, used: usize::try_from(all).unwrap_or(usize::MAX).saturating_sub(idle) }
 }

@@ -1,10 +1,10 @@
 //! The log in one SQLite file, owned by one Orlop process.
 //!
-//! Connections: one for writing, a few for reading, one for checkpoints. WAL mode and `synchronous=FULL`: a commit has
-//! returned only when the WAL is on the disk. Other processes may read the file with plain SQL while Orlop runs; a second
-//! Orlop is refused at start by a lock on a file beside it.
+//! Connections: one for writes, a few for reads, one for checkpoints. WAL mode and `synchronous=FULL`: a commit returns
+//! when the WAL is on disk. Other processes may read the file with SQL while Orlop runs; a lock on a file beside it
+//! refuses a second Orlop.
 //!
-//! Checkpoints are taken in the background (see [`checkpoint`]), never by a write; free pages are given back there too
+//! Checkpoints run in the background ([`checkpoint`]), never as part of a write; so does the return of free pages
 //! ([`vacuum`]).
 
 mod append;
@@ -42,37 +42,37 @@ use orlop_core::{
     types::{EncodedKv, KeyRange, Revision, RowId},
 };
 
-/// Readers beyond this wait for one another.
+/// Maximum number of readers; further reads wait.
 const READERS_MAX: u32 = 4;
 
-/// See the module's page.
+/// The log in SQLite.
 pub struct SqliteLog {
     writer: Arc<Writer>,
     readers: SqlitePool,
-    /// For a reader of its own.
+    /// Options of a separate reader.
     options: SqliteConnectOptions,
     checkpointer: Arc<Checkpointer>,
     vacuum: Vacuum,
-    /// Held until the log is dropped.
+    /// Locked until the log is dropped.
     _lock: FileLock,
 }
 
 impl SqliteLog {
-    /// Opens the database file, made if it is not there, and migrates its schema.
+    /// Opens the database file, creating it if it does not exist, and migrates its schema.
     ///
     /// # Errors
     ///
-    /// [`Error::Open`], naming the file, if another process holds it or it cannot be read, written or understood.
+    /// [`Error::Open`], naming the file, if another process has locked it or it cannot be read, written or parsed.
     pub async fn open(file: &Path) -> Result<Self> {
         let name = file.display();
         let lock = take_place(file)?;
         let open = |error: sqlx::Error| Error::Open(format!("cannot open database {name}: {error}"));
 
         refuse_cut_off(file)?;
-        // SQLite gives the files that it makes beside it the same mode.
+        // SQLite creates its other files with the same mode.
         private::make_file(file).map_err(|error| open(error.into()))?;
         let options = Self::options(file);
-        // Saying this writes to the file, whatever it says already, which a connection made later may have no room for.
+        // This pragma writes to the file even if the mode is set, for which a later connection may have no disk space.
         let mut writer = Self::options_to_make(file).connect().await.map_err(open)?;
         migrations::sqlite()
             .run(&mut writer)
@@ -100,7 +100,7 @@ impl SqliteLog {
         self.readers.acquire().await.map_err(unavailable)
     }
 
-    /// For the connection that may be the first to write to the file.
+    /// Options of the first connection, which may write to the file.
     fn options_to_make(file: &Path) -> SqliteConnectOptions {
         Self::options(file).auto_vacuum(SqliteAutoVacuum::Incremental)
     }
@@ -120,13 +120,13 @@ impl SqliteLog {
     }
 }
 
-/// Whether an error is this of SQLite's primary result codes; the upper bits say more of what was found.
+/// Returns whether an error has one of these primary result codes of SQLite; the upper bits are details.
 fn has_code(error: &sqlx::Error, primary: i32) -> bool {
     let code = error.as_database_error().and_then(|error| error.code()?.parse::<i32>().ok());
     code.is_some_and(|code| code & 0xff == primary)
 }
 
-/// Makes the folder of a database file and keeps others out of the file.
+/// Creates the directory of a database file and locks the file.
 fn take_place(file: &Path) -> Result<FileLock> {
     if let Some(folder) = file.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         private::make_folder(folder)
@@ -139,8 +139,8 @@ fn take_place(file: &Path) -> Result<FileLock> {
     FileLock::acquire(file)
 }
 
-/// SQLite notices that pages are missing when it comes to read them, which may be never. While there is a WAL the file may be
-/// shorter than it says, as what is missing is there.
+/// Checks the size of the file: SQLite finds missing pages only when it reads them. While there is a WAL the file may
+/// be shorter than its header says, because the WAL contains the missing pages.
 fn refuse_cut_off(file: &Path) -> Result<()> {
     const HEADER_BYTES: usize = 100;
     const MAGIC: &[u8] = b"SQLite format 3\0";
@@ -152,7 +152,8 @@ fn refuse_cut_off(file: &Path) -> Result<()> {
     let bytes = opened.metadata().map_err(unreadable)?.len();
     let mut header = Vec::new();
     opened.take(HEADER_BYTES as u64).read_to_end(&mut header).map_err(unreadable)?;
-    // An empty file is a new database's; a shorter one than its first page counts for SQLite as empty too, and must not here.
+    // An empty file is a new database. SQLite also treats a file shorter than its first page as empty, which must not
+    // happen here.
     let begins_rightly = MAGIC.starts_with(&header[..header.len().min(MAGIC.len())]);
     if bytes == 0 || !begins_rightly || view::has_wal(file) {
         return Ok(());
@@ -163,7 +164,7 @@ fn refuse_cut_off(file: &Path) -> Result<()> {
             "database {name} is cut off: it has {bytes} bytes; restore a snapshot or a copy of it"
         )));
     }
-    // 1 stands for what does not fit.
+    // 1 stands for a size that does not fit.
     let page = match u16::from_be_bytes([header[16], header[17]]) {
         1 => 65_536,
         page => u64::from(page),
@@ -185,8 +186,8 @@ impl History for SqliteLog {
         read::meta(&mut *self.reader().await?).await
     }
 
-    /// Nobody else writes while this process starts, so that what is read in parts is of one moment. The pages are looked at
-    /// by another reader meanwhile, which takes less time unless values are long.
+    /// No other process writes during the start, so rows read in parts are of one moment. Another reader checks the
+    /// pages at the same time, which takes less time unless values are long.
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
         let (mut rows, mut pages) = (self.reader().await?, self.reader().await?);
         let (meta, ()) = tokio::try_join!(read::replay(&mut rows, visit), inspect::refuse_damage(&mut pages))?;
@@ -237,7 +238,7 @@ impl Log for SqliteLog {
         self.readers.close().await;
         self.vacuum.finish().await;
         self.checkpointer.finish().await;
-        // The file is whole without its WAL then, for who copies it while the server is down.
+        // Makes the file complete without its WAL, for copies while the server is stopped.
         let emptied = async {
             let mut writer = self.writer.hold().await?;
             sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(writer.connection()).await
@@ -252,17 +253,17 @@ impl Log for SqliteLog {
     }
 }
 
-/// SQLite's primary result codes, the low byte of those that it gives.
+/// Primary result codes of SQLite: the low byte of its codes.
 const CODE_IO: i32 = 10;
 const CODE_FULL: i32 = 13;
 
 impl SqliteLog {
-    /// What an error of an append means.
+    /// Maps an error of an append.
     ///
-    /// When the disk has no room the commit's last page is not in the WAL, so that nobody will ever read the others. When it
-    /// fails otherwise, above all in a sync, SQLite takes the commit back; but what is in the WAL may be whole, and then a
-    /// start after a crash takes it for one. Nothing that was committed before depends on what a failed sync lost: the next
-    /// commit writes the WAL anew from the end of the last one, and the next checkpoint all that this one was to copy.
+    /// If the disk is full, the commit's last page is not in the WAL, so its other pages are never read. After any
+    /// other failure, above all of a sync, SQLite rolls the commit back, but it may be complete in the WAL, and a start
+    /// after a crash then accepts it. Nothing committed before depends on what a failed sync lost: the next commit
+    /// writes the WAL again from the end of the last one, and the next checkpoint copies everything again.
     fn failure(&self, error: &sqlx::Error) -> Error {
         let file = self.options.get_filename().display();
         if has_code(error, CODE_FULL) {
@@ -276,7 +277,7 @@ impl SqliteLog {
         Error::OutcomeUnknown(format!("{file}: {error}{hint}"))
     }
 
-    /// What it means that nobody can write.
+    /// Maps an error that prevents all writes.
     fn refusal(&self, error: sqlx::Error) -> Error {
         let failure = self.failure(&error);
         if matches!(failure, Error::Full(_)) { failure } else { unavailable(error) }
@@ -302,7 +303,7 @@ impl SqliteLog {
         Ok(())
     }
 
-    /// One step, after which writes that wait have their turn.
+    /// Runs one step, after which waiting writes run.
     async fn give_back(&self) -> Result<Reclaimed> {
         let free = self.vacuum.step().await?;
         Ok(if free > 0 { Reclaimed::More } else { Reclaimed::All })

@@ -1,9 +1,9 @@
-//! Compare-and-append: one call of a function of the database's for a batch, whatever its size.
+//! Compare-and-append: one call of a database function per batch of any size.
 //!
-//! Who loses the race reads what it missed and tries again, and among busy instances might lose again and again. So a
-//! loser takes a *turn*: a transaction that holds the lock under which all append, from before it reads until it appends.
-//! Waiters get that lock in the order in which they came. A turn that is not used soon is ended by the server, with the
-//! connection.
+//! An instance that loses the race reads the missed rows and tries again, and among busy instances might lose again and
+//! again. So a loser takes a *turn*: a transaction that holds the lock under which all append, from before it reads
+//! until it appends. The lock is granted in the order of requests. The server ends a turn that is not used soon, with
+//! its connection.
 
 use sqlx::{Connection as _, PgConnection};
 use tokio::sync::Mutex;
@@ -20,14 +20,14 @@ const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $1
 const ALARM: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
 const PURGE: &str = "SELECT orlop_purge($1, $2, $3, $4, $5)";
 
-/// A batch has fewer rows than this, but for a delete of many keys, whose statement takes hundreds of megabytes that the
-/// connection would keep.
+/// Maximum number of rows per call. Only a delete of many keys has more; its statement would take hundreds of megabytes
+/// that the connection keeps.
 const ROWS_USUAL: usize = 4_096;
 
-/// The connection that appends.
+/// The connection for appends.
 pub(super) struct Appender {
     state: Mutex<State>,
-    /// This start of this instance, which need not be told of what it appends.
+    /// Identifies this start of this instance, which ignores notifications of its own appends.
     run: i64,
 }
 
@@ -53,7 +53,7 @@ impl Appender {
         Self { state: Mutex::new(State { connection: Some(connection), has_turn: false }), run }
     }
 
-    /// As [`orlop_core::log::SharedLog::take_turn`].
+    /// See [`orlop_core::log::SharedLog::take_turn`].
     pub(super) async fn take_turn(&self, database: &Database) -> Result<()> {
         let mut state = self.state.lock().await;
         let mut connection = state.take_connection(database).await?;
@@ -67,19 +67,19 @@ impl Appender {
         Ok(())
     }
 
-    /// The connection is given up when anything fails or the future is dropped.
+    /// The connection is closed if anything fails or the future is dropped.
     pub(super) async fn append(&self, database: &Database, append: Append<'_>) -> Result<Appended> {
         let mut state = self.state.lock().await;
         let mut connection = state.take_connection(database).await?;
         let has_turn = std::mem::take(&mut state.has_turn);
         let appended = if append.is_empty() {
-            // Nothing but a turn to give back.
+            // Only a turn has to be returned.
             Appended::Done
         } else {
             match bounded(call(&mut connection, append, self.run)).await {
                 Ok(true) => Appended::Done,
                 Ok(false) => Appended::Conflict,
-                // Without the commit nothing is written.
+                // Nothing is written without the commit.
                 Err(error) if has_turn => return Err(database.refusal(&error)),
                 Err(error) => return Err(outcome(database, &error)),
             }
@@ -104,8 +104,8 @@ impl Appender {
     }
 }
 
-/// What an error of an append means. An error that the server reports of a statement ends its transaction; of one that
-/// ends the connection, or says that the outcome is unknown, nothing follows.
+/// Maps an error of an append. An error of a statement ends its transaction. An error that ends the connection, or an
+/// unknown outcome, proves nothing.
 fn outcome(database: &Database, error: &sqlx::Error) -> Error {
     const NOTHING_WRITTEN: [&str; 9] = ["22", "23", "25", "42", "53", "54", "55", "58", "P0"];
     let refused = sqlstate(error).is_some_and(|code| {
@@ -115,7 +115,7 @@ fn outcome(database: &Database, error: &sqlx::Error) -> Error {
     if refused { database.refusal(error) } else { Error::OutcomeUnknown(error.to_string()) }
 }
 
-/// Columns of rows, as arrays.
+/// Rows as arrays of columns.
 #[derive(Default)]
 pub(super) struct Columns<'a> {
     keys: Vec<&'a [u8]>,
@@ -192,10 +192,10 @@ async fn call(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sq
         .await
 }
 
-/// What changes of leases come to. The function deletes before it inserts.
+/// Changes of leases, combined. The function deletes before it inserts.
 #[derive(Default)]
 struct Leases {
-    /// Ids and TTLs.
+    /// IDs and TTLs.
     grants: Vec<(i64, i64)>,
     revokes: Vec<i64>,
     expires: Vec<i64>,
@@ -211,7 +211,7 @@ impl Leases {
                     all.forget_grant(id);
                     all.revokes.push(id.0);
                 }
-                // What the same append granted is not in the table, where its time could be over.
+                // A lease granted by the same append is not in the table and cannot have expired.
                 LeaseChange::Expire { id } if all.forget_grant(id) => all.revokes.push(id.0),
                 LeaseChange::Expire { id } => all.expires.push(id.0),
             }
@@ -219,7 +219,7 @@ impl Leases {
         all
     }
 
-    /// Whether there was one.
+    /// Whether there was an expiry.
     fn forget_grant(&mut self, id: LeaseId) -> bool {
         let before = self.grants.len();
         self.grants.retain(|(granted, _)| *granted != id.0);
@@ -241,7 +241,7 @@ pub(super) fn bind<'q, O>(query: RowsQuery<'q, O>, columns: Columns<'q>) -> Rows
         .bind(columns.deletes)
 }
 
-/// Returns false if nothing was deleted, as another server answers, or one that knows of no such compaction.
+/// Returns false if nothing was deleted, because another server answers or one without this compaction.
 pub(super) async fn purge(
     connection: &mut PgConnection,
     server: i64,

@@ -1,4 +1,4 @@
-//! Compare-and-append: one statement and one commit for a batch, whatever its size.
+//! Compare-and-append: one statement and one commit per batch of any size.
 
 use std::sync::LazyLock;
 
@@ -9,11 +9,11 @@ use orlop_core::{
     types::{Change, ChangeKind, LeaseId},
 };
 
-/// Rows in one statement; larger batches take several statements in the one transaction.
+/// Maximum number of rows in one statement; larger batches use several statements in one transaction.
 const STATEMENT_ROWS_MAX: usize = 512;
 
-/// Statements for 1, 2, 4, ... rows: few enough to stay prepared. A batch takes the next larger one, and the rows that it
-/// has too many are NULL and inserted by no one.
+/// Statements for 1, 2, 4, ... rows: few enough to stay prepared. A batch uses the next larger one; its unused rows are
+/// NULL and not inserted.
 static FIRST: LazyLock<Vec<String>> = LazyLock::new(|| statements(first_sql));
 static MORE: LazyLock<Vec<String>> = LazyLock::new(|| statements(more_sql));
 
@@ -48,7 +48,7 @@ pub(super) async fn append(writer: &mut SqliteConnection, append: Append<'_>) ->
         append_all(writer, &first, &more, append).await
     };
     match outcome {
-        // A row with one of our ids: somebody else wrote to the file.
+        // A row with one of these ids exists: another process wrote to the file.
         Err(sqlx::Error::Database(error)) if error.is_unique_violation() => Ok(Appended::Conflict),
         outcome => outcome,
     }
@@ -70,7 +70,7 @@ async fn append_all(
             LeaseChange::Grant { id, ttl_secs } => {
                 sqlx::query("INSERT INTO lease (id, ttl) VALUES (?, ?)").bind(id.0).bind(ttl_secs)
             }
-            // Deadlines are this process's own: the writer has looked at the clock.
+            // Deadlines belong to this process: the writer has checked the clock.
             LeaseChange::Revoke { id } | LeaseChange::Expire { id } => {
                 sqlx::query("DELETE FROM lease WHERE id = ?").bind(id.0)
             }
@@ -99,7 +99,7 @@ async fn append_all(
     Ok(Appended::Done)
 }
 
-/// Inserts rows of both tables within a transaction, if the newest is `newest`.
+/// Inserts rows into both tables within a transaction, if the newest row is `newest`.
 pub(super) async fn insert(
     writer: &mut SqliteConnection,
     first: &[&Change],
@@ -142,7 +142,7 @@ async fn insert_first(writer: &mut SqliteConnection, rows: &[&Change], expected:
 
 type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
 
-/// The statement for this many rows, and how many more it takes.
+/// Returns the statement for this many rows, and its number of unused rows.
 fn statement(statements: &'static [String], rows: usize) -> (SqliteQuery, usize) {
     let size = rows.next_power_of_two();
     (sqlx::query(&*statements[size.ilog2() as usize]), size - rows)

@@ -1,9 +1,9 @@
-//! Moves the WAL into the database file, beside the writes.
+//! Copies the WAL into the database file, concurrently with writes.
 //!
-//! A passive checkpoint copies what is committed and waits for no one. SQLite starts the WAL over when a write finds all of
-//! it copied; under a load that never pauses no checkpoint ever quite catches up with the writer. So while the WAL is
-//! short that is left to chance, and beyond [`WAL_PAGES_MAX`] one more passive checkpoint, of the few pages written
-//! during the one before, is taken while the writer is held.
+//! A passive checkpoint copies committed pages and blocks no one. SQLite restarts the WAL when a write finds all of it
+//! copied; under continuous load a checkpoint never quite catches up. That does not matter while the WAL is short.
+//! Beyond [`WAL_PAGES_MAX`] one more passive checkpoint, of the few pages written during the previous one, runs while
+//! the writer is blocked.
 
 use std::{
     sync::{
@@ -26,15 +26,16 @@ use orlop_core::{
     types::{Change, ChangeKind},
 };
 
-/// Bytes written to the WAL, about, after which a checkpoint is taken.
+/// Approximate number of bytes written to the WAL between two checkpoints.
 const CHECKPOINT_BYTES: usize = 8 << 20;
-/// What a row takes in the WAL beside its key and value, about; purged rows count as this much.
+/// Approximate bytes of a row in the WAL besides key and value; purged rows count as much.
 const ROW_BYTES: usize = 64;
-/// What a commit takes in the WAL beside its rows: it writes whole pages, of which the first and the last were there before.
+/// Approximate bytes of a commit in the WAL besides its rows: it writes whole pages, of which the first and the last
+/// existed before.
 const COMMIT_BYTES: usize = 8 << 10;
-/// A WAL that is longer than this is checkpointed to its end while the writer is held (32 MiB of 4 KiB pages).
+/// A longer WAL is checkpointed to its end while the writer is blocked (32 MiB of 4 KiB pages).
 const WAL_PAGES_MAX: i64 = 8_192;
-/// How often a WAL that grows slowly is checkpointed.
+/// Interval of checkpoints of a WAL that grows slowly.
 const IDLE_INTERVAL: Duration = Duration::from_secs(5);
 
 pub(super) struct Checkpointer {
@@ -43,7 +44,7 @@ pub(super) struct Checkpointer {
 }
 
 struct Shared {
-    /// Bytes written to the WAL since the last checkpoint began, about.
+    /// Approximate number of bytes written to the WAL since the last checkpoint began.
     pending_bytes: AtomicUsize,
     wake: Notify,
     stop: Notify,
@@ -77,7 +78,7 @@ impl Checkpointer {
         }
     }
 
-    /// A last checkpoint, and the end of the task.
+    /// Runs a last checkpoint and ends the task.
     pub(super) async fn finish(&self) {
         self.shared.stop.notify_one();
         if let Some(task) = self.task.lock().await.take()
@@ -112,7 +113,7 @@ async fn checkpoint(connection: &mut SqliteConnection, writer: &Writer) -> sqlx:
     if passive(connection).await? <= WAL_PAGES_MAX {
         return Ok(());
     }
-    // Once more unheld, so that little is left for the held one.
+    // Once more without blocking the writer, so that little is left for the last one.
     passive(connection).await?;
     let held = writer.pause().await;
     passive(connection).await?;
@@ -120,7 +121,7 @@ async fn checkpoint(connection: &mut SqliteConnection, writer: &Writer) -> sqlx:
     Ok(())
 }
 
-/// Copies what can be copied without waiting. Returns the WAL's length in pages.
+/// Copies pages without waiting. Returns the length of the WAL in pages.
 async fn passive(connection: &mut SqliteConnection) -> sqlx::Result<i64> {
     let row = sqlx::query("PRAGMA wal_checkpoint(PASSIVE)").fetch_one(&mut *connection).await?;
     row.try_get(1)

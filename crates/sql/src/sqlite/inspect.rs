@@ -1,4 +1,4 @@
-//! The file as it stands.
+//! Reads of a database file that is not trusted yet.
 
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, SqliteConnection};
@@ -21,7 +21,7 @@ impl Inspect for SqliteView {
         let mut found = damage(connection, depth, limit).await?;
         let expected = read::size(connection).await?.total;
         let len = self.untouched.as_ref().and_then(|file| i64::try_from(file.metadata().ok()?.len()).ok());
-        // SQLite reads zeros where the last page was cut off.
+        // SQLite reads zeros if the last page is cut off.
         if let Some(len) = len.filter(|len| *len != expected) {
             found.push(format!("the file has {len} bytes, expected {expected}"));
         }
@@ -69,29 +69,29 @@ impl Inspect for SqliteView {
     }
 }
 
-/// What contradicts itself in the file, at most `limit` texts, which may have several lines. The whole file is read.
+/// Returns inconsistencies of the file, at most `limit` texts, which may have several lines. Reads the whole file.
 ///
 /// # Errors
 ///
-/// [`Error::Corrupt`] if so much does that SQLite cannot go on.
+/// [`Error::Corrupt`] if SQLite cannot continue.
 pub(super) async fn damage(connection: &mut SqliteConnection, depth: Depth, limit: usize) -> Result<Vec<String>> {
     let pragma = match depth {
         Depth::Whole => "integrity_check",
         Depth::Quick => "quick_check",
     };
-    // A PRAGMA takes no bound value; both parts are ours.
+    // A PRAGMA accepts no bound value; both parts are constants of this file.
     let look = sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA {pragma}({})", limit.max(1))));
     let mut found: Vec<String> = look.fetch_all(connection).await.map_err(unreadable)?;
     found.retain(|text| text != "ok");
     Ok(found)
 }
 
-/// Looks at each page, for what the rows do not tell: a page that hides rows contradicts itself, and the log without them may
-/// not.
+/// Checks each page for damage that rows do not show: a page that hides rows is inconsistent, but the log without them
+/// may not be.
 ///
 /// # Errors
 ///
-/// [`Error::Corrupt`], with the first thing that is wrong.
+/// [`Error::Corrupt`] with the first inconsistency.
 pub(super) async fn refuse_damage(connection: &mut SqliteConnection) -> Result<()> {
     match damage(connection, Depth::Quick, 1).await?.into_iter().next() {
         None => Ok(()),

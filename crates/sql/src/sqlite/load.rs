@@ -1,4 +1,4 @@
-//! Filling a new database file.
+//! Fills a new database file.
 
 use std::{
     fs::File,
@@ -19,12 +19,12 @@ use orlop_core::{
     types::Change,
 };
 
-/// One transaction in a file of its own. What is not finished is no database.
+/// One transaction in a separate file. An unfinished file is not a database.
 pub struct SqliteLoader {
     connection: SqliteConnection,
-    /// What is written.
+    /// The file that is written.
     file: PathBuf,
-    /// Where that goes in the end.
+    /// Its final path.
     place: Option<Place>,
     cluster: Cluster,
     /// The newest row of the first table.
@@ -37,7 +37,7 @@ struct Place {
 }
 
 impl SqliteLoader {
-    /// A file that is looked at by nobody else and need not survive a crash; it may be there, empty.
+    /// Creates a file that no other process reads and that need not survive a crash; it may exist, empty.
     pub async fn scratch(file: &Path, cluster: Cluster) -> Result<Self> {
         let failed = |error: sqlx::Error| Error::Open(format!("cannot write {}: {error}", file.display()));
         private::make_file(file).map_err(|error| failed(error.into()))?;
@@ -52,11 +52,11 @@ impl SqliteLoader {
         Ok(Self { connection, file: file.to_owned(), place: None, cluster, newest: 1 })
     }
 
-    /// The database file of an instance that is to start, a cluster of its own.
+    /// Creates the database file of a new instance, a new cluster.
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if there is anything in its place.
+    /// [`Error::Open`] if the path exists.
     pub async fn database(file: &Path) -> Result<Self> {
         let lock = take_place(file)?;
         for suffix in ["", "-wal", "-shm", "-journal"] {
@@ -122,7 +122,7 @@ impl Load for SqliteLoader {
     }
 }
 
-/// Moves a file to its place, on the disk.
+/// Moves a file to its path and syncs the directory.
 fn settle(file: &Path, place: &Path) -> std::io::Result<()> {
     File::open(file)?.sync_all()?;
     std::fs::rename(file, place)?;

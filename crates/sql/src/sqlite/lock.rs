@@ -1,4 +1,4 @@
-//! One Orlop a database file.
+//! At most one Orlop process per database file.
 
 use std::{
     fs::{File, TryLockError},
@@ -11,14 +11,14 @@ use orlop_core::{
     private,
 };
 
-/// An exclusive lock on `<database file>.lock`, which holds the owner's process id. The operating system lets go of it
-/// when the process ends, however it ends.
+/// An exclusive lock on `<database file>.lock`, which contains the owner's process ID. The operating system releases it
+/// when the process ends.
 pub(super) struct FileLock(File);
 
 impl Drop for FileLock {
-    /// Not only closed: a child that was forked and is not another program yet has the file as well.
+    /// Unlocks explicitly: a forked child that has not called exec yet also has the file open.
     fn drop(&mut self) {
-        // What cannot be unlocked ends with the file.
+        // Closing the file releases it otherwise.
         let _ = self.0.unlock();
     }
 }
@@ -41,7 +41,7 @@ impl FileLock {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut owner = String::new();
-                // Only to name it: an owner that has not yet written its id stays unnamed.
+                // Only for the message: an owner that has not written its ID yet is not named.
                 let _ = file.read_to_string(&mut owner);
                 let owner =
                     if owner.trim().is_empty() { String::new() } else { format!(" (process {})", owner.trim()) };

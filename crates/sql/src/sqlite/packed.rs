@@ -1,5 +1,5 @@
-//! Many rows in one: each row that a query gives alone crosses from SQLite's thread to the caller's, and mostly wakes it
-//! (docs/adr/0004). Their numbers come as text, and their keys and values one behind the other.
+//! Packs many rows into one: each row of a query is passed separately from SQLite's thread to the caller's thread, and
+//! mostly wakes it (docs/adr/0004). Numbers are packed as text, keys and values are concatenated.
 
 use sqlx::sqlite::SqliteRow;
 
@@ -9,7 +9,7 @@ use orlop_core::{
     types::{EncodedKv, LeaseId, Revision, RowId, Version},
 };
 
-/// Columns of [`rows`]: `$sub` is the number of a change in its revision, `$value` may be NULL for values to be left out.
+/// Columns of [`rows`]: `$sub` is the number of a change in its revision; `$value` may be NULL to omit values.
 macro_rules! packed_columns {
     ($sub:literal, $value:literal) => {
         concat!(
@@ -25,7 +25,7 @@ macro_rules! packed_columns {
 }
 pub(super) use packed_columns;
 
-/// One of the rows.
+/// One unpacked row.
 pub(super) struct PackedRow<'a> {
     pub(super) row: RowId,
     lease: i64,
@@ -59,7 +59,7 @@ impl From<PackedRow<'_>> for RowColumns {
     }
 }
 
-/// What a row with [`packed_columns`] holds, in no order; nothing where no row was found.
+/// Unpacks a row with [`packed_columns`], in any order; empty if no row was found.
 pub(super) fn rows(packed: &SqliteRow) -> Result<impl Iterator<Item = Result<PackedRow<'_>>>> {
     let (mut keys, mut values) = (packed.slice(1)?, packed.slice(2)?);
     let numbers = str::from_utf8(packed.slice(0)?).map_err(|_| corrupt())?;

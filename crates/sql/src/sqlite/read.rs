@@ -1,4 +1,4 @@
-//! Reading rows.
+//! Reads of rows.
 
 use std::{pin::pin, task::Poll};
 
@@ -20,7 +20,7 @@ use orlop_core::{
 
 /// Rows of [`values`] in one statement.
 const VALUES_ROWS: usize = 256;
-/// What a statement would return is longer than SQLite lets a value be.
+/// The result of a statement exceeds SQLite's maximum length of a value.
 const SQLITE_TOOBIG: i32 = 18;
 
 /// As [`orlop_core::log::History::meta`].
@@ -34,14 +34,14 @@ pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
 
 /// As [`orlop_core::log::History::replay`].
 pub(super) async fn replay(connection: &mut SqliteConnection, visit: &mut Visit<'_>) -> Result<Meta> {
-    // Nobody else writes while this process starts, so that what is read in parts is of one moment.
+    // No other process writes during the start, so rows read in parts are of one moment.
     let meta = meta(&mut *connection).await?;
     let mut packed = packed_rows(&mut *connection, RowId::new(Revision(i64::MIN), 0)).await?;
     loop {
         let changes = unpacked(packed)?;
         let Some(last) = changes.last() else { return Ok(meta) };
         let next = RowId::new(last.row.revision, last.row.sub + 1);
-        // SQLite's thread begins with the next rows while these are visited, which takes about as long.
+        // SQLite's thread reads the next rows while these are visited, which takes about as long.
         let mut reading = pin!(packed_rows(&mut *connection, next));
         let read = poll!(reading.as_mut());
         visit(&meta, changes)?;
@@ -64,7 +64,7 @@ pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) ->
                     for row in packed::rows(&packed)? {
                         let row = row?;
                         let kv = row.kv();
-                        // All rows are here already: others come in between.
+                        // All rows have arrived: yield to other tasks.
                         rows::spend(1, kv.len()).await;
                         found.push((row.row, kv));
                     }
@@ -80,7 +80,7 @@ pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) ->
     Ok(found)
 }
 
-/// Rows with their values, in no order, packed.
+/// Reads rows with their values, in any order, packed.
 async fn packed(connection: &mut SqliteConnection, table: Table, rows: &[RowId]) -> sqlx::Result<SqliteRow> {
     const FIRST: &str = concat!(
         "SELECT ",
@@ -116,7 +116,7 @@ pub(super) async fn changes(
     Ok(page.finish(None))
 }
 
-/// What the file is made of.
+/// Reads the size of the file.
 pub(super) struct Pages {
     pub(super) all: i64,
     pub(super) free: i64,
@@ -139,7 +139,7 @@ pub(super) async fn size(connection: &mut SqliteConnection) -> Result<Size> {
     Ok(Size { total: all * bytes, in_use: (all - free) * bytes })
 }
 
-/// The changes of one revision beyond the first live in `kv_log_more`; both tables are read with the same columns.
+/// Changes of one revision after the first are in `kv_log_more`; both tables are read with the same columns.
 async fn page_rows(
     connection: &mut SqliteConnection,
     table: Table,
@@ -175,7 +175,7 @@ async fn page_rows(
     Ok(found)
 }
 
-/// Rows from `from` on, values left out, up to [`REPLAY_ROWS`] of each table, packed.
+/// Reads rows from `from` on without values, up to [`REPLAY_ROWS`] of each table, packed.
 async fn packed_rows(connection: &mut SqliteConnection, from: RowId) -> Result<[SqliteRow; 2]> {
     const FIRST: &str = concat!(
         "SELECT ",
@@ -196,14 +196,14 @@ async fn packed_rows(connection: &mut SqliteConnection, from: RowId) -> Result<[
     Ok([read(FIRST).await?, read(MORE).await?])
 }
 
-/// The rows in their order.
+/// Returns the rows in order.
 fn unpacked(packed: [SqliteRow; 2]) -> Result<Vec<Change>> {
     let mut tables = [Vec::new(), Vec::new()];
     for (packed, changes) in packed.iter().zip(&mut tables) {
         for row in packed::rows(packed)? {
             changes.push(RowColumns::from(row?).into_change(None));
         }
-        // SQLite promises no order within an aggregate, and keeps the subquery's.
+        // SQLite does not guarantee an order within an aggregate, but keeps the order of the subquery.
         changes.sort_by_key(|change| change.row);
     }
     let [first, more] = tables;
@@ -255,7 +255,7 @@ impl Table {
     }
 }
 
-/// A JSON array of what is given, for `json_each`: one bind and one statement however many there are.
+/// Returns a JSON array for `json_each`: one bind and one statement for any number of items.
 pub(super) fn json_list(items: impl ExactSizeIterator<Item = String>) -> Option<String> {
     if items.len() == 0 {
         return None;

@@ -1,7 +1,7 @@
-//! Gives pages that compaction has freed back to the file system, a little at a time, once the compaction is done.
+//! Returns pages that compaction has freed to the file system, a few at a time, after the compaction.
 //!
-//! Not with each step of the compaction: moving the file's last pages into free ones is as much to write again as the deletes
-//! were, while writes wait, and much of what is freed is taken by the next writes. So a part of the file stays free.
+//! Not after each step of the compaction: moving the file's last pages into free ones writes as much as the deletes
+//! did, while writes wait, and the next writes reuse many of the free pages. So a part of the file stays free.
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,13 +16,13 @@ use super::{checkpoint::Checkpointer, read, writer::Writer};
 use crate::rows::unavailable;
 use orlop_core::{log::Result, supervise::vital};
 
-/// Pages given back while a write waits at most.
+/// Maximum number of pages returned while a write waits.
 const STEP: &str = "PRAGMA incremental_vacuum(64)";
 const STEP_PAGES: usize = 64;
 const STEP_PAUSE: Duration = Duration::from_millis(5);
-/// A compaction's next step comes sooner.
+/// Longer than the pause between two steps of a compaction.
 const SETTLED: Duration = Duration::from_secs(1);
-/// Free pages that stay: so many, or a part of the file.
+/// Free pages that stay in the file: a number, or a part of the file.
 const KEEP_PAGES: i64 = 256;
 const KEEP_PART: i64 = 8;
 
@@ -45,17 +45,17 @@ impl Vacuum {
         Self { shared, task: Mutex::new(Some(task)) }
     }
 
-    /// Rows were deleted.
+    /// Notifies the task that rows were deleted.
     pub(super) fn freed(&self) {
         self.shared.freed.notify_one();
     }
 
-    /// One step, however many pages are free; returns how many still are.
+    /// Runs one step; returns the number of pages that are still free.
     pub(super) async fn step(&self) -> Result<i64> {
         self.shared.step().await
     }
 
-    /// Ends the task, between two steps.
+    /// Ends the task between two steps.
     pub(super) async fn finish(&self) {
         self.shared.stop.notify_one();
         if let Some(task) = self.task.lock().await.take()
@@ -76,7 +76,8 @@ async fn run(shared: Arc<Shared>) {
             }
         }
     };
-    // Dropped at a pause or before a step has the writer, or between a step's statements, each of which is whole.
+    // The task is dropped during a pause, while it waits for the writer, or between two statements, each of which is
+    // complete.
     tokio::select! {
         () = work => {}
         () = shared.stop.notified() => {}

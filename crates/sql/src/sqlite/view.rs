@@ -17,24 +17,24 @@ use orlop_core::{
     types::{KeyRange, Revision},
 };
 
-/// How long a reader waits for a file that is being taken into use.
+/// Maximum time a reader waits for a file that a server opens.
 const BUSY_MAX: Duration = Duration::from_secs(5);
 
-/// One connection, with a transaction of its own or on a file that nobody writes.
+/// One connection, in a transaction or on a file that no process writes.
 pub struct SqliteView {
     pub(super) connection: Mutex<SqliteConnection>,
-    /// For people.
+    /// The file's name.
     pub(super) name: String,
-    /// The file, if nobody is to write to it; as soon as somebody does, there is a WAL beside it.
+    /// The file, if no process should write to it; a WAL beside it shows that one does.
     pub(super) untouched: Option<PathBuf>,
 }
 
 impl SqliteView {
-    /// A database file that nobody serves, as it is: no lock is taken and nothing is written, not even beside it.
+    /// Opens a database file that no server uses, without locks and without writing anything, not even beside it.
     ///
     /// # Errors
     ///
-    /// [`Error::Open`], naming the file, if it is no database of Orlop's or one of another version's.
+    /// [`Error::Open`], naming the file, if it is not a database of Orlop or of another version.
     pub async fn of_file(file: &Path) -> Result<Self> {
         let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(true);
         let name = file.display().to_string();
@@ -42,37 +42,38 @@ impl SqliteView {
         Ok(Self { connection: Mutex::new(connection), name, untouched: None })
     }
 
-    /// A server's database, whether it runs or not, with what is in the WAL beside the file. Nothing is written to it.
+    /// Opens a server's database, running or not, including the WAL beside the file. Nothing is written to it.
     ///
     /// # Errors
     ///
-    /// As [`SqliteView::of_file`], and [`Error::Corrupt`] if that much cannot be read.
+    /// Like [`SqliteView::of_file`], and [`Error::Corrupt`] if its header cannot be read.
     pub async fn of_database(file: &Path) -> Result<Self> {
         let name = file.display().to_string();
         let failed = |error: std::io::Error| Error::Open(format!("cannot open {name}: {error}"));
         if !std::fs::metadata(file).map_err(failed)?.is_file() {
             return Err(Error::Open(format!("cannot open {name}: it is not a file")));
         }
-        // Reading a database that has a WAL makes files beside it, which one that has none is spared.
+        // Reading a database with a WAL creates files beside it; a database without one is opened in a way that does
+        // not.
         let has_wal = has_wal(file) || with_suffix(file, "-shm").exists();
         let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(!has_wal);
         let mut connection = open(&name, options.busy_timeout(BUSY_MAX)).await?;
-        // The moment is that of the first read.
+        // The first read fixes the moment.
         let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
         begin.map_err(unreadable)?;
         Ok(Self { connection: Mutex::new(connection), name, untouched: (!has_wal).then(|| file.to_owned()) })
     }
 
-    /// Looks at every page.
+    /// Checks every page.
     ///
     /// # Errors
     ///
-    /// [`Error::Corrupt`] if one contradicts itself.
+    /// [`Error::Corrupt`] if a page is inconsistent.
     pub async fn refuse_damage(&self) -> Result<()> {
         inspect::refuse_damage(&mut *self.connection.lock().await).await
     }
 
-    /// A database that is written to, as it is now. What is written later stays in the WAL while this is held.
+    /// Opens a database that is in use, as it is now. Later writes stay in the WAL until this is dropped.
     pub(super) async fn now(options: &SqliteConnectOptions) -> Result<Self> {
         let name = options.get_filename().display().to_string();
         let mut connection = options.connect().await.map_err(unavailable)?;
@@ -83,7 +84,7 @@ impl SqliteView {
     }
 }
 
-/// Opens a database of Orlop's of this version.
+/// Opens a database of this version of Orlop.
 async fn open(name: &str, options: SqliteConnectOptions) -> Result<SqliteConnection> {
     let refused = |what: &str, error: sqlx::Error| {
         if is_damage(&error) {
@@ -109,7 +110,7 @@ pub(super) fn has_wal(file: &Path) -> bool {
     with_suffix(file, "-wal").metadata().is_ok_and(|metadata| metadata.len() > 0)
 }
 
-/// An error of reading: a file that contradicts itself is told from one that cannot be read now.
+/// Maps an error of a read: a damaged file differs from one that cannot be read now.
 pub(super) fn unreadable(error: sqlx::Error) -> Error {
     if is_damage(&error) { corrupt(error) } else { unavailable(error) }
 }

@@ -1,7 +1,7 @@
-//! The connection that writes, which one at a time has.
+//! The connection for writes, used by one caller at a time.
 //!
-//! It is given up when anything fails on it, and opened anew for the next: after a statement that SQLite has rolled back by
-//! itself, as it does when the disk fails, nobody has to know what is left of a transaction.
+//! It is closed when anything fails on it, and the next caller opens a new one: SQLite rolls some transactions back by
+//! itself, for example when the disk fails, so the state of the transaction would be unknown.
 
 use sqlx::{ConnectOptions as _, Connection as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::{Mutex, MutexGuard};
@@ -14,11 +14,11 @@ pub(super) struct Writer {
 
 pub(super) struct Slot {
     connection: Option<SqliteConnection>,
-    /// Whoever had it last was done with it.
+    /// The previous caller completed its work.
     is_sound: bool,
 }
 
-/// The right to write. Unless it is kept, as when it is dropped amid something, the connection is given up.
+/// The guard of the connection. Unless [`Self::keep`] is called, dropping it closes the connection.
 pub(super) struct Held<'a>(MutexGuard<'a, Slot>);
 
 impl Writer {
@@ -26,7 +26,7 @@ impl Writer {
         Self { options, slot: Mutex::new(Slot { connection: Some(connection), is_sound: true }) }
     }
 
-    /// Waits until nobody else has it. An error means that nothing can be written.
+    /// Waits for the connection. An error means that nothing can be written.
     pub(super) async fn hold(&self) -> sqlx::Result<Held<'_>> {
         let mut slot = self.slot.lock().await;
         if !slot.is_sound
@@ -42,7 +42,7 @@ impl Writer {
         Ok(Held(slot))
     }
 
-    /// Keeps all who would write waiting until the guard is dropped.
+    /// Blocks all writes until the guard is dropped.
     pub(super) async fn pause(&self) -> MutexGuard<'_, Slot> {
         self.slot.lock().await
     }
@@ -53,7 +53,7 @@ impl Held<'_> {
         self.0.connection.as_mut().expect("it was opened before it was held")
     }
 
-    /// Says that all that was begun on the connection is ended.
+    /// Keeps the connection: everything begun on it has ended.
     pub(super) fn keep(mut self) {
         self.0.is_sound = true;
     }
