@@ -10,6 +10,7 @@
 mod append;
 mod checkpoint;
 mod inspect;
+mod integrity;
 mod load;
 mod lock;
 mod packed;
@@ -190,7 +191,7 @@ impl History for SqliteLog {
     /// pages at the same time, which takes less time unless values are long.
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
         let (mut rows, mut pages) = (self.reader().await?, self.reader().await?);
-        let (meta, ()) = tokio::try_join!(read::replay(&mut rows, visit), inspect::refuse_damage(&mut pages))?;
+        let (meta, ()) = tokio::try_join!(read::replay(&mut rows, visit), integrity::refuse_damage(&mut pages))?;
         Ok(meta)
     }
 

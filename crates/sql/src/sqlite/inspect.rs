@@ -1,11 +1,12 @@
 //! Reads of a database file that is not trusted yet.
 
 use async_trait::async_trait;
-use sqlx::{AssertSqlSafe, SqliteConnection};
+use sqlx::SqliteConnection;
 
 use super::{
+    integrity::{damage, unreadable},
     read,
-    view::{SqliteView, has_wal, unreadable},
+    view::{SqliteView, has_wal},
 };
 use crate::rows::{REPLAY_ROWS, merge, stored_row};
 use orlop_core::log::{Depth, Error, Facts, Inspect, Result, StoredLease, StoredRow, Table};
@@ -66,36 +67,6 @@ impl Inspect for SqliteView {
             }
             Some(_) | None => Ok(()),
         }
-    }
-}
-
-/// Returns inconsistencies of the file, at most `limit` texts, which may have several lines. Reads the whole file.
-///
-/// # Errors
-///
-/// [`Error::Corrupt`] if SQLite cannot continue.
-pub(super) async fn damage(connection: &mut SqliteConnection, depth: Depth, limit: usize) -> Result<Vec<String>> {
-    let pragma = match depth {
-        Depth::Whole => "integrity_check",
-        Depth::Quick => "quick_check",
-    };
-    // A PRAGMA accepts no bound value; both parts are constants of this file.
-    let look = sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA {pragma}({})", limit.max(1))));
-    let mut found: Vec<String> = look.fetch_all(connection).await.map_err(unreadable)?;
-    found.retain(|text| text != "ok");
-    Ok(found)
-}
-
-/// Checks each page for damage that rows do not show: a page that hides rows is inconsistent, but the log without them
-/// may not be.
-///
-/// # Errors
-///
-/// [`Error::Corrupt`] with the first inconsistency.
-pub(super) async fn refuse_damage(connection: &mut SqliteConnection) -> Result<()> {
-    match damage(connection, Depth::Quick, 1).await?.into_iter().next() {
-        None => Ok(()),
-        Some(found) => Err(Error::Corrupt(found.lines().collect::<Vec<_>>().join(" "))),
     }
 }
 

@@ -9,9 +9,13 @@ use async_trait::async_trait;
 use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::Mutex;
 
-use super::{has_code, inspect, load::with_suffix, read};
+use super::{
+    integrity::{is_damage, refuse_damage, unreadable},
+    load::with_suffix,
+    read,
+};
 use crate::migrations;
-use crate::rows::{check_schema, corrupt, unavailable};
+use crate::rows::{check_schema, unavailable};
 use orlop_core::{
     log::{Error, History, Meta, Page, Result, Visit, WithPrev},
     types::{KeyRange, Revision},
@@ -70,7 +74,7 @@ impl SqliteView {
     ///
     /// [`Error::Corrupt`] if a page is inconsistent.
     pub async fn refuse_damage(&self) -> Result<()> {
-        inspect::refuse_damage(&mut *self.connection.lock().await).await
+        refuse_damage(&mut *self.connection.lock().await).await
     }
 
     /// Opens a database that is in use, as it is now. Later writes stay in the WAL until this is dropped.
@@ -108,16 +112,6 @@ async fn open(name: &str, options: SqliteConnectOptions) -> Result<SqliteConnect
 
 pub(super) fn has_wal(file: &Path) -> bool {
     with_suffix(file, "-wal").metadata().is_ok_and(|metadata| metadata.len() > 0)
-}
-
-/// Maps an error of a read: a damaged file differs from one that cannot be read now.
-pub(super) fn unreadable(error: sqlx::Error) -> Error {
-    if is_damage(&error) { corrupt(error) } else { unavailable(error) }
-}
-
-fn is_damage(error: &sqlx::Error) -> bool {
-    const SQLITE_CORRUPT: i32 = 11;
-    has_code(error, SQLITE_CORRUPT)
 }
 
 #[async_trait]
