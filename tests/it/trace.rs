@@ -68,7 +68,10 @@ async fn slow_requests_are_named_with_the_parts_of_their_time(backend: Backend) 
         assert_eq!((line["level"].as_str(), line["msg"].as_str()), (Some("warn"), Some("apply request took too long")));
         let is_time = |text: &str| text.len() == "2026-01-01T00:00:00.000000Z".len() && text.ends_with('Z');
         assert!(line["ts"].as_str().is_some_and(is_time), "{line}");
-        assert!(line["caller"].as_str().is_some_and(|caller| caller.starts_with("api/grpc/metering/call.rs:")), "{line}");
+        assert!(
+            line["caller"].as_str().is_some_and(|caller| caller.starts_with("api/grpc/metering/call.rs:")),
+            "{line}"
+        );
         assert!(line["request"].as_str().is_some_and(|asked| asked.contains(request)), "{line}");
         assert_eq!((&line["code"], &line["expected-duration"]), (&"OK".into(), &"1ns".into()));
         for part in parts {
