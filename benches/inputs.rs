@@ -1,4 +1,4 @@
-//! Inputs of the benches: keys below `/registry/pods/`, as kube-apiserver makes them, the same in every run.
+//! Inputs of the benches: keys below `/registry/pods/` as kube-apiserver makes them, the same in every run.
 
 use std::{
     collections::HashMap,
@@ -24,9 +24,9 @@ use orlop_core::{
 };
 use orlop_wire::proto::server::etcdserverpb as pb;
 
-/// Keys in a namespace.
+/// Keys per namespace.
 const NAMESPACE: usize = 1_000;
-/// A prime, so that keys come in an order that no cache likes.
+/// A prime, so that keys are visited in an order without cache locality.
 const STRIDE: usize = 7_919;
 
 fn key(number: usize) -> Key {
@@ -34,7 +34,7 @@ fn key(number: usize) -> Key {
     Key::from(name.as_bytes())
 }
 
-/// Keys from all over a store of so many.
+/// Returns `count` numbers spread over a store of `keys` keys.
 fn scattered(keys: usize, count: usize) -> impl Iterator<Item = usize> {
     (0..count).map(move |number| number * STRIDE % keys)
 }
@@ -46,7 +46,7 @@ fn put(key: Key, revision: i64, create_revision: Revision, version: i64, value: 
     Change { row, key, kind, prev: None, prev_lease: None }
 }
 
-/// An index of keys that were each created.
+/// An index of keys with one version each.
 #[derive(Clone)]
 pub struct Index {
     index: TreeIndex,
@@ -63,7 +63,7 @@ impl Index {
         Self { index, keys }
     }
 
-    /// Puts of so many keys, of which each is there.
+    /// Returns puts of `count` existing keys.
     pub fn puts(&self, count: usize) -> Vec<Change> {
         let head = self.index.head().0;
         let change = |(place, number): (usize, usize)| {
@@ -80,18 +80,18 @@ impl Index {
         scattered(self.keys, count).map(key).collect()
     }
 
-    /// How many of them are live.
+    /// Returns how many of the keys are live.
     pub fn get(&self, keys: &[Key]) -> usize {
         keys.iter().filter(|key| self.index.get(key, self.index.head()).is_some()).count()
     }
 
-    /// How many keys the first so many namespaces have.
+    /// Returns the number of keys in the first `namespaces` namespaces.
     pub fn range(&self, namespaces: usize) -> usize {
         let range = KeyRange::from_wire(&key(0), &key(namespaces * NAMESPACE));
         self.index.range(range.bounds(), self.index.head()).count()
     }
 
-    /// Frees all versions but the newest. Returns how many.
+    /// Removes all versions but the newest. Returns the number removed.
     pub fn compact(&mut self) -> usize {
         self.index.begin_compaction(self.index.head());
         let mut removed = Vec::new();
@@ -100,7 +100,7 @@ impl Index {
     }
 }
 
-/// What kube-apiserver's updates are evaluated on, and the updates.
+/// A store's state, and updates as kube-apiserver sends them.
 pub struct Transactions {
     index: Index,
     leases: lease::Table,
@@ -129,7 +129,7 @@ impl Transactions {
         }
     }
 
-    /// Evaluates them in one batch. Returns how many succeed.
+    /// Evaluates the updates in one batch. Returns how many succeed.
     pub fn evaluate(&self) -> usize {
         let fetched = HashMap::new();
         let mut batch = Batch::new(self.index.index.head());
@@ -143,7 +143,7 @@ impl Transactions {
     }
 }
 
-/// A list's answer.
+/// The response to a list.
 #[derive(Clone)]
 pub struct Answer(pb::RangeResponse);
 
@@ -160,7 +160,7 @@ impl Answer {
         Self(pb::RangeResponse { kvs: kvs.collect(), count: pairs as i64, ..Default::default() })
     }
 
-    /// Whether it could be encoded, and all of it be taken.
+    /// Encodes the response and reads all of it; returns whether both succeeded.
     pub fn encode(self) -> bool {
         let Ok(mut body) = ResponseBody::new(self.0) else { return false };
         let mut context = Context::from_waker(Waker::noop());
@@ -174,7 +174,7 @@ impl Answer {
     }
 }
 
-/// What watches are looked up in: one on each key, and one on each namespace.
+/// A set of watchers: one on each key, and one on each namespace.
 pub struct Watchers {
     intervals: Intervals<usize>,
     keys: usize,
@@ -197,7 +197,7 @@ impl Watchers {
         scattered(self.keys, count).map(key).collect()
     }
 
-    /// How many watchers these keys have.
+    /// Returns the number of watchers of these keys.
     pub fn visit(&self, keys: &[Key]) -> usize {
         let mut found = 0;
         for key in keys {

@@ -1,7 +1,8 @@
-//! How many instructions the pure cores take, counted by valgrind's callgrind: the same in every run, so that a core that
-//! became twice as dear fails CI. `just instructions`.
+//! Counts the instructions of the pure cores with valgrind's callgrind. The count is the same in every run, so that CI
+//! fails when a core becomes twice as expensive. `just instructions`.
 //!
-//! Limits are twice what was counted when they were set; one that is broken on purpose is set anew, with the reason.
+//! Each limit is twice the count at the time it was set. To accept a deliberate increase, set the limit anew and state
+//! the reason.
 
 mod inputs;
 
@@ -45,7 +46,7 @@ fn watchers_and_keys() -> (Watchers, Vec<Key>) {
     (watchers, keys)
 }
 
-// What is made is handed back, so that dropping it is not counted.
+// The result is returned, so that dropping it is not counted.
 
 #[library_benchmark(config = at_most(3_100_000))]
 #[bench::of_100_000(setup = index_and_puts)]

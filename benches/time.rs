@@ -1,4 +1,4 @@
-//! How long the pure cores take at the size of a large cluster: `cargo bench --bench time`.
+//! Measures the pure cores at the size of a large cluster: `cargo bench --bench time`.
 
 mod inputs;
 
@@ -14,7 +14,7 @@ fn index(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("index of 1,000,000 keys");
     group.throughput(Throughput::Elements(CALLS as u64));
     group.bench_function("get", |bench| bench.iter(|| index.get(&wanted)));
-    // The copy is made, and dropped, outside of what is measured.
+    // Copying and dropping the index are not measured.
     group.sample_size(10);
     group.bench_function("put", |bench| {
         bench.iter_batched_ref(|| index.clone(), |index| index.apply(&puts), BatchSize::PerIteration);

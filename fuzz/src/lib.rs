@@ -1,8 +1,9 @@
-//! What reads input from outside, each as a function of any bytes that panics where something is wrong, of the form that
-//! fuzzers want. The tests beside this file run them on their seeds and some ten thousand mutations of them.
+//! The parsers of external input, each as a function of arbitrary bytes that panics if a property is violated: the form
+//! that fuzzers require. The tests next to this file run every target on its seeds and on about 10,000 mutations of
+//! them.
 //!
-//! Each says what must hold beside that nothing panics: what was decoded is the same after it was encoded, a quick answer is
-//! the plain one, a file that was damaged is refused by its name.
+//! Each target checks a property in addition to the absence of panics: re-encoding a decoded message preserves it, a
+//! fast path returns what the slow path returns, and a damaged file is refused with an error that names it.
 
 use std::{
     path::Path,
@@ -43,12 +44,12 @@ use orlop_wire::proto::{
     },
 };
 
-/// As the setting's default.
+/// The default of the setting.
 const TXN_OPS_MAX: usize = 128;
-/// As the setting's default, and what the transport takes beyond it.
+/// The default of the setting, plus the transport's allowance.
 const MESSAGE_BYTES_MAX: usize = 2 << 20;
 
-/// A target with seeds of its own.
+/// A target with its seeds.
 pub struct Target {
     pub name: &'static str,
     pub run: fn(&[u8]),
@@ -69,7 +70,7 @@ macro_rules! decoders {
 
 type Decoder = (fn(&[u8]), &'static str);
 
-/// Of every request that a service takes.
+/// One decoder per request type.
 const DECODERS: [Decoder; 52] = decoders! {
     pb: RangeRequest PutRequest DeleteRangeRequest TxnRequest CompactionRequest WatchRequest LeaseGrantRequest
         LeaseRevokeRequest LeaseKeepAliveRequest LeaseTimeToLiveRequest LeaseLeasesRequest MemberAddRequest
@@ -91,7 +92,7 @@ fn decodes<M: Message + Default + PartialEq>(wire: &[u8]) {
     }
 }
 
-/// A byte that says of which kind the request is, and the request: decoded, checked, converted.
+/// Input: a byte that selects the request type, and the request, which is decoded, checked and converted.
 pub fn requests(data: &[u8]) {
     let Some((kind, wire)) = data.split_first() else { return };
     let (decode, _) = DECODERS[usize::from(*kind) % DECODERS.len()];
@@ -125,7 +126,7 @@ fn consistent(range: &KeyRange, key: &[u8], range_end: &[u8]) {
     }
 }
 
-/// What transactions are evaluated on: keys a to d, a with two versions, and a lease.
+/// The state for transactions: keys a to d, of which a has two versions, and a lease.
 struct World {
     index: TreeIndex,
     values: ValueCache,
@@ -147,7 +148,7 @@ static WORLD: LazyLock<World> = LazyLock::new(|| {
     World { index, values, leases: lease::Table::default() }
 });
 
-/// A transaction: looked at, decoded, checked, converted, evaluated.
+/// Input: a transaction, which is validated, decoded, checked, converted and evaluated.
 pub fn txn(wire: &[u8]) {
     let Ok(request) = pb::TxnRequest::decode(wire) else { return };
     for branch in [&request.success, &request.failure] {
@@ -166,7 +167,7 @@ pub fn txn(wire: &[u8]) {
     let World { index, values, leases } = &*WORLD;
     let (fetched, head) = (store::txn::Fetched::new(), index.head());
     let mut batch = Batch::new(head);
-    // What another request of the batch did comes before it.
+    // The effect of an earlier request of the same batch.
     let before = PutRequest {
         key: bytes::Bytes::from_static(b"b"),
         value: PutValue::New(bytes::Bytes::from_static(b"new")),
@@ -175,12 +176,12 @@ pub fn txn(wire: &[u8]) {
     };
     let first = Evaluation::new(index, leases, values, &fetched, &mut batch).put(&before);
     assert!(first.is_ok());
-    // Whatever the answer is.
+    // The result does not matter.
     let _ = Evaluation::new(index, leases, values, &fetched, &mut batch).txn(&converted);
 }
 
-/// The keys that are put and the ranges that are deleted, by the rules of etcd word for word; `None` for a key that is
-/// changed twice.
+/// Returns the keys that are put and the ranges that are deleted, by a literal reading of etcd's rules; `None` if a key
+/// is changed twice.
 fn plainly_distinct(ops: &[pb::RequestOp]) -> Option<(Vec<&[u8]>, Vec<KeyRange>)> {
     fn add<'a>(puts: &mut Vec<&'a [u8]>, deletes: &[KeyRange], key: &'a [u8]) -> Option<()> {
         let twice = puts.contains(&key) || deletes.iter().any(|range| range.contains(key));
@@ -215,14 +216,15 @@ fn plainly_distinct(ops: &[pb::RequestOp]) -> Option<(Vec<&[u8]>, Vec<KeyRange>)
     Some((puts, deletes))
 }
 
-/// The messages of every method of every service, requests and answers.
+/// The request and response messages of every method of every service.
 static MESSAGES: LazyLock<Vec<MessageDescriptor>> = LazyLock::new(|| {
     let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors that were compiled in");
     let methods: Vec<_> = pool.services().flat_map(|service| service.methods().collect::<Vec<_>>()).collect();
     methods.iter().flat_map(|method| [method.input(), method.output()]).collect()
 });
 
-/// A byte that says of which kind the message is, one that says what follows, and that: JSON, a message, or a body of many.
+/// Input: a byte that selects the message type, a byte that selects the format, and a JSON text, a message, or a body
+/// of many messages.
 pub fn gateway(data: &[u8]) {
     let [kind, form, rest @ ..] = data else { return };
     let kind = &MESSAGES[usize::from(*kind) % MESSAGES.len()];
@@ -237,7 +239,7 @@ pub fn gateway(data: &[u8]) {
     }
 }
 
-/// What a message is in JSON, it is again after a turn through JSON.
+/// Converting a message to JSON and back preserves it.
 fn through_json(kind: &MessageDescriptor, wire: Vec<u8>) {
     let Ok(json) = gateway::json(kind.clone(), wire.into()) else { return };
     let again = gateway::message(kind.clone(), &json).expect("what the gateway says it understands");
@@ -245,7 +247,7 @@ fn through_json(kind: &MessageDescriptor, wire: Vec<u8>) {
     assert!(json == json_again, "{} and {}", json.escape_ascii(), json_again.escape_ascii());
 }
 
-/// Objects are found alike however the data is cut.
+/// The objects found do not depend on how the data is split.
 fn in_pieces(body: &[u8]) {
     let read = |size: usize| {
         let (mut values, mut found) = (Values::default(), Vec::new());
@@ -268,7 +270,7 @@ fn in_pieces(body: &[u8]) {
     }
 }
 
-/// A byte that says from where, and a text: TOML, YAML, variables or flags, one a line.
+/// Input: a byte that selects the source, and a text: TOML, YAML, variables or flags, one per line.
 pub fn settings(data: &[u8]) {
     let Some((source, text)) = data.split_first() else { return };
     let Ok(text) = std::str::from_utf8(text) else { return };
@@ -302,7 +304,7 @@ pub fn settings(data: &[u8]) {
 static RUNTIME: LazyLock<Runtime> =
     LazyLock::new(|| Builder::new_current_thread().enable_all().build().expect("a runtime can be built"));
 
-/// A database file of a small store that nobody serves.
+/// A database file of a small store that no server uses.
 static DATABASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let folder = tempfile::tempdir().expect("a folder can be made");
     let file = folder.path().join("orlop.db");
@@ -319,8 +321,8 @@ static DATABASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     std::fs::read(&file).expect("the database is there")
 });
 
-/// How a damaged file is made of the whole one: whether it has a checksum and whether that is right, how much is cut off,
-/// and bytes that are changed.
+/// How to damage a valid file: with or without a checksum, which is right or wrong, how many bytes to cut off, and
+/// which bytes to change.
 ///
 /// ```text
 /// flags | cut, 2 bytes | place, 3 bytes, change, 1 byte | place, change | ...
@@ -353,7 +355,7 @@ impl Damage<'_> {
     }
 }
 
-/// A snapshot, or a database file, that is cut, changed or both, see [`Damage`].
+/// Input: a description of the [`Damage`] to a snapshot or database file.
 pub fn snapshot(data: &[u8]) {
     let [flags, high, low, changes @ ..] = data else { return };
     let damage = Damage { flags: *flags, cut: usize::from(*high) << 8 | usize::from(*low), changes };
@@ -463,7 +465,7 @@ fn snapshot_seeds() -> Vec<Vec<u8>> {
         for cut in [1_u16, 32, 512, 4096, 8192] {
             seeds.push([&[flags], &cut.to_be_bytes()[..]].concat());
         }
-        // The header of the file and of each page.
+        // The headers of the file and of each page.
         for place in [18, 28, 60, 68, 96, 100].into_iter().chain((page..size).step_by(page)) {
             let [_, place @ ..] = u32::try_from(place).unwrap_or(0).to_be_bytes();
             seeds.push([&[flags, 0, 0], &place[..], &[4]].concat());

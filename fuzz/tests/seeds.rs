@@ -1,4 +1,5 @@
-//! The short form of fuzzing: every target on its seeds and on seeded mutations of them; `ORLOP_FUZZ_SECS` makes it longer.
+//! The short form of fuzzing: runs every target on its seeds and on seeded mutations of them; `ORLOP_FUZZ_SECS` extends
+//! it.
 
 use std::{
     fs,
@@ -8,7 +9,7 @@ use std::{
 
 use orlop_fuzz::{TARGETS, Target};
 
-/// A small generator of numbers, so that a failure can be repeated.
+/// A seeded generator of numbers, so that a failure can be repeated.
 struct Numbers(u64);
 
 impl Numbers {
@@ -23,7 +24,7 @@ impl Numbers {
     }
 }
 
-/// Some bytes changed, removed, doubled, put in, or taken from another seed.
+/// Returns a seed with some bytes changed, removed, repeated, inserted, or copied from another seed.
 fn mutated(seeds: &[Vec<u8>], numbers: &mut Numbers) -> Vec<u8> {
     let mut data = seeds[numbers.below(seeds.len())].clone();
     for _ in 0..=numbers.below(4) {

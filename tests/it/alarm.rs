@@ -33,7 +33,7 @@ async fn alarm(client: &mut Client, action: AlarmAction, alarm: AlarmType) -> Ve
     client.maintenance.alarm(request).await.expect("alarms are always served").into_inner().alarms
 }
 
-/// What was refused with which text, in the order of the requests.
+/// Returns the name and the error text of each refused request, in request order.
 async fn refusals(client: &mut Client) -> Vec<(&'static str, Option<String>)> {
     let text = |status: Status| status.message().to_owned();
     let mut answers = Vec::new();
@@ -84,13 +84,14 @@ async fn alarm_refuses_what_etcds_does_until_it_is_cleared(backend: Backend) {
     }
 }
 
-/// Filled to the alarm, refused, compacted, defragmented, writable again; with nothing lost.
+/// The store is filled until the alarm is raised; after compaction and defragmentation it accepts writes again, and no
+/// key is lost.
 async fn quota_raises_the_alarm_and_room_clears_it(backend: Backend) {
     let quota = 4_000_000.to_string();
     let Some(server) = Server::orlop_with(backend, &["--quota-backend-bytes", &quota]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     client.kv.put(put("kept", b"value".into())).await.expect("there is room");
-    // Nothing that a database could make smaller.
+    // Random values, so that the database cannot compress them.
     let mut random = crate::support::Random::new(1);
     let mut written = 0;
     let refused = loop {

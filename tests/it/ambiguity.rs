@@ -1,4 +1,5 @@
-//! The connection to Postgres breaks at every point of a commit: what was acknowledged is there, what was refused is not.
+//! The connection to Postgres breaks at every point of a commit. Every acknowledged write must exist afterwards, and no
+//! refused write may.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -79,7 +80,7 @@ struct Outcomes {
     unknown: usize,
 }
 
-/// Puts one key after the other, each once.
+/// Puts each key once, in order.
 async fn write(
     mut client: Client,
     number: usize,
@@ -110,7 +111,7 @@ async fn write(
     outcomes
 }
 
-/// A pooler in between, for example, tells of nothing.
+/// A connection pooler between Orlop and Postgres sends no notifications, for example.
 #[tokio::test]
 async fn rows_of_others_arrive_without_notifications() {
     let Some(postgres) = Postgres::shared().await else { return };

@@ -1,4 +1,4 @@
-//! `orlop bench`: each load does what it was asked to, tells it, and leaves nothing behind.
+//! `orlop bench`: each load runs the operations it was asked for, reports them, and removes its keys.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ use crate::support::{Backend, Client, Postgres, Server, etcd_tool, skip};
 
 const OPERATIONS: u64 = 50;
 
-/// The report of a run.
+/// Runs a load and returns its report.
 #[track_caller]
 fn bench(server: &Server, scenario: &[&str]) -> Value {
     let total = OPERATIONS.to_string();
@@ -25,7 +25,7 @@ fn orlop_bench(arguments: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).expect("one JSON object")
 }
 
-/// The keys that are there, and the head.
+/// Returns the existing keys and the current revision.
 async fn keys(client: &mut Client) -> (Vec<String>, i64) {
     let all = RangeRequest { key: "\0".into(), range_end: "\0".into(), keys_only: true, ..Default::default() };
     let answer = client.kv.range(all).await.expect("a range").into_inner();
@@ -35,7 +35,7 @@ async fn keys(client: &mut Client) -> (Vec<String>, i64) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn loads_do_what_they_tell_and_leave_nothing_behind() {
-    /// (flags, operations in the report with their counts, revisions that it makes at least)
+    /// (flags, operations in the report with their counts, minimum number of revisions)
     type Row<'a> = (&'a [&'a str], &'a [(&'a str, u64)], u64);
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
@@ -76,7 +76,7 @@ async fn loads_do_what_they_tell_and_leave_nothing_behind() {
     }
 }
 
-/// Operations with their counts, those of the kinds of one load in one sum. None of them failed.
+/// Returns each operation of a report with its count; the kinds of one load are added up. Panics if one failed.
 fn counts(told: &Value) -> Vec<(&str, u64)> {
     let mut counts: Vec<(&str, u64)> = Vec::new();
     for row in told["results"].as_array().expect("a list of operations") {
@@ -93,7 +93,7 @@ fn counts(told: &Value) -> Vec<(&str, u64)> {
     counts
 }
 
-/// Of the loads that go on for a time instead of a number of operations.
+/// Loads that run for a duration instead of a number of operations.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn upkeep_goes_on_under_load_and_idleness_costs_no_revision() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
@@ -112,7 +112,7 @@ async fn upkeep_goes_on_under_load_and_idleness_costs_no_revision() {
 
     let told = timed(&["idle", "--watches", "5", "--connections", "7"]);
     assert_eq!((&told["watches"], &told["connections"], &told["first_error"]), (&5.0.into(), &7.into(), &Value::Null));
-    // But for the deletion of what is not there.
+    // Only the cleanup makes a revision, because there is nothing else to delete.
     assert_eq!(keys(&mut client).await.1, head);
 }
 
@@ -155,7 +155,7 @@ async fn comparison_writes_a_page_with_plots_and_leaves_no_server() {
     assert_eq!(left.len(), 4, "{left:?}");
 }
 
-/// A soak of a few seconds says nothing of what rises, but what clients leave behind it sees.
+/// A soak of a few seconds cannot show growth, but it detects what clients leave behind.
 #[test]
 fn soak_compacts_comes_and_goes_and_leaves_nothing_behind() {
     if !Postgres::is_there() {
@@ -195,7 +195,7 @@ fn soak_compacts_comes_and_goes_and_leaves_nothing_behind() {
         for done in ["operations", "events", "compactions", "visits"] {
             assert!(server[done].as_u64().is_some_and(|count| count > 0), "{done}: {server}");
         }
-        // On a busy machine there are looks with no operation before them.
+        // On a busy machine some samples have no operation before them.
         let samples = server["samples"].as_array().expect("a list of samples");
         for figure in
             ["memory", "size", "descriptors", "watchers", "leases", "keys in the index", "write p99", "read p50"]
@@ -212,7 +212,7 @@ fn soak_compacts_comes_and_goes_and_leaves_nothing_behind() {
     assert_eq!(left.len(), 1, "{left:?}");
 }
 
-/// A server that is there already tells by its metrics what it uses, and keeps none of the keys.
+/// Against a running server the soak reads resource usage from the metrics and leaves no keys.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn soak_of_a_server_that_runs_leaves_no_keys() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
@@ -236,7 +236,7 @@ async fn soak_of_a_server_that_runs_leaves_no_keys() {
     assert_eq!((&soaked["server"], &soaked["errors"]), (&"endpoints".into(), &0.into()), "{soaked}");
     assert!(soaked["samples"][0]["memory"].is_number() && soaked["samples"][0]["folder"].is_null(), "{soaked}");
     let (left, _) = keys(&mut Client::connect(server.endpoint()).await).await;
-    // One may hang on a lease that was left to run out.
+    // One key may still be attached to a lease that was left to expire.
     assert!(left.len() <= 1, "{left:?}");
 }
 

@@ -1,4 +1,5 @@
-//! `orlop check`: silent about every store that a server wrote, whatever it did and however it ended, and about nothing else.
+//! `orlop check`: reports no violation in any store that a server wrote, whatever the server did and however it ended,
+//! and reports every injected one.
 
 mod corruptions;
 
@@ -38,12 +39,12 @@ use crate::{
     support::{Backend, Client, Postgres, Random, Server, eventually, on_both_backends},
 };
 
-/// Where a store is, as a server's flag has it.
+/// The location of a store, as the server's flag takes it.
 #[derive(Clone, Debug)]
 pub struct Place(String);
 
 impl Place {
-    /// Of a store that is to be made; none where the machine has no such backend.
+    /// Returns the location of a store to create, or `None` if the machine lacks the backend.
     pub async fn new(backend: Backend, file: &Path) -> Option<Self> {
         Some(match backend {
             Backend::Sqlite => Self::sqlite(file),
@@ -75,7 +76,7 @@ impl Place {
         output
     }
 
-    /// The report, and whether the exit status fits it.
+    /// Runs the check and returns its report; the exit status must match the report.
     #[track_caller]
     fn report(&self) -> Value {
         let output = self.check(&["--json"]);
@@ -96,7 +97,7 @@ impl Place {
         report
     }
 
-    /// The lines that tell of violations.
+    /// Returns the lines that report violations.
     fn violations(&self) -> Vec<String> {
         let output = self.check(&[]);
         let text = String::from_utf8(output.stdout).expect("text");
@@ -142,7 +143,7 @@ async fn delete(client: &mut Client, key: &str) {
 ///  4 put a      7 put a                  10 put b
 /// ```
 ///
-/// with b on the lease 7f.
+/// Key b is attached to lease 7f.
 async fn write_worked_history(server: &Server) {
     let mut client = Client::connect(server.endpoint()).await;
     client.lease.lease_grant(LeaseGrantRequest { id: 0x7f, ttl: 5_000 }).await.expect("a lease");
@@ -198,10 +199,10 @@ async fn what_is_told_is_limited_and_the_rest_counted(backend: Backend) {
     assert_eq!((&report["violations"], &report["violationsTotal"]), (&Value::Array(Vec::new()), &all.len().into()));
 }
 
-/// Rows that compaction has still to delete, and those whose transaction's first row it has deleted.
+/// Rows that compaction has still to delete, and transactions whose first row it has already deleted, are valid.
 async fn leftovers_of_compaction_are_no_violations(backend: Backend) {
     let Some(copies) = Copies::new(backend).await else { return };
-    // At each revision: 2, 3 and 4 are superseded; 6 deletes; 5 loses its first row to nobody.
+    // Revisions 2, 3 and 4 are superseded, 6 deletes a key, and 5 loses its first row although nothing superseded it.
     for (number, (compacted, to_purge)) in
         [(2, 0), (4, 1), (6, 2), (7, 3), (8, 4), (9, 5), (12, 8)].into_iter().enumerate()
     {
@@ -253,10 +254,10 @@ async fn store_of_random_operations_is_sound(backend: Backend) {
             for _ in 0..150 {
                 operate(&store, &mut random).await;
             }
-            // Half of the time a compaction is cut off before its rows are gone.
+            // Half of the compactions are interrupted before their rows are deleted.
             let wait = if random.chance(50) { CompactionWait::ForRows } else { CompactionWait::ForRevision };
             let revision = Revision(random.between(store.head().0 - 60, store.head().0));
-            // One that is not above the last is refused, which is as good.
+            // A compaction at or below the last one is refused, which is also a valid history.
             let _ = store.compact(revision, wait).await;
             let report = place.is_sound();
             assert_eq!(report["revision"], store.head().0);
@@ -301,7 +302,7 @@ async fn running_store_is_sound_at_every_moment(backend: Backend) {
     assert!(files() == before, "it writes nothing, and leaves the WAL of a killed server to the next start");
 }
 
-/// A store of a hundred pages, of which no server is left.
+/// Writes a SQLite store of 100 pages and stops the server.
 async fn large_sqlite_store(folder: &Path) -> PathBuf {
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
@@ -324,9 +325,9 @@ async fn damaged_sqlite_file_is_told_and_never_a_panic() {
         ("cut in the middle", whole[..whole.len() / 8192 * 4096].to_vec(), Some("malformed")),
         ("cut within a page", whole[..whole.len() - 1_000].to_vec(), Some("bytes, expected")),
         ("cut behind the first page", whole[..4_096].to_vec(), Some("malformed")),
-        // The kind of a page.
+        // The byte that holds a page's type.
         ("a bit in the middle", flipped(&whole, whole.len() / 8192 * 4096), Some("database: ")),
-        // The known limit.
+        // Known limit: values have no checksum.
         ("a bit in a value", flipped(&whole, value), None),
     ];
     for (what, bytes, expected) in rows {
@@ -341,7 +342,7 @@ async fn damaged_sqlite_file_is_told_and_never_a_panic() {
             None => drop(Place::sqlite(&file).is_sound()),
         }
     }
-    // Wherever bytes are wrong, something is said or nothing, and the process ends by itself.
+    // With random wrong bytes the process must end by itself, whether or not it reports anything.
     let mut random = Random::new(7);
     for _ in 0..25 {
         let mut bytes = whole.clone();

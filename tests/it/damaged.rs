@@ -1,5 +1,5 @@
-//! Database files that are cut off, changed by a bit, or another version's: a start refuses them by their name, or serves all
-//! that was in them. Nothing in between.
+//! Database files that are truncated, have a flipped bit, or come from another version: a start either refuses them
+//! with an error that names the file, or serves everything that was in them.
 
 use std::{
     fs,
@@ -17,24 +17,24 @@ use tempfile::TempDir;
 
 use crate::support::{Backend, Client, Postgres, Server};
 
-/// SQLite's.
+/// SQLite's page size in bytes.
 const PAGE: usize = 4_096;
 
-/// What came of a start.
+/// The outcome of a start.
 #[derive(Debug)]
 enum Start {
     Refused(String),
     Served(Vec<KeyValue>),
 }
 
-/// Whether most of what was written is compacted, which leaves the log gaps that are no damage.
+/// Whether most of the history is compacted, which leaves gaps in the log that are not damage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum History {
     Whole,
     Compacted,
 }
 
-/// Keys of one page and of several, versions, a lease.
+/// Keys with one and several pages, with several versions, and with a lease.
 async fn store(history: History) -> (TempDir, Vec<u8>, Vec<KeyValue>) {
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
@@ -98,7 +98,7 @@ async fn start(folder: &Path, bytes: &[u8]) -> Start {
     }
 }
 
-/// Keys and what is known of them; a value has no checksum, so that a bit in one passes.
+/// Keys and their metadata; a flipped bit in a value goes undetected because values have no checksum.
 fn without_values(kvs: &[KeyValue]) -> Vec<KeyValue> {
     kvs.iter().map(|kv| KeyValue { value: Default::default(), ..kv.clone() }).collect()
 }
@@ -119,7 +119,7 @@ async fn file_that_is_cut_off_is_refused() {
     }
 }
 
-/// The file's header, and of each page its kind, the number of its cells, the place of the first one, and its last byte.
+/// The file's header and, for each page, its type, its cell count, the offset of its first cell, and its last byte.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bit_that_was_flipped_is_refused_or_in_a_value() {
     for history in [History::Whole, History::Compacted] {
@@ -154,7 +154,8 @@ async fn bit_that_was_flipped_is_refused_or_in_a_value() {
     }
 }
 
-/// Each page of rows says that it has fewer than it has. The last of them ends the log early, which its revisions do not tell.
+/// Each page of rows claims fewer rows than it has. On the last page this shortens the log, which its revisions do not
+/// reveal.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn page_that_hides_rows_is_refused() {
     const LEAF: u8 = 13;
@@ -171,10 +172,10 @@ async fn page_that_hides_rows_is_refused() {
             let Start::Refused(text) = start(folder.path(), &bytes).await else {
                 panic!("page {}: {} of {cells} rows are served", page / PAGE, cells - bit)
             };
-            // Of the page that holds the schema's versions they are asked for first.
+            // Damage to the page with the schema's versions is reported by the migration check, which reads it first.
             let says_what_to_do = text.contains("`orlop check`") || text.contains("cannot migrate");
             assert!(text.contains("given.db") && says_what_to_do, "page {}: {text}", page / PAGE);
-            // A start leaves files beside its own, for which a snapshot would be refused whatever is in it.
+            // A start leaves files next to the database, and a snapshot with such files is refused.
             let copy = snapshots.path().join("copy.db");
             fs::write(&copy, &bytes).expect("a file can be written");
             let status = ["snapshot".as_ref(), "status".as_ref(), copy.as_os_str(), "--skip-hash-check".as_ref()];

@@ -1,14 +1,14 @@
-//! The same random operations on Orlop and on a real etcd, every answer compared field by field.
+//! Runs the same random operations on Orlop and on a real etcd and compares every response field by field.
 //!
-//! A seed makes a round: two fresh servers get some thousand operations, one at a time, so that both are always at the
-//! same revision. Masked are only cluster id, member id and raft term; what else may differ is the table in
-//! [`exceptions`]. Watches live through a sequence of operations and are compared whenever both servers have sent
-//! everything: before a compaction or a cancel, and at the sequence's end.
+//! Each round has one seed and starts two fresh servers, which get some thousand operations one at a time, so that both
+//! are always at the same revision. Only cluster id, member id and raft term are masked; the other permitted
+//! differences are the table in [`exceptions`]. Watches live through a sequence of operations and are compared whenever
+//! both servers have sent everything: before a compaction or a cancel, and at the end of the sequence.
 //!
-//! `ORLOP_DIFF_OPS` sets how many operations to make, `ORLOP_SEED` the first round's seed. With `ORLOP_TEST_TARGET=etcd`
-//! etcd is compared with itself, which finds what is wrong with the harness.
+//! `ORLOP_DIFF_OPS` sets the number of operations, `ORLOP_SEED` the first round's seed. With `ORLOP_TEST_TARGET=etcd`
+//! etcd is compared with itself, which finds errors in the harness.
 //!
-//! Known limit: operations come one after the other, so this says nothing about concurrent ones.
+//! Known limit: operations run one after the other, so this test says nothing about concurrent ones.
 
 mod exceptions;
 mod generate;
@@ -35,9 +35,9 @@ use self::{
 };
 use crate::support::{Backend, Client, Server, on_both_backends};
 
-/// Operations before both servers start anew, so that a seed replays in seconds.
+/// Operations per round. Both servers are restarted after each round, so that a seed replays in seconds.
 const ROUND_OPS: usize = 5_000;
-/// Rounds with a difference before the test gives up.
+/// Rounds with a difference before the test fails.
 const MISMATCHES_MAX: usize = 4;
 
 async fn answers_equal_those_of_etcd(backend: Backend) {
@@ -99,7 +99,7 @@ fn number(variable: &str) -> Option<u64> {
 fn watch_log_complains_where_a_guarantee_is_broken() {
     /// (header revision, fragment, event revisions)
     type Row<'a> = (i64, bool, &'a [i64]);
-    // What one watch from revision 5 on gets, and whether that is allowed.
+    // The responses of one watch from revision 5, and whether they are allowed.
     let rows: &[(&[Row<'_>], bool)] = &[
         (&[(7, false, &[5, 5, 7])], true),
         (&[(5, false, &[5]), (7, false, &[6, 7])], true),

@@ -1,5 +1,5 @@
-//! What was acknowledged is there after the process is gone, however it went, and what is rebuilt from the log is what was in
-//! memory.
+//! Every acknowledged write survives the end of the process, however it ended, and the state rebuilt from the log
+//! equals the state in memory before.
 
 use std::{
     collections::BTreeMap,
@@ -26,10 +26,10 @@ use tonic::Code;
 use crate::support::{Backend, Client, Random, Server, eventually, on_both_backends};
 
 const CLIENTS: usize = 24;
-/// Acknowledged writes in a round before the server is taken away.
+/// Acknowledged writes per round before the server is stopped.
 const ROUND_WRITES: usize = 1_500;
 
-/// What clients were told: key to revision.
+/// Acknowledged writes: key to revision.
 type Acknowledged = BTreeMap<String, i64>;
 
 async fn acknowledged_writes_survive_kill_9_and_transactions_stay_whole(backend: Backend) {
@@ -57,7 +57,7 @@ async fn sigterm_under_load_answers_or_refuses_every_write_and_ends_well(backend
     check(server.endpoint(), &acknowledged).await;
 }
 
-/// Clients that write until the server is gone.
+/// Clients that write until the server stops.
 struct Load {
     tasks: Vec<tokio::task::JoinHandle<Acknowledged>>,
     written: Arc<AtomicUsize>,
@@ -95,7 +95,7 @@ impl Load {
     }
 }
 
-/// Single puts and, every third time, two keys in one transaction; every key is written once.
+/// Single puts and, for every third write, two keys in one transaction; every key is written once.
 async fn write(mut client: Client, name: String, written: Arc<AtomicUsize>, stop: Arc<AtomicBool>) -> Acknowledged {
     let mut acknowledged = Acknowledged::new();
     for number in 0.. {
@@ -149,7 +149,7 @@ async fn check(endpoint: &str, acknowledged: &Acknowledged) {
     }
 }
 
-/// Revisions have no gap, on the disk.
+/// Checks that the revisions on disk have no gap.
 async fn check_density(server: &Server) {
     const COUNT: &str = "SELECT count(*), min(id), max(id) FROM kv_log";
     let counted = match server.datastore() {
@@ -174,16 +174,16 @@ async fn index_and_leases_rebuilt_from_the_log_equal_those_in_memory() {
         let home = tempfile::tempdir().expect("a temporary directory can be made");
         let file = home.path().join("orlop.db");
         let mut random = Random::new(seed);
-        // Several starts on one log: what was rebuilt once is written on and rebuilt again.
+        // Several starts on one log: each rebuilds the state that the one before continued to write.
         for _ in 0..3 {
             let store = open(&file).await;
             for _ in 0..400 {
                 operate(&store, &mut random).await;
             }
-            // Half of the time a compaction is cut off before its rows are gone.
+            // Half of the compactions are interrupted before their rows are deleted.
             let wait = if random.chance(50) { CompactionWait::ForRows } else { CompactionWait::ForRevision };
             let revision = Revision(random.between(store.head().0 - 100, store.head().0));
-            // One that is not above the last is refused, which is as good.
+            // A compaction at or below the last one is refused, which is also a valid history.
             let _ = store.compact(revision, wait).await;
             let compacted = store.index_snapshot().compact_revision();
             if let Some(compacted) = compacted {
@@ -239,7 +239,7 @@ pub async fn operate(store: &Store, random: &mut Random) {
         range: KeyRange::from_wire(&key(random), if random.chance(30) { b"e" } else { b"" }),
         prev_kv: random.chance(50),
     };
-    // Refusals (an unknown lease, one that exists) are part of the game.
+    // Refusals (an unknown lease, an existing one) are expected.
     match random.weighted(&[50, 12, 20, 6, 4]) {
         0 => drop(store.put(put(random)).await),
         1 => drop(store.delete(delete(random)).await),

@@ -1,4 +1,4 @@
-//! etcdctl, as a newcomer has it, against a server: what it prints is what counts.
+//! Runs etcdctl unchanged against a server and compares its output.
 //!
 //! With `ORLOP_TEST_TARGET=etcd` the same expectations are checked against a real etcd.
 
@@ -15,16 +15,16 @@ use tokio::{
 
 use crate::support::{Backend, DEADLINE, Server, etcd_tool, eventually, on_both_backends, skip};
 
-/// Beyond the minute that `check perf` itself takes.
+/// `check perf` itself takes 60 s.
 const CHECK_PERF_DEADLINE: Duration = Duration::from_secs(120);
 
-/// A server, and the program to ask it with.
+/// A server, and the etcdctl that is run against it.
 struct Etcdctl {
     program: std::path::PathBuf,
     server: Server,
 }
 
-/// An etcdctl that goes on until it is told to end.
+/// An etcdctl that runs until it is interrupted.
 struct Running {
     process: Child,
     stdin: Option<ChildStdin>,
@@ -32,7 +32,7 @@ struct Running {
 }
 
 impl Etcdctl {
-    /// With a fresh server; none where the machine has no etcdctl.
+    /// Starts a fresh server; returns `None` if the machine has no etcdctl.
     async fn start(backend: Backend) -> Option<Self> {
         let Some(program) = etcd_tool("etcdctl", "ORLOP_ETCDCTL") else {
             skip("etcdctl");
@@ -53,7 +53,7 @@ impl Etcdctl {
         output.unwrap_or_else(|_| panic!("etcdctl {arguments:?} does not end")).expect("etcdctl can be started")
     }
 
-    /// What it prints, when it succeeds.
+    /// Returns the output of a command that must succeed.
     #[track_caller]
     fn prints(&self, arguments: &[&str]) -> impl Future<Output = String> {
         let caller = std::panic::Location::caller();
@@ -64,7 +64,7 @@ impl Etcdctl {
         }
     }
 
-    /// What it complains of, when it fails.
+    /// Returns the error output of a command that must fail.
     async fn fails(&self, arguments: &[&str]) -> String {
         let output = self.output(arguments).await;
         assert!(!output.status.success(), "etcdctl {arguments:?} succeeds: {}", text(&output.stdout));
@@ -90,7 +90,7 @@ impl Etcdctl {
         Running { process, stdin, lines: BufReader::new(stdout).lines() }
     }
 
-    /// Runs each command in turn and compares what it prints.
+    /// Runs each command in order and compares its output.
     async fn check(&self, rows: &[(&[&str], &str)]) {
         for (arguments, expected) in rows {
             assert_eq!(self.prints(arguments).await, *expected, "etcdctl {arguments:?}");
@@ -140,7 +140,7 @@ impl Running {
         stdin.write_all(format!("{line}\n").as_bytes()).await.expect("etcdctl reads its input");
     }
 
-    /// As Ctrl-C does.
+    /// Sends SIGINT, as Ctrl-C does.
     async fn interrupt(mut self) {
         let pid = self.process.id().expect("it was not waited for yet").to_string();
         let sent = Command::new("kill").args(["-INT", &pid]).status().await;
@@ -153,7 +153,7 @@ fn text(output: &[u8]) -> String {
     String::from_utf8(output.to_vec()).expect("etcdctl prints text")
 }
 
-/// The hexadecimal id in `lease 32695410dcc0ca06 granted with TTL(100s)`.
+/// Returns the hexadecimal id in `lease 32695410dcc0ca06 granted with TTL(100s)`.
 fn lease_id(granted: &str) -> &str {
     granted.split(' ').nth(1).expect("the id is the second word")
 }
@@ -190,7 +190,7 @@ async fn get_prints_every_selection_of_keys(backend: Backend) {
 
 async fn get_sorts_by_each_target(backend: Backend) {
     let Some(etcdctl) = Etcdctl::start(backend).await else { return };
-    // Ordered by key a b c; by creation c a b; by change b c a; by version b c a; by value c b a.
+    // Sorted by key: a b c; by creation: c a b; by modification: b c a; by version: b c a; by value: c b a.
     etcdctl.put_all(&[("k/c", "0"), ("k/a", "0"), ("k/b", "2"), ("k/c", "1"), ("k/a", "3"), ("k/a", "3")]).await;
     for (target, ascending) in
         [("KEY", "abc"), ("CREATE", "cab"), ("MODIFY", "bca"), ("VERSION", "bca"), ("VALUE", "cba")]
@@ -280,7 +280,7 @@ async fn interactive_watch_takes_watches_and_progress_requests(backend: Backend)
     watch.type_line("watch b --rev 2").await;
     watch.expect_lines(&["PUT", "b", "2"]).await;
     watch.type_line("progress").await;
-    // The client library hands the one answer to each of its watches.
+    // The client library delivers the one response to each of its watches.
     watch.expect_lines(&["progress notify: 3", "progress notify: 3"]).await;
     etcdctl.put_all(&[("b", "3")]).await;
     watch.expect_lines(&["PUT", "b", "3"]).await;
@@ -299,7 +299,7 @@ async fn lease_commands_follow_a_lease_through_its_life(backend: Backend) {
     let remaining = etcdctl.prints(&["lease", "timetolive", id, "--keys"]).await;
     let head = format!("lease {id} granted with TTL(1000s), remaining(");
     assert!(remaining.starts_with(&head), "{remaining}");
-    // etcd 3.5 lists the keys in no order.
+    // etcd 3.5 lists the keys in no particular order.
     assert!(
         ["[a b]", "[b a]"].iter().any(|keys| remaining.ends_with(&format!("attached keys({keys})\n"))),
         "{remaining}"
@@ -361,7 +361,7 @@ async fn endpoint_and_member_commands_show_one_healthy_leader(backend: Backend) 
     assert_eq!(members[0]["clientURLs"], serde_json::json!([endpoint]));
     let line = etcdctl.prints(&["member", "list"]).await;
     assert!(line.contains(", started, ") && line.contains(endpoint), "{line}");
-    // The addresses that it tells clients must be dialable.
+    // The advertised addresses must be dialable.
     etcdctl.prints(&["endpoint", "health", "--cluster"]).await;
 }
 
@@ -395,9 +395,10 @@ async fn elect_passes_leadership_on(backend: Backend) {
     observer.expect_lines(&[&key, "bob"]).await;
 }
 
-/// Its verdicts on time are the machine's, on which other tests run; that every request was served is ours.
+/// Its verdict on speed depends on the machine, which runs other tests at the same time; the test requires only that
+/// every request was served.
 async fn check_perf_is_served_to_its_end(backend: Backend) {
-    // It loads the server for a minute.
+    // It puts load on the server for one minute.
     if std::env::var_os("CI").is_none() && std::env::var_os("ORLOP_SLOW_TESTS").is_none() {
         println!("skipped: no ORLOP_SLOW_TESTS, and this takes a minute");
         return;
@@ -415,7 +416,7 @@ async fn check_datascale_is_served_and_cleans_up(backend: Backend) {
     let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     let output = etcdctl.output(&["check", "datascale", "--load", "s"]).await;
     let printed = text(&[output.stdout, output.stderr].concat());
-    // What it says of memory it reads from /metrics.
+    // `check datascale` reads the memory usage from /metrics.
     assert!(output.status.success() && printed.contains("PASS: Approximate system memory used"), "{printed}");
     etcdctl.check(&[(&["get", "--from-key", ""], "")]).await;
 }

@@ -1,4 +1,4 @@
-//! The JSON gateway: the calls of etcd's documentation, with answers compared with a real etcd's.
+//! The JSON gateway: the calls in etcd's documentation, with responses compared with a real etcd's.
 
 use serde_json::{Value, json};
 use tokio::{
@@ -9,7 +9,7 @@ use tokio::{
 
 use crate::support::{Answer, Backend, DEADLINE, Server, http, on_both_backends};
 
-/// Played in this order.
+/// The calls are made in this order.
 const CALLS: [(&str, &str); 45] = [
     ("kv/put", r#"{"key": "Zm9v", "value": "YmFy"}"#),
     ("kv/range", r#"{"key": "Zm9v"}"#),
@@ -53,7 +53,7 @@ const CALLS: [(&str, &str); 45] = [
     ("lock/unlock", "{}"),
     ("election/leader", r#"{"name": "ZQ=="}"#),
     ("election/proclaim", "{}"),
-    // What cannot be.
+    // Invalid requests.
     ("kv/put", r#"{"key": "Zm9v"#),
     ("kv/put", r#"{"key": 7}"#),
     ("kv/put", r#"{"key": "Zm9v", "lease": "seven"}"#),
@@ -65,7 +65,7 @@ const CALLS: [(&str, &str); 45] = [
     ("kv/rangestream", r#"{"key": "Zm9v"}"#),
 ];
 
-/// What is each server's own becomes the same.
+/// Replaces values that differ between any two servers.
 fn masked(body: &str) -> Value {
     fn mask(value: &mut Value) {
         match value {
@@ -95,7 +95,7 @@ async fn answers_equal_those_of_etcd(backend: Backend) {
     for (number, (path, body)) in CALLS.into_iter().enumerate() {
         let (theirs, ours) = (call(&etcd, path, body).await, call(&orlop, path, body).await);
         let what = format!("call {number}: {path} {body}\nthey: {theirs:?}\nwe: {ours:?}");
-        // Mistakes are told in each one's own words, and what 3.5 does not know is told otherwise.
+        // Texts of parse errors differ between the two parsers, and etcd 3.5 reports unknown fields differently.
         let (their_body, mut our_body) = (masked(&theirs.body), masked(&ours.body));
         if our_body.get("code").is_some() {
             let is_ours = theirs.status == 400 && !ours.body.contains("etcdserver:");
@@ -107,7 +107,7 @@ async fn answers_equal_those_of_etcd(backend: Backend) {
         assert_eq!(ours.status, theirs.status, "{what}");
         assert_eq!(ours.header("content-type"), theirs.header("content-type"), "{what}");
         match path {
-            // Names, addresses and versions are each server's own; 3.6 tells more.
+            // Names, addresses and versions differ between servers; etcd 3.6 returns more fields.
             "cluster/member/list" => assert!(our_body["members"][0]["ID"].is_string(), "{what}"),
             "maintenance/status" => {
                 assert!(our_body["leader"].is_string() && our_body["version"].is_string(), "{what}")
@@ -128,7 +128,7 @@ async fn answers_equal_those_of_etcd(backend: Backend) {
     }
 }
 
-/// As `curl -N` watches.
+/// Watches as `curl -N` does.
 async fn watch_streams_while_events_come(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let address = server.endpoint().strip_prefix("http://").expect("an http endpoint");

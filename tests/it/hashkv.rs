@@ -1,4 +1,4 @@
-//! HashKV: two stores with one history have one hash, etcd's.
+//! HashKV: two stores with the same history have the same hash, and it is the hash that etcd computes.
 
 use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, DeleteRangeRequest, HashKvRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest,
@@ -16,7 +16,7 @@ fn delete(key: &str, end: &str) -> DeleteRangeRequest {
     DeleteRangeRequest { key: key.to_owned().into(), range_end: end.to_owned().into(), ..Default::default() }
 }
 
-/// Hash and compact revision.
+/// Returns the hash and the compact revision.
 async fn hash(client: &mut Client, revision: i64) -> Result<(u32, i64), (Code, String)> {
     let answer = client.maintenance.hash_kv(HashKvRequest { revision }).await;
     let answer = answer.map_err(|status| (status.code(), status.message().to_owned()))?.into_inner();
@@ -27,7 +27,7 @@ async fn compact(client: &mut Client, revision: i64) {
     client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
 }
 
-/// The same operations for the same seed. Returns the head.
+/// Applies random operations that depend only on the seed. Returns the current revision.
 async fn play(client: &mut Client, random: &mut Random, operations: usize) -> i64 {
     const KEYS: [&str; 5] = ["a", "b", "ba", "c", "d"];
     let mut head = 0;
@@ -73,7 +73,7 @@ async fn play(client: &mut Client, random: &mut Random, operations: usize) -> i6
     head
 }
 
-/// As it was seen on etcd, and computed by hand.
+/// The hash was read from etcd and computed by hand.
 async fn worked_example_has_its_hash(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -108,8 +108,8 @@ async fn hashes_equal_those_of_etcd(backend: Backend) {
                 "round {round}, at {revision}"
             );
         }
-        // At the compact revision itself etcd answers the hash that it took before that compaction, with the compact revision
-        // of before.
+        // At the compact revision etcd returns the hash that it computed before that compaction, with the previous
+        // compact revision.
         let target = head - 10;
         for client in [&mut theirs, &mut ours] {
             compact(client, target).await;

@@ -1,4 +1,4 @@
-//! What probes ask for.
+//! The endpoints for probes.
 
 use std::time::{Duration, Instant};
 
@@ -41,7 +41,7 @@ async fn probes_answer_as_etcds(backend: Backend) {
     }
 }
 
-/// Without its database an instance lives, and should be asked for nothing.
+/// Without its database, an instance is live and not ready.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn instance_without_its_database_is_live_and_not_ready() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
@@ -63,8 +63,9 @@ async fn instance_without_its_database_is_live_and_not_ready() {
     .await;
 }
 
-/// One that hangs is not seen to be gone. A restart would not help: the watchdog must not take waiting for it for a loop that
-/// is stuck. Where slow tests are asked for it lasts longer than the watchdog's patience.
+/// A database that hangs cannot be told from a slow one. A restart would not help, so the watchdog must not mistake
+/// waiting for the database for a stuck event loop. With slow tests enabled the outage lasts longer than the watchdog's
+/// limit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hung_database_is_no_reason_to_restart() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
@@ -75,7 +76,7 @@ async fn hung_database_is_no_reason_to_restart() {
     let began = Instant::now();
     let mut refused = 0;
     let put = PutRequest { key: "k".into(), value: "v".into(), ..Default::default() };
-    // Something waits all the time.
+    // Some request waits at all times.
     while began.elapsed() < lasts {
         refused += usize::from(client.clone().kv.put(put.clone()).await.is_err());
         let live = http_get(server.endpoint(), "/livez?verbose").await;

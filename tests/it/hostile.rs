@@ -1,8 +1,9 @@
-//! Clients that mean harm, or behave as if they did: memory stays bounded, others are served, and what they held is let go.
+//! Attacks by hostile or defective clients: memory stays bounded, other clients are served, and resources held for the
+//! attacker are freed.
 //!
-//! Each test prints a row: attack, backend, the server's memory before and at its peak (MiB), the bystander's p99 for a put and
-//! a get (ms), before and during, and how many times as long the latter is. `ORLOP_HOSTILE_LONG=1` makes the attacks as large as
-//! docs/explanation/overload.md tells; `ORLOP_TEST_TARGET=etcd` attacks an etcd.
+//! Each test prints a row: attack, backend, the server's memory before and at its peak (MiB), the bystander's p99 for a
+//! put and a get (ms) before and during the attack, and their ratio. `ORLOP_HOSTILE_LONG=1` makes the attacks as large
+//! as docs/explanation/overload.md states; `ORLOP_TEST_TARGET=etcd` attacks an etcd.
 
 mod arena;
 mod encoded;
@@ -51,7 +52,7 @@ const GRANT: &str = "/etcdserverpb.Lease/LeaseGrant";
 const WATCH: &str = "/etcdserverpb.Watch/Watch";
 const SNAPSHOT: &str = "/etcdserverpb.Maintenance/Snapshot";
 
-/// Less than the time after which the server gives up a list that waits for room.
+/// Shorter than the timeout of a list that waits for memory.
 const LISTS_HALT_MAX: Duration = Duration::from_secs(5);
 
 fn put(key: &str, bytes: usize) -> PutRequest {
@@ -62,7 +63,7 @@ fn all() -> RangeRequest {
     RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() }
 }
 
-/// Keys with values of so many bytes each.
+/// Puts `keys` keys with values of `bytes` bytes each.
 async fn fill(arena: &mut Arena, keys: usize, bytes: usize) {
     let mut clients = JoinSet::new();
     for client in 0..8 {
@@ -98,7 +99,7 @@ async fn connections_that_say_nothing_or_half_a_word_are_closed(backend: Backend
     drop(held);
 }
 
-/// A byte now and then is not enough either.
+/// Sending one byte from time to time does not keep a connection open.
 async fn slow_loris_is_closed(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut drips = JoinSet::new();
@@ -113,7 +114,7 @@ async fn slow_loris_is_closed(backend: Backend) {
                     return;
                 }
             }
-            // The preface is whole; nothing follows.
+            // The preface is complete; nothing follows it.
             wire.ended().await;
         });
     }
@@ -127,7 +128,7 @@ async fn handshakes_that_are_not_finished_keep_nobody_out() {
     let Some(authority) = Authority::new() else { return };
     let certificate = authority.sign("server", 30);
     let [cert, key] = [&certificate.cert, &certificate.key].map(|file| file.to_str().expect("a path in UTF-8"));
-    // Known beforehand, as the first address alone is told.
+    // The port is chosen beforehand because the server logs only its first address.
     let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a free port");
     let (tls, both) = (format!("https://{free}"), format!("http://127.0.0.1:0,https://{free}"));
     let flags = ["--cert-file", cert, "--key-file", key, "--listen-client-urls", &both];
@@ -135,11 +136,11 @@ async fn handshakes_that_are_not_finished_keep_nobody_out() {
     let mut held = Vec::new();
     for _ in 0..sized(700, 3_000) {
         let mut wire = Wire::tcp(&tls).await;
-        // The begin of a ClientHello.
+        // The start of a ClientHello.
         assert!(wire.send(&[22, 3, 1, 1, 0, 1]).await);
         held.push(wire);
     }
-    // One who comes now is served at once, not when the others have run out of time.
+    // A new connection is served at once, not only after the others have timed out.
     let address = wire::address(&tls).to_owned();
     let version = tokio::process::Command::new("curl")
         .args(["--silent", "--insecure", "--max-time", "5", &format!("https://{address}/version")])
@@ -150,7 +151,7 @@ async fn handshakes_that_are_not_finished_keep_nobody_out() {
     drop(held);
 }
 
-/// Clients name an endpoint with its scheme there, or the path of a socket.
+/// Some clients send an endpoint with its scheme, or the path of a socket, as `:authority`.
 async fn authority_may_be_what_no_uri_could_have(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let request = RangeRequest { key: "k".into(), ..Default::default() }.encode_to_vec();
@@ -182,7 +183,8 @@ async fn floods_end_with_their_connection_or_do_no_harm(backend: Backend) {
         let head = frame(HEADERS, END_HEADERS, stream, &headers(RANGE, &[]));
         [head, frame(RST_STREAM, 0, stream, &8_u32.to_be_bytes())].concat()
     };
-    // What the server has to say to it: nothing (it answers for ever) or ENHANCE_YOUR_CALM.
+    // The name of the flood, its frames, and the server's error code: `None` (the server keeps answering) or
+    // ENHANCE_YOUR_CALM.
     type Flood<'a> = (&'static str, &'a dyn Fn(usize) -> Vec<u8>, Option<u32>);
     let floods: [Flood<'_>; 3] = [
         ("HEADERS and RST_STREAM", &resets, Some(11)),
@@ -191,7 +193,7 @@ async fn floods_end_with_their_connection_or_do_no_harm(backend: Backend) {
     ];
     for (name, one, error) in floods {
         let frames = Bytes::from((0..20_000).flat_map(one).collect::<Vec<_>>());
-        // Who is flooded and cannot answer stops reading.
+        // A flooding client that never reads its responses is no longer read from.
         let mut wire = Wire::open(arena.endpoint()).await;
         let mut taken = true;
         for _ in 0..if error.is_some() { 1 } else { sized(1, 50) } {
@@ -212,7 +214,7 @@ async fn floods_end_with_their_connection_or_do_no_harm(backend: Backend) {
 
 async fn metadata_has_a_limit(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
-    // Within the limit it is passed on, above it the call is refused and the connection lives.
+    // A header within the limit is accepted; above it the call is refused and the connection stays open.
     let long = "x".repeat(20_000);
     let mut wire = Wire::open(arena.endpoint()).await;
     let block = headers(PUT, &[("x-long", &long)]);
@@ -220,7 +222,7 @@ async fn metadata_has_a_limit(backend: Backend) {
     let refused = [frame(HEADERS, END_STREAM, 1, first), frame(CONTINUATION, END_HEADERS, 1, second)].concat();
     assert!(wire.send(&refused).await);
     assert!(wire.call(3, RANGE, &all().encode_to_vec(), END_STREAM).await, "the connection lives");
-    // A block that never ends is cut off.
+    // A header block without end is refused.
     let mut endless = Wire::open(arena.endpoint()).await;
     let mut taken = endless.send(&frame(HEADERS, 0, 1, &headers(PUT, &[]))).await;
     for _ in 0..sized(2_000, 20_000) {
@@ -255,7 +257,7 @@ async fn ten_thousand_streams_on_one_connection_are_served(backend: Backend) {
     arena.withstands("10,000 watch streams on one connection", sized(500, 400) as u64, held).await;
 }
 
-/// A message is announced, most of it sent, and then nothing.
+/// A message is announced, most of it is sent, and the rest never arrives.
 async fn messages_that_are_not_finished_cost_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut half = wire::message(&vec![0; 1 << 20]);
@@ -263,7 +265,7 @@ async fn messages_that_are_not_finished_cost_bounded_memory(backend: Backend) {
     let held = streams(arena.endpoint(), sized(2_000, 10_000), PUT, half.clone()).await;
     let lease = "/etcdserverpb.Lease/LeaseKeepAlive";
     let more = streams(arena.endpoint(), sized(1_000, 5_000), lease, half).await;
-    // They come in while the bystander is at it.
+    // The lists arrive while the bystander is measured.
     tokio::time::sleep(Duration::from_secs(5)).await;
     arena.withstands("megabytes of messages never finished", 800, (held, more)).await;
 }
@@ -277,7 +279,7 @@ async fn messages_that_are_too_long_are_refused(backend: Backend) {
         assert_eq!(refused.code(), Code::ResourceExhausted, "{refused:?}");
         assert!(refused.message().starts_with("grpc: received message larger than max"), "{refused:?}");
     }
-    // What is compressed could be anything.
+    // A compressed message may expand to any size.
     let (tasks, mut answers, _senders) = streams(arena.endpoint(), 1, PUT, vec![1, 0, 0, 0, 1, 0]).await;
     let answer = timeout(DEADLINE, answers.remove(0)).await.expect("in time").expect("an answer");
     assert_eq!(answer.headers().get("grpc-status").map(|status| status.as_bytes()), Some(&b"12"[..]));
@@ -292,7 +294,7 @@ async fn messages_that_are_too_long_are_refused(backend: Backend) {
 
 async fn watches_that_are_not_read_cost_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
-    // Each stream has a range of its own, so that nothing is shared.
+    // Each stream lists its own range, so that no response is shared.
     let mut held = Vec::new();
     let mut wire = Wire::open(arena.endpoint()).await;
     for number in 0..sized(200, 2_000) {
@@ -343,7 +345,7 @@ async fn ranges_over_everything_cost_bounded_memory(backend: Backend) {
                 };
                 match answer {
                     Ok(()) => served.lock().push(lists.elapsed()),
-                    // Who comes when there is no room is told to come again.
+                    // Without free memory the server asks the client to retry.
                     Err(status) => {
                         assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
                         tokio::task::yield_now().await;
@@ -390,7 +392,7 @@ async fn messages_of_too_many_parts_are_refused_at_once(backend: Backend) {
             [op(Request::RequestDeleteRange(delete(100_000 + 2 * at))), op(Request::RequestPut(put))]
         })
         .collect();
-    // Below the limit at each level, and still many.
+    // Each level is below the limit, but the product is large.
     let wide = |inner: Vec<RequestOp>| {
         let txn = TxnRequest { success: inner, ..Default::default() };
         (0..30).map(|_| op(Request::RequestTxn(txn.clone()))).collect::<Vec<_>>()
@@ -423,7 +425,7 @@ async fn messages_of_too_many_parts_are_refused_at_once(backend: Backend) {
         let refused = caller.call(method, message.clone()).await.expect_err("it is refused");
         assert_eq!(refused.message(), *refusal, "{} bytes to {method}", message.len());
     }
-    // Who calls with little is served often: no more than any busy client, and not to be mixed up with the others.
+    // Cheap requests are served often: no more than a busy client may send, so they are counted separately.
     let (large, small): (Vec<_>, Vec<_>) = messages.into_iter().partition(|(_, message, _)| message.len() > 1 << 16);
     for (attack, messages) in [
         ("messages of up to a million operations or fields, in a loop", large),
@@ -445,7 +447,7 @@ async fn keep_alives_without_end_hold_up_nobody(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut client = arena.client().await;
     let id = client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 0 }).await.expect("a lease").into_inner().id;
-    // A frame full of them.
+    // One frame full of keep-alives.
     let one = wire::message(&LeaseKeepAliveRequest { id }.encode_to_vec());
     let many = Bytes::from(one.repeat(16_000 / one.len()));
     let mut attackers = JoinSet::new();

@@ -1,4 +1,5 @@
-//! Several instances on one Postgres database: what one acknowledges the others know, whoever is slow, paused or gone.
+//! Several instances on one Postgres database: each sees the writes that another acknowledged, even if one of them is
+//! slow, paused or gone.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -42,7 +43,7 @@ async fn value_at(client: &mut Client, request: RangeRequest) -> Option<String> 
     kvs.first().map(|kv| String::from_utf8_lossy(&kv.value).into_owned())
 }
 
-/// Puts `new` if the key has the value `old`.
+/// Puts `new` if the key's value is `old`.
 fn swap(key: &str, old: &str, new: &str) -> TxnRequest {
     let compare = Compare {
         key: key.to_owned().into(),
@@ -234,7 +235,7 @@ async fn leases_granted_on_all_sides_at_once_are_all_there() {
     }
 }
 
-/// A marker of the test's own says that what came before it was all.
+/// The test's own marker event ends the stream.
 #[tokio::test]
 async fn append_is_told_only_where_another_instance_lives() {
     let Some([(a, mut via_a)]) = instances().await else { return };
@@ -254,7 +255,7 @@ async fn append_is_told_only_where_another_instance_lives() {
     assert_eq!(listener.recv().await.expect("the put is told").payload(), told.to_string());
 }
 
-/// The paused instance is the one that granted the lease and would expire it first.
+/// The paused instance granted the lease and would be the first to expire it.
 #[tokio::test]
 async fn lease_expires_once_while_an_instance_is_paused_and_stays_so() {
     let Some([(one, mut a), (_two, mut b)]) = instances().await else { return };
@@ -313,7 +314,7 @@ async fn compaction_holds_for_all_and_ends_watches_behind_it_everywhere() {
     }
 }
 
-/// Between the two compactions there is a put whose successor and whose delete the second one takes.
+/// The second compaction removes the successor and the delete of a put made between the two.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn instance_killed_before_it_deleted_compacted_rows_brings_no_deleted_key_back() {
     for _ in 0..10 {
@@ -325,11 +326,11 @@ async fn instance_killed_before_it_deleted_compacted_rows_brings_no_deleted_key_
     panic!("no kill came before the rows were deleted");
 }
 
-/// Returns false if the kill came too late.
+/// Returns false if the process was killed too late.
 async fn kill_between_compaction_and_deletion([(mut a, mut via_a), (b, mut via_b)]: [(Server, Client); 2]) -> bool {
     put_at(&mut via_a, put("k", "1")).await;
     let compacted = put_at(&mut via_a, put("k", "2")).await;
-    // It leaves the others time to read what it is about to delete.
+    // The purge starts late enough for the other instances to read the rows that it will delete.
     let compact = CompactionRequest { revision: compacted, physical: false };
     via_a.kv.compact(compact).await.expect("a compaction");
     a.kill();
@@ -354,7 +355,7 @@ async fn kill_between_compaction_and_deletion([(mut a, mut via_a), (b, mut via_b
     true
 }
 
-/// Paused with writes under way until what it had is compacted away.
+/// An instance is paused with writes in flight until the state they depend on is compacted.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stale_writer_changes_nobodys_history() {
     let Some([(one, mut a), (two, mut b)]) = instances().await else { return };
@@ -376,7 +377,7 @@ async fn stale_writer_changes_nobodys_history() {
             one.pause();
         }
     }
-    // All that it can have had under way has come to the database.
+    // Everything that the paused instance can have sent has reached the database.
     let seen = eventually("quiet", async || {
         let head = |answer: tonic::Response<orlop_wire::proto::client::etcdserverpb::StatusResponse>| {
             answer.into_inner().header.expect("a header").revision

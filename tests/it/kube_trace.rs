@@ -1,11 +1,10 @@
-//! The recorded traffic of a whole Kubernetes control plane, replayed on an empty store with every answer compared.
+//! Replays the recorded traffic of a whole Kubernetes control plane on an empty store and compares every response.
 //!
-//! `tests/data/README.md` says what was recorded. Its calls overlap, so they are replayed by cause and not by time: the
-//! writes one after the other in the order of their revisions, and everything else while the store stands at the revision
-//! that the recorded answer's header names. From then on the answers must be equal; what differs by nature is listed in
-//! [`compare::EXCEPTIONS`].
+//! `tests/data/README.md` describes the recording. Its calls overlap, so they are replayed in causal order instead of
+//! by time: writes one after the other in the order of their revisions, and every other call while the store is at the
+//! revision in the recorded response's header. The responses must then be equal, except for [`compare::EXCEPTIONS`].
 //!
-//! The same replay runs against a real etcd where there is one: what etcd itself does not pass proves nothing.
+//! Where a real etcd is installed the same replay runs against it, because a comparison that etcd fails proves nothing.
 
 mod compare;
 mod replay;
@@ -17,7 +16,7 @@ use replay::Compared;
 
 use crate::support::{Backend, Postgres, Server, on_both_backends, skip};
 
-/// What the recording holds. A replay that compares less has skipped something.
+/// The contents of the recording. A replay that compares less has skipped something.
 const RECORDED: Compared =
     Compared { txn: 709, range: 882, lease_grant: 24, compact: 4, status: 4, streams: 60, events: 633, progress: 192 };
 
@@ -26,7 +25,7 @@ async fn replays_equal_on_orlop(backend: Backend) {
     replays_equal(&[server.endpoint()], Peer::Orlop).await;
 }
 
-/// The recording tells calls apart but not connections, so every step goes to the other instance than the one before.
+/// The recording does not name connections, so each step goes to the other instance than the step before.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn replays_equal_on_two_instances_of_one_database() {
     let Some(postgres) = Postgres::shared().await else { return };
@@ -40,7 +39,7 @@ async fn replays_equal_on_etcd() {
     let Some(server) = Server::etcd().await else { return };
     match replay::etcd_minor_version(server.endpoint()).await {
         minor @ 5.. => replays_equal(&[server.endpoint()], Peer::Etcd { minor }).await,
-        // An older one lets progress answers overtake events.
+        // Older versions let progress responses overtake events.
         _ => skip("etcd 3.5 or later"),
     }
 }

@@ -1,4 +1,4 @@
-//! Range, Put, DeleteRange and Compact: every option, as in etcd.
+//! Range, Put, DeleteRange and Compact: every option behaves as in etcd.
 
 mod txn;
 
@@ -281,7 +281,7 @@ async fn compaction_forbids_what_lies_below_and_keeps_the_rest(backend: Backend)
     check_refused("inner", client.kv.txn(txn).await, Code::OutOfRange, COMPACTED);
 }
 
-/// A client lists, and then watches from the revision behind the one in the header.
+/// A client lists, and then watches from the revision after the one in the header.
 async fn list_shows_the_store_at_its_headers_revision(backend: Backend) {
     const KEYS: usize = 10_000;
     let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "500000"]).await else { return };
@@ -308,7 +308,7 @@ async fn list_shows_the_store_at_its_headers_revision(backend: Backend) {
 async fn large_answers_arrive_whole(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "3000000"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    // 40 MiB, more than the cache, so that part of it comes from the log.
+    // 40 MiB is larger than the value cache, so that part of the response comes from the log.
     for number in 0..40 {
         let value = vec![number; 1 << 20];
         let request = PutRequest { key: format!("k{number:02}").into(), value: value.into(), ..Default::default() };
@@ -328,7 +328,7 @@ async fn large_answers_arrive_whole(backend: Backend) {
     assert!(whole(&first.kvs) && answer.responses.len() == 2);
 }
 
-/// HTTP/2 by hand: a whole message on a stream that is not ended, whose connection breaks then.
+/// Raw HTTP/2: a complete message on a stream that is not ended, and then the connection breaks.
 async fn request_that_breaks_off_holds_up_nobody(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let address = server.endpoint().strip_prefix("http://").expect("an http endpoint");

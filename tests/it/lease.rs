@@ -20,7 +20,7 @@ use crate::{
     support::{Backend, Client, DEADLINE, Server, eventually, on_both_backends},
 };
 
-/// The lease that all others renew.
+/// The lease that the other clients renew.
 const OTHERS: i64 = 1 << 40;
 
 async fn put(client: &mut Client, key: &str, lease: i64) {
@@ -37,7 +37,7 @@ async fn keys(client: &mut Client, id: i64) -> (i64, Vec<String>) {
 async fn grants_keep_to_their_limits(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    /// (asked id, asked TTL, granted TTL or the refusal)
+    /// (requested id, requested TTL, granted TTL or the error)
     type Row = (i64, i64, Result<i64, (Code, &'static str)>);
     let table: [Row; 8] = [
         (1, 100, Ok(100)),
@@ -125,7 +125,7 @@ async fn lease_ends_when_nobody_keeps_it_alive_and_not_before(backend: Backend) 
     assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, 0, "it cannot be saved");
 }
 
-/// So many clients that renew without a pause.
+/// Starts `clients` clients that renew without a pause.
 async fn keep_others_alive(server: &Server, clients: usize) -> JoinSet<()> {
     let mut others = JoinSet::new();
     for _ in 0..clients {
@@ -149,7 +149,7 @@ async fn many_leases_are_kept_alive_on_one_stream(backend: Backend) {
         async move { client.lease.lease_grant(LeaseGrantRequest { ttl: TTL, id }).await.map(|_| id) }
     });
     let ids: Vec<i64> = stream::iter(grants).buffered(64).try_collect().await.expect("grants");
-    // As a client renews all that it has. One after the other they would be over before their turn comes.
+    // A client renews all its leases at once; renewing them one by one would take longer than their TTL.
     for others in [0, 16] {
         let _others = keep_others_alive(&server, others).await;
         for _ in 0..2 {
@@ -163,7 +163,7 @@ async fn many_leases_are_kept_alive_on_one_stream(backend: Backend) {
     }
 }
 
-/// What a renewal says of the lease that had the id before says nothing of this one.
+/// A renewal of an old lease does not extend a new lease with the same id.
 async fn lease_granted_anew_during_a_renewal_ends_in_its_own_time(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -177,7 +177,7 @@ async fn lease_granted_anew_during_a_renewal_ends_in_its_own_time(backend: Backe
             let mut answers = renewing.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
             let _ = answers.message().await;
         });
-        // Somewhere between the question and its answer, which are a matter of milliseconds.
+        // Aims between the renewal and its response, which are a few milliseconds apart.
         tokio::time::sleep(std::time::Duration::from_millis(id.unsigned_abs() % 20)).await;
         client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("a revocation");
         client.lease.lease_grant(LeaseGrantRequest { ttl: 2, id }).await.expect("the id is free again");
@@ -191,7 +191,7 @@ async fn lease_granted_anew_during_a_renewal_ends_in_its_own_time(backend: Backe
     .await;
 }
 
-/// A renewal that is written down is a commit.
+/// Each renewal that is written to the database costs a commit; one that follows another closely is not written.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn postgres_writes_nothing_for_a_lease_that_was_just_renewed() {
     const TTL: i64 = 600;
@@ -241,7 +241,7 @@ async fn leases_and_their_keys_survive_a_restart(backend: Backend) {
     assert_eq!(found.count, 0);
 }
 
-/// A batch of requests is one append, and may grant a lease and revoke it.
+/// A batch of requests is one append, which may grant a lease and revoke it.
 async fn changes_of_one_append_count_in_their_order(backend: Backend) {
     let folder = tempfile::tempdir().expect("a folder");
     let Some(place) = Place::new(backend, &folder.path().join("orlop.db")).await else { return };

@@ -1,8 +1,8 @@
-//! Linearizability of several instances on one database while everything fails around them.
+//! Linearizability of several instances on one database while components fail.
 //!
-//! Clients on three instances put, swap, read and delete a few keys; watches on all instances follow. Meanwhile instances
-//! are killed, ended, paused and restarted, and Postgres is restarted in immediate mode. Then the history of answers is
-//! checked by [`checker`], and what the watches saw by [`watcher`].
+//! Clients on three instances put, swap, read and delete a few keys, and watches on all instances receive the events.
+//! Meanwhile instances are killed, stopped, paused and restarted, and Postgres is restarted in immediate mode. Then
+//! [`checker`] checks the history of responses, and [`watcher`] checks what the watches received.
 //!
 //! `ORLOP_LINEAR_SECS` lengthens the run, `ORLOP_SEED` repeats its choices (not its timing).
 
@@ -27,9 +27,9 @@ use crate::support::{Fsync, Postgres, Random, Server};
 
 const INSTANCES: usize = 3;
 const CLIENTS: usize = 9;
-/// How long keys are used before others are, so that no key's history grows beyond what can be checked.
+/// Time after which the clients use other keys, so that the checker can handle each key's history.
 const KEYS_CHANGE: Duration = Duration::from_secs(4);
-/// Postgres takes some seconds to come back; in between there should be some peace.
+/// Pause between restarts of Postgres, which takes some seconds to come back.
 const POSTGRES_PAUSE: Duration = Duration::from_secs(12);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -84,7 +84,7 @@ struct Faults {
     postgres: usize,
 }
 
-/// Does something bad every now and then, and leaves all running.
+/// Injects a fault from time to time; all components run when it returns.
 async fn break_things(
     postgres: &Postgres,
     servers: &mut [Server],

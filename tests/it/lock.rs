@@ -1,4 +1,4 @@
-//! The Lock and Election services, which stand in the same queues as clients that do it on their own.
+//! The Lock and Election services, which use the same queues as clients that implement the recipes themselves.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ async fn revoke(client: &mut Client, id: i64) {
     client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("the lease was there");
 }
 
-/// Asks for the lock; the answer is its key.
+/// Takes the lock; the task returns its key.
 fn lock(client: &Client, name: &str, lease: i64) -> JoinHandle<Result<String, Status>> {
     let (mut lock, name) = (client.lock.clone(), name.to_owned());
     tokio::spawn(async move {
@@ -36,7 +36,7 @@ async fn held(lock: JoinHandle<Result<String, Status>>) -> String {
     answer.expect("the lock is given")
 }
 
-/// Waits until this many stand below the prefix.
+/// Waits until `count` keys exist below the prefix.
 async fn wait_for_keys(client: &Client, prefix: &str, count: i64) {
     let end = format!("{}0", &prefix[..prefix.len() - 1]);
     let range =
@@ -67,7 +67,7 @@ async fn lock_goes_to_one_at_a_time_in_the_order_of_asking(backend: Backend) {
 
     client.lock.unlock(UnlockRequest { key: "door/10".into() }).await.expect("it is given back");
     assert_eq!(held(second).await, "door/11");
-    // Who does not wait any more leaves the queue.
+    // A client that cancels leaves the queue.
     third.abort();
     wait_for_keys(&client, "door/", 2).await;
     assert!(!fourth.is_finished());
@@ -99,7 +99,7 @@ async fn lock_answers_what_etcds_does_to_what_cannot_be(backend: Backend) {
     assert_eq!((expired.code(), expired.message()), (Code::Unknown, "mutex: session is expired"));
 }
 
-/// The server itself looks at the clock: a client that is gone does not say so.
+/// The server enforces the deadline itself, because a client that has disappeared cannot cancel.
 async fn lock_is_not_waited_for_beyond_the_callers_deadline(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -153,7 +153,7 @@ async fn leader(client: &mut Client) -> Result<String, Status> {
     Ok(String::from_utf8_lossy(&answer.kv.expect("a leader has a pair").value).into_owned())
 }
 
-/// The values of who leads. etcd answers the call itself only with the first of them.
+/// Returns the values of the successive leaders. For the call itself etcd returns only the first of them.
 fn observe(client: &Client) -> mpsc::UnboundedReceiver<String> {
     let (sender, values) = mpsc::unbounded_channel();
     let mut election = client.election.clone();
@@ -161,7 +161,7 @@ fn observe(client: &Client) -> mpsc::UnboundedReceiver<String> {
         let observed = election.observe(LeaderRequest { name: "seat".into() }).await;
         let mut observed = observed.expect("a stream").into_inner();
         while let Ok(Some(LeaderResponse { kv: Some(kv), .. })) = observed.message().await {
-            // The test may be over.
+            // The receiver is gone when the test has ended.
             sender.send(String::from_utf8_lossy(&kv.value).into_owned()).ok();
         }
     });
@@ -227,7 +227,7 @@ async fn election_answers_what_etcds_does_to_what_cannot_be(backend: Backend) {
         campaign(&client, "seat", 99, "v").await.expect("the task ends").expect_err("there is no such lease");
     assert_eq!((unleased.code(), unleased.message()), (Code::Unknown, "etcdserver: requested lease not found"));
 
-    // An entry that another client made counts as much as the server's own.
+    // A key put by another client is an entry of the queue like the server's own.
     let put = PutRequest { key: "seat/aa".into(), value: "carol".into(), ..Default::default() };
     client.kv.put(put).await.expect("a put");
     assert_eq!(leader(&mut client).await.expect("a leader"), "carol");

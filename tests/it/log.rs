@@ -1,4 +1,4 @@
-//! What the log promises of itself, without a server around it.
+//! The contract of the log, tested without a server.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,7 +13,7 @@ use crate::support::{Backend, Postgres, on_both_backends};
 
 const LEASE: LeaseId = LeaseId(7);
 
-/// An empty one; none where the machine has no such backend.
+/// Opens an empty log; returns `None` if the machine lacks the backend.
 async fn open(backend: Backend, home: &TempDir) -> Option<Arc<dyn Log>> {
     Some(match backend {
         Backend::Sqlite => Arc::new(SqliteLog::open(&home.path().join("orlop.db")).await.expect("the file opens")),
@@ -52,7 +52,7 @@ async fn append(log: &dyn Log, changes: &[Change], leases: &[LeaseChange], compa
     assert_eq!(appended.expect("the log takes rows"), Appended::Done);
 }
 
-/// All that a log says, but for how long leases have yet.
+/// The whole contents of a log, except for the remaining TTL of leases.
 #[derive(Debug, PartialEq)]
 struct Told {
     position: Position,

@@ -1,4 +1,4 @@
-//! `/metrics`: the names that etcd has, and that they count.
+//! `/metrics`: it has etcd's names, and their values change with the load.
 
 use std::collections::BTreeMap;
 
@@ -8,14 +8,14 @@ use orlop_wire::proto::client::etcdserverpb::{
 
 use crate::support::{Backend, Client, Server, Stream, eventually, everything, http_get, on_both_backends};
 
-/// The metrics of etcd that Orlop lacks, as docs/reference/metrics.md lists them.
+/// Returns the metrics of etcd that Orlop lacks, as docs/reference/metrics.md lists them.
 fn lacking() -> &'static str {
     let page = include_str!("../../docs/reference/metrics.md");
     let (_, list) = page.split_once("## Metrics of etcd that Orlop lacks").expect("the page has a list");
     list
 }
 
-/// Every series with its value.
+/// Returns every series with its value.
 async fn series(server: &Server) -> BTreeMap<String, f64> {
     let text = http_get(server.endpoint(), "/metrics").await.body;
     let lines = text.lines().filter(|line| !line.starts_with('#'));
@@ -25,7 +25,7 @@ async fn series(server: &Server) -> BTreeMap<String, f64> {
         .collect()
 }
 
-/// Every name with its type.
+/// Returns every metric with its type.
 async fn kinds(server: &Server) -> BTreeMap<String, String> {
     let text = http_get(server.endpoint(), "/metrics").await.body;
     let kinds = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
@@ -40,7 +40,7 @@ fn everything_range() -> RangeRequest {
 async fn etcds_metrics_are_there_or_listed_as_lacking() {
     let Some(etcd) = Server::etcd().await else { return };
     let Some(orlop) = Server::orlop(Backend::Sqlite).await else { return };
-    // Some are there with the first call, or the first check.
+    // Some metrics appear with the first call or the first check.
     for server in [&etcd, &orlop] {
         Client::connect(server.endpoint()).await.kv.range(everything_range()).await.expect("a range");
         http_get(server.endpoint(), "/readyz").await;
@@ -48,7 +48,7 @@ async fn etcds_metrics_are_there_or_listed_as_lacking() {
     let (theirs, ours) = (kinds(&etcd).await, kinds(&orlop).await);
     for (name, kind) in theirs {
         let is_listed = lacking().contains(&format!("`{name}`"));
-        // Those of a runtime that is not ours.
+        // Metrics of Go's runtime.
         if name.starts_with("go_") || name.starts_with("promhttp_") {
             continue;
         }
@@ -130,7 +130,7 @@ async fn requests_are_counted(backend: Backend) {
     assert!(connections.iter().sum::<f64>() >= 1.0, "{connections:?}");
 }
 
-/// The gauge of what waits to be sent, once it is as wanted.
+/// Waits until the gauge of unsent events satisfies `wanted`.
 async fn pending_events(server: &Server, what: &str, wanted: impl Fn(f64) -> bool) {
     eventually(what, async || {
         let pending = series(server).await["etcd_debugging_mvcc_pending_events_total"];
@@ -142,7 +142,7 @@ async fn pending_events(server: &Server, what: &str, wanted: impl Fn(f64) -> boo
 async fn events_of_a_stream_that_is_not_read_are_pending(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut writer = Client::connect(server.endpoint()).await;
-    // On a connection of its own, whose flow control then stops the stream.
+    // A separate connection, whose flow control then stops the stream.
     let mut stream = Stream::open(&mut Client::connect(server.endpoint()).await).await;
     stream.create(everything(0)).await;
     let value = vec![b'v'; 512 << 10];
@@ -166,8 +166,8 @@ async fn events_of_a_stream_that_is_not_read_are_pending(backend: Backend) {
     pending_events(&server, "the end of the stream", |pending| pending == 0.0).await;
 }
 
-/// What the dashboard and the alerts ask for is there. Names of series are what looks like one: the rest of the language has
-/// no underscore, but for the functions named here.
+/// Every series that the dashboard and the alerts query exists. A word with an underscore is taken for a series, except
+/// for the functions of PromQL listed here.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn series_of_dashboard_and_alerts_are_there() {
     const FUNCTIONS: [&str; 4] = ["histogram_quantile", "predict_linear", "sum_over_time", "__rate_interval"];
@@ -191,7 +191,7 @@ async fn series_of_dashboard_and_alerts_are_there() {
     assert!(asked > 20, "the expressions were found");
 }
 
-/// The values of `expr`, in JSON and in YAML on one line.
+/// Returns the values of `expr`, in JSON and in one-line YAML.
 fn expressions(text: &str) -> Vec<String> {
     let value = |line: &str| {
         let line = line.trim().trim_start_matches("- ");
@@ -202,7 +202,7 @@ fn expressions(text: &str) -> Vec<String> {
 }
 
 fn words(expression: &str) -> Vec<String> {
-    // What stands in quotes is a label's value.
+    // Quoted text is a label's value.
     let code: String = expression.trim_matches('"').split('"').step_by(2).collect::<Vec<_>>().join(" ");
     code.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_').map(ToOwned::to_owned).collect()
 }

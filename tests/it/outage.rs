@@ -1,4 +1,4 @@
-//! The database goes away, comes back, or comes back as another one.
+//! The database becomes unavailable and comes back, with its own contents or with others.
 
 use std::process::Command;
 
@@ -16,7 +16,7 @@ async fn put_at(client: &mut Client, key: &str) -> i64 {
     answer.header.expect("an answer has a header").revision
 }
 
-/// Writes until it succeeds; a write whose outcome is unknown may have happened.
+/// Retries a write until it succeeds; an attempt whose outcome is unknown may have been applied.
 async fn put_at_last(client: &Client, key: &str) -> i64 {
     eventually("a write after the database is back", async || {
         let answer = client.clone().kv.put(put(key)).await?;
@@ -55,7 +55,7 @@ async fn outage_is_told_and_survived() {
     assert_eq!(b.kv.range(range()).await.expect("a range").into_inner().count, 1);
 }
 
-/// After a failover an address may lead to the old primary for a while, which follows the new one.
+/// After a failover an address may for a while lead to the old primary, now a standby.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn standby_is_neither_read_from_nor_started_on() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
@@ -71,7 +71,7 @@ async fn standby_is_neither_read_from_nor_started_on() {
     let range = || RangeRequest { key: "before".into(), ..Default::default() };
     let unread = client.kv.range(range()).await.expect_err("a standby may be behind");
     assert_eq!((unread.code(), unread.message()), (Code::Unavailable, "etcdserver: no leader"));
-    // The first finds the connection broken, of which nobody knows when that happened.
+    // The first write finds its connection broken and cannot know whether the commit happened.
     for text in ["etcdserver: request timed out", "etcdserver: no leader"] {
         let refused = client.kv.put(put("during")).await.expect_err("a standby takes no writes");
         assert_eq!((refused.code(), refused.message()), (Code::Unavailable, text));
@@ -153,7 +153,7 @@ async fn role_without_rights_is_told_what_it_lacks() {
     assert!(text.contains("no_such_database"), "{text}");
 }
 
-/// What an Orlop says that cannot start there.
+/// Returns the error text of an Orlop that cannot start.
 fn start_refused(endpoint: &str) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_orlop"))
         .args(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", endpoint])
@@ -165,7 +165,7 @@ fn start_refused(endpoint: &str) -> String {
     text
 }
 
-/// Keeps owner and rights, which Postgres looks at.
+/// Copies with owner and permissions, which Postgres checks.
 fn copy(from: &std::path::Path, to: &std::path::Path) {
     let copied = Command::new("cp").arg("-a").args([from, to]).status();
     assert!(copied.is_ok_and(|status| status.success()), "the folder can be copied");

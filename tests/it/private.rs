@@ -1,4 +1,4 @@
-//! Who but the server's user gets at its data: nobody, by files and sockets; and nobody at its password, by what it prints.
+//! Only the server's user can read its data, through files and sockets, and no output shows a password.
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 use crate::support::{Client, Fsync, Postgres, eventually, http_get};
 
-/// Orlop in a folder of its own, whose output goes to files.
+/// An Orlop with its own folder; its output goes to files.
 struct Orlop {
     home: TempDir,
     process: Option<Child>,
@@ -38,7 +38,7 @@ impl Orlop {
         command
     }
 
-    /// Returns where it serves.
+    /// Starts the server and returns its address.
     fn start(&mut self, umask: &str, arguments: &[&str], variables: &[(&str, &str)]) -> String {
         let mut process = self.command(umask, arguments, variables).stdout(Stdio::piped()).spawn().expect("sh");
         let mut lines = BufReader::new(process.stdout.take().expect("stdout is piped")).lines();
@@ -47,7 +47,7 @@ impl Orlop {
         ready.rsplit(' ').next().expect("an address").to_owned()
     }
 
-    /// Runs to its end, which is a failure.
+    /// Runs until the process ends, which must be with an error.
     fn fail(&self, arguments: &[&str], variables: &[(&str, &str)]) {
         let status = self.command("022", arguments, variables).status().expect("sh");
         assert!(matches!(status.code(), Some(1 | 2)), "{status:?}");
@@ -82,7 +82,7 @@ fn mode(path: &Path) -> u32 {
     fs::metadata(path).expect("it is there").permissions().mode() & 0o7777
 }
 
-/// Of all that is in a folder, and of itself.
+/// Returns the mode of the folder and of everything in it.
 fn modes(folder: &Path) -> BTreeMap<PathBuf, u32> {
     let mut found = BTreeMap::from([(folder.to_owned(), mode(folder))]);
     for entry in fs::read_dir(folder).expect("a folder") {
@@ -118,13 +118,14 @@ async fn data_is_for_the_servers_user_alone_whatever_the_umask() {
         let flags = ["--data-dir", "a/data", "--listen-client-urls", "http://127.0.0.1:0", "--auto-tls"];
         for _ in 0..2 {
             write(&orlop.start(umask, &flags, &[])).await;
-            // The folders a, data, fixtures and client, certificate and key, the database, its lock, WAL and shared memory.
+            // The folders a, data, fixtures and client, two certificates with keys, the database, its lock, WAL and
+            // shared memory.
             assert_eq!(only_for_the_user(&orlop.file("a")), 10, "{:?}", modes(&orlop.file("a")));
             orlop.stop();
         }
         assert!(!orlop.log().contains("chmod"), "{}", orlop.log());
 
-        // What a snapshot is restored into.
+        // The folder of a restored snapshot.
         let flags = ["snapshot", "restore", "a/data/orlop.db", "--skip-hash-check", "--data-dir", "restored"];
         let restored = orlop.command(umask, &flags, &[]).status().expect("sh");
         assert!(restored.success(), "{}", orlop.log());
@@ -166,7 +167,7 @@ async fn unix_socket_is_for_the_servers_user_alone_unless_told_otherwise() {
     }
 }
 
-/// A cluster in which roles need their passwords.
+/// Starts a cluster whose roles need passwords.
 async fn postgres_with_passwords() -> Option<(Postgres, String, String)> {
     let postgres = Postgres::start(Fsync::Off).await?;
     let endpoint = postgres.create_database();
@@ -206,7 +207,7 @@ async fn password_of_the_database_is_nowhere_in_what_is_printed() {
     {
         no_password_in(path, &http_get(&url, path).await.body);
     }
-    // With the database gone: what fails is told too.
+    // Without the database, errors are logged too.
     postgres.stop();
     let failed = client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect_err("no database");
     no_password_in("an error", &format!("{failed:?}"));
@@ -249,7 +250,7 @@ async fn password_need_not_be_in_the_list_of_processes() {
     let (settings, passwords) = (files.path().join("orlop.toml"), files.path().join("pgpass"));
     fs::write(&settings, format!("datastore-endpoint = \"{endpoint}\"\n")).expect("a file can be written");
     fs::write(&passwords, "127.0.0.1:*:*:*:pass word\n").expect("a file can be written");
-    // As libpq, what reads it insists that nobody else can.
+    // libpq refuses a password file that others can read.
     fs::set_permissions(&passwords, fs::Permissions::from_mode(0o600)).expect("a mode");
     let (settings, passwords) = (settings.to_str().expect("text"), passwords.to_str().expect("text"));
     type Row<'a> = (&'a [&'a str], (&'a str, &'a str));

@@ -1,4 +1,4 @@
-//! What stands around the data: members, status, health, reflection, what is not built.
+//! Requests outside the key space: members, status, health, reflection, and what is not built.
 
 use orlop_wire::proto::client::etcdserverpb::{
     AuthDisableRequest, AuthEnableRequest, AuthRoleAddRequest, AuthRoleDeleteRequest, AuthRoleGetRequest,
@@ -56,7 +56,8 @@ async fn auth(server: &Server) -> AuthClient<Channel> {
     AuthClient::connect(server.endpoint().to_owned()).await.expect("a ready server accepts connections")
 }
 
-/// A client that brings a name and a password goes on without where it hears that they are not needed.
+/// A client configured with a name and a password proceeds without them when the server reports that authentication is
+/// off.
 async fn auth_answers_as_where_it_was_never_turned_on(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut auth = auth(&server).await;
@@ -84,7 +85,7 @@ async fn auth_answers_as_where_it_was_never_turned_on(backend: Backend) {
     }
 }
 
-/// Instances come and go by being started and stopped, and all of them write.
+/// Instances join and leave by being started and stopped, and all of them accept writes.
 async fn what_raft_needs_is_answered_as_it_makes_sense_without(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let Client { mut maintenance, mut cluster, .. } = Client::connect(server.endpoint()).await;

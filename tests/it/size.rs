@@ -1,6 +1,6 @@
-//! A large store: loaded, read in pages, deleted, compacted; memory and files shrink again.
+//! A large store is loaded, read in pages, deleted and compacted; memory and files shrink again.
 //!
-//! `ORLOP_SIZE_KEYS` sets how many keys; a million where `CI` is set.
+//! `ORLOP_SIZE_KEYS` sets the number of keys; where `CI` is set it is 1,000,000.
 
 use std::time::Instant;
 
@@ -20,7 +20,7 @@ const PAGE_KEYS: i64 = 10_000;
 async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Backend) {
     let default = if std::env::var_os("CI").is_some() { 1_000_000 } else { 150_000 };
     let keys: usize = std::env::var("ORLOP_SIZE_KEYS").ok().and_then(|text| text.parse().ok()).unwrap_or(default);
-    // A small cache, so that what is measured is the index.
+    // A small value cache, so that the test measures the index.
     let Some(mut server) = Server::orlop_with(backend, &["--value-cache-bytes", "8388608"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     load(server.endpoint(), keys).await;
@@ -32,7 +32,7 @@ async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Back
     let mut client = Client::connect(server.endpoint()).await;
     let (file, memory) = (file_bytes(&mut client).await, memory_kib(&server));
 
-    // The compaction at the delete's own revision keeps the tombstones, the one after the next write takes them.
+    // A compaction at the delete's own revision keeps the tombstones; one after the next write deletes them.
     let everything = DeleteRangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
     let deleted = client.kv.delete_range(everything).await.expect("a delete").into_inner().deleted;
     assert_eq!(deleted, keys as i64);
@@ -43,7 +43,7 @@ async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Back
     }
     let memory_after = memory_kib(&server);
     println!("memory {memory} to {memory_after} KiB");
-    // A small index is less than what the allocator keeps for itself.
+    // A small index is smaller than the memory that the allocator retains.
     if keys >= 1_000_000 {
         assert!(memory_after < memory * 3 / 4, "the index lets go of its memory: {memory_after} of {memory} KiB");
     }
@@ -54,7 +54,7 @@ async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Back
     }
 }
 
-/// What SQLite does not need any more goes back to the file system.
+/// SQLite returns unused pages to the file system.
 async fn file_shrinks(client: &mut Client, server: &Server, before: i64) {
     eventually("free pages go back to the file system", || {
         let mut client = client.clone();
@@ -72,7 +72,7 @@ async fn file_shrinks(client: &mut Client, server: &Server, before: i64) {
     .await;
 }
 
-/// Postgres keeps the pages of deleted rows until a vacuum, whose own comes by and by.
+/// Postgres keeps the pages of deleted rows until a vacuum, and autovacuum may run much later.
 async fn tables_shrink(client: &mut Client, database: &str, before: i64) {
     let mut database = PgConnection::connect(database).await.expect("the database is there");
     let count = sqlx::query_scalar("SELECT (SELECT count(*) FROM kv_log) + (SELECT count(*) FROM kv_log_more)");
@@ -109,7 +109,7 @@ async fn load(endpoint: &str, keys: usize) {
     println!("{keys} keys: loaded in {:?}", started.elapsed());
 }
 
-/// As Kubernetes lists: page after page, all at the first page's revision, each with the count of what is left.
+/// Lists as Kubernetes does: page after page, all at the first page's revision, each with the remaining count.
 async fn read_in_pages(client: &mut Client, keys: usize) {
     let (mut from, mut revision, mut seen) = (b"\0".to_vec(), 0, 0);
     loop {
@@ -138,8 +138,8 @@ fn memory_kib(server: &Server) -> u64 {
     line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
 }
 
-/// Rows are read many at a time, and SQLite holds no value above a billion bytes. Sorted by value, all are read and one is
-/// sent.
+/// Rows are read in groups, and SQLite cannot hold a value above 1,000,000,000 bytes. A list sorted by value reads all
+/// rows and sends one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn more_than_sqlite_can_give_at_once_is_read() {
     if std::env::var_os("CI").is_none() && std::env::var_os("ORLOP_SLOW_TESTS").is_none() {

@@ -1,4 +1,5 @@
-//! Watches under strain: slow readers, large answers, clients that have nothing more to say, a server that goes down.
+//! Watches under load: slow readers, large responses, clients that have closed their sending half, a server that shuts
+//! down.
 
 use orlop_wire::proto::client::etcdserverpb::{
     PutRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest,
@@ -19,7 +20,7 @@ async fn slow_watcher_loses_nothing_and_delays_nobody(backend: Backend) {
     const PUTS: i64 = 16_000;
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    // On connections of their own, so that the slow one's flow control is its own.
+    // Separate connections, so that flow control stops only the slow stream.
     let mut slow_client = Client::connect(server.endpoint()).await;
     let mut slow = Stream::open(&mut slow_client).await;
     slow.create(everything(0)).await;
@@ -44,7 +45,7 @@ async fn slow_watcher_loses_nothing_and_delays_nobody(backend: Backend) {
     let fast = timeout(DEADLINE, fast).await.expect("the fast one is not held up").expect("it reads to the end");
     assert!(fast == expected, "the fast watcher gets each event once, in order");
 
-    // The slow one's events go on while it reads.
+    // The slow stream gets further events while it reads.
     let last = put(&mut client, "k", Vec::new()).await;
     let slow = slow.read_until(last).await;
     assert!(slow == (2..=last).collect::<Vec<_>>(), "the slow watcher gets each event once, in order");
@@ -57,7 +58,7 @@ async fn progress_is_answered_after_the_events_that_it_covers(backend: Backend) 
         put(&mut client, "k", vec![b'v'; 512]).await;
     }
     let mut stream = Stream::open(&mut client).await;
-    // It has 3,000 revisions to catch up when the progress is asked for.
+    // The watch has 3,000 revisions to catch up on when progress is requested.
     stream.ask(RequestUnion::CreateRequest(everything(2)));
     stream.ask(RequestUnion::ProgressRequest(WatchProgressRequest {}));
     let mut newest = 0;
@@ -69,7 +70,7 @@ async fn progress_is_answered_after_the_events_that_it_covers(backend: Backend) 
         }
         newest = answer.events.last().map_or(newest, |event| event.kv.as_ref().expect("a pair").mod_revision);
     }
-    // Synced now: answered at once, and again.
+    // Once synced, the server answers each request at once.
     for _ in 0..3 {
         stream.ask(RequestUnion::ProgressRequest(WatchProgressRequest {}));
         assert_eq!(stream.next().await.watch_id, -1);
@@ -131,7 +132,7 @@ async fn refused_watches_leave_the_stream_open(backend: Backend) {
         let refused = stream.create(create).await;
         assert_eq!((refused.canceled, refused.watch_id, refused.cancel_reason.as_str()), (true, -1, reason));
     }
-    // An unknown id is answered with nothing: the next answer is of the known one.
+    // A cancel of an unknown id gets no response, so the next response is for the known id.
     stream.ask(RequestUnion::CancelRequest(WatchCancelRequest { watch_id: 99 }));
     stream.ask(RequestUnion::CancelRequest(WatchCancelRequest { watch_id: 7 }));
     let canceled = stream.next().await;

@@ -1,4 +1,4 @@
-//! Snapshots: one moment of the log, whole, and the same in whichever database it is restored.
+//! Snapshots: each contains the whole log at one revision, and restores to the same state in either database.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,10 +25,10 @@ use tokio::task::JoinSet;
 use crate::support::{Backend, Client, Postgres, Random, Server, etcd_tool, eventually, on_both_backends, skip};
 
 const WRITERS: u64 = 4;
-/// Acknowledged writes before the snapshot is asked for, and again behind it.
+/// Acknowledged writes before the snapshot is requested, and again after it.
 const WRITES_BEFORE: usize = 1_000;
 
-/// What the writers know: which leases were granted, and which revoked at which revision.
+/// The leases that the writers granted, and the revision at which each was revoked.
 #[derive(Default)]
 pub struct Leases {
     granted: BTreeMap<i64, i64>,
@@ -46,7 +46,7 @@ fn prints(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// As etcdctl writes it: the pieces, the last of which is the checksum.
+/// Writes the file as etcdctl does: the chunks, of which the last one is the checksum.
 async fn save(client: &mut Client, folder: &Path) -> PathBuf {
     let mut pieces = client.maintenance.snapshot(SnapshotRequest {}).await.expect("a snapshot").into_inner();
     let mut bytes = Vec::new();
@@ -75,7 +75,7 @@ fn path(file: &Path) -> &str {
     file.to_str().expect("a path in UTF-8")
 }
 
-/// A server on a database that was filled from a snapshot.
+/// Starts a server on a database that was filled from a snapshot.
 async fn restored(backend: Backend, file: &Path, folder: &Path) -> Option<Server> {
     let datastore = match backend {
         Backend::Sqlite => format!("sqlite://{}", path(&folder.join("restored.db"))),
@@ -113,7 +113,7 @@ fn put(key: String, value: Vec<u8>, lease: i64) -> PutRequest {
     PutRequest { key: key.into(), value: value.into(), lease, ..Default::default() }
 }
 
-/// Puts, deletes, transactions, leases and compactions until it is told to stop.
+/// Puts, deletes, transactions, leases and compactions until stopped.
 pub async fn write(
     mut client: Client,
     writer: u64,
@@ -151,7 +151,7 @@ pub async fn write(
             _ => {
                 let head = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await;
                 let revision = head.expect("a range").into_inner().header.expect("a header").revision - 50;
-                // Another writer's may have gone further.
+                // Another writer's compaction may be at a later revision.
                 let _ = client.kv.compact(CompactionRequest { revision, physical: false }).await;
             }
         }
@@ -160,7 +160,7 @@ pub async fn write(
     leases
 }
 
-/// Takes a snapshot while writers are at it.
+/// Takes a snapshot during writes.
 async fn save_under_load(server: &Server, folder: &Path) -> (PathBuf, Leases) {
     let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::default());
     let mut writers = JoinSet::new();
@@ -200,7 +200,7 @@ async fn snapshot_under_load_is_one_moment(backend: Backend) {
 
     assert_eq!(pairs(&mut theirs, 0).await, pairs(&mut theirs, revision).await, "the head is the snapshot's");
     assert_eq!(Some(u64::from(hash(&mut theirs, 0).await)), told["hash"].as_u64());
-    // The source has compacted on, but if it still has the moment, it is the same there.
+    // The source has been compacted further; if it still has the revision, the states must be equal.
     if let Ok(range) = ours.kv.range(RangeRequest { key: "k".into(), revision, ..Default::default() }).await {
         drop(range);
         assert_eq!(pairs(&mut theirs, revision).await, pairs(&mut ours, revision).await);
@@ -208,7 +208,7 @@ async fn snapshot_under_load_is_one_moment(backend: Backend) {
     let there = leases(&mut theirs).await;
     let at = |revisions: &BTreeMap<i64, i64>, id: &i64| revisions.get(id).is_some_and(|at| *at <= revision);
     for id in known.granted.keys() {
-        // A grant has no revision of its own: one that answered with a revision below was made before.
+        // A grant has no revision of its own: a response with a lower revision means that the grant came first.
         let granted_before = known.granted[id] < revision;
         let revoked_before = at(&known.revoked, id);
         assert!(!(revoked_before && there.contains(id)), "{id:x} was revoked before revision {revision}");
@@ -220,7 +220,7 @@ async fn snapshot_under_load_is_one_moment(backend: Backend) {
         assert!(lease.keys.contains(&pair.key) && lease.granted_ttl == 5_000 && lease.ttl > 4_000, "{lease:?}");
     }
 
-    // And back, where nothing differs, then on.
+    // The reverse direction: nothing differs, and writes continue.
     let file = save(&mut theirs, home.path()).await;
     assert_eq!(status(&file)["hash"], told["hash"]);
     let back_folder = TempDir::new().expect("a folder");
@@ -305,7 +305,7 @@ async fn what_is_no_whole_snapshot_is_refused() {
     }
     refused(&["snapshot", "status", path(&home.path().join("absent"))], &["absent", "No such file"]);
 
-    // Without the checksum, as a copy of a database file, it is taken when that is meant.
+    // A file without the checksum, such as a copy of the database, is accepted with the flag for it.
     fs::write(&file, &whole[..whole.len() - 32]).expect("a file can be written");
     prints(&["snapshot", "restore", path(&file), "--skip-hash-check", "--data-dir", path(&target)]);
     let again = ["snapshot", "restore", path(&file), "--skip-hash-check", "--data-dir", path(&target)];
@@ -347,7 +347,7 @@ async fn databases_of_others_and_of_other_versions_are_refused() {
 async fn copied_file_whose_wal_lies_beside_it_is_refused() {
     use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
-    // One in the file, one in its WAL.
+    // The first key is in the file, the second in its WAL.
     Client::connect(server.endpoint()).await.kv.put(put("a".to_owned(), vec![1], 0)).await.expect("a put");
     server.terminate().await;
     server.restart().await;
@@ -364,7 +364,7 @@ async fn copied_file_whose_wal_lies_beside_it_is_refused() {
     refused(&restore, &["copied.db-wal", "wal_checkpoint"]);
     assert!(!target.join("orlop.db").exists());
 
-    // As the text says. What is left of the WAL may be there, empty.
+    // Follows the advice in the error text. An empty WAL may remain.
     let mut connection = SqliteConnectOptions::new().filename(&file).connect().await.expect("a database");
     sqlx::raw_sql("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut connection).await.expect("a checkpoint");
     connection.close().await.expect("it closes");

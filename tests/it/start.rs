@@ -1,4 +1,4 @@
-//! How a start goes wrong: with exit code 1, soon, and a text that says what to do.
+//! A start that fails ends soon, with exit code 1 and a text that says what to do.
 
 use std::{
     fs,
@@ -13,7 +13,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 
 use crate::support::{Backend, Client, DEADLINE, Server};
 
-/// Runs orlop to its end, which must come by itself.
+/// Runs orlop until it ends by itself.
 fn run(home: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new("timeout");
     command
@@ -70,7 +70,7 @@ fn bad_settings_are_named_with_what_is_accepted() {
     check_refused(&["--log-level", "=,"], &[], &["log-level"]);
     check_refused(&["--log-format", "xml"], &[], &["xml", "text", "json"]);
     check_refused(&[], &[("ORLOP_MAX_TXN_OPS", "many")], &["MAX-TXN-OPS", "many"]);
-    // A text that looks like a number is a text: what is wrong here is something else.
+    // A text that looks like a number is a text: each of these fails for another reason.
     let numbers = [("ORLOP_NAME", "12"), ("ORLOP_AUTO_COMPACTION_RETENTION", "5"), ("ORLOP_DATA_DIR", "1.50")];
     check_refused(&["--max-txn-ops", "0"], &numbers, &["max-txn-ops must be at least 1"]);
     check_refused(&["--config-file", "bad.toml"], &[], &["max-txn-opps", "bad.toml"]);
@@ -117,7 +117,7 @@ async fn second_process_on_the_same_data_is_refused() {
         &[],
         &["orlop.db", "in use", &pid],
     );
-    // And the first one goes on.
+    // The first server continues to run.
     let mut client = Client::connect(server.endpoint()).await;
     assert!(client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.is_ok());
 
@@ -125,7 +125,7 @@ async fn second_process_on_the_same_data_is_refused() {
     check_refused(&["--listen-client-urls", port], &[], &[port, "in use"]);
 }
 
-/// So that a sync does not wait for the file system's journal while the WAL grows; after a kill, too.
+/// A sync must not wait for the file system's journal while the WAL grows, also after a kill.
 #[tokio::test]
 async fn wal_has_its_blocks_from_the_start() {
     let mut server = sqlite(&[]).await;
@@ -161,7 +161,7 @@ async fn flags_win_over_variables_and_variables_over_the_file() {
     assert_eq!(refused.message(), "etcdserver: too many operations in txn request");
 }
 
-/// As kubeadm writes it into a control plane's manifest.
+/// The command line as kubeadm writes it into a control plane's manifest.
 #[tokio::test]
 async fn command_line_of_etcd_is_taken() {
     let server = sqlite(&[
@@ -217,7 +217,7 @@ async fn address_of_kine_replaces_the_default_and_joins_others() {
     assert!(both[0] == socket && both[1].starts_with("http://127.0.0.1:"), "{both:?}");
 }
 
-/// What docs say of where it runs holds for what is built where releases are.
+/// The platforms in the docs equal those in the release configuration.
 #[test]
 fn binary_needs_no_glibc_newer_than_documented() {
     if std::env::var_os("CI").is_none() {
@@ -252,7 +252,7 @@ async fn unix_socket_serves_and_is_taken_over_after_a_kill() {
     }
 }
 
-/// As systemd waits with `Type=notify`.
+/// systemd waits in this way with `Type=notify`.
 #[test]
 fn service_manager_is_told_of_start_and_end() {
     let home = tempfile::tempdir().expect("a temporary directory can be made");

@@ -1,6 +1,6 @@
-//! What every integration test needs: a server process of its own, and clients for it.
+//! Shared by all integration tests: server processes and clients for them.
 //!
-//! A target that is not on the machine is skipped with a line that says so; where `CI` is set, it is a failure instead.
+//! A test whose target is not installed prints "skipped"; where `CI` is set it fails instead.
 
 mod certificates;
 mod client;
@@ -30,14 +30,14 @@ pub use self::{
     tools::etcd_tool,
 };
 
-/// What a server keeps its log in.
+/// Where a server keeps its log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     Sqlite,
     Postgres,
 }
 
-/// Makes tests of functions that take a backend, one on each. A function that is not listed is dead code.
+/// Makes one test per backend of each listed function. A function that is not listed is dead code.
 macro_rules! on_both_backends {
     ($($name:ident),+ $(,)?) => {
         mod sqlite {
@@ -57,22 +57,22 @@ macro_rules! on_both_backends {
 }
 pub(crate) use on_both_backends;
 
-/// How long a test waits for what should happen at once. Generous, as CI machines stall.
+/// Maximum time that a test waits for a condition. Generous, because CI machines stall.
 pub const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Says that a test does not run for want of `what`.
+/// Prints that a test is skipped because `what` is missing.
 ///
 /// # Panics
-/// Where `CI` is set: there, everything must be present.
+/// Where `CI` is set: there, everything must be installed.
 pub fn skip(what: &str) {
     assert!(std::env::var_os("CI").is_none(), "CI has no {what}");
     println!("skipped: no {what}");
 }
 
-/// Asks `probe` again and again until it has an answer.
+/// Calls `probe` until it returns a value.
 ///
 /// # Panics
-/// When there is none within [`DEADLINE`].
+/// If it returns none within [`DEADLINE`].
 pub async fn eventually<T, E, F>(what: &str, mut probe: impl FnMut() -> F) -> T
 where
     E: Debug,

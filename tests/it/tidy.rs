@@ -1,11 +1,11 @@
-//! Checks the shape of the sources: the map of the code is complete, and no file is too long.
+//! Checks the source tree: docs/architecture.md names every module, and no file is too long.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// Folders with sources. Cargo enforces which crate imports which.
+/// Folders with sources. Cargo enforces the dependencies between crates.
 const SOURCES: &[&str] = &["src", "crates", "tests", "benches", "fuzz"];
 const FILE_LINES_MAX: usize = 500;
 
@@ -32,7 +32,7 @@ fn no_file_is_too_long() {
     assert!(long.is_empty(), "longer than {FILE_LINES_MAX} lines: {long:#?}");
 }
 
-/// How far below the nearest `src` folder a file is: 1 for a module of a crate, 2 for a part of a module.
+/// Number of levels below the nearest `src` folder: 1 for a module of a crate, 2 for a submodule.
 fn depth_in_src(file: &Path) -> Option<usize> {
     let parts: Vec<_> = file.components().map(|part| part.as_os_str().to_string_lossy().into_owned()).collect();
     let src = parts.iter().rposition(|part| part == "src")?;

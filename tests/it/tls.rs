@@ -1,4 +1,4 @@
-//! TLS, with certificates from openssl and clients that others wrote: etcdctl over gRPC, curl over HTTP.
+//! TLS with certificates from openssl and independent clients: etcdctl for gRPC, curl for HTTP.
 
 use std::{
     path::Path,
@@ -21,21 +21,21 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("a temporary path is text")
 }
 
-/// A server on https, with more flags.
+/// Starts a server on https with additional flags.
 async fn server(certificate: &Certificate, more: &[&str]) -> Server {
     let flags = ["--listen-client-urls", "https://127.0.0.1:0", "--cert-file", text(&certificate.cert), "--key-file"];
     let flags = [&flags[..], &[text(&certificate.key)], more].concat();
     Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is always there")
 }
 
-/// What a client shows and whom it trusts.
+/// The certificate that a client presents and the root that it trusts.
 struct Identity<'a> {
     root: &'a Path,
     certificate: Option<&'a Certificate>,
 }
 
 impl Identity<'_> {
-    /// etcdctl with these flags; none where the machine has none.
+    /// Returns an etcdctl command with these flags, or `None` if it is not installed.
     fn etcdctl(&self, endpoint: &str, arguments: &[&str]) -> Option<Command> {
         let Some(program) = etcd_tool("etcdctl", "ORLOP_ETCDCTL") else {
             skip("etcdctl");
@@ -61,7 +61,7 @@ impl Identity<'_> {
         command
     }
 
-    /// Whether etcdctl and curl are served.
+    /// Returns whether etcdctl and curl are served.
     async fn is_served(&self, endpoint: &str) -> Option<[bool; 2]> {
         let put = output(&mut self.etcdctl(endpoint, &["put", "k", "v"])?).await;
         let version = output(&mut self.curl(&format!("{endpoint}/version"), &[])).await;
@@ -131,7 +131,7 @@ async fn clients_are_refused_by_revocation_and_by_name() {
     }
 }
 
-/// The load command has etcdctl's flags.
+/// The load generator has etcdctl's TLS flags.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn load_command_shows_a_certificate_and_trusts_a_root() {
     let (Some(ours), Some(theirs)) = (Authority::new(), Authority::new()) else { return };
@@ -210,7 +210,7 @@ async fn a_certificate_of_its_own_outlives_a_restart() {
     let made = server.data_dir().join("fixtures/client/cert.pem");
     let first = std::fs::read(&made).expect("the certificate is where etcd has it");
     for _ in 0..2 {
-        // Who has the certificate trusts it; nobody else does.
+        // Only a client that has the generated certificate trusts it.
         let trusting = Identity { root: &made, certificate: None };
         let asked = output(&mut trusting.curl(&format!("{}/version", server.endpoint()), &[])).await;
         assert!(asked.status.success(), "{asked:?}");
@@ -267,7 +267,7 @@ async fn versions_of_tls_are_as_set() {
     }
 }
 
-/// A renewed certificate and another root are taken up without a restart, and a stream that is open stays.
+/// The server loads a renewed certificate and a new root without a restart, and open streams continue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn certificates_are_read_anew_while_streams_go_on() {
     let (Some(old), Some(new)) = (Authority::new(), Authority::new()) else { return };
@@ -296,7 +296,7 @@ async fn certificates_are_read_anew_while_streams_go_on() {
     })
     .await;
 
-    // Half of a change is no change.
+    // An incomplete change of the files keeps the old certificate in use.
     std::fs::write(&certificate.cert, "nonsense").expect("a file can be written");
     let put =
         |identity: &Identity<'_>| identity.etcdctl(server.endpoint(), &["put", "k", "after"]).expect("it is there");

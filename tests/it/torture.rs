@@ -1,12 +1,13 @@
-//! Real faults on real processes: kill -9, power cuts, networks, disks, clocks and limits that fail under a load.
+//! Real faults in real processes: kill -9, power cuts, failing networks and disks, clock jumps and exhausted limits
+//! under load.
 //!
-//! [`faults`] is the table. Each fault is made again and again while [`workload`] writes and reads; after each every client
-//! has to come through, and at the end [`judge`] looks whether all that was acknowledged is there and nothing that was
-//! refused is. [`report`] says how long clients waited.
+//! [`faults`] is the table. Each fault is injected repeatedly while [`workload`] writes and reads; after each one every
+//! client must succeed again, and at the end [`judge`] checks that every acknowledged write exists and no refused write
+//! does. [`report`] states how long clients waited.
 //!
-//! `ORLOP_TORTURE` says how often the frequent ones are made; without it each is made once or twice, and etcd, whose
-//! figures stand beside Orlop's, is left alone. `ORLOP_TORTURE_REPORT` names a file for the figures, `ORLOP_SEED` repeats
-//! the choices (not their timing).
+//! `ORLOP_TORTURE` sets how often frequent faults are injected; without it each is injected a few times, and etcd,
+//! whose figures are compared with Orlop's, is skipped. `ORLOP_TORTURE_REPORT` names a file for the figures,
+//! `ORLOP_SEED` repeats the choices (not their timing).
 
 mod disk;
 mod faults;
@@ -33,13 +34,13 @@ use self::{
 };
 use crate::support::Random;
 
-/// How often a fault is made where nothing is said, if it is a frequent one, and if it is not.
+/// Default number of injections of a frequent fault and of a rare one.
 const TIMES: [usize; 2] = [4, 1];
 
-/// A wait that is told with the time of its fault, as more than most faults last.
+/// A wait above this is reported with the time of its fault, because most faults are shorter.
 const REMARKABLE_WAIT: Duration = Duration::from_secs(5);
 
-/// Makes the fault of that name.
+/// Injects the named fault.
 async fn torture(name: &str, target: Target) {
     let Some(fault) = FAULTS.iter().find(|fault| fault.name == name) else { panic!("{name} is not in the table") };
     let times = match number("ORLOP_TORTURE") {
@@ -55,7 +56,7 @@ async fn torture(name: &str, target: Target) {
     let mut struck = Vec::new();
     for _ in 0..times {
         rig.all_through(&workload).await;
-        // Each time at another point of what goes on.
+        // A random delay, so that each injection hits another state.
         sleep(Duration::from_millis(random.next() % 100)).await;
         struck.push(faults::strike(fault.kind, &mut rig, &workload, &mut random).await);
         rig.all_through(&workload).await;
@@ -75,7 +76,7 @@ async fn torture(name: &str, target: Target) {
         let log: String = rig.servers.iter().map(|server| server.log()).collect();
         let is_said = fault.says.is_empty() || fault.says.iter().any(|text| log.contains(text));
         assert!(is_said, "the log says none of {:?}:\n{}", fault.says, rig.servers[0].log_tail());
-        // Only such a panic, where that is what the log should say.
+        // Ignores only the expected panic, and only under the fault that causes it.
         let is_meant = |line: &str| line.contains(NO_ROOM_FOR_A_THREAD) && fault.says.contains(&NO_ROOM_FOR_A_THREAD);
         let panic = log.lines().find(|line| line.contains("panicked") && !is_meant(line));
         assert!(panic.is_none(), "{log}");
@@ -92,7 +93,7 @@ fn number(variable: &str) -> Option<usize> {
     Some(text.parse().unwrap_or_else(|error| panic!("{variable} is `{text}`: {error}")))
 }
 
-/// Makes a test of each fault on each target.
+/// Makes one test for each fault and target.
 macro_rules! on_targets {
     ($($module:ident, $target:ident: $($name:ident)+;)+) => {
         $(mod $module {

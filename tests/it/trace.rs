@@ -1,4 +1,4 @@
-//! What the server's log and its spans say of a request: which it was, how long its parts took, and never a value.
+//! Logs and spans describe a request: its id and the duration of its parts, and never a value.
 
 use std::sync::Arc;
 
@@ -21,14 +21,14 @@ use tonic::{Request, Response, Status, transport};
 use crate::support::{Backend, Client, Server, eventually, on_both_backends};
 
 const VALUE: &str = "this is nobody's business";
-/// Every request is slow.
+/// With this flag every request is slow.
 const SLOW: [&str; 2] = ["--warning-unary-request-duration", "1ns"];
 
 fn put(key: &str) -> PutRequest {
     PutRequest { key: key.to_owned().into(), value: VALUE.into(), ..Default::default() }
 }
 
-/// The lines about slow requests of one method.
+/// Returns the log lines about slow requests of one method.
 async fn slow(server: &Server, method: &str) -> Vec<serde_json::Value> {
     eventually(method, async || {
         let log = server.log();
@@ -86,7 +86,7 @@ async fn slow_requests_are_named_with_the_parts_of_their_time(backend: Backend) 
     assert!(!server.log().contains("nobody"), "no value is logged");
 }
 
-/// By it an error that a client saw is found in the log.
+/// The number finds the log line of an error that a client received.
 async fn failed_request_tells_its_number(backend: Backend) {
     let flags = [&SLOW[..], &["--log-format", "json"]].concat();
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
@@ -158,9 +158,9 @@ async fn spans_of_a_call_and_its_parts_go_to_the_collector() {
         request.metadata_mut().insert("traceparent", parent.parse().expect("text"));
         client.kv.put(request).await.expect("a put");
     }
-    // Without a parent none is taken, as the rate is 0.
+    // A request without a parent span is not sampled, because the rate is 0.
     client.kv.put(put("nor this one")).await.expect("a put");
-    // What is left is sent before the end.
+    // The remaining spans are sent before the process ends.
     server.terminate().await;
 
     let spans = collector.spans(4).await;

@@ -1,15 +1,15 @@
-//! Damage to a store, and the report of `orlop check` and the next start on each.
+//! Damage to a store, and what `orlop check` and the next start report for each kind.
 
 use super::*;
 
-/// Copies of a store that nobody serves.
+/// Copies of a store that no server uses.
 pub enum Copies {
     Sqlite { file: PathBuf, folder: TempDir },
     Postgres { postgres: &'static Postgres, endpoint: String, database: String },
 }
 
 impl Copies {
-    /// Of the worked history.
+    /// Copies of a store with the worked history.
     pub async fn new(backend: Backend) -> Option<Self> {
         let mut server = Server::orlop(backend).await?;
         write_worked_history(&server).await;
@@ -45,7 +45,8 @@ impl Copies {
     }
 }
 
-/// What is done to a sound store, what the check says, and what the server's start says, if that notices.
+/// The statement that damages a valid store, the violations that the check reports, and the error of the server's
+/// start, if the start detects the damage.
 pub type Corruption = (&'static str, &'static [&'static str], Option<&'static str>);
 
 pub const CORRUPTIONS: [Corruption; 25] = [
@@ -144,7 +145,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
         &["meta name=\"compact_revision\": value is 99, expected at most 12, the newest revision"],
         Some("compact revision 99 is beyond the head 12"),
     ),
-    // A start takes the key as it is from there on.
+    // From then on, a start takes the key as it is.
     (
         "INSERT INTO meta VALUES ('compact_revision', 5); \
          UPDATE kv_log SET version = 1, create_revision = 10, prev_revision = 0 WHERE id = 10",
@@ -159,7 +160,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
     ("DELETE FROM meta WHERE name = 'cluster_id'", &["meta name=\"cluster_id\": there is no such fact"], None),
     ("INSERT INTO meta VALUES ('colour', 1)", &["meta name=\"colour\": no such fact is known, expected none"], None),
     ("INSERT INTO meta VALUES ('alarm/NOSPACE/7f', 1)", &[], None),
-    // What was never there leaves no trace: the known limit.
+    // A transaction that is missing as a whole leaves no trace: the known limit.
     ("DELETE FROM kv_log WHERE id = 12", &[], None),
 ];
 

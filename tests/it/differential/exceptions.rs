@@ -1,6 +1,6 @@
-//! Where two answers may differ: the whole list, each with its reason.
+//! The complete list of permitted differences between two responses, each with its reason.
 //!
-//! An entry changes our answer to etcd's where the difference is allowed, and leaves it alone where it is not.
+//! An entry changes our response to etcd's where the difference is permitted, and otherwise leaves it as it is.
 
 use std::{
     cmp::Ordering,
@@ -24,7 +24,7 @@ use super::op::{Answer, Op};
 
 struct Exception {
     reason: &'static str,
-    /// (operation, etcd's answer, ours)
+    /// (operation, etcd's response, ours)
     allow: fn(&Op, &Answer, &mut Answer),
 }
 
@@ -38,13 +38,13 @@ const EXCEPTIONS: &[Exception] = &[
     Exception { reason: "before 3.6 etcd takes an unknown sort order for none", allow: unknown_sort_order },
 ];
 
-/// Of events there is one.
+/// The only exception for events.
 const SUPERSEDED: &str = "the rows of the compact revision stay together";
 
-/// How often each exception was used, by its reason.
+/// Number of uses of each exception, by its reason.
 pub type Used = BTreeMap<&'static str, usize>;
 
-/// Changes `ours` to `etcd` wherever an exception allows the difference.
+/// Changes `ours` to `etcd` wherever an exception permits the difference.
 pub fn allow(op: &Op, etcd: &Answer, ours: &mut Answer, used: &mut Used) {
     for Exception { reason, allow } in EXCEPTIONS {
         if ours == etcd {
@@ -58,7 +58,8 @@ pub fn allow(op: &Op, etcd: &Answer, ours: &mut Answer, used: &mut Used) {
     }
 }
 
-/// Takes those events out of `ours` that a watch may see here and not in etcd. Both are all that came for one watch.
+/// Removes the events from `ours` that a watch may receive here and not in etcd. Both arguments hold everything that
+/// one watch received.
 pub fn allow_events(compact_revision: i64, etcd: &VecDeque<Event>, ours: &mut VecDeque<Event>, used: &mut Used) {
     let mut index = 0;
     while index < ours.len() {
@@ -71,7 +72,7 @@ pub fn allow_events(compact_revision: i64, etcd: &VecDeque<Event>, ours: &mut Ve
     }
 }
 
-/// Whether an event is of exactly the compact revision and has one of the same key behind it in that revision: etcd's
+/// Returns whether an event has exactly the compact revision and the same revision changes its key again later: etcd's
 /// compaction drops such a row, ours keeps all rows of the revision.
 fn is_superseded(compact_revision: i64, events: &VecDeque<Event>, index: usize) -> bool {
     let pair = |index: usize| events.get(index).and_then(|event| event.kv.as_ref());
@@ -81,7 +82,7 @@ fn is_superseded(compact_revision: i64, events: &VecDeque<Event>, index: usize) 
         .any(|later| later.key == first.key && later.mod_revision == first.mod_revision)
 }
 
-/// Seconds; the two answers come from the same moment.
+/// Seconds; both responses are from the same moment.
 const REMAINING_TTL_TOLERANCE_SECS: u64 = 3;
 
 fn remaining_time(_: &Op, etcd: &Answer, ours: &mut Answer) {
@@ -180,7 +181,7 @@ fn ties_in_range(request: &RangeRequest, etcd: &RangeResponse, ours: &mut RangeR
     let equal = groups.into_iter().enumerate().all(|(index, group)| {
         let (etcd_group, our_group) = (&etcd.kvs[group.clone()], &ours.kvs[group]);
         let targets_equal = etcd_group.iter().zip(our_group).all(|(a, b)| by_target(target, a, b).is_eq());
-        // Where the limit cut a group, each server may have kept other pairs of it.
+        // If the limit cuts a group of equal pairs, the servers may return different members of it.
         let cut = etcd.more && index + 1 == last;
         targets_equal && (cut || sorted_by_key(etcd_group) == sorted_by_key(our_group))
     });
@@ -189,7 +190,7 @@ fn ties_in_range(request: &RangeRequest, etcd: &RangeResponse, ours: &mut RangeR
     }
 }
 
-/// Runs of pairs that are equal in the target.
+/// Returns the runs of pairs that are equal in the target.
 fn groups(target: SortTarget, kvs: &[KeyValue]) -> Vec<Range<usize>> {
     let mut start = 0;
     let ends = kvs.chunk_by(|a, b| by_target(target, a, b).is_eq()).map(|group| {
@@ -220,7 +221,7 @@ fn sorted_by_key(kvs: &[KeyValue]) -> Vec<&KeyValue> {
 fn only_superseded_events_of_the_compact_revision_may_be_extra() {
     /// (key, revision)
     type Row<'a> = (&'a str, i64);
-    // Etcd's events, ours, and how many of ours are allowed to be extra, with a compaction at 5.
+    // Etcd's events, ours, and the number of ours that may be extra, with a compaction at revision 5.
     let rows: &[(&[Row<'_>], &[Row<'_>], usize)] = &[
         (&[("b", 5), ("a", 5)], &[("a", 5), ("b", 5), ("a", 5)], 1),
         (&[("a", 5), ("b", 5)], &[("a", 5), ("b", 5), ("a", 5), ("b", 5)], 2),

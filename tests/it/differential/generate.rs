@@ -9,10 +9,10 @@ use orlop_wire::proto::client::etcdserverpb::{
 use super::op::{On, Op};
 use crate::support::Random;
 
-/// Every key that is ever put, in order.
+/// Every key that is put, in order.
 pub const KEYS: [&[u8]; 12] =
     [b"\0", b"a", b"a\0", b"a/", b"a/1", b"a/1\0", b"a/2", b"a\xff", b"b", b"b/1", b"\xff", b"\xff\xff"];
-/// Also the range ends that lie between keys.
+/// The keys, and range ends between them.
 const BOUNDS: [&[u8]; 16] = [
     b"\0",
     b"\0\0",
@@ -35,21 +35,21 @@ const BEYOND_ALL: &[u8] = b"\xff\xff\xff";
 const VALUES: [&[u8]; 5] = [b"", b"\0", b"x", b"y", b"\xff\xfe a value that is no text"];
 const LEASES: [i64; 10] = [1, 2, 3, 4, 5, 6, -1, -7, i64::MAX, i64::MIN];
 const WATCH_IDS: [i64; 7] = [1, 2, 3, 4, 5, -5, 77];
-/// None may expire during a run.
+/// Long enough that none expires during a run.
 const LEASE_TTL_SECS: (i64, i64) = (100_000, 200_000);
-/// The greatest that etcd takes.
+/// The maximum TTL that etcd accepts.
 const LEASE_TTL_SECS_MAX: i64 = 9_000_000_000;
 /// Streams that carry many watches.
 pub const SHARED_STREAMS: usize = 3;
 const WATCHES_PER_STREAM: usize = 6;
-/// Above etcd's limit for a request, and above the limit of its transport.
+/// Above etcd's request limit, and above its transport's limit.
 const TOO_LARGE_BYTES: [usize; 2] = [1_600_000, 3_000_000];
 
-/// What the answers so far tell about the store.
+/// The state of the store, as far as the responses so far reveal it.
 #[derive(Clone, Debug)]
 pub struct Known {
     pub head: i64,
-    /// -1 where nothing was compacted yet.
+    /// -1 before the first compaction.
     pub compacted: i64,
     /// Live watches of the shared streams: (stream, id).
     pub watches: Vec<(usize, i64)>,
@@ -59,7 +59,7 @@ pub struct Known {
 pub struct Generator {
     random: Random,
     known: Known,
-    /// How often each kind of operation comes, another mixture in every round.
+    /// Weight of each kind of operation; every round draws others.
     weights: [usize; 16],
 }
 
@@ -99,7 +99,7 @@ impl Generator {
         if self.random.chance(1) { Vec::new() } else { self.random.pick(&KEYS).to_vec() }
     }
 
-    /// A key and a range end of every form, reversed and empty ones too.
+    /// Returns a key and a range end of any form, including reversed and empty ranges.
     fn span(&mut self) -> (Vec<u8>, Vec<u8>) {
         let key = self.key();
         let end = match self.random.weighted(&[35, 20, 22, 4, 2, 8, 8, 1]) {
@@ -120,7 +120,7 @@ impl Generator {
         if one <= other { (one.to_vec(), other.to_vec()) } else { (other.to_vec(), one.to_vec()) }
     }
 
-    /// The odd one is longer than what an answer holds inline.
+    /// Some values are too long for inline storage in a response.
     fn value(&mut self) -> Vec<u8> {
         if self.random.chance(4) {
             return vec![b'v'; 100 + self.random.below(2_000)];
@@ -132,7 +132,7 @@ impl Generator {
         if self.random.chance(3) { 0 } else { self.random.pick(&LEASES) }
     }
 
-    /// Where to read, all over the history and beside it.
+    /// Returns a revision to read at: inside the history, compacted, or in the future.
     fn revision(&mut self) -> i64 {
         let Known { head, compacted, .. } = self.known;
         match self.random.weighted(&[55, 28, 4, 4, 3, 3, 3]) {
@@ -146,7 +146,7 @@ impl Generator {
         }
     }
 
-    /// A bound of a filter, off most of the time.
+    /// Returns a bound of a filter; mostly 0, which disables it.
     fn bound(&mut self) -> i64 {
         let head = self.known.head;
         if self.random.chance(90) { 0 } else { self.random.between(head - 40, head + 2) }
@@ -161,7 +161,7 @@ impl Generator {
             ignore_value: self.random.chance(10),
             ignore_lease: self.random.chance(10),
         };
-        // Mostly valid: the flags want their fields unset.
+        // Mostly valid: each flag requires that its field is unset.
         if put.ignore_value && self.random.chance(80) {
             put.value.clear();
         }
@@ -183,7 +183,7 @@ impl Generator {
             limit: if self.random.chance(30) { self.random.between(-1, 6) } else { 0 },
             revision: self.revision(),
             sort_order: if sorted { self.random.pick(&[0, 1, 1, 2, 2]) } else { self.default_or_unknown_order() },
-            // None that is unknown: etcd 3.5 crashes.
+            // Known targets only, because etcd 3.5 crashes on an unknown one.
             sort_target: if sorted { self.random.pick(&[0, 1, 2, 3, 4]) } else { 0 },
             serializable: self.random.chance(30),
             keys_only: self.random.chance(10),
@@ -206,8 +206,8 @@ impl Generator {
 
     fn txn(&mut self) -> TxnRequest {
         let mut txn = if self.random.chance(2) { self.crowded_txn() } else { self.small_txn(0) };
-        // etcd does not see that an open-ended delete takes the key from a later put of the same transaction: where
-        // that put keeps the value or the lease, etcd crashes, and elsewhere once such a key is compacted.
+        // etcd does not notice that an open-ended delete removes the key of a later put in the same transaction: if
+        // that put keeps the value or the lease, etcd crashes, and otherwise it crashes when the key is compacted.
         if any_op(&mut txn, &mut |op| matches!(op, Request::RequestPut(_))) {
             any_op(&mut txn, &mut |op| {
                 if let Request::RequestDeleteRange(delete) = op
@@ -230,7 +230,7 @@ impl Generator {
         }
     }
 
-    /// As long as the limit on operations or about, with a nested one that may have the rest.
+    /// Returns a transaction near the limit on operations, some of them in a nested transaction.
     fn crowded_txn(&mut self) -> TxnRequest {
         let count = self.random.pick(&[100, 127, 128, 129, 130]);
         let mut txn = TxnRequest::default();
@@ -263,7 +263,7 @@ impl Generator {
         }
     }
 
-    /// Errors end the whole transaction, so they are rarer here.
+    /// An error ends the whole transaction, so invalid puts are rarer here.
     fn inner_put(&mut self) -> PutRequest {
         let put = self.put();
         if self.random.chance(70) {
@@ -278,7 +278,7 @@ impl Generator {
             range.revision = 0;
         }
         if !(0..=2).contains(&range.sort_order) {
-            // Only newer etcd refuses it; the stores would differ from here on.
+            // Only newer versions of etcd refuse it; from here on the two stores would differ.
             range.sort_order = 0;
         }
         range
@@ -297,7 +297,7 @@ impl Generator {
         }
     }
 
-    /// What fits the target, nothing, or the field of another target.
+    /// Returns a value that fits the target, none, or the field of another target.
     fn right_hand_side(&mut self, target: i32) -> Option<TargetUnion> {
         let field = match self.random.weighted(&[94, 4, 2]) {
             0 => target,
@@ -362,18 +362,18 @@ impl Generator {
         if self.random.chance(20) {
             create.filters = (0..=self.random.below(2)).map(|_| self.random.pick(&[0, 0, 0, 1, 1, 1, 9])).collect();
         }
-        // Where the deletes are left out nothing tells that a put was superseded within the compact revision, which is an
+        // With deletes filtered out, no event shows that a put was superseded within the compact revision, which is an
         // exception.
         if create.start_revision == self.known.compacted {
             create.filters.retain(|filter| *filter != FilterType::Nodelete as i32);
         }
-        // etcd sends no progress for a stream with a watch that waits or that was compacted, so these have their own.
-        // Without prev_kv: nobody can tell when such a watch has looked it up, and a compaction may come first.
+        // etcd sends no progress on a stream with a watch that starts in the future or was compacted, so these watches
+        // get their own streams. They use no prev_kv, because a compaction may come before the lookup.
         if create.start_revision > self.known.head {
             create.prev_kv = false;
             return Op::Watch { on: On::Fresh, create };
         }
-        // The ids that follow a refused one on its stream would differ, which is an exception.
+        // The ids that follow a refused one on its stream differ, which is an exception.
         if create.start_revision != 0 && create.start_revision < self.known.compacted {
             return Op::Watch { on: On::Doomed, create };
         }
@@ -382,7 +382,8 @@ impl Generator {
 
     fn start_revision(&mut self) -> i64 {
         let Known { head, compacted, .. } = self.known;
-        // Never a negative one: etcd before 3.6 starts such a watch, and cancels it at some moment of its own or not at all.
+        // Never a negative revision: etcd before 3.6 starts such a watch, and cancels it at an unpredictable time or
+        // never.
         match self.random.weighted(&[55, 20, 5, 7, 6, 7]) {
             0 => 0,
             1 => self.random.between(compacted.max(1), head),
@@ -406,7 +407,7 @@ fn inner(request: Request) -> RequestOp {
     RequestOp { request: Some(request) }
 }
 
-/// Whether one is found; looks into nested transactions too.
+/// Returns whether `find` accepts an operation, including operations of nested transactions.
 fn any_op(txn: &mut TxnRequest, find: &mut impl FnMut(&mut Request) -> bool) -> bool {
     txn.success.iter_mut().chain(&mut txn.failure).filter_map(|op| op.request.as_mut()).any(|op| match op {
         Request::RequestTxn(nested) => any_op(nested, find),
@@ -414,7 +415,7 @@ fn any_op(txn: &mut TxnRequest, find: &mut impl FnMut(&mut Request) -> bool) -> 
     })
 }
 
-/// The least key above all that begin with `prefix`; `\0` where there is none.
+/// Returns the lowest key above all keys with the prefix, or `\0` if there is none.
 fn prefix_end(prefix: &[u8]) -> Vec<u8> {
     let Some(last) = prefix.iter().rposition(|byte| *byte < 0xff) else { return b"\0".to_vec() };
     let mut end = prefix[..=last].to_vec();

@@ -1,4 +1,4 @@
-//! What a sequence is made of, and what a server answers to it.
+//! The operations of a sequence, and the responses to them.
 
 use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, CompactionResponse, DeleteRangeRequest, DeleteRangeResponse, LeaseGrantRequest,
@@ -9,7 +9,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 
 use tonic::Code;
 
-/// One step, made on both servers at once.
+/// One operation, sent to both servers at the same time.
 #[derive(Clone, Debug)]
 pub enum Op {
     Put(PutRequest),
@@ -18,8 +18,8 @@ pub enum Op {
     Txn(TxnRequest),
     Compact(CompactionRequest),
     Grant(LeaseGrantRequest),
-    /// Grants, puts a key with the lease and revokes at once: for leases that would expire during the run. No key where
-    /// the server picks the id, as both would pick another.
+    /// Grants a lease, puts a key with it and revokes it at once, for TTLs that would expire during the run. Without a
+    /// key if the server chooses the id, because the two servers would choose different ones.
     GrantBriefly(LeaseGrantRequest),
     Revoke {
         id: i64,
@@ -39,7 +39,7 @@ pub enum Op {
         stream: usize,
         id: i64,
     },
-    /// Waits until the server says that every stream has caught up.
+    /// Waits until the server reports that every stream is synced.
     Progress,
 }
 
@@ -47,13 +47,13 @@ pub enum Op {
 #[derive(Clone, Copy, Debug)]
 pub enum On {
     Stream(usize),
-    /// A new one for this watch alone.
+    /// A new stream for this watch alone.
     Fresh,
-    /// The same, for a watch that begins below the compact revision: it is canceled right after it was created.
+    /// A new stream for a watch that starts below the compact revision and is canceled right after its creation.
     Doomed,
 }
 
-/// A server's answer, headers masked.
+/// A server's response with masked headers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
     Put(PutResponse),
@@ -73,20 +73,20 @@ pub enum Answer {
     Leases(LeaseLeasesResponse),
     Status(StatusResponse),
     Members(MemberListResponse),
-    /// The answer to a create or cancel request.
+    /// The response to a create or cancel request.
     Watch(WatchResponse),
-    /// Nothing is answered to this request.
+    /// The request has no response.
     Silence,
     Refused {
         code: Code,
         message: String,
     },
-    /// What should have come did not.
+    /// An expected response did not come.
     Stalled(String),
 }
 
 impl Answer {
-    /// No operation here makes a sound server answer so, even where both do.
+    /// Returns whether the response is a failure of the server or the harness, even if both servers return it.
     pub fn is_failure(&self) -> bool {
         match self {
             Self::Stalled(_) => true,
@@ -95,7 +95,7 @@ impl Answer {
         }
     }
 
-    /// The revision in the header, by which the harness knows the head.
+    /// Returns the revision in the header, from which the harness knows the current revision.
     pub fn revision(&self) -> Option<i64> {
         let header = match self {
             Self::Put(it) => &it.header,

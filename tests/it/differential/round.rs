@@ -1,4 +1,4 @@
-//! A round: one seed, two fresh servers, several sequences of operations, and every answer compared.
+//! A round: one seed, two fresh servers, several sequences of operations, and every response compared.
 
 use std::{collections::VecDeque, fmt};
 
@@ -15,9 +15,9 @@ use super::{
     watch::{WatchStream, Watermark},
 };
 
-/// Operations between two watermarks; watch streams live as long.
+/// Operations between two watermarks, and the life of a watch stream.
 const SEQUENCE_OPS: usize = 400;
-/// Operations that a report shows.
+/// Operations that a failure report shows.
 const TAIL_OPS: usize = 20;
 
 pub struct Round {
@@ -30,7 +30,7 @@ pub struct Round {
     used: exceptions::Used,
 }
 
-/// The first difference of a round, with what it takes to find it again.
+/// The first difference of a round, with the data needed to reproduce it.
 #[derive(Debug)]
 pub struct Mismatch {
     seed: u64,
@@ -47,7 +47,7 @@ impl Round {
         Self { seed, etcd, ours, known, performed: 0, tail: VecDeque::new(), used: exceptions::Used::new() }
     }
 
-    /// Answers which exceptions it needed.
+    /// Runs the round and returns the exceptions that it needed.
     pub async fn run(mut self, ops: usize) -> Result<exceptions::Used, Box<Mismatch>> {
         let mut generator = Generator::new(self.seed);
         while self.performed < ops {
@@ -61,7 +61,8 @@ impl Round {
     }
 
     async fn step(&mut self, op: Op) -> Result<(), Box<Mismatch>> {
-        // What a watch has been sent when it is cut off is a matter of time, unless it has all.
+        // The events that a watch has received when it is canceled depend on timing, unless it has received all of
+        // them.
         let cuts = matches!(op, Op::Compact(_) | Op::CancelWatch { .. } | Op::Progress);
         self.performed += 1;
         if self.tail.len() == TAIL_OPS {
@@ -80,7 +81,7 @@ impl Round {
         Ok(())
     }
 
-    /// Takes from an answer, the same on both, what the next operations are made of.
+    /// Records values from a response, equal on both servers, for use in the next operations.
     fn learn(&mut self, op: &Op, answer: &Answer) {
         self.known.head = self.known.head.max(answer.revision().unwrap_or(0));
         match (op, answer) {
@@ -102,7 +103,7 @@ impl Round {
         self.compare_watches(op)
     }
 
-    /// Makes two changes that every watch sees, waits for them, compares all watches and ends them.
+    /// Makes two changes that every watch sees, waits for them, compares all watches and closes them.
     async fn finish_sequence(&mut self) -> Result<(), Box<Mismatch>> {
         let put = |key: &[u8]| PutRequest { key: key.to_vec().into(), ..Default::default() };
         let success = KEYS.map(|key| RequestOp { request: Some(Request::RequestPut(put(key))) }).into_iter().collect();
@@ -124,7 +125,7 @@ impl Round {
         Ok(())
     }
 
-    /// Both sides have every event up to the head.
+    /// Compares all watches; both servers have sent every event up to the current revision.
     fn compare_watches(&mut self, op: &Op) -> Result<(), Box<Mismatch>> {
         let (compacted, used) = (self.known.compacted, &mut self.used);
         let difference = (self.etcd.streams.iter_mut().flatten())
@@ -148,7 +149,7 @@ impl Round {
     }
 }
 
-/// Compares what came since the last time; equal events are forgotten.
+/// Compares the responses since the last comparison and discards equal events.
 fn difference(
     etcd: &mut WatchStream,
     ours: &mut WatchStream,
@@ -189,7 +190,7 @@ impl fmt::Display for Mismatch {
     }
 }
 
-/// A crowded transaction would hide everything else.
+/// A long transaction would push everything else out of the report.
 fn cut(text: &str, chars_max: usize) -> String {
     let mut short: String = text.chars().take(chars_max).collect();
     if short.len() < text.len() {

@@ -1,4 +1,4 @@
-//! One of the two servers: makes operations on it and masks its answers.
+//! One of the two servers: sends operations to it and masks its responses.
 
 use orlop_wire::proto::client::etcdserverpb::{
     LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest, LeaseRevokeRequest, MemberListRequest, PutRequest,
@@ -16,12 +16,12 @@ use crate::support::{Client, DEADLINE};
 
 pub struct Side {
     client: Client,
-    /// The shared ones, made when first needed, then those of one watch each.
+    /// The shared streams, opened when first needed, then the streams with a single watch.
     pub streams: Vec<Option<WatchStream>>,
     fault: Option<Fault>,
 }
 
-/// A lie that the harness must notice.
+/// An error that the harness injects and must detect.
 #[derive(Clone, Copy, Debug)]
 pub enum Fault {
     Count,
@@ -45,7 +45,7 @@ impl Side {
         self.falsify(masked(answer))
     }
 
-    /// Waits until all events up to `head` are here.
+    /// Waits until all events up to `head` have been received.
     pub async fn catch_up(&mut self, head: i64) -> Result<(), String> {
         for stream in self.streams.iter_mut().flatten() {
             stream.catch_up(head).await?;
@@ -62,7 +62,7 @@ impl Side {
         Ok(())
     }
 
-    /// Ends all streams, as the sequence is over.
+    /// Closes all streams at the end of a sequence.
     pub fn forget_streams(&mut self) {
         self.streams = (0..SHARED_STREAMS).map(|_| None).collect();
     }
@@ -102,7 +102,7 @@ impl Side {
         }
         let revoke = lease.lease_revoke(LeaseRevokeRequest { id: grant.id }).await?.into_inner();
         if request.id == 0 && grant.id > 0 {
-            // A positive one, as it should be: which one is the server's choice.
+            // The server chooses the id; it must be positive.
             grant.id = 1;
         }
         Ok(Answer::GrantBriefly { grant, put, revoke })
@@ -163,7 +163,7 @@ impl Side {
     }
 }
 
-/// Hides whose answer it is: of the ids and the raft term only whether they are set remains.
+/// Masks ids and the raft term, and keeps only whether they are set.
 pub fn mask(header: &mut Option<ResponseHeader>) {
     if let Some(header) = header {
         header.cluster_id = header.cluster_id.min(1);

@@ -1,6 +1,6 @@
-//! One server's watch streams: what each watch was sent, and whether that keeps watch's guarantees.
+//! One server's watch streams: the responses that each watch received, and whether they keep the guarantees of a watch.
 //!
-//! How a server groups events into answers is its own affair; that the events of one revision stay together is not.
+//! A server may group events into responses as it likes, but the events of one revision must stay together.
 
 use std::collections::VecDeque;
 
@@ -21,34 +21,34 @@ use tonic::Status;
 use super::{generate::KEYS, op::Answer, side::mask};
 use crate::support::{Client, DEADLINE};
 
-/// etcd drops a progress request that comes too early, so it is repeated.
+/// etcd drops a progress request that comes too early, so the harness repeats it.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
 const STREAM_ENDED: &str = "the watch stream has ended";
 
-/// A stream and the watches made on it, ended ones too.
+/// A stream and all watches created on it, including canceled ones.
 pub struct WatchStream {
     requests: mpsc::Sender<WatchRequest>,
-    /// Unbounded: a reader that falls behind would change what the server does.
+    /// Unbounded, because a slow reader would change the server's behaviour.
     responses: mpsc::UnboundedReceiver<Result<WatchResponse, Status>>,
     pub watches: Vec<WatchLog>,
     pub complaints: Vec<String>,
 }
 
-/// What came for one watch.
+/// The responses that one watch received.
 pub struct WatchLog {
     create: WatchCreateRequest,
     id: i64,
-    /// Not compared yet, in the order of arrival.
+    /// Events not compared yet, in the order of arrival.
     pub events: VecDeque<Event>,
-    /// The answer that ended it.
+    /// The response that canceled it.
     pub end: Option<WatchResponse>,
     pub complaints: Vec<String>,
     last_revision: i64,
     in_fragment: bool,
 }
 
-/// The two revisions that end a sequence: one puts every key, the next deletes them all.
+/// The two revisions at the end of a sequence: one puts every key, the next deletes them all.
 #[derive(Clone, Copy)]
 pub struct Watermark {
     pub put: i64,
@@ -56,7 +56,7 @@ pub struct Watermark {
 }
 
 impl WatchStream {
-    /// Opens a stream with its first watch: a server may answer nothing, not even headers, before that.
+    /// Opens a stream with its first watch: before that a server may send nothing, not even headers.
     pub async fn open(client: &Client, create: WatchCreateRequest) -> Result<(Self, Answer), Status> {
         let (requests, receiver) = mpsc::channel(16);
         let first = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create.clone())) };
@@ -88,7 +88,8 @@ impl WatchStream {
         self.created(create).await
     }
 
-    /// A cancel of an unknown watch has no answer; a later mistake of the server's would show as a complaint.
+    /// A cancel of an unknown watch has no response; if the server handled it wrongly, a later guarantee would be
+    /// violated.
     pub async fn cancel(&mut self, id: i64) -> Answer {
         let known = self.live(id).is_some();
         if let Err(trouble) = self.send(RequestUnion::CancelRequest(WatchCancelRequest { watch_id: id })).await {
@@ -97,12 +98,12 @@ impl WatchStream {
         if known { self.ended(id).await } else { Answer::Silence }
     }
 
-    /// Waits for the answer that ends a watch.
+    /// Waits for the response that cancels a watch.
     pub async fn ended(&mut self, id: i64) -> Answer {
         self.receive("a canceled answer", |answer| answer.canceled && answer.watch_id == id).await
     }
 
-    /// Waits until every event up to `head` is here, by the server's own word.
+    /// Waits until the server confirms that every event up to `head` has been sent.
     pub async fn catch_up(&mut self, head: i64) -> Result<(), String> {
         if self.says_nothing_of_progress(head) {
             return Ok(());
@@ -113,7 +114,7 @@ impl WatchStream {
             let again = Instant::now() + PROGRESS_INTERVAL;
             while let Ok(received) = timeout_at(again, self.responses.recv()).await {
                 let response = self.file(received)?;
-                // One with a lower revision answers an older request, which was repeated.
+                // A lower revision is the response to an earlier repetition.
                 if is_stream_progress(&response) && revision(&response) == head {
                     return Ok(());
                 }
@@ -123,7 +124,8 @@ impl WatchStream {
         Err(format!("no progress answer at revision {head} within {DEADLINE:?}; watches with id and end: {watches:?}"))
     }
 
-    /// Waits until every watch has what it must have of the sequence's last two revisions.
+    /// Waits until every watch has received the sequence's last two revisions, as far as its range and filters select
+    /// them.
     pub async fn reach(&mut self, watermark: Watermark) -> Result<(), String> {
         while let Some(late) = self.watches.iter().find(|watch| watch.is_late(watermark)) {
             let what = format!("the last events of {:?}, which has them up to {}", late.create, late.last_revision);
@@ -149,7 +151,7 @@ impl WatchStream {
         answer
     }
 
-    /// Files what comes until `wanted` comes.
+    /// Records responses until `wanted` accepts one.
     async fn receive(&mut self, what: &str, wanted: impl Fn(&WatchResponse) -> bool) -> Answer {
         let deadline = Instant::now() + DEADLINE;
         loop {
@@ -180,7 +182,7 @@ impl WatchStream {
         self.watches.iter_mut().find(|watch| watch.id == id && watch.end.is_none())
     }
 
-    /// etcd answers progress requests only where every watch of the stream has begun, and none was compacted.
+    /// etcd answers progress requests only if every watch of the stream has started, and none was compacted.
     fn says_nothing_of_progress(&self, head: i64) -> bool {
         let compacted = |watch: &WatchLog| watch.end.as_ref().is_some_and(|end| end.compact_revision != 0);
         let waits = |watch: &WatchLog| watch.end.is_none() && watch.create.start_revision > head;
@@ -190,7 +192,7 @@ impl WatchStream {
 }
 
 impl Drop for WatchStream {
-    /// Closing `responses` ends the task that reads.
+    /// Closing `responses` ends the reading task.
     fn drop(&mut self) {
         self.responses.close();
     }
@@ -213,7 +215,7 @@ impl WatchLog {
         &self.create
     }
 
-    /// Appends the events of an answer, and complains where it breaks a guarantee.
+    /// Appends the events of a response, and records each violated guarantee.
     pub fn take(&mut self, response: &WatchResponse) {
         if response.canceled {
             self.end = Some(response.clone());

@@ -1,4 +1,4 @@
-//! A server that is attacked, and a client beside the attack that wants nothing special.
+//! A server under attack, and a well-behaved client (the bystander) whose latency is measured.
 
 use std::{
     fs,
@@ -14,16 +14,17 @@ use tokio::{
 
 use crate::support::{Backend, Client, DEADLINE, Server, eventually};
 
-/// The test that is a bystander's process, where it finds the server, and what it prints before its p99 in nanoseconds.
+/// The test that is run as the bystander's process, the variable with the server's address, and the marker before its
+/// p99 in nanoseconds.
 const BYSTANDER: &str = "hostile::arena::bystander";
 const BYSTANDER_ENDPOINT: &str = "ORLOP_BYSTANDER";
 const BYSTANDER_SAYS: &str = "p99 in nanoseconds: ";
 
-/// Files that come and go by themselves: connections to the database, for example.
+/// Files that are opened and closed without the attack, such as connections to the database.
 const FILES_SLACK: usize = 24;
 
-/// In which an attack that goes on for ever takes what memory it will take. A virtual machine that gave it back to its host
-/// waits 5 ms for each 2 MiB.
+/// Time for a continuous attack to reach its peak memory. A virtual machine that has returned memory to its host waits
+/// 5 ms for each 2 MiB.
 const ONSET: Duration = Duration::from_secs(3);
 
 /// Maximum p99 of another client's put and get during an attack, as docs/explanation/overload.md promises.
@@ -37,7 +38,7 @@ pub struct Arena {
     before: Duration,
 }
 
-/// Beside an attack.
+/// Measurements during an attack.
 struct Seen {
     /// The p99 of the bystander.
     during: Duration,
@@ -45,7 +46,7 @@ struct Seen {
     peak: u64,
 }
 
-/// Whether the long form is asked for, whose figures are in docs/explanation/overload.md.
+/// Returns `long` in the long form, whose figures are in docs/explanation/overload.md, and otherwise `usual`.
 pub fn sized(usual: usize, long: usize) -> usize {
     if is_long() { long } else { usual }
 }
@@ -54,8 +55,9 @@ fn is_long() -> bool {
     std::env::var_os("ORLOP_HOSTILE_LONG").is_some()
 }
 
-/// Who runs where in the long form, which measures times. Attackers have machines of their own: they get half of this one's
-/// processors, and the server, its database and the bystander the other half.
+/// The processors that a process uses in the long form, which measures latency. Attackers get half of the machine's
+/// processors, because in reality they run on other machines; the server, its database and the bystander get the other
+/// half.
 #[derive(Clone, Copy)]
 enum Half {
     Served,
@@ -63,7 +65,7 @@ enum Half {
 }
 
 impl Half {
-    /// From now on this process and what it starts run here.
+    /// Moves this process, and the processes that it starts later, to these processors.
     fn enter(self) {
         if !is_long() {
             return;
@@ -75,7 +77,7 @@ impl Half {
         assert!(done.as_ref().is_ok_and(|done| done.status.success()), "taskset, of util-linux: {done:?}");
     }
 
-    /// `0-1` or `2-3` of `0-3`, and all of `0`.
+    /// Returns `0-1` or `2-3` of `0-3`, and `0` of `0`.
     fn of(self, online: &str) -> String {
         let last = online.rsplit(['-', ',']).next().and_then(|last| last.parse::<usize>().ok());
         match (self, last) {
@@ -104,24 +106,24 @@ impl Arena {
         Client::connect(self.endpoint()).await
     }
 
-    /// How it is without the attack; again once there is more in the store.
+    /// Measures the state before the attack; called again after the test has added data.
     pub async fn look(&mut self) {
         self.before = bystander_p99(self.endpoint()).await;
         self.files = self.open_files();
-        // From here on the peak is counted anew.
+        // Resets the kernel's peak memory.
         let _ = fs::write(format!("/proc/{}/clear_refs", self.server.pid()), "5");
         self.memory = self.status("VmRSS:");
     }
 
-    /// While `held` holds on to what it has, others are served, one who comes anew among them, and memory is bounded. When
-    /// it lets go, so does the server.
+    /// While the attacker holds `held`, other clients are served, including new ones, and memory is bounded. After
+    /// `held` is dropped the server frees its resources.
     pub async fn withstands<T>(&mut self, attack: &str, peak_mib_max: u64, held: T) {
         let seen = self.serves_others(attack, peak_mib_max).await;
         drop(held);
         self.recovers(attack, &seen).await;
     }
 
-    /// The same of attackers who never stop.
+    /// The same for attackers that never stop.
     pub async fn withstands_for_long(&mut self, attack: &str, peak_mib_max: u64, mut attackers: JoinSet<()>) {
         if is_long() {
             sleep(ONSET).await;
@@ -147,8 +149,8 @@ impl Arena {
         Seen { during, peak }
     }
 
-    /// How it is once nobody attacks any more is how it is before the next attack. The machine has its faster and slower
-    /// minutes, so what is usual is the mean of before and after.
+    /// Measures the latency after the attack, which is also the latency before the next one. The machine's speed
+    /// varies, so the usual latency is the mean of the two.
     async fn recovers(&mut self, attack: &str, seen: &Seen) {
         self.lets_go().await;
         let after = bystander_p99(self.endpoint()).await;
@@ -165,7 +167,7 @@ impl Arena {
         self.before = after;
     }
 
-    /// No more files are open than before.
+    /// Waits until no more files are open than before the attack.
     pub async fn lets_go(&self) {
         eventually("files are closed", async || match self.open_files() {
             many if many > self.files + FILES_SLACK => Err(format!("{many} after {}", self.files)),
@@ -187,8 +189,8 @@ impl Arena {
     }
 }
 
-/// Of a client that shares nothing with the attackers, not even the locks of a process: one that the kernel lets wait
-/// may hold them.
+/// Measures in a separate process that shares nothing with the attackers, not even locks, which a descheduled attacker
+/// might hold.
 async fn bystander_p99(endpoint: &str) -> Duration {
     let program = std::env::current_exe().expect("Linux tells of processes");
     let bystander = tokio::process::Command::new(program)
@@ -212,7 +214,7 @@ async fn bystander() {
     println!("\n{BYSTANDER_SAYS}{}", put_and_get_p99(&endpoint).await.as_nanos());
 }
 
-/// Puts and gets; each must be answered in time.
+/// Puts and gets in turn; each must be answered within the deadline.
 async fn put_and_get_p99(endpoint: &str) -> Duration {
     let mut client = timeout(DEADLINE, Client::connect(endpoint)).await.expect("the bystander gets in");
     let mut times = Vec::new();

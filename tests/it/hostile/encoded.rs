@@ -1,4 +1,4 @@
-//! Calls whose messages are encoded once, so that it costs the server more to read them than us to send them.
+//! Calls whose message is encoded once, so that reading it costs the server more than sending it costs the test.
 
 use bytes::{Buf as _, BufMut as _, Bytes};
 use http::uri::PathAndQuery;
@@ -9,7 +9,7 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-/// Takes a message as it is, and passes over what is answered.
+/// A codec that sends the message as it is and ignores the response's content.
 struct Encoded;
 
 impl Codec for Encoded {
@@ -62,7 +62,7 @@ impl Caller {
         answer.map(tonic::Response::into_inner)
     }
 
-    /// Calls with the same message again and again, whatever is answered.
+    /// Calls with the same message repeatedly and ignores the responses.
     pub async fn call_in_a_loop(mut self, method: &'static str, message: Bytes) {
         loop {
             let _ = self.call(method, message.clone()).await;

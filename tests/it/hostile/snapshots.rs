@@ -12,7 +12,7 @@ async fn snapshots_that_are_not_read_hold_up_nobody(backend: Backend) {
         held.push(wire);
     }
     tokio::time::sleep(Duration::from_secs(10)).await;
-    // What needs a thread of its own still gets one: another snapshot is taken.
+    // The attack must not exhaust the threads for blocking work: another snapshot still succeeds.
     let mut client = arena.client().await;
     let whole = async {
         loop {

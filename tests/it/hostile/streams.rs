@@ -1,4 +1,4 @@
-//! Attackers that keep to HTTP/2: streams opened through `h2`.
+//! Attackers that obey HTTP/2: streams opened through `h2`.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn call(path: &str) -> http::Request<()> {
     request.header("content-type", "application/grpc").header("te", "trailers").body(()).expect("a request")
 }
 
-/// Opens streams through `h2`, which keeps to the windows that the server grants.
+/// Opens streams through `h2`, which respects the server's flow control windows.
 pub async fn streams(
     endpoint: &str,
     count: usize,
@@ -43,7 +43,7 @@ pub async fn streams(
     (tasks, answers, senders)
 }
 
-/// Sends the same for ever on a stream of its own, as much as the server grants, and takes what is answered.
+/// Sends the same bytes repeatedly on its own stream, as fast as flow control permits, and reads the responses.
 pub async fn pump(endpoint: String, path: &'static str, body: Bytes) {
     let tcp = TcpStream::connect(wire::address(&endpoint)).await.expect("the server accepts");
     let (client, connection) = h2::client::Builder::new()

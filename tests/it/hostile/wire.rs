@@ -1,4 +1,4 @@
-//! HTTP/2 frame by frame, for what no client library would send.
+//! HTTP/2 frame by frame, for input that no client library sends.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub const CONTINUATION: u8 = 9;
 pub const END_STREAM: u8 = 1;
 pub const END_HEADERS: u8 = 4;
 
-/// A connection that says what it is told to.
+/// A connection that sends arbitrary bytes.
 pub struct Wire(pub TcpStream);
 
 pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
@@ -30,7 +30,7 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     [&len[1..], &[kind, flags], &stream.to_be_bytes()[..], payload].concat()
 }
 
-/// Of a gRPC call, with more headers; none is compressed.
+/// Returns the HEADERS block of a gRPC call with additional headers; none is compressed.
 pub fn headers(path: &str, more: &[(&str, &str)]) -> Vec<u8> {
     headers_to("x", path, more)
 }
@@ -55,7 +55,7 @@ pub fn headers_to(authority: &str, path: &str, more: &[(&str, &str)]) -> Vec<u8>
     block
 }
 
-/// HPACK's number with a prefix of seven bits.
+/// Appends a length as an HPACK integer with a 7-bit prefix.
 fn length(block: &mut Vec<u8>, mut len: usize) {
     if len < 127 {
         return block.push(len as u8);
@@ -78,7 +78,7 @@ pub fn address(endpoint: &str) -> &str {
     endpoint.rsplit("//").next().expect("an endpoint is a URL")
 }
 
-/// By pieces, as clients do.
+/// Sends in chunks, as clients do.
 async fn send_for_ever(to: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) {
     for piece in bytes.chunks(16 << 10).cycle() {
         if to.write_all(piece).await.is_err() {
@@ -92,7 +92,7 @@ impl Wire {
         Self(TcpStream::connect(address(endpoint)).await.expect("the server accepts"))
     }
 
-    /// With the preface and settings sent: windows as large as can be.
+    /// Connects and sends the preface and settings with the largest windows.
     pub async fn open(endpoint: &str) -> Self {
         Self::greet(Self::tcp(endpoint).await.0).await
     }
@@ -109,18 +109,18 @@ impl Wire {
         wire
     }
 
-    /// False if the server does not want any more, or does not read.
+    /// Returns false if the server has closed the connection or does not read.
     pub async fn send(&mut self, bytes: &[u8]) -> bool {
         matches!(timeout(DEADLINE, self.0.write_all(bytes)).await, Ok(Ok(())))
     }
 
-    /// A whole call; nothing of its answer is read.
+    /// Sends a whole call and reads nothing of its response.
     pub async fn call(&mut self, stream: u32, path: &str, body: &[u8], end: u8) -> bool {
         let head = frame(HEADERS, END_HEADERS, stream, &headers(path, &[]));
         self.send(&[head, frame(DATA, end, stream, &message(body))].concat()).await
     }
 
-    /// Sends the same again and again and takes what is answered; on a new connection when the server ends this one.
+    /// Sends the same frames repeatedly and reads the responses; reconnects when the server closes the connection.
     pub async fn flood(mut self, endpoint: String, frames: Bytes) {
         loop {
             let (mut answers, mut taken) = self.0.split();
@@ -130,8 +130,7 @@ impl Wire {
                 _ = copy(&mut answers, &mut passed_over) => {}
             }
             self = loop {
-                // Of addresses that were just used there may be none left for a while. If it is the server that refuses, the
-                // bystander tells.
+                // Local ports may be exhausted for a while. If the server refuses connections, the bystander fails.
                 match TcpStream::connect(address(&endpoint)).await {
                     Ok(tcp) => break Self::greet(tcp).await,
                     Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
@@ -140,7 +139,7 @@ impl Wire {
         }
     }
 
-    /// Reads the message that answers a call, before which no other may be answered; `None` where the call is reset.
+    /// Returns the message of the next call's response, or `None` if the call is reset.
     pub async fn message(&mut self) -> Option<Vec<u8>> {
         loop {
             let mut head = [0; 9];
@@ -158,10 +157,10 @@ impl Wire {
         }
     }
 
-    /// Reads until the server ends the connection; returns the error of its GOAWAY, if it sent one.
+    /// Reads until the server closes the connection; returns the error code of its GOAWAY, if it sent one.
     pub async fn ended(&mut self) -> Option<u32> {
         let mut all = Vec::new();
-        // A reset instead of an end is as good.
+        // A reset is accepted as a close.
         let _ = timeout(DEADLINE * 2, self.0.read_to_end(&mut all)).await.expect("the server ends the connection");
         let (mut rest, mut error) = (&all[..], None);
         while rest.len() >= 9 {

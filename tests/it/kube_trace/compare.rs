@@ -1,4 +1,4 @@
-//! When a replayed answer is equal to the recorded one, and how a difference is told.
+//! Defines when a replayed response equals the recorded one, and reports differences.
 
 use std::fmt;
 
@@ -6,22 +6,22 @@ use orlop_wire::proto::client::etcdserverpb::StatusResponse;
 
 use super::trace::{Answer, Request};
 
-/// Who answers the replay.
+/// The server under replay.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Peer {
     Orlop,
-    /// Its minor version: the recording is of 3.6.
+    /// The minor version; the recording is of 3.6.
     Etcd {
         minor: u32,
     },
 }
 
-/// A part of the answers that may differ from the recording.
+/// A part of a response that may differ from the recording.
 pub struct Exception {
     field: &'static str,
     why: &'static str,
     on: On,
-    /// Gives the part the same content in the recorded and the replayed answer.
+    /// Replaces the part by the same content in the recorded and the replayed response.
     mask: fn(&mut Answer),
 }
 
@@ -31,8 +31,8 @@ enum On {
     EtcdBefore36,
 }
 
-/// All that may differ. Beside these, events are compared as one list a watch: how they are grouped into answers, and the
-/// header of such an answer, is up to the server as long as the header's revision covers the events.
+/// All permitted differences. In addition, events are compared as one list per watch: the server chooses how to group
+/// them into responses, whose header must have a revision that covers the events.
 pub const EXCEPTIONS: [Exception; 8] = [
     Exception {
         field: "header.cluster_id, header.member_id, header.raft_term",
@@ -110,7 +110,7 @@ pub const EXCEPTIONS: [Exception; 8] = [
     },
 ];
 
-/// A difference, told so that it can be found in the recording.
+/// A difference, with its place in the recording.
 #[derive(Debug)]
 pub struct Mismatch {
     pub seq: u64,
@@ -118,7 +118,7 @@ pub struct Mismatch {
     pub what: String,
 }
 
-/// Nothing, or how the two differ.
+/// Returns the difference, or `None` if the responses are equal.
 pub fn difference(peer: Peer, expected: &Answer, got: &Answer) -> Option<String> {
     let (expected, not_compared) = masked(peer, expected);
     let (got, _) = masked(peer, got);
@@ -128,7 +128,7 @@ pub fn difference(peer: Peer, expected: &Answer, got: &Answer) -> Option<String>
     })
 }
 
-/// The lines in which the two differ, with a few before and after.
+/// Returns the differing lines with a few lines of context.
 pub fn line_difference(expected: &impl fmt::Debug, got: &impl fmt::Debug) -> String {
     const CONTEXT: usize = 8;
     const LINES_MAX: usize = 40;
@@ -160,7 +160,7 @@ impl fmt::Display for Mismatch {
     }
 }
 
-/// The answer without what may differ, and which exceptions took something out.
+/// Returns the response without the parts that may differ, and the exceptions that removed something.
 fn masked(peer: Peer, answer: &Answer) -> (Answer, Vec<&'static Exception>) {
     let mut masked = answer.clone();
     let mut taken = Vec::new();
@@ -189,17 +189,17 @@ fn mask_status(answer: &mut Answer, mask: impl FnOnce(&mut StatusResponse)) {
     }
 }
 
-/// The lines to compare with, and empty ones where the other side has more.
+/// Returns the lines of the other side, padded with empty lines.
 fn others<'a>(lines: &'a [&'a str]) -> impl Iterator<Item = &'a str> {
     lines.iter().copied().chain(std::iter::repeat(""))
 }
 
-/// How many characters the two have in common at their start.
+/// Returns the length of the common prefix in characters.
 fn common(a: &str, b: &str) -> usize {
     a.chars().zip(b.chars()).take_while(|(a, b)| a == b).count()
 }
 
-/// At most 200 characters of the text, chosen so that the one at `point` is seen.
+/// Returns at most 200 characters of the text around the character at `point`.
 fn cut(text: &str, point: usize) -> String {
     const BEFORE: usize = 80;
     const CHARS_MAX: usize = 200;

@@ -1,4 +1,4 @@
-//! Sends the steps of the recording, one after the other, and compares what comes back.
+//! Sends the steps of the recording one after the other and compares the responses.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -23,7 +23,7 @@ use super::{
     watched::{PATIENCE, Watched},
 };
 
-/// How many of the recorded answers were compared.
+/// Number of recorded responses that were compared.
 #[derive(PartialEq, Eq, Debug, Default)]
 pub struct Compared {
     pub txn: usize,
@@ -75,9 +75,9 @@ pub fn with_metadata<T>(metadata: &Metadata, message: T) -> tonic::Request<T> {
 
 struct Replay {
     peer: Peer,
-    /// The first one's turn it is.
+    /// The next call goes to the first one.
     instances: VecDeque<Instance>,
-    /// The revision at which the store stands: that of the newest answer.
+    /// The current revision of the store: that of the newest response.
     head: i64,
     streams: BTreeMap<CallId, Stream>,
     leases: Leases,
@@ -99,14 +99,15 @@ struct Stream {
     instance: Instance,
 }
 
-/// The leases granted so far, kept alive: none expired in the recording, and the replay has a pace of its own.
+/// The leases granted so far. They are renewed because none expired in the recording, and the replay runs at another
+/// speed.
 struct Leases {
     granted: Vec<i64>,
     renewed: Instant,
 }
 
 impl Leases {
-    /// Well under the shortest recorded time to live, 15 s.
+    /// Well below the shortest recorded TTL, 15 s.
     const RENEW_AFTER: Duration = Duration::from_secs(3);
 }
 
@@ -120,8 +121,9 @@ impl Instance {
         }
     }
 
-    /// Brings it to where the others are: what is not linearizable, as a watch's created answer and the
-    /// status, tells how far this one instance is. A linearizable read must not be behind.
+    /// Waits until this instance has the current revision. Responses that are not linearizable, such as a watch's
+    /// created response and the status, contain the revision of this one instance. A linearizable read must never be
+    /// behind.
     async fn reach(&mut self, head: i64) {
         let read = RangeRequest { key: "\0".into(), ..Default::default() };
         let answer = self.kv.range(read).await.expect("the server takes a range").into_inner();
@@ -145,7 +147,7 @@ impl Replay {
     async fn call(&mut self, exchange: Exchange, metadata: &Metadata) -> Result<(), Box<Mismatch>> {
         self.renew_leases().await;
         if matches!(exchange.request, Request::Compact(_)) {
-            // A watch that is still behind a compaction would be canceled; the recorded ones were not.
+            // An unsynced watch would be canceled by a compaction; the recorded ones were not.
             self.settle().await?;
         }
         let what = match timeout(PATIENCE, self.send(&exchange, metadata)).await {
@@ -211,7 +213,7 @@ impl Replay {
 
     async fn progress(&mut self, stream: CallId, exchange: Exchange) -> Result<(), Box<Mismatch>> {
         let stream = self.streams.get_mut(&stream).expect("a stream asks between its create and its end");
-        // Not brought there first: the answer must cover what any instance acknowledged.
+        // Without waiting for this instance: the response must cover every write that any instance acknowledged.
         let progress = stream.watched.progress(self.head, &exchange.answer).await;
         progress.map_err(|what| stream.created.mismatch(format!("progress, seq={}: {what}", exchange.seq)))?;
         self.compared.progress += 1;
@@ -259,8 +261,8 @@ impl Exchange {
     }
 }
 
-/// The recorded request left the choice to the server. Asking for what that one chose gives later requests and answers the
-/// same ids as in the recording.
+/// The recorded request left the choice of the id to the server. Requesting the recorded id makes later requests and
+/// responses equal to the recording.
 fn with_recorded_id(request: &LeaseGrantRequest, recorded: &Answer) -> LeaseGrantRequest {
     let Answer::LeaseGrant(LeaseGrantResponse { id, .. }) = recorded else { unreachable!("a grant answers a grant") };
     LeaseGrantRequest { id: *id, ..*request }

@@ -1,4 +1,4 @@
-//! The recording as a list of steps, in an order that gives each step the store it was answered from.
+//! The recording as a list of steps, ordered so that each step meets the state from which it was answered.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -20,7 +20,7 @@ use serde::Deserialize;
 
 const RECORDING: &[u8] = include_bytes!("../../data/kube-trace.jsonl.gz");
 
-/// Names and values, as sent by the recorded client.
+/// Names and values of the recorded client's headers.
 pub type Metadata = Vec<(String, String)>;
 
 /// The number of an RPC in the recording.
@@ -47,10 +47,10 @@ pub enum Answer {
     Watch(WatchResponse),
 }
 
-/// One request and the answer it had.
+/// One request and its recorded response.
 #[derive(Clone, Debug)]
 pub struct Exchange {
-    /// The answer's number in the recording.
+    /// The response's number in the recording.
     pub seq: u64,
     pub request: Request,
     pub answer: Answer,
@@ -64,14 +64,14 @@ pub enum Step {
     End { stream: CallId },
 }
 
-/// One event of a stream's only watch.
+/// One event of a stream with a single watch.
 #[derive(Clone, Debug)]
 pub struct RecordedEvent {
     pub seq: u64,
     pub event: Event,
 }
 
-/// The steps of the recording in the order of their causes. See [`Place`].
+/// Returns the steps of the recording in causal order. See [`Place`].
 pub fn load() -> Vec<Step> {
     let calls = calls();
     let mut steps: Vec<(Place, Step)> = Vec::new();
@@ -133,8 +133,8 @@ impl Answer {
     }
 }
 
-/// Where a step belongs: at the revision that its answer names, after the write that made this revision, and among the
-/// others there as they were answered.
+/// The position of a step: at the revision in its response, after the write that made this revision, and there in the
+/// order of responses.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Place {
     revision: i64,
@@ -194,8 +194,8 @@ fn call_step(lines: &[Line]) -> (Place, Step) {
     (place, Step::Call { exchange: Exchange { seq, request, answer }, metadata: open.metadata() })
 }
 
-/// A stream's create and progress requests, each with its answer: the stream has one watch, and at most one progress
-/// request is under way, so the answers come in the order of the requests.
+/// Returns a stream's create and progress requests, each with its response: the stream has one watch and at most one
+/// pending progress request, so responses come in the order of requests.
 fn watch_steps(stream: CallId, lines: &[Line]) -> Vec<(Place, Step)> {
     let mut events = VecDeque::new();
     let mut answers = VecDeque::new();
@@ -233,7 +233,7 @@ fn watch_step(stream: CallId, exchange: Exchange, open: &Line, events: &mut VecD
     }
 }
 
-/// Whether the transaction took up a revision.
+/// Returns whether the transaction made a revision.
 fn writes(request: &TxnRequest, answer: &TxnResponse) -> bool {
     let ops = if answer.succeeded { &request.success } else { &request.failure };
     ops.iter().zip(&answer.responses).any(|(op, answer)| op_writes(op, answer))
@@ -278,8 +278,8 @@ impl Line {
         }
     }
 
-    /// The line's message. It must encode to the recorded bytes again: else our protos lack a field of it, and neither
-    /// would the replay send the same request nor compare the whole answer.
+    /// Returns the line's message. It must encode to the recorded bytes: otherwise our protos lack one of its fields,
+    /// and the replay would neither send the same request nor compare the whole response.
     fn decode<M: Message + Default>(&self) -> M {
         let bytes = BASE64_STANDARD.decode(&self.body).expect("bodies are base64");
         let message = M::decode(bytes.as_slice()).expect("bodies are protobuf messages");

@@ -1,4 +1,4 @@
-//! One replayed watch stream: it takes what the server sends and holds it against the recorded events.
+//! One replayed watch stream: receives responses and compares them with the recorded events.
 
 use std::{collections::VecDeque, time::Duration};
 
@@ -18,32 +18,32 @@ use super::{
     trace::{Answer, Metadata, RecordedEvent},
 };
 
-/// How long anything that must come may take.
+/// Maximum time to wait for an expected response.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The watch id of an answer for the whole stream.
+/// The watch id of a response that concerns the whole stream.
 const WHOLE_STREAM: i64 = -1;
 
-/// What differs from the recording.
+/// A description of a difference from the recording.
 type Difference = String;
 
 pub struct Watched {
     peer: Peer,
     requests: mpsc::UnboundedSender<WatchRequest>,
-    /// Filled by a task of its own, so that no stream's events stand in the way of another's on the connection.
+    /// Filled by a separate task, so that no stream's unread events block another stream of the connection.
     answers: mpsc::UnboundedReceiver<Result<WatchResponse, Status>>,
     watch_id: i64,
-    /// The first revision that it was to see.
+    /// The first revision that the watch covers.
     start_revision: i64,
-    /// What is still to come.
+    /// Events that are still expected.
     events: VecDeque<RecordedEvent>,
     events_taken: usize,
-    /// Progress requests that were repeated and may yet be answered.
+    /// Repeated progress requests that may still be answered.
     repeats: usize,
 }
 
 impl Watched {
-    /// Opens the stream with its first request, and expects that one's answer first.
+    /// Opens the stream with its first request, whose response must come first.
     pub async fn open(
         peer: Peer,
         client: &mut WatchClient<Channel>,
@@ -69,7 +69,7 @@ impl Watched {
         difference(peer, created, &Answer::Watch(answer)).map_or(Ok(watched), Err)
     }
 
-    /// Takes answers until every event up to `revision` is here.
+    /// Receives responses until every event up to `revision` has arrived.
     pub async fn settle(&mut self, revision: i64) -> Result<(), Difference> {
         while self.expects_event_by(revision) {
             let answer = self.next().await?;
@@ -78,16 +78,17 @@ impl Watched {
         Ok(())
     }
 
-    /// Asks how far the stream is, while the store stands at `head`, and expects the recorded answer.
+    /// Requests progress while the store is at revision `head`, and expects the recorded response.
     pub async fn progress(&mut self, head: i64, recorded: &Answer) -> Result<(), Difference> {
         let answer = self.ask_progress(head).await?;
         difference(self.peer, recorded, &Answer::Watch(answer)).map_or(Ok(()), Err)
     }
 
-    /// Ends the stream: no recorded event is missing, no other one came. Returns how many came.
+    /// Closes the stream: no recorded event is missing and none is extra. Returns the number of events.
     pub async fn end(mut self, head: i64) -> Result<usize, Difference> {
-        // The answer covers all events, so behind it there is nothing to wait for. A server owes none, and etcd since 3.6.2
-        // gives none (etcd issue 20221), before the revision at which the watch begins; and no event comes before that.
+        // The response covers all events, so nothing is pending after it. Before the revision at which the watch
+        // starts, a server owes no response, and etcd since 3.6.2 sends none (etcd issue 20221); no event can come
+        // before that revision either.
         if self.start_revision <= head {
             self.ask_progress(head).await?;
         }
@@ -98,7 +99,8 @@ impl Watched {
     }
 
     async fn ask_progress(&mut self, head: i64) -> Result<WatchResponse, Difference> {
-        // Etcd drops a request when a watch of the stream is behind; its clients ask again. Orlop answers every one.
+        // etcd drops a request while a watch of the stream is unsynced, and its clients ask again. Orlop answers every
+        // request.
         let (tries, patience) = match self.peer {
             Peer::Orlop => (1, PATIENCE),
             Peer::Etcd { .. } => (200, PATIENCE / 200),
@@ -129,7 +131,7 @@ impl Watched {
         }
     }
 
-    /// Holds an answer against the recording. Returns it if it is the answer to a progress request.
+    /// Compares a response with the recording. Returns it if it answers a progress request.
     fn take(&mut self, answer: WatchResponse) -> Result<Option<WatchResponse>, Difference> {
         if answer.created || answer.canceled || answer.compact_revision != 0 || !answer.cancel_reason.is_empty() {
             return Err(format!("neither events nor progress: {answer:#?}"));
@@ -144,7 +146,7 @@ impl Watched {
         }
         match answer.watch_id {
             WHOLE_STREAM => Ok(Some(answer)),
-            // The server's own idea, as the watch asked for with progress_notify.
+            // A periodic notification, which the watch requested with progress_notify.
             id if id == self.watch_id => Ok(None),
             id => Err(format!("progress of a watch that the stream does not have: watch_id={id}")),
         }

@@ -52,7 +52,7 @@ async fn compares_hold_as_in_etcd(backend: Backend) {
 async fn transaction_reads_its_own_writes_and_uses_one_revision(backend: Backend) {
     let Some((_server, mut client)) = history(backend).await else { return };
     let nested = TxnRequest {
-        // Sees the store as it was before the whole.
+        // A compare sees the store as it was before the whole transaction.
         compare: vec![compare("new", TargetUnion::Version(0), 0)],
         success: vec![op(Request::RequestDeleteRange(delete("a", ""))), op(Request::RequestRange(all()))],
         ..Default::default()
@@ -129,8 +129,8 @@ async fn bad_transactions_are_refused_whole(backend: Backend) {
     }
 }
 
-/// Each row: what a transaction compares the values of, with what, what it ranges over if they are that, whether they are, and
-/// the pairs that come then; if they are not it ranges over all keys. The values come from the log, once or twice.
+/// Each row: the compared values, the expected result, the range and the pairs of the chosen branch. The values are
+/// read from the log, once or twice.
 async fn transactions_read_what_is_not_in_the_cache(backend: Backend) {
     const KEYS: usize = 300;
     let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "0"]).await else { return };

@@ -1,9 +1,10 @@
-//! Is a history of one key linearizable? The algorithm of Wing and Gong with Lowe's cache: look for an order of the
-//! operations that the key's rules allow, in which nothing comes before what had ended when it began.
+//! Checks whether the history of one key is linearizable, with the algorithm of Wing and Gong and Lowe's cache: it
+//! searches for an order of the operations that the key's rules permit and that keeps every operation after all
+//! operations that had ended when it started.
 
 use std::collections::HashSet;
 
-/// What was asked of the key.
+/// The request of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask {
     Put(u64),
@@ -15,16 +16,16 @@ pub enum Ask {
 /// A value and the revision of its write.
 pub type Found = Option<(u64, i64)>;
 
-/// What was answered.
+/// The response of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// A put, a swap that was made, or a delete of something, at this revision.
+    /// A put, a successful swap, or a delete of an existing key, at this revision.
     Written(i64),
-    /// What a read, or a swap that was not made, found.
+    /// The value found by a read or by a swap that was not applied.
     Found(Found),
-    /// A delete of nothing.
+    /// A delete of a missing key.
     Nothing,
-    /// It may have happened, at any time since, or not at all.
+    /// The operation may have been applied at any time since, or not at all.
     Unknown,
 }
 
@@ -33,12 +34,12 @@ pub struct Operation {
     pub ask: Ask,
     pub answer: Answer,
     pub began: u64,
-    /// `u64::MAX` if it is not known to have ended.
+    /// `u64::MAX` if it never ended.
     pub ended: u64,
 }
 
-/// What the key holds. After a write that was not answered its revision is only known to be a later one, until a read
-/// tells it.
+/// The key's state. After a write without a response only a lower bound of its revision is known, until a read returns
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 struct State {
     value: Option<u64>,
@@ -81,7 +82,7 @@ impl State {
 
 /// # Errors
 ///
-/// The operations around the first that fits in nowhere.
+/// The operations around the first one that fits nowhere.
 pub fn check(mut operations: Vec<Operation>) -> Result<(), Vec<Operation>> {
     operations.sort_by_key(|operation| operation.began);
     let mut done = vec![0_u64; operations.len().div_ceil(64)];
@@ -90,7 +91,7 @@ pub fn check(mut operations: Vec<Operation>) -> Result<(), Vec<Operation>> {
     let mut path: Vec<(usize, State)> = Vec::new();
     let (mut state, mut from, mut deepest) = (State::default(), 0, 0);
     loop {
-        // Whatever comes next must have begun before any of those that are left had ended.
+        // The next operation must have started before any of the remaining ones ended.
         let mut first_end = u64::MAX;
         for (at, operation) in operations.iter().enumerate() {
             if operation.began > first_end {
@@ -215,8 +216,8 @@ mod tests {
         }
     }
 
-    /// What was done one after the other stays linearizable when it is taken to have lasted longer, and does not when a read
-    /// is made to have seen what was never there.
+    /// Sequential operations stay linearizable if their intervals are extended, and do not if a read returns a value
+    /// that was never written.
     #[test]
     fn random_histories_pass_and_fail_when_they_are_doctored() {
         for seed in 0..200 {

@@ -1,4 +1,4 @@
-//! Watches that run all the while: ordered, unique, atomic, reliable and resumable, whatever stream they are on.
+//! Watches that run during the whole test and must be ordered, unique, atomic, reliable and resumable across streams.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -19,22 +19,22 @@ use crate::support::{DEADLINE, everything};
 pub struct Event {
     pub revision: i64,
     pub key: String,
-    /// `None`: it was deleted.
+    /// `None` after a delete.
     pub value: Option<u64>,
 }
 
 /// All events, by revision.
 pub type Log = BTreeMap<i64, Vec<Event>>;
 
-/// How often progress is asked for.
+/// Interval between progress requests.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
 pub struct Watcher {
-    /// Where it watches next; it goes on to the next one when a stream breaks.
+    /// The next instance to watch; the watcher moves on when a stream breaks.
     instance: usize,
     endpoints: Endpoints,
     seen: Log,
-    /// Everything up to here was delivered.
+    /// Every event up to this revision was delivered.
     covered: i64,
     streams: usize,
 }
@@ -44,11 +44,11 @@ impl Watcher {
         Self { instance, endpoints, seen: Log::new(), covered: 1, streams: 0 }
     }
 
-    /// Follows the log until `end` is a revision, and then up to that.
+    /// Follows the log until `end` holds a revision, and then up to that revision.
     ///
     /// # Panics
     ///
-    /// When a stream breaks a guarantee, or the end is not reached.
+    /// If a stream violates a guarantee, or the end is not reached.
     pub async fn run(mut self, end: watch::Receiver<Option<i64>>) -> Self {
         let is_done = |watcher: &Self| end.borrow().is_some_and(|end| watcher.covered >= end);
         let mut overdue: Option<Instant> = None;
@@ -63,7 +63,7 @@ impl Watcher {
         self
     }
 
-    /// Compares everything with the log.
+    /// Compares all received events with the log.
     pub fn check(&self, log: &Log, head: i64) {
         let covered = head;
         let expected: Vec<_> = log.range(..=covered).collect();
@@ -76,7 +76,7 @@ impl Watcher {
         );
     }
 
-    /// Follows one stream until it breaks or `done` says so.
+    /// Follows one stream until it breaks or `done` returns true.
     async fn watch(&mut self, done: impl Fn(&Self) -> bool) {
         let Some(mut connection) = connect(&self.endpoints, self.instance).await else { return };
         let (requests, receiver) = mpsc::unbounded_channel();
@@ -95,7 +95,7 @@ impl Watcher {
                     self.take(answer);
                 }
                 Ok(Ok(None) | Err(_)) => return,
-                // A paused instance says nothing for long; another one can.
+                // A paused instance sends nothing for a long time; another one may respond.
                 Err(_)
                     if heard.elapsed() > Duration::from_secs(2)
                         || !ask(RequestUnion::ProgressRequest(WatchProgressRequest {})) =>
@@ -125,20 +125,21 @@ impl Watcher {
             let value = (event.r#type == 0).then(|| value(&kv.value));
             batch.entry(revision).or_default().push(Event { revision, key, value });
         }
-        // A header may be ahead of the events of its answer; only an answer without events promises that there are no others.
+        // A header may be ahead of the events in its response; only a response without events guarantees that no others
+        // exist.
         self.covered = self.covered.max(if batch.is_empty() { header } else { last });
         self.seen.append(&mut batch);
     }
 }
 
-/// What a fresh watch gets from the first revision to `head`.
+/// Returns the events that a new watch receives from the first revision to `head`.
 pub async fn read_all(endpoints: &Endpoints, head: i64) -> Log {
     let mut watcher = Watcher::new(0, endpoints.clone());
     let mut deadline = Instant::now() + DEADLINE;
     while watcher.covered < head {
         let before = watcher.covered;
         watcher.watch(|watcher| watcher.covered >= head || Instant::now() > deadline).await;
-        // A slow machine is no reason to fail as long as it goes on.
+        // A slow machine must not fail the test while events keep arriving.
         if watcher.covered > before {
             deadline = Instant::now() + DEADLINE;
         }
@@ -164,7 +165,7 @@ mod tests {
 
     use super::Watcher;
 
-    /// (header revision, event revisions); without events it is a progress.
+    /// (header revision, event revisions); a response without events is a progress notification.
     fn takes(answers: &[(i64, &[i64])]) -> bool {
         let answers: Vec<WatchResponse> = answers
             .iter()

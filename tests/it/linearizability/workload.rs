@@ -1,4 +1,4 @@
-//! Clients that ask and write down what they were answered, and the check of all that they wrote down.
+//! Clients that record their requests and responses, and the check of the whole recording.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -30,34 +30,34 @@ use super::{
 };
 use crate::support::{Client as Connection, DEADLINE, Random, eventually};
 
-/// Where the instances listen just now.
+/// The current addresses of the instances.
 pub type Endpoints = Arc<Mutex<Vec<String>>>;
 
 const KEYS: usize = 4;
-/// A client that nobody answers at all gives up what it asked for, as kube-apiserver does in the end.
+/// Request timeout of a client, as kube-apiserver has one.
 pub const ANSWER_MAX: Duration = Duration::from_secs(10);
 
-/// When the newest operation began that was answered, in nanoseconds since the start.
+/// Start of the newest operation that was answered, in nanoseconds since the start.
 pub type Progress = Arc<AtomicU64>;
 
-/// An operation and its answer, with the header's revision.
+/// An operation and its response, with the header's revision.
 #[derive(Clone, Debug)]
 pub struct Entry {
     key: String,
     operation: Operation,
     header: Option<i64>,
-    /// It was refused: it must not have happened.
+    /// The operation was refused: it must not have been applied.
     refused: bool,
 }
 
 impl Entry {
-    /// When it began and when it was answered; the end of time if it was not.
+    /// Returns its start and its end; `u64::MAX` if it was never answered.
     pub fn span(&self) -> (u64, u64) {
         (self.operation.began, self.operation.ended)
     }
 }
 
-/// How a call failed, by what may have come of it.
+/// The failure of a call, by its possible outcome.
 pub enum Failure {
     Refused,
     Unknown,
@@ -65,13 +65,13 @@ pub enum Failure {
 
 pub struct Client {
     number: usize,
-    /// Where it connects next; to another one when a call failed, as etcd's clients do.
+    /// The next endpoint to connect to; after a failed call it is another one, as with etcd's clients.
     endpoint: usize,
     endpoints: Endpoints,
     started: Instant,
     random: Random,
     next_value: u64,
-    /// The last value seen of each key, to swap.
+    /// The last value seen of each key, for swaps.
     seen: HashMap<String, u64>,
     progress: Progress,
 }
@@ -162,7 +162,7 @@ impl Client {
     }
 }
 
-/// The instance of that number, or after it the others.
+/// Connects to the instance with this number, or to one of the following ones.
 pub async fn connect(endpoints: &Endpoints, number: usize) -> Option<Connection> {
     let endpoint = {
         let endpoints = endpoints.lock().expect("nobody panics with the endpoints in hand");
@@ -175,7 +175,7 @@ pub async fn connect(endpoints: &Endpoints, number: usize) -> Option<Connection>
     None
 }
 
-/// The newest revision, once all is well again.
+/// Returns the current revision once all instances run again.
 pub async fn head(endpoints: &Endpoints) -> i64 {
     eventually("a read when all is well again", async || {
         let mut connection = connect(endpoints, 0).await.ok_or("no connection")?;
@@ -190,16 +190,17 @@ pub fn revision(header: Option<ResponseHeader>) -> i64 {
     header.expect("an answer has a header").revision
 }
 
-/// Waits for an answer as long as a client does; `None`: there was none.
+/// Waits for a response until the client's timeout; returns `None` if there was none.
 ///
-/// A request that is handed to a connection while that ends may be left lying in tonic's channel, neither answered nor
-/// failed, until the channel is used again: tokio's unbounded queue keeps what is put into it while its receiver is dropped.
-/// On a connection of kube-apiserver's there is always something else; here it is asked something every second or two.
+/// A request that is handed to a connection while that connection ends may stay in tonic's channel, neither answered
+/// nor failed, until the channel is used again: tokio's unbounded queue keeps a message that is sent while its receiver
+/// is dropped. A connection of kube-apiserver always has other traffic; here a status request every second or two
+/// replaces it.
 pub async fn answer<T>(mut maintenance: MaintenanceClient<Channel>, call: impl Future<Output = T>) -> Option<T> {
     let using = async {
         loop {
             sleep(Duration::from_secs(1)).await;
-            // Whatever it says.
+            // The response does not matter.
             let _ = timeout(Duration::from_secs(1), maintenance.status(StatusRequest {})).await;
         }
     };
@@ -262,7 +263,7 @@ pub fn value(bytes: &[u8]) -> u64 {
     std::str::from_utf8(bytes).ok().and_then(|text| text.trim_end().parse().ok()).expect("values are numbers")
 }
 
-/// Only what says that nothing was done counts as that.
+/// Only statuses that state that nothing was applied count as refusals.
 pub fn failure(status: Status) -> Failure {
     match (status.code(), status.message()) {
         (Code::Unavailable, "etcdserver: no leader") | (Code::ResourceExhausted, _) => Failure::Refused,
@@ -278,7 +279,7 @@ pub struct Checked {
     pub keys: usize,
 }
 
-/// The whole check of a history against the log's events.
+/// Checks a history against the events of the log.
 pub fn check(history: Vec<Entry>, log: &Log) -> Result<Checked, String> {
     check_headers(&history)?;
     let agreement = check_agreement(&history, log);
@@ -313,7 +314,7 @@ pub fn check(history: Vec<Entry>, log: &Log) -> Result<Checked, String> {
             }
             Answer::Unknown => {
                 checked.unknown += 1;
-                // The values are unique, so the log tells whether it happened, if not when it should have been visible.
+                // Values are unique, so the log shows whether the write was applied, but not when it became visible.
                 match (operation.ask, value.map(|value| written.get(&value))) {
                     (Ask::Read, _) | (_, Some(None)) => continue,
                     (_, Some(Some(revision))) => operation.answer = Answer::Written(*revision),
@@ -330,8 +331,9 @@ pub fn check(history: Vec<Entry>, log: &Log) -> Result<Checked, String> {
     agreement.map(|()| checked)
 }
 
-/// Answers and log tell the same story: each event is of one write that may have happened, and what an answer shows is what
-/// the log has at the revision in its header. A client that lists and then watches from the next revision relies on that.
+/// Checks that responses and log agree: each event belongs to one write that may have been applied, and each response
+/// shows the state of the log at the revision in its header. A client that lists and then watches from the next
+/// revision relies on that.
 fn check_agreement(history: &[Entry], log: &Log) -> Result<(), String> {
     let mut puts: HashMap<(&str, u64), bool> = HashMap::new();
     let (mut deleted, mut perhaps_deleted) = (HashSet::new(), HashMap::<&str, usize>::new());
@@ -379,7 +381,7 @@ fn check_agreement(history: &[Entry], log: &Log) -> Result<(), String> {
     Ok(())
 }
 
-/// What began after another had ended stands at its revision or a later one.
+/// Checks that an operation that started after another had ended has the same revision or a later one.
 fn check_headers(history: &[Entry]) -> Result<(), String> {
     let answered = || history.iter().filter_map(|entry| Some((entry, entry.header?)));
     let mut ends: Vec<(u64, i64)> = answered().map(|(entry, header)| (entry.operation.ended, header)).collect();

@@ -1,4 +1,4 @@
-//! Certificates, made by openssl as an operator makes them.
+//! Certificates made with openssl, as an operator makes them.
 
 use std::{
     path::{Path, PathBuf},
@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::skip;
 
-/// A root, and a folder of what it signed.
+/// A root, and a folder with the certificates that it signed.
 pub struct Authority {
     folder: TempDir,
 }
@@ -22,7 +22,7 @@ pub struct Certificate {
 }
 
 impl Authority {
-    /// None where the machine has no openssl.
+    /// Returns `None` if the machine has no openssl.
     pub fn new() -> Option<Self> {
         if Command::new("openssl").arg("version").output().is_err() {
             skip("openssl");
@@ -38,7 +38,7 @@ impl Authority {
         self.folder.path().join("root.pem")
     }
 
-    /// For 127.0.0.1 and localhost, as a server's or a client's; valid for so many days, which may be none.
+    /// Signs a server and client certificate for 127.0.0.1 and localhost that is valid for `days` days, possibly zero.
     pub fn sign(&self, name: &str, days: i32) -> Certificate {
         let folder = self.folder.path();
         std::fs::write(folder.join("names"), "subjectAltName=IP:127.0.0.1,DNS:localhost\n")
@@ -60,7 +60,7 @@ impl Authority {
 }
 
 impl Authority {
-    /// A list of certificates that are no longer to be trusted, PEM.
+    /// Returns a certificate revocation list, in PEM.
     pub fn revoke(&self, certificate: &Certificate) -> PathBuf {
         let folder = self.folder.path();
         let write = |name: &str, text: &str| std::fs::write(folder.join(name), text).expect("a file can be written");
@@ -81,7 +81,7 @@ impl Authority {
 }
 
 impl Certificate {
-    /// Puts another one in this one's place, as whoever renews it does.
+    /// Overwrites this certificate's files with another's, as a renewal does.
     pub fn replace_by(&self, other: &Self) {
         for (from, to) in [(&other.key, &self.key), (&other.cert, &self.cert)] {
             let new = to.with_extension("new");

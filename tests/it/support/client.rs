@@ -23,7 +23,7 @@ pub struct Client {
 
 impl Client {
     /// # Panics
-    /// When nobody listens there.
+    /// If nothing listens at the endpoint.
     pub async fn connect(endpoint: &str) -> Self {
         Self::try_connect(endpoint).await.expect("a ready server accepts connections")
     }

@@ -1,15 +1,15 @@
-//! Plain HTTP, as a probe or curl speaks it.
+//! Plain HTTP, as probes and curl use it.
 
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
 };
 
-/// What a server answered.
+/// A server's response.
 #[derive(Debug)]
 pub struct Answer {
     pub status: u16,
-    /// Names in small letters.
+    /// Names in lower case.
     pub headers: Vec<(String, String)>,
     pub body: String,
 }
@@ -28,7 +28,7 @@ impl Answer {
     }
 }
 
-/// Asks with HTTP/1.0, so that an answer ends with its connection.
+/// Uses HTTP/1.0, so that a response ends with its connection.
 pub async fn http(endpoint: &str, method: &str, path: &str, body: &str) -> Answer {
     let address = endpoint.strip_prefix("http://").expect("an http endpoint");
     let mut stream = TcpStream::connect(address).await.expect("a ready server accepts connections");

@@ -1,4 +1,4 @@
-//! A network in between that can be made to fail: a proxy of any TCP service, whatever is spoken there.
+//! A TCP proxy that simulates network failures for any protocol.
 
 use std::{
     io,
@@ -19,23 +19,23 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// Pieces on their way in one direction; beyond it the sender waits, as it does for a full window.
+/// Maximum number of chunks in flight in one direction; above it the sender waits, as with a full window.
 const PIECES_MAX: usize = 1_024;
 const PIECE_BYTES_MAX: usize = 64 << 10;
 
-/// What the network does to what comes along.
+/// The failure that the network simulates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Weather {
     Fair,
-    /// Everything arrives that much later.
+    /// Delays everything by this duration.
     Slow(Duration),
-    /// Nothing arrives, and nobody is told; what was sent arrives once this is over.
+    /// Delivers nothing and closes nothing; what was sent arrives after the failure ends.
     Silent,
-    /// Nobody can connect.
+    /// Refuses connections.
     Down,
 }
 
-/// See the module's page. It runs until the test's runtime ends.
+/// The proxy; it runs until the test's runtime ends.
 pub struct Link {
     port: u16,
     shared: Arc<Shared>,
@@ -44,7 +44,7 @@ pub struct Link {
 struct Shared {
     target: AtomicU16,
     weather: watch::Sender<Weather>,
-    /// Goes up when all connections are to be reset.
+    /// Increases when all connections are to be reset.
     resets: watch::Sender<u64>,
     open: AtomicUsize,
 }
@@ -65,7 +65,7 @@ impl Link {
                 let shared = Arc::clone(&accepting);
                 tokio::spawn(async move {
                     shared.open.fetch_add(1, Ordering::Relaxed);
-                    // A connection that broke tells both ends by that.
+                    // Both ends see a broken connection as closed.
                     let _ = carry(client, &shared).await;
                     shared.open.fetch_sub(1, Ordering::Relaxed);
                 });
@@ -78,7 +78,7 @@ impl Link {
         self.port
     }
 
-    /// Where new connections lead from now on.
+    /// Sets the target of new connections.
     pub fn lead_to(&self, port: u16) {
         self.shared.target.store(port, Ordering::Relaxed);
     }
@@ -87,7 +87,7 @@ impl Link {
         self.shared.weather.send_replace(weather);
     }
 
-    /// Ends all connections, on both sides by a reset. Returns how many there were.
+    /// Resets all connections on both sides. Returns their number.
     pub fn reset(&self) -> usize {
         self.shared.resets.send_modify(|resets| *resets += 1);
         self.shared.open.load(Ordering::Relaxed)
@@ -119,7 +119,7 @@ async fn carry(client: TcpStream, shared: &Shared) -> io::Result<()> {
     }
 }
 
-/// Ends when one side does, and so do both.
+/// Returns when either side closes; the caller then closes both.
 async fn direction(mut from: OwnedReadHalf, to: &OwnedWriteHalf, shared: &Shared) -> io::Result<()> {
     let (pieces, mut under_way) = mpsc::channel::<(Instant, Vec<u8>)>(PIECES_MAX);
     let reading = async {

@@ -1,4 +1,4 @@
-//! A private Postgres: its own folder, its own port, gone with the test process however that ends.
+//! A private Postgres cluster in its own folder and on its own port, removed with the test process however that ends.
 
 use std::{
     fs,
@@ -18,8 +18,8 @@ use tokio::sync::OnceCell;
 
 use super::{eventually, skip};
 
-/// Starts the server and stops it (immediate mode) on command. When nobody holds the other end of its standard input any more
-/// it stops the server for good and removes the folder. `$1`: the folder; the rest: the server's command.
+/// Starts the server and stops it (immediate mode) on command. At the end of its standard input it stops the server and
+/// removes the folder. `$1` is the folder; the rest is the server's command.
 const GUARD: &str = r#"
 # Nobody may read an answer any more, and that must not end us before the work is done.
 trap '' PIPE
@@ -48,7 +48,7 @@ stop
 rm -rf "$folder"
 "#;
 
-/// Whether commits wait for the disk.
+/// Whether commits are synced to the disk.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Fsync {
     On,
@@ -73,28 +73,28 @@ struct Guard {
 static SHARED: OnceCell<Option<Postgres>> = OnceCell::const_new();
 
 impl Postgres {
-    /// The one that most tests share, each with a database of its own; none where the machine has no Postgres.
+    /// Returns the cluster that most tests share, each with its own database; `None` if Postgres is not installed.
     pub async fn shared() -> Option<&'static Self> {
         SHARED.get_or_init(|| Self::start(Fsync::Off)).await.as_ref()
     }
 
-    /// Whether the machine has its programs.
+    /// Returns whether Postgres is installed.
     pub fn is_there() -> bool {
         programs().is_some()
     }
 
-    /// One of the test's own, which it may stop.
+    /// Starts a separate cluster, which the test may stop.
     pub async fn start(fsync: Fsync) -> Option<Self> {
         Self::start_at(fsync, None, &[]).await
     }
 
-    /// One with its data in a folder within `folder`, and more in its environment (`NAME=value`).
+    /// Starts a cluster with its data below `folder` and additional environment variables (`NAME=value`).
     pub async fn start_at(fsync: Fsync, folder: Option<&Path>, environment: &[String]) -> Option<Self> {
         let Some(programs) = programs() else {
             skip("postgres");
             return None;
         };
-        // The guard removes it, as it may outlive this process.
+        // The guard removes the folder, because the guard may outlive this process.
         let home = match folder {
             Some(folder) => tempfile::tempdir_in(folder).expect("a temporary directory can be made"),
             None => home(fsync),
@@ -143,7 +143,7 @@ impl Postgres {
         Some(cluster)
     }
 
-    /// A database, and a role that owns a schema in it and nothing else. Returns the endpoint.
+    /// Creates a database, and a role that owns a schema in it and nothing else. Returns the endpoint.
     pub fn create_database(&self) -> String {
         let name = format!("orlop_{}", self.databases.fetch_add(1, Ordering::Relaxed));
         self.psql("postgres", &format!("CREATE DATABASE {name}"));
@@ -157,7 +157,7 @@ impl Postgres {
         format!("postgres://{name}:pass%20word@127.0.0.1:{}/{name}", self.port)
     }
 
-    /// What psql prints, as the superuser.
+    /// Returns psql's output, run as the superuser.
     pub fn psql(&self, database: &str, sql: &str) -> String {
         let output = Command::new(self.programs.join("psql"))
             .args(["-h", "127.0.0.1", "-p", &self.port.to_string(), "-U", "postgres", "-d", database])
@@ -172,22 +172,22 @@ impl Postgres {
         self.port
     }
 
-    /// As a crash: no client is told anything, and the next start recovers.
+    /// Stops the cluster as a crash does: clients are not notified, and the next start recovers.
     pub fn stop(&self) {
         self.order("stop");
     }
 
-    /// SIGKILL to all of its processes.
+    /// Sends SIGKILL to all of its processes.
     pub fn crash(&self) {
         self.order("crash");
     }
 
-    /// Whether its first process, which starts the others, is there.
+    /// Returns whether the postmaster runs.
     pub fn runs(&self) -> bool {
         self.first_process().is_some_and(|pid| Path::new("/proc").join(pid).exists())
     }
 
-    /// The id of its first process, as it wrote it down.
+    /// Returns the postmaster's process id from its pid file.
     pub fn first_process(&self) -> Option<String> {
         let written = fs::read_to_string(self.data().join("postmaster.pid")).ok()?;
         written.lines().next().map(str::to_owned)
@@ -198,7 +198,7 @@ impl Postgres {
         self.wait_until_ready().await;
     }
 
-    /// Nothing of it runs until the guard is dropped: connections stay, and nobody answers.
+    /// Stops all of its processes until the guard is dropped: connections stay open and nothing answers.
     pub fn pause(&self) -> Paused {
         let first = fs::read_to_string(self.data().join("postmaster.pid")).expect("a running server has it");
         let server: i32 =
@@ -210,7 +210,7 @@ impl Postgres {
         paused
     }
 
-    /// The folder of the data, to be copied or replaced while the server is stopped.
+    /// Returns the data directory, to copy or replace it while the server is stopped.
     pub fn data(&self) -> PathBuf {
         self.folder.join("data")
     }
@@ -236,12 +236,12 @@ impl Postgres {
     }
 }
 
-/// Runs again when this is dropped.
+/// Resumes the processes when dropped.
 pub struct Paused(Vec<i32>);
 
 impl Paused {
     fn signal(&self, signal: &str) {
-        // One of them may have ended.
+        // A process may have ended.
         let _ = Command::new("kill").arg(signal).args(self.0.iter().map(ToString::to_string)).status();
     }
 }
@@ -252,19 +252,20 @@ impl Drop for Paused {
     }
 }
 
-/// Where the server's programs are: beside the initdb that is on the PATH, or where Debian has them.
+/// Returns the folder of the server's programs: that of the initdb on the PATH, or Debian's.
 fn programs() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let versions = fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
     let mut debian: Vec<PathBuf> = versions.map(|version| version.path().join("bin")).collect();
     debian.sort();
     let mut folders = std::env::split_paths(&path).chain(debian.into_iter().rev());
-    // It may be a link to where the others are.
+    // It may be a link into the folder with the other programs.
     let initdb = folders.find_map(|folder| folder.join("initdb").canonicalize().ok())?;
     initdb.parent().map(Path::to_owned)
 }
 
-/// Postgres refuses to run as root: the command before its own, and the user that it then runs as.
+/// Returns a prefix for the server's command, and the user that it then runs as, because Postgres refuses to run as
+/// root.
 fn user() -> (Vec<&'static str>, String) {
     let own = fs::metadata("/proc/self").expect("a process sees itself").uid();
     if own == 0 {
@@ -274,7 +275,7 @@ fn user() -> (Vec<&'static str>, String) {
     }
 }
 
-/// In memory where the disk is not waited for.
+/// In memory unless commits are synced.
 fn home(fsync: Fsync) -> TempDir {
     let memory = Path::new("/dev/shm");
     let in_memory = fsync == Fsync::Off && memory.is_dir();

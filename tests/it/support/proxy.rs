@@ -1,8 +1,8 @@
-//! A proxy between Orlop and Postgres that understands just enough of the protocol to cut a connection at a chosen point.
+//! A proxy between Orlop and Postgres that parses enough of the protocol to cut a connection at a chosen point.
 //!
-//! A client's messages are a type byte, a length that counts itself, and a body; only the first has no type. The server's
-//! all have one. What is of interest: Parse (`P`: a statement's name and text), Bind (`B`: a portal and the statement's name),
-//! ReadyForQuery (`Z`, which ends an answer) and NotificationResponse (`A`).
+//! A client's message is a type byte, a length that includes itself, and a body; only the first message has no type.
+//! All of the server's messages have one. The proxy uses Parse (`P`: a statement's name and text), Bind (`B`: a portal
+//! and the statement's name), ReadyForQuery (`Z`, which ends a response) and NotificationResponse (`A`).
 
 use std::{
     collections::HashSet,
@@ -25,18 +25,18 @@ use tokio::{
 /// The statement that commits.
 const APPEND: &[u8] = b"orlop_append";
 
-/// Where a connection is cut when an append comes along it.
+/// The point at which a connection is cut when it carries an append.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
-    /// The server never sees the statement.
+    /// Before the server receives the statement.
     Before,
-    /// The server has it, and may do it while the connection breaks.
+    /// After the server has received the statement, while it may be executing it.
     During,
-    /// The server has done it, and its answer is lost.
+    /// After the server has executed the statement and before its response arrives.
     After,
 }
 
-/// See the module's page. It runs until the test's runtime ends.
+/// The proxy; it runs until the test's runtime ends.
 pub struct Proxy {
     port: u16,
     shared: Arc<Shared>,
@@ -44,7 +44,7 @@ pub struct Proxy {
 
 struct Shared {
     server_port: AtomicU16,
-    /// What is done to the next append.
+    /// The cut to apply to the next append.
     armed: Mutex<Option<Cut>>,
     cuts: AtomicUsize,
     drops_notifications: AtomicBool,
@@ -69,18 +69,18 @@ impl Proxy {
         Self { port, shared }
     }
 
-    /// The endpoint with this proxy in the server's place.
+    /// Returns the endpoint with this proxy in place of the server.
     pub fn endpoint(&self, endpoint: &str) -> String {
         let server = format!(":{}/", self.shared.server_port.load(Ordering::Relaxed));
         endpoint.replace(&server, &format!(":{}/", self.port))
     }
 
-    /// Cuts the connection of the next append, unless a cut is armed already.
+    /// Cuts the connection of the next append, unless a cut is already pending.
     pub fn arm(&self, cut: Cut) {
         self.shared.armed.lock().expect("nobody panics with it in hand").get_or_insert(cut);
     }
 
-    /// Appends that were cut.
+    /// Returns the number of appends that were cut.
     pub fn cuts(&self) -> usize {
         self.shared.cuts.load(Ordering::Relaxed)
     }
@@ -93,7 +93,7 @@ impl Proxy {
 /// One connection.
 struct Link {
     shared: Arc<Shared>,
-    /// The answer under way is the last that is read, and is not passed on.
+    /// The response in progress is the last one read, and is not forwarded.
     is_last_answer: AtomicBool,
     end: Notify,
 }
@@ -101,13 +101,13 @@ struct Link {
 async fn serve(client: TcpStream, shared: Arc<Shared>) {
     let server = TcpStream::connect(("127.0.0.1", shared.server_port.load(Ordering::Relaxed))).await;
     let Ok(server) = server else { return };
-    // Otherwise the two halves of an answer wait for one another.
+    // Otherwise the two halves of a response wait for each other.
     let _ = (client.set_nodelay(true), server.set_nodelay(true));
     let (mut from_client, mut to_client) = client.into_split();
     let Ok(start) = startup(&mut from_client, &mut to_client).await else { return };
     let (from_server, to_server) = server.into_split();
     let link = Link { shared, is_last_answer: AtomicBool::new(false), end: Notify::new() };
-    // Whichever ends first drops all four halves, and so closes both sides.
+    // The first one to end drops all four halves, which closes both sides.
     tokio::select! {
         _ = requests(&link, start, from_client, to_server) => {}
         _ = answers(&link, from_server, to_client) => {}
@@ -115,7 +115,7 @@ async fn serve(client: TcpStream, shared: Arc<Shared>) {
     }
 }
 
-/// The first message, a length and a body. A question for TLS before it is answered with no.
+/// Forwards the startup message, a length and a body. A request for TLS before it is refused.
 async fn startup(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::Result<Vec<u8>> {
     const TLS: [u8; 4] = 80_877_103_u32.to_be_bytes();
     loop {
@@ -185,7 +185,7 @@ async fn answers(link: &Link, mut server: OwnedReadHalf, mut client: OwnedWriteH
     }
 }
 
-/// A message whole, with its type and length.
+/// Reads a whole message with its type and length.
 async fn read(from: &mut OwnedReadHalf) -> io::Result<Vec<u8>> {
     let mut message = vec![0; 5];
     from.read_exact(&mut message).await?;
@@ -195,7 +195,7 @@ async fn read(from: &mut OwnedReadHalf) -> io::Result<Vec<u8>> {
     Ok(message)
 }
 
-/// What comes before the next zero byte.
+/// Returns the bytes before the next zero byte.
 fn text(bytes: &[u8]) -> &[u8] {
     bytes.split(|byte| *byte == 0).next().unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! Random choices that a seed repeats.
+//! Random choices that a seed reproduces.
 
 /// SplitMix64: small, and the same on every machine and in every version.
 pub struct Random(u64);
@@ -16,18 +16,18 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number in [0, `end`).
+    /// Returns a number in [0, `end`).
     pub fn below(&mut self, end: usize) -> usize {
         usize::try_from(self.next() % end as u64).expect("less than a usize")
     }
 
-    /// A number in [`first`, `last`]; `first` where the interval is empty.
+    /// Returns a number in [`first`, `last`], or `first` if the interval is empty.
     pub fn between(&mut self, first: i64, last: i64) -> i64 {
         let width = last.saturating_sub(first).max(0).unsigned_abs().saturating_add(1);
         first.wrapping_add_unsigned(self.next() % width)
     }
 
-    /// True `percent` times in a hundred.
+    /// Returns true with a probability of `percent` in 100.
     pub fn chance(&mut self, percent: usize) -> bool {
         self.below(100) < percent
     }
@@ -36,7 +36,7 @@ impl Random {
         choices[self.below(choices.len())].clone()
     }
 
-    /// The index of a weight, drawn in proportion to the weights.
+    /// Returns the index of a weight, drawn in proportion to the weights.
     pub fn weighted(&mut self, weights: &[usize]) -> usize {
         let mut left = self.below(weights.iter().sum());
         for (index, weight) in weights.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! A server process with a data directory of its own, Orlop or a real etcd.
+//! A server process with its own data directory: Orlop or a real etcd.
 
 use std::{
     ffi::OsString,
@@ -19,10 +19,10 @@ use tokio::{
 
 use super::{Backend, Client, DEADLINE, Postgres, etcd_tool, eventually, skip};
 
-/// What Orlop prints for each listener once it serves; the URL follows.
+/// Orlop prints this line with a URL for each listener once it serves.
 const READY: &str = "orlop: serving client requests on ";
 
-/// A process; dropping it kills the process and removes its data.
+/// A server process; dropping it kills the process and removes its data.
 pub struct Server {
     program: Program,
     arguments: Vec<OsString>,
@@ -37,26 +37,26 @@ enum Program {
     Etcd { binary: PathBuf, fsync_flag: bool },
 }
 
-/// Where a server keeps its data, and what it is started with beside flags: for tests of what surrounds it.
+/// The server's environment beyond its flags: folders, variables and a command to run it under.
 #[derive(Default)]
 pub struct Place {
-    /// A folder in which its own is made; otherwise that is in memory.
+    /// Parent of the data directory; by default a folder in memory.
     pub folder: Option<PathBuf>,
-    /// A folder for its data alone; its log stays in its own.
+    /// A folder for the data alone; the log file stays in the server's own folder.
     pub data: Option<PathBuf>,
     pub environment: Vec<(String, OsString)>,
 }
 
 impl Server {
-    /// Orlop, or real etcd where `ORLOP_TEST_TARGET` is `etcd`: so the expectations themselves can be checked.
+    /// Starts Orlop, or a real etcd if `ORLOP_TEST_TARGET` is `etcd`, which checks the expectations themselves.
     pub async fn under_test(backend: Backend) -> Option<Self> {
         Self::under_test_with(backend, &[]).await
     }
 
-    /// The same; the flags are Orlop's alone.
+    /// The same with additional flags for Orlop.
     pub async fn under_test_with(backend: Backend, flags: &[&str]) -> Option<Self> {
         match std::env::var("ORLOP_TEST_TARGET").as_deref() {
-            // It has one backend of its own.
+            // etcd has one backend, which stands in for SQLite.
             Ok("etcd") if backend == Backend::Postgres => None,
             Ok("etcd") => Self::etcd().await,
             Ok(other) => panic!("ORLOP_TEST_TARGET is `{other}`, neither unset nor etcd"),
@@ -64,12 +64,12 @@ impl Server {
         }
     }
 
-    /// Orlop on a store of its own; none where the machine has no such backend.
+    /// Starts Orlop on its own store; returns `None` if the machine lacks the backend.
     pub async fn orlop(backend: Backend) -> Option<Self> {
         Self::orlop_with(backend, &[]).await
     }
 
-    /// Orlop with more flags than the data directory, a free port and a quiet log.
+    /// Starts Orlop with flags in addition to the data directory, a free port and a log level.
     pub async fn orlop_with(backend: Backend, arguments: &[&str]) -> Option<Self> {
         let datastore = match backend {
             Backend::Sqlite => None,
@@ -78,18 +78,18 @@ impl Server {
         Some(Self::orlop_at(datastore, arguments, Place::default()).await)
     }
 
-    /// Orlop on a database or, without one, on a file of its own.
+    /// Starts Orlop on a database or, without one, on its own file.
     pub async fn orlop_at(datastore: Option<String>, arguments: &[&str], place: Place) -> Self {
         let arguments = arguments.iter().map(OsString::from).collect();
         Self::start(Program::Orlop { datastore }, arguments, place).await
     }
 
-    /// Orlop on a database that others may serve too.
+    /// Starts Orlop on a database that other instances may serve too.
     pub async fn orlop_on(datastore: &str, arguments: &[&str]) -> Self {
         Self::orlop_at(Some(datastore.to_owned()), arguments, Place::default()).await
     }
 
-    /// A real etcd, where the machine has one.
+    /// Starts a real etcd, if the machine has one.
     pub async fn etcd() -> Option<Self> {
         let Some(binary) = etcd_tool("etcd", "ORLOP_ETCD") else {
             skip("etcd");
@@ -101,7 +101,7 @@ impl Server {
         Some(Self::start(Program::Etcd { binary, fsync_flag }, Vec::new(), Place::default()).await)
     }
 
-    /// A real etcd that waits for the disk, as Orlop does.
+    /// Starts a real etcd that syncs to the disk, as Orlop does.
     pub async fn etcd_at(place: Place) -> Option<Self> {
         let Some(binary) = etcd_tool("etcd", "ORLOP_ETCD") else {
             skip("etcd");
@@ -119,7 +119,7 @@ impl Server {
         self.process.id()
     }
 
-    /// The endpoint of its database, if it is no file.
+    /// Returns the endpoint of its database, unless it is a file.
     pub fn datastore(&self) -> Option<&str> {
         match &self.program {
             Program::Orlop { datastore } => datastore.as_deref(),
@@ -131,12 +131,12 @@ impl Server {
         self.home.path().join("data")
     }
 
-    /// What it logged.
+    /// Returns the server's log.
     pub fn log(&self) -> String {
         log(self.home.path())
     }
 
-    /// The end of what it logged.
+    /// Returns the end of the server's log.
     pub fn log_tail(&self) -> String {
         const CHARS: usize = 3_000;
         let log = self.log();
@@ -144,14 +144,14 @@ impl Server {
         log.chars().skip(skipped).collect()
     }
 
-    /// SIGKILL; returns when the process is gone.
+    /// Sends SIGKILL and waits for the end of the process.
     pub fn kill(&mut self) {
-        // It fails only for a process that has ended, which is what was asked for.
+        // It fails only if the process has already ended.
         self.process.kill().ok();
         self.process.wait().expect("our child can be waited for");
     }
 
-    /// SIGTERM; returns when the process is gone.
+    /// Sends SIGTERM and waits for the end of the process.
     pub async fn terminate(&mut self) -> ExitStatus {
         self.signal("-TERM");
         let deadline = Instant::now() + DEADLINE;
@@ -164,7 +164,7 @@ impl Server {
         }
     }
 
-    /// Nothing of it runs until [`Server::resume`].
+    /// Stops all threads until [`Server::resume`].
     pub fn pause(&self) {
         self.signal("-STOP");
     }
@@ -178,12 +178,12 @@ impl Server {
         assert!(signalled.is_ok_and(|status| status.success()), "the process takes a signal");
     }
 
-    /// Whether it has not ended by itself.
+    /// Returns whether the process still runs.
     pub fn runs(&mut self) -> bool {
         self.process.try_wait().expect("our child can be waited for").is_none()
     }
 
-    /// Waits until it ends by itself.
+    /// Waits until the process ends by itself.
     pub async fn ended(&mut self) -> ExitStatus {
         eventually("the end of the server", || {
             std::future::ready(self.process.try_wait().expect("our child can be waited for").ok_or("it runs"))
@@ -191,7 +191,7 @@ impl Server {
         .await
     }
 
-    /// Starts it again on the same data, on a new port.
+    /// Starts the server again on the same data, on a new port.
     pub async fn restart(&mut self) {
         self.kill();
         (self.process, self.endpoint) =
@@ -216,7 +216,7 @@ impl Drop for Server {
     }
 }
 
-/// In memory where possible: these tests are about answers, and the disk is slow and shared.
+/// In memory where possible: these tests check responses, and the disk is slow and shared.
 fn home() -> TempDir {
     let memory = Path::new("/dev/shm");
     let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
@@ -236,7 +236,7 @@ async fn launch(
     }
 }
 
-/// The server that was built with the tests; where times are measured, another one: a release.
+/// The server that was built with the tests, or the release build named by a variable, for measurements.
 fn program() -> OsString {
     std::env::var_os("ORLOP_TEST_SERVER").unwrap_or_else(|| env!("CARGO_BIN_EXE_orlop").into())
 }
@@ -277,19 +277,19 @@ async fn launch_orlop(
     }
 }
 
-/// Reads to the end, or the process would block on a full pipe.
+/// Reads to the end, because the process would block on a full pipe.
 fn lines(stdout: ChildStdout) -> mpsc::UnboundedReceiver<String> {
     let (sender, receiver) = mpsc::unbounded_channel();
     std::thread::spawn(move || {
         for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-            // Nobody listens any more once the server is ready.
+            // The receiver is gone once the server is ready.
             sender.send(line).ok();
         }
     });
     receiver
 }
 
-/// Tries again where somebody else took the ports, which were free a moment ago.
+/// Retries if another process has taken the ports, which were free a moment ago.
 async fn launch_etcd(binary: &Path, fsync_flag: bool, arguments: &[OsString], home: &Path) -> (Child, String) {
     for _ in 0..3 {
         let [client, peer] = free_urls();
@@ -312,7 +312,7 @@ async fn launch_etcd(binary: &Path, fsync_flag: bool, arguments: &[OsString], ho
     panic!("etcd does not serve; it logged:\n{}", log(home))
 }
 
-/// Waits until it answers a linearizable read; false when it ended or never does.
+/// Waits until the server answers a linearizable read; returns false if it ends or never answers.
 async fn serves(process: &mut Child, endpoint: &str) -> bool {
     let deadline = Instant::now() + DEADLINE;
     while Instant::now() < deadline && process.try_wait().is_ok_and(|ended| ended.is_none()) {
@@ -329,7 +329,7 @@ async fn serves(process: &mut Child, endpoint: &str) -> bool {
 }
 
 fn free_urls() -> [String; 2] {
-    // Both are held until both are known, or they could be the same.
+    // Both sockets stay bound until both ports are known; otherwise the ports could be equal.
     let held = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").expect("a port is free"));
     held.map(|listener| format!("http://{}", listener.local_addr().expect("a bound socket has an address")))
 }

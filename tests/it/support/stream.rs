@@ -9,7 +9,7 @@ use tonic::Streaming;
 
 use super::{Client, DEADLINE};
 
-/// A watch stream: requests go in, answers come out.
+/// A watch stream: sends requests and receives responses.
 pub struct Stream {
     pub requests: Option<mpsc::UnboundedSender<WatchRequest>>,
     pub answers: Streaming<WatchResponse>,
@@ -39,7 +39,7 @@ impl Stream {
         answer.expect("the stream lives").expect("the stream goes on")
     }
 
-    /// Reads until an event of the revision has come; returns the revisions of all events.
+    /// Reads up to an event of the revision; returns the revisions of all events.
     pub async fn read_until(&mut self, revision: i64) -> Vec<i64> {
         let mut seen = Vec::new();
         while seen.last() != Some(&revision) {
@@ -55,7 +55,7 @@ impl Stream {
     }
 }
 
-/// A watch of all keys.
+/// Returns a request for a watch of all keys.
 pub fn everything(start_revision: i64) -> WatchCreateRequest {
     WatchCreateRequest { key: "\0".into(), range_end: "\0".into(), start_revision, ..Default::default() }
 }

@@ -5,8 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The program `name` of an etcd release: what the variable says, else what `scripts/fetch-etcd` unpacked, else what is
-/// on the PATH.
+/// Returns the path of an etcd program: the variable's value, else the one that `scripts/fetch-etcd` unpacked, else the
+/// one on the PATH.
 pub fn etcd_tool(name: &str, variable: &str) -> Option<PathBuf> {
     if let Some(path) = env::var_os(variable) {
         let path = PathBuf::from(path);

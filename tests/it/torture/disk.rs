@@ -1,4 +1,4 @@
-//! A small disk of the test's own, which can be filled.
+//! A small disk that a test can fill.
 
 use std::{
     fs::{self, File},
@@ -11,13 +11,13 @@ use tempfile::TempDir;
 
 static PIECE: [u8; 64 << 10] = [0; 64 << 10];
 
-/// A file system in memory, mounted for as long as this is held.
+/// A file system in memory that is unmounted on drop.
 pub struct Disk {
     folder: TempDir,
 }
 
 impl Disk {
-    /// None where this user may not mount.
+    /// Returns `None` if this user may not mount.
     pub fn mount(megabytes: usize) -> Option<Self> {
         let folder = tempfile::tempdir().expect("a temporary directory can be made");
         let size = format!("size={megabytes}m,mode=0755");
@@ -29,10 +29,10 @@ impl Disk {
         self.folder.path()
     }
 
-    /// Writes until nothing more fits.
+    /// Writes until the disk is full.
     pub fn fill(&self) {
         let mut file = File::options().create(true).append(true).open(self.filling()).expect("a file can be made");
-        // First in large pieces, then to the last byte.
+        // First in large chunks, then to the last byte.
         for piece in [&PIECE[..], &PIECE[..4_096], &PIECE[..1]] {
             while file.write_all(piece).is_ok() {}
         }
@@ -49,7 +49,7 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        // Lazily, as a process that was killed just now may not be gone yet.
+        // Lazily, because a process that was just killed may not be gone yet.
         let _ = Command::new("umount").arg("--lazy").arg(self.folder.path()).status();
     }
 }

@@ -1,4 +1,4 @@
-//! The table of faults, and how each is made and ends.
+//! The table of faults, and how each one starts and ends.
 
 use std::{path::Path, process::Command, time::Duration};
 
@@ -22,7 +22,7 @@ use super::{
 };
 use crate::support::{Client, DEADLINE, Random, Weather, eventually, http_get};
 
-/// What is around the store.
+/// The environment of the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ground {
     Plain,
@@ -34,7 +34,7 @@ pub enum Ground {
     LittleMemory,
 }
 
-/// Which way is meant.
+/// The affected link.
 #[derive(Clone, Copy, Debug)]
 pub enum Way {
     ToClients,
@@ -53,12 +53,12 @@ pub enum Kind {
     Delay(Way),
     Pause,
     DiskFull,
-    /// Of which files.
+    /// The affected files.
     SyncFails(i64),
-    /// Of which files, and how.
+    /// The affected files, and the kind of failure.
     WriteFails(i64, i64),
     SlowSync,
-    /// Seconds.
+    /// By this number of seconds.
     ClockJump(i64),
     NoDescriptors,
     NoMemory,
@@ -66,24 +66,24 @@ pub enum Kind {
 
 /// A row of the table.
 pub struct Fault {
-    /// That of its tests.
+    /// The name of its tests.
     pub name: &'static str,
-    /// For people.
+    /// A description for the report.
     pub what: &'static str,
     pub kind: Kind,
     pub ground: Ground,
-    /// How often it is made while the most frequent ones are made a thousand times.
+    /// Number of injections while the most frequent faults are injected 1,000 times.
     pub per_thousand: usize,
-    /// What Orlop's log says: one of these. Nothing where there is nothing to say or nobody to say it.
+    /// Orlop's log must contain one of these texts; empty if Orlop logs nothing or is not running.
     pub says: &'static [&'static str],
 }
 
 pub const OFTEN: usize = 1_000;
-/// A start of Postgres after it takes seconds.
+/// Less often, because a start of Postgres takes seconds.
 const SOMETIMES: usize = 250;
 const SELDOM: usize = 100;
 const HOUR: i64 = 3_600;
-/// How the standard library ends a process that has no memory for the thread which it begins: by a panic.
+/// The standard library panics with this text if there is no memory for a thread that it starts.
 pub const NO_ROOM_FOR_A_THREAD: &str = "failed to allocate an alternative stack";
 
 use Kind::*;
@@ -132,7 +132,7 @@ pub const FAULTS: &[Fault] = &[
     Fault { name: "no_memory", what: "no memory to be had", kind: NoMemory, ground: Ground::LittleMemory, per_thousand: SELDOM, says: &["memory allocation of", NO_ROOM_FOR_A_THREAD] },
 ];
 
-/// Makes the fault and ends it. Returns when, by the clients' clock, it was in effect.
+/// Injects the fault and ends it. Returns the time, on the clients' clock, at which it was in effect.
 pub async fn strike(kind: Kind, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
     match kind {
         Kill => {
@@ -236,15 +236,16 @@ async fn for_two_seconds(rig: &Rig, way: Way, weather: Weather, workload: &Workl
     since
 }
 
-/// A write beside the load's.
+/// Returns a write in addition to the workload.
 fn probe() -> PutRequest {
     PutRequest { key: "probe".into(), value: format!("{:<400}", 1).into(), ..Default::default() }
 }
 
-/// How long etcd is left on a full disk that it does not notice.
+/// Time for which etcd runs on a full disk without noticing it.
 const ETCD_FULL_NANOS: u64 = 3_000_000_000;
 
-/// Until a write is refused: by a definite answer on SQLite, where reads go on and the process lives.
+/// Fills the disk until a write is refused: on SQLite with a definite error, while reads continue and the process
+/// lives.
 async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
     let endpoint = rig.server().endpoint().to_owned();
     let pid = rig.server().pid();
@@ -257,9 +258,9 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
         let mut client = Client::try_connect(&endpoint).await.map_err(|error| error.to_string())?;
         match client.kv.put(probe()).await {
             Err(status) if status.code() == Code::ResourceExhausted => Ok(Some(status.message().to_owned())),
-            // Postgres may be on its way up and down.
+            // Postgres may be restarting.
             Err(_) if rig.target == Target::Postgres => Ok(None),
-            // Its WAL was given its room before.
+            // etcd preallocates its WAL.
             Ok(_) if rig.target == Target::Etcd && workload.now() - since > ETCD_FULL_NANOS => Ok(None),
             other => Err(format!("{other:?}; it logged {}", rig.servers[0].log_tail())),
         }
@@ -286,7 +287,7 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
     since
 }
 
-/// Waits until the preloaded library has done so `more` times more.
+/// Waits until the preloaded library has injected `more` more failures.
 async fn hits(rig: &mut Rig, field: Field, more: i64) {
     let before = rig.preload().get(field);
     let Rig { preload, servers, .. } = rig;
@@ -299,14 +300,15 @@ async fn hits(rig: &mut Rig, field: Field, more: i64) {
     .await;
 }
 
-/// The kernel says once that it could not write, and drops what it was to write: a later sync that succeeds must not count
-/// for it. Whether it does shows after a power cut.
+/// The kernel reports once that it could not write, and discards the data: a later sync that succeeds must not be taken
+/// for success. A power cut shows whether it was.
 async fn fail_syncs(files: i64, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
     rig.preload().set(Field::WriteBack, random.between(0, 50));
     rig.preload().set(Field::SyncErrno, EIO);
     rig.preload().set(Field::SyncFiles, files);
     let since = workload.now();
-    // Of the database's, which are rare and may be the only fault of a run, the second: by then the log tells the first.
+    // Syncs of the database are rare and may be the only fault of a run: the second one, because by then the log
+    // reports the first.
     hits(rig, Field::SyncsFailed, if files == WAL { random.between(1, 6) } else { 2 }).await;
     if random.chance(50) {
         rig.preload().set(Field::SyncFiles, 0);
@@ -335,7 +337,7 @@ async fn fail_writes(files: i64, errno: i64, rig: &mut Rig, workload: &Workload)
 const SHORT_TTL_SECS: i64 = 3;
 const LONG_TTL_SECS: i64 = 60;
 
-/// A lease that is kept alive outlives both jumps, and one that is not ends in its time, with its key.
+/// A lease that is kept alive survives both clock jumps, and one that is not expires on time, with its key.
 async fn jump(secs: i64, rig: &mut Rig) {
     let mut client = Client::connect(rig.server().endpoint()).await;
     let mut leases = Vec::new();
@@ -349,7 +351,8 @@ async fn jump(secs: i64, rig: &mut Rig) {
     let before = rig.preload().get(Field::ClocksShifted);
     for offset in [secs, 0] {
         rig.preload().set(Field::ClockSecs, offset);
-        // An answer over HTTP/1 has the date: what else the server does may never need it.
+        // Requests an HTTP/1 response, whose Date header needs the wall clock; without such a request the server may
+        // never read it.
         assert!(http_get(rig.server().endpoint(), "/version").await.header("date").is_some());
         let ttl = keep_alive(&mut client, leases[1]).await;
         assert_eq!(ttl, LONG_TTL_SECS, "the lease goes on when the clock is off by {offset} s");
@@ -379,7 +382,7 @@ async fn has_key(client: &mut Client, ttl: i64) -> bool {
     client.kv.range(range).await.expect("a range").into_inner().count == 1
 }
 
-/// Fewer than are in use: what is open stays so.
+/// Fewer than are in use; open descriptors stay open.
 const DESCRIPTORS: &str = "8";
 
 async fn exhaust_descriptors(rig: &mut Rig, workload: &Workload) -> u64 {
@@ -392,7 +395,7 @@ async fn exhaust_descriptors(rig: &mut Rig, workload: &Workload) -> u64 {
     since
 }
 
-/// Requests that come to nothing and are large, all at once.
+/// Sends large requests that have no effect, all at once.
 async fn demand_memory(endpoint: &str) {
     let Ok(client) = Client::try_connect(endpoint).await else { return };
     let never = Compare {
@@ -410,14 +413,14 @@ async fn demand_memory(endpoint: &str) {
         let (mut client, txn) = (client.clone(), txn.clone());
         asking.spawn(async move { client.kv.txn(txn).await.map(drop) });
     }
-    // They fail when the server ends, which is what they are for.
+    // They fail when the server ends, which is their purpose.
     while asking.join_next().await.is_some() {}
 }
 
 const LARGE_BYTES: usize = 1_400_000;
 const LARGE_REQUESTS: usize = 48;
 
-/// The process ends, as there is nothing that it could do, and is started again.
+/// The process ends, because it cannot continue without memory, and is started again.
 async fn exhaust_memory(rig: &mut Rig, workload: &Workload) -> u64 {
     limit(rig.server(), "as", "1048576");
     let endpoint = rig.server().endpoint().to_owned();

@@ -1,4 +1,4 @@
-//! Whether everything that was acknowledged is there and nothing that was refused is.
+//! Checks that every acknowledged write exists and no refused write does.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -16,7 +16,7 @@ use crate::{
     support::{Server, eventually},
 };
 
-/// What was looked at.
+/// Counts of the checked writes.
 #[derive(Debug, Default)]
 pub struct Judged {
     pub acknowledged: usize,
@@ -26,8 +26,8 @@ pub struct Judged {
 
 /// # Panics
 ///
-/// When something that was acknowledged is missing or other than it was, something that was refused is there, something that
-/// was unknown is there in part, or the watcher missed an event or saw one twice.
+/// If an acknowledged write is missing or changed, a refused write exists, a write with unknown outcome exists in part,
+/// or the watcher missed an event or received one twice.
 pub async fn judge(seen: Seen, endpoints: &Endpoints) -> Judged {
     let log = read_all(endpoints, seen.head).await;
     seen.watcher.check(&log, seen.head);
@@ -43,7 +43,7 @@ pub async fn judge(seen: Seen, endpoints: &Endpoints) -> Judged {
     judged
 }
 
-/// `orlop check` finds nothing.
+/// Requires that `orlop check` finds nothing.
 pub fn check_store(server: &Server) {
     let place = match server.datastore() {
         Some(endpoint) => endpoint.to_owned(),
@@ -58,12 +58,12 @@ pub fn check_store(server: &Server) {
 
 const SHARED: &str = "lin/";
 
-/// The load's events, and those of the keys that clients share.
+/// Separates the events of the writers' own keys from those of the shared keys.
 fn split(log: Log) -> (Log, Log) {
     log.into_iter().partition(|(_, events)| events.iter().all(|event| !event.key.starts_with(SHARED)))
 }
 
-/// What is there is what the events lead to.
+/// Checks that the current state is the result of the events.
 async fn check_state(log: &Log, head: i64, endpoints: &Endpoints) {
     let mut expected: BTreeMap<String, (u64, i64)> = BTreeMap::new();
     for event in log.values().flatten() {
@@ -87,7 +87,7 @@ async fn check_state(log: &Log, head: i64, endpoints: &Endpoints) {
     }
 }
 
-/// The load's writes: each key is written once, each transaction at one revision.
+/// Checks the writers' own keys: each key is written once, each transaction at one revision.
 fn check_writes(writes: &[Write], log: &Log) -> Result<Judged, String> {
     let mut judged = Judged::default();
     let mut events: HashMap<&str, Vec<(i64, Option<u64>)>> = HashMap::new();

@@ -1,4 +1,5 @@
-//! Faults of disk and clock inside a server's process: [preload.c](preload.c), built here and driven by a shared file.
+//! Disk and clock faults inside a server's process: [preload.c](preload.c), compiled here and controlled through a
+//! shared file.
 
 use std::{
     ffi::OsString,
@@ -10,7 +11,7 @@ use std::{
 
 use tempfile::TempDir;
 
-/// The numbers of the shared file, in the order of `enum field` in preload.c.
+/// The fields of the shared file, in the order of `enum field` in preload.c.
 #[derive(Clone, Copy, Debug)]
 pub enum Field {
     SyncFiles,
@@ -26,7 +27,7 @@ pub enum Field {
     ClocksShifted,
 }
 
-/// Which files are meant, as bits.
+/// The affected files, as a bit mask.
 pub const WAL: i64 = 1;
 pub const DATABASE: i64 = 2;
 
@@ -36,7 +37,7 @@ pub const ENOSPC: i64 = 28;
 const FIELD_BYTES: u64 = 8;
 const CONTROL_BYTES: u64 = 4_096;
 
-/// The built library with its shared file, and what a power cut would leave.
+/// The compiled library with its shared file, and the data that a power cut would leave.
 pub struct Preload {
     home: TempDir,
     control: File,
@@ -56,7 +57,7 @@ impl Preload {
         let control = File::options().read(true).write(true).create_new(true).open(path).expect("a file can be made");
         control.set_len(CONTROL_BYTES).expect("a file can be made longer");
         fs::create_dir(home.path().join("shadow")).expect("a folder can be made");
-        // Whoever the server runs as.
+        // The server may run as another user.
         for path in [home.path().to_owned(), home.path().join("control"), home.path().join("preload.so")] {
             let opened = Command::new("chmod").arg("a+rwX").arg(path).status();
             assert!(opened.is_ok_and(|status| status.success()), "the library can be used by others");
@@ -64,7 +65,7 @@ impl Preload {
         Self { home, control }
     }
 
-    /// What a process needs to be under it.
+    /// Returns the environment variables that load the library into a process.
     pub fn environment(&self) -> Vec<(String, OsString)> {
         let path = |name: &str| self.home.path().join(name).into_os_string();
         vec![
@@ -84,18 +85,18 @@ impl Preload {
         i64::from_le_bytes(bytes)
     }
 
-    /// Makes the files in `data` what a power cut would have left of them. Their server must be gone.
+    /// Replaces the files in `data` by what a power cut would have left. Their server must have ended.
     pub fn cut_power(&self, data: &Path) {
         for name in ["orlop.db", "orlop.db-wal"] {
             let (left, file): (PathBuf, PathBuf) = (self.home.path().join("shadow").join(name), data.join(name));
             if left.exists() {
                 fs::copy(left, file).expect("a file can be written");
             } else {
-                // Nothing of it was ever synced. It may not be there at all.
+                // Nothing in it was ever synced. It may not exist.
                 let _ = fs::remove_file(file);
             }
         }
-        // It is never synced; SQLite builds it anew.
+        // It is never synced; SQLite rebuilds it.
         let _ = fs::remove_file(data.join("orlop.db-shm"));
     }
 }

@@ -1,22 +1,23 @@
-//! What a fault did, as a line for people and a row for docs/explanation/faults.md.
+//! The effect of a fault, as a printed line and as a row for docs/explanation/faults.md.
 
 use std::{env, fs::File, io::Write as _, time::Duration};
 
 use super::judge::Judged;
 
-/// One fault on one store, made so many times.
+/// One fault on one store, injected `times` times.
 pub struct Report<'a> {
     pub fault: &'a str,
     pub target: &'a str,
     pub times: usize,
     pub judged: Judged,
-    /// How long clients waited, each time.
+    /// How long clients waited after each injection.
     pub waits: Vec<Duration>,
 }
 
 impl Report<'_> {
-    /// Prints it and, where `ORLOP_TORTURE_REPORT` names a file, adds a row to it: fault, store, times, acknowledged, refused,
-    /// unknown, lost, and the median and the longest wait in milliseconds, between tabs. Nothing is lost where this is reached.
+    /// Prints it and, if `ORLOP_TORTURE_REPORT` names a file, appends a tab-separated row: fault, store, times,
+    /// acknowledged, refused, unknown, lost, and the median and the longest wait in milliseconds. A run that loses a
+    /// write fails before it gets here.
     pub fn publish(mut self) {
         self.waits.sort_unstable();
         let [median, longest] = [self.waits.len() / 2, self.waits.len() - 1].map(|at| self.waits[at]);

@@ -1,4 +1,4 @@
-//! One store with everything around it that can be made to fail.
+//! One store with all surrounding components that can fail.
 
 use std::{os::unix::fs::PermissionsExt as _, process::Command, time::Duration};
 
@@ -12,13 +12,13 @@ use super::{
 };
 use crate::support::{Fsync, Link, Place, Postgres, Server};
 
-/// Clients come through within this long of the end of a fault, or the test fails.
+/// Maximum time until every client succeeds again after the end of a fault.
 const THROUGH_MAX: Duration = Duration::from_secs(60);
 /// Less than Orlop reserves for its WAL if it can.
 const DISK_MEGABYTES: usize = 32;
-/// More than etcd does.
+/// More than etcd reserves.
 const ETCD_DISK_MEGABYTES: usize = 96;
-/// Postgres takes so much more before the first row.
+/// Postgres needs this much before the first row.
 const POSTGRES_DISK_MEGABYTES: usize = 192;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,22 +38,22 @@ impl Target {
     }
 }
 
-/// Clients reach the servers over links, and those a Postgres over another. Fields are dropped in their order.
+/// Clients reach the servers over links, and the servers reach Postgres over another one. Fields are dropped in order.
 pub struct Rig {
     pub target: Target,
     pub servers: Vec<Server>,
-    /// One a server.
+    /// One per server.
     pub clients: Vec<Link>,
-    /// The way to the database.
+    /// The link to the database.
     pub database: Option<Link>,
-    /// A cluster of the test's own.
+    /// A separate cluster.
     pub postgres: Option<Postgres>,
     pub preload: Option<Preload>,
     pub disk: Option<Disk>,
 }
 
 impl Rig {
-    /// None where something is missing on this machine.
+    /// Returns `None` if this machine lacks something.
     pub async fn build(fault: &Fault, target: Target) -> Option<Self> {
         let preload = matches!(fault.ground, Ground::Preload | Ground::DatabaseUnderPreload).then(Preload::build);
         let disk = match fault.ground {
@@ -64,7 +64,7 @@ impl Rig {
                     Target::Postgres => POSTGRES_DISK_MEGABYTES,
                 };
                 let Some(disk) = Disk::mount(size) else {
-                    // Not a failure: the same is made in the process as well.
+                    // Not a failure: the same fault is also injected inside the process.
                     println!("skipped: no right to mount a disk");
                     return None;
                 };
@@ -95,11 +95,11 @@ impl Rig {
         Some(rig)
     }
 
-    /// On the disk, as its syncs are a part of what is looked at.
+    /// On the disk, because the test covers its syncs.
     fn place(&self, fault: &Fault) -> Place {
         let environment = match &self.preload {
             Some(preload) if fault.ground == Ground::Preload => preload.environment(),
-            // Otherwise the allocator has a gigabyte of addresses in hand.
+            // Otherwise the allocator reserves a gigabyte of address space.
             _ if fault.ground == Ground::LittleMemory => vec![("MIMALLOC_ARENA_RESERVE".to_owned(), "32768".into())],
             _ => Vec::new(),
         };
@@ -112,7 +112,7 @@ impl Rig {
         Place { folder: Some(std::env::temp_dir()), data, environment }
     }
 
-    /// An endpoint that leads over a link.
+    /// Returns an endpoint that leads over a link.
     async fn take_database(&mut self, fault: &Fault) -> Option<String> {
         let (datastore, port) = match fault.ground {
             Ground::OwnPostgres | Ground::SmallDisk | Ground::DatabaseUnderPreload => {
@@ -157,13 +157,13 @@ impl Rig {
         self.postgres.as_ref().expect("the ground is so")
     }
 
-    /// Starts a server that is gone, and leads its clients there.
+    /// Starts a stopped server again, and directs its clients to it.
     pub async fn restart(&mut self, number: usize) {
         self.servers[number].restart().await;
         self.clients[number].lead_to(port(&self.servers[number]));
     }
 
-    /// Waits until every client was answered what it asked from now on.
+    /// Waits until every client has a response to a request sent after this call.
     pub async fn all_through(&mut self, workload: &Workload) {
         let since = workload.now();
         let deadline = Instant::now() + THROUGH_MAX;
@@ -171,7 +171,7 @@ impl Rig {
             for number in 0..self.servers.len() {
                 let server = &mut self.servers[number];
                 if !server.runs() {
-                    // etcd does so when it cannot write its database, which it may notice late.
+                    // etcd exits when it cannot write its database, which it may notice late.
                     let may_end = self.target == Target::Etcd && self.disk.is_some();
                     assert!(may_end, "a server ended by itself; it logged:\n{}", server.log_tail());
                     self.restart(number).await;
@@ -194,7 +194,7 @@ fn port(server: &Server) -> u16 {
     port.expect("an endpoint ends with its port")
 }
 
-/// What a server's limit of a resource is set to. The hard limit stays.
+/// Sets a server's soft limit of a resource; the hard limit stays.
 pub fn limit(server: &Server, resource: &str, soft: &str) {
     let (pid, limit) = (server.pid().to_string(), format!("--{resource}={soft}:"));
     let limited = Command::new("prlimit").args(["--pid", &pid, &limit]).status();

@@ -1,9 +1,9 @@
-//! What the clients do all the while, and what they were told.
+//! The clients of a run and the responses that they received.
 //!
-//! Half of them are those of the linearizability test: they put, swap, read and delete a few keys that they share. The others
-//! make the load: they write keys of their own, every third time two in one transaction, as fast as they are answered. All
-//! of them do with an error what etcd's clients do: a read is made again, a write that may have happened is not, and a
-//! connection that broke is made again soon, to the next endpoint if there are several. A watcher follows everything.
+//! Half of them are those of the linearizability test: they put, swap, read and delete a few shared keys. The others
+//! write keys of their own, every third time two in one transaction, each as soon as the last write is answered. All of
+//! them handle errors as etcd's clients do: a read is retried, a write that may have been applied is not, and a broken
+//! connection is soon replaced by one to the next endpoint. A watcher follows everything.
 
 use std::{
     sync::{Arc, Mutex, atomic::Ordering},
@@ -27,20 +27,20 @@ use crate::{
 
 const SHARING_CLIENTS: usize = 4;
 const LOAD_CLIENTS: usize = 4;
-/// Values are numbers, made this long.
+/// Length of a value; its content is a number, padded.
 const VALUE_BYTES: usize = 400;
 
-/// What became of a write.
+/// The outcome of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
     Written(i64),
-    /// It must not have happened.
+    /// It must not have been applied.
     Refused,
-    /// It may have.
+    /// It may have been applied.
     Unknown,
 }
 
-/// A write of one or two keys of its own.
+/// A write of one or two keys that only its client writes.
 #[derive(Clone, Debug)]
 pub struct Write {
     pub keys: Vec<String>,
@@ -50,7 +50,7 @@ pub struct Write {
     pub ended: u64,
 }
 
-/// The clients and the watcher, at work.
+/// The running clients and the watcher.
 pub struct Workload {
     started: Instant,
     endpoints: Endpoints,
@@ -62,7 +62,7 @@ pub struct Workload {
     end: watch::Sender<Option<i64>>,
 }
 
-/// All that they saw.
+/// Everything that they recorded.
 pub struct Seen {
     pub shared: Vec<Vec<Entry>>,
     pub load: Vec<Vec<Write>>,
@@ -94,12 +94,12 @@ impl Workload {
         Self { started, endpoints, progress, sharing, load, watcher, stop, end }
     }
 
-    /// The time by the clients' clock.
+    /// Returns the time in nanoseconds on the clients' clock.
     pub fn now(&self) -> u64 {
         nanoseconds(self.started.elapsed())
     }
 
-    /// How many clients were answered what they asked at `since` or later.
+    /// Returns the number of clients with a response to a request that was sent at `since` or later.
     pub fn through_since(&self, since: u64) -> usize {
         self.progress.iter().filter(|progress| progress.load(Ordering::Relaxed) > since).count()
     }
@@ -112,7 +112,7 @@ impl Workload {
         &self.endpoints
     }
 
-    /// Ends the clients, and the watcher when it has seen everything.
+    /// Stops the clients, and the watcher once it has received everything.
     pub async fn finish(self) -> Seen {
         self.stop.send_replace(true);
         let (mut shared, mut load) = (Vec::new(), Vec::new());
@@ -130,7 +130,7 @@ impl Workload {
 }
 
 impl Seen {
-    /// For each client, how long after `since` it was first answered what it had asked after it.
+    /// Returns for each client the time from `since` to its first response to a request sent after `since`.
     pub fn waits(&self, since: u64) -> Vec<Duration> {
         let shared = self.shared.iter().map(|entries| first_end(entries.iter().map(Entry::span), since));
         let load = self.load.iter().map(|writes| {
@@ -149,7 +149,7 @@ fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).expect("a run is shorter than centuries")
 }
 
-/// One client of those that make the load.
+/// One client that writes its own keys.
 struct Writer {
     number: usize,
     endpoint: usize,
@@ -187,7 +187,7 @@ impl Writer {
             }
             let told = match answer.unwrap_or(Err(Failure::Unknown)) {
                 Ok(revision) => {
-                    // A transaction goes another way than a put: a client is through when both are.
+                    // A transaction takes another path than a put: a client has recovered when both succeed.
                     if keys.len() > 1 {
                         self.progress.store(began, Ordering::Relaxed);
                     }
@@ -196,7 +196,7 @@ impl Writer {
                 }
                 Err(failure) => {
                     self.endpoint += 1;
-                    // As etcd's client waits before it tries again.
+                    // The retry interval of etcd's client.
                     sleep(Duration::from_millis(25)).await;
                     if matches!(failure, Failure::Refused) { Told::Refused } else { Told::Unknown }
                 }

@@ -1,5 +1,5 @@
-//! A naive store: every change in one list, every question answered by a scan of it. It follows the semantics of etcd word
-//! for word, so that what the other tests compare with can be read beside them.
+//! A naive store: a list of all changes that every request scans. It follows etcd's documentation literally, so that
+//! the reference for the other tests can be verified by reading.
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
@@ -36,7 +36,7 @@ impl Pair {
     }
 }
 
-/// A change; `None`: a delete.
+/// A change; a pair of `None` is a delete.
 #[derive(Clone, Debug)]
 pub struct Row {
     pub id: RowId,
@@ -54,7 +54,7 @@ pub struct Model {
     pub compact_revision: Option<Revision>,
     pub leases: BTreeMap<LeaseId, i64>,
     pub lease_changes: Vec<LeaseChange>,
-    /// Where the rows of the transaction that runs begin.
+    /// Index of the first row of the current transaction.
     txn: usize,
 }
 
@@ -72,7 +72,7 @@ impl Model {
         }
     }
 
-    /// One that holds these pairs at `head`.
+    /// Returns a model that holds these pairs at `head`.
     pub fn of(pairs: Vec<Pair>, head: Revision, leases: impl Iterator<Item = LeaseId>) -> Self {
         let row = |pair: Pair| Row {
             id: pair.version.row,
@@ -85,7 +85,7 @@ impl Model {
         Self { rows, head, leases: leases.map(|id| (id, 0)).collect(), ..Self::new() }
     }
 
-    // Requests. One that fails may leave the model half changed.
+    // Requests. A failed request may leave the model half changed.
 
     pub fn put(&mut self, put: &PutRequest) -> Result<PutResponse> {
         self.begin();
@@ -151,7 +151,7 @@ impl Model {
 
     // Reads.
 
-    /// The live pairs after everything that was done, in the order of their keys.
+    /// Returns the live pairs after all changes, in the order of their keys.
     pub fn live(&self) -> Vec<Pair> {
         self.live_at(Revision(i64::MAX))
     }
@@ -174,7 +174,7 @@ impl Model {
         self.live().into_iter().filter(|pair| pair.lease == Some(id)).map(|pair| pair.key).collect()
     }
 
-    // A transaction's changes share a revision.
+    // All changes of a transaction share a revision.
 
     fn begin(&mut self) {
         self.txn = self.rows.len();
@@ -196,7 +196,7 @@ impl Model {
         self.rows.push(Row { id, key, pair, prev, prev_lease });
     }
 
-    // What is checked before anything is done.
+    // The checks that precede every change.
 
     fn check_lease(&self, put: &PutRequest) -> Result<()> {
         match put.lease {
@@ -210,7 +210,7 @@ impl Model {
         if keeps && self.get(&put.key).is_none() { Err(Error::KeyNotFound) } else { Ok(()) }
     }
 
-    /// The operations that run, those of nested transactions in their place.
+    /// Returns the operations that are executed, with those of nested transactions in place.
     fn executed<'a>(&self, txn: &'a TxnRequest) -> Vec<&'a Op> {
         let mut ops = Vec::new();
         for op in self.branch(txn) {
@@ -305,7 +305,7 @@ impl Model {
     }
 }
 
-/// `None` for a target that is no number.
+/// Returns `None` if the target is not a number.
 fn compare_numbers(compare: &Compare, [version, create, modified, lease]: [i64; 4]) -> Option<bool> {
     let relation = compare.relation;
     match compare.target {
@@ -328,8 +328,8 @@ fn related<T: Ord>(relation: Relation, left: &T, right: &T) -> bool {
     }
 }
 
-/// What a range answers with, of all the pairs in it. Pairs that a sort does not tell apart stay in the order of their
-/// keys; etcd promises none.
+/// Returns the response to a range, given all pairs in it. Pairs that are equal in the sort target stay in the order of
+/// their keys; etcd guarantees no order.
 pub fn select(mut pairs: Vec<Pair>, range: &RangeRequest, revision: Revision) -> RangeResponse {
     let count = pairs.len();
     if range.projection == Projection::CountOnly {

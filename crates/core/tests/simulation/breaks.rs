@@ -1,5 +1,5 @@
-//! What breaks a run: instances are killed, stopped and paused wherever they stand, the database is restarted, and
-//! notifications stay away.
+//! Injects faults: instances are killed, stopped and paused at any point, the database is restarted, and notifications
+//! are lost.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -15,7 +15,7 @@ use super::{
     world::World,
 };
 
-/// Until all shall be well. What was broken by then is mended by those who broke it.
+/// Runs until the end of the fault phase. Active faults are ended by the tasks that started them.
 pub(super) async fn break_things(world: Rc<World>) {
     loop {
         sleep(millis(world.profile.breaks / 10, world.profile.breaks)).await;
@@ -31,7 +31,7 @@ pub(super) async fn break_things(world: Rc<World>) {
                 world.mend(async move {
                     let world = on;
                     sleep(millis(0, 4_000)).await;
-                    // It may have been killed again, and started.
+                    // It may have been killed and started again.
                     let is_down = world.instances[place].borrow().group == group;
                     if is_down {
                         world.start(place);
@@ -49,7 +49,7 @@ pub(super) async fn break_things(world: Rc<World>) {
                         store.stop().await;
                         let _ = stopped.send(());
                     });
-                    // Who does not end by itself is killed, as by an init system.
+                    // An instance that does not stop in time is killed, as an init system does.
                     let _ = timeout(Duration::from_secs(15), is_stopped).await;
                     if world.instances[place].borrow().group == group {
                         world.kill(place);
@@ -85,7 +85,7 @@ impl World {
         });
     }
 
-    /// Mends what was broken.
+    /// Ends a fault later.
     fn mend(self: &Rc<Self>, mend: impl Future<Output = ()> + 'static) {
         self.broken.set(self.broken.get() + 1);
         let world = Rc::clone(self);
@@ -108,7 +108,7 @@ impl World {
         });
     }
 
-    /// An instance hears nothing for a while.
+    /// An instance receives no notifications for a while.
     fn deafen(self: &Rc<Self>, place: usize, time: Duration) {
         let run = self.instances[place].borrow().group;
         let Some(told) = self.database.lock().listeners.get_mut(&run).and_then(Option::take) else { return };

@@ -1,4 +1,4 @@
-//! What clients ask for, at random.
+//! Random requests of clients.
 
 use bytes::Bytes;
 
@@ -48,7 +48,7 @@ pub(super) enum Answer {
 }
 
 impl Call {
-    /// `number` is what its values are told by, `head` about where the log stands.
+    /// Returns a random request. `number` identifies its values, and `head` is near the current revision.
     pub fn draw(number: usize, head: Revision) -> Self {
         match below(100) {
             0..34 => Self::Put(put(&format!("{number}."), pick(&KEYS))),
@@ -66,19 +66,19 @@ impl Call {
         }
     }
 
-    /// A put that nothing refuses.
+    /// Returns a put that is always valid.
     pub fn plain_put(number: usize) -> Self {
         let key = Bytes::from_static(b"a");
         let value = PutValue::New(format!("{number}.").into());
         Self::Put(PutRequest { key, value, lease: PutLease::Set(None), prev_kv: false })
     }
 
-    /// All keys, as they are.
+    /// Returns a list of all keys at the current revision.
     pub fn list() -> Self {
         Self::Range(RangeRequest { range: KeyRange::all(), ..latest() })
     }
 
-    /// Whether it may add a revision.
+    /// Returns whether the request may make a revision.
     pub fn writes(&self) -> bool {
         match self {
             Self::Put(_) | Self::Delete(_) | Self::Txn(_) | Self::Revoke(_) => true,
@@ -147,7 +147,7 @@ fn read(head: Revision) -> RangeRequest {
     }
 }
 
-/// Its operations are on keys of their own, as `api` sees to.
+/// The operations use distinct keys, as `api` ensures.
 fn txn(number: usize, head: Revision) -> TxnRequest {
     let targets = [
         CompareTarget::Version(between(0, 3)),

@@ -1,5 +1,5 @@
-//! The simulated database: what Postgres's functions (`migrations/postgres`) do, or SQLite's statements, each at one
-//! moment. Whether and when a call gets here and its answer back is the business of [`super::log`].
+//! The simulated database: each function does atomically what a function of Postgres (`migrations/postgres`) or a
+//! statement of SQLite does. [`super::log`] decides whether and when a call and its response arrive.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -17,10 +17,10 @@ use orlop_core::{
     types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId},
 };
 
-/// A silence of all instances that is longer than this does not count against leases.
+/// If no instance connects for longer than this, the time does not count against leases.
 const SILENCE_FREE: Duration = Duration::from_secs(2);
 
-/// Who appends.
+/// The processes that append.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sharing {
     /// One process, as with SQLite.
@@ -29,20 +29,20 @@ pub(super) enum Sharing {
     Shared,
 }
 
-/// Chances in a thousand calls.
+/// Probabilities per 1,000 calls.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Faults {
-    /// It fails and nothing was done.
+    /// The call fails and nothing is applied.
     pub refused: usize,
-    /// It was done, or will be, or not, and the answer is lost.
+    /// The call may be applied, now or later, and its response is lost.
     pub lost: usize,
-    /// It takes up to seconds.
+    /// The call takes up to some seconds.
     pub slow: usize,
     /// A notification is lost.
     pub unheard: usize,
 }
 
-/// What becomes durable together, of a caller who may be gone by then.
+/// Everything that one append makes durable; owned, because the caller may be gone by then.
 pub(super) struct Owned {
     expected: Position,
     changes: Vec<Change>,
@@ -82,9 +82,9 @@ pub(super) struct Database {
     pub faults: Faults,
     pub is_up: bool,
     pub server: i64,
-    /// Under which all append.
+    /// The lock that every append holds.
     pub lock: Arc<AsyncMutex<()>>,
-    /// Of each run of an instance, who hears of appends; `None` while its connection is broken.
+    /// The notification channel of each run of an instance; `None` while its connection is broken.
     pub listeners: BTreeMap<u64, Option<watch::Sender<Revision>>>,
     rows: BTreeMap<RowId, Change>,
     leases: BTreeMap<LeaseId, Lease>,
@@ -115,7 +115,7 @@ impl Database {
         }
     }
 
-    /// Nothing that is under way is done any more.
+    /// Cancels everything in progress.
     pub fn restart(&mut self) {
         self.server += 1;
         self.lock = Arc::default();
@@ -150,7 +150,7 @@ impl Database {
         Appended::Done
     }
 
-    /// `None` if a lease is to expire whose time is not over.
+    /// Returns `None` if a lease would expire early.
     fn leases_after(&self, changes: &[LeaseChange]) -> Option<BTreeMap<LeaseId, Lease>> {
         let now = Instant::now();
         let (mut leases, mut granted) = (self.leases.clone(), Vec::new());
@@ -174,7 +174,7 @@ impl Database {
         Some(leases)
     }
 
-    /// Tells of the head, sooner or later, in any order, or not at all.
+    /// Notifies instances of the current revision, after a random delay, in any order, or not at all.
     fn notify(&self) {
         let head = self.truth.head;
         for told in self.listeners.values().flatten() {
@@ -212,7 +212,7 @@ impl Database {
         }
     }
 
-    /// All rows as they are, as a database gives them.
+    /// Returns all rows, as a database stores them.
     pub fn rows(&self) -> Vec<Change> {
         self.rows.values().map(|change| self.read(change, WithPrev::No)).collect()
     }
@@ -235,7 +235,7 @@ impl Database {
         page
     }
 
-    /// A row names the revision of what it replaced, not the place in it nor the lease.
+    /// A row contains the revision of the row that it replaced, but not its index in that revision or its lease.
     fn read(&self, change: &Change, with_prev: WithPrev) -> Change {
         let prev = change.prev.as_ref().map(|prev| {
             let kv = if with_prev == WithPrev::Yes { self.value(prev.row) } else { None };
@@ -251,7 +251,7 @@ impl Database {
         }
     }
 
-    /// Returns false if it knows of no such compaction, or is another server.
+    /// Returns false if the compaction is unknown, or was made by another server.
     pub fn purge(&mut self, rows: &[RowId], compacted: Revision, server: i64) -> bool {
         let knows = self.truth.compact_revision >= Some(compacted);
         if self.sharing == Sharing::Shared && (server != self.server || !knows) {

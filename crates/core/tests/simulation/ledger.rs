@@ -1,5 +1,6 @@
-//! What clients were answered, held against the truth: that acknowledged changes are in the log as they were asked for,
-//! refused ones are not, and that reads show one moment, never one before what anyone had seen when they began.
+//! Compares responses with the truth: acknowledged changes are in the log as requested, refused ones are not, and a
+//! read shows the state at one revision, which is never older than the newest revision that any client had seen when
+//! the read started.
 
 use std::collections::BTreeMap;
 
@@ -21,12 +22,12 @@ use orlop_core::{
 
 #[derive(Default)]
 pub(super) struct Ledger {
-    /// The newest revision that an answer or an event has shown to anyone.
+    /// The newest revision in any response or event so far.
     shown: Revision,
-    /// The newest compaction that was acknowledged.
+    /// The newest acknowledged compaction.
     compacted: Option<Revision>,
     asked: Vec<Asked>,
-    /// The request that each revision was acknowledged to.
+    /// The request to which each revision was acknowledged.
     claims: BTreeMap<Revision, usize>,
     pub answers: [usize; 3],
 }
@@ -43,7 +44,7 @@ struct Asked {
 enum CameTo {
     Done,
     Refused,
-    /// Nobody knows.
+    /// The outcome is unknown.
     Unknown,
 }
 
@@ -57,19 +58,19 @@ impl Ledger {
         self.shown = self.shown.max(revision);
     }
 
-    /// Takes note of a request that is about to be sent, and gives it a number.
+    /// Records a request that is about to be sent, and returns its number.
     pub fn ask(&mut self, call: Call) -> usize {
         let (at, shown, compacted) = (Instant::now(), self.shown, self.compacted);
         self.asked.push(Asked { call, at, shown, compacted, came_to: CameTo::Unknown });
         self.asked.len() - 1
     }
 
-    /// The number that the next request is given.
+    /// Returns the number of the next request.
     pub fn next(&self) -> usize {
         self.asked.len()
     }
 
-    /// Checks what a request came to; `None`: the client does not know.
+    /// Checks the response to a request; `None` means that the outcome is unknown.
     pub fn answered(&mut self, number: usize, outcome: Option<Result<Answer, Error>>, truth: &mut Truth) {
         let came_to = match outcome {
             None | Some(Err(Error::OutcomeUnknown)) => CameTo::Unknown,
@@ -158,7 +159,7 @@ impl Ledger {
         self.show(revision, truth);
     }
 
-    /// A revision is acknowledged to one request, and holds what that changes.
+    /// A revision is acknowledged to one request and holds exactly that request's changes.
     fn claim(&mut self, number: usize, revision: Revision, rows: &[Row], truth: &Truth) {
         let call = &self.asked[number].call;
         assert!(truth.has_exactly(rows), "{call:?} is acknowledged at {revision}, where the log has something else");
@@ -209,7 +210,7 @@ impl Ledger {
         self.show(answer.revision, truth);
     }
 
-    /// At the end: nothing is in the log that nobody asked for, and nothing that was refused.
+    /// At the end the log must contain only requested changes and no refused one.
     pub fn check_all(&self, truth: &Truth) {
         let is_unknown = |asked: &&Asked| asked.came_to == CameTo::Unknown && asked.call.writes();
         let unknown = self.asked.iter().filter(is_unknown).count();
@@ -244,7 +245,7 @@ fn check_leases(ids: &[LeaseId], since: Instant, truth: &Truth) {
     }
 }
 
-/// The request that a value was made for.
+/// Returns the request that wrote a value.
 fn tag(value: &[u8]) -> Option<usize> {
     std::str::from_utf8(value).ok()?.split('.').next()?.parse().ok()
 }

@@ -1,5 +1,5 @@
-//! One instance's way to the simulated database: calls that take their time, fail before or behind what they do, and
-//! commits that land after the caller was told that nobody knows.
+//! One instance's connection to the simulated database: calls take time, fail before or after they are applied, and
+//! some commits land after the caller was told that the outcome is unknown.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,9 +22,9 @@ use orlop_core::{
     types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
 
-/// Longer than this no answer is waited for.
+/// Timeout of a call.
 const ANSWER_MAX: Duration = Duration::from_secs(5);
-/// A turn to append that is not used for so long is ended by the server, with the connection.
+/// The server closes a connection that holds the append lock idle for longer than this.
 const TURN_MAX: Duration = Duration::from_secs(2);
 
 pub(super) struct SimulatedLog {
@@ -37,7 +37,7 @@ pub(super) struct SimulatedLog {
     turn: Arc<Mutex<Turn>>,
 }
 
-/// What the connection that appends holds.
+/// The append lock, as the connection that appends holds it.
 enum Turn {
     None,
     Held {
@@ -45,15 +45,15 @@ enum Turn {
         server: i64,
         number: u64,
     },
-    /// The server ended it, and the connection.
+    /// The server has closed the connection.
     Lost,
 }
 
-/// What becomes of an append.
+/// The outcome of an append.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Answered,
-    /// It is done or not by chance, at once or later, and the answer is lost.
+    /// Applied or not, at once or later; the response is lost.
     Lost,
     Refused,
 }
@@ -69,7 +69,7 @@ impl SimulatedLog {
         Self { database: Arc::clone(database), sharing, member, run, poll_interval, told, turn }
     }
 
-    /// The way to the database or back.
+    /// The network delay in one direction.
     async fn way(&self) {
         let is_slow = random::permille(self.database.lock().faults.slow);
         match random::below(10) {
@@ -112,7 +112,7 @@ impl SimulatedLog {
         }
     }
 
-    /// Within this process, as SQLite is: what it was told to do ends with it.
+    /// An append within this process, as with SQLite: it is lost if the process is killed.
     async fn append_own(&self, append: Owned) -> Result<Appended> {
         let fate = self.fate();
         let is_done = fate == Fate::Answered || (fate == Fate::Lost && random::percent(50));
@@ -126,7 +126,7 @@ impl SimulatedLog {
         Err(Error::OutcomeUnknown("disk I/O error".to_owned()))
     }
 
-    /// By a statement that the server works on, whatever becomes of who sent it.
+    /// An append as a statement that the server executes even if the client is gone.
     async fn append_shared(&self, append: Owned, turn: Turn) -> Result<Appended> {
         let fate = self.fate();
         if fate == Fate::Refused {
@@ -143,7 +143,7 @@ impl SimulatedLog {
         }
         let (answer, answered) = oneshot::channel();
         let database = Arc::clone(&self.database);
-        // A statement may linger at the server, or before it.
+        // A statement may be delayed in the network or in the server.
         let lingers = if fate == Fate::Lost && random::percent(50) { random::millis(1, 4_000) } else { Duration::ZERO };
         scheduler::spawn_in(scheduler::DATABASE, async move {
             sleep(lingers).await;
@@ -211,7 +211,7 @@ impl Log for SimulatedLog {
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
         let turn = std::mem::replace(&mut *self.turn.lock(), Turn::None);
         if append.is_empty() {
-            // Nothing but a turn to give back.
+            // Nothing to do except to release the lock.
             self.way().await;
             return match turn {
                 Turn::Held { .. } | Turn::None => Ok(Appended::Done),
@@ -248,7 +248,7 @@ impl Log for SimulatedLog {
     }
 
     async fn close(&self) {
-        // Who cannot sign off is missed after a while.
+        // An instance that cannot leave is considered gone after a while.
         let _ = self.ask(|database| database.leave(self.member.id, self.run)).await;
     }
 

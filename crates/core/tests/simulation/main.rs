@@ -1,5 +1,5 @@
-//! The core under simulation: stores on a log that delays, refuses and loses, in a time that passes when nobody has
-//! anything to do, every chance drawn from one seed.
+//! The core under simulation: stores on a log that delays, refuses and loses calls, under a clock that advances only
+//! when all tasks wait, with every random choice drawn from one seed.
 //!
 //! ```text
 //! clients ──▶ Store (writer, applier, index, hub, leases, compactor) ──▶ SimulatedLog ──▶ Database ──▶ Truth
@@ -7,11 +7,11 @@
 //!    └──────────────────────── every answer and event is held against ─────────────────────────────────▶ ever
 //! ```
 //!
-//! [`scheduler`] polls one task at a time, drawn among those that are woken; instances are paused and killed wherever
-//! their tasks stand. What is under test is the store as it is: of its own it knows only where its tasks are started
-//! ([`orlop_core::store::tasks`]). gRPC, SQL and the disk are not simulated; `tests/it` has them.
+//! [`scheduler`] polls one random woken task at a time; instances are paused and killed at any await point. The store
+//! under test is unmodified, except that [`orlop_core::store::tasks`] starts its tasks in the simulation. gRPC, SQL and
+//! the disk are not simulated; `tests/it` covers them.
 //!
-//! A run that fails names its seed, and `ORLOP_SEED=N just simulate` repeats it step by step.
+//! A failed run prints its seed, and `ORLOP_SEED=N just simulate` repeats it with a trace.
 
 mod breaks;
 mod calls;
@@ -37,13 +37,13 @@ use std::{
 
 use self::{scheduler::Report, world::Tally};
 
-/// Runs where nothing says how many.
+/// Default number of runs.
 const RUNS: u64 = 100;
 
-/// Whether what happens is printed.
+/// Whether to print a trace.
 static IS_TOLD: AtomicBool = AtomicBool::new(false);
 
-/// Prints what happens, if one run alone is looked at.
+/// Prints a step of the trace if a single run is repeated.
 fn tell(what: impl FnOnce() -> String) {
     if IS_TOLD.load(Ordering::Relaxed) {
         eprintln!("{:>10.3?} {}", scheduler::elapsed(), what());

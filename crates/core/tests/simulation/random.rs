@@ -1,4 +1,4 @@
-//! All chance of a run, from its seed: one stream of numbers (SplitMix64), drawn from by whoever is polled.
+//! All random choices of a run: one stream of numbers (SplitMix64) from its seed, shared by all tasks.
 
 use std::{cell::Cell, time::Duration};
 
@@ -18,12 +18,12 @@ fn next() -> u64 {
     mixed ^ (mixed >> 31)
 }
 
-/// In [0, bound).
+/// Returns a number in [0, bound).
 pub(super) fn below(bound: usize) -> usize {
     usize::try_from(next() % bound as u64).expect("below a usize")
 }
 
-/// In [low, high].
+/// Returns a number in [low, high].
 pub(super) fn between(low: i64, high: i64) -> i64 {
     low + i64::try_from(next() % (high - low + 1).cast_unsigned()).expect("below an i64")
 }
@@ -40,7 +40,7 @@ pub(super) fn pick<T: Clone>(from: &[T]) -> T {
     from[below(from.len())].clone()
 }
 
-/// Milliseconds in [low, high].
+/// Returns a duration of [low, high] milliseconds.
 pub(super) fn millis(low: i64, high: i64) -> Duration {
     Duration::from_millis(between(low, high).cast_unsigned())
 }

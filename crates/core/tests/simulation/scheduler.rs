@@ -1,9 +1,9 @@
-//! Runs the tasks of a simulation one at a time, each step at random among those that are woken, under tokio's paused
-//! clock: where nobody is woken, time goes on to the next timer.
+//! Runs the tasks of a simulation one at a time under tokio's paused clock: each step polls a random woken task, and
+//! when no task is woken the clock advances to the next timer.
 //!
-//! The next task is drawn from the woken ones in the order of their numbers, so that the order in which they were woken,
-//! which tokio leaves to chance in places, makes no difference. Tasks belong to groups (an instance, the database, the
-//! world), which can be paused and killed wherever their tasks stand.
+//! The next task is drawn from the woken ones sorted by number, so that the order of wakeups, which tokio partly leaves
+//! to chance, has no effect. Tasks belong to groups (an instance, the database, the world), which can be paused and
+//! killed at any await point.
 
 use std::{
     cell::{Cell, RefCell},
@@ -24,24 +24,24 @@ use orlop_core::store::tasks;
 
 pub(super) type Group = u64;
 
-/// Clients, and what breaks things.
+/// Clients and fault injection.
 pub(super) const WORLD: Group = 0;
-/// What goes on in the database whoever asked for it.
+/// The database's own work, whichever instance requested it.
 pub(super) const DATABASE: Group = 1;
 
-/// A run that takes longer than this in its own time is stuck.
+/// A run that takes longer than this in simulated time is stuck.
 const TIME_MAX: Duration = Duration::from_secs(1_200);
 
 thread_local! {
     static CURRENT: RefCell<Option<Rc<Scheduler>>> = const { RefCell::new(None) };
 }
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Report {
     pub steps: u64,
     pub elapsed: Duration,
-    /// Of every step: which task, and when.
+    /// A hash of every step: which task, and when.
     pub trace: u64,
 }
 
@@ -50,7 +50,7 @@ struct Scheduler {
     tasks: RefCell<BTreeMap<u64, Task>>,
     woken: Arc<Mutex<Woken>>,
     paused: RefCell<BTreeSet<Group>>,
-    /// Of the task that is polled.
+    /// The group of the polled task.
     group: Cell<Group>,
     numbers: Cell<u64>,
     steps: Cell<u64>,
@@ -68,7 +68,7 @@ struct Task {
 #[derive(Default)]
 struct Woken {
     tasks: BTreeSet<u64>,
-    /// Of the scheduler itself while it sleeps.
+    /// The waker of the scheduler itself while it sleeps.
     scheduler: Option<Waker>,
 }
 
@@ -89,7 +89,7 @@ impl Wake for TaskWaker {
     }
 }
 
-/// Runs `main` and all that it spawns, until `main` ends.
+/// Runs `main` and all tasks that it spawns, until `main` ends.
 pub(super) fn run(seed: u64, main: impl Future<Output = ()> + 'static) -> Report {
     random::seed(seed);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
@@ -115,7 +115,7 @@ fn current() -> Rc<Scheduler> {
     CURRENT.with_borrow(|current| current.clone().expect("a simulation runs on this thread"))
 }
 
-/// In the group of the task that calls it.
+/// Spawns a task in the group of the calling task.
 pub(super) fn spawn(task: impl Future<Output = ()> + 'static) -> u64 {
     spawn_in(current().group.get(), task)
 }
@@ -126,7 +126,7 @@ pub(super) fn spawn_in(group: Group, task: impl Future<Output = ()> + 'static) -
     scheduler.numbers.set(number + 1);
     let waker = Waker::from(Arc::new(TaskWaker { task: number, woken: Arc::clone(&scheduler.woken) }));
     waker.wake_by_ref();
-    // Without tokio's budget, which is the whole scheduler's here.
+    // Without tokio's cooperative budget, which the whole scheduler would share.
     let future = Some(Box::pin(tokio::task::unconstrained(task)) as Pin<Box<_>>);
     scheduler.tasks.borrow_mut().insert(number, Task { group, waker, future });
     number
@@ -137,7 +137,7 @@ pub(super) fn abort(task: u64) {
     drop(aborted);
 }
 
-/// Ends all tasks of a group where they stand.
+/// Drops all tasks of a group.
 pub(super) fn kill(group: Group) {
     let scheduler = current();
     scheduler.paused.borrow_mut().remove(&group);
@@ -158,12 +158,12 @@ pub(super) fn resume(group: Group) {
     sleeping.into_iter().for_each(Waker::wake);
 }
 
-/// Since the run began, in its own time.
+/// Returns the simulated time since the start of the run.
 pub(super) fn elapsed() -> Duration {
     current().started.get().map_or(Duration::ZERO, |started| started.elapsed())
 }
 
-/// Makes what happened a part of the trace.
+/// Adds a value to the trace hash.
 pub(super) fn note(what: u64) {
     let scheduler = current();
     scheduler.trace.set((scheduler.trace.get() ^ what).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(5));
@@ -183,7 +183,7 @@ impl Scheduler {
             if !self.tasks.borrow().contains_key(&main) {
                 return Poll::Ready(());
             }
-            // Now and then those who stepped back (tokio's yield_now) come before the others are done.
+            // From time to time, tasks that yielded (tokio's yield_now) are polled before the others have finished.
             if random::below(16) == 0 {
                 context.waker().wake_by_ref();
                 return Poll::Pending;

@@ -1,4 +1,5 @@
-//! What the log has ever held, compaction or not, by which all else is judged. Every append is checked as it lands.
+//! Everything that the log has ever held, including compacted rows; the reference for all checks. Every append is
+//! checked when it lands.
 
 use std::collections::BTreeMap;
 
@@ -12,17 +13,17 @@ use orlop_core::{
     types::{Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
-/// Leases that clients use have ids from 1 to this.
+/// Clients use lease ids from 1 to this.
 pub(super) const LEASES: i64 = 4;
 
 pub(super) struct Truth {
     sharing: Sharing,
     pub rows: Vec<Row>,
-    /// Of each key its rows, by their places.
+    /// The indexes of each key's rows.
     keys: BTreeMap<Key, Vec<usize>>,
     pub head: Revision,
     pub compact_revision: Option<Revision>,
-    /// Revisions of which an end of a lease was a part.
+    /// Revisions that include the end of a lease.
     pub lease_ends: Vec<Revision>,
     lives: BTreeMap<LeaseId, Vec<Life>>,
 }
@@ -32,10 +33,10 @@ pub(super) struct Truth {
 struct Life {
     granted: Instant,
     ttl_secs: i64,
-    /// Its holder was told that it lasts so long.
+    /// The expiry that its holder was promised.
     promised: Instant,
     ended: Option<(Instant, End)>,
-    /// When a client was first told that it was granted, and that it was revoked.
+    /// When a client first received the acknowledgement of its grant, and of its revocation.
     shown: [Option<Instant>; 2],
 }
 
@@ -58,7 +59,7 @@ impl Truth {
         }
     }
 
-    /// Takes up what was appended together.
+    /// Applies one append.
     pub fn land(&mut self, changes: &[Change], leases: &[LeaseChange], compact: Option<Revision>) {
         let before = self.head;
         for change in changes {
@@ -155,29 +156,29 @@ impl Truth {
         self.rows[places[until.checked_sub(1)?]].pair.as_ref()
     }
 
-    /// The live pairs at a revision, in the order of their keys.
+    /// Returns the live pairs at a revision, in the order of their keys.
     pub fn live_at(&self, at: Revision) -> Vec<Pair> {
         self.keys.keys().filter_map(|key| self.at(key, at).cloned()).collect()
     }
 
-    /// The store as it was at a revision. Every lease counts as there: whether it was is looked at elsewhere.
+    /// Returns the store at a revision. Every lease exists in it, because lease lifetimes are checked elsewhere.
     pub fn model_at(&self, at: Revision) -> Model {
         Model::of(self.live_at(at), at, (1..=LEASES).map(LeaseId))
     }
 
-    /// The same, with all revisions before it.
+    /// The same, including all earlier revisions.
     pub fn whole_model_at(&self, at: Revision) -> Model {
         let mut model = self.model_at(at);
         model.rows = self.rows[..self.place_of(at.next())].to_vec();
         model
     }
 
-    /// Places of the rows at this revision and beyond begin here.
+    /// Returns the index of the first row at or above this revision.
     pub fn place_of(&self, revision: Revision) -> usize {
         self.rows.partition_point(|row| row.id.revision < revision)
     }
 
-    /// Whether these are all rows of the revision that they are of.
+    /// Returns whether these are all the rows of their revision.
     pub fn has_exactly(&self, rows: &[Row]) -> bool {
         let Some(revision) = rows.first().map(|row| row.id.revision) else { return false };
         let own = &self.rows[self.place_of(revision)..self.place_of(revision.next())];
@@ -185,12 +186,12 @@ impl Truth {
         own.len() == rows.len() && own.iter().zip(rows).all(same)
     }
 
-    /// Whether the key was absent at some revision from `from` on.
+    /// Returns whether the key was absent at any revision from `from` on.
     pub fn was_absent_since(&self, key: &Key, from: Revision) -> bool {
         (from.0..=self.head.0).any(|at| self.at(key, Revision(at)).is_none())
     }
 
-    /// Whether no read at the compact revision or beyond needs the row, and no watch from there.
+    /// Returns whether neither a read at or above the compact revision nor a watch from there needs the row.
     pub fn is_garbage(&self, row: &Row) -> bool {
         let Some(compacted) = self.compact_revision.filter(|compacted| row.id.revision < *compacted) else {
             return false;
@@ -199,7 +200,7 @@ impl Truth {
         row.pair.is_none() || self.keys[&row.key].iter().any(newer)
     }
 
-    /// Whether an index says what this does at a revision.
+    /// Checks that an index agrees with the truth at a revision.
     pub fn check_index(&self, index: &TreeIndex, at: Revision) {
         let all = KeyRange::all();
         let found = index.range(all.bounds(), at).map(|(key, entry)| (key.clone(), entry));
@@ -218,7 +219,7 @@ impl Truth {
 
     // Events.
 
-    /// The event of a row, as a watch may show it.
+    /// Returns the event of a row, as a watch may receive it.
     pub fn event(row: &Row, prev: Option<EncodedKv>) -> EncodedEvent {
         match &row.pair {
             Some(pair) if pair.version.version == 1 => EncodedEvent::put(&pair.encoded(), None),
@@ -229,7 +230,8 @@ impl Truth {
 
     // Leases.
 
-    /// Since when everyone must see that the lease is there. What is one process's own is seen when it has applied it.
+    /// Returns the time from which every client must see the lease. The only process of an exclusive log sees it when
+    /// it has applied the grant.
     fn there_from(&self, life: &Life) -> Option<Instant> {
         if self.sharing == Sharing::Shared { Some(life.granted) } else { life.shown[0] }
     }
@@ -238,12 +240,12 @@ impl Truth {
         if self.sharing == Sharing::Shared { life.ended.map(|(ended, _)| ended) } else { life.shown[1] }
     }
 
-    /// Whether the lease may have been seen at some time from `from` on.
+    /// Returns whether a client may have seen the lease at some time from `from` on.
     pub fn lease_was_there_since(&self, id: LeaseId, from: Instant) -> bool {
         self.lives(id).any(|life| self.gone_from(life).is_none_or(|gone| gone >= from))
     }
 
-    /// Whether the lease may have been missed, or its time over, at some time from `from` on.
+    /// Returns whether a client may have found the lease missing or expired at some time from `from` on.
     pub fn lease_was_gone_since(&self, id: LeaseId, from: Instant) -> bool {
         !self.lives(id).any(|life| {
             let was_there = self.there_from(life).is_some_and(|there| there < from);
@@ -264,7 +266,7 @@ impl Truth {
         life.shown[1].get_or_insert_with(Instant::now);
     }
 
-    /// The holder was told that the lease lasts its whole TTL from some time after `from` on.
+    /// Records that the holder was promised the whole TTL, counted from some time after `from`.
     pub fn lease_renewed(&mut self, id: LeaseId, ttl_secs: i64, from: Instant) {
         let is_own = self.sharing == Sharing::Own;
         let was_there = |life: &&mut Life| {

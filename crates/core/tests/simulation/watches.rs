@@ -1,5 +1,5 @@
-//! Watches: the server's side of a stream, as `api::watch` has it without gRPC, and a client that checks what it gets and
-//! goes on elsewhere, from where it stood, when its stream breaks.
+//! Watches: the server's half of a stream, as `api::watch` implements it without gRPC, and a client that checks every
+//! response and resumes on another stream where the last one broke.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -38,7 +38,7 @@ enum Command {
     Progress,
 }
 
-/// Ends with the instance: whoever holds the other end of `_alive` sees the connection break.
+/// Ends with the instance: the holder of the other end of `_alive` then sees the connection break.
 async fn serve(
     store: Arc<Store>,
     outbox: Arc<Outbox>,
@@ -92,13 +92,13 @@ async fn advance(session: &mut Session, not_before: Instant) -> orlop_core::log:
     session.advance().await
 }
 
-/// One client's watches, all on one stream.
+/// All watches of one client, on one stream.
 #[derive(Default)]
 pub(super) struct Watches {
     all: BTreeMap<WatchId, Watch>,
-    /// What was shown to anyone when progress was asked for, of requests that may be answered yet.
+    /// For each unanswered progress request, the newest revision that any client had seen when it was sent.
     asked: VecDeque<Revision>,
-    /// The watch whose message goes on in the next.
+    /// The watch whose message continues in the next one.
     open: Option<WatchId>,
     pub events: usize,
 }
@@ -106,11 +106,11 @@ pub(super) struct Watches {
 struct Watch {
     spec: Spec,
     state: State,
-    /// The first revision of interest, once it is known.
+    /// The first revision that the watch covers, once it is known.
     from: Revision,
-    /// The place in the truth of the first row that was not looked at; `None`: it begins when it is created.
+    /// Index in the truth of the first row not yet received; `None` until the watch is created.
     place: Option<usize>,
-    /// As `place`, where the last whole message ended.
+    /// Like `place`, at the end of the last complete message.
     whole: Option<usize>,
     newest: Revision,
 }
@@ -141,7 +141,7 @@ impl Watches {
         Self { all: (1..=between(1, 3)).map(draw).collect(), ..Self::default() }
     }
 
-    /// What some watch is still owed.
+    /// Returns a description of an event that a watch has not received yet.
     pub fn owed(&self, truth: &Truth) -> Option<String> {
         self.all.values().find_map(|watch| {
             let place = watch.place.filter(|_| watch.state == State::Active);
@@ -161,7 +161,7 @@ impl Watches {
         Command::Create(watch.spec.clone())
     }
 
-    /// The stream broke: what was not whole comes again.
+    /// After the stream breaks, incomplete messages are sent again.
     fn broken(&mut self) {
         self.asked.clear();
         self.open = None;
@@ -171,7 +171,7 @@ impl Watches {
         }
     }
 
-    /// Returns the watch that must list before it goes on, if one must.
+    /// Returns the watch that must list before it resumes, if any.
     fn take(&mut self, message: Message, shown: &mut Revision, truth: &Truth) -> Option<WatchId> {
         let text = format!("{message:?}");
         assert!(
@@ -243,20 +243,20 @@ impl Watches {
 }
 
 impl Watch {
-    /// It is to be shown everything from this revision on.
+    /// The watch must receive every event from this revision on.
     fn begin_at(&mut self, from: Revision, truth: &Truth) {
         self.from = from;
         self.place = Some(truth.place_of(from));
         self.whole = self.place;
     }
 
-    /// The revision from which on it has not been shown everything.
+    /// Returns the first revision whose events have not all been received.
     fn needs(&self, truth: &Truth) -> Revision {
         let last = truth.rows[..self.place.unwrap_or(0)].last().map_or(Revision(0), |row| row.id.revision);
         self.from.max(last.next())
     }
 
-    /// The next row that it must be shown, with its place.
+    /// Returns the next row that the watch must receive, with its index.
     fn next<'a>(&self, place: usize, truth: &'a Truth) -> Option<(usize, &'a Row)> {
         truth.rows.iter().enumerate().skip(place).find(|(_, row)| {
             let wanted = if row.pair.is_some() { self.spec.flavor.puts } else { self.spec.flavor.deletes };
@@ -264,7 +264,7 @@ impl Watch {
         })
     }
 
-    /// All up to the revision has come before.
+    /// All events up to the revision must have been received.
     fn check_progress(&mut self, revision: Revision, truth: &Truth) {
         let Some(place) = self.place.filter(|_| self.state == State::Active) else { return };
         let owed = self.next(place, truth).map(|(_, row)| row.id);
@@ -293,7 +293,7 @@ impl Watch {
         events.len()
     }
 
-    /// What is left does not begin within a revision.
+    /// The remaining events must start at the start of a revision.
     fn check_whole(&self, truth: &Truth) {
         let place = self.place.expect("it was created");
         let last = truth.rows[..place].last().map(|row| row.id.revision);
@@ -306,7 +306,7 @@ fn decode(event: &EncodedEvent) -> orlop_wire::proto::client::mvccpb::Event {
     WatchResponse::decode(event.as_bytes()).expect("an event as a response's field").events.remove(0)
 }
 
-/// Watches on one stream after another, until the run ends.
+/// Opens one stream after another until the run ends.
 pub(super) async fn client(world: Rc<World>, place: usize) {
     loop {
         let Some((group, store)) = world.any_instance() else {
@@ -324,7 +324,7 @@ pub(super) async fn client(world: Rc<World>, place: usize) {
     }
 }
 
-/// Reads until the stream breaks, or is left.
+/// Reads until the stream breaks or the client closes it.
 async fn read(
     world: &Rc<World>,
     place: usize,
@@ -357,7 +357,7 @@ async fn read(
                     let watch = watches.all.get_mut(&id).expect("one of this client's");
                     watch.begin_at(listed.next(), &world.database.lock().truth);
                 }
-                // Some read slowly.
+                // Some clients read slowly.
                 if percent(10) && !world.is_calm() {
                     sleep(millis(1, 2_000)).await;
                 }

@@ -1,5 +1,5 @@
-//! A run put together: the database, the instances on it, their clients, and what breaks them; and what must hold in the
-//! end, when nothing breaks any more.
+//! A run: the database, the instances, their clients and the faults, and the conditions that must hold at the end,
+//! after the last fault.
 
 use std::{
     cell::{Cell, RefCell},
@@ -30,15 +30,15 @@ use orlop_core::{
     types::Revision,
 };
 
-/// Once nothing breaks any more all must be well within this time.
+/// After the last fault, the cluster must recover within this time.
 const SETTLE_MAX: Duration = Duration::from_secs(60);
-/// Longer than the store makes a request wait.
+/// Longer than the store's own timeout of a request.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Counting has no part in what is tested.
+/// Metrics are not under test.
 static METRICS: LazyLock<Arc<Metrics>> = LazyLock::new(Arc::default);
 
-/// What a run is like.
+/// The parameters of a run.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Profile {
     pub sharing: Sharing,
@@ -46,9 +46,9 @@ pub(super) struct Profile {
     faults: Faults,
     clients: usize,
     calls: usize,
-    /// Milliseconds between two calls of a client, at most.
+    /// Maximum pause between two calls of a client, in milliseconds.
     pause: i64,
-    /// Milliseconds between two breaks, at most.
+    /// Maximum pause between two faults, in milliseconds.
     pub breaks: i64,
     cache_bytes: u64,
     poll_interval: Duration,
@@ -72,7 +72,7 @@ impl Profile {
             calls: below(80) + 20,
             pause: pick(&[2, 40, 300]),
             breaks: pick(&[300, 2_000, 8_000]),
-            // A cache that evicts does so by chance.
+            // Either no cache or one that never evicts, because eviction is not deterministic.
             cache_bytes: pick(&[0, 4 << 20]),
             poll_interval: Duration::from_millis(pick(&[100, 400, 1_000])),
             auto_compaction: percent(20).then_some(AutoCompaction::Periodic(Duration::from_secs(3))),
@@ -82,7 +82,7 @@ impl Profile {
 
 #[derive(Default)]
 pub(super) struct Instance {
-    /// Of its present run; the world's before the first.
+    /// The group of the instance's current run; before the first run, the world's.
     pub group: Group,
     pub store: Option<Arc<Store>>,
 }
@@ -94,14 +94,14 @@ pub(super) struct World {
     pub watches: Vec<RefCell<Watches>>,
     pub(super) instances: Vec<RefCell<Instance>>,
     groups: Cell<Group>,
-    /// Clients that are not done.
+    /// Number of clients that have not finished.
     busy: Cell<usize>,
     is_calm: Cell<bool>,
-    /// What is broken and will be mended.
+    /// Number of faults that are active and will be ended.
     pub(super) broken: Cell<usize>,
 }
 
-/// What a run was made of.
+/// Counts of a run.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct Tally {
     pub revisions: i64,
@@ -109,7 +109,7 @@ pub(super) struct Tally {
     pub events: usize,
 }
 
-/// A whole run.
+/// Executes a whole run.
 pub(super) async fn run(tally: Rc<Cell<Tally>>) {
     let profile = Profile::draw();
     super::tell(|| format!("{profile:?}"));
@@ -147,7 +147,7 @@ pub(super) async fn run(tally: Rc<Cell<Tally>>) {
 async fn client(world: Rc<World>) {
     for _ in 0..world.profile.calls {
         sleep(millis(0, world.profile.pause)).await;
-        // Some give up early.
+        // Some clients time out early.
         let patience = if percent(5) { millis(0, 40) } else { PATIENCE };
         let place = below(world.instances.len());
         if world.instance(place).is_none() {
@@ -164,7 +164,7 @@ impl World {
         self.is_calm.get()
     }
 
-    /// An instance that is up, by chance.
+    /// Returns a random running instance.
     pub fn any_instance(&self) -> Option<(Group, Arc<Store>)> {
         self.instance(below(self.instances.len()))
     }
@@ -174,8 +174,8 @@ impl World {
         Some((instance.group, Arc::clone(instance.store.as_ref()?)))
     }
 
-    /// Asks an instance and checks what it answers, which is returned if it is a success. Without an instance nothing is
-    /// asked.
+    /// Sends a request to an instance and checks the response. Returns the response's revision if it succeeds. Sends
+    /// nothing if the instance is down.
     async fn call(&self, place: usize, call: Call, patience: Duration) -> Option<Revision> {
         let (group, store) = self.instance(place)?;
         let number = self.ledger.borrow_mut().ask(call.clone());
@@ -184,7 +184,7 @@ impl World {
         let handler = spawn_in(group, async move {
             let _ = answer.send(call.serve(&store).await);
         });
-        // A client that gives up, or whose instance is killed, does not know.
+        // The outcome is unknown if the client times out or its instance is killed.
         let outcome = timeout(patience, answered).await.ok().and_then(Result::ok);
         scheduler::abort(handler);
         super::tell(|| format!("instance {place}: request {number} came to {outcome:?}"));
@@ -197,14 +197,14 @@ impl World {
         revision
     }
 
-    /// Lists all keys, and returns the revision of the list.
+    /// Lists all keys and returns the list's revision.
     pub async fn list(&self) -> Option<Revision> {
         self.call(below(self.instances.len()), Call::list(), PATIENCE).await
     }
 
     // Instances.
 
-    /// Starts an instance, again and again until it is up.
+    /// Starts an instance and retries until it runs.
     pub fn start(self: &Rc<Self>, place: usize) {
         if self.instances[place].borrow().group != WORLD {
             scheduler::kill(self.instances[place].borrow().group);
@@ -220,7 +220,7 @@ impl World {
                         super::tell(|| format!("instance {place} is up at {}", store.head()));
                         let failed = store.failed();
                         world.instances[place].borrow_mut().store = Some(Arc::new(store));
-                        // What ends an instance for good never happens here.
+                        // The simulation has no fault that stops an instance permanently.
                         let why = failed.await;
                         panic!("instance {place} stops: {why}");
                     }
@@ -248,7 +248,7 @@ impl World {
         Store::open(Arc::new(log), settings).await
     }
 
-    // What must hold.
+    // The conditions.
 
     fn check_indexes(&self) {
         for (_, store) in (0..self.instances.len()).filter_map(|place| self.instance(place)) {
@@ -262,7 +262,7 @@ impl World {
         }
     }
 
-    /// Lets everything come to rest, and checks it whole.
+    /// Waits until all activity has ended, and checks everything.
     async fn finish(self: &Rc<Self>) {
         super::tell(|| "all is well from here on".to_owned());
         self.is_calm.set(true);
@@ -307,7 +307,8 @@ impl World {
         self.watches.iter().find_map(|watches| watches.borrow().owed(truth))
     }
 
-    /// A start finds in what compactions left of the log all that can be read; every instance has the same hash.
+    /// A start must be able to read everything that compactions left of the log, and every instance must have the same
+    /// hash.
     async fn check_log(&self) {
         let member = Member { id: 99, name: "the end".to_owned(), client_urls: Vec::new() };
         let log = SimulatedLog::new(&self.database, member, 0, Duration::from_secs(1));
