@@ -69,7 +69,7 @@ pub struct Settings {
     /// The directory for snapshots.
     pub snapshots: Folder,
     /// Requests that take longer are logged.
-    pub patience: Duration,
+    pub slow_threshold: Duration,
     /// The exporter of spans.
     pub exporter: Option<Arc<Exporter>>,
 }
@@ -126,7 +126,7 @@ pub fn services(
 ) -> Result<Router, tonic_reflection::server::Error> {
     let (small, long) = (settings.small_message_bytes(), settings.max_message_bytes());
     let (metrics, exporter) = (Arc::clone(store.metrics()), settings.exporter.clone());
-    let meter = Meter::new(metrics, partial_requests, settings.patience, exporter)?;
+    let meter = Meter::new(metrics, partial_requests, settings.slow_threshold, exporter)?;
     let snapshots = Snapshots::new(&store, settings.snapshots.clone());
     let context = Arc::new(Context { store, settings: Arc::new(settings), snapshots, stopping });
     let (_, health) = tonic_health::server::health_reporter();
@@ -147,7 +147,7 @@ pub fn services(
         .add_service(health.max_decoding_message_size(small))
         .add_service(reflection().build_v1()?.max_decoding_message_size(small))
         .add_service(reflection().build_v1alpha()?.max_decoding_message_size(small));
-    Ok(Router::new(meter.around(kv), Routes::from(routes.into_axum_router().layer(meter))))
+    Ok(Router::new(meter.wrap(kv), Routes::from(routes.into_axum_router().layer(meter))))
 }
 
 #[cfg(test)]

@@ -101,7 +101,7 @@ impl fmt::Display for Violation {
 #[derive(Debug, Default)]
 pub struct Findings {
     limit: usize,
-    pub told: Vec<Violation>,
+    pub reported: Vec<Violation>,
     pub total: u64,
 }
 
@@ -112,8 +112,8 @@ impl Findings {
 
     fn add(&mut self, table: &'static str, row: Option<Place>, what: impl Into<String>) {
         self.total += 1;
-        if self.told.len() < self.limit {
-            self.told.push(Violation { table, row, what: what.into() });
+        if self.reported.len() < self.limit {
+            self.reported.push(Violation { table, row, what: what.into() });
         }
     }
 

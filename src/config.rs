@@ -4,8 +4,8 @@
 //! Settings have etcd's names. The flag `--max-txn-ops` is the key `max-txn-ops` in a file and the variable
 //! `ORLOP_MAX_TXN_OPS`.
 
+mod etcd_only;
 mod flags;
-mod foreign;
 mod values;
 mod variables;
 
@@ -19,8 +19,8 @@ use serde::{Deserialize, Serialize};
 
 use self::variables::Variables;
 pub use self::{
+    etcd_only::{ignored_flag_definitions, ignored_flags},
     flags::{DatastoreFlags, Flags},
-    foreign::{foreign_flags, ignored_flags},
     values::{
         AutoCompactionMode, CipherSuite, Datastore, FileMode, Interval, List, ListenUrl, LogFormat, MetricsDetail,
         Retention, Scheme, Secret, SelfSigned, Tls, TlsClients, TlsVersion, Urls,

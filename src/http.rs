@@ -21,7 +21,7 @@ use tonic::{Status, service::Routes};
 use orlop_core::{
     overload::PartialRequests,
     store::Store,
-    supervise::{caught, tell_request},
+    supervise::{catch_panics, log_request_id},
 };
 
 /// Returns the gRPC services and all HTTP endpoints.
@@ -37,7 +37,7 @@ pub fn routes(
     let grpc = grpc.into_axum_router();
     let gateway = gateway::routes(grpc.clone(), partial_requests)?
         .layer(map_response(for_all_origins))
-        .layer(from_fn_with_state(Arc::clone(store), survive));
+        .layer(from_fn_with_state(Arc::clone(store), answer_panics));
     Ok(Routes::from(grpc.merge(http(store)).merge(gateway).fallback(unknown)))
 }
 
@@ -52,16 +52,16 @@ fn http(store: &Arc<Store>) -> Router {
         .merge(metrics::routes(Arc::clone(store)))
         .merge(health::routes(Arc::clone(store)))
         .layer(map_response(for_all_origins))
-        .layer(from_fn_with_state(Arc::clone(store), survive))
+        .layer(from_fn_with_state(Arc::clone(store), answer_panics))
 }
 
 /// Answers a request that panics; gRPC calls are covered by the API's metering.
-async fn survive(State(store): State<Arc<Store>>, request: Request, next: Next) -> Response {
+async fn answer_panics(State(store): State<Arc<Store>>, request: Request, next: Next) -> Response {
     let path = request.uri().path().to_owned();
-    match caught(next.run(request)).await {
+    match catch_panics(next.run(request)).await {
         Ok(response) => response,
         Err(panic) => {
-            tell_request(&store.metrics().rpc.panics, &path, &panic);
+            log_request_id(&store.metrics().rpc.panics, &path, &panic);
             (StatusCode::INTERNAL_SERVER_ERROR, "a mistake of the server; its log says where\n").into_response()
         }
     }

@@ -6,7 +6,7 @@ use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
 use orlop::{
     check,
-    config::{Flags, Settings, foreign_flags, ignored_flags},
+    config::{Flags, Settings, ignored_flag_definitions, ignored_flags},
     logging, server, snapshot,
 };
 use orlop_bench as bench;
@@ -96,13 +96,13 @@ fn failed(error: &dyn std::error::Error, code: ExitCode) -> ExitCode {
 }
 
 fn command() -> clap::Command {
-    Cli::command().args(foreign_flags())
+    Cli::command().args(ignored_flag_definitions())
 }
 
 fn serve(flags: &Flags, ignored: &[&str]) -> Outcome {
     let settings = Settings::load(flags)?;
     logging::start(&settings.log_level, settings.log_format)?;
-    supervise::tell_panics();
+    supervise::log_panics();
     if !ignored.is_empty() {
         warn!(flags = ignored.join(", "), "flags of etcd's that mean nothing here are ignored");
     }

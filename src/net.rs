@@ -44,7 +44,7 @@ use self::{authority::AuthorityRewriter, log_limit::LogLimit, timeouts::TimedCon
 use crate::config::{FileMode, ListenUrl, Scheme};
 use orlop_core::{
     overload::{Steps, paced},
-    supervise::{caught, vital},
+    supervise::{catch_panics, vital},
 };
 use orlop_wire::write_coalescing::coalesce_writes;
 
@@ -318,7 +318,7 @@ async fn accept_all<L: Accept>(
         };
         let (tls, ready) = (Arc::clone(tls), ready.clone());
         tokio::spawn(async move {
-            match caught(tls.accept(stream)).await {
+            match catch_panics(tls.accept(stream)).await {
                 Ok(Ok(stream)) => {
                     drop(ready.send(accepted(Connection::Tls(Box::new(stream)), permit)).await);
                 }

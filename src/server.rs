@@ -24,7 +24,7 @@ use orlop_core::{
     log::Log,
     metrics::{self, Metrics},
     overload::{PartialRequests, Steps},
-    store::{self, AutoCompaction, Pace, Patience, Store},
+    store::{self, AutoCompaction, CompactionRate, SlowThresholds, Store},
     supervise::vital,
     watchdog::{Pulse, Watching},
 };
@@ -85,10 +85,10 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
     }
     drop(services);
-    tell_service_manager("READY=1");
+    notify_service_manager("READY=1");
     // Probes have a queue of their own, so that no flood of clients delays them.
     let (probe_steps, grant_steps) = Steps::new();
-    vital("the granting of steps to probes", grant_steps);
+    vital("the step scheduler to probes", grant_steps);
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
         let probes = connections(&settings, ConnectionLimit::for_probes(), &probe_steps);
@@ -104,7 +104,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
             Err(error) => format!("a listener failed: {error}"),
         })),
     }
-    tell_service_manager("STOPPING=1");
+    notify_service_manager("STOPPING=1");
     stop.send_replace(true);
     if timeout(DRAIN_MAX, async { while servers.join_next().await.is_some() {} }).await.is_err() {
         warn!("some clients did not finish in time; closing their connections");
@@ -135,7 +135,7 @@ fn watch_over(store: &Store) -> Result<Watching, Error> {
 
 /// Notifies systemd (`Type=notify`) with a datagram to its socket.
 #[cfg(target_os = "linux")]
-fn tell_service_manager(state: &str) {
+fn notify_service_manager(state: &str) {
     use std::os::{
         linux::net::SocketAddrExt as _,
         unix::net::{SocketAddr, UnixDatagram},
@@ -146,14 +146,14 @@ fn tell_service_manager(state: &str) {
         Some(name) => SocketAddr::from_abstract_name(name),
         None => SocketAddr::from_pathname(&path),
     };
-    let told = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address));
-    if let Err(error) = told {
-        warn!(%error, state, "the service manager cannot be told");
+    let sent = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address));
+    if let Err(error) = sent {
+        warn!(%error, state, "cannot notify the service manager");
     }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn tell_service_manager(_: &str) {}
+fn notify_service_manager(_: &str) {}
 
 async fn bind(urls: &Urls, tls: Option<&Arc<tls::Acceptor>>, socket_mode: FileMode) -> Result<Vec<Listener>, Error> {
     let mut listeners = Vec::new();
@@ -188,7 +188,7 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
         name: settings.member_name(),
         client_urls: client_urls.clone(),
         metrics,
-        patience: Patience {
+        slow_thresholds: SlowThresholds {
             apply: settings.warning_apply_duration.0,
             request: settings.warning_unary_request_duration.0,
         },
@@ -197,7 +197,10 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
             Retention::Time(time) => AutoCompaction::Periodic(time),
             Retention::Revisions(revisions) => AutoCompaction::Revision(revisions),
         }),
-        compaction: Pace { rows: settings.compaction_batch_limit, pause: settings.compaction_sleep_interval.0 },
+        compaction: CompactionRate {
+            rows: settings.compaction_batch_limit,
+            pause: settings.compaction_sleep_interval.0,
+        },
         // On a runtime with several threads, polling would wake the others.
         busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
@@ -248,7 +251,7 @@ fn api_settings(settings: &Settings, snapshots: Folder, exporter: Option<Arc<Exp
         max_txn_ops: settings.max_txn_ops,
         watch_progress_notify_interval: settings.watch_progress_notify_interval.0,
         snapshots,
-        patience: settings.warning_unary_request_duration.0,
+        slow_threshold: settings.warning_unary_request_duration.0,
         exporter,
     }
 }

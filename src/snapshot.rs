@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_folder_of_its_own_is_made_and_cleared() {
+    fn only_a_new_folder_is_created_and_removed() {
         let home = tempfile::tempdir().unwrap();
         let own = Folder::of(&Datastore::Sqlite(home.path().join("orlop.db")));
         assert_eq!(own, Folder::Own(home.path().join("orlop.db.snapshots")));

@@ -85,7 +85,7 @@ impl Exporter {
         Parent(TraceContextPropagator::new().extract_with_context(&Context::new(), &Headers(headers)))
     }
 
-    #[expect(clippy::disallowed_methods, reason = "spans are told by the wall clock")]
+    #[expect(clippy::disallowed_methods, reason = "spans have wall-clock times")]
     pub fn record(&self, ended: &Ended<'_>) {
         let end = SystemTime::now();
         let begin = end - ended.took;

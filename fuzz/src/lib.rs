@@ -364,9 +364,9 @@ pub fn snapshot(data: &[u8]) {
     let file = folder.path().join("given.db");
     std::fs::write(&file, &bytes).expect("a file can be written");
     let check = if damage.flags & UNCHECKED == 0 { HashCheck::Verify } else { HashCheck::Skip };
-    let told = RUNTIME.block_on(snapshot::status(&file, check));
+    let status = RUNTIME.block_on(snapshot::status(&file, check));
     let is_whole = bytes.starts_with(&DATABASE);
-    match told {
+    match status {
         Ok(status) => {
             assert!(is_whole || check == HashCheck::Skip || damage.flags & REHASHED != 0, "damage passed: {status:?}");
         }

@@ -69,27 +69,27 @@ fn hold(name: &str, mutations: usize) {
 }
 
 #[test]
-fn requests_are_decoded_and_checked_whatever_they_are() {
+fn arbitrary_requests_are_decoded_and_checked() {
     hold("requests", 20_000);
 }
 
 #[test]
-fn transactions_are_checked_and_evaluated_whatever_they_are() {
+fn arbitrary_transactions_are_checked_and_evaluated() {
     hold("txn", 20_000);
 }
 
 #[test]
-fn gateway_reads_and_writes_whatever_it_is_given() {
+fn gateway_converts_arbitrary_messages() {
     hold("gateway", 20_000);
 }
 
 #[test]
-fn settings_are_read_or_refused_whatever_they_are() {
+fn arbitrary_settings_are_read_or_refused() {
     hold("settings", 10_000);
 }
 
 #[test]
-fn snapshots_that_are_damaged_are_refused_by_name() {
+fn damaged_snapshots_are_refused_by_name() {
     hold("snapshot", 300);
 }
 

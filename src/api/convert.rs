@@ -41,7 +41,7 @@ fn range_at(request: &pb::RangeRequest, at: ReadAt) -> Checked<RangeRequest> {
         projection: match (request.count_only, request.keys_only) {
             (true, _) => Projection::CountOnly,
             (false, true) => Projection::KeysOnly,
-            (false, false) => Projection::Whole,
+            (false, false) => Projection::Full,
         },
         consistency: if request.serializable { Consistency::Serializable } else { Consistency::Linearizable },
     })

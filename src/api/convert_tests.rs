@@ -66,7 +66,7 @@ fn checked_in_txn(request: pb::RangeRequest) -> RangeRequest {
 }
 
 #[test]
-fn ranges_are_refused_for_these_reasons_in_this_order() {
+fn ranges_are_checked_in_etcds_order() {
     let unknown_order = pb::RangeRequest { sort_order: 3, ..a_range() };
     let unknown_target = pb::RangeRequest { sort_target: 5, ..a_range() };
     let no_key = pb::RangeRequest { key: Bytes::new(), ..a_range() };
@@ -90,7 +90,7 @@ fn ranges_are_refused_for_these_reasons_in_this_order() {
 }
 
 #[test]
-fn a_range_of_its_own_reads_the_head_at_any_revision_up_to_0_and_one_in_a_transaction_at_0_alone() {
+fn range_reads_the_head_at_revisions_up_to_0_and_in_a_txn_only_at_0() {
     let table = [
         (0, ReadAt::Latest, ReadAt::Latest),
         (-7, ReadAt::Latest, ReadAt::Revision(Revision(-7))),
@@ -103,14 +103,14 @@ fn a_range_of_its_own_reads_the_head_at_any_revision_up_to_0_and_one_in_a_transa
 }
 
 #[test]
-fn a_limit_up_to_0_is_none() {
+fn limit_of_0_or_less_is_none() {
     for (limit, expected) in [(0, None), (-1, None), (i64::MIN, None), (1, Some(1)), (10_000, Some(10_000))] {
         assert_eq!(checked(&pb::RangeRequest { limit, ..a_range() }).limit, expected, "{limit}");
     }
 }
 
 #[test]
-fn ranges_name_their_keys_as_the_wire_does() {
+fn ranges_convert_to_and_from_the_wire() {
     let with_end = |range_end| checked(&pb::RangeRequest { range_end, ..a_range() }).range;
     let span = |end: Option<&[u8]>| KeyRange::Span { start: (&b"a"[..]).into(), end: end.map(Into::into) };
     assert_eq!(with_end(Bytes::new()), KeyRange::Single((&b"a"[..]).into()));
@@ -122,7 +122,7 @@ fn ranges_name_their_keys_as_the_wire_does() {
 #[test]
 fn count_only_wins_over_keys_only() {
     let table = [
-        (false, false, Projection::Whole),
+        (false, false, Projection::Full),
         (false, true, Projection::KeysOnly),
         (true, false, Projection::CountOnly),
         (true, true, Projection::CountOnly),
@@ -133,7 +133,7 @@ fn count_only_wins_over_keys_only() {
 }
 
 #[test]
-fn sorts_have_the_order_and_the_scope_that_etcd_gives_them() {
+fn sorts_have_etcds_order_and_scope() {
     let sort = |target, order, scope| Some(Sort { target, order, scope });
     let (ascend, descend) = (SortOrder::Ascend, SortOrder::Descend);
     // Of each: without a filter, and with one.
@@ -179,7 +179,7 @@ fn only_a_bound_of_0_is_none() {
 // Put and DeleteRange.
 
 #[test]
-fn puts_are_refused_for_these_reasons_in_this_order() {
+fn puts_are_checked_in_etcds_order() {
     let value = Bytes::from_static(b"x");
     let both = pb::PutRequest { ignore_value: true, ignore_lease: true, value: value.clone(), lease: 1, ..a_put() };
     let table = [
@@ -239,7 +239,7 @@ fn lists(compares: usize, success: usize, failure: usize) -> pb::TxnRequest {
 }
 
 #[test]
-fn each_list_of_a_transaction_has_at_most_the_limit() {
+fn each_list_of_a_transaction_is_limited() {
     check(lists(0, 0, 0), None);
     check(lists(OPS_MAX, OPS_MAX, OPS_MAX), None);
     check(lists(OPS_MAX + 1, 0, 0), Some(Invalid::TooManyOps));
@@ -249,7 +249,7 @@ fn each_list_of_a_transaction_has_at_most_the_limit() {
 
 /// What the longest list of the parent leaves of the limit.
 #[test]
-fn a_nested_transaction_has_what_its_parent_left() {
+fn nested_transaction_gets_the_rest_of_the_limit() {
     let nested = |ops| txn(vec![range("a"); ops], vec![]);
     let check = |compares, success: Vec<_>, failure: Vec<_>, expected| {
         check(pb::TxnRequest { compare: vec![a_compare(); compares], success, failure }, expected);
@@ -273,7 +273,7 @@ fn a_nested_transaction_has_what_its_parent_left() {
 
 /// Levels multiply, which is bounded too.
 #[test]
-fn all_that_is_nested_has_a_limit_together() {
+fn nested_operations_share_one_limit() {
     const OPS_MAX: usize = 60;
     for (wide, expected) in [(10, None), (20, Some(Invalid::TooManyOps))] {
         let level = |op: pb::RequestOp| txn(vec![op; wide], vec![]);
@@ -292,7 +292,7 @@ fn all_that_is_nested_has_a_limit_together() {
 }
 
 #[test]
-fn a_transaction_is_checked_list_by_list_and_for_duplicates_last() {
+fn transaction_checks_its_lists_before_duplicates() {
     let no_key = || pb::Compare::default();
     let bad_sort = || op(Request::RequestRange(pb::RangeRequest { sort_order: 9, ..a_range() }));
     let empty = || pb::RequestOp { request: None };
@@ -313,7 +313,7 @@ fn a_transaction_is_checked_list_by_list_and_for_duplicates_last() {
 }
 
 #[test]
-fn compares_become_what_etcd_takes_them_for() {
+fn compares_convert_as_in_etcd() {
     let compare = |compare: pb::Compare| -> Compare {
         let txn = pb::TxnRequest { compare: vec![compare], ..Default::default() };
         let TxnRequest { compares, .. } = convert::txn(txn, OPS_MAX).expect("a valid request");

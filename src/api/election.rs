@@ -114,14 +114,14 @@ impl Observer {
         let head = header.as_ref().map_or(0, |header| header.revision);
         let (revision, kv) = match kv {
             Some(kv) => (head, kv),
-            None => self.first_to_come(Revision(head)).await?,
+            None => self.first_entry(Revision(head)).await?,
         };
         let range = KeyRange::from_wire(&kv.key, b"");
         self.leader = Some(Watch::new(&self.context, range, Revision(revision).next()));
         Ok(self.answer(revision, kv))
     }
 
-    async fn first_to_come(&self, head: Revision) -> Result<(i64, KeyValue), Status> {
+    async fn first_entry(&self, head: Revision) -> Result<(i64, KeyValue), Status> {
         let mut watch = Watch::new(&self.context, below(&self.prefix), head.next());
         loop {
             let event = watch.next().await?;

@@ -34,7 +34,7 @@ fn check(branch: &[pb::RequestOp], expected: Result<(), Invalid>) {
 const DUPLICATE: Result<(), Invalid> = Err(Invalid::DuplicateKey);
 
 #[test]
-fn a_key_is_put_once() {
+fn duplicate_puts_are_refused() {
     check(&[], Ok(()));
     check(&[put("a"), put("b")], Ok(()));
     check(&[put("a"), put("a\0")], Ok(()));
@@ -45,7 +45,7 @@ fn a_key_is_put_once() {
 }
 
 #[test]
-fn a_put_key_is_not_deleted_whichever_comes_first() {
+fn put_key_must_not_be_deleted_in_either_order() {
     check(&[put("a"), delete("a", "")], DUPLICATE);
     check(&[delete("a", ""), put("a")], DUPLICATE);
     check(&[delete("a", ""), put("a\0")], Ok(()));
@@ -63,7 +63,7 @@ fn deletes_may_overlap() {
 }
 
 #[test]
-fn ranges_that_hold_nothing_here_delete_nothing() {
+fn empty_ranges_delete_nothing() {
     check(&[delete("c", "a"), put("a"), put("b"), put("c")], Ok(()));
     check(&[delete("b", "b"), put("b")], Ok(()));
     // To the end of the key space: empty in etcd's tree of intervals, though it deletes.
@@ -72,7 +72,7 @@ fn ranges_that_hold_nothing_here_delete_nothing() {
 }
 
 #[test]
-fn nested_transactions_count_with_the_branch_that_holds_them() {
+fn nested_transactions_count_toward_their_branch() {
     check(&[put("a"), txn(vec![put("a")], vec![])], DUPLICATE);
     check(&[txn(vec![], vec![put("a")]), put("a")], DUPLICATE);
     check(&[txn(vec![put("a")], vec![]), txn(vec![put("a")], vec![])], DUPLICATE);
@@ -86,7 +86,7 @@ fn nested_transactions_count_with_the_branch_that_holds_them() {
 }
 
 #[test]
-fn the_two_branches_of_a_nested_transaction_are_told_apart() {
+fn branches_of_a_nested_transaction_are_distinguished() {
     check(&[txn(vec![put("a")], vec![put("a")])], Ok(()));
     check(&[txn(vec![put("a")], vec![delete("a", "")])], Ok(()));
     check(&[txn(vec![put("a"), put("a")], vec![])], DUPLICATE);
@@ -96,7 +96,7 @@ fn the_two_branches_of_a_nested_transaction_are_told_apart() {
 
 /// Of nested transactions, what an earlier one deletes counts for the later ones, but not the other way round.
 #[test]
-fn nested_transactions_are_taken_in_their_order() {
+fn nested_operations_keep_their_order() {
     check(&[txn(vec![delete("a", "")], vec![]), txn(vec![put("a")], vec![])], DUPLICATE);
     check(&[txn(vec![], vec![delete("a", "")]), txn(vec![put("a")], vec![])], DUPLICATE);
     check(&[txn(vec![put("a")], vec![]), txn(vec![delete("a", "")], vec![])], Ok(()));

@@ -15,7 +15,7 @@ use tracing::warn;
 use super::{Context, kv, status::from_store};
 use orlop_core::{
     store,
-    supervise::{caught, tell_request},
+    supervise::{catch_panics, log_request_id},
     types::{KeyRange, Revision},
     watch::{Flavor, Message, Messages, Outbox, Session, Spec},
 };
@@ -109,7 +109,7 @@ impl Queue {
             let mut watch = Watch::new(&self.context, KeyRange::from_wire(&last.key, b""), Revision(head).next());
             while watch.next().await?.r#type() != EventType::Delete {}
         }
-        leave.never();
+        leave.cancel();
         Ok(waited)
     }
 }
@@ -127,7 +127,7 @@ struct Leave {
 }
 
 impl Leave {
-    fn never(mut self) {
+    fn cancel(mut self) {
         self.entry = None;
     }
 }
@@ -136,12 +136,14 @@ impl Drop for Leave {
     fn drop(&mut self) {
         let Some((context, entry)) = self.entry.take() else { return };
         tokio::spawn(async move {
-            match caught(remove(&context, &entry.key, entry.create_revision)).await {
+            match catch_panics(remove(&context, &entry.key, entry.create_revision)).await {
                 Ok(Ok(_)) => {}
                 Ok(Err(status)) => {
                     warn!(error = status.message(), "an entry that nobody waits for stays until its lease ends");
                 }
-                Err(panic) => tell_request(&context.store.metrics().rpc.panics, "the end of a lock's request", &panic),
+                Err(panic) => {
+                    log_request_id(&context.store.metrics().rpc.panics, "the end of a lock's request", &panic)
+                }
             }
         });
     }
@@ -271,8 +273,8 @@ impl Watch {
                     Some(Ok(_)) => {}
                     Some(Err(_)) | None => return Err(from_store(store::Error::Stopped)),
                 },
-                () = self.outbox.attention() => self.session.attend(),
-                advanced = self.session.advance(), if self.session.is_behind() => {
+                () = self.outbox.notified() => self.session.handle_notifications(),
+                advanced = self.session.advance(), if self.session.has_work() => {
                     advanced.map_err(store::Error::from).map_err(from_store)?;
                 }
                 _ = stopping.wait_for(|stopping| *stopping) => return Err(from_store(store::Error::Stopped)),

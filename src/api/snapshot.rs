@@ -23,7 +23,7 @@ use super::{Context, STORAGE_VERSION, status::panicked};
 use crate::snapshot::{Folder, Hashing, Snapshot};
 use orlop_core::{
     store::{Store, shared_query::SharedQuery},
-    supervise::{caught, tell_request, vital},
+    supervise::{catch_panics, log_request_id, vital},
 };
 use orlop_wire::proto::server::etcdserverpb::SnapshotResponse;
 
@@ -63,10 +63,10 @@ impl Snapshots {
             async move {
                 let place = places.acquire_owned().await.expect("nobody closes it");
                 let begun = Instant::now();
-                let taken = match caught(folder.take(&*log)).await {
+                let taken = match catch_panics(folder.take(&*log)).await {
                     Ok(taken) => taken.map_err(|error| error.to_string()),
                     Err(panic) => {
-                        tell_request(&panics, METHOD, &panic);
+                        log_request_id(&panics, METHOD, &panic);
                         Err("a mistake of the server; its log says where".to_owned())
                     }
                 };
@@ -99,7 +99,7 @@ impl Context {
         let times = self.store.metrics().maintenance.snapshot.clone();
         let panics = self.store.metrics().rpc.panics.clone();
         let sending = tokio::spawn(async move {
-            caught(send(taken, sender, times)).await.inspect_err(|panic| tell_request(&panics, METHOD, panic))
+            catch_panics(send(taken, sender, times)).await.inspect_err(|panic| log_request_id(&panics, METHOD, panic))
         });
         // A disconnected client receives the status after the pieces that wait for it.
         let end = stream::once(sending).filter_map(async |sent| match sent {

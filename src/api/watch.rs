@@ -24,7 +24,7 @@ use super::{
 use orlop_core::{
     overload::PacedStream,
     store,
-    supervise::{caught, tell_request},
+    supervise::{catch_panics, log_request_id},
     types::{KeyRange, Revision, WatchId},
     watch::{End, Flavor, Message, Messages, NO_WATCH, Outbox, Session, Spec},
 };
@@ -102,8 +102,8 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
 
 /// Serves a stream, and ends it if its session panics.
 async fn serve_or_fail(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
-    if let Err(panic) = caught(serve(Arc::clone(&context), requests, Arc::clone(&outbox))).await {
-        tell_request(&context.store.metrics().rpc.panics, "/etcdserverpb.Watch/Watch", &panic);
+    if let Err(panic) = catch_panics(serve(Arc::clone(&context), requests, Arc::clone(&outbox))).await {
+        log_request_id(&context.store.metrics().rpc.panics, "/etcdserverpb.Watch/Watch", &panic);
         outbox.end(End::Failed);
     }
 }
@@ -121,7 +121,7 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
     let mut confirming = None;
     while !outbox.has_ended() {
         tokio::select! {
-            request = requests.next(), if requests_open && confirming.is_none() && outbox.has_room() => match request.transpose() {
+            request = requests.next(), if requests_open && confirming.is_none() && outbox.has_capacity() => match request.transpose() {
                 Ok(Some(pb::WatchRequest { request_union: Some(RequestUnion::ProgressRequest(_)) })) => {
                     // The response covers everything that any instance acknowledged before. The next request waits for
                     // it, because requests are served in order.
@@ -142,14 +142,14 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
                     Err(error) => debug!(%error, "a progress request is not answered"),
                 }
             }
-            () = outbox.attention() => session.attend(),
+            () = outbox.notified() => session.handle_notifications(),
             advanced = advance(&mut session, not_before) => if let Err(error) = advanced {
                 warn!(%error, "a watch cannot read the log; it is tried again");
                 not_before = Instant::now() + RETRY_PAUSE;
             },
             () = sleep_until(tick) => {
                 // A client that does not read receives no progress notifications.
-                if outbox.has_room() {
+                if outbox.has_capacity() {
                     session.tick();
                 }
                 tick = context.next_tick();
@@ -175,7 +175,7 @@ async fn confirmation<F: Future + Unpin>(confirming: &mut Option<F>) -> F::Outpu
 ///
 /// Like [`Session::advance`].
 async fn advance(session: &mut Session, not_before: Instant) -> orlop_core::log::Result<()> {
-    if !session.is_behind() {
+    if !session.has_work() {
         return std::future::pending().await;
     }
     sleep_until(not_before).await;

@@ -104,10 +104,10 @@ fn as_text(report: &Report) -> String {
         report.took.as_secs_f64(),
         report.findings.total,
     );
-    for violation in &report.findings.told {
+    for violation in &report.findings.reported {
         text.push_str(&format!("{violation}\n"));
     }
-    let more = report.findings.total - report.findings.told.len() as u64;
+    let more = report.findings.total - report.findings.reported.len() as u64;
     if more > 0 {
         text.push_str(&format!("and {more} more; --limit {} tells them all\n", report.findings.total));
     }
@@ -118,7 +118,7 @@ fn as_text(report: &Report) -> String {
 }
 
 fn as_json(report: &Report) -> serde_json::Value {
-    let violations: Vec<serde_json::Value> = report.findings.told.iter().map(violation_as_json).collect();
+    let violations: Vec<serde_json::Value> = report.findings.reported.iter().map(violation_as_json).collect();
     serde_json::json!({
         "database": report.name,
         "sound": report.findings.is_empty(),
@@ -138,16 +138,16 @@ fn as_json(report: &Report) -> serde_json::Value {
 }
 
 fn violation_as_json(violation: &Violation) -> serde_json::Value {
-    let mut told = serde_json::json!({ "table": violation.table, "what": violation.what });
+    let mut object = serde_json::json!({ "table": violation.table, "what": violation.what });
     match &violation.row {
         Some(Place::Row { id, sub, key }) => {
-            told["id"] = (*id).into();
-            told["sub"] = (*sub).into();
-            told["key"] = key.as_str().into();
+            object["id"] = (*id).into();
+            object["sub"] = (*sub).into();
+            object["key"] = key.as_str().into();
         }
-        Some(Place::Lease(id) | Place::Member(id)) => told["id"] = (*id).into(),
-        Some(Place::Fact(name)) => told["name"] = name.as_str().into(),
+        Some(Place::Lease(id) | Place::Member(id)) => object["id"] = (*id).into(),
+        Some(Place::Fact(name)) => object["name"] = name.as_str().into(),
         None => {}
     }
-    told
+    object
 }

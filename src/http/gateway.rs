@@ -47,9 +47,9 @@ const ANSWERS_KIB_MAX: usize = 512 << 10;
 const SMALL_ANSWER_BYTES: usize = 1 << 20;
 const JSON_FACTOR: usize = 5;
 /// Longer messages are converted on a blocking thread.
-const ASIDE_BYTES_MIN: usize = 256 << 10;
+const BLOCKING_BYTES_MIN: usize = 256 << 10;
 /// Maximum time a response waits for memory.
-const ROOM_WAIT_MAX: Duration = Duration::from_secs(7);
+const MEMORY_WAIT_MAX: Duration = Duration::from_secs(7);
 
 /// Paths and their calls.
 const PATHS: [(&str, &str); 50] = [
@@ -215,7 +215,7 @@ pub fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, S
 
 /// Parses a message from JSON and frames it for gRPC.
 async fn framed(kind: MessageDescriptor, json: Text) -> Result<Bytes, Status> {
-    aside_if_long(json.len(), move || message(kind, &json.joined()).map(|message| frame(&message))).await
+    spawn_if_long(json.len(), move || message(kind, &json.joined()).map(|message| frame(&message))).await
 }
 
 fn frame(message: &DynamicMessage) -> Bytes {
@@ -229,11 +229,11 @@ fn frame(message: &DynamicMessage) -> Bytes {
 
 /// Runs work whose duration is proportional to the message; for a long message on a blocking thread, so that it does
 /// not delay other requests.
-async fn aside_if_long<T: Send + 'static>(
+async fn spawn_if_long<T: Send + 'static>(
     len: usize,
     work: impl FnOnce() -> Result<T, Status> + Send + 'static,
 ) -> Result<T, Status> {
-    if len <= ASIDE_BYTES_MIN {
+    if len <= BLOCKING_BYTES_MIN {
         return work();
     }
     match spawn_blocking(work).await {
@@ -311,7 +311,7 @@ async fn unary(response: Response, kind: MessageDescriptor, answers: &Arc<Semaph
         return Err(status);
     }
     let mut body = response.into_body();
-    let (mut received, mut room) = (BytesMut::new(), None);
+    let (mut received, mut permit) = (BytesMut::new(), None);
     while let Some(frame) = body.frame().await {
         match frame.map_err(|error| Status::internal(error.to_string()))?.into_data() {
             Ok(data) => received.extend_from_slice(&data),
@@ -321,16 +321,16 @@ async fn unary(response: Response, kind: MessageDescriptor, answers: &Arc<Semaph
                 }
             }
         }
-        if let Some(len) = message_len(&received).filter(|len| room.is_none() && *len > SMALL_ANSWER_BYTES) {
-            room = Some(room_for(len, answers).await?);
+        if let Some(len) = message_len(&received).filter(|len| permit.is_none() && *len > SMALL_ANSWER_BYTES) {
+            permit = Some(reserve(len, answers).await?);
         }
     }
     if received.len() < FRAME_HEAD_BYTES {
         return Err(Status::internal("the service answered nothing"));
     }
     received.advance(FRAME_HEAD_BYTES);
-    let json = aside_if_long(received.len(), move || json(kind, received.freeze())).await?;
-    let json = Bytes::from_owner(Answer { json, _room: room });
+    let json = spawn_if_long(received.len(), move || json(kind, received.freeze())).await?;
+    let json = Bytes::from_owner(Answer { json, _room: permit });
     Ok(([(header::CONTENT_TYPE, "application/json")], json).into_response())
 }
 
@@ -348,11 +348,11 @@ impl AsRef<[u8]> for Answer {
 
 /// Waits for memory for a response of the given length, its decoded form and its JSON. A response larger than the limit
 /// takes all of it.
-async fn room_for(len: usize, answers: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Status> {
+async fn reserve(len: usize, answers: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Status> {
     let wanted = (len.saturating_mul(JSON_FACTOR) >> 10).min(ANSWERS_KIB_MAX);
     let wanted = u32::try_from(wanted).unwrap_or(u32::MAX);
-    let room = timeout(ROOM_WAIT_MAX, Arc::clone(answers).acquire_many_owned(wanted)).await;
-    room.ok().and_then(Result::ok).ok_or_else(|| Status::resource_exhausted("etcdserver: too many requests"))
+    let permit = timeout(MEMORY_WAIT_MAX, Arc::clone(answers).acquire_many_owned(wanted)).await;
+    permit.ok().and_then(Result::ok).ok_or_else(|| Status::resource_exhausted("etcdserver: too many requests"))
 }
 
 pub fn json(kind: MessageDescriptor, bytes: Bytes) -> Result<Vec<u8>, Status> {
@@ -378,7 +378,7 @@ fn streamed(response: Response, kind: MessageDescriptor) -> Response {
         while ended == Ended::No {
             if let Some(message) = take_message(&mut received) {
                 let kind_of = kind.clone();
-                let line = match aside_if_long(message.len(), move || json(kind_of, message)).await {
+                let line = match spawn_if_long(message.len(), move || json(kind_of, message)).await {
                     Ok(json) => [b"{\"result\":", &json[..], b"}\n"].concat(),
                     Err(status) => {
                         ended = Ended::Yes;
@@ -457,7 +457,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_path_is_a_method_that_exists() {
+    fn every_path_leads_to_an_existing_method() {
         let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors");
         let gateway = Gateway::new(pool, Router::new(), Arc::default());
         for (path, method) in PATHS.iter().chain([&OBSERVE]) {
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn each_message_of_a_stream_has_its_time_where_the_next_begins_with_its_end() {
+    async fn each_message_of_a_stream_has_its_own_deadline() {
         let pieces = stream::iter(["{}{", "}{", "}{", "}"]).then(|piece| async move {
             sleep(Duration::from_secs(40)).await;
             Ok::<_, Infallible>(piece)

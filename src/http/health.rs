@@ -73,7 +73,7 @@ async fn health(State(store): State<Arc<Store>>, Query(parameters): Parameters) 
         |name: &'static str| parameters.iter().filter(move |(key, _)| key == name).map(|(_, value)| value.as_str());
     let excluded: Vec<&str> = named("exclude").collect();
     let serializable = named("serializable").any(|value| value == "true");
-    let reason = ill(&store, &excluded, serializable).await;
+    let reason = problem(&store, &excluded, serializable).await;
     let metrics = &store.metrics().health;
     let status = match &reason {
         None => {
@@ -91,7 +91,7 @@ async fn health(State(store): State<Arc<Store>>, Query(parameters): Parameters) 
 }
 
 /// Returns the reason why the server is not healthy.
-async fn ill(store: &Store, excluded: &[&str], serializable: bool) -> Option<String> {
+async fn problem(store: &Store, excluded: &[&str], serializable: bool) -> Option<String> {
     for Alarm { kind, .. } in store.alarms() {
         if !excluded.contains(&kind.name()) {
             return Some(format!("ALARM {}", kind.name()));

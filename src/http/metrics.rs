@@ -27,8 +27,8 @@ pub(super) fn routes(store: Arc<Store>) -> Router {
 }
 
 async fn metrics(State(store): State<Arc<Store>>) -> Response {
-    store.tell_state().await;
-    tell_descriptors(store.metrics());
+    store.update_gauges().await;
+    log_descriptor_limit(store.metrics());
     match store.metrics().text() {
         Ok(text) => ([(CONTENT_TYPE, TEXT_FORMAT)], text).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("metrics: {error}\n")).into_response(),
@@ -36,7 +36,7 @@ async fn metrics(State(store): State<Arc<Store>>) -> Response {
 }
 
 /// Returns the limit on open files, if the system reports it.
-fn tell_descriptors(metrics: &orlop_core::metrics::Metrics) {
+fn log_descriptor_limit(metrics: &orlop_core::metrics::Metrics) {
     if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
         metrics.state.fds_used.set(i64::try_from(open.count()).unwrap_or(i64::MAX));
     }

@@ -75,11 +75,11 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
     match args.command {
         Command::Status { snapshot, write_out } => {
             let status = status(&snapshot.file, snapshot.check()).await?;
-            let told = match write_out {
+            let text = match write_out {
                 Format::Simple => simple(&status),
                 Format::Json => json(&status).to_string(),
             };
-            Ok(writeln!(std::io::stdout(), "{told}")?)
+            Ok(writeln!(std::io::stdout(), "{text}")?)
         }
         Command::Restore { snapshot, datastore } => {
             let settings = Settings::load(&Flags::from(datastore))?;

@@ -58,7 +58,7 @@ fn expected(refused: &[&str], text: &str) -> Vec<(&'static str, Option<String>)>
         .to_vec()
 }
 
-async fn alarm_refuses_what_etcds_does_until_it_is_cleared(backend: Backend) {
+async fn alarm_refuses_the_same_requests_as_etcd(backend: Backend) {
     let Some(mut server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let member = |alarm: AlarmType| AlarmMember { member_id: 7, alarm: alarm.into() };
@@ -86,7 +86,7 @@ async fn alarm_refuses_what_etcds_does_until_it_is_cleared(backend: Backend) {
 
 /// The store is filled until the alarm is raised; after compaction and defragmentation it accepts writes again, and no
 /// key is lost.
-async fn quota_raises_the_alarm_and_room_clears_it(backend: Backend) {
+async fn quota_raises_the_alarm_and_freed_space_clears_it(backend: Backend) {
     let quota = 4_000_000.to_string();
     let Some(server) = Server::orlop_with(backend, &["--quota-backend-bytes", &quota]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -139,4 +139,4 @@ async fn alarm_holds_for_all_instances() {
     eventually("its end on the first", async || a.clone().kv.put(put("k", b"v".into())).await.map(drop)).await;
 }
 
-on_both_backends!(alarm_refuses_what_etcds_does_until_it_is_cleared, quota_raises_the_alarm_and_room_clears_it,);
+on_both_backends!(alarm_refuses_the_same_requests_as_etcd, quota_raises_the_alarm_and_freed_space_clears_it,);

@@ -18,7 +18,7 @@ const CLIENTS: usize = 6;
 const CUTS: usize = 300;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn cut_commits_lose_nothing_acknowledged_and_do_nothing_refused() {
+async fn interrupted_commits_keep_acknowledged_writes_and_apply_no_refused_one() {
     let Some(postgres) = Postgres::shared().await else { return };
     let proxy = Proxy::start(postgres.port()).await;
     let server = Server::orlop_on(&proxy.endpoint(&postgres.create_database()), &[]).await;
@@ -113,7 +113,7 @@ async fn write(
 
 /// A connection pooler between Orlop and Postgres sends no notifications, for example.
 #[tokio::test]
-async fn rows_of_others_arrive_without_notifications() {
+async fn rows_of_other_instances_arrive_without_notifications() {
     let Some(postgres) = Postgres::shared().await else { return };
     let datastore = postgres.create_database();
     let proxy = Proxy::start(postgres.port()).await;

@@ -34,7 +34,7 @@ async fn keys(client: &mut Client) -> (Vec<String>, i64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn loads_do_what_they_tell_and_leave_nothing_behind() {
+async fn loads_report_their_operations_and_leave_no_keys() {
     /// (flags, operations in the report with their counts, minimum number of revisions)
     type Row<'a> = (&'a [&'a str], &'a [(&'a str, u64)], u64);
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
@@ -66,10 +66,10 @@ async fn loads_do_what_they_tell_and_leave_nothing_behind() {
     ];
     for (scenario, expected, revisions) in rows {
         let (_, head) = keys(&mut client).await;
-        let told = bench(&server, scenario);
-        assert_eq!((&told["scenario"], &told["first_error"]), (&scenario[0].into(), &Value::Null));
-        assert_eq!((&told["interrupted"], &told["clients"]), (&false.into(), &4.into()), "{told}");
-        assert_eq!(counts(&told), *expected, "{told}");
+        let report = bench(&server, scenario);
+        assert_eq!((&report["scenario"], &report["first_error"]), (&scenario[0].into(), &Value::Null));
+        assert_eq!((&report["interrupted"], &report["clients"]), (&false.into(), &4.into()), "{report}");
+        assert_eq!(counts(&report), *expected, "{report}");
         let (left, now) = keys(&mut client).await;
         assert_eq!(left, ["of another"], "{scenario:?}");
         assert!(now - head > *revisions as i64, "{scenario:?} made the revisions from {head} to {now}");
@@ -77,9 +77,9 @@ async fn loads_do_what_they_tell_and_leave_nothing_behind() {
 }
 
 /// Returns each operation of a report with its count; the kinds of one load are added up. Panics if one failed.
-fn counts(told: &Value) -> Vec<(&str, u64)> {
+fn counts(report: &Value) -> Vec<(&str, u64)> {
     let mut counts: Vec<(&str, u64)> = Vec::new();
-    for row in told["results"].as_array().expect("a list of operations") {
+    for row in report["results"].as_array().expect("a list of operations") {
         let count = row["count"].as_u64().expect("a count");
         let histogram = row["histogram"].as_array().expect("a histogram");
         let in_buckets: u64 = histogram.iter().map(|bucket| bucket["count"].as_u64().expect("a count")).sum();
@@ -95,29 +95,32 @@ fn counts(told: &Value) -> Vec<(&str, u64)> {
 
 /// Loads that run for a duration instead of a number of operations.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn upkeep_goes_on_under_load_and_idleness_costs_no_revision() {
+async fn maintenance_runs_under_load_and_idle_connections_make_no_revision() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
     let timed = |scenario: &[&str]| {
         let flags = ["--endpoints", server.endpoint(), "--duration", "200ms", "--warmup", "0s", "--json"];
         orlop_bench(&[scenario, &flags].concat())
     };
-    let told = timed(&["maintenance", "--key-space", "50"]);
-    let phases: Vec<_> = counts(&told).into_iter().map(|(phase, count)| (phase, count > 0)).collect();
-    assert_eq!(phases, [("put", true), ("put-compacting", true), ("put-defragmenting", true)], "{told}");
+    let report = timed(&["maintenance", "--key-space", "50"]);
+    let phases: Vec<_> = counts(&report).into_iter().map(|(phase, count)| (phase, count > 0)).collect();
+    assert_eq!(phases, [("put", true), ("put-compacting", true), ("put-defragmenting", true)], "{report}");
     let (left, head) = keys(&mut client).await;
     assert!(left.is_empty(), "{left:?}");
     let before = RangeRequest { key: "a".into(), revision: 2, ..Default::default() };
     assert!(client.kv.range(before).await.is_err_and(|status| status.message().contains("compacted")));
 
-    let told = timed(&["idle", "--watches", "5", "--connections", "7"]);
-    assert_eq!((&told["watches"], &told["connections"], &told["first_error"]), (&5.0.into(), &7.into(), &Value::Null));
+    let report = timed(&["idle", "--watches", "5", "--connections", "7"]);
+    assert_eq!(
+        (&report["watches"], &report["connections"], &report["first_error"]),
+        (&5.0.into(), &7.into(), &Value::Null)
+    );
     // Only the cleanup makes a revision, because there is nothing else to delete.
     assert_eq!(keys(&mut client).await.1, head);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_earlier_runs_keys_can_be_used() {
+async fn keys_of_an_earlier_run_can_be_reused() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
     bench(&server, &["range", "--keys", "20", "--keep"]);
@@ -157,13 +160,13 @@ async fn comparison_writes_a_page_with_plots_and_leaves_no_server() {
 
 /// A soak of a few seconds cannot show growth, but it detects what clients leave behind.
 #[test]
-fn soak_compacts_comes_and_goes_and_leaves_nothing_behind() {
-    if !Postgres::is_there() {
+fn soak_compacts_reconnects_and_leaves_no_keys() {
+    if !Postgres::is_installed() {
         return skip("postgres");
     }
     let folder = tempfile::tempdir().expect("a folder");
     let plots = folder.path().join("plots");
-    let told = orlop_bench(&[
+    let report = orlop_bench(&[
         "soak",
         "--minutes",
         "0.1",
@@ -181,8 +184,8 @@ fn soak_compacts_comes_and_goes_and_leaves_nothing_behind() {
         "--output",
         &plots.display().to_string(),
     ]);
-    assert_eq!((&told["scenario"], &told["interrupted"]), (&"soak".into(), &false.into()));
-    let servers = told["servers"].as_array().expect("a list of servers");
+    assert_eq!((&report["scenario"], &report["interrupted"]), (&"soak".into(), &false.into()));
+    let servers = report["servers"].as_array().expect("a list of servers");
     assert_eq!(
         servers.iter().map(|server| &server["server"]).collect::<Vec<_>>(),
         ["Orlop, SQLite", "Orlop, Postgres"]
@@ -214,9 +217,9 @@ fn soak_compacts_comes_and_goes_and_leaves_nothing_behind() {
 
 /// Against a running server the soak reads resource usage from the metrics and leaves no keys.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn soak_of_a_server_that_runs_leaves_no_keys() {
+async fn soak_of_a_running_server_leaves_no_keys() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
-    let told = orlop_bench(&[
+    let report = orlop_bench(&[
         "soak",
         "--minutes",
         "0.05",
@@ -232,7 +235,7 @@ async fn soak_of_a_server_that_runs_leaves_no_keys() {
         "--endpoints",
         server.endpoint(),
     ]);
-    let soaked = &told["servers"][0];
+    let soaked = &report["servers"][0];
     assert_eq!((&soaked["server"], &soaked["errors"]), (&"endpoints".into(), &0.into()), "{soaked}");
     assert!(soaked["samples"][0]["memory"].is_number() && soaked["samples"][0]["folder"].is_null(), "{soaked}");
     let (left, _) = keys(&mut Client::connect(server.endpoint()).await).await;
@@ -241,7 +244,7 @@ async fn soak_of_a_server_that_runs_leaves_no_keys() {
 }
 
 #[test]
-fn comparison_refuses_what_means_nothing_there() {
+fn comparison_refuses_flags_without_effect() {
     for (flags, said) in [
         (&["--clients", "3"][..], "--clients means nothing here"),
         (&["--endpoints", "http://a:1"], "--endpoints means nothing here"),
@@ -259,7 +262,7 @@ fn comparison_refuses_what_means_nothing_there() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn prefix_in_use_is_not_touched_unless_told_to() {
+async fn prefix_in_use_needs_a_flag() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
     bench(&server, &["create-txn", "--keep"]);

@@ -159,15 +159,15 @@ async fn write_worked_history(server: &Server) {
     client.kv.put(put("f", "1", 0)).await.expect("a put");
 }
 
-async fn corruptions_are_told_with_their_rows(backend: Backend) {
+async fn corruptions_are_reported_with_their_rows(backend: Backend) {
     let Some(copies) = Copies::new(backend).await else { return };
     let of_backend: &[Corruption] = if backend == Backend::Postgres { &POSTGRES_CORRUPTIONS } else { &[] };
     for (number, (sql, expected, start)) in CORRUPTIONS.iter().chain(of_backend).enumerate() {
         let place = copies.copy(number);
         place.execute(sql).await;
-        let told = place.violations();
-        assert_eq!(told.len(), expected.len(), "{sql}: {told:#?}");
-        for (line, expected) in told.iter().zip(*expected) {
+        let found = place.violations();
+        assert_eq!(found.len(), expected.len(), "{sql}: {found:#?}");
+        for (line, expected) in found.iter().zip(*expected) {
             assert!(line.contains(expected), "{sql}: {line:?} says {expected:?}");
         }
         let report = place.report();
@@ -179,7 +179,7 @@ async fn corruptions_are_told_with_their_rows(backend: Backend) {
     }
 }
 
-async fn what_is_told_is_limited_and_the_rest_counted(backend: Backend) {
+async fn report_is_limited_and_counts_the_rest(backend: Backend) {
     let Some(copies) = Copies::new(backend).await else { return };
     let place = copies.copy(0);
     place.execute("UPDATE kv_log SET version = version + 100 WHERE id IN (2, 3, 4, 5, 7)").await;
@@ -200,7 +200,7 @@ async fn what_is_told_is_limited_and_the_rest_counted(backend: Backend) {
 }
 
 /// Rows that compaction has still to delete, and transactions whose first row it has already deleted, are valid.
-async fn leftovers_of_compaction_are_no_violations(backend: Backend) {
+async fn rows_left_by_compaction_are_no_violations(backend: Backend) {
     let Some(copies) = Copies::new(backend).await else { return };
     // Revisions 2, 3 and 4 are superseded, 6 deletes a key, and 5 loses its first row although nothing superseded it.
     for (number, (compacted, to_purge)) in
@@ -243,7 +243,7 @@ async fn open(place: &Place) -> Store {
     Store::open(open_log(place).await, Settings::default()).await.expect("the log can be read")
 }
 
-async fn store_of_random_operations_is_sound(backend: Backend) {
+async fn check_passes_after_random_operations(backend: Backend) {
     let folder = TempDir::new().expect("a folder");
     for seed in 1..=4 {
         let Some(place) = Place::new(backend, &folder.path().join(format!("{seed}.db"))).await else { return };
@@ -270,7 +270,7 @@ async fn store_of_random_operations_is_sound(backend: Backend) {
     }
 }
 
-async fn running_store_is_sound_at_every_moment(backend: Backend) {
+async fn check_passes_on_a_running_store(backend: Backend) {
     let Some(mut server) = Server::orlop(backend).await else { return };
     let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::<AtomicUsize>::default());
     let mut writers = JoinSet::new();
@@ -316,7 +316,7 @@ async fn large_sqlite_store(folder: &Path) -> PathBuf {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn damaged_sqlite_file_is_told_and_never_a_panic() {
+async fn damaged_sqlite_file_is_reported_without_a_panic() {
     let folder = TempDir::new().expect("a folder");
     let whole = fs::read(large_sqlite_store(folder.path()).await).expect("a file can be read");
     let value = whole.windows(200).rposition(|bytes| bytes.iter().all(|byte| *byte == b'v')).expect("a value");
@@ -333,12 +333,12 @@ async fn damaged_sqlite_file_is_told_and_never_a_panic() {
     for (what, bytes, expected) in rows {
         let file = folder.path().join("given.db");
         fs::write(&file, bytes).expect("a file can be written");
-        let told = Place::sqlite(&file).violations().join("\n");
-        println!("{what}: {told}");
+        let found = Place::sqlite(&file).violations().join("\n");
+        println!("{what}: {found}");
         let quick = Place::sqlite(&file).check(&["--quick"]);
         assert_eq!(quick.status.code(), Some(i32::from(expected.is_some())), "{what}");
         match expected {
-            Some(expected) => assert!(told.contains(expected), "{what}: {told}"),
+            Some(expected) => assert!(found.contains(expected), "{what}: {found}"),
             None => drop(Place::sqlite(&file).is_sound()),
         }
     }
@@ -375,7 +375,7 @@ fn cannot_be_checked(place: &Place, because: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_no_store_of_this_version_cannot_be_checked() {
+async fn only_stores_of_this_version_are_checked() {
     let folder = TempDir::new().expect("a folder");
     let file = |name: &str| folder.path().join(name);
     fs::write(file("empty.db"), b"").expect("a file can be written");
@@ -420,9 +420,9 @@ async fn postgres_without_a_store_of_this_version_cannot_be_checked() {
 }
 
 on_both_backends!(
-    corruptions_are_told_with_their_rows,
-    what_is_told_is_limited_and_the_rest_counted,
-    leftovers_of_compaction_are_no_violations,
-    store_of_random_operations_is_sound,
-    running_store_is_sound_at_every_moment,
+    corruptions_are_reported_with_their_rows,
+    report_is_limited_and_counts_the_rest,
+    rows_left_by_compaction_are_no_violations,
+    check_passes_after_random_operations,
+    check_passes_on_a_running_store,
 );

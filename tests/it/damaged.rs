@@ -82,7 +82,7 @@ async fn start(folder: &Path, bytes: &[u8]) -> Start {
     let mut line = String::new();
     let mut stdout = BufReader::new(orlop.stdout.take().expect("stdout is piped"));
     stdout.read_line(&mut line).expect("it serves, or ends");
-    let told = match line.trim().rsplit(' ').next().filter(|url| !url.is_empty()) {
+    let found = match line.trim().rsplit(' ').next().filter(|url| !url.is_empty()) {
         Some(url) => Some(everything(url).await),
         None => None,
     };
@@ -91,7 +91,7 @@ async fn start(folder: &Path, bytes: &[u8]) -> Start {
     orlop.stderr.take().expect("stderr is piped").read_to_string(&mut text).expect("text");
     orlop.wait().expect("our child can be waited for");
     assert!(!text.contains("panicked"), "{text}");
-    match told {
+    match found {
         None => Start::Refused(text),
         Some(Ok(kvs)) => Start::Served(kvs),
         Some(Err(status)) => panic!("it serves what it cannot read: {status}"),
@@ -104,7 +104,7 @@ fn without_values(kvs: &[KeyValue]) -> Vec<KeyValue> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn file_that_is_cut_off_is_refused() {
+async fn truncated_file_is_refused() {
     let (folder, whole, kvs) = store(History::Whole).await;
     assert!(matches!(start(folder.path(), &whole).await, Start::Served(served) if served == kvs));
     let pages = whole.len() / PAGE;
@@ -121,7 +121,7 @@ async fn file_that_is_cut_off_is_refused() {
 
 /// The file's header and, for each page, its type, its cell count, the offset of its first cell, and its last byte.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bit_that_was_flipped_is_refused_or_in_a_value() {
+async fn flipped_bit_is_refused_or_in_a_value() {
     for history in [History::Whole, History::Compacted] {
         let (folder, whole, kvs) = store(history).await;
         let mut places: Vec<usize> = vec![0, 16, 18, 21, 28, 31, 40, 47, 56, 59, 100, 104];

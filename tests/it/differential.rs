@@ -68,7 +68,7 @@ async fn answers_equal_those_of_etcd(backend: Backend) {
     assert!(mismatches.is_empty(), "{}", mismatches.join("\n"));
 }
 
-async fn harness_finds_a_difference(backend: Backend) {
+async fn harness_detects_a_difference(backend: Backend) {
     let faults = [Fault::Count, Fault::Header, Fault::ErrorText, Fault::PairOrder, Fault::LostEvent, Fault::EventOrder];
     for fault in [None].into_iter().chain(faults.map(Some)) {
         let (Some(one), Some(other)) = tokio::join!(Server::under_test(backend), Server::under_test(backend)) else {
@@ -96,7 +96,7 @@ fn number(variable: &str) -> Option<u64> {
 }
 
 #[test]
-fn watch_log_complains_where_a_guarantee_is_broken() {
+fn watch_log_records_violated_guarantees() {
     /// (header revision, fragment, event revisions)
     type Row<'a> = (i64, bool, &'a [i64]);
     // The responses of one watch from revision 5, and whether they are allowed.
@@ -122,8 +122,8 @@ fn watch_log_complains_where_a_guarantee_is_broken() {
                 ..Default::default()
             });
         }
-        assert_eq!(log.complaints.is_empty(), *allowed, "{answers:?}: {:?}", log.complaints);
+        assert_eq!(log.violations.is_empty(), *allowed, "{answers:?}: {:?}", log.violations);
     }
 }
 
-on_both_backends!(answers_equal_those_of_etcd, harness_finds_a_difference,);
+on_both_backends!(answers_equal_those_of_etcd, harness_detects_a_difference,);

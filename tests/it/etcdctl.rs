@@ -119,11 +119,11 @@ impl Running {
         match timeout(DEADLINE, self.lines.next_line()).await {
             Ok(Ok(Some(line))) => line,
             Ok(ended) => {
-                let mut complaint = String::new();
+                let mut error = String::new();
                 if let Some(stderr) = &mut self.process.stderr {
-                    stderr.read_to_string(&mut complaint).await.ok();
+                    stderr.read_to_string(&mut error).await.ok();
                 }
-                panic!("etcdctl ended ({ended:?}): {complaint}")
+                panic!("etcdctl ended ({ended:?}): {error}")
             }
             Err(_) => panic!("etcdctl prints nothing more"),
         }
@@ -256,7 +256,7 @@ async fn txn_runs_the_branch_that_its_compares_choose(backend: Backend) {
     }
 }
 
-async fn watch_from_a_revision_prints_history_and_goes_on(backend: Backend) {
+async fn watch_from_a_revision_prints_history_and_continues(backend: Backend) {
     let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     etcdctl.put_all(&[("a/1", "1"), ("b", "x"), ("a/1", "2")]).await;
     etcdctl.check(&[(&["del", "a/1"], "1\n")]).await;
@@ -286,7 +286,7 @@ async fn interactive_watch_takes_watches_and_progress_requests(backend: Backend)
     watch.expect_lines(&["PUT", "b", "3"]).await;
 }
 
-async fn lease_commands_follow_a_lease_through_its_life(backend: Backend) {
+async fn lease_commands_cover_the_life_of_a_lease(backend: Backend) {
     let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     let granted = etcdctl.prints(&["lease", "grant", "1000"]).await;
     let id = lease_id(&granted);
@@ -318,19 +318,19 @@ async fn lease_commands_follow_a_lease_through_its_life(backend: Backend) {
         &["lease", "keep-alive", "--once", "123"],
         &["put", "a", "v", "--lease", "123"],
     ] {
-        let complaint = etcdctl.fails(gone).await;
-        assert!(complaint.contains("etcdserver: requested lease not found"), "{gone:?}: {complaint}");
+        let error = etcdctl.fails(gone).await;
+        assert!(error.contains("etcdserver: requested lease not found"), "{gone:?}: {error}");
     }
 }
 
-async fn compaction_takes_older_revisions_away(backend: Backend) {
+async fn compaction_removes_older_revisions(backend: Backend) {
     let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     etcdctl.put_all(&[("a", "1"), ("a", "2"), ("a", "3")]).await;
     etcdctl.check(&[(&["compaction", "3"], "compacted revision 3\n"), (&["get", "a", "--rev", "3"], "a\n2\n")]).await;
     let compacted = "etcdserver: mvcc: required revision has been compacted";
     for late in [["compaction", "3"].as_slice(), &["get", "a", "--rev", "2"], &["watch", "a", "--rev", "2"]] {
-        let complaint = etcdctl.fails(late).await;
-        assert!(complaint.contains(compacted), "{late:?}: {complaint}");
+        let error = etcdctl.fails(late).await;
+        assert!(error.contains(compacted), "{late:?}: {error}");
     }
     etcdctl.check(&[(&["compaction", "4", "--physical"], "compacted revision 4\n")]).await;
     let future = etcdctl.fails(&["compaction", "5"]).await;
@@ -445,10 +445,10 @@ on_both_backends!(
     json_output_has_the_pair_and_its_revisions,
     put_and_del_print_previous_pairs_and_counts,
     txn_runs_the_branch_that_its_compares_choose,
-    watch_from_a_revision_prints_history_and_goes_on,
+    watch_from_a_revision_prints_history_and_continues,
     interactive_watch_takes_watches_and_progress_requests,
-    lease_commands_follow_a_lease_through_its_life,
-    compaction_takes_older_revisions_away,
+    lease_commands_cover_the_life_of_a_lease,
+    compaction_removes_older_revisions,
     endpoint_and_member_commands_show_one_healthy_leader,
     lock_waits_for_the_holder,
     elect_passes_leadership_on,

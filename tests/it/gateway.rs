@@ -129,7 +129,7 @@ async fn answers_equal_those_of_etcd(backend: Backend) {
 }
 
 /// Watches as `curl -N` does.
-async fn watch_streams_while_events_come(backend: Backend) {
+async fn watch_streams_events(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let address = server.endpoint().strip_prefix("http://").expect("an http endpoint");
     let mut stream = TcpStream::connect(address).await.expect("a ready server accepts connections");
@@ -156,4 +156,4 @@ async fn watch_streams_while_events_come(backend: Backend) {
     }
 }
 
-on_both_backends!(answers_equal_those_of_etcd, watch_streams_while_events_come,);
+on_both_backends!(answers_equal_those_of_etcd, watch_streams_events,);

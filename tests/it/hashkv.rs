@@ -128,7 +128,7 @@ async fn hashes_equal_those_of_etcd(backend: Backend) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn instances_have_one_hash() {
+async fn instances_have_equal_hashes() {
     let Some(postgres) = Postgres::shared().await else { return };
     let datastore = postgres.create_database();
     let (one, two) = (Server::orlop_on(&datastore, &[]).await, Server::orlop_on(&datastore, &[]).await);

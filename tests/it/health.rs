@@ -67,7 +67,7 @@ async fn instance_without_its_database_is_live_and_not_ready() {
 /// waiting for the database for a stuck event loop. With slow tests enabled the outage lasts longer than the watchdog's
 /// limit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn hung_database_is_no_reason_to_restart() {
+async fn hung_database_does_not_trigger_the_watchdog() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let client = Client::connect(server.endpoint()).await;

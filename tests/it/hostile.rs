@@ -90,12 +90,12 @@ async fn connections(arena: &Arena, count: usize, say: &[u8]) -> Vec<Wire> {
     all
 }
 
-async fn connections_that_say_nothing_or_half_a_word_are_closed(backend: Backend) {
+async fn silent_and_unfinished_connections_are_closed(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut held = connections(&arena, sized(200, 3_000), b"").await;
     held.extend(connections(&arena, sized(200, 3_000), &PREFACE[..10]).await);
     held.extend(connections(&arena, sized(100, 1_000), b"POST /v3/kv/").await);
-    arena.withstands("connections that say nothing, or half a word", 300, ()).await;
+    arena.survives("connections that say nothing, or half a word", 300, ()).await;
     drop(held);
 }
 
@@ -118,13 +118,13 @@ async fn slow_loris_is_closed(backend: Backend) {
             wire.ended().await;
         });
     }
-    arena.withstands("a byte a second", 300, ()).await;
+    arena.survives("a byte a second", 300, ()).await;
     let all_closed = async { while drips.join_next().await.is_some() {} };
     timeout(DEADLINE * 3, all_closed).await.expect("each is closed, though it still sends");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn handshakes_that_are_not_finished_keep_nobody_out() {
+async fn unfinished_handshakes_do_not_block_new_connections() {
     let Some(authority) = Authority::new() else { return };
     let certificate = authority.sign("server", 30);
     let [cert, key] = [&certificate.cert, &certificate.key].map(|file| file.to_str().expect("a path in UTF-8"));
@@ -147,7 +147,7 @@ async fn handshakes_that_are_not_finished_keep_nobody_out() {
         .output();
     let version = version.await.expect("curl can be started");
     assert!(version.status.success(), "{version:?}");
-    arena.withstands("TLS handshakes never finished", 300, ()).await;
+    arena.survives("TLS handshakes never finished", 300, ()).await;
     drop(held);
 }
 
@@ -167,16 +167,16 @@ async fn authority_may_be_what_no_uri_could_have(backend: Backend) {
     }
 }
 
-async fn half_open_connections_cost_little(backend: Backend) {
+async fn half_open_connections_use_little_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let settings = [PREFACE.to_vec(), frame(SETTINGS, 0, 0, &[])].concat();
     let mut held = connections(&arena, sized(300, 3_000), &settings).await;
     let endless = [settings, frame(HEADERS, 0, 1, &headers(PUT, &[]))].concat();
     held.extend(connections(&arena, sized(300, 3_000), &endless).await);
-    arena.withstands("HTTP/2 connections that fall silent", 400, held).await;
+    arena.survives("HTTP/2 connections that fall silent", 400, held).await;
 }
 
-async fn floods_end_with_their_connection_or_do_no_harm(backend: Backend) {
+async fn floods_are_disconnected_or_harmless(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let resets = |number: usize| {
         let stream = u32::try_from(2 * number + 1).expect("a stream's number");
@@ -203,12 +203,12 @@ async fn floods_end_with_their_connection_or_do_no_harm(backend: Backend) {
         if error.is_some() {
             assert!(!taken || wire.ended().await == error, "{name}");
         }
-        arena.withstands(&format!("{name} flood, whose answers are not read"), 300, wire).await;
+        arena.survives(&format!("{name} flood, whose answers are not read"), 300, wire).await;
         let mut attackers = JoinSet::new();
         for _ in 0..sized(2, 8) {
             attackers.spawn(Wire::open(arena.endpoint()).await.flood(arena.endpoint().to_owned(), frames.clone()));
         }
-        arena.withstands_for_long(&format!("{name} flood"), 300, attackers).await;
+        arena.survives_continuous(&format!("{name} flood"), 300, attackers).await;
     }
 }
 
@@ -236,7 +236,7 @@ async fn metadata_has_a_limit(backend: Backend) {
     for _ in 0..sized(2, 8) {
         attackers.spawn(Wire::open(arena.endpoint()).await.flood(arena.endpoint().to_owned(), endless.clone()));
     }
-    arena.withstands_for_long("metadata without end", 300, attackers).await;
+    arena.survives_continuous("metadata without end", 300, attackers).await;
 }
 
 async fn ten_thousand_streams_on_one_connection_are_served(backend: Backend) {
@@ -254,11 +254,11 @@ async fn ten_thousand_streams_on_one_connection_are_served(backend: Backend) {
         }
     })
     .await;
-    arena.withstands("10,000 watch streams on one connection", sized(500, 400) as u64, held).await;
+    arena.survives("10,000 watch streams on one connection", sized(500, 400) as u64, held).await;
 }
 
 /// A message is announced, most of it is sent, and the rest never arrives.
-async fn messages_that_are_not_finished_cost_bounded_memory(backend: Backend) {
+async fn unfinished_messages_use_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut half = wire::message(&vec![0; 1 << 20]);
     half.truncate(1_000_000);
@@ -267,10 +267,10 @@ async fn messages_that_are_not_finished_cost_bounded_memory(backend: Backend) {
     let more = streams(arena.endpoint(), sized(1_000, 5_000), lease, half).await;
     // The lists arrive while the bystander is measured.
     tokio::time::sleep(Duration::from_secs(5)).await;
-    arena.withstands("megabytes of messages never finished", 800, (held, more)).await;
+    arena.survives("megabytes of messages never finished", 800, (held, more)).await;
 }
 
-async fn messages_that_are_too_long_are_refused(backend: Backend) {
+async fn too_long_messages_are_refused(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut client = arena.client().await;
     let long = put("k", 100 << 20);
@@ -289,10 +289,10 @@ async fn messages_that_are_too_long_are_refused(backend: Backend) {
     for _ in 0..sized(2, 8) {
         attackers.spawn(Caller::connect(arena.endpoint()).await.call_in_a_loop(PUT, message.clone()));
     }
-    arena.withstands_for_long("messages of 100 MiB", 300, attackers).await;
+    arena.survives_continuous("messages of 100 MiB", 300, attackers).await;
 }
 
-async fn watches_that_are_not_read_cost_bounded_memory(backend: Backend) {
+async fn unread_watches_use_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     // Each stream lists its own range, so that no response is shared.
     let mut held = Vec::new();
@@ -313,7 +313,7 @@ async fn watches_that_are_not_read_cost_bounded_memory(backend: Backend) {
     for _ in 0..sized(200, 1_000) {
         timeout(DEADLINE, writer.put(put("k", 100_000))).await.expect("in time").expect("a put");
     }
-    arena.withstands("watch streams that are never read", sized(1_000, 1_600) as u64, held).await;
+    arena.survives("watch streams that are never read", sized(1_000, 1_600) as u64, held).await;
 }
 
 async fn ten_thousand_watches_on_a_stream_are_served(backend: Backend) {
@@ -326,10 +326,10 @@ async fn ten_thousand_watches_on_a_stream_are_served(backend: Backend) {
     }
     client.kv.put(put("k777", 10)).await.expect("a put");
     assert_eq!(stream.next().await.events.len(), 1);
-    arena.withstands("10,000 watches on a stream", 300, (stream, client)).await;
+    arena.survives("10,000 watches on a stream", 300, (stream, client)).await;
 }
 
-async fn ranges_over_everything_cost_bounded_memory(backend: Backend) {
+async fn ranges_of_all_keys_use_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &["--value-cache-bytes", "8388608"]).await else { return };
     fill(&mut arena, sized(400, 2_000), 50_000).await;
     let mut readers = JoinSet::new();
@@ -355,14 +355,14 @@ async fn ranges_over_everything_cost_bounded_memory(backend: Backend) {
         });
     }
     tokio::time::sleep(Duration::from_secs(sized(5, 15) as u64)).await;
-    arena.withstands_for_long("64 clients that range over everything", 1_500, readers).await;
+    arena.survives_continuous("64 clients that range over everything", 1_500, readers).await;
     let mut served = served.lock();
     served.push(lists.elapsed());
     let halt = served.array_windows().map(|[one, next]| next.saturating_sub(*one)).max();
     assert!(halt.is_some_and(|halt| halt < LISTS_HALT_MAX), "{} lists, {halt:?} between two", served.len());
 }
 
-async fn answers_that_are_not_read_cost_bounded_memory(backend: Backend) {
+async fn unread_responses_use_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &["--value-cache-bytes", "8388608"]).await else { return };
     fill(&mut arena, sized(400, 2_000), 50_000).await;
     let mut held = Vec::new();
@@ -374,14 +374,14 @@ async fn answers_that_are_not_read_cost_bounded_memory(backend: Backend) {
         held.push(wire);
     }
     tokio::time::sleep(Duration::from_secs(5)).await;
-    arena.withstands("ranges over everything, never read", 1_500, held).await;
+    arena.survives("ranges over everything, never read", 1_500, held).await;
 }
 
 fn op(request: Request) -> RequestOp {
     RequestOp { request: Some(request) }
 }
 
-async fn messages_of_too_many_parts_are_refused_at_once(backend: Backend) {
+async fn messages_with_too_many_parts_are_refused(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let number = |number: usize| number.to_string();
     let delete =
@@ -439,11 +439,11 @@ async fn messages_of_too_many_parts_are_refused_at_once(backend: Backend) {
             }
         }
         assert!(!attackers.is_empty());
-        arena.withstands_for_long(attack, 400, attackers).await;
+        arena.survives_continuous(attack, 400, attackers).await;
     }
 }
 
-async fn keep_alives_without_end_hold_up_nobody(backend: Backend) {
+async fn endless_keep_alives_do_not_delay_others(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut client = arena.client().await;
     let id = client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 0 }).await.expect("a lease").into_inner().id;
@@ -455,23 +455,23 @@ async fn keep_alives_without_end_hold_up_nobody(backend: Backend) {
         let endpoint = arena.endpoint().to_owned();
         attackers.spawn(pump(endpoint, "/etcdserverpb.Lease/LeaseKeepAlive", many.clone()));
     }
-    arena.withstands_for_long("keep-alives without end", 300, attackers).await;
+    arena.survives_continuous("keep-alives without end", 300, attackers).await;
 }
 
 on_both_backends!(
     authority_may_be_what_no_uri_could_have,
-    connections_that_say_nothing_or_half_a_word_are_closed,
+    silent_and_unfinished_connections_are_closed,
     slow_loris_is_closed,
-    half_open_connections_cost_little,
-    floods_end_with_their_connection_or_do_no_harm,
+    half_open_connections_use_little_memory,
+    floods_are_disconnected_or_harmless,
     metadata_has_a_limit,
     ten_thousand_streams_on_one_connection_are_served,
-    messages_that_are_not_finished_cost_bounded_memory,
-    messages_that_are_too_long_are_refused,
-    watches_that_are_not_read_cost_bounded_memory,
+    unfinished_messages_use_bounded_memory,
+    too_long_messages_are_refused,
+    unread_watches_use_bounded_memory,
     ten_thousand_watches_on_a_stream_are_served,
-    ranges_over_everything_cost_bounded_memory,
-    answers_that_are_not_read_cost_bounded_memory,
-    messages_of_too_many_parts_are_refused_at_once,
-    keep_alives_without_end_hold_up_nobody,
+    ranges_of_all_keys_use_bounded_memory,
+    unread_responses_use_bounded_memory,
+    messages_with_too_many_parts_are_refused,
+    endless_keep_alives_do_not_delay_others,
 );

@@ -66,7 +66,7 @@ async fn keep_alive(client: &mut Client, id: i64) -> i64 {
 }
 
 #[tokio::test]
-async fn each_sees_at_once_what_another_acknowledged() {
+async fn each_instance_reads_what_another_acknowledged() {
     let Some([(_one, mut a), (_two, mut b), (_three, mut c)]) = instances().await else { return };
     for round in 0..60 {
         let value = format!("value {round}");
@@ -90,7 +90,7 @@ async fn each_sees_at_once_what_another_acknowledged() {
 }
 
 #[tokio::test]
-async fn watches_get_the_rows_of_all_and_progress_covers_them() {
+async fn watches_get_events_of_all_instances_before_progress() {
     let Some([(_one, mut a), (_two, mut b)]) = instances().await else { return };
     let mut stream = Stream::open(&mut b).await;
     stream.create(everything(0)).await;
@@ -113,7 +113,7 @@ async fn watches_get_the_rows_of_all_and_progress_covers_them() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn increments_from_all_sides_are_all_counted_and_nobody_starves() {
+async fn concurrent_increments_on_all_instances_are_counted_without_starvation() {
     let Some(all) = instances::<3>().await else { return };
     let mut first = all[0].1.clone();
     put_at(&mut first, put("counter", "0")).await;
@@ -144,7 +144,7 @@ async fn increments_from_all_sides_are_all_counted_and_nobody_starves() {
 }
 
 #[tokio::test]
-async fn members_come_and_go_and_agree_on_a_leader() {
+async fn members_join_and_leave_and_agree_on_a_leader() {
     let Some([(one, mut a), (mut two, mut b), (_three, mut c)]) = instances().await else { return };
     let mut ids = BTreeSet::new();
     for client in [&mut a, &mut b, &mut c] {
@@ -182,7 +182,7 @@ async fn members_come_and_go_and_agree_on_a_leader() {
 }
 
 #[tokio::test]
-async fn leases_belong_to_all() {
+async fn leases_are_shared_by_all_instances() {
     let Some([(_one, mut a), (_two, mut b)]) = instances().await else { return };
     let grant = |id, ttl| LeaseGrantRequest { ttl, id };
     a.lease.lease_grant(grant(7, 100)).await.expect("a grant");
@@ -207,7 +207,7 @@ async fn leases_belong_to_all() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn leases_granted_on_all_sides_at_once_are_all_there() {
+async fn leases_granted_concurrently_on_all_instances_exist() {
     let Some(all) = instances::<3>().await else { return };
     let mut tasks = Vec::new();
     for (instance, (_, client)) in (0..).zip(&all) {
@@ -237,7 +237,7 @@ async fn leases_granted_on_all_sides_at_once_are_all_there() {
 
 /// The test's own marker event ends the stream.
 #[tokio::test]
-async fn append_is_told_only_where_another_instance_lives() {
+async fn append_notifies_only_if_another_instance_is_connected() {
     let Some([(a, mut via_a)]) = instances().await else { return };
     let datastore = a.datastore().expect("a database");
     let mut listener = PgListener::connect(datastore).await.expect("a connection");
@@ -251,8 +251,8 @@ async fn append_is_told_only_where_another_instance_lives() {
     assert_eq!(listener.recv().await.expect("the marker comes").payload(), "marker");
 
     let _b = Server::orlop_on(datastore, &["--name", "b"]).await;
-    let told = put_at(&mut via_a, put("k", "beside another")).await;
-    assert_eq!(listener.recv().await.expect("the put is told").payload(), told.to_string());
+    let revision = put_at(&mut via_a, put("k", "beside another")).await;
+    assert_eq!(listener.recv().await.expect("a notification").payload(), revision.to_string());
 }
 
 /// The paused instance granted the lease and would be the first to expire it.
@@ -292,7 +292,7 @@ async fn lease_expires_once_while_an_instance_is_paused_and_stays_so() {
 }
 
 #[tokio::test]
-async fn compaction_holds_for_all_and_ends_watches_behind_it_everywhere() {
+async fn compaction_applies_to_all_instances_and_cancels_older_watches() {
     let Some([(_one, mut a), (_two, mut b)]) = instances().await else { return };
     for round in 0..50 {
         put_at(&mut a, put("k", &round.to_string())).await;
@@ -316,7 +316,7 @@ async fn compaction_holds_for_all_and_ends_watches_behind_it_everywhere() {
 
 /// The second compaction removes the successor and the delete of a put made between the two.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn instance_killed_before_it_deleted_compacted_rows_brings_no_deleted_key_back() {
+async fn instance_killed_before_purging_revives_no_deleted_key() {
     for _ in 0..10 {
         let Some(pair) = instances().await else { return };
         if kill_between_compaction_and_deletion(pair).await {
@@ -357,7 +357,7 @@ async fn kill_between_compaction_and_deletion([(mut a, mut via_a), (b, mut via_b
 
 /// An instance is paused with writes in flight until the state they depend on is compacted.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn stale_writer_changes_nobodys_history() {
+async fn stale_writer_changes_no_history() {
     let Some([(one, mut a), (two, mut b)]) = instances().await else { return };
     let mut stream = Stream::open(&mut a).await;
     stream.create(everything(0)).await;
@@ -421,7 +421,7 @@ async fn stale_writer_changes_nobodys_history() {
             break answer;
         }
     };
-    assert_eq!(compacted.compact_revision, last, "the watch is told that it missed something");
+    assert_eq!(compacted.compact_revision, last, "the watch is canceled as compacted");
     assert_eq!(put_at(&mut a, put("next", "")).await, last + 1, "it goes on");
     assert_eq!(value_at(&mut b, get("next")).await.as_deref(), Some(""));
     drop(two);

@@ -78,7 +78,7 @@ fn check_refused<T: std::fmt::Debug>(what: impl std::fmt::Debug, answer: Result<
 const COMPACTED: &str = "etcdserver: mvcc: required revision has been compacted";
 const FUTURE: &str = "etcdserver: mvcc: required revision is a future revision";
 
-async fn range_answers_by_every_field(backend: Backend) {
+async fn range_supports_every_field(backend: Backend) {
     let Some((_server, mut client)) = history(backend).await else { return };
     let with = |change: fn(&mut RangeRequest)| {
         let mut request = all();
@@ -150,7 +150,7 @@ async fn unknown_sorts_are_refused_everywhere(backend: Backend) {
     }
 }
 
-async fn range_stream_in_pieces_is_the_range(backend: Backend) {
+async fn range_stream_chunks_equal_the_range(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for number in 0..400 {
@@ -189,7 +189,7 @@ async fn range_stream_in_pieces_is_the_range(backend: Backend) {
     }
 }
 
-async fn put_keeps_and_shows_what_it_is_asked_to(backend: Backend) {
+async fn put_options_keep_and_return_values(backend: Backend) {
     let Some((_server, mut client)) = history(backend).await else { return };
     let lease =
         client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 77 }).await.expect("a lease").into_inner().id;
@@ -230,7 +230,7 @@ async fn put_keeps_and_shows_what_it_is_asked_to(backend: Backend) {
     assert_eq!(head, 12, "what is refused uses no revision");
 }
 
-async fn delete_range_counts_shows_and_uses_one_revision(backend: Backend) {
+async fn delete_range_returns_count_and_previous_pairs_at_one_revision(backend: Backend) {
     let Some((_server, mut client)) = history(backend).await else { return };
     let rows: [(&str, &str, &[&str], i64); 5] = [
         ("x", "", &[], 7),
@@ -256,7 +256,7 @@ async fn delete_range_counts_shows_and_uses_one_revision(backend: Backend) {
     );
 }
 
-async fn compaction_forbids_what_lies_below_and_keeps_the_rest(backend: Backend) {
+async fn compaction_refuses_older_revisions_and_keeps_later_ones(backend: Backend) {
     let Some((_server, mut client)) = history(backend).await else { return };
     let compact = |revision, physical| CompactionRequest { revision, physical };
     check_refused("future", client.kv.compact(compact(8, false)).await, Code::OutOfRange, FUTURE);
@@ -305,7 +305,7 @@ async fn list_shows_the_store_at_its_headers_revision(backend: Backend) {
     writing.abort();
 }
 
-async fn large_answers_arrive_whole(backend: Backend) {
+async fn large_responses_arrive_complete(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "3000000"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     // 40 MiB is larger than the value cache, so that part of the response comes from the log.
@@ -329,7 +329,7 @@ async fn large_answers_arrive_whole(backend: Backend) {
 }
 
 /// Raw HTTP/2: a complete message on a stream that is not ended, and then the connection breaks.
-async fn request_that_breaks_off_holds_up_nobody(backend: Backend) {
+async fn interrupted_request_does_not_block_others(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let address = server.endpoint().strip_prefix("http://").expect("an http endpoint");
     let message = range("a", "").encode_to_vec();
@@ -375,13 +375,13 @@ fn http2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 on_both_backends!(
-    request_that_breaks_off_holds_up_nobody,
-    range_answers_by_every_field,
+    interrupted_request_does_not_block_others,
+    range_supports_every_field,
     unknown_sorts_are_refused_everywhere,
-    range_stream_in_pieces_is_the_range,
-    put_keeps_and_shows_what_it_is_asked_to,
-    delete_range_counts_shows_and_uses_one_revision,
-    compaction_forbids_what_lies_below_and_keeps_the_rest,
+    range_stream_chunks_equal_the_range,
+    put_options_keep_and_return_values,
+    delete_range_returns_count_and_previous_pairs_at_one_revision,
+    compaction_refuses_older_revisions_and_keeps_later_ones,
     list_shows_the_store_at_its_headers_revision,
-    large_answers_arrive_whole,
+    large_responses_arrive_complete,
 );

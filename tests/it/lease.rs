@@ -34,7 +34,7 @@ async fn keys(client: &mut Client, id: i64) -> (i64, Vec<String>) {
     (answer.granted_ttl, answer.keys.iter().map(|key| String::from_utf8_lossy(key).into_owned()).collect())
 }
 
-async fn grants_keep_to_their_limits(backend: Backend) {
+async fn grants_respect_ttl_and_id_limits(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     /// (requested id, requested TTL, granted TTL or the error)
@@ -67,7 +67,7 @@ async fn grants_keep_to_their_limits(backend: Backend) {
     assert_eq!(unknown.expect("no error").into_inner().ttl, -1);
 }
 
-async fn keys_move_from_lease_to_lease_and_go_with_the_one_they_are_on(backend: Backend) {
+async fn keys_expire_with_the_lease_of_their_last_put(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for id in [1, 2] {
@@ -92,7 +92,7 @@ async fn keys_move_from_lease_to_lease_and_go_with_the_one_they_are_on(backend: 
     assert_eq!(left.expect("a range").into_inner().count, 2);
 }
 
-async fn lease_ends_when_nobody_keeps_it_alive_and_not_before(backend: Backend) {
+async fn lease_expires_only_without_renewal(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for (id, key) in [(1, "kept"), (2, "left")] {
@@ -164,7 +164,7 @@ async fn many_leases_are_kept_alive_on_one_stream(backend: Backend) {
 }
 
 /// A renewal of an old lease does not extend a new lease with the same id.
-async fn lease_granted_anew_during_a_renewal_ends_in_its_own_time(backend: Backend) {
+async fn lease_regranted_during_a_renewal_expires_on_time(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: OTHERS }).await.expect("a grant");
@@ -193,7 +193,7 @@ async fn lease_granted_anew_during_a_renewal_ends_in_its_own_time(backend: Backe
 
 /// Each renewal that is written to the database costs a commit; one that follows another closely is not written.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn postgres_writes_nothing_for_a_lease_that_was_just_renewed() {
+async fn postgres_skips_the_write_of_a_lease_that_was_just_renewed() {
     const TTL: i64 = 600;
     let Some(server) = Server::orlop(Backend::Postgres).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -242,7 +242,7 @@ async fn leases_and_their_keys_survive_a_restart(backend: Backend) {
 }
 
 /// A batch of requests is one append, which may grant a lease and revoke it.
-async fn changes_of_one_append_count_in_their_order(backend: Backend) {
+async fn changes_of_one_append_apply_in_order(backend: Backend) {
     let folder = tempfile::tempdir().expect("a folder");
     let Some(place) = Place::new(backend, &folder.path().join("orlop.db")).await else { return };
     let log = open_log(&place).await;
@@ -269,11 +269,11 @@ async fn changes_of_one_append_count_in_their_order(backend: Backend) {
 }
 
 on_both_backends!(
-    changes_of_one_append_count_in_their_order,
-    grants_keep_to_their_limits,
-    keys_move_from_lease_to_lease_and_go_with_the_one_they_are_on,
-    lease_ends_when_nobody_keeps_it_alive_and_not_before,
+    changes_of_one_append_apply_in_order,
+    grants_respect_ttl_and_id_limits,
+    keys_expire_with_the_lease_of_their_last_put,
+    lease_expires_only_without_renewal,
     leases_and_their_keys_survive_a_restart,
     many_leases_are_kept_alive_on_one_stream,
-    lease_granted_anew_during_a_renewal_ends_in_its_own_time,
+    lease_regranted_during_a_renewal_expires_on_time,
 );

@@ -33,7 +33,7 @@ const KEYS_CHANGE: Duration = Duration::from_secs(4);
 const POSTGRES_PAUSE: Duration = Duration::from_secs(12);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn history_is_linearizable_whatever_fails() {
+async fn history_is_linearizable_under_faults() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
     let secs = number("ORLOP_LINEAR_SECS").unwrap_or(if env::var_os("CI").is_some() { 300 } else { 20 });
     let seed = number("ORLOP_SEED").unwrap_or_else(|| RandomState::new().hash_one(()) >> 16);

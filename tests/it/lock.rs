@@ -48,7 +48,7 @@ async fn wait_for_keys(client: &Client, prefix: &str, count: i64) {
     .await;
 }
 
-async fn lock_goes_to_one_at_a_time_in_the_order_of_asking(backend: Backend) {
+async fn lock_is_granted_in_request_order(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for id in [0x10, 0x11, 0x12, 0x13] {
@@ -75,7 +75,7 @@ async fn lock_goes_to_one_at_a_time_in_the_order_of_asking(backend: Backend) {
     assert_eq!(held(fourth).await, "door/13", "a lease that ends gives its locks back");
 }
 
-async fn lock_answers_what_etcds_does_to_what_cannot_be(backend: Backend) {
+async fn lock_refuses_invalid_requests_as_etcd(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let refused = lock(&client, "door", 99).await.expect("the task ends").expect_err("there is no such lease");
@@ -100,7 +100,7 @@ async fn lock_answers_what_etcds_does_to_what_cannot_be(backend: Backend) {
 }
 
 /// The server enforces the deadline itself, because a client that has disappeared cannot cancel.
-async fn lock_is_not_waited_for_beyond_the_callers_deadline(backend: Backend) {
+async fn lock_wait_ends_at_the_callers_deadline(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for id in [0x10, 0x11] {
@@ -124,7 +124,7 @@ async fn lock_is_not_waited_for_beyond_the_callers_deadline(backend: Backend) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn lock_is_one_for_all_instances() {
+async fn lock_is_shared_by_all_instances() {
     let Some(postgres) = Postgres::shared().await else { return };
     let datastore = postgres.create_database();
     let (one, two) = (Server::orlop_on(&datastore, &[]).await, Server::orlop_on(&datastore, &[]).await);
@@ -207,7 +207,7 @@ async fn election_passes_from_one_to_the_next(backend: Backend) {
     assert_eq!(leader(&mut client).await.expect_err("his lease is over").message(), "election: no leader");
 }
 
-async fn election_answers_what_etcds_does_to_what_cannot_be(backend: Backend) {
+async fn election_refuses_invalid_requests_as_etcd(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let no_leader = "\"leader\" field must be provided";
@@ -238,9 +238,9 @@ async fn election_answers_what_etcds_does_to_what_cannot_be(backend: Backend) {
 }
 
 on_both_backends!(
-    lock_goes_to_one_at_a_time_in_the_order_of_asking,
-    lock_answers_what_etcds_does_to_what_cannot_be,
-    lock_is_not_waited_for_beyond_the_callers_deadline,
+    lock_is_granted_in_request_order,
+    lock_refuses_invalid_requests_as_etcd,
+    lock_wait_ends_at_the_callers_deadline,
     election_passes_from_one_to_the_next,
-    election_answers_what_etcds_does_to_what_cannot_be,
+    election_refuses_invalid_requests_as_etcd,
 );

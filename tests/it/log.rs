@@ -54,7 +54,7 @@ async fn append(log: &dyn Log, changes: &[Change], leases: &[LeaseChange], compa
 
 /// The whole contents of a log, except for the remaining TTL of leases.
 #[derive(Debug, PartialEq)]
-struct Told {
+struct Contents {
     position: Position,
     compact_revision: Option<Revision>,
     leases: Vec<(LeaseId, i64)>,
@@ -62,7 +62,7 @@ struct Told {
     replayed: Vec<(RowId, Key)>,
 }
 
-async fn told(log: &dyn History) -> Told {
+async fn contents(log: &dyn History) -> Contents {
     let meta = log.meta().await.expect("the log answers");
     let page = log.changes(Revision(2), meta.position.head, &KeyRange::all(), WithPrev::Yes).await;
     let page = page.expect("the log answers");
@@ -73,7 +73,7 @@ async fn told(log: &dyn History) -> Told {
         Ok(())
     };
     log.replay(&mut visit).await.expect("the log answers");
-    Told {
+    Contents {
         position: meta.position,
         compact_revision: meta.compact_revision,
         leases: meta.leases.iter().map(|lease| (lease.id, lease.ttl_secs)).collect(),
@@ -82,14 +82,14 @@ async fn told(log: &dyn History) -> Told {
     }
 }
 
-async fn frozen_log_stays_as_it_was(backend: Backend) {
+async fn frozen_log_does_not_change(backend: Backend) {
     let home = TempDir::new().expect("a folder");
     let Some(log) = open(backend, &home).await else { return };
     let delete = Change { kind: ChangeKind::Delete, ..put("a", row(4, 0), Some(row(2, 0))) };
     let first = [put("a", row(2, 0), None), put("b", row(3, 0), None), delete, put("c", row(5, 0), None)];
     append(&*log, &first, &[LeaseChange::Grant { id: LEASE, ttl_secs: 5_000 }], None).await;
     append(&*log, &[put("d", row(6, 0), None), put("e", row(6, 1), None)], &[], None).await;
-    let before = told(&*log).await;
+    let before = contents(&*log).await;
     let frozen = log.freeze().await.expect("the log can be frozen");
 
     let later = [put("b", row(7, 0), Some(row(3, 0))), put("e", row(8, 0), Some(row(6, 1)))];
@@ -100,13 +100,13 @@ async fn frozen_log_stays_as_it_was(backend: Backend) {
     for what in [Reclaim::Rows { rows: &rows, compacted: Revision(8), server }, Reclaim::Space] {
         log.reclaim(what).await.expect("rows can be deleted");
     }
-    let now = told(&*log).await;
+    let now = contents(&*log).await;
     let left = [row(5, 0), row(6, 0), row(7, 0), row(8, 0)];
     assert!(now.events.iter().map(|(row, _)| *row).eq(left) && now.leases.is_empty(), "{now:?}");
 
-    assert_eq!(told(&*frozen).await, before);
+    assert_eq!(contents(&*frozen).await, before);
     drop(frozen);
     log.close().await;
 }
 
-on_both_backends!(frozen_log_stays_as_it_was,);
+on_both_backends!(frozen_log_does_not_change,);

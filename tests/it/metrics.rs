@@ -9,7 +9,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 use crate::support::{Backend, Client, Server, Stream, eventually, everything, http_get, on_both_backends};
 
 /// Returns the metrics of etcd that Orlop lacks, as docs/reference/metrics.md lists them.
-fn lacking() -> &'static str {
+fn missing_metrics() -> &'static str {
     let page = include_str!("../../docs/reference/metrics.md");
     let (_, list) = page.split_once("## Metrics of etcd that Orlop lacks").expect("the page has a list");
     list
@@ -47,7 +47,7 @@ async fn etcds_metrics_are_there_or_listed_as_lacking() {
     }
     let (theirs, ours) = (kinds(&etcd).await, kinds(&orlop).await);
     for (name, kind) in theirs {
-        let is_listed = lacking().contains(&format!("`{name}`"));
+        let is_listed = missing_metrics().contains(&format!("`{name}`"));
         // Metrics of Go's runtime.
         if name.starts_with("go_") || name.starts_with("promhttp_") {
             continue;
@@ -169,7 +169,7 @@ async fn events_of_a_stream_that_is_not_read_are_pending(backend: Backend) {
 /// Every series that the dashboard and the alerts query exists. A word with an underscore is taken for a series, except
 /// for the functions of PromQL listed here.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn series_of_dashboard_and_alerts_are_there() {
+async fn series_of_dashboard_and_alerts_exist() {
     const FUNCTIONS: [&str; 4] = ["histogram_quantile", "predict_linear", "sum_over_time", "__rate_interval"];
     const LABELS: [&str; 6] = ["grpc_service", "grpc_method", "grpc_type", "grpc_code", "alarm_type", "server_id"];
     let Some(server) = Server::orlop_with(Backend::Sqlite, &["--metrics", "extensive"]).await else { return };

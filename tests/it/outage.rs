@@ -17,7 +17,7 @@ async fn put_at(client: &mut Client, key: &str) -> i64 {
 }
 
 /// Retries a write until it succeeds; an attempt whose outcome is unknown may have been applied.
-async fn put_at_last(client: &Client, key: &str) -> i64 {
+async fn put_with_retries(client: &Client, key: &str) -> i64 {
     eventually("a write after the database is back", async || {
         let answer = client.clone().kv.put(put(key)).await?;
         Ok::<_, tonic::Status>(answer.into_inner().header.expect("a header").revision)
@@ -26,7 +26,7 @@ async fn put_at_last(client: &Client, key: &str) -> i64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn outage_is_told_and_survived() {
+async fn outage_is_reported_and_survived() {
     let Some(postgres) = Postgres::start(Fsync::On).await else { return };
     let datastore = postgres.create_database();
     let (one, two) = (Server::orlop_on(&datastore, &[]).await, Server::orlop_on(&datastore, &[]).await);
@@ -50,14 +50,14 @@ async fn outage_is_told_and_survived() {
     assert_eq!(stale.into_inner().count, 1);
 
     postgres.start_again().await;
-    let after = put_at_last(&a, "after").await;
+    let after = put_with_retries(&a, "after").await;
     assert_eq!(stream.read_until(after).await, (before + 1..=after).collect::<Vec<_>>(), "the same stream, no gap");
     assert_eq!(b.kv.range(range()).await.expect("a range").into_inner().count, 1);
 }
 
 /// After a failover an address may for a while lead to the old primary, now a standby.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn standby_is_neither_read_from_nor_started_on() {
+async fn standby_is_neither_read_nor_accepted_at_start() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
     let datastore = postgres.create_database();
     let server = Server::orlop_on(&datastore, &[]).await;
@@ -81,7 +81,7 @@ async fn standby_is_neither_read_from_nor_started_on() {
     postgres.stop();
     std::fs::remove_file(&signal).expect("the file can be removed");
     postgres.start_again().await;
-    assert_eq!(put_at_last(&client, "after").await, 3);
+    assert_eq!(put_with_retries(&client, "after").await, 3);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -96,7 +96,7 @@ async fn shorter_log_stops_the_instance() {
     let backup = postgres.data().with_extension("backup");
     copy(&postgres.data(), &backup);
     postgres.start_again().await;
-    let head = put_at_last(&client, "lost").await;
+    let head = put_with_retries(&client, "lost").await;
     assert_eq!(head, 7);
 
     postgres.stop();
@@ -109,7 +109,7 @@ async fn shorter_log_stops_the_instance() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn log_that_was_written_anew_stops_the_instance() {
+async fn replaced_log_stops_the_instance() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
     let datastore = postgres.create_database();
     let mut server = Server::orlop_on(&datastore, &["--name", "one"]).await;
@@ -119,7 +119,7 @@ async fn log_that_was_written_anew_stops_the_instance() {
     let backup = postgres.data().with_extension("backup");
     copy(&postgres.data(), &backup);
     postgres.start_again().await;
-    assert_eq!(put_at_last(&client, "lost").await, 3);
+    assert_eq!(put_with_retries(&client, "lost").await, 3);
 
     server.pause();
     postgres.stop();
@@ -139,7 +139,7 @@ async fn log_that_was_written_anew_stops_the_instance() {
 }
 
 #[tokio::test]
-async fn role_without_rights_is_told_what_it_lacks() {
+async fn error_names_the_missing_privilege() {
     let Some(postgres) = Postgres::shared().await else { return };
     let endpoint = postgres.create_database();
     let (rest, database) = endpoint.rsplit_once('/').expect("a URL has a path");

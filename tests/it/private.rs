@@ -112,7 +112,7 @@ async fn write(endpoint: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn data_is_for_the_servers_user_alone_whatever_the_umask() {
+async fn data_is_private_under_any_umask() {
     for umask in ["000", "022", "077"] {
         let mut orlop = Orlop::new();
         let flags = ["--data-dir", "a/data", "--listen-client-urls", "http://127.0.0.1:0", "--auto-tls"];
@@ -134,7 +134,7 @@ async fn data_is_for_the_servers_user_alone_whatever_the_umask() {
 }
 
 #[tokio::test]
-async fn folder_that_lets_others_in_is_served_with_a_warning() {
+async fn folder_open_to_others_is_served_with_a_warning() {
     for (given, warned) in
         [(0o700, false), (0o755, true), (0o750, true), (0o777, true), (0o2775, false), (0o2777, true)]
     {
@@ -152,7 +152,7 @@ async fn folder_that_lets_others_in_is_served_with_a_warning() {
 }
 
 #[tokio::test]
-async fn unix_socket_is_for_the_servers_user_alone_unless_told_otherwise() {
+async fn unix_socket_is_private_by_default() {
     for (umask, flags, expected) in [
         ("000", &[][..], 0o600),
         ("077", &[], 0o600),
@@ -191,7 +191,7 @@ const VALUE: &str = "what nobody logs";
 const LOUD: [&str; 4] = ["--log-level", "trace", "--listen-client-urls", "http://127.0.0.1:0"];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn password_of_the_database_is_nowhere_in_what_is_printed() {
+async fn database_password_is_never_printed() {
     let Some((postgres, endpoint, _)) = postgres_with_passwords().await else { return };
     let mut orlop = Orlop::new();
     let url = orlop.start("022", &[&LOUD[..], &["--datastore-endpoint", &endpoint]].concat(), &[]);
@@ -222,7 +222,7 @@ async fn password_of_the_database_is_nowhere_in_what_is_printed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn password_that_does_not_fit_is_nowhere_in_what_is_printed() {
+async fn wrong_database_password_is_never_printed() {
     let Some((postgres, endpoint, without_password)) = postgres_with_passwords().await else { return };
     let wrong = endpoint.replace("pass%20word", "not%20it");
     let orlop = Orlop::new();
@@ -244,7 +244,7 @@ async fn password_that_does_not_fit_is_nowhere_in_what_is_printed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn password_need_not_be_in_the_list_of_processes() {
+async fn password_can_stay_out_of_the_process_list() {
     let Some((_postgres, endpoint, without_password)) = postgres_with_passwords().await else { return };
     let files = TempDir::new().expect("a folder");
     let (settings, passwords) = (files.path().join("orlop.toml"), files.path().join("pgpass"));

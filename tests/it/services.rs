@@ -38,7 +38,7 @@ async fn identity_survives_a_restart(backend: Backend) {
     assert_eq!(seen[0], seen[1]);
 }
 
-async fn users_and_roles_cannot_be_made_and_say_so(backend: Backend) {
+async fn creating_users_and_roles_is_unimplemented(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut auth = auth(&server).await;
     let refused = [
@@ -58,7 +58,7 @@ async fn auth(server: &Server) -> AuthClient<Channel> {
 
 /// A client configured with a name and a password proceeds without them when the server reports that authentication is
 /// off.
-async fn auth_answers_as_where_it_was_never_turned_on(backend: Backend) {
+async fn auth_responds_as_if_never_enabled(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut auth = auth(&server).await;
     let status = auth.auth_status(AuthStatusRequest {}).await.expect("a status").into_inner();
@@ -86,7 +86,7 @@ async fn auth_answers_as_where_it_was_never_turned_on(backend: Backend) {
 }
 
 /// Instances join and leave by being started and stopped, and all of them accept writes.
-async fn what_raft_needs_is_answered_as_it_makes_sense_without(backend: Backend) {
+async fn raft_requests_are_answered_without_raft(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let Client { mut maintenance, mut cluster, .. } = Client::connect(server.endpoint()).await;
     let status = maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
@@ -171,8 +171,8 @@ async fn health_is_serving_and_reflection_lists_the_services(backend: Backend) {
 on_both_backends!(
     status_names_a_leader_a_version_and_sizes,
     identity_survives_a_restart,
-    users_and_roles_cannot_be_made_and_say_so,
-    auth_answers_as_where_it_was_never_turned_on,
-    what_raft_needs_is_answered_as_it_makes_sense_without,
+    creating_users_and_roles_is_unimplemented,
+    auth_responds_as_if_never_enabled,
+    raft_requests_are_answered_without_raft,
     health_is_serving_and_reflection_lists_the_services,
 );

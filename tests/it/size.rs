@@ -141,7 +141,7 @@ fn memory_kib(server: &Server) -> u64 {
 /// Rows are read in groups, and SQLite cannot hold a value above 1,000,000,000 bytes. A list sorted by value reads all
 /// rows and sends one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn more_than_sqlite_can_give_at_once_is_read() {
+async fn reads_larger_than_a_sqlite_value_succeed() {
     if std::env::var_os("CI").is_none() && std::env::var_os("ORLOP_SLOW_TESTS").is_none() {
         println!("skipped: no ORLOP_SLOW_TESTS, and this writes a gigabyte");
         return;

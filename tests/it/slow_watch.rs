@@ -16,7 +16,7 @@ async fn put(client: &mut Client, key: &str, value: Vec<u8>) -> i64 {
     answer.header.expect("an answer has a header").revision
 }
 
-async fn slow_watcher_loses_nothing_and_delays_nobody(backend: Backend) {
+async fn slow_watcher_loses_no_events_and_delays_no_other(backend: Backend) {
     const PUTS: i64 = 16_000;
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -77,7 +77,7 @@ async fn progress_is_answered_after_the_events_that_it_covers(backend: Backend) 
     }
 }
 
-async fn fragments_are_one_revision_cut_in_pieces(backend: Backend) {
+async fn fragments_split_one_revision(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let pair = |value: u8| {
@@ -103,7 +103,7 @@ async fn fragments_are_one_revision_cut_in_pieces(backend: Backend) {
     }
 }
 
-async fn client_that_has_said_all_still_gets_its_events(backend: Backend) {
+async fn client_that_closed_its_sending_half_still_gets_events(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let mut stream = Stream::open(&mut client).await;
@@ -139,7 +139,7 @@ async fn refused_watches_leave_the_stream_open(backend: Backend) {
     assert_eq!((canceled.canceled, canceled.watch_id), (true, 7));
 }
 
-async fn silent_watch_is_told_its_revision_from_time_to_time(backend: Backend) {
+async fn idle_watch_receives_progress_notifications(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &["--watch-progress-notify-interval", "100ms"]).await else {
         return;
     };
@@ -149,13 +149,13 @@ async fn silent_watch_is_told_its_revision_from_time_to_time(backend: Backend) {
     let watch = WatchCreateRequest { key: "k".into(), progress_notify: true, ..Default::default() };
     let id = stream.create(watch).await.watch_id;
     for _ in 0..2 {
-        let told = stream.next().await;
-        assert_eq!((told.watch_id, told.events.len(), told.created), (id, 0, false));
-        assert_eq!(told.header.expect("an answer has a header").revision, revision);
+        let progress = stream.next().await;
+        assert_eq!((progress.watch_id, progress.events.len(), progress.created), (id, 0, false));
+        assert_eq!(progress.header.expect("an answer has a header").revision, revision);
     }
 }
 
-async fn streams_end_with_a_status_when_the_server_goes_down(backend: Backend) {
+async fn streams_end_with_a_status_at_shutdown(backend: Backend) {
     let Some(mut server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let mut stream = Stream::open(&mut client).await;
@@ -167,11 +167,11 @@ async fn streams_end_with_a_status_when_the_server_goes_down(backend: Backend) {
 }
 
 on_both_backends!(
-    slow_watcher_loses_nothing_and_delays_nobody,
+    slow_watcher_loses_no_events_and_delays_no_other,
     progress_is_answered_after_the_events_that_it_covers,
-    fragments_are_one_revision_cut_in_pieces,
-    client_that_has_said_all_still_gets_its_events,
+    fragments_split_one_revision,
+    client_that_closed_its_sending_half_still_gets_events,
     refused_watches_leave_the_stream_open,
-    silent_watch_is_told_its_revision_from_time_to_time,
-    streams_end_with_a_status_when_the_server_goes_down,
+    idle_watch_receives_progress_notifications,
+    streams_end_with_a_status_at_shutdown,
 );

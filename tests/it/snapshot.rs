@@ -67,8 +67,8 @@ async fn save(client: &mut Client, folder: &Path) -> PathBuf {
 }
 
 fn status(file: &Path) -> serde_json::Value {
-    let told = prints(&["snapshot", "status", path(file), "--write-out", "json"]);
-    serde_json::from_str(&told).expect("JSON")
+    let found = prints(&["snapshot", "status", path(file), "--write-out", "json"]);
+    serde_json::from_str(&found).expect("JSON")
 }
 
 fn path(file: &Path) -> &str {
@@ -81,8 +81,8 @@ async fn restored(backend: Backend, file: &Path, folder: &Path) -> Option<Server
         Backend::Sqlite => format!("sqlite://{}", path(&folder.join("restored.db"))),
         Backend::Postgres => Postgres::shared().await?.create_database(),
     };
-    let told = prints(&["snapshot", "restore", path(file), "--datastore-endpoint", &datastore]);
-    assert!(told.starts_with("restored into ") && !told.contains("pass%20word"), "{told}");
+    let found = prints(&["snapshot", "restore", path(file), "--datastore-endpoint", &datastore]);
+    assert!(found.starts_with("restored into ") && !found.contains("pass%20word"), "{found}");
     Some(Server::orlop_on(&datastore, &[]).await)
 }
 
@@ -188,18 +188,18 @@ async fn save_under_load(server: &Server, folder: &Path) -> (PathBuf, Leases) {
     (file, all)
 }
 
-async fn snapshot_under_load_is_one_moment(backend: Backend) {
+async fn snapshot_under_load_is_consistent(backend: Backend) {
     let other = if backend == Backend::Sqlite { Backend::Postgres } else { Backend::Sqlite };
     let Some(server) = Server::orlop(backend).await else { return };
     let home = TempDir::new().expect("a folder");
     let (file, known) = save_under_load(&server, home.path()).await;
-    let told = status(&file);
-    let revision = told["revision"].as_i64().expect("a revision");
+    let found = status(&file);
+    let revision = found["revision"].as_i64().expect("a revision");
     let Some(copy) = restored(other, &file, home.path()).await else { return };
     let (mut ours, mut theirs) = (Client::connect(server.endpoint()).await, Client::connect(copy.endpoint()).await);
 
     assert_eq!(pairs(&mut theirs, 0).await, pairs(&mut theirs, revision).await, "the head is the snapshot's");
-    assert_eq!(Some(u64::from(hash(&mut theirs, 0).await)), told["hash"].as_u64());
+    assert_eq!(Some(u64::from(hash(&mut theirs, 0).await)), found["hash"].as_u64());
     // The source has been compacted further; if it still has the revision, the states must be equal.
     if let Ok(range) = ours.kv.range(RangeRequest { key: "k".into(), revision, ..Default::default() }).await {
         drop(range);
@@ -222,7 +222,7 @@ async fn snapshot_under_load_is_one_moment(backend: Backend) {
 
     // The reverse direction: nothing differs, and writes continue.
     let file = save(&mut theirs, home.path()).await;
-    assert_eq!(status(&file)["hash"], told["hash"]);
+    assert_eq!(status(&file)["hash"], found["hash"]);
     let back_folder = TempDir::new().expect("a folder");
     let Some(back) = restored(backend, &file, back_folder.path()).await else { return };
     let mut back = Client::connect(back.endpoint()).await;
@@ -247,8 +247,8 @@ async fn empty_and_small_stores_are_saved_by_etcdctl(backend: Backend) {
             .output()
             .expect("etcdctl can be started");
         assert!(saved.status.success(), "{}", String::from_utf8_lossy(&saved.stderr));
-        let told = status(&file);
-        assert_eq!((&told["revision"], &told["liveKey"]), (&revision.into(), &keys.into()));
+        let found = status(&file);
+        assert_eq!((&found["revision"], &found["liveKey"]), (&revision.into(), &keys.into()));
         let shown = prints(&["snapshot", "status", path(&file)]);
         assert!(shown.contains(&format!("revision          {revision}\n")), "{shown}");
         if let Some(copy) = restored(backend, &file, home.path()).await {
@@ -270,7 +270,7 @@ fn refused(arguments: &[&str], because: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_no_whole_snapshot_is_refused() {
+async fn incomplete_snapshots_are_refused() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
     client.kv.put(put("a".to_owned(), vec![1; 100_000], 0)).await.expect("a put");
@@ -313,7 +313,7 @@ async fn what_is_no_whole_snapshot_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn databases_of_others_and_of_other_versions_are_refused() {
+async fn foreign_and_newer_databases_are_refused() {
     let home = TempDir::new().expect("a folder");
     let sqlite = |name: &str, statements: &'static str| {
         let file = home.path().join(name);
@@ -344,7 +344,7 @@ async fn databases_of_others_and_of_other_versions_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn copied_file_whose_wal_lies_beside_it_is_refused() {
+async fn copied_file_with_a_wal_is_refused() {
     use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     // The first key is in the file, the second in its WAL.
@@ -369,13 +369,13 @@ async fn copied_file_whose_wal_lies_beside_it_is_refused() {
     sqlx::raw_sql("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut connection).await.expect("a checkpoint");
     connection.close().await.expect("it closes");
     fs::write(&wal, "").expect("a file can be written");
-    let told = prints(&["snapshot", "status", path(&file), "--skip-hash-check", "--write-out", "json"]);
-    let told: serde_json::Value = serde_json::from_str(&told).expect("JSON");
-    assert_eq!((&told["revision"], &told["liveKey"]), (&3.into(), &2.into()));
+    let found = prints(&["snapshot", "status", path(&file), "--skip-hash-check", "--write-out", "json"]);
+    let found: serde_json::Value = serde_json::from_str(&found).expect("JSON");
+    assert_eq!((&found["revision"], &found["liveKey"]), (&3.into(), &2.into()));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn postgres_that_holds_a_log_or_is_served_is_refused() {
+async fn restore_into_a_used_postgres_is_refused() {
     let Some(postgres) = Postgres::shared().await else { return };
     let source = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let home = TempDir::new().expect("a folder");
@@ -391,4 +391,4 @@ async fn postgres_that_holds_a_log_or_is_served_is_refused() {
     refused(&restore, &["holds a log already"]);
 }
 
-on_both_backends!(snapshot_under_load_is_one_moment, empty_and_small_stores_are_saved_by_etcdctl,);
+on_both_backends!(snapshot_under_load_is_consistent, empty_and_small_stores_are_saved_by_etcdctl,);

@@ -42,7 +42,7 @@ pub fn check_refused(arguments: &[&str], variables: &[(&str, &str)], named: &[&s
 }
 
 #[test]
-fn bad_settings_are_named_with_what_is_accepted() {
+fn errors_name_invalid_settings_and_accepted_values() {
     check_refused(&["--max-txn-ops", "0"], &[], &["max-txn-ops", "at least 1"]);
     check_refused(&["--max-txn-ops", "many"], &[], &["--max-txn-ops", "many"]);
     check_refused(&["--no-such-flag"], &[], &["--no-such-flag"]);
@@ -90,7 +90,7 @@ fn bad_settings_are_named_with_what_is_accepted() {
 }
 
 #[test]
-fn databases_that_cannot_be_opened_are_named() {
+fn errors_name_databases_that_cannot_be_opened() {
     let port = ["--listen-client-urls", "http://127.0.0.1:0"];
     for (endpoint, named) in [
         ("sqlite://garbage.db", "garbage.db"),
@@ -127,7 +127,7 @@ async fn second_process_on_the_same_data_is_refused() {
 
 /// A sync must not wait for the file system's journal while the WAL grows, also after a kill.
 #[tokio::test]
-async fn wal_has_its_blocks_from_the_start() {
+async fn wal_is_preallocated() {
     let mut server = sqlite(&[]).await;
     let wal = server.data_dir().join("orlop.db-wal");
     let blocks = || std::os::unix::fs::MetadataExt::blocks(&wal.metadata().expect("it is there")) * 512;
@@ -254,7 +254,7 @@ async fn unix_socket_serves_and_is_taken_over_after_a_kill() {
 
 /// systemd waits in this way with `Type=notify`.
 #[test]
-fn service_manager_is_told_of_start_and_end() {
+fn service_manager_is_notified_of_start_and_stop() {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
     let path = home.path().join("notify.sock");
     let socket = std::os::unix::net::UnixDatagram::bind(&path).expect("a socket can be bound");
@@ -266,15 +266,15 @@ fn service_manager_is_told_of_start_and_end() {
         .stdout(std::process::Stdio::null())
         .spawn()
         .expect("orlop is built with the tests");
-    let told = || {
+    let state = || {
         let mut text = [0; 64];
         let len = socket.recv(&mut text).expect("it tells in time");
         String::from_utf8_lossy(&text[..len]).into_owned()
     };
-    assert_eq!(told(), "READY=1");
+    assert_eq!(state(), "READY=1");
     let ended = Command::new("kill").args(["-TERM", &orlop.id().to_string()]).status();
     assert!(ended.is_ok_and(|status| status.success()));
-    assert_eq!(told(), "STOPPING=1");
+    assert_eq!(state(), "STOPPING=1");
     assert!(orlop.wait().is_ok_and(|status| status.success()));
 }
 

@@ -65,8 +65,8 @@ impl Identity<'_> {
     async fn is_served(&self, endpoint: &str) -> Option<[bool; 2]> {
         let put = output(&mut self.etcdctl(endpoint, &["put", "k", "v"])?).await;
         let version = output(&mut self.curl(&format!("{endpoint}/version"), &[])).await;
-        let told = String::from_utf8_lossy(&version.stdout).contains("etcdserver");
-        Some([put.status.success(), version.status.success() && told])
+        let is_etcd = String::from_utf8_lossy(&version.stdout).contains("etcdserver");
+        Some([put.status.success(), version.status.success() && is_etcd])
     }
 }
 
@@ -84,7 +84,7 @@ fn has_curl() -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn only_clients_with_a_certificate_of_the_right_root_get_in() {
+async fn only_clients_with_a_trusted_certificate_are_served() {
     let (Some(ours), Some(theirs), true) = (Authority::new(), Authority::new(), has_curl()) else { return };
     let own = ours.sign("server", 30);
     let open = server(&own, &[]).await;
@@ -133,7 +133,7 @@ async fn clients_are_refused_by_revocation_and_by_name() {
 
 /// The load generator has etcdctl's TLS flags.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn load_command_shows_a_certificate_and_trusts_a_root() {
+async fn load_command_uses_certificate_and_root() {
     let (Some(ours), Some(theirs)) = (Authority::new(), Authority::new()) else { return };
     let (own, client, root) = (ours.sign("server", 30), ours.sign("client", 30), ours.root());
     let server = server(&own, &["--trusted-ca-file", text(&root)]).await;
@@ -158,7 +158,7 @@ async fn load_command_shows_a_certificate_and_trusts_a_root() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unix_sockets_speak_tls() {
+async fn unix_sockets_support_tls() {
     let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
     let home = tempfile::tempdir().expect("a temporary directory can be made");
     let socket = home.path().join("orlop.sock");
@@ -175,7 +175,7 @@ async fn unix_sockets_speak_tls() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ciphers_are_those_that_are_named() {
+async fn only_listed_ciphers_are_accepted() {
     let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
     let (certificate, root) = (authority.sign("server", 30), authority.root());
     let identity = Identity { root: &root, certificate: None };
@@ -201,7 +201,7 @@ async fn ciphers_are_those_that_are_named() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_certificate_of_its_own_outlives_a_restart() {
+async fn generated_certificate_survives_a_restart() {
     if !has_curl() {
         return;
     }
@@ -247,7 +247,7 @@ async fn metrics_have_an_address_of_their_own() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn versions_of_tls_are_as_set() {
+async fn tls_versions_follow_the_settings() {
     let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
     let certificate = authority.sign("server", 30);
     let root = authority.root();
@@ -269,7 +269,7 @@ async fn versions_of_tls_are_as_set() {
 
 /// The server loads a renewed certificate and a new root without a restart, and open streams continue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn certificates_are_read_anew_while_streams_go_on() {
+async fn certificates_are_reloaded_while_streams_continue() {
     let (Some(old), Some(new)) = (Authority::new(), Authority::new()) else { return };
     let certificate = old.sign("server", 30);
     let server = server(&certificate, &[]).await;
@@ -313,7 +313,7 @@ async fn certificates_are_read_anew_while_streams_go_on() {
 }
 
 #[test]
-fn files_that_cannot_be_used_are_named() {
+fn errors_name_unusable_files() {
     let Some(authority) = Authority::new() else { return };
     let (one, two, expired) = (authority.sign("one", 30), authority.sign("two", 30), authority.sign("expired", -1));
     let url = ["--listen-client-urls", "https://127.0.0.1:0"];

@@ -39,7 +39,7 @@ async fn slow(server: &Server, method: &str) -> Vec<serde_json::Value> {
     .await
 }
 
-async fn slow_requests_are_named_with_the_parts_of_their_time(backend: Backend) {
+async fn slow_requests_are_logged_with_the_time_of_each_part(backend: Backend) {
     let flags = [&SLOW[..], &["--log-format", "json"]].concat();
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -144,7 +144,7 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn spans_of_a_call_and_its_parts_go_to_the_collector() {
+async fn collector_receives_the_spans_of_a_call() {
     const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
     const CALLER: &str = "b7ad6b7169203331";
     let collector = Collector::default();
@@ -180,4 +180,4 @@ async fn spans_of_a_call_and_its_parts_go_to_the_collector() {
     assert_eq!(spans.iter().filter(|(_, span)| span.name.contains("Put")).count(), 1, "{spans:?}");
 }
 
-on_both_backends!(slow_requests_are_named_with_the_parts_of_their_time, failed_request_tells_its_number,);
+on_both_backends!(slow_requests_are_logged_with_the_time_of_each_part, failed_request_tells_its_number,);

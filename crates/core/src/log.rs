@@ -339,7 +339,7 @@ pub struct Member {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Touch {
     Renew,
-    Look,
+    Read,
 }
 
 /// The interface that several instances on one log need to act as one server.
@@ -348,14 +348,14 @@ pub trait SharedLog: Send + Sync {
     /// Returns the log's position, which includes everything that was acknowledged before the call.
     async fn position(&self) -> Result<Position>;
 
-    /// Returns when the log may have moved beyond `seen`: with its head if the log sent it, and with `None` when it is
-    /// time to poll.
-    async fn moved(&self, seen: Revision) -> Option<Revision>;
+    /// Waits until the log may have rows above `seen`. Returns its newest revision if a notification contained it, and
+    /// `None` if it is time to poll.
+    async fn wait_for_append(&self, seen: Revision) -> Option<Revision>;
 
     /// Waits for the lock under which all instances append, and keeps it until the next [`Log::append`]. An instance
     /// that loses one race after another needs it. If the append does not follow soon, the lock is lost and the append
     /// fails.
-    async fn take_turn(&self) -> Result<()>;
+    async fn lock_appends(&self) -> Result<()>;
 
     /// Returns TTLs and remaining times of these leases, without unknown ones. Renewal sets a lease to its full TTL
     /// unless it has expired, and is durable when the call returns.

@@ -51,14 +51,14 @@ mod writer;
 
 pub use self::{
     auto_compact::AutoCompaction,
-    compactor::Pace,
+    compactor::CompactionRate,
     error::{Error, Result},
     handle::Store,
     open::Settings,
     reader::RangePieces,
     replay::{Replayed, replay},
     shared::Identity,
-    timing::Patience,
+    timing::SlowThresholds,
 };
 
 #[cfg(test)]

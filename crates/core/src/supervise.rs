@@ -1,11 +1,11 @@
 //! Panics: which end a request, and which end the process.
 //!
-//! A panic is a bug. In a request it ends that request ([`caught`]), which fails with Internal. In a task that the
+//! A panic is a bug. In a request it ends that request ([`catch_panics`]), which fails with Internal. In a task that the
 //! server cannot run without ([`vital`]), or while a lock on shared state is held ([`Lock`]), it ends the process: the
 //! log is complete at any moment, but a server without its writer, or with half a change, is not. Every panic is logged
 //! with its place.
 //!
-//! Only the panic hook ([`tell_panics`]) knows the place of a panic; the code that catches it knows the request.
+//! Only the panic hook ([`log_panics`]) knows the place of a panic; the code that catches it knows the request.
 
 use std::{
     any::Any,
@@ -30,13 +30,13 @@ pub const EXIT_PANICKED: i32 = 70;
 const DATABASE_THREADS: &str = "sqlx-sqlite-worker";
 
 thread_local! {
-    /// Number of active [`catch`] calls.
+    /// Number of active [`catch_panic`] calls.
     static CATCHING: Cell<u32> = const { Cell::new(0) };
     /// The newest panic of this thread that a caller will catch.
     static NEWEST: RefCell<Option<Panic>> = const { RefCell::new(None) };
 }
 
-/// A panic that was caught.
+/// A panic that was catch_panics.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Panic {
     /// File, line and column.
@@ -68,8 +68,8 @@ impl fmt::Display for Panic {
     }
 }
 
-/// Logs panics from now on. Caught panics are logged by the code that catches them.
-pub fn tell_panics() {
+/// Logs panics from now on. CatchPanics panics are logged by the code that catches them.
+pub fn log_panics() {
     std::panic::set_hook(Box::new(|info| {
         let panic = Panic::of(info);
         if CATCHING.get() > 0 {
@@ -87,27 +87,27 @@ pub fn tell_panics() {
 
 /// Runs `f` and catches a panic. State that `f` shares with others must be consistent wherever it can panic, or be
 /// behind a [`Lock`].
-pub fn catch<T>(f: impl FnOnce() -> T) -> Result<T, Panic> {
+pub fn catch_panic<T>(f: impl FnOnce() -> T) -> Result<T, Panic> {
     CATCHING.set(CATCHING.get() + 1);
     let outcome = catch_unwind(AssertUnwindSafe(f));
     CATCHING.set(CATCHING.get() - 1);
     outcome.map_err(|payload| Panic::take(&*payload))
 }
 
-/// Like [`catch`], for a future.
-pub fn caught<F: Future>(work: F) -> Caught<F> {
-    Caught(Box::pin(work))
+/// Like [`catch_panic`], for a future.
+pub fn catch_panics<F: Future>(work: F) -> CatchPanics<F> {
+    CatchPanics(Box::pin(work))
 }
 
-/// A future whose panic is caught.
+/// A future whose panic is catch_panics.
 #[must_use]
-pub struct Caught<F>(Pin<Box<F>>);
+pub struct CatchPanics<F>(Pin<Box<F>>);
 
-impl<F: Future> Future for Caught<F> {
+impl<F: Future> Future for CatchPanics<F> {
     type Output = Result<F::Output, Panic>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        match catch(|| self.0.as_mut().poll(context)) {
+        match catch_panic(|| self.0.as_mut().poll(context)) {
             Ok(Poll::Ready(output)) => Poll::Ready(Ok(output)),
             Ok(Poll::Pending) => Poll::Pending,
             Err(panic) => Poll::Ready(Err(panic)),
@@ -116,7 +116,7 @@ impl<F: Future> Future for Caught<F> {
 }
 
 /// Counts and logs a request that panicked.
-pub fn tell_request(panics: &IntCounter, request: &str, panic: &Panic) {
+pub fn log_request_id(panics: &IntCounter, request: &str, panic: &Panic) {
     panics.inc();
     error!(request, place = panic.place, message = panic.message, "a request panicked; only that one failed");
 }
@@ -127,7 +127,7 @@ pub fn vital(task: &'static str, work: impl Future<Output = ()> + Send + 'static
 }
 
 async fn watch_over(work: impl Future<Output = ()>, panicked: impl FnOnce(&Panic)) {
-    if let Err(panic) = caught(work).await {
+    if let Err(panic) = catch_panics(work).await {
         panicked(&panic);
     }
 }
@@ -143,7 +143,7 @@ fn end_process(task: &str, panic: &Panic) -> ! {
 
 /// A lock on state that must not be seen half changed: if its holder panics, the process ends.
 ///
-/// This applies only where panics are caught; elsewhere the panic ends the holder's task or thread.
+/// This applies only where panics are catch_panics; elsewhere the panic ends the holder's task or thread.
 #[derive(Debug, Default)]
 pub struct Lock<T>(Mutex<T>);
 
@@ -195,31 +195,31 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn panic_of_a_future_is_its_outcome_and_what_others_do_goes_on() {
-        assert_eq!(caught(async { 7 }).await, Ok(7));
+    async fn panic_of_a_future_is_its_outcome_and_other_work_continues() {
+        assert_eq!(catch_panics(async { 7 }).await, Ok(7));
         let late = async {
             tokio::task::yield_now().await;
             panic!("at the {} poll", "second")
         };
-        let outcome: Result<(), Panic> = caught(late).await;
+        let outcome: Result<(), Panic> = catch_panics(late).await;
         assert_eq!(outcome.map_err(|panic| panic.message), Err("at the second poll".to_owned()));
         assert_eq!(CATCHING.get(), 0);
     }
 
     #[tokio::test]
-    async fn only_a_panic_ends_what_is_watched_over() {
-        let told = |work: Pin<Box<dyn Future<Output = ()>>>| async {
-            let mut told = None;
-            watch_over(work, |panic| told = Some(panic.message.clone())).await;
-            told
+    async fn only_a_panic_calls_the_handler() {
+        let handled = |work: Pin<Box<dyn Future<Output = ()>>>| async {
+            let mut handled = None;
+            watch_over(work, |panic| handled = Some(panic.message.clone())).await;
+            handled
         };
-        assert_eq!(told(Box::pin(async {})).await, None);
-        assert_eq!(told(Box::pin(async { panic!("oh") })).await.as_deref(), Some("oh"));
+        assert_eq!(handled(Box::pin(async {})).await, None);
+        assert_eq!(handled(Box::pin(async { panic!("oh") })).await.as_deref(), Some("oh"));
     }
 
     /// Each case runs in its own process: this test binary with one of the tests below.
     #[test]
-    fn process_ends_with_a_text_or_goes_on() {
+    fn process_exits_with_a_text_or_continues() {
         for (victim, code, said) in [
             (
                 "a_vital_task",
@@ -249,7 +249,7 @@ mod tests {
         #[tokio::test]
         #[ignore = "ends its process"]
         async fn a_vital_task() {
-            tell_panics();
+            log_panics();
             vital("the writer", async { panic!("no such row") });
             std::future::pending().await
         }
@@ -257,9 +257,9 @@ mod tests {
         #[tokio::test]
         #[ignore = "ends its process"]
         async fn a_held_lock() {
-            tell_panics();
+            log_panics();
             let lock = Lock::new(1_i32);
-            let _ = caught(async {
+            let _ = catch_panics(async {
                 let mut held = lock.lock();
                 *held += 1;
                 panic!("half a change")
@@ -270,7 +270,7 @@ mod tests {
         #[test]
         #[ignore = "ends its process"]
         fn a_database_thread() {
-            tell_panics();
+            log_panics();
             let thread = thread::Builder::new().name("sqlx-sqlite-worker-3".to_owned()).spawn(|| panic!("oh no"));
             let _ = thread.unwrap().join();
         }
@@ -278,8 +278,8 @@ mod tests {
         #[tokio::test]
         #[ignore = "needs a hook of its own"]
         async fn a_request() {
-            tell_panics();
-            let outcome: Result<(), Panic> = caught(async { panic!("only this one") }).await;
+            log_panics();
+            let outcome: Result<(), Panic> = catch_panics(async { panic!("only this one") }).await;
             let panic = outcome.unwrap_err();
             assert!(panic.place.contains("src/supervise.rs:"), "{panic}");
             assert_eq!(panic.message, "only this one");
@@ -294,9 +294,9 @@ mod tests {
                     *self.0.lock() += 1;
                 }
             }
-            tell_panics();
+            log_panics();
             let lock = Lock::new(1_i32);
-            let outcome: Result<(), Panic> = caught(async {
+            let outcome: Result<(), Panic> = catch_panics(async {
                 let _cleans_up = CleansUp(&lock);
                 panic!("elsewhere")
             })

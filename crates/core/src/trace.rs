@@ -98,20 +98,20 @@ impl Trace {
 
 /// Serves a request and returns its trace.
 pub async fn follow<T>(serve: impl Future<Output = T>) -> (T, Trace) {
-    let noted = async {
+    let traced = async {
         let outcome = serve.await;
         (outcome, CURRENT.with(|trace| trace.borrow().clone()))
     };
-    CURRENT.scope(RefCell::new(Trace::new()), noted).await
+    CURRENT.scope(RefCell::new(Trace::new()), traced).await
 }
 
 /// Adds to a part of the current request. Returns false outside of a request.
-pub fn note(part: Part, took: Duration) -> bool {
+pub fn add_to_part(part: Part, took: Duration) -> bool {
     CURRENT.try_with(|trace| trace.borrow_mut().add(part, took)).is_ok()
 }
 
 /// Records the content of the current request.
-pub fn describe(request: impl FnOnce() -> String) {
+pub fn set_request(request: impl FnOnce() -> String) {
     // Outside of a request there is no trace.
     let _ = CURRENT.try_with(|trace| trace.borrow_mut().request = Some(request()));
 }

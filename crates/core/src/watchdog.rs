@@ -144,7 +144,7 @@ impl Watchdog {
             let mut last = Instant::now();
             while stopped.recv_timeout(INTERVAL) == Err(mpsc::RecvTimeoutError::Timeout) {
                 let now = Instant::now();
-                watchdog.tell(now - last, &gauge);
+                watchdog.report(now - last, &gauge);
                 last = now;
             }
         };
@@ -152,7 +152,7 @@ impl Watchdog {
         Ok(Watching { _stop: stop })
     }
 
-    fn tell(&self, passed: Duration, gauge: &IntGaugeVec) {
+    fn report(&self, passed: Duration, gauge: &IntGaugeVec) {
         let (stuck, moves_again) = self.look(passed);
         for Stuck { name, silent } in stuck {
             gauge.with_label_values(&[name]).set(1);
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn each_is_told_once_when_it_is_stuck_and_once_when_it_moves() {
+    fn stuck_and_recovered_tasks_are_each_reported_once() {
         let watchdog = Watchdog::default();
         let [writer, other] = ["writer", "other"].map(|name| {
             let pulse = Arc::new(Pulse::default());
@@ -227,23 +227,23 @@ mod tests {
             pulse
         });
         writer.beat();
-        let mut told = Vec::new();
+        let mut reports = Vec::new();
         for second in 0..200 {
             other.beat();
             if second == 100 {
                 writer.beat();
             }
             let (stuck, moves_again) = watchdog.look(SECOND);
-            told.extend(stuck.iter().map(|stuck| (second, stuck.to_string())));
-            told.extend(moves_again.into_iter().map(|name| (second, format!("{name} moves"))));
+            reports.extend(stuck.iter().map(|stuck| (second, stuck.to_string())));
+            reports.extend(moves_again.into_iter().map(|name| (second, format!("{name} moves"))));
         }
         let stuck = "writer has made no progress for 60 s".to_owned();
-        assert_eq!(told, [(60, stuck.clone()), (100, "writer moves".to_owned()), (160, stuck)]);
+        assert_eq!(reports, [(60, stuck.clone()), (100, "writer moves".to_owned()), (160, stuck)]);
     }
 
     /// As after SIGSTOP and SIGCONT.
     #[test]
-    fn time_in_which_nobody_looked_does_not_count() {
+    fn time_without_checks_does_not_count() {
         let watchdog = Watchdog::default();
         let pulse = Arc::new(Pulse::default());
         watchdog.follow("loop", &pulse);
@@ -255,7 +255,7 @@ mod tests {
 
     /// Runs in real time, because the thread has no simulated clock.
     #[test]
-    fn thread_looks_and_ends() {
+    fn thread_checks_and_ends() {
         let watchdog = Arc::new(Watchdog::default());
         let pulse = Arc::new(Pulse::default());
         watchdog.follow("loop", &pulse);

@@ -29,7 +29,7 @@ use tracing::warn;
 
 use self::{
     append::Appender,
-    connection::{Database, Lane, bounded, read},
+    connection::{Database, Dedicated, read, with_timeout},
     listener::Listener,
 };
 pub use self::{load::PostgresLoader, view::PostgresView};
@@ -59,7 +59,7 @@ pub struct PostgresLog {
     database: Database,
     appender: Appender,
     /// The connection for position queries, for which every linearizable read waits.
-    asker: Lane,
+    position_connection: Dedicated,
     listener: Listener,
     poll_interval: Duration,
     member: Member,
@@ -97,7 +97,7 @@ impl PostgresLog {
         let run = (RandomState::new().hash_one(0) >> 1).cast_signed();
         Ok(Self {
             appender: Appender::new(connection, run),
-            asker: Lane::default(),
+            position_connection: Dedicated::default(),
             listener: Listener::start(database.clone(), channel),
             database,
             poll_interval: settings.poll_interval,
@@ -200,7 +200,7 @@ impl Log for PostgresLog {
             warn!(%error, "could not sign off; the other instances will notice in a while");
         }
         self.appender.close().await;
-        self.asker.close().await;
+        self.position_connection.close().await;
         self.database.close().await;
     }
 
@@ -213,21 +213,21 @@ impl Log for PostgresLog {
 impl SharedLog for PostgresLog {
     async fn position(&self) -> Result<Position> {
         let asked = async {
-            let mut asker = self.asker.occupy(&self.database).await?;
+            let mut connection = self.position_connection.take(&self.database).await?;
             let query = sqlx::query(POSITION);
-            let row = bounded(query.fetch_one(&mut asker.connection)).await?;
-            asker.keep();
+            let row = with_timeout(query.fetch_one(&mut connection.connection)).await?;
+            connection.keep();
             Ok(row)
         };
         position(&asked.await.map_err(|error| self.database.unavailable(&error))?)
     }
 
-    async fn moved(&self, seen: Revision) -> Option<Revision> {
-        self.listener.told_beyond(seen, self.poll_interval).await
+    async fn wait_for_append(&self, seen: Revision) -> Option<Revision> {
+        self.listener.notified_above(seen, self.poll_interval).await
     }
 
-    async fn take_turn(&self) -> Result<()> {
-        self.appender.take_turn(&self.database).await
+    async fn lock_appends(&self) -> Result<()> {
+        self.appender.lock_appends(&self.database).await
     }
 
     async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>> {

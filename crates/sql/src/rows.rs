@@ -76,13 +76,14 @@ pub(super) fn pair(row: &impl LogRow) -> Result<(RowId, EncodedKv)> {
     Ok((id, EncodedKv::new(row.slice(2)?, version, row.slice(3)?, LeaseId::from_wire(row.int(4)?))))
 }
 
-/// Reads the position from the columns `id` and `sub`.
-pub(super) async fn spend(units: usize, bytes: usize) {
+/// Consumes tokio's budget for decoded rows, so that a long read yields to other tasks.
+pub(super) async fn consume_budget_for(units: usize, bytes: usize) {
     for _ in 0..units + bytes / UNIT_BYTES {
         consume_budget().await;
     }
 }
 
+/// Reads a row's ID from the columns `id` and `sub`.
 pub(super) fn row_id(id: i64, sub: i64) -> Result<RowId> {
     let sub = u32::try_from(sub).map_err(|_| Error::Corrupt(format!("row {id} has the sub {sub}")))?;
     Ok(RowId::new(Revision(id), sub))

@@ -66,7 +66,7 @@ impl SqliteLog {
     /// [`Error::Open`], naming the file, if another process has locked it or it cannot be read, written or parsed.
     pub async fn open(file: &Path) -> Result<Self> {
         let name = file.display();
-        let lock = take_place(file)?;
+        let lock = lock_file(file)?;
         let open = |error: sqlx::Error| Error::Open(format!("cannot open database {name}: {error}"));
 
         refuse_cut_off(file)?;
@@ -79,7 +79,7 @@ impl SqliteLog {
             .run(&mut writer)
             .await
             .map_err(|error| Error::Open(cannot_migrate(&name.to_string(), &error)))?;
-        if let Err(error) = wal::lengthen(file) {
+        if let Err(error) = wal::preallocate(file) {
             warn!(%error, database = %name, "the WAL cannot be given its full length; writes are slower while it grows");
         }
         let read_only = options.clone().pragma("query_only", "ON");
@@ -128,7 +128,7 @@ fn has_code(error: &sqlx::Error, primary: i32) -> bool {
 }
 
 /// Creates the directory of a database file and locks the file.
-fn take_place(file: &Path) -> Result<FileLock> {
+fn lock_file(file: &Path) -> Result<FileLock> {
     if let Some(folder) = file.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         private::make_folder(folder)
             .map_err(|error| Error::Open(format!("cannot create folder {}: {error}", folder.display())))?;

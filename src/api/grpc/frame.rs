@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_are_counted_wherever_the_data_is_cut() {
+    fn message_count_does_not_depend_on_chunk_boundaries() {
         let message = |len: u8| [vec![0, 0, 0, 0, len], vec![7; usize::from(len)]].concat();
         let data = [message(3), message(0), message(9)].concat();
         for at in 0..=data.len() {

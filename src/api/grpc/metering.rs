@@ -85,7 +85,7 @@ impl Meter {
         Ok(Self(Arc::new(Counters { metrics, methods, clients, partial_requests, slow_after, exporter })))
     }
 
-    pub fn around<S>(&self, inner: S) -> Metered<S> {
+    pub fn wrap<S>(&self, inner: S) -> Metered<S> {
         Metered { inner, meter: self.clone() }
     }
 }
@@ -111,7 +111,7 @@ impl Layer<Route> for Meter {
     type Service = Metered<Route>;
 
     fn layer(&self, inner: Route) -> Metered<Route> {
-        self.around(inner)
+        self.wrap(inner)
     }
 }
 

@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_requests_are_left_to_the_decoder() {
+    fn decoder_reports_malformed_requests() {
         for broken in
             [vec![0xff; COUNTED_BYTES_MIN], [vec![0x12, 0xff, 0xff, 0x7f], vec![7; COUNTED_BYTES_MIN]].concat()]
         {

@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_join_to_the_message() {
+    fn joined_chunks_equal_the_message() {
         check(range(0, 0), false);
         check(range(1, 1), false);
         check(range(60, 1000), false);

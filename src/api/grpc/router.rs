@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn timeouts_are_read() {
+    fn timeouts_are_parsed() {
         for (text, want) in [
             ("1H", Some(Duration::from_secs(3_600))),
             ("2M", Some(Duration::from_secs(120))),

@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn message_is_the_same_however_it_is_cut() {
+    fn message_does_not_depend_on_chunk_boundaries() {
         let message: Vec<u8> = (0..300_000_u32).map(|number| (number % 251) as u8).collect();
         let table: [(&str, &[usize], bool); 7] = [
             ("in one part", &[300_000], false),

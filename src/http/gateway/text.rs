@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_pushed_is_there_whatever_its_pieces() {
+    fn text_does_not_depend_on_chunk_sizes() {
         let all: Vec<u8> = (0..BLOCK_BYTES * 3 + 5).map(|at| (at % 251) as u8).collect();
         for piece in [1, 256, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, all.len()] {
             for len in [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, all.len()] {

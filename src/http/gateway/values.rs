@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn objects_are_found_wherever_the_data_is_cut() {
+    fn objects_are_found_across_chunk_boundaries() {
         let text = br#" {"a":1}{}  {"b":["}",{"\"{":"\\"}]} {"#;
         let objects: [&[u8]; 3] = [br#"{"a":1}"#, b"{}", br#"{"b":["}",{"\"{":"\\"}]}"#];
         for at in 0..=text.len() {
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_object_is_refused() {
+    fn non_objects_are_refused() {
         for text in ["[]", "1", "null", "}", "{} x", "\u{1}"] {
             assert!(!read(&[text.as_bytes()]).1, "{text}");
         }

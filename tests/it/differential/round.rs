@@ -156,13 +156,13 @@ fn difference(
     compacted: i64,
     used: &mut exceptions::Used,
 ) -> Option<(String, String)> {
-    if !etcd.complaints.is_empty() || !ours.complaints.is_empty() {
-        return Some((format!("{:#?}", etcd.complaints), format!("{:#?}", ours.complaints)));
+    if !etcd.violations.is_empty() || !ours.violations.is_empty() {
+        return Some((format!("{:#?}", etcd.violations), format!("{:#?}", ours.violations)));
     }
     for (etcd, ours) in etcd.watches.iter_mut().zip(&mut ours.watches) {
         let say = |what: &dyn fmt::Debug| format!("{what:#?} for {:?}", etcd.create());
-        if !etcd.complaints.is_empty() || !ours.complaints.is_empty() {
-            return Some((say(&etcd.complaints), say(&ours.complaints)));
+        if !etcd.violations.is_empty() || !ours.violations.is_empty() {
+            return Some((say(&etcd.violations), say(&ours.violations)));
         }
         if etcd.end != ours.end {
             return Some((say(&etcd.end), say(&ours.end)));

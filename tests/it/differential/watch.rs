@@ -32,7 +32,7 @@ pub struct WatchStream {
     /// Unbounded, because a slow reader would change the server's behaviour.
     responses: mpsc::UnboundedReceiver<Result<WatchResponse, Status>>,
     pub watches: Vec<WatchLog>,
-    pub complaints: Vec<String>,
+    pub violations: Vec<String>,
 }
 
 /// The responses that one watch received.
@@ -43,7 +43,7 @@ pub struct WatchLog {
     pub events: VecDeque<Event>,
     /// The response that canceled it.
     pub end: Option<WatchResponse>,
-    pub complaints: Vec<String>,
+    pub violations: Vec<String>,
     last_revision: i64,
     in_fragment: bool,
 }
@@ -76,7 +76,7 @@ impl WatchStream {
                 }
             }
         });
-        let mut stream = Self { requests, responses, watches: Vec::new(), complaints: Vec::new() };
+        let mut stream = Self { requests, responses, watches: Vec::new(), violations: Vec::new() };
         let answer = stream.created(create).await;
         Ok((stream, answer))
     }
@@ -172,7 +172,7 @@ impl WatchStream {
         if !response.created && !is_stream_progress(&response) {
             match self.live(response.watch_id) {
                 Some(watch) => watch.take(&response),
-                None => self.complaints.push(format!("an answer for no live watch: {response:?}")),
+                None => self.violations.push(format!("an answer for no live watch: {response:?}")),
             }
         }
         Ok(response)
@@ -205,7 +205,7 @@ impl WatchLog {
             id,
             events: VecDeque::new(),
             end: None,
-            complaints: Vec::new(),
+            violations: Vec::new(),
             last_revision: 0,
             in_fragment: false,
         }
@@ -220,22 +220,22 @@ impl WatchLog {
         if response.canceled {
             self.end = Some(response.clone());
         } else if response.events.is_empty() && !self.create.progress_notify {
-            self.complain("an answer without events", response);
+            self.record_violation("an answer without events", response);
         }
         let revisions = || response.events.iter().filter_map(|event| event.kv.as_ref()).map(|kv| kv.mod_revision);
         if !revisions().is_sorted() {
-            self.complain("events out of order", response);
+            self.record_violation("events out of order", response);
         }
         if let (Some(first), Some(last)) = (revisions().next(), revisions().last()) {
             let least = if self.in_fragment { self.last_revision } else { self.last_revision + 1 };
             if first < least {
-                self.complain("a revision that was split, repeated or late", response);
+                self.record_violation("a revision that was split, repeated or late", response);
             }
             if first < self.create.start_revision {
-                self.complain("an event from before the start revision", response);
+                self.record_violation("an event from before the start revision", response);
             }
             if revision(response) < last {
-                self.complain("a header older than the events", response);
+                self.record_violation("a header older than the events", response);
             }
             self.last_revision = self.last_revision.max(last);
         }
@@ -243,8 +243,8 @@ impl WatchLog {
         self.events.extend(response.events.iter().cloned());
     }
 
-    fn complain(&mut self, what: &str, response: &WatchResponse) {
-        self.complaints.push(format!("{what}, after revision {}: {response:?}", self.last_revision));
+    fn record_violation(&mut self, what: &str, response: &WatchResponse) {
+        self.violations.push(format!("{what}, after revision {}: {response:?}", self.last_revision));
     }
 
     fn is_late(&self, watermark: Watermark) -> bool {

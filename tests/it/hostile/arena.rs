@@ -117,14 +117,14 @@ impl Arena {
 
     /// While the attacker holds `held`, other clients are served, including new ones, and memory is bounded. After
     /// `held` is dropped the server frees its resources.
-    pub async fn withstands<T>(&mut self, attack: &str, peak_mib_max: u64, held: T) {
+    pub async fn survives<T>(&mut self, attack: &str, peak_mib_max: u64, held: T) {
         let seen = self.serves_others(attack, peak_mib_max).await;
         drop(held);
         self.recovers(attack, &seen).await;
     }
 
     /// The same for attackers that never stop.
-    pub async fn withstands_for_long(&mut self, attack: &str, peak_mib_max: u64, mut attackers: JoinSet<()>) {
+    pub async fn survives_continuous(&mut self, attack: &str, peak_mib_max: u64, mut attackers: JoinSet<()>) {
         if is_long() {
             sleep(ONSET).await;
         }
@@ -152,7 +152,7 @@ impl Arena {
     /// Measures the latency after the attack, which is also the latency before the next one. The machine's speed
     /// varies, so the usual latency is the mean of the two.
     async fn recovers(&mut self, attack: &str, seen: &Seen) {
-        self.lets_go().await;
+        self.frees_resources().await;
         let after = bystander_p99(self.endpoint()).await;
         println!(
             "| {attack} | {:?} | {} | {} | {:.2} | {:.2} | {:.2} | {:.1} |",
@@ -168,7 +168,7 @@ impl Arena {
     }
 
     /// Waits until no more files are open than before the attack.
-    pub async fn lets_go(&self) {
+    pub async fn frees_resources(&self) {
         eventually("files are closed", async || match self.open_files() {
             many if many > self.files + FILES_SLACK => Err(format!("{many} after {}", self.files)),
             _ => Ok(()),
@@ -210,7 +210,7 @@ async fn bystander_p99(endpoint: &str) -> Duration {
 #[ignore = "a process of other tests"]
 async fn bystander() {
     Half::Served.enter();
-    let endpoint = std::env::var(BYSTANDER_ENDPOINT).expect("it is told whom to call");
+    let endpoint = std::env::var(BYSTANDER_ENDPOINT).expect("the variable is set");
     println!("\n{BYSTANDER_SAYS}{}", put_and_get_p99(&endpoint).await.as_nanos());
 }
 

@@ -3,7 +3,7 @@
 use super::*;
 
 /// JSON in small pieces; the cost of a piece must not grow with the pieces before it.
-async fn gateway_is_fed_without_end(backend: Backend) {
+async fn gateway_survives_endless_requests(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut attackers = JoinSet::new();
     for path in ["watch", "kv/put", "lease/keepalive", "kv/txn"] {
@@ -24,10 +24,10 @@ async fn gateway_is_fed_without_end(backend: Backend) {
             });
         }
     }
-    arena.withstands_for_long("JSON without end", 900, attackers).await;
+    arena.survives_continuous("JSON without end", 900, attackers).await;
 }
 
-async fn gateway_watch_that_is_not_read_costs_bounded_memory(backend: Backend) {
+async fn unread_gateway_watch_uses_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut held = Vec::new();
     for _ in 0..sized(50, 500) {
@@ -41,7 +41,7 @@ async fn gateway_watch_that_is_not_read_costs_bounded_memory(backend: Backend) {
     for _ in 0..sized(200, 1_000) {
         writer.put(put("k", 100_000)).await.expect("a put");
     }
-    arena.withstands("gateway watches that are never read", 900, held).await;
+    arena.survives("gateway watches that are never read", 900, held).await;
 }
 
-on_both_backends!(gateway_is_fed_without_end, gateway_watch_that_is_not_read_costs_bounded_memory,);
+on_both_backends!(gateway_survives_endless_requests, unread_gateway_watch_uses_bounded_memory,);

@@ -2,7 +2,7 @@
 
 use super::*;
 
-async fn snapshots_that_are_not_read_hold_up_nobody(backend: Backend) {
+async fn unread_snapshots_do_not_block_others(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     fill(&mut arena, 200, 10_000).await;
     let mut held = Vec::new();
@@ -28,7 +28,7 @@ async fn snapshots_that_are_not_read_hold_up_nobody(backend: Backend) {
         }
     };
     assert!(timeout(DEADLINE * 4, whole).await.expect("a snapshot in time") > 2_000_000);
-    arena.withstands("600 snapshots that are never read", 800, held).await;
+    arena.survives("600 snapshots that are never read", 800, held).await;
 }
 
-on_both_backends!(snapshots_that_are_not_read_hold_up_nobody,);
+on_both_backends!(unread_snapshots_do_not_block_others,);

@@ -20,7 +20,7 @@ use tonic::{
 use super::{
     compare::{Mismatch, Peer, difference},
     trace::{Answer, CallId, Exchange, Metadata, RecordedEvent, Request, Step},
-    watched::{PATIENCE, Watched},
+    watched::{RESPONSE_TIMEOUT, Watched},
 };
 
 /// Number of recorded responses that were compared.
@@ -150,7 +150,7 @@ impl Replay {
             // An unsynced watch would be canceled by a compaction; the recorded ones were not.
             self.settle().await?;
         }
-        let what = match timeout(PATIENCE, self.send(&exchange, metadata)).await {
+        let what = match timeout(RESPONSE_TIMEOUT, self.send(&exchange, metadata)).await {
             Ok(Ok(answer)) => difference(self.peer, &exchange.answer, &answer),
             Ok(Err(status)) => Some(format!("expected: {:?}\ngot: {status}", exchange.answer)),
             Err(_) => Some("no answer in time".to_owned()),

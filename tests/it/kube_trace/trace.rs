@@ -84,13 +84,13 @@ pub fn load() -> Vec<Step> {
     let ends = calls.iter().filter(|(_, lines)| lines[0].method.ends_with("/Watch")).map(|(id, lines)| {
         let seq = lines.last().expect("a call has lines").seq;
         let revision = steps.iter().map(|(place, _)| place).filter(|place| place.seq < seq).map(|p| p.revision).max();
-        let place = Place { revision: revision.expect("a stream's create precedes its end"), turn: Turn::Read, seq };
+        let place = Place { revision: revision.expect("a stream's create precedes its end"), order: Order::Read, seq };
         (place, Step::End { stream: *id })
     });
     let ends: Vec<_> = ends.collect();
     steps.extend(ends);
     steps.sort_by_key(|(place, _)| *place);
-    let writes = steps.iter().filter(|(place, _)| place.turn == Turn::Write).map(|(place, _)| place.revision);
+    let writes = steps.iter().filter(|(place, _)| place.order == Order::Write).map(|(place, _)| place.revision);
     assert!(writes.eq(2..=steps[steps.len() - 1].0.revision), "each revision has its one write in the recording");
     steps.into_iter().map(|(_, step)| step).collect()
 }
@@ -138,12 +138,12 @@ impl Answer {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Place {
     revision: i64,
-    turn: Turn,
+    order: Order,
     seq: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Turn {
+enum Order {
     Write,
     Read,
 }
@@ -186,11 +186,11 @@ fn call_step(lines: &[Line]) -> (Place, Step) {
     assert_eq!(end.note, "ok", "seq {}: no recorded call failed", end.seq);
     let (request, seq) = (request.request(), answer.seq);
     let answer = answer.answer();
-    let turn = match (&request, &answer) {
-        (Request::Txn(request), Answer::Txn(answer)) if writes(request, answer) => Turn::Write,
-        _ => Turn::Read,
+    let order = match (&request, &answer) {
+        (Request::Txn(request), Answer::Txn(answer)) if writes(request, answer) => Order::Write,
+        _ => Order::Read,
     };
-    let place = Place { revision: answer.revision(), turn, seq };
+    let place = Place { revision: answer.revision(), order, seq };
     (place, Step::Call { exchange: Exchange { seq, request, answer }, metadata: open.metadata() })
 }
 
@@ -214,7 +214,7 @@ fn watch_steps(stream: CallId, lines: &[Line]) -> Vec<(Place, Step)> {
     });
     exchanges
         .map(|exchange| {
-            let place = Place { revision: exchange.answer.revision(), turn: Turn::Read, seq: exchange.seq };
+            let place = Place { revision: exchange.answer.revision(), order: Order::Read, seq: exchange.seq };
             (place, watch_step(stream, exchange, &lines[0], &mut events))
         })
         .collect()

@@ -19,7 +19,7 @@ use super::{
 };
 
 /// Maximum time to wait for an expected response.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The watch id of a response that concerns the whole stream.
 const WHOLE_STREAM: i64 = -1;
@@ -54,7 +54,7 @@ impl Watched {
         let (requests, outgoing) = mpsc::unbounded_channel();
         requests.send(request.clone()).expect("the receiver is still here");
         let stream = client.watch(with_metadata(metadata, UnboundedReceiverStream::new(outgoing)));
-        let mut stream = match timeout(PATIENCE, stream).await {
+        let mut stream = match timeout(RESPONSE_TIMEOUT, stream).await {
             Ok(Ok(answer)) => answer.into_inner(),
             Ok(Err(status)) => return Err(format!("the stream was refused: {status}")),
             Err(_) => return Err("the stream was not opened in time".to_owned()),
@@ -101,15 +101,15 @@ impl Watched {
     async fn ask_progress(&mut self, head: i64) -> Result<WatchResponse, Difference> {
         // etcd drops a request while a watch of the stream is unsynced, and its clients ask again. Orlop answers every
         // request.
-        let (tries, patience) = match self.peer {
-            Peer::Orlop => (1, PATIENCE),
-            Peer::Etcd { .. } => (200, PATIENCE / 200),
+        let (tries, time_limit) = match self.peer {
+            Peer::Orlop => (1, RESPONSE_TIMEOUT),
+            Peer::Etcd { .. } => (200, RESPONSE_TIMEOUT / 200),
         };
         for repeats in 0..tries {
             let request = RequestUnion::ProgressRequest(WatchProgressRequest {});
             let sent = self.requests.send(WatchRequest { request_union: Some(request) });
             sent.map_err(|_| "the stream ended".to_owned())?;
-            while let Ok(answer) = timeout(patience, self.next()).await {
+            while let Ok(answer) = timeout(time_limit, self.next()).await {
                 let Some(progress) = self.take(answer?)? else { continue };
                 if revision(&progress) < head && self.repeats > 0 {
                     self.repeats -= 1;
@@ -123,7 +123,7 @@ impl Watched {
     }
 
     async fn next(&mut self) -> Result<WatchResponse, Difference> {
-        match timeout(PATIENCE, self.answers.recv()).await {
+        match timeout(RESPONSE_TIMEOUT, self.answers.recv()).await {
             Ok(Some(Ok(answer))) => Ok(answer),
             Ok(Some(Err(status))) => Err(format!("the stream ended: {status}")),
             Ok(None) => Err("the stream ended".to_owned()),

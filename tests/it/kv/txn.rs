@@ -17,7 +17,7 @@ fn compare(key: &str, target: TargetUnion, result: i32) -> Compare {
     Compare { key: key.to_owned().into(), target: code, result, target_union: Some(target), ..Default::default() }
 }
 
-async fn compares_hold_as_in_etcd(backend: Backend) {
+async fn compares_evaluate_as_in_etcd(backend: Backend) {
     let Some((_server, mut client)) = history(backend).await else { return };
     const EQUAL: i32 = 0;
     const GREATER: i32 = 1;
@@ -88,7 +88,7 @@ async fn transaction_reads_its_own_writes_and_uses_one_revision(backend: Backend
     assert_eq!(answer.header.expect("a header").revision, 8);
 }
 
-async fn bad_transactions_are_refused_whole(backend: Backend) {
+async fn invalid_transactions_are_refused_as_a_whole(backend: Backend) {
     let Some((_server, mut client)) = history(backend).await else { return };
     let put = |key: &str| op(Request::RequestPut(put(key, "v")));
     let delete = |key: &str, end: &str| op(Request::RequestDeleteRange(delete(key, end)));
@@ -170,8 +170,8 @@ async fn transactions_read_what_is_not_in_the_cache(backend: Backend) {
 }
 
 on_both_backends!(
-    compares_hold_as_in_etcd,
+    compares_evaluate_as_in_etcd,
     transaction_reads_its_own_writes_and_uses_one_revision,
-    bad_transactions_are_refused_whole,
+    invalid_transactions_are_refused_as_a_whole,
     transactions_read_what_is_not_in_the_cache,
 );

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn histories_are_told_apart() {
+    fn checker_accepts_only_linearizable_histories() {
         let put = |value, revision, began, ended| operation(Ask::Put(value), Answer::Written(revision), began, ended);
         let unknown = |value, began| operation(Ask::Put(value), Answer::Unknown, began, u64::MAX);
         let read = |found, began, ended| operation(Ask::Read, Answer::Found(found), began, ended);
@@ -219,7 +219,7 @@ mod tests {
     /// Sequential operations stay linearizable if their intervals are extended, and do not if a read returns a value
     /// that was never written.
     #[test]
-    fn random_histories_pass_and_fail_when_they_are_doctored() {
+    fn checker_accepts_random_histories_and_rejects_altered_ones() {
         for seed in 0..200 {
             let mut random = Random::new(seed);
             let mut history = sequential(&mut random, 60);

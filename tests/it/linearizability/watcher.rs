@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_guarantees_are_found() {
+    fn violated_guarantees_are_detected() {
         type Row = (&'static str, &'static [(i64, &'static [i64])], bool);
         let table: [Row; 7] = [
             ("in order", &[(2, &[2]), (4, &[3, 4])], true),

@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn check_finds_what_is_wrong() {
+    fn check_rejects_histories_that_violate_the_log() {
         let event = |revision, value| (revision, vec![Event { revision, key: "k".to_owned(), value: Some(value) }]);
         let log: Log = [event(2, 1), event(3, 2)].into();
         let sound = vec![

@@ -83,7 +83,7 @@ impl Link {
         self.shared.target.store(port, Ordering::Relaxed);
     }
 
-    pub fn turn(&self, weather: Weather) {
+    pub fn set_weather(&self, weather: Weather) {
         self.shared.weather.send_replace(weather);
     }
 

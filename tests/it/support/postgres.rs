@@ -79,7 +79,7 @@ impl Postgres {
     }
 
     /// Returns whether Postgres is installed.
-    pub fn is_there() -> bool {
+    pub fn is_installed() -> bool {
         programs().is_some()
     }
 

@@ -158,11 +158,11 @@ pub async fn strike(kind: Kind, rig: &mut Rig, workload: &Workload, random: &mut
             since
         }
         Cut(way) => {
-            turn(rig, way, Weather::Down);
+            set_weather(rig, way, Weather::Down);
             reset(rig, way);
             let since = workload.now();
             sleep(Duration::from_secs(1)).await;
-            turn(rig, way, Weather::Fair);
+            set_weather(rig, way, Weather::Fair);
             since
         }
         Silence(way) => for_two_seconds(rig, way, Weather::Silent, workload).await,
@@ -220,8 +220,8 @@ fn links(rig: &Rig, way: Way) -> Vec<&crate::support::Link> {
     }
 }
 
-fn turn(rig: &Rig, way: Way, weather: Weather) {
-    links(rig, way).iter().for_each(|link| link.turn(weather));
+fn set_weather(rig: &Rig, way: Way, weather: Weather) {
+    links(rig, way).iter().for_each(|link| link.set_weather(weather));
 }
 
 fn reset(rig: &Rig, way: Way) -> usize {
@@ -229,10 +229,10 @@ fn reset(rig: &Rig, way: Way) -> usize {
 }
 
 async fn for_two_seconds(rig: &Rig, way: Way, weather: Weather, workload: &Workload) -> u64 {
-    turn(rig, way, weather);
+    set_weather(rig, way, weather);
     let since = workload.now();
     sleep(Duration::from_secs(2)).await;
-    turn(rig, way, Weather::Fair);
+    set_weather(rig, way, Weather::Fair);
     since
 }
 
@@ -251,7 +251,7 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
     let pid = rig.server().pid();
     rig.disk.as_ref().expect("the ground is so").fill();
     let since = workload.now();
-    let told = eventually("an answer that there is no space, or the end of the server", async || {
+    let refusal = eventually("an answer that there is no space, or the end of the server", async || {
         if !Path::new("/proc").join(pid.to_string()).join("exe").exists() {
             return Ok(None);
         }
@@ -267,7 +267,7 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
     })
     .await;
     if rig.target == Target::Sqlite {
-        assert_eq!(told.as_deref(), Some("etcdserver: mvcc: database space exceeded"));
+        assert_eq!(refusal.as_deref(), Some("etcdserver: mvcc: database space exceeded"));
         let mut client = Client::connect(&endpoint).await;
         let everything = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
         let read = client.kv.range(everything).await.expect("reads go on");

@@ -7,7 +7,7 @@ use std::{
 
 use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 
-use super::workload::{Seen, Told, Write};
+use super::workload::{Outcome, Seen, Write};
 use crate::{
     linearizability::{
         watcher::{Log, read_all},
@@ -104,12 +104,12 @@ fn check_writes(writes: &[Write], log: &Log) -> Result<Judged, String> {
         if !whole {
             return Err(format!("{write:?} is there in part, twice or otherwise: {found:?}"));
         }
-        match (write.told, revision) {
-            (Told::Written(told), Some(revision)) if told == revision => judged.acknowledged += 1,
-            (Told::Written(_), _) => return Err(format!("{write:?} was acknowledged; there is {found:?}")),
-            (Told::Refused, Some(_)) => return Err(format!("{write:?} was refused and happened: {found:?}")),
-            (Told::Refused, None) => judged.refused += 1,
-            (Told::Unknown, _) => judged.unknown += 1,
+        match (write.outcome, revision) {
+            (Outcome::Written(outcome), Some(revision)) if outcome == revision => judged.acknowledged += 1,
+            (Outcome::Written(_), _) => return Err(format!("{write:?} was acknowledged; there is {found:?}")),
+            (Outcome::Refused, Some(_)) => return Err(format!("{write:?} was refused and happened: {found:?}")),
+            (Outcome::Refused, None) => judged.refused += 1,
+            (Outcome::Unknown, _) => judged.unknown += 1,
         }
     }
     if let Some((key, events)) = events.into_iter().next() {
@@ -119,32 +119,32 @@ fn check_writes(writes: &[Write], log: &Log) -> Result<Judged, String> {
 }
 
 mod tests {
-    use super::{Told, Write, check_writes};
+    use super::{Outcome, Write, check_writes};
     use crate::linearizability::watcher::{Event, Log};
 
     #[test]
-    fn judge_finds_what_is_wrong() {
+    fn judge_rejects_lost_and_refused_writes() {
         type Events = &'static [(i64, &'static str, u64)];
-        let table: [(&str, Told, Events, &str); 10] = [
-            ("acknowledged and there", Told::Written(2), &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
-            ("acknowledged and lost", Told::Written(2), &[], "was acknowledged"),
+        let table: [(&str, Outcome, Events, &str); 10] = [
+            ("acknowledged and there", Outcome::Written(2), &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
+            ("acknowledged and lost", Outcome::Written(2), &[], "was acknowledged"),
             (
                 "acknowledged, at another revision",
-                Told::Written(3),
+                Outcome::Written(3),
                 &[(2, "pair/a", 7), (2, "pair/b", 7)],
                 "acknowledged",
             ),
-            ("acknowledged, half of it", Told::Written(2), &[(2, "pair/a", 7)], "in part"),
-            ("acknowledged, other content", Told::Written(2), &[(2, "pair/a", 8), (2, "pair/b", 7)], "in part"),
-            ("refused and not there", Told::Refused, &[], ""),
-            ("refused and there", Told::Refused, &[(2, "pair/a", 7), (2, "pair/b", 7)], "refused and happened"),
-            ("unknown and there", Told::Unknown, &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
-            ("unknown, in two revisions", Told::Unknown, &[(2, "pair/a", 7), (3, "pair/b", 7)], "in part"),
-            ("by nobody", Told::Unknown, &[(2, "one/c", 7)], "nobody wrote"),
+            ("acknowledged, half of it", Outcome::Written(2), &[(2, "pair/a", 7)], "in part"),
+            ("acknowledged, other content", Outcome::Written(2), &[(2, "pair/a", 8), (2, "pair/b", 7)], "in part"),
+            ("refused and not there", Outcome::Refused, &[], ""),
+            ("refused and there", Outcome::Refused, &[(2, "pair/a", 7), (2, "pair/b", 7)], "refused and happened"),
+            ("unknown and there", Outcome::Unknown, &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
+            ("unknown, in two revisions", Outcome::Unknown, &[(2, "pair/a", 7), (3, "pair/b", 7)], "in part"),
+            ("by nobody", Outcome::Unknown, &[(2, "one/c", 7)], "nobody wrote"),
         ];
-        for (name, told, events, wrong) in table {
+        for (name, outcome, events, wrong) in table {
             let keys = vec!["pair/a".to_owned(), "pair/b".to_owned()];
-            let write = Write { keys, value: 7, told, began: 0, ended: 1 };
+            let write = Write { keys, value: 7, outcome, began: 0, ended: 1 };
             let mut log = Log::new();
             for (revision, key, value) in events {
                 let event = Event { revision: *revision, key: (*key).to_owned(), value: Some(*value) };

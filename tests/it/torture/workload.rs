@@ -32,7 +32,7 @@ const VALUE_BYTES: usize = 400;
 
 /// The outcome of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Told {
+pub enum Outcome {
     Written(i64),
     /// It must not have been applied.
     Refused,
@@ -45,7 +45,7 @@ pub enum Told {
 pub struct Write {
     pub keys: Vec<String>,
     pub value: u64,
-    pub told: Told,
+    pub outcome: Outcome,
     pub began: u64,
     pub ended: u64,
 }
@@ -134,7 +134,7 @@ impl Seen {
     pub fn waits(&self, since: u64) -> Vec<Duration> {
         let shared = self.shared.iter().map(|entries| first_end(entries.iter().map(Entry::span), since));
         let load = self.load.iter().map(|writes| {
-            let answered = writes.iter().filter(|write| matches!(write.told, Told::Written(_)));
+            let answered = writes.iter().filter(|write| matches!(write.outcome, Outcome::Written(_)));
             first_end(answered.map(|write| (write.began, write.ended)), since)
         });
         shared.chain(load).flatten().map(|end| Duration::from_nanos(end - since)).collect()
@@ -185,23 +185,23 @@ impl Writer {
             if answer.is_none() {
                 println!("{keys:?}, written at {:.3} s, had no answer in {ANSWER_MAX:?}", began as f64 / 1e9);
             }
-            let told = match answer.unwrap_or(Err(Failure::Unknown)) {
+            let outcome = match answer.unwrap_or(Err(Failure::Unknown)) {
                 Ok(revision) => {
                     // A transaction takes another path than a put: a client has recovered when both succeed.
                     if keys.len() > 1 {
                         self.progress.store(began, Ordering::Relaxed);
                     }
                     connection = Some(connected);
-                    Told::Written(revision)
+                    Outcome::Written(revision)
                 }
                 Err(failure) => {
                     self.endpoint += 1;
                     // The retry interval of etcd's client.
                     sleep(Duration::from_millis(25)).await;
-                    if matches!(failure, Failure::Refused) { Told::Refused } else { Told::Unknown }
+                    if matches!(failure, Failure::Refused) { Outcome::Refused } else { Outcome::Unknown }
                 }
             };
-            writes.push(Write { keys, value, told, began, ended: nanoseconds(self.started.elapsed()) });
+            writes.push(Write { keys, value, outcome, began, ended: nanoseconds(self.started.elapsed()) });
         }
         writes
     }

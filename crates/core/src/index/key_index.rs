@@ -265,7 +265,7 @@ impl History {
         }
         // The newest generation that began at or below the revision contains the last row to keep; older generations
         // are removed.
-        let Some(pivot) = self.closed.iter().rposition(|generation| generation.begins_by(revision)) else { return };
+        let Some(pivot) = self.closed.iter().rposition(|generation| generation.exists_at(revision)) else { return };
         removed.extend(self.closed.drain(..pivot).flat_map(Generation::into_rows));
         let generation = &mut self.closed[0];
         if generation.tombstone.revision < revision {
@@ -284,7 +284,7 @@ impl Generation {
         Self { create_revision: Revision(0), first_version: 1, puts: Vec::new(), tombstone }
     }
 
-    fn begins_by(&self, revision: Revision) -> bool {
+    fn exists_at(&self, revision: Revision) -> bool {
         self.puts.first().unwrap_or(&self.tombstone).revision <= revision
     }
 
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deleted_key_goes_once_its_tombstone_is_below_the_compaction() {
+    fn deleted_key_is_removed_once_its_tombstone_is_below_the_compaction() {
         for (revision, fate, expected) in [(4, Fate::Keep, 0), (5, Fate::Keep, 2), (6, Fate::Drop, 3)] {
             let mut key = KeyIndex::created(row(2), Revision(2), 1, None);
             key.put(row(3), Revision(2), 2, None);
@@ -392,7 +392,7 @@ mod tests {
 
     /// It stays, because a watch may start there, even after later writes and a restart.
     #[test]
-    fn a_tombstone_at_the_compact_revision_goes_with_the_next_compaction() {
+    fn tombstone_at_the_compact_revision_is_removed_by_the_next_compaction() {
         let mut compacted = KeyIndex::created(row(2), Revision(2), 1, None);
         compacted.delete(row(3));
         compacted.compact(Revision(3), &mut Vec::new());

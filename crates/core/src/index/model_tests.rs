@@ -39,13 +39,13 @@ type Checked = Result<(), TestCaseError>;
 
 proptest! {
     #[test]
-    fn index_reads_as_the_model_at_every_revision(history in histories(14)) {
+    fn index_equals_the_model_at_every_revision(history in histories(14)) {
         let model = Model::of(&history);
         check_reads(&model.index(), &model)?;
     }
 
     #[test]
-    fn ranges_and_walks_of_any_bounds_and_budget_read_as_the_model(
+    fn ranges_and_walks_equal_the_model(
         history in histories(14),
         bounds in bounds(),
         budget in 1..8_usize,
@@ -59,7 +59,7 @@ proptest! {
     }
 
     #[test]
-    fn compaction_at_every_revision_keeps_what_can_be_read_and_frees_the_rest(
+    fn compaction_at_every_revision_keeps_only_readable_versions(
         history in histories(10),
         budget in budgets(),
     ) {
@@ -71,7 +71,7 @@ proptest! {
     }
 
     #[test]
-    fn repeated_compactions_keep_what_can_be_read_and_free_the_rest(
+    fn repeated_compactions_keep_only_readable_versions(
         history in histories(14),
         revisions in vec(any::<Index>(), 1..5),
         budget in budgets(),
@@ -87,7 +87,7 @@ proptest! {
     }
 
     #[test]
-    fn history_goes_on_after_each_compaction_as_if_there_had_been_none(
+    fn history_continues_unchanged_after_each_compaction(
         parts in vec((histories(6), any::<Index>()), 1..5),
         budget in budgets(),
     ) {
@@ -103,7 +103,7 @@ proptest! {
     }
 
     #[test]
-    fn changes_between_the_steps_of_a_compaction_are_read_as_the_model_has_them(
+    fn changes_between_compaction_steps_equal_the_model(
         history in histories(8),
         later in histories(8),
         revision in any::<Index>(),
@@ -353,14 +353,15 @@ impl Model {
 
     /// What the compact revision lets go of and has not yet gone, in order.
     fn free(&mut self) -> Vec<RowId> {
-        let going = self.changes.iter().filter(|change| self.goes(change)).map(|change| change.row);
-        let going: Vec<_> = going.filter(|row| !self.gone.contains(row)).collect();
-        self.gone.extend(&going);
-        going
+        let garbage = self.changes.iter().filter(|change| self.is_garbage(change)).map(|change| change.row);
+        let garbage: Vec<_> = garbage.filter(|row| !self.gone.contains(row)).collect();
+        self.gone.extend(&garbage);
+        garbage
     }
 
-    /// A row below the compact revision goes when a newer row of its key lies at or below it, or as a tombstone.
-    fn goes(&self, change: &Change) -> bool {
+    /// A row below the compact revision is garbage if it is a tombstone, or if its key has a newer row at or below the compact
+    /// revision.
+    fn is_garbage(&self, change: &Change) -> bool {
         let Some(compacted) = self.compact_revision else { return false };
         let newer = |other: &&Change| other.key == change.key && other.row > change.row;
         let superseded = || self.changes.iter().filter(newer).any(|newer| newer.row.revision <= compacted);

@@ -83,7 +83,7 @@ impl Claim {
         // found.
         let between_may_be_gone = compacted.is_some_and(|compacted| self.row.revision <= compacted)
             && last.is_none_or(|last| last.row.revision < self.row.revision && last.row.revision != self.prev_revision);
-        if between_may_be_gone && self.is_possible_after(last) { Ok(()) } else { Err(contradiction) }
+        if between_may_be_gone && self.may_follow(last) { Ok(()) } else { Err(contradiction) }
     }
 
     /// Checks the row as the direct successor of `last`.
@@ -116,7 +116,7 @@ impl Claim {
     }
 
     /// Returns whether deleted rows between `last` and this one can explain it.
-    fn is_possible_after(&self, last: Option<&Self>) -> bool {
+    fn may_follow(&self, last: Option<&Self>) -> bool {
         let RowId { revision, sub } = self.row;
         let prev = self.prev_revision;
         let had_prev = prev > Revision::EMPTY && prev < revision && last.is_none_or(|last| prev > last.row.revision);
@@ -192,7 +192,7 @@ mod tests {
 
     /// Both rows are at or below the compact revision.
     #[test]
-    fn rows_that_compaction_left_are_possible() {
+    fn rows_left_by_compaction_are_valid() {
         let created = put(2, 0, 2, 1, 0);
         let rows: [(Option<Claim>, Claim, bool); 17] = [
             (None, put(9, 0, 2, 5, 8), true),

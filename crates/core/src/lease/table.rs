@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_put_moves_its_key_from_lease_to_lease() {
+    fn put_moves_its_key_to_another_lease() {
         let now = Instant::now();
         let mut table = Table::default();
         table.grant(LeaseId(1), 10, now);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_renewal_counts_from_now_and_comes_too_late_after_the_deadline() {
+    fn renewal_restarts_the_ttl_and_fails_after_the_deadline() {
         let start = Instant::now();
         let at = |secs| start + Duration::from_secs(secs);
         let mut table = Table::default();

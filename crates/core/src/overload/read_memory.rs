@@ -93,7 +93,7 @@ impl ReadMemory {
 
     /// Whether a few pairs may be read: their limit is twice as high, so that lists do not lock them out.
     pub fn has_free(&self) -> bool {
-        self.bytes() < self.few_bytes_max()
+        self.bytes() < self.single_read_bytes_max()
     }
 
     /// Waits until a few pairs may be read.
@@ -102,10 +102,10 @@ impl ReadMemory {
     ///
     /// As [`Self::list`].
     pub async fn free(&self) -> Result<(), Exhausted> {
-        self.below(self.few_bytes_max()).await
+        self.below(self.single_read_bytes_max()).await
     }
 
-    fn few_bytes_max(&self) -> usize {
+    fn single_read_bytes_max(&self) -> usize {
         self.used.bytes_max.saturating_mul(2)
     }
 

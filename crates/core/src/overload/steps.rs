@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn unused_steps_hold_up_nobody() {
+    async fn unused_steps_block_nobody() {
         let (steps, grant) = Steps::new();
         tokio::spawn(grant);
         let mut unused: Vec<Step> = (0..10).map(|_| steps.request()).collect();

@@ -293,7 +293,7 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: 
         loop {
             shared.pulses.follower.beat();
             let seen = shared.index.read().head();
-            let notified_head = log.moved(seen).await;
+            let notified_head = log.wait_for_append(seen).await;
             // The notification is usually for this instance's own commit, shortly before or after that is applied.
             if let Some(notified_head) = notified_head.filter(|_| last_read.elapsed() < poll_interval) {
                 let mut applied = shared.replication.applied.subscribe();

@@ -36,28 +36,33 @@ const OTHERS_READ_TIME: Duration = Duration::from_millis(500);
 
 /// The rate at which compacted rows are deleted.
 #[derive(Clone, Copy, Debug)]
-pub struct Pace {
+pub struct CompactionRate {
     /// Rows deleted per transaction (etcd's --compaction-batch-limit).
     pub rows: usize,
     /// Pause between transactions (etcd's --compaction-sleep-interval).
     pub pause: Duration,
 }
 
-impl Default for Pace {
+impl Default for CompactionRate {
     fn default() -> Self {
         Self { rows: 1_000, pause: Duration::from_millis(10) }
     }
 }
 
 /// Runs until stopped. `garbage` contains rows that were compacted before the server started and are not deleted yet.
-pub(super) async fn run(shared: Arc<Shared>, pace: Pace, mut garbage: Vec<RowId>, mut stop: watch::Receiver<bool>) {
+pub(super) async fn run(
+    shared: Arc<Shared>,
+    rate: CompactionRate,
+    mut garbage: Vec<RowId>,
+    mut stop: watch::Receiver<bool>,
+) {
     let work = async {
         let compacted = *shared.compaction_done.borrow();
         if let Some(compacted) = compacted {
-            purge(&shared, pace, &mut garbage, compacted, PurgeOwner::ThisInstance).await;
+            purge(&shared, rate, &mut garbage, compacted, PurgeOwner::ThisInstance).await;
         }
         loop {
-            compact(&shared, pace).await;
+            compact(&shared, rate).await;
             shared.pulses.compactor.rest();
             shared.compaction.notified().await;
             shared.pulses.compactor.beat();
@@ -76,7 +81,7 @@ fn elapsed_ms(since: Instant) -> f64 {
 }
 
 /// Compacts until the newest recorded compaction is done: first the index, then the rows.
-async fn compact(shared: &Shared, pace: Pace) {
+async fn compact(shared: &Shared, rate: CompactionRate) {
     let mut garbage = Vec::new();
     loop {
         let Some(target) = shared.index.read().compact_revision() else { return };
@@ -96,13 +101,13 @@ async fn compact(shared: &Shared, pace: Pace) {
         let mut left = std::mem::take(&mut *shared.rows_left_to_others.lock());
         let before = *shared.compaction_done.borrow();
         if let Some(before) = before {
-            purge(shared, pace, &mut left, before, PurgeOwner::OtherInstance).await;
+            purge(shared, rate, &mut left, before, PurgeOwner::OtherInstance).await;
         }
         if is_own {
             if !shared.members.is_alone() {
                 sleep(OTHERS_READ_TIME).await;
             }
-            purge(shared, pace, &mut garbage, target, PurgeOwner::ThisInstance).await;
+            purge(shared, rate, &mut garbage, target, PurgeOwner::ThisInstance).await;
             metrics.compaction_total.observe(elapsed_ms(begun));
             shared.metrics.state.last_compaction.set(unix_seconds());
             info!(compact_revision = target.0, rows, "compaction finished");
@@ -131,7 +136,7 @@ pub(super) enum PurgeOwner {
 /// together, so that a step touches few pages and empties them.
 pub(super) async fn purge(
     shared: &Shared,
-    pace: Pace,
+    rate: CompactionRate,
     garbage: &mut Vec<RowId>,
     compacted: Revision,
     owner: PurgeOwner,
@@ -140,7 +145,7 @@ pub(super) async fn purge(
     let mut rows = garbage.as_slice();
     while !rows.is_empty() {
         shared.pulses.compactor.beat();
-        let (now, later) = rows.split_at(rows.len().min(pace.rows));
+        let (now, later) = rows.split_at(rows.len().min(rate.rows));
         let begun = Instant::now();
         let step = Reclaim::Rows { rows: now, compacted, server: shared.position().server };
         match shared.log.reclaim(step).await {
@@ -150,7 +155,7 @@ pub(super) async fn purge(
                     shared.metrics.store.compacted_rows.inc_by(now.len() as u64);
                 }
                 rows = later;
-                sleep(pace.pause).await;
+                sleep(rate.pause).await;
             }
             Err(error) => {
                 warn!(%error, rows = rows.len(), "cannot delete compacted rows; trying again");

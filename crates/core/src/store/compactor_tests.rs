@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::{
-    compactor::{Pace, PurgeOwner, purge},
+    compactor::{CompactionRate, PurgeOwner, purge},
     fixtures::shared,
     replay::replay,
 };
@@ -30,9 +30,12 @@ async fn interrupted_purge_revives_no_deleted_key() {
     let mut garbage = Vec::new();
     while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut garbage) {}
     // The purge is interrupted in the pause after the first transaction.
-    timeout(Duration::from_millis(1), purge(&shared, Pace::default(), &mut garbage, head, PurgeOwner::ThisInstance))
-        .await
-        .unwrap_err();
+    timeout(
+        Duration::from_millis(1),
+        purge(&shared, CompactionRate::default(), &mut garbage, head, PurgeOwner::ThisInstance),
+    )
+    .await
+    .unwrap_err();
 
     let restored = replay(&*shared.log).await.unwrap().index;
     let live: Vec<Key> = restored.range(.., head).map(|(key, _)| key.clone()).collect();

@@ -69,7 +69,7 @@ async fn leases_to_expire(shared: &Shared) -> log::Result<Vec<LeaseId>> {
         shared.beat(log).await?;
     }
     let asked = Instant::now();
-    let logged = log.leases(&expired, Touch::Look).await?;
+    let logged = log.leases(&expired, Touch::Read).await?;
     shared.set_lease_deadlines(&logged, asked);
     let now = Instant::now();
     if logged.len() < expired.len() {

@@ -157,7 +157,7 @@ fn distinct(mut txn: TxnRequest) -> TxnRequest {
     for branch in [&mut txn.success, &mut txn.failure] {
         let mut taken = Vec::new();
         deleted(branch, &mut taken);
-        leave_out_puts(branch, &mut taken);
+        remove_duplicate_puts(branch, &mut taken);
     }
     txn
 }
@@ -176,7 +176,7 @@ fn deleted(ops: &[Op], ranges: &mut Vec<KeyRange>) {
     }
 }
 
-fn leave_out_puts(ops: &mut Vec<Op>, taken: &mut Vec<KeyRange>) {
+fn remove_duplicate_puts(ops: &mut Vec<Op>, taken: &mut Vec<KeyRange>) {
     ops.retain_mut(|op| match op {
         Op::Put(put) => {
             let free = !taken.iter().any(|range| range.contains(&put.key));
@@ -184,8 +184,8 @@ fn leave_out_puts(ops: &mut Vec<Op>, taken: &mut Vec<KeyRange>) {
             free
         }
         Op::Txn(nested) => {
-            leave_out_puts(&mut nested.success, taken);
-            leave_out_puts(&mut nested.failure, taken);
+            remove_duplicate_puts(&mut nested.success, taken);
+            remove_duplicate_puts(&mut nested.failure, taken);
             true
         }
         Op::Range(_) | Op::Delete(_) => true,

@@ -44,7 +44,7 @@ pub struct Store {
     /// Lease renewals in the log. `None` if deadlines are kept only in memory.
     pub(super) renewal_query: Option<SharedQuery<LeaseId, log::Result<Option<LoggedLease>>>>,
     /// Duration above which a request is slow.
-    pub(super) patience: Duration,
+    pub(super) slow_threshold: Duration,
     /// Durations of ranges: failed, successful.
     pub(super) range_durations: [Histogram; 2],
     pub(super) tasks: Mutex<Vec<JoinHandle<()>>>,
@@ -88,7 +88,7 @@ impl Store {
                 Ok(_) | Err(_) => break Err(Error::Unavailable),
             }
         };
-        trace::note(Part::Confirm, started.elapsed());
+        trace::add_to_part(Part::Confirm, started.elapsed());
         if started.elapsed() > SLOW_CONFIRM_MIN {
             metrics.slow_confirms.inc();
         }

@@ -127,7 +127,7 @@ impl Store {
     async fn refresh_leases(&self, ids: &[LeaseId]) -> Result<()> {
         if let Some(log) = self.shared.log.shared().filter(|_| !ids.is_empty()) {
             let asked = Instant::now();
-            let logged = log.leases(ids, Touch::Look).await?;
+            let logged = log.leases(ids, Touch::Read).await?;
             self.shared.set_lease_deadlines(&logged, asked);
         }
         Ok(())
@@ -146,7 +146,7 @@ impl Shared {
             .collect();
         let Some(log) = self.log.shared().filter(|_| !ids.is_empty()) else { return };
         let asked = Instant::now();
-        match log.leases(&ids, Touch::Look).await {
+        match log.leases(&ids, Touch::Read).await {
             Ok(logged) => self.set_lease_deadlines(&logged, asked),
             Err(error) => warn!(%error, "cannot read lease deadlines"),
         }

@@ -16,7 +16,7 @@ use super::{
     auto_compact::{self, AutoCompaction},
     busy_poll::BusyPoll,
     catch_up,
-    compactor::{self, Pace},
+    compactor::{self, CompactionRate},
     expiry,
     handle::Store,
     heartbeat,
@@ -30,7 +30,7 @@ use super::{
     shared_query::SharedQuery,
     space::Space,
     tasks::vital,
-    timing::Patience,
+    timing::SlowThresholds,
     values::ValueCache,
     writer::Writer,
 };
@@ -57,11 +57,11 @@ pub struct Settings {
     /// URLs at which clients reach this instance.
     pub client_urls: Vec<String>,
     pub metrics: Arc<Metrics>,
-    pub patience: Patience,
+    pub slow_thresholds: SlowThresholds,
     /// Quota in bytes; 0: etcd's default of 2 GiB; negative: no quota.
     pub quota_bytes: i64,
     pub auto_compaction: Option<AutoCompaction>,
-    pub compaction: Pace,
+    pub compaction: CompactionRate,
     /// Whether the writer polls the commit of a single client instead of sleeping. This needs another core for the
     /// database.
     pub busy_poll: bool,
@@ -77,10 +77,10 @@ impl Default for Settings {
             name: "default".to_owned(),
             client_urls: Vec::new(),
             metrics: Arc::default(),
-            patience: Patience::default(),
+            slow_thresholds: SlowThresholds::default(),
             quota_bytes: 0,
             auto_compaction: None,
-            compaction: Pace::default(),
+            compaction: CompactionRate::default(),
             busy_poll: false,
             watchdog: Arc::default(),
         }
@@ -101,11 +101,12 @@ impl Store {
         let Replayed { meta, index, garbage, .. } = replay(&*log).await?;
         let (stop_background, stopped) = watch::channel(false);
         let (steps, grant_steps) = Steps::new();
-        vital("the granting of steps", grant_steps);
+        vital("the step scheduler", grant_steps);
         let shared = Arc::new(Shared::new(log, &meta, index, steps, &settings));
         shared.space.set_alarms(&meta);
         shared.fill_tail().await?;
-        let (writer, queue) = Writer::new(Arc::clone(&shared), settings.patience, BusyPoll::new(settings.busy_poll));
+        let (writer, queue) =
+            Writer::new(Arc::clone(&shared), settings.slow_thresholds, BusyPoll::new(settings.busy_poll));
         let mut tasks = vec![
             vital("the writer", writer.run()),
             vital("the compactor", compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
@@ -125,7 +126,7 @@ impl Store {
         let position_query = is_shared.then(|| position_query(Arc::clone(&shared)));
         let renewal_query = is_shared.then(|| renewal_query(Arc::clone(&shared)));
         let range_durations = ["false", "true"].map(|success| shared.metrics.store.range.with_label_values(&[success]));
-        let patience = settings.patience.request;
+        let slow_threshold = settings.slow_thresholds.request;
         let watchdog = settings.watchdog;
         shared.pulses.register(&watchdog, &queue);
         let tasks = Mutex::new(tasks);
@@ -134,7 +135,7 @@ impl Store {
             queue,
             position_query,
             renewal_query,
-            patience,
+            slow_threshold,
             range_durations,
             tasks,
             stop_background,

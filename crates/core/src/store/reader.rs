@@ -40,8 +40,8 @@ impl Store {
         self.range_durations[usize::from(answer.is_ok())].observe(took.as_secs_f64());
         let pairs = answer.as_ref().map_or(0, |answer| answer.kvs.len());
         // A large response may still become slow while it is sent.
-        if took > self.patience || pairs > DESCRIBED_PAIRS {
-            trace::describe(|| format!("range {} pairs={pairs}", describe_range(&request.range)));
+        if took > self.slow_threshold || pairs > DESCRIBED_PAIRS {
+            trace::set_request(|| format!("range {} pairs={pairs}", describe_range(&request.range)));
         }
         answer
     }
@@ -86,8 +86,8 @@ impl Shared {
         let selected = selection.take();
         let selected_at = Instant::now();
         let kvs = self.pairs(&selected, request.projection, at, &mut step).await?;
-        trace::note(Part::Select, selected_at - begun);
-        trace::note(Part::Read, selected_at.elapsed());
+        trace::add_to_part(Part::Select, selected_at - begun);
+        trace::add_to_part(Part::Read, selected_at.elapsed());
         let (mut kvs, more) = selection.finish(kvs);
         if request.projection == Projection::KeysOnly {
             kvs.iter_mut().for_each(|kv| *kv = kv.without_value());

@@ -71,7 +71,7 @@ pub struct RevisionFilter {
 /// The parts of the result that a read returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Projection {
-    Whole,
+    Full,
     KeysOnly,
     CountOnly,
 }

@@ -33,9 +33,9 @@ fn more_is_set_only_if_the_limit_cut_keys_off() {
         let response = run(&pairs, &request, true);
         assert_eq!((response.more, response.kvs.len(), response.count), (more, kvs, count), "{request:?}");
     };
-    check(None, Projection::Whole, false, 3, 3);
-    check(Some(3), Projection::Whole, false, 3, 3);
-    check(Some(2), Projection::Whole, true, 2, 3);
+    check(None, Projection::Full, false, 3, 3);
+    check(Some(3), Projection::Full, false, 3, 3);
+    check(Some(2), Projection::Full, true, 2, 3);
     check(Some(2), Projection::KeysOnly, true, 2, 3);
     check(Some(2), Projection::CountOnly, false, 0, 3);
 }
@@ -76,7 +76,7 @@ fn whole() -> RangeRequest {
         limit: None,
         sort: None,
         filter: RevisionFilter::default(),
-        projection: Projection::Whole,
+        projection: Projection::Full,
         consistency: Consistency::Linearizable,
     }
 }
@@ -107,7 +107,7 @@ pub(super) fn ranges() -> impl Strategy<Value = RangeRequest> {
         RevisionFilter { mod_min, mod_max, create_min, create_max }
     });
     let projection =
-        prop_oneof![3 => Just(Projection::Whole), 2 => Just(Projection::KeysOnly), 1 => Just(Projection::CountOnly)];
+        prop_oneof![3 => Just(Projection::Full), 2 => Just(Projection::KeysOnly), 1 => Just(Projection::CountOnly)];
     let limit = option::of(1..5_usize);
     (filter, projection, limit, option::of(sorts())).prop_map(|(filter, projection, limit, sort)| {
         // The server never combines the two: with a filter, etcd sorts all keys.

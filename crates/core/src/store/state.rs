@@ -35,7 +35,7 @@ impl Store {
 
     /// Updates the gauges of the store. If the database does not answer, the gauges that come from it keep their
     /// values.
-    pub async fn tell_state(&self) {
+    pub async fn update_gauges(&self) {
         let (state, shared) = (&self.metrics().state, &self.shared);
         {
             let index = shared.index.read();

@@ -29,14 +29,14 @@ pub(super) struct PhaseTimes {
 
 /// Durations above which a write is logged as slow.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
+pub struct SlowThresholds {
     /// For a batch, from the start of its evaluation to the end of its commit.
     pub apply: Duration,
     /// For a request, from its arrival to its response.
     pub request: Duration,
 }
 
-impl Default for Patience {
+impl Default for SlowThresholds {
     fn default() -> Self {
         Self { apply: Duration::from_millis(100), request: Duration::from_millis(300) }
     }
@@ -44,7 +44,7 @@ impl Default for Patience {
 
 /// Records the durations of requests.
 pub(super) struct Timing {
-    patience: Patience,
+    slow_thresholds: SlowThresholds,
     kinds: [Kind; KINDS.len()],
 }
 
@@ -57,14 +57,14 @@ struct Kind {
 const KINDS: [&str; 7] = ["Put", "DeleteRange", "Txn", "LeaseGrant", "LeaseRevoke", "Compaction", "Alarm"];
 
 impl Timing {
-    pub(super) fn new(metrics: &metrics::Store, patience: Patience) -> Self {
+    pub(super) fn new(metrics: &metrics::Store, slow_thresholds: SlowThresholds) -> Self {
         let apply = |kind: &str, success: &str| metrics.apply.with_label_values(&["v3", kind, success]);
         let request = |kind: &str, success: &str| metrics.request.with_label_values(&[kind, success]);
         let kinds = KINDS.map(|kind| Kind {
             apply: ["false", "true"].map(|success| apply(kind, success)),
             request: ["false", "true"].map(|success| request(kind, success)),
         });
-        Self { patience, kinds }
+        Self { slow_thresholds, kinds }
     }
 
     /// Records a request just before its response is sent.
@@ -77,8 +77,8 @@ impl Timing {
             queue: phases.started.saturating_duration_since(since),
             evaluate: phases.evaluated - phases.started,
             commit: phases.committed - phases.evaluated,
-            apply_is_slow: apply > self.patience.apply,
-            request: (whole > self.patience.request).then(|| describe(request)),
+            apply_is_slow: apply > self.slow_thresholds.apply,
+            request: (whole > self.slow_thresholds.request).then(|| describe(request)),
         }
     }
 }
@@ -101,9 +101,9 @@ impl Times {
         let Self { queue, evaluate, commit, request, .. } = self;
         let is_traced = [(Part::Queue, queue), (Part::Evaluate, evaluate), (Part::Commit, commit)]
             .into_iter()
-            .fold(false, |_, (part, took)| trace::note(part, took));
+            .fold(false, |_, (part, took)| trace::add_to_part(part, took));
         match request {
-            Some(request) if is_traced => trace::describe(|| request),
+            Some(request) if is_traced => trace::set_request(|| request),
             Some(request) => {
                 let took = queue + evaluate + commit;
                 warn!(request, ?took, ?queue, ?evaluate, ?commit, "apply request took too long");

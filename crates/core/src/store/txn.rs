@@ -37,7 +37,7 @@ pub enum Stop {
     /// The request reads a revision of this batch: evaluate it again when the batch is committed.
     NeedsCommit,
     /// The store is past the position at which the batch is evaluated.
-    Moved,
+    Outdated,
 }
 
 impl From<Error> for Stop {

@@ -150,7 +150,7 @@ impl World {
                     prop_assert!(rows.iter().all(|row| found.contains_key(row)), "{:?} are in the log", rows);
                     self.fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
                 }
-                Stop::Moved => prop_assert!(false, "no other instance writes"),
+                Stop::Outdated => prop_assert!(false, "no other instance writes"),
                 Stop::NeedsCommit => {
                     prop_assert!(!self.batch.changes().is_empty(), "there is something to commit");
                     let after = self.model.clone();

@@ -44,7 +44,7 @@ use super::{
     error::{Error, Result},
     queue::{Command, QUEUE_REQUESTS_MAX, WriteQueue},
     shared::Shared,
-    timing::{Patience, Timing},
+    timing::{SlowThresholds, Timing},
     txn::{Evaluation, Fetched, Stop},
     write_request::{Outcome, Request},
 };
@@ -90,14 +90,14 @@ struct Outage {
 }
 
 impl Writer {
-    pub(super) fn new(shared: Arc<Shared>, patience: Patience, busy_poll: BusyPoll) -> (Self, WriteQueue) {
+    pub(super) fn new(shared: Arc<Shared>, slow_thresholds: SlowThresholds, busy_poll: BusyPoll) -> (Self, WriteQueue) {
         let (sender, commands) = mpsc::channel(QUEUE_REQUESTS_MAX);
         let waiting_bytes = Arc::new(AtomicUsize::new(0));
         let close = Arc::new(Notify::new());
         let queue =
             WriteQueue { commands: sender, waiting_bytes: Arc::clone(&waiting_bytes), close: Arc::clone(&close) };
         let writer = Self {
-            timing: Timing::new(&shared.metrics.store, patience),
+            timing: Timing::new(&shared.metrics.store, slow_thresholds),
             shared,
             commands,
             waiting_bytes,
@@ -198,7 +198,7 @@ impl Writer {
                     self.pending.push_front(command);
                     break;
                 }
-                Err(Stop::Moved) => {
+                Err(Stop::Outdated) => {
                     self.pending.push_front(command);
                     return self.requeue(served);
                 }
@@ -216,7 +216,7 @@ impl Writer {
         let shared = Arc::clone(&self.shared);
         let Some(log) = shared.log.shared() else { return };
         let before = shared.position();
-        if let Err(failure) = log.take_turn().await {
+        if let Err(failure) = log.lock_appends().await {
             warn!(error = %failure, "cannot take the append lock");
             return;
         }
@@ -239,7 +239,7 @@ impl Writer {
         let index = self.shared.index.read();
         let leases = self.shared.leases.lock();
         if index.head() != expected.head || leases.epoch != expected.epoch {
-            return Err(Stop::Moved);
+            return Err(Stop::Outdated);
         }
         if let Request::Expire(id) = request
             && !batch.is_lease_expired(&leases, *id, Instant::now())
@@ -297,7 +297,7 @@ mod tests {
     /// The writer does not run, so every accepted request waits.
     #[tokio::test]
     async fn full_queue_rejects_requests_until_it_is_drained() {
-        let (mut writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), BusyPoll::new(false));
+        let (mut writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
         let mut waiting: Vec<_> = (0..QUEUE_REQUESTS_MAX).map(|_| Box::pin(queue.submit(delete()))).collect();
         assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "accepted and waiting");
         assert!(matches!(queue.submit(delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
@@ -308,7 +308,7 @@ mod tests {
 
     #[tokio::test]
     async fn closed_queue_serves_waiting_requests_and_rejects_new_ones() {
-        let (writer, queue) = Writer::new(Arc::new(shared(0)), Patience::default(), BusyPoll::new(false));
+        let (writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
         let mut waiting = Box::pin(queue.submit(delete()));
         assert!(waiting.as_mut().now_or_never().is_none());
         queue.close();

@@ -119,7 +119,7 @@ async fn watch_ends_as_compacted_if_another_instance_deleted_its_rows() {
             fragment: None,
             progress_notify: false,
         });
-        while session.is_behind() {
+        while session.has_work() {
             session.advance().await.unwrap();
         }
         let mut compacted = None;

@@ -128,7 +128,7 @@ impl Hub {
         state.compact_revision = state.compact_revision.max(compact_revision);
         for group in state.groups.drain(..).flatten() {
             for member in group.flavors.into_iter().flat_map(|flavor_group| flavor_group.members) {
-                member.outbox.fall_behind(member.id, next);
+                member.outbox.mark_lagging(member.id, next);
             }
         }
         state.ranges = Intervals::new();
@@ -312,13 +312,13 @@ impl State {
         while let Some(waiting) = self.future.first_entry().filter(|entry| *entry.key() <= head) {
             let start = *waiting.key();
             for (outbox, id) in waiting.remove() {
-                outbox.fall_behind(id, start);
+                outbox.mark_lagging(id, start);
             }
         }
         self.progress.retain(|(start, outbox)| {
             let due = *start <= head;
             if due {
-                outbox.attention.notify_one();
+                outbox.notify.notify_one();
             }
             !due && !outbox.has_ended()
         });
@@ -369,7 +369,7 @@ impl Member {
     /// Returns false if the watch must read the log from `lacking` on.
     fn stays(&self, lacking: Option<Revision>) -> bool {
         if let Some(next) = lacking {
-            self.outbox.fall_behind(self.id, next);
+            self.outbox.mark_lagging(self.id, next);
         }
         lacking.is_none()
     }
@@ -380,7 +380,7 @@ impl Member {
         if taken {
             self.sent = Some(chunk.revision);
         } else {
-            self.outbox.fall_behind(self.id, chunk.first);
+            self.outbox.mark_lagging(self.id, chunk.first);
         }
         taken
     }

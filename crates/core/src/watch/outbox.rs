@@ -35,7 +35,7 @@ pub struct Outbox {
     inner: Mutex<Inner>,
     /// Notified when the session has work: the outbox has capacity again, a watch fell behind, a progress request can
     /// be answered, or the client is gone.
-    pub(super) attention: Notify,
+    pub(super) notify: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -57,13 +57,13 @@ impl Inner {
 
 impl Outbox {
     pub fn new() -> Self {
-        Self { inner: Mutex::default(), attention: Notify::new() }
+        Self { inner: Mutex::default(), notify: Notify::new() }
     }
 
     /// Creates an outbox whose waiting messages are counted in `pending`.
     pub fn counted(pending: &Pending) -> Self {
         let queue = MessageQueue::counted(pending);
-        Self { inner: Mutex::new(Inner { queue, ..Inner::default() }), attention: Notify::new() }
+        Self { inner: Mutex::new(Inner { queue, ..Inner::default() }), notify: Notify::new() }
     }
 
     /// Queues a message. This never fails, even if the outbox is full.
@@ -96,9 +96,9 @@ impl Outbox {
     }
 
     /// Notes that a watch must catch up from `next` and notifies the session.
-    pub(super) fn fall_behind(&self, id: WatchId, next: Revision) {
+    pub(super) fn mark_lagging(&self, id: WatchId, next: Revision) {
         self.inner.lock().lagging.push((id, next));
-        self.attention.notify_one();
+        self.notify.notify_one();
     }
 
     /// Takes the watches that fell behind, with the next revision that each needs.
@@ -116,12 +116,12 @@ impl Outbox {
     /// # Cancel safety
     ///
     /// Cancel safe: a notification is not lost.
-    pub async fn attention(&self) {
-        self.attention.notified().await;
+    pub async fn notified(&self) {
+        self.notify.notified().await;
     }
 
     /// Returns whether the outbox is at most half full, so that requests can be served and watches can catch up.
-    pub fn has_room(&self) -> bool {
+    pub fn has_capacity(&self) -> bool {
         self.inner.lock().has_capacity(OUTBOX_BYTES_MAX / 2)
     }
 
@@ -130,7 +130,7 @@ impl Outbox {
         let mut inner = self.inner.lock();
         inner.end.get_or_insert(end);
         wake(inner);
-        self.attention.notify_one();
+        self.notify.notify_one();
     }
 
     pub fn has_ended(&self) -> bool {
@@ -158,7 +158,7 @@ impl Outbox {
         // The session may be waiting for either threshold.
         if [OUTBOX_BYTES_MAX / 2, SHORT_MEMORY_BYTES_MAX].iter().any(|limit| before >= *limit && now < *limit) {
             drop(inner);
-            self.attention.notify_one();
+            self.notify.notify_one();
         }
         Poll::Ready(Some(Ok(message)))
     }
@@ -228,9 +228,9 @@ mod tests {
             let pending = Pending::new(IntGauge::new("pending", "MessageQueue messages.").expect("a gauge"));
             pending.add_slots(others);
             let outbox = Arc::new(Outbox::counted(&pending));
-            assert!(outbox.has_room());
+            assert!(outbox.has_capacity());
             assert_eq!(takes(&outbox), want.div_ceil(each), "{others} messages wait on other streams");
-            assert!(!outbox.has_room());
+            assert!(!outbox.has_capacity());
             drop(outbox);
             assert_eq!((pending.messages.get(), pending.slots()), (0, others));
         }

@@ -21,7 +21,7 @@ use crate::{
 const DUPLICATE_ID: &str = "mvcc: duplicate watch ID provided on the WatchStream";
 
 /// The watches of one stream. The owner passes requests to it and calls [`Session::advance`] while
-/// [`Session::is_behind`].
+/// [`Session::has_work`].
 pub struct Session {
     hub: Arc<Hub>,
     log: Arc<dyn Log>,
@@ -134,8 +134,8 @@ impl Session {
     }
 
     /// Returns whether [`Session::advance`] has something to read and the outbox has capacity.
-    pub fn is_behind(&self) -> bool {
-        !self.behind.is_empty() && self.outbox.has_room()
+    pub fn has_work(&self) -> bool {
+        !self.behind.is_empty() && self.outbox.has_capacity()
     }
 
     /// Returns whether the stream has ended.
@@ -143,8 +143,8 @@ impl Session {
         self.outbox.has_ended()
     }
 
-    /// Handles the notifications of the hub after [`Outbox::attention`] returned.
-    pub fn attend(&mut self) {
+    /// Handles the notifications of the hub after [`Outbox::notified`] returned.
+    pub fn handle_notifications(&mut self) {
         self.take_lagging();
         self.try_progress();
     }

@@ -40,7 +40,7 @@ pub(super) async fn break_things(world: Rc<World>) {
             }
             3 => {
                 let Some((group, store)) = world.instance(place) else { continue };
-                super::tell(|| format!("instance {place} is stopped"));
+                super::trace(|| format!("instance {place} is stopped"));
                 let on = Rc::clone(&world);
                 world.mend(async move {
                     let world = on;
@@ -61,7 +61,7 @@ pub(super) async fn break_things(world: Rc<World>) {
             7 if world.profile.sharing == Sharing::Shared => {
                 world.restart_database(pick(&[millis(1, 300), millis(300, 6_000)]));
             }
-            8 if world.profile.sharing == Sharing::Shared => world.deafen(place, millis(300, 10_000)),
+            8 if world.profile.sharing == Sharing::Shared => world.lose_notifications(place, millis(300, 10_000)),
             _ => {}
         }
     }
@@ -69,14 +69,14 @@ pub(super) async fn break_things(world: Rc<World>) {
 
 impl World {
     fn kill(self: &Rc<Self>, place: usize) {
-        super::tell(|| format!("instance {place} is killed"));
+        super::trace(|| format!("instance {place} is killed"));
         let group = self.instances[place].borrow().group;
         scheduler::kill(group);
         self.instances[place].borrow_mut().store = None;
     }
 
     fn pause(self: &Rc<Self>, place: usize, time: Duration) {
-        super::tell(|| format!("instance {place} is paused for {time:?}"));
+        super::trace(|| format!("instance {place} is paused for {time:?}"));
         let group = self.instances[place].borrow().group;
         scheduler::pause(group);
         self.mend(async move {
@@ -96,7 +96,7 @@ impl World {
     }
 
     fn restart_database(self: &Rc<Self>, time: Duration) {
-        super::tell(|| format!("the database is down for {time:?}"));
+        super::trace(|| format!("the database is down for {time:?}"));
         let mut database = self.database.lock();
         database.restart();
         database.is_up = false;
@@ -109,15 +109,15 @@ impl World {
     }
 
     /// An instance receives no notifications for a while.
-    fn deafen(self: &Rc<Self>, place: usize, time: Duration) {
+    fn lose_notifications(self: &Rc<Self>, place: usize, time: Duration) {
         let run = self.instances[place].borrow().group;
-        let Some(told) = self.database.lock().listeners.get_mut(&run).and_then(Option::take) else { return };
-        super::tell(|| format!("instance {place} hears nothing for {time:?}"));
+        let Some(notified) = self.database.lock().listeners.get_mut(&run).and_then(Option::take) else { return };
+        super::trace(|| format!("instance {place} hears nothing for {time:?}"));
         let database = Arc::clone(&self.database);
         self.mend(async move {
             sleep(time).await;
             if let Some(listener) = database.lock().listeners.get_mut(&run) {
-                *listener = Some(told);
+                *listener = Some(notified);
             }
         });
     }

@@ -131,7 +131,7 @@ fn latest() -> RangeRequest {
         limit: None,
         sort: None,
         filter: Default::default(),
-        projection: Projection::Whole,
+        projection: Projection::Full,
         consistency: Consistency::Linearizable,
     }
 }
@@ -141,7 +141,7 @@ fn read(head: Revision) -> RangeRequest {
     RangeRequest {
         at: if percent(35) { old } else { ReadAt::Latest },
         limit: percent(20).then(|| below(3) + 1),
-        projection: pick(&[Projection::Whole, Projection::Whole, Projection::KeysOnly, Projection::CountOnly]),
+        projection: pick(&[Projection::Full, Projection::Full, Projection::KeysOnly, Projection::CountOnly]),
         consistency: pick(&[Consistency::Linearizable, Consistency::Linearizable, Consistency::Serializable]),
         ..latest()
     }

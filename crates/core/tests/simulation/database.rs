@@ -177,16 +177,16 @@ impl Database {
     /// Notifies instances of the current revision, after a random delay, in any order, or not at all.
     fn notify(&self) {
         let head = self.truth.head;
-        for told in self.listeners.values().flatten() {
+        for notified in self.listeners.values().flatten() {
             if random::permille(self.faults.unheard) {
                 continue;
             }
-            let told = told.clone();
+            let notified = notified.clone();
             scheduler::spawn_in(scheduler::DATABASE, async move {
                 if random::percent(50) {
                     sleep(random::millis(1, 40)).await;
                 }
-                told.send_if_modified(|told| std::mem::replace(told, head) != head);
+                notified.send_if_modified(|notified| std::mem::replace(notified, head) != head);
             });
         }
     }

@@ -1,5 +1,5 @@
 //! One instance's connection to the simulated database: calls take time, fail before or after they are applied, and
-//! some commits land after the caller was told that the outcome is unknown.
+//! some commits land after the caller was notified that the outcome is unknown.
 
 use std::{sync::Arc, time::Duration};
 
@@ -25,7 +25,7 @@ use orlop_core::{
 /// Timeout of a call.
 const ANSWER_MAX: Duration = Duration::from_secs(5);
 /// The server closes a connection that holds the append lock idle for longer than this.
-const TURN_MAX: Duration = Duration::from_secs(2);
+const APPEND_LOCK_IDLE_MAX: Duration = Duration::from_secs(2);
 
 pub(super) struct SimulatedLog {
     database: Arc<Mutex<Database>>,
@@ -33,12 +33,12 @@ pub(super) struct SimulatedLog {
     member: Member,
     run: u64,
     poll_interval: Duration,
-    told: watch::Receiver<Revision>,
-    turn: Arc<Mutex<Turn>>,
+    notified: watch::Receiver<Revision>,
+    append_lock: Arc<Mutex<AppendLock>>,
 }
 
 /// The append lock, as the connection that appends holds it.
-enum Turn {
+enum AppendLock {
     None,
     Held {
         lock: OwnedMutexGuard<()>,
@@ -60,17 +60,17 @@ enum Fate {
 
 impl SimulatedLog {
     pub fn new(database: &Arc<Mutex<Database>>, member: Member, run: u64, poll_interval: Duration) -> Self {
-        let (tell, told) = watch::channel(Revision(0));
+        let (sender, notified) = watch::channel(Revision(0));
         let mut state = database.lock();
         let sharing = state.sharing;
-        state.listeners.insert(run, Some(tell));
+        state.listeners.insert(run, Some(sender));
         drop(state);
-        let turn = Arc::new(Mutex::new(Turn::None));
-        Self { database: Arc::clone(database), sharing, member, run, poll_interval, told, turn }
+        let append_lock = Arc::new(Mutex::new(AppendLock::None));
+        Self { database: Arc::clone(database), sharing, member, run, poll_interval, notified, append_lock }
     }
 
     /// The network delay in one direction.
-    async fn way(&self) {
+    async fn network_delay(&self) {
         let is_slow = random::permille(self.database.lock().faults.slow);
         match random::below(10) {
             _ if is_slow => sleep(random::millis(200, 6_000)).await,
@@ -82,7 +82,7 @@ impl SimulatedLog {
 
     async fn ask<T>(&self, question: impl FnOnce(&mut Database) -> T) -> Result<T> {
         timeout(ANSWER_MAX, async {
-            self.way().await;
+            self.network_delay().await;
             let (answer, server) = {
                 let mut database = self.database.lock();
                 if !database.is_up || random::permille(database.faults.refused) {
@@ -94,7 +94,7 @@ impl SimulatedLog {
                 }
                 (answer, database.server)
             };
-            self.way().await;
+            self.network_delay().await;
             if self.database.lock().server == server { Ok(answer) } else { Err(unavailable("connection lost")) }
         })
         .await
@@ -118,7 +118,7 @@ impl SimulatedLog {
         let is_done = fate == Fate::Answered || (fate == Fate::Lost && random::percent(50));
         if is_done {
             let appended = self.database.lock().append(&append);
-            self.way().await;
+            self.network_delay().await;
             if fate == Fate::Answered {
                 return Ok(appended);
             }
@@ -127,16 +127,16 @@ impl SimulatedLog {
     }
 
     /// An append as a statement that the server executes even if the client is gone.
-    async fn append_shared(&self, append: Owned, turn: Turn) -> Result<Appended> {
+    async fn append_shared(&self, append: Owned, append_lock: AppendLock) -> Result<Appended> {
         let fate = self.fate();
         if fate == Fate::Refused {
             return Err(unavailable("refused"));
         }
         let server = self.database.lock().server;
-        let lock = match turn {
-            Turn::Held { lock, server: of, .. } if of == server => Some(lock),
-            Turn::None => None,
-            Turn::Held { .. } | Turn::Lost => return Err(unavailable("the turn was lost")),
+        let lock = match append_lock {
+            AppendLock::Held { lock, server: of, .. } if of == server => Some(lock),
+            AppendLock::None => None,
+            AppendLock::Held { .. } | AppendLock::Lost => return Err(unavailable("the append lock was lost")),
         };
         if fate == Fate::Lost && random::percent(30) {
             return Err(Error::OutcomeUnknown("broken on the way there".to_owned()));
@@ -167,7 +167,7 @@ impl SimulatedLog {
         let Ok(Ok(appended)) = timeout(ANSWER_MAX, answered).await else {
             return Err(Error::OutcomeUnknown("no answer".to_owned()));
         };
-        self.way().await;
+        self.network_delay().await;
         Ok(appended)
     }
 }
@@ -209,20 +209,20 @@ impl Log for SimulatedLog {
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
-        let turn = std::mem::replace(&mut *self.turn.lock(), Turn::None);
+        let append_lock = std::mem::replace(&mut *self.append_lock.lock(), AppendLock::None);
         if append.is_empty() {
             // Nothing to do except to release the lock.
-            self.way().await;
-            return match turn {
-                Turn::Held { .. } | Turn::None => Ok(Appended::Done),
-                Turn::Lost => Err(Error::OutcomeUnknown("the turn was lost".to_owned())),
+            self.network_delay().await;
+            return match append_lock {
+                AppendLock::Held { .. } | AppendLock::None => Ok(Appended::Done),
+                AppendLock::Lost => Err(Error::OutcomeUnknown("the append lock was lost".to_owned())),
             };
         }
         let append = Owned::from(append);
-        self.way().await;
+        self.network_delay().await;
         match self.sharing {
             Sharing::Own => self.append_own(append).await,
-            Sharing::Shared => self.append_shared(append, turn).await,
+            Sharing::Shared => self.append_shared(append, append_lock).await,
         }
     }
 
@@ -263,10 +263,10 @@ impl SharedLog for SimulatedLog {
         self.ask(|database| database.position()).await
     }
 
-    async fn moved(&self, seen: Revision) -> Option<Revision> {
-        let mut told = self.told.clone();
+    async fn wait_for_append(&self, seen: Revision) -> Option<Revision> {
+        let mut notified = self.notified.clone();
         timeout(self.poll_interval, async {
-            let head = told.wait_for(|told| *told > seen).await.map(|told| *told);
+            let head = notified.wait_for(|notified| *notified > seen).await.map(|notified| *notified);
             match head {
                 Ok(head) => head,
                 Err(_) => std::future::pending().await,
@@ -276,33 +276,33 @@ impl SharedLog for SimulatedLog {
         .ok()
     }
 
-    async fn take_turn(&self) -> Result<()> {
-        self.way().await;
+    async fn lock_appends(&self) -> Result<()> {
+        self.network_delay().await;
         if self.fate() != Fate::Answered {
-            return Err(unavailable("no turn"));
+            return Err(unavailable("no append lock"));
         }
         let (lock, server) = {
             let database = self.database.lock();
             (Arc::clone(&database.lock), database.server)
         };
-        let lock = timeout(ANSWER_MAX, lock.lock_owned()).await.map_err(|_| unavailable("no turn"))?;
+        let lock = timeout(ANSWER_MAX, lock.lock_owned()).await.map_err(|_| unavailable("no append lock"))?;
         let number = random::between(0, i64::MAX - 1).cast_unsigned();
-        *self.turn.lock() = Turn::Held { lock, server, number };
-        let turn = Arc::clone(&self.turn);
+        *self.append_lock.lock() = AppendLock::Held { lock, server, number };
+        let append_lock = Arc::clone(&self.append_lock);
         scheduler::spawn_in(scheduler::DATABASE, async move {
-            sleep(TURN_MAX).await;
-            let mut turn = turn.lock();
-            if matches!(*turn, Turn::Held { number: held, .. } if held == number) {
-                *turn = Turn::Lost;
+            sleep(APPEND_LOCK_IDLE_MAX).await;
+            let mut append_lock = append_lock.lock();
+            if matches!(*append_lock, AppendLock::Held { number: held, .. } if held == number) {
+                *append_lock = AppendLock::Lost;
             }
         });
-        self.way().await;
+        self.network_delay().await;
         Ok(())
     }
 
     async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>> {
         let logged = self.ask(|database| database.leases(ids, touch)).await;
-        super::tell(|| format!("{}: {touch:?} {ids:?} gives {logged:?}", self.member.name));
+        super::trace(|| format!("{}: {touch:?} {ids:?} gives {logged:?}", self.member.name));
         logged
     }
 

@@ -41,11 +41,11 @@ use self::{scheduler::Report, world::Tally};
 const RUNS: u64 = 100;
 
 /// Whether to print a trace.
-static IS_TOLD: AtomicBool = AtomicBool::new(false);
+static IS_TRACED: AtomicBool = AtomicBool::new(false);
 
 /// Prints a step of the trace if a single run is repeated.
-fn tell(what: impl FnOnce() -> String) {
-    if IS_TOLD.load(Ordering::Relaxed) {
+fn trace(what: impl FnOnce() -> String) {
+    if IS_TRACED.load(Ordering::Relaxed) {
         eprintln!("{:>10.3?} {}", scheduler::elapsed(), what());
     }
 }
@@ -63,9 +63,9 @@ fn setting(name: &str) -> Option<u64> {
 }
 
 #[test]
-fn every_run_keeps_every_promise() {
+fn every_run_keeps_every_guarantee() {
     if let Some(seed) = setting("ORLOP_SEED") {
-        IS_TOLD.store(true, Ordering::Relaxed);
+        IS_TRACED.store(true, Ordering::Relaxed);
         eprintln!("seed {seed}: {:?}", run(seed));
         return;
     }
@@ -106,7 +106,7 @@ fn every_run_keeps_every_promise() {
 }
 
 #[test]
-fn a_seed_always_gives_the_same_run() {
+fn same_seed_gives_the_same_run() {
     for seed in 0..12 {
         assert_eq!(run(seed).0, run(seed).0, "seed {seed}");
     }

@@ -51,7 +51,7 @@ async fn serve(
     while !outbox.has_ended() {
         tokio::select! {
             biased;
-            command = commands.recv(), if confirming.is_none() && outbox.has_room() => match command {
+            command = commands.recv(), if confirming.is_none() && outbox.has_capacity() => match command {
                 Some(Command::Create(spec)) => session.create(spec),
                 Some(Command::Cancel(id)) => session.cancel(id),
                 Some(Command::Progress) => confirming = Some(Box::pin(store.confirm())),
@@ -63,12 +63,12 @@ async fn serve(
                     session.request_progress();
                 }
             }
-            () = outbox.attention() => session.attend(),
+            () = outbox.notified() => session.handle_notifications(),
             advanced = advance(&mut session, not_before) => if advanced.is_err() {
                 not_before = Instant::now() + RETRY_PAUSE;
             },
             () = sleep_until(tick) => {
-                if outbox.has_room() {
+                if outbox.has_capacity() {
                     session.tick();
                 }
                 tick = Instant::now() + TICK;
@@ -85,7 +85,7 @@ async fn confirmation<F: Future + Unpin>(confirming: &mut Option<F>) -> F::Outpu
 }
 
 async fn advance(session: &mut Session, not_before: Instant) -> orlop_core::log::Result<()> {
-    if !session.is_behind() {
+    if !session.has_work() {
         return std::future::pending().await;
     }
     sleep_until(not_before).await;

@@ -26,14 +26,14 @@ use super::{
 use orlop_core::{
     log::{Error as LogError, Member},
     metrics::Metrics,
-    store::{AutoCompaction, Error, Pace, Settings, Store, replay},
+    store::{AutoCompaction, CompactionRate, Error, Settings, Store, replay},
     types::Revision,
 };
 
 /// After the last fault, the cluster must recover within this time.
 const SETTLE_MAX: Duration = Duration::from_secs(60);
 /// Longer than the store's own timeout of a request.
-const PATIENCE: Duration = Duration::from_secs(20);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Metrics are not under test.
 static METRICS: LazyLock<Arc<Metrics>> = LazyLock::new(Arc::default);
@@ -112,7 +112,7 @@ pub(super) struct Tally {
 /// Executes a whole run.
 pub(super) async fn run(tally: Rc<Cell<Tally>>) {
     let profile = Profile::draw();
-    super::tell(|| format!("{profile:?}"));
+    super::trace(|| format!("{profile:?}"));
     let world = Rc::new(World {
         profile,
         database: Arc::new(Mutex::new(Database::new(profile.sharing, profile.faults))),
@@ -148,13 +148,13 @@ async fn client(world: Rc<World>) {
     for _ in 0..world.profile.calls {
         sleep(millis(0, world.profile.pause)).await;
         // Some clients time out early.
-        let patience = if percent(5) { millis(0, 40) } else { PATIENCE };
+        let request_timeout = if percent(5) { millis(0, 40) } else { REQUEST_TIMEOUT };
         let place = below(world.instances.len());
         if world.instance(place).is_none() {
             sleep(millis(50, 500)).await;
         }
         let (number, head) = (world.ledger.borrow().next(), world.database.lock().truth.head);
-        world.call(place, Call::draw(number, head), patience).await;
+        world.call(place, Call::draw(number, head), request_timeout).await;
     }
     world.busy.set(world.busy.get() - 1);
 }
@@ -176,18 +176,18 @@ impl World {
 
     /// Sends a request to an instance and checks the response. Returns the response's revision if it succeeds. Sends
     /// nothing if the instance is down.
-    async fn call(&self, place: usize, call: Call, patience: Duration) -> Option<Revision> {
+    async fn call(&self, place: usize, call: Call, request_timeout: Duration) -> Option<Revision> {
         let (group, store) = self.instance(place)?;
         let number = self.ledger.borrow_mut().ask(call.clone());
-        super::tell(|| format!("instance {place}: request {number} {call:?}"));
+        super::trace(|| format!("instance {place}: request {number} {call:?}"));
         let (answer, answered) = oneshot::channel();
         let handler = spawn_in(group, async move {
             let _ = answer.send(call.serve(&store).await);
         });
         // The outcome is unknown if the client times out or its instance is killed.
-        let outcome = timeout(patience, answered).await.ok().and_then(Result::ok);
+        let outcome = timeout(request_timeout, answered).await.ok().and_then(Result::ok);
         scheduler::abort(handler);
-        super::tell(|| format!("instance {place}: request {number} came to {outcome:?}"));
+        super::trace(|| format!("instance {place}: request {number} came to {outcome:?}"));
         let revision = match &outcome {
             Some(Ok(Answer::Range(answer))) => Some(answer.revision),
             Some(Ok(Answer::Put(answer))) => Some(answer.revision),
@@ -199,7 +199,7 @@ impl World {
 
     /// Lists all keys and returns the list's revision.
     pub async fn list(&self) -> Option<Revision> {
-        self.call(below(self.instances.len()), Call::list(), PATIENCE).await
+        self.call(below(self.instances.len()), Call::list(), REQUEST_TIMEOUT).await
     }
 
     // Instances.
@@ -217,7 +217,7 @@ impl World {
             loop {
                 match world.open(place, group).await {
                     Ok(store) => {
-                        super::tell(|| format!("instance {place} is up at {}", store.head()));
+                        super::trace(|| format!("instance {place} is up at {}", store.head()));
                         let failed = store.failed();
                         world.instances[place].borrow_mut().store = Some(Arc::new(store));
                         // The simulation has no fault that stops an instance permanently.
@@ -242,7 +242,7 @@ impl World {
             metrics: Arc::clone(&METRICS),
             quota_bytes: -1,
             auto_compaction: self.profile.auto_compaction,
-            compaction: Pace { rows: 3, pause: Duration::from_millis(10) },
+            compaction: CompactionRate { rows: 3, pause: Duration::from_millis(10) },
             ..Settings::default()
         };
         Store::open(Arc::new(log), settings).await
@@ -264,7 +264,7 @@ impl World {
 
     /// Waits until all activity has ended, and checks everything.
     async fn finish(self: &Rc<Self>) {
-        super::tell(|| "all is well from here on".to_owned());
+        super::trace(|| "all is well from here on".to_owned());
         self.is_calm.set(true);
         self.database.lock().faults = Faults::default();
         self.settle().await;

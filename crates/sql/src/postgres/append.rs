@@ -1,15 +1,15 @@
 //! Compare-and-append: one call of a database function per batch of any size.
 //!
-//! An instance that loses the race reads the missed rows and tries again, and among busy instances might lose again and
-//! again. So a loser takes a *turn*: a transaction that holds the lock under which all append, from before it reads
-//! until it appends. The lock is granted in the order of requests. The server ends a turn that is not used soon, with
-//! its connection.
+//! An instance that loses the race reads the missing rows and retries, and might lose again each time when others are
+//! busy. So a loser first takes the lock that every append takes: it opens a transaction that holds this lock from
+//! before it reads until it has appended. Postgres grants the lock in request order, and closes a connection that holds
+//! it idle for 2 s.
 
 use sqlx::{Connection as _, PgConnection};
 use tokio::sync::Mutex;
 use tracing::debug;
 
-use super::connection::{Database, bounded, sqlstate};
+use super::connection::{Database, sqlstate, with_timeout};
 use orlop_core::{
     log::{Append, Appended, Error, LeaseChange, Result},
     types::{Change, ChangeKind, LeaseId, Revision, RowId},
@@ -20,9 +20,9 @@ const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $1
 const ALARM: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
 const PURGE: &str = "SELECT orlop_purge($1, $2, $3, $4, $5)";
 
-/// Maximum number of rows per call. Only a delete of many keys has more; its statement would take hundreds of megabytes
-/// that the connection keeps.
-const ROWS_USUAL: usize = 4_096;
+/// Number of rows above which a call's buffers are freed. Only a delete of many keys has more; its statement takes
+/// hundreds of megabytes, which the connection would keep.
+const BUFFERED_ROWS_MAX: usize = 4_096;
 
 /// The connection for appends.
 pub(super) struct Appender {
@@ -33,7 +33,7 @@ pub(super) struct Appender {
 
 struct State {
     connection: Option<PgConnection>,
-    has_turn: bool,
+    is_locked: bool,
 }
 
 impl State {
@@ -41,7 +41,7 @@ impl State {
         match self.connection.take() {
             Some(connection) => Ok(connection),
             None => {
-                self.has_turn = false;
+                self.is_locked = false;
                 database.connect().await.map_err(|error| database.unavailable(&error))
             }
         }
@@ -50,19 +50,19 @@ impl State {
 
 impl Appender {
     pub(super) fn new(connection: PgConnection, run: i64) -> Self {
-        Self { state: Mutex::new(State { connection: Some(connection), has_turn: false }), run }
+        Self { state: Mutex::new(State { connection: Some(connection), is_locked: false }), run }
     }
 
-    /// See [`orlop_core::log::SharedLog::take_turn`].
-    pub(super) async fn take_turn(&self, database: &Database) -> Result<()> {
+    /// See [`orlop_core::log::SharedLog::lock_appends`].
+    pub(super) async fn lock_appends(&self, database: &Database) -> Result<()> {
         let mut state = self.state.lock().await;
         let mut connection = state.take_connection(database).await?;
-        if !state.has_turn {
-            bounded(sqlx::raw_sql("BEGIN; SELECT orlop_lock()").execute(&mut connection))
+        if !state.is_locked {
+            with_timeout(sqlx::raw_sql("BEGIN; SELECT orlop_lock()").execute(&mut connection))
                 .await
                 .map_err(|error| database.unavailable(&error))?;
         }
-        state.has_turn = true;
+        state.is_locked = true;
         state.connection = Some(connection);
         Ok(())
     }
@@ -71,24 +71,26 @@ impl Appender {
     pub(super) async fn append(&self, database: &Database, append: Append<'_>) -> Result<Appended> {
         let mut state = self.state.lock().await;
         let mut connection = state.take_connection(database).await?;
-        let has_turn = std::mem::take(&mut state.has_turn);
+        let is_locked = std::mem::take(&mut state.is_locked);
         let appended = if append.is_empty() {
-            // Only a turn has to be returned.
+            // Nothing to do except to release the lock.
             Appended::Done
         } else {
-            match bounded(call(&mut connection, append, self.run)).await {
+            match with_timeout(call(&mut connection, append, self.run)).await {
                 Ok(true) => Appended::Done,
                 Ok(false) => Appended::Conflict,
                 // Nothing is written without the commit.
-                Err(error) if has_turn => return Err(database.refusal(&error)),
+                Err(error) if is_locked => return Err(database.refusal(&error)),
                 Err(error) => return Err(outcome(database, &error)),
             }
         };
-        if has_turn {
+        if is_locked {
             let end = if appended == Appended::Done && !append.is_empty() { "COMMIT" } else { "ROLLBACK" };
-            bounded(sqlx::raw_sql(end).execute(&mut connection)).await.map_err(|error| outcome(database, &error))?;
+            with_timeout(sqlx::raw_sql(end).execute(&mut connection))
+                .await
+                .map_err(|error| outcome(database, &error))?;
         }
-        if append.changes.len() > ROWS_USUAL {
+        if append.changes.len() > BUFFERED_ROWS_MAX {
             connection.shrink_buffers();
         }
         state.connection = Some(connection);
@@ -97,7 +99,7 @@ impl Appender {
 
     pub(super) async fn close(&self) {
         if let Some(connection) = self.state.lock().await.connection.take()
-            && let Err(error) = bounded(connection.close()).await
+            && let Err(error) = with_timeout(connection.close()).await
         {
             debug!(%error, "closing the connection that appends failed");
         }

@@ -1,4 +1,4 @@
-//! Connections: how they are made and set up, when they are given up, and what an error says.
+//! Connections: how they are opened and set up, when they are closed, and the texts of their errors.
 
 use std::{future::Future, str::FromStr as _, time::Duration};
 
@@ -18,23 +18,23 @@ use crate::migrations;
 use crate::rows::{cannot_migrate, connections};
 use orlop_core::log::{Connections, Error, Result};
 
-/// How long the server has to take a connection.
-const CONNECT_MAX: Duration = Duration::from_secs(5);
-/// How long a start waits for a server that is not there yet.
-const FIRST_CONNECT_MAX: Duration = Duration::from_secs(15);
-/// The server ends a statement that takes too long ([`SET_UP`]); a server that does not even do that is given up.
-const GIVE_UP: Duration = Duration::from_secs(12);
-/// Reads go on with another connection where theirs broke, for this long.
-const READ_AGAIN_MAX: Duration = Duration::from_secs(2);
+/// Timeout of opening a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum time that a start waits for a server that is not running yet.
+const FIRST_CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
+/// Client-side timeout of a statement, for a server that does not enforce its own ([`SESSION_SETTINGS`]).
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(12);
+/// Maximum time in which reads are retried on another connection after theirs broke.
+const READ_RETRY_MAX: Duration = Duration::from_secs(2);
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// What every connection is told first.
+/// The first statement on every connection.
 ///
-/// Whoever set `synchronous_commit` to off for the role did not mean us; stricter settings stay. The idle limit ends a
-/// turn (see [`super::append`]) whose instance was paused. A standby, to which an address may lead for a while, would
-/// answer with what was true a moment ago.
-const SET_UP: &str = "\
+/// A role's `synchronous_commit = off` is overridden, because an acknowledged write must be durable; stricter settings
+/// stay. The idle limit closes a connection that holds the append lock (see [`super::append`]) while its instance is
+/// paused. A standby is refused, because its data is out of date.
+const SESSION_SETTINGS: &str = "\
     DO $$ BEGIN IF pg_is_in_recovery() THEN RAISE 'the server is a standby, which takes no writes' \
     USING ERRCODE = '25006'; END IF; END $$; \
     SET default_transaction_isolation = 'read committed'; \
@@ -44,12 +44,12 @@ const SET_UP: &str = "\
     SET client_min_messages = 'warning'; \
     SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'";
 
-/// The database, by its address. Clones share the pool.
+/// A database, identified by its address. Clones share the pool.
 #[derive(Clone)]
 pub(super) struct Database {
     options: PgConnectOptions,
     pool: PgPool,
-    /// For people: host, port and database, never the password.
+    /// Host, port and database for messages, never the password.
     name: String,
 }
 
@@ -57,14 +57,15 @@ impl Database {
     pub(super) fn new(endpoint: &str, connections_max: u32) -> Result<Self> {
         if is_cut_by_its_password(endpoint) {
             return Err(Error::Open(
-                "datastore-endpoint has an @ behind its host: characters that mean something in a URL have to be \
+                "datastore-endpoint has an @ after its host: special characters must be \
                  percent-encoded in the password (/ is %2F, ? is %3F, # is %23, @ is %40)"
                     .to_owned(),
             ));
         }
         let options = PgConnectOptions::from_str(endpoint)
-            // The error's text may hold a part of the address, but not the password, which is parsed last and is any text.
-            .map_err(|error| Error::Open(format!("datastore-endpoint is no postgres URL: {error}")))?
+            // The error's text may contain a part of the address, but not the password, which is parsed last and may be
+            // any text.
+            .map_err(|error| Error::Open(format!("datastore-endpoint is not a Postgres URL: {error}")))?
             .application_name("orlop")
             .disable_statement_logging();
         let place = match options.get_socket() {
@@ -74,7 +75,7 @@ impl Database {
         let name = format!("{} at {place}", options.get_database().unwrap_or_else(|| options.get_username()));
         let pool = PgPoolOptions::new()
             .max_connections(connections_max)
-            .acquire_timeout(READ_AGAIN_MAX)
+            .acquire_timeout(READ_RETRY_MAX)
             .test_before_acquire(false)
             .idle_timeout(Duration::from_secs(600))
             .max_lifetime(None)
@@ -83,7 +84,7 @@ impl Database {
         Ok(Self { options, pool, name })
     }
 
-    /// For people.
+    /// Returns the name for messages.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
@@ -100,7 +101,7 @@ impl Database {
         Error::Unavailable(format!("{}: {error}", self.name))
     }
 
-    /// What it means that the server refused to write.
+    /// Returns the error of a write that the server refused.
     pub(super) fn refusal(&self, error: &sqlx::Error) -> Error {
         let is_full = sqlstate(error).as_deref() == Some("53100");
         if is_full { Error::Full(format!("{}: {error}", self.name)) } else { self.unavailable(error) }
@@ -110,24 +111,24 @@ impl Database {
         Error::Open(format!("cannot {what} database {}: {error}", self.name))
     }
 
-    /// A connection of the caller's own, set up.
+    /// Opens a separate connection and sets it up.
     pub(super) async fn connect(&self) -> sqlx::Result<PgConnection> {
         let connecting = async {
             let mut connection = self.options.connect().await?;
             set_up(&mut connection).await?;
             Ok(connection)
         };
-        timeout(CONNECT_MAX, connecting).await.unwrap_or_else(|_| Err(silence(CONNECT_MAX)))
+        timeout(CONNECT_TIMEOUT, connecting).await.unwrap_or_else(|_| Err(timed_out(CONNECT_TIMEOUT)))
     }
 
-    /// The first connection of a start, which waits for a database that is just coming up.
+    /// Opens the first connection of a start, and waits for a database that is starting.
     pub(super) async fn connect_first(&self) -> Result<PgConnection> {
-        let deadline = Instant::now() + FIRST_CONNECT_MAX;
+        let deadline = Instant::now() + FIRST_CONNECT_TIMEOUT;
         let mut pause = PAUSE_MIN;
         let mut connection = loop {
             match self.connect().await {
                 Ok(connection) => break connection,
-                Err(error) if answered(&error) || Instant::now() + pause > deadline => {
+                Err(error) if is_refusal(&error) || Instant::now() + pause > deadline => {
                     return Err(self.open_error("connect to", &error));
                 }
                 Err(error) => warn!(%error, database = self.name, "no connection yet; trying again"),
@@ -181,31 +182,32 @@ impl Database {
 
     /// For [`read`].
     pub(super) fn attempts(&self) -> Attempts<'_> {
-        Attempts { database: self, deadline: Instant::now() + READ_AGAIN_MAX }
+        Attempts { database: self, deadline: Instant::now() + READ_RETRY_MAX }
     }
 
     pub(super) async fn close(&self) {
-        // A connection whose server is gone says no good-bye.
+        // A closing handshake may hang if the server is gone.
         let _ = timeout(Duration::from_secs(1), self.pool.close()).await;
     }
 }
 
-/// Whether the password has a letter that ends it, so that its rest would be taken for a part of the address, which is shown.
+/// Returns whether an unescaped character ends the password early, so that its rest would count as part of the address,
+/// which is printed.
 fn is_cut_by_its_password(endpoint: &str) -> bool {
     let address = endpoint.split_once("://").map_or(endpoint, |(_, address)| address);
     let (host, rest) = address.split_at(address.find(['/', '?', '#']).unwrap_or(address.len()));
-    // A parameter's value may hold one.
+    // The value of a parameter may contain an @.
     !host.contains('@') && rest.split('=').next().is_some_and(|rest| rest.contains('@'))
 }
 
 async fn set_up(connection: &mut PgConnection) -> sqlx::Result<()> {
-    sqlx::raw_sql(SET_UP).execute(connection).await.map(drop)
+    sqlx::raw_sql(SESSION_SETTINGS).execute(connection).await.map(drop)
 }
 
-/// Whether the server itself refused, rather than that nothing was heard of it or that it went down.
-pub(super) fn answered(error: &sqlx::Error) -> bool {
+/// Returns whether the server refused the statement, as opposed to being unreachable or shutting down.
+pub(super) fn is_refusal(error: &sqlx::Error) -> bool {
     match sqlstate(error).as_deref() {
-        // Going down, starting up, a connection that broke, too many connections.
+        // Shutdown, startup, connection failures, insufficient resources.
         Some(code) => !code.starts_with("57P") && !code.starts_with("08") && !code.starts_with("53"),
         None => {
             matches!(error, sqlx::Error::Configuration(_) | sqlx::Error::ColumnDecode { .. } | sqlx::Error::Decode(_))
@@ -217,8 +219,8 @@ pub(super) fn sqlstate(error: &sqlx::Error) -> Option<String> {
     error.as_database_error()?.code().map(std::borrow::Cow::into_owned)
 }
 
-/// Runs a query, a read or a write that may be done twice, on a connection of the pool; again on another if that one broke.
-/// Gives a [`Result`]. A macro, as a closure could not borrow both the connection and what is around it.
+/// Runs a query that may run twice on a connection of the pool, and retries on another connection if that one broke.
+/// Evaluates to a [`Result`]. A macro, because a closure could not borrow both the connection and its surroundings.
 macro_rules! read {
     ($database:expr, $connection:ident => $query:expr) => {{
         let attempts = $database.attempts();
@@ -228,8 +230,8 @@ macro_rules! read {
                 Err(error) => break Err(error),
             };
             let $connection: &mut PgConnection = &mut pooled;
-            let answer = $crate::postgres::connection::bounded($query).await;
-            if let Some(done) = attempts.judge(pooled, answer) {
+            let answer = $crate::postgres::connection::with_timeout($query).await;
+            if let Some(done) = attempts.outcome_or_retry(pooled, answer) {
                 break done;
             }
         }
@@ -237,7 +239,7 @@ macro_rules! read {
 }
 pub(super) use read;
 
-/// The tries of one query.
+/// The attempts of one query.
 pub(super) struct Attempts<'a> {
     database: &'a Database,
     deadline: Instant,
@@ -248,15 +250,15 @@ impl Attempts<'_> {
         self.database.pool.acquire().await.map_err(|error| self.database.unavailable(&error))
     }
 
-    /// `None`: try again.
-    pub(super) fn judge<T>(
+    /// Returns the result, or `None` to retry.
+    pub(super) fn outcome_or_retry<T>(
         &self,
         mut connection: PoolConnection<Postgres>,
         answer: sqlx::Result<T>,
     ) -> Option<Result<T>> {
         match answer {
             Ok(found) => Some(Ok(found)),
-            Err(error) if answered(&error) => Some(Err(self.database.unavailable(&error))),
+            Err(error) if is_refusal(&error) => Some(Err(self.database.unavailable(&error))),
             Err(error) => {
                 connection.close_on_drop();
                 (Instant::now() > self.deadline).then(|| Err(self.database.unavailable(&error)))
@@ -265,25 +267,25 @@ impl Attempts<'_> {
     }
 }
 
-/// One connection for one kind of work, made when it is first needed and again after it broke.
+/// A connection for one purpose, opened on first use and again after it broke.
 #[derive(Default)]
-pub(super) struct Lane(Mutex<Option<PgConnection>>);
+pub(super) struct Dedicated(Mutex<Option<PgConnection>>);
 
-/// The right to use a lane. The connection is given up unless it is kept, so that nothing of what failed or was cut off is
-/// left for the next.
-pub(super) struct Occupied<'a> {
-    lane: MutexGuard<'a, Option<PgConnection>>,
+/// Exclusive use of a dedicated connection. It is closed unless [`InUse::keep`] is called, so that a failed or
+/// cancelled use leaves nothing behind for the next.
+pub(super) struct InUse<'a> {
+    slot: MutexGuard<'a, Option<PgConnection>>,
     pub(super) connection: PgConnection,
 }
 
-impl Lane {
-    pub(super) async fn occupy(&self, database: &Database) -> sqlx::Result<Occupied<'_>> {
-        let mut lane = self.0.lock().await;
-        let connection = match lane.take() {
+impl Dedicated {
+    pub(super) async fn take(&self, database: &Database) -> sqlx::Result<InUse<'_>> {
+        let mut slot = self.0.lock().await;
+        let connection = match slot.take() {
             Some(connection) => connection,
             None => database.connect().await?,
         };
-        Ok(Occupied { lane, connection })
+        Ok(InUse { slot, connection })
     }
 
     pub(super) async fn close(&self) {
@@ -293,18 +295,18 @@ impl Lane {
     }
 }
 
-impl Occupied<'_> {
+impl InUse<'_> {
     pub(super) fn keep(self) {
-        let Self { mut lane, connection } = self;
-        *lane = Some(connection);
+        let Self { mut slot, connection } = self;
+        *slot = Some(connection);
     }
 }
 
-/// Gives up on a server that does not answer.
-pub(super) async fn bounded<T>(work: impl Future<Output = sqlx::Result<T>>) -> sqlx::Result<T> {
-    timeout(GIVE_UP, work).await.unwrap_or_else(|_| Err(silence(GIVE_UP)))
+/// Applies the client-side timeout.
+pub(super) async fn with_timeout<T>(work: impl Future<Output = sqlx::Result<T>>) -> sqlx::Result<T> {
+    timeout(STATEMENT_TIMEOUT, work).await.unwrap_or_else(|_| Err(timed_out(STATEMENT_TIMEOUT)))
 }
 
-fn silence(patience: Duration) -> sqlx::Error {
-    sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, format!("no answer within {patience:?}")))
+fn timed_out(after: Duration) -> sqlx::Error {
+    sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, format!("no answer within {after:?}")))
 }

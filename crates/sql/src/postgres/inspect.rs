@@ -1,4 +1,4 @@
-//! The tables as they stand.
+//! Reads the tables row by row for `orlop check`.
 
 use async_trait::async_trait;
 use sqlx::PgConnection;
@@ -11,7 +11,7 @@ use super::{
 use crate::rows::{REPLAY_ROWS, corrupt, merge, stored_row};
 use orlop_core::log::{Depth, Error, Facts, Inspect, Result, StoredLease, StoredMember, StoredRow, Table};
 
-/// Values that are stored apart are read on the server, so that one that cannot be read is noticed, and stay there.
+/// Values stored out of line are read on the server, which detects unreadable ones, and are not transferred.
 macro_rules! rows_sql {
     ($sub:literal, $from:literal) => {
         concat!(
@@ -37,7 +37,7 @@ impl Inspect for PostgresView {
         self.database.name()
     }
 
-    /// Postgres checks its pages as it reads them, and has no more to offer without an extension.
+    /// Postgres verifies its pages when it reads them; without an extension there is no further check.
     async fn integrity(&self, _: Depth, _: usize) -> Result<Vec<String>> {
         Ok(Vec::new())
     }
@@ -57,7 +57,8 @@ impl Inspect for PostgresView {
         Ok(merge(read(Table::First, first)?, read(Table::More, more)?, REPLAY_ROWS, StoredRow::place))
     }
 
-    /// All of it is of one snapshot. The server would log a connection that goes in the middle of it.
+    /// All reads use one snapshot. The server logs a connection that is closed inside a transaction, so the transaction
+    /// is ended first.
     async fn finish(&self) -> Result<()> {
         let ended = sqlx::raw_sql("ROLLBACK").execute(&mut *self.connection.lock().await).await;
         ended.map(drop).map_err(|error| self.database.unavailable(&error))
@@ -91,7 +92,7 @@ async fn facts(connection: &mut PgConnection) -> sqlx::Result<Facts> {
     })
 }
 
-/// The server tells of a damaged table from one that it cannot read now.
+/// Distinguishes a damaged table from one that cannot be read at the moment.
 fn unreadable(database: &Database, error: sqlx::Error) -> Error {
     const DATA_CORRUPTED: &str = "XX001";
     const INDEX_CORRUPTED: &str = "XX002";

@@ -1,5 +1,5 @@
-//! Hears of others' appends by LISTEN. What is not heard is found by looking, so that a lost notification costs time and no
-//! event.
+//! Receives notifications of other instances' appends through LISTEN. Polling finds appends whose notification was
+//! lost, so a lost notification costs time and no event.
 
 use std::time::Duration;
 
@@ -14,28 +14,28 @@ use tracing::{debug, info};
 use super::connection::Database;
 use orlop_core::{supervise::vital, types::Revision};
 
-/// Pause before listening is tried again where the server did not allow it.
+/// Pause before the next attempt if the server refused the LISTEN.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 pub(super) struct Listener {
-    told: watch::Receiver<Revision>,
+    heads: watch::Receiver<Revision>,
     task: JoinHandle<()>,
 }
 
 impl Listener {
     pub(super) fn start(database: Database, channel: String) -> Self {
-        let (tell, told) = watch::channel(Revision(0));
-        Self { told, task: vital("the listener for appends", run(database, channel, tell)) }
+        let (sender, heads) = watch::channel(Revision(0));
+        Self { heads, task: vital("the listener for appends", run(database, channel, sender)) }
     }
 
-    /// Returns a revision beyond `seen` when one was told of, and nothing after `patience`.
-    pub(super) async fn told_beyond(&self, seen: Revision, patience: Duration) -> Option<Revision> {
-        let mut told = self.told.clone();
-        timeout(patience, async {
-            let head = told.wait_for(|told| *told > seen).await.map(|told| *told);
+    /// Waits for a notification of a revision above `seen` and returns it, or `None` after `max_wait`.
+    pub(super) async fn notified_above(&self, seen: Revision, max_wait: Duration) -> Option<Revision> {
+        let mut heads = self.heads.clone();
+        timeout(max_wait, async {
+            let head = heads.wait_for(|head| *head > seen).await.map(|head| *head);
             match head {
                 Ok(head) => head,
-                // A sender that is gone tells nothing more; looking goes on.
+                // The sender is gone; polling continues.
                 Err(_) => std::future::pending().await,
             }
         })
@@ -54,28 +54,28 @@ impl Drop for Listener {
     }
 }
 
-async fn run(database: Database, channel: String, tell: watch::Sender<Revision>) {
+async fn run(database: Database, channel: String, sender: watch::Sender<Revision>) {
     loop {
-        match listen(&database, &channel, &tell).await {
+        match listen(&database, &channel, &sender).await {
             Ok(()) => info!("listening for appends again"),
-            Err(error) => debug!(%error, "not listening; the log is looked at from time to time"),
+            Err(error) => debug!(%error, "not listening; polling the log"),
         }
         sleep(RETRY_PAUSE).await;
     }
 }
 
-/// Returns when the connection broke.
-async fn listen(database: &Database, channel: &str, tell: &watch::Sender<Revision>) -> sqlx::Result<()> {
+/// Returns when the connection breaks.
+async fn listen(database: &Database, channel: &str, sender: &watch::Sender<Revision>) -> sqlx::Result<()> {
     let pool = PgPoolOptions::new().max_connections(1).max_lifetime(None).idle_timeout(None);
     let pool = pool.acquire_timeout(Duration::from_secs(5)).connect_lazy_with(database.options());
     let mut listener = PgListener::connect_with(&pool).await?;
     listener.listen(channel).await?;
     while let Some(notification) = listener.try_recv().await? {
         if let Ok(head) = notification.payload().parse() {
-            tell.send_if_modified(|told| {
-                let further = Revision(head) != *told;
-                *told = Revision(head);
-                further
+            sender.send_if_modified(|newest| {
+                let is_new = Revision(head) != *newest;
+                *newest = Revision(head);
+                is_new
             });
         }
     }

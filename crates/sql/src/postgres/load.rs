@@ -1,18 +1,18 @@
-//! Filling an empty database.
+//! Fills an empty database from a snapshot.
 
 use async_trait::async_trait;
 use sqlx::{Connection as _, PgConnection};
 
 use super::{
     append::{Columns, bind},
-    connection::{Database, bounded},
+    connection::{Database, with_timeout},
 };
 use orlop_core::{
     log::{Error, Load, Meta, Result, SILENCE_MAX},
     types::Change,
 };
 
-/// One transaction, as long as it takes: those who would append wait for it.
+/// One transaction without time limits; other instances' appends wait for it.
 const BEGIN: &str = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT orlop_lock()";
 const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
@@ -26,24 +26,24 @@ const ADD_MORE: &str = "WITH added AS (INSERT INTO kv_log_more \
     SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8, $9) RETURNING 1) SELECT count(*) FROM added";
 const ADD_LEASES: &str = "INSERT INTO lease (id, ttl, deadline) \
     SELECT id, ttl, clock_timestamp() + make_interval(secs => ttl) FROM unnest($1, $2) AS l (id, ttl)";
-/// Below the compact revision rows may be missing from now on.
+/// From now on, rows below the compact revision may be missing.
 const ADD_COMPACTION: &str = "INSERT INTO meta AS m (name, value) VALUES ('compact_revision', $1), ('purged_revision', $1) \
     ON CONFLICT (name) DO UPDATE SET value = excluded.value";
-/// Leases run down from now on.
+/// The time to live of leases is counted from now.
 const NEW_CLUSTER: &str = "DELETE FROM meta WHERE name LIKE 'alarm/%'; \
     UPDATE meta SET value = value + 1 WHERE name = 'epoch'; \
     UPDATE meta SET value = (extract(epoch FROM clock_timestamp()) * 1000000)::bigint WHERE name = 'last_beat'; \
     UPDATE meta SET value = ('x' || substr(md5(random()::text || clock_timestamp()::text), 1, 15))::bit(60)::bigint \
     WHERE name = 'cluster_id'";
 
-/// One transaction that holds the lock under which all append. The database is a cluster of its own from then on.
+/// One transaction that holds the append lock. The database gets a new cluster id.
 pub struct PostgresLoader {
     database: Database,
     connection: PgConnection,
 }
 
 impl PostgresLoader {
-    /// Migrates the schema.
+    /// Opens the database and migrates the schema.
     ///
     /// # Errors
     ///
@@ -53,7 +53,7 @@ impl PostgresLoader {
         let mut connection = database.connect_first().await?;
         database.migrate(&mut connection).await?;
         let failed = |error: sqlx::Error| database.open_error("write to", &error);
-        bounded(sqlx::raw_sql(BEGIN).execute(&mut connection)).await.map_err(failed)?;
+        with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await.map_err(failed)?;
         if sqlx::query_scalar(HAS_ROWS).fetch_one(&mut connection).await.map_err(failed)? {
             return Err(Error::Open(format!(
                 "database {} holds a log already; choose an empty database or schema",
@@ -65,7 +65,7 @@ impl PostgresLoader {
         Ok(loader)
     }
 
-    /// The database's, for people.
+    /// Returns the database's name for messages.
     pub fn name(&self) -> &str {
         self.database.name()
     }
@@ -124,8 +124,8 @@ impl Load for PostgresLoader {
             .execute(&mut connection)
             .await
             .map_err(|error| Error::OutcomeUnknown(error.to_string()))?;
-        // What counts is done.
-        let _ = bounded(connection.close()).await;
+        // The transaction is committed already.
+        let _ = with_timeout(connection.close()).await;
         database.close().await;
         Ok(())
     }

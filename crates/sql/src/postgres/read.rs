@@ -1,4 +1,4 @@
-//! Reading rows.
+//! Reads rows.
 
 use futures_util::TryStreamExt as _;
 use sqlx::PgConnection;
@@ -12,10 +12,10 @@ use orlop_core::{
     types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
 
-/// What a row costs beside its bytes, see [`rows::spend`].
+/// Cost of a row in addition to its bytes, see [`rows::consume_budget_for`].
 const ROW_UNITS: usize = 4;
 
-/// As [`orlop_core::log::History::meta`], but for the member.
+/// Implements [`orlop_core::log::History::meta`], except for the member.
 pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
     const META: &str = "SELECT 'position', '', (SELECT coalesce(max(id), 1) FROM kv_log), \
             (SELECT value FROM meta WHERE name = 'epoch'), orlop_server(), NULL::float8 \
@@ -25,7 +25,7 @@ pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
     Ok(rows::meta(&rows))
 }
 
-/// As [`orlop_core::log::History::replay`], within a snapshot.
+/// Implements [`orlop_core::log::History::replay`], inside a snapshot.
 pub(super) async fn replay(connection: &mut PgConnection, meta: &Meta, visit: &mut Visit<'_>) -> Result<()> {
     const FIRST: &str = "SELECT id, 0::bigint, key, NULL::bytea, lease, version, create_revision, prev_revision, \
         deleted::int::bigint FROM kv_log WHERE id >= $1 + ($2 > 0)::int ORDER BY id LIMIT $3";
@@ -52,7 +52,7 @@ pub(super) async fn replay(connection: &mut PgConnection, meta: &Meta, visit: &m
     }
 }
 
-/// As [`orlop_core::log::Log::values`].
+/// Implements [`orlop_core::log::Log::values`].
 pub(super) async fn values(
     connection: &mut PgConnection,
     rows: &[RowId],
@@ -78,8 +78,8 @@ pub(super) async fn values(
                     Ok(pair) => pair,
                     Err(error) => return Ok(Err(error)),
                 };
-                // Where the database is ahead of us all rows are here already: others come in between.
-                rows::spend(ROW_UNITS, pair.1.len()).await;
+                // All rows may have been received already, so the stream never waits: yields to other tasks.
+                rows::consume_budget_for(ROW_UNITS, pair.1.len()).await;
                 found.push(pair);
             }
         }
@@ -87,9 +87,9 @@ pub(super) async fn values(
     Ok(Ok(found))
 }
 
-/// Column 0 and 1 are about the whole: the revision up to which rows may be missing, and whether the other table has rows
-/// of these revisions. They come in one row alone where no row matches. Of a long page the rows beyond its bytes are left
-/// on the server; the lengths by which it is cut are known without the values being read.
+/// Columns 0 and 1 describe the whole page: the revision up to which rows may be missing, and whether the other table
+/// has rows of these revisions. If no row matches, one row with only these columns is returned. Rows beyond the byte
+/// limit stay on the server, which knows the lengths without reading the values.
 macro_rules! first_sql {
     ($columns:literal, $joins:literal) => {
         concat!(
@@ -132,7 +132,7 @@ macro_rules! with_prev {
     };
 }
 
-/// As [`orlop_core::log::History::changes`].
+/// Implements [`orlop_core::log::History::changes`].
 pub(super) async fn changes(
     connection: &mut PgConnection,
     from: Revision,
@@ -183,7 +183,7 @@ pub(super) async fn changes(
             if let Err(error) = about.take(&row, prev, &mut more) {
                 return Ok(Err(error));
             }
-            // As in the first table, one revision more than a page holds tells that there are more.
+            // As in the first table, one revision beyond the page shows that there are more.
             let revision = more.last().map(|(columns, _): &PageRow| columns.row.revision);
             if revision != last {
                 last = revision;
@@ -198,7 +198,7 @@ pub(super) async fn changes(
     Ok(Ok(page.finish(Some(about.purged))))
 }
 
-/// What the rows of a page say of the whole.
+/// The columns that describe the whole page.
 struct About {
     purged: Revision,
     has_more: bool,

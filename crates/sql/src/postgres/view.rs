@@ -1,11 +1,11 @@
-//! A log that does not change while it is read.
+//! A read-only snapshot of a log.
 
 use async_trait::async_trait;
 use sqlx::PgConnection;
 use tokio::sync::Mutex;
 
 use super::{
-    connection::{Database, bounded},
+    connection::{Database, with_timeout},
     read,
 };
 use crate::migrations;
@@ -15,11 +15,11 @@ use orlop_core::{
     types::{KeyRange, Revision},
 };
 
-/// The moment is that of the first read. Longer than this idle between two reads, and the server ends it.
+/// The snapshot is taken at the first read. The server closes a connection that is idle in it for longer than this.
 const BEGIN: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT 1 FROM meta";
 
-/// One connection with a transaction.
+/// A connection with a read-only transaction.
 pub struct PostgresView {
     pub(super) connection: Mutex<PgConnection>,
     pub(super) database: Database,
@@ -27,7 +27,7 @@ pub struct PostgresView {
 }
 
 impl PostgresView {
-    /// A database that instances may be serving, as it is now. Nothing is written to it.
+    /// Opens the current state of a database, which instances may be serving. Writes nothing to it.
     ///
     /// # Errors
     ///
@@ -50,7 +50,7 @@ impl PostgresView {
     }
 
     async fn begin(mut connection: PgConnection, database: &Database, member_id: u64) -> Result<Self> {
-        let begun = bounded(sqlx::raw_sql(BEGIN).execute(&mut connection)).await;
+        let begun = with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await;
         begun.map_err(|error| database.unavailable(&error))?;
         Ok(Self { connection: Mutex::new(connection), database: database.clone(), member_id })
     }

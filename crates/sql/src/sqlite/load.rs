@@ -11,7 +11,7 @@ use sqlx::{
     sqlite::{SqliteJournalMode, SqliteSynchronous},
 };
 
-use super::{FileLock, SqliteLog, append, take_place};
+use super::{FileLock, SqliteLog, append, lock_file};
 use crate::migrations;
 use orlop_core::{
     log::{Appended, Cluster, Error, Load, Meta, Result},
@@ -58,7 +58,7 @@ impl SqliteLoader {
     ///
     /// [`Error::Open`] if the path exists.
     pub async fn database(file: &Path) -> Result<Self> {
-        let lock = take_place(file)?;
+        let lock = lock_file(file)?;
         for suffix in ["", "-wal", "-shm", "-journal"] {
             let there = with_suffix(file, suffix);
             if there.exists() {
@@ -118,12 +118,12 @@ impl Load for SqliteLoader {
         let Self { connection, file, place, .. } = *self;
         connection.close().await.map_err(&failed)?;
         let Some(place) = place else { return Ok(()) };
-        settle(&file, &place.file).map_err(|error| failed(error.into()))
+        move_into_place(&file, &place.file).map_err(|error| failed(error.into()))
     }
 }
 
 /// Moves a file to its path and syncs the directory.
-fn settle(file: &Path, place: &Path) -> std::io::Result<()> {
+fn move_into_place(file: &Path, place: &Path) -> std::io::Result<()> {
     File::open(file)?.sync_all()?;
     std::fs::rename(file, place)?;
     match place.parent().filter(|folder| !folder.as_os_str().is_empty()) {

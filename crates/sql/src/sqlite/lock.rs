@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_lets_go_is_followed_though_a_child_has_the_file() {
+    fn released_lock_can_be_taken_although_a_child_inherited_the_file() {
         let folder = tempfile::tempdir().expect("a folder");
         let database = folder.path().join("orlop.db");
         let lock = FileLock::acquire(&database).expect("it is free");

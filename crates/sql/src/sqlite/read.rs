@@ -65,7 +65,7 @@ pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) ->
                         let row = row?;
                         let kv = row.kv();
                         // All rows have arrived: yield to other tasks.
-                        rows::spend(1, kv.len()).await;
+                        rows::consume_budget_for(1, kv.len()).await;
                         found.push((row.row, kv));
                     }
                 }

@@ -20,7 +20,7 @@ pub(super) const FILE_BYTES_MAX: &str = "67108864";
 /// # Errors
 ///
 /// If the disk is full or the file cannot be opened; it is then unchanged.
-pub(super) fn lengthen(database: &Path) -> io::Result<()> {
+pub(super) fn preallocate(database: &Path) -> io::Result<()> {
     let file = OpenOptions::new().write(true).open(with_suffix(database, "-wal"))?;
     match fallocate(&file, FallocateFlags::empty(), 0, FILE_BYTES) {
         Ok(()) => file.sync_all(),

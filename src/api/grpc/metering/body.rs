@@ -95,12 +95,12 @@ impl<R: Body<Data = Bytes> + Unpin> Body for SentBody<R> {
         if self.has_panicked {
             return Poll::Ready(None);
         }
-        let frame = match supervise::catch(|| Pin::new(&mut self.inner).poll_frame(context)) {
+        let frame = match supervise::catch_panic(|| Pin::new(&mut self.inner).poll_frame(context)) {
             Ok(frame) => frame,
             Err(panic) => {
                 self.has_panicked = true;
                 let method = &self.call.method;
-                supervise::tell_request(&method.panics, &method.path, &panic);
+                supervise::log_request_id(&method.panics, &method.path, &panic);
                 let mut trailers = HeaderMap::new();
                 // The text is ASCII, so it is a valid header value.
                 let _ = panicked().add_header(&mut trailers);

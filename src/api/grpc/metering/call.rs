@@ -104,14 +104,14 @@ impl<R: Default> Future for MeteredCall<R> {
     type Output = Result<MeteredResponse<R>, Infallible>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        match supervise::catch(|| self.work.as_mut().poll(context)) {
+        match supervise::catch_panic(|| self.work.as_mut().poll(context)) {
             Ok(polled) => polled,
             Err(panic) => {
                 let (path, panics) = match &self.kind {
                     CallKind::Method(method) => (&method.path, &method.panics),
                     CallKind::Other(path, panics) => (path, panics),
                 };
-                supervise::tell_request(panics, path, &panic);
+                supervise::log_request_id(panics, path, &panic);
                 Poll::Ready(Ok(panicked().into_http::<R>().map(Either::Right)))
             }
         }

@@ -232,7 +232,7 @@ mod tests {
             permits.push(permit);
         }
         let mut steps = StepCount::default();
-        let mut list = Box::pin(shared.pairs(&selected, Projection::Whole, Revision(2), &mut steps));
+        let mut list = Box::pin(shared.pairs(&selected, Projection::Full, Revision(2), &mut steps));
         assert!(list.as_mut().now_or_never().is_none(), "it waits");
         assert_ne!(shared.read_memory.bytes(), 0);
         // The cache drops the value.

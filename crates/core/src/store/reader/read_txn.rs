@@ -37,7 +37,7 @@ impl Store {
                 Ok(response) => return Ok(response),
                 Err(Stop::Failed(error)) => return Err(error),
                 Err(Stop::NeedsValues(rows)) => rows,
-                Err(Stop::NeedsCommit | Stop::Moved) => {
+                Err(Stop::NeedsCommit | Stop::Outdated) => {
                     unreachable!("a batch without changes has no revision beyond the log's")
                 }
             };

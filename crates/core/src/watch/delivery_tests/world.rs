@@ -70,19 +70,19 @@ impl World {
         let stream = &mut streams[stream];
         let head = hub.head();
         // Requests are read only while the outbox has capacity.
-        let has_room = stream.outbox.has_room();
+        let has_capacity = stream.outbox.has_capacity();
         match action {
-            Action::Create(create) if has_room => stream.create(history, create, head),
-            Action::Cancel(position) if has_room => stream.cancel(position),
-            Action::Progress if has_room => {
+            Action::Create(create) if has_capacity => stream.create(history, create, head),
+            Action::Cancel(position) if has_capacity => stream.cancel(position),
+            Action::Progress if has_capacity => {
                 stream.reader.asked_for_progress(head);
                 stream.session.request_progress();
             }
-            Action::Tick if has_room => stream.session.tick(),
+            Action::Tick if has_capacity => stream.session.tick(),
             Action::Create(_) | Action::Cancel(_) | Action::Progress | Action::Tick => return Ok(()),
             Action::Read(messages) => return stream.read(history, messages),
             Action::Attend => {
-                stream.attend();
+                stream.handle_notifications();
                 return Ok(());
             }
             Action::Advance { .. } if !stream.has_work => return Ok(()),
@@ -111,7 +111,7 @@ impl World {
                 }
             }
         }
-        stream.has_work = stream.session.is_behind();
+        stream.has_work = stream.session.has_work();
         Ok(())
     }
 
@@ -120,11 +120,11 @@ impl World {
         for stream in &mut self.streams {
             loop {
                 stream.read(&self.history, usize::MAX)?;
-                let handled = stream.attend();
+                let handled = stream.handle_notifications();
                 let advanced = stream.has_work;
                 if advanced {
                     stream.session.advance().await.unwrap();
-                    stream.has_work = stream.session.is_behind();
+                    stream.has_work = stream.session.has_work();
                 }
                 if !handled && !advanced {
                     break;
@@ -151,7 +151,7 @@ impl Stream {
         };
         self.reader.created(spec.clone(), head);
         self.session.create(spec);
-        self.has_work = self.session.is_behind();
+        self.has_work = self.session.has_work();
     }
 
     fn cancel(&mut self, position: usize) {
@@ -164,11 +164,11 @@ impl Stream {
     }
 
     /// Lets the session handle notifications, if there are any.
-    fn attend(&mut self) -> bool {
-        let notified = self.outbox.attention().now_or_never().is_some();
+    fn handle_notifications(&mut self) -> bool {
+        let notified = self.outbox.notified().now_or_never().is_some();
         if notified {
-            self.session.attend();
-            self.has_work = self.session.is_behind();
+            self.session.handle_notifications();
+            self.has_work = self.session.has_work();
         }
         notified
     }

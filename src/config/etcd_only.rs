@@ -55,7 +55,7 @@ const SWITCHES: [&str; 12] = [
 ];
 
 /// Returns the flags to add to the command; `--help` hides them.
-pub fn foreign_flags() -> impl Iterator<Item = Arg> {
+pub fn ignored_flag_definitions() -> impl Iterator<Item = Arg> {
     let hidden = |name: &'static str| Arg::new(name).long(name).hide(true).action(ArgAction::Append);
     let with_value = WITH_VALUE.into_iter().map(hidden);
     // As in Go: --pre-vote or --pre-vote=false.
