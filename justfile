@@ -1,17 +1,17 @@
-# Recipes for those who work on Orlop. `just` alone lists them.
+# Recipes for developers. `just` without arguments lists them.
 
 _default:
     @just --list
 
-# Build the server for use.
+# Build the release binary.
 build:
     cargo build --release
 
-# Serve on 127.0.0.1:2379 with data in orlop-data.
+# Run the server on 127.0.0.1:2379 with its data in orlop-data.
 run *args:
     cargo run --release -- {{ args }}
 
-# Run every test. Those that compare with a real etcd say "skipped" where there is none; `just etcd` gets one.
+# Run every test. Comparisons with a real etcd print "skipped" if it is not installed; `just etcd` downloads it.
 test *args:
     cargo test {{ args }}
 
@@ -23,20 +23,20 @@ etcd:
 fmt:
     cargo fmt
 
-# What CI holds of format and lints.
+# Check format and lints as CI does.
 lint:
     cargo fmt --check
     cargo clippy --all-targets -- -D warnings
 
-# Build the documentation of the code.
+# Build the code's documentation.
 docs:
     RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --document-private-items
 
-# Licences, banned crates and sources.
+# Check licences, banned crates and sources.
 deny:
     cargo deny check licenses bans sources
 
-# Known vulnerabilities in what Orlop depends on (needs the network).
+# Check the dependencies for known vulnerabilities (needs the network).
 advisories:
     cargo deny check advisories
 
@@ -45,43 +45,43 @@ packaging:
     scripts/check-chart
     scripts/check-packaging
 
-# Compare with etcd at random for long: `just differential 1000000`.
+# Compare random operations with etcd: `just differential 1000000`.
 differential ops="1000000":
     ORLOP_DIFF_OPS={{ ops }} cargo test --test it differential -- --nocapture
 
-# Break three instances and their Postgres for long and check the history: `just linearizability 3600`.
+# Check linearizability of three instances and their Postgres under faults, for a number of seconds: `just linearizability 3600`.
 linearizability secs="1800":
     ORLOP_LINEAR_SECS={{ secs }} cargo test --test it linearizability -- --nocapture
 
-# Run the core under simulation from so many seeds; `ORLOP_SEED=7 just simulate` tells one run step by step.
+# Simulate the core with a number of seeds; `ORLOP_SEED=7 just simulate` prints one run step by step.
 simulate seeds="10000":
     ORLOP_SIM_SEEDS={{ seeds }} cargo test -p orlop-core --test simulation every -- --nocapture
 
-# Kill, cut off, starve and fill up Orlop, and etcd beside it: `just torture 300` kills each 300 times, which takes hours.
+# Inject faults into Orlop and etcd: `just torture 300` kills each 300 times, which takes hours.
 torture times="300":
     cargo build --release
     ORLOP_TEST_SERVER=$PWD/target/release/orlop ORLOP_TORTURE={{ times }} ORLOP_TORTURE_REPORT=target/torture.tsv cargo test --test it torture:: -- --nocapture --test-threads=1
 
-# Make the attacks of docs/explanation/overload.md and print its table.
+# Run the attacks of docs/explanation/overload.md and print its table.
 hostile:
     cargo build --release
     ORLOP_HOSTILE_LONG=1 ORLOP_TEST_SERVER=$PWD/target/release/orlop cargo test --test it hostile -- --nocapture --test-threads 1 | grep -o '| .* |$'
 
-# Fuzz one of requests, txn, gateway, settings, snapshot for so many seconds; needs a nightly Rust and cargo-fuzz.
+# Fuzz a target (requests, txn, gateway, settings, snapshot) for a number of seconds; needs a nightly Rust and cargo-fuzz.
 fuzz target secs="600":
     cargo test -p orlop-fuzz seeds_are_written -- --ignored
     cargo +nightly fuzz run --features libfuzzer --sanitizer none {{ target }} -- -max_total_time={{ secs }} -print_final_stats=1
 
-# Live a control plane's life for long, SQLite and Postgres at the same time; fails where something leaks: `just soak 60`.
+# Run a control plane's load on SQLite and Postgres at the same time; fails if a resource leaks: `just soak 60`.
 soak minutes="60" *args:
     cargo build --release
     target/release/orlop bench soak --minutes {{ minutes }} --work-dir target --output target/soak {{ args }}
 
-# How long the pure cores take with a million keys.
+# Measure the pure cores with 1,000,000 keys.
 bench-cores:
     cargo bench --bench time
 
-# Count the instructions of the pure cores; fails where one takes twice what it did.
+# Count the instructions of the pure cores; fails if one exceeds its limit.
 instructions:
     scripts/count-instructions
 
@@ -91,6 +91,6 @@ bench-compare *args:
     scripts/fetch-etcd
     target/release/orlop bench compare --work-dir target --output docs/benchmarks/tables.md {{ args }}
 
-# All that CI does.
+# Run everything that CI runs.
 ci:
     .ci/run

@@ -1,7 +1,7 @@
-"""Python packages for the checks, in a folder of their own under target/tools.
+"""Virtual environments for the checks, below target/tools.
 
-A script calls `enter` first: it goes on in that folder's interpreter, which has the packages. They are unpacked once, anew
-when the list changes. Nothing is installed for the machine but Debian's python3-venv, if that is what is missing.
+A script calls `enter` first, which restarts it in an environment with the packages. An environment is created once, and
+again when its list of packages changes. The only system package that may be installed is Debian's python3-venv.
 """
 
 import os
@@ -24,7 +24,7 @@ def enter(name: str, packages: list[str]) -> None:
         make(folder)
         pip = [folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
         subprocess.run([*pip, *packages], check=True)
-        # Last: a folder that was left half made is made anew.
+        # Written last, so that an incomplete environment is created again.
         stamp.write_text("\n".join(packages))
     python = str(folder / "bin" / "python")
     os.execv(python, [python, *sys.argv])
@@ -33,7 +33,7 @@ def enter(name: str, packages: list[str]) -> None:
 def make(folder: Path) -> None:
     if subprocess.run([sys.executable, "-c", "import ensurepip"], stderr=subprocess.DEVNULL).returncode:
         if os.geteuid() or not shutil.which("apt-get"):
-            sys.exit("this needs Python's venv: install python3-venv")
+            sys.exit("Python's venv module is missing: install python3-venv")
         subprocess.run(["apt-get", "-qq", "update"], check=True)
         install = ["apt-get", "-qq", "install", "-y", "--no-install-recommends", "python3-venv"]
         subprocess.run(install, check=True, stdout=subprocess.DEVNULL)
@@ -41,17 +41,17 @@ def make(folder: Path) -> None:
 
 
 def settings() -> set[str]:
-    """The settings that docs/reference/configuration.md lists, as flags without dashes."""
+    """Returns the settings that docs/reference/configuration.md lists, as flags without dashes."""
     names = set()
     for line in (ROOT / "docs/reference/configuration.md").read_text().splitlines():
         if line.startswith("| `"):
             names.update(cell.strip(" `") for cell in line.split("|")[1].split(","))
-    # The file of settings cannot name itself, so the table has it not.
+    # A configuration file cannot name itself, so the table lacks this flag.
     return names | {"config-file"}
 
 
 def unknown_settings(text: str) -> list[str]:
-    """ORLOP_* variables and --flags in a text that no setting has."""
+    """Returns the ORLOP_* variables in a text that match no setting."""
     known = settings()
     variables = {found.lower().replace("_", "-") for found in re.findall(r"\bORLOP_([A-Z][A-Z_]*[A-Z])\b", text)}
     return sorted(variables - known)

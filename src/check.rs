@@ -2,7 +2,7 @@
 //! whole store as of one moment and writes nothing.
 //!
 //! A violation is a state that no sequence of requests, compactions and stops produces. [`rows`] compares rows with
-//! each other, [`facts`] checks the data besides them, and [`orlop_core::index`] validates the rows of each key. A
+//! each other, [`facts`] checks the other data, and [`orlop_core::index`] validates the rows of each key. A
 //! store without violations is finally read as a server reads it at its start, and the index is compared.
 //!
 //! There is no repair: a server never leaves a state that needs one, and a violation does not tell what was lost.
@@ -188,7 +188,7 @@ async fn walk(
         let page = match store.rows_after(place).await {
             Ok(page) => page,
             Err(Error::Corrupt(error)) if place.0 > i64::MIN => {
-                return Err(Error::Corrupt(format!("rows behind id={} cannot be read: {error}", place.0)));
+                return Err(Error::Corrupt(format!("cannot read the rows after id={}: {error}", place.0)));
             }
             Err(error) => return Err(error),
         };
@@ -211,12 +211,12 @@ fn compare(replayed: &Replayed, rows: &Rows, findings: &mut Findings) {
         };
         let found = (entry.version.row, entry.version.create_revision, entry.version.version, lease);
         if rows.live_version(key) != Some(found) {
-            let what = format!("a server finds the key \"{}\" otherwise than its rows say", shown(key));
+            let what = format!("a server reads key \"{}\" differently from its rows", shown(key));
             findings.add("kv_log", None, what);
         }
     }
     let live = rows.live().count();
     if served != live {
-        findings.add("kv_log", None, format!("a server finds {served} live keys, expected {live}"));
+        findings.add("kv_log", None, format!("a server reads {served} live keys, expected {live}"));
     }
 }

@@ -153,7 +153,7 @@ impl Settings {
         let mut figment = Figment::from(Serialized::defaults(Self::default()));
         if let Some(file) = &flags.datastore.config_file {
             if !file.is_file() {
-                return Err(format!("config-file {} is not a file that can be read", file.display()));
+                return Err(format!("cannot read config-file {}", file.display()));
             }
             let yaml = file.extension().is_some_and(|extension| extension == "yaml" || extension == "yml");
             figment = if yaml { figment.merge(Yaml::file(file)) } else { figment.merge(Toml::file(file)) };
@@ -210,7 +210,10 @@ impl Settings {
 
     fn check(&self) -> Result<(), String> {
         if self.listen_client_urls.0.is_empty() {
-            return Err("listen-client-urls names no address; give at least one, like http://127.0.0.1:2379".to_owned());
+            return Err(
+                "listen-client-urls is empty; it must contain at least one address, for example http://127.0.0.1:2379"
+                    .to_owned(),
+            );
         }
         for (key, number) in [
             ("max-request-bytes", self.max_request_bytes),
@@ -238,7 +241,7 @@ impl Settings {
         }
         if self.distributed_tracing_sampling_rate > 1_000_000 {
             return Err(format!(
-                "distributed-tracing-sampling-rate is of a million and at most that, got {}",
+                "distributed-tracing-sampling-rate is per million and must be at most 1000000, got {}",
                 self.distributed_tracing_sampling_rate
             ));
         }
@@ -270,9 +273,9 @@ impl Settings {
                 (folder.join("cert.pem"), folder.join("key.pem"), Some(self.self_signed()))
             }
             (None, None) if clients.is_none() => return Ok(None),
-            (None, None) => return Err("trusted-ca-file needs cert-file and key-file".to_owned()),
-            (Some(_), None) => return Err("cert-file needs key-file, the certificate's key".to_owned()),
-            (None, Some(_)) => return Err("key-file needs cert-file, the key's certificate".to_owned()),
+            (None, None) => return Err("trusted-ca-file requires cert-file and key-file".to_owned()),
+            (Some(_), None) => return Err("cert-file requires key-file, the certificate's key".to_owned()),
+            (None, Some(_)) => return Err("key-file requires cert-file, the key's certificate".to_owned()),
         };
         let cipher_suites = self.cipher_suites.0.clone();
         Ok(Some(Tls { cert_file, key_file, self_signed, clients, versions, cipher_suites }))
@@ -287,7 +290,7 @@ impl Settings {
                 (!self.client_cert_allowed_hostname.0.is_empty(), "client-cert-allowed-hostname"),
             ] {
                 if given {
-                    return Err(format!("{setting} needs trusted-ca-file, the roots of clients' certificates"));
+                    return Err(format!("{setting} requires trusted-ca-file, the roots of clients' certificates"));
                 }
             }
             return Ok(None);

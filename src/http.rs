@@ -21,7 +21,7 @@ use tonic::{Status, service::Routes};
 use orlop_core::{
     overload::PartialRequests,
     store::Store,
-    supervise::{catch_panics, log_request_id},
+    supervise::{catch_panics, log_request_panic},
 };
 
 /// Returns the gRPC services and all HTTP endpoints.
@@ -61,8 +61,8 @@ async fn answer_panics(State(store): State<Arc<Store>>, request: Request, next: 
     match catch_panics(next.run(request)).await {
         Ok(response) => response,
         Err(panic) => {
-            log_request_id(&store.metrics().rpc.panics, &path, &panic);
-            (StatusCode::INTERNAL_SERVER_ERROR, "a mistake of the server; its log says where\n").into_response()
+            log_request_panic(&store.metrics().rpc.panics, &path, &panic);
+            (StatusCode::INTERNAL_SERVER_ERROR, "internal error; see the server's log\n").into_response()
         }
     }
 }

@@ -104,7 +104,7 @@ fn serve(flags: &Flags, ignored: &[&str]) -> Outcome {
     logging::start(&settings.log_level, settings.log_format)?;
     supervise::log_panics();
     if !ignored.is_empty() {
-        warn!(flags = ignored.join(", "), "flags of etcd's that mean nothing here are ignored");
+        warn!(flags = ignored.join(", "), "ignoring flags of etcd that have no effect in Orlop");
     }
     let runtime = runtime(settings.worker_threads)?;
     let outcome = runtime.block_on(async {

@@ -102,12 +102,12 @@ impl Listener {
         let failed = |error: io::Error| format!("cannot listen on {url}: {error}");
         let tls = match (url.scheme(), tls) {
             (Scheme::Tls, None) => {
-                return Err(format!("{url} needs a certificate and its key: give cert-file and key-file"));
+                return Err(format!("{url} requires a certificate and its key: set cert-file and key-file"));
             }
             (Scheme::Tls, Some(tls)) => Some(Arc::clone(tls)),
             (Scheme::Plain, tls) => {
                 if tls.is_some() && matches!(url, ListenUrl::Tcp(..)) {
-                    warn!(%url, "this address is served without TLS, though there are certificates: its scheme is http");
+                    warn!(%url, "serving this address without TLS, because its scheme is http, although certificates are configured");
                 }
                 None
             }
@@ -125,7 +125,7 @@ impl Listener {
         }
     }
 
-    /// Serves until `stopping` turns true and the clients have finished.
+    /// Serves until `stopping` becomes true and the clients have finished.
     pub async fn serve<S, R>(self, services: S, settings: Settings, stopping: watch::Receiver<bool>)
     where
         S: Service<Request<Incoming>, Response = Response<R>, Error: Into<BoxError>, Future: Send>,
@@ -171,7 +171,7 @@ fn http(settings: &Settings) -> Http {
     http
 }
 
-/// Serves connections until `stopping` turns true; open connections then finish their requests.
+/// Serves connections until `stopping` becomes true; open connections then finish their requests.
 async fn serve_all<C, S, R>(
     mut connections: Connections<C>,
     accepting: AbortOnDropHandle,
@@ -266,8 +266,7 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
                 if ACCEPT_LOG.count().is_some() {
                     warn!(
                         %error,
-                        "cannot accept a connection; trying again. If there are too many open files, raise the limit of \
-                         file descriptors (ulimit -n, LimitNOFILE)"
+                        "cannot accept a connection; trying again. If too many files are open, raise the limit on file descriptors (ulimit -n, LimitNOFILE)"
                     );
                 }
                 sleep(ACCEPT_PAUSE).await;

@@ -88,7 +88,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     notify_service_manager("READY=1");
     // Probes have a queue of their own, so that no flood of clients delays them.
     let (probe_steps, grant_steps) = Steps::new();
-    vital("the step scheduler to probes", grant_steps);
+    vital("the step scheduler for probes", grant_steps);
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
         let probes = connections(&settings, ConnectionLimit::for_probes(), &probe_steps);
@@ -97,10 +97,10 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
 
     let mut outcome = Ok(());
     tokio::select! {
-        () = shutdown => info!("going down"),
-        failure = store.failed() => outcome = Err(Error(format!("the log has another history than this instance: {failure}"))),
+        () = shutdown => info!("shutting down"),
+        failure = store.failed() => outcome = Err(Error(format!("the log's history differs from this instance's: {failure}"))),
         Some(ended) = servers.join_next() => outcome = Err(Error(match ended {
-            Ok(()) => "a listener ended by itself".to_owned(),
+            Ok(()) => "a listener ended unexpectedly".to_owned(),
             Err(error) => format!("a listener failed: {error}"),
         })),
     }

@@ -52,7 +52,7 @@ pub enum Folder {
 }
 
 impl Folder {
-    /// Returns the directory: beside SQLite's file, whose disk has space for a copy, or the system's temporary
+    /// Returns the directory: next to SQLite's file, whose disk has space for a copy, or the system's temporary
     /// directory.
     pub fn of(datastore: &Datastore) -> Self {
         match datastore {

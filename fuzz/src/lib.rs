@@ -158,12 +158,12 @@ pub fn txn(wire: &[u8]) {
     for ops_max in [2, TXN_OPS_MAX] {
         let refused_undecoded = request_limits::count_txn(&encoded, ops_max).is_err();
         let refused = refused_undecoded && convert::txn(request.clone(), ops_max).is_err();
-        assert_eq!(refused_undecoded, refused, "what is accepted is not refused before it is decoded: {request:?}");
+        assert_eq!(refused_undecoded, refused, "the limits refuse only invalid requests: {request:?}");
     }
     let writes =
         request.success.iter().chain(&request.failure).any(|op| !matches!(op.request, Some(Request::RequestRange(_))));
     let Ok(converted) = convert::txn(request, TXN_OPS_MAX) else { return };
-    assert!(converted.is_read_only() || writes, "who only reads may do so with a long request");
+    assert!(converted.is_read_only() || writes, "a long read request is served");
     let World { index, values, leases } = &*WORLD;
     let (fetched, head) = (store::txn::Fetched::new(), index.head());
     let mut batch = Batch::new(head);
@@ -242,7 +242,7 @@ pub fn gateway(data: &[u8]) {
 /// Converting a message to JSON and back preserves it.
 fn through_json(kind: &MessageDescriptor, wire: Vec<u8>) {
     let Ok(json) = gateway::json(kind.clone(), wire.into()) else { return };
-    let again = gateway::message(kind.clone(), &json).expect("what the gateway says it understands");
+    let again = gateway::message(kind.clone(), &json).expect("the gateway reads what it wrote");
     let json_again = gateway::json(kind.clone(), again.encode_to_vec().into()).expect("a message of the same kind");
     assert!(json == json_again, "{} and {}", json.escape_ascii(), json_again.escape_ascii());
 }
@@ -286,7 +286,7 @@ pub fn settings(data: &[u8]) {
             let words = std::iter::once("orlop").chain(text.lines());
             let command = Flags::augment_args(clap::Command::new("orlop"));
             let Ok(matches) = command.try_get_matches_from(words) else { return };
-            let flags = Flags::from_arg_matches(&matches).expect("what clap has checked");
+            let flags = Flags::from_arg_matches(&matches).expect("clap has validated it");
             Settings::of_texts(None, None, &[], &flags)
         }
     };

@@ -32,7 +32,7 @@ impl Cluster for Context {
     ) -> Result<Response<pb::MemberAddResponse>, Status> {
         check_urls(&request.into_inner().peer_ur_ls)?;
         Err(Status::unimplemented(
-            "orlop: members join by being started on the same database and leave by being stopped; there is nothing to add",
+            "orlop: members join by being started on the same database and leave by being stopped; MemberAdd is not needed",
         ))
     }
 

@@ -15,7 +15,7 @@ use tracing::warn;
 use super::{Context, kv, status::from_store};
 use orlop_core::{
     store,
-    supervise::{catch_panics, log_request_id},
+    supervise::{catch_panics, log_request_panic},
     types::{KeyRange, Revision},
     watch::{Flavor, Message, Messages, Outbox, Session, Spec},
 };
@@ -139,10 +139,13 @@ impl Drop for Leave {
             match catch_panics(remove(&context, &entry.key, entry.create_revision)).await {
                 Ok(Ok(_)) => {}
                 Ok(Err(status)) => {
-                    warn!(error = status.message(), "an entry that nobody waits for stays until its lease ends");
+                    warn!(
+                        error = status.message(),
+                        "cannot remove an abandoned entry of a queue; it remains until its lease expires"
+                    );
                 }
                 Err(panic) => {
-                    log_request_id(&context.store.metrics().rpc.panics, "the end of a lock's request", &panic)
+                    log_request_panic(&context.store.metrics().rpc.panics, "removing an entry of a queue", &panic)
                 }
             }
         });

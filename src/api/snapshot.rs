@@ -23,7 +23,7 @@ use super::{Context, STORAGE_VERSION, status::panicked};
 use crate::snapshot::{Folder, Hashing, Snapshot};
 use orlop_core::{
     store::{Store, shared_query::SharedQuery},
-    supervise::{catch_panics, log_request_id, vital},
+    supervise::{catch_panics, log_request_panic, vital},
 };
 use orlop_wire::proto::server::etcdserverpb::SnapshotResponse;
 
@@ -61,13 +61,13 @@ impl Snapshots {
             let (log, places, folder) = (Arc::clone(&log), Arc::clone(&places), folder.clone());
             let panics = panics.clone();
             async move {
-                let place = places.acquire_owned().await.expect("nobody closes it");
+                let place = places.acquire_owned().await.expect("the semaphore is never closed");
                 let begun = Instant::now();
                 let taken = match catch_panics(folder.take(&*log)).await {
                     Ok(taken) => taken.map_err(|error| error.to_string()),
                     Err(panic) => {
-                        log_request_id(&panics, METHOD, &panic);
-                        Err("a mistake of the server; its log says where".to_owned())
+                        log_request_panic(&panics, METHOD, &panic);
+                        Err("internal error; see the server's log".to_owned())
                     }
                 };
                 match &taken {
@@ -75,7 +75,7 @@ impl Snapshots {
                         let (bytes, clients) = (snapshot.bytes, waiting.len());
                         info!(bytes, clients, elapsed_ms = begun.elapsed().as_millis(), "snapshot taken");
                     }
-                    Err(error) => error!(%error, "a snapshot could not be taken"),
+                    Err(error) => error!(%error, "cannot take a snapshot"),
                 }
                 let taken = taken.map(|snapshot| Arc::new(Taken { snapshot, _place: place }));
                 vec![taken; waiting.len()]
@@ -83,7 +83,7 @@ impl Snapshots {
         };
         // The watchdog does not follow it: a large store takes long.
         let (snapshots, run) = SharedQuery::new(take, Arc::default());
-        vital("the taking of snapshots", run);
+        vital("the snapshot task", run);
         Self(Arc::new(snapshots))
     }
 }
@@ -99,12 +99,14 @@ impl Context {
         let times = self.store.metrics().maintenance.snapshot.clone();
         let panics = self.store.metrics().rpc.panics.clone();
         let sending = tokio::spawn(async move {
-            catch_panics(send(taken, sender, times)).await.inspect_err(|panic| log_request_id(&panics, METHOD, panic))
+            catch_panics(send(taken, sender, times))
+                .await
+                .inspect_err(|panic| log_request_panic(&panics, METHOD, panic))
         });
         // A disconnected client receives the status after the pieces that wait for it.
         let end = stream::once(sending).filter_map(async |sent| match sent {
             Ok(Ok(Sent::All)) => None,
-            Ok(Ok(Sent::NotAll)) => Some(Err(Status::aborted("orlop: the snapshot was taken too slowly"))),
+            Ok(Ok(Sent::NotAll)) => Some(Err(Status::aborted("orlop: the client read the snapshot too slowly"))),
             Ok(Err(_)) | Err(_) => Some(Err(panicked())),
         });
         Ok(Box::pin(ReceiverStream::new(pieces).chain(end)))
@@ -122,7 +124,7 @@ async fn send(taken: Arc<Taken>, sender: Sender<Result<SnapshotResponse, Status>
         let read = match read(Arc::clone(&taken), at, len, hashing).await {
             Ok(read) => read,
             Err(error) => {
-                error!(%error, "a snapshot could not be read");
+                error!(%error, "cannot read a snapshot");
                 let status = Status::internal(format!("etcdserver: a snapshot cannot be read: {error}"));
                 let _ = timeout_at(pace.until, sender.send(Err(status))).await;
                 return Sent::NotAll;
@@ -167,7 +169,7 @@ impl Pace {
                 return true;
             }
             if self.bytes < PACE_BYTES {
-                warn!(bytes = self.bytes, "a client is let go that takes its snapshot too slowly");
+                warn!(bytes = self.bytes, "disconnecting a client that reads its snapshot too slowly");
                 return false;
             }
             *self = Self { until: Instant::now() + PACE_TIME, bytes: 0 };

@@ -71,7 +71,7 @@ pub fn request_too_late() -> Status {
 
 /// Answers a request that panicked.
 pub fn panicked() -> Status {
-    Status::internal("orlop: the request ended in a mistake of the server; its log says where")
+    Status::internal("orlop: the request ended in internal error; see the server's log")
 }
 
 /// Refuses a message that is too long, with the text of etcd's transport.

@@ -24,7 +24,7 @@ use super::{
 use orlop_core::{
     overload::PacedStream,
     store,
-    supervise::{catch_panics, log_request_id},
+    supervise::{catch_panics, log_request_panic},
     types::{KeyRange, Revision, WatchId},
     watch::{End, Flavor, Message, Messages, NO_WATCH, Outbox, Session, Spec},
 };
@@ -103,7 +103,7 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
 /// Serves a stream, and ends it if its session panics.
 async fn serve_or_fail(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
     if let Err(panic) = catch_panics(serve(Arc::clone(&context), requests, Arc::clone(&outbox))).await {
-        log_request_id(&context.store.metrics().rpc.panics, "/etcdserverpb.Watch/Watch", &panic);
+        log_request_panic(&context.store.metrics().rpc.panics, "/etcdserverpb.Watch/Watch", &panic);
         outbox.end(End::Failed);
     }
 }
@@ -139,12 +139,12 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
                 match confirmed {
                     Ok(()) => session.request_progress(),
                     // As in etcd, the client repeats a request that is not answered.
-                    Err(error) => debug!(%error, "a progress request is not answered"),
+                    Err(error) => debug!(%error, "dropped a progress request"),
                 }
             }
             () = outbox.notified() => session.handle_notifications(),
             advanced = advance(&mut session, not_before) => if let Err(error) = advanced {
-                warn!(%error, "a watch cannot read the log; it is tried again");
+                warn!(%error, "a watch cannot read the log; trying again");
                 not_before = Instant::now() + RETRY_PAUSE;
             },
             () = sleep_until(tick) => {

@@ -109,7 +109,7 @@ fn as_text(report: &Report) -> String {
     }
     let more = report.findings.total - report.findings.reported.len() as u64;
     if more > 0 {
-        text.push_str(&format!("and {more} more; --limit {} tells them all\n", report.findings.total));
+        text.push_str(&format!("and {more} more; --limit {} lists all of them\n", report.findings.total));
     }
     if !report.findings.is_empty() {
         text.push_str("The store is damaged. Keep a copy of it and restore a snapshot: docs/how-to/backup.md.\n");

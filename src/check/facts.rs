@@ -1,4 +1,4 @@
-//! Checks of the data besides rows: facts about the store, leases, members.
+//! Checks of the data other than rows: facts about the store, leases, members.
 
 use super::{Findings, Place};
 use orlop_core::{
@@ -21,7 +21,7 @@ const KNOWN: [(&str, i64); 6] = [
 pub(super) fn check(facts: &Facts, findings: &mut Findings) -> Option<Revision> {
     for name in facts.required {
         if !facts.named.iter().any(|(there, _)| there == name) {
-            findings.add(FACTS, Some(Place::Fact((*name).to_owned())), "there is no such fact, expected one");
+            findings.add(FACTS, Some(Place::Fact((*name).to_owned())), "the fact is missing");
         }
     }
     for (name, value) in &facts.named {
@@ -31,7 +31,7 @@ pub(super) fn check(facts: &Facts, findings: &mut Findings) -> Option<Revision> 
     check_revisions(facts, compacted, findings);
     for lease in &facts.leases {
         if lease.id == 0 {
-            findings.add("lease", Some(Place::Lease(0)), "id is 0, expected any other number: 0 is no lease");
+            findings.add("lease", Some(Place::Lease(0)), "id is 0, expected another number: 0 means no lease");
         }
         if lease.ttl < 1 {
             let what = format!("ttl is {}, expected at least 1", lease.ttl);
@@ -63,7 +63,7 @@ fn check_fact(name: &str, value: i64, findings: &mut Findings) {
         Some((_, least)) if value < *least => {
             findings.add(FACTS, place(), format!("value is {value}, expected at least {least}"));
         }
-        None if !log::is_alarm(name) => findings.add(FACTS, place(), "no such fact is known, expected none"),
+        None if !log::is_alarm(name) => findings.add(FACTS, place(), "unknown fact"),
         Some(_) | None => {}
     }
 }

@@ -23,7 +23,7 @@ impl Progress {
         };
         let style = ProgressStyle::with_template("{bar:32} {msg}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        bar.set_message("looking through the file");
+        bar.set_message("checking the file");
         bar.tick();
         Self(bar)
     }

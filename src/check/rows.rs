@@ -100,7 +100,7 @@ impl Rows {
             return;
         }
         if expected == 0 {
-            findings.add_row(row, format!("revision {id} has no row in kv_log, which has its first change"));
+            findings.add_row(row, format!("revision {id} has no row in kv_log, expected its first change"));
         }
         if sub != expected.max(1) {
             findings.add_row(row, format!("sub is {sub}, expected {}", expected.max(1)));
@@ -137,7 +137,7 @@ impl Rows {
             let RowId { revision, sub } = claim.row;
             let table = if sub == 0 { Table::First } else { Table::More };
             let place = Place::Row { id: revision.0, sub: sub.into(), key: shown(key) };
-            findings.add(table.name(), Some(place), format!("lease is {lease:x}, expected one that is in lease"));
+            findings.add(table.name(), Some(place), format!("lease is {lease:x}, expected a lease in table lease"));
         }
     }
 }
@@ -167,13 +167,13 @@ fn check_columns(row: &StoredRow, findings: &mut Findings) {
         0 => {}
         1 => {
             if let Some(bytes) = row.value_bytes {
-                findings.add_row(row, format!("value has {bytes} bytes, expected NULL of a delete"));
+                findings.add_row(row, format!("value has {bytes} bytes, expected NULL because the row is a delete"));
             }
             for (column, found) in
                 [("lease", row.lease), ("version", row.version), ("create_revision", row.create_revision)]
             {
                 if found != 0 {
-                    findings.add_row(row, format!("{column} is {found}, expected 0 of a delete"));
+                    findings.add_row(row, format!("{column} is {found}, expected 0 because the row is a delete"));
                 }
             }
         }

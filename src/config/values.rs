@@ -106,7 +106,7 @@ impl FromStr for CipherSuite {
         if Self::NAMES.contains(&name.as_str()) {
             return Ok(Self(name));
         }
-        Err(format!("{text:?} is no cipher suite that is served; use {}", Self::NAMES.join(", ")))
+        Err(format!("{text:?} is not a supported cipher suite; use {}", Self::NAMES.join(", ")))
     }
 }
 
@@ -183,7 +183,7 @@ impl FromStr for ListenUrl {
     fn from_str(text: &str) -> Result<Self, String> {
         const ACCEPTED: &str = "use http://HOST:PORT, https://HOST:PORT, unix://PATH or unixs://PATH";
         let Some((scheme, address)) = text.split_once("://") else {
-            return Err(format!("{text:?} is no address to listen on; {ACCEPTED}"));
+            return Err(format!("{text:?} is not an address to listen on; {ACCEPTED}"));
         };
         let security = if scheme.ends_with('s') { Scheme::Tls } else { Scheme::Plain };
         match scheme {
@@ -195,7 +195,7 @@ impl FromStr for ListenUrl {
                 }
             }
             "unix" | "unixs" if !address.is_empty() => Ok(Self::Unix(address.into(), security)),
-            _ => Err(format!("{text:?} is no address to listen on; {ACCEPTED}")),
+            _ => Err(format!("{text:?} is not an address to listen on; {ACCEPTED}")),
         }
     }
 }
@@ -269,7 +269,7 @@ impl FromStr for FileMode {
         const MOST: u32 = 0o777;
         match u32::from_str_radix(text, 8) {
             Ok(mode) if mode <= MOST => Ok(Self(mode)),
-            Ok(_) | Err(_) => Err(format!("{text:?} is no mode of a file; write it in octal, like 0660")),
+            Ok(_) | Err(_) => Err(format!("{text:?} is not a file mode; write it in octal, for example 0660")),
         }
     }
 }
@@ -309,7 +309,7 @@ impl FromStr for Interval {
     fn from_str(text: &str) -> Result<Self, String> {
         humantime::parse_duration(text)
             .map(Self)
-            .map_err(|error| format!("{text:?} is no duration ({error}); write it like 10m, 1h30m or 500ms"))
+            .map_err(|error| format!("{text:?} is not a duration ({error}); examples: 10m, 1h30m, 500ms"))
     }
 }
 

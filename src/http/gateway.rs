@@ -240,7 +240,7 @@ async fn spawn_if_long<T: Send + 'static>(
         Ok(done) => done,
         Err(ended) => match ended.try_into_panic() {
             Ok(panic) => resume_unwind(panic),
-            Err(error) => Err(Status::unavailable(format!("orlop: the server is going down: {error}"))),
+            Err(error) => Err(Status::unavailable(format!("orlop: the server is shutting down: {error}"))),
         },
     }
 }
@@ -326,7 +326,7 @@ async fn unary(response: Response, kind: MessageDescriptor, answers: &Arc<Semaph
         }
     }
     if received.len() < FRAME_HEAD_BYTES {
-        return Err(Status::internal("the service answered nothing"));
+        return Err(Status::internal("the service sent no response"));
     }
     received.advance(FRAME_HEAD_BYTES);
     let json = spawn_if_long(received.len(), move || json(kind, received.freeze())).await?;

@@ -32,7 +32,7 @@ impl ConnectionLimit {
         let files = match setrlimit(Resource::Nofile, raised) {
             Ok(()) => limit.maximum,
             Err(error) => {
-                warn!(%error, "the limit on open files cannot be raised");
+                warn!(%error, "cannot raise the limit on open files");
                 limit.current
             }
         };

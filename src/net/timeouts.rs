@@ -59,9 +59,9 @@ impl<S> TimedConnection<S> {
         let stall = self.stall.get_or_insert_with(|| Box::pin(sleep(STALL_TIME_MAX)));
         ready!(stall.as_mut().poll(context));
         if let Some(connections) = STALLED_LOG.count() {
-            warn!(connections, "closed connections: their clients took nothing for {STALL_TIME_MAX:?}");
+            warn!(connections, "closed connections: their clients read nothing for {STALL_TIME_MAX:?}");
         }
-        Poll::Ready(Err(timed_out(format!("the client took nothing within {STALL_TIME_MAX:?}"))))
+        Poll::Ready(Err(timed_out(format!("the client read nothing within {STALL_TIME_MAX:?}"))))
     }
 }
 

@@ -89,11 +89,11 @@ impl Acceptor {
             if stamps != state.stamps {
                 match load(&self.settings) {
                     Ok(config) => {
-                        info!(cert_file = %self.settings.cert_file.display(), "certificates read anew");
+                        info!(cert_file = %self.settings.cert_file.display(), "certificates reloaded");
                         state.config = config;
                     }
                     Err(error) => {
-                        warn!(error, "the changed certificates cannot be used; going on with the former ones")
+                        warn!(error, "cannot use the changed certificates; keeping the previous ones")
                     }
                 }
                 state.stamps = stamps;
@@ -131,7 +131,7 @@ fn load(settings: &Tls) -> Result<Arc<ServerConfig>, String> {
     let certificates = certificates("cert-file", &settings.cert_file)?;
     check_time("cert-file", &settings.cert_file, &certificates[0])?;
     let key = PrivateKeyDer::from_pem_file(&settings.key_file)
-        .map_err(|error| format!("key-file {}: no private key can be read: {error}", settings.key_file.display()))?;
+        .map_err(|error| format!("key-file {}: cannot read a private key: {error}", settings.key_file.display()))?;
     let builder = ServerConfig::builder_with_provider(provider(&settings.cipher_suites))
         .with_protocol_versions(versions(settings.versions))
         .map_err(|error| format!("tls-min-version, tls-max-version, cipher-suites: {error}"))?;
@@ -150,9 +150,9 @@ fn certificates(setting: &str, file: &Path) -> Result<Vec<CertificateDer<'static
     let name = file.display();
     let found: Vec<_> = CertificateDer::pem_file_iter(file)
         .and_then(Iterator::collect)
-        .map_err(|error| format!("{setting} {name}: no certificate can be read: {error}"))?;
+        .map_err(|error| format!("{setting} {name}: cannot read a certificate: {error}"))?;
     if found.is_empty() {
-        return Err(format!("{setting} {name} holds no certificate in PEM form"));
+        return Err(format!("{setting} {name} contains no certificate in PEM format"));
     }
     Ok(found)
 }
@@ -173,13 +173,13 @@ fn provider(named: &[CipherSuite]) -> Arc<CryptoProvider> {
 fn check_time(setting: &str, file: &Path, certificate: &CertificateDer<'_>) -> Result<(), String> {
     let name = file.display();
     let (_, parsed) = x509_parser::parse_x509_certificate(certificate)
-        .map_err(|error| format!("{setting} {name}: the certificate cannot be understood: {error}"))?;
+        .map_err(|error| format!("{setting} {name}: cannot parse the certificate: {error}"))?;
     let validity = parsed.validity();
     if validity.is_valid() {
         return Ok(());
     }
     Err(format!(
-        "{setting} {name}: the certificate is valid from {} to {} only",
+        "{setting} {name}: the certificate is only valid from {} to {}",
         validity.not_before, validity.not_after
     ))
 }

@@ -62,10 +62,10 @@ pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
     let mut head = Vec::new();
     (&mut file).take(BLOCK_BYTES).read_to_end(&mut head).map_err(unreadable)?;
     if head.get(16..20) == Some(BBOLT_MAGIC) {
-        return Err(Error::File(format!("{name} is a snapshot of etcd's own, which only etcdutl restores")));
+        return Err(Error::File(format!("{name} is a snapshot of etcd, which only etcdutl can restore")));
     }
     if !head.starts_with(SQLITE_MAGIC) {
-        return Err(Error::File(format!("{name} is no snapshot: it does not begin as a SQLite database does")));
+        return Err(Error::File(format!("{name} is not a snapshot: it does not start like a SQLite database")));
     }
     let has_checksum = size % BLOCK_BYTES == CHECKSUM_BYTES;
     if check == HashCheck::Skip {
@@ -74,8 +74,7 @@ pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
     }
     if !has_checksum {
         return Err(Error::File(format!(
-            "{name} has no checksum at its end: it is cut off, or a copy of a database file, for which there is \
-             --skip-hash-check"
+            "{name} has no checksum at its end: it is truncated, or a copy of a database file, which --skip-hash-check accepts"
         )));
     }
     let mut whole = Hashing::new(head.chain(file).take(size - CHECKSUM_BYTES));
@@ -84,12 +83,12 @@ pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
     let Hashing { reader, hash } = whole;
     reader.into_inner().read_to_end(&mut found).map_err(unreadable)?;
     if hash.finalize().as_slice() != found {
-        return Err(Error::File(format!("{name} is damaged: its checksum does not hold")));
+        return Err(Error::File(format!("{name} is damaged: its checksum does not match")));
     }
     Ok(size - CHECKSUM_BYTES)
 }
 
-/// Refuses a copied file with a WAL beside it: the WAL's content would be missing without notice.
+/// Refuses a copied file with a WAL next to it: the WAL's content would be missing without notice.
 fn refuse_wal(path: &Path) -> Result<()> {
     let mut wal = path.to_owned();
     wal.as_mut_os_string().push("-wal");
@@ -98,7 +97,7 @@ fn refuse_wal(path: &Path) -> Result<()> {
     }
     let (name, wal) = (path.display(), wal.display());
     Err(Error::File(format!(
-        "{name} is not whole: what was committed last is in {wal}; bring it into the file with: sqlite3 {name} \
+        "{name} is incomplete: the last commits are in {wal}; move them into the file with: sqlite3 {name} \
          'PRAGMA wal_checkpoint(TRUNCATE)'"
     )))
 }

@@ -90,7 +90,7 @@ async fn quota_raises_the_alarm_and_freed_space_clears_it(backend: Backend) {
     let quota = 4_000_000.to_string();
     let Some(server) = Server::orlop_with(backend, &["--quota-backend-bytes", &quota]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(put("kept", b"value".into())).await.expect("there is room");
+    client.kv.put(put("kept", b"value".into())).await.expect("there is space");
     // Random values, so that the database cannot compress them.
     let mut random = crate::support::Random::new(1);
     let mut written = 0;
@@ -116,7 +116,7 @@ async fn quota_raises_the_alarm_and_freed_space_clears_it(backend: Backend) {
         client.kv.range(key("kept")).await.expect("reads are served").into_inner().header.expect("a header").revision;
     client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("compactions are served");
     client.maintenance.defragment(DefragmentRequest {}).await.expect("so is defragmentation");
-    eventually("room", async || client.clone().kv.put(put("more", b"value".into())).await.map(drop)).await;
+    eventually("free space", async || client.clone().kv.put(put("more", b"value".into())).await.map(drop)).await;
     assert_eq!(alarm(&mut client, AlarmAction::Get, AlarmType::None).await, []);
     for kept in ["kept", "filler", "more"] {
         assert_eq!(client.kv.range(key(kept)).await.expect("a range").into_inner().count, 1, "{kept}");

@@ -246,8 +246,8 @@ async fn soak_of_a_running_server_leaves_no_keys() {
 #[test]
 fn comparison_refuses_flags_without_effect() {
     for (flags, said) in [
-        (&["--clients", "3"][..], "--clients means nothing here"),
-        (&["--endpoints", "http://a:1"], "--endpoints means nothing here"),
+        (&["--clients", "3"][..], "--clients has no effect here"),
+        (&["--endpoints", "http://a:1"], "--endpoints has no effect here"),
         (&["--groups", "nonsense"], "must be one of put-256b"),
         (&["--servers", "mysql"], "etcd, sqlite, postgres"),
         (&["--etcd", "/not/there", "--servers", "etcd"], "/not/there failed"),

@@ -393,9 +393,9 @@ async fn only_stores_of_this_version_are_checked() {
     for (name, because) in [
         ("absent.db", "No such file"),
         ("", "not a file"),
-        ("empty.db", "no database of orlop's"),
+        ("empty.db", "is not an Orlop database"),
         ("text.db", "not a database"),
-        ("other.db", "no database of orlop's"),
+        ("other.db", "is not an Orlop database"),
         ("newer.db", "another version of orlop: it has the schema 99"),
     ] {
         cannot_be_checked(&Place::sqlite(&file(name)), &[name, because]);
@@ -407,7 +407,7 @@ async fn only_stores_of_this_version_are_checked() {
 async fn postgres_without_a_store_of_this_version_cannot_be_checked() {
     let Some(postgres) = Postgres::shared().await else { return };
     let place = Place(postgres.create_database());
-    cannot_be_checked(&place, &["database orlop_", "holds no log of orlop's"]);
+    cannot_be_checked(&place, &["database orlop_", "contains no Orlop log"]);
     drop(Server::orlop_on(&place.0, &[]).await);
     place.is_sound();
     place

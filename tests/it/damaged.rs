@@ -201,9 +201,9 @@ async fn file_of_a_newer_version_is_refused() {
         (
             "INSERT INTO _sqlx_migrations SELECT 9999, description, installed_on, success, checksum, execution_time \
              FROM _sqlx_migrations LIMIT 1",
-            "newer version of orlop: it has the schema 9999",
+            "newer version of Orlop: this version does not know schema 9999",
         ),
-        ("UPDATE _sqlx_migrations SET checksum = x'00'", "another version of orlop"),
+        ("UPDATE _sqlx_migrations SET checksum = x'00'", "another version of Orlop"),
     ] {
         fs::write(&file, &whole).expect("a file can be written");
         let options = SqliteConnectOptions::new().filename(&file);
@@ -235,5 +235,8 @@ async fn postgres_of_a_newer_version_is_refused() {
         .expect("orlop is built with the tests");
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(text.contains(&name) && text.contains("newer version of orlop: it has the schema 9999"), "{text}");
+    assert!(
+        text.contains(&name) && text.contains("newer version of Orlop: this version does not know schema 9999"),
+        "{text}"
+    );
 }

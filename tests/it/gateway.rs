@@ -141,7 +141,7 @@ async fn watch_streams_events(backend: Backend) {
         while !received.contains(wanted) {
             let mut part = vec![0; 4096];
             let len = timeout(DEADLINE, stream.read(&mut part)).await.expect("it comes").expect("the stream is open");
-            assert!(len > 0, "the stream goes on: {received}");
+            assert!(len > 0, "the stream continues: {received}");
             received += &String::from_utf8_lossy(&part[..len]);
         }
         received.clone()

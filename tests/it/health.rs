@@ -63,7 +63,7 @@ async fn instance_without_its_database_is_live_and_not_ready() {
     .await;
 }
 
-/// A database that hangs cannot be told from a slow one. A restart would not help, so the watchdog must not mistake
+/// A hanging database cannot be distinguished from a slow one. A restart would not help, so the watchdog must not mistake
 /// waiting for the database for a stuck event loop. With slow tests enabled the outage lasts longer than the watchdog's
 /// limit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -82,7 +82,7 @@ async fn hung_database_does_not_trigger_the_watchdog() {
         let live = http_get(server.endpoint(), "/livez?verbose").await;
         assert_eq!((live.status, live.body.as_str()), (200, "[+]serializable_read ok\nok\n"), "{}", server.log_tail());
     }
-    assert!(refused > 0, "nobody takes a write without the database");
+    assert!(refused > 0, "writes fail without the database");
     assert_eq!(http_get(server.endpoint(), "/readyz").await.status, 503);
     assert_eq!(http_get(server.endpoint(), "/livez/progress").await.status, 200);
     drop(paused);

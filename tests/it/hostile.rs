@@ -95,7 +95,7 @@ async fn silent_and_unfinished_connections_are_closed(backend: Backend) {
     let mut held = connections(&arena, sized(200, 3_000), b"").await;
     held.extend(connections(&arena, sized(200, 3_000), &PREFACE[..10]).await);
     held.extend(connections(&arena, sized(100, 1_000), b"POST /v3/kv/").await);
-    arena.survives("connections that say nothing, or half a word", 300, ()).await;
+    arena.survives("silent and unfinished connections", 300, ()).await;
     drop(held);
 }
 
@@ -147,7 +147,7 @@ async fn unfinished_handshakes_do_not_block_new_connections() {
         .output();
     let version = version.await.expect("curl can be started");
     assert!(version.status.success(), "{version:?}");
-    arena.survives("TLS handshakes never finished", 300, ()).await;
+    arena.survives("unfinished TLS handshakes", 300, ()).await;
     drop(held);
 }
 
@@ -173,7 +173,7 @@ async fn half_open_connections_use_little_memory(backend: Backend) {
     let mut held = connections(&arena, sized(300, 3_000), &settings).await;
     let endless = [settings, frame(HEADERS, 0, 1, &headers(PUT, &[]))].concat();
     held.extend(connections(&arena, sized(300, 3_000), &endless).await);
-    arena.survives("HTTP/2 connections that fall silent", 400, held).await;
+    arena.survives("HTTP/2 connections without requests", 400, held).await;
 }
 
 async fn floods_are_disconnected_or_harmless(backend: Backend) {
@@ -203,7 +203,7 @@ async fn floods_are_disconnected_or_harmless(backend: Backend) {
         if error.is_some() {
             assert!(!taken || wire.ended().await == error, "{name}");
         }
-        arena.survives(&format!("{name} flood, whose answers are not read"), 300, wire).await;
+        arena.survives(&format!("{name} flood, responses not read"), 300, wire).await;
         let mut attackers = JoinSet::new();
         for _ in 0..sized(2, 8) {
             attackers.spawn(Wire::open(arena.endpoint()).await.flood(arena.endpoint().to_owned(), frames.clone()));
@@ -267,7 +267,7 @@ async fn unfinished_messages_use_bounded_memory(backend: Backend) {
     let more = streams(arena.endpoint(), sized(1_000, 5_000), lease, half).await;
     // The lists arrive while the bystander is measured.
     tokio::time::sleep(Duration::from_secs(5)).await;
-    arena.survives("megabytes of messages never finished", 800, (held, more)).await;
+    arena.survives("unfinished messages of megabytes", 800, (held, more)).await;
 }
 
 async fn too_long_messages_are_refused(backend: Backend) {
@@ -313,7 +313,7 @@ async fn unread_watches_use_bounded_memory(backend: Backend) {
     for _ in 0..sized(200, 1_000) {
         timeout(DEADLINE, writer.put(put("k", 100_000))).await.expect("in time").expect("a put");
     }
-    arena.survives("watch streams that are never read", sized(1_000, 1_600) as u64, held).await;
+    arena.survives("watch streams, never read", sized(1_000, 1_600) as u64, held).await;
 }
 
 async fn ten_thousand_watches_on_a_stream_are_served(backend: Backend) {
@@ -355,7 +355,7 @@ async fn ranges_of_all_keys_use_bounded_memory(backend: Backend) {
         });
     }
     tokio::time::sleep(Duration::from_secs(sized(5, 15) as u64)).await;
-    arena.survives_continuous("64 clients that range over everything", 1_500, readers).await;
+    arena.survives_continuous("64 clients that list all keys", 1_500, readers).await;
     let mut served = served.lock();
     served.push(lists.elapsed());
     let halt = served.array_windows().map(|[one, next]| next.saturating_sub(*one)).max();
@@ -374,7 +374,7 @@ async fn unread_responses_use_bounded_memory(backend: Backend) {
         held.push(wire);
     }
     tokio::time::sleep(Duration::from_secs(5)).await;
-    arena.survives("ranges over everything, never read", 1_500, held).await;
+    arena.survives("ranges of all keys, never read", 1_500, held).await;
 }
 
 fn op(request: Request) -> RequestOp {
@@ -413,7 +413,7 @@ async fn messages_with_too_many_parts_are_refused(backend: Backend) {
         (TXN, message(deep), "etcdserver: key is not provided"),
         (TXN, message(empty), TOO_MANY),
         (PUT, no_such_fields.clone(), "orlop: the request has more than 1024 fields"),
-        (TXN, no_such_fields.clone(), "orlop: the request has more than 1024 fields beside those of its operations"),
+        (TXN, no_such_fields.clone(), "orlop: the request has more than 1024 fields outside its operations"),
         (
             GRANT,
             no_such_fields,

@@ -136,7 +136,7 @@ async fn concurrent_increments_on_all_instances_are_counted_without_starvation()
         }
     }
     for task in tasks {
-        task.await.expect("everybody comes to the end");
+        task.await.expect("every watcher reaches the end");
     }
     assert_eq!(value_at(&mut first, get("counter")).await.as_deref(), Some("360"));
     let at_361 = RangeRequest { revision: 361, ..get("counter") };
@@ -172,7 +172,7 @@ async fn members_join_and_leave_and_agree_on_a_leader() {
     two.terminate().await;
     let list = c.cluster.member_list(MemberListRequest::default()).await.expect("a list").into_inner();
     let names: Vec<&str> = list.members.iter().map(|member| member.name.as_str()).collect();
-    assert_eq!(names, ["a", "c"], "who leaves says so");
+    assert_eq!(names, ["a", "c"], "a stopped member deregisters");
     two.restart().await;
     let mut b = Client::connect(two.endpoint()).await;
     let list = b.cluster.member_list(MemberListRequest::default()).await.expect("a list").into_inner();

@@ -227,7 +227,7 @@ async fn put_options_keep_and_return_values(backend: Backend) {
     assert_eq!(too_long.code(), Code::ResourceExhausted);
     assert!(too_long.message().starts_with("grpc: received message larger than max (30000"), "{too_long:?}");
     let head = client.kv.range(range("a", "")).await.expect("a range").into_inner().header.expect("a header").revision;
-    assert_eq!(head, 12, "what is refused uses no revision");
+    assert_eq!(head, 12, "a refused request uses no revision");
 }
 
 async fn delete_range_returns_count_and_previous_pairs_at_one_revision(backend: Backend) {

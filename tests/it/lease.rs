@@ -263,7 +263,10 @@ async fn changes_of_one_append_apply_in_order(backend: Backend) {
         let meta = log.meta().await.expect("leases");
         let found = meta.leases.first().map(|lease| lease.ttl_secs);
         assert_eq!((meta.leases.len(), found), (usize::from(expected.is_some()), expected), "{leases:?}");
-        assert!(backend == Backend::Sqlite || meta.position.epoch == before.epoch + 1, "others hear of it: {leases:?}");
+        assert!(
+            backend == Backend::Sqlite || meta.position.epoch == before.epoch + 1,
+            "other instances see it: {leases:?}"
+        );
     }
     log.close().await;
 }

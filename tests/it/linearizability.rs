@@ -123,7 +123,7 @@ async fn break_things(
             _ => {}
         }
         let current: Vec<String> = servers.iter().map(|server| server.endpoint().to_owned()).collect();
-        *endpoints.lock().expect("nobody panics with the endpoints in hand") = current;
+        *endpoints.lock().expect("the lock is not poisoned") = current;
     }
     faults
 }

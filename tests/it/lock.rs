@@ -55,7 +55,7 @@ async fn lock_is_granted_in_request_order(backend: Backend) {
         grant(&mut client, id).await;
     }
     assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10");
-    assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10", "who has it gets it again");
+    assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10", "its holder gets it again");
     assert_eq!(held(lock(&client, "other", 0x11)).await, "other/11", "another lock is free");
     let mut waiting = Vec::new();
     for (place, id) in [0x11, 0x12, 0x13].into_iter().enumerate() {
@@ -184,7 +184,7 @@ async fn election_passes_from_one_to_the_next(backend: Backend) {
     assert_eq!(leader(&mut client).await.expect("a leader"), "alice");
     assert_eq!(seen().await, "alice");
     let again = elected(campaign(&client, "seat", 0x10, "Alice")).await;
-    assert_eq!((&again.key, again.rev), (&first.key, first.rev), "she stays, with another value");
+    assert_eq!((&again.key, again.rev), (&first.key, first.rev), "the leader stays, with another value");
     assert_eq!(seen().await, "Alice");
     let proclaim = |leader: &LeaderKey, value: &str| ProclaimRequest {
         leader: Some(leader.clone()),
@@ -196,15 +196,15 @@ async fn election_passes_from_one_to_the_next(backend: Backend) {
     let second = campaign(&client, "seat", 0x11, "bob");
     wait_for_keys(&client, "seat/", 2).await;
     assert_eq!(leader(&mut client).await.expect("a leader"), "ALICE");
-    client.election.resign(ResignRequest { leader: Some(first.clone()) }).await.expect("she steps down");
+    client.election.resign(ResignRequest { leader: Some(first.clone()) }).await.expect("the leader resigns");
     let second = elected(second).await;
     assert_eq!(seen().await, "bob");
-    let late = client.election.proclaim(proclaim(&first, "alice")).await.expect_err("she leads no more");
+    let late = client.election.proclaim(proclaim(&first, "alice")).await.expect_err("it no longer leads");
     assert_eq!((late.code(), late.message()), (Code::Unknown, "election: not leader"));
     client.election.resign(ResignRequest { leader: Some(first) }).await.expect("that changes nothing");
     assert_eq!(leader(&mut client).await.expect("a leader"), "bob");
     revoke(&mut client, second.lease).await;
-    assert_eq!(leader(&mut client).await.expect_err("his lease is over").message(), "election: no leader");
+    assert_eq!(leader(&mut client).await.expect_err("the lease has expired").message(), "election: no leader");
 }
 
 async fn election_refuses_invalid_requests_as_etcd(backend: Backend) {
@@ -220,7 +220,7 @@ async fn election_refuses_invalid_requests_as_etcd(backend: Backend) {
         (client.election.resign(ResignRequest { leader: empty() }).await.map(drop), no_key),
     ];
     for (answer, text) in answers {
-        let refused = answer.expect_err("it names nobody");
+        let refused = answer.expect_err("it names no leader");
         assert_eq!((refused.code(), refused.message()), (Code::Unknown, text));
     }
     let unleased =

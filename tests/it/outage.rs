@@ -135,7 +135,7 @@ async fn replaced_log_stops_the_instance() {
     assert!(!server.ended().await.success());
     let log = server.log_tail();
     assert!(log.contains("revision 3 differs") && log.contains("ends at revision 4"), "{log}");
-    assert_eq!(put_at(&mut written_anew, "another").await, 5, "the other goes on");
+    assert_eq!(put_at(&mut written_anew, "another").await, 5, "the other server continues");
 }
 
 #[tokio::test]

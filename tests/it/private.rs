@@ -236,7 +236,7 @@ async fn wrong_database_password_is_never_printed() {
     let command = &mut waiting.command("022", &[&LOUD[..], &["--datastore-endpoint", &endpoint]].concat(), &[]);
     waiting.process = Some(command.spawn().expect("sh"));
     eventually("a second attempt", async || {
-        if waiting.log().matches("no connection yet").count() >= 2 { Ok(()) } else { Err(waiting.log()) }
+        if waiting.log().matches("cannot connect yet").count() >= 2 { Ok(()) } else { Err(waiting.log()) }
     })
     .await;
     no_password_in("refusals", &orlop.log());

@@ -19,7 +19,7 @@ async fn status_names_a_leader_a_version_and_sizes(backend: Backend) {
     let header = status.header.expect("a header");
     assert!(header.cluster_id != 0 && header.member_id != 0 && header.raft_term != 0);
     assert_eq!((status.leader, header.revision), (header.member_id, 2));
-    assert!(status.version.starts_with("3.6."), "kube-apiserver decides by it: {}", status.version);
+    assert!(status.version.starts_with("3.6."), "kube-apiserver relies on it: {}", status.version);
     assert!(status.db_size >= status.db_size_in_use && status.db_size_in_use > 0);
     assert!(status.raft_index > 0 && status.raft_applied_index > 0 && status.errors.is_empty());
 }
@@ -101,7 +101,7 @@ async fn raft_requests_are_answered_without_raft(backend: Backend) {
     check("no URL", cluster.member_add(add(Vec::new())).await.map(drop), Code::InvalidArgument, bad_urls);
     check("a bad URL", cluster.member_add(add(vec!["x".to_owned()])).await.map(drop), Code::InvalidArgument, bad_urls);
     let no_adding =
-        "orlop: members join by being started on the same database and leave by being stopped; there is nothing to add";
+        "orlop: members join by being started on the same database and leave by being stopped; MemberAdd is not needed";
     check("an addition", cluster.member_add(add(urls())).await.map(drop), Code::Unimplemented, no_adding);
     let unknown = "etcdserver: member not found";
     let remove = |id| MemberRemoveRequest { id };

@@ -45,7 +45,7 @@ async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Back
     println!("memory {memory} to {memory_after} KiB");
     // A small index is smaller than the memory that the allocator retains.
     if keys >= 1_000_000 {
-        assert!(memory_after < memory * 3 / 4, "the index lets go of its memory: {memory_after} of {memory} KiB");
+        assert!(memory_after < memory * 3 / 4, "the index frees memory: {memory_after} of {memory} KiB");
     }
     read_in_pages(&mut client, 1).await;
     match server.datastore() {
@@ -133,7 +133,7 @@ async fn file_bytes(client: &mut Client) -> i64 {
 }
 
 fn memory_kib(server: &Server) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("Linux tells of processes");
+    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("/proc is readable");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("it has a size");
     line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
 }

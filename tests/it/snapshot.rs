@@ -280,8 +280,8 @@ async fn incomplete_snapshots_are_refused() {
     let target = home.path().join("data");
     let bbolt = [vec![0; 16], vec![0xed, 0xda, 0x0c, 0xed], vec![0; 12_300]].concat();
     let rows: [(&str, Vec<u8>, &str); 7] = [
-        ("cut off", whole[..whole.len() - 5_000].to_vec(), "cut off"),
-        ("cut off at a page, with a checksum's length behind it", whole[..whole.len() - 4_096].to_vec(), "damaged"),
+        ("truncated", whole[..whole.len() - 5_000].to_vec(), "truncated"),
+        ("truncated to whole pages plus the length of a checksum", whole[..whole.len() - 4_096].to_vec(), "damaged"),
         (
             "damaged",
             {
@@ -292,8 +292,8 @@ async fn incomplete_snapshots_are_refused() {
             "damaged",
         ),
         ("without its checksum", whole[..whole.len() - 32].to_vec(), "--skip-hash-check"),
-        ("text", b"hello".to_vec(), "no snapshot"),
-        ("nothing", Vec::new(), "no snapshot"),
+        ("text", b"hello".to_vec(), "is not a snapshot"),
+        ("nothing", Vec::new(), "is not a snapshot"),
         ("etcd's", bbolt, "etcdutl"),
     ];
     for (what, bytes, because) in rows {
@@ -309,7 +309,7 @@ async fn incomplete_snapshots_are_refused() {
     fs::write(&file, &whole[..whole.len() - 32]).expect("a file can be written");
     prints(&["snapshot", "restore", path(&file), "--skip-hash-check", "--data-dir", path(&target)]);
     let again = ["snapshot", "restore", path(&file), "--skip-hash-check", "--data-dir", path(&target)];
-    refused(&again, &["orlop.db is there already", "move it away"]);
+    refused(&again, &["orlop.db exists already", "move it and the files"]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -327,7 +327,7 @@ async fn foreign_and_newer_databases_are_refused() {
         }
     };
     let other = sqlite("other.db", "CREATE TABLE t (a)").await;
-    refused(&["snapshot", "status", path(&other), "--skip-hash-check"], &["other.db", "no database of orlop's"]);
+    refused(&["snapshot", "status", path(&other), "--skip-hash-check"], &["other.db", "is not an Orlop database"]);
 
     let target = home.path().join("data");
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
@@ -339,7 +339,7 @@ async fn foreign_and_newer_databases_are_refused() {
     )
     .await;
     let restore = ["snapshot", "restore", path(&newer), "--skip-hash-check", "--data-dir", path(&target)];
-    refused(&restore, &["another version of orlop", "99"]);
+    refused(&restore, &["another version of Orlop", "99"]);
     assert!(!target.join("orlop.db").exists());
 }
 
@@ -384,11 +384,11 @@ async fn restore_into_a_used_postgres_is_refused() {
     let restore = ["snapshot", "restore", path(&file), "--datastore-endpoint", &datastore];
     {
         let mut server = Server::orlop_on(&datastore, &["--name", "alice"]).await;
-        refused(&restore, &["served by alice"]);
+        refused(&restore, &["used by instance alice"]);
         Client::connect(server.endpoint()).await.kv.put(put("a".to_owned(), vec![1], 0)).await.expect("a put");
         server.terminate().await;
     }
-    refused(&restore, &["holds a log already"]);
+    refused(&restore, &["already contains a log"]);
 }
 
 on_both_backends!(snapshot_under_load_is_consistent, empty_and_small_stores_are_saved_by_etcdctl,);

@@ -63,8 +63,8 @@ fn errors_name_invalid_settings_and_accepted_values() {
     check_refused(&["--metrics", "all"], &[], &["all", "basic", "extensive"]);
     check_refused(&["--compaction-batch-limit", "0"], &[], &["compaction-batch-limit", "at least 1"]);
     check_refused(&["--listen-client-urls", ""], &[], &["listen-client-urls"]);
-    check_refused(&["--unix-socket-mode", "rw"], &[], &["rw", "octal, like 0660"]);
-    check_refused(&[], &[("ORLOP_UNIX_SOCKET_MODE", "1777")], &["1777", "octal, like 0660"]);
+    check_refused(&["--unix-socket-mode", "rw"], &[], &["rw", "octal, for example 0660"]);
+    check_refused(&[], &[("ORLOP_UNIX_SOCKET_MODE", "1777")], &["1777", "octal, for example 0660"]);
     check_refused(&["--watch-progress-notify-interval", "1ms"], &[], &["at least 100ms"]);
     check_refused(&["--watch-progress-notify-interval", "soon"], &[], &["soon", "10m"]);
     check_refused(&["--log-level", "=,"], &[], &["log-level"]);
@@ -268,7 +268,7 @@ fn service_manager_is_notified_of_start_and_stop() {
         .expect("orlop is built with the tests");
     let state = || {
         let mut text = [0; 64];
-        let len = socket.recv(&mut text).expect("it tells in time");
+        let len = socket.recv(&mut text).expect("a notification in time");
         String::from_utf8_lossy(&text[..len]).into_owned()
     };
     assert_eq!(state(), "READY=1");

@@ -283,11 +283,11 @@ async fn certificates_are_reloaded_while_streams_continue() {
     let keep = Arc::clone(&seen);
     tokio::spawn(async move {
         while let Ok(Some(line)) = lines.next_line().await {
-            keep.lock().expect("nobody panics with it in hand").push(line);
+            keep.lock().expect("the lock is not poisoned").push(line);
         }
     });
     let has_seen = |value: &str| {
-        let seen = seen.lock().expect("nobody panics with it in hand");
+        let seen = seen.lock().expect("the lock is not poisoned");
         if seen.iter().any(|line| line == value) { Ok(()) } else { Err(seen.clone()) }
     };
     eventually("an event", async || {
@@ -300,7 +300,7 @@ async fn certificates_are_reloaded_while_streams_continue() {
     std::fs::write(&certificate.cert, "nonsense").expect("a file can be written");
     let put =
         |identity: &Identity<'_>| identity.etcdctl(server.endpoint(), &["put", "k", "after"]).expect("it is there");
-    assert!(output(&mut put(&before)).await.status.success(), "the former one is used on");
+    assert!(output(&mut put(&before)).await.status.success(), "the previous certificate stays in use");
     certificate.replace_by(&new.sign("server", 30));
     eventually("the new certificate", async || {
         let answer = output(&mut put(&after)).await;
@@ -322,19 +322,25 @@ fn errors_name_unusable_files() {
     let with_clients = ["--cert-file", cert, "--key-file", key, "--trusted-ca-file", text(&root)];
     for (flags, named) in [
         (&[][..], &["https://127.0.0.1:0", "cert-file", "key-file"][..]),
-        (&["--cert-file", cert], &["cert-file needs key-file"]),
-        (&["--key-file", key], &["key-file needs cert-file"]),
+        (&["--cert-file", cert], &["cert-file requires key-file"]),
+        (&["--key-file", key], &["key-file requires cert-file"]),
         (&["--cert-file", "none.pem", "--key-file", key], &["cert-file none.pem"]),
         (&["--cert-file", cert, "--key-file", "none.pem"], &["key-file none.pem"]),
-        (&["--cert-file", "garbage.db", "--key-file", key], &["cert-file garbage.db", "no certificate"]),
-        (&["--cert-file", cert, "--key-file", cert], &["key-file", "no private key"]),
+        (&["--cert-file", "garbage.db", "--key-file", key], &["cert-file garbage.db", "contains no certificate"]),
+        (&["--cert-file", cert, "--key-file", cert], &["key-file", "cannot read a private key"]),
         (&["--cert-file", cert, "--key-file", text(&two.key)], &["cannot be used together"]),
         (&["--cert-file", text(&expired.cert), "--key-file", text(&expired.key)], &["cert-file", "valid from"]),
-        (&["--cert-file", cert, "--key-file", key, "--client-cert-auth"], &["client-cert-auth needs trusted-ca-file"]),
-        (&["--cert-file", cert, "--key-file", key, "--trusted-ca-file", key], &["trusted-ca-file", "no certificate"]),
-        (&["--trusted-ca-file", text(&root)], &["trusted-ca-file needs cert-file"]),
-        (&["--client-crl-file", cert], &["client-crl-file needs trusted-ca-file"]),
-        (&["--client-cert-allowed-hostname", "a"], &["client-cert-allowed-hostname needs trusted-ca-file"]),
+        (
+            &["--cert-file", cert, "--key-file", key, "--client-cert-auth"],
+            &["client-cert-auth requires trusted-ca-file"],
+        ),
+        (
+            &["--cert-file", cert, "--key-file", key, "--trusted-ca-file", key],
+            &["trusted-ca-file", "contains no certificate"],
+        ),
+        (&["--trusted-ca-file", text(&root)], &["trusted-ca-file requires cert-file"]),
+        (&["--client-crl-file", cert], &["client-crl-file requires trusted-ca-file"]),
+        (&["--client-cert-allowed-hostname", "a"], &["client-cert-allowed-hostname requires trusted-ca-file"]),
         (&[&with_clients[..], &["--client-crl-file", "none.pem"]].concat(), &["client-crl-file none.pem"]),
         (&[&with_clients[..], &["--client-crl-file", cert]].concat(), &["client-crl-file", "no revocation list"]),
         (&[&with_clients[..], &["--client-cert-allowed-hostname", "a b"]].concat(), &["hostname", "a b"]),

@@ -118,7 +118,7 @@ impl Common {
             ("--existing", self.existing),
         ];
         match given.iter().find(|(_, is_given)| *is_given) {
-            Some((flag, _)) => Err(Error::Flags(format!("{flag} means nothing here: {instead} sets the duration"))),
+            Some((flag, _)) => Err(Error::Flags(format!("{flag} has no effect here: {instead} sets the duration"))),
             None => Ok(()),
         }
     }
@@ -137,7 +137,7 @@ impl Common {
         ];
         match given.iter().find(|(_, is_given)| *is_given) {
             Some((flag, _)) => {
-                Err(Error::Flags(format!("{flag} means nothing here: --servers and --groups select servers and loads")))
+                Err(Error::Flags(format!("{flag} has no effect here: --servers and --groups select servers and loads")))
             }
             None => Ok(()),
         }

@@ -11,7 +11,7 @@ use prometheus::{
 
 /// Returns `count` bucket bounds that double from `from` on.
 fn doubling(from: f64, count: usize) -> Vec<f64> {
-    exponential_buckets(from, 2.0, count).expect("the first is positive, and there are some")
+    exponential_buckets(from, 2.0, count).expect("the first bound is positive, and the number of buckets is not zero")
 }
 
 /// A kind of metric, built from its row of a table.
@@ -60,7 +60,7 @@ macro_rules! metrics {
             fn new(registry: &Registry) -> Self {
                 Self {
                     $($field: register(registry, $name, $help, &[$($($label),+)?], {
-                        #[allow(unused_mut, unused_assignments, reason = "most have none")]
+                        #[allow(unused_mut, unused_assignments, reason = "most metrics have no labels")]
                         let mut buckets = Vec::new();
                         $(buckets = $buckets;)?
                         buckets
@@ -74,48 +74,48 @@ macro_rules! metrics {
 metrics! {
     /// Updated by the store: writer, readers, leases, compactor.
     Store {
-        puts: IntCounter "etcd_mvcc_put_total", "Puts, those of transactions and of other instances included.";
-        deletes: IntCounter "etcd_mvcc_delete_total", "Keys deleted, those of other instances included.";
+        puts: IntCounter "etcd_mvcc_put_total", "Puts, including those in transactions and of other instances.";
+        deletes: IntCounter "etcd_mvcc_delete_total", "Keys deleted, including those by other instances.";
         txns: IntCounter "etcd_mvcc_txn_total", "Transactions.";
         ranges: IntCounter "etcd_mvcc_range_total", "Ranges outside of transactions.";
-        events: IntCounter "etcd_debugging_mvcc_events_total", "Changes handed to the watch hub.";
+        events: IntCounter "etcd_debugging_mvcc_events_total", "Changes passed to the watch hub.";
         put_bytes: IntGauge "etcd_debugging_mvcc_total_put_size_in_bytes", "Bytes of all pairs put.";
         apply: HistogramVec "etcd_server_apply_duration_seconds" ["version", "op", "success"] in doubling(0.0001, 20),
-            "From a write's evaluation until it is committed and applied.";
+            "Time from a write's evaluation until it is committed and applied.";
         request: HistogramVec "etcd_server_request_duration_seconds" ["type", "success"] in doubling(0.001, 14),
-            "From a write's arrival in the queue until its answer.";
+            "Time from a write's arrival in the queue to its response.";
         range: HistogramVec "etcd_server_range_duration_seconds" ["success"] in doubling(0.0001, 20),
-            "Time of a range.";
+            "Duration of a range.";
         slow_applies: IntCounter "etcd_server_slow_apply_total", "Writes slower than warning-apply-duration.";
-        failed: IntCounter "etcd_server_proposals_failed_total", "Batches whose outcome is unknown or that the log refused.";
+        failed: IntCounter "etcd_server_proposals_failed_total", "Batches that the log refused or whose outcome is unknown.";
         slow_confirms: IntCounter "etcd_server_slow_read_indexes_total",
-            "Linearizable reads that waited long for where the log stands.";
+            "Linearizable reads that waited long for the log's position.";
         failed_confirms: IntCounter "etcd_server_read_indexes_failed_total",
-            "Linearizable reads that could not learn where the log stands.";
+            "Linearizable reads that failed to get the log's position.";
         fsync: Histogram "etcd_disk_wal_fsync_duration_seconds" in doubling(0.001, 14),
-            "Time of an append's durable commit.";
+            "Duration of an append's durable commit.";
         commit: Histogram "etcd_disk_backend_commit_duration_seconds" in doubling(0.001, 14),
-            "Time of an append's durable commit.";
+            "Duration of an append's durable commit.";
         written_bytes: IntGauge "etcd_disk_wal_write_bytes_total", "Bytes of keys and values appended.";
-        batch_requests: Histogram "orlop_batch_requests" in doubling(1.0, 12), "Requests that one commit carries.";
-        batch_rows: Histogram "orlop_batch_rows" in doubling(1.0, 14), "Rows that one commit carries.";
-        queue: Histogram "orlop_queue_duration_seconds" in doubling(0.0001, 18), "How long the oldest request of a batch waited for it.";
-        raced: IntCounter "orlop_append_conflicts_total", "Appends that another instance was faster than.";
+        batch_requests: Histogram "orlop_batch_requests" in doubling(1.0, 12), "Requests per commit.";
+        batch_rows: Histogram "orlop_batch_rows" in doubling(1.0, 14), "Rows per commit.";
+        queue: Histogram "orlop_queue_duration_seconds" in doubling(0.0001, 18), "Time that the oldest request of a batch waited for the batch.";
+        raced: IntCounter "orlop_append_conflicts_total", "Appends that lost the race against another instance.";
         leases_granted: IntCounter "etcd_debugging_lease_granted_total", "Leases granted.";
-        leases_revoked: IntCounter "etcd_debugging_lease_revoked_total", "Leases revoked, expired ones included.";
-        leases_renewed: IntCounter "etcd_debugging_lease_renewed_total", "Leases kept alive.";
-        leases_expired: IntCounter "etcd_debugging_server_lease_expired_total", "Leases that this instance found expired.";
-        lease_ttl: Histogram "etcd_debugging_lease_ttl_total" in doubling(1.0, 24), "TTLs granted, in seconds.";
+        leases_revoked: IntCounter "etcd_debugging_lease_revoked_total", "Leases revoked, including expired ones.";
+        leases_renewed: IntCounter "etcd_debugging_lease_renewed_total", "Lease renewals.";
+        leases_expired: IntCounter "etcd_debugging_server_lease_expired_total", "Leases that this instance expired.";
+        lease_ttl: Histogram "etcd_debugging_lease_ttl_total" in doubling(1.0, 24), "Granted TTLs in seconds.";
         compacted_rows: IntCounter "etcd_debugging_mvcc_db_compaction_keys_total", "Rows deleted by compactions.";
         compaction_pause: Histogram "etcd_debugging_mvcc_db_compaction_pause_duration_milliseconds" in doubling(1.0, 13),
-            "Time of one step of deleting rows.";
+            "Duration of one step of deleting rows.";
         compaction_total: Histogram "etcd_debugging_mvcc_db_compaction_total_duration_milliseconds" in doubling(100.0, 14),
-            "Time of a whole compaction.";
+            "Duration of a whole compaction.";
         index_compaction_pause: Histogram "etcd_debugging_mvcc_index_compaction_pause_duration_milliseconds"
-            in doubling(0.5, 12), "Time of a compaction of the index.";
-        leader_changes: IntCounter "etcd_server_leader_changes_seen_total", "Changes of the leading instance.";
+            in doubling(0.5, 12), "Duration of a compaction of the index.";
+        leader_changes: IntCounter "etcd_server_leader_changes_seen_total", "Changes of the leader.";
         failed_beats: IntCounter "etcd_server_heartbeat_send_failures_total",
-            "Times that this instance could not say that it lives.";
+            "Failed heartbeats of this instance.";
     }
 }
 
@@ -124,7 +124,7 @@ metrics! {
     Watch {
         streams: IntGauge "etcd_debugging_mvcc_watch_stream_total", "Watch streams.";
         watchers: IntGauge "etcd_debugging_mvcc_watcher_total", "Watchers.";
-        behind: IntGauge "etcd_debugging_mvcc_slow_watcher_total", "Watchers that read the log, as they are behind.";
+        behind: IntGauge "etcd_debugging_mvcc_slow_watcher_total", "Unsynced watchers, which read the log.";
     }
 }
 
@@ -140,30 +140,30 @@ metrics! {
         received_bytes: IntCounter "etcd_network_client_grpc_received_bytes_total", "Bytes of messages received.";
         sent_bytes: IntCounter "etcd_network_client_grpc_sent_bytes_total", "Bytes of messages sent.";
         clients: IntCounterVec "etcd_server_client_requests_total" ["type", "client_api_version"],
-            "Calls, by the API version that the client names.";
-        panics: IntCounter "orlop_request_panics_total", "Requests that ended in a panic, which is a mistake in the server.";
+            "Calls by the client's API version.";
+        panics: IntCounter "orlop_request_panics_total", "Requests that ended in a panic, which is a bug in the server.";
     }
 }
 
 metrics! {
     /// Updated by the health endpoints.
     Health {
-        success: IntCounter "etcd_server_health_success", "Healthy answers of /health.";
-        failures: IntCounter "etcd_server_health_failures", "Unhealthy answers of /health.";
-        check: IntGaugeVec "etcd_server_healthcheck" ["type", "name"], "1 where a check's newest outcome is good.";
-        checks: IntCounterVec "etcd_server_healthchecks_total" ["type", "name", "status"], "Outcomes of checks.";
-        stuck: IntGaugeVec "orlop_stuck_tasks" ["task"], "1 for a task that has something to do and makes no progress.";
+        success: IntCounter "etcd_server_health_success", "Successful /health requests.";
+        failures: IntCounter "etcd_server_health_failures", "Failed /health requests.";
+        check: IntGaugeVec "etcd_server_healthcheck" ["type", "name"], "1 if the newest run of a check succeeded.";
+        checks: IntCounterVec "etcd_server_healthchecks_total" ["type", "name", "status"], "Results of checks.";
+        stuck: IntGaugeVec "orlop_stuck_tasks" ["task"], "1 if a task has work and makes no progress.";
     }
 }
 
 metrics! {
     /// Updated by maintenance calls.
     Maintenance {
-        defrag: Histogram "etcd_disk_backend_defrag_duration_seconds" in doubling(0.1, 13), "Time of a defragmentation.";
+        defrag: Histogram "etcd_disk_backend_defrag_duration_seconds" in doubling(0.1, 13), "Duration of a defragmentation.";
         defrag_inflight: IntGauge "etcd_disk_defrag_inflight", "1 while a defragmentation runs.";
-        snapshot: Histogram "etcd_disk_backend_snapshot_duration_seconds" in doubling(0.01, 17), "Time of a snapshot.";
-        hash: Histogram "etcd_mvcc_hash_duration_seconds" in doubling(0.01, 15), "Time of a hash of the whole log.";
-        hash_rev: Histogram "etcd_mvcc_hash_rev_duration_seconds" in doubling(0.01, 15), "Time of a hash of the pairs.";
+        snapshot: Histogram "etcd_disk_backend_snapshot_duration_seconds" in doubling(0.01, 17), "Duration of a snapshot.";
+        hash: Histogram "etcd_mvcc_hash_duration_seconds" in doubling(0.01, 15), "Duration of a hash of the whole log.";
+        hash_rev: Histogram "etcd_mvcc_hash_rev_duration_seconds" in doubling(0.01, 15), "Duration of a hash of the pairs.";
     }
 }
 
@@ -171,35 +171,35 @@ metrics! {
     /// Gauges, updated when metrics are requested.
     State {
         has_leader: IntGauge "etcd_server_has_leader", "1 while the database can be reached.";
-        is_leader: IntGauge "etcd_server_is_leader", "1 on the instance that does first what one should do.";
+        is_leader: IntGauge "etcd_server_is_leader", "1 if this instance is the leader, which runs tasks that only one instance should run.";
         is_learner: IntGauge "etcd_server_is_learner", "0: there are no learners.";
-        committed: IntGauge "etcd_server_proposals_committed_total", "The newest revision committed, as far as is known.";
+        committed: IntGauge "etcd_server_proposals_committed_total", "The newest known committed revision.";
         applied: IntGauge "etcd_server_proposals_applied_total", "The newest revision applied.";
-        pending: IntGauge "etcd_server_proposals_pending", "Writes that wait.";
+        pending: IntGauge "etcd_server_proposals_pending", "Writes in the queue.";
         applying_snapshot: IntGauge "etcd_server_snapshot_apply_in_progress_total", "1 while the index is rebuilt.";
-        quota: IntGauge "etcd_server_quota_backend_bytes", "Bytes that the database may have.";
-        server_version: IntGaugeVec "etcd_server_version" ["server_version"], "1 for the etcd release that is served.";
+        quota: IntGauge "etcd_server_quota_backend_bytes", "Maximum size of the database in bytes.";
+        server_version: IntGaugeVec "etcd_server_version" ["server_version"], "1 for the etcd release whose API is served.";
         cluster_version: IntGaugeVec "etcd_cluster_version" ["cluster_version"], "1 for the cluster's version.";
         server_id: IntGaugeVec "etcd_server_id" ["server_id"], "1 for this member's id, in hexadecimal.";
-        known_peers: IntGaugeVec "etcd_network_known_peers" ["Local", "Remote"], "1 for each other instance that lives.";
-        db_bytes: IntGauge "etcd_mvcc_db_total_size_in_bytes", "Bytes of the database.";
-        db_bytes_in_use: IntGauge "etcd_mvcc_db_total_size_in_use_in_bytes", "Bytes of the database less its free pages.";
+        known_peers: IntGaugeVec "etcd_network_known_peers" ["Local", "Remote"], "1 for each other live instance.";
+        db_bytes: IntGauge "etcd_mvcc_db_total_size_in_bytes", "Size of the database in bytes.";
+        db_bytes_in_use: IntGauge "etcd_mvcc_db_total_size_in_use_in_bytes", "Size of the database without free pages in bytes.";
         reads: IntGauge "etcd_mvcc_db_open_read_transactions", "Queries that read the database.";
-        keys: IntGauge "etcd_debugging_mvcc_keys_total", "Keys in the index, deleted ones not yet compacted included.";
+        keys: IntGauge "etcd_debugging_mvcc_keys_total", "Keys in the index, including deleted ones that are not compacted.";
         revision: IntGauge "etcd_debugging_mvcc_current_revision", "The head.";
         compact_revision: IntGauge "etcd_debugging_mvcc_compact_revision", "The compact revision, -1 before the first.";
-        last_compaction: IntGauge "etcd_debugging_mvcc_db_compaction_last", "When the last compaction ended, in Unix seconds.";
+        last_compaction: IntGauge "etcd_debugging_mvcc_db_compaction_last", "Unix time of the end of the last compaction.";
         pending_events: IntGauge "etcd_debugging_mvcc_pending_events_total", "Messages that wait to be sent to watchers.";
         auth_revision: IntGauge "etcd_debugging_auth_revision", "The auth store's revision.";
-        alarms: IntGaugeVec "etcd_debugging_server_alarms" ["server_id", "alarm_type"], "1 for each alarm.";
+        alarms: IntGaugeVec "etcd_debugging_server_alarms" ["server_id", "alarm_type"], "1 for each active alarm.";
         fds_used: IntGauge "os_fd_used", "Open file descriptors.";
-        fds_limit: IntGauge "os_fd_limit", "File descriptors that may be open.";
-        cache_bytes: IntGauge "orlop_value_cache_bytes", "Bytes of pairs that are held in memory.";
-        cache_hits: IntGauge "orlop_value_cache_hits", "Pairs that were found in memory.";
-        cache_misses: IntGauge "orlop_value_cache_misses", "Pairs that had to be read from the log.";
+        fds_limit: IntGauge "os_fd_limit", "Maximum number of open file descriptors.";
+        cache_bytes: IntGauge "orlop_value_cache_bytes", "Bytes of pairs in the value cache.";
+        cache_hits: IntGauge "orlop_value_cache_hits", "Pairs found in the value cache.";
+        cache_misses: IntGauge "orlop_value_cache_misses", "Pairs read from the log.";
         leases: IntGauge "orlop_leases", "Leases.";
-        instances: IntGauge "orlop_instances", "Instances that serve this log.";
-        connections: IntGaugeVec "orlop_database_connections" ["state"], "Connections to the database, idle and used.";
+        instances: IntGauge "orlop_instances", "Live instances on this log.";
+        connections: IntGaugeVec "orlop_database_connections" ["state"], "Connections to the database, idle and in use.";
         build: IntGaugeVec "orlop_build_info" ["version"], "1 for the version of Orlop.";
     }
 }
@@ -233,7 +233,7 @@ impl Metrics {
         let handling = (detail == Detail::Extensive).then(|| {
             let labels = ["grpc_type", "grpc_service", "grpc_method"];
             let buckets = prometheus::DEFAULT_BUCKETS.to_vec();
-            register(&registry, "grpc_server_handling_seconds", "Time of a call.", &labels, buckets)
+            register(&registry, "grpc_server_handling_seconds", "Duration of a call.", &labels, buckets)
         });
         Self {
             store: Store::new(&registry),

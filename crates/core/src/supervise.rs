@@ -116,9 +116,9 @@ impl<F: Future> Future for CatchPanics<F> {
 }
 
 /// Counts and logs a request that panicked.
-pub fn log_request_id(panics: &IntCounter, request: &str, panic: &Panic) {
+pub fn log_request_panic(panics: &IntCounter, request: &str, panic: &Panic) {
     panics.inc();
-    error!(request, place = panic.place, message = panic.message, "a request panicked; only that one failed");
+    error!(request, place = panic.place, message = panic.message, "a request panicked; only this request failed");
 }
 
 /// Spawns a task that the server cannot run without. If it panics, the process ends at once.
@@ -134,8 +134,7 @@ async fn watch_over(work: impl Future<Output = ()>, panicked: impl FnOnce(&Panic
 
 /// Acknowledged writes are durable at any moment, so the process ends without cleaning up.
 fn end_process(task: &str, panic: &Panic) -> ! {
-    const WHY: &str = "the server cannot go on without it and ends. What was acknowledged is in the log, which is intact: \
-                       start the server again, and report this";
+    const WHY: &str = "the server cannot continue without this task and exits. All acknowledged writes are in the log: restart the server, and report this error";
     error!(task, place = panic.place, message = panic.message, "{task} panicked; {WHY}");
     eprintln!("orlop: {task}: {panic}; {WHY}");
     std::process::exit(EXIT_PANICKED)
@@ -224,9 +223,9 @@ mod tests {
             (
                 "a_vital_task",
                 Some(EXIT_PANICKED),
-                &["the writer", "src/supervise.rs:", "no such row", "start the server again"][..],
+                &["the writer", "src/supervise.rs:", "no such row", "restart the server"][..],
             ),
-            ("a_held_lock", Some(EXIT_PANICKED), &["i32", "half a change", "start the server again"]),
+            ("a_held_lock", Some(EXIT_PANICKED), &["i32", "half a change", "restart the server"]),
             ("a_database_thread", Some(EXIT_PANICKED), &["sqlx-sqlite-worker-3", "oh no"]),
             ("a_request", Some(0), &[]),
             ("a_lock_taken_while_cleaning_up", Some(0), &[]),

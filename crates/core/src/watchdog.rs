@@ -156,11 +156,15 @@ impl Watchdog {
         let (stuck, moves_again) = self.look(passed);
         for Stuck { name, silent } in stuck {
             gauge.with_label_values(&[name]).set(1);
-            error!(task = name, silent_secs = silent.as_secs(), "a task is stuck; /livez fails until it moves");
+            error!(
+                task = name,
+                silent_secs = silent.as_secs(),
+                "a task is stuck; /livez fails until it makes progress"
+            );
         }
         for task in moves_again {
             gauge.with_label_values(&[task]).set(0);
-            info!(task, "the task moves again");
+            info!(task, "the task makes progress again");
         }
     }
 }

@@ -170,7 +170,7 @@ impl Log for PostgresLog {
             Reclaim::Rows { rows, compacted, server } => {
                 let purged = read!(self.database, connection => append::purge(connection, server, rows, compacted))?;
                 if !purged {
-                    return Err(Error::Unavailable("another server has the database now".to_owned()));
+                    return Err(Error::Unavailable("another server is connected to the database".to_owned()));
                 }
             }
             Reclaim::Space => space::vacuum(&self.database).await?,
@@ -197,7 +197,7 @@ impl Log for PostgresLog {
             sqlx::query(LEAVE).bind(self.member.id.cast_signed()).bind(self.run).execute(connection)
         });
         if let Err(error) = left {
-            warn!(%error, "could not sign off; the other instances will notice in a while");
+            warn!(%error, "cannot deregister this instance; the other instances will remove it after a timeout");
         }
         self.appender.close().await;
         self.position_connection.close().await;
@@ -251,7 +251,7 @@ impl SharedLog for PostgresLog {
             Ok((heard, live.fetch_all(connection).await?))
         })?;
         if self.has_beaten.swap(true, Ordering::Relaxed) && heard.is_some_and(|run| run != self.run) {
-            warn!(name = self.member.name, "another instance serves under this one's name; give each its own --name");
+            warn!(name = self.member.name, "another instance has this instance's name; give each a different --name");
         }
         let member = |(id, name, client_urls): Row| Member { id: id.cast_unsigned(), name, client_urls };
         Ok(rows.into_iter().map(member).collect())

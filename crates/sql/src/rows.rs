@@ -85,7 +85,7 @@ pub(super) async fn consume_budget_for(units: usize, bytes: usize) {
 
 /// Reads a row's ID from the columns `id` and `sub`.
 pub(super) fn row_id(id: i64, sub: i64) -> Result<RowId> {
-    let sub = u32::try_from(sub).map_err(|_| Error::Corrupt(format!("row {id} has the sub {sub}")))?;
+    let sub = u32::try_from(sub).map_err(|_| Error::Corrupt(format!("row {id} has the invalid sub {sub}")))?;
     Ok(RowId::new(Revision(id), sub))
 }
 
@@ -287,7 +287,7 @@ pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Re
         return Ok(());
     }
     Err(Error::Open(format!(
-        "{name} was written by another version of orlop: it has the schema {}, this one reads the schema {}",
+        "{name} was written by another version of Orlop: it has schema {}, this version reads schema {}",
         versions.last().unwrap_or(&0),
         known.last().unwrap_or(&0),
     )))
@@ -297,12 +297,12 @@ pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Re
 pub(super) fn cannot_migrate(name: &str, error: &MigrateError) -> String {
     if let MigrateError::VersionMissing(version) = error {
         return format!(
-            "database {name} was written by a newer version of orlop: it has the schema {version}, which this one does not know"
+            "database {name} was written by a newer version of Orlop: this version does not know schema {version}"
         );
     }
     if let MigrateError::VersionMismatch(version) = error {
         return format!(
-            "database {name} was written by another version of orlop: its schema {version} is not this one's"
+            "database {name} was written by another version of Orlop: its schema {version} differs from this version's"
         );
     }
     format!("cannot migrate database {name}: {error}")

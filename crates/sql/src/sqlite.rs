@@ -1,7 +1,7 @@
 //! The log in one SQLite file, owned by one Orlop process.
 //!
 //! Connections: one for writes, a few for reads, one for checkpoints. WAL mode and `synchronous=FULL`: a commit returns
-//! when the WAL is on disk. Other processes may read the file with SQL while Orlop runs; a lock on a file beside it
+//! when the WAL is on disk. Other processes may read the file with SQL while Orlop runs; a lock on a file next to it
 //! refuses a second Orlop.
 //!
 //! Checkpoints run in the background ([`checkpoint`]), never as part of a write; so does the return of free pages
@@ -80,7 +80,7 @@ impl SqliteLog {
             .await
             .map_err(|error| Error::Open(cannot_migrate(&name.to_string(), &error)))?;
         if let Err(error) = wal::preallocate(file) {
-            warn!(%error, database = %name, "the WAL cannot be given its full length; writes are slower while it grows");
+            warn!(%error, database = %name, "cannot preallocate the WAL; writes are slower while it grows");
         }
         let read_only = options.clone().pragma("query_only", "ON");
         let readers = SqlitePoolOptions::new()
@@ -134,7 +134,7 @@ fn lock_file(file: &Path) -> Result<FileLock> {
             .map_err(|error| Error::Open(format!("cannot create folder {}: {error}", folder.display())))?;
         if let Some(mode) = private::exposed(folder) {
             let mode = format!("{mode:04o}");
-            warn!(folder = %folder.display(), mode, "others than its user can look into the data folder; chmod 700 it");
+            warn!(folder = %folder.display(), mode, "other users can read the data folder; run chmod 700 on it");
         }
     }
     FileLock::acquire(file)
@@ -162,7 +162,7 @@ fn refuse_cut_off(file: &Path) -> Result<()> {
     if header.len() < HEADER_BYTES {
         let name = file.display();
         return Err(Error::Open(format!(
-            "database {name} is cut off: it has {bytes} bytes; restore a snapshot or a copy of it"
+            "database {name} is truncated: it has {bytes} bytes; restore a snapshot or a copy of it"
         )));
     }
     // 1 stands for a size that does not fit.
@@ -175,7 +175,7 @@ fn refuse_cut_off(file: &Path) -> Result<()> {
         return Ok(());
     }
     Err(Error::Open(format!(
-        "database {} is cut off: it has {bytes} bytes and says that it has {pages} pages of {page}; restore a snapshot or a \
+        "database {} is truncated: it has {bytes} bytes, but its header names {pages} pages of {page} bytes; restore a snapshot or a \
          copy of it",
         file.display()
     )))
@@ -245,7 +245,7 @@ impl Log for SqliteLog {
             sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(writer.connection()).await
         };
         if let Err(error) = emptied.await {
-            warn!(%error, "the WAL could not be emptied; the next start does it");
+            warn!(%error, "cannot empty the WAL; the next start will do it");
         }
     }
 
@@ -270,11 +270,8 @@ impl SqliteLog {
         if has_code(error, CODE_FULL) {
             return Error::Full(format!("{file}: {error}"));
         }
-        let hint = if has_code(error, CODE_IO) {
-            "; the disk or its file system failed, of which the kernel's log tells"
-        } else {
-            ""
-        };
+        let hint =
+            if has_code(error, CODE_IO) { "; the disk or its file system failed: see the kernel's log" } else { "" };
         Error::OutcomeUnknown(format!("{file}: {error}{hint}"))
     }
 

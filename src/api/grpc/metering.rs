@@ -10,6 +10,7 @@ mod call;
 use std::{
     collections::{BTreeSet, HashMap},
     convert::Infallible,
+    pin::Pin,
     sync::Arc,
     task::{Context, Poll},
     time::Duration,
@@ -21,17 +22,16 @@ use http::{HeaderMap, Request, Response};
 use http_body::Body;
 use http_body_util::Either;
 use parking_lot::Mutex;
+use prometheus::IntCounter;
 use prost::Message as _;
 use prost_types::FileDescriptorSet;
+use tonic::codegen::BoxFuture;
 use tower::{Layer, Service};
 
-use self::call::{CallGuard, CallKind, Method, with_id};
-pub use self::{
-    body::{ReceivedBody, SentBody},
-    call::{MeteredCall, MeteredResponse},
-};
-use crate::telemetry::Exporter;
-use orlop_core::{metrics::Metrics, overload::PartialRequests, trace};
+pub use self::body::{ReceivedBody, SentBody};
+use self::call::{CallGuard, Method, with_id};
+use crate::{api::status::panicked, telemetry::Exporter};
+use orlop_core::{metrics::Metrics, overload::PartialRequests, supervise, trace};
 use orlop_wire::proto::DESCRIPTORS;
 
 /// Maximum number of client versions that have a time series of their own; a client may name any version.
@@ -167,6 +167,40 @@ where
             Ok(response.map(|body| Either::Left(SentBody::new(body, call))))
         });
         MeteredCall { work, kind }
+    }
+}
+
+/// A response whose messages are counted, or one of a path that has no counters.
+pub type MeteredResponse<R> = Response<Either<SentBody<R>, R>>;
+
+/// The method of a call.
+enum CallKind {
+    Method(Arc<Method>),
+    /// A path without counters, and the counter of panics.
+    Other(String, IntCounter),
+}
+
+/// A call until its response begins. If it panics, the response is Internal.
+pub struct MeteredCall<R> {
+    work: BoxFuture<MeteredResponse<R>, Infallible>,
+    kind: CallKind,
+}
+
+impl<R: Default> Future for MeteredCall<R> {
+    type Output = Result<MeteredResponse<R>, Infallible>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        match supervise::catch_panic(|| self.work.as_mut().poll(context)) {
+            Ok(polled) => polled,
+            Err(panic) => {
+                let (path, panics) = match &self.kind {
+                    CallKind::Method(method) => (&method.path, &method.panics),
+                    CallKind::Other(path, panics) => (path, panics),
+                };
+                supervise::log_request_panic(panics, path, &panic);
+                Poll::Ready(Ok(panicked().into_http::<R>().map(Either::Right)))
+            }
+        }
     }
 }
 

@@ -81,7 +81,7 @@ pub fn count_txn(message: &[u8], ops_max: usize) -> Result<(), Status> {
         if fields <= ops.saturating_mul(FIELDS_PER_OP).saturating_add(FIELDS_MAX) {
             return Ok(());
         }
-        let text = format!("orlop: the request has more than {FIELDS_MAX} fields beside those of its operations");
+        let text = format!("orlop: the request has more than {FIELDS_MAX} fields outside its operations");
         Err(Status::invalid_argument(text))
     };
     // Compares and both branches of the outermost transaction.
@@ -127,7 +127,7 @@ enum Part {
 }
 
 /// Iterates over the fields of a message: the number of each, and the content of those with a length. Ends where the message
-/// is not well-formed. The content of a group counts like fields beside it; no request of etcd has groups.
+/// is not well-formed. The content of a group counts like fields next to it; no request of etcd has groups.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -238,7 +238,7 @@ mod tests {
             encoding::bytes::encode(2, &op, &mut txn);
             assert!(
                 refusal(pb::TxnRequest::check_fields(&txn, OPS_MAX))
-                    .is_some_and(|text| text.contains("1024 fields beside")),
+                    .is_some_and(|text| text.contains("1024 fields outside")),
                 "{name}"
             );
         }

@@ -208,7 +208,7 @@ impl Content {
             Self::Pieces { waiting, .. } => {
                 let mut waiting = waiting.lock();
                 if waiting.is_dropped {
-                    Err(Status::aborted("orlop: the client took the response too slowly"))
+                    Err(Status::aborted("orlop: the client read the response too slowly"))
                 } else {
                     Ok(waiting.next_piece())
                 }
@@ -235,7 +235,7 @@ async fn drop_when_stalled(waiting: Arc<Mutex<Waiting>>) {
         if waiting.pieces == seen {
             waiting.is_dropped = true;
             waiting.segments = VecDeque::new();
-            warn!("dropped a response: its client took nothing of it for 60 s");
+            warn!("dropped a response: its client read nothing of it for 60 s");
             return;
         }
         seen = waiting.pieces;
@@ -272,11 +272,11 @@ fn join_pairs(tag: u32, pairs: &mut VecDeque<Bytes>) -> Bytes {
     let count = pairs
         .iter()
         .take_while(|pair| {
-            let room = len < PIECE_BYTES;
-            if room {
+            let has_space = len < PIECE_BYTES;
+            if has_space {
                 len += framed(pair);
             }
-            room
+            has_space
         })
         .count();
     let mut piece = BytesMut::with_capacity(len);

@@ -56,7 +56,7 @@ pub async fn request<M: LimitedFields>(
             }
         }
         let Some(frame) = body.frame().await else {
-            return Err(Status::internal("orlop: the request ended before its message did"));
+            return Err(Status::internal("orlop: the request ended before its message was complete"));
         };
         let Ok(data) = frame.map_err(|error| Status::from_error(error.into()))?.into_data() else { continue };
         received.push(data);

@@ -42,7 +42,7 @@ impl Values {
             let blank = data.iter().take_while(|letter| letter.is_ascii_whitespace()).count();
             data.advance(blank);
             if data.first().is_some_and(|letter| *letter != b'{') {
-                return Err(Status::invalid_argument("a message is a JSON object, which begins with {"));
+                return Err(Status::invalid_argument("a message must be a JSON object, which starts with {"));
             }
         }
         let last = data.iter().position(|letter| self.ends_with(*letter));
@@ -71,7 +71,7 @@ impl Values {
 
     /// Returns the error for data that ends within an object.
     pub fn cut_off() -> Status {
-        Status::invalid_argument("the last message is not whole")
+        Status::invalid_argument("the last message is incomplete")
     }
 }
 

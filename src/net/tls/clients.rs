@@ -43,7 +43,7 @@ pub(super) fn verifier(settings: &TlsClients) -> Result<Arc<dyn ClientCertVerifi
     }
     let names = settings.allowed_hostnames.iter().map(|name| {
         ServerName::try_from(name.clone())
-            .map_err(|_| format!("client-cert-allowed-hostname: {name:?} is no name that a certificate can be for"))
+            .map_err(|_| format!("client-cert-allowed-hostname: {name:?} is not a valid name for a certificate"))
     });
     Ok(Arc::new(Named { verifier, names: names.collect::<Result<_, _>>()? }))
 }
@@ -61,7 +61,7 @@ fn revocations(file: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>
     if bytes.first() == Some(&0x30) {
         return Ok(vec![CertificateRevocationListDer::from(bytes)]);
     }
-    Err(unreadable("it holds no revocation list in PEM or DER form".to_owned()))
+    Err(unreadable("it contains no revocation list in PEM or DER format".to_owned()))
 }
 
 /// Accepts clients whose certificate contains one of the names.

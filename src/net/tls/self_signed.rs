@@ -25,11 +25,11 @@ pub(super) fn ensure(wanted: &SelfSigned, cert_file: &Path, key_file: &Path) -> 
     if usable {
         return Ok(());
     }
-    let made = make(wanted).map_err(|error| format!("auto-tls: no certificate can be made: {error}"))?;
+    let made = make(wanted).map_err(|error| format!("auto-tls: cannot generate a certificate: {error}"))?;
     for (file, text) in [(key_file, &made.key), (cert_file, &made.cert)] {
         write(file, text).map_err(|error| format!("auto-tls: cannot write {}: {error}", file.display()))?;
     }
-    info!(cert_file = %cert_file.display(), hosts = ?wanted.hosts, "made a certificate");
+    info!(cert_file = %cert_file.display(), hosts = ?wanted.hosts, "generated a certificate");
     Ok(())
 }
 

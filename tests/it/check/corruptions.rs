@@ -101,8 +101,11 @@ pub const CORRUPTIONS: [Corruption; 25] = [
     ),
     (
         "UPDATE kv_log SET deleted = (1 = 1), value = NULL, version = 0, create_revision = 0 WHERE id = 2",
-        &["id=2 sub=0 key=\"a\": it deletes a key that is not there", "id=4 sub=0 key=\"a\": version is 2, expected 1"],
-        Some("row id=2 sub=0 key=\"a\": it deletes a key that is not there"),
+        &[
+            "id=2 sub=0 key=\"a\": it deletes a key that does not exist",
+            "id=4 sub=0 key=\"a\": version is 2, expected 1",
+        ],
+        Some("row id=2 sub=0 key=\"a\": it deletes a key that does not exist"),
     ),
     (
         "UPDATE kv_log SET id = 1 WHERE id = 2",
@@ -138,7 +141,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
         ],
         None,
     ),
-    ("DELETE FROM lease", &["kv_log id=10 sub=0 key=\"b\": lease is 7f, expected one that is in lease"], None),
+    ("DELETE FROM lease", &["kv_log id=10 sub=0 key=\"b\": lease is 7f, expected a lease in table lease"], None),
     ("UPDATE lease SET ttl = 0", &["lease id=7f: ttl is 0, expected at least 1"], None),
     (
         "INSERT INTO meta VALUES ('compact_revision', 99)",
@@ -158,7 +161,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
         None,
     ),
     ("DELETE FROM meta WHERE name = 'cluster_id'", &["meta name=\"cluster_id\": there is no such fact"], None),
-    ("INSERT INTO meta VALUES ('colour', 1)", &["meta name=\"colour\": no such fact is known, expected none"], None),
+    ("INSERT INTO meta VALUES ('colour', 1)", &["meta name=\"colour\": unknown fact"], None),
     ("INSERT INTO meta VALUES ('alarm/NOSPACE/7f', 1)", &[], None),
     // A transaction that is missing as a whole leaves no trace: the known limit.
     ("DELETE FROM kv_log WHERE id = 12", &[], None),
@@ -175,5 +178,5 @@ pub const POSTGRES_CORRUPTIONS: [Corruption; 3] = [
         &["member id=0: id is 0", "member id=0: name is empty", "member id=0: beat is before started"],
         None,
     ),
-    ("DELETE FROM meta WHERE name = 'epoch'", &["meta name=\"epoch\": there is no such fact, expected one"], None),
+    ("DELETE FROM meta WHERE name = 'epoch'", &["meta name=\"epoch\": the fact is missing"], None),
 ];

@@ -234,7 +234,7 @@ fn only_superseded_events_of_the_compact_revision_may_be_extra() {
         (&[("a", 5), ("b", 5), ("a", 5)], &[("b", 5), ("a", 5)], 0),
         (&[], &[("a", 5)], 0),
     ];
-    // The value tells two events of a key and revision apart, counted from the last, which both have.
+    // The value distinguishes two events of a key and revision, counted from the last one, which both servers have.
     let events = |rows: &[Row<'_>]| -> VecDeque<Event> {
         let event = |(index, (key, mod_revision)): (usize, &Row<'_>)| {
             let later = rows[index + 1..].iter().filter(|row| **row == (*key, *mod_revision)).count();

@@ -137,12 +137,12 @@ impl Arena {
 
     async fn serves_others(&mut self, attack: &str, peak_mib_max: u64) -> Seen {
         let during = bystander_p99(self.endpoint()).await;
-        // The short form runs in a debug build beside other tests.
+        // The short form runs as a debug build while other tests run.
         if is_long() {
             assert!(during < P99_MAX, "{attack}: the p99 of another client is {during:?}");
         }
         let newcomer = timeout(DEADLINE, self.client()).await;
-        assert!(newcomer.is_ok(), "who comes anew gets in");
+        assert!(newcomer.is_ok(), "a new client is served");
         drop(newcomer);
         let peak = self.status("VmHWM:");
         assert!(peak >> 10 <= peak_mib_max, "{attack}: the server took {} MiB", peak >> 10);
@@ -177,13 +177,12 @@ impl Arena {
     }
 
     pub fn open_files(&self) -> usize {
-        fs::read_dir(format!("/proc/{}/fd", self.server.pid())).expect("Linux tells of processes").count()
+        fs::read_dir(format!("/proc/{}/fd", self.server.pid())).expect("/proc is readable").count()
     }
 
     /// KiB.
     fn status(&self, name: &str) -> u64 {
-        let status =
-            fs::read_to_string(format!("/proc/{}/status", self.server.pid())).expect("Linux tells of processes");
+        let status = fs::read_to_string(format!("/proc/{}/status", self.server.pid())).expect("/proc is readable");
         let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("it has a size");
         line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
     }
@@ -192,7 +191,7 @@ impl Arena {
 /// Measures in a separate process that shares nothing with the attackers, not even locks, which a descheduled attacker
 /// might hold.
 async fn bystander_p99(endpoint: &str) -> Duration {
-    let program = std::env::current_exe().expect("Linux tells of processes");
+    let program = std::env::current_exe().expect("/proc is readable");
     let bystander = tokio::process::Command::new(program)
         .args(["--exact", "--ignored", "--nocapture", BYSTANDER])
         .env(BYSTANDER_ENDPOINT, endpoint)
@@ -216,7 +215,7 @@ async fn bystander() {
 
 /// Puts and gets in turn; each must be answered within the deadline.
 async fn put_and_get_p99(endpoint: &str) -> Duration {
-    let mut client = timeout(DEADLINE, Client::connect(endpoint)).await.expect("the bystander gets in");
+    let mut client = timeout(DEADLINE, Client::connect(endpoint)).await.expect("the bystander connects");
     let mut times = Vec::new();
     let end = tokio::time::Instant::now() + DEADLINE * 4;
     for number in 0..sized(60, 6_000) {
@@ -224,8 +223,8 @@ async fn put_and_get_p99(endpoint: &str) -> Duration {
         let put = PutRequest { key: "bystander".into(), value: vec![b'v'; 100].into(), ..Default::default() };
         let get = RangeRequest { key: "bystander".into(), ..Default::default() };
         let both = async {
-            client.kv.put(put).await.expect("a put beside the attack");
-            client.kv.range(get).await.expect("a get beside the attack").into_inner().kvs.len()
+            client.kv.put(put).await.expect("a put during the attack");
+            client.kv.range(get).await.expect("a get during the attack").into_inner().kvs.len()
         };
         let found = timeout_at(end, both).await;
         let found = found.unwrap_or_else(|_| panic!("call {number} of the bystander has no answer in time"));

@@ -41,7 +41,7 @@ async fn unread_gateway_watch_uses_bounded_memory(backend: Backend) {
     for _ in 0..sized(200, 1_000) {
         writer.put(put("k", 100_000)).await.expect("a put");
     }
-    arena.survives("gateway watches that are never read", 900, held).await;
+    arena.survives("gateway watches, never read", 900, held).await;
 }
 
 on_both_backends!(gateway_survives_endless_requests, unread_gateway_watch_uses_bounded_memory,);

@@ -28,7 +28,7 @@ async fn unread_snapshots_do_not_block_others(backend: Backend) {
         }
     };
     assert!(timeout(DEADLINE * 4, whole).await.expect("a snapshot in time") > 2_000_000);
-    arena.survives("600 snapshots that are never read", 800, held).await;
+    arena.survives("600 snapshots, never read", 800, held).await;
 }
 
 on_both_backends!(unread_snapshots_do_not_block_others,);

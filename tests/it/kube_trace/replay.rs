@@ -59,7 +59,7 @@ pub async fn replay(endpoints: &[&str], peer: Peer, steps: Vec<Step>) -> Result<
 
 pub async fn etcd_minor_version(endpoint: &str) -> u32 {
     let status = MaintenanceClient::new(connect(endpoint).await).status(StatusRequest {}).await;
-    let version = status.expect("a running etcd tells its status").into_inner().version;
+    let version = status.expect("a running etcd returns its status").into_inner().version;
     let minor = version.split('.').nth(1).and_then(|minor| minor.parse().ok());
     minor.unwrap_or_else(|| panic!("an etcd's version has a minor part: {version}"))
 }

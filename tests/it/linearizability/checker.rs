@@ -166,12 +166,12 @@ mod tests {
             ("one after the other", vec![put(1, 2, 0, 1), read(Some((1, 2)), 2, 3)], true),
             ("stale read", vec![put(1, 2, 0, 1), put(2, 3, 2, 3), read(Some((1, 2)), 4, 5)], false),
             (
-                "a read beside a write sees the old",
+                "a read concurrent with a write returns the old value",
                 vec![put(1, 2, 0, 1), put(2, 3, 2, 5), read(Some((1, 2)), 3, 4)],
                 true,
             ),
             (
-                "a read beside a write sees the new",
+                "a read concurrent with a write returns the new value",
                 vec![put(1, 2, 0, 1), put(2, 3, 2, 5), read(Some((2, 3)), 3, 4)],
                 true,
             ),
@@ -231,7 +231,7 @@ mod tests {
             let reads: Vec<usize> = (0..history.len()).filter(|at| history[*at].ask == Ask::Read).collect();
             let Some(read) = reads.last() else { continue };
             history[*read].answer = Answer::Found(Some((999_999, 7)));
-            assert!(check(history).is_err(), "seed {seed}, doctored");
+            assert!(check(history).is_err(), "seed {seed}, altered");
         }
     }
 

@@ -201,7 +201,7 @@ mod tests {
             ("one revision in two answers", &[(3, &[2, 3]), (3, &[3])], false),
             ("going back", &[(3, &[3]), (3, &[2])], false),
             ("going back in one answer", &[(3, &[3, 2])], false),
-            ("progress, then what it leaves room for", &[(5, &[]), (6, &[6])], true),
+            ("progress, then a later event", &[(5, &[]), (6, &[6])], true),
             ("progress that overtook", &[(5, &[]), (5, &[5])], false),
             ("beyond its header", &[(5, &[6])], false),
         ];

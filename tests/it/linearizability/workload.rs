@@ -165,7 +165,7 @@ impl Client {
 /// Connects to the instance with this number, or to one of the following ones.
 pub async fn connect(endpoints: &Endpoints, number: usize) -> Option<Connection> {
     let endpoint = {
-        let endpoints = endpoints.lock().expect("nobody panics with the endpoints in hand");
+        let endpoints = endpoints.lock().expect("the lock is not poisoned");
         endpoints[number % endpoints.len()].clone()
     };
     if let Ok(Ok(connection)) = timeout(Duration::from_secs(1), Connection::try_connect(&endpoint)).await {

@@ -26,7 +26,7 @@ trap '' PIPE
 folder=$1; shift
 start() { "$@" >>"$folder/log" 2>&1 & server=$!; }
 runs() { { read -r _ _ state _ <"/proc/$server/stat"; } 2>/dev/null && [ "$state" != Z ]; }
-# All of them at once, or the first would look after the others. A new one waits until nobody has the old one's memory.
+# All processes at once, because the postmaster would restart the others. A new postmaster waits until no process uses the old one's shared memory.
 crash() {
   all="$server $(cat "/proc/$server/task/$server/children")"
   kill -KILL $all
@@ -216,7 +216,7 @@ impl Postgres {
     }
 
     fn order(&self, order: &str) {
-        let mut guard = self.guard.lock().expect("no test panics with the guard in hand");
+        let mut guard = self.guard.lock().expect("the lock is not poisoned");
         writeln!(guard.orders, "{order}").expect("the guard runs");
         guard.answers.read_line(&mut String::new()).expect("the guard answers");
     }

@@ -77,7 +77,7 @@ impl Proxy {
 
     /// Cuts the connection of the next append, unless a cut is already pending.
     pub fn arm(&self, cut: Cut) {
-        self.shared.armed.lock().expect("nobody panics with it in hand").get_or_insert(cut);
+        self.shared.armed.lock().expect("the lock is not poisoned").get_or_insert(cut);
     }
 
     /// Returns the number of appends that were cut.
@@ -148,7 +148,8 @@ async fn requests(
             b'B' => {
                 let portal = text(&message[5..]).len();
                 let is_append = appends.contains(text(&message[5 + portal + 1..]));
-                let cut = if is_append { link.shared.armed.lock().expect("nobody panics").take() } else { None };
+                let cut =
+                    if is_append { link.shared.armed.lock().expect("the lock is not poisoned").take() } else { None };
                 if let Some(cut) = cut {
                     link.shared.cuts.fetch_add(1, Ordering::Relaxed);
                     match cut {

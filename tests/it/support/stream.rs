@@ -36,7 +36,7 @@ impl Stream {
 
     pub async fn next(&mut self) -> WatchResponse {
         let answer = timeout(DEADLINE, self.answers.message()).await.expect("an answer comes in time");
-        answer.expect("the stream lives").expect("the stream goes on")
+        answer.expect("the stream lives").expect("the stream continues")
     }
 
     /// Reads up to an event of the revision; returns the revisions of all events.

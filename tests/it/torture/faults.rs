@@ -249,7 +249,7 @@ const ETCD_FULL_NANOS: u64 = 3_000_000_000;
 async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
     let endpoint = rig.server().endpoint().to_owned();
     let pid = rig.server().pid();
-    rig.disk.as_ref().expect("the ground is so").fill();
+    rig.disk.as_ref().expect("this fault has a disk").fill();
     let since = workload.now();
     let refusal = eventually("an answer that there is no space, or the end of the server", async || {
         if !Path::new("/proc").join(pid.to_string()).join("exe").exists() {
@@ -270,10 +270,10 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
         assert_eq!(refusal.as_deref(), Some("etcdserver: mvcc: database space exceeded"));
         let mut client = Client::connect(&endpoint).await;
         let everything = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
-        let read = client.kv.range(everything).await.expect("reads go on");
+        let read = client.kv.range(everything).await.expect("reads continue");
         assert!(read.into_inner().count > 0);
     }
-    rig.disk.as_ref().expect("the ground is so").empty();
+    rig.disk.as_ref().expect("this fault has a disk").empty();
     if !rig.server().runs() {
         assert!(rig.target == Target::Etcd, "it logged:\n{}", rig.servers[0].log_tail());
         rig.restart(0).await;
@@ -291,7 +291,7 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
 async fn hits(rig: &mut Rig, field: Field, more: i64) {
     let before = rig.preload().get(field);
     let Rig { preload, servers, .. } = rig;
-    let (preload, server) = (preload.as_ref().expect("the ground is so"), &mut servers[0]);
+    let (preload, server) = (preload.as_ref().expect("this fault has a disk"), &mut servers[0]);
     eventually("the fault", || {
         assert!(server.runs(), "the server ended by itself; it logged:\n{}", server.log_tail());
         let hits = preload.get(field) - before;
@@ -368,7 +368,7 @@ async fn jump(secs: i64, rig: &mut Rig) {
     })
     .await;
     assert!(has_key(&mut client, LONG_TTL_SECS).await);
-    assert!(rig.preload().get(Field::ClocksShifted) > before, "somebody looked at the clock");
+    assert!(rig.preload().get(Field::ClocksShifted) > before, "the clock was read");
 }
 
 async fn keep_alive(client: &mut Client, id: i64) -> i64 {
@@ -390,7 +390,7 @@ async fn exhaust_descriptors(rig: &mut Rig, workload: &Workload) -> u64 {
     assert!(reset(rig, ToClients) > 0, "there are connections");
     let since = workload.now();
     sleep(Duration::from_secs(1)).await;
-    assert_eq!(workload.through_since(since), 0, "nobody could connect");
+    assert_eq!(workload.through_since(since), 0, "no client could connect");
     limit(rig.server(), "nofile", "1024");
     since
 }
@@ -426,7 +426,7 @@ async fn exhaust_memory(rig: &mut Rig, workload: &Workload) -> u64 {
     let endpoint = rig.server().endpoint().to_owned();
     let deadline = Instant::now() + DEADLINE;
     while rig.server().runs() {
-        assert!(Instant::now() < deadline, "the server is content with the memory that it has");
+        assert!(Instant::now() < deadline, "the server does not run out of memory");
         demand_memory(&endpoint).await;
     }
     let since = workload.now();

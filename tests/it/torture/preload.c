@@ -1,11 +1,11 @@
-/* Faults of disk and clock, put in front of libc's calls by LD_PRELOAD.
+/* Disk and clock faults: wrappers of libc functions, loaded with LD_PRELOAD.
  *
- * The test and the process share a page of numbers, the file that TORTURE_CONTROL names: the test says there what is to
- * fail, and reads there how often it did. Its fields are those of `Field` in preload.rs.
+ * The test and the process share a page of numbers, the file that TORTURE_CONTROL names: the test sets which calls fail,
+ * and reads how many did. Its fields are those of `Field` in preload.rs.
  *
- * Where TORTURE_SHADOW names a folder, it holds of each database file what a power cut would leave of it: only what was
- * synced, and, by chance, pages that the kernel wrote back before. A sync that fails drops the pages that it should have
- * written, as Linux does: they count as clean from then on, and reach the disk only if they are written once more. */
+ * If TORTURE_SHADOW names a folder, it contains what a power cut would leave of each database file: only synced pages,
+ * and random other pages that the kernel wrote back. A failed sync discards the pages that it should have written, as
+ * Linux does: they count as clean, and reach the disk only if they are written again. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -25,14 +25,14 @@
 
 enum field {
     /* Written by the test. */
-    SYNC_FILES,      /* of which files syncs fail: bits of enum file */
+    SYNC_FILES,      /* files whose syncs fail: bits of enum file */
     SYNC_ERRNO,
-    WRITE_FILES,     /* of which files writes fail */
+    WRITE_FILES,     /* files whose writes fail */
     WRITE_ERRNO,
-    SYNC_DELAY_MS,   /* how much longer a sync takes */
-    CLOCK_SECS,      /* how far the wall clock is off */
-    WRITE_BACK,      /* of a hundred written pages, how many reach the disk without a sync */
-    /* Written here. */
+    SYNC_DELAY_MS,   /* additional duration of a sync */
+    CLOCK_SECS,      /* offset of the wall clock */
+    WRITE_BACK,      /* percentage of written pages that reach the disk without a sync */
+    /* Written by this library. */
     SYNCS_FAILED,
     WRITES_FAILED,
     SYNCS_DELAYED,
@@ -46,9 +46,9 @@ static _Atomic int64_t *control;
 
 static void note(enum field field) { control[field]++; }
 
-/* Every call comes here first, some of them before any constructor has run. */
+/* Called first in every wrapper, possibly before any constructor has run. */
 static int is_ready(void) {
-    static _Atomic int state; /* 0 new, 1 being looked at, 2 ready, 3 there is none */
+    static _Atomic int state; /* 0 new, 1 initializing, 2 ready, 3 no control file */
     int new = 0;
     if (state == 0 && atomic_compare_exchange_strong(&state, &new, 1)) {
         const char *path = getenv("TORTURE_CONTROL");
@@ -75,7 +75,7 @@ static enum file file_of(int fd) {
     return ends_with(path, ".db-wal") ? WAL : ends_with(path, ".db") ? DATABASE : OTHER;
 }
 
-/* What is on the disk of a file. */
+/* The synced contents of a file. */
 
 #define PAGE 4096
 #define PAGES_MAX (1 << 20)
@@ -147,7 +147,7 @@ static void synced(int fd, enum file file, int is_lost) {
     pthread_mutex_unlock(&shadows_lock);
 }
 
-/* libc's calls. */
+/* The wrapped functions. */
 
 static int fails(enum field files, enum file file) { return (control[files] & file) != 0; }
 
@@ -185,7 +185,7 @@ ssize_t pwrite64(int fd, const void *bytes, size_t length, off64_t at) {
 }
 ssize_t pwrite(int fd, const void *bytes, size_t length, off_t at) { return pwrite64(fd, bytes, length, at); }
 
-/* SQLite may be built to write where it stands. */
+/* SQLite may be built to write at the current position. */
 ssize_t write(int fd, const void *bytes, size_t length) {
     enum file file = is_ready() ? file_of(fd) : OTHER;
     if (file == OTHER) return syscall(SYS_write, fd, bytes, length);
@@ -203,7 +203,7 @@ int ftruncate64(int fd, off64_t length) {
 }
 int ftruncate(int fd, off_t length) { return ftruncate64(fd, length); }
 
-/* The wall clock alone: CLOCK_MONOTONIC never jumps. */
+/* Only the wall clock: CLOCK_MONOTONIC never jumps. */
 
 static int64_t jump(void) {
     if (!is_ready() || control[CLOCK_SECS] == 0) return 0;

@@ -150,11 +150,11 @@ impl Rig {
     }
 
     pub fn preload(&self) -> &Preload {
-        self.preload.as_ref().expect("the ground is so")
+        self.preload.as_ref().expect("this fault has a disk")
     }
 
     pub fn postgres(&self) -> &Postgres {
-        self.postgres.as_ref().expect("the ground is so")
+        self.postgres.as_ref().expect("this fault has a disk")
     }
 
     /// Starts a stopped server again, and directs its clients to it.

@@ -52,9 +52,9 @@ impl fmt::Display for Contradiction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Number { column, found, expected } => write!(f, "{column} is {found}, expected {expected}"),
-            Self::NothingToDelete => f.write_str("it deletes a key that is not there"),
+            Self::NothingToDelete => f.write_str("it deletes a key that does not exist"),
             Self::MissingDelete { since } => {
-                write!(f, "it creates the key, expected a delete of the version put at revision {since} before it")
+                write!(f, "it creates the key, expected an earlier delete of the version put at revision {since}")
             }
         }
     }

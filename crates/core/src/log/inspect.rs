@@ -58,7 +58,7 @@ pub struct StoredMember {
     pub beats_after_start: bool,
 }
 
-/// The data of a log besides its rows.
+/// The data of a log other than its rows.
 #[derive(Debug, Clone, Default)]
 pub struct Facts {
     /// The smallest and the largest id in [`Table::First`].

@@ -170,7 +170,7 @@ mod tests {
             while reader.read(&mut buffer).await.is_ok() {}
         }));
         tokio::task::yield_now().await;
-        assert_eq!(*read.lock(), [READ_BYTES_MAX], "one read uses up the time, and nobody grants steps");
+        assert_eq!(*read.lock(), [READ_BYTES_MAX], "one read uses up the time, and no step is granted");
         tokio::spawn(grant);
         let deadline = Instant::now() + Duration::from_secs(10);
         while read.lock().len() < 3 && Instant::now() < deadline {

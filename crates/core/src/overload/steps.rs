@@ -4,7 +4,7 @@
 //! hundred steps would run before a put, at each place where the put waits. So long work requests each step, and one task
 //! grants one request per pass over the ready tasks: a put waits for at most one step at a time, however many clients list.
 //!
-//! A grant that nobody uses is lost: a client that stops reading holds up nobody. Known limit: with several runtime threads
+//! A grant that nobody uses is lost: a client that stops reading does not block others. Known limit: with several runtime threads
 //! a pass of one thread says nothing about the others, so up to one step per thread runs at a time.
 
 use std::{
@@ -41,7 +41,7 @@ impl Steps {
     /// Requests a step. The place in the queue is taken now.
     pub fn request(&self) -> Step {
         let (grant, granted) = oneshot::channel();
-        // If nobody grants steps any more, the server is stopping, and the step is ready at once.
+        // If steps are no longer granted, the server is stopping, and the step is ready at once.
         let _ = self.0.send(grant);
         Step(granted)
     }

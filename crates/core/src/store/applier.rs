@@ -108,8 +108,9 @@ impl Shared {
     /// Fills in the previous pairs of changes, for watchers that want them. A pair that cannot be read is left out, as
     /// etcd leaves out a compacted one.
     pub(super) async fn fill_prev(&self, changes: &mut [Change]) {
-        let lacking = |prev: &&Prev| prev.kv.is_none();
-        let rows: Vec<RowId> = changes.iter().filter_map(|c| c.prev.as_ref()).filter(lacking).map(|p| p.row).collect();
+        let without_pair = |prev: &&Prev| prev.kv.is_none();
+        let rows: Vec<RowId> =
+            changes.iter().filter_map(|c| c.prev.as_ref()).filter(without_pair).map(|p| p.row).collect();
         if rows.is_empty() {
             return;
         }

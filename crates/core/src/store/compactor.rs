@@ -166,7 +166,7 @@ pub(super) async fn purge(
     garbage.clear();
 }
 
-#[expect(clippy::disallowed_methods, reason = "a timestamp for people")]
+#[expect(clippy::disallowed_methods, reason = "a timestamp for monitoring")]
 fn unix_seconds() -> i64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     since.map_or(0, |since| since.as_secs().cast_signed())

@@ -86,7 +86,7 @@ impl WriteQueue {
         outcome
     }
 
-    /// Returns a function that tells whether requests are waiting. It returns false once the queue is gone.
+    /// Returns a function that returns whether requests are waiting. It returns false once the queue is gone.
     pub(super) fn has_waiting(&self) -> impl Fn() -> bool + Send + 'static {
         let commands = self.commands.downgrade();
         move || commands.upgrade().is_some_and(|commands| commands.capacity() < commands.max_capacity())

@@ -55,7 +55,7 @@ pub async fn replay(log: &dyn History) -> Result<Replayed> {
     let mut garbage = Vec::new();
     if let Some(revision) = meta.compact_revision {
         if revision > head {
-            return Err(Error::Corrupt(format!("compact revision {revision} is beyond the head {head}")));
+            return Err(Error::Corrupt(format!("compact revision {revision} is above the head {head}")));
         }
         index.begin_compaction(revision);
         let mut cursor = CompactionCursor::default();

@@ -341,14 +341,18 @@ impl State {
                 continue;
             }
             // A watch that joined after the previous pairs were collected reads the changes without them from the log.
-            let lacking = changes.iter().find(|change| flavor.prev_kv && flavor.admits(change) && change.lacks_prev());
-            let lacking = lacking.map(|change| change.row.revision);
+            let incomplete =
+                changes.iter().find(|change| flavor.prev_kv && flavor.admits(change) && change.lacks_prev());
+            let incomplete = incomplete.map(|change| change.row.revision);
             let complete = changes.iter().copied();
-            let complete = complete.take_while(|change| lacking.is_none_or(|lacking| change.row.revision < lacking));
+            let complete =
+                complete.take_while(|change| incomplete.is_none_or(|incomplete| change.row.revision < incomplete));
             let chunks = Chunk::encode(complete, *flavor, encode);
             let chunks: Vec<ChunkRef> = chunks.into_iter().map(|chunk| tail.append(chunk, head)).collect();
             let before = members.len();
-            members.retain_mut(|member| chunks.iter().all(|chunk| member.send(chunk)) && member.stays(lacking));
+            members.retain_mut(|member| {
+                chunks.iter().all(|chunk| member.send(chunk)) && member.keeps_receiving(incomplete)
+            });
             if flavor.prev_kv {
                 self.prev_kv_members -= before - members.len();
             }
@@ -366,12 +370,12 @@ impl Member {
         self.id == id && Arc::ptr_eq(&self.outbox, outbox)
     }
 
-    /// Returns false if the watch must read the log from `lacking` on.
-    fn stays(&self, lacking: Option<Revision>) -> bool {
-        if let Some(next) = lacking {
+    /// Returns false if the watch must read the log from `incomplete` on.
+    fn keeps_receiving(&self, incomplete: Option<Revision>) -> bool {
+        if let Some(next) = incomplete {
             self.outbox.mark_lagging(self.id, next);
         }
-        lacking.is_none()
+        incomplete.is_none()
     }
 
     /// Returns false if the outbox is full; the watch then catches up from the log.

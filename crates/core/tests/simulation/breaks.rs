@@ -9,9 +9,9 @@ use tokio::{
 };
 
 use super::{
-    database::Sharing,
     random::{below, millis, pick},
     scheduler::{self, WORLD, spawn_in},
+    truth::Sharing,
     world::World,
 };
 
@@ -112,7 +112,7 @@ impl World {
     fn lose_notifications(self: &Rc<Self>, place: usize, time: Duration) {
         let run = self.instances[place].borrow().group;
         let Some(notified) = self.database.lock().listeners.get_mut(&run).and_then(Option::take) else { return };
-        super::trace(|| format!("instance {place} hears nothing for {time:?}"));
+        super::trace(|| format!("instance {place} receives no notifications for {time:?}"));
         let database = Arc::clone(&self.database);
         self.mend(async move {
             sleep(time).await;

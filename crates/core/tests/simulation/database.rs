@@ -8,7 +8,10 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-use super::{random, scheduler, truth::Truth};
+use super::{
+    random, scheduler,
+    truth::{Sharing, Truth},
+};
 use orlop_core::{
     log::{
         Alarm, AlarmChange, Append, Appended, Cause, LeaseChange, LoggedLease, Member, Meta, Page, Position,
@@ -19,15 +22,6 @@ use orlop_core::{
 
 /// If no instance connects for longer than this, the time does not count against leases.
 const SILENCE_FREE: Duration = Duration::from_secs(2);
-
-/// The processes that append.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Sharing {
-    /// One process, as with SQLite.
-    Own,
-    /// Any number of instances, as with Postgres.
-    Shared,
-}
 
 /// Probabilities per 1,000 calls.
 #[derive(Debug, Clone, Copy, Default)]

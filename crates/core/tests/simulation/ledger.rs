@@ -142,7 +142,7 @@ impl Ledger {
                 revision
             }
             (Call::KeepAlive(id), Answer::Lease(0)) => {
-                assert!(truth.lease_was_gone_since(id, since), "a keep-alive is told that {id:?} is gone");
+                assert!(truth.lease_was_gone_since(id, since), "a keep-alive reports {id:?} as expired");
                 return;
             }
             (Call::KeepAlive(id), Answer::Lease(ttl_secs)) => return truth.lease_renewed(id, ttl_secs, since),
@@ -227,7 +227,10 @@ impl Ledger {
                 unclaimed += 1;
             }
         }
-        assert!(unclaimed <= unknown, "{unclaimed} revisions are nobody's, {unknown} requests may have made one");
+        assert!(
+            unclaimed <= unknown,
+            "{unclaimed} revisions belong to no acknowledged request, {unknown} requests may have made one"
+        );
     }
 }
 
@@ -238,10 +241,10 @@ fn reads_back(request: &TxnRequest) -> bool {
 
 fn check_leases(ids: &[LeaseId], since: Instant, truth: &Truth) {
     for id in ids {
-        assert!(truth.lease_was_there_since(*id, since), "{id:?} is told and was not there");
+        assert!(truth.lease_was_there_since(*id, since), "{id:?} is listed and did not exist");
     }
     for id in truth.leases_held_since(since) {
-        assert!(ids.contains(&id), "{id:?} is not told");
+        assert!(ids.contains(&id), "{id:?} is not listed");
     }
 }
 

@@ -11,8 +11,9 @@ use tokio::{
 };
 
 use super::{
-    database::{Database, Owned, Sharing},
+    database::{Database, Owned},
     random, scheduler,
+    truth::Sharing,
 };
 use orlop_core::{
     log::{
@@ -205,7 +206,7 @@ impl History for SimulatedLog {
 #[async_trait]
 impl Log for SimulatedLog {
     async fn freeze(&self) -> Result<Box<dyn History>> {
-        Err(unavailable("nobody takes snapshots here"))
+        Err(unavailable("snapshots are not simulated"))
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
@@ -235,7 +236,7 @@ impl Log for SimulatedLog {
         if self.ask(|database| database.purge(rows, compacted, server)).await? {
             Ok(Reclaimed::All)
         } else {
-            Err(unavailable("another server has the database now"))
+            Err(unavailable("another server is connected to the database"))
         }
     }
 

@@ -15,12 +15,14 @@
 
 mod breaks;
 mod calls;
+mod clients;
 mod database;
 mod ledger;
 mod log;
 #[path = "../model/mod.rs"]
 mod model;
 mod random;
+mod run;
 mod scheduler;
 mod truth;
 mod watches;
@@ -35,7 +37,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use self::{scheduler::Report, world::Tally};
+use self::{run::Tally, scheduler::Report};
 
 /// Default number of runs.
 const RUNS: u64 = 100;
@@ -52,8 +54,8 @@ fn trace(what: impl FnOnce() -> String) {
 
 fn run(seed: u64) -> (Report, Tally) {
     let tally = Rc::new(Cell::new(Tally::default()));
-    let report = scheduler::run(seed, world::run(Rc::clone(&tally)));
-    assert!(tally.get().revisions > 1, "the run came to its end");
+    let report = scheduler::run(seed, run::run(Rc::clone(&tally)));
+    assert!(tally.get().revisions > 1, "the run ended");
     (report, tally.get())
 }
 

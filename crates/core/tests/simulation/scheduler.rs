@@ -178,7 +178,7 @@ impl Scheduler {
             };
             note(task);
             note(u64::try_from(elapsed().as_millis()).unwrap_or_default());
-            assert!(elapsed() < TIME_MAX, "the run does not come to its end");
+            assert!(elapsed() < TIME_MAX, "the run does not end");
             self.step(task);
             if !self.tasks.borrow().contains_key(&main) {
                 return Poll::Ready(());

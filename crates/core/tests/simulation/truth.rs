@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 
 use tokio::time::{Duration, Instant};
 
-use super::database::Sharing;
 use crate::model::{Model, Pair, Row};
 use orlop_core::{
     index::{Lease, TreeIndex},
@@ -15,6 +14,15 @@ use orlop_core::{
 
 /// Clients use lease ids from 1 to this.
 pub(super) const LEASES: i64 = 4;
+
+/// The processes that append.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sharing {
+    /// One process, as with SQLite.
+    Own,
+    /// Any number of instances, as with Postgres.
+    Shared,
+}
 
 pub(super) struct Truth {
     sharing: Sharing,

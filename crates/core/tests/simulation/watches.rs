@@ -1,45 +1,41 @@
-//! Watches: the server's half of a stream, as `api::watch` implements it without gRPC, and a client that checks every
-//! response and resumes on another stream where the last one broke.
+//! Watches: the server's half of a stream, as `api::watch` implements it without gRPC, and the watches of one client,
+//! which check every response and resume on another stream where the last one broke.
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    rc::Rc,
     sync::Arc,
 };
 
-use futures_util::StreamExt as _;
 use prost::Message as _;
 use tokio::{
     sync::{mpsc, oneshot},
-    time::{Duration, Instant, sleep, sleep_until},
+    time::{Duration, Instant, sleep_until},
 };
 
 use super::{
     calls::range,
-    random::{below, between, millis, percent},
-    scheduler::spawn_in,
+    random::{below, between, percent},
     truth::Truth,
-    world::World,
 };
 use crate::model::Row;
 use orlop_core::{
     store::Store,
     types::{EncodedEvent, Revision, WatchId},
-    watch::{Flavor, Message, Messages, NO_WATCH, Outbox, Session, Spec},
+    watch::{Flavor, Message, NO_WATCH, Outbox, Session, Spec},
 };
 use orlop_wire::proto::client::etcdserverpb::WatchResponse;
 
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
 const TICK: Duration = Duration::from_secs(3);
 
-enum Command {
+pub(super) enum Command {
     Create(Spec),
     Cancel(WatchId),
     Progress,
 }
 
 /// Ends with the instance: the holder of the other end of `_alive` then sees the connection break.
-async fn serve(
+pub(super) async fn serve(
     store: Arc<Store>,
     outbox: Arc<Outbox>,
     mut commands: mpsc::UnboundedReceiver<Command>,
@@ -95,17 +91,17 @@ async fn advance(session: &mut Session, not_before: Instant) -> orlop_core::log:
 /// All watches of one client, on one stream.
 #[derive(Default)]
 pub(super) struct Watches {
-    all: BTreeMap<WatchId, Watch>,
+    pub all: BTreeMap<WatchId, Watch>,
     /// For each unanswered progress request, the newest revision that any client had seen when it was sent.
-    asked: VecDeque<Revision>,
+    pub asked: VecDeque<Revision>,
     /// The watch whose message continues in the next one.
     open: Option<WatchId>,
     pub events: usize,
 }
 
-struct Watch {
+pub(super) struct Watch {
     spec: Spec,
-    state: State,
+    pub state: State,
     /// The first revision that the watch covers, once it is known.
     from: Revision,
     /// Index in the truth of the first row not yet received; `None` until the watch is created.
@@ -116,7 +112,7 @@ struct Watch {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+pub(super) enum State {
     Absent,
     Requested,
     Active,
@@ -150,7 +146,7 @@ impl Watches {
         })
     }
 
-    fn begin(&mut self, id: WatchId, truth: &Truth) -> Command {
+    pub fn begin(&mut self, id: WatchId, truth: &Truth) -> Command {
         let watch = self.all.get_mut(&id).expect("one of this client's");
         watch.state = State::Requested;
         if watch.place.is_some() {
@@ -162,7 +158,7 @@ impl Watches {
     }
 
     /// After the stream breaks, incomplete messages are sent again.
-    fn broken(&mut self) {
+    pub fn broken(&mut self) {
         self.asked.clear();
         self.open = None;
         for watch in self.all.values_mut() {
@@ -172,7 +168,7 @@ impl Watches {
     }
 
     /// Returns the watch that must list before it resumes, if any.
-    fn take(&mut self, message: Message, shown: &mut Revision, truth: &Truth) -> Option<WatchId> {
+    pub fn take(&mut self, message: Message, shown: &mut Revision, truth: &Truth) -> Option<WatchId> {
         let text = format!("{message:?}");
         assert!(
             self.open.is_none_or(|open| matches!(message, Message::Events { id, .. } if id == open)),
@@ -244,7 +240,7 @@ impl Watches {
 
 impl Watch {
     /// The watch must receive every event from this revision on.
-    fn begin_at(&mut self, from: Revision, truth: &Truth) {
+    pub fn begin_at(&mut self, from: Revision, truth: &Truth) {
         self.from = from;
         self.place = Some(truth.place_of(from));
         self.whole = self.place;
@@ -304,81 +300,4 @@ impl Watch {
 
 fn decode(event: &EncodedEvent) -> orlop_wire::proto::client::mvccpb::Event {
     WatchResponse::decode(event.as_bytes()).expect("an event as a response's field").events.remove(0)
-}
-
-/// Opens one stream after another until the run ends.
-pub(super) async fn client(world: Rc<World>, place: usize) {
-    loop {
-        let Some((group, store)) = world.any_instance() else {
-            sleep(millis(50, 500)).await;
-            continue;
-        };
-        let outbox = Arc::new(Outbox::new());
-        let messages = Messages::new(Arc::clone(&outbox));
-        let (commands, received) = mpsc::unbounded_channel();
-        let (alive, gone) = oneshot::channel();
-        spawn_in(group, serve(store, outbox, received, alive));
-        read(&world, place, messages, &commands, gone).await;
-        world.watches[place].borrow_mut().broken();
-        sleep(millis(0, 300)).await;
-    }
-}
-
-/// Reads until the stream breaks or the client closes it.
-async fn read(
-    world: &Rc<World>,
-    place: usize,
-    mut messages: Messages,
-    commands: &mpsc::UnboundedSender<Command>,
-    mut gone: oneshot::Receiver<()>,
-) {
-    let watches = &world.watches[place];
-    let ids: Vec<WatchId> = watches.borrow().all.keys().copied().collect();
-    loop {
-        for id in &ids {
-            let is_absent = watches.borrow().all[id].state == State::Absent;
-            if is_absent {
-                let begin = watches.borrow_mut().begin(*id, &world.database.lock().truth);
-                let _ = commands.send(begin);
-            }
-        }
-        let idle = if world.is_calm() { Duration::from_secs(3_600) } else { millis(1, 1_500) };
-        tokio::select! {
-            biased;
-            _ = &mut gone => return,
-            message = messages.next() => {
-                let Some(Ok(message)) = message else { return };
-                let mut shown = Revision(0);
-                let must_list = watches.borrow_mut().take(message, &mut shown, &world.database.lock().truth);
-                world.ledger.borrow_mut().show(shown, &world.database.lock().truth);
-                if let Some(id) = must_list {
-                    let Some(listed) = world.list().await else { return };
-                    let mut watches = watches.borrow_mut();
-                    let watch = watches.all.get_mut(&id).expect("one of this client's");
-                    watch.begin_at(listed.next(), &world.database.lock().truth);
-                }
-                // Some clients read slowly.
-                if percent(10) && !world.is_calm() {
-                    sleep(millis(1, 2_000)).await;
-                }
-            }
-            () = sleep(idle) => match below(10) {
-                0 => return,
-                1 => {
-                    let mut watches = watches.borrow_mut();
-                    let id = ids[below(ids.len())];
-                    let watch = watches.all.get_mut(&id).expect("one of this client's");
-                    if watch.state == State::Active {
-                        watch.state = State::Cancelling;
-                        let _ = commands.send(Command::Cancel(id));
-                    }
-                }
-                2..5 => {
-                    watches.borrow_mut().asked.push_back(world.ledger.borrow().shown());
-                    let _ = commands.send(Command::Progress);
-                }
-                _ => {}
-            },
-        }
-    }
 }

@@ -1,5 +1,5 @@
-//! A run: the database, the instances, their clients and the faults, and the conditions that must hold at the end,
-//! after the last fault.
+//! The state of a run: the database and the instances, and the conditions that must hold at the end, after the last
+//! fault.
 
 use std::{
     cell::{Cell, RefCell},
@@ -14,14 +14,14 @@ use tokio::{
 };
 
 use super::{
-    breaks,
     calls::{Answer, Call},
-    database::{Database, Faults, Sharing},
+    database::{Database, Faults},
     ledger::Ledger,
     log::SimulatedLog,
     random::{below, between, millis, percent, pick},
     scheduler::{self, Group, WORLD, spawn_in},
-    watches::{self, Watches},
+    truth::Sharing,
+    watches::Watches,
 };
 use orlop_core::{
     log::{Error as LogError, Member},
@@ -33,7 +33,7 @@ use orlop_core::{
 /// After the last fault, the cluster must recover within this time.
 const SETTLE_MAX: Duration = Duration::from_secs(60);
 /// Longer than the store's own timeout of a request.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
+pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Metrics are not under test.
 static METRICS: LazyLock<Arc<Metrics>> = LazyLock::new(Arc::default);
@@ -42,12 +42,12 @@ static METRICS: LazyLock<Arc<Metrics>> = LazyLock::new(Arc::default);
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Profile {
     pub sharing: Sharing,
-    instances: usize,
+    pub instances: usize,
     faults: Faults,
-    clients: usize,
-    calls: usize,
+    pub clients: usize,
+    pub calls: usize,
     /// Maximum pause between two calls of a client, in milliseconds.
-    pause: i64,
+    pub pause: i64,
     /// Maximum pause between two faults, in milliseconds.
     pub breaks: i64,
     cache_bytes: u64,
@@ -56,7 +56,7 @@ pub(super) struct Profile {
 }
 
 impl Profile {
-    fn draw() -> Self {
+    pub fn draw() -> Self {
         let sharing = pick(&[Sharing::Own, Sharing::Shared, Sharing::Shared, Sharing::Shared]);
         let much = pick(&[0, 5, 20, 60]);
         Self {
@@ -95,71 +95,27 @@ pub(super) struct World {
     pub(super) instances: Vec<RefCell<Instance>>,
     groups: Cell<Group>,
     /// Number of clients that have not finished.
-    busy: Cell<usize>,
+    pub(super) busy: Cell<usize>,
     is_calm: Cell<bool>,
     /// Number of faults that are active and will be ended.
     pub(super) broken: Cell<usize>,
 }
 
-/// Counts of a run.
-#[derive(Debug, Default, Clone, Copy)]
-pub(super) struct Tally {
-    pub revisions: i64,
-    pub answers: [usize; 3],
-    pub events: usize,
-}
-
-/// Executes a whole run.
-pub(super) async fn run(tally: Rc<Cell<Tally>>) {
-    let profile = Profile::draw();
-    super::trace(|| format!("{profile:?}"));
-    let world = Rc::new(World {
-        profile,
-        database: Arc::new(Mutex::new(Database::new(profile.sharing, profile.faults))),
-        ledger: RefCell::default(),
-        watches: (0..below(3) + 1).map(|_| RefCell::new(Watches::draw())).collect(),
-        instances: (0..profile.instances).map(|_| RefCell::default()).collect(),
-        groups: Cell::new(10),
-        busy: Cell::new(profile.clients),
-        is_calm: Cell::new(false),
-        broken: Cell::new(0),
-    });
-    (0..profile.instances).for_each(|place| world.start(place));
-    for place in 0..world.watches.len() {
-        spawn_in(WORLD, watches::client(Rc::clone(&world), place));
-    }
-    for _ in 0..profile.clients {
-        spawn_in(WORLD, client(Rc::clone(&world)));
-    }
-    spawn_in(WORLD, breaks::break_things(Rc::clone(&world)));
-    while world.busy.get() > 0 {
-        sleep(Duration::from_millis(500)).await;
-        world.check_indexes();
-    }
-    world.finish().await;
-    tally.set(Tally {
-        revisions: world.database.lock().truth.head.0,
-        answers: world.ledger.borrow().answers,
-        events: world.watches.iter().map(|watches| watches.borrow().events).sum(),
-    });
-}
-
-async fn client(world: Rc<World>) {
-    for _ in 0..world.profile.calls {
-        sleep(millis(0, world.profile.pause)).await;
-        // Some clients time out early.
-        let request_timeout = if percent(5) { millis(0, 40) } else { REQUEST_TIMEOUT };
-        let place = below(world.instances.len());
-        if world.instance(place).is_none() {
-            sleep(millis(50, 500)).await;
-        }
-        let (number, head) = (world.ledger.borrow().next(), world.database.lock().truth.head);
-        world.call(place, Call::draw(number, head), request_timeout).await;
-    }
-    world.busy.set(world.busy.get() - 1);
-}
-
 impl World {
+    pub fn new(profile: Profile) -> Self {
+        Self {
+            profile,
+            database: Arc::new(Mutex::new(Database::new(profile.sharing, profile.faults))),
+            ledger: RefCell::default(),
+            watches: (0..below(3) + 1).map(|_| RefCell::new(Watches::draw())).collect(),
+            instances: (0..profile.instances).map(|_| RefCell::default()).collect(),
+            groups: Cell::new(10),
+            busy: Cell::new(profile.clients),
+            is_calm: Cell::new(false),
+            broken: Cell::new(0),
+        }
+    }
+
     pub fn is_calm(&self) -> bool {
         self.is_calm.get()
     }
@@ -176,7 +132,7 @@ impl World {
 
     /// Sends a request to an instance and checks the response. Returns the response's revision if it succeeds. Sends
     /// nothing if the instance is down.
-    async fn call(&self, place: usize, call: Call, request_timeout: Duration) -> Option<Revision> {
+    pub async fn call(&self, place: usize, call: Call, request_timeout: Duration) -> Option<Revision> {
         let (group, store) = self.instance(place)?;
         let number = self.ledger.borrow_mut().ask(call.clone());
         super::trace(|| format!("instance {place}: request {number} {call:?}"));
@@ -250,7 +206,7 @@ impl World {
 
     // The conditions.
 
-    fn check_indexes(&self) {
+    pub fn check_indexes(&self) {
         for (_, store) in (0..self.instances.len()).filter_map(|place| self.instance(place)) {
             let index = store.index_snapshot();
             let truth = &self.database.lock().truth;
@@ -263,17 +219,17 @@ impl World {
     }
 
     /// Waits until all activity has ended, and checks everything.
-    async fn finish(self: &Rc<Self>) {
-        super::trace(|| "all is well from here on".to_owned());
+    pub async fn finish(self: &Rc<Self>) {
+        super::trace(|| "no more faults".to_owned());
         self.is_calm.set(true);
         self.database.lock().faults = Faults::default();
         self.settle().await;
         for place in 0..self.instances.len() {
             let number = self.ledger.borrow().next();
             let done = self.call(place, Call::plain_put(number), Duration::from_secs(10)).await;
-            assert!(done.is_some(), "instance {place} takes no write though all is well");
+            assert!(done.is_some(), "instance {place} accepts no write without faults");
             let done = self.call(place, Call::list(), Duration::from_secs(10)).await;
-            assert!(done.is_some(), "instance {place} answers no read though all is well");
+            assert!(done.is_some(), "instance {place} answers no read without faults");
         }
         self.settle().await;
         self.check_indexes();
@@ -284,7 +240,7 @@ impl World {
     async fn settle(&self) {
         let deadline = Instant::now() + SETTLE_MAX;
         while let Some(why) = self.unsettled() {
-            assert!(Instant::now() < deadline, "all is well for {SETTLE_MAX:?}, and {why}");
+            assert!(Instant::now() < deadline, "no faults for {SETTLE_MAX:?}, and {why}");
             sleep(Duration::from_millis(500)).await;
         }
         self.check_log().await;
@@ -326,13 +282,5 @@ impl World {
             }
         }
         assert!(hashes.windows(2).all(|pair| pair[0] == pair[1] || pair[0].1 != pair[1].1), "{hashes:?}");
-    }
-}
-
-impl std::ops::AddAssign for Tally {
-    fn add_assign(&mut self, other: Self) {
-        self.revisions += other.revisions;
-        self.events += other.events;
-        self.answers.iter_mut().zip(other.answers).for_each(|(sum, count)| *sum += count);
     }
 }

@@ -131,7 +131,7 @@ impl Database {
                 Err(error) if is_refusal(&error) || Instant::now() + pause > deadline => {
                     return Err(self.open_error("connect to", &error));
                 }
-                Err(error) => warn!(%error, database = self.name, "no connection yet; trying again"),
+                Err(error) => warn!(%error, database = self.name, "cannot connect yet; trying again"),
             }
             sleep(pause).await;
             pause = (pause * 2).min(PAUSE_MAX);
@@ -142,17 +142,16 @@ impl Database {
             .map_err(|error| self.open_error("read", &error))?;
         if row.get::<Option<String>, _>(1).is_none() {
             return Err(Error::Open(format!(
-                "in database {} no schema of the search path exists for the role {}; create one, for example with \
-                 CREATE SCHEMA AUTHORIZATION {}",
-                self.name,
-                self.options.get_username(),
-                self.options.get_username()
+                "no schema in the search path of role {role} exists in database {name}; create one, for example with \
+                 CREATE SCHEMA AUTHORIZATION {role}",
+                role = self.options.get_username(),
+                name = self.name,
             )));
         }
         if !row.get::<bool, _>(0) {
             warn!(
                 database = self.name,
-                "the server runs with fsync = off: a crash of its machine loses acknowledged writes"
+                "the Postgres server has fsync = off: a crash of its machine loses acknowledged writes"
             );
         }
         Ok(connection)
@@ -169,7 +168,7 @@ impl Database {
             let lacks_right = refusal.as_deref() == Some("42501");
             let hint = if lacks_right {
                 format!(
-                    "; the role {0} needs the right to create tables and functions in its schema: give it one of its own \
+                    "; the role {0} must be able to create tables and functions in its schema: create a schema for it \
                      (CREATE SCHEMA AUTHORIZATION {0}) or GRANT USAGE, CREATE ON SCHEMA ... TO {0}",
                     self.options.get_username()
                 )

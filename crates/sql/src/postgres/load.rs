@@ -56,7 +56,7 @@ impl PostgresLoader {
         with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await.map_err(failed)?;
         if sqlx::query_scalar(HAS_ROWS).fetch_one(&mut connection).await.map_err(failed)? {
             return Err(Error::Open(format!(
-                "database {} holds a log already; choose an empty database or schema",
+                "database {} already contains a log; use an empty database or schema",
                 database.name()
             )));
         }
@@ -74,7 +74,7 @@ impl PostgresLoader {
         let live = sqlx::query_scalar::<_, String>(LIVE_MEMBER).bind(SILENCE_MAX.as_secs_f64());
         match live.fetch_optional(&mut self.connection).await.map_err(|error| self.database.unavailable(&error))? {
             Some(name) => Err(Error::Open(format!(
-                "database {} is served by {name}, or was just now; stop it and try again in {} seconds",
+                "database {} is or was recently used by instance {name}; stop it and try again in {} seconds",
                 self.database.name(),
                 SILENCE_MAX.as_secs()
             ))),

@@ -39,7 +39,7 @@ impl PostgresView {
         let versions: Vec<i64> = sqlx::query_scalar("SELECT version FROM _sqlx_migrations ORDER BY version")
             .fetch_all(&mut connection)
             .await
-            .map_err(|error| Error::Open(format!("{name} holds no log of orlop's: {error}")))?;
+            .map_err(|error| Error::Open(format!("{name} contains no Orlop log: {error}")))?;
         check_schema(&name, &versions, &migrations::postgres())?;
         Self::begin(connection, &database, 0).await
     }

@@ -28,9 +28,9 @@ use orlop_core::{
 
 /// Approximate number of bytes written to the WAL between two checkpoints.
 const CHECKPOINT_BYTES: usize = 8 << 20;
-/// Approximate bytes of a row in the WAL besides key and value; purged rows count as much.
+/// Approximate bytes of a row in the WAL in addition to key and value; purged rows count as much.
 const ROW_BYTES: usize = 64;
-/// Approximate bytes of a commit in the WAL besides its rows: it writes whole pages, of which the first and the last
+/// Approximate bytes of a commit in the WAL in addition to its rows: it writes whole pages, of which the first and the last
 /// existed before.
 const COMMIT_BYTES: usize = 8 << 10;
 /// A longer WAL is checkpointed to its end while the writer is blocked (32 MiB of 4 KiB pages).
@@ -100,7 +100,7 @@ async fn run(mut connection: SqliteConnection, writer: Arc<Writer>, shared: Arc<
         if shared.pending_bytes.swap(0, Ordering::Relaxed) > 0
             && let Err(error) = checkpoint(&mut connection, &writer).await
         {
-            warn!(%error, "checkpoint failed; it is tried again");
+            warn!(%error, "checkpoint failed; trying again");
             shared.pending_bytes.fetch_add(1, Ordering::Relaxed);
         }
     }

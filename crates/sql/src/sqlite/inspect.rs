@@ -63,7 +63,7 @@ impl Inspect for SqliteView {
     async fn finish(&self) -> Result<()> {
         match &self.untouched {
             Some(file) if has_wal(file) => {
-                Err(Error::Unavailable(format!("{} was taken into use while it was read; try again", self.name)))
+                Err(Error::Unavailable(format!("a server started to use {} while it was read; try again", self.name)))
             }
             Some(_) | None => Ok(()),
         }

@@ -63,7 +63,7 @@ impl SqliteLoader {
             let there = with_suffix(file, suffix);
             if there.exists() {
                 return Err(Error::Open(format!(
-                    "{} is there already; move it away, with what lies beside it under its name, or choose another folder",
+                    "{} exists already; move it and the files next to it with its name away, or use another folder",
                     there.display()
                 )));
             }
@@ -106,7 +106,7 @@ impl Load for SqliteLoader {
         let (first, more): (Vec<&Change>, Vec<&Change>) = changes.iter().partition(|change| change.row.sub == 0);
         let appended = append::insert(&mut self.connection, &first, &more, self.newest).await.map_err(failed)?;
         if appended == Appended::Conflict {
-            return Err(Error::Corrupt(format!("rows behind revision {} are out of order", self.newest)));
+            return Err(Error::Corrupt(format!("rows after revision {} are out of order", self.newest)));
         }
         self.newest = first.last().map_or(self.newest, |change| change.row.revision.0);
         Ok(())

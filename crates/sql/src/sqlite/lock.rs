@@ -46,7 +46,7 @@ impl FileLock {
                 let owner =
                     if owner.trim().is_empty() { String::new() } else { format!(" (process {})", owner.trim()) };
                 return Err(Error::Open(format!(
-                    "database {} is in use by another orlop{owner}, which holds {name}",
+                    "database {} is in use by another orlop process{owner}, which holds the lock {name}",
                     database.display()
                 )));
             }

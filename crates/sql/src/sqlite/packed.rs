@@ -93,5 +93,5 @@ fn row<'a>(
 }
 
 fn corrupt() -> Error {
-    Error::Corrupt("rows that were read together do not come apart again".to_owned())
+    Error::Corrupt("rows that were read together cannot be separated again".to_owned())
 }

@@ -72,7 +72,7 @@ async fn run(shared: Arc<Shared>) {
             shared.freed.notified().await;
             while timeout(SETTLED, shared.freed.notified()).await.is_ok() {}
             if let Err(error) = shared.shrink().await {
-                warn!(%error, "giving free pages back failed; it is tried again after the next compaction");
+                warn!(%error, "returning free pages failed; trying again after the next compaction");
             }
         }
     };

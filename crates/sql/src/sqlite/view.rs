@@ -29,12 +29,12 @@ pub struct SqliteView {
     pub(super) connection: Mutex<SqliteConnection>,
     /// The file's name.
     pub(super) name: String,
-    /// The file, if no process should write to it; a WAL beside it shows that one does.
+    /// The file, if no process should write to it; a WAL next to it shows that one does.
     pub(super) untouched: Option<PathBuf>,
 }
 
 impl SqliteView {
-    /// Opens a database file that no server uses, without locks and without writing anything, not even beside it.
+    /// Opens a database file that no server uses, without locks and without writing or creating any file.
     ///
     /// # Errors
     ///
@@ -46,7 +46,7 @@ impl SqliteView {
         Ok(Self { connection: Mutex::new(connection), name, untouched: None })
     }
 
-    /// Opens a server's database, running or not, including the WAL beside the file. Nothing is written to it.
+    /// Opens a server's database, running or not, including the WAL next to the file. Nothing is written to it.
     ///
     /// # Errors
     ///
@@ -57,7 +57,7 @@ impl SqliteView {
         if !std::fs::metadata(file).map_err(failed)?.is_file() {
             return Err(Error::Open(format!("cannot open {name}: it is not a file")));
         }
-        // Reading a database with a WAL creates files beside it; a database without one is opened in a way that does
+        // Reading a database with a WAL creates files next to it; a database without one is opened in a way that does
         // not.
         let has_wal = has_wal(file) || with_suffix(file, "-shm").exists();
         let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(!has_wal);
@@ -105,7 +105,7 @@ async fn open(name: &str, options: SqliteConnectOptions) -> Result<SqliteConnect
     let versions: Vec<i64> = sqlx::query_scalar("SELECT version FROM _sqlx_migrations ORDER BY version")
         .fetch_all(&mut connection)
         .await
-        .map_err(|error| refused(&format!("{name} is no database of orlop's"), error))?;
+        .map_err(|error| refused(&format!("{name} is not an Orlop database"), error))?;
     check_schema(name, &versions, &migrations::sqlite())?;
     Ok(connection)
 }

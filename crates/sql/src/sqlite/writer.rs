@@ -50,7 +50,7 @@ impl Writer {
 
 impl Held<'_> {
     pub(super) fn connection(&mut self) -> &mut SqliteConnection {
-        self.0.connection.as_mut().expect("it was opened before it was held")
+        self.0.connection.as_mut().expect("opened before the lock was taken")
     }
 
     /// Keeps the connection: everything begun on it has ended.

@@ -100,7 +100,7 @@ impl<R: Body<Data = Bytes> + Unpin> Body for SentBody<R> {
             Err(panic) => {
                 self.has_panicked = true;
                 let method = &self.call.method;
-                supervise::log_request_id(&method.panics, &method.path, &panic);
+                supervise::log_request_panic(&method.panics, &method.path, &panic);
                 let mut trailers = HeaderMap::new();
                 // The text is ASCII, so it is a valid header value.
                 let _ = panicked().add_header(&mut trailers);

@@ -1,28 +1,16 @@
-//! One call: its counters, its trace, and a response even if it panics.
+//! One call: its counters and its trace.
 
-use std::{
-    convert::Infallible,
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use http::{HeaderMap, HeaderName, HeaderValue, Response};
-use http_body_util::Either;
 use prometheus::{Histogram, IntCounter};
 use tokio::time::Instant;
-use tonic::{Code, codegen::BoxFuture};
+use tonic::Code;
 use tracing::warn;
 
-use super::body::SentBody;
-use crate::{
-    api::status::panicked,
-    telemetry::{Ended, Exporter, Parent},
-};
+use crate::telemetry::{Ended, Exporter, Parent};
 use orlop_core::{
     metrics::Metrics,
-    supervise,
     trace::{Part, RequestId, Trace},
 };
 
@@ -80,40 +68,6 @@ impl Method {
             path: format!("/{service}/{method}"),
             // A call that waits for a lock or an election waits for another client.
             is_traced: grpc == "unary" && service.starts_with("etcdserverpb."),
-        }
-    }
-}
-
-/// A response whose messages are counted, or one of a path that has no counters.
-pub type MeteredResponse<R> = Response<Either<SentBody<R>, R>>;
-
-/// The method of a call.
-pub enum CallKind {
-    Method(Arc<Method>),
-    /// A path without counters, and the counter of panics.
-    Other(String, IntCounter),
-}
-
-/// A call until its response begins. If it panics, the response is Internal.
-pub struct MeteredCall<R> {
-    pub(super) work: BoxFuture<MeteredResponse<R>, Infallible>,
-    pub(super) kind: CallKind,
-}
-
-impl<R: Default> Future for MeteredCall<R> {
-    type Output = Result<MeteredResponse<R>, Infallible>;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        match supervise::catch_panic(|| self.work.as_mut().poll(context)) {
-            Ok(polled) => polled,
-            Err(panic) => {
-                let (path, panics) = match &self.kind {
-                    CallKind::Method(method) => (&method.path, &method.panics),
-                    CallKind::Other(path, panics) => (path, panics),
-                };
-                supervise::log_request_id(panics, path, &panic);
-                Poll::Ready(Ok(panicked().into_http::<R>().map(Either::Right)))
-            }
         }
     }
 }

@@ -177,7 +177,7 @@ impl Writer {
             log::Error::OutcomeUnknown(_) | log::Error::Open(_) | log::Error::Corrupt(_) | log::Error::Diverged(_) => {
                 error!(
                     error = %failure,
-                    "the outcome of the last writes is unknown, and their clients were told so; reading the log again"
+                    "the outcome of the last writes is unknown, and their clients received an error; reading the log again"
                 )
             }
         }

@@ -1,0 +1,52 @@
+//! A run: starts the instances, their clients and the faults, and checks the result.
+
+use std::{cell::Cell, rc::Rc};
+
+use tokio::time::{Duration, sleep};
+
+use super::{
+    breaks, clients,
+    scheduler::{WORLD, spawn_in},
+    world::{Profile, World},
+};
+
+/// Counts of a run.
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct Tally {
+    pub revisions: i64,
+    pub answers: [usize; 3],
+    pub events: usize,
+}
+
+/// Executes a whole run.
+pub(super) async fn run(tally: Rc<Cell<Tally>>) {
+    let profile = Profile::draw();
+    super::trace(|| format!("{profile:?}"));
+    let world = Rc::new(World::new(profile));
+    (0..profile.instances).for_each(|place| world.start(place));
+    for place in 0..world.watches.len() {
+        spawn_in(WORLD, clients::watch(Rc::clone(&world), place));
+    }
+    for _ in 0..profile.clients {
+        spawn_in(WORLD, clients::call(Rc::clone(&world)));
+    }
+    spawn_in(WORLD, breaks::break_things(Rc::clone(&world)));
+    while world.busy.get() > 0 {
+        sleep(Duration::from_millis(500)).await;
+        world.check_indexes();
+    }
+    world.finish().await;
+    tally.set(Tally {
+        revisions: world.database.lock().truth.head.0,
+        answers: world.ledger.borrow().answers,
+        events: world.watches.iter().map(|watches| watches.borrow().events).sum(),
+    });
+}
+
+impl std::ops::AddAssign for Tally {
+    fn add_assign(&mut self, other: Self) {
+        self.revisions += other.revisions;
+        self.events += other.events;
+        self.answers.iter_mut().zip(other.answers).for_each(|(sum, count)| *sum += count);
+    }
+}
