@@ -396,7 +396,7 @@ async fn only_stores_of_this_version_are_checked() {
         ("empty.db", "is not an Orlop database"),
         ("text.db", "not a database"),
         ("other.db", "is not an Orlop database"),
-        ("newer.db", "another version of orlop: it has the schema 99"),
+        ("newer.db", "another version of Orlop: it has schema 99"),
     ] {
         cannot_be_checked(&Place::sqlite(&file(name)), &[name, because]);
     }
@@ -416,7 +416,7 @@ async fn postgres_without_a_store_of_this_version_cannot_be_checked() {
              FROM _sqlx_migrations",
         )
         .await;
-    cannot_be_checked(&place, &["another version of orlop: it has the schema 99"]);
+    cannot_be_checked(&place, &["another version of Orlop: it has schema 99"]);
 }
 
 on_both_backends!(

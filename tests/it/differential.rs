@@ -12,6 +12,7 @@
 
 mod exceptions;
 mod generate;
+mod mask;
 mod op;
 mod round;
 mod side;

@@ -7,6 +7,7 @@
 //! `ORLOP_LINEAR_SECS` lengthens the run, `ORLOP_SEED` repeats its choices (not its timing).
 
 mod checker;
+pub mod connection;
 pub mod watcher;
 pub mod workload;
 
@@ -22,7 +23,7 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-use self::{watcher::Watcher, workload::Endpoints};
+use self::{connection::Endpoints, watcher::Watcher};
 use crate::support::{Fsync, Postgres, Random, Server};
 
 const INSTANCES: usize = 3;

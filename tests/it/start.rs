@@ -78,7 +78,11 @@ fn errors_name_invalid_settings_and_accepted_values() {
     check_refused(&["--config-file", "none.toml"], &[], &["none.toml"]);
     check_refused(&["--datastore-endpoint", "mysql://user:secret@host/db"], &[], &["sqlite://", "postgres://"]);
     check_refused(&["--datastore-endpoint", "postgres://"], &[], &["sqlite://", "postgres://"]);
-    check_refused(&["--datastore-endpoint", "postgres://user:secret@host:many/db"], &[], &["no postgres URL", "port"]);
+    check_refused(
+        &["--datastore-endpoint", "postgres://user:secret@host:many/db"],
+        &[],
+        &["not a Postgres URL", "port"],
+    );
     check_refused(&["--datastore-endpoint", "postgres://user:secret@host/db?sslmode=some"], &[], &["ssl_mode", "some"]);
     for cut in
         ["postgres://user:12/secret@host/db", "postgres://user:12?secret@host/db", "postgres://user:12#secret@host/db"]

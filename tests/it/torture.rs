@@ -15,6 +15,7 @@ mod judge;
 mod preload;
 mod report;
 mod rig;
+mod strike;
 mod workload;
 
 use std::{
@@ -58,7 +59,7 @@ async fn torture(name: &str, target: Target) {
         rig.all_through(&workload).await;
         // A random delay, so that each injection hits another state.
         sleep(Duration::from_millis(random.next() % 100)).await;
-        struck.push(faults::strike(fault.kind, &mut rig, &workload, &mut random).await);
+        struck.push(strike::strike(fault.kind, &mut rig, &workload, &mut random).await);
         rig.all_through(&workload).await;
     }
     let endpoints = Arc::clone(workload.endpoints());

@@ -90,7 +90,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
         "DELETE FROM kv_log WHERE id = 6",
         &[
             "kv_log: revision 6 has no row, expected one",
-            "kv_log id=7 sub=0 key=\"a\": it creates the key, expected a delete of the version put at revision 4",
+            "kv_log id=7 sub=0 key=\"a\": it creates the key, expected an earlier delete of the version put at revision 4",
         ],
         Some("revisions between 5 and 7 are missing"),
     ),
@@ -152,7 +152,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
     (
         "INSERT INTO meta VALUES ('compact_revision', 5); \
          UPDATE kv_log SET version = 1, create_revision = 10, prev_revision = 0 WHERE id = 10",
-        &["id=10 sub=0 key=\"b\": it creates the key, expected a delete of the version put at revision 3 before it"],
+        &["id=10 sub=0 key=\"b\": it creates the key, expected an earlier delete of the version put at revision 3"],
         None,
     ),
     (

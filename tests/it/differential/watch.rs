@@ -18,7 +18,7 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::{generate::KEYS, op::Answer, side::mask};
+use super::{generate::KEYS, mask::mask, op::Answer};
 use crate::support::{Client, DEADLINE};
 
 /// etcd drops a progress request that comes too early, so the harness repeats it.

@@ -13,13 +13,12 @@ use tokio::time::{Instant, timeout};
 use tokio_stream::StreamExt;
 use tonic::{
     Status,
-    metadata::{Ascii, MetadataKey},
     transport::{Channel, Endpoint},
 };
 
 use super::{
     compare::{Mismatch, Peer, difference},
-    trace::{Answer, CallId, Exchange, Metadata, RecordedEvent, Request, Step},
+    trace::{Answer, CallId, Exchange, Metadata, RecordedEvent, Request, Step, with_metadata},
     watched::{RESPONSE_TIMEOUT, Watched},
 };
 
@@ -62,15 +61,6 @@ pub async fn etcd_minor_version(endpoint: &str) -> u32 {
     let version = status.expect("a running etcd returns its status").into_inner().version;
     let minor = version.split('.').nth(1).and_then(|minor| minor.parse().ok());
     minor.unwrap_or_else(|| panic!("an etcd's version has a minor part: {version}"))
-}
-
-pub fn with_metadata<T>(metadata: &Metadata, message: T) -> tonic::Request<T> {
-    let mut request = tonic::Request::new(message);
-    for (name, value) in metadata {
-        let name: MetadataKey<Ascii> = name.parse().expect("a recorded name is one");
-        request.metadata_mut().insert(name, value.parse().expect("a recorded value is one"));
-    }
-    request
 }
 
 struct Replay {

@@ -17,11 +17,22 @@ use orlop_wire::proto::client::{
 };
 use prost::Message;
 use serde::Deserialize;
+use tonic::metadata::{Ascii, MetadataKey};
 
 const RECORDING: &[u8] = include_bytes!("../../data/kube-trace.jsonl.gz");
 
 /// Names and values of the recorded client's headers.
 pub type Metadata = Vec<(String, String)>;
+
+/// Returns a request that carries the recorded metadata.
+pub fn with_metadata<T>(metadata: &Metadata, message: T) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    for (name, value) in metadata {
+        let name: MetadataKey<Ascii> = name.parse().expect("a recorded name is one");
+        request.metadata_mut().insert(name, value.parse().expect("a recorded value is one"));
+    }
+    request
+}
 
 /// The number of an RPC in the recording.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Deserialize)]

@@ -14,8 +14,7 @@ use tonic::{Status, transport::Channel};
 
 use super::{
     compare::{Peer, difference, line_difference},
-    replay::with_metadata,
-    trace::{Answer, Metadata, RecordedEvent},
+    trace::{Answer, Metadata, RecordedEvent, with_metadata},
 };
 
 /// Maximum time to wait for an expected response.

@@ -11,7 +11,7 @@ use tokio::{
 };
 use tokio_stream::wrappers::UnboundedReceiverStream;
 
-use super::workload::{Endpoints, connect, value};
+use super::connection::{Endpoints, connect, value};
 use crate::support::{DEADLINE, everything};
 
 /// A change of a key.

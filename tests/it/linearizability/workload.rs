@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, HashMap, HashSet},
     future::Future,
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -26,12 +26,10 @@ use tonic::{Code, Status, transport::Channel};
 use super::{
     KEYS_CHANGE,
     checker::{self, Answer, Ask, Found, Operation},
+    connection::{Endpoints, connect, value},
     watcher::Log,
 };
 use crate::support::{Client as Connection, DEADLINE, Random, eventually};
-
-/// The current addresses of the instances.
-pub type Endpoints = Arc<Mutex<Vec<String>>>;
 
 const KEYS: usize = 4;
 /// Request timeout of a client, as kube-apiserver has one.
@@ -162,19 +160,6 @@ impl Client {
     }
 }
 
-/// Connects to the instance with this number, or to one of the following ones.
-pub async fn connect(endpoints: &Endpoints, number: usize) -> Option<Connection> {
-    let endpoint = {
-        let endpoints = endpoints.lock().expect("the lock is not poisoned");
-        endpoints[number % endpoints.len()].clone()
-    };
-    if let Ok(Ok(connection)) = timeout(Duration::from_secs(1), Connection::try_connect(&endpoint)).await {
-        return Some(connection);
-    }
-    sleep(Duration::from_millis(20)).await;
-    None
-}
-
 /// Returns the current revision once all instances run again.
 pub async fn head(endpoints: &Endpoints) -> i64 {
     eventually("a read when all is well again", async || {
@@ -257,10 +242,6 @@ async fn call(connection: &mut Connection, key: &str, ask: Ask) -> Result<(Answe
 
 fn found(kvs: &[KeyValue]) -> Found {
     kvs.first().map(|kv| (value(&kv.value), kv.mod_revision))
-}
-
-pub fn value(bytes: &[u8]) -> u64 {
-    std::str::from_utf8(bytes).ok().and_then(|text| text.trim_end().parse().ok()).expect("values are numbers")
 }
 
 /// Only statuses that state that nothing was applied count as refusals.

@@ -10,8 +10,9 @@ use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 use super::workload::{Outcome, Seen, Write};
 use crate::{
     linearizability::{
+        connection::{Endpoints, connect, value},
         watcher::{Log, read_all},
-        workload::{self, Endpoints, connect, value},
+        workload,
     },
     support::{Server, eventually},
 };

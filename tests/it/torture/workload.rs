@@ -19,8 +19,9 @@ use tokio::{
 
 use crate::{
     linearizability::{
+        connection::{Endpoints, connect},
         watcher::Watcher,
-        workload::{self, ANSWER_MAX, Endpoints, Entry, Failure, Progress, connect, failure, revision},
+        workload::{self, ANSWER_MAX, Entry, Failure, Progress, failure, revision},
     },
     support::{Client as Connection, Random},
 };

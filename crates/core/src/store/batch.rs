@@ -131,7 +131,7 @@ impl Batch {
     /// Removes all changes after the savepoint.
     pub fn roll_back(&mut self, savepoint: Savepoint) {
         while self.changes.len() > savepoint.changes {
-            let change = self.changes.pop().expect("at least as long as the savepoint");
+            let change = self.changes.pop().expect("there are changes after the savepoint");
             match self.replaced.pop().flatten() {
                 Some(position) => self.newest.insert(change.key, position),
                 None => self.newest.remove(&change.key),

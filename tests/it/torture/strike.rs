@@ -1,0 +1,329 @@
+//! How each fault starts and ends.
+
+use std::{path::Path, process::Command, time::Duration};
+
+use orlop_wire::proto::client::etcdserverpb::{
+    Compare, LeaseGrantRequest, LeaseKeepAliveRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, RequestOp,
+    TxnRequest,
+    compare::{CompareResult, CompareTarget, TargetUnion},
+    request_op::Request,
+};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep},
+};
+use tokio_stream::StreamExt as _;
+use tonic::Code;
+
+use super::{
+    faults::{
+        Kind::{self, *},
+        Way::{self, *},
+    },
+    preload::{EIO, Field, WAL},
+    rig::{Rig, Target, limit},
+    workload::Workload,
+};
+use crate::support::{Client, DEADLINE, Random, Weather, eventually, http_get};
+
+/// Injects the fault and ends it. Returns the time, on the clients' clock, at which it was in effect.
+pub async fn strike(kind: Kind, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
+    match kind {
+        Kill => {
+            rig.server().kill();
+            let since = workload.now();
+            rig.restart(0).await;
+            since
+        }
+        PowerCut => cut_power(rig, workload).await,
+        PostgresCrash => {
+            rig.postgres().crash();
+            let since = workload.now();
+            rig.postgres().start_again().await;
+            since
+        }
+        BackendKill => {
+            kill_backend(rig);
+            workload.now()
+        }
+        Reset(way) => {
+            let since = workload.now();
+            assert!(reset(rig, way) > 0, "there are connections");
+            since
+        }
+        Cut(way) => {
+            set_weather(rig, way, Weather::Down);
+            reset(rig, way);
+            let since = workload.now();
+            sleep(Duration::from_secs(1)).await;
+            set_weather(rig, way, Weather::Fair);
+            since
+        }
+        Silence(way) => for_two_seconds(rig, way, Weather::Silent, workload).await,
+        Delay(way) => for_two_seconds(rig, way, Weather::Slow(Duration::from_millis(100)), workload).await,
+        Pause => {
+            let victim = random.below(rig.servers.len());
+            rig.servers[victim].pause();
+            let since = workload.now();
+            sleep(Duration::from_secs(2)).await;
+            rig.servers[victim].resume();
+            since
+        }
+        DiskFull => fill_disk(rig, workload).await,
+        SyncFails(files) => fail_syncs(files, rig, workload, random).await,
+        WriteFails(files, errno) => fail_writes(files, errno, rig, workload).await,
+        SlowSync => {
+            rig.preload().set(Field::SyncDelayMs, 500);
+            let since = workload.now();
+            hits(rig, Field::SyncsDelayed, 3).await;
+            rig.preload().set(Field::SyncDelayMs, 0);
+            since
+        }
+        ClockJump(secs) => {
+            let since = workload.now();
+            jump(secs, rig).await;
+            since
+        }
+        NoDescriptors => exhaust_descriptors(rig, workload).await,
+        NoMemory => exhaust_memory(rig, workload).await,
+    }
+}
+
+async fn cut_power(rig: &mut Rig, workload: &Workload) -> u64 {
+    rig.server().kill();
+    let since = workload.now();
+    let data = rig.server().data_dir();
+    rig.preload().cut_power(&data);
+    rig.restart(0).await;
+    since
+}
+
+fn kill_backend(rig: &Rig) {
+    let postgres = rig.postgres();
+    let sql = "SELECT pid FROM pg_stat_activity WHERE application_name = 'orlop' AND query LIKE '%orlop_append%' \
+               ORDER BY query_start DESC LIMIT 1";
+    let pid = postgres.psql("postgres", sql);
+    let killed = Command::new("kill").args(["-KILL", &pid]).status();
+    assert!(killed.is_ok_and(|status| status.success()), "backend `{pid}` can be killed");
+}
+
+fn links(rig: &Rig, way: Way) -> Vec<&crate::support::Link> {
+    match way {
+        ToClients => rig.clients.iter().collect(),
+        ToDatabase => rig.database.iter().collect(),
+    }
+}
+
+fn set_weather(rig: &Rig, way: Way, weather: Weather) {
+    links(rig, way).iter().for_each(|link| link.set_weather(weather));
+}
+
+fn reset(rig: &Rig, way: Way) -> usize {
+    links(rig, way).iter().map(|link| link.reset()).sum()
+}
+
+async fn for_two_seconds(rig: &Rig, way: Way, weather: Weather, workload: &Workload) -> u64 {
+    set_weather(rig, way, weather);
+    let since = workload.now();
+    sleep(Duration::from_secs(2)).await;
+    set_weather(rig, way, Weather::Fair);
+    since
+}
+
+/// Returns a write in addition to the workload.
+fn probe() -> PutRequest {
+    PutRequest { key: "probe".into(), value: format!("{:<400}", 1).into(), ..Default::default() }
+}
+
+/// Time for which etcd runs on a full disk without noticing it.
+const ETCD_FULL_NANOS: u64 = 3_000_000_000;
+
+/// Fills the disk until a write is refused: on SQLite with a definite error, while reads continue and the process
+/// lives.
+async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
+    let endpoint = rig.server().endpoint().to_owned();
+    let pid = rig.server().pid();
+    rig.disk.as_ref().expect("this fault has a disk").fill();
+    let since = workload.now();
+    let refusal = eventually("an answer that there is no space, or the end of the server", async || {
+        if !Path::new("/proc").join(pid.to_string()).join("exe").exists() {
+            return Ok(None);
+        }
+        let mut client = Client::try_connect(&endpoint).await.map_err(|error| error.to_string())?;
+        match client.kv.put(probe()).await {
+            Err(status) if status.code() == Code::ResourceExhausted => Ok(Some(status.message().to_owned())),
+            // Postgres may be restarting.
+            Err(_) if rig.target == Target::Postgres => Ok(None),
+            // etcd preallocates its WAL.
+            Ok(_) if rig.target == Target::Etcd && workload.now() - since > ETCD_FULL_NANOS => Ok(None),
+            other => Err(format!("{other:?}; it logged {}", rig.servers[0].log_tail())),
+        }
+    })
+    .await;
+    if rig.target == Target::Sqlite {
+        assert_eq!(refusal.as_deref(), Some("etcdserver: mvcc: database space exceeded"));
+        let mut client = Client::connect(&endpoint).await;
+        let everything = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
+        let read = client.kv.range(everything).await.expect("reads continue");
+        assert!(read.into_inner().count > 0);
+    }
+    rig.disk.as_ref().expect("this fault has a disk").empty();
+    if !rig.server().runs() {
+        assert!(rig.target == Target::Etcd, "it logged:\n{}", rig.servers[0].log_tail());
+        rig.restart(0).await;
+    }
+    if let Some(postgres) = &rig.postgres
+        && !postgres.runs()
+    {
+        postgres.start_again().await;
+    }
+    assert!(rig.target == Target::Etcd || rig.server().pid() == pid);
+    since
+}
+
+/// Waits until the preloaded library has injected `more` more failures.
+async fn hits(rig: &mut Rig, field: Field, more: i64) {
+    let before = rig.preload().get(field);
+    let Rig { preload, servers, .. } = rig;
+    let (preload, server) = (preload.as_ref().expect("this fault has a disk"), &mut servers[0]);
+    eventually("the fault", || {
+        assert!(server.runs(), "the server ended by itself; it logged:\n{}", server.log_tail());
+        let hits = preload.get(field) - before;
+        std::future::ready(if hits >= more { Ok(()) } else { Err((field, hits)) })
+    })
+    .await;
+}
+
+/// The kernel reports once that it could not write, and discards the data: a later sync that succeeds must not be taken
+/// for success. A power cut shows whether it was.
+async fn fail_syncs(files: i64, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
+    rig.preload().set(Field::WriteBack, random.between(0, 50));
+    rig.preload().set(Field::SyncErrno, EIO);
+    rig.preload().set(Field::SyncFiles, files);
+    let since = workload.now();
+    // Syncs of the database are rare and may be the only fault of a run: the second one, because by then the log
+    // reports the first.
+    hits(rig, Field::SyncsFailed, if files == WAL { random.between(1, 6) } else { 2 }).await;
+    if random.chance(50) {
+        rig.preload().set(Field::SyncFiles, 0);
+        if random.chance(50) {
+            return since;
+        }
+        // Some writes succeed before the power is cut.
+        rig.all_through(workload).await;
+    }
+    rig.server().kill();
+    rig.preload().set(Field::SyncFiles, 0);
+    cut_power(rig, workload).await
+}
+
+async fn fail_writes(files: i64, errno: i64, rig: &mut Rig, workload: &Workload) -> u64 {
+    let pid = rig.server().pid();
+    rig.preload().set(Field::WriteErrno, errno);
+    rig.preload().set(Field::WriteFiles, files);
+    let since = workload.now();
+    hits(rig, Field::WritesFailed, 3).await;
+    rig.preload().set(Field::WriteFiles, 0);
+    assert_eq!(rig.server().pid(), pid);
+    since
+}
+
+const SHORT_TTL_SECS: i64 = 3;
+const LONG_TTL_SECS: i64 = 60;
+
+/// A lease that is kept alive survives both clock jumps, and one that is not expires on time, with its key.
+async fn jump(secs: i64, rig: &mut Rig) {
+    let mut client = Client::connect(rig.server().endpoint()).await;
+    let mut leases = Vec::new();
+    for ttl in [SHORT_TTL_SECS, LONG_TTL_SECS] {
+        let granted = client.lease.lease_grant(LeaseGrantRequest { ttl, id: 0 }).await.expect("a grant").into_inner();
+        let key = format!("leased/{ttl}");
+        let put = PutRequest { key: key.into(), value: "1".into(), lease: granted.id, ..Default::default() };
+        client.kv.put(put).await.expect("a put");
+        leases.push(granted.id);
+    }
+    let before = rig.preload().get(Field::ClocksShifted);
+    for offset in [secs, 0] {
+        rig.preload().set(Field::ClockSecs, offset);
+        // Requests an HTTP/1 response, whose Date header needs the wall clock; without such a request the server may
+        // never read it.
+        assert!(http_get(rig.server().endpoint(), "/version").await.header("date").is_some());
+        let ttl = keep_alive(&mut client, leases[1]).await;
+        assert_eq!(ttl, LONG_TTL_SECS, "the lease goes on when the clock is off by {offset} s");
+        assert!(has_key(&mut client, LONG_TTL_SECS).await, "its key is there when the clock is off by {offset} s");
+    }
+    eventually("the end of the other lease", async || {
+        let left = LeaseTimeToLiveRequest { id: leases[0], keys: false };
+        let left = client.clone().lease.lease_time_to_live(left).await.map_err(|status| status.to_string())?;
+        match left.into_inner().ttl {
+            -1 if !has_key(&mut client.clone(), SHORT_TTL_SECS).await => Ok(()),
+            ttl => Err(format!("it has {ttl} s left")),
+        }
+    })
+    .await;
+    assert!(has_key(&mut client, LONG_TTL_SECS).await);
+    assert!(rig.preload().get(Field::ClocksShifted) > before, "the clock was read");
+}
+
+async fn keep_alive(client: &mut Client, id: i64) -> i64 {
+    let requests = tokio_stream::once(LeaseKeepAliveRequest { id }).chain(tokio_stream::pending());
+    let mut answers = client.lease.lease_keep_alive(requests).await.expect("a stream").into_inner();
+    answers.message().await.expect("the stream lives").expect("an answer").ttl
+}
+
+async fn has_key(client: &mut Client, ttl: i64) -> bool {
+    let range = RangeRequest { key: format!("leased/{ttl}").into(), ..Default::default() };
+    client.kv.range(range).await.expect("a range").into_inner().count == 1
+}
+
+/// Fewer than are in use; open descriptors stay open.
+const DESCRIPTORS: &str = "8";
+
+async fn exhaust_descriptors(rig: &mut Rig, workload: &Workload) -> u64 {
+    limit(rig.server(), "nofile", DESCRIPTORS);
+    assert!(reset(rig, ToClients) > 0, "there are connections");
+    let since = workload.now();
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(workload.through_since(since), 0, "no client could connect");
+    limit(rig.server(), "nofile", "1024");
+    since
+}
+
+/// Sends large requests that have no effect, all at once.
+async fn demand_memory(endpoint: &str) {
+    let Ok(client) = Client::try_connect(endpoint).await else { return };
+    let never = Compare {
+        result: CompareResult::Less.into(),
+        target: CompareTarget::Version.into(),
+        key: "probe".into(),
+        target_union: Some(TargetUnion::Version(0)),
+        ..Default::default()
+    };
+    let put = PutRequest { key: "probe".into(), value: vec![b'1'; LARGE_BYTES].into(), ..Default::default() };
+    let success = vec![RequestOp { request: Some(Request::RequestPut(put)) }];
+    let txn = TxnRequest { compare: vec![never], success, failure: Vec::new() };
+    let mut asking = JoinSet::new();
+    for _ in 0..LARGE_REQUESTS {
+        let (mut client, txn) = (client.clone(), txn.clone());
+        asking.spawn(async move { client.kv.txn(txn).await.map(drop) });
+    }
+    // They fail when the server ends, which is their purpose.
+    while asking.join_next().await.is_some() {}
+}
+
+const LARGE_BYTES: usize = 1_400_000;
+const LARGE_REQUESTS: usize = 48;
+
+/// The process ends, because it cannot continue without memory, and is started again.
+async fn exhaust_memory(rig: &mut Rig, workload: &Workload) -> u64 {
+    limit(rig.server(), "as", "1048576");
+    let endpoint = rig.server().endpoint().to_owned();
+    let deadline = Instant::now() + DEADLINE;
+    while rig.server().runs() {
+        assert!(Instant::now() < deadline, "the server does not run out of memory");
+        demand_memory(&endpoint).await;
+    }
+    let since = workload.now();
+    rig.restart(0).await;
+    since
+}
