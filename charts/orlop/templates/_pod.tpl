@@ -1,4 +1,4 @@
-{{/* The pod, the same in StatefulSet and Deployment but for SQLite's volume. */}}
+{{/* The pod of the StatefulSet and of the Deployment. Only the volume of SQLite differs. */}}
 {{- define "orlop.pod" -}}
 metadata:
   labels:
@@ -127,7 +127,7 @@ spec:
         periodSeconds: 5
         failureThreshold: 120
         timeoutSeconds: 6
-      # Fails if a restart may help. It does not fail if the database is unreachable.
+      # Fails if a restart can help. An unreachable database does not fail it.
       livenessProbe:
         httpGet: { path: /livez, port: metrics }
         periodSeconds: 10
