@@ -1,4 +1,4 @@
-//! The edge: etcd's gRPC services over a [`Store`]. Protobuf types and the sentinels of the wire format end here.
+//! etcd's gRPC services over a [`Store`]. Protobuf types and the sentinels of the wire format are converted here.
 //!
 //! Requests are validated once ([`convert`]), and one table maps errors to gRPC codes and etcd's texts ([`status`]).
 //! The KV and Watch services are written by hand ([`kv`], [`watch`], [`grpc`]), because their responses are assembled
@@ -45,17 +45,17 @@ use orlop_wire::proto::{
     },
 };
 
-/// The etcd release whose behaviour and API this server has; clients choose features by it.
+/// The etcd release whose behaviour and API this server has. Clients choose features by this version.
 pub const ETCD_VERSION: &str = "3.6.13";
 /// Versions of cluster and storage: the release without its patch.
 pub const CLUSTER_VERSION: &str = "3.6.0";
 pub const STORAGE_VERSION: &str = "3.6.0";
 /// There are no Raft terms, but clients expect a value other than 0.
 const RAFT_TERM: u64 = 1;
-/// Bytes by which a request may exceed `max_request_bytes` before the transport refuses it.
+/// Bytes by which a message may exceed `max_request_bytes` before the transport rejects it.
 const TRANSPORT_SLACK_BYTES: usize = 512 << 10;
-/// Maximum size of requests without keys and values. A limit of 2 MiB would allow a million fields, which take long to
-/// decode.
+/// Maximum size of requests without keys and values. A limit of 2 MiB would allow a million fields, whose decoding
+/// takes tens of milliseconds.
 const SMALL_MESSAGE_BYTES: usize = 256 << 10;
 
 /// Settings of the services.
@@ -63,20 +63,20 @@ const SMALL_MESSAGE_BYTES: usize = 256 << 10;
 pub struct Settings {
     /// Maximum size of a write request in bytes.
     pub max_request_bytes: usize,
-    /// Maximum number of operations in a transaction, and of compares.
+    /// Maximum number of operations, and of compares, in a transaction.
     pub max_txn_ops: usize,
     pub watch_progress_notify_interval: Duration,
     /// The directory for snapshots.
     pub snapshots: Folder,
-    /// Requests that take longer are logged.
+    /// A request that takes longer is logged.
     pub slow_threshold: Duration,
     /// The exporter of spans.
     pub exporter: Option<Arc<Exporter>>,
 }
 
 impl Settings {
-    /// Maximum size of a message with keys and values in bytes; a longer watch response is fragmented if the client
-    /// asked for fragments.
+    /// Maximum size of a message with keys and values in bytes. A longer watch response is fragmented if the client
+    /// requested fragments.
     fn max_message_bytes(&self) -> usize {
         self.max_request_bytes.saturating_add(TRANSPORT_SLACK_BYTES)
     }
@@ -113,7 +113,8 @@ impl Context {
     }
 }
 
-/// Builds all services. `stopping` ends the streams, which would otherwise outlive the server's drain.
+/// Builds all services. The streams end when `stopping` becomes true; otherwise they would remain open while the server
+/// drains.
 ///
 /// # Errors
 ///

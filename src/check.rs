@@ -1,16 +1,17 @@
-//! `orlop check`: checks whether a server could have written a store, with or without a server running. It reads the
-//! whole store as of one moment and writes nothing.
+//! `orlop check`: checks the integrity of a store, while a server is running on it or not. It reads one consistent
+//! snapshot of the whole store and writes nothing.
 //!
-//! A violation is a state that no sequence of requests, compactions and stops produces. [`rows`] compares rows with
-//! each other, [`facts`] checks the other data, and [`orlop_core::index`] validates the rows of each key. A
-//! store without violations is finally read as a server reads it at its start, and the index is compared.
+//! A violation is a state that cannot be the result of requests, compactions, stops and crashes. [`rows`] compares rows
+//! with each other, [`facts`] checks the other data, and [`orlop_core::index`] validates the rows of each key. If there
+//! are no violations, the store is then read as at the start of a server, and the resulting index is compared with the
+//! rows.
 //!
-//! There is no repair: a server never leaves a state that needs one, and a violation does not tell what was lost.
-//! docs/how-to/check.md explains each kind.
+//! There is no repair, because the lost data cannot be derived from a violation. docs/how-to/check.md explains each
+//! kind of violation.
 //!
-//! Known limits: values have no checksum, so changed bytes in them are not found; rows missing at the end of the log
-//! are not found; below the compact revision rows may be missing, and a wrong but possible number is not found. The
-//! newest row of each key is kept in memory.
+//! Known limits: changed bytes in values are not found, because values have no checksum. Rows missing at the end of the
+//! log are not found. Below the compact revision, missing rows and wrong numbers that are possible after a compaction
+//! are not found. The newest row of each key is kept in memory.
 
 mod command;
 mod facts;
@@ -34,7 +35,7 @@ use orlop_core::{
 /// Options of a check.
 #[derive(Debug, Clone, Copy)]
 pub struct Plan {
-    /// Maximum number of violations to report; the rest is counted.
+    /// Maximum number of violations to report. All violations are counted.
     pub limit: usize,
     pub depth: Depth,
 }
@@ -45,33 +46,34 @@ pub struct Report {
     /// The database's name.
     pub name: String,
     pub rows: u64,
-    /// Keys that have a row.
+    /// Number of keys that have a row.
     pub keys: usize,
     pub live_keys: usize,
     /// The smallest and the largest id.
     pub revisions: Option<(i64, i64)>,
     pub compact_revision: Option<i64>,
     pub leases: usize,
-    /// Compacted rows that still exist and that the next start deletes. `None`: not counted, because the store is
-    /// damaged.
+    /// Number of compacted rows that still exist; the next start deletes them. `None`: not counted, because the store
+    /// is damaged.
     pub rows_to_purge: Option<usize>,
     pub bytes: i64,
     pub took: Duration,
     pub findings: Findings,
 }
 
-/// A violation and its place.
+/// A violation and its location.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
-    /// The table, or `database`.
+    /// The name of the table, or `database`.
     pub table: &'static str,
-    pub row: Option<Place>,
+    pub row: Option<Location>,
     /// The found and the expected content.
     pub what: String,
 }
 
+/// The location of a violation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
+pub enum Location {
     Row {
         id: i64,
         sub: i64,
@@ -87,17 +89,17 @@ impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.table)?;
         match &self.row {
-            Some(Place::Row { id, sub, key }) => write!(f, " id={id} sub={sub} key=\"{key}\"")?,
-            Some(Place::Lease(id)) => write!(f, " id={id:x}")?,
-            Some(Place::Member(id)) => write!(f, " id={id:x}")?,
-            Some(Place::Fact(name)) => write!(f, " name={name:?}")?,
+            Some(Location::Row { id, sub, key }) => write!(f, " id={id} sub={sub} key=\"{key}\"")?,
+            Some(Location::Lease(id)) => write!(f, " id={id:x}")?,
+            Some(Location::Member(id)) => write!(f, " id={id:x}")?,
+            Some(Location::Fact(name)) => write!(f, " name={name:?}")?,
             None => {}
         }
         write!(f, ": {}", self.what)
     }
 }
 
-/// Violations: the first ones are kept, the rest is counted.
+/// The first violations, and the number of all violations.
 #[derive(Debug, Default)]
 pub struct Findings {
     limit: usize,
@@ -110,7 +112,7 @@ impl Findings {
         Self { limit, ..Self::default() }
     }
 
-    fn add(&mut self, table: &'static str, row: Option<Place>, what: impl Into<String>) {
+    fn add(&mut self, table: &'static str, row: Option<Location>, what: impl Into<String>) {
         self.total += 1;
         if self.reported.len() < self.limit {
             self.reported.push(Violation { table, row, what: what.into() });
@@ -118,8 +120,8 @@ impl Findings {
     }
 
     fn add_row(&mut self, row: &StoredRow, what: impl Into<String>) {
-        let place = Place::Row { id: row.id, sub: row.sub, key: shown(&row.key) };
-        self.add(row.table.name(), Some(place), what);
+        let location = Location::Row { id: row.id, sub: row.sub, key: shown(&row.key) };
+        self.add(row.table.name(), Some(location), what);
     }
 
     pub fn is_empty(&self) -> bool {
@@ -127,24 +129,24 @@ impl Findings {
     }
 }
 
-/// Checks a store. `progress` receives the current and the last revision.
+/// Checks a store. `progress` is called with the current and the last revision.
 ///
 /// # Errors
 ///
-/// If it cannot be read. Content that is unreadable because of damage is a violation.
+/// If the store cannot be read. Damage is not an error, but a violation.
 pub async fn check(store: &dyn Inspect, plan: Plan, mut progress: impl FnMut(Revision, Revision)) -> Result<Report> {
     let begun = Instant::now();
     let mut report = Report { name: store.name().to_owned(), findings: Findings::new(plan.limit), ..Report::default() };
-    match look(store, plan, &mut report, &mut progress).await {
+    match run_checks(store, plan, &mut report, &mut progress).await {
         Err(Error::Corrupt(what)) => report.findings.add("database", None, what),
-        looked => looked?,
+        done => done?,
     }
     store.finish().await?;
     report.took = begun.elapsed();
     Ok(report)
 }
 
-async fn look(
+async fn run_checks(
     store: &dyn Inspect,
     plan: Plan,
     report: &mut Report,
@@ -161,11 +163,11 @@ async fn look(
     report.compact_revision = compacted.map(|revision| revision.0);
 
     let mut rows = Rows::new(&facts, compacted);
-    let walked = walk(store, &facts, &mut rows, &mut report.findings, progress).await;
+    let checked = check_rows(store, &facts, &mut rows, &mut report.findings, progress).await;
     report.rows = rows.count();
     report.keys = rows.newest().len();
     report.live_keys = rows.live().count();
-    walked?;
+    checked?;
     rows.finish(&facts, &mut report.findings);
     if report.findings.is_empty() {
         let replayed = replay(store).await?;
@@ -175,7 +177,7 @@ async fn look(
     Ok(())
 }
 
-async fn walk(
+async fn check_rows(
     store: &dyn Inspect,
     facts: &Facts,
     rows: &mut Rows,
@@ -194,12 +196,12 @@ async fn walk(
         };
         let Some(last) = page.last() else { return Ok(()) };
         place = last.place();
-        page.iter().for_each(|row| rows.take(row, findings));
+        page.iter().for_each(|row| rows.check(row, findings));
         progress(Revision(place.0), head);
     }
 }
 
-/// Compares the rows with what a server would restore.
+/// Compares the rows with the index that a server would restore.
 fn compare(replayed: &Replayed, rows: &Rows, findings: &mut Findings) {
     let index = &replayed.index;
     let mut served = 0;
@@ -211,12 +213,16 @@ fn compare(replayed: &Replayed, rows: &Rows, findings: &mut Findings) {
         };
         let found = (entry.version.row, entry.version.create_revision, entry.version.version, lease);
         if rows.live_version(key) != Some(found) {
-            let what = format!("a server reads key \"{}\" differently from its rows", shown(key));
+            let what = format!("the index that a server restores differs from the rows for key \"{}\"", shown(key));
             findings.add("kv_log", None, what);
         }
     }
     let live = rows.live().count();
     if served != live {
-        findings.add("kv_log", None, format!("a server reads {served} live keys, expected {live}"));
+        findings.add(
+            "kv_log",
+            None,
+            format!("the index that a server restores has {served} live keys, expected {live}"),
+        );
     }
 }

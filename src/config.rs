@@ -53,7 +53,7 @@ pub struct Settings {
     pub watch_progress_notify_interval: Interval,
     /// Bytes.
     pub value_cache_bytes: u64,
-    /// 0: by the number of cores.
+    /// 0: depends on the number of cores.
     pub worker_threads: usize,
     pub log_level: String,
     pub log_format: LogFormat,
@@ -192,7 +192,7 @@ impl Settings {
         Ok(settings)
     }
 
-    /// Returns `listen-address` as a URL. kine accepts it without a scheme and, like Go, without a host for all
+    /// Returns `listen-address` as a URL. As in kine, the scheme may be absent; as in Go, an empty host means all
     /// addresses.
     fn kine_url(&self) -> Result<Option<ListenUrl>, String> {
         if self.listen_address.is_empty() {
@@ -257,7 +257,7 @@ impl Settings {
     ///
     /// # Errors
     ///
-    /// If a file is given without another one that it needs.
+    /// If a setting is given without another one that it requires.
     pub fn tls(&self) -> Result<Option<Tls>, String> {
         let given = |file: &PathBuf| (!file.as_os_str().is_empty()).then(|| file.clone());
         let versions = (self.tls_min_version, self.tls_max_version);
@@ -274,8 +274,8 @@ impl Settings {
             }
             (None, None) if clients.is_none() => return Ok(None),
             (None, None) => return Err("trusted-ca-file requires cert-file and key-file".to_owned()),
-            (Some(_), None) => return Err("cert-file requires key-file, the certificate's key".to_owned()),
-            (None, Some(_)) => return Err("key-file requires cert-file, the key's certificate".to_owned()),
+            (Some(_), None) => return Err("cert-file requires key-file, the private key of the certificate".to_owned()),
+            (None, Some(_)) => return Err("key-file requires cert-file, the certificate of the private key".to_owned()),
         };
         let cipher_suites = self.cipher_suites.0.clone();
         Ok(Some(Tls { cert_file, key_file, self_signed, clients, versions, cipher_suites }))
@@ -290,7 +290,9 @@ impl Settings {
                 (!self.client_cert_allowed_hostname.0.is_empty(), "client-cert-allowed-hostname"),
             ] {
                 if given {
-                    return Err(format!("{setting} requires trusted-ca-file, the roots of clients' certificates"));
+                    return Err(format!(
+                        "{setting} requires trusted-ca-file, the root certificates for verifying clients"
+                    ));
                 }
             }
             return Ok(None);
@@ -302,7 +304,7 @@ impl Settings {
         }))
     }
 
-    /// Returns the names of a self-signed certificate: all known names of the server.
+    /// Returns the settings of a self-signed certificate for all known host names of the server.
     fn self_signed(&self) -> SelfSigned {
         let urls = self.listen_client_urls.0.iter().chain(&self.advertise_client_urls.0);
         let mut hosts: Vec<String> = urls.filter_map(|url| url.host()).map(str::to_owned).collect();
@@ -313,7 +315,7 @@ impl Settings {
         SelfSigned { hosts, validity_years: self.self_signed_cert_validity }
     }
 
-    /// Returns what automatic compaction keeps; `None` if it is disabled.
+    /// Returns the history that automatic compaction keeps; `None` if it is disabled.
     ///
     /// # Errors
     ///
@@ -369,7 +371,9 @@ impl Settings {
         }
         match endpoint.split_once("://") {
             Some(("sqlite", path)) if !path.is_empty() => Ok(Datastore::Sqlite(path.into())),
-            Some(("postgres" | "postgresql", place)) if !place.is_empty() => Ok(Datastore::Postgres(endpoint.clone())),
+            Some(("postgres" | "postgresql", address)) if !address.is_empty() => {
+                Ok(Datastore::Postgres(endpoint.clone()))
+            }
             // The endpoint is not printed: it may contain a password.
             _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE"
                 .to_owned()),

@@ -1,6 +1,6 @@
 //! Plain HTTP on the same ports as gRPC: `/version`, health, metrics and the JSON gateway.
 //!
-//! All of it is a client of [`crate::api`] or [`orlop_core::store`]; no behaviour of etcd is implemented here.
+//! These endpoints only call [`crate::api`] and [`orlop_core::store`]; no behaviour of etcd is implemented here.
 
 pub mod gateway;
 mod health;
@@ -36,14 +36,14 @@ pub fn routes(
 ) -> Result<Routes, prost_reflect::DescriptorError> {
     let grpc = grpc.into_axum_router();
     let gateway = gateway::routes(grpc.clone(), partial_requests)?
-        .layer(map_response(for_all_origins))
-        .layer(from_fn_with_state(Arc::clone(store), answer_panics));
-    Ok(Routes::from(grpc.merge(http(store)).merge(gateway).fallback(unknown)))
+        .layer(map_response(allow_all_origins))
+        .layer(from_fn_with_state(Arc::clone(store), respond_to_panics));
+    Ok(Routes::from(grpc.merge(http(store)).merge(gateway).fallback(unknown_path)))
 }
 
 /// Returns the endpoints for probes and Prometheus, for a separate address.
 pub fn probe_routes(store: &Arc<Store>) -> Routes {
-    Routes::from(http(store).fallback(unknown))
+    Routes::from(http(store).fallback(unknown_path))
 }
 
 fn http(store: &Arc<Store>) -> Router {
@@ -51,12 +51,12 @@ fn http(store: &Arc<Store>) -> Router {
         .merge(version::routes())
         .merge(metrics::routes(Arc::clone(store)))
         .merge(health::routes(Arc::clone(store)))
-        .layer(map_response(for_all_origins))
-        .layer(from_fn_with_state(Arc::clone(store), answer_panics))
+        .layer(map_response(allow_all_origins))
+        .layer(from_fn_with_state(Arc::clone(store), respond_to_panics))
 }
 
-/// Answers a request that panics; gRPC calls are covered by the API's metering.
-async fn answer_panics(State(store): State<Arc<Store>>, request: Request, next: Next) -> Response {
+/// Returns an error response if a request panics. Panics of gRPC calls are handled by the API's metering.
+async fn respond_to_panics(State(store): State<Arc<Store>>, request: Request, next: Next) -> Response {
     let path = request.uri().path().to_owned();
     match catch_panics(next.run(request)).await {
         Ok(response) => response,
@@ -67,8 +67,8 @@ async fn answer_panics(State(store): State<Arc<Store>>, request: Request, next: 
     }
 }
 
-/// The default of etcd's `--cors`.
-async fn for_all_origins(mut response: Response) -> Response {
+/// Adds the headers that allow requests from all origins, the default of etcd's `--cors`.
+async fn allow_all_origins(mut response: Response) -> Response {
     const HEADERS: [(HeaderName, HeaderValue); 3] = [
         (header::ACCESS_CONTROL_ALLOW_ORIGIN, HeaderValue::from_static("*")),
         (header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("POST, GET, OPTIONS, PUT, DELETE")),
@@ -78,14 +78,14 @@ async fn for_all_origins(mut response: Response) -> Response {
     response
 }
 
-/// Answers unknown paths, in gRPC to gRPC clients.
-async fn unknown(headers: HeaderMap) -> Response {
+/// Responds to a request for an unknown path: with a gRPC status to a gRPC request, otherwise with 404.
+async fn unknown_path(headers: HeaderMap) -> Response {
     let is_grpc =
         headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));
     if is_grpc {
         Status::unimplemented("unknown service or method").into_http()
     } else {
-        for_all_origins(not_found()).await
+        allow_all_origins(not_found()).await
     }
 }
 

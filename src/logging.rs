@@ -38,7 +38,7 @@ pub fn start(level: &str, format: LogFormat) -> Result<(), String> {
     Ok(())
 }
 
-/// One object per line: `level`, `ts`, `caller`, `msg`, then the fields of the event.
+/// A JSON object per line: `level`, `ts`, `caller`, `msg`, then the fields of the event.
 struct Json;
 
 impl<S, N> FormatEvent<S, N> for Json
@@ -50,8 +50,8 @@ where
         let metadata = event.metadata();
         let mut time = String::new();
         SystemTime.format_time(&mut Writer::new(&mut time))?;
-        let mut said = Said::default();
-        event.record(&mut said);
+        let mut fields = EventFields::default();
+        event.record(&mut fields);
         let level = match *metadata.level() {
             Level::ERROR => "error",
             Level::WARN => "warn",
@@ -61,12 +61,12 @@ where
         };
         write!(writer, r#"{{"level":"{level}","ts":"{time}""#)?;
         if let (Some(file), Some(line)) = (metadata.file(), metadata.line()) {
-            // The path below the source directory.
+            // The path relative to the source directory.
             let file = file.rsplit_once("src/").map_or(file, |(_, file)| file);
             write!(writer, r#","caller":{}"#, Value::from(format!("{file}:{line}")))?;
         }
-        write!(writer, r#","msg":{}"#, Value::from(said.message))?;
-        for (name, value) in &said.fields {
+        write!(writer, r#","msg":{}"#, Value::from(fields.message))?;
+        for (name, value) in &fields.others {
             write!(writer, ",{}:{value}", Value::from(name.as_str()))?;
         }
         writeln!(writer, "}}")
@@ -75,42 +75,42 @@ where
 
 /// The fields of an event.
 #[derive(Default)]
-struct Said {
+struct EventFields {
     message: String,
-    fields: Map<String, Value>,
+    others: Map<String, Value>,
 }
 
-impl Said {
-    fn take(&mut self, field: &Field, value: Value) {
+impl EventFields {
+    fn insert(&mut self, field: &Field, value: Value) {
         match (field.name(), value) {
             ("message", Value::String(message)) => self.message = message,
-            (name, value) => drop(self.fields.insert(name.trim_start_matches("r#").to_owned(), value)),
+            (name, value) => drop(self.others.insert(name.trim_start_matches("r#").to_owned(), value)),
         }
     }
 }
 
-impl Visit for Said {
+impl Visit for EventFields {
     fn record_f64(&mut self, field: &Field, value: f64) {
-        self.take(field, value.into());
+        self.insert(field, value.into());
     }
 
     fn record_i64(&mut self, field: &Field, value: i64) {
-        self.take(field, value.into());
+        self.insert(field, value.into());
     }
 
     fn record_u64(&mut self, field: &Field, value: u64) {
-        self.take(field, value.into());
+        self.insert(field, value.into());
     }
 
     fn record_bool(&mut self, field: &Field, value: bool) {
-        self.take(field, value.into());
+        self.insert(field, value.into());
     }
 
     fn record_str(&mut self, field: &Field, value: &str) {
-        self.take(field, value.into());
+        self.insert(field, value.into());
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.take(field, format!("{value:?}").into());
+        self.insert(field, format!("{value:?}").into());
     }
 }

@@ -42,7 +42,7 @@ enum Command {
     /// Start the server; the default command
     Serve(Box<Flags>),
 
-    /// Load an etcd endpoint and report throughput and latency
+    /// Generate load on an etcd endpoint and report throughput and latency
     Bench(Box<bench::Args>),
 
     /// Inspect or restore a snapshot
@@ -81,7 +81,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns the exit status of a check: its result differs from a failure to run it.
+/// Runs a check and returns its exit status, which distinguishes a damaged store from a check that cannot run.
 fn check_store(args: check::Args) -> ExitCode {
     match on_one_thread(async { check::run(args).await }) {
         Ok(check::Verdict::Sound) => ExitCode::SUCCESS,
@@ -123,7 +123,8 @@ fn on_one_thread<T>(command: impl Future<Output = Outcome<T>>) -> Outcome<T> {
     Builder::new_current_thread().enable_all().build()?.block_on(command)
 }
 
-/// Builds the runtime. On few cores one thread is faster than several, because requests change threads less often.
+/// Builds the runtime. On one or two cores a single thread is faster than several, because a request moves between
+/// threads less often.
 fn runtime(worker_threads: usize) -> std::io::Result<Runtime> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = match worker_threads {

@@ -50,16 +50,17 @@ use orlop_wire::write_coalescing::coalesce_writes;
 
 /// Flow-control window of a stream, in bytes.
 const STREAM_WINDOW: u32 = 2 << 20;
-/// Flow-control window of a connection, in bytes. h2 also allows unread small frames, at about 250 bytes each, up to half of
-/// it: with 4 MiB, connections that opened 10,000 streams at once sometimes ended.
+/// Flow-control window of a connection, in bytes. h2 also allows unread small frames, at about 250 bytes each, up to
+/// half of it: with 4 MiB, connections that opened 10,000 streams at once were sometimes closed.
 const CONNECTION_WINDOW: u32 = 8 << 20;
-/// Bytes that a stream buffers for its connection: two pieces of a large response.
+/// Bytes that a stream buffers for its connection: two chunks of a large response.
 const SEND_BUFFER: usize = 128 << 10;
-/// Read buffer of an HTTP/1 connection, in bytes. All headers of a request have to fit, as with HTTP/2.
+/// Read buffer of an HTTP/1 connection, in bytes, and so the maximum size of a request's headers. The limit is the same
+/// with HTTP/2.
 const HTTP1_BUFFER: usize = 16 << 10;
-/// Maximum number of clients that wait to be accepted on a unix socket; the standard library's value.
+/// Maximum number of clients that wait to be accepted on a unix socket; the value of the standard library.
 const BACKLOG: u32 = 128;
-/// Pause after a failed accept, for example without free file descriptors.
+/// Pause after a failed accept, for example if no file descriptor is free.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 static ACCEPT_LOG: LogLimit = LogLimit::new();
 
@@ -67,17 +68,17 @@ static ACCEPT_LOG: LogLimit = LogLimit::new();
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub max_concurrent_streams: u32,
-    /// Time without traffic after which a connection is pinged.
+    /// Time without traffic after which the server sends a keepalive ping.
     pub keepalive_interval: Duration,
     pub keepalive_timeout: Duration,
     pub connection_limit: ConnectionLimit,
-    /// The queue in which connections wait to read on.
+    /// The queue in which connections wait before they read more.
     pub steps: Arc<Steps>,
 }
 
 /// A bound address.
 pub struct Listener {
-    /// The address with its actual port, if 0 was requested.
+    /// The address, with the actual port if port 0 was requested.
     pub url: ListenUrl,
     socket: Socket,
     tls: Option<Arc<tls::Acceptor>>,
@@ -93,7 +94,7 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// If it cannot be bound, or needs TLS and there is no certificate; the text names it.
+    /// If the address cannot be bound, or requires TLS and no certificate is configured. The text contains the address.
     pub async fn bind(
         url: &ListenUrl,
         tls: Option<&Arc<tls::Acceptor>>,
@@ -107,7 +108,7 @@ impl Listener {
             (Scheme::Tls, Some(tls)) => Some(Arc::clone(tls)),
             (Scheme::Plain, tls) => {
                 if tls.is_some() && matches!(url, ListenUrl::Tcp(..)) {
-                    warn!(%url, "serving this address without TLS, because its scheme is http, although certificates are configured");
+                    warn!(%url, "certificates are configured, but this address is served without TLS because its scheme is http");
                 }
                 None
             }
@@ -118,7 +119,7 @@ impl Listener {
                 Ok(Self { url: ListenUrl::Tcp(address, *scheme), socket: Socket::Tcp(socket), tls })
             }
             ListenUrl::Unix(path, _) => {
-                remove_stale(path).await.map_err(failed)?;
+                remove_stale_socket(path).await.map_err(failed)?;
                 let socket = bind_unix(path, socket_mode).map_err(failed)?;
                 Ok(Self { url: url.clone(), socket: Socket::Unix(socket), tls })
             }
@@ -145,7 +146,7 @@ impl Listener {
             }
         }
         if let ListenUrl::Unix(path, _) = &self.url {
-            // A socket that is left over is removed at the next start.
+            // If this fails, the next start removes the socket.
             let _ = std::fs::remove_file(path);
         }
     }
@@ -185,18 +186,18 @@ async fn serve_all<C, S, R>(
     S: Clone + Send + 'static,
     R: http_body::Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
 {
-    let served = GracefulShutdown::new();
+    let graceful = GracefulShutdown::new();
     loop {
         let connection = tokio::select! {
             connection = connections.recv() => connection,
-            // A dropped sender means the same.
+            // A dropped sender also stops the server.
             _ = stopping.wait_for(|stopping| *stopping) => None,
         };
         let Some(connection) = connection else { break };
         let (connection, pacer) = paced(connection, &steps);
         let (connection, flusher) = coalesce_writes(connection);
         let connection = http.serve_connection(TokioIo::new(connection), services.clone()).into_owned();
-        let serving = pacer.run(flusher.drive(served.watch(connection)));
+        let serving = pacer.run(flusher.drive(graceful.watch(connection)));
         tokio::spawn(async move {
             if let Err(error) = serving.await {
                 debug!(error, "connection failed");
@@ -204,11 +205,11 @@ async fn serve_all<C, S, R>(
         });
     }
     drop((connections, accepting));
-    served.shutdown().await;
+    graceful.shutdown().await;
 }
 
-/// Binds a TCP address. Returns the socket, and the address with its actual port. The host is kept as written, so that the
-/// advertised name matches certificates.
+/// Binds a TCP address. Returns the socket, and the address with its actual port. The host remains as configured, so
+/// that the advertised name matches certificates.
 async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
     let socket = TcpListener::bind(address).await?;
     let port = socket.local_addr()?.port();
@@ -216,7 +217,7 @@ async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
     Ok((socket, format!("{host}:{port}")))
 }
 
-/// Binds a unix socket. Clients cannot connect before its mode is set.
+/// Binds a unix socket. Sets its mode before clients can connect.
 fn bind_unix(path: &Path, mode: FileMode) -> io::Result<UnixListener> {
     let socket = UnixSocket::new_stream()?;
     socket.bind(path)?;
@@ -237,7 +238,7 @@ impl Accept for TcpListener {
 
     async fn accept(&self) -> io::Result<(TcpStream, String)> {
         let (stream, remote) = Self::accept(self).await?;
-        // Fails if the client has disconnected, which the first read reports.
+        // Fails only if the client has disconnected; the first read reports that.
         let _ = stream.set_nodelay(true);
         Ok((stream, remote.to_string()))
     }
@@ -253,7 +254,7 @@ impl Accept for UnixListener {
 
 /// Waits for the next client.
 ///
-/// Without free file descriptors the socket stays ready and accept fails; the pause prevents a busy loop.
+/// If no file descriptor is free, the socket stays ready and accept fails; the pause prevents a busy loop.
 async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
     loop {
         match socket.accept().await {
@@ -266,7 +267,7 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
                 if ACCEPT_LOG.count().is_some() {
                     warn!(
                         %error,
-                        "cannot accept a connection; trying again. If too many files are open, raise the limit on file descriptors (ulimit -n, LimitNOFILE)"
+                        "cannot accept a connection; retrying. If too many files are open, raise the limit on file descriptors (ulimit -n, LimitNOFILE)"
                     );
                 }
                 sleep(ACCEPT_PAUSE).await;
@@ -308,10 +309,10 @@ async fn accept_all<L: Accept>(
     loop {
         let permit = connection_limit.acquire().await;
         let (stream, remote) = next_client(&socket).await;
-        // One connection is set up per step: clients may connect again and again.
+        // Each connection waits for its turn, so that clients that reconnect continuously do not delay others.
         steps.request().await;
         let Some(tls) = &tls else {
-            // Fails while the server stops.
+            // Fails only while the server stops.
             let _ = ready.send(accepted(Connection::Plain(stream), permit)).await;
             continue;
         };
@@ -322,7 +323,7 @@ async fn accept_all<L: Accept>(
                     drop(ready.send(accepted(Connection::Tls(Box::new(stream)), permit)).await);
                 }
                 Ok(Err(error)) => debug!(%remote, %error, "rejected connection"),
-                Err(panic) => error!(%remote, place = panic.place, message = panic.message, "a handshake panicked"),
+                Err(panic) => error!(%remote, place = panic.place, message = panic.message, "TLS handshake panicked"),
             }
         });
     }
@@ -338,7 +339,7 @@ enum Connection<S> {
     Tls(Box<TlsStream<S>>),
 }
 
-/// Calls the same method of either stream.
+/// Calls a method of the stream, which both variants have.
 macro_rules! either {
     ($connection:expr, $stream:ident => $call:expr) => {
         match $connection.get_mut() {
@@ -383,8 +384,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
     }
 }
 
-/// Removes a socket that a killed server left behind. A socket that is in use stays, and binding it fails.
-async fn remove_stale(path: &Path) -> io::Result<()> {
+/// Removes the socket of a server that was killed. If the socket is in use, it remains, and binding fails.
+async fn remove_stale_socket(path: &Path) -> io::Result<()> {
     match UnixStream::connect(path).await {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => std::fs::remove_file(path),
         Ok(_) | Err(_) => Ok(()),

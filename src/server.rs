@@ -1,5 +1,5 @@
-//! The composition root: opens the log and the store, binds listeners, serves, and drains. The only module that knows
-//! all others.
+//! The composition root: opens the log and the store, binds listeners, serves, and drains. The only module that depends
+//! on all others.
 
 use std::{fmt, io::Write as _, sync::Arc, thread::available_parallelism, time::Duration};
 
@@ -32,6 +32,7 @@ use orlop_sql::{PostgresLog, PostgresSettings, SqliteLog};
 
 /// Maximum time for clients to finish their requests when the server stops.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
+/// Interval at which a task of the runtime reports to the watchdog.
 const RUNTIME_BEAT: Duration = Duration::from_secs(1);
 
 /// The reason why the server did not start, or stopped by itself; a text for the operator.
@@ -64,16 +65,16 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         MetricsDetail::Extensive => metrics::Detail::Extensive,
     }));
     let store = Arc::new(open_store(&settings, advertised_urls(&settings, &listeners), metrics).await?);
-    let _watching = watch_over(&store)?;
+    let _watching = start_watchdog(&store)?;
 
     let snapshots = Folder::of(&settings.datastore().map_err(Error)?);
-    // The lock of the log excludes other processes from this directory.
+    // The log's lock keeps other processes out of this directory.
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
     let exporter = exporter(&settings)?;
     let partial_requests = Arc::<PartialRequests>::default();
-    let served = api_settings(&settings, snapshots, exporter.clone());
-    let services = api::services(Arc::clone(&store), served, Arc::clone(&partial_requests), stopping.clone())
+    let api_settings = api_settings(&settings, snapshots, exporter.clone());
+    let services = api::services(Arc::clone(&store), api_settings, Arc::clone(&partial_requests), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
     let services = services
         .with(|grpc| http::routes(grpc, &store, partial_requests))
@@ -86,7 +87,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     }
     drop(services);
     notify_service_manager("READY=1");
-    // Probes have a queue of their own, so that no flood of clients delays them.
+    // Probes have a separate queue, so that the load of clients does not delay them.
     let (probe_steps, grant_steps) = Steps::new();
     vital("the step scheduler for probes", grant_steps);
     for listener in metrics_listeners {
@@ -98,7 +99,9 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     let mut outcome = Ok(());
     tokio::select! {
         () = shutdown => info!("shutting down"),
-        failure = store.failed() => outcome = Err(Error(format!("the log's history differs from this instance's: {failure}"))),
+        failure = store.failed() => outcome = Err(Error(format!(
+            "the history in the database differs from the history that this instance has read: {failure}"
+        ))),
         Some(ended) = servers.join_next() => outcome = Err(Error(match ended {
             Ok(()) => "a listener ended unexpectedly".to_owned(),
             Err(error) => format!("a listener failed: {error}"),
@@ -112,7 +115,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     }
     store.stop().await;
     if let Some(exporter) = exporter {
-        // It blocks on tasks of this runtime.
+        // `finish` blocks its thread until tasks of this runtime have run.
         let _ = tokio::task::spawn_blocking(move || exporter.finish()).await;
     }
     info!("stopped");
@@ -120,7 +123,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
 }
 
 /// Starts the watchdog for the store's loops and for the runtime.
-fn watch_over(store: &Store) -> Result<Watching, Error> {
+fn start_watchdog(store: &Store) -> Result<Watching, Error> {
     let (watchdog, pulse) = (Arc::clone(store.watchdog()), Arc::new(Pulse::default()));
     watchdog.follow("runtime", &pulse);
     vital("the runtime's pulse", async move {
@@ -201,14 +204,14 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
             rows: settings.compaction_batch_limit,
             pause: settings.compaction_sleep_interval.0,
         },
-        // On a runtime with several threads, polling would wake the others.
+        // On a runtime with several threads, busy polling would wake the other threads.
         busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
         watchdog: Arc::default(),
     };
     let datastore = settings.datastore().map_err(Error)?;
-    // Errors of Postgres name the database themselves.
-    let place = match &datastore {
+    // Errors of Postgres already contain the name of the database.
+    let location = match &datastore {
         Datastore::Sqlite(file) => format!(" {}", file.display()),
         Datastore::Postgres(_) => String::new(),
     };
@@ -225,7 +228,7 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
             Arc::new(PostgresLog::open(settings).await.map_err(|error| Error(error.to_string()))?)
         }
     };
-    let read = |error| Error(format!("cannot read the database{place}: {error}"));
+    let read = |error| Error(format!("cannot read the database{location}: {error}"));
     Store::open(log, store_settings).await.map_err(read)
 }
 
@@ -256,9 +259,9 @@ fn api_settings(settings: &Settings, snapshots: Folder, exporter: Option<Arc<Exp
     }
 }
 
-/// Prints the address for clients to standard output, with the actual port if 0 was requested.
+/// Prints the address for clients to standard output, with the actual port if port 0 was requested.
 fn announce(url: &ListenUrl) {
     info!(%url, "ready to serve client requests");
-    // A closed standard output is no reason to stop.
+    // The server continues if standard output is closed.
     let _ = writeln!(std::io::stdout(), "orlop: serving client requests on {url}");
 }

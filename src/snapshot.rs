@@ -1,5 +1,5 @@
-//! A log as one file: a SQLite database in Orlop's own format, as of one moment, followed by the 32 bytes of its
-//! SHA-256, as in etcd's snapshots.
+//! Snapshots: a log in one file. The file is a consistent copy of the log, a SQLite database in Orlop's format,
+//! followed by its SHA-256 checksum of 32 bytes, as in etcd's snapshots.
 
 mod checksum;
 mod command;
@@ -27,7 +27,7 @@ use orlop_sql::{SqliteLoader, SqliteView};
 /// Errors of taking, reading and restoring snapshots.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The text is for the operator and names the file.
+    /// A text for the operator that contains the name of the file.
     #[error("{0}")]
     File(String),
     #[error(transparent)]
@@ -36,7 +36,8 @@ pub enum Error {
 
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// A snapshot on disk without its checksum. Its file has no name and is deleted when this is dropped.
+/// A snapshot on disk without its checksum. Its file has no directory entry, so it is deleted when this value is
+/// dropped.
 pub struct Snapshot {
     pub file: File,
     pub bytes: u64,
@@ -45,15 +46,15 @@ pub struct Snapshot {
 /// The directory in which snapshots are written before they are sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Folder {
-    /// A directory of this server, created when needed.
+    /// A directory that only this server uses. It is created when the first file is.
     Own(PathBuf),
-    /// A shared directory: Orlop's files have unpredictable names.
+    /// A directory of the system that others also use. Orlop's files have unpredictable names.
     Shared(PathBuf),
 }
 
 impl Folder {
-    /// Returns the directory: next to SQLite's file, whose disk has space for a copy, or the system's temporary
-    /// directory.
+    /// Returns the directory of a datastore. For SQLite it is next to the database file, whose disk should have space
+    /// for a copy; for Postgres it is the temporary directory of the system.
     pub fn of(datastore: &Datastore) -> Self {
         match datastore {
             Datastore::Sqlite(file) => {
@@ -65,8 +66,8 @@ impl Folder {
         }
     }
 
-    /// Removes files that a killed server left, if the directory is its own. Only the process that owns the directory
-    /// may call it.
+    /// Removes the files of a server that was killed, if only this server uses the directory. Call it only while the
+    /// lock of the log is held.
     ///
     /// # Errors
     ///
@@ -74,7 +75,7 @@ impl Folder {
     pub fn clear(&self) -> Result<()> {
         let Self::Own(folder) = self else { return Ok(()) };
         match std::fs::remove_dir_all(folder) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(unusable("remove", folder, &error)),
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(file_error("remove", folder, &error)),
             Ok(()) | Err(_) => Ok(()),
         }
     }
@@ -86,10 +87,10 @@ impl Folder {
             Self::Shared(folder) => (Ok(()), folder),
         };
         made.and_then(|()| tempfile::Builder::new().prefix("orlop-snapshot-").tempfile_in(folder))
-            .map_err(|error| unusable("create a file in", folder, &error))
+            .map_err(|error| file_error("create a file in", folder, &error))
     }
 
-    /// Takes a snapshot of the log as it is now; writes continue meanwhile.
+    /// Takes a snapshot of the current state of the log. Writes continue while it runs.
     ///
     /// # Errors
     ///
@@ -97,19 +98,19 @@ impl Folder {
     ///
     /// # Cancel safety
     ///
-    /// The file is removed.
+    /// If the future is dropped, the file is removed.
     pub async fn take(&self, log: &dyn Log) -> Result<Snapshot> {
         let (file, path) = self.new_file()?.into_parts();
         let into = Box::new(SqliteLoader::scratch(&path, Cluster::Same).await?);
         copy(&*log.freeze().await?, into).await?;
-        let bytes = file.metadata().map_err(|error| unusable("read", &path, &error))?.len();
-        // If the server is killed while it sends, no file is left behind.
+        let bytes = file.metadata().map_err(|error| file_error("read", &path, &error))?.len();
+        // The file is removed now, so that it does not remain if the server is killed before the snapshot is sent.
         path.close().map_err(|error| Error::File(format!("cannot remove a snapshot's file: {error}")))?;
         Ok(Snapshot { file, bytes })
     }
 }
 
-/// Copies a log that does not change meanwhile.
+/// Copies a log that does not change during the copy.
 async fn copy(from: &dyn History, mut into: Box<dyn Load>) -> log::Result<()> {
     let meta = from.meta().await?;
     let mut next = Revision::EMPTY.next();
@@ -141,7 +142,7 @@ pub struct Status {
 ///
 /// # Errors
 ///
-/// If it is incomplete, not Orlop's, or inconsistent.
+/// If the file is incomplete, not a snapshot of Orlop, or inconsistent.
 pub async fn status(file: &Path, check: HashCheck) -> Result<Status> {
     open(file, check).await.map(|(_, status)| status)
 }
@@ -150,7 +151,7 @@ pub async fn status(file: &Path, check: HashCheck) -> Result<Status> {
 ///
 /// # Errors
 ///
-/// Like [`status`], and if the database cannot be written; it then stays empty.
+/// The same as [`status`], and if the database cannot be written. The database is empty after an error.
 pub async fn restore(file: &Path, check: HashCheck, into: Box<dyn Load>) -> Result<Status> {
     let (database, status) = open(file, check).await?;
     copy(&database, into).await?;
@@ -177,8 +178,8 @@ async fn open(file: &Path, check: HashCheck) -> Result<(SqliteView, Status)> {
     Ok((database, status))
 }
 
-fn unusable(what: &str, path: &Path, error: &std::io::Error) -> Error {
-    Error::File(format!("cannot {what} {}: {error}", path.display()))
+fn file_error(action: &str, path: &Path, error: &std::io::Error) -> Error {
+    Error::File(format!("cannot {action} {}: {error}", path.display()))
 }
 
 #[cfg(test)]

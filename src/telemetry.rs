@@ -1,7 +1,7 @@
-//! Export of requests as OpenTelemetry spans: one span per call and one for each part of its time.
+//! Export of requests as OpenTelemetry spans: one span per call, with a child span for each phase.
 //!
-//! A span is created from the trace when its call has ended, so a call that is not sampled costs one header lookup and
-//! a copy of its path. The caller's `traceparent` is the parent and decides about sampling, as in etcd.
+//! The spans are created from the trace when the call has ended, so a call that is not sampled costs one header lookup
+//! and a copy of its path. The caller's `traceparent` is the parent and decides about sampling, as in etcd.
 
 use std::time::{Duration, SystemTime};
 
@@ -45,7 +45,7 @@ pub struct Exporter {
 
 /// A finished call.
 #[derive(Debug)]
-pub struct Ended<'a> {
+pub struct FinishedCall<'a> {
     /// `/SERVICE/METHOD`.
     pub path: &'a str,
     pub parent: &'a Parent,
@@ -60,11 +60,12 @@ pub struct Ended<'a> {
 pub struct Parent(Context);
 
 impl Exporter {
-    /// Must be called within a tokio runtime.
+    /// Creates an exporter. Must be called within a tokio runtime.
     ///
     /// # Errors
     ///
-    /// If the address is invalid. An unavailable collector is logged later and tried again.
+    /// If the address is invalid. An unavailable collector is not an error: a failed export is logged, and the next
+    /// batch of spans is sent as usual.
     pub fn new(settings: &Settings) -> Result<Self, ExporterBuildError> {
         let exporter =
             SpanExporter::builder().with_tonic().with_endpoint(format!("http://{}", settings.address)).build()?;
@@ -86,10 +87,10 @@ impl Exporter {
     }
 
     #[expect(clippy::disallowed_methods, reason = "spans have wall-clock times")]
-    pub fn record(&self, ended: &Ended<'_>) {
+    pub fn record(&self, ended: &FinishedCall<'_>) {
         let end = SystemTime::now();
         let begin = end - ended.took;
-        // Attributes are added after sampling: most calls are not sampled.
+        // Attributes are added after the sampling decision, because most calls are not sampled.
         let mut span = self
             .tracer
             .span_builder(ended.name().to_owned())
@@ -107,8 +108,9 @@ impl Exporter {
         span.end_with_timestamp(end);
     }
 
-    /// Parts are consecutive and end with the call, so their start times are computed from the end.
-    fn record_parts(&self, ended: &Ended<'_>, parent: &Context, end: SystemTime) {
+    /// Exports the phases. They are consecutive and the last one ends with the call, so their start times are computed
+    /// from the end.
+    fn record_parts(&self, ended: &FinishedCall<'_>, parent: &Context, end: SystemTime) {
         let mut until = end;
         for part in Part::ALL.into_iter().rev() {
             let Some(took) = ended.trace.part(part) else { continue };
@@ -119,7 +121,7 @@ impl Exporter {
         }
     }
 
-    /// Exports the remaining spans and stops. Blocks.
+    /// Exports the remaining spans and stops. Blocks the thread.
     pub fn finish(&self) {
         if let Err(error) = self.provider.shutdown_with_timeout(FLUSH_MAX) {
             tracing::warn!(%error, "the last spans may be lost");
@@ -127,7 +129,7 @@ impl Exporter {
     }
 }
 
-impl Ended<'_> {
+impl FinishedCall<'_> {
     fn name(&self) -> &str {
         self.path.trim_start_matches('/')
     }

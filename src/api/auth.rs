@@ -1,5 +1,5 @@
-//! The Auth service of a store without users and roles, which cannot be created yet. It answers like an etcd whose auth
-//! was never enabled, so that clients with a name and a password continue without them.
+//! The Auth service. Users and roles cannot be created yet. Responses are those of an etcd in which auth was never
+//! enabled, so that clients that have a user name and a password continue without a token.
 
 use tonic::{Request, Response, Status};
 
@@ -17,9 +17,9 @@ fn no_role<T>() -> Result<T, Status> {
     Err(Status::failed_precondition("etcdserver: role name not found"))
 }
 
-/// Answers calls that are not implemented.
-fn not_built<T>(what: &str) -> Result<T, Status> {
-    Err(Status::unimplemented(format!("orlop: {what} are not implemented yet")))
+/// Returns the error of a call that is not implemented.
+fn not_implemented<T>(feature: &str) -> Result<T, Status> {
+    Err(Status::unimplemented(format!("orlop: {feature} are not implemented yet")))
 }
 
 #[tonic::async_trait]
@@ -48,7 +48,7 @@ impl Auth for Context {
     }
 
     async fn user_add(&self, _: Request<pb::AuthUserAddRequest>) -> Result<Response<pb::AuthUserAddResponse>, Status> {
-        not_built("users")
+        not_implemented("users")
     }
 
     async fn user_list(
@@ -91,7 +91,7 @@ impl Auth for Context {
     }
 
     async fn role_add(&self, _: Request<pb::AuthRoleAddRequest>) -> Result<Response<pb::AuthRoleAddResponse>, Status> {
-        not_built("roles")
+        not_implemented("roles")
     }
 
     async fn role_list(

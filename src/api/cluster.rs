@@ -25,7 +25,7 @@ impl Cluster for Context {
         Ok(Response::new(pb::MemberListResponse { header: self.header(Revision(0)), members }))
     }
 
-    /// An instance joins when it starts on the database; there is nothing to announce.
+    /// An instance joins when it starts on the database, so this call is not needed.
     async fn member_add(
         &self,
         request: Request<pb::MemberAddRequest>,
@@ -40,8 +40,8 @@ impl Cluster for Context {
         &self,
         request: Request<pb::MemberRemoveRequest>,
     ) -> Result<Response<pb::MemberRemoveResponse>, Status> {
-        self.known(request.into_inner().id).await?;
-        // etcd's error for a cluster that would lose its last or a live member.
+        self.check_member(request.into_inner().id).await?;
+        // etcd's error if the cluster would lose its last member or a live member.
         Err(Status::failed_precondition("etcdserver: re-configuration failed due to not enough started members"))
     }
 
@@ -52,7 +52,7 @@ impl Cluster for Context {
     ) -> Result<Response<pb::MemberUpdateResponse>, Status> {
         let request = request.into_inner();
         check_urls(&request.peer_ur_ls)?;
-        self.known(request.id).await?;
+        self.check_member(request.id).await?;
         let members = self.store.members().await.into_iter().map(member).collect();
         Ok(Response::new(pb::MemberUpdateResponse { header: self.header(Revision(0)), members }))
     }
@@ -61,13 +61,13 @@ impl Cluster for Context {
         &self,
         request: Request<pb::MemberPromoteRequest>,
     ) -> Result<Response<pb::MemberPromoteResponse>, Status> {
-        self.known(request.into_inner().id).await?;
+        self.check_member(request.into_inner().id).await?;
         Err(Status::failed_precondition("etcdserver: can only promote a learner member"))
     }
 }
 
 impl Context {
-    async fn known(&self, id: u64) -> Result<(), Status> {
+    async fn check_member(&self, id: u64) -> Result<(), Status> {
         let known = self.store.members().await.iter().any(|member| member.id == id);
         if known { Ok(()) } else { Err(Status::not_found("etcdserver: member not found")) }
     }
@@ -75,9 +75,9 @@ impl Context {
 
 fn check_urls(urls: &[String]) -> Result<(), Status> {
     let is_url = |url: &String| {
-        let place = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
-        place
-            .and_then(|place| place.rsplit_once(':'))
+        let address = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
+        address
+            .and_then(|address| address.rsplit_once(':'))
             .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
     };
     if !urls.is_empty() && urls.iter().all(is_url) {

@@ -1,4 +1,4 @@
-//! Conversion between wire messages and the store's requests and responses, with all checks of requests.
+//! Conversion between wire messages and the store's requests and responses. Includes all validation of requests.
 
 use super::{Context, grpc::request_limits::total_ops_max, interval_check::check_intervals, status::Invalid};
 use orlop_core::{
@@ -16,12 +16,12 @@ use orlop_wire::proto::server::etcdserverpb::{
 
 type Checked<T> = Result<T, Invalid>;
 
-/// Converts a Range call: any revision up to 0 is the head.
+/// Converts a Range call. A revision of 0 or less means the head.
 pub fn range(request: &pb::RangeRequest) -> Checked<RangeRequest> {
     range_at(request, if request.revision > 0 { ReadAt::Revision(Revision(request.revision)) } else { ReadAt::Latest })
 }
 
-/// Converts a Range in a transaction, where only 0 is the head.
+/// Converts a Range in a transaction. Only revision 0 means the head.
 fn range_in_txn(request: &pb::RangeRequest) -> Checked<RangeRequest> {
     range_at(request, if request.revision == 0 { ReadAt::Latest } else { ReadAt::Revision(Revision(request.revision)) })
 }
@@ -64,8 +64,8 @@ fn sort(request: &pb::RangeRequest) -> Checked<Option<Sort>> {
         range_request::SortOrder::None | range_request::SortOrder::Ascend => (SortOrder::Ascend, SortScope::All),
         range_request::SortOrder::Descend => (SortOrder::Descend, SortScope::All),
     };
-    let natural = target == SortTarget::Key && order == SortOrder::Ascend;
-    Ok((!natural).then_some(Sort { target, order, scope }))
+    let is_key_order = target == SortTarget::Key && order == SortOrder::Ascend;
+    Ok((!is_key_order).then_some(Sort { target, order, scope }))
 }
 
 fn bound(revision: i64) -> Option<Revision> {
@@ -98,7 +98,7 @@ pub fn delete(request: &pb::DeleteRangeRequest) -> Checked<DeleteRequest> {
     Ok(DeleteRequest { range: key_range(&request.key, &request.range_end)?, prev_kv: request.prev_kv })
 }
 
-/// Checks a transaction and all that is nested in it before the store is read, as etcd does.
+/// Checks and converts a transaction, including nested transactions. As in etcd, this happens before the store is read.
 pub fn txn(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
     check_count(&request, ops_max)?;
     check_total(&request, total_ops_max(ops_max))?;
@@ -109,7 +109,7 @@ pub fn txn(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
     Ok(request)
 }
 
-/// A nested transaction has the rest of its parent's limit.
+/// Converts one transaction. Its nested transactions may have as many operations as are left of its limit.
 fn txn_level(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
     let ops_left = check_count(&request, ops_max)?;
     let branch =
@@ -127,8 +127,8 @@ fn check_count(request: &pb::TxnRequest, ops_max: usize) -> Checked<usize> {
     ops_max.checked_sub(ops).ok_or(Invalid::TooManyOps)
 }
 
-/// Limits the sum of all levels: each level may have the rest of its parent's limit, so the levels multiply. etcd
-/// accepts tens of thousands of operations in one request and serves no other request meanwhile.
+/// Limits the number of operations on all levels together. Without this limit the numbers of the levels multiply: etcd
+/// accepts tens of thousands of operations in one request, and executes no other request at the same time.
 fn check_total(request: &pb::TxnRequest, mut ops_left: usize) -> Checked<()> {
     let mut levels = vec![request];
     while let Some(level) = levels.pop() {
@@ -181,7 +181,7 @@ fn compare(compare: pb::Compare) -> Checked<Compare> {
     Ok(Compare { range, relation, target })
 }
 
-/// Sets the headers of responses inside a transaction: only the revision, and none in nested transactions, as in etcd.
+/// Returns the header of a response inside a transaction. As in etcd, it has only the revision.
 fn inner_header(revision: Revision) -> Option<pb::ResponseHeader> {
     Some(pb::ResponseHeader { revision: revision.0, ..Default::default() })
 }

@@ -1,4 +1,4 @@
-//! Every rule by which a request is refused before the store sees it, which of several wins, and what sentinels become.
+//! Tests of the validation of requests: every rule, the order of the rules, and the conversion of sentinels.
 
 use bytes::Bytes;
 
@@ -120,7 +120,7 @@ fn ranges_convert_to_and_from_the_wire() {
 }
 
 #[test]
-fn count_only_wins_over_keys_only() {
+fn count_only_has_precedence_over_keys_only() {
     let table = [
         (false, false, Projection::Full),
         (false, true, Projection::KeysOnly),
@@ -136,7 +136,7 @@ fn count_only_wins_over_keys_only() {
 fn sorts_have_etcds_order_and_scope() {
     let sort = |target, order, scope| Some(Sort { target, order, scope });
     let (ascend, descend) = (SortOrder::Ascend, SortOrder::Descend);
-    // Of each: without a filter, and with one.
+    // The sort without a filter, and the scope with a filter if it differs.
     let table = [
         (By::Key, Order::None, None, None),
         (By::Key, Order::Ascend, None, None),
@@ -247,7 +247,7 @@ fn each_list_of_a_transaction_is_limited() {
     check(lists(0, 0, OPS_MAX + 1), Some(Invalid::TooManyOps));
 }
 
-/// What the longest list of the parent leaves of the limit.
+/// The limit of a nested transaction is that of its parent less the parent's longest list.
 #[test]
 fn nested_transaction_gets_the_rest_of_the_limit() {
     let nested = |ops| txn(vec![range("a"); ops], vec![]);
@@ -261,17 +261,17 @@ fn nested_transaction_gets_the_rest_of_the_limit() {
     check(2, vec![nested(3)], vec![], Some(Invalid::TooManyOps));
     check(0, vec![nested(2)], vec![range("a"), range("a")], None);
     check(0, vec![nested(3)], vec![range("a"), range("a")], Some(Invalid::TooManyOps));
-    // Each of several may have it.
+    // Each nested transaction has this limit.
     check(0, vec![nested(2), nested(2)], vec![], None);
     check(OPS_MAX, vec![nested(0)], vec![], None);
     check(OPS_MAX, vec![nested(1)], vec![], Some(Invalid::TooManyOps));
-    // One level takes one, so the limit bounds the depth.
+    // Each level uses one operation, so the limit also bounds the depth.
     let deep = |depth| (0..depth).fold(range("a"), |inner, _| txn(vec![inner], vec![]));
     check(0, vec![deep(OPS_MAX - 1)], vec![], None);
     check(0, vec![deep(OPS_MAX)], vec![], Some(Invalid::TooManyOps));
 }
 
-/// Levels multiply, which is bounded too.
+/// The numbers of operations of the levels multiply; their total is limited.
 #[test]
 fn nested_operations_share_one_limit() {
     const OPS_MAX: usize = 60;

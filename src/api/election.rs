@@ -1,4 +1,5 @@
-//! The Election service: the first entry of a queue is the leader and publishes a value. See [`super::queue`].
+//! The Election service: the oldest entry of a queue is the leader, and its value is the published value. See
+//! [`super::queue`].
 
 use std::{pin::Pin, sync::Arc};
 
@@ -8,7 +9,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     Context,
-    queue::{Queue, Watch, below, first, guarded, prefix, remove, unknown},
+    queue::{Queue, Watch, oldest_entry, prefix, prefix_range, remove_entry, to_unknown, txn_if_create_revision},
 };
 use orlop_core::types::{KeyRange, Revision};
 use orlop_wire::proto::server::{
@@ -25,15 +26,15 @@ pub(super) struct ElectionService(pub(super) Arc<Context>);
 
 impl ElectionService {
     async fn campaign(&self, request: CampaignRequest) -> Result<CampaignResponse, Status> {
-        let queue = Queue::join(&self.0, &request.name, request.lease).await?;
+        let queue = Queue::open(&self.0, &request.name, request.lease).await?;
         let entry = queue.enter(request.value.clone()).await?;
         let leader =
             LeaderKey { name: request.name, key: entry.key.clone(), rev: entry.create_revision, lease: queue.lease() };
         // The caller is already in the queue, with another value.
-        if entry.found.as_ref().is_some_and(|value| *value != request.value)
+        if entry.existing_value.as_ref().is_some_and(|value| *value != request.value)
             && let Err(status) = self.proclaim(&leader, request.value).await
         {
-            remove(&self.0, &entry.key, entry.create_revision).await?;
+            remove_entry(&self.0, &entry.key, entry.create_revision).await?;
             return Err(status);
         }
         queue.wait(&entry).await?;
@@ -43,30 +44,30 @@ impl ElectionService {
     async fn proclaim(&self, leader: &LeaderKey, value: Bytes) -> Result<Option<pb::ResponseHeader>, Status> {
         let put = pb::PutRequest { key: leader.key.clone(), value, lease: leader.lease, ..Default::default() };
         let put = request_op::Request::RequestPut(put);
-        let answer = guarded(&self.0, &leader.key, leader.rev, put, None).await?;
-        if answer.succeeded { Ok(answer.header) } else { Err(Status::unknown("election: not leader")) }
+        let response = txn_if_create_revision(&self.0, &leader.key, leader.rev, put, None).await?;
+        if response.succeeded { Ok(response.header) } else { Err(Status::unknown("election: not leader")) }
     }
 }
 
-fn named(leader: Option<LeaderKey>) -> Result<LeaderKey, Status> {
+fn required(leader: Option<LeaderKey>) -> Result<LeaderKey, Status> {
     leader.ok_or_else(|| Status::unknown("\"leader\" field must be provided"))
 }
 
 #[tonic::async_trait]
 impl Election for ElectionService {
     async fn campaign(&self, request: Request<CampaignRequest>) -> Result<Response<CampaignResponse>, Status> {
-        ElectionService::campaign(self, request.into_inner()).await.map(Response::new).map_err(unknown)
+        ElectionService::campaign(self, request.into_inner()).await.map(Response::new).map_err(to_unknown)
     }
 
     async fn proclaim(&self, request: Request<ProclaimRequest>) -> Result<Response<ProclaimResponse>, Status> {
         let request = request.into_inner();
-        let leader = named(request.leader)?;
-        let header = ElectionService::proclaim(self, &leader, request.value).await.map_err(unknown)?;
+        let leader = required(request.leader)?;
+        let header = ElectionService::proclaim(self, &leader, request.value).await.map_err(to_unknown)?;
         Ok(Response::new(ProclaimResponse { header }))
     }
 
     async fn leader(&self, request: Request<LeaderRequest>) -> Result<Response<LeaderResponse>, Status> {
-        let (header, kv) = first(&self.0, &prefix(&request.into_inner().name)).await.map_err(unknown)?;
+        let (header, kv) = oldest_entry(&self.0, &prefix(&request.into_inner().name)).await.map_err(to_unknown)?;
         match kv {
             Some(kv) => Ok(Response::new(LeaderResponse { header, kv: Some(kv) })),
             None => Err(Status::unknown("election: no leader")),
@@ -78,21 +79,21 @@ impl Election for ElectionService {
     async fn observe(&self, request: Request<LeaderRequest>) -> Result<Response<Self::ObserveStream>, Status> {
         let observer =
             Observer { context: Arc::clone(&self.0), prefix: prefix(&request.into_inner().name), leader: None };
-        let answers = stream::try_unfold(observer, |mut observer| async move {
-            let answer = observer.next().await.map_err(unknown)?;
-            Ok(Some((answer, observer)))
+        let responses = stream::try_unfold(observer, |mut observer| async move {
+            let response = observer.next().await.map_err(to_unknown)?;
+            Ok(Some((response, observer)))
         });
-        Ok(Response::new(Box::pin(answers)))
+        Ok(Response::new(Box::pin(responses)))
     }
 
     async fn resign(&self, request: Request<ResignRequest>) -> Result<Response<ResignResponse>, Status> {
-        let leader = named(request.into_inner().leader)?;
-        let removed = remove(&self.0, &leader.key, leader.rev).await.map_err(unknown)?;
+        let leader = required(request.into_inner().leader)?;
+        let removed = remove_entry(&self.0, &leader.key, leader.rev).await.map_err(to_unknown)?;
         Ok(Response::new(ResignResponse { header: removed.header }))
     }
 }
 
-/// Follows the leader and its value.
+/// Watches the leader and its value.
 struct Observer {
     context: Arc<Context>,
     prefix: Vec<u8>,
@@ -105,24 +106,24 @@ impl Observer {
         while let Some(watch) = &mut self.leader {
             let event = watch.next().await?;
             match event.kv {
-                Some(kv) if event.r#type == EventType::Put as i32 => return Ok(self.answer(kv.mod_revision, kv)),
+                Some(kv) if event.r#type == EventType::Put as i32 => return Ok(self.response(kv.mod_revision, kv)),
                 // The leader has resigned or its lease has expired.
                 _ => self.leader = None,
             }
         }
-        let (header, kv) = first(&self.context, &self.prefix).await?;
+        let (header, kv) = oldest_entry(&self.context, &self.prefix).await?;
         let head = header.as_ref().map_or(0, |header| header.revision);
         let (revision, kv) = match kv {
             Some(kv) => (head, kv),
-            None => self.first_entry(Revision(head)).await?,
+            None => self.wait_for_entry(Revision(head)).await?,
         };
         let range = KeyRange::from_wire(&kv.key, b"");
         self.leader = Some(Watch::new(&self.context, range, Revision(revision).next()));
-        Ok(self.answer(revision, kv))
+        Ok(self.response(revision, kv))
     }
 
-    async fn first_entry(&self, head: Revision) -> Result<(i64, KeyValue), Status> {
-        let mut watch = Watch::new(&self.context, below(&self.prefix), head.next());
+    async fn wait_for_entry(&self, head: Revision) -> Result<(i64, KeyValue), Status> {
+        let mut watch = Watch::new(&self.context, prefix_range(&self.prefix), head.next());
         loop {
             let event = watch.next().await?;
             if let (EventType::Put, Some(kv)) = (event.r#type(), event.kv) {
@@ -131,7 +132,7 @@ impl Observer {
         }
     }
 
-    fn answer(&self, revision: i64, kv: KeyValue) -> LeaderResponse {
+    fn response(&self, revision: i64, kv: KeyValue) -> LeaderResponse {
         LeaderResponse { header: self.context.header(Revision(revision)), kv: Some(kv) }
     }
 }

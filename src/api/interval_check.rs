@@ -3,10 +3,9 @@
 //! Within a branch, including nested transactions, a key may be put once, and a put key may not be in a deleted range.
 //! Deletes may overlap, the two branches of a nested transaction may put the same key, and a delete to the end of the
 //! key space (`range_end` "\0") counts as empty, all as in etcd.
-
 //!
-//! A request may contain some hundred thousand operations before they are counted, so the check must not compare each
-//! put with each delete: that would take billions of steps.
+//! A request may contain hundreds of thousands of operations. The check does not compare each put with each delete,
+//! which would take billions of steps.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -14,13 +13,18 @@ use super::status::Invalid;
 use orlop_core::types::{Key, KeyRange};
 use orlop_wire::proto::server::etcdserverpb::{self as pb, request_op::Request};
 
-/// The writes of a branch.
+/// Keys that a branch puts, and ranges that it deletes.
 #[derive(Default)]
 pub struct Writes<'a> {
     puts: HashSet<&'a [u8]>,
-    deletes: Deleted,
+    deletes: DeletedRanges,
 }
 
+/// Checks one branch of a transaction and returns its writes.
+///
+/// # Errors
+///
+/// If a key would be changed twice.
 pub fn check_intervals(ops: &[pb::RequestOp]) -> Result<Writes<'_>, Invalid> {
     let requests = || ops.iter().filter_map(|op| op.request.as_ref());
     let mut writes = Writes::default();
@@ -60,17 +64,17 @@ impl<'a> Writes<'a> {
     }
 }
 
-/// Deleted keys: ranges that neither overlap nor touch, by start, each with its end.
+/// Deleted ranges: a map from start to end. The ranges do not overlap and are not adjacent.
 #[derive(Default)]
-struct Deleted(BTreeMap<Key, End>);
+struct DeletedRanges(BTreeMap<Key, End>);
 
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum End {
     Before(Key),
-    Never,
+    Unbounded,
 }
 
-impl Deleted {
+impl DeletedRanges {
     fn add(&mut self, range: KeyRange) {
         if range.is_empty() {
             return;
@@ -80,18 +84,18 @@ impl Deleted {
                 let end = [&key[..], &[0]].concat();
                 (key, End::Before(end.into()))
             }
-            KeyRange::Span { start, end } => (start, end.map_or(End::Never, End::Before)),
+            KeyRange::Span { start, end } => (start, end.map_or(End::Unbounded, End::Before)),
         };
-        self.join(start, end);
+        self.merge(start, end);
     }
 
     fn add_all(&mut self, other: Self) {
         // The smaller set is merged into the larger one.
         let other = if other.0.len() > self.0.len() { std::mem::replace(self, other) } else { other };
-        other.0.into_iter().for_each(|(start, end)| self.join(start, end));
+        other.0.into_iter().for_each(|(start, end)| self.merge(start, end));
     }
 
-    fn join(&mut self, mut start: Key, mut end: End) {
+    fn merge(&mut self, mut start: Key, mut end: End) {
         let before = self.0.range::<Key, _>(..=&start).next_back();
         if let Some((first, until)) = before.filter(|(_, until)| **until >= End::Before(start.clone())) {
             end = end.max(until.clone());
@@ -112,7 +116,7 @@ impl Deleted {
         let before = self.0.range::<[u8], _>((std::ops::Bound::Unbounded, std::ops::Bound::Included(key))).next_back();
         before.is_some_and(|(_, end)| match end {
             End::Before(end) => key < end.as_slice(),
-            End::Never => true,
+            End::Unbounded => true,
         })
     }
 }

@@ -1,4 +1,4 @@
-//! The rules of [`check_intervals`], one row a branch of a transaction.
+//! Tests of [`check_intervals`]. Each row is one branch of a transaction.
 
 use bytes::Bytes;
 
@@ -66,7 +66,7 @@ fn deletes_may_overlap() {
 fn empty_ranges_delete_nothing() {
     check(&[delete("c", "a"), put("a"), put("b"), put("c")], Ok(()));
     check(&[delete("b", "b"), put("b")], Ok(()));
-    // To the end of the key space: empty in etcd's tree of intervals, though it deletes.
+    // To the end of the key space: etcd's interval tree treats this range as empty, although the delete removes keys.
     check(&[delete("a", "\0"), put("a"), put("b")], Ok(()));
     check(&[delete("\0", "\0"), put("a")], Ok(()));
 }
@@ -94,7 +94,7 @@ fn branches_of_a_nested_transaction_are_distinguished() {
     check(&[txn(vec![put("a")], vec![put("a")]), put("a")], DUPLICATE);
 }
 
-/// Of nested transactions, what an earlier one deletes counts for the later ones, but not the other way round.
+/// Deletes of a nested transaction conflict with puts of later nested transactions, but not of earlier ones.
 #[test]
 fn nested_operations_keep_their_order() {
     check(&[txn(vec![delete("a", "")], vec![]), txn(vec![put("a")], vec![])], DUPLICATE);

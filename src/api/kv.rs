@@ -33,8 +33,9 @@ use orlop_core::{
 };
 use orlop_wire::proto::server::etcdserverpb as pb;
 
-/// Number of pairs in the first piece of a RangeStream response; later pieces depend on the size of the pairs.
-const FIRST_PIECE_PAIRS: usize = 10;
+/// Number of pairs in the first chunk of a RangeStream response; the numbers of later chunks depend on the size of the
+/// pairs.
+const FIRST_CHUNK_PAIRS: usize = 10;
 
 /// The KV service.
 #[derive(Clone)]
@@ -144,7 +145,7 @@ async fn compact(context: Arc<Context>, request: pb::CompactionRequest) -> Resul
 }
 
 impl Context {
-    /// Checks the size of a write request; requests that only read are limited by the transport.
+    /// Checks the size of a write request. The size of a read-only request is limited by the transport.
     fn check_size(&self, bytes: usize) -> Result<(), Invalid> {
         if bytes > self.settings.max_request_bytes { Err(Invalid::TooLarge) } else { Ok(()) }
     }
@@ -152,12 +153,12 @@ impl Context {
 
 struct RangeStream(Arc<Context>);
 
-type Pieces = Pin<Box<dyn futures_util::Stream<Item = Result<pb::RangeStreamResponse, Status>> + Send>>;
+type Chunks = Pin<Box<dyn futures_util::Stream<Item = Result<pb::RangeStreamResponse, Status>> + Send>>;
 
 impl tonic::server::ServerStreamingService<pb::RangeRequest> for RangeStream {
     type Response = pb::RangeStreamResponse;
-    type ResponseStream = Pieces;
-    type Future = BoxFuture<tonic::Response<Pieces>, Status>;
+    type ResponseStream = Chunks;
+    type Future = BoxFuture<tonic::Response<Chunks>, Status>;
 
     fn call(&mut self, request: tonic::Request<pb::RangeRequest>) -> Self::Future {
         let context = Arc::clone(&self.0);
@@ -170,28 +171,28 @@ impl tonic::server::ServerStreamingService<pb::RangeRequest> for RangeStream {
             if converted.filter != Default::default() {
                 return Err(Status::unimplemented("RangeStream does not support revision filters"));
             }
-            let pairs = if converted.projection == Projection::CountOnly { usize::MAX } else { FIRST_PIECE_PAIRS };
+            let pairs = if converted.projection == Projection::CountOnly { usize::MAX } else { FIRST_CHUNK_PAIRS };
             let pieces = context.store.range_pieces(converted).await.map_err(from_store)?;
             let start = (context, pieces, pairs);
             let stream = futures_util::stream::try_unfold(start, |(context, mut pieces, pairs)| async move {
-                next_piece(&context, &mut pieces, pairs)
+                next_chunk(&context, &mut pieces, pairs)
                     .await
-                    .map(|piece| piece.map(|(response, pairs)| (response, (context, pieces, pairs))))
+                    .map(|chunk| chunk.map(|(response, pairs)| (response, (context, pieces, pairs))))
             });
-            Ok(tonic::Response::new(Box::pin(stream) as Pieces))
+            Ok(tonic::Response::new(Box::pin(stream) as Chunks))
         })
     }
 }
 
-/// Returns the next piece, and the number of pairs for the one after it. Only the last piece has header, count and
-/// more.
-async fn next_piece(
+/// Returns the next chunk of a RangeStream response, and the number of pairs to request for the following chunk. Only
+/// the last chunk has header, count and more.
+async fn next_chunk(
     context: &Context,
     pieces: &mut RangePieces,
     pairs: usize,
 ) -> Result<Option<(pb::RangeStreamResponse, usize)>, Status> {
-    let Some(piece) = pieces.next(pairs).await.map_err(from_store)? else { return Ok(None) };
-    let bytes: usize = piece.kvs.iter().map(orlop_core::types::EncodedKv::len).sum();
+    let Some(chunk) = pieces.next(pairs).await.map_err(from_store)? else { return Ok(None) };
+    let bytes: usize = chunk.kvs.iter().map(orlop_core::types::EncodedKv::len).sum();
     let target = context.settings.max_request_bytes;
     let pairs = if bytes < target / 2 {
         pairs.saturating_mul(2)
@@ -200,7 +201,7 @@ async fn next_piece(
     } else {
         pairs
     };
-    let mut response = context.range_response(piece);
+    let mut response = context.range_response(chunk);
     if !pieces.is_done() {
         response = pb::RangeResponse { kvs: response.kvs, ..Default::default() };
     }

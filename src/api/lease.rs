@@ -9,7 +9,7 @@ use super::{Context, status::from_store};
 use orlop_core::{overload::PacedStream, store, types::LeaseId};
 use orlop_wire::proto::server::etcdserverpb::{self as pb, lease_server::Lease};
 
-/// Keep-alives of one stream that are served together: on Postgres one commit renews them.
+/// Maximum number of concurrent keep-alives of one stream. On Postgres one commit renews all of them.
 const KEEP_ALIVES_AT_ONCE: usize = 16;
 
 #[tonic::async_trait]
@@ -51,14 +51,14 @@ impl Lease for Context {
             Ok(request.map(|request| (request.id, (service, requests))))
         });
         let service = Arc::new(self.clone());
-        let answers = requests.map_ok(move |id| {
+        let responses = requests.map_ok(move |id| {
             let service = Arc::clone(&service);
             async move {
                 let (revision, ttl) = service.store.keep_alive(LeaseId(id)).await.map_err(from_store)?;
                 Ok(pb::LeaseKeepAliveResponse { header: service.header(revision), id, ttl })
             }
         });
-        Ok(Response::new(Box::pin(answers.try_buffered(KEEP_ALIVES_AT_ONCE))))
+        Ok(Response::new(Box::pin(responses.try_buffered(KEEP_ALIVES_AT_ONCE))))
     }
 
     async fn lease_time_to_live(

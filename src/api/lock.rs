@@ -1,4 +1,4 @@
-//! The Lock service: locks for which the server waits. See [`super::queue`].
+//! The Lock service: a call returns when the caller holds the lock. See [`super::queue`].
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     Context, kv,
-    queue::{Queue, Waited, unknown},
+    queue::{Queue, Waited, to_unknown},
 };
 use orlop_wire::proto::server::{
     etcdserverpb as pb,
@@ -19,12 +19,12 @@ pub(super) struct LockService(pub(super) Arc<Context>);
 
 impl LockService {
     async fn lock(&self, request: LockRequest) -> Result<LockResponse, Status> {
-        let queue = Queue::join(&self.0, &request.name, request.lease).await?;
+        let queue = Queue::open(&self.0, &request.name, request.lease).await?;
         let entry = queue.enter(Bytes::new()).await?;
         if queue.wait(&entry).await? == Waited::No {
             return Ok(LockResponse { header: entry.header, key: entry.key });
         }
-        // The lease may have ended meanwhile, which deletes the key.
+        // The lease may have expired during the wait, which deletes the key.
         let get = pb::RangeRequest { key: entry.key.clone(), ..Default::default() };
         let owned = kv::range(Arc::clone(&self.0), get).await?;
         if owned.kvs.is_empty() {
@@ -37,12 +37,12 @@ impl LockService {
 #[tonic::async_trait]
 impl Lock for LockService {
     async fn lock(&self, request: Request<LockRequest>) -> Result<Response<LockResponse>, Status> {
-        LockService::lock(self, request.into_inner()).await.map(Response::new).map_err(unknown)
+        LockService::lock(self, request.into_inner()).await.map(Response::new).map_err(to_unknown)
     }
 
     async fn unlock(&self, request: Request<UnlockRequest>) -> Result<Response<UnlockResponse>, Status> {
         let delete = pb::DeleteRangeRequest { key: request.into_inner().key, ..Default::default() };
-        let deleted = kv::delete_range(Arc::clone(&self.0), delete).await.map_err(unknown)?;
+        let deleted = kv::delete_range(Arc::clone(&self.0), delete).await.map_err(to_unknown)?;
         Ok(Response::new(UnlockResponse { header: deleted.header }))
     }
 }

@@ -1,4 +1,4 @@
-//! The Maintenance service: Status, alarms, Defragment, and the calls that have a meaning without Raft.
+//! The Maintenance service: Status, Alarm, Defragment, Hash, HashKV, Snapshot, MoveLeader and Downgrade.
 
 use tonic::{Request, Response, Status};
 
@@ -18,7 +18,7 @@ use orlop_wire::proto::server::etcdserverpb::{
 impl Maintenance for Context {
     async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusResponse>, Status> {
         let head = self.store.head();
-        // As in etcd, a server without its database reports that and still answers.
+        // As in etcd, the call succeeds if the database is unavailable, and the response contains the error.
         let (size, leader, mut errors) = match self.store.size().await {
             Ok(size) => (size, self.store.leader(), Vec::new()),
             Err(error) => (Size { total: 0, in_use: 0 }, 0, vec![from_store(error).message().to_owned()]),
@@ -44,10 +44,10 @@ impl Maintenance for Context {
 
     async fn alarm(&self, request: Request<pb::AlarmRequest>) -> Result<Response<pb::AlarmResponse>, Status> {
         let request = request.into_inner();
-        let asked = alarm_kind(request.alarm());
-        let wanted = |kind: AlarmKind| request.alarm() == AlarmType::None || asked == Some(kind);
-        let alarms = match (request.action(), asked) {
-            (AlarmAction::Get, _) => self.store.alarms().into_iter().filter(|alarm| wanted(alarm.kind)).collect(),
+        let requested = alarm_kind(request.alarm());
+        let is_requested = |kind: AlarmKind| request.alarm() == AlarmType::None || requested == Some(kind);
+        let alarms = match (request.action(), requested) {
+            (AlarmAction::Get, _) => self.store.alarms().into_iter().filter(|alarm| is_requested(alarm.kind)).collect(),
             (AlarmAction::Activate, Some(kind)) => {
                 let alarm = Alarm { member_id: request.member_id, kind };
                 self.store
@@ -58,11 +58,11 @@ impl Maintenance for Context {
             }
             (AlarmAction::Deactivate, Some(kind)) => {
                 let alarm = Alarm { member_id: request.member_id, kind };
-                let raised = self.store.alarms().contains(&alarm);
-                if raised {
+                let is_raised = self.store.alarms().contains(&alarm);
+                if is_raised {
                     self.store.change_alarm(AlarmChange::Clear { alarm }).await.map_err(from_store)?;
                 }
-                raised.then_some(alarm).into_iter().collect()
+                is_raised.then_some(alarm).into_iter().collect()
             }
             (AlarmAction::Activate | AlarmAction::Deactivate, None) => Vec::new(),
         };
@@ -98,8 +98,8 @@ impl Maintenance for Context {
         self.send_snapshot().await.map(Response::new)
     }
 
-    /// Every instance accepts writes, so there is no leader to move. The text is etcd's for a member that cannot take
-    /// over.
+    /// Every instance accepts writes, so there is no leader to move. The error text is that of etcd for a member that
+    /// cannot become the leader.
     async fn move_leader(
         &self,
         request: Request<pb::MoveLeaderRequest>,

@@ -1,8 +1,9 @@
-//! Queues of locks and elections: keys below a prefix, ordered by age.
+//! Queues of locks and elections: keys with a common prefix, ordered by create revision.
 //!
-//! A caller enters by putting a key named after its lease below `NAME/`; the key with the smallest create revision is
-//! first. Clients that do the same themselves (etcdctl's `lock` and `elect`, etcd's client library) share the queues.
-//! The services that use this module return every error as Unknown with etcd's text, as etcd does.
+//! A caller enters a queue by putting the key `NAME/LEASE`, in which LEASE is the ID of its lease in hexadecimal
+//! digits. The key with the smallest create revision is first. etcd's client library (and so etcdctl's `lock` and
+//! `elect`) uses the same keys and therefore the same queues. The services that use this module return every error as
+//! Unknown with etcd's text, as etcd does.
 
 use std::sync::Arc;
 
@@ -27,10 +28,11 @@ use orlop_wire::proto::server::{
     mvccpb::{Event, KeyValue, event::EventType},
 };
 
-/// TTL in seconds of a lease that the server grants to a caller without one. Nobody renews it.
-const OWN_LEASE_TTL_SECS: i64 = 60;
+/// TTL in seconds of a lease that the server grants to a caller without one. It is not renewed.
+const SERVER_LEASE_TTL_SECS: i64 = 60;
 
-pub(super) fn unknown(status: Status) -> Status {
+/// Changes the code of an error to Unknown.
+pub(super) fn to_unknown(status: Status) -> Status {
     Status::unknown(status.message())
 }
 
@@ -48,15 +50,15 @@ pub(super) struct Entry {
     pub(super) create_revision: i64,
     /// The revision of the transaction that created or found the entry.
     pub(super) header: Option<pb::ResponseHeader>,
-    /// Its value, if it existed before.
-    pub(super) found: Option<Bytes>,
+    /// Its value, if the entry existed before.
+    pub(super) existing_value: Option<Bytes>,
 }
 
 impl Queue {
     /// Opens a queue with the caller's lease, or with a new one.
-    pub(super) async fn join(context: &Arc<Context>, name: &[u8], lease: i64) -> Result<Self, Status> {
+    pub(super) async fn open(context: &Arc<Context>, name: &[u8], lease: i64) -> Result<Self, Status> {
         let lease = match lease {
-            0 => context.store.grant(None, OWN_LEASE_TTL_SECS).await.map_err(from_store)?.id.0,
+            0 => context.store.grant(None, SERVER_LEASE_TTL_SECS).await.map_err(from_store)?.id.0,
             lease => lease,
         };
         Ok(Self { context: Arc::clone(context), prefix: prefix(name), lease })
@@ -66,12 +68,12 @@ impl Queue {
         self.lease
     }
 
-    /// Adds the caller's key at the end, or finds it.
+    /// Adds the caller's key at the end of the queue, or returns the existing entry.
     pub(super) async fn enter(&self, value: Bytes) -> Result<Entry, Status> {
         let key = Bytes::from([&self.prefix[..], format!("{:x}", self.lease).as_bytes()].concat());
         let put = pb::PutRequest { key: key.clone(), value, lease: self.lease, ..Default::default() };
         let get = pb::RangeRequest { key: key.clone(), ..Default::default() };
-        let answer = guarded(
+        let response = txn_if_create_revision(
             &self.context,
             &key,
             0,
@@ -79,37 +81,40 @@ impl Queue {
             Some(request_op::Request::RequestRange(get)),
         )
         .await?;
-        let head = answer.header.as_ref().map_or(0, |header| header.revision);
-        let mut entry = Entry { key, create_revision: head, header: answer.header, found: None };
-        if !answer.succeeded
+        let head = response.header.as_ref().map_or(0, |header| header.revision);
+        let mut entry = Entry { key, create_revision: head, header: response.header, existing_value: None };
+        if !response.succeeded
             && let Some(pb::ResponseOp { response: Some(response_op::Response::ResponseRange(range)) }) =
-                answer.responses.into_iter().next()
-            && let Some(kv) = decoded(range.kvs)?.pop()
+                response.responses.into_iter().next()
+            && let Some(kv) = decode_pairs(range.kvs)?.pop()
         {
             entry.create_revision = kv.create_revision;
-            entry.found = Some(kv.value);
+            entry.existing_value = Some(kv.value);
         }
         Ok(entry)
     }
 
-    /// Waits until the entry is first. If the caller stops waiting, the entry is removed. Returns whether it had to
-    /// wait.
+    /// Waits until the entry is first. Returns whether it had to wait.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped or fails, the entry is removed in the background.
     pub(super) async fn wait(&self, entry: &Entry) -> Result<Waited, Status> {
-        let leave = Leave { entry: Some((Arc::clone(&self.context), entry.clone())) };
+        let removal = RemoveOnDrop { entry: Some((Arc::clone(&self.context), entry.clone())) };
         let mut waited = Waited::No;
         loop {
             let before = pb::RangeRequest {
                 max_create_revision: entry.create_revision - 1,
-                ..newest(&self.prefix, SortOrder::Descend)
+                ..entry_request(&self.prefix, SortOrder::Descend)
             };
-            let answer = kv::range(Arc::clone(&self.context), before).await?;
-            let head = answer.header.as_ref().map_or(0, |header| header.revision);
-            let Some(last) = decoded(answer.kvs)?.pop() else { break };
+            let response = kv::range(Arc::clone(&self.context), before).await?;
+            let head = response.header.as_ref().map_or(0, |header| header.revision);
+            let Some(last) = decode_pairs(response.kvs)?.pop() else { break };
             waited = Waited::Yes;
             let mut watch = Watch::new(&self.context, KeyRange::from_wire(&last.key, b""), Revision(head).next());
             while watch.next().await?.r#type() != EventType::Delete {}
         }
-        leave.cancel();
+        removal.cancel();
         Ok(waited)
     }
 }
@@ -121,27 +126,27 @@ pub(super) enum Waited {
     No,
 }
 
-/// Removes a waiting entry when its caller stops waiting.
-struct Leave {
+/// Removes an entry from its queue when dropped, unless cancelled.
+struct RemoveOnDrop {
     entry: Option<(Arc<Context>, Entry)>,
 }
 
-impl Leave {
+impl RemoveOnDrop {
     fn cancel(mut self) {
         self.entry = None;
     }
 }
 
-impl Drop for Leave {
+impl Drop for RemoveOnDrop {
     fn drop(&mut self) {
         let Some((context, entry)) = self.entry.take() else { return };
         tokio::spawn(async move {
-            match catch_panics(remove(&context, &entry.key, entry.create_revision)).await {
+            match catch_panics(remove_entry(&context, &entry.key, entry.create_revision)).await {
                 Ok(Ok(_)) => {}
                 Ok(Err(status)) => {
                     warn!(
                         error = status.message(),
-                        "cannot remove an abandoned entry of a queue; it remains until its lease expires"
+                        "cannot remove the entry of a cancelled call from its queue; it remains until its lease expires"
                     );
                 }
                 Err(panic) => {
@@ -156,8 +161,8 @@ pub(super) fn prefix(name: &[u8]) -> Vec<u8> {
     [name, b"/"].concat()
 }
 
-/// Returns the oldest or the newest key below the prefix.
-fn newest(prefix: &[u8], order: SortOrder) -> pb::RangeRequest {
+/// Returns a request for the first key with the prefix in this order of create revisions.
+fn entry_request(prefix: &[u8], order: SortOrder) -> pb::RangeRequest {
     pb::RangeRequest {
         key: Bytes::copy_from_slice(prefix),
         range_end: prefix_end(prefix),
@@ -169,7 +174,7 @@ fn newest(prefix: &[u8], order: SortOrder) -> pb::RangeRequest {
 }
 
 /// Returns the range of all keys with this prefix.
-pub(super) fn below(prefix: &[u8]) -> KeyRange {
+pub(super) fn prefix_range(prefix: &[u8]) -> KeyRange {
     KeyRange::from_wire(prefix, &prefix_end(prefix))
 }
 
@@ -184,17 +189,17 @@ fn prefix_end(prefix: &[u8]) -> Bytes {
     Bytes::from_static(&[0])
 }
 
-/// Returns the first entry and the header of the read.
-pub(super) async fn first(
+/// Returns the header of the read, and the first entry.
+pub(super) async fn oldest_entry(
     context: &Arc<Context>,
     prefix: &[u8],
 ) -> Result<(Option<pb::ResponseHeader>, Option<KeyValue>), Status> {
-    let answer = kv::range(Arc::clone(context), newest(prefix, SortOrder::Ascend)).await?;
-    Ok((answer.header, decoded(answer.kvs)?.pop()))
+    let response = kv::range(Arc::clone(context), entry_request(prefix, SortOrder::Ascend)).await?;
+    Ok((response.header, decode_pairs(response.kvs)?.pop()))
 }
 
 /// Executes `then` if the key has this create revision; 0 means that it must not exist.
-pub(super) async fn guarded(
+pub(super) async fn txn_if_create_revision(
     context: &Arc<Context>,
     key: &Bytes,
     create_revision: i64,
@@ -217,17 +222,17 @@ pub(super) async fn guarded(
     kv::txn(Arc::clone(context), request).await
 }
 
-/// Removes an entry, unless its key belongs to another entry by now.
-pub(super) async fn remove(
+/// Removes an entry, unless its key now belongs to another entry.
+pub(super) async fn remove_entry(
     context: &Arc<Context>,
     key: &Bytes,
     create_revision: i64,
 ) -> Result<pb::TxnResponse, Status> {
     let delete = pb::DeleteRangeRequest { key: key.clone(), ..Default::default() };
-    guarded(context, key, create_revision, request_op::Request::RequestDeleteRange(delete), None).await
+    txn_if_create_revision(context, key, create_revision, request_op::Request::RequestDeleteRange(delete), None).await
 }
 
-fn decoded(kvs: Vec<Bytes>) -> Result<Vec<KeyValue>, Status> {
+fn decode_pairs(kvs: Vec<Bytes>) -> Result<Vec<KeyValue>, Status> {
     kvs.into_iter().map(|kv| KeyValue::decode(kv).map_err(|error| Status::data_loss(error.to_string()))).collect()
 }
 
@@ -236,7 +241,7 @@ pub(super) struct Watch {
     session: Session,
     outbox: Arc<Outbox>,
     messages: Messages,
-    /// Events that arrived together and were not returned yet.
+    /// Received events that were not returned yet.
     events: std::vec::IntoIter<Event>,
     context: Arc<Context>,
 }
@@ -262,7 +267,7 @@ impl Watch {
     ///
     /// # Errors
     ///
-    /// If the event was compacted, or the server stops.
+    /// If the event was compacted, or the server is stopping.
     pub(super) async fn next(&mut self) -> Result<Event, Status> {
         let mut stopping = self.context.stopping.clone();
         loop {
@@ -271,7 +276,7 @@ impl Watch {
             }
             tokio::select! {
                 message = self.messages.next() => match message {
-                    Some(Ok(Message::Events { events, .. })) => self.events = decoded_events(&events)?.into_iter(),
+                    Some(Ok(Message::Events { events, .. })) => self.events = decode_events(&events)?.into_iter(),
                     Some(Ok(Message::Compacted { .. })) => return Err(from_store(store::Error::Compacted)),
                     Some(Ok(_)) => {}
                     Some(Err(_)) | None => return Err(from_store(store::Error::Stopped)),
@@ -286,13 +291,13 @@ impl Watch {
     }
 }
 
-/// Concatenated `WatchResponse.events` fields.
-fn decoded_events(encoded: &[Bytes]) -> Result<Vec<Event>, Status> {
+/// Decodes concatenated `WatchResponse.events` fields.
+fn decode_events(encoded: &[Bytes]) -> Result<Vec<Event>, Status> {
     let mut events = Vec::new();
     for bytes in encoded {
-        let answer = pb::WatchResponse::decode(bytes.clone());
-        let answer = answer.map_err(|error| Status::data_loss(error.to_string()))?;
-        for event in answer.events {
+        let response = pb::WatchResponse::decode(bytes.clone());
+        let response = response.map_err(|error| Status::data_loss(error.to_string()))?;
+        for event in response.events {
             events.push(Event::decode(event).map_err(|error| Status::data_loss(error.to_string()))?);
         }
     }
@@ -304,7 +309,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prefix_ends_where_the_next_one_begins() {
+    fn prefix_end_is_the_smallest_key_above_the_prefix() {
         for (prefix, end) in [(&b"a/"[..], &b"a0"[..]), (b"a\xff", b"b"), (b"\xff\xff", b"\0")] {
             assert_eq!(prefix_end(prefix), end);
         }

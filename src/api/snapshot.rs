@@ -1,7 +1,7 @@
-//! The Snapshot call: the log as one file, in pieces.
+//! The Snapshot call: sends a copy of the log, a file, in chunks.
 //!
-//! Clients that request a snapshot while one is being taken share the next one, and only a few are on disk at a time. A
-//! client that reads almost nothing is disconnected.
+//! Clients that request a snapshot while one is being taken share the next one. At most [`FILES_MAX`] snapshots are on
+//! disk at a time. A client that reads too slowly is disconnected.
 
 use std::{os::unix::fs::FileExt as _, pin::Pin, sync::Arc, time::Duration};
 
@@ -28,41 +28,41 @@ use orlop_core::{
 use orlop_wire::proto::server::etcdserverpb::SnapshotResponse;
 
 const METHOD: &str = "/etcdserverpb.Maintenance/Snapshot";
-/// etcd's size of a piece.
+/// Size of a chunk; the same as in etcd.
 const BLOB_BYTES: usize = 32 << 10;
-/// Bytes read at once for one client.
+/// Bytes per read of the file.
 const READ_BYTES: u64 = 64 << 10;
-/// Pieces read ahead of the client.
-const AHEAD_MAX: usize = 2;
-/// Maximum number of snapshots on disk; further clients share one that is taken when another has been sent.
+/// Maximum number of chunks that are queued for a client.
+const READ_AHEAD_CHUNKS_MAX: usize = 2;
+/// Maximum number of snapshots on disk. Further clients share one that is taken after another one was sent.
 const FILES_MAX: usize = 4;
 /// Minimum number of bytes a client must read per interval; a slower client is disconnected and its file is deleted.
-const PACE_BYTES: u64 = 1 << 20;
-const PACE_TIME: Duration = Duration::from_secs(30);
+const READ_BYTES_MIN: u64 = 1 << 20;
+const READ_CHECK_INTERVAL: Duration = Duration::from_secs(30);
 
 pub(super) type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotResponse, Status>> + Send>>;
 
 /// The snapshots of a server.
 #[derive(Clone)]
-pub(super) struct Snapshots(Arc<SharedQuery<(), Result<Arc<Taken>, String>>>);
+pub(super) struct Snapshots(Arc<SharedQuery<(), Result<Arc<StoredSnapshot>, String>>>);
 
 /// A snapshot on disk.
-struct Taken {
+struct StoredSnapshot {
     snapshot: Snapshot,
-    _place: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
 }
 
 impl Snapshots {
-    /// Starts the task that takes snapshots; it ends with the last handle.
+    /// Starts the task that takes snapshots. It ends when the last handle is dropped.
     pub(super) fn new(store: &Arc<Store>, folder: Folder) -> Self {
-        let (log, places) = (Arc::clone(store.log()), Arc::new(Semaphore::new(FILES_MAX)));
+        let (log, permits) = (Arc::clone(store.log()), Arc::new(Semaphore::new(FILES_MAX)));
         let panics = store.metrics().rpc.panics.clone();
         let take = move |waiting: Vec<()>| {
-            let (log, places, folder) = (Arc::clone(&log), Arc::clone(&places), folder.clone());
+            let (log, permits, folder) = (Arc::clone(&log), Arc::clone(&permits), folder.clone());
             let panics = panics.clone();
             async move {
-                let place = places.acquire_owned().await.expect("the semaphore is never closed");
-                let begun = Instant::now();
+                let permit = permits.acquire_owned().await.expect("the semaphore is never closed");
+                let started = Instant::now();
                 let taken = match catch_panics(folder.take(&*log)).await {
                     Ok(taken) => taken.map_err(|error| error.to_string()),
                     Err(panic) => {
@@ -73,15 +73,15 @@ impl Snapshots {
                 match &taken {
                     Ok(snapshot) => {
                         let (bytes, clients) = (snapshot.bytes, waiting.len());
-                        info!(bytes, clients, elapsed_ms = begun.elapsed().as_millis(), "snapshot taken");
+                        info!(bytes, clients, elapsed_ms = started.elapsed().as_millis(), "snapshot taken");
                     }
                     Err(error) => error!(%error, "cannot take a snapshot"),
                 }
-                let taken = taken.map(|snapshot| Arc::new(Taken { snapshot, _place: place }));
+                let taken = taken.map(|snapshot| Arc::new(StoredSnapshot { snapshot, _permit: permit }));
                 vec![taken; waiting.len()]
             }
         };
-        // The watchdog does not follow it: a large store takes long.
+        // The watchdog does not follow this task, because a snapshot of a large store takes long.
         let (snapshots, run) = SharedQuery::new(take, Arc::default());
         vital("the snapshot task", run);
         Self(Arc::new(snapshots))
@@ -89,13 +89,13 @@ impl Snapshots {
 }
 
 impl Context {
-    /// Takes a snapshot and sends it. The file is complete before the first piece is sent, because each piece contains
+    /// Takes a snapshot and sends it. The file is complete before the first chunk is sent, because each chunk contains
     /// the number of remaining bytes.
     pub(super) async fn send_snapshot(&self) -> Result<SnapshotStream, Status> {
-        let taken = self.snapshots.0.query(()).await.unwrap_or_else(|| Err("the server stops".to_owned()));
+        let taken = self.snapshots.0.query(()).await.unwrap_or_else(|| Err("the server is stopping".to_owned()));
         let taken =
             taken.map_err(|error| Status::internal(format!("etcdserver: a snapshot cannot be taken: {error}")))?;
-        let (sender, pieces) = mpsc::channel(AHEAD_MAX);
+        let (sender, chunks) = mpsc::channel(READ_AHEAD_CHUNKS_MAX);
         let times = self.store.metrics().maintenance.snapshot.clone();
         let panics = self.store.metrics().rpc.panics.clone();
         let sending = tokio::spawn(async move {
@@ -103,20 +103,20 @@ impl Context {
                 .await
                 .inspect_err(|panic| log_request_panic(&panics, METHOD, panic))
         });
-        // A disconnected client receives the status after the pieces that wait for it.
+        // A disconnected client receives the status after the queued chunks.
         let end = stream::once(sending).filter_map(async |sent| match sent {
             Ok(Ok(Sent::All)) => None,
-            Ok(Ok(Sent::NotAll)) => Some(Err(Status::aborted("orlop: the client read the snapshot too slowly"))),
+            Ok(Ok(Sent::Partial)) => Some(Err(Status::aborted("orlop: the client read the snapshot too slowly"))),
             Ok(Err(_)) | Err(_) => Some(Err(panicked())),
         });
-        Ok(Box::pin(ReceiverStream::new(pieces).chain(end)))
+        Ok(Box::pin(ReceiverStream::new(chunks).chain(end)))
     }
 }
 
-/// Sends the file; ends early if the client is gone or too slow.
-async fn send(taken: Arc<Taken>, sender: Sender<Result<SnapshotResponse, Status>>, times: Histogram) -> Sent {
-    let begun = Instant::now();
-    let mut pace = Pace { until: begun + PACE_TIME, bytes: 0 };
+/// Sends the file. Ends early if the client has disconnected or reads too slowly.
+async fn send(taken: Arc<StoredSnapshot>, sender: Sender<Result<SnapshotResponse, Status>>, times: Histogram) -> Sent {
+    let started = Instant::now();
+    let mut rate = ReadRate { until: started + READ_CHECK_INTERVAL, bytes: 0 };
     let (mut hashing, mut at) = (Hashing::new(std::io::empty()), 0);
     let bytes = taken.snapshot.bytes;
     while at < bytes {
@@ -126,61 +126,61 @@ async fn send(taken: Arc<Taken>, sender: Sender<Result<SnapshotResponse, Status>
             Err(error) => {
                 error!(%error, "cannot read a snapshot");
                 let status = Status::internal(format!("etcdserver: a snapshot cannot be read: {error}"));
-                let _ = timeout_at(pace.until, sender.send(Err(status))).await;
-                return Sent::NotAll;
+                let _ = timeout_at(rate.until, sender.send(Err(status))).await;
+                return Sent::Partial;
             }
         };
         hashing = read.0;
         for blob in read.1.chunks(BLOB_BYTES) {
             at += blob.len() as u64;
-            if !pace.send(&sender, response(bytes - at, blob.to_vec())).await {
-                return Sent::NotAll;
+            if !rate.send(&sender, response(bytes - at, blob.to_vec())).await {
+                return Sent::Partial;
             }
         }
     }
-    // The last piece is the checksum.
-    if !pace.send(&sender, response(0, hashing.checksum())).await {
-        return Sent::NotAll;
+    // The last chunk is the checksum.
+    if !rate.send(&sender, response(0, hashing.checksum())).await {
+        return Sent::Partial;
     }
-    times.observe(begun.elapsed().as_secs_f64());
+    times.observe(started.elapsed().as_secs_f64());
     Sent::All
 }
 
 enum Sent {
     All,
-    NotAll,
+    Partial,
 }
 
-/// Bytes that a client read since the last check.
-struct Pace {
+/// Counts the bytes that a client read since the last check.
+struct ReadRate {
     until: Instant,
     bytes: u64,
 }
 
-impl Pace {
-    /// Returns false if the client is gone or too slow.
-    async fn send(&mut self, sender: &Sender<Result<SnapshotResponse, Status>>, piece: SnapshotResponse) -> bool {
-        let bytes = piece.blob.len() as u64;
+impl ReadRate {
+    /// Sends a chunk. Returns false if the client has disconnected or reads too slowly.
+    async fn send(&mut self, sender: &Sender<Result<SnapshotResponse, Status>>, chunk: SnapshotResponse) -> bool {
+        let bytes = chunk.blob.len() as u64;
         loop {
-            if let Ok(place) = timeout_at(self.until, sender.reserve()).await {
-                let Ok(place) = place else { return false };
-                place.send(Ok(piece));
+            if let Ok(permit) = timeout_at(self.until, sender.reserve()).await {
+                let Ok(permit) = permit else { return false };
+                permit.send(Ok(chunk));
                 self.bytes += bytes;
                 return true;
             }
-            if self.bytes < PACE_BYTES {
+            if self.bytes < READ_BYTES_MIN {
                 warn!(bytes = self.bytes, "disconnecting a client that reads its snapshot too slowly");
                 return false;
             }
-            *self = Self { until: Instant::now() + PACE_TIME, bytes: 0 };
+            *self = Self { until: Instant::now() + READ_CHECK_INTERVAL, bytes: 0 };
         }
     }
 }
 
 type Hash = Hashing<std::io::Empty>;
 
-/// Runs blocking work on a blocking thread.
-async fn read(taken: Arc<Taken>, at: u64, len: u64, mut hashing: Hash) -> std::io::Result<(Hash, Vec<u8>)> {
+/// Reads a part of the file and adds it to the checksum, on a blocking thread.
+async fn read(taken: Arc<StoredSnapshot>, at: u64, len: u64, mut hashing: Hash) -> std::io::Result<(Hash, Vec<u8>)> {
     let read = spawn_blocking(move || {
         let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
         taken.snapshot.file.read_exact_at(&mut bytes, at)?;

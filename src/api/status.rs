@@ -1,4 +1,4 @@
-//! The table of errors: the gRPC code and etcd's text of each.
+//! The table of errors: the gRPC code and the text of each, as in etcd.
 
 use tonic::{Code, Status};
 
@@ -13,7 +13,7 @@ pub enum Invalid {
     SortOption,
     TooManyOps,
     DuplicateKey,
-    /// An empty operation of a transaction; etcd answers it with this text.
+    /// An operation of a transaction without a request. etcd returns this text.
     EmptyOp,
     TooLarge,
 }
@@ -59,22 +59,22 @@ pub fn from_store(error: store::Error) -> Status {
     Status::new(code, text)
 }
 
-/// Refuses a request because a limit on memory is reached.
+/// Returns the error of a request that was rejected because a memory limit is reached.
 pub fn too_many_requests() -> Status {
     from_store(store::Error::TooManyRequests)
 }
 
-/// Refuses a request whose message did not arrive in time.
+/// Returns the error of a request whose message did not arrive in time.
 pub fn request_too_late() -> Status {
     Status::deadline_exceeded(format!("orlop: the message was not complete within {REQUEST_TIME_MAX:?}"))
 }
 
-/// Answers a request that panicked.
+/// Returns the error of a request that panicked.
 pub fn panicked() -> Status {
-    Status::internal("orlop: the request ended in internal error; see the server's log")
+    Status::internal("orlop: internal error; see the server's log")
 }
 
-/// Refuses a message that is too long, with the text of etcd's transport.
+/// Returns the error of a message that is too long, with the text of etcd's gRPC library.
 pub fn message_too_large(bytes: usize, bytes_max: usize) -> Status {
     Status::resource_exhausted(format!("grpc: received message larger than max ({bytes} vs. {bytes_max})"))
 }

@@ -36,7 +36,7 @@ const RANGE_IS_EMPTY: &str = "mvcc: watcher range is empty";
 const NEGATIVE_START: &str = "etcdserver: mvcc: required revision has been compacted";
 /// Pause before a catching-up watch reads from an unavailable database again.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
-/// Bytes that are encoded before they are passed to the connection.
+/// Number of encoded bytes after which the encoder passes its buffer to the connection.
 const YIELD_BYTES: usize = 64 << 10;
 
 /// The Watch service.
@@ -90,7 +90,7 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
         let context = Arc::clone(&self.0);
         let outbox = Arc::new(context.store.hub().outbox());
         let messages = Messages::new(Arc::clone(&outbox));
-        tokio::spawn(serve_or_fail(Arc::clone(&context), request.into_inner(), outbox));
+        tokio::spawn(serve_and_catch_panics(Arc::clone(&context), request.into_inner(), outbox));
         let frames = messages.map(move |message| match message {
             Ok(message) => Ok(context.frame(message)),
             Err(End::ServerStopped | End::ClientGone) => Err(from_store(store::Error::Stopped)),
@@ -100,8 +100,8 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
     }
 }
 
-/// Serves a stream, and ends it if its session panics.
-async fn serve_or_fail(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
+/// Serves one stream. If its session panics, the stream ends with an error.
+async fn serve_and_catch_panics(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
     if let Err(panic) = catch_panics(serve(Arc::clone(&context), requests, Arc::clone(&outbox))).await {
         log_request_panic(&context.store.metrics().rpc.panics, "/etcdserverpb.Watch/Watch", &panic);
         outbox.end(End::Failed);
@@ -117,20 +117,20 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
     let mut stopping = context.stopping.clone();
     let mut requests_open = true;
     let mut tick = context.next_tick();
-    let mut not_before = Instant::now();
+    let mut retry_at = Instant::now();
     let mut confirming = None;
     while !outbox.has_ended() {
         tokio::select! {
             request = requests.next(), if requests_open && confirming.is_none() && outbox.has_capacity() => match request.transpose() {
                 Ok(Some(pb::WatchRequest { request_union: Some(RequestUnion::ProgressRequest(_)) })) => {
-                    // The response covers everything that any instance acknowledged before. The next request waits for
-                    // it, because requests are served in order.
+                    // The response must include every revision that any instance has acknowledged before the request.
+                    // The next request waits for this response, because requests are handled in order.
                     confirming = Some(Box::pin(store.confirm()));
                 }
                 Ok(Some(request)) => context.handle_request(&mut session, request),
                 Ok(None) => requests_open = false,
                 Err(status) => {
-                    debug!(error = %status, "watch stream broke");
+                    debug!(error = %status, "watch stream failed");
                     outbox.end(End::ClientGone);
                 }
             },
@@ -138,17 +138,17 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
                 confirming = None;
                 match confirmed {
                     Ok(()) => session.request_progress(),
-                    // As in etcd, the client repeats a request that is not answered.
+                    // As in etcd, no response is sent; the client repeats the request.
                     Err(error) => debug!(%error, "dropped a progress request"),
                 }
             }
             () = outbox.notified() => session.handle_notifications(),
-            advanced = advance(&mut session, not_before) => if let Err(error) = advanced {
-                warn!(%error, "a watch cannot read the log; trying again");
-                not_before = Instant::now() + RETRY_PAUSE;
+            advanced = advance(&mut session, retry_at) => if let Err(error) = advanced {
+                warn!(%error, "a watch cannot read the log; retrying");
+                retry_at = Instant::now() + RETRY_PAUSE;
             },
             () = sleep_until(tick) => {
-                // A client that does not read receives no progress notifications.
+                // A client whose outbox is full receives no progress notifications.
                 if outbox.has_capacity() {
                     session.tick();
                 }
@@ -161,7 +161,7 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
     }
 }
 
-/// Waits for the position query of a progress request, if there is one.
+/// Waits for the position query of a progress request. Never completes if there is none.
 async fn confirmation<F: Future + Unpin>(confirming: &mut Option<F>) -> F::Output {
     match confirming {
         Some(confirming) => confirming.await,
@@ -169,16 +169,16 @@ async fn confirmation<F: Future + Unpin>(confirming: &mut Option<F>) -> F::Outpu
     }
 }
 
-/// Lets a watch catch up, if one is behind.
+/// Sends events of past revisions to watches that are not synced. Never completes if all are synced.
 ///
 /// # Cancel safety
 ///
-/// Like [`Session::advance`].
-async fn advance(session: &mut Session, not_before: Instant) -> orlop_core::log::Result<()> {
+/// The same as [`Session::advance`].
+async fn advance(session: &mut Session, retry_at: Instant) -> orlop_core::log::Result<()> {
     if !session.has_work() {
         return std::future::pending().await;
     }
-    sleep_until(not_before).await;
+    sleep_until(retry_at).await;
     session.advance().await
 }
 
@@ -195,7 +195,8 @@ impl Context {
         }
     }
 
-    /// Returns the next tick, with up to 10 % jitter, so that the streams of a restarted server do not tick together.
+    /// Returns the time of the next tick. It has up to 10 % jitter, so that the streams of a restarted server do not
+    /// tick at the same time.
     fn next_tick(&self) -> Instant {
         use std::hash::{BuildHasher as _, RandomState};
         let interval = self.settings.watch_progress_notify_interval;
@@ -234,7 +235,7 @@ impl Context {
 /// Returns the specification of a watch, or the reason to refuse it. `fragment_bytes` is the maximum size of a
 /// fragment.
 pub fn spec(request: &pb::WatchCreateRequest, fragment_bytes: usize) -> Result<Spec, &'static str> {
-    // Unlike other requests, a watch may omit the key, which is then the first key.
+    // A watch request without a key starts at the first key; other requests require a key.
     let key: &[u8] = if request.key.is_empty() { b"\0" } else { &request.key };
     let range = KeyRange::from_wire(key, &request.range_end);
     if range.is_empty() {

@@ -3,7 +3,7 @@
 use std::io::Write as _;
 
 use super::{
-    Findings, Place, Plan, Report, Violation, check,
+    Findings, Location, Plan, Report, Violation, check,
     progress::{Progress, Shown},
 };
 use crate::config::{Datastore, DatastoreFlags, Flags, Settings};
@@ -15,11 +15,11 @@ pub struct Args {
     #[command(flatten)]
     datastore: DatastoreFlags,
 
-    /// Skip the comparison of SQLite's indexes with its tables, the slowest part of the check
+    /// Do not compare SQLite's indexes with its tables, which is the slowest part of the check
     #[arg(long)]
     quick: bool,
 
-    /// Maximum number of violations to print; the rest is counted
+    /// Maximum number of violations to print; all are counted
     #[arg(long, default_value_t = 100, value_name = "COUNT")]
     limit: usize,
 
@@ -36,7 +36,7 @@ pub enum Verdict {
     Damaged,
 }
 
-/// Checks the store and prints the violations.
+/// Runs the command: checks the store and prints the result.
 ///
 /// # Errors
 ///
@@ -48,9 +48,9 @@ pub async fn run(args: Args) -> Result<Verdict, Box<dyn std::error::Error>> {
     let report = match open(&settings).await {
         Ok(store) => {
             let progress = Progress::new(if json { Shown::Never } else { Shown::OnTerminal });
-            check(&*store, plan, |revision, head| progress.reached(revision, head)).await?
+            check(&*store, plan, |revision, head| progress.set(revision, head)).await?
         }
-        // The store is too damaged to be read.
+        // The store cannot be read because of damage.
         Err(Failure::Log(log::Error::Corrupt(what))) => unreadable(limit, what),
         Err(Failure::Log(error)) => return Err(error.into()),
         Err(Failure::Settings(text)) => return Err(text.into()),
@@ -140,13 +140,13 @@ fn as_json(report: &Report) -> serde_json::Value {
 fn violation_as_json(violation: &Violation) -> serde_json::Value {
     let mut object = serde_json::json!({ "table": violation.table, "what": violation.what });
     match &violation.row {
-        Some(Place::Row { id, sub, key }) => {
+        Some(Location::Row { id, sub, key }) => {
             object["id"] = (*id).into();
             object["sub"] = (*sub).into();
             object["key"] = key.as_str().into();
         }
-        Some(Place::Lease(id) | Place::Member(id)) => object["id"] = (*id).into(),
-        Some(Place::Fact(name)) => object["name"] = name.as_str().into(),
+        Some(Location::Lease(id) | Location::Member(id)) => object["id"] = (*id).into(),
+        Some(Location::Fact(name)) => object["name"] = name.as_str().into(),
         None => {}
     }
     object

@@ -1,6 +1,6 @@
-//! Checks of the data other than rows: facts about the store, leases, members.
+//! Checks of the data other than rows: facts (the rows of table meta), leases and members.
 
-use super::{Findings, Place};
+use super::{Findings, Location};
 use orlop_core::{
     log::{self, Facts},
     types::Revision,
@@ -8,7 +8,7 @@ use orlop_core::{
 
 const FACTS: &str = "meta";
 /// Known facts and their minimum values.
-const KNOWN: [(&str, i64); 6] = [
+const KNOWN_FACTS: [(&str, i64); 6] = [
     ("cluster_id", 1),
     ("member_id", 1),
     ("compact_revision", 0),
@@ -17,11 +17,11 @@ const KNOWN: [(&str, i64); 6] = [
     ("last_beat", 0),
 ];
 
-/// Returns the compact revision.
+/// Checks the facts, leases and members. Returns the compact revision.
 pub(super) fn check(facts: &Facts, findings: &mut Findings) -> Option<Revision> {
     for name in facts.required {
-        if !facts.named.iter().any(|(there, _)| there == name) {
-            findings.add(FACTS, Some(Place::Fact((*name).to_owned())), "the fact is missing");
+        if !facts.named.iter().any(|(present, _)| present == name) {
+            findings.add(FACTS, Some(Location::Fact((*name).to_owned())), "the fact is missing");
         }
     }
     for (name, value) in &facts.named {
@@ -31,23 +31,23 @@ pub(super) fn check(facts: &Facts, findings: &mut Findings) -> Option<Revision> 
     check_revisions(facts, compacted, findings);
     for lease in &facts.leases {
         if lease.id == 0 {
-            findings.add("lease", Some(Place::Lease(0)), "id is 0, expected another number: 0 means no lease");
+            findings.add("lease", Some(Location::Lease(0)), "id is 0, expected another number: 0 means no lease");
         }
         if lease.ttl < 1 {
             let what = format!("ttl is {}, expected at least 1", lease.ttl);
-            findings.add("lease", Some(Place::Lease(lease.id)), what);
+            findings.add("lease", Some(Location::Lease(lease.id)), what);
         }
     }
     for member in &facts.members {
-        let place = || Some(Place::Member(member.id));
+        let location = || Some(Location::Member(member.id));
         if member.id < 1 {
-            findings.add("member", place(), format!("id is {}, expected at least 1", member.id));
+            findings.add("member", location(), format!("id is {}, expected at least 1", member.id));
         }
         if member.name.is_empty() {
-            findings.add("member", place(), "name is empty, expected a name");
+            findings.add("member", location(), "name is empty, expected a name");
         }
         if !member.beats_after_start {
-            findings.add("member", place(), "beat is before started, expected it at or after it");
+            findings.add("member", location(), "beat is before started, expected beat at or after started");
         }
     }
     compacted.map(Revision)
@@ -58,12 +58,12 @@ fn named(facts: &Facts, wanted: &str) -> Option<i64> {
 }
 
 fn check_fact(name: &str, value: i64, findings: &mut Findings) {
-    let place = || Some(Place::Fact(name.to_owned()));
-    match KNOWN.iter().find(|(known, _)| *known == name) {
-        Some((_, least)) if value < *least => {
-            findings.add(FACTS, place(), format!("value is {value}, expected at least {least}"));
+    let location = || Some(Location::Fact(name.to_owned()));
+    match KNOWN_FACTS.iter().find(|(known, _)| *known == name) {
+        Some((_, min)) if value < *min => {
+            findings.add(FACTS, location(), format!("value is {value}, expected at least {min}"));
         }
-        None if !log::is_alarm(name) => findings.add(FACTS, place(), "unknown fact"),
+        None if !log::is_alarm(name) => findings.add(FACTS, location(), "unknown fact"),
         Some(_) | None => {}
     }
 }
@@ -72,11 +72,11 @@ fn check_revisions(facts: &Facts, compacted: Option<i64>, findings: &mut Finding
     let head = facts.ids.map_or(Revision::EMPTY.0, |(_, last)| last);
     if let Some(compacted) = compacted.filter(|compacted| *compacted > head) {
         let what = format!("value is {compacted}, expected at most {head}, the newest revision");
-        findings.add(FACTS, Some(Place::Fact("compact_revision".to_owned())), what);
+        findings.add(FACTS, Some(Location::Fact("compact_revision".to_owned())), what);
     }
-    let most = compacted.unwrap_or(0).max(0);
-    if let Some(purged) = named(facts, "purged_revision").filter(|purged| *purged > most) {
-        let what = format!("value is {purged}, expected at most {most}, the compact revision");
-        findings.add(FACTS, Some(Place::Fact("purged_revision".to_owned())), what);
+    let max = compacted.unwrap_or(0).max(0);
+    if let Some(purged) = named(facts, "purged_revision").filter(|purged| *purged > max) {
+        let what = format!("value is {purged}, expected at most {max}, the compact revision");
+        findings.add(FACTS, Some(Location::Fact("purged_revision".to_owned())), what);
     }
 }

@@ -4,7 +4,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use orlop_core::types::Revision;
 
-/// Clears itself from the terminal.
+/// A progress bar, which is removed from the terminal when dropped.
 pub(super) struct Progress(ProgressBar);
 
 /// Whether progress is shown.
@@ -28,7 +28,7 @@ impl Progress {
         Self(bar)
     }
 
-    pub(super) fn reached(&self, revision: Revision, head: Revision) {
+    pub(super) fn set(&self, revision: Revision, head: Revision) {
         let number = |revision: Revision| u64::try_from(revision.0).unwrap_or(0);
         self.0.set_length(number(head));
         self.0.set_position(number(revision));

@@ -1,8 +1,9 @@
-//! Checks of rows against each other. Pure: rows are added in order, violations are returned.
+//! Checks of rows against each other. It reads no database: the caller passes the rows in order, and violations are
+//! added to [`Findings`].
 
 use std::collections::{HashMap, HashSet};
 
-use super::{Findings, Place};
+use super::{Findings, Location};
 use orlop_core::{
     index::{Claim, ClaimKind},
     log::{Facts, StoredRow, Table},
@@ -36,17 +37,17 @@ impl Rows {
         self.count
     }
 
-    /// The newest row of each key.
+    /// Returns the newest row of each key.
     pub(super) fn newest(&self) -> &HashMap<Key, Newest> {
         &self.newest
     }
 
-    /// Number of keys whose newest row is a put.
+    /// Returns the keys whose newest row is a put, with that row.
     pub(super) fn live(&self) -> impl Iterator<Item = (&Key, &Newest)> {
         self.newest.iter().filter(|(_, newest)| matches!(newest.claim.kind, ClaimKind::Put { .. }))
     }
 
-    /// Returns a live key's version: create_revision, number, lease.
+    /// Returns the row ID, create revision, version and lease of a live key.
     pub(super) fn live_version(&self, key: &Key) -> Option<(RowId, Revision, i64, i64)> {
         let Newest { claim, lease } = self.newest.get(key)?;
         match claim.kind {
@@ -55,21 +56,22 @@ impl Rows {
         }
     }
 
-    pub(super) fn take(&mut self, row: &StoredRow, findings: &mut Findings) {
+    /// Checks the next row.
+    pub(super) fn check(&mut self, row: &StoredRow, findings: &mut Findings) {
         self.count += 1;
         check_columns(row, findings);
-        match self.place(row) {
-            Ok(place) => {
+        match self.row_id(row) {
+            Ok(row_id) => {
                 self.check_order(row, findings);
                 self.last = Some(row.place());
-                self.check_key(row, place, findings);
+                self.check_key(row, row_id, findings);
             }
-            // A row without a valid position says nothing about later rows.
+            // A row without a valid position is not compared with later rows.
             Err(what) => findings.add_row(row, what),
         }
     }
 
-    fn place(&self, row: &StoredRow) -> Result<RowId, String> {
+    fn row_id(&self, row: &StoredRow) -> Result<RowId, String> {
         let (id, sub) = row.place();
         if id <= Revision::EMPTY.0 {
             return Err(format!("id is {id}, expected at least 2: the empty store is at revision 1"));
@@ -83,17 +85,17 @@ impl Rows {
         }
     }
 
-    /// From the compact revision on, no row before this one may be missing.
+    /// Checks that no row between the compact revision and this row is missing.
     fn check_order(&self, row: &StoredRow, findings: &mut Findings) {
         let (id, sub) = row.place();
-        let whole_from = self.whole_from();
-        if id < whole_from {
+        let complete_from = self.complete_from();
+        if id < complete_from {
             return;
         }
-        let last = self.last.filter(|last| last.0 >= whole_from);
-        let last_id = last.map_or(whole_from - 1, |last| last.0);
+        let last = self.last.filter(|last| last.0 >= complete_from);
+        let last_id = last.map_or(complete_from - 1, |last| last.0);
         if id - last_id > 1 {
-            missing(last_id + 1, id - 1, findings);
+            add_missing_revisions(last_id + 1, id - 1, findings);
         }
         let expected = last.filter(|last| last.0 == id).map_or(0, |last| last.1 + 1);
         if sub == expected {
@@ -107,8 +109,8 @@ impl Rows {
         }
     }
 
-    fn check_key(&mut self, row: &StoredRow, place: RowId, findings: &mut Findings) {
-        let claim = claim(row, place);
+    fn check_key(&mut self, row: &StoredRow, row_id: RowId, findings: &mut Findings) {
+        let claim = claim(row, row_id);
         let last = self.newest.get(row.key.as_slice()).map(|newest| newest.claim);
         if let Err(contradiction) = claim.follow(last.as_ref(), self.compacted) {
             findings.add_row(row, contradiction.to_string());
@@ -116,17 +118,17 @@ impl Rows {
         self.newest.insert(Key::from(row.key.as_slice()), Newest { claim, lease: row.lease });
     }
 
-    /// The first revision from which all rows exist: compaction keeps the rows at the compact revision.
-    fn whole_from(&self) -> i64 {
+    /// Returns the first revision from which on all rows must exist. Compaction keeps the rows at the compact revision.
+    fn complete_from(&self) -> i64 {
         self.compacted.map_or(0, |compacted| compacted.0).max(Revision::EMPTY.next().0)
     }
 
-    /// Ends the check: violations of the whole, and the leases of keys.
+    /// Ends the check: finds missing rows at the end and keys with unknown leases.
     pub(super) fn finish(&self, facts: &Facts, findings: &mut Findings) {
-        let whole_from = self.whole_from();
-        let last = self.last.map_or(whole_from - 1, |(id, _)| id.max(whole_from - 1));
+        let complete_from = self.complete_from();
+        let last = self.last.map_or(complete_from - 1, |(id, _)| id.max(complete_from - 1));
         if last < self.head {
-            missing(last + 1, self.head, findings);
+            add_missing_revisions(last + 1, self.head, findings);
         }
         let known: HashSet<i64> = facts.leases.iter().map(|lease| lease.id).collect();
         let mut unknown: Vec<(&Key, &Newest)> =
@@ -136,13 +138,13 @@ impl Rows {
         for (key, Newest { claim, lease }) in unknown {
             let RowId { revision, sub } = claim.row;
             let table = if sub == 0 { Table::First } else { Table::More };
-            let place = Place::Row { id: revision.0, sub: sub.into(), key: shown(key) };
-            findings.add(table.name(), Some(place), format!("lease is {lease:x}, expected a lease in table lease"));
+            let location = Location::Row { id: revision.0, sub: sub.into(), key: shown(key) };
+            findings.add(table.name(), Some(location), format!("lease is {lease:x}, expected a lease in table lease"));
         }
     }
 }
 
-fn missing(from: i64, to: i64, findings: &mut Findings) {
+fn add_missing_revisions(from: i64, to: i64, findings: &mut Findings) {
     let what = if from == to {
         format!("revision {from} has no row, expected one")
     } else {
@@ -151,13 +153,13 @@ fn missing(from: i64, to: i64, findings: &mut Findings) {
     findings.add(Table::First.name(), None, what);
 }
 
-fn claim(row: &StoredRow, place: RowId) -> Claim {
+fn claim(row: &StoredRow, row_id: RowId) -> Claim {
     let kind = if row.deleted == 0 {
         ClaimKind::Put { create_revision: Revision(row.create_revision), version: row.version }
     } else {
         ClaimKind::Delete
     };
-    Claim { row: place, kind, prev_revision: Revision(row.prev_revision) }
+    Claim { row: row_id, kind, prev_revision: Revision(row.prev_revision) }
 }
 
 /// Checks the columns of a single row.

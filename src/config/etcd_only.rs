@@ -1,5 +1,5 @@
-//! Flags of etcd that have no meaning without Raft and Go: accepted, so that a command line written for etcd
-//! (kubeadm's, for example) starts Orlop, and named in the log.
+//! Flags of etcd that have no meaning without Raft and Go. They are accepted, so that a command line written for etcd
+//! (for example by kubeadm) starts Orlop, and the log lists them.
 
 use clap::{Arg, ArgAction, ArgMatches, parser::ValueSource};
 

@@ -15,7 +15,7 @@ const REQUESTS: &str = "Requests";
 const TLS: &str = "TLS";
 const TELEMETRY: &str = "Log, metrics, traces";
 
-/// The flags of the server. A flag that is not given leaves its setting to variables, file and default.
+/// The flags of the server. If a flag is not given, its setting comes from the variable, the file or the default.
 #[derive(Clone, Debug, Default, clap::Args, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Flags {
@@ -96,7 +96,8 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     log_format: Option<LogFormat>,
 
-    /// Maximum bytes in use; beyond it writes fail and the alarm NOSPACE is raised. 0: 2 GiB, negative: no quota [default: 0]
+    /// Maximum bytes in use; above it writes fail and the alarm NOSPACE is raised. 0: 2 GiB, negative: no quota
+    /// [default: 0]
     #[arg(help_heading = DATASTORE, long, value_name = "BYTES", allow_negative_numbers = true)]
     #[serde(skip_serializing_if = "Option::is_none")]
     quota_backend_bytes: Option<i64>,
@@ -106,8 +107,8 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     auto_compaction_mode: Option<AutoCompactionMode>,
 
-    /// History that automatic compaction keeps: a duration such as 30m, a number of hours or, in the mode revision, a number
-    /// of revisions; 0 disables it [default: 0]
+    /// History that automatic compaction keeps: a duration such as 30m, a number of hours or, with auto-compaction-mode
+    /// revision, a number of revisions; 0 disables it [default: 0]
     #[arg(help_heading = DATASTORE, long, value_name = "RETENTION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     auto_compaction_retention: Option<String>,
@@ -127,12 +128,12 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     max_concurrent_streams: Option<u32>,
 
-    /// Time without traffic after which the server pings a connection [default: 2h]
+    /// Time without traffic after which the server sends a keepalive ping on a connection [default: 2h]
     #[arg(help_heading = REQUESTS, long, value_name = "DURATION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     grpc_keepalive_interval: Option<Interval>,
 
-    /// Maximum time to answer that ping; then the connection is closed [default: 20s]
+    /// Maximum time for the response to a keepalive ping; after that the connection is closed [default: 20s]
     #[arg(help_heading = REQUESTS, long, value_name = "DURATION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     grpc_keepalive_timeout: Option<Interval>,
@@ -198,7 +199,7 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     client_cert_auth: Option<bool>,
 
-    /// Root certificates of clients, PEM; requires a certificate of every client
+    /// Root certificates for verifying clients, PEM; if set, every client must present a certificate
     #[arg(help_heading = TLS, long, value_name = "FILE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     trusted_ca_file: Option<PathBuf>,
@@ -223,7 +224,7 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     self_signed_cert_validity: Option<u32>,
 
-    /// Cipher suites to offer, separated by commas [default: all that are considered safe]
+    /// Cipher suites to offer, separated by commas [default: all supported]
     #[arg(help_heading = TLS, long, value_name = "SUITES")]
     #[serde(skip_serializing_if = "Option::is_none")]
     cipher_suites: Option<List<CipherSuite>>,

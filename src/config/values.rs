@@ -28,20 +28,20 @@ pub struct Tls {
     pub cert_file: PathBuf,
     /// Key of the certificate, PEM.
     pub key_file: PathBuf,
-    /// Set if the two files are generated when they do not exist.
+    /// Content of the two files if they are generated when they do not exist; `None`: they must exist.
     pub self_signed: Option<SelfSigned>,
-    /// Required client certificates; `None`: any client may connect.
+    /// Requirements for client certificates; `None`: any client may connect.
     pub clients: Option<TlsClients>,
     /// Minimum and maximum version.
     pub versions: (TlsVersion, TlsVersion),
-    /// None: all.
+    /// Empty: all supported suites.
     pub cipher_suites: Vec<CipherSuite>,
 }
 
-/// Requirements of client certificates; every client needs one.
+/// Requirements for client certificates. Every client must present one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsClients {
-    /// Roots, PEM.
+    /// Root certificates, PEM.
     pub trusted_ca_file: PathBuf,
     /// Revoked certificates, PEM or DER.
     pub crl_file: Option<PathBuf>,
@@ -56,7 +56,7 @@ pub struct SelfSigned {
     pub validity_years: u32,
 }
 
-/// Printed as in etcd.
+/// A TLS version, written as in etcd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 pub enum TlsVersion {
     #[value(name = "TLS1.2")]
@@ -124,7 +124,7 @@ pub enum Datastore {
     Postgres(String),
 }
 
-/// A text that is never printed.
+/// A text that is never printed or logged.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Secret(pub(super) String);
@@ -211,7 +211,7 @@ impl fmt::Display for ListenUrl {
     }
 }
 
-/// A list. In a file it is a list or a text with commas; flags and variables have the text form.
+/// A list of values. A file contains a list or a comma-separated string; flags and variables contain the string.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct List<T>(pub Vec<T>);
 
@@ -245,7 +245,7 @@ impl<T: fmt::Display> Serialize for List<T> {
 impl<'de, T: FromStr<Err: fmt::Display>> Deserialize<'de> for List<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
-        #[serde(untagged, expecting = "a list or a text with commas")]
+        #[serde(untagged, expecting = "a list or a comma-separated string")]
         enum Form {
             List(Vec<String>),
             Text(String),
@@ -266,9 +266,9 @@ impl FromStr for FileMode {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        const MOST: u32 = 0o777;
+        const MAX: u32 = 0o777;
         match u32::from_str_radix(text, 8) {
-            Ok(mode) if mode <= MOST => Ok(Self(mode)),
+            Ok(mode) if mode <= MAX => Ok(Self(mode)),
             Ok(_) | Err(_) => Err(format!("{text:?} is not a file mode; write it in octal, for example 0660")),
         }
     }
@@ -299,7 +299,7 @@ pub struct Interval(pub Duration);
 impl Interval {
     /// Minimum progress interval, as in etcd.
     pub(super) const MIN: Duration = Duration::from_millis(100);
-    /// Shorter intervals would only load the database.
+    /// Minimum poll interval. A shorter one adds load to the database and finds no rows earlier.
     pub(super) const POLL_MIN: Duration = Duration::from_millis(1);
 }
 
@@ -334,10 +334,10 @@ impl<'de> Deserialize<'de> for Interval {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// Lines for people
+    /// Human-readable lines
     #[value(alias = "console")]
     #[serde(alias = "console")]
     Text,
-    /// One JSON object a line
+    /// One JSON object per line
     Json,
 }

@@ -10,14 +10,15 @@ use figment::{
 
 use super::Settings;
 
-/// `ORLOP_*` variables. A setting of type text accepts a value that looks like a number.
+/// `ORLOP_*` variables. The value of a string setting stays a string if it looks like a number.
 pub(super) struct Variables {
     source: Env,
     defaults: Dict,
 }
 
 impl Variables {
-    /// Other ORLOP_* variables are ignored; tests and scripts use some.
+    /// Creates a source of the variables that name a setting. Other ORLOP_* variables are ignored, because tests and
+    /// scripts use some.
     pub(super) fn new() -> Result<Self, Box<figment::Error>> {
         let defaults = Serialized::defaults(Settings::default()).data()?.remove(&Profile::Default).unwrap_or_default();
         let known: Vec<String> = defaults.keys().cloned().collect();
@@ -39,7 +40,7 @@ impl Provider for Variables {
 }
 
 impl Variables {
-    /// Returns the settings of variables with these keys and texts.
+    /// Parses variables, given as setting names and texts.
     pub(super) fn read(&self, variables: impl Iterator<Item = (String, String)>) -> Dict {
         let value = |key: &str, text: String| match self.defaults.get(key) {
             Some(Value::String(..) | Value::Array(..)) => Value::from(text),

@@ -1,9 +1,9 @@
 //! The JSON gateway: `POST /v3/...` for every gRPC call, as in etcd.
 //!
-//! Generic over the descriptors of `proto/`, without code for a single call: JSON becomes a message, which is sent as a
-//! gRPC request to the services of this process, and response messages become JSON. Conventions are those of
-//! grpc-gateway: original field names, 64-bit numbers as strings, bytes in base64, defaults omitted; a streaming
-//! response has one `{"result": ...}` per line, and streaming requests are concatenated JSON values.
+//! It has no code for individual calls and uses the descriptors of `proto/`: JSON is converted to a message, which is
+//! sent as a gRPC request to the services of this process, and response messages are converted to JSON. Conventions are
+//! those of grpc-gateway: original field names, 64-bit numbers as strings, bytes in base64, defaults omitted; a
+//! streaming response has one `{"result": ...}` per line, and streaming requests are concatenated JSON values.
 
 mod text;
 pub mod values;
@@ -40,11 +40,12 @@ use orlop_wire::proto::DESCRIPTORS;
 
 /// Maximum size of the JSON of one message in bytes. The services have their own limits.
 pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
-const FRAME_HEAD_BYTES: usize = 5;
-/// Maximum memory of all large responses together in KiB, for each the message, its decoded form and its JSON. Smaller
-/// responses do not count.
-const ANSWERS_KIB_MAX: usize = 512 << 10;
-const SMALL_ANSWER_BYTES: usize = 1 << 20;
+const FRAME_HEADER_BYTES: usize = 5;
+/// Maximum memory of all large responses together, in KiB. The encoded message, the decoded message and the JSON of
+/// each response count. Responses of up to [`SMALL_RESPONSE_BYTES`] do not count.
+const RESPONSES_KIB_MAX: usize = 512 << 10;
+const SMALL_RESPONSE_BYTES: usize = 1 << 20;
+/// Memory of a large response as a multiple of the length of its encoded message.
 const JSON_FACTOR: usize = 5;
 /// Longer messages are converted on a blocking thread.
 const BLOCKING_BYTES_MIN: usize = 256 << 10;
@@ -110,16 +111,18 @@ struct Gateway {
     pool: DescriptorPool,
     grpc: Router,
     partial_requests: Arc<PartialRequests>,
-    /// KiB available for large responses that have not left.
-    answers: Arc<Semaphore>,
+    /// Memory available for large responses, in KiB. A response releases its memory when it has been sent.
+    response_memory: Arc<Semaphore>,
 }
 
 impl Gateway {
     fn new(pool: DescriptorPool, grpc: Router, partial_requests: Arc<PartialRequests>) -> Self {
-        Self { pool, grpc, partial_requests, answers: Arc::new(Semaphore::new(ANSWERS_KIB_MAX)) }
+        Self { pool, grpc, partial_requests, response_memory: Arc::new(Semaphore::new(RESPONSES_KIB_MAX)) }
     }
 }
 
+/// Returns the routes of the gateway.
+///
 /// # Errors
 ///
 /// If the compiled-in descriptors cannot be read.
@@ -131,17 +134,17 @@ pub(super) fn routes(grpc: Router, partial_requests: Arc<PartialRequests>) -> Re
 async fn serve(State(gateway): State<Arc<Gateway>>, request: Request) -> Response {
     let path = request.uri().path().trim_start_matches("/v3/");
     let Some((_, method)) = PATHS.iter().chain([&OBSERVE]).find(|(known, _)| *known == path) else {
-        return refused(&Status::not_found("Not Found"));
+        return error_response(&Status::not_found("Not Found"));
     };
     if request.method() == Method::OPTIONS {
         return StatusCode::OK.into_response();
     }
     if request.method() != Method::POST {
-        return refused(&Status::unimplemented("Method Not Allowed"));
+        return error_response(&Status::unimplemented("Method Not Allowed"));
     }
     match gateway.call(method, request).await {
         Ok(response) => response,
-        Err(status) => refused(&status),
+        Err(status) => error_response(&status),
     }
 }
 
@@ -150,14 +153,14 @@ impl Gateway {
         let described = self.describe(method)?;
         let (head, body) = request.into_parts();
         let body = if described.is_client_streaming() {
-            Body::from_stream(frames(
+            Body::from_stream(request_frames(
                 body.into_data_stream(),
                 described.input(),
                 PartialRequest::new(&self.partial_requests),
             ))
         } else {
-            let json = whole(body.into_data_stream(), PartialRequest::new(&self.partial_requests)).await?;
-            Body::from(framed(described.input(), json).await?)
+            let json = read_body(body.into_data_stream(), PartialRequest::new(&self.partial_requests)).await?;
+            Body::from(json_to_frame(described.input(), json).await?)
         };
         let request = http::Request::post(format!("http://gateway/{method}"))
             .header(header::CONTENT_TYPE, "application/grpc")
@@ -172,9 +175,9 @@ impl Gateway {
             Err(never) => match never {},
         };
         if described.is_server_streaming() {
-            return Ok(streamed(response, described.output()));
+            return Ok(stream_responses(response, described.output()));
         }
-        unary(response, described.output(), &self.answers).await
+        unary_response(response, described.output(), &self.response_memory).await
     }
 
     fn describe(&self, method: &str) -> Result<MethodDescriptor, Status> {
@@ -186,7 +189,7 @@ impl Gateway {
     }
 }
 
-/// Copies the token to gRPC metadata.
+/// Returns the gRPC metadata: the `authorization` header and the headers with the prefix `grpc-metadata-`.
 fn metadata(headers: &HeaderMap) -> HeaderMap {
     const PREFIX: &str = "grpc-metadata-";
     let mut metadata = HeaderMap::new();
@@ -214,21 +217,21 @@ pub fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, S
 }
 
 /// Parses a message from JSON and frames it for gRPC.
-async fn framed(kind: MessageDescriptor, json: Text) -> Result<Bytes, Status> {
+async fn json_to_frame(kind: MessageDescriptor, json: Text) -> Result<Bytes, Status> {
     spawn_if_long(json.len(), move || message(kind, &json.joined()).map(|message| frame(&message))).await
 }
 
 fn frame(message: &DynamicMessage) -> Bytes {
     let len = message.encoded_len();
-    let mut bytes = BytesMut::with_capacity(FRAME_HEAD_BYTES + len);
+    let mut bytes = BytesMut::with_capacity(FRAME_HEADER_BYTES + len);
     bytes.put_u8(0);
     bytes.put_u32(u32::try_from(len).unwrap_or(u32::MAX));
     bytes.put_slice(&message.encode_to_vec());
     bytes.freeze()
 }
 
-/// Runs work whose duration is proportional to the message; for a long message on a blocking thread, so that it does
-/// not delay other requests.
+/// Runs work whose duration is proportional to the length of the message. For a long message it runs on a blocking
+/// thread, so that it does not delay other requests.
 async fn spawn_if_long<T: Send + 'static>(
     len: usize,
     work: impl FnOnce() -> Result<T, Status> + Send + 'static,
@@ -245,8 +248,8 @@ async fn spawn_if_long<T: Send + 'static>(
     }
 }
 
-/// Reads a whole body, up to the maximum of one message.
-async fn whole(mut body: BodyDataStream, mut partial: PartialRequest) -> Result<Text, Status> {
+/// Reads a whole body of at most [`MESSAGE_BYTES_MAX`].
+async fn read_body(mut body: BodyDataStream, mut partial: PartialRequest) -> Result<Text, Status> {
     let mut text = Text::default();
     while let Some(data) = next(&mut body, &mut partial).await? {
         if text.len() + data.len() > MESSAGE_BYTES_MAX {
@@ -262,7 +265,7 @@ async fn whole(mut body: BodyDataStream, mut partial: PartialRequest) -> Result<
 ///
 /// # Errors
 ///
-/// If its message is late.
+/// If the message is not complete within its deadline, or the body cannot be read.
 async fn next(body: &mut BodyDataStream, partial: &mut PartialRequest) -> Result<Option<Bytes>, Status> {
     tokio::select! {
         data = body.next() => data.transpose().map_err(|error| Status::invalid_argument(error.to_string())),
@@ -270,8 +273,8 @@ async fn next(body: &mut BodyDataStream, partial: &mut PartialRequest) -> Result
     }
 }
 
-/// Splits concatenated JSON values into messages, each as soon as it is complete.
-fn frames(
+/// Converts concatenated JSON values to frames. Each value is converted as soon as it is complete.
+fn request_frames(
     body: BodyDataStream,
     kind: MessageDescriptor,
     partial: PartialRequest,
@@ -282,23 +285,23 @@ fn frames(
             if let Some(text) = values.next(&mut data).map_err(axum::Error::new)? {
                 // The next message has its own deadline.
                 partial.set_bytes(0).map_err(|_| axum::Error::new(too_many_requests()))?;
-                let frame = framed(kind.clone(), text).await.map_err(axum::Error::new)?;
+                let frame = json_to_frame(kind.clone(), text).await.map_err(axum::Error::new)?;
                 return Ok(Some((frame, (body, kind, partial, values, data))));
             }
             partial.set_bytes(values.buffered_bytes()).map_err(|_| axum::Error::new(too_many_requests()))?;
             match next(&mut body, &mut partial).await.map_err(axum::Error::new)? {
                 Some(more) => data = more,
                 None if values.buffered_bytes() == 0 => return Ok(None),
-                None => return Err(axum::Error::new(Values::cut_off())),
+                None => return Err(axum::Error::new(Values::incomplete())),
             }
         }
     })
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Ended {
-    Yes,
-    No,
+enum StreamState {
+    Open,
+    Ended,
 }
 
 /// Returns the gRPC status in headers or trailers.
@@ -306,7 +309,11 @@ fn status(headers: &HeaderMap) -> Option<Status> {
     Status::from_header_map(headers)
 }
 
-async fn unary(response: Response, kind: MessageDescriptor, answers: &Arc<Semaphore>) -> Result<Response, Status> {
+async fn unary_response(
+    response: Response,
+    kind: MessageDescriptor,
+    response_memory: &Arc<Semaphore>,
+) -> Result<Response, Status> {
     if let Some(status) = status(response.headers()).filter(|status| status.code() != Code::Ok) {
         return Err(status);
     }
@@ -321,37 +328,37 @@ async fn unary(response: Response, kind: MessageDescriptor, answers: &Arc<Semaph
                 }
             }
         }
-        if let Some(len) = message_len(&received).filter(|len| permit.is_none() && *len > SMALL_ANSWER_BYTES) {
-            permit = Some(reserve(len, answers).await?);
+        if let Some(len) = message_len(&received).filter(|len| permit.is_none() && *len > SMALL_RESPONSE_BYTES) {
+            permit = Some(reserve_memory(len, response_memory).await?);
         }
     }
-    if received.len() < FRAME_HEAD_BYTES {
+    if received.len() < FRAME_HEADER_BYTES {
         return Err(Status::internal("the service sent no response"));
     }
-    received.advance(FRAME_HEAD_BYTES);
+    received.advance(FRAME_HEADER_BYTES);
     let json = spawn_if_long(received.len(), move || json(kind, received.freeze())).await?;
-    let json = Bytes::from_owner(Answer { json, _room: permit });
+    let json = Bytes::from_owner(JsonResponse { json, _permit: permit });
     Ok(([(header::CONTENT_TYPE, "application/json")], json).into_response())
 }
 
-/// A JSON response; its memory is released when it has left.
-struct Answer {
+/// A JSON response. Its memory is released when it has been sent.
+struct JsonResponse {
     json: Vec<u8>,
-    _room: Option<OwnedSemaphorePermit>,
+    _permit: Option<OwnedSemaphorePermit>,
 }
 
-impl AsRef<[u8]> for Answer {
+impl AsRef<[u8]> for JsonResponse {
     fn as_ref(&self) -> &[u8] {
         &self.json
     }
 }
 
 /// Waits for memory for a response of the given length, its decoded form and its JSON. A response larger than the limit
-/// takes all of it.
-async fn reserve(len: usize, answers: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Status> {
-    let wanted = (len.saturating_mul(JSON_FACTOR) >> 10).min(ANSWERS_KIB_MAX);
+/// waits for all of the memory.
+async fn reserve_memory(len: usize, response_memory: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Status> {
+    let wanted = (len.saturating_mul(JSON_FACTOR) >> 10).min(RESPONSES_KIB_MAX);
     let wanted = u32::try_from(wanted).unwrap_or(u32::MAX);
-    let permit = timeout(MEMORY_WAIT_MAX, Arc::clone(answers).acquire_many_owned(wanted)).await;
+    let permit = timeout(MEMORY_WAIT_MAX, Arc::clone(response_memory).acquire_many_owned(wanted)).await;
     permit.ok().and_then(Result::ok).ok_or_else(|| Status::resource_exhausted("etcdserver: too many requests"))
 }
 
@@ -366,26 +373,26 @@ pub fn json(kind: MessageDescriptor, bytes: Bytes) -> Result<Vec<u8>, Status> {
     Ok(json)
 }
 
-/// Streams responses, one per line.
-fn streamed(response: Response, kind: MessageDescriptor) -> Response {
+/// Converts a response stream to JSON, one message per line.
+fn stream_responses(response: Response, kind: MessageDescriptor) -> Response {
     let failed = status(response.headers()).filter(|status| status.code() != Code::Ok);
     if let Some(failed) = failed {
         let line = format!("{{\"error\":{}}}\n", error_json(&failed));
         return (http_status(failed.code()), [(header::CONTENT_TYPE, "application/json")], line).into_response();
     }
-    let start = (response.into_body(), kind, BytesMut::new(), Ended::No);
-    let lines = stream::unfold(start, |(mut body, kind, mut received, mut ended)| async move {
-        while ended == Ended::No {
+    let start = (response.into_body(), kind, BytesMut::new(), StreamState::Open);
+    let lines = stream::unfold(start, |(mut body, kind, mut received, mut state)| async move {
+        while state == StreamState::Open {
             if let Some(message) = take_message(&mut received) {
                 let kind_of = kind.clone();
                 let line = match spawn_if_long(message.len(), move || json(kind_of, message)).await {
                     Ok(json) => [b"{\"result\":", &json[..], b"}\n"].concat(),
                     Err(status) => {
-                        ended = Ended::Yes;
+                        state = StreamState::Ended;
                         format!("{{\"error\":{}}}\n", error_json(&status)).into_bytes()
                     }
                 };
-                return Some((Ok::<_, Infallible>(line), (body, kind, received, ended)));
+                return Some((Ok::<_, Infallible>(line), (body, kind, received, state)));
             }
             let failed = match body.frame().await {
                 Some(Ok(frame)) => match frame.into_data() {
@@ -398,10 +405,10 @@ fn streamed(response: Response, kind: MessageDescriptor) -> Response {
                 Some(Err(error)) => Some(Status::unavailable(error.to_string())),
                 None => None,
             };
-            ended = Ended::Yes;
+            state = StreamState::Ended;
             if let Some(status) = failed {
                 let line = format!("{{\"error\":{}}}\n", error_json(&status)).into_bytes();
-                return Some((Ok(line), (body, kind, received, ended)));
+                return Some((Ok(line), (body, kind, received, state)));
             }
         }
         None
@@ -412,19 +419,19 @@ fn streamed(response: Response, kind: MessageDescriptor) -> Response {
 /// Returns the first message when it is complete.
 fn take_message(received: &mut BytesMut) -> Option<Bytes> {
     let len = message_len(received)?;
-    if received.len() < FRAME_HEAD_BYTES + len {
+    if received.len() < FRAME_HEADER_BYTES + len {
         return None;
     }
-    received.advance(FRAME_HEAD_BYTES);
+    received.advance(FRAME_HEADER_BYTES);
     Some(received.split_to(len).freeze())
 }
 
-/// Returns the length in a frame's head.
+/// Returns the message length in a frame header.
 fn message_len(received: &[u8]) -> Option<usize> {
-    Some(u32::from_be_bytes(received.get(1..FRAME_HEAD_BYTES)?.try_into().ok()?) as usize)
+    Some(u32::from_be_bytes(received.get(1..FRAME_HEADER_BYTES)?.try_into().ok()?) as usize)
 }
 
-fn refused(status: &Status) -> Response {
+fn error_response(status: &Status) -> Response {
     (http_status(status.code()), [(header::CONTENT_TYPE, "application/json")], error_json(status)).into_response()
 }
 
@@ -457,7 +464,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_path_leads_to_an_existing_method() {
+    fn every_path_has_an_existing_method() {
         let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors");
         let gateway = Gateway::new(pool, Router::new(), Arc::default());
         for (path, method) in PATHS.iter().chain([&OBSERVE]) {
@@ -477,7 +484,7 @@ mod tests {
         let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors");
         let kind = pool.get_message_by_name("etcdserverpb.WatchRequest").expect("a message");
         let body = Body::from_stream(pieces).into_data_stream();
-        let read: Vec<_> = frames(body, kind, PartialRequest::new(&Arc::default())).collect().await;
+        let read: Vec<_> = request_frames(body, kind, PartialRequest::new(&Arc::default())).collect().await;
         assert!(read.len() == 4 && read.iter().all(Result::is_ok), "{read:?}");
     }
 }

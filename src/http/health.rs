@@ -1,7 +1,8 @@
 //! `GET /health`, `/livez` and `/readyz`, as in etcd.
 //!
-//! `/livez` fails if a restart may help, `/readyz` if requests should go to another instance. Each check is a real
-//! read, except `progress`, which etcd lacks: it reports the watchdog's result. The database does not affect `/livez`.
+//! `/livez` fails if a restart may help, `/readyz` if requests should go to another instance. The checks of reads run
+//! real reads. The check `progress`, which etcd does not have, reports the result of the watchdog. The state of the
+//! database does not affect `/livez`.
 
 use crate::api::status::from_store;
 use std::{sync::Arc, time::Duration};
@@ -21,7 +22,8 @@ use orlop_core::{
     store::{Store, request::Consistency},
 };
 
-/// Maximum time of a check. Requests wait 7 s for the database; a probe should receive its result before it gives up.
+/// Maximum time of a check. It is shorter than the 7 s for which requests wait for the database, so that a prober
+/// receives the result before its own timeout.
 const CHECK_MAX: Duration = Duration::from_secs(5);
 const NO_SNIFF: (HeaderName, &str) = (HeaderName::from_static("x-content-type-options"), "nosniff");
 
@@ -53,11 +55,11 @@ pub(super) fn routes(store: Arc<Store>) -> Router {
     let mut router = Router::new().route("/health", get(health));
     for probe in [LIVEZ, READYZ] {
         let all = move |State(store): State<Arc<Store>>, Query(parameters): Parameters| async move {
-            probe.answer(&store, probe.checks, &parameters).await
+            probe.respond(&store, probe.checks, &parameters).await
         };
         let one = move |State(store): State<Arc<Store>>, Path(name): Path<String>, Query(parameters): Parameters| async move {
             match probe.checks.iter().position(|check| check.name() == name) {
-                Some(place) => probe.answer(&store, &probe.checks[place..=place], &parameters).await,
+                Some(index) => probe.respond(&store, &probe.checks[index..=index], &parameters).await,
                 None => super::not_found(),
             }
         };
@@ -67,13 +69,13 @@ pub(super) fn routes(store: Arc<Store>) -> Router {
     router.with_state(store)
 }
 
-/// `?exclude=NOSPACE` ignores an alarm, `?serializable=true` skips the database.
+/// Serves `/health`. `?exclude=NOSPACE` ignores an alarm, `?serializable=true` skips the database.
 async fn health(State(store): State<Arc<Store>>, Query(parameters): Parameters) -> Response {
     let named =
         |name: &'static str| parameters.iter().filter(move |(key, _)| key == name).map(|(_, value)| value.as_str());
     let excluded: Vec<&str> = named("exclude").collect();
     let serializable = named("serializable").any(|value| value == "true");
-    let reason = problem(&store, &excluded, serializable).await;
+    let reason = unhealthy_reason(&store, &excluded, serializable).await;
     let metrics = &store.metrics().health;
     let status = match &reason {
         None => {
@@ -91,7 +93,7 @@ async fn health(State(store): State<Arc<Store>>, Query(parameters): Parameters) 
 }
 
 /// Returns the reason why the server is not healthy.
-async fn problem(store: &Store, excluded: &[&str], serializable: bool) -> Option<String> {
+async fn unhealthy_reason(store: &Store, excluded: &[&str], serializable: bool) -> Option<String> {
     for Alarm { kind, .. } in store.alarms() {
         if !excluded.contains(&kind.name()) {
             return Some(format!("ALARM {}", kind.name()));
@@ -101,7 +103,7 @@ async fn problem(store: &Store, excluded: &[&str], serializable: bool) -> Option
     read(store, consistency).await.err().map(|error| format!("RANGE ERROR:{error}"))
 }
 
-/// Reads like a client.
+/// Runs the read of a client.
 async fn read(store: &Store, consistency: Consistency) -> Result<(), String> {
     match timeout(CHECK_MAX, store.probe(consistency)).await {
         Ok(Ok(())) => Ok(()),
@@ -140,7 +142,7 @@ impl Check {
 }
 
 impl Probe {
-    async fn answer(self, store: &Store, checks: &[Check], parameters: &[(String, String)]) -> Response {
+    async fn respond(self, store: &Store, checks: &[Check], parameters: &[(String, String)]) -> Response {
         let metrics = &store.metrics().health;
         let excluded = |check: &Check| parameters.iter().any(|(key, value)| key == "exclude" && value == check.name());
         let mut lines = String::new();
@@ -151,7 +153,8 @@ impl Probe {
             let status = if outcome.is_ok() { "success" } else { "error" };
             metrics.checks.with_label_values(&[self.name, check.name(), status]).inc();
             match outcome {
-                // etcd lacks this check; it is hidden while it succeeds, so that responses equal etcd's.
+                // etcd does not have this check. It is not listed while it succeeds, so that responses equal those of
+                // etcd.
                 Ok(()) if check == Check::Progress => {}
                 Ok(()) => lines += &format!("[+]{} ok\n", check.name()),
                 Err(error) => {

@@ -28,15 +28,15 @@ pub(super) fn routes(store: Arc<Store>) -> Router {
 
 async fn metrics(State(store): State<Arc<Store>>) -> Response {
     store.update_gauges().await;
-    log_descriptor_limit(store.metrics());
+    update_descriptor_gauges(store.metrics());
     match store.metrics().text() {
         Ok(text) => ([(CONTENT_TYPE, TEXT_FORMAT)], text).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("metrics: {error}\n")).into_response(),
     }
 }
 
-/// Returns the limit on open files, if the system reports it.
-fn log_descriptor_limit(metrics: &orlop_core::metrics::Metrics) {
+/// Updates the gauges of open files and of their limit, if the system reports them.
+fn update_descriptor_gauges(metrics: &orlop_core::metrics::Metrics) {
     if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
         metrics.state.fds_used.set(i64::try_from(open.count()).unwrap_or(i64::MAX));
     }

@@ -1,10 +1,11 @@
 //! Rewriting of `:authority`, for clients that send one that h2 refuses.
 //!
-//! h2 0.4 resets a stream whose `:authority` is not valid in a URI, and has no setting to accept it. Go's server accepts any
-//! text, and no service here reads it. Clients of etcd 3.4 send their endpoint with its scheme when they address one member
-//! (`etcdctl --endpoints http://... endpoint status`), and gRPC for Python and Java sends the path of a unix socket. So the
-//! value is replaced in the header blocks (RFC 7541) before h2 reads them. A connection whose first header block needs no
-//! replacement is not parsed any further. Delete this module when h2 has such a setting.
+//! h2 0.4 resets a stream whose `:authority` is not valid in a URI, and has no setting to accept it. Go's server
+//! accepts any text, and no service here reads it. Clients of etcd 3.4 send their endpoint with its scheme when they
+//! address one member (`etcdctl --endpoints http://... endpoint status`), and gRPC for Python and Java sends the path
+//! of a unix socket. So the value is replaced in the header blocks (RFC 7541) before h2 reads them. If the first header
+//! block of a connection needs no replacement, the rest of the connection is not parsed. Delete this module when h2 has
+//! such a setting.
 
 mod hpack;
 
@@ -21,21 +22,22 @@ use self::hpack::find_authority;
 
 /// The first bytes of every HTTP/2 connection.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Bytes of a frame's head: length, type, flags and stream.
-const FRAME_HEAD: usize = 9;
+/// Bytes of a frame header: length, type, flags and stream.
+const FRAME_HEADER: usize = 9;
 const HEADERS: u8 = 1;
 const PADDED: u8 = 0x8;
 const PRIORITY: u8 = 0x20;
 /// Maximum size of a frame. A client that sends a longer one violates the protocol, and h2 closes its connection.
 const FRAME_MAX: usize = 16 << 10;
-/// The literal that replaces an authority, with its length. It is shorter than any value that it replaces: a smaller entry
-/// of the dynamic table is evicted earlier at the client than here, which no reference notices.
+/// The literal that replaces an authority, with its length. It is never longer than the value that it replaces. The
+/// entry in h2's dynamic table is then at most as large as in the client's table, so h2 evicts no entry that the client
+/// may still reference.
 const REPLACEMENT: &[u8] = b"\x01-";
 
 /// A connection whose reader replaces authorities that h2 refuses.
 pub(super) struct AuthorityRewriter<S> {
     inner: S,
-    /// `None` once the rest of the connection passes unchanged.
+    /// `None` if the rest of the connection passes unchanged.
     rewriter: Option<Box<Rewriter>>,
 }
 
@@ -113,7 +115,7 @@ struct Rewriter {
     has_replaced: bool,
     /// Whether the rest of the connection passes unchanged.
     is_done: bool,
-    /// Bytes of the current frame that pass unchanged and have not arrived.
+    /// Bytes of the current frame that have not arrived and pass unchanged.
     passing_bytes: usize,
     /// Received bytes that are not parsed yet.
     received: Vec<u8>,
@@ -154,12 +156,12 @@ impl Rewriter {
         }
     }
 
-    /// Returns whether nothing waits and the rest of the connection passes unchanged.
+    /// Returns whether no bytes are buffered and the rest of the connection passes unchanged.
     fn is_finished(&self) -> bool {
         self.is_done && self.output.is_empty() && self.received.is_empty()
     }
 
-    /// Parses the received bytes at `at`. Returns how many were parsed; `None` if more have to arrive.
+    /// Parses the received bytes from `at` on. Returns the number of parsed bytes; `None` if more bytes are required.
     fn advance(&mut self, at: usize) -> Option<usize> {
         let received = &self.received[at..];
         if received.is_empty() {
@@ -183,14 +185,14 @@ impl Rewriter {
             self.passing_bytes = bytes;
             return Some(0);
         }
-        let head = received.first_chunk::<FRAME_HEAD>()?;
+        let head = received.first_chunk::<FRAME_HEADER>()?;
         let [length @ .., kind, _, _, _, _, _] = head;
         let length = length.iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
         if *kind != HEADERS || length > FRAME_MAX {
-            self.passing_bytes = FRAME_HEAD + length;
+            self.passing_bytes = FRAME_HEADER + length;
             return Some(0);
         }
-        let frame = received.get(..FRAME_HEAD + length)?;
+        let frame = received.get(..FRAME_HEADER + length)?;
         match authority(frame) {
             Some((value, text)) if Authority::try_from(text.as_slice()).is_err() => {
                 let shorter = length + REPLACEMENT.len() - value.len();
@@ -210,10 +212,10 @@ impl Rewriter {
     }
 }
 
-/// Returns the range of the authority's literal in a frame of headers, and its text.
+/// Returns the range of the authority's literal in a HEADERS frame, and its text.
 fn authority(frame: &[u8]) -> Option<(std::ops::Range<usize>, Vec<u8>)> {
     let flags = frame[4];
-    let (mut at, mut end) = (FRAME_HEAD, frame.len());
+    let (mut at, mut end) = (FRAME_HEADER, frame.len());
     if flags & PADDED != 0 {
         end = end.checked_sub(usize::from(*frame.get(at)?))?;
         at += 1;
@@ -252,7 +254,7 @@ mod tests {
         [&[first, u8::try_from(text.len()).unwrap()], text.as_bytes()].concat()
     }
 
-    /// Returns the output for input in pieces of the given size.
+    /// Returns the output for input in chunks of the given size.
     fn passed(sent: &[u8], piece: usize) -> Vec<u8> {
         let (mut rewriter, mut passed) = (Rewriter::default(), Vec::new());
         for piece in sent.chunks(piece) {
@@ -274,7 +276,7 @@ mod tests {
         let post = |authority: &str| [&[0x83, 0x86, 0x44, 2, b'/', b'a'][..], &literal(0x41, authority)].concat();
         let padded = |block: &[u8]| [&[3], &[0, 0, 0, 0, 9][..], block, &[0; 3]].concat();
         let settings = frame(4, 0, 0, &[0, 4, 0, 0, 0x80, 0]);
-        // The payload of a HEADERS frame, its flags, and the payload that passes.
+        // The payload of a HEADERS frame, its flags, and the expected payload.
         let rows = [
             (bytes(ETCDCTL), 4, bytes(ETCDCTL_REPLACED)),
             (post("/run/orlop.sock"), 4, post("-")),
@@ -296,7 +298,7 @@ mod tests {
                 [literal(0, "x"), literal(2, "y"), literal(0x11, "-")].concat(),
             ),
             (padded(&post("/s")), 4 | PADDED | PRIORITY, padded(&post("-"))),
-            // Cut off, without an authority, or malformed.
+            // Truncated, without an authority, or malformed.
             (post("/run/orlop.sock")[..12].to_vec(), 0, post("/run/orlop.sock")[..12].to_vec()),
             (bytes(ORDINARY), 4, bytes(ORDINARY)),
             (
@@ -339,7 +341,7 @@ mod tests {
         }
     }
 
-    /// The client's dynamic table evicts entries throughout.
+    /// The client's dynamic table is small, so that it evicts entries.
     #[tokio::test]
     async fn h2_serves_rewritten_calls_with_the_clients_dynamic_table() {
         let (mut client, server) = duplex(1 << 20);

@@ -8,16 +8,17 @@ use tracing::{info, warn};
 
 use super::log_limit::LogLimit;
 
-/// File descriptors reserved for the database, snapshots and the log, as many as etcd reserves.
+/// File descriptors reserved for the database, snapshots and the log; the same number as in etcd.
 const RESERVED_FILES: u64 = 150;
-/// Minimum limit, if there are fewer file descriptors than reserved.
+/// Minimum of the limit, for a limit on open files that is not above the reserved number.
 const CONNECTIONS_MIN: usize = 16;
-/// Limit of addresses for metrics and health, which have their own, so that clients cannot lock out probes.
+/// Limit of the addresses for metrics and health. It is separate, so that probes can connect when the limit for clients
+/// is reached.
 const PROBES_MAX: usize = 64;
 
 static FULL_LOG: LogLimit = LogLimit::new();
 
-/// Limits the connections of all addresses that share it.
+/// Limits the number of connections of all addresses that share it.
 #[derive(Clone, Debug)]
 pub struct ConnectionLimit {
     free: Arc<Semaphore>,
@@ -25,7 +26,8 @@ pub struct ConnectionLimit {
 }
 
 impl ConnectionLimit {
-    /// Returns the limit for clients: the limit on open files, raised to the hard limit, less those reserved.
+    /// Raises the limit on open files to the hard limit. Returns the limit for clients: that number less the reserved
+    /// files.
     pub fn for_clients() -> Self {
         let limit = getrlimit(Resource::Nofile);
         let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
@@ -53,7 +55,7 @@ impl ConnectionLimit {
         Self { free: Arc::new(Semaphore::new(max)), max }
     }
 
-    /// Waits until one more client may connect. Meanwhile clients wait in the system's queue.
+    /// Waits until one more client may connect. Until then clients wait in the backlog of the socket.
     pub(super) async fn acquire(&self) -> OwnedSemaphorePermit {
         if let Ok(permit) = Arc::clone(&self.free).try_acquire_owned() {
             return permit;
@@ -61,7 +63,7 @@ impl ConnectionLimit {
         if FULL_LOG.count().is_some() {
             warn!(
                 clients = self.max,
-                "no more clients can connect until one disconnects: raise the limit on open files"
+                "the maximum number of clients is connected; raise the limit on open files to accept more"
             );
         }
         Arc::clone(&self.free).acquire_owned().await.expect("the semaphore is never closed")

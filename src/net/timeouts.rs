@@ -1,7 +1,7 @@
-//! Timeouts of a connection: it is closed if its client sends no request, or takes nothing that is sent to it.
+//! Timeouts of a connection: it is closed if its client sends no request, or reads no bytes.
 //!
-//! hyper has no timeout for the first bytes of a connection, and HTTP/2's pings, which would find a client that reads
-//! nothing, are hours apart by default, as in etcd.
+//! hyper has no timeout for the first bytes of a connection. HTTP/2's pings would detect a client that reads nothing,
+//! but their default interval is 2 hours, as in etcd.
 
 use std::{
     io,
@@ -23,7 +23,7 @@ use super::log_limit::LogLimit;
 const FIRST_REQUEST_TIME_MAX: Duration = Duration::from_secs(10);
 /// Length of HTTP/2's preface; a request of HTTP/1 is about as long.
 const FIRST_BYTES: usize = 24;
-/// Maximum time in which a client takes nothing of the bytes that wait for it.
+/// Maximum time for which a client may read none of the bytes that are sent to it.
 const STALL_TIME_MAX: Duration = Duration::from_secs(60);
 
 static SILENT_LOG: LogLimit = LogLimit::new();
@@ -48,7 +48,7 @@ impl<S> TimedConnection<S> {
         Self { inner, first_request: Some(first_request), stall: None, _permit: permit }
     }
 
-    /// Returns the outcome of a write, or an error if the client has taken nothing for too long.
+    /// Returns the outcome of a write, or an error if the client has read nothing for [`STALL_TIME_MAX`].
     fn check_stall<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if written.is_ready() {
             self.stall = None;
@@ -59,7 +59,7 @@ impl<S> TimedConnection<S> {
         let stall = self.stall.get_or_insert_with(|| Box::pin(sleep(STALL_TIME_MAX)));
         ready!(stall.as_mut().poll(context));
         if let Some(connections) = STALLED_LOG.count() {
-            warn!(connections, "closed connections: their clients read nothing for {STALL_TIME_MAX:?}");
+            warn!(connections, "closed connections whose clients read nothing for {STALL_TIME_MAX:?}");
         }
         Poll::Ready(Err(timed_out(format!("the client read nothing within {STALL_TIME_MAX:?}"))))
     }
@@ -87,7 +87,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for TimedConnection<S> {
             if let Some(connections) = SILENT_LOG.count() {
                 warn!(
                     connections,
-                    "closed connections: their clients sent no request within {FIRST_REQUEST_TIME_MAX:?}"
+                    "closed connections whose clients sent no request within {FIRST_REQUEST_TIME_MAX:?}"
                 );
             }
             return Poll::Ready(Err(timed_out(format!("no request within {FIRST_REQUEST_TIME_MAX:?}"))));
@@ -104,7 +104,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for TimedConnection<S> {
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.inner).poll_flush(context);
-        // A flush without waiting bytes says nothing about the client.
+        // A flush without buffered bytes does not show that the client reads.
         if flushed.is_ready() && self.stall.is_none() { flushed } else { self.check_stall(context, flushed) }
     }
 

@@ -1,7 +1,8 @@
-//! TLS for listeners: certificates and accepted clients, both reloaded when their files change.
+//! TLS for listeners: the server's certificate and the verification of clients. Both are reloaded when their files
+//! change.
 //!
-//! Files are checked when a client connects, at most once per second, so that a renewed certificate needs no restart
-//! and drops no connection. If the files do not match, as they may while they are being replaced, the previous ones
+//! The files are checked when a client connects, at most once per second, so a renewed certificate requires no restart
+//! and closes no connection. If the files do not match, for example while they are being replaced, the previous ones
 //! stay in use.
 
 mod clients;
@@ -37,9 +38,9 @@ use crate::config::{CipherSuite, Tls, TlsVersion};
 /// Maximum time of a TLS handshake.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(10);
 /// Minimum time between two checks of the files.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Accepts TLS connections. Cheap to share behind an [`Arc`].
+/// Accepts TLS connections.
 #[derive(Debug)]
 pub struct Acceptor {
     settings: Tls,
@@ -50,14 +51,17 @@ pub struct Acceptor {
 struct State {
     config: Arc<ServerConfig>,
     /// Identification of the files when they were read.
-    stamps: Vec<Option<Stamp>>,
-    looked: Instant,
+    stamps: Vec<Option<FileStamp>>,
+    checked_at: Instant,
 }
 
-/// Identifies the content of a file; a changed symbolic link is noticed too.
-type Stamp = (Option<SystemTime>, u64);
+/// Identifies the content of a file: modification time and size. Symbolic links are followed, so a link to another file
+/// is detected.
+type FileStamp = (Option<SystemTime>, u64);
 
 impl Acceptor {
+    /// Loads the files; generates a self-signed certificate if it is configured.
+    ///
     /// # Errors
     ///
     /// A text for the operator that names the setting and the file.
@@ -65,7 +69,7 @@ impl Acceptor {
         if let Some(wanted) = &settings.self_signed {
             self_signed::ensure(wanted, &settings.cert_file, &settings.key_file)?;
         }
-        let state = State { stamps: stamps(&settings), config: load(&settings)?, looked: Instant::now() };
+        let state = State { stamps: stamps(&settings), config: load(&settings)?, checked_at: Instant::now() };
         Ok(Self { settings, state: Mutex::new(state) })
     }
 
@@ -83,8 +87,8 @@ impl Acceptor {
 
     fn config(&self) -> Arc<ServerConfig> {
         let mut state = self.state.lock();
-        if state.looked.elapsed() >= LOOK_INTERVAL {
-            state.looked = Instant::now();
+        if state.checked_at.elapsed() >= CHECK_INTERVAL {
+            state.checked_at = Instant::now();
             let stamps = stamps(&self.settings);
             if stamps != state.stamps {
                 match load(&self.settings) {
@@ -103,7 +107,7 @@ impl Acceptor {
     }
 }
 
-fn stamps(settings: &Tls) -> Vec<Option<Stamp>> {
+fn stamps(settings: &Tls) -> Vec<Option<FileStamp>> {
     let stamp = |metadata: Metadata| (metadata.modified().ok(), metadata.len());
     let clients = settings.clients.iter();
     let of_clients = clients.flat_map(|clients| [Some(&clients.trusted_ca_file), clients.crl_file.as_ref()]);
@@ -115,15 +119,15 @@ fn stamps(settings: &Tls) -> Vec<Option<Stamp>> {
         .collect()
 }
 
-static BOTH: [&SupportedProtocolVersion; 2] = [&TLS12, &TLS13];
+static VERSIONS: [&SupportedProtocolVersion; 2] = [&TLS12, &TLS13];
 
 /// Returns the versions from the minimum to the maximum.
 fn versions((min, max): (TlsVersion, TlsVersion)) -> &'static [&'static SupportedProtocolVersion] {
-    let place = |version| match version {
+    let index = |version| match version {
         TlsVersion::Tls12 => 0,
         TlsVersion::Tls13 => 1,
     };
-    &BOTH[place(min)..=place(max)]
+    &VERSIONS[index(min)..=index(max)]
 }
 
 fn load(settings: &Tls) -> Result<Arc<ServerConfig>, String> {
@@ -157,7 +161,8 @@ fn certificates(setting: &str, file: &Path) -> Result<Vec<CertificateDer<'static
     Ok(found)
 }
 
-/// Returns all or the configured cipher suites. If none of TLS 1.3 is configured, all of TLS 1.3 are added, as in etcd.
+/// Returns a provider with the configured cipher suites, or with all if none is configured. If no suite of TLS 1.3 is
+/// configured, all suites of TLS 1.3 are added, as in etcd.
 fn provider(named: &[CipherSuite]) -> Arc<CryptoProvider> {
     let mut provider = ring::default_provider();
     let name = |suite: &SupportedCipherSuite| format!("{:?}", suite.suite()).replace("TLS13_", "TLS_");
@@ -169,7 +174,7 @@ fn provider(named: &[CipherSuite]) -> Arc<CryptoProvider> {
     Arc::new(provider)
 }
 
-/// Checks the certificate at start: one that no client accepts should be found early.
+/// Checks that the certificate is valid now, so that the start fails instead of every connection.
 fn check_time(setting: &str, file: &Path, certificate: &CertificateDer<'_>) -> Result<(), String> {
     let name = file.display();
     let (_, parsed) = x509_parser::parse_x509_certificate(certificate)
@@ -179,7 +184,7 @@ fn check_time(setting: &str, file: &Path, certificate: &CertificateDer<'_>) -> R
         return Ok(());
     }
     Err(format!(
-        "{setting} {name}: the certificate is only valid from {} to {}",
+        "{setting} {name}: the certificate is valid from {} to {}, but not now",
         validity.not_before, validity.not_after
     ))
 }

@@ -4,27 +4,27 @@ use std::{fs::File, io::Read, path::Path};
 
 use sha2::{Digest as _, Sha256};
 
-use super::{Error, Result, unusable};
+use super::{Error, Result, file_error};
 
-/// Bytes of a SHA-256.
+/// Length of a SHA-256 checksum in bytes.
 const CHECKSUM_BYTES: u64 = 32;
-/// The size of a database file is a multiple of this, in SQLite as in etcd's bbolt, so etcd's tools can tell whether a
-/// checksum follows.
+/// The size of a database file is a multiple of this number, in SQLite and in etcd's bbolt. The remainder shows whether
+/// a checksum follows.
 const BLOCK_BYTES: u64 = 512;
 /// The first bytes of a SQLite database.
 const SQLITE_MAGIC: &[u8] = b"SQLite format 3\0";
-/// The magic number of bbolt at its 16th byte, in little-endian order.
+/// The magic number of bbolt, at offset 16, in little-endian order.
 const BBOLT_MAGIC: &[u8] = &[0xed, 0xda, 0x0c, 0xed];
 
 /// Whether a snapshot must have a valid checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HashCheck {
     Verify,
-    /// For a database file that was copied by other means.
+    /// For a database file that was copied with other tools.
     Skip,
 }
 
-/// Computes the checksum of bytes that are read through it.
+/// A reader that computes the checksum of the bytes that are read.
 pub struct Hashing<R> {
     reader: R,
     hash: Sha256,
@@ -35,7 +35,7 @@ impl<R> Hashing<R> {
         Self { reader, hash: Sha256::new() }
     }
 
-    /// Adds bytes that were read by other means.
+    /// Adds bytes that were not read through this reader.
     pub fn update(&mut self, bytes: &[u8]) {
         self.hash.update(bytes);
     }
@@ -53,19 +53,21 @@ impl<R: Read> Read for Hashing<R> {
     }
 }
 
-/// Checks that a file is a complete snapshot. Returns its bytes without the checksum.
+/// Checks that a file is a complete snapshot. Returns its size without the checksum, in bytes.
 pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
-    let unreadable = |error: std::io::Error| unusable("read", path, &error);
+    let unreadable = |error: std::io::Error| file_error("read", path, &error);
     let name = path.display();
     let mut file = File::open(path).map_err(unreadable)?;
     let size = file.metadata().map_err(unreadable)?.len();
     let mut head = Vec::new();
     (&mut file).take(BLOCK_BYTES).read_to_end(&mut head).map_err(unreadable)?;
     if head.get(16..20) == Some(BBOLT_MAGIC) {
-        return Err(Error::File(format!("{name} is a snapshot of etcd, which only etcdutl can restore")));
+        return Err(Error::File(format!("{name} is a snapshot of etcd; only etcdutl can restore it")));
     }
     if !head.starts_with(SQLITE_MAGIC) {
-        return Err(Error::File(format!("{name} is not a snapshot: it does not start like a SQLite database")));
+        return Err(Error::File(format!(
+            "{name} is not a snapshot: it does not start with the header of a SQLite database"
+        )));
     }
     let has_checksum = size % BLOCK_BYTES == CHECKSUM_BYTES;
     if check == HashCheck::Skip {
@@ -74,21 +76,21 @@ pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
     }
     if !has_checksum {
         return Err(Error::File(format!(
-            "{name} has no checksum at its end: it is truncated, or a copy of a database file, which --skip-hash-check accepts"
+            "{name} has no checksum at its end: it is truncated, or a copy of a database file, which can be used with --skip-hash-check"
         )));
     }
     let mut whole = Hashing::new(head.chain(file).take(size - CHECKSUM_BYTES));
     std::io::copy(&mut whole, &mut std::io::sink()).map_err(unreadable)?;
-    let mut found = Vec::new();
+    let mut stored = Vec::new();
     let Hashing { reader, hash } = whole;
-    reader.into_inner().read_to_end(&mut found).map_err(unreadable)?;
-    if hash.finalize().as_slice() != found {
+    reader.into_inner().read_to_end(&mut stored).map_err(unreadable)?;
+    if hash.finalize().as_slice() != stored {
         return Err(Error::File(format!("{name} is damaged: its checksum does not match")));
     }
     Ok(size - CHECKSUM_BYTES)
 }
 
-/// Refuses a copied file with a WAL next to it: the WAL's content would be missing without notice.
+/// Rejects a copied database file that has a WAL, because the commits in the WAL would be missing.
 fn refuse_wal(path: &Path) -> Result<()> {
     let mut wal = path.to_owned();
     wal.as_mut_os_string().push("-wal");

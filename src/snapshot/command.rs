@@ -32,8 +32,8 @@ enum Command {
 
     /// Restore a snapshot into an empty database
     ///
-    /// Start a server on the database afterwards. It is a new cluster with the revisions, history and leases of the
-    /// snapshot. Leases start with their full TTL; alarms are not restored.
+    /// Then start a server on the database. It is a new cluster with the revisions, history and leases of the snapshot.
+    /// Leases start with their full TTL; alarms are not restored.
     Restore {
         #[command(flatten)]
         snapshot: SnapshotArgs,
@@ -64,10 +64,12 @@ impl SnapshotArgs {
 enum Format {
     /// One line per property
     Simple,
-    /// One JSON object, with etcdctl's names where they exist
+    /// One JSON object; names are those of etcdctl where it has the property
     Json,
 }
 
+/// Runs the command and prints its result.
+///
 /// # Errors
 ///
 /// A text for the operator.
@@ -83,11 +85,11 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
         }
         Command::Restore { snapshot, datastore } => {
             let settings = Settings::load(&Flags::from(datastore))?;
-            let (into, place) = empty_database(&settings).await?;
+            let (into, name) = empty_database(&settings).await?;
             let status = restore(&snapshot.file, snapshot.check(), into).await?;
             Ok(writeln!(
                 std::io::stdout(),
-                "restored into {place}: revision {}, {} keys, {} leases",
+                "restored into {name}: revision {}, {} keys, {} leases",
                 status.revision,
                 status.keys,
                 status.leases
@@ -99,7 +101,7 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
 /// Returns the database of a server with these settings, and its name for messages.
 async fn empty_database(settings: &Settings) -> Result<(Box<dyn Load>, String), Box<dyn std::error::Error>> {
     Ok(match settings.datastore()? {
-        Datastore::Sqlite(file) => (Box::new(SqliteLoader::database(&file).await?), shown(&file)),
+        Datastore::Sqlite(file) => (Box::new(SqliteLoader::database(&file).await?), file_name(&file)),
         Datastore::Postgres(endpoint) => {
             let loader = PostgresLoader::open(&endpoint).await?;
             let name = format!("database {}", loader.name());
@@ -108,7 +110,7 @@ async fn empty_database(settings: &Settings) -> Result<(Box<dyn Load>, String), 
     })
 }
 
-fn shown(file: &Path) -> String {
+fn file_name(file: &Path) -> String {
     file.display().to_string()
 }
 

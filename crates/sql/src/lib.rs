@@ -1,7 +1,7 @@
-//! The log in SQLite ([`SqliteLog`]) and in Postgres ([`PostgresLog`]): the only crate that names sqlx.
+//! The log in SQLite ([`SqliteLog`]) and in Postgres ([`PostgresLog`]). The only crate that uses sqlx.
 //!
 //! Each database implements [`orlop_core::log::Log`] (append, read, reclaim) and has a loader, which fills an empty
-//! database, and a view, which reads a database that is not trusted yet.
+//! database, and a view, which is a read-only snapshot of a log, also of a database that may be damaged.
 
 mod migrations;
 mod postgres;

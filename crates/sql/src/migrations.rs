@@ -1,14 +1,15 @@
 //! The migrations of the schema, embedded from `migrations/`.
 //!
-//! Listed by hand rather than with `sqlx::migrate!`, whose proc macro would compile sqlx and SQLite a second time, for the
-//! compiler. A database records the hash of each migration, comments included: never change one that was released.
+//! They are listed here instead of with `sqlx::migrate!`, because its proc macro requires a second build of sqlx and
+//! SQLite, for the compiler. A database stores the hash of each migration, including comments, so never change a
+//! released migration.
 
 use sqlx::{
     SqlStr,
     migrate::{Migration, MigrationType, Migrator},
 };
 
-/// Version, description and SQL, as in the names of the files.
+/// Version, description and SQL of a migration. The first two are those of the file name.
 type File = (i64, &'static str, &'static str);
 
 const SQLITE: [File; 1] = [(1, "log", include_str!("../../../migrations/sqlite/0001_log.sql"))];

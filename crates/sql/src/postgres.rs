@@ -1,12 +1,12 @@
 //! The log in a Postgres database, to which any number of Orlop instances append.
 //!
 //! Connections: one for appends, one for position queries, one that listens for notifications, and a pool for all other
-//! reads. A batch is one call of the function `orlop_append`, which the migration creates: compare-and-append under an
-//! advisory lock, one round trip and one commit. A read of rows that compaction may delete at the same time also
-//! returns the revision up to which it deletes, from the same snapshot.
+//! reads. A batch is one call of the function `orlop_append`, which the migration creates. It is a compare-and-append
+//! under an advisory lock, in one round trip and one commit. A read of rows that compaction may delete concurrently
+//! also returns, from the same snapshot, the revision up to which rows are deleted.
 //!
-//! A restarted server, or one after a failover, is a different one (see [`Position::server`]): the store compares the
-//! end of its log before the next append.
+//! After a restart or a failover of Postgres, [`Position::server`] has another value, and the store compares the end of
+//! the log before the next append.
 
 mod append;
 mod connection;
@@ -40,7 +40,7 @@ use orlop_core::log::{
 };
 use orlop_core::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
-/// Settings of the connection.
+/// Settings of the log.
 #[derive(Debug, Clone)]
 pub struct PostgresSettings {
     /// `postgres://USER:PASSWORD@HOST:PORT/DATABASE?sslmode=...`
@@ -49,7 +49,7 @@ pub struct PostgresSettings {
     pub poll_interval: Duration,
     /// Number of connections for reads.
     pub connections_max: u32,
-    /// The name of this instance, unique among instances.
+    /// The name of this instance, unique among the instances on one database.
     pub name: String,
     pub client_urls: Vec<String>,
 }
@@ -58,25 +58,25 @@ pub struct PostgresSettings {
 pub struct PostgresLog {
     database: Database,
     appender: Appender,
-    /// The connection for position queries, for which every linearizable read waits.
+    /// The connection for position queries. Every linearizable read waits for one.
     position_connection: Dedicated,
     listener: Listener,
     poll_interval: Duration,
     member: Member,
-    /// A random number per start.
+    /// A random number that identifies this start of the instance.
     run: i64,
-    has_beaten: AtomicBool,
+    has_sent_heartbeat: AtomicBool,
     /// Free bytes in the tables, as of the last count.
     free_bytes: AtomicI64,
 }
 
 impl PostgresLog {
-    /// Connects, retries for a while if there is no answer, and migrates the schema.
+    /// Connects to the database and migrates the schema. Retries for up to 15 s if the database does not respond.
     ///
     /// # Errors
     ///
-    /// [`orlop_core::log::Error::Open`] if the database cannot be reached, is a standby, or denies a permission; the
-    /// text names it without its password.
+    /// [`orlop_core::log::Error::Open`] if the database cannot be reached, is a standby, or denies a permission. The
+    /// text contains the address of the database without the password.
     pub async fn open(settings: PostgresSettings) -> Result<Self> {
         let database = Database::new(&settings.endpoint, settings.connections_max)?;
         let mut connection = database.connect_first().await?;
@@ -103,7 +103,7 @@ impl PostgresLog {
             poll_interval: settings.poll_interval,
             member,
             run,
-            has_beaten: AtomicBool::new(false),
+            has_sent_heartbeat: AtomicBool::new(false),
             free_bytes: AtomicI64::new(0),
         })
     }
@@ -111,7 +111,7 @@ impl PostgresLog {
 
 /// Returns the ID of a member: stable for one name in one cluster.
 fn member_id(cluster_id: i64, name: &str) -> u64 {
-    // FNV-1a, which does not change with a library.
+    // FNV-1a, implemented here so that the result never changes.
     let bytes = cluster_id.to_le_bytes().into_iter().chain(name.bytes());
     let hash = bytes
         .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
@@ -130,8 +130,8 @@ fn logged_lease(row: &PgRow) -> sqlx::Result<LoggedLease> {
 const POSITION: &str = "SELECT (SELECT coalesce(max(id), 1) FROM kv_log), \
     (SELECT value FROM meta WHERE name = 'epoch'), orlop_server()";
 const LEASES: &str = "SELECT id, ttl, secs_left FROM orlop_leases($1, $2)";
-const BEAT: &str = "SELECT orlop_beat($1, $2, $3, $4)";
-const LEAVE: &str = "DELETE FROM member WHERE id = $1 AND run = $2";
+const HEARTBEAT: &str = "SELECT orlop_beat($1, $2, $3, $4)";
+const DEREGISTER: &str = "DELETE FROM member WHERE id = $1 AND run = $2";
 const LIVE_MEMBERS: &str = "SELECT id, name, client_urls FROM member \
     WHERE beat > clock_timestamp() - make_interval(secs => $1) ORDER BY started, id";
 
@@ -193,11 +193,11 @@ impl Log for PostgresLog {
 
     async fn close(&self) {
         self.listener.stop();
-        let left = read!(self.database, connection => {
-            sqlx::query(LEAVE).bind(self.member.id.cast_signed()).bind(self.run).execute(connection)
+        let deregistered = read!(self.database, connection => {
+            sqlx::query(DEREGISTER).bind(self.member.id.cast_signed()).bind(self.run).execute(connection)
         });
-        if let Err(error) = left {
-            warn!(%error, "cannot deregister this instance; the other instances will remove it after a timeout");
+        if let Err(error) = deregistered {
+            warn!(%error, "cannot deregister this instance; the other instances remove it after a timeout");
         }
         self.appender.close().await;
         self.position_connection.close().await;
@@ -212,14 +212,14 @@ impl Log for PostgresLog {
 #[async_trait]
 impl SharedLog for PostgresLog {
     async fn position(&self) -> Result<Position> {
-        let asked = async {
+        let reading = async {
             let mut connection = self.position_connection.take(&self.database).await?;
             let query = sqlx::query(POSITION);
             let row = with_timeout(query.fetch_one(&mut connection.connection)).await?;
             connection.keep();
             Ok(row)
         };
-        position(&asked.await.map_err(|error| self.database.unavailable(&error))?)
+        position(&reading.await.map_err(|error| self.database.unavailable(&error))?)
     }
 
     async fn wait_for_append(&self, seen: Revision) -> Option<Revision> {
@@ -239,8 +239,8 @@ impl SharedLog for PostgresLog {
 
     async fn beat(&self) -> Result<Vec<Member>> {
         type Row = (i64, String, Vec<String>);
-        let (heard, rows): (Option<i64>, Vec<Row>) = read!(self.database, connection => async {
-            let heard = sqlx::query_scalar(BEAT)
+        let (previous_run, rows): (Option<i64>, Vec<Row>) = read!(self.database, connection => async {
+            let previous_run = sqlx::query_scalar(HEARTBEAT)
                 .bind(self.member.id.cast_signed())
                 .bind(&self.member.name)
                 .bind(&self.member.client_urls)
@@ -248,10 +248,13 @@ impl SharedLog for PostgresLog {
                 .fetch_one(&mut *connection)
                 .await?;
             let live = sqlx::query_as(LIVE_MEMBERS).bind(SILENCE_MAX.as_secs_f64());
-            Ok((heard, live.fetch_all(connection).await?))
+            Ok((previous_run, live.fetch_all(connection).await?))
         })?;
-        if self.has_beaten.swap(true, Ordering::Relaxed) && heard.is_some_and(|run| run != self.run) {
-            warn!(name = self.member.name, "another instance has this instance's name; give each a different --name");
+        if self.has_sent_heartbeat.swap(true, Ordering::Relaxed) && previous_run.is_some_and(|run| run != self.run) {
+            warn!(
+                name = self.member.name,
+                "another instance has the same name; start each instance with a different --name"
+            );
         }
         let member = |(id, name, client_urls): Row| Member { id: id.cast_unsigned(), name, client_urls };
         Ok(rows.into_iter().map(member).collect())

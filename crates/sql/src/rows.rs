@@ -1,4 +1,4 @@
-//! Rows of both databases: their columns, and how they form pages.
+//! Rows of both databases: their columns, and the pages that are built from them.
 
 use sqlx::{
     ColumnIndex, Decode, Row, Type,
@@ -15,14 +15,14 @@ use orlop_core::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, P
 pub(super) const PAGE_REVISIONS_MAX: usize = 1_000;
 /// Maximum number of ids visited for a page of [`orlop_core::log::History::changes`], matching or not.
 pub(super) const PAGE_IDS_MAX: i64 = 20_000;
-/// Bytes of keys and values after which a page of [`orlop_core::log::History::changes`] ends with its revision.
+/// Bytes of keys and values after which a page of [`orlop_core::log::History::changes`] ends, at the end of a revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
-/// Rows that [`orlop_core::log::History::replay`] visits at a time.
+/// Number of rows per table that [`orlop_core::log::History::replay`] reads at a time.
 pub(super) const REPLAY_ROWS: usize = 10_000;
 /// Maximum number of rows in one statement of [`orlop_core::log::Log::values`]; keeps reads short.
 pub(super) const VALUES_ROWS_MAX: usize = 2_000;
-/// Bytes of values per unit of tokio's budget of 128 units, after which a task yields. 128 KiB take about 50
-/// microseconds to decode, and ten times as long if the kernel has to allocate memory.
+/// Bytes of values per unit of tokio's cooperative budget. A task yields after 128 units, here 128 KiB, which take
+/// about 50 microseconds to decode, or ten times as long if the kernel has to allocate memory.
 const UNIT_BYTES: usize = 1 << 10;
 
 /// The columns of a row: `id, sub, key, value, lease, version, create_revision, prev_revision, deleted` (0 or 1).
@@ -37,7 +37,7 @@ pub(super) struct RowColumns {
     pub(super) deleted: bool,
 }
 
-/// A row of either database.
+/// A row of SQLite or Postgres.
 pub(super) trait LogRow: Row {
     fn int(&self, column: usize) -> Result<i64>;
     fn int_or_null(&self, column: usize) -> Result<Option<i64>>;
@@ -104,8 +104,8 @@ impl RowColumns {
         })
     }
 
-    /// Reads the pair that this row replaced, from its `value, lease, version, create_revision`, which are joined from
-    /// column `at` on.
+    /// Reads the pair that this row replaced from the joined columns `value, lease, version, create_revision`, the
+    /// first of which is column `at`.
     pub(super) fn prev_kv(&self, row: &impl LogRow, at: usize, prev: WithPrev) -> Result<Option<EncodedKv>> {
         if prev == WithPrev::No || self.prev_revision == 0 {
             return Ok(None);
@@ -177,7 +177,8 @@ pub(super) struct PageBuilder {
 }
 
 impl PageBuilder {
-    /// The first table is queried for one revision more than a page contains: if it exists, the page ends before it.
+    /// Starts a page with the rows of the first table. They may contain one revision more than a page; the page then
+    /// ends before this revision.
     pub(super) fn new(mut first: Vec<PageRow>, mut to: i64) -> Self {
         if first.len() > PAGE_REVISIONS_MAX || bytes(&first) > PAGE_BYTES_MAX {
             if first.len() > PAGE_REVISIONS_MAX {
@@ -188,12 +189,12 @@ impl PageBuilder {
         Self { rows: first, to }
     }
 
-    /// Returns the last revision to query from the other table.
+    /// Returns the last revision to query from the second table.
     pub(super) fn to(&self) -> i64 {
         self.to
     }
 
-    /// The other table may also return one revision more than a page contains.
+    /// Adds the rows of the second table, which may also contain one revision more than a page.
     pub(super) fn add_more(&mut self, more: Vec<PageRow>) {
         if more.is_empty() {
             return;
@@ -218,22 +219,22 @@ fn bytes(rows: &[PageRow]) -> usize {
     rows.iter().map(|(columns, _)| columns.len()).sum()
 }
 
-/// Merges rows of the two tables, each in order and limited to `limit`. Rows beyond the end of a limited table are left
-/// to the next call.
-pub(super) fn merge<T, P: Ord>(mut first: Vec<T>, more: Vec<T>, limit: usize, place: impl Fn(&T) -> P) -> Vec<T> {
-    let cut = [&first, &more].into_iter().filter(|rows| rows.len() == limit).filter_map(|rows| rows.last());
-    let cut = cut.map(&place).min();
+/// Merges rows of the two tables, each in order and limited to `limit`. If a table reached the limit, rows after its
+/// last row are removed; the next call returns them.
+pub(super) fn merge<T, P: Ord>(mut first: Vec<T>, more: Vec<T>, limit: usize, position: impl Fn(&T) -> P) -> Vec<T> {
+    let last = [&first, &more].into_iter().filter(|rows| rows.len() == limit).filter_map(|rows| rows.last());
+    let last = last.map(&position).min();
     if !more.is_empty() {
         first.extend(more);
-        first.sort_by_key(&place);
+        first.sort_by_key(&position);
     }
-    if let Some(cut) = cut {
-        first.truncate(first.partition_point(|row| place(row) <= cut));
+    if let Some(last) = last {
+        first.truncate(first.partition_point(|row| position(row) <= last));
     }
     first
 }
 
-/// Returns the bounds of a range for SQL: `key >= start AND (unbounded OR key < end)`.
+/// The bounds of a range for SQL: `key >= start AND (unbounded OR key < end)`.
 pub(super) struct SqlRange {
     pub(super) start: Vec<u8>,
     pub(super) end: Vec<u8>,
@@ -252,8 +253,9 @@ impl SqlRange {
     }
 }
 
-/// Reads [`Meta`] from one statement, so that it is of one moment: `kind, name, a, b, c, left`, where a `position` has
-/// head, epoch and server, a `fact` a value, and a `lease` its id, TTL and remaining seconds.
+/// A row of the statement that reads [`Meta`], with the columns `kind, name, a, b, c, left_secs`. One statement reads
+/// everything, so the result is consistent. A row of kind `position` has head, epoch and server in `a`, `b` and `c`; a
+/// `fact` has its value in `a`; a `lease` has its ID and TTL in `a` and `b`, and its remaining seconds.
 pub(super) type MetaRow = (String, String, i64, i64, i64, Option<f64>);
 
 pub(super) fn meta(rows: &[MetaRow]) -> Meta {
@@ -280,7 +282,7 @@ pub(super) fn meta(rows: &[MetaRow]) -> Meta {
     meta
 }
 
-/// Refuses a database of another version, by its migrations.
+/// Checks that a database has the migrations of this version.
 pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Result<()> {
     let known: Vec<i64> = known.iter().map(|migration| migration.version).collect();
     if versions == known {
@@ -293,7 +295,7 @@ pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Re
     )))
 }
 
-/// Returns the text for a database whose schema cannot be migrated.
+/// Returns the error text for a database whose schema cannot be migrated.
 pub(super) fn cannot_migrate(name: &str, error: &MigrateError) -> String {
     if let MigrateError::VersionMissing(version) = error {
         return format!(
@@ -308,7 +310,8 @@ pub(super) fn cannot_migrate(name: &str, error: &MigrateError) -> String {
     format!("cannot migrate database {name}: {error}")
 }
 
-/// Returns the connections of a pool. Idle and all connections are counted one after the other.
+/// Returns the numbers of connections of a pool. The two arguments are read at different times, so `idle` may exceed
+/// `all`.
 pub(super) fn connections(all: u32, idle: usize) -> Connections {
     Connections { idle, used: usize::try_from(all).unwrap_or(usize::MAX).saturating_sub(idle) }
 }

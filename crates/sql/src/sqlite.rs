@@ -1,11 +1,11 @@
 //! The log in one SQLite file, owned by one Orlop process.
 //!
-//! Connections: one for writes, a few for reads, one for checkpoints. WAL mode and `synchronous=FULL`: a commit returns
-//! when the WAL is on disk. Other processes may read the file with SQL while Orlop runs; a lock on a file next to it
-//! refuses a second Orlop.
+//! Connections: one for writes, [`READERS_MAX`] for reads, one for checkpoints. The mode is WAL with
+//! `synchronous=FULL`, so a commit returns when the WAL is on disk. Other processes may read the database with SQL
+//! while Orlop runs. A lock on a separate file prevents a second Orlop process ([`lock`]).
 //!
-//! Checkpoints run in the background ([`checkpoint`]), never as part of a write; so does the return of free pages
-//! ([`vacuum`]).
+//! Checkpoints ([`checkpoint`]) and the return of free pages to the file system ([`vacuum`]) run in the background,
+//! never as part of a write.
 
 mod append;
 mod checkpoint;
@@ -43,14 +43,14 @@ use orlop_core::{
     types::{EncodedKv, KeyRange, Revision, RowId},
 };
 
-/// Maximum number of readers; further reads wait.
+/// Maximum number of connections for reads. Further reads wait.
 const READERS_MAX: u32 = 4;
 
 /// The log in SQLite.
 pub struct SqliteLog {
     writer: Arc<Writer>,
     readers: SqlitePool,
-    /// Options of a separate reader.
+    /// Options of a separate connection for reads.
     options: SqliteConnectOptions,
     checkpointer: Arc<Checkpointer>,
     vacuum: Vacuum,
@@ -63,18 +63,20 @@ impl SqliteLog {
     ///
     /// # Errors
     ///
-    /// [`Error::Open`], naming the file, if another process has locked it or it cannot be read, written or parsed.
+    /// [`Error::Open`] with the name of the file, if another process has locked it, or it cannot be read or written, or
+    /// is not a database.
     pub async fn open(file: &Path) -> Result<Self> {
         let name = file.display();
         let lock = lock_file(file)?;
         let open = |error: sqlx::Error| Error::Open(format!("cannot open database {name}: {error}"));
 
-        refuse_cut_off(file)?;
-        // SQLite creates its other files with the same mode.
+        check_length(file)?;
+        // SQLite creates the WAL and the shared-memory file with the mode of this file.
         private::make_file(file).map_err(|error| open(error.into()))?;
         let options = Self::options(file);
-        // This pragma writes to the file even if the mode is set, for which a later connection may have no disk space.
-        let mut writer = Self::options_to_make(file).connect().await.map_err(open)?;
+        // Only this connection sets auto_vacuum: the pragma always writes to the file, which fails on later connections
+        // if the disk is full.
+        let mut writer = Self::creation_options(file).connect().await.map_err(open)?;
         migrations::sqlite()
             .run(&mut writer)
             .await
@@ -102,7 +104,7 @@ impl SqliteLog {
     }
 
     /// Options of the first connection, which may write to the file.
-    fn options_to_make(file: &Path) -> SqliteConnectOptions {
+    fn creation_options(file: &Path) -> SqliteConnectOptions {
         Self::options(file).auto_vacuum(SqliteAutoVacuum::Incremental)
     }
 
@@ -121,7 +123,7 @@ impl SqliteLog {
     }
 }
 
-/// Returns whether an error has one of these primary result codes of SQLite; the upper bits are details.
+/// Returns whether an error has this primary result code of SQLite, which is the low byte of the extended code.
 fn has_code(error: &sqlx::Error, primary: i32) -> bool {
     let code = error.as_database_error().and_then(|error| error.code()?.parse::<i32>().ok());
     code.is_some_and(|code| code & 0xff == primary)
@@ -140,9 +142,9 @@ fn lock_file(file: &Path) -> Result<FileLock> {
     FileLock::acquire(file)
 }
 
-/// Checks the size of the file: SQLite finds missing pages only when it reads them. While there is a WAL the file may
-/// be shorter than its header says, because the WAL contains the missing pages.
-fn refuse_cut_off(file: &Path) -> Result<()> {
+/// Checks that the file is not truncated, because SQLite detects a missing page only when it reads it. If there is a
+/// WAL, the file may be shorter than its header states, because the WAL contains the missing pages.
+fn check_length(file: &Path) -> Result<()> {
     const HEADER_BYTES: usize = 100;
     const MAGIC: &[u8] = b"SQLite format 3\0";
     let unreadable = |error: std::io::Error| Error::Open(format!("cannot read database {}: {error}", file.display()));
@@ -153,10 +155,10 @@ fn refuse_cut_off(file: &Path) -> Result<()> {
     let bytes = opened.metadata().map_err(unreadable)?.len();
     let mut header = Vec::new();
     opened.take(HEADER_BYTES as u64).read_to_end(&mut header).map_err(unreadable)?;
-    // An empty file is a new database. SQLite also treats a file shorter than its first page as empty, which must not
-    // happen here.
-    let begins_rightly = MAGIC.starts_with(&header[..header.len().min(MAGIC.len())]);
-    if bytes == 0 || !begins_rightly || view::has_wal(file) {
+    // An empty file is a new database. SQLite also treats a file that is shorter than its first page as a new database;
+    // Orlop rejects it.
+    let has_magic = MAGIC.starts_with(&header[..header.len().min(MAGIC.len())]);
+    if bytes == 0 || !has_magic || view::has_wal(file) {
         return Ok(());
     }
     if header.len() < HEADER_BYTES {
@@ -165,7 +167,7 @@ fn refuse_cut_off(file: &Path) -> Result<()> {
             "database {name} is truncated: it has {bytes} bytes; restore a snapshot or a copy of it"
         )));
     }
-    // 1 stands for a size that does not fit.
+    // The value 1 means 65,536, which does not fit into 16 bits.
     let page = match u16::from_be_bytes([header[16], header[17]]) {
         1 => 65_536,
         page => u64::from(page),
@@ -175,7 +177,7 @@ fn refuse_cut_off(file: &Path) -> Result<()> {
         return Ok(());
     }
     Err(Error::Open(format!(
-        "database {} is truncated: it has {bytes} bytes, but its header names {pages} pages of {page} bytes; restore a snapshot or a \
+        "database {} is truncated: it has {bytes} bytes, but its header states {pages} pages of {page} bytes; restore a snapshot or a \
          copy of it",
         file.display()
     )))
@@ -187,8 +189,8 @@ impl History for SqliteLog {
         read::meta(&mut *self.reader().await?).await
     }
 
-    /// No other process writes during the start, so rows read in parts are of one moment. Another reader checks the
-    /// pages at the same time, which takes less time unless values are long.
+    /// Reads the rows and checks the pages concurrently, on two connections. The check is shorter than the read unless
+    /// values are long. No other process writes during the start, so several reads return consistent rows.
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
         let (mut rows, mut pages) = (self.reader().await?, self.reader().await?);
         let (meta, ()) = tokio::try_join!(read::replay(&mut rows, visit), integrity::refuse_damage(&mut pages))?;
@@ -207,7 +209,7 @@ impl Log for SqliteLog {
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
-        let mut writer = self.writer.hold().await.map_err(|error| self.refusal(error))?;
+        let mut writer = self.writer.lock().await.map_err(|error| self.refusal(error))?;
         let appended = append::append(writer.connection(), append).await.map_err(|error| self.failure(&error));
         if appended.is_ok() {
             writer.keep();
@@ -223,7 +225,7 @@ impl Log for SqliteLog {
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {
         match what {
             Reclaim::Rows { rows, .. } => self.delete(rows).await.map(|()| Reclaimed::All),
-            Reclaim::Space => self.give_back().await,
+            Reclaim::Space => self.return_free_pages().await,
         }
     }
 
@@ -239,13 +241,14 @@ impl Log for SqliteLog {
         self.readers.close().await;
         self.vacuum.finish().await;
         self.checkpointer.finish().await;
-        // Makes the file complete without its WAL, for copies while the server is stopped.
-        let emptied = async {
-            let mut writer = self.writer.hold().await?;
+        // Copies the whole WAL into the database file, so that the file alone can be copied while the server is
+        // stopped.
+        let truncated = async {
+            let mut writer = self.writer.lock().await?;
             sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(writer.connection()).await
         };
-        if let Err(error) = emptied.await {
-            warn!(%error, "cannot empty the WAL; the next start will do it");
+        if let Err(error) = truncated.await {
+            warn!(%error, "cannot truncate the WAL; the next start uses it");
         }
     }
 
@@ -261,17 +264,18 @@ const CODE_FULL: i32 = 13;
 impl SqliteLog {
     /// Maps an error of an append.
     ///
-    /// If the disk is full, the commit's last page is not in the WAL, so its other pages are never read. After any
-    /// other failure, above all of a sync, SQLite rolls the commit back, but it may be complete in the WAL, and a start
-    /// after a crash then accepts it. Nothing committed before depends on what a failed sync lost: the next commit
-    /// writes the WAL again from the end of the last one, and the next checkpoint copies everything again.
+    /// If the disk is full, the last page of the commit is not in the WAL, so the commit is never read. After any other
+    /// failure, in particular of a sync, SQLite rolls the commit back. The commit may nevertheless be complete in the
+    /// WAL, and then a start after a crash recovers it, so the outcome is unknown. A failed sync does not affect
+    /// earlier commits: the next commit overwrites the WAL from the end of the last successful commit, and the next
+    /// checkpoint copies all pages again.
     fn failure(&self, error: &sqlx::Error) -> Error {
         let file = self.options.get_filename().display();
         if has_code(error, CODE_FULL) {
             return Error::Full(format!("{file}: {error}"));
         }
         let hint =
-            if has_code(error, CODE_IO) { "; the disk or its file system failed: see the kernel's log" } else { "" };
+            if has_code(error, CODE_IO) { "; the disk or its file system failed; see the kernel log" } else { "" };
         Error::OutcomeUnknown(format!("{file}: {error}{hint}"))
     }
 
@@ -285,7 +289,7 @@ impl SqliteLog {
         let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
         let first = read::json_list(first.iter().map(|row| row.revision.0.to_string()));
         let more = read::json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)));
-        let mut writer = self.writer.hold().await.map_err(unavailable)?;
+        let mut writer = self.writer.lock().await.map_err(unavailable)?;
         let mut transaction = writer.connection().begin().await.map_err(unavailable)?;
         for (sql, list) in [
             ("DELETE FROM kv_log WHERE id IN (SELECT value FROM json_each(?))", first),
@@ -301,8 +305,8 @@ impl SqliteLog {
         Ok(())
     }
 
-    /// Runs one step, after which waiting writes run.
-    async fn give_back(&self) -> Result<Reclaimed> {
+    /// Returns a part of the free pages to the file system. Waiting writes run after it.
+    async fn return_free_pages(&self) -> Result<Reclaimed> {
         let free = self.vacuum.step().await?;
         Ok(if free > 0 { Reclaimed::More } else { Reclaimed::All })
     }

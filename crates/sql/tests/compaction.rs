@@ -1,4 +1,4 @@
-//! What a compaction leaves in a SQLite log.
+//! Tests of compaction in a SQLite log.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use orlop_core::{
 };
 use orlop_sql::SqliteLog;
 
-/// A transaction may put a key and delete all keys; what is left of it is its second change.
+/// A transaction may put a key and then delete all keys. Compaction keeps only its second change.
 #[tokio::test]
 async fn compaction_at_the_head_keeps_the_head() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Wire-level code that the server and the load generator share: etcd's generated messages ([`proto`]) and write
-//! coalescing for connections ([`write_coalescing`]).
+//! Wire-level code of the server and the load generator: etcd's generated messages ([`proto`]) and write coalescing for
+//! connections ([`write_coalescing`]).
 
 pub mod proto;
 pub mod write_coalescing;

@@ -1,10 +1,9 @@
 //! Write coalescing: all bytes that a connection writes during one poll of its task are sent together.
 //!
 //! h2 writes every DATA frame of 256 bytes or more separately and flushes after it. Without coalescing, each response
-//! that contains a Kubernetes object costs a system call, a segment and a wake-up of the client, and so does every 16
-//! KiB of a list. [`CoalescingStream`] buffers writes and reports them as flushed. [`Flusher`] polls the connection and
-//! sends the buffer after each poll: only the caller of `poll` knows that the connection has nothing more to write for
-//! now.
+//! that contains a Kubernetes object, and every 16 KiB of a list, requires a system call, a TCP segment and a wake-up
+//! of the client. [`CoalescingStream`] buffers writes and reports them as flushed. [`Flusher`] polls the connection and
+//! sends the buffer after each poll: when `poll` returns, the connection has written all bytes that it can write now.
 
 use std::{
     future::poll_fn,
@@ -19,7 +18,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// Maximum number of buffered bytes. The kernel can send this many bytes as one segment.
 const BUFFER_LEN_MAX: usize = 64 << 10;
-/// Capacity in bytes that an idle connection keeps. A larger buffer is freed after it was sent.
+/// Maximum capacity of the buffer of an idle connection, in bytes. A larger buffer is freed after it was sent.
 const BUFFER_CAPACITY_IDLE: usize = 8 << 10;
 
 /// A stream that buffers writes until its [`Flusher`] sends them.
@@ -204,11 +203,11 @@ mod tests {
 
     use super::*;
 
-    /// A stream that answers each write as scripted: accepts a number of bytes, is pending, or fails.
+    /// A stream with a scripted result for each write: it accepts a number of bytes, is pending, or fails.
     #[derive(Default)]
     struct Scripted {
         script: VecDeque<Poll<io::Result<usize>>>,
-        /// Accepted bytes, by write.
+        /// The accepted bytes of each write.
         writes: Vec<Vec<u8>>,
         shut: bool,
     }

@@ -6,28 +6,28 @@ use tonic::Status;
 use crate::api::status::message_too_large;
 
 /// Bytes before each message.
-pub const FRAME_HEAD_BYTES: usize = 5;
+pub const FRAME_HEADER_BYTES: usize = 5;
 
-/// Returns the length of the message that a frame's head announces.
+/// Returns the message length in a frame header.
 ///
 /// # Errors
 ///
 /// If the message is compressed or longer than `message_bytes_max`.
-pub fn message_len(mut head: &[u8], message_bytes_max: usize) -> Result<usize, Status> {
-    if head.get_u8() != 0 {
+pub fn message_len(mut header: &[u8], message_bytes_max: usize) -> Result<usize, Status> {
+    if header.get_u8() != 0 {
         return Err(Status::unimplemented(
             "orlop: compressed requests are not supported; send them with identity encoding",
         ));
     }
-    let len = usize::try_from(head.get_u32()).unwrap_or(usize::MAX);
+    let len = usize::try_from(header.get_u32()).unwrap_or(usize::MAX);
     if len > message_bytes_max { Err(message_too_large(len, message_bytes_max)) } else { Ok(len) }
 }
 
-/// Finds the messages of a stream in data that may be cut at any byte.
+/// Counts the messages of a stream that arrives in chunks of any size.
 #[derive(Default)]
 pub struct FrameCounter {
-    head: [u8; FRAME_HEAD_BYTES],
-    head_bytes: usize,
+    header: [u8; FRAME_HEADER_BYTES],
+    header_bytes: usize,
     /// Bytes of the current message.
     message_bytes: usize,
     /// Bytes of the current message that have not arrived.
@@ -35,15 +35,15 @@ pub struct FrameCounter {
 }
 
 impl FrameCounter {
-    /// Returns how many bytes of an incomplete message have arrived, with its head.
+    /// Returns the number of received bytes of an incomplete message, including its header.
     pub fn partial_bytes(&self) -> usize {
         match self.missing_bytes {
-            0 => self.head_bytes,
-            missing => FRAME_HEAD_BYTES + self.message_bytes - missing,
+            0 => self.header_bytes,
+            missing => FRAME_HEADER_BYTES + self.message_bytes - missing,
         }
     }
 
-    /// Returns how many messages begin in the next `data`.
+    /// Adds received data. Returns the number of messages whose header is complete with it.
     pub fn count(&mut self, mut data: &[u8]) -> u64 {
         let mut messages = 0;
         loop {
@@ -53,13 +53,13 @@ impl FrameCounter {
             if data.is_empty() {
                 return messages;
             }
-            let taken = (FRAME_HEAD_BYTES - self.head_bytes).min(data.len());
-            self.head[self.head_bytes..self.head_bytes + taken].copy_from_slice(&data[..taken]);
-            self.head_bytes += taken;
+            let taken = (FRAME_HEADER_BYTES - self.header_bytes).min(data.len());
+            self.header[self.header_bytes..self.header_bytes + taken].copy_from_slice(&data[..taken]);
+            self.header_bytes += taken;
             data.advance(taken);
-            if self.head_bytes == FRAME_HEAD_BYTES {
-                self.head_bytes = 0;
-                let [_, len @ ..] = self.head;
+            if self.header_bytes == FRAME_HEADER_BYTES {
+                self.header_bytes = 0;
+                let [_, len @ ..] = self.header;
                 self.message_bytes = u32::from_be_bytes(len) as usize;
                 self.missing_bytes = self.message_bytes;
                 messages += 1;

@@ -1,8 +1,8 @@
-//! Counts gRPC calls, messages and bytes, and traces calls with one request and one response, so that a slow call is logged
-//! with the parts of its time.
+//! Counts gRPC calls, messages and bytes. Traces unary calls, so that a slow call is logged with the duration of each
+//! phase.
 //!
-//! One layer around all services. The time series of every method and code exist from the start with the value 0, as in
-//! etcd. Cost of a call: one lookup by path, and one look at the length of each frame.
+//! It is one layer around all services. As in etcd, the time series of every method and code exist from the start with
+//! the value 0. The cost per call is one lookup by path, and reading the header of each frame.
 
 mod body;
 mod call;
@@ -29,17 +29,18 @@ use tonic::codegen::BoxFuture;
 use tower::{Layer, Service};
 
 pub use self::body::{ReceivedBody, SentBody};
-use self::call::{CallGuard, Method, with_id};
+use self::call::{CallGuard, Method, add_request_id};
 use crate::{api::status::panicked, telemetry::Exporter};
 use orlop_core::{metrics::Metrics, overload::PartialRequests, supervise, trace};
 use orlop_wire::proto::DESCRIPTORS;
 
-/// Maximum number of client versions that have a time series of their own; a client may name any version.
+/// Maximum number of client versions with a separate time series. It limits the number of time series, because a client
+/// can send any version.
 const CLIENT_VERSIONS_MAX: usize = 32;
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// The counters of all methods; a layer.
+/// A layer that counts the calls of all methods.
 #[derive(Clone)]
 pub struct Meter(Arc<Counters>);
 
@@ -48,12 +49,12 @@ struct Counters {
     methods: HashMap<String, Arc<Method>>,
     clients: Mutex<BTreeSet<String>>,
     partial_requests: Arc<PartialRequests>,
-    slow_after: Duration,
+    slow_threshold: Duration,
     exporter: Option<Arc<Exporter>>,
 }
 
 impl Meter {
-    /// Calls that take longer than `slow_after` are logged.
+    /// Creates the counters. Calls that take longer than `slow_threshold` are logged.
     ///
     /// # Errors
     ///
@@ -61,7 +62,7 @@ impl Meter {
     pub fn new(
         metrics: Arc<Metrics>,
         partial_requests: Arc<PartialRequests>,
-        slow_after: Duration,
+        slow_threshold: Duration,
         exporter: Option<Arc<Exporter>>,
     ) -> Result<Self, prost::DecodeError> {
         let descriptors = FileDescriptorSet::decode(DESCRIPTORS)?;
@@ -82,7 +83,7 @@ impl Meter {
             }
         }
         let clients = Mutex::default();
-        Ok(Self(Arc::new(Counters { metrics, methods, clients, partial_requests, slow_after, exporter })))
+        Ok(Self(Arc::new(Counters { metrics, methods, clients, partial_requests, slow_threshold, exporter })))
     }
 
     pub fn wrap<S>(&self, inner: S) -> Metered<S> {
@@ -94,11 +95,11 @@ impl Counters {
     fn count_client(&self, headers: &HeaderMap, kind: &str) {
         let named = headers.get("client-api-version").and_then(|version| version.to_str().ok()).unwrap_or("unknown");
         let is_version = named.len() <= 16 && named.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
-        let version = if is_version && self.has_own_series(named) { named } else { "unknown" };
+        let version = if is_version && self.has_separate_series(named) { named } else { "unknown" };
         self.metrics.rpc.clients.with_label_values(&[kind, version]).inc();
     }
 
-    fn has_own_series(&self, version: &str) -> bool {
+    fn has_separate_series(&self, version: &str) -> bool {
         let mut known = self.clients.lock();
         if known.contains(version) {
             return true;
@@ -149,7 +150,7 @@ where
         counters.count_client(request.headers(), method.kind);
         let exporter = counters.exporter.clone().filter(|_| method.is_traced);
         let exported = exporter.map(|exporter| (exporter.parent(request.headers()), exporter));
-        let mut call = CallGuard::new(Arc::clone(&method), counters.slow_after, exported);
+        let mut call = CallGuard::new(Arc::clone(&method), counters.slow_threshold, exported);
         let partial_requests = &counters.partial_requests;
         let request = request.map(|body| ReceivedBody::new(body, method, partial_requests));
         let served = self.inner.call(request);
@@ -158,7 +159,7 @@ where
                 let (response, trace) = trace::follow(served).await;
                 let id = trace.id;
                 call.set_trace(trace);
-                with_id(response?, id)
+                add_request_id(response?, id)
             } else {
                 served.await?
             };
@@ -170,7 +171,7 @@ where
     }
 }
 
-/// A response whose messages are counted, or one of a path that has no counters.
+/// A response whose messages are counted, or a response for a path without counters.
 pub type MeteredResponse<R> = Response<Either<SentBody<R>, R>>;
 
 /// The method of a call.
@@ -180,7 +181,7 @@ enum CallKind {
     Other(String, IntCounter),
 }
 
-/// A call until its response begins. If it panics, the response is Internal.
+/// A call until its response begins. If it panics, the status of the response is Internal.
 pub struct MeteredCall<R> {
     work: BoxFuture<MeteredResponse<R>, Infallible>,
     kind: CallKind,

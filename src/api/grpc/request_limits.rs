@@ -1,7 +1,7 @@
 //! Limits the fields of a request before it is decoded.
 //!
-//! A request of 2 MiB may have a million fields. Decoding it would take tens of milliseconds and hundreds of MiB, only for
-//! the request to be refused. Counting ends at the first field too many.
+//! A request of 2 MiB may have a million fields, whose decoding takes tens of milliseconds and hundreds of MiB.
+//! Counting stops when the limit is exceeded.
 
 use prost::{
     DecodeError, Message,
@@ -12,24 +12,25 @@ use tonic::Status;
 use crate::api::status::Invalid;
 use orlop_wire::proto::server::etcdserverpb as pb;
 
-/// A shorter request is decoded at once: counting would cost as much.
+/// Shorter requests are not counted, because counting would cost as much as decoding.
 const COUNTED_BYTES_MIN: usize = 16 << 10;
-/// Maximum number of fields; no request but a transaction has more than 13.
+/// Maximum number of fields. Only a transaction has more than 13 known fields.
 const FIELDS_MAX: usize = 1_024;
-/// Fields that each operation and compare of a transaction adds to the maximum: 13 of a range, one of the operation that
-/// contains it, and one of the list that contains that.
+/// Fields that each operation and compare of a transaction adds to the maximum: 13 of a range, one of the operation
+/// that contains the range, and one of the list that contains the operation.
 const FIELDS_PER_OP: usize = 15;
-/// All operations and compares of a transaction and those nested in it may be this many times `max_txn_ops`.
+/// Maximum number of operations and compares of a transaction, including nested transactions, as a multiple of
+/// `max_txn_ops`.
 const TOTAL_OPS_FACTOR: usize = 64;
 
-/// Returns the maximum number of operations and compares of a transaction, with all that is nested in it.
+/// Returns the maximum number of operations and compares of a transaction, including nested transactions.
 pub fn total_ops_max(ops_max: usize) -> usize {
     ops_max.saturating_mul(TOTAL_OPS_FACTOR)
 }
 
-/// A request whose fields are limited.
+/// A request with a limited number of fields.
 pub trait LimitedFields: Message + Default + 'static {
-    /// Checks an encoded request. One that is not well-formed is left to the decoder.
+    /// Checks an encoded request. Does not report malformed requests; the decoder does.
     ///
     /// # Errors
     ///
@@ -38,11 +39,11 @@ pub trait LimitedFields: Message + Default + 'static {
         if message.len() < COUNTED_BYTES_MIN { Ok(()) } else { Self::count_fields(message, ops_max) }
     }
 
-    /// As [`Self::check_fields`], of a request of any length.
+    /// Checks an encoded request of any length.
     ///
     /// # Errors
     ///
-    /// As [`Self::check_fields`].
+    /// If it has too many fields.
     fn count_fields(message: &[u8], _ops_max: usize) -> Result<(), Status> {
         if Fields(message).nth(FIELDS_MAX).is_none() {
             Ok(())
@@ -67,7 +68,7 @@ impl LimitedFields for pb::TxnRequest {
 ///
 /// # Errors
 ///
-/// If it has more operations than are accepted, or more fields than that number of operations has.
+/// If it has too many operations, or more fields than the limit for its number of operations.
 pub fn count_txn(message: &[u8], ops_max: usize) -> Result<(), Status> {
     let total_max = total_ops_max(ops_max);
     let (mut ops, mut fields) = (0_usize, 0);
@@ -77,14 +78,14 @@ pub fn count_txn(message: &[u8], ops_max: usize) -> Result<(), Status> {
         if ops > total_max {
             return Err(Invalid::TooManyOps.into());
         }
-        // An operation is counted before its own fields.
+        // An operation is counted before the fields that it contains.
         if fields <= ops.saturating_mul(FIELDS_PER_OP).saturating_add(FIELDS_MAX) {
             return Ok(());
         }
         let text = format!("orlop: the request has more than {FIELDS_MAX} fields outside its operations");
         Err(Status::invalid_argument(text))
     };
-    // Compares and both branches of the outermost transaction.
+    // Lengths of the lists of the outermost transaction: compares, success and failure.
     let mut lists = [0; 3];
     let mut levels = vec![(Part::Txn, message)];
     let mut is_outermost = true;
@@ -126,8 +127,9 @@ enum Part {
     Leaf,
 }
 
-/// Iterates over the fields of a message: the number of each, and the content of those with a length. Ends where the message
-/// is not well-formed. The content of a group counts like fields next to it; no request of etcd has groups.
+/// Iterates over the fields of a message. An item is the field number, and the content if the field is
+/// length-delimited. Ends at the first malformed field. Fields in a group count as fields of the message; no request of
+/// etcd has groups.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -136,7 +138,7 @@ impl<'a> Fields<'a> {
         match wire_type {
             WireType::LengthDelimited => {
                 let len = usize::try_from(decode_varint(&mut self.0)?).unwrap_or(usize::MAX);
-                // A content that is cut off ends the message.
+                // A truncated field is the last one.
                 let (content, rest) = self.0.split_at_checked(len).unwrap_or((self.0, &[]));
                 self.0 = rest;
                 return Ok((tag, content));
@@ -202,7 +204,7 @@ mod tests {
             ("compares", txn(OPS_MAX + 1, padded(vec![]), vec![]), Some(TOO_MANY)),
             ("success", txn(0, padded(empty(OPS_MAX)), vec![]), Some(TOO_MANY)),
             ("failure", txn(0, vec![], padded(empty(OPS_MAX))), Some(TOO_MANY)),
-            ("nested, as many as may be", txn(0, nested(vec![put(9); 80], 100), vec![]), None),
+            ("nested, the maximum", txn(0, nested(vec![put(9); 80], 100), vec![]), None),
             ("nested, one level too wide", txn(0, nested(vec![put(9); 82], 100), vec![]), Some(TOO_MANY)),
             ("nested twice", txn(0, nested(nested(vec![put(9); 20], 20), 21), vec![]), Some(TOO_MANY)),
         ];
@@ -232,7 +234,7 @@ mod tests {
                 "{name}"
             );
             assert!(refusal(pb::TxnRequest::check_fields(&flood, OPS_MAX)).is_some(), "{name}");
-            // In a put of a transaction.
+            // In a put inside a transaction.
             let (mut op, mut txn) = (Vec::new(), Vec::new());
             encoding::bytes::encode(2, &flood, &mut op);
             encoding::bytes::encode(2, &op, &mut txn);
@@ -245,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn decoder_reports_malformed_requests() {
+    fn malformed_requests_are_left_to_the_decoder() {
         for broken in
             [vec![0xff; COUNTED_BYTES_MIN], [vec![0x12, 0xff, 0xff, 0x7f], vec![7; COUNTED_BYTES_MIN]].concat()]
         {

@@ -1,7 +1,7 @@
-//! The body of a unary response: one frame for a small response, pieces for a large one.
+//! The body of a unary response. A small response is sent in one frame, a large response in chunks.
 //!
-//! A large range is never in memory twice: its pairs are shared with the value cache, and a piece is copied together only
-//! when the connection can take it.
+//! A large range is never completely copied: its pairs are shared with the value cache, and a chunk is built only when
+//! the connection can send it.
 
 use std::{
     collections::VecDeque,
@@ -23,18 +23,20 @@ use tokio::{runtime::Handle, task::JoinHandle, time::sleep};
 use tonic::Status;
 use tracing::warn;
 
-use super::frame::FRAME_HEAD_BYTES;
+use super::frame::FRAME_HEADER_BYTES;
 use orlop_wire::proto::server::etcdserverpb::{self as pb, response_op::Response};
 
-/// Larger responses are sent in pieces. For each stream of a client that does not read, this many bytes may wait.
+/// Maximum size of a response that is sent in one frame. It is also the number of bytes that are buffered for each
+/// stream of a client that does not read.
 const WHOLE_BYTES_MAX: usize = 64 << 10;
-/// A piece ends with the pair that reaches this size.
-const PIECE_BYTES: usize = 64 << 10;
-/// Time after which a response of at least [`STALL_CHECK_BYTES_MIN`] is dropped if its client takes nothing of it.
-const STALL_MAX: Duration = Duration::from_secs(60);
-/// Smaller responses are not checked for stalled clients.
+/// A chunk ends with the pair with which it reaches this size.
+const CHUNK_BYTES: usize = 64 << 10;
+/// Time after which a response of at least [`STALL_CHECK_BYTES_MIN`] is dropped if the client reads nothing of it.
+const STALL_TIME_MAX: Duration = Duration::from_secs(60);
+/// Minimum size of a response that is checked for a stalled client.
 const STALL_CHECK_BYTES_MIN: usize = 1 << 20;
-/// Smaller responses of operations inside a transaction are encoded at once.
+/// Minimum size of the response of an operation in a transaction that is split into segments; smaller ones are encoded
+/// at once.
 const OP_BYTES_MIN: usize = 64 << 10;
 
 /// A part of an encoded message.
@@ -47,12 +49,12 @@ pub enum Segment {
     },
 }
 
-/// A message that can be encoded piece by piece.
+/// A message that can be encoded in segments.
 pub trait IntoSegments: Message {
     fn into_segments(self, segments: &mut Segments);
 }
 
-/// Collects segments; fields that are encoded at once are joined.
+/// Collects segments. Consecutive encoded fields form one segment.
 #[derive(Default)]
 pub struct Segments {
     done: VecDeque<Segment>,
@@ -129,8 +131,8 @@ impl IntoSegments for pb::TxnResponse {
     }
 }
 
-/// Small messages.
-macro_rules! one_segment {
+/// Implements [`IntoSegments`] for messages without repeated pairs.
+macro_rules! encode_as_one_segment {
     ($($message:ty),+) => {
         $(impl IntoSegments for $message {
             fn into_segments(self, segments: &mut Segments) {
@@ -140,9 +142,9 @@ macro_rules! one_segment {
     };
 }
 
-one_segment!(pb::PutResponse, pb::CompactionResponse);
+encode_as_one_segment!(pb::PutResponse, pb::CompactionResponse);
 
-/// The body of a response that succeeded.
+/// The body of a successful response.
 pub struct ResponseBody {
     content: Content,
     trailers_sent: bool,
@@ -151,18 +153,18 @@ pub struct ResponseBody {
 enum Content {
     /// One frame; empty once it was sent.
     Whole(Bytes),
-    Pieces {
-        waiting: Arc<Mutex<Waiting>>,
-        /// Drops the pieces if the client takes none.
+    Chunked {
+        pending: Arc<Mutex<PendingChunks>>,
+        /// Drops the chunks if the client reads none.
         stall_check: Option<JoinHandle<()>>,
     },
 }
 
-/// The pieces that were not sent yet.
-struct Waiting {
+/// The part of a response that was not sent yet.
+struct PendingChunks {
     segments: VecDeque<Segment>,
-    /// Pieces sent.
-    pieces: usize,
+    /// Number of sent chunks.
+    chunks: usize,
     is_dropped: bool,
 }
 
@@ -175,7 +177,7 @@ impl ResponseBody {
             ))
         })?;
         let is_whole = len <= WHOLE_BYTES_MAX;
-        let mut frame = Vec::with_capacity(FRAME_HEAD_BYTES + if is_whole { len } else { 0 });
+        let mut frame = Vec::with_capacity(FRAME_HEADER_BYTES + if is_whole { len } else { 0 });
         frame.put_u8(0);
         frame.put_u32(wire_len);
         let content = if is_whole {
@@ -184,33 +186,33 @@ impl ResponseBody {
         } else {
             let mut segments = Segments { open: frame, ..Segments::default() };
             message.into_segments(&mut segments);
-            Content::in_pieces(segments.finish(), len)
+            Content::in_chunks(segments.finish(), len)
         };
         Ok(Self { content, trailers_sent: false })
     }
 }
 
 impl Content {
-    fn in_pieces(segments: VecDeque<Segment>, len: usize) -> Self {
-        let waiting = Arc::new(Mutex::new(Waiting { segments, pieces: 0, is_dropped: false }));
+    fn in_chunks(segments: VecDeque<Segment>, len: usize) -> Self {
+        let pending = Arc::new(Mutex::new(PendingChunks { segments, chunks: 0, is_dropped: false }));
         // Benches encode without a runtime.
         let runtime = Handle::try_current().ok().filter(|_| len >= STALL_CHECK_BYTES_MIN);
-        let stall_check = runtime.map(|runtime| runtime.spawn(drop_when_stalled(Arc::clone(&waiting))));
-        Self::Pieces { waiting, stall_check }
+        let stall_check = runtime.map(|runtime| runtime.spawn(drop_when_stalled(Arc::clone(&pending))));
+        Self::Chunked { pending, stall_check }
     }
 
     /// # Errors
     ///
-    /// If the client took nothing for too long.
-    fn next_piece(&mut self) -> Result<Option<Bytes>, Status> {
+    /// If the client has read nothing for [`STALL_TIME_MAX`].
+    fn next_chunk(&mut self) -> Result<Option<Bytes>, Status> {
         match self {
             Self::Whole(frame) => Ok(Some(std::mem::take(frame)).filter(|frame| !frame.is_empty())),
-            Self::Pieces { waiting, .. } => {
-                let mut waiting = waiting.lock();
-                if waiting.is_dropped {
+            Self::Chunked { pending, .. } => {
+                let mut pending = pending.lock();
+                if pending.is_dropped {
                     Err(Status::aborted("orlop: the client read the response too slowly"))
                 } else {
-                    Ok(waiting.next_piece())
+                    Ok(pending.next_chunk())
                 }
             }
         }
@@ -219,32 +221,32 @@ impl Content {
 
 impl Drop for Content {
     fn drop(&mut self) {
-        if let Self::Pieces { stall_check: Some(check), .. } = self {
+        if let Self::Chunked { stall_check: Some(check), .. } = self {
             check.abort();
         }
     }
 }
 
-/// Drops the pieces when the client took none for [`STALL_MAX`]. hyper polls a body only when the client can take more, so a
-/// task of its own has to check.
-async fn drop_when_stalled(waiting: Arc<Mutex<Waiting>>) {
+/// Drops the chunks if the client has read none for [`STALL_TIME_MAX`]. This is a separate task, because hyper polls a
+/// body only when the client can receive more.
+async fn drop_when_stalled(pending: Arc<Mutex<PendingChunks>>) {
     let mut seen = 0;
     loop {
-        sleep(STALL_MAX).await;
-        let mut waiting = waiting.lock();
-        if waiting.pieces == seen {
-            waiting.is_dropped = true;
-            waiting.segments = VecDeque::new();
-            warn!("dropped a response: its client read nothing of it for 60 s");
+        sleep(STALL_TIME_MAX).await;
+        let mut pending = pending.lock();
+        if pending.chunks == seen {
+            pending.is_dropped = true;
+            pending.segments = VecDeque::new();
+            warn!("dropped a response whose client read nothing of it for 60 s");
             return;
         }
-        seen = waiting.pieces;
+        seen = pending.chunks;
     }
 }
 
-impl Waiting {
-    fn next_piece(&mut self) -> Option<Bytes> {
-        self.pieces += 1;
+impl PendingChunks {
+    fn next_chunk(&mut self) -> Option<Bytes> {
+        self.chunks += 1;
         loop {
             match self.segments.front_mut()? {
                 Segment::Encoded(bytes) => {
@@ -255,9 +257,9 @@ impl Waiting {
                     }
                 }
                 Segment::Pairs { tag, pairs } => {
-                    let piece = join_pairs(*tag, pairs);
-                    if !piece.is_empty() {
-                        return Some(piece);
+                    let chunk = join_pairs(*tag, pairs);
+                    if !chunk.is_empty() {
+                        return Some(chunk);
                     }
                     self.segments.pop_front();
                 }
@@ -272,20 +274,20 @@ fn join_pairs(tag: u32, pairs: &mut VecDeque<Bytes>) -> Bytes {
     let count = pairs
         .iter()
         .take_while(|pair| {
-            let has_space = len < PIECE_BYTES;
+            let has_space = len < CHUNK_BYTES;
             if has_space {
                 len += framed(pair);
             }
             has_space
         })
         .count();
-    let mut piece = BytesMut::with_capacity(len);
+    let mut chunk = BytesMut::with_capacity(len);
     for pair in pairs.drain(..count) {
-        encode_key(tag, WireType::LengthDelimited, &mut piece);
-        encode_varint(pair.len() as u64, &mut piece);
-        piece.extend_from_slice(&pair);
+        encode_key(tag, WireType::LengthDelimited, &mut chunk);
+        encode_varint(pair.len() as u64, &mut chunk);
+        chunk.extend_from_slice(&pair);
     }
-    piece.freeze()
+    chunk.freeze()
 }
 
 impl Body for ResponseBody {
@@ -294,8 +296,8 @@ impl Body for ResponseBody {
 
     fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
-        match this.content.next_piece() {
-            Ok(Some(piece)) => return Poll::Ready(Some(Ok(Frame::data(piece)))),
+        match this.content.next_chunk() {
+            Ok(Some(chunk)) => return Poll::Ready(Some(Ok(Frame::data(chunk)))),
             Ok(None) => {}
             Err(status) => return Poll::Ready(Some(Err(status))),
         }
@@ -322,13 +324,13 @@ mod tests {
     }
 
     fn drain(mut body: ResponseBody) -> (usize, Vec<u8>) {
-        let mut pieces = 0;
+        let mut chunks = 0;
         let mut bytes = Vec::new();
-        while let Some(piece) = body.content.next_piece().expect("the client is not slow") {
-            pieces += 1;
-            bytes.extend_from_slice(&piece);
+        while let Some(chunk) = body.content.next_chunk().expect("the client is not slow") {
+            chunks += 1;
+            bytes.extend_from_slice(&chunk);
         }
-        (pieces, bytes)
+        (chunks, bytes)
     }
 
     fn range(pairs: usize, bytes: usize) -> pb::RangeResponse {
@@ -346,13 +348,13 @@ mod tests {
     }
 
     #[track_caller]
-    fn check<M: IntoSegments + Clone>(message: M, in_pieces: bool) {
-        let (pieces, bytes) = drain(body(message.clone()));
+    fn check<M: IntoSegments + Clone>(message: M, in_chunks: bool) {
+        let (chunks, bytes) = drain(body(message.clone()));
         assert_eq!(bytes[0], 0);
         let len = u32::from_be_bytes([bytes[1], bytes[2], bytes[3], bytes[4]]) as usize;
-        assert_eq!(len, bytes.len() - FRAME_HEAD_BYTES);
-        assert_eq!(pieces > 1, in_pieces, "sent in {pieces} pieces");
-        assert!(bytes[FRAME_HEAD_BYTES..] == message.encode_to_vec(), "the pieces join to the message");
+        assert_eq!(len, bytes.len() - FRAME_HEADER_BYTES);
+        assert_eq!(chunks > 1, in_chunks, "sent in {chunks} chunks");
+        assert!(bytes[FRAME_HEADER_BYTES..] == message.encode_to_vec(), "the joined chunks equal the message");
     }
 
     #[tokio::test(start_paused = true)]
@@ -360,12 +362,12 @@ mod tests {
         use http_body_util::BodyExt as _;
         let mut body = body(range(3_000, 1_000));
         for _ in 0..5 {
-            tokio::time::sleep(STALL_MAX * 9 / 10).await;
+            tokio::time::sleep(STALL_TIME_MAX * 9 / 10).await;
             assert!(body.frame().await.is_some_and(|frame| frame.is_ok()));
         }
-        tokio::time::sleep(STALL_MAX * 3).await;
-        let Content::Pieces { waiting, .. } = &body.content else { panic!("a large response has pieces") };
-        assert!(waiting.lock().segments.is_empty());
+        tokio::time::sleep(STALL_TIME_MAX * 3).await;
+        let Content::Chunked { pending, .. } = &body.content else { panic!("a large response has chunks") };
+        assert!(pending.lock().segments.is_empty());
         assert!(body.frame().await.is_some_and(|frame| frame.is_err()));
     }
 

@@ -1,7 +1,7 @@
-//! Routes calls: those of the KV service directly to it, all others through tonic's router.
+//! Routes calls: calls of the KV service directly to that service, all others through tonic's router.
 //!
-//! A router compares the path with all that it knows and passes on bodies that are boxed several times. That was a tenth of
-//! what a put costs the server (docs/adr/0008).
+//! tonic's router matches the path against all registered paths and boxes the bodies several times. This was a tenth of
+//! the CPU time of a put (docs/adr/0008).
 
 use std::{
     convert::Infallible,
@@ -34,7 +34,7 @@ impl Router {
         Self { kv, others }
     }
 
-    /// Replaces the router of the other services, which also contains the KV service, with what `others` makes of it.
+    /// Replaces the router of the other services with the result of `others`. This router also contains the KV service.
     pub fn with<E>(self, others: impl FnOnce(Routes) -> Result<Routes, E>) -> Result<Self, E> {
         Ok(Self { others: others(self.others)?.prepare(), ..self })
     }
@@ -61,7 +61,7 @@ type ResponseBody = Either<Either<SentBody<Body>, Body>, Body>;
 /// A call until its response begins.
 pub struct Call {
     service: Service,
-    /// The client's deadline for the head of the response.
+    /// The client's deadline for the beginning of the response.
     deadline: Option<Pin<Box<Sleep>>>,
 }
 
@@ -89,7 +89,7 @@ impl Future for Call {
     }
 }
 
-/// Returns the client's timeout, which gRPC writes as up to eight digits and a unit; `None` for any other text.
+/// Returns the client's timeout, which has up to eight digits and a unit in gRPC; `None` for any other text.
 fn timeout(headers: &HeaderMap) -> Option<Duration> {
     let text = headers.get("grpc-timeout")?.to_str().ok()?;
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;

@@ -1,7 +1,7 @@
-//! Unary calls: reads the one request message, and builds the response.
+//! Unary calls: reads the request message, and builds the response.
 //!
-//! A request is decoded from the frame in which it arrived, without a copy. A response is encoded once into a buffer of its
-//! size, or sent in pieces ([`super::response_body`]).
+//! A request is decoded from the frame in which it arrived, without a copy. A small response is encoded once into a
+//! buffer of its size; a large response is sent in chunks ([`super::response_body`]).
 
 use std::{convert::Infallible, error::Error, pin::pin};
 
@@ -12,16 +12,16 @@ use http_body_util::BodyExt as _;
 use tonic::{Status, body::Body};
 
 use super::{
-    frame::{FRAME_HEAD_BYTES, message_len},
+    frame::{FRAME_HEADER_BYTES, message_len},
     request_limits::LimitedFields,
     response_body::{IntoSegments, ResponseBody},
 };
 use crate::api::Settings;
 
-/// Minimum size of a part that is kept as it arrived: a part may reference a buffer of 16 KiB.
-const PART_BYTES: usize = 4 << 10;
-/// Shorter parts are copied together up to this size.
-const TAIL_BYTES: usize = 64 << 10;
+/// Minimum size of a part that is not copied. A part may keep a buffer of 16 KiB allocated.
+const PART_BYTES_MIN: usize = 4 << 10;
+/// Shorter parts are copied into one buffer of up to this size.
+const TAIL_BYTES_MAX: usize = 64 << 10;
 
 pub type Response = Result<http::Response<Body>, Infallible>;
 
@@ -36,11 +36,11 @@ impl<B> RequestBody for B where
 {
 }
 
-/// Reads the one message of a unary call.
+/// Reads the request message of a unary call.
 ///
 /// # Errors
 ///
-/// If the call breaks, or the message is too long, has too many fields or cannot be decoded.
+/// If the stream fails, or the message is too long, has too many fields or cannot be decoded.
 pub async fn request<M: LimitedFields>(
     request: http::Request<impl RequestBody>,
     settings: &Settings,
@@ -50,7 +50,7 @@ pub async fn request<M: LimitedFields>(
     let mut received = Received::default();
     let wanted = loop {
         if let Some(head) = received.head() {
-            let wanted = FRAME_HEAD_BYTES + message_len(head, message_bytes_max)?;
+            let wanted = FRAME_HEADER_BYTES + message_len(head, message_bytes_max)?;
             if received.len >= wanted {
                 break wanted;
             }
@@ -61,26 +61,26 @@ pub async fn request<M: LimitedFields>(
         let Ok(data) = frame.map_err(|error| Status::from_error(error.into()))?.into_data() else { continue };
         received.push(data);
     };
-    // Dropping the body resets a stream that the client has not ended. A broken stream never ends: it returns its error
-    // again and again.
+    // Reads until the client has ended the stream, because dropping the body earlier resets the stream. A failed stream
+    // never ends, but returns its error repeatedly.
     while !body.is_end_stream() {
         match body.frame().await {
             Some(frame) => drop(frame.map_err(|error| Status::from_error(error.into()))?),
             None => break,
         }
     }
-    let message = received.joined().slice(FRAME_HEAD_BYTES..wanted);
+    let message = received.joined().slice(FRAME_HEADER_BYTES..wanted);
     M::check_fields(&message, settings.max_txn_ops)?;
     M::decode(message).map_err(|error| Status::internal(format!("orlop: cannot decode the request: {error}")))
 }
 
-/// The parts of a message that have arrived. Most messages arrive in one frame and are not copied. Of a longer message each
-/// byte is copied once, when it is complete: a buffer that doubles as it grows would be copied again and again.
+/// The received parts of a message. Most messages arrive in one frame and are not copied. A longer message is copied
+/// once, when it is complete; a growing buffer would be copied each time its capacity doubles.
 #[derive(Default)]
 struct Received {
     first: Bytes,
     more: Vec<Bytes>,
-    /// Copies of short parts, each of which would keep a much larger buffer alive.
+    /// Copies of short parts. Without a copy, each part would keep a much larger buffer allocated.
     tail: BytesMut,
     len: usize,
 }
@@ -89,16 +89,16 @@ impl Received {
     fn push(&mut self, data: Bytes) {
         let is_first = self.len == 0;
         self.len += data.len();
-        let is_part = data.len() >= if is_first { FRAME_HEAD_BYTES } else { PART_BYTES };
-        // A frame head stays in one part.
-        let may_end = !self.first.is_empty() || self.tail.is_empty() || self.tail.len() >= FRAME_HEAD_BYTES;
+        let is_part = data.len() >= if is_first { FRAME_HEADER_BYTES } else { PART_BYTES_MIN };
+        // The frame header must be in one part.
+        let may_end = !self.first.is_empty() || self.tail.is_empty() || self.tail.len() >= FRAME_HEADER_BYTES;
         if is_part && may_end {
             self.end_tail();
             self.push_part(data);
             return;
         }
         self.tail.extend_from_slice(&data);
-        if self.tail.len() >= TAIL_BYTES {
+        if self.tail.len() >= TAIL_BYTES_MAX {
             self.end_tail();
         }
     }
@@ -116,7 +116,7 @@ impl Received {
 
     fn head(&self) -> Option<&[u8]> {
         let first = if self.first.is_empty() { &self.tail[..] } else { &self.first[..] };
-        first.get(..FRAME_HEAD_BYTES)
+        first.get(..FRAME_HEADER_BYTES)
     }
 
     fn joined(mut self) -> Bytes {
@@ -165,9 +165,9 @@ mod tests {
             let (mut received, mut rest) = (Received::default(), whole.clone());
             for size in sizes.iter().cycle() {
                 received.push(rest.split_to(rest.len().min(*size)));
-                let head = (received.len >= FRAME_HEAD_BYTES).then(|| &message[..FRAME_HEAD_BYTES]);
+                let head = (received.len >= FRAME_HEADER_BYTES).then(|| &message[..FRAME_HEADER_BYTES]);
                 assert_eq!(received.head(), head, "{name}");
-                assert!(received.more.len() * PART_BYTES <= received.len, "{name}: many short parts");
+                assert!(received.more.len() * PART_BYTES_MIN <= received.len, "{name}: many short parts");
                 if rest.is_empty() {
                     break;
                 }

@@ -1,7 +1,7 @@
-//! The text of a body, stored in the parts in which it arrives.
+//! The text of a request body, stored in blocks.
 //!
-//! Stored in blocks: a contiguous buffer would be copied each time it doubles, which takes milliseconds and up to twice
-//! the memory.
+//! A contiguous buffer would be copied each time its capacity doubles, which takes milliseconds and up to twice the
+//! memory.
 
 use bytes::{Bytes, BytesMut};
 
@@ -28,7 +28,7 @@ impl Text {
         self.last.extend_from_slice(data);
     }
 
-    /// Returns the whole text, which copies it if it has several blocks.
+    /// Returns the whole text. Copies it if it has several blocks.
     pub fn joined(mut self) -> Bytes {
         if self.full.is_empty() {
             return self.last.freeze();

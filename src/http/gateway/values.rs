@@ -1,7 +1,6 @@
-//! Splits concatenated JSON objects in data that may be cut at any byte.
+//! Splits concatenated JSON objects that arrive in chunks of any size.
 //!
-//! Each byte is scanned once, whatever the pieces: an object of 16 MiB in pieces of a few bytes costs as much as one in
-//! a single piece. The caller parses the JSON.
+//! Each byte is scanned once, so the cost does not depend on the sizes of the chunks. The caller parses the JSON.
 
 use bytes::{Buf as _, Bytes};
 use tonic::Status;
@@ -11,41 +10,42 @@ use super::{MESSAGE_BYTES_MAX, text::Text};
 /// The state of the scan.
 #[derive(Default)]
 pub struct Values {
-    /// The object that has begun.
+    /// The incomplete object.
     text: Text,
     /// Number of open braces and brackets.
     depth: usize,
-    string: Letters,
+    string: StringState,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum Letters {
+enum StringState {
     #[default]
     Outside,
-    InString,
+    Inside,
     Escaped,
 }
 
 impl Values {
-    /// Returns the bytes of the incomplete object.
+    /// Returns the length of the incomplete object in bytes.
     pub fn buffered_bytes(&self) -> usize {
         self.text.len()
     }
 
-    /// Removes the first object from `data` and returns it when it is complete; otherwise takes all data.
+    /// Removes the first object from `data` and returns it if it is complete; otherwise buffers all of `data` and
+    /// returns `None`.
     ///
     /// # Errors
     ///
-    /// If the object is too long, or the data is not an object.
+    /// If the object is longer than [`MESSAGE_BYTES_MAX`], or the data is not an object.
     pub fn next(&mut self, data: &mut Bytes) -> Result<Option<Text>, Status> {
         if self.depth == 0 {
-            let blank = data.iter().take_while(|letter| letter.is_ascii_whitespace()).count();
+            let blank = data.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
             data.advance(blank);
-            if data.first().is_some_and(|letter| *letter != b'{') {
-                return Err(Status::invalid_argument("a message must be a JSON object, which starts with {"));
+            if data.first().is_some_and(|byte| *byte != b'{') {
+                return Err(Status::invalid_argument("a message must be a JSON object"));
             }
         }
-        let last = data.iter().position(|letter| self.ends_with(*letter));
+        let last = data.iter().position(|byte| self.ends_with(*byte));
         self.text.push(&data.split_to(last.map_or(data.len(), |last| last + 1)));
         if self.buffered_bytes() > MESSAGE_BYTES_MAX {
             return Err(Status::invalid_argument("a message is too long"));
@@ -54,23 +54,23 @@ impl Values {
     }
 
     /// Returns whether the object ends with this byte.
-    fn ends_with(&mut self, letter: u8) -> bool {
-        self.string = match (self.string, letter) {
-            (Letters::Outside, b'"') | (Letters::Escaped, _) => Letters::InString,
-            (Letters::InString, b'"') => Letters::Outside,
-            (Letters::InString, b'\\') => Letters::Escaped,
-            (letters, _) => letters,
+    fn ends_with(&mut self, byte: u8) -> bool {
+        self.string = match (self.string, byte) {
+            (StringState::Outside, b'"') | (StringState::Escaped, _) => StringState::Inside,
+            (StringState::Inside, b'"') => StringState::Outside,
+            (StringState::Inside, b'\\') => StringState::Escaped,
+            (state, _) => state,
         };
-        match letter {
-            b'{' | b'[' if self.string == Letters::Outside => self.depth += 1,
-            b'}' | b']' if self.string == Letters::Outside => self.depth -= 1,
+        match byte {
+            b'{' | b'[' if self.string == StringState::Outside => self.depth += 1,
+            b'}' | b']' if self.string == StringState::Outside => self.depth -= 1,
             _ => {}
         }
         self.depth == 0
     }
 
-    /// Returns the error for data that ends within an object.
-    pub fn cut_off() -> Status {
+    /// Returns the error for a body that ends inside an object.
+    pub fn incomplete() -> Status {
         Status::invalid_argument("the last message is incomplete")
     }
 }
@@ -104,8 +104,8 @@ mod tests {
             let (found, sound) = read(&[head, tail]);
             assert!(sound && found == objects, "cut at {at}: {found:?}");
         }
-        let letters: Vec<&[u8]> = text.chunks(1).collect();
-        assert_eq!(read(&letters).0, objects);
+        let bytes: Vec<&[u8]> = text.chunks(1).collect();
+        assert_eq!(read(&bytes).0, objects);
     }
 
     #[test]

@@ -17,8 +17,8 @@ const HUFFMAN: [(u32, &[u8]); 8] = [
     (13, b"\0$@[]~"),
 ];
 
-/// Returns the range of the literal value of `:authority`, with its length, and its text. The block begins at `at` and ends
-/// with `bytes`. An empty value is not returned: it is too short to be replaced.
+/// Returns the range of the literal value of `:authority`, including its length, and its text. The block begins at `at`
+/// and ends at the end of `bytes`. Returns `None` for an empty value, which is too short to be replaced.
 pub(super) fn find_authority(bytes: &[u8], at: usize) -> Option<(Range<usize>, Vec<u8>)> {
     let mut block = Block { bytes, at };
     loop {
@@ -43,21 +43,21 @@ pub(super) fn find_authority(bytes: &[u8], at: usize) -> Option<(Range<usize>, V
         let start = block.at;
         let (is_huffman, text) = block.string()?;
         if is_authority {
-            // A text that cannot be decoded is no authority; neither is "/".
+            // A text that cannot be decoded is not a valid authority, and neither is "/".
             let text = if is_huffman { decoded(text).unwrap_or_else(|| vec![b'/']) } else { text.to_vec() };
             return (!text.is_empty()).then_some((start..block.at, text));
         }
     }
 }
 
-/// A header block that may be cut off.
+/// A header block that may be truncated.
 struct Block<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
 impl<'a> Block<'a> {
-    /// Reads an integer whose first byte has the given number of bits for it.
+    /// Reads an integer whose prefix in the first byte has the given number of bits.
     fn number(&mut self, bits: u32) -> Option<usize> {
         let max = (1 << bits) - 1;
         let mut number = usize::from(*self.bytes.get(self.at)?) & max;

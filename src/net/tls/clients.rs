@@ -1,4 +1,4 @@
-//! Verification of clients: by root, by revocation list, by name.
+//! Verification of client certificates: root certificates, revocation list, accepted names.
 
 use std::{path::Path, sync::Arc};
 
@@ -28,9 +28,9 @@ pub(super) fn verifier(settings: &TlsClients) -> Result<Arc<dyn ClientCertVerifi
     let provider = Arc::new(ring::default_provider());
     let mut builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
     if let Some(crl_file) = &settings.crl_file {
-        // As in etcd: certificates on the list are refused, and no others.
+        // As in etcd, only certificates on the list are refused, not those with an unknown status.
         builder = builder
-            .with_crls(revocations(crl_file)?)
+            .with_crls(revocation_lists(crl_file)?)
             .only_check_end_entity_revocation()
             .allow_unknown_revocation_status();
     }
@@ -45,11 +45,11 @@ pub(super) fn verifier(settings: &TlsClients) -> Result<Arc<dyn ClientCertVerifi
         ServerName::try_from(name.clone())
             .map_err(|_| format!("client-cert-allowed-hostname: {name:?} is not a valid name for a certificate"))
     });
-    Ok(Arc::new(Named { verifier, names: names.collect::<Result<_, _>>()? }))
+    Ok(Arc::new(NameVerifier { verifier, names: names.collect::<Result<_, _>>()? }))
 }
 
-fn revocations(file: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
-    let unreadable = |what: String| format!("client-crl-file {}: {what}", file.display());
+fn revocation_lists(file: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
+    let unreadable = |reason: String| format!("client-crl-file {}: {reason}", file.display());
     let bytes = std::fs::read(file).map_err(|error| unreadable(error.to_string()))?;
     let lists: Vec<_> = CertificateRevocationListDer::pem_slice_iter(&bytes)
         .collect::<Result<_, pem::Error>>()
@@ -57,7 +57,7 @@ fn revocations(file: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>
     if !lists.is_empty() {
         return Ok(lists);
     }
-    // Otherwise DER, which is parsed when it is used.
+    // The file is then DER, which is parsed by the verifier.
     if bytes.first() == Some(&0x30) {
         return Ok(vec![CertificateRevocationListDer::from(bytes)]);
     }
@@ -66,12 +66,12 @@ fn revocations(file: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>
 
 /// Accepts clients whose certificate contains one of the names.
 #[derive(Debug)]
-struct Named {
+struct NameVerifier {
     verifier: Arc<dyn ClientCertVerifier>,
     names: Vec<ServerName<'static>>,
 }
 
-impl ClientCertVerifier for Named {
+impl ClientCertVerifier for NameVerifier {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.verifier.root_hint_subjects()
     }

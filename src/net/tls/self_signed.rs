@@ -11,8 +11,8 @@ use crate::config::SelfSigned;
 use orlop_core::private;
 
 const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);
-/// Start of the validity before now, for machines whose clocks differ.
-const EARLIER: Duration = Duration::from_secs(60 * 60);
+/// The validity starts this long before now, for clients whose clocks are behind.
+const CLOCK_SKEW_MAX: Duration = Duration::from_secs(60 * 60);
 
 /// Creates the certificate and its key, unless they exist and the certificate is still valid.
 ///
@@ -25,9 +25,9 @@ pub(super) fn ensure(wanted: &SelfSigned, cert_file: &Path, key_file: &Path) -> 
     if usable {
         return Ok(());
     }
-    let made = make(wanted).map_err(|error| format!("auto-tls: cannot generate a certificate: {error}"))?;
-    for (file, text) in [(key_file, &made.key), (cert_file, &made.cert)] {
-        write(file, text).map_err(|error| format!("auto-tls: cannot write {}: {error}", file.display()))?;
+    let pem = generate(wanted).map_err(|error| format!("auto-tls: cannot generate a certificate: {error}"))?;
+    for (file, text) in [(key_file, &pem.key), (cert_file, &pem.cert)] {
+        write_private(file, text).map_err(|error| format!("auto-tls: cannot write {}: {error}", file.display()))?;
     }
     info!(cert_file = %cert_file.display(), hosts = ?wanted.hosts, "generated a certificate");
     Ok(())
@@ -38,20 +38,20 @@ struct Pem {
     key: String,
 }
 
-fn make(wanted: &SelfSigned) -> Result<Pem, rcgen::Error> {
+fn generate(wanted: &SelfSigned) -> Result<Pem, rcgen::Error> {
     let mut params = CertificateParams::new(wanted.hosts.clone())?;
     params.distinguished_name.push(DnType::OrganizationName, "orlop");
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
     let now = ASN1Time::now().to_datetime();
-    params.not_before = now - EARLIER;
+    params.not_before = now - CLOCK_SKEW_MAX;
     params.not_after = now + YEAR * wanted.validity_years;
     let key = KeyPair::generate()?;
     Ok(Pem { cert: params.self_signed(&key)?.pem(), key: key.serialize_pem() })
 }
 
-/// Readable by the server's user only.
-fn write(file: &Path, text: &str) -> std::io::Result<()> {
+/// Writes a file that only the server's user can read.
+fn write_private(file: &Path, text: &str) -> std::io::Result<()> {
     if let Some(folder) = file.parent() {
         private::make_folder(folder)?;
     }

@@ -1,9 +1,9 @@
 //! Compare-and-append: one call of a database function per batch of any size.
 //!
-//! An instance that loses the race reads the missing rows and retries, and might lose again each time when others are
-//! busy. So a loser first takes the lock that every append takes: it opens a transaction that holds this lock from
-//! before it reads until it has appended. Postgres grants the lock in request order, and closes a connection that holds
-//! it idle for 2 s.
+//! An append fails if another instance has appended first. The instance then reads the missing rows and retries. Under
+//! load every retry could fail, so before the retry it takes the lock that every append takes: it opens a transaction
+//! that holds this lock until the append is complete. Postgres grants the lock in request order, and closes a
+//! connection that holds it and is idle for 2 s.
 
 use sqlx::{Connection as _, PgConnection};
 use tokio::sync::Mutex;
@@ -20,14 +20,14 @@ const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $1
 const ALARM: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
 const PURGE: &str = "SELECT orlop_purge($1, $2, $3, $4, $5)";
 
-/// Number of rows above which a call's buffers are freed. Only a delete of many keys has more; its statement takes
-/// hundreds of megabytes, which the connection would keep.
+/// Number of rows above which the buffers of the connection are freed after a call. Only a delete of many keys has more
+/// rows. Its statement takes hundreds of megabytes, which the connection would otherwise keep allocated.
 const BUFFERED_ROWS_MAX: usize = 4_096;
 
 /// The connection for appends.
 pub(super) struct Appender {
     state: Mutex<State>,
-    /// Identifies this start of this instance, which ignores notifications of its own appends.
+    /// Identifies this start of the instance, so that it ignores the notifications of its own appends.
     run: i64,
 }
 
@@ -67,28 +67,32 @@ impl Appender {
         Ok(())
     }
 
-    /// The connection is closed if anything fails or the future is dropped.
+    /// Appends a batch, or only releases the lock if the batch is empty.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped or fails, the connection is closed.
     pub(super) async fn append(&self, database: &Database, append: Append<'_>) -> Result<Appended> {
         let mut state = self.state.lock().await;
         let mut connection = state.take_connection(database).await?;
         let is_locked = std::mem::take(&mut state.is_locked);
         let appended = if append.is_empty() {
-            // Nothing to do except to release the lock.
+            // Only the lock is released.
             Appended::Done
         } else {
             match with_timeout(call(&mut connection, append, self.run)).await {
                 Ok(true) => Appended::Done,
                 Ok(false) => Appended::Conflict,
-                // Nothing is written without the commit.
+                // Without a commit nothing was written.
                 Err(error) if is_locked => return Err(database.refusal(&error)),
-                Err(error) => return Err(outcome(database, &error)),
+                Err(error) => return Err(append_error(database, &error)),
             }
         };
         if is_locked {
             let end = if appended == Appended::Done && !append.is_empty() { "COMMIT" } else { "ROLLBACK" };
             with_timeout(sqlx::raw_sql(end).execute(&mut connection))
                 .await
-                .map_err(|error| outcome(database, &error))?;
+                .map_err(|error| append_error(database, &error))?;
         }
         if append.changes.len() > BUFFERED_ROWS_MAX {
             connection.shrink_buffers();
@@ -101,14 +105,14 @@ impl Appender {
         if let Some(connection) = self.state.lock().await.connection.take()
             && let Err(error) = with_timeout(connection.close()).await
         {
-            debug!(%error, "closing the connection that appends failed");
+            debug!(%error, "cannot close the connection for appends");
         }
     }
 }
 
-/// Maps an error of an append. An error of a statement ends its transaction. An error that ends the connection, or an
-/// unknown outcome, proves nothing.
-fn outcome(database: &Database, error: &sqlx::Error) -> Error {
+/// Maps an error of an append. If the statement failed, its transaction was rolled back. After an error that closes the
+/// connection, the outcome is unknown.
+fn append_error(database: &Database, error: &sqlx::Error) -> Error {
     const NOTHING_WRITTEN: [&str; 9] = ["22", "23", "25", "42", "53", "54", "55", "58", "P0"];
     let refused = sqlstate(error).is_some_and(|code| {
         NOTHING_WRITTEN.iter().any(|class| code.starts_with(class))
@@ -117,7 +121,7 @@ fn outcome(database: &Database, error: &sqlx::Error) -> Error {
     if refused { database.refusal(error) } else { Error::OutcomeUnknown(error.to_string()) }
 }
 
-/// Rows as arrays of columns.
+/// Rows as one array per column.
 #[derive(Default)]
 pub(super) struct Columns<'a> {
     keys: Vec<&'a [u8]>,
@@ -194,10 +198,10 @@ async fn call(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sq
         .await
 }
 
-/// Changes of leases, combined. The function deletes before it inserts.
+/// The lease changes of a batch, combined per kind. `orlop_append` deletes leases before it inserts leases.
 #[derive(Default)]
 struct Leases {
-    /// IDs and TTLs.
+    /// IDs and TTLs in seconds.
     grants: Vec<(i64, i64)>,
     revokes: Vec<i64>,
     expires: Vec<i64>,
@@ -210,19 +214,19 @@ impl Leases {
             match *change {
                 LeaseChange::Grant { id, ttl_secs } => all.grants.push((id.0, ttl_secs)),
                 LeaseChange::Revoke { id } => {
-                    all.forget_grant(id);
+                    all.remove_grant(id);
                     all.revokes.push(id.0);
                 }
                 // A lease granted by the same append is not in the table and cannot have expired.
-                LeaseChange::Expire { id } if all.forget_grant(id) => all.revokes.push(id.0),
+                LeaseChange::Expire { id } if all.remove_grant(id) => all.revokes.push(id.0),
                 LeaseChange::Expire { id } => all.expires.push(id.0),
             }
         }
         all
     }
 
-    /// Whether there was an expiry.
-    fn forget_grant(&mut self, id: LeaseId) -> bool {
+    /// Removes the grant of a lease. Returns whether there was one.
+    fn remove_grant(&mut self, id: LeaseId) -> bool {
         let before = self.grants.len();
         self.grants.retain(|(granted, _)| *granted != id.0);
         self.grants.len() < before
@@ -231,7 +235,7 @@ impl Leases {
 
 pub(super) type RowsQuery<'q, O> = sqlx::query::QueryScalar<'q, sqlx::Postgres, O, sqlx::postgres::PgArguments>;
 
-/// Binds seven arrays.
+/// Binds the seven arrays of [`Columns`].
 pub(super) fn bind<'q, O>(query: RowsQuery<'q, O>, columns: Columns<'q>) -> RowsQuery<'q, O> {
     query
         .bind(columns.keys)
@@ -243,7 +247,8 @@ pub(super) fn bind<'q, O>(query: RowsQuery<'q, O>, columns: Columns<'q>) -> Rows
         .bind(columns.deletes)
 }
 
-/// Returns false if nothing was deleted, because another server answers or one without this compaction.
+/// Deletes compacted rows. Returns false, without deleting, if the connection leads to another server or to one that
+/// does not have this compaction.
 pub(super) async fn purge(
     connection: &mut PgConnection,
     server: i64,

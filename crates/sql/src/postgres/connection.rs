@@ -1,4 +1,4 @@
-//! Connections: how they are opened and set up, when they are closed, and the texts of their errors.
+//! Connections: opening, session settings, timeouts, retries and error texts.
 
 use std::{future::Future, str::FromStr as _, time::Duration};
 
@@ -18,24 +18,25 @@ use crate::migrations;
 use crate::rows::{cannot_migrate, connections};
 use orlop_core::log::{Connections, Error, Result};
 
-/// Timeout of opening a connection.
+/// Maximum time to open a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time that a start waits for a server that is not running yet.
+/// Maximum time for which the start waits for a Postgres server that is not running yet.
 const FIRST_CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
-/// Client-side timeout of a statement, for a server that does not enforce its own ([`SESSION_SETTINGS`]).
+/// Client-side timeout of a statement, for a server that does not respond. It is longer than the timeout that the
+/// server enforces ([`SESSION_SETTINGS`]).
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(12);
-/// Maximum time in which reads are retried on another connection after theirs broke.
+/// Maximum time for which a read is retried on another connection after its connection failed.
 const READ_RETRY_MAX: Duration = Duration::from_secs(2);
-const PAUSE_MIN: Duration = Duration::from_millis(50);
-const PAUSE_MAX: Duration = Duration::from_secs(1);
+const RETRY_PAUSE_MIN: Duration = Duration::from_millis(50);
+const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// The first statement on every connection.
 ///
-/// A role's `synchronous_commit = off` is overridden, because an acknowledged write must be durable; stricter settings
-/// stay. The idle limit closes a connection that holds the append lock (see [`super::append`]) while its instance is
-/// paused. A standby is refused, because its data is out of date.
+/// It overrides `synchronous_commit = off` of a role, because an acknowledged write must be durable; stricter settings
+/// remain. The idle timeout closes a connection that holds the append lock (see [`super::append`]) while its instance
+/// is paused. A standby is rejected, because its data may be out of date.
 const SESSION_SETTINGS: &str = "\
-    DO $$ BEGIN IF pg_is_in_recovery() THEN RAISE 'the server is a standby, which takes no writes' \
+    DO $$ BEGIN IF pg_is_in_recovery() THEN RAISE 'the server is a standby, which does not accept writes' \
     USING ERRCODE = '25006'; END IF; END $$; \
     SET default_transaction_isolation = 'read committed'; \
     SET statement_timeout = '10s'; \
@@ -49,30 +50,30 @@ const SESSION_SETTINGS: &str = "\
 pub(super) struct Database {
     options: PgConnectOptions,
     pool: PgPool,
-    /// Host, port and database for messages, never the password.
+    /// Database, host and port for messages, without the password.
     name: String,
 }
 
 impl Database {
     pub(super) fn new(endpoint: &str, connections_max: u32) -> Result<Self> {
-        if is_cut_by_its_password(endpoint) {
+        if has_unescaped_password(endpoint) {
             return Err(Error::Open(
-                "datastore-endpoint has an @ after its host: special characters must be \
+                "datastore-endpoint contains an @ after the host: special characters must be \
                  percent-encoded in the password (/ is %2F, ? is %3F, # is %23, @ is %40)"
                     .to_owned(),
             ));
         }
         let options = PgConnectOptions::from_str(endpoint)
-            // The error's text may contain a part of the address, but not the password, which is parsed last and may be
-            // any text.
+            // The error text may contain a part of the address, but not the password: any password is valid, so its
+            // parsing never fails.
             .map_err(|error| Error::Open(format!("datastore-endpoint is not a Postgres URL: {error}")))?
             .application_name("orlop")
             .disable_statement_logging();
-        let place = match options.get_socket() {
+        let address = match options.get_socket() {
             Some(socket) => socket.display().to_string(),
             None => format!("{}:{}", options.get_host(), options.get_port()),
         };
-        let name = format!("{} at {place}", options.get_database().unwrap_or_else(|| options.get_username()));
+        let name = format!("{} at {address}", options.get_database().unwrap_or_else(|| options.get_username()));
         let pool = PgPoolOptions::new()
             .max_connections(connections_max)
             .acquire_timeout(READ_RETRY_MAX)
@@ -84,7 +85,7 @@ impl Database {
         Ok(Self { options, pool, name })
     }
 
-    /// Returns the name for messages.
+    /// Returns the name of the database for messages.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
@@ -107,8 +108,8 @@ impl Database {
         if is_full { Error::Full(format!("{}: {error}", self.name)) } else { self.unavailable(error) }
     }
 
-    pub(super) fn open_error(&self, what: &str, error: &sqlx::Error) -> Error {
-        Error::Open(format!("cannot {what} database {}: {error}", self.name))
+    pub(super) fn open_error(&self, action: &str, error: &sqlx::Error) -> Error {
+        Error::Open(format!("cannot {action} database {}: {error}", self.name))
     }
 
     /// Opens a separate connection and sets it up.
@@ -121,20 +122,20 @@ impl Database {
         timeout(CONNECT_TIMEOUT, connecting).await.unwrap_or_else(|_| Err(timed_out(CONNECT_TIMEOUT)))
     }
 
-    /// Opens the first connection of a start, and waits for a database that is starting.
+    /// Opens the first connection at the start. Retries while the database is starting.
     pub(super) async fn connect_first(&self) -> Result<PgConnection> {
         let deadline = Instant::now() + FIRST_CONNECT_TIMEOUT;
-        let mut pause = PAUSE_MIN;
+        let mut pause = RETRY_PAUSE_MIN;
         let mut connection = loop {
             match self.connect().await {
                 Ok(connection) => break connection,
                 Err(error) if is_refusal(&error) || Instant::now() + pause > deadline => {
                     return Err(self.open_error("connect to", &error));
                 }
-                Err(error) => warn!(%error, database = self.name, "cannot connect yet; trying again"),
+                Err(error) => warn!(%error, database = self.name, "cannot connect yet; retrying"),
             }
             sleep(pause).await;
-            pause = (pause * 2).min(PAUSE_MAX);
+            pause = (pause * 2).min(RETRY_PAUSE_MAX);
         };
         let row = sqlx::query("SELECT current_setting('fsync')::bool, current_schema()::text")
             .fetch_one(&mut connection)
@@ -165,8 +166,8 @@ impl Database {
             } else {
                 None
             };
-            let lacks_right = refusal.as_deref() == Some("42501");
-            let hint = if lacks_right {
+            let lacks_permission = refusal.as_deref() == Some("42501");
+            let hint = if lacks_permission {
                 format!(
                     "; the role {0} must be able to create tables and functions in its schema: create a schema for it \
                      (CREATE SCHEMA AUTHORIZATION {0}) or GRANT USAGE, CREATE ON SCHEMA ... TO {0}",
@@ -179,7 +180,7 @@ impl Database {
         })
     }
 
-    /// For [`read`].
+    /// Starts the attempts of one query, for [`read`].
     pub(super) fn attempts(&self) -> Attempts<'_> {
         Attempts { database: self, deadline: Instant::now() + READ_RETRY_MAX }
     }
@@ -190,9 +191,9 @@ impl Database {
     }
 }
 
-/// Returns whether an unescaped character ends the password early, so that its rest would count as part of the address,
-/// which is printed.
-fn is_cut_by_its_password(endpoint: &str) -> bool {
+/// Returns whether the password contains an unescaped character that ends the host part of the URL. The parser would
+/// then treat the rest of the password as part of the address, which is logged.
+fn has_unescaped_password(endpoint: &str) -> bool {
     let address = endpoint.split_once("://").map_or(endpoint, |(_, address)| address);
     let (host, rest) = address.split_at(address.find(['/', '?', '#']).unwrap_or(address.len()));
     // The value of a parameter may contain an @.
@@ -218,8 +219,8 @@ pub(super) fn sqlstate(error: &sqlx::Error) -> Option<String> {
     error.as_database_error()?.code().map(std::borrow::Cow::into_owned)
 }
 
-/// Runs a query that may run twice on a connection of the pool, and retries on another connection if that one broke.
-/// Evaluates to a [`Result`]. A macro, because a closure could not borrow both the connection and its surroundings.
+/// Runs an idempotent query on a connection of the pool, and retries on another connection if that one fails. Evaluates
+/// to a [`Result`]. It is a macro, because a closure cannot borrow both the connection and the caller's variables.
 macro_rules! read {
     ($database:expr, $connection:ident => $query:expr) => {{
         let attempts = $database.attempts();
@@ -266,12 +267,12 @@ impl Attempts<'_> {
     }
 }
 
-/// A connection for one purpose, opened on first use and again after it broke.
+/// A connection for one purpose. It is opened at the first use, and again after it failed.
 #[derive(Default)]
 pub(super) struct Dedicated(Mutex<Option<PgConnection>>);
 
-/// Exclusive use of a dedicated connection. It is closed unless [`InUse::keep`] is called, so that a failed or
-/// cancelled use leaves nothing behind for the next.
+/// Exclusive use of a dedicated connection. When dropped, it closes the connection unless [`InUse::keep`] was called,
+/// so that the next use does not receive a connection in an unknown state.
 pub(super) struct InUse<'a> {
     slot: MutexGuard<'a, Option<PgConnection>>,
     pub(super) connection: PgConnection,
@@ -301,11 +302,11 @@ impl InUse<'_> {
     }
 }
 
-/// Applies the client-side timeout.
+/// Runs `work` with the client-side timeout.
 pub(super) async fn with_timeout<T>(work: impl Future<Output = sqlx::Result<T>>) -> sqlx::Result<T> {
     timeout(STATEMENT_TIMEOUT, work).await.unwrap_or_else(|_| Err(timed_out(STATEMENT_TIMEOUT)))
 }
 
 fn timed_out(after: Duration) -> sqlx::Error {
-    sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, format!("no answer within {after:?}")))
+    sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, format!("no response within {after:?}")))
 }

@@ -11,7 +11,7 @@ use super::{
 use crate::rows::{REPLAY_ROWS, corrupt, merge, stored_row};
 use orlop_core::log::{Depth, Error, Facts, Inspect, Result, StoredLease, StoredMember, StoredRow, Table};
 
-/// Values stored out of line are read on the server, which detects unreadable ones, and are not transferred.
+/// The server reads the values stored out of line, so that damaged ones are detected, but does not transfer them.
 macro_rules! rows_sql {
     ($sub:literal, $from:literal) => {
         concat!(
@@ -37,7 +37,7 @@ impl Inspect for PostgresView {
         self.database.name()
     }
 
-    /// Postgres verifies its pages when it reads them; without an extension there is no further check.
+    /// Returns no inconsistencies: Postgres verifies pages when it reads them, and further checks require an extension.
     async fn integrity(&self, _: Depth, _: usize) -> Result<Vec<String>> {
         Ok(Vec::new())
     }
@@ -92,7 +92,7 @@ async fn facts(connection: &mut PgConnection) -> sqlx::Result<Facts> {
     })
 }
 
-/// Distinguishes a damaged table from one that cannot be read at the moment.
+/// Maps an error of a read: a damaged table is corrupt, any other error means unavailable.
 fn unreadable(database: &Database, error: sqlx::Error) -> Error {
     const DATA_CORRUPTED: &str = "XX001";
     const INDEX_CORRUPTED: &str = "XX002";

@@ -1,5 +1,5 @@
-//! Receives notifications of other instances' appends through LISTEN. Polling finds appends whose notification was
-//! lost, so a lost notification costs time and no event.
+//! Receives notifications of other instances' appends through LISTEN. If a notification is lost, polling finds the
+//! append later, so no event is lost.
 
 use std::time::Duration;
 
@@ -58,13 +58,13 @@ async fn run(database: Database, channel: String, sender: watch::Sender<Revision
     loop {
         match listen(&database, &channel, &sender).await {
             Ok(()) => info!("listening for appends again"),
-            Err(error) => debug!(%error, "not listening; polling the log"),
+            Err(error) => debug!(%error, "LISTEN failed; polling the log"),
         }
         sleep(RETRY_PAUSE).await;
     }
 }
 
-/// Returns when the connection breaks.
+/// Listens until the connection fails.
 async fn listen(database: &Database, channel: &str, sender: &watch::Sender<Revision>) -> sqlx::Result<()> {
     let pool = PgPoolOptions::new().max_connections(1).max_lifetime(None).idle_timeout(None);
     let pool = pool.acquire_timeout(Duration::from_secs(5)).connect_lazy_with(database.options());

@@ -12,7 +12,7 @@ use orlop_core::{
     types::Change,
 };
 
-/// One transaction without time limits; other instances' appends wait for it.
+/// One transaction without timeouts. Appends of other instances wait for it.
 const BEGIN: &str = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT orlop_lock()";
 const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
@@ -26,17 +26,17 @@ const ADD_MORE: &str = "WITH added AS (INSERT INTO kv_log_more \
     SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8, $9) RETURNING 1) SELECT count(*) FROM added";
 const ADD_LEASES: &str = "INSERT INTO lease (id, ttl, deadline) \
     SELECT id, ttl, clock_timestamp() + make_interval(secs => ttl) FROM unnest($1, $2) AS l (id, ttl)";
-/// From now on, rows below the compact revision may be missing.
+/// Marks the rows below the compact revision as possibly missing.
 const ADD_COMPACTION: &str = "INSERT INTO meta AS m (name, value) VALUES ('compact_revision', $1), ('purged_revision', $1) \
     ON CONFLICT (name) DO UPDATE SET value = excluded.value";
-/// The time to live of leases is counted from now.
+/// Gives the database a new cluster ID and the next epoch, removes alarms, and restarts the TTL of leases.
 const NEW_CLUSTER: &str = "DELETE FROM meta WHERE name LIKE 'alarm/%'; \
     UPDATE meta SET value = value + 1 WHERE name = 'epoch'; \
     UPDATE meta SET value = (extract(epoch FROM clock_timestamp()) * 1000000)::bigint WHERE name = 'last_beat'; \
     UPDATE meta SET value = ('x' || substr(md5(random()::text || clock_timestamp()::text), 1, 15))::bit(60)::bigint \
     WHERE name = 'cluster_id'";
 
-/// One transaction that holds the append lock. The database gets a new cluster id.
+/// Fills a database in one transaction that holds the append lock. The database gets a new cluster ID.
 pub struct PostgresLoader {
     database: Database,
     connection: PgConnection,
@@ -47,7 +47,7 @@ impl PostgresLoader {
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if the database cannot be reached, holds anything, or is served by an instance.
+    /// [`Error::Open`] if the database cannot be reached, contains rows or leases, or an instance is using it.
     pub async fn open(endpoint: &str) -> Result<Self> {
         let database = Database::new(endpoint, 1)?;
         let mut connection = database.connect_first().await?;

@@ -12,7 +12,7 @@ use orlop_core::{
     types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
 
-/// Cost of a row in addition to its bytes, see [`rows::consume_budget_for`].
+/// Budget units of a row in addition to those of its bytes, see [`rows::consume_budget_for`].
 const ROW_UNITS: usize = 4;
 
 /// Implements [`orlop_core::log::History::meta`], except for the member.
@@ -78,7 +78,7 @@ pub(super) async fn values(
                     Ok(pair) => pair,
                     Err(error) => return Ok(Err(error)),
                 };
-                // All rows may have been received already, so the stream never waits: yields to other tasks.
+                // The stream does not wait if all rows have already been received, so this yields to other tasks.
                 rows::consume_budget_for(ROW_UNITS, pair.1.len()).await;
                 found.push(pair);
             }
@@ -87,7 +87,7 @@ pub(super) async fn values(
     Ok(Ok(found))
 }
 
-/// Columns 0 and 1 describe the whole page: the revision up to which rows may be missing, and whether the other table
+/// Columns 0 and 1 describe the whole page: the revision up to which rows may be missing, and whether the second table
 /// has rows of these revisions. If no row matches, one row with only these columns is returned. Rows beyond the byte
 /// limit stay on the server, which knows the lengths without reading the values.
 macro_rules! first_sql {
@@ -142,7 +142,7 @@ pub(super) async fn changes(
 ) -> sqlx::Result<Result<Page>> {
     let to = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
     let range = SqlRange::of(range);
-    let mut about = About::default();
+    let mut info = PageInfo::default();
     let mut first = Vec::new();
     let sql = match prev {
         WithPrev::No => first_sql!("", ""),
@@ -159,13 +159,13 @@ pub(super) async fn changes(
             .bind(PAGE_BYTES_MAX as i64)
             .fetch(&mut *connection);
         while let Some(row) = rows.try_next().await? {
-            if let Err(error) = about.take(&row, prev, &mut first) {
+            if let Err(error) = info.take(&row, prev, &mut first) {
                 return Ok(Err(error));
             }
         }
     }
     let mut page = PageBuilder::new(first, to);
-    if about.has_more {
+    if info.has_more {
         let mut more = Vec::new();
         let sql = match prev {
             WithPrev::No => more_sql!("", ""),
@@ -180,10 +180,10 @@ pub(super) async fn changes(
             .fetch(&mut *connection);
         let (mut revisions, mut last) = (0, None);
         while let Some(row) = rows.try_next().await? {
-            if let Err(error) = about.take(&row, prev, &mut more) {
+            if let Err(error) = info.take(&row, prev, &mut more) {
                 return Ok(Err(error));
             }
-            // As in the first table, one revision beyond the page shows that there are more.
+            // As in the first table, a revision beyond the page shows that the page is not the last one.
             let revision = more.last().map(|(columns, _): &PageRow| columns.row.revision);
             if revision != last {
                 last = revision;
@@ -195,22 +195,22 @@ pub(super) async fn changes(
         }
         page.add_more(more);
     }
-    Ok(Ok(page.finish(Some(about.purged))))
+    Ok(Ok(page.finish(Some(info.purged))))
 }
 
 /// The columns that describe the whole page.
-struct About {
+struct PageInfo {
     purged: Revision,
     has_more: bool,
 }
 
-impl Default for About {
+impl Default for PageInfo {
     fn default() -> Self {
         Self { purged: Revision(0), has_more: false }
     }
 }
 
-impl About {
+impl PageInfo {
     fn take(&mut self, row: &sqlx::postgres::PgRow, prev: WithPrev, rows: &mut Vec<PageRow>) -> Result<()> {
         self.purged = self.purged.max(Revision(row.int(0)?));
         self.has_more |= row.int(1)? != 0;

@@ -1,4 +1,4 @@
-//! Disk usage of the tables, and how it is reduced.
+//! Disk usage of the tables, and VACUUM.
 
 use sqlx::{Connection as _, PgConnection};
 
@@ -7,8 +7,8 @@ use orlop_core::log::Result;
 
 const TOTAL: &str = "SELECT pg_total_relation_size('kv_log') + pg_total_relation_size('kv_log_more') \
     + pg_total_relation_size('lease') + pg_total_relation_size('meta')";
-/// Each row with its header, its numbers and its line pointer; values at their stored size, without reading those
-/// stored out of line. Indexes count in full. Postgres reports free space in pages only through an extension.
+/// Sums the stored size of each row: key, value, number columns, header and line pointer. Values stored out of line are
+/// not read. Indexes are counted completely. Postgres reports the free space in pages only through an extension.
 const IN_USE: &str = "SELECT coalesce(sum(bytes), 0)::bigint + pg_indexes_size('kv_log') + pg_indexes_size('kv_log_more') \
     + pg_total_relation_size('lease') + pg_total_relation_size('meta') \
     FROM (SELECT pg_column_size(key) + coalesce(pg_column_size(value), 0) + 76 AS bytes FROM kv_log \
@@ -18,7 +18,7 @@ pub(super) async fn total(connection: &mut PgConnection) -> sqlx::Result<i64> {
     sqlx::query_scalar(TOTAL).fetch_one(connection).await
 }
 
-/// Reads the tables except for values stored out of line.
+/// Returns the bytes in use. Reads the tables, except values stored out of line.
 pub(super) async fn in_use(connection: &mut PgConnection) -> sqlx::Result<i64> {
     sqlx::query_scalar(IN_USE).fetch_one(connection).await
 }

@@ -15,11 +15,11 @@ use orlop_core::{
     types::{KeyRange, Revision},
 };
 
-/// The snapshot is taken at the first read. The server closes a connection that is idle in it for longer than this.
+/// The first read takes the snapshot. The server closes the connection if it is idle for longer than the timeout.
 const BEGIN: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT 1 FROM meta";
 
-/// A connection with a read-only transaction.
+/// A connection with a read-only transaction, and so a fixed snapshot of the database.
 pub struct PostgresView {
     pub(super) connection: Mutex<PgConnection>,
     pub(super) database: Database,
@@ -27,11 +27,11 @@ pub struct PostgresView {
 }
 
 impl PostgresView {
-    /// Opens the current state of a database, which instances may be serving. Writes nothing to it.
+    /// Opens a snapshot of the current state of a database. Instances may be using it. Writes nothing.
     ///
     /// # Errors
     ///
-    /// [`Error::Open`], naming the database, if it cannot be reached or holds no log of this version.
+    /// [`Error::Open`] with the name of the database, if it cannot be reached or contains no log of this version.
     pub async fn of_database(endpoint: &str) -> Result<Self> {
         let database = Database::new(endpoint, 1)?;
         let mut connection = database.connect_first().await?;

@@ -12,8 +12,8 @@ use orlop_core::{
 /// Maximum number of rows in one statement; larger batches use several statements in one transaction.
 const STATEMENT_ROWS_MAX: usize = 512;
 
-/// Statements for 1, 2, 4, ... rows: few enough to stay prepared. A batch uses the next larger one; its unused rows are
-/// NULL and not inserted.
+/// Statements for 1, 2, 4, ... rows. There are few, so all stay prepared. A batch uses the smallest statement that is
+/// large enough; the unused rows are NULL and are not inserted.
 static FIRST: LazyLock<Vec<String>> = LazyLock::new(|| statements(first_sql));
 static MORE: LazyLock<Vec<String>> = LazyLock::new(|| statements(more_sql));
 
@@ -21,7 +21,7 @@ fn statements(sql: fn(usize) -> String) -> Vec<String> {
     (0..=STATEMENT_ROWS_MAX.ilog2()).map(|power| sql(1 << power)).collect()
 }
 
-/// Inserts nothing unless the head is the expected one, which is bound last.
+/// Returns a statement that inserts rows if the head is the expected one, which is the last parameter.
 fn first_sql(rows: usize) -> String {
     let values = vec!["(?,?,?,?,?,?,?,?)"; rows].join(",");
     format!(
@@ -70,7 +70,8 @@ async fn append_all(
             LeaseChange::Grant { id, ttl_secs } => {
                 sqlx::query("INSERT INTO lease (id, ttl) VALUES (?, ?)").bind(id.0).bind(ttl_secs)
             }
-            // Deadlines belong to this process: the writer has checked the clock.
+            // Only this process has the deadlines, so the store's writer has already checked that the lease has
+            // expired.
             LeaseChange::Revoke { id } | LeaseChange::Expire { id } => {
                 sqlx::query("DELETE FROM lease WHERE id = ?").bind(id.0)
             }
@@ -99,7 +100,7 @@ async fn append_all(
     Ok(Appended::Done)
 }
 
-/// Inserts rows into both tables within a transaction, if the newest row is `newest`.
+/// Inserts rows into both tables inside a transaction, if the head is `newest`.
 pub(super) async fn insert(
     writer: &mut SqliteConnection,
     first: &[&Change],
@@ -142,7 +143,7 @@ async fn insert_first(writer: &mut SqliteConnection, rows: &[&Change], expected:
 
 type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
 
-/// Returns the statement for this many rows, and its number of unused rows.
+/// Returns the statement for a number of rows, and the number of its unused rows.
 fn statement(statements: &'static [String], rows: usize) -> (SqliteQuery, usize) {
     let size = rows.next_power_of_two();
     (sqlx::query(&*statements[size.ilog2() as usize]), size - rows)

@@ -1,9 +1,9 @@
-//! Copies the WAL into the database file, concurrently with writes.
+//! Checkpoints: copies the WAL into the database file, concurrently with writes.
 //!
-//! A passive checkpoint copies committed pages and blocks no one. SQLite restarts the WAL when a write finds all of it
-//! copied; under continuous load a checkpoint never quite catches up. That does not matter while the WAL is short.
-//! Beyond [`WAL_PAGES_MAX`] one more passive checkpoint, of the few pages written during the previous one, runs while
-//! the writer is blocked.
+//! A passive checkpoint copies committed pages without blocking writes. SQLite restarts the WAL at the first write
+//! after all of it was copied. Under continuous load, a passive checkpoint never copies the last pages, so the WAL
+//! grows. When it is longer than [`WAL_PAGES_MAX`], another passive checkpoint runs while writes are blocked. It copies
+//! only the pages that were written during the previous checkpoint.
 
 use std::{
     sync::{
@@ -28,14 +28,14 @@ use orlop_core::{
 
 /// Approximate number of bytes written to the WAL between two checkpoints.
 const CHECKPOINT_BYTES: usize = 8 << 20;
-/// Approximate bytes of a row in the WAL in addition to key and value; purged rows count as much.
+/// Approximate bytes of a row in the WAL in addition to key and value. A purged row counts as this number of bytes.
 const ROW_BYTES: usize = 64;
-/// Approximate bytes of a commit in the WAL in addition to its rows: it writes whole pages, of which the first and the last
-/// existed before.
+/// Approximate bytes of a commit in the WAL in addition to its rows. A commit writes whole pages, and rewrites the
+/// first and the last page that it changes.
 const COMMIT_BYTES: usize = 8 << 10;
-/// A longer WAL is checkpointed to its end while the writer is blocked (32 MiB of 4 KiB pages).
+/// Length of the WAL above which a checkpoint runs while writes are blocked, in pages of 4 KiB (32 MiB).
 const WAL_PAGES_MAX: i64 = 8_192;
-/// Interval of checkpoints of a WAL that grows slowly.
+/// Maximum time between two checkpoints if the WAL grows slowly.
 const IDLE_INTERVAL: Duration = Duration::from_secs(5);
 
 pub(super) struct Checkpointer {
@@ -100,12 +100,12 @@ async fn run(mut connection: SqliteConnection, writer: Arc<Writer>, shared: Arc<
         if shared.pending_bytes.swap(0, Ordering::Relaxed) > 0
             && let Err(error) = checkpoint(&mut connection, &writer).await
         {
-            warn!(%error, "checkpoint failed; trying again");
+            warn!(%error, "checkpoint failed; retrying");
             shared.pending_bytes.fetch_add(1, Ordering::Relaxed);
         }
     }
     if let Err(error) = connection.close().await {
-        warn!(%error, "closing the checkpoint connection failed");
+        warn!(%error, "cannot close the connection for checkpoints");
     }
 }
 
@@ -113,15 +113,15 @@ async fn checkpoint(connection: &mut SqliteConnection, writer: &Writer) -> sqlx:
     if passive(connection).await? <= WAL_PAGES_MAX {
         return Ok(());
     }
-    // Once more without blocking the writer, so that little is left for the last one.
+    // Another checkpoint without blocking writes, so that the last one copies only a few pages.
     passive(connection).await?;
-    let held = writer.pause().await;
+    let guard = writer.block().await;
     passive(connection).await?;
-    drop(held);
+    drop(guard);
     Ok(())
 }
 
-/// Copies pages without waiting. Returns the length of the WAL in pages.
+/// Runs a passive checkpoint. Returns the length of the WAL in pages.
 async fn passive(connection: &mut SqliteConnection) -> sqlx::Result<i64> {
     let row = sqlx::query("PRAGMA wal_checkpoint(PASSIVE)").fetch_one(&mut *connection).await?;
     row.try_get(1)

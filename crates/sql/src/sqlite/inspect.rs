@@ -1,10 +1,10 @@
-//! Reads of a database file that is not trusted yet.
+//! Reads the tables row by row for `orlop check`.
 
 use async_trait::async_trait;
 use sqlx::SqliteConnection;
 
 use super::{
-    integrity::{damage, unreadable},
+    integrity::{find_damage, unreadable},
     read,
     view::{SqliteView, has_wal},
 };
@@ -19,10 +19,10 @@ impl Inspect for SqliteView {
 
     async fn integrity(&self, depth: Depth, limit: usize) -> Result<Vec<String>> {
         let connection = &mut *self.connection.lock().await;
-        let mut found = damage(connection, depth, limit).await?;
+        let mut found = find_damage(connection, depth, limit).await?;
         let expected = read::size(connection).await?.total;
-        let len = self.untouched.as_ref().and_then(|file| i64::try_from(file.metadata().ok()?.len()).ok());
-        // SQLite reads zeros if the last page is cut off.
+        let len = self.file_without_wal.as_ref().and_then(|file| i64::try_from(file.metadata().ok()?.len()).ok());
+        // SQLite reads zeros for the missing part of a truncated last page.
         if let Some(len) = len.filter(|len| *len != expected) {
             found.push(format!("the file has {len} bytes, expected {expected}"));
         }
@@ -61,9 +61,9 @@ impl Inspect for SqliteView {
     }
 
     async fn finish(&self) -> Result<()> {
-        match &self.untouched {
+        match &self.file_without_wal {
             Some(file) if has_wal(file) => {
-                Err(Error::Unavailable(format!("a server started to use {} while it was read; try again", self.name)))
+                Err(Error::Unavailable(format!("a server started to use {} during the check; try again", self.name)))
             }
             Some(_) | None => Ok(()),
         }

@@ -6,37 +6,38 @@ use sqlx::{AssertSqlSafe, SqliteConnection};
 use super::has_code;
 use crate::rows::{corrupt, unavailable};
 
-/// Returns inconsistencies of the file, at most `limit` texts, which may have several lines. Reads the whole file.
+/// Returns the inconsistencies of the file that SQLite finds, at most `limit`. A text may have several lines. Reads the
+/// whole file.
 ///
 /// # Errors
 ///
 /// [`Error::Corrupt`] if SQLite cannot continue.
-pub(super) async fn damage(connection: &mut SqliteConnection, depth: Depth, limit: usize) -> Result<Vec<String>> {
+pub(super) async fn find_damage(connection: &mut SqliteConnection, depth: Depth, limit: usize) -> Result<Vec<String>> {
     let pragma = match depth {
         Depth::Whole => "integrity_check",
         Depth::Quick => "quick_check",
     };
-    // A PRAGMA accepts no bound value; both parts are constants of this file.
-    let look = sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA {pragma}({})", limit.max(1))));
-    let mut found: Vec<String> = look.fetch_all(connection).await.map_err(unreadable)?;
+    // A PRAGMA accepts no parameters. The text is safe: a constant and a number.
+    let query = sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA {pragma}({})", limit.max(1))));
+    let mut found: Vec<String> = query.fetch_all(connection).await.map_err(unreadable)?;
     found.retain(|text| text != "ok");
     Ok(found)
 }
 
-/// Checks each page for damage that rows do not show: a page that hides rows is inconsistent, but the log without them
-/// may not be.
+/// Checks each page. This finds damage that the rows do not show: if a damaged page hides rows, the log without these
+/// rows may still be consistent.
 ///
 /// # Errors
 ///
 /// [`Error::Corrupt`] with the first inconsistency.
 pub(super) async fn refuse_damage(connection: &mut SqliteConnection) -> Result<()> {
-    match damage(connection, Depth::Quick, 1).await?.into_iter().next() {
+    match find_damage(connection, Depth::Quick, 1).await?.into_iter().next() {
         None => Ok(()),
         Some(found) => Err(Error::Corrupt(found.lines().collect::<Vec<_>>().join(" "))),
     }
 }
 
-/// Maps an error of a read: a damaged file differs from one that cannot be read now.
+/// Maps an error of a read: damage is corrupt, any other error means unavailable.
 pub(super) fn unreadable(error: sqlx::Error) -> Error {
     if is_damage(&error) { corrupt(error) } else { unavailable(error) }
 }

@@ -19,52 +19,55 @@ use orlop_core::{
     types::Change,
 };
 
-/// One transaction in a separate file. An unfinished file is not a database.
+/// Fills a new database file in one transaction. It writes to a temporary file and renames it at the end, so an
+/// incomplete file never has the name of the database.
 pub struct SqliteLoader {
     connection: SqliteConnection,
     /// The file that is written.
     file: PathBuf,
     /// Its final path.
-    place: Option<Place>,
+    destination: Option<Destination>,
     cluster: Cluster,
-    /// The newest row of the first table.
+    /// The newest revision in the first table.
     newest: i64,
 }
 
-struct Place {
+struct Destination {
     file: PathBuf,
     _lock: FileLock,
 }
 
 impl SqliteLoader {
-    /// Creates a file that no other process reads and that need not survive a crash; it may exist, empty.
+    /// Creates a database file without a journal and without syncs, which a crash may damage. An empty file with this
+    /// path may already exist.
     pub async fn scratch(file: &Path, cluster: Cluster) -> Result<Self> {
         let failed = |error: sqlx::Error| Error::Open(format!("cannot write {}: {error}", file.display()));
         private::make_file(file).map_err(|error| failed(error.into()))?;
         let options =
-            SqliteLog::options_to_make(file).journal_mode(SqliteJournalMode::Off).synchronous(SqliteSynchronous::Off);
+            SqliteLog::creation_options(file).journal_mode(SqliteJournalMode::Off).synchronous(SqliteSynchronous::Off);
         let mut connection = options.connect().await.map_err(failed)?;
         migrations::sqlite()
             .run_direct(None, &mut connection, false)
             .await
             .map_err(|error| Error::Open(format!("cannot write {}: {error}", file.display())))?;
         sqlx::raw_sql("BEGIN").execute(&mut connection).await.map_err(failed)?;
-        Ok(Self { connection, file: file.to_owned(), place: None, cluster, newest: 1 })
+        Ok(Self { connection, file: file.to_owned(), destination: None, cluster, newest: 1 })
     }
 
-    /// Creates the database file of a new instance, a new cluster.
+    /// Creates the database file of a new instance, with a new cluster ID.
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if the path exists.
+    /// [`Error::Open`] if the file, or a WAL or journal of it, exists.
     pub async fn database(file: &Path) -> Result<Self> {
         let lock = lock_file(file)?;
         for suffix in ["", "-wal", "-shm", "-journal"] {
-            let there = with_suffix(file, suffix);
-            if there.exists() {
+            let path = with_suffix(file, suffix);
+            if path.exists() {
                 return Err(Error::Open(format!(
-                    "{} exists already; move it and the files next to it with its name away, or use another folder",
-                    there.display()
+                    "{} exists already; move it and the files whose names start with its name to another folder, \
+                     or restore to another folder",
+                    path.display()
                 )));
             }
         }
@@ -76,7 +79,7 @@ impl SqliteLoader {
             Ok(()) | Err(_) => {}
         }
         let loader = Self::scratch(&scratch, Cluster::New).await?;
-        Ok(Self { place: Some(Place { file: file.to_owned(), _lock: lock }), ..loader })
+        Ok(Self { destination: Some(Destination { file: file.to_owned(), _lock: lock }), ..loader })
     }
 
     fn failed(&self) -> impl Fn(sqlx::Error) -> Error + use<> {
@@ -115,18 +118,18 @@ impl Load for SqliteLoader {
     async fn finish(mut self: Box<Self>, meta: &Meta) -> Result<()> {
         let failed = self.failed();
         self.add_facts(meta).await.map_err(&failed)?;
-        let Self { connection, file, place, .. } = *self;
+        let Self { connection, file, destination, .. } = *self;
         connection.close().await.map_err(&failed)?;
-        let Some(place) = place else { return Ok(()) };
-        move_into_place(&file, &place.file).map_err(|error| failed(error.into()))
+        let Some(destination) = destination else { return Ok(()) };
+        move_file(&file, &destination.file).map_err(|error| failed(error.into()))
     }
 }
 
-/// Moves a file to its path and syncs the directory.
-fn move_into_place(file: &Path, place: &Path) -> std::io::Result<()> {
+/// Syncs a file, moves it to its final path and syncs the directory.
+fn move_file(file: &Path, destination: &Path) -> std::io::Result<()> {
     File::open(file)?.sync_all()?;
-    std::fs::rename(file, place)?;
-    match place.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+    std::fs::rename(file, destination)?;
+    match destination.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         Some(folder) => File::open(folder)?.sync_all(),
         None => File::open(".")?.sync_all(),
     }

@@ -1,4 +1,4 @@
-//! At most one Orlop process per database file.
+//! The lock that prevents a second Orlop process on a database file.
 
 use std::{
     fs::{File, TryLockError},
@@ -16,9 +16,10 @@ use orlop_core::{
 pub(super) struct FileLock(File);
 
 impl Drop for FileLock {
-    /// Unlocks explicitly: a forked child that has not called exec yet also has the file open.
+    /// Unlocks explicitly, because a forked child that has not called exec yet also has the file open, so that closing
+    /// it here does not release the lock.
     fn drop(&mut self) {
-        // Closing the file releases it otherwise.
+        // After an error, closing the file releases the lock.
         let _ = self.0.unlock();
     }
 }
@@ -29,7 +30,7 @@ impl FileLock {
         path.push(".lock");
         let name = Path::new(&path).display();
         let failed =
-            |what: &str, error: std::io::Error| Error::Open(format!("cannot {what} lock file {name}: {error}"));
+            |action: &str, error: std::io::Error| Error::Open(format!("cannot {action} lock file {name}: {error}"));
 
         let mut file = private::file_options()
             .read(true)
@@ -41,7 +42,7 @@ impl FileLock {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut owner = String::new();
-                // Only for the message: an owner that has not written its ID yet is not named.
+                // Only for the message. If the owner has not written its ID yet, the message does not contain it.
                 let _ = file.read_to_string(&mut owner);
                 let owner =
                     if owner.trim().is_empty() { String::new() } else { format!(" (process {})", owner.trim()) };
@@ -63,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn released_lock_can_be_taken_although_a_child_inherited_the_file() {
+    fn released_lock_can_be_acquired_while_a_child_has_the_file_open() {
         let folder = tempfile::tempdir().expect("a folder");
         let database = folder.path().join("orlop.db");
         let lock = FileLock::acquire(&database).expect("it is free");

@@ -1,5 +1,5 @@
-//! Packs many rows into one: each row of a query is passed separately from SQLite's thread to the caller's thread, and
-//! mostly wakes it (docs/adr/0004). Numbers are packed as text, keys and values are concatenated.
+//! Packs many rows into one row, because sqlx passes each row separately from SQLite's thread to the caller's thread,
+//! and usually wakes it each time (docs/adr/0004). Numbers are packed as text; keys and values are concatenated.
 
 use sqlx::sqlite::SqliteRow;
 
@@ -9,7 +9,8 @@ use orlop_core::{
     types::{EncodedKv, LeaseId, Revision, RowId, Version},
 };
 
-/// Columns of [`rows`]: `$sub` is the number of a change in its revision; `$value` may be NULL to omit values.
+/// The columns that [`rows`] unpacks. `$sub` is the number of a change in its revision. If `$value` is NULL, values are
+/// omitted.
 macro_rules! packed_columns {
     ($sub:literal, $value:literal) => {
         concat!(
@@ -59,7 +60,8 @@ impl From<PackedRow<'_>> for RowColumns {
     }
 }
 
-/// Unpacks a row with [`packed_columns`], in any order; empty if no row was found.
+/// Unpacks a row with the columns [`packed_columns`]. The rows are in any order; there are none if the query found
+/// none.
 pub(super) fn rows(packed: &SqliteRow) -> Result<impl Iterator<Item = Result<PackedRow<'_>>>> {
     let (mut keys, mut values) = (packed.slice(1)?, packed.slice(2)?);
     let numbers = str::from_utf8(packed.slice(0)?).map_err(|_| corrupt())?;
@@ -93,5 +95,5 @@ fn row<'a>(
 }
 
 fn corrupt() -> Error {
-    Error::Corrupt("rows that were read together cannot be separated again".to_owned())
+    Error::Corrupt("the packed columns of a query do not match".to_owned())
 }

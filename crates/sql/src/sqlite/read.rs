@@ -1,4 +1,4 @@
-//! Reads of rows.
+//! Reads rows.
 
 use std::{pin::pin, task::Poll};
 
@@ -18,12 +18,12 @@ use orlop_core::{
     types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
 
-/// Rows of [`values`] in one statement.
+/// Maximum number of rows that [`values`] reads in one statement.
 const VALUES_ROWS: usize = 256;
-/// The result of a statement exceeds SQLite's maximum length of a value.
+/// Result code of SQLite: a value is longer than the maximum.
 const SQLITE_TOOBIG: i32 = 18;
 
-/// As [`orlop_core::log::History::meta`].
+/// Implements [`orlop_core::log::History::meta`].
 pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
     const META: &str = "SELECT 'position', '', coalesce(max(id), 1), 0, 0, NULL FROM kv_log \
         UNION ALL SELECT 'fact', name, value, 0, 0, NULL FROM meta \
@@ -32,16 +32,16 @@ pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
     Ok(rows::meta(&rows))
 }
 
-/// As [`orlop_core::log::History::replay`].
+/// Implements [`orlop_core::log::History::replay`].
 pub(super) async fn replay(connection: &mut SqliteConnection, visit: &mut Visit<'_>) -> Result<Meta> {
-    // No other process writes during the start, so rows read in parts are of one moment.
+    // No other process writes during the start, so several reads return consistent rows.
     let meta = meta(&mut *connection).await?;
     let mut packed = packed_rows(&mut *connection, RowId::new(Revision(i64::MIN), 0)).await?;
     loop {
         let changes = unpacked(packed)?;
         let Some(last) = changes.last() else { return Ok(meta) };
         let next = RowId::new(last.row.revision, last.row.sub + 1);
-        // SQLite's thread reads the next rows while these are visited, which takes about as long.
+        // SQLite's thread reads the next rows while these are visited. Both take about the same time.
         let mut reading = pin!(packed_rows(&mut *connection, next));
         let read = poll!(reading.as_mut());
         visit(&meta, changes)?;
@@ -52,7 +52,7 @@ pub(super) async fn replay(connection: &mut SqliteConnection, visit: &mut Visit<
     }
 }
 
-/// As [`orlop_core::log::Log::values`].
+/// Implements [`orlop_core::log::Log::values`].
 pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
     let mut found = Vec::with_capacity(rows.len());
     let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
@@ -64,14 +64,14 @@ pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) ->
                     for row in packed::rows(&packed)? {
                         let row = row?;
                         let kv = row.kv();
-                        // All rows have arrived: yield to other tasks.
+                        // All rows have already been received, so this loop yields to other tasks.
                         rows::consume_budget_for(1, kv.len()).await;
                         found.push((row.row, kv));
                     }
                 }
                 Err(error) if part.len() > 1 && has_code(&error, SQLITE_TOOBIG) => {
-                    let (front, back) = part.split_at(part.len() / 2);
-                    parts.extend([back, front]);
+                    let (first_half, second_half) = part.split_at(part.len() / 2);
+                    parts.extend([second_half, first_half]);
                 }
                 Err(error) => return Err(unavailable(error)),
             }
@@ -99,7 +99,7 @@ async fn packed(connection: &mut SqliteConnection, table: Table, rows: &[RowId])
     sqlx::query(sql).bind(list).fetch_one(connection).await
 }
 
-/// As [`orlop_core::log::History::changes`].
+/// Implements [`orlop_core::log::History::changes`].
 pub(super) async fn changes(
     connection: &mut SqliteConnection,
     from: Revision,
@@ -116,7 +116,7 @@ pub(super) async fn changes(
     Ok(page.finish(None))
 }
 
-/// Reads the size of the file.
+/// The numbers of all pages and of free pages of the file, and the page size in bytes.
 pub(super) struct Pages {
     pub(super) all: i64,
     pub(super) free: i64,
@@ -139,7 +139,8 @@ pub(super) async fn size(connection: &mut SqliteConnection) -> Result<Size> {
     Ok(Size { total: all * bytes, in_use: (all - free) * bytes })
 }
 
-/// Changes of one revision after the first are in `kv_log_more`; both tables are read with the same columns.
+/// Reads the rows of one table for a page, up to `revisions_max` revisions. The first change of a revision is in
+/// `kv_log`, the others are in `kv_log_more`.
 async fn page_rows(
     connection: &mut SqliteConnection,
     table: Table,
@@ -175,7 +176,7 @@ async fn page_rows(
     Ok(found)
 }
 
-/// Reads rows from `from` on without values, up to [`REPLAY_ROWS`] of each table, packed.
+/// Reads rows from `from` on, packed and without values, up to [`REPLAY_ROWS`] of each table.
 async fn packed_rows(connection: &mut SqliteConnection, from: RowId) -> Result<[SqliteRow; 2]> {
     const FIRST: &str = concat!(
         "SELECT ",
@@ -196,14 +197,14 @@ async fn packed_rows(connection: &mut SqliteConnection, from: RowId) -> Result<[
     Ok([read(FIRST).await?, read(MORE).await?])
 }
 
-/// Returns the rows in order.
+/// Unpacks the rows of both tables and returns them in order.
 fn unpacked(packed: [SqliteRow; 2]) -> Result<Vec<Change>> {
     let mut tables = [Vec::new(), Vec::new()];
     for (packed, changes) in packed.iter().zip(&mut tables) {
         for row in packed::rows(packed)? {
             changes.push(RowColumns::from(row?).into_change(None));
         }
-        // SQLite does not guarantee an order within an aggregate, but keeps the order of the subquery.
+        // SQLite currently keeps the order of the subquery in an aggregate, but does not guarantee it.
         changes.sort_by_key(|change| change.row);
     }
     let [first, more] = tables;
@@ -217,7 +218,7 @@ enum Table {
     More,
 }
 
-/// `$sub` is the table's number of a change in its revision.
+/// `$sub` is the expression for the number of a change in its revision.
 macro_rules! changes_sql {
     ($table:literal, $sub:literal, $more_columns:literal, $join:literal) => {
         concat!(
@@ -255,7 +256,8 @@ impl Table {
     }
 }
 
-/// Returns a JSON array for `json_each`: one bind and one statement for any number of items.
+/// Returns a JSON array for `json_each`, which needs one parameter for any number of items; `None` if there are no
+/// items.
 pub(super) fn json_list(items: impl ExactSizeIterator<Item = String>) -> Option<String> {
     if items.len() == 0 {
         return None;

@@ -1,7 +1,8 @@
-//! Returns pages that compaction has freed to the file system, a few at a time, after the compaction.
+//! Returns the pages that a compaction has freed to the file system, a few at a time, after the end of the compaction.
 //!
-//! Not after each step of the compaction: moving the file's last pages into free ones writes as much as the deletes
-//! did, while writes wait, and the next writes reuse many of the free pages. So a part of the file stays free.
+//! It does not run after each step of the compaction, because it moves the last pages of the file into free pages. That
+//! writes as many bytes as the deletes, while other writes wait. A part of the file remains free, because the next
+//! writes reuse these pages.
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,15 +17,17 @@ use super::{checkpoint::Checkpointer, read, writer::Writer};
 use crate::rows::unavailable;
 use orlop_core::{log::Result, supervise::vital};
 
-/// Maximum number of pages returned while a write waits.
-const STEP: &str = "PRAGMA incremental_vacuum(64)";
+/// Returns up to 64 pages, while other writes wait.
+const STEP_SQL: &str = "PRAGMA incremental_vacuum(64)";
 const STEP_PAGES: usize = 64;
 const STEP_PAUSE: Duration = Duration::from_millis(5);
-/// Longer than the pause between two steps of a compaction.
-const SETTLED: Duration = Duration::from_secs(1);
-/// Free pages that stay in the file: a number, or a part of the file.
+/// Time without deletes after which a compaction counts as ended. It is longer than the pause between two steps of a
+/// compaction.
+const COMPACTION_IDLE_TIME: Duration = Duration::from_secs(1);
+/// Minimum number of pages that remain free in the file.
 const KEEP_PAGES: i64 = 256;
-const KEEP_PART: i64 = 8;
+/// If it is more, one page in this number of pages remains free.
+const KEEP_DIVISOR: i64 = 8;
 
 pub(super) struct Vacuum {
     shared: Arc<Shared>,
@@ -45,12 +48,12 @@ impl Vacuum {
         Self { shared, task: Mutex::new(Some(task)) }
     }
 
-    /// Notifies the task that rows were deleted.
+    /// Notifies the background task that rows were deleted.
     pub(super) fn freed(&self) {
         self.shared.freed.notify_one();
     }
 
-    /// Runs one step; returns the number of pages that are still free.
+    /// Runs one step. Returns the number of pages that are still free.
     pub(super) async fn step(&self) -> Result<i64> {
         self.shared.step().await
     }
@@ -70,14 +73,14 @@ async fn run(shared: Arc<Shared>) {
     let work = async {
         loop {
             shared.freed.notified().await;
-            while timeout(SETTLED, shared.freed.notified()).await.is_ok() {}
+            while timeout(COMPACTION_IDLE_TIME, shared.freed.notified()).await.is_ok() {}
             if let Err(error) = shared.shrink().await {
-                warn!(%error, "returning free pages failed; trying again after the next compaction");
+                warn!(%error, "cannot return free pages to the file system; retrying after the next compaction");
             }
         }
     };
-    // The task is dropped during a pause, while it waits for the writer, or between two statements, each of which is
-    // complete.
+    // The work is dropped during a pause, while it waits for the connection, or between two statements. Each statement
+    // is complete by itself.
     tokio::select! {
         () = work => {}
         () = shared.stop.notified() => {}
@@ -86,10 +89,10 @@ async fn run(shared: Arc<Shared>) {
 
 impl Shared {
     async fn shrink(&self) -> Result<()> {
-        let mut writer = self.writer.hold().await.map_err(unavailable)?;
+        let mut writer = self.writer.lock().await.map_err(unavailable)?;
         let pages = read::pages(writer.connection()).await?;
         writer.keep();
-        let keep = KEEP_PAGES.max(pages.all / KEEP_PART);
+        let keep = KEEP_PAGES.max(pages.all / KEEP_DIVISOR);
         let mut free = pages.free;
         while free > keep {
             free = self.step().await?;
@@ -99,8 +102,8 @@ impl Shared {
     }
 
     async fn step(&self) -> Result<i64> {
-        let mut writer = self.writer.hold().await.map_err(unavailable)?;
-        sqlx::query(STEP).execute(writer.connection()).await.map_err(unavailable)?;
+        let mut writer = self.writer.lock().await.map_err(unavailable)?;
+        sqlx::query(STEP_SQL).execute(writer.connection()).await.map_err(unavailable)?;
         let free = sqlx::query_scalar("PRAGMA freelist_count").fetch_one(writer.connection()).await;
         let free = free.map_err(unavailable)?;
         writer.keep();

@@ -1,4 +1,4 @@
-//! A log that does not change while it is read.
+//! A read-only snapshot of a log.
 
 use std::{
     path::{Path, PathBuf},
@@ -21,16 +21,16 @@ use orlop_core::{
     types::{KeyRange, Revision},
 };
 
-/// Maximum time a reader waits for a file that a server opens.
-const BUSY_MAX: Duration = Duration::from_secs(5);
+/// Maximum time that a view waits for a lock of SQLite, for example while a server opens the file.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// One connection, in a transaction or on a file that no process writes.
+/// A connection with a read transaction, or with a file that no process writes.
 pub struct SqliteView {
     pub(super) connection: Mutex<SqliteConnection>,
     /// The file's name.
     pub(super) name: String,
-    /// The file, if no process should write to it; a WAL next to it shows that one does.
-    pub(super) untouched: Option<PathBuf>,
+    /// The file, if it was opened without a WAL. If a WAL exists later, a server has started to write.
+    pub(super) file_without_wal: Option<PathBuf>,
 }
 
 impl SqliteView {
@@ -38,37 +38,37 @@ impl SqliteView {
     ///
     /// # Errors
     ///
-    /// [`Error::Open`], naming the file, if it is not a database of Orlop or of another version.
+    /// [`Error::Open`] with the name of the file, if it is not a database of this version of Orlop.
     pub async fn of_file(file: &Path) -> Result<Self> {
         let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(true);
         let name = file.display().to_string();
         let connection = open(&name, options).await?;
-        Ok(Self { connection: Mutex::new(connection), name, untouched: None })
+        Ok(Self { connection: Mutex::new(connection), name, file_without_wal: None })
     }
 
-    /// Opens a server's database, running or not, including the WAL next to the file. Nothing is written to it.
+    /// Opens the database of a server, which may be running, including its WAL. Writes nothing to the database.
     ///
     /// # Errors
     ///
-    /// Like [`SqliteView::of_file`], and [`Error::Corrupt`] if its header cannot be read.
+    /// The same as [`SqliteView::of_file`], and [`Error::Corrupt`] if the database is damaged.
     pub async fn of_database(file: &Path) -> Result<Self> {
         let name = file.display().to_string();
         let failed = |error: std::io::Error| Error::Open(format!("cannot open {name}: {error}"));
         if !std::fs::metadata(file).map_err(failed)?.is_file() {
             return Err(Error::Open(format!("cannot open {name}: it is not a file")));
         }
-        // Reading a database with a WAL creates files next to it; a database without one is opened in a way that does
-        // not.
+        // SQLite may create a WAL and a shared-memory file when it reads a database. The option immutable prevents
+        // that, and is possible only without a WAL.
         let has_wal = has_wal(file) || with_suffix(file, "-shm").exists();
         let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(!has_wal);
-        let mut connection = open(&name, options.busy_timeout(BUSY_MAX)).await?;
-        // The first read fixes the moment.
+        let mut connection = open(&name, options.busy_timeout(BUSY_TIMEOUT)).await?;
+        // The first read of the transaction takes the snapshot.
         let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
         begin.map_err(unreadable)?;
-        Ok(Self { connection: Mutex::new(connection), name, untouched: (!has_wal).then(|| file.to_owned()) })
+        Ok(Self { connection: Mutex::new(connection), name, file_without_wal: (!has_wal).then(|| file.to_owned()) })
     }
 
-    /// Checks every page.
+    /// Checks every page of the file.
     ///
     /// # Errors
     ///
@@ -77,14 +77,15 @@ impl SqliteView {
         refuse_damage(&mut *self.connection.lock().await).await
     }
 
-    /// Opens a database that is in use, as it is now. Later writes stay in the WAL until this is dropped.
+    /// Opens a snapshot of the current state of a database that is in use. Until it is dropped, later writes remain in
+    /// the WAL.
     pub(super) async fn now(options: &SqliteConnectOptions) -> Result<Self> {
         let name = options.get_filename().display().to_string();
         let mut connection = options.connect().await.map_err(unavailable)?;
-        // The moment is that of the first read.
+        // The first read of the transaction takes the snapshot of the log.
         let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
         begin.map_err(unavailable)?;
-        Ok(Self { connection: Mutex::new(connection), name, untouched: None })
+        Ok(Self { connection: Mutex::new(connection), name, file_without_wal: None })
     }
 }
 

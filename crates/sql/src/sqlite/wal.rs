@@ -1,8 +1,8 @@
-//! The length of the WAL's file.
+//! Preallocation of the WAL file.
 //!
-//! While a file grows, each sync also waits for the file system's journal, and so for other writes to the disk
-//! (docs/adr/0001). So the file's blocks are allocated before the first write and kept; SQLite ignores the space after
-//! the WAL's last frame.
+//! While a file grows, each sync also waits for the journal of the file system, and so for other writes to the disk
+//! (docs/adr/0001). Therefore the blocks of the file are allocated before the first write and are not freed. SQLite
+//! ignores the space after the last frame of the WAL.
 
 use std::{fs::OpenOptions, io, path::Path};
 
@@ -10,16 +10,17 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 use super::load::with_suffix;
 
-/// A WAL is checkpointed to its end beyond 32 MiB ([`super::checkpoint`]), and grows meanwhile.
+/// Usual maximum length of the file: above 32 MiB a checkpoint blocks writes ([`super::checkpoint`]), and the WAL grows
+/// until then.
 const FILE_BYTES: u64 = 48 << 20;
-/// Bytes that the file keeps when it is restarted; a large transaction may make it longer.
+/// Length to which SQLite truncates the file when it restarts the WAL. A large transaction may make the file longer.
 pub(super) const FILE_BYTES_MAX: &str = "67108864";
 
-/// Allocates the WAL's file at its usual length, if the file system can do so without writing.
+/// Allocates the WAL file at its usual maximum length, if the file system supports it.
 ///
 /// # Errors
 ///
-/// If the disk is full or the file cannot be opened; it is then unchanged.
+/// If the disk is full or the file cannot be opened. The file is then unchanged.
 pub(super) fn preallocate(database: &Path) -> io::Result<()> {
     let file = OpenOptions::new().write(true).open(with_suffix(database, "-wal"))?;
     match fallocate(&file, FallocateFlags::empty(), 0, FILE_BYTES) {

@@ -1,7 +1,7 @@
 //! The connection for writes, used by one caller at a time.
 //!
-//! It is closed when anything fails on it, and the next caller opens a new one: SQLite rolls some transactions back by
-//! itself, for example when the disk fails, so the state of the transaction would be unknown.
+//! After a failure the next caller closes it and opens a new one. SQLite rolls back some transactions by itself, for
+//! example when the disk fails, so the state of the transaction would be unknown.
 
 use sqlx::{ConnectOptions as _, Connection as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::{Mutex, MutexGuard};
@@ -14,47 +14,48 @@ pub(super) struct Writer {
 
 pub(super) struct Slot {
     connection: Option<SqliteConnection>,
-    /// The previous caller completed its work.
-    is_sound: bool,
+    /// Whether the previous caller completed its work without an error.
+    is_usable: bool,
 }
 
-/// The guard of the connection. Unless [`Self::keep`] is called, dropping it closes the connection.
-pub(super) struct Held<'a>(MutexGuard<'a, Slot>);
+/// Exclusive use of the connection. Unless [`Self::keep`] is called, the next caller closes the connection and opens a
+/// new one.
+pub(super) struct WriterGuard<'a>(MutexGuard<'a, Slot>);
 
 impl Writer {
     pub(super) fn new(options: SqliteConnectOptions, connection: SqliteConnection) -> Self {
-        Self { options, slot: Mutex::new(Slot { connection: Some(connection), is_sound: true }) }
+        Self { options, slot: Mutex::new(Slot { connection: Some(connection), is_usable: true }) }
     }
 
-    /// Waits for the connection. An error means that nothing can be written.
-    pub(super) async fn hold(&self) -> sqlx::Result<Held<'_>> {
+    /// Waits for exclusive use of the connection. Fails if a new connection cannot be opened.
+    pub(super) async fn lock(&self) -> sqlx::Result<WriterGuard<'_>> {
         let mut slot = self.slot.lock().await;
-        if !slot.is_sound
+        if !slot.is_usable
             && let Some(failed) = slot.connection.take()
             && let Err(error) = failed.close().await
         {
-            debug!(%error, "closing a connection that failed");
+            debug!(%error, "cannot close a connection after a failure");
         }
         if slot.connection.is_none() {
             slot.connection = Some(self.options.connect().await?);
         }
-        slot.is_sound = false;
-        Ok(Held(slot))
+        slot.is_usable = false;
+        Ok(WriterGuard(slot))
     }
 
     /// Blocks all writes until the guard is dropped.
-    pub(super) async fn pause(&self) -> MutexGuard<'_, Slot> {
+    pub(super) async fn block(&self) -> MutexGuard<'_, Slot> {
         self.slot.lock().await
     }
 }
 
-impl Held<'_> {
+impl WriterGuard<'_> {
     pub(super) fn connection(&mut self) -> &mut SqliteConnection {
         self.0.connection.as_mut().expect("opened before the lock was taken")
     }
 
-    /// Keeps the connection: everything begun on it has ended.
+    /// Keeps the connection for the next caller. Call it when all statements and transactions have ended.
     pub(super) fn keep(mut self) {
-        self.0.is_sound = true;
+        self.0.is_usable = true;
     }
 }

@@ -1,4 +1,4 @@
-//! Bodies of metered calls: messages and bytes are counted, partial requests are limited, panics end a response.
+//! Bodies of metered calls: counts messages and bytes, limits partial requests, and ends a response that panics.
 
 use std::{
     pin::Pin,

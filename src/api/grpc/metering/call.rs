@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use tonic::Code;
 use tracing::warn;
 
-use crate::telemetry::{Ended, Exporter, Parent};
+use crate::telemetry::{Exporter, FinishedCall, Parent};
 use orlop_core::{
     metrics::Metrics,
     trace::{Part, RequestId, Trace},
@@ -34,6 +34,7 @@ pub const CODES: [&str; 17] = [
     "DataLoss",
     "Unauthenticated",
 ];
+
 /// The counters of one method.
 pub struct Method {
     pub started: IntCounter,
@@ -46,12 +47,12 @@ pub struct Method {
     handling: Option<Histogram>,
     pub kind: &'static str,
     pub path: String,
-    /// Whether its duration depends on the server alone, so that a slow call is traced.
+    /// Whether calls are traced: only if their duration does not depend on other clients.
     pub is_traced: bool,
 }
 
 impl Method {
-    /// Labels: kind of the method, service, method.
+    /// Creates the counters. `labels` are the kind of the method, the service and the method.
     pub fn new(metrics: &Metrics, labels: [&str; 3], kind: &'static str) -> Self {
         let rpc = &metrics.rpc;
         let [grpc, service, method] = labels;
@@ -72,8 +73,8 @@ impl Method {
     }
 }
 
-/// Adds the request id to a response that failed, by which the server's log can be searched.
-pub fn with_id<R>(mut response: Response<R>, id: RequestId) -> Response<R> {
+/// Adds the request ID to the response of a failed call. The server's log contains the same ID.
+pub fn add_request_id<R>(mut response: Response<R>, id: RequestId) -> Response<R> {
     const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
     if response.headers().contains_key("grpc-status")
         && let Ok(id) = HeaderValue::try_from(id.to_string())
@@ -83,14 +84,14 @@ pub fn with_id<R>(mut response: Response<R>, id: RequestId) -> Response<R> {
     response
 }
 
-/// Counts a call when it ends, or as canceled when it is dropped before.
+/// Counts a call when it ends. A call that is dropped before its end counts as canceled.
 pub struct CallGuard {
     pub method: Arc<Method>,
     began: Instant,
     has_ended: bool,
     traced: Option<Traced>,
     /// A call that takes longer is logged.
-    slow_after: Duration,
+    slow_threshold: Duration,
     exported: Option<(Parent, Arc<Exporter>)>,
 }
 
@@ -100,11 +101,11 @@ struct Traced {
 }
 
 impl CallGuard {
-    pub fn new(method: Arc<Method>, slow_after: Duration, exported: Option<(Parent, Arc<Exporter>)>) -> Self {
-        Self { method, began: Instant::now(), has_ended: false, traced: None, slow_after, exported }
+    pub fn new(method: Arc<Method>, slow_threshold: Duration, exported: Option<(Parent, Arc<Exporter>)>) -> Self {
+        Self { method, began: Instant::now(), has_ended: false, traced: None, slow_threshold, exported }
     }
 
-    /// Keeps the trace of a call whose response begins now.
+    /// Stores the trace of a call whose response begins now.
     pub fn set_trace(&mut self, trace: Trace) {
         self.traced = Some(Traced { trace, responded: Instant::now() });
     }
@@ -135,9 +136,9 @@ impl CallGuard {
     fn report(&self, trace: &Trace, took: Duration, code: Code) {
         let path = &self.method.path;
         if let Some((parent, exporter)) = &self.exported {
-            exporter.record(&Ended { path, parent, took, code: code as i32, trace });
+            exporter.record(&FinishedCall { path, parent, took, code: code as i32, trace });
         }
-        if took > self.slow_after {
+        if took > self.slow_threshold {
             let part = |part| trace.part(part).map(tracing::field::debug);
             warn!(
                 id = %trace.id,
@@ -145,7 +146,7 @@ impl CallGuard {
                 request = trace.request,
                 code = CODES[code as usize],
                 ?took,
-                "expected-duration" = ?self.slow_after,
+                "expected-duration" = ?self.slow_threshold,
                 queue = part(Part::Queue),
                 evaluate = part(Part::Evaluate),
                 commit = part(Part::Commit),
