@@ -267,7 +267,7 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
                 if ACCEPT_LOG.count().is_some() {
                     warn!(
                         %error,
-                        "cannot accept a connection; retrying. If too many files are open, raise the limit on file descriptors (ulimit -n, LimitNOFILE)"
+                        "cannot accept a connection; trying again. If too many files are open, raise the limit on file descriptors (ulimit -n, LimitNOFILE)"
                     );
                 }
                 sleep(ACCEPT_PAUSE).await;

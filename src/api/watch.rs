@@ -144,7 +144,7 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
             }
             () = outbox.notified() => session.handle_notifications(),
             advanced = advance(&mut session, retry_at) => if let Err(error) = advanced {
-                warn!(%error, "a watch cannot read the log; retrying");
+                warn!(%error, "a watch cannot read the log; trying again");
                 retry_at = Instant::now() + RETRY_PAUSE;
             },
             () = sleep_until(tick) => {

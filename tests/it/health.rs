@@ -63,9 +63,9 @@ async fn instance_without_its_database_is_live_and_not_ready() {
     .await;
 }
 
-/// A hanging database cannot be distinguished from a slow one. A restart would not help, so the watchdog must not mistake
-/// waiting for the database for a stuck event loop. With slow tests enabled the outage lasts longer than the watchdog's
-/// limit.
+/// A hanging database cannot be distinguished from a slow one. A restart would not help, so the watchdog must not
+/// mistake waiting for the database for a stuck event loop. With slow tests enabled the outage lasts longer than the
+/// watchdog's limit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hung_database_does_not_trigger_the_watchdog() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };

@@ -97,7 +97,7 @@ impl TreeIndex {
     /// If the change is older than one that was applied: continuing would serve a history that the log does not
     /// contain.
     pub fn apply(&mut self, change: &Change) {
-        self.move_on(change);
+        self.advance_head(change);
         match self.keys.get_mut(&change.key) {
             Some(key) => key.apply(change),
             None => self.begin(change),
@@ -110,13 +110,14 @@ impl TreeIndex {
     ///
     /// If the change does not follow from the previous rows of its key.
     pub fn restore(&mut self, change: &Change, compacted: Option<Revision>) -> Result<(), Contradiction> {
-        self.move_on(change);
+        self.advance_head(change);
         let claim = Claim::of(change);
         match self.keys.get_mut(&change.key) {
             Some(key) => {
                 let last = key.claim(&claim);
                 match claim.follow(Some(&last), compacted) {
-                    // A compaction should have deleted this version with its delete; from here on the key is right.
+                    // A compaction deleted the delete that followed this version, but not the version. The key's state
+                    // is correct from this change on.
                     Err(Contradiction::MissingDelete { since }) if compacted.is_some_and(|at| since < at) => {}
                     followed => followed?,
                 }
@@ -130,7 +131,7 @@ impl TreeIndex {
         Ok(())
     }
 
-    fn move_on(&mut self, change: &Change) {
+    fn advance_head(&mut self, change: &Change) {
         let revision = change.row.revision;
         assert!(revision >= self.head, "changes are applied in order: revision={revision} head={}", self.head);
         self.head = revision;

@@ -9,8 +9,8 @@
 //!                          + value cache               + leases
 //! ```
 //!
-//! The log is the source of truth. The index, the leases and the watchers' positions are caches of it that are rebuilt by
-//! reading it once. Only the applier changes the index, and only committed rows reach the applier.
+//! The log is the source of truth. The index, the leases and the watchers' positions are caches of it that are rebuilt
+//! by reading it once. Only the applier changes the index, and only committed rows reach the applier.
 //!
 //! This crate contains no SQL, no gRPC and no HTTP: a database implements [`log::Log`], and a server calls
 //! [`store::Store`]. In reading order:
@@ -22,8 +22,8 @@
 //! - [`watch`]: committed changes on their way to clients
 //! - [`store`]: requests, the writer that commits them in groups, the readers
 //! - [`overload`]: limits on time and memory under attack
-//! - [`metrics`], [`trace`], [`supervise`], [`watchdog`], [`mod@private`]: counters, request tracing, panics, stuck loops,
-//!   file modes
+//! - [`metrics`], [`trace`], [`supervise`], [`watchdog`], [`mod@private`]: counters, request tracing, panics, stuck
+//!   loops, file modes
 //!
 //! Invariants:
 //!

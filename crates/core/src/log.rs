@@ -283,10 +283,10 @@ pub trait Load: Send {
     async fn finish(self: Box<Self>, meta: &Meta) -> Result<()>;
 }
 
-/// The cluster of a database that is filled.
+/// The cluster identity of a database that is being filled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cluster {
-    /// The cluster of the rows.
+    /// The cluster from which the rows come.
     Same,
     /// A new cluster: its history differs from here on.
     New,
@@ -352,9 +352,8 @@ pub trait SharedLog: Send + Sync {
     /// `None` if it is time to poll.
     async fn wait_for_append(&self, seen: Revision) -> Option<Revision>;
 
-    /// Waits for the lock under which all instances append, and keeps it until the next [`Log::append`]. An instance
-    /// that loses one race after another needs it. If the append does not follow soon, the lock is lost and the append
-    /// fails.
+    /// Acquires the lock under which all instances append, and holds it until the next [`Log::append`]. Used by an
+    /// instance that has lost a race. If the append does not follow soon, the lock is lost and the append fails.
     async fn lock_appends(&self) -> Result<()>;
 
     /// Returns TTLs and remaining times of these leases, without unknown ones. Renewal sets a lease to its full TTL
@@ -365,7 +364,7 @@ pub trait SharedLog: Send + Sync {
     async fn beat(&self) -> Result<Vec<Member>>;
 }
 
-/// An instance without a heartbeat for this time counts as gone.
-pub const SILENCE_MAX: Duration = Duration::from_secs(10);
+/// Maximum time since the last heartbeat of a live instance; after that the instance is considered dead.
+pub const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of heartbeats.
-pub const BEAT_INTERVAL: Duration = Duration::from_secs(1);
+pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);

@@ -229,7 +229,7 @@ impl Metrics {
     pub fn new(detail: Detail) -> Self {
         let registry = Registry::new();
         let process = registry.register(Box::new(ProcessCollector::for_self()));
-        process.expect("it is the first");
+        process.expect("the registry is empty");
         let handling = (detail == Detail::Extensive).then(|| {
             let labels = ["grpc_type", "grpc_service", "grpc_method"];
             let buckets = prometheus::DEFAULT_BUCKETS.to_vec();

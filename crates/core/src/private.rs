@@ -1,5 +1,5 @@
-//! Files and directories that only the server's user can access, whatever the umask: directories with mode 0700, files
-//! with 0600, as in etcd. Existing ones keep their mode; the caller warns about directories that others can read.
+//! Files and directories that only the server's user can access, regardless of the umask: directories with mode 0700,
+//! files with 0600, as in etcd. Existing ones keep their mode; the caller warns about directories that others can read.
 
 use std::{
     fs::{DirBuilder, OpenOptions},

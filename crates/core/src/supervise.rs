@@ -1,9 +1,9 @@
-//! Panics: which end a request, and which end the process.
+//! Panic handling: a panic ends either one request or the process.
 //!
-//! A panic is a bug. In a request it ends that request ([`catch_panics`]), which fails with Internal. In a task that the
-//! server cannot run without ([`vital`]), or while a lock on shared state is held ([`Lock`]), it ends the process: the
-//! log is complete at any moment, but a server without its writer, or with half a change, is not. Every panic is logged
-//! with its place.
+//! A panic is a bug. In a request it ends that request ([`catch_panics`]), which fails with Internal. In a task that
+//! the server cannot run without ([`vital`]), or while a lock on shared state is held ([`Lock`]), it ends the process:
+//! the log is complete at any moment, but a server without its writer, or with half a change, is not. Every panic is
+//! logged with its place.
 //!
 //! Only the panic hook ([`log_panics`]) knows the place of a panic; the code that catches it knows the request.
 
@@ -36,7 +36,7 @@ thread_local! {
     static NEWEST: RefCell<Option<Panic>> = const { RefCell::new(None) };
 }
 
-/// A panic that was catch_panics.
+/// A caught panic.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Panic {
     /// File, line and column.
@@ -68,7 +68,7 @@ impl fmt::Display for Panic {
     }
 }
 
-/// Logs panics from now on. CatchPanics panics are logged by the code that catches them.
+/// Installs the panic hook, which logs panics. A panic that is caught is logged by the code that catches it.
 pub fn log_panics() {
     std::panic::set_hook(Box::new(|info| {
         let panic = Panic::of(info);
@@ -99,7 +99,7 @@ pub fn catch_panics<F: Future>(work: F) -> CatchPanics<F> {
     CatchPanics(Box::pin(work))
 }
 
-/// A future whose panic is catch_panics.
+/// A future that returns its panic as an error.
 #[must_use]
 pub struct CatchPanics<F>(Pin<Box<F>>);
 
@@ -142,7 +142,7 @@ fn end_process(task: &str, panic: &Panic) -> ! {
 
 /// A lock on state that must not be seen half changed: if its holder panics, the process ends.
 ///
-/// This applies only where panics are catch_panics; elsewhere the panic ends the holder's task or thread.
+/// This applies only where panics are caught; elsewhere the panic ends the holder's task or thread.
 #[derive(Debug, Default)]
 pub struct Lock<T>(Mutex<T>);
 
@@ -275,7 +275,7 @@ mod tests {
         }
 
         #[tokio::test]
-        #[ignore = "needs a hook of its own"]
+        #[ignore = "installs its own panic hook"]
         async fn a_request() {
             log_panics();
             let outcome: Result<(), Panic> = catch_panics(async { panic!("only this one") }).await;
@@ -285,7 +285,7 @@ mod tests {
         }
 
         #[tokio::test]
-        #[ignore = "needs a hook of its own"]
+        #[ignore = "installs its own panic hook"]
         async fn a_lock_taken_while_cleaning_up() {
             struct CleansUp<'a>(&'a Lock<i32>);
             impl Drop for CleansUp<'_> {

@@ -18,7 +18,7 @@ tokio::task_local! {
     static CURRENT: RefCell<Trace>;
 }
 
-/// Identifies a request among all processes: the upper half is drawn at the start of the process.
+/// Identifies a request among all processes: the upper half is chosen at random when the process starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestId(u64);
 

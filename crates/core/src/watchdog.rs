@@ -4,8 +4,8 @@
 //! checks every second, in a thread of its own, so that it also detects a blocked runtime. A stuck loop is logged once,
 //! counted, and fails `/livez`, because a restart may help.
 //!
-//! An unavailable database does not make a loop stuck: every call of it ends after some seconds, and the loop repeats
-//! it, which is a beat. The limit is therefore several times the longest call ([`PATIENCE`]). Time in which the
+//! An unavailable database does not make a loop stuck: every database call ends after some seconds, and the loop then
+//! beats and repeats it. The limit is therefore several times the longest call ([`STUCK_AFTER`]). Time in which the
 //! watchdog itself did not run (a stopped process, an overloaded machine) does not count.
 
 use std::{
@@ -25,7 +25,7 @@ use tracing::{error, info};
 
 /// Maximum time without a beat while there is work. One piece of work may make several calls of the database, each of
 /// which ends after at most 12 s.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const STUCK_AFTER: Duration = Duration::from_secs(60);
 
 const INTERVAL: Duration = Duration::from_secs(1);
 
@@ -102,31 +102,31 @@ impl Watchdog {
     pub fn stuck(&self) -> Vec<Stuck> {
         let stuck = |followed: &Followed| {
             let Followed { name, silent, .. } = *followed;
-            (silent >= PATIENCE).then_some(Stuck { name, silent })
+            (silent >= STUCK_AFTER).then_some(Stuck { name, silent })
         };
         self.0.lock().iter().filter_map(stuck).collect()
     }
 
     /// Checks all loops; `passed` is the time since the last check. Returns the loops that have become stuck, and those
     /// that have recovered.
-    fn look(&self, passed: Duration) -> (Vec<Stuck>, Vec<&'static str>) {
-        // A late check says nothing about the time since the last one.
+    fn check_all(&self, passed: Duration) -> (Vec<Stuck>, Vec<&'static str>) {
+        // If the check is late, the watchdog itself did not run, and that time does not count.
         let passed = passed.min(2 * INTERVAL);
-        let (mut stuck, mut moves_again) = (Vec::new(), Vec::new());
+        let (mut stuck, mut recovered) = (Vec::new(), Vec::new());
         for followed in self.0.lock().iter_mut() {
-            let was_stuck = followed.silent >= PATIENCE;
+            let was_stuck = followed.silent >= STUCK_AFTER;
             let beats = followed.pulse.beats.load(Relaxed);
             let has_work = followed.pulse.works.load(Relaxed) || (followed.waits)();
             followed.silent =
                 if beats == followed.beats && has_work { followed.silent + passed } else { Duration::ZERO };
             followed.beats = beats;
-            match (was_stuck, followed.silent >= PATIENCE) {
+            match (was_stuck, followed.silent >= STUCK_AFTER) {
                 (false, true) => stuck.push(Stuck { name: followed.name, silent: followed.silent }),
-                (true, false) => moves_again.push(followed.name),
+                (true, false) => recovered.push(followed.name),
                 (true, true) | (false, false) => {}
             }
         }
-        (stuck, moves_again)
+        (stuck, recovered)
     }
 
     /// Starts the checks, which run until the returned value is dropped. `gauge` is 1 for each stuck loop.
@@ -153,7 +153,7 @@ impl Watchdog {
     }
 
     fn report(&self, passed: Duration, gauge: &IntGaugeVec) {
-        let (stuck, moves_again) = self.look(passed);
+        let (stuck, recovered) = self.check_all(passed);
         for Stuck { name, silent } in stuck {
             gauge.with_label_values(&[name]).set(1);
             error!(
@@ -162,7 +162,7 @@ impl Watchdog {
                 "a task is stuck; /livez fails until it makes progress"
             );
         }
-        for task in moves_again {
+        for task in recovered {
             gauge.with_label_values(&[task]).set(0);
             info!(task, "the task makes progress again");
         }
@@ -181,45 +181,45 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// The loop's behaviour during one second.
+    /// The behaviour of the loop during one second.
     #[derive(Clone, Copy)]
-    enum Does {
+    enum Behaviour {
         Beats,
         Rests,
         Nothing,
     }
-    use Does::{Beats, Nothing, Rests};
+    use Behaviour::{Beats, Nothing, Rests};
 
-    /// A number of seconds of each behaviour.
+    /// Runs each behaviour for its number of seconds, and checks whether the loop is then stuck.
     #[track_caller]
-    fn check(what: &str, waits: bool, history: &[(Does, u64)], is_stuck: bool) {
+    fn check(what: &str, waits: bool, history: &[(Behaviour, u64)], is_stuck: bool) {
         let watchdog = Watchdog::default();
         let pulse = Arc::new(Pulse::default());
         watchdog.follow_queue("loop", &pulse, move || waits);
-        for (does, seconds) in history {
+        for (behaviour, seconds) in history {
             for _ in 0..*seconds {
-                match does {
+                match behaviour {
                     Beats => pulse.beat(),
                     Rests => pulse.rest(),
                     Nothing => {}
                 }
-                watchdog.look(SECOND);
+                watchdog.check_all(SECOND);
             }
         }
         assert_eq!(!watchdog.stuck().is_empty(), is_stuck, "{what}");
     }
 
     #[test]
-    fn stuck_is_who_has_something_to_do_and_does_nothing() {
-        check("nothing to do, ever", false, &[(Nothing, 500)], false);
-        check("at rest", false, &[(Beats, 9), (Rests, 1), (Nothing, 500)], false);
-        check("one that works all the time", false, &[(Beats, 500)], false);
-        check("a piece of work that takes long", false, &[(Beats, 1), (Nothing, 59)], false);
-        check("a piece of work without end", false, &[(Beats, 1), (Nothing, 60)], true);
-        check("long pieces one after another", false, &[(Beats, 1), (Nothing, 50), (Beats, 1), (Nothing, 50)], false);
-        check("asleep while something waits", true, &[(Rests, 1), (Nothing, 60)], true);
-        check("awake while something waits", true, &[(Rests, 500)], false);
-        check("it moves again", false, &[(Beats, 1), (Nothing, 90), (Beats, 1)], false);
+    fn loop_with_work_and_no_progress_is_stuck() {
+        check("never any work", false, &[(Nothing, 500)], false);
+        check("resting", false, &[(Beats, 9), (Rests, 1), (Nothing, 500)], false);
+        check("working all the time", false, &[(Beats, 500)], false);
+        check("one long piece of work", false, &[(Beats, 1), (Nothing, 59)], false);
+        check("a piece of work that does not end", false, &[(Beats, 1), (Nothing, 60)], true);
+        check("long pieces of work, one after another", false, &[(Beats, 1), (Nothing, 50), (Beats, 1), (Nothing, 50)], false);
+        check("resting while work waits", true, &[(Rests, 1), (Nothing, 60)], true);
+        check("running while work waits", true, &[(Rests, 500)], false);
+        check("progress after being stuck", false, &[(Beats, 1), (Nothing, 90), (Beats, 1)], false);
     }
 
     #[test]
@@ -237,12 +237,12 @@ mod tests {
             if second == 100 {
                 writer.beat();
             }
-            let (stuck, moves_again) = watchdog.look(SECOND);
+            let (stuck, recovered) = watchdog.check_all(SECOND);
             reports.extend(stuck.iter().map(|stuck| (second, stuck.to_string())));
-            reports.extend(moves_again.into_iter().map(|name| (second, format!("{name} moves"))));
+            reports.extend(recovered.into_iter().map(|name| (second, format!("{name} recovered"))));
         }
         let stuck = "writer has made no progress for 60 s".to_owned();
-        assert_eq!(reports, [(60, stuck.clone()), (100, "writer moves".to_owned()), (160, stuck)]);
+        assert_eq!(reports, [(60, stuck.clone()), (100, "writer recovered".to_owned()), (160, stuck)]);
     }
 
     /// As after SIGSTOP and SIGCONT.
@@ -252,14 +252,14 @@ mod tests {
         let pulse = Arc::new(Pulse::default());
         watchdog.follow("loop", &pulse);
         pulse.beat();
-        watchdog.look(SECOND);
-        watchdog.look(Duration::from_secs(3600));
+        watchdog.check_all(SECOND);
+        watchdog.check_all(Duration::from_secs(3600));
         assert_eq!(watchdog.stuck(), []);
     }
 
     /// Runs in real time, because the thread has no simulated clock.
     #[test]
-    fn thread_checks_and_ends() {
+    fn thread_checks_loops_and_ends_when_dropped() {
         let watchdog = Arc::new(Watchdog::default());
         let pulse = Arc::new(Pulse::default());
         watchdog.follow("loop", &pulse);
@@ -269,14 +269,14 @@ mod tests {
         pulse.beat();
         let deadline = Instant::now() + Duration::from_secs(20);
         while watchdog.0.lock()[0].beats == 0 {
-            assert!(Instant::now() < deadline, "it does not look");
+            assert!(Instant::now() < deadline, "the thread does not check the loops");
             thread::yield_now();
         }
         drop(watching);
         let weak = Arc::downgrade(&watchdog);
         drop(watchdog);
         while weak.strong_count() > 0 {
-            assert!(Instant::now() < deadline, "it does not end");
+            assert!(Instant::now() < deadline, "the thread does not end");
             thread::yield_now();
         }
     }

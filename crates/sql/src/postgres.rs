@@ -36,7 +36,7 @@ pub use self::{load::PostgresLoader, view::PostgresView};
 use crate::rows::{LogRow as _, corrupt};
 use orlop_core::log::{
     Append, Appended, Connections, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision, Reclaim,
-    Reclaimed, Result, SILENCE_MAX, SharedLog, Size, Touch, Visit, WithPrev,
+    Reclaimed, Result, HEARTBEAT_TIMEOUT, SharedLog, Size, Touch, Visit, WithPrev,
 };
 use orlop_core::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
@@ -247,7 +247,7 @@ impl SharedLog for PostgresLog {
                 .bind(self.run)
                 .fetch_one(&mut *connection)
                 .await?;
-            let live = sqlx::query_as(LIVE_MEMBERS).bind(SILENCE_MAX.as_secs_f64());
+            let live = sqlx::query_as(LIVE_MEMBERS).bind(HEARTBEAT_TIMEOUT.as_secs_f64());
             Ok((previous_run, live.fetch_all(connection).await?))
         })?;
         if self.has_sent_heartbeat.swap(true, Ordering::Relaxed) && previous_run.is_some_and(|run| run != self.run) {

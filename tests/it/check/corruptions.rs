@@ -146,7 +146,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
     (
         "INSERT INTO meta VALUES ('compact_revision', 99)",
         &["meta name=\"compact_revision\": value is 99, expected at most 12, the newest revision"],
-        Some("compact revision 99 is beyond the head 12"),
+        Some("compact revision 99 is above the head 12"),
     ),
     // From then on, a start takes the key as it is.
     (

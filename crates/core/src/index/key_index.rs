@@ -119,8 +119,8 @@ impl KeyIndex {
         }
     }
 
-    /// Returns the claim of the newest row, for checking `next`. The version that the transaction of the newest row
-    /// found is not stored; within one transaction, `next` is accepted as it is.
+    /// Returns the claim of the newest row, for checking `next`. The index does not store `prev_revision`, so the claim
+    /// contains that of `next`: within one transaction this column is not checked.
     pub(super) fn claim(&self, next: &Claim) -> Claim {
         let Newest { row, create_revision, version, .. } = self.newest;
         let kind =
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn compaction_removes_what_no_readable_revision_needs() {
+    fn compaction_removes_rows_that_no_readable_revision_needs() {
         let table: [(i64, &[i64]); 9] = [
             (1, &[]),
             (2, &[]),
@@ -390,7 +390,7 @@ mod tests {
         }
     }
 
-    /// It stays, because a watch may start there, even after later writes and a restart.
+    /// The tombstone stays because a watch may start at its revision, even after later writes and a restart.
     #[test]
     fn tombstone_at_the_compact_revision_is_removed_by_the_next_compaction() {
         let mut compacted = KeyIndex::created(row(2), Revision(2), 1, None);

@@ -1,7 +1,8 @@
-//! The index against a naive model: every change in one list, every question answered by a scan of it.
+//! Tests the index against a naive model: one list of all changes, which every query scans.
 //!
-//! Histories are random, but small and over few keys, so that keys are deleted and made again, tombstones fall on
-//! compact revisions, and every revision of a history can be compacted and read. proptest prints what failed, shrunk.
+//! Histories are random, but small and with few keys, so that keys are deleted and created again, tombstones are at
+//! compact revisions, and every revision of a history can be compacted and read. proptest prints a minimal failing
+//! history.
 
 use std::{
     collections::BTreeSet,
@@ -15,8 +16,8 @@ use crate::types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId,
 
 const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "ba", "c"];
 
-/// One key's part of a transaction. A transaction may delete a key and put it again, or put it and delete it with all keys,
-/// but not put it twice.
+/// An operation of a transaction. A transaction may delete a key and put it again, or put it and delete it with all
+/// keys, but not put it twice.
 #[derive(Clone, Copy, Debug)]
 enum Op {
     Put { key: usize, lease: i64 },
@@ -25,13 +26,13 @@ enum Op {
     PutAndDelete { key: usize, lease: i64 },
 }
 
-/// Every change ever made, in order, and what compactions did to the store.
+/// All changes in order, and the effects of compactions.
 #[derive(Clone, Debug, Default)]
 struct Model {
     changes: Vec<Change>,
     compact_revision: Option<Revision>,
-    /// The rows that compactions took.
-    gone: BTreeSet<RowId>,
+    /// Rows removed by compactions.
+    compacted_rows: BTreeSet<RowId>,
 }
 
 type Bounds = (Bound<Vec<u8>>, Bound<Vec<u8>>);
@@ -130,7 +131,7 @@ proptest! {
 }
 
 #[test]
-fn older_compaction_does_not_bring_the_compact_revision_back() {
+fn older_compaction_does_not_lower_the_compact_revision() {
     let mut index = Model::of(&[vec![Op::Put { key: 0, lease: 0 }], vec![Op::Put { key: 0, lease: 0 }]]).index();
     index.begin_compaction(Revision(3));
     index.begin_compaction(Revision(2));
@@ -138,7 +139,7 @@ fn older_compaction_does_not_bring_the_compact_revision_back() {
     assert_eq!(index.resolve(ReadAt::Revision(Revision(2))), Err(Unreadable::Compacted));
 }
 
-/// Transactions of a few operations on different keys, each of which may turn out to change nothing.
+/// Generates transactions of a few operations on different keys. An operation may change nothing.
 fn histories(transactions_max: usize) -> impl Strategy<Value = Vec<Vec<Op>>> {
     let op = (0..KEYS.len(), 0..3_i64, 0..8_u32).prop_map(|(key, lease, kind)| match kind {
         0..4 => Op::Put { key, lease },
@@ -154,7 +155,7 @@ fn histories(transactions_max: usize) -> impl Strategy<Value = Vec<Vec<Op>>> {
     vec(transaction, 1..=transactions_max)
 }
 
-/// Bounds that an ordered map takes: the start not behind the end.
+/// Generates bounds that an ordered map accepts: the start is not after the end.
 fn bounds() -> impl Strategy<Value = Bounds> {
     let key = proptest::sample::select(vec!["", "a", "a\0", "aa", "ab", "b", "ba", "bb", "c", "d"]);
     (key.clone(), key, 0..3_u8, 0..3_u8).prop_map(|(a, b, start_kind, end_kind)| {
@@ -167,7 +168,7 @@ fn bounds() -> impl Strategy<Value = Bounds> {
     })
 }
 
-/// Of a compaction's step: one key at a time, some, all at once.
+/// Generates the budget of a compaction step: one key, a few keys or all keys.
 fn budgets() -> impl Strategy<Value = usize> {
     prop_oneof![1..8_usize, Just(usize::MAX)]
 }
@@ -224,15 +225,15 @@ fn check_compaction(index: &mut TreeIndex, model: &mut Model, revision: Revision
     check_rebuilt(index, model)
 }
 
-/// The rows that a compaction named are those that the model lets go, each once.
+/// Checks that a compaction removed exactly the rows that the model removes, each once.
 fn check_removed(removed: &[RowId], model: &mut Model) -> Checked {
     let mut removed = removed.to_vec();
     removed.sort_unstable();
-    prop_assert_eq!(removed, model.free(), "removed by the compaction at {:?}", model.compact_revision);
+    prop_assert_eq!(removed, model.remove_garbage(), "removed by the compaction at {:?}", model.compact_revision);
     Ok(())
 }
 
-/// An index made from the rows that survived is the one that was compacted, as after a restart.
+/// Checks that an index rebuilt from the remaining rows, as after a restart, equals the compacted index.
 fn check_rebuilt(index: &TreeIndex, model: &Model) -> Checked {
     let mut rebuilt = TreeIndex::new();
     model.survivors().for_each(|change| rebuilt.apply(change));
@@ -240,7 +241,7 @@ fn check_rebuilt(index: &TreeIndex, model: &Model) -> Checked {
         rebuilt.begin_compaction(revision);
     }
     let removed = compact_to_the_end(&mut rebuilt, usize::MAX);
-    prop_assert_eq!(removed, vec![], "nothing that survived is left to remove");
+    prop_assert_eq!(removed, vec![], "the remaining rows contain no garbage");
     prop_assert_eq!(&rebuilt, index);
     Ok(())
 }
@@ -258,7 +259,7 @@ impl Model {
         model
     }
 
-    /// Makes one transaction's changes, at one revision; none if it changes nothing.
+    /// Applies a transaction at one revision. A transaction that changes nothing uses no revision.
     fn commit(&mut self, ops: &[Op]) {
         let revision = self.head().next();
         let mut sub = 0;
@@ -351,16 +352,16 @@ impl Model {
         inside.filter_map(|key| Some((key.clone(), self.get(key, at)?))).collect()
     }
 
-    /// What the compact revision lets go of and has not yet gone, in order.
-    fn free(&mut self) -> Vec<RowId> {
+    /// Removes the garbage rows that were not removed before, and returns them in order.
+    fn remove_garbage(&mut self) -> Vec<RowId> {
         let garbage = self.changes.iter().filter(|change| self.is_garbage(change)).map(|change| change.row);
-        let garbage: Vec<_> = garbage.filter(|row| !self.gone.contains(row)).collect();
-        self.gone.extend(&garbage);
+        let garbage: Vec<_> = garbage.filter(|row| !self.compacted_rows.contains(row)).collect();
+        self.compacted_rows.extend(&garbage);
         garbage
     }
 
-    /// A row below the compact revision is garbage if it is a tombstone, or if its key has a newer row at or below the compact
-    /// revision.
+    /// A row below the compact revision is garbage if it is a tombstone, or if its key has a newer row at or below the
+    /// compact revision.
     fn is_garbage(&self, change: &Change) -> bool {
         let Some(compacted) = self.compact_revision else { return false };
         let newer = |other: &&Change| other.key == change.key && other.row > change.row;
@@ -369,7 +370,7 @@ impl Model {
     }
 
     fn survivors(&self) -> impl Iterator<Item = &Change> {
-        self.changes.iter().filter(|change| !self.gone.contains(&change.row))
+        self.changes.iter().filter(|change| !self.compacted_rows.contains(&change.row))
     }
 }
 

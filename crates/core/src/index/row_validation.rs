@@ -8,10 +8,11 @@
 //! put(7)              version 1, create_revision 7, prev_revision 0
 //! ```
 //!
-//! Above the compact revision all rows exist; at or below it, the version that was live at it. So a row above must
-//! follow exactly. A row at or below may follow a row that was compacted, and only needs to be possible.
+//! All rows above the compact revision exist, so such a row must follow exactly. At or below the compact revision only
+//! the version that was live at it is certain to exist. A row there may follow a compacted row, and is valid if
+//! compacted rows can explain it.
 //!
-//! Known limit: a wrong but possible number below the compact revision is not found.
+//! Known limit: a wrong number below the compact revision is not detected if compacted rows can explain it.
 
 use std::fmt;
 
@@ -76,11 +77,11 @@ impl Claim {
     ///
     /// # Errors
     ///
-    /// If it cannot follow, whatever was compacted up to and including `compacted`.
+    /// If the row cannot follow `last`, even if rows up to and including `compacted` were deleted.
     pub fn follow(&self, last: Option<&Self>, compacted: Option<Revision>) -> Result<(), Contradiction> {
         let Err(contradiction) = self.follow_directly(last) else { return Ok(()) };
-        // Compaction deletes a key's rows from the oldest on, but each of several instances deletes those that it
-        // found.
+        // Compaction deletes a key's rows from the oldest to the newest, but each of several instances deletes only the
+        // rows that it found.
         let between_may_be_gone = compacted.is_some_and(|compacted| self.row.revision <= compacted)
             && last.is_none_or(|last| last.row.revision < self.row.revision && last.row.revision != self.prev_revision);
         if between_may_be_gone && self.may_follow(last) { Ok(()) } else { Err(contradiction) }
@@ -92,7 +93,7 @@ impl Claim {
             ClaimKind::Put { create_revision, version } => Some((last.row.revision, create_revision, version)),
             ClaimKind::Delete => None,
         });
-        // The second change of a key in a transaction also names the version before the transaction.
+        // The second change of a key in a transaction also contains the revision from before the transaction.
         let prev_revision = match last {
             Some(last) if last.row.revision == self.row.revision => last.prev_revision,
             _ => live.map_or(Revision(0), |(revision, ..)| revision),
@@ -223,7 +224,7 @@ mod tests {
     /// The purge left the put at 2 and deleted its delete, both below the compact revision; the key was created again
     /// above it.
     #[test]
-    fn unfinished_purge_of_another_instance_does_not_end_a_start() {
+    fn unfinished_purge_of_another_instance_does_not_prevent_a_start() {
         let change = |claim: Claim| {
             let ClaimKind::Put { create_revision, version } = claim.kind else { unreachable!("only puts are left") };
             let key = Key::from(&b"k"[..]);

@@ -90,7 +90,7 @@ impl Table {
     pub fn set_left(&mut self, id: LeaseId, left_secs: f64, asked: Instant, now: Instant) {
         let Some(lease) = self.leases.get_mut(&id).filter(|lease| lease.since <= asked) else { return };
         self.deadlines.remove(&(lease.deadline, id));
-        // A time beyond the clock's range is as good as any far one, and one before its start is in the past.
+        // A time beyond the range of the clock is replaced by the maximum, a negative time by zero.
         let left = Duration::try_from_secs_f64(left_secs.max(0.0)).unwrap_or(Duration::MAX);
         lease.deadline = now.checked_add(left).unwrap_or_else(|| deadline(now, lease.ttl_secs));
         self.deadlines.insert((lease.deadline, id));

@@ -83,7 +83,7 @@ pub enum Depth {
 /// A log at one moment. Unreadable content is [`super::Error::Corrupt`].
 #[async_trait]
 pub trait Inspect: History {
-    /// Returns the database's name for people.
+    /// Returns the name of the database for messages.
     fn name(&self) -> &str;
 
     /// Returns the damage that the database finds in its file, at most `limit` texts.

@@ -1,5 +1,5 @@
-//! A log in memory, for unit tests: every row in one list, and answers found by walking it. It gives what a database
-//! would: rows name the revision of what they replaced, not its row nor its lease, and pages end early.
+//! A log in memory, for unit tests: one list of all rows, which every query scans. It returns rows as a database does:
+//! a row contains the revision of the row that it replaced, but not that row's `sub` or lease, and pages are short.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,12 +13,12 @@ use super::{
 };
 use crate::types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId};
 
-/// Revisions in a page of [`History::changes`].
+/// Maximum number of revisions in a page of [`History::changes`].
 const PAGE_REVISIONS_MAX: usize = 6;
-/// Rows looked at for a page of [`History::changes`], but for those that end its last revision.
+/// Maximum number of rows visited for a page of [`History::changes`], without the remaining rows of its last revision.
 const PAGE_ROWS_MAX: usize = 16;
 
-/// See the module's page.
+/// A log in memory. Shared behind an `Arc`.
 #[derive(Default)]
 pub struct MemoryLog(Mutex<State>);
 
@@ -40,7 +40,7 @@ impl State {
         self.rows.iter().find(|change| change.row == row).and_then(pair)
     }
 
-    /// The change as a database gives it.
+    /// Returns the change as a database returns it.
     fn read(&self, change: &Change, with_prev: WithPrev) -> Change {
         let prev = change.prev.as_ref().map(|prev| {
             let kv = if with_prev == WithPrev::Yes { self.pair(prev.row) } else { None };
@@ -84,7 +84,7 @@ impl History for MemoryLog {
         Ok(meta)
     }
 
-    /// Waits once before the page is read and once behind, so that a test can let something happen there.
+    /// Yields once before and once after the page is read, so that a test can run other operations in between.
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
         yield_now().await;
         let mut page = Page { changes: Vec::new(), next: to.next(), purged: None };
@@ -94,9 +94,9 @@ impl History for MemoryLog {
             let mut revisions = BTreeSet::new();
             let mut last = None;
             let within = state.rows.iter().filter(|change| (from..=to).contains(&change.row.revision));
-            for (looked_at, change) in within.enumerate() {
+            for (visited, change) in within.enumerate() {
                 let revision = change.row.revision;
-                let full = looked_at >= PAGE_ROWS_MAX || revisions.len() >= PAGE_REVISIONS_MAX;
+                let full = visited >= PAGE_ROWS_MAX || revisions.len() >= PAGE_REVISIONS_MAX;
                 if full && last != Some(revision) {
                     page.next = revision;
                     break;

@@ -1,9 +1,9 @@
 //! Pacing of connections: how long one poll of a connection may read.
 //!
-//! hyper polls a connection until its socket is empty. A client that sends without pause would keep the thread for as long
-//! as the kernel has data for it, and every other client would wait. So a connection reads for 0.1 ms per poll; then its
-//! next poll waits for a step ([`Steps`]). Parsing 16 KiB of small frames, such as PING or RST_STREAM, may alone take over
-//! a millisecond, so a connection that was paced reads in smaller pieces until it has to wait for data.
+//! hyper polls a connection until its socket is empty. A client that sends without pause would keep the thread for as
+//! long as the kernel has data for it, and every other client would wait. So a connection reads for 0.1 ms per poll;
+//! then its next poll waits for a step ([`Steps`]). Parsing 16 KiB of small frames, such as PING or RST_STREAM, may
+//! alone take over a millisecond, so a connection that was paced reads in smaller pieces until it has to wait for data.
 
 use std::{
     future::poll_fn,
@@ -144,7 +144,7 @@ mod tests {
 
     use super::*;
 
-    /// A stream that always has data, and takes `time` for each read.
+    /// A stream that always has data. Each read takes `time`.
     struct Endless {
         time: Duration,
         read: Arc<Mutex<Vec<usize>>>,
@@ -182,7 +182,7 @@ mod tests {
 
     #[tokio::test]
     async fn connection_that_pauses_waits_for_no_step() {
-        // Nobody grants steps.
+        // No step is granted.
         let (steps, _grant) = Steps::new();
         let (mut client, server) = tokio::io::duplex(1 << 20);
         let (mut reader, pacer) = paced(server, &steps);
@@ -197,6 +197,6 @@ mod tests {
             tokio::task::yield_now().await;
         }
         drop(client);
-        assert!(connection.await.expect("it ends").expect("it can be read") == expected);
+        assert!(connection.await.expect("the task ends").expect("the stream can be read") == expected);
     }
 }

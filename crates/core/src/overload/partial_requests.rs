@@ -1,4 +1,5 @@
-//! Requests of which only a part has arrived: their bytes are bounded for all clients together, and each has a deadline.
+//! Requests of which only a part has arrived: their bytes are bounded for all clients together, and each has a
+//! deadline.
 //!
 //! Only bytes that have arrived count; the length that a client announces allocates nothing.
 
@@ -27,7 +28,7 @@ pub struct PartialRequests {
     is_refusing: AtomicBool,
 }
 
-/// The share of one stream of requests.
+/// The partial request of one stream.
 pub struct PartialRequest {
     all: Arc<PartialRequests>,
     bytes: usize,

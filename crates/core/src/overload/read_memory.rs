@@ -1,12 +1,11 @@
-//! Memory for values that were read from the log for responses that no client has taken yet.
+//! Limits the memory of values that were read from the log for responses and are not sent yet.
 //!
-//! Values in the value cache cost a response nothing. Other values are read, and stay in memory until the response has
-//! left. Every such value counts until its last reference is dropped. While there are too many bytes, reads wait; a read
-//! that waits too long fails, and its client may try again.
+//! A value in the value cache uses no additional memory in a response. Other values are read from the log and stay in
+//! memory until the response is sent; each is counted until its last reference is dropped. Above the limit, reads wait.
+//! A read that waits too long fails, and its client may retry.
 //!
-//! At most [`LISTS_MAX`] lists read at the same time, and a list that has begun reads on without waiting, so lists never
-//! wait for each other in a circle. The bound is therefore `256 MiB + 2 * value-cache-bytes` plus the size of
-//! [`LISTS_MAX`] lists.
+//! At most [`LISTS_MAX`] lists read at the same time. A list that has started does not wait again, so lists cannot
+//! deadlock. The bound is therefore `256 MiB + 2 * value-cache-bytes` plus the size of [`LISTS_MAX`] lists.
 
 use std::{
     sync::{
@@ -24,14 +23,14 @@ use tracing::warn;
 
 use crate::types::{EncodedKv, RowId};
 
-/// Bytes of values beyond twice the value cache's limit. The cache may hold values that were read, and lists may hold values
-/// that the cache has since dropped.
+/// Bytes of values beyond twice the value cache's limit. The cache may hold values that were read, and lists may hold
+/// values that the cache has since dropped.
 const BYTES_MAX: usize = 256 << 20;
-/// Lists that read from the log at the same time; others wait in the order in which they came.
+/// Maximum number of lists that read from the log at the same time; others wait in the order of their arrival.
 const LISTS_MAX: usize = 2;
 /// Maximum time a read waits for memory.
 const WAIT_MAX: Duration = Duration::from_secs(7);
-/// Waiting reads are notified each time this many bytes were freed, as a power of two.
+/// Waiting reads are notified after every 2^`FREED_BYTES_BITS` freed bytes.
 const FREED_BYTES_BITS: u32 = 20;
 
 /// Counts the bytes of values that were read from the log.
@@ -84,14 +83,14 @@ impl ReadMemory {
     ///
     /// # Errors
     ///
-    /// If clients took too little of other responses meanwhile.
+    /// If too little memory is freed within 7 s, because clients do not read their responses.
     pub async fn list(&self) -> Result<ListPermit<'_>, Exhausted> {
         let permit = self.lists.acquire().await.expect("the semaphore is never closed");
-        self.below(self.used.bytes_max).await?;
+        self.wait_until_below(self.used.bytes_max).await?;
         Ok(ListPermit(permit))
     }
 
-    /// Whether a few pairs may be read: their limit is twice as high, so that lists do not lock them out.
+    /// Returns whether a few pairs may be read. Their limit is twice as high, so that lists do not block them.
     pub fn has_free(&self) -> bool {
         self.bytes() < self.single_read_bytes_max()
     }
@@ -100,27 +99,27 @@ impl ReadMemory {
     ///
     /// # Errors
     ///
-    /// As [`Self::list`].
-    pub async fn free(&self) -> Result<(), Exhausted> {
-        self.below(self.single_read_bytes_max()).await
+    /// Like [`Self::list`].
+    pub async fn wait_until_free(&self) -> Result<(), Exhausted> {
+        self.wait_until_below(self.single_read_bytes_max()).await
     }
 
     fn single_read_bytes_max(&self) -> usize {
         self.used.bytes_max.saturating_mul(2)
     }
 
-    async fn below(&self, bytes_max: usize) -> Result<(), Exhausted> {
+    async fn wait_until_below(&self, bytes_max: usize) -> Result<(), Exhausted> {
         let wait = async {
             while self.bytes() >= bytes_max {
                 let freed = self.used.freed.notified();
                 if self.bytes() >= bytes_max {
-                    // Not every freed byte notifies, so look from time to time.
+                    // A small free does not notify, so the condition is also checked periodically.
                     let _ = timeout(WAIT_MAX / 50, freed).await;
                 }
             }
         };
         timeout(WAIT_MAX, wait).await.map_err(|_| {
-            warn!(bytes = self.bytes(), "a read failed: clients have not taken the responses that they requested");
+            warn!(bytes = self.bytes(), "a read failed: clients have not read the responses that they requested");
             Exhausted
         })
     }
@@ -157,7 +156,7 @@ mod tests {
     async fn list_waits_for_responses_that_were_not_taken() {
         let memory = ReadMemory::with_limit(10_000);
         let response = memory.count(values(11));
-        assert!(memory.free().now_or_never().is_some(), "a few pairs may still be read");
+        assert!(memory.wait_until_free().now_or_never().is_some(), "a few pairs may still be read");
         assert_eq!(memory.list().await.err(), Some(Exhausted));
         let part_of_a_pair: Vec<_> = response.iter().map(|(_, kv)| kv.value()).collect();
         drop(response);

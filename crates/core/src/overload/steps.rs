@@ -1,11 +1,12 @@
-//! Steps: long work is cut into steps of up to some 0.1 ms, and between two steps every task that is ready runs once.
+//! Steps: long work is divided into steps of about 0.1 ms, and between two steps every ready task runs once.
 //!
-//! A runtime thread runs ready tasks in the order in which they became ready. If a hundred clients listed everything, a
-//! hundred steps would run before a put, at each place where the put waits. So long work requests each step, and one task
-//! grants one request per pass over the ready tasks: a put waits for at most one step at a time, however many clients list.
+//! A runtime thread runs ready tasks in the order in which they became ready. If a hundred clients listed all keys, a
+//! put would wait for a hundred steps at each of its await points. Long work therefore requests each step, and one task
+//! grants one request per pass over the ready tasks. A put then waits for at most one step per await point, regardless
+//! of the number of lists.
 //!
-//! A grant that nobody uses is lost: a client that stops reading does not block others. Known limit: with several runtime threads
-//! a pass of one thread says nothing about the others, so up to one step per thread runs at a time.
+//! An unused grant is discarded, so a client that stops reading does not block others. Known limit: a pass covers only
+//! the tasks of one runtime thread, so with several threads up to one step per thread runs at a time.
 
 use std::{
     pin::Pin,
@@ -38,7 +39,7 @@ impl Steps {
         (Arc::new(Self(queue)), grant)
     }
 
-    /// Requests a step. The place in the queue is taken now.
+    /// Requests a step. The request enters the queue immediately.
     pub fn request(&self) -> Step {
         let (grant, granted) = oneshot::channel();
         // If steps are no longer granted, the server is stopping, and the step is ready at once.
@@ -47,7 +48,7 @@ impl Steps {
     }
 }
 
-/// A requested step: ready when it may run. Dropping it gives it up.
+/// A requested step: ready when it may run. Dropping it cancels the request.
 #[must_use]
 #[derive(Debug)]
 pub struct Step(oneshot::Receiver<()>);
@@ -60,7 +61,8 @@ impl Future for Step {
     }
 }
 
-/// Requests of one client's stream; after every [`PacedStream::REQUESTS_PER_STEP`] the next one is a step.
+/// Requests of one client's stream. After every [`PacedStream::REQUESTS_PER_STEP`] requests, the next one waits for a
+/// step.
 pub struct PacedStream<S> {
     requests: S,
     steps: Arc<Steps>,
@@ -130,7 +132,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn unused_steps_block_nobody() {
+    async fn unused_steps_do_not_block_others() {
         let (steps, grant) = Steps::new();
         tokio::spawn(grant);
         let mut unused: Vec<Step> = (0..10).map(|_| steps.request()).collect();

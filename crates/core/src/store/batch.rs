@@ -147,7 +147,8 @@ impl Batch {
         self.changes.len() > savepoint.changes
     }
 
-    /// Ends the transaction that began at the savepoint. Without this call the next transaction would share its revision.
+    /// Ends the transaction that began at the savepoint. Without this call the next transaction would share its
+    /// revision.
     pub fn seal(&mut self, savepoint: Savepoint) {
         if self.changed_since(savepoint) {
             self.head = self.head.next();

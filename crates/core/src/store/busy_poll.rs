@@ -1,9 +1,9 @@
 //! Busy polling: polls the commit of a lone client instead of sleeping until it is done.
 //!
 //! A client that writes one key after another waits for four threads to wake up in turn: the server, the database, the
-//! server, itself. Busy polling saves one wake-up of tens of microseconds. Puts per second of one client, three runs each
-//! (docs/adr/0007): SQLite 1,503 to 1,934 without, 1,935 to 2,472 with it; Postgres 1,480 to 1,951, 1,643 to 2,862. Other
-//! tasks run between the polls.
+//! server, itself. Busy polling saves one wake-up of tens of microseconds. Puts per second of one client, three runs
+//! each (docs/adr/0007): SQLite 1,503 to 1,934 without, 1,935 to 2,472 with it; Postgres 1,480 to 1,951, 1,643 to
+//! 2,862. Other tasks run between the polls.
 
 use std::{
     future::{Future, poll_fn},
@@ -14,13 +14,14 @@ use std::{
 
 use tokio::time::Instant;
 
-/// Only commits whose predecessor took less than this are polled, and for no longer.
+/// Maximum time that a commit is polled. A commit is polled only if the previous commit took less than this.
 const COMMIT_TIME_MAX: Duration = Duration::from_millis(1);
 /// A client that writes one key after another sends the next request within this time.
 const CLIENT_PAUSE_MAX: Duration = Duration::from_millis(1);
-/// The database's thread may need this thread's core; it is done within this time.
+/// Maximum time that yielding the core to the database's thread takes. If it takes longer, other processes need the
+/// core.
 const YIELD_TIME_MAX: Duration = Duration::from_micros(300);
-/// After other processes needed the core for longer, polling stops for this time.
+/// Time without polling after other processes needed the core.
 const BACKOFF: Duration = Duration::from_secs(1);
 
 /// Decides for each commit whether to poll it.
@@ -41,7 +42,7 @@ impl BusyPoll {
         Self { is_enabled, last: None, paused_until: None }
     }
 
-    /// Returns the outcome of `commit`. It `is_lone` if its batch has one request and no other request waits.
+    /// Returns the outcome of `commit`. `is_lone` means that the batch has one request and no other request waits.
     pub(super) async fn wait<T>(&mut self, is_lone: bool, commit: impl Future<Output = T>) -> T {
         let began = Instant::now();
         let mut poll_until = (is_lone && self.is_worthwhile(began)).then(|| began + COMMIT_TIME_MAX);
@@ -75,7 +76,8 @@ impl BusyPoll {
         self.is_enabled && is_client_busy && self.paused_until.is_none_or(|until| now >= until)
     }
 
-    /// Whether other processes need the core: yielding it took too long. Then polling pauses.
+    /// Returns whether other processes need the core, which is assumed if yielding it took too long. Polling then
+    /// pauses.
     fn is_core_needed(&mut self, yielded: Duration, now: Instant) -> bool {
         let is_needed = yielded > YIELD_TIME_MAX;
         if is_needed {
@@ -118,7 +120,7 @@ mod tests {
         // While other tests need the core, polling pauses.
         let deadline = Instant::now() + Duration::from_secs(10);
         while polls(&mut busy_poll, true).await <= 2 {
-            assert!(Instant::now() < deadline, "it never polls");
+            assert!(Instant::now() < deadline, "no commit is polled");
             busy_poll = after_commit(true, COMMIT_TIME_MAX / 2);
         }
         let mut paused = after_commit(true, COMMIT_TIME_MAX / 2);

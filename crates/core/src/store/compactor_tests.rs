@@ -17,7 +17,7 @@ use crate::{
 
 /// More rows are deleted than fit into one step, so a stop falls between a key's put and its tombstone.
 #[tokio::test(start_paused = true)]
-async fn interrupted_purge_revives_no_deleted_key() {
+async fn interrupted_purge_does_not_revive_deleted_keys() {
     let shared = shared(0);
     let changes = created_and_deleted(801);
     let head = changes.last().expect("changes").row.revision;

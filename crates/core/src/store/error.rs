@@ -55,7 +55,7 @@ impl From<Exhausted> for Error {
 }
 
 impl From<log::Error> for Error {
-    /// Converts the error to what the caller should do. The cause is written to the server's log.
+    /// Converts an error of the log to an error of the store, and logs its cause.
     fn from(error: log::Error) -> Self {
         let id = trace::current().map(tracing::field::display);
         tracing::error!(id, %error, "request failed on the database");

@@ -1,5 +1,4 @@
-//! Submits an Expire request for each lease whose time is over. The writer checks again, in log order, before it
-//! deletes anything.
+//! Submits an Expire request for each expired lease. The writer checks again, in log order, before it deletes anything.
 
 use std::{sync::Arc, time::Duration};
 
@@ -11,7 +10,7 @@ use tracing::{debug, warn};
 
 use super::{error::Error, queue::WriteQueue, shared::Shared, write_request::Request};
 use crate::{
-    log::{self, BEAT_INTERVAL, Touch},
+    log::{self, HEARTBEAT_INTERVAL, Touch},
     types::LeaseId,
 };
 
@@ -65,7 +64,7 @@ async fn leases_to_expire(shared: &Shared) -> log::Result<Vec<LeaseId>> {
     let expired = shared.leases.lock().expired(deadline_max(shared), ROUND_LEASES_MAX);
     let Some(log) = shared.log.shared().filter(|_| !expired.is_empty()) else { return Ok(expired) };
     // If no instance was alive for a while, a heartbeat extends the deadlines first.
-    if shared.members.since_last_beat() > 2 * BEAT_INTERVAL {
+    if shared.members.since_last_beat() > 2 * HEARTBEAT_INTERVAL {
         shared.beat(log).await?;
     }
     let asked = Instant::now();

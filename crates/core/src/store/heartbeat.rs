@@ -9,7 +9,7 @@ use tokio::{
 use tracing::warn;
 
 use super::{handle::Store, shared::Shared};
-use crate::log::{BEAT_INTERVAL, Error, Member, Result, SharedLog};
+use crate::log::{HEARTBEAT_INTERVAL, Error, Member, Result, SharedLog};
 
 impl Shared {
     /// Sends this instance's heartbeat and updates the list of live members.
@@ -43,7 +43,7 @@ impl Store {
 pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
     let work = async {
         let Some(log) = shared.log.shared() else { return };
-        let mut ticks = interval(BEAT_INTERVAL);
+        let mut ticks = interval(HEARTBEAT_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut is_failing = false;
         loop {

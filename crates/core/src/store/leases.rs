@@ -1,7 +1,7 @@
 //! Lease requests, and the lease table as the log has it.
 //!
-//! A shared log stores the deadlines of leases by the database's clock; they are refreshed from there before they are shown or
-//! expired. Otherwise the deadlines are only in memory.
+//! A shared log stores the deadlines of leases by the database's clock; they are refreshed from there before they are
+//! shown or expired. Otherwise the deadlines are only in memory.
 
 use std::{
     collections::HashMap,
@@ -168,7 +168,7 @@ impl Shared {
         let now = Instant::now();
         let mut leases = self.leases.lock();
         if self.log.shared().is_some() && meta.position.epoch < leases.epoch {
-            // An append of this instance was applied after that was read.
+            // An append of this instance was applied after `meta` was read.
             return;
         }
         let logged: HashMap<LeaseId, &LoggedLease> = meta.leases.iter().map(|lease| (lease.id, lease)).collect();

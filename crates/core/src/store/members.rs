@@ -15,7 +15,7 @@ pub(super) struct Members {
 }
 
 struct State {
-    /// Not empty; the longest-living member first.
+    /// Not empty; the oldest member first.
     live: Vec<Member>,
     last_beat: Instant,
 }
@@ -25,8 +25,8 @@ impl Members {
         Self { state: Mutex::new(State { live: vec![own.clone()], last_beat: Instant::now() }), own }
     }
 
-    /// Returns the id of the leader: the longest-living member. It is the first to do work that only one instance
-    /// should do.
+    /// Returns the id of the leader, which is the oldest live member. It is the first to run tasks that only one
+    /// instance should run.
     pub(super) fn leader(&self) -> u64 {
         self.state.lock().live.first().map_or(self.own.id, |member| member.id)
     }
@@ -60,8 +60,8 @@ impl Members {
         leader_changed
     }
 
-    /// Returns the time since this instance's last heartbeat. An instance that was paused must send one before it expires
-    /// leases.
+    /// Returns the time since this instance's last heartbeat. An instance that was paused must send one before it
+    /// expires leases.
     pub(super) fn since_last_beat(&self) -> Duration {
         self.state.lock().last_beat.elapsed()
     }

@@ -22,7 +22,7 @@ pub(super) const QUEUE_REQUESTS_MAX: usize = 5_000;
 /// Maximum number of waiting bytes of keys and values; above it: "too many requests".
 const QUEUE_BYTES_MAX: usize = 256 << 20;
 
-/// The right to answer one request once.
+/// The handle through which one request is answered, exactly once.
 #[must_use]
 #[derive(Debug)]
 pub(super) struct Ticket(oneshot::Sender<Reply>);

@@ -26,7 +26,7 @@ use crate::{
     types::{Key, KeyRange, Revision},
 };
 
-/// A response with more pairs always has its request described in the trace.
+/// The trace of a response with more pairs always contains a description of the request.
 const DESCRIBED_PAIRS: usize = 1_000;
 
 impl Store {

@@ -1,4 +1,5 @@
-//! The state of this instance relative to the log: the server that it follows, its running append, and what it applied last.
+//! The state of this instance relative to the log: the server that it follows, its running append, and the changes that
+//! it applied last.
 
 use std::{
     collections::VecDeque,
@@ -22,7 +23,7 @@ pub(super) struct ReplicationState {
     pub(super) server: AtomicI64,
     /// The head after the running append of this instance; 0 if none is running.
     pub(super) own_append: AtomicI64,
-    /// Changes whenever something was applied.
+    /// Marked as changed whenever changes were applied.
     pub(super) applied: watch::Sender<()>,
     pub(super) tail: Mutex<AppliedTail>,
     /// The newest compaction that was read from the log, or `i64::MIN`. It is read once per epoch and takes effect when

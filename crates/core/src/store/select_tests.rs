@@ -50,7 +50,7 @@ fn count_ignores_the_filter_and_the_limit_applies_after_it() {
     assert_eq!((response.kvs.len(), response.more, response.count), (2, false, 4));
 }
 
-/// Selects as the reader and an evaluation do.
+/// Runs a selection as the reader and an evaluation do.
 fn run(pairs: &[Pair], request: &RangeRequest, leases_known: bool) -> RangeResponse {
     let mut selection = Selection::new(request);
     for pair in pairs {

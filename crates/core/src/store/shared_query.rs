@@ -32,7 +32,7 @@ impl<I, O> SharedQuery<I, O> {
                     callers.push(answer);
                 }
                 for (response, caller) in ask(items).await.into_iter().zip(callers) {
-                    // The caller may be gone.
+                    // The caller may have stopped waiting.
                     let _ = caller.send(response);
                 }
             }

@@ -183,7 +183,7 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Returns whether the compare holds for every live key of its range. If there is none, it is evaluated as for a
-    /// key that never existed: numbers are 0 and no value compares.
+    /// key that never existed: numbers are 0, and a compare of a value does not hold.
     fn holds(&mut self, compare: &Compare) -> bool {
         let mut found = Vec::new();
         self.batch.visit(self.index, &compare.range, |_, current| found.push(current));

@@ -83,7 +83,7 @@ pub(super) struct Writer {
     outage: Option<Outage>,
 }
 
-/// The log accepts no writes.
+/// A period in which the log accepts no writes.
 struct Outage {
     since: Instant,
     logged: Instant,

@@ -127,15 +127,15 @@ mod tests {
     fn check(key: &[u8], end: &[u8], inside: &[&[u8]], outside: &[&[u8]]) {
         let range = KeyRange::from_wire(key, end);
         for key in inside {
-            assert!(range.contains(key), "{range:?} holds {key:?}");
+            assert!(range.contains(key), "{range:?} contains {key:?}");
         }
         for key in outside {
-            assert!(!range.contains(key), "{range:?} does not hold {key:?}");
+            assert!(!range.contains(key), "{range:?} does not contain {key:?}");
         }
     }
 
     #[test]
-    fn wire_pairs_name_these_keys() {
+    fn wire_ranges_contain_these_keys() {
         check(b"a", b"", &[b"a"], &[b"", b"a\0", b"b"]);
         check(b"a", b"c", &[b"a", b"a\0", b"b", b"b\xff"], &[b"", b"A", b"c", b"d"]);
         check(b"b", b"\0", &[b"b", b"c", b"\xff\xff"], &[b"a", b"az", b"\0"]);

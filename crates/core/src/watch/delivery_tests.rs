@@ -78,7 +78,7 @@ fn watch_that_joins_during_a_commit_gets_previous_pairs() {
 #[test]
 fn watch_gets_no_event_of_a_canceled_watch_with_its_id() {
     let create = |back| Step::Stream(0, Action::Create(create(1, back, WHOLE)));
-    let notify = Step::Stream(0, Action::Attend);
+    let notify = Step::Stream(0, Action::HandleNotifications);
     check(vec![publish_one(), create(Some(-2)), publish_one(), publish_one(), cancel(0), create(None), notify]);
 }
 

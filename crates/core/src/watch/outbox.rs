@@ -225,7 +225,7 @@ mod tests {
     fn stream_limit_is_lowered_while_memory_is_short() {
         let each = SLOT_BYTES + 50;
         for (others, want) in [(0, OUTBOX_BYTES_MAX), (ALL_BYTES_MAX / SLOT_BYTES + 1, SHORT_MEMORY_BYTES_MAX)] {
-            let pending = Pending::new(IntGauge::new("pending", "MessageQueue messages.").expect("a gauge"));
+            let pending = Pending::new(IntGauge::new("pending", "Waiting messages.").expect("a gauge"));
             pending.add_slots(others);
             let outbox = Arc::new(Outbox::counted(&pending));
             assert!(outbox.has_capacity());

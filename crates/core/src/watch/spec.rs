@@ -1,4 +1,4 @@
-//! What a client watches.
+//! The parameters of a watch.
 
 use crate::types::{Change, KeyRange, Revision, WatchId};
 

@@ -15,7 +15,7 @@ use super::{
 use orlop_core::{
     log::{
         Alarm, AlarmChange, Append, Appended, Cause, LeaseChange, LoggedLease, Member, Meta, Page, Position,
-        SILENCE_MAX, Touch, WithPrev,
+        HEARTBEAT_TIMEOUT, Touch, WithPrev,
     },
     types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId},
 };
@@ -286,7 +286,7 @@ impl Database {
         self.last_beat = Some(now);
         let started = self.members.get(&member.id).filter(|heard| heard.run == run).map_or(now, |heard| heard.started);
         self.members.insert(member.id, Heard { member: member.clone(), run, started, beat: now });
-        let mut live: Vec<&Heard> = self.members.values().filter(|heard| now - heard.beat < SILENCE_MAX).collect();
+        let mut live: Vec<&Heard> = self.members.values().filter(|heard| now - heard.beat < HEARTBEAT_TIMEOUT).collect();
         live.sort_by_key(|heard| (heard.started, heard.member.id));
         live.into_iter().map(|heard| heard.member.clone()).collect()
     }

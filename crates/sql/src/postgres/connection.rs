@@ -132,7 +132,7 @@ impl Database {
                 Err(error) if is_refusal(&error) || Instant::now() + pause > deadline => {
                     return Err(self.open_error("connect to", &error));
                 }
-                Err(error) => warn!(%error, database = self.name, "cannot connect yet; retrying"),
+                Err(error) => warn!(%error, database = self.name, "cannot connect yet; trying again"),
             }
             sleep(pause).await;
             pause = (pause * 2).min(RETRY_PAUSE_MAX);

@@ -8,7 +8,7 @@ use super::{
     connection::{Database, with_timeout},
 };
 use orlop_core::{
-    log::{Error, Load, Meta, Result, SILENCE_MAX},
+    log::{Error, Load, Meta, Result, HEARTBEAT_TIMEOUT},
     types::Change,
 };
 
@@ -71,12 +71,12 @@ impl PostgresLoader {
     }
 
     async fn refuse_if_served(&mut self) -> Result<()> {
-        let live = sqlx::query_scalar::<_, String>(LIVE_MEMBER).bind(SILENCE_MAX.as_secs_f64());
+        let live = sqlx::query_scalar::<_, String>(LIVE_MEMBER).bind(HEARTBEAT_TIMEOUT.as_secs_f64());
         match live.fetch_optional(&mut self.connection).await.map_err(|error| self.database.unavailable(&error))? {
             Some(name) => Err(Error::Open(format!(
                 "database {} is or was recently used by instance {name}; stop it and try again in {} seconds",
                 self.database.name(),
-                SILENCE_MAX.as_secs()
+                HEARTBEAT_TIMEOUT.as_secs()
             ))),
             None => Ok(()),
         }

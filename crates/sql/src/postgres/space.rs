@@ -24,7 +24,7 @@ pub(super) async fn in_use(connection: &mut PgConnection) -> sqlx::Result<i64> {
 }
 
 /// Makes the space of deleted rows reusable and returns free pages at the end of a table to the file system. Writes
-/// continue meanwhile.
+/// continue concurrently.
 pub(super) async fn vacuum(database: &Database) -> Result<()> {
     let unavailable = |error| database.unavailable(&error);
     // A separate connection, because a vacuum takes time in proportion to the tables.

@@ -100,7 +100,7 @@ async fn run(mut connection: SqliteConnection, writer: Arc<Writer>, shared: Arc<
         if shared.pending_bytes.swap(0, Ordering::Relaxed) > 0
             && let Err(error) = checkpoint(&mut connection, &writer).await
         {
-            warn!(%error, "checkpoint failed; retrying");
+            warn!(%error, "checkpoint failed; trying again");
             shared.pending_bytes.fetch_add(1, Ordering::Relaxed);
         }
     }

@@ -75,7 +75,7 @@ async fn run(shared: Arc<Shared>) {
             shared.freed.notified().await;
             while timeout(COMPACTION_IDLE_TIME, shared.freed.notified()).await.is_ok() {}
             if let Err(error) = shared.shrink().await {
-                warn!(%error, "cannot return free pages to the file system; retrying after the next compaction");
+                warn!(%error, "cannot return free pages to the file system; trying again after the next compaction");
             }
         }
     };

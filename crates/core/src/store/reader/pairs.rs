@@ -20,11 +20,11 @@ use crate::{
 
 /// Keys visited per step while the index is locked.
 pub(super) const STEP_KEYS: usize = 2_000;
-/// Steps of a read that only yield. The pages of kube-apiserver need fewer.
+/// Number of steps of a read that only yield. The pages of kube-apiserver need fewer.
 const UNPACED_STEPS_MAX: usize = 5;
 /// Values per step that are moved from a read of the log into the response and the cache.
 const STEP_VALUES: usize = 500;
-/// A read of more rows from the log is a list, which is limited separately.
+/// Maximum number of rows of a read that is not a list. Lists are limited separately.
 pub(super) const FEW_ROWS_MAX: usize = 100;
 /// Target size of one read of the log, in bytes. 1 MiB would not be faster and would block other reads for longer.
 const READ_BYTES_TARGET: usize = 128 << 10;
@@ -36,7 +36,8 @@ const READ_ROWS_FIRST: usize = 8;
 /// Reads of the log that a list runs concurrently: fewer than there are readers.
 const CONCURRENT_READS_MAX: usize = 2;
 
-/// Counts the steps of a read: the first [`UNPACED_STEPS_MAX`] only yield to other tasks, later ones wait to be granted.
+/// Counts the steps of a read: the first [`UNPACED_STEPS_MAX`] only yield to other tasks, later ones wait to be
+/// granted.
 #[derive(Default)]
 pub(super) struct StepCount(usize);
 
@@ -76,7 +77,7 @@ impl Shared {
                 pairs = self.cached(selected, projection, usize::MAX, step).await;
                 break self.read_list(&pairs.missing).await?;
             }
-            self.read_memory.free().await?;
+            self.read_memory.wait_until_free().await?;
             pairs = self.cached(selected, projection, FEW_ROWS_MAX, step).await;
         };
         self.put_in_place(selected, &mut pairs, read, at, step).await?;

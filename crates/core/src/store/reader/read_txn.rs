@@ -57,7 +57,7 @@ impl Store {
                     if is_list {
                         list = Some(self.shared.read_memory.list().await?);
                     } else {
-                        self.shared.read_memory.free().await?;
+                        self.shared.read_memory.wait_until_free().await?;
                     }
                     continue;
                 }

@@ -43,8 +43,8 @@ impl Writer {
                         if matches!(failure, log::Error::Diverged(_)) || self.is_closed {
                             return self.reject_all();
                         }
-                        // The beat is here and not in the timer's arm: each attempt to read the log must end, with or
-                        // without success.
+                        // The pulse beats here and not in the timer's arm, so that the watchdog detects an attempt to
+                        // read the log that does not end.
                         self.shared.pulses.writer.beat();
                         catching_up.set(attempt(RESYNC_PAUSE));
                     }

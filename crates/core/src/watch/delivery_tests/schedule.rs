@@ -1,4 +1,4 @@
-//! Random schedules of what clients and the store do.
+//! Random schedules of the operations of clients and the store.
 
 use proptest::{collection::vec, option, prelude::*, sample::select};
 
@@ -31,7 +31,7 @@ pub(super) enum Action {
     Progress,
     Tick,
     Read(usize),
-    Attend,
+    HandleNotifications,
     /// Advances a watch. The given operations run before and after its read of the log, and the call may be canceled
     /// before the read.
     Advance {
@@ -77,7 +77,7 @@ fn actions() -> impl Strategy<Value = Action> {
         1 => Just(Action::Tick),
         3 => (1..4_usize).prop_map(Action::Read),
         1 => Just(Action::Read(usize::MAX)),
-        3 => Just(Action::Attend),
+        3 => Just(Action::HandleNotifications),
         5 => ([vec(concurrent(), 0..2), vec(concurrent(), 0..3)], prop::bool::weighted(0.1))
             .prop_map(|(concurrent, cancel_before_read)| Action::Advance { concurrent, cancel_before_read }),
     ]

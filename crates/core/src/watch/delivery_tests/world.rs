@@ -81,7 +81,7 @@ impl World {
             Action::Tick if has_capacity => stream.session.tick(),
             Action::Create(_) | Action::Cancel(_) | Action::Progress | Action::Tick => return Ok(()),
             Action::Read(messages) => return stream.read(history, messages),
-            Action::Attend => {
+            Action::HandleNotifications => {
                 stream.handle_notifications();
                 return Ok(());
             }
