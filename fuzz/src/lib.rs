@@ -87,7 +87,7 @@ const DECODERS: [Decoder; 52] = decoders! {
 
 fn decodes<M: Message + Default + PartialEq>(wire: &[u8]) {
     if let Ok(message) = M::decode(wire) {
-        let again = M::decode(&*message.encode_to_vec()).expect("what was encoded can be decoded");
+        let again = M::decode(&*message.encode_to_vec()).expect("an encoded message can be decoded");
         assert!(message == again, "a message is the same after it was encoded");
     }
 }
@@ -114,7 +114,7 @@ pub fn requests(data: &[u8]) {
     if let Ok(request) = pb::WatchCreateRequest::decode(wire)
         && let Ok(spec) = watch::spec(&request, MESSAGE_BYTES_MAX)
     {
-        assert!(!spec.range.is_empty(), "a watch of nothing is refused");
+        assert!(!spec.range.is_empty(), "a watch of an empty range is refused");
     }
 }
 
@@ -292,12 +292,12 @@ pub fn settings(data: &[u8]) {
     };
     match read {
         Ok(settings) => {
-            settings.datastore().expect("settings that were checked have a datastore");
-            settings.tls().expect("settings that were checked say whether there is TLS");
-            settings.auto_compaction().expect("settings that were checked say what is compacted");
+            settings.datastore().expect("validated settings have a datastore");
+            settings.tls().expect("validated settings have a TLS configuration");
+            settings.auto_compaction().expect("validated settings have a compaction policy");
             assert!(!settings.member_name().is_empty());
         }
-        Err(error) => assert!(!error.is_empty(), "an error says what is wrong"),
+        Err(error) => assert!(!error.is_empty(), "an error has a text"),
     }
 }
 
@@ -318,11 +318,11 @@ static DATABASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
         }
         store.stop().await;
     });
-    std::fs::read(&file).expect("the database is there")
+    std::fs::read(&file).expect("the database exists")
 });
 
-/// How to damage a valid file: with or without a checksum, which is right or wrong, how many bytes to cut off, and
-/// which bytes to change.
+/// A description of the damage to a valid file: with or without a checksum, which is right or wrong, how many bytes to
+/// cut off, and which bytes to change.
 ///
 /// ```text
 /// flags | cut, 2 bytes | place, 3 bytes, change, 1 byte | place, change | ...

@@ -49,7 +49,7 @@ fn mutated(seeds: &[Vec<u8>], numbers: &mut Numbers) -> Vec<u8> {
     data
 }
 
-fn hold(name: &str, mutations: usize) {
+fn check_target(name: &str, mutations: usize) {
     let Target { run, seeds, .. } = TARGETS.iter().find(|target| target.name == name).expect("a target");
     let seeds = seeds();
     assert!(!seeds.is_empty());
@@ -70,31 +70,31 @@ fn hold(name: &str, mutations: usize) {
 
 #[test]
 fn arbitrary_requests_are_decoded_and_checked() {
-    hold("requests", 20_000);
+    check_target("requests", 20_000);
 }
 
 #[test]
 fn arbitrary_transactions_are_checked_and_evaluated() {
-    hold("txn", 20_000);
+    check_target("txn", 20_000);
 }
 
 #[test]
 fn gateway_converts_arbitrary_messages() {
-    hold("gateway", 20_000);
+    check_target("gateway", 20_000);
 }
 
 #[test]
 fn arbitrary_settings_are_read_or_refused() {
-    hold("settings", 10_000);
+    check_target("settings", 10_000);
 }
 
 #[test]
 fn damaged_snapshots_are_refused_by_name() {
-    hold("snapshot", 300);
+    check_target("snapshot", 300);
 }
 
 #[test]
-#[ignore = "writes files: what the fuzzers of fuzz/ begin with"]
+#[ignore = "writes the initial corpus of the fuzzers"]
 fn seeds_are_written_for_the_fuzzers() {
     for Target { name, seeds, .. } in TARGETS {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(name);

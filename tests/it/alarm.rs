@@ -66,13 +66,17 @@ async fn alarm_refuses_the_same_requests_as_etcd(backend: Backend) {
     let all = ["put", "txn with a put", "txn without", "range", "delete", "grant", "compact"];
     for (raised, refused) in [(AlarmType::Nospace, space), (AlarmType::Corrupt, expected(&all, CORRUPT))] {
         assert_eq!(alarm(&mut client, AlarmAction::Activate, raised).await, [member(raised)]);
-        assert_eq!(alarm(&mut client, AlarmAction::Activate, raised).await, [member(raised)], "twice is once");
+        assert_eq!(
+            alarm(&mut client, AlarmAction::Activate, raised).await,
+            [member(raised)],
+            "raising it again has no effect"
+        );
         assert_eq!(alarm(&mut client, AlarmAction::Get, AlarmType::None).await, [member(raised)]);
         assert_eq!(refusals(&mut client).await, refused);
 
         server.restart().await;
         client = Client::connect(server.endpoint()).await;
-        assert_eq!(alarm(&mut client, AlarmAction::Get, raised).await, [member(raised)], "it outlives a restart");
+        assert_eq!(alarm(&mut client, AlarmAction::Get, raised).await, [member(raised)], "it survives a restart");
         let status = client.maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
         assert_eq!(status.errors, [format!("memberID:7 alarm:{} ", raised.as_str_name())]);
         assert_eq!(http_get(server.endpoint(), "/health").await.status, 503);
@@ -80,7 +84,7 @@ async fn alarm_refuses_the_same_requests_as_etcd(backend: Backend) {
         assert_eq!(alarm(&mut client, AlarmAction::Deactivate, raised).await, [member(raised)]);
         assert_eq!(alarm(&mut client, AlarmAction::Deactivate, raised).await, []);
         assert_eq!(http_get(server.endpoint(), "/health").await.status, 200);
-        client.kv.put(put("k", b"v".into())).await.expect("it is taken again");
+        client.kv.put(put("k", b"v".into())).await.expect("puts are accepted again");
     }
 }
 
@@ -100,10 +104,10 @@ async fn quota_raises_the_alarm_and_freed_space_clears_it(backend: Backend) {
             Ok(_) => written += 1,
             Err(refused) => break refused,
         }
-        assert!(written < 200, "4 MB are full after 10 MB");
+        assert!(written < 200, "10 MB exceed the quota");
     };
     assert_eq!((refused.code(), refused.message()), (Code::ResourceExhausted, NO_SPACE));
-    assert!(written > 50, "it was refused after {written} x 50 kB already");
+    assert!(written > 50, "puts were refused after only {written} x 50 kB");
     eventually("the alarm", async || {
         let alarms = alarm(&mut client.clone(), AlarmAction::Get, AlarmType::Nospace).await;
         if alarms.len() == 1 { Ok(()) } else { Err(alarms) }
@@ -115,7 +119,7 @@ async fn quota_raises_the_alarm_and_freed_space_clears_it(backend: Backend) {
     let revision =
         client.kv.range(key("kept")).await.expect("reads are served").into_inner().header.expect("a header").revision;
     client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("compactions are served");
-    client.maintenance.defragment(DefragmentRequest {}).await.expect("so is defragmentation");
+    client.maintenance.defragment(DefragmentRequest {}).await.expect("defragmentation is served");
     eventually("free space", async || client.clone().kv.put(put("more", b"value".into())).await.map(drop)).await;
     assert_eq!(alarm(&mut client, AlarmAction::Get, AlarmType::None).await, []);
     for kept in ["kept", "filler", "more"] {
@@ -124,19 +128,22 @@ async fn quota_raises_the_alarm_and_freed_space_clears_it(backend: Backend) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn alarm_holds_for_all_instances() {
+async fn alarm_applies_to_all_instances() {
     let Some(postgres) = Postgres::shared().await else { return };
     let datastore = postgres.create_database();
     let (one, two) = (Server::orlop_on(&datastore, &[]).await, Server::orlop_on(&datastore, &[]).await);
     let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
     alarm(&mut a, AlarmAction::Activate, AlarmType::Nospace).await;
-    eventually("the alarm on the other", async || match b.clone().kv.put(put("k", b"v".into())).await {
+    eventually("the alarm on the other instance", async || match b.clone().kv.put(put("k", b"v".into())).await {
         Err(status) if status.message() == NO_SPACE => Ok(()),
         other => Err(other),
     })
     .await;
     alarm(&mut b, AlarmAction::Deactivate, AlarmType::Nospace).await;
-    eventually("its end on the first", async || a.clone().kv.put(put("k", b"v".into())).await.map(drop)).await;
+    eventually("the end of the alarm on the first instance", async || {
+        a.clone().kv.put(put("k", b"v".into())).await.map(drop)
+    })
+    .await;
 }
 
 on_both_backends!(alarm_refuses_the_same_requests_as_etcd, quota_raises_the_alarm_and_freed_space_clears_it,);

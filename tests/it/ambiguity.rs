@@ -18,7 +18,7 @@ const CLIENTS: usize = 6;
 const CUTS: usize = 300;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn interrupted_commits_keep_acknowledged_writes_and_apply_no_refused_one() {
+async fn interrupted_commits_keep_acknowledged_writes_and_apply_no_refused_write() {
     let Some(postgres) = Postgres::shared().await else { return };
     let proxy = Proxy::start(postgres.port()).await;
     let server = Server::orlop_on(&proxy.endpoint(&postgres.create_database()), &[]).await;
@@ -43,7 +43,7 @@ async fn interrupted_commits_keep_acknowledged_writes_and_apply_no_refused_one()
         *cut.entry(format!("{kind:?}")).or_insert(0) += 1;
         let before = answered.load(Ordering::Relaxed);
         eventually("a write on the next connection", async || {
-            if answered.load(Ordering::Relaxed) > before { Ok(()) } else { Err("none is acknowledged") }
+            if answered.load(Ordering::Relaxed) > before { Ok(()) } else { Err("no write is acknowledged") }
         })
         .await;
     }
@@ -56,7 +56,7 @@ async fn interrupted_commits_keep_acknowledged_writes_and_apply_no_refused_one()
         unknown += outcomes.unknown;
     }
     println!("{cut:?}: {} acknowledged, {} refused, {unknown} unknown", acknowledged.len(), refused.len());
-    assert!(unknown > CUTS / 2 && acknowledged.len() >= CUTS, "it was cut, and it worked");
+    assert!(unknown > CUTS / 2 && acknowledged.len() >= CUTS, "enough commits were interrupted, and enough succeeded");
 
     let all = || RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
     let answer = eventually("a read", async || client.clone().kv.range(all()).await).await.into_inner();
@@ -70,7 +70,7 @@ async fn interrupted_commits_keep_acknowledged_writes_and_apply_no_refused_one()
         assert!(!there.contains_key(key), "{key} was refused");
     }
     assert_eq!(stream.read_until(head).await, (2..=head).collect::<Vec<_>>(), "the watch has no gap");
-    assert_eq!(there.len() as i64, head - 1, "and nothing was done twice");
+    assert_eq!(there.len() as i64, head - 1, "no write was applied twice");
 }
 
 #[derive(Default)]
@@ -111,7 +111,7 @@ async fn write(
     outcomes
 }
 
-/// A connection pooler between Orlop and Postgres sends no notifications, for example.
+/// For example, a connection pooler between Orlop and Postgres does not forward notifications.
 #[tokio::test]
 async fn rows_of_other_instances_arrive_without_notifications() {
     let Some(postgres) = Postgres::shared().await else { return };

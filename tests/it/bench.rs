@@ -1,4 +1,4 @@
-//! `orlop bench`: each load runs the operations it was asked for, reports them, and removes its keys.
+//! `orlop bench`: each load runs the requested operations, reports them and removes its keys.
 
 use std::process::Command;
 
@@ -86,7 +86,7 @@ fn counts(report: &Value) -> Vec<(&str, u64)> {
         assert_eq!((in_buckets, row["errors"].as_u64()), (count, Some(0)), "{row}");
         match row["operation"].as_str().expect("a name") {
             "renew-lease" => counts.push(("kubernetes, a kind at a time", count)),
-            "update-pod" | "probe" | "count" | "list-page" => counts.last_mut().expect("behind the first").1 += count,
+            "update-pod" | "probe" | "count" | "list-page" => counts.last_mut().expect("not the first kind").1 += count,
             operation => counts.push((operation, count)),
         }
     }
@@ -115,7 +115,7 @@ async fn maintenance_runs_under_load_and_idle_connections_make_no_revision() {
         (&report["watches"], &report["connections"], &report["first_error"]),
         (&5.0.into(), &7.into(), &Value::Null)
     );
-    // Only the cleanup makes a revision, because there is nothing else to delete.
+    // The run wrote no key, so the cleanup deletes nothing and makes no revision.
     assert_eq!(keys(&mut client).await.1, head);
 }
 
@@ -154,11 +154,11 @@ async fn comparison_writes_a_page_with_plots_and_leaves_no_server() {
         let drawn = std::fs::read_to_string(folder.path().join(plot)).expect("the plot is drawn");
         assert!(drawn.starts_with("<svg") && drawn.contains("Orlop, SQLite") && text.contains(plot), "{plot}");
     }
-    let left: Vec<_> = std::fs::read_dir(folder.path()).expect("the folder is there").flatten().collect();
+    let left: Vec<_> = std::fs::read_dir(folder.path()).expect("the folder exists").flatten().collect();
     assert_eq!(left.len(), 4, "{left:?}");
 }
 
-/// A soak of a few seconds cannot show growth, but it detects what clients leave behind.
+/// A soak of a few seconds cannot show growth, but it detects resources that clients do not release.
 #[test]
 fn soak_compacts_reconnects_and_leaves_no_keys() {
     if !Postgres::is_installed() {
@@ -211,7 +211,7 @@ fn soak_compacts_reconnects_and_leaves_no_keys() {
         let drawn = std::fs::read_to_string(plots.join(plot)).expect("the plot is drawn");
         assert!(drawn.starts_with("<svg") && drawn.contains("Orlop, Postgres"), "{plot}");
     }
-    let left: Vec<_> = std::fs::read_dir(folder.path()).expect("the folder is there").flatten().collect();
+    let left: Vec<_> = std::fs::read_dir(folder.path()).expect("the folder exists").flatten().collect();
     assert_eq!(left.len(), 1, "{left:?}");
 }
 
@@ -252,7 +252,7 @@ fn comparison_refuses_flags_without_effect() {
         (&["--servers", "mysql"], "etcd, sqlite, postgres"),
         (&["--etcd", "/not/there", "--servers", "etcd"], "/not/there failed"),
         (&["--work-dir", "/not/there", "--servers", "sqlite"], "--work-dir /not/there"),
-        (&["--output", "/dev/null"], "it has no place for figures"),
+        (&["--output", "/dev/null"], "the page has no marker for the tables"),
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_orlop")).args(["bench", "compare"]).args(flags).output();
         let output = output.expect("orlop is built with the tests");

@@ -1,5 +1,5 @@
-//! `orlop check`: reports no violation in any store that a server wrote, whatever the server did and however it ended,
-//! and reports every injected one.
+//! `orlop check`: reports no violation in a store that a server wrote, even if the server was killed, and reports every
+//! injected violation.
 
 mod corruptions;
 
@@ -85,7 +85,7 @@ impl Place {
             serde_json::from_str(&text).unwrap_or_else(|_| panic!("{text}{}", String::from_utf8_lossy(&output.stderr)));
         let status = if report["sound"] == true { 0 } else { 1 };
         assert_eq!(output.status.code(), Some(status), "{report}");
-        assert_eq!(output.stderr, b"", "no bar without a terminal");
+        assert_eq!(output.stderr, b"", "no progress bar without a terminal");
         report
     }
 
@@ -112,12 +112,12 @@ impl Place {
                 let options = SqliteConnectOptions::new().filename(file);
                 let mut connection = options.connect().await.expect("the file opens");
                 connection.execute(sql).await.expect("the statements");
-                connection.close().await.expect("it closes");
+                connection.close().await.expect("the connection closes");
             }
             None => {
-                let mut connection = PgConnection::connect(&self.0).await.expect("the database is there");
+                let mut connection = PgConnection::connect(&self.0).await.expect("the database exists");
                 connection.execute(sql).await.expect("the statements");
-                connection.close().await.expect("it closes");
+                connection.close().await.expect("the connection closes");
             }
         }
     }
@@ -168,7 +168,7 @@ async fn corruptions_are_reported_with_their_rows(backend: Backend) {
         let found = place.violations();
         assert_eq!(found.len(), expected.len(), "{sql}: {found:#?}");
         for (line, expected) in found.iter().zip(*expected) {
-            assert!(line.contains(expected), "{sql}: {line:?} says {expected:?}");
+            assert!(line.contains(expected), "{sql}: {line:?} does not contain {expected:?}");
         }
         let report = place.report();
         assert_eq!(report["violationsTotal"], expected.len(), "{report}");
@@ -299,7 +299,7 @@ async fn check_passes_on_a_running_store(backend: Backend) {
     };
     let before = files();
     place.is_sound();
-    assert!(files() == before, "it writes nothing, and leaves the WAL of a killed server to the next start");
+    assert!(files() == before, "the check writes nothing, and leaves the WAL of a killed server to the next start");
 }
 
 /// Writes a SQLite store of 100 pages and stops the server.
@@ -322,13 +322,13 @@ async fn damaged_sqlite_file_is_reported_without_a_panic() {
     let value = whole.windows(200).rposition(|bytes| bytes.iter().all(|byte| *byte == b'v')).expect("a value");
     let rows: [(&str, Vec<u8>, Option<&str>); 6] = [
         ("whole", whole.clone(), None),
-        ("cut in the middle", whole[..whole.len() / 8192 * 4096].to_vec(), Some("malformed")),
-        ("cut within a page", whole[..whole.len() - 1_000].to_vec(), Some("bytes, expected")),
-        ("cut behind the first page", whole[..4_096].to_vec(), Some("malformed")),
+        ("truncated in the middle", whole[..whole.len() / 8192 * 4096].to_vec(), Some("malformed")),
+        ("truncated within a page", whole[..whole.len() - 1_000].to_vec(), Some("bytes, expected")),
+        ("truncated after the first page", whole[..4_096].to_vec(), Some("malformed")),
         // The byte that holds a page's type.
-        ("a bit in the middle", flipped(&whole, whole.len() / 8192 * 4096), Some("database: ")),
+        ("flipped bit in the middle", flipped(&whole, whole.len() / 8192 * 4096), Some("database: ")),
         // Known limit: values have no checksum.
-        ("a bit in a value", flipped(&whole, value), None),
+        ("flipped bit in a value", flipped(&whole, value), None),
     ];
     for (what, bytes, expected) in rows {
         let file = folder.path().join("given.db");
@@ -370,7 +370,7 @@ fn cannot_be_checked(place: &Place, because: &[&str]) {
     assert_eq!(output.status.code(), Some(2), "{place:?}: {text}");
     assert_eq!(output.stdout, b"", "{place:?}");
     for because in because {
-        assert!(text.contains(because), "{place:?} says {because:?}: {text}");
+        assert!(text.contains(because), "{place:?}: no {because:?}: {text}");
     }
 }
 

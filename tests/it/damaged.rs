@@ -53,7 +53,7 @@ async fn store(history: History) -> (TempDir, Vec<u8>, Vec<KeyValue>) {
     }
     let kvs = everything(server.endpoint()).await.expect("a range");
     assert!(server.terminate().await.success());
-    let bytes = fs::read(server.data_dir().join("orlop.db")).expect("the database is there");
+    let bytes = fs::read(server.data_dir().join("orlop.db")).expect("the database exists");
     (tempfile::tempdir().expect("a folder"), bytes, kvs)
 }
 
@@ -81,7 +81,7 @@ async fn start(folder: &Path, bytes: &[u8]) -> Start {
         .expect("orlop is built with the tests");
     let mut line = String::new();
     let mut stdout = BufReader::new(orlop.stdout.take().expect("stdout is piped"));
-    stdout.read_line(&mut line).expect("it serves, or ends");
+    stdout.read_line(&mut line).expect("the server prints a line or ends");
     let found = match line.trim().rsplit(' ').next().filter(|url| !url.is_empty()) {
         Some(url) => Some(everything(url).await),
         None => None,
@@ -94,7 +94,7 @@ async fn start(folder: &Path, bytes: &[u8]) -> Start {
     match found {
         None => Start::Refused(text),
         Some(Ok(kvs)) => Start::Served(kvs),
-        Some(Err(status)) => panic!("it serves what it cannot read: {status}"),
+        Some(Err(status)) => panic!("the server serves a file that it cannot read: {status}"),
     }
 }
 
@@ -119,7 +119,8 @@ async fn truncated_file_is_refused() {
     }
 }
 
-/// The file's header and, for each page, its type, its cell count, the offset of its first cell, and its last byte.
+/// Flips a bit in the file's header and, for each page, in its type, its cell count, the offset of its first cell, and
+/// its last byte.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn flipped_bit_is_refused_or_in_a_value() {
     for history in [History::Whole, History::Compacted] {
@@ -141,7 +142,7 @@ async fn flipped_bit_is_refused_or_in_a_value() {
                     let (found, whole) = (without_values(&found), without_values(&kvs));
                     assert!(
                         found == whole,
-                        "{history:?}, byte {place}: {} of {} keys are as they were",
+                        "{history:?}, byte {place}: {} of {} keys are unchanged",
                         found.iter().filter(|kv| whole.contains(kv)).count(),
                         whole.len()
                     );
@@ -154,8 +155,8 @@ async fn flipped_bit_is_refused_or_in_a_value() {
     }
 }
 
-/// Each page of rows claims fewer rows than it has. On the last page this shortens the log, which its revisions do not
-/// reveal.
+/// Lowers the number of rows in the header of each page of rows. On the last page this truncates the log without a gap
+/// in its revisions.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn page_that_hides_rows_is_refused() {
     const LEAF: u8 = 13;
@@ -173,8 +174,8 @@ async fn page_that_hides_rows_is_refused() {
                 panic!("page {}: {} of {cells} rows are served", page / PAGE, cells - bit)
             };
             // Damage to the page with the schema's versions is reported by the migration check, which reads it first.
-            let says_what_to_do = text.contains("`orlop check`") || text.contains("cannot migrate");
-            assert!(text.contains("given.db") && says_what_to_do, "page {}: {text}", page / PAGE);
+            let names_the_remedy = text.contains("`orlop check`") || text.contains("cannot migrate");
+            assert!(text.contains("given.db") && names_the_remedy, "page {}: {text}", page / PAGE);
             // A start leaves files next to the database, and a snapshot with such files is refused.
             let copy = snapshots.path().join("copy.db");
             fs::write(&copy, &bytes).expect("a file can be written");
@@ -209,9 +210,9 @@ async fn file_of_a_newer_version_is_refused() {
         let options = SqliteConnectOptions::new().filename(&file);
         let mut connection = options.connect().await.expect("the file opens");
         connection.execute(AssertSqlSafe(sql)).await.expect("a statement");
-        connection.close().await.expect("it closes");
+        connection.close().await.expect("the connection closes");
         let Start::Refused(text) = start(folder.path(), &fs::read(&file).expect("a file can be read")).await else {
-            panic!("it is served")
+            panic!("the file is served")
         };
         assert!(text.contains("given.db") && text.contains(because), "{sql}: {text}");
     }
@@ -223,11 +224,11 @@ async fn postgres_of_a_newer_version_is_refused() {
     let datastore = postgres.create_database();
     assert!(Server::orlop_on(&datastore, &[]).await.terminate().await.success());
     let name = datastore.rsplit('/').next().expect("a database").to_owned();
-    let mut connection = sqlx::PgConnection::connect(&datastore).await.expect("the database is there");
+    let mut connection = sqlx::PgConnection::connect(&datastore).await.expect("the database exists");
     let newer = "INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time) \
                  VALUES (9999, 'newer', true, '', 0)";
     connection.execute(newer).await.expect("a statement");
-    connection.close().await.expect("it closes");
+    connection.close().await.expect("the connection closes");
     let output = Command::new("timeout")
         .args(["20", env!("CARGO_BIN_EXE_orlop"), "--listen-client-urls", "http://127.0.0.1:0"])
         .args(["--datastore-endpoint", &datastore, "--data-dir", "unused"])

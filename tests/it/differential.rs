@@ -2,13 +2,13 @@
 //!
 //! Each round has one seed and starts two fresh servers, which get some thousand operations one at a time, so that both
 //! are always at the same revision. Only cluster id, member id and raft term are masked; the other permitted
-//! differences are the table in [`exceptions`]. Watches live through a sequence of operations and are compared whenever
-//! both servers have sent everything: before a compaction or a cancel, and at the end of the sequence.
+//! differences are the table in [`exceptions`]. Watches stay open during a sequence of operations and are compared
+//! whenever both servers have sent everything: before a compaction or a cancel, and at the end of the sequence.
 //!
 //! `ORLOP_DIFF_OPS` sets the number of operations, `ORLOP_SEED` the first round's seed. With `ORLOP_TEST_TARGET=etcd`
 //! etcd is compared with itself, which finds errors in the harness.
 //!
-//! Known limit: operations run one after the other, so this test says nothing about concurrent ones.
+//! Known limit: operations run one after the other, so this test does not cover concurrent operations.
 
 mod exceptions;
 mod generate;
@@ -58,7 +58,7 @@ async fn answers_equal_those_of_etcd(backend: Backend) {
         match compare(seed, &etcd, &ours, ROUND_OPS, None).await {
             Ok(used) => println!("seed {seed}: equal, with exceptions {used:?}"),
             Err(mismatch) => {
-                let logs = format!("etcd logged:\n{}\nwe logged:\n{}", etcd.log_tail(), ours.log_tail());
+                let logs = format!("etcd logged:\n{}\nOrlop logged:\n{}", etcd.log_tail(), ours.log_tail());
                 mismatches.push(format!("{mismatch}\n{logs}"));
             }
         }

@@ -1,5 +1,5 @@
-//! Every acknowledged write survives the end of the process, however it ended, and the state rebuilt from the log
-//! equals the state in memory before.
+//! Every acknowledged write survives a kill and a clean stop of the process, and the state rebuilt from the log equals
+//! the state in memory before.
 
 use std::{
     collections::BTreeMap,
@@ -154,7 +154,7 @@ async fn check_density(server: &Server) {
     const COUNT: &str = "SELECT count(*), min(id), max(id) FROM kv_log";
     let counted = match server.datastore() {
         Some(url) => {
-            let mut database = PgConnection::connect(url).await.expect("the database is there");
+            let mut database = PgConnection::connect(url).await.expect("the database exists");
             sqlx::query_as(COUNT).fetch_one(&mut database).await
         }
         None => {

@@ -142,7 +142,7 @@ impl Running {
 
     /// Sends SIGINT, as Ctrl-C does.
     async fn interrupt(mut self) {
-        let pid = self.process.id().expect("it was not waited for yet").to_string();
+        let pid = self.process.id().expect("the process was not waited for").to_string();
         let sent = Command::new("kill").args(["-INT", &pid]).status().await;
         assert!(sent.is_ok_and(|status| status.success()), "etcdctl takes a signal");
         timeout(DEADLINE, self.process.wait()).await.expect("etcdctl ends").expect("our child can be waited for");
@@ -397,7 +397,7 @@ async fn elect_passes_leadership_on(backend: Backend) {
 
 /// Its verdict on speed depends on the machine, which runs other tests at the same time; the test requires only that
 /// every request was served.
-async fn check_perf_is_served_to_its_end(backend: Backend) {
+async fn check_perf_completes(backend: Backend) {
     // It puts load on the server for one minute.
     if std::env::var_os("CI").is_none() && std::env::var_os("ORLOP_SLOW_TESTS").is_none() {
         println!("skipped: no ORLOP_SLOW_TESTS, and this takes a minute");
@@ -405,7 +405,7 @@ async fn check_perf_is_served_to_its_end(backend: Backend) {
     }
     let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     let check = etcdctl.command(&["check", "perf", "--load", "s"]).output();
-    let output = timeout(CHECK_PERF_DEADLINE, check).await.expect("it ends").expect("etcdctl can be started");
+    let output = timeout(CHECK_PERF_DEADLINE, check).await.expect("the check ends").expect("etcdctl can be started");
     let printed = text(&output.stdout);
     let verdicts = format!("{}{}", printed.rsplit('\r').next().unwrap_or_default(), text(&output.stderr));
     assert!(verdicts.contains("Throughput is ") && verdicts.contains("Slowest request took "), "{verdicts}");
@@ -452,5 +452,5 @@ on_both_backends!(
     endpoint_and_member_commands_show_one_healthy_leader,
     lock_waits_for_the_holder,
     elect_passes_leadership_on,
-    check_perf_is_served_to_its_end,
+    check_perf_completes,
 );

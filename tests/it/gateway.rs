@@ -94,7 +94,7 @@ async fn answers_equal_those_of_etcd(backend: Backend) {
     let (Some(etcd), Some(orlop)) = (Server::etcd().await, Server::orlop(backend).await) else { return };
     for (number, (path, body)) in CALLS.into_iter().enumerate() {
         let (theirs, ours) = (call(&etcd, path, body).await, call(&orlop, path, body).await);
-        let what = format!("call {number}: {path} {body}\nthey: {theirs:?}\nwe: {ours:?}");
+        let what = format!("call {number}: {path} {body}\netcd: {theirs:?}\norlop: {ours:?}");
         // Texts of parse errors differ between the two parsers, and etcd 3.5 reports unknown fields differently.
         let (their_body, mut our_body) = (masked(&theirs.body), masked(&ours.body));
         if our_body.get("code").is_some() {
@@ -140,7 +140,8 @@ async fn watch_streams_events(backend: Backend) {
     let mut read_until = async |wanted: &str| {
         while !received.contains(wanted) {
             let mut part = vec![0; 4096];
-            let len = timeout(DEADLINE, stream.read(&mut part)).await.expect("it comes").expect("the stream is open");
+            let len =
+                timeout(DEADLINE, stream.read(&mut part)).await.expect("a chunk in time").expect("the stream is open");
             assert!(len > 0, "the stream continues: {received}");
             received += &String::from_utf8_lossy(&part[..len]);
         }

@@ -28,7 +28,7 @@ async fn compact(client: &mut Client, revision: i64) {
 }
 
 /// Applies random operations that depend only on the seed. Returns the current revision.
-async fn play(client: &mut Client, random: &mut Random, operations: usize) -> i64 {
+async fn run_operations(client: &mut Client, random: &mut Random, operations: usize) -> i64 {
     const KEYS: [&str; 5] = ["a", "b", "ba", "c", "d"];
     let mut head = 0;
     for number in 0..operations {
@@ -74,7 +74,7 @@ async fn play(client: &mut Client, random: &mut Random, operations: usize) -> i6
 }
 
 /// The hash was read from etcd and computed by hand.
-async fn worked_example_has_its_hash(backend: Backend) {
+async fn worked_example_has_the_hash_of_etcd(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     client.kv.put(put("k", "1".to_owned(), 0)).await.expect("a put");
@@ -99,8 +99,8 @@ async fn hashes_equal_those_of_etcd(backend: Backend) {
         client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 7 }).await.expect("a lease");
     }
     for round in 0..6 {
-        let head = play(&mut theirs, &mut Random::new(round), 40).await;
-        assert_eq!(play(&mut ours, &mut Random::new(round), 40).await, head);
+        let head = run_operations(&mut theirs, &mut Random::new(round), 40).await;
+        assert_eq!(run_operations(&mut ours, &mut Random::new(round), 40).await, head);
         for revision in [0, 1, 2, head - 30, head - 7, head - 1, head, head + 1] {
             assert_eq!(
                 hash(&mut ours, revision).await,
@@ -135,8 +135,8 @@ async fn instances_have_equal_hashes() {
     let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
     a.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 7 }).await.expect("a lease");
     for round in 0..3 {
-        play(&mut a, &mut Random::new(round), 30).await;
-        let head = play(&mut b, &mut Random::new(round + 100), 30).await;
+        run_operations(&mut a, &mut Random::new(round), 30).await;
+        let head = run_operations(&mut b, &mut Random::new(round + 100), 30).await;
         assert_eq!(hash(&mut a, 0).await, hash(&mut b, 0).await);
         compact(&mut a, head - 5).await;
         eventually("the compaction on the other", async || {
@@ -149,4 +149,4 @@ async fn instances_have_equal_hashes() {
     }
 }
 
-on_both_backends!(worked_example_has_its_hash, hashes_equal_those_of_etcd,);
+on_both_backends!(worked_example_has_the_hash_of_etcd, hashes_equal_those_of_etcd,);

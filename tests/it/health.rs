@@ -6,7 +6,7 @@ use orlop_wire::proto::client::etcdserverpb::PutRequest;
 
 use crate::support::{Backend, Client, Fsync, Postgres, Server, eventually, http, http_get, on_both_backends};
 
-async fn probes_answer_as_etcds(backend: Backend) {
+async fn probes_respond_as_in_etcd(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let healthy = "{\"health\":\"true\",\"reason\":\"\"}";
     for (path, status, body) in [
@@ -41,9 +41,9 @@ async fn probes_answer_as_etcds(backend: Backend) {
     }
 }
 
-/// Without its database, an instance is live and not ready.
+/// If the database is down, /livez succeeds and /readyz fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn instance_without_its_database_is_live_and_not_ready() {
+async fn instance_without_its_database_is_live_but_not_ready() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     assert_eq!(http_get(server.endpoint(), "/readyz").await.status, 200);
@@ -54,7 +54,7 @@ async fn instance_without_its_database_is_live_and_not_ready() {
     assert_eq!(http_get(server.endpoint(), "/livez").await.status, 200);
     assert_eq!(http_get(server.endpoint(), "/health").await.status, 503);
     let metrics = http_get(server.endpoint(), "/metrics").await.body;
-    assert!(metrics.contains("\netcd_server_has_leader 0\n"), "it says so");
+    assert!(metrics.contains("\netcd_server_has_leader 0\n"), "the metric shows the outage");
     postgres.start_again().await;
     eventually("readiness", async || match http_get(server.endpoint(), "/readyz").await {
         ready if ready.status == 200 => Ok(()),
@@ -97,4 +97,4 @@ async fn hung_database_does_not_trigger_the_watchdog() {
     }
 }
 
-on_both_backends!(probes_answer_as_etcds,);
+on_both_backends!(probes_respond_as_in_etcd,);

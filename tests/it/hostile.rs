@@ -75,9 +75,9 @@ async fn fill(arena: &mut Arena, keys: usize, bytes: usize) {
         });
     }
     while let Some(done) = clients.join_next().await {
-        done.expect("it is filled");
+        done.expect("the store is filled");
     }
-    arena.look().await;
+    arena.measure_idle_state().await;
 }
 
 async fn connections(arena: &Arena, count: usize, say: &[u8]) -> Vec<Wire> {
@@ -120,7 +120,7 @@ async fn slow_loris_is_closed(backend: Backend) {
     }
     arena.survives("a byte a second", 300, ()).await;
     let all_closed = async { while drips.join_next().await.is_some() {} };
-    timeout(DEADLINE * 3, all_closed).await.expect("each is closed, though it still sends");
+    timeout(DEADLINE * 3, all_closed).await.expect("each connection is closed although it still sends");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -152,7 +152,7 @@ async fn unfinished_handshakes_do_not_block_new_connections() {
 }
 
 /// Some clients send an endpoint with its scheme, or the path of a socket, as `:authority`.
-async fn authority_may_be_what_no_uri_could_have(backend: Backend) {
+async fn authority_need_not_be_valid_in_a_uri(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let request = RangeRequest { key: "k".into(), ..Default::default() }.encode_to_vec();
     for authority in ["x", "http://127.0.0.1:2379", "/run/orlop.sock", "run%2Forlop.sock", "<>"] {
@@ -221,7 +221,7 @@ async fn metadata_has_a_limit(backend: Backend) {
     let (first, second) = block.split_at(16_000);
     let refused = [frame(HEADERS, END_STREAM, 1, first), frame(CONTINUATION, END_HEADERS, 1, second)].concat();
     assert!(wire.send(&refused).await);
-    assert!(wire.call(3, RANGE, &all().encode_to_vec(), END_STREAM).await, "the connection lives");
+    assert!(wire.call(3, RANGE, &all().encode_to_vec(), END_STREAM).await, "the connection stays open");
     // A header block without end is refused.
     let mut endless = Wire::open(arena.endpoint()).await;
     let mut taken = endless.send(&frame(HEADERS, 0, 1, &headers(PUT, &[]))).await;
@@ -422,7 +422,7 @@ async fn messages_with_too_many_parts_are_refused(backend: Backend) {
     ];
     for (method, message, refusal) in &messages {
         let mut caller = Caller::connect(arena.endpoint()).await;
-        let refused = caller.call(method, message.clone()).await.expect_err("it is refused");
+        let refused = caller.call(method, message.clone()).await.expect_err("the call is refused");
         assert_eq!(refused.message(), *refusal, "{} bytes to {method}", message.len());
     }
     // Cheap requests are served often: no more than a busy client may send, so they are counted separately.
@@ -459,7 +459,7 @@ async fn endless_keep_alives_do_not_delay_others(backend: Backend) {
 }
 
 on_both_backends!(
-    authority_may_be_what_no_uri_could_have,
+    authority_need_not_be_valid_in_a_uri,
     silent_and_unfinished_connections_are_closed,
     slow_loris_is_closed,
     half_open_connections_use_little_memory,

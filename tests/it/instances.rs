@@ -102,7 +102,7 @@ async fn watches_get_events_of_all_instances_before_progress() {
             let answer = stream.next().await;
             let header = answer.header.expect("a header").revision;
             if answer.events.is_empty() {
-                assert!(header >= revision, "progress {header} is asked for after {revision} was acknowledged");
+                assert!(header >= revision, "progress at {header} is requested after {revision} was acknowledged");
                 break;
             }
             seen.extend(answer.events.iter().map(|event| event.kv.as_ref().expect("a pair").mod_revision));
@@ -124,7 +124,7 @@ async fn concurrent_increments_on_all_instances_are_counted_without_starvation()
             tasks.push(tokio::spawn(async move {
                 for _ in 0..40 {
                     loop {
-                        let old = value_at(&mut client, get("counter")).await.expect("the counter is there");
+                        let old = value_at(&mut client, get("counter")).await.expect("the counter exists");
                         let new = (old.parse::<u32>().expect("a number") + 1).to_string();
                         let txn = swap("counter", &old, &new);
                         if client.kv.txn(txn).await.expect("a transaction").into_inner().succeeded {
@@ -140,7 +140,7 @@ async fn concurrent_increments_on_all_instances_are_counted_without_starvation()
     }
     assert_eq!(value_at(&mut first, get("counter")).await.as_deref(), Some("360"));
     let at_361 = RangeRequest { revision: 361, ..get("counter") };
-    assert_eq!(value_at(&mut first, at_361).await.as_deref(), Some("359"), "one revision an increment");
+    assert_eq!(value_at(&mut first, at_361).await.as_deref(), Some("359"), "one revision per increment");
 }
 
 #[tokio::test]
@@ -150,13 +150,13 @@ async fn members_join_and_leave_and_agree_on_a_leader() {
     for client in [&mut a, &mut b, &mut c] {
         let list = client.cluster.member_list(MemberListRequest::default()).await.expect("a list").into_inner();
         let names: Vec<&str> = list.members.iter().map(|member| member.name.as_str()).collect();
-        assert_eq!(names, ["a", "b", "c"], "the one that lives longest first");
+        assert_eq!(names, ["a", "b", "c"], "the oldest member first");
         assert_eq!(list.members[0].client_ur_ls, [one.endpoint()]);
         let header = list.header.expect("a header");
-        assert!(list.members.iter().any(|member| member.id == header.member_id), "each is in its own list");
+        assert!(list.members.iter().any(|member| member.id == header.member_id), "each member is in its own list");
         ids.insert((header.member_id, header.cluster_id));
     }
-    assert_eq!(ids.len(), 3, "each has an id of its own");
+    assert_eq!(ids.len(), 3, "each member has its own id");
     assert_eq!(ids.iter().map(|(_, cluster)| cluster).collect::<BTreeSet<_>>().len(), 1, "one cluster");
     let mut leader = None;
     for client in [&mut a, &mut b, &mut c] {
@@ -199,7 +199,7 @@ async fn leases_are_shared_by_all_instances() {
     assert_eq!(keep_alive(&mut a, 7).await, 0);
     let refused = a.kv.put(PutRequest { lease: 7, ..put("k", "2") }).await.expect_err("the lease is gone");
     assert_eq!(refused.code(), Code::NotFound);
-    assert_eq!(value_at(&mut a, get("k")).await, None, "the key went with it");
+    assert_eq!(value_at(&mut a, get("k")).await, None, "the key was deleted with the lease");
     assert_eq!(a.lease.lease_leases(LeaseLeasesRequest {}).await.expect("a list").into_inner().leases, []);
     a.lease.lease_grant(grant(7, 50)).await.expect("the id is free again");
     let seen = b.lease.lease_time_to_live(LeaseTimeToLiveRequest { id: 7, keys: true }).await.expect("a look");
@@ -226,7 +226,7 @@ async fn leases_granted_concurrently_on_all_instances_exist() {
         }
     }
     for task in tasks {
-        task.await.expect("a lease that was granted is there");
+        task.await.expect("the granted lease exists");
     }
     for (_, client) in &all {
         let leases =
@@ -257,7 +257,7 @@ async fn append_notifies_only_if_another_instance_is_connected() {
 
 /// The paused instance granted the lease and would be the first to expire it.
 #[tokio::test]
-async fn lease_expires_once_while_an_instance_is_paused_and_stays_so() {
+async fn lease_expires_once_while_an_instance_is_paused_and_stays_expired() {
     let Some([(one, mut a), (_two, mut b)]) = instances().await else { return };
     let mut stream = Stream::open(&mut b).await;
     stream.create(everything(0)).await;
@@ -269,7 +269,7 @@ async fn lease_expires_once_while_an_instance_is_paused_and_stays_so() {
     let mut keeper = b.clone();
     let keeping = tokio::spawn(async move {
         loop {
-            assert_eq!(keep_alive(&mut keeper, 1).await, 3, "it is kept alive on the other instance");
+            assert_eq!(keep_alive(&mut keeper, 1).await, 3, "the lease is renewed on the other instance");
             tokio::time::sleep(Duration::from_millis(300)).await;
         }
     });
@@ -280,14 +280,14 @@ async fn lease_expires_once_while_an_instance_is_paused_and_stays_so() {
         }
     }
     assert_eq!(deleted, ["left"]);
-    let after = put_at(&mut b, put("left", "put again by somebody")).await;
+    let after = put_at(&mut b, put("left", "put again")).await;
 
     one.resume();
-    assert_eq!(keep_alive(&mut a, 2).await, 0, "it cannot be revived");
+    assert_eq!(keep_alive(&mut a, 2).await, 0, "an expired lease cannot be renewed");
     assert_eq!(keep_alive(&mut a, 1).await, 3);
     let end = put_at(&mut a, put("end", "")).await;
-    assert_eq!(stream.read_until(end).await, (after..=end).collect::<Vec<_>>(), "nothing else happened");
-    assert_eq!(value_at(&mut a, get("left")).await.as_deref(), Some("put again by somebody"));
+    assert_eq!(stream.read_until(end).await, (after..=end).collect::<Vec<_>>(), "there are no other events");
+    assert_eq!(value_at(&mut a, get("left")).await.as_deref(), Some("put again"));
     keeping.abort();
 }
 
@@ -299,9 +299,9 @@ async fn compaction_applies_to_all_instances_and_cancels_older_watches() {
     }
     let compact = CompactionRequest { revision: 40, physical: true };
     a.kv.compact(compact).await.expect("a compaction");
-    let old = b.kv.range(RangeRequest { revision: 39, ..get("k") }).await.expect_err("it was compacted");
+    let old = b.kv.range(RangeRequest { revision: 39, ..get("k") }).await.expect_err("the revision is compacted");
     assert_eq!(old.code(), Code::OutOfRange);
-    assert_eq!(b.kv.compact(compact).await.expect_err("it was compacted").code(), Code::OutOfRange);
+    assert_eq!(b.kv.compact(compact).await.expect_err("the revision is compacted").code(), Code::OutOfRange);
     assert_eq!(value_at(&mut b, RangeRequest { revision: 40, ..get("k") }).await.as_deref(), Some("38"));
     for client in [&mut a, &mut b] {
         let mut stream = Stream::open(client).await;
@@ -316,7 +316,7 @@ async fn compaction_applies_to_all_instances_and_cancels_older_watches() {
 
 /// The second compaction removes the successor and the delete of a put made between the two.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn instance_killed_before_purging_revives_no_deleted_key() {
+async fn instance_killed_before_purging_does_not_revive_deleted_keys() {
     for _ in 0..10 {
         let Some(pair) = instances().await else { return };
         if kill_between_compaction_and_deletion(pair).await {
@@ -357,7 +357,7 @@ async fn kill_between_compaction_and_deletion([(mut a, mut via_a), (b, mut via_b
 
 /// An instance is paused with writes in flight until the state they depend on is compacted.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn stale_writer_changes_no_history() {
+async fn stale_writer_does_not_change_history() {
     let Some([(one, mut a), (two, mut b)]) = instances().await else { return };
     let mut stream = Stream::open(&mut a).await;
     stream.create(everything(0)).await;
@@ -378,7 +378,7 @@ async fn stale_writer_changes_no_history() {
         }
     }
     // Everything that the paused instance can have sent has reached the database.
-    let seen = eventually("quiet", async || {
+    let seen = eventually("the end of the appends", async || {
         let head = |answer: tonic::Response<orlop_wire::proto::client::etcdserverpb::StatusResponse>| {
             answer.into_inner().header.expect("a header").revision
         };
@@ -422,7 +422,7 @@ async fn stale_writer_changes_no_history() {
         }
     };
     assert_eq!(compacted.compact_revision, last, "the watch is canceled as compacted");
-    assert_eq!(put_at(&mut a, put("next", "")).await, last + 1, "it goes on");
+    assert_eq!(put_at(&mut a, put("next", "")).await, last + 1, "writes continue");
     assert_eq!(value_at(&mut b, get("next")).await.as_deref(), Some(""));
     drop(two);
 }

@@ -71,7 +71,7 @@ fn check(what: &RangeRequest, answer: &RangeResponse, kvs: &[&str], more: bool, 
 
 #[track_caller]
 fn check_refused<T: std::fmt::Debug>(what: impl std::fmt::Debug, answer: Result<T, Status>, code: Code, text: &str) {
-    let status = answer.expect_err("it is refused");
+    let status = answer.expect_err("the request is refused");
     assert_eq!((status.code(), status.message()), (code, text), "{what:?}");
 }
 
@@ -282,7 +282,7 @@ async fn compaction_refuses_older_revisions_and_keeps_later_ones(backend: Backen
 }
 
 /// A client lists, and then watches from the revision after the one in the header.
-async fn list_shows_the_store_at_its_headers_revision(backend: Backend) {
+async fn list_contains_the_store_at_its_header_revision(backend: Backend) {
     const KEYS: usize = 10_000;
     let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "500000"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -333,8 +333,8 @@ async fn interrupted_request_does_not_block_others(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let address = server.endpoint().strip_prefix("http://").expect("an http endpoint");
     let message = range("a", "").encode_to_vec();
-    let framed = [&[0][..], &u32::try_from(message.len()).expect("it is short").to_be_bytes(), &message].concat();
-    let text = |text: &str| [&[u8::try_from(text.len()).expect("it is short")][..], text.as_bytes()].concat();
+    let framed = [&[0][..], &u32::try_from(message.len()).expect("the length fits").to_be_bytes(), &message].concat();
+    let text = |text: &str| [&[u8::try_from(text.len()).expect("the length fits")][..], text.as_bytes()].concat();
     let headers = [
         &[0x83, 0x86, 0x04][..],
         &text("/etcdserverpb.KV/Range"),
@@ -370,7 +370,7 @@ async fn interrupted_request_does_not_block_others(backend: Backend) {
 }
 
 fn http2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
-    let len = u32::try_from(payload.len()).expect("it is short").to_be_bytes();
+    let len = u32::try_from(payload.len()).expect("the length fits").to_be_bytes();
     [&len[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
@@ -382,6 +382,6 @@ on_both_backends!(
     put_options_keep_and_return_values,
     delete_range_returns_count_and_previous_pairs_at_one_revision,
     compaction_refuses_older_revisions_and_keeps_later_ones,
-    list_shows_the_store_at_its_headers_revision,
+    list_contains_the_store_at_its_header_revision,
     large_responses_arrive_complete,
 );

@@ -61,7 +61,7 @@ async fn grants_respect_ttl_and_id_limits(backend: Backend) {
             (answer, expected) => panic!("{id} {ttl}: {answer:?}, not {expected:?}"),
         }
     }
-    let unknown = client.lease.lease_revoke(LeaseRevokeRequest { id: 99 }).await.expect_err("it is unknown");
+    let unknown = client.lease.lease_revoke(LeaseRevokeRequest { id: 99 }).await.expect_err("the lease is unknown");
     assert_eq!((unknown.code(), unknown.message()), (Code::NotFound, "etcdserver: requested lease not found"));
     let unknown = client.lease.lease_time_to_live(LeaseTimeToLiveRequest { id: 99, keys: true }).await;
     assert_eq!(unknown.expect("no error").into_inner().ttl, -1);
@@ -122,7 +122,11 @@ async fn lease_expires_only_without_renewal(backend: Backend) {
     keeping.abort();
     let request = tokio_stream::iter([LeaseKeepAliveRequest { id: 2 }]);
     let mut answers = client.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
-    assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, 0, "it cannot be saved");
+    assert_eq!(
+        answers.message().await.expect("an answer").expect("an answer").ttl,
+        0,
+        "an expired lease cannot be renewed"
+    );
 }
 
 /// Starts `clients` clients that renew without a pause.
@@ -158,7 +162,7 @@ async fn many_leases_are_kept_alive_on_one_stream(backend: Backend) {
             let answers: Vec<_> =
                 answers.map_ok(|answer| (answer.id, answer.ttl)).try_collect().await.expect("answers");
             let lost = ids.iter().map(|id| (*id, TTL)).filter(|kept| !answers.contains(kept)).count();
-            assert_eq!((answers.len(), lost), (ids.len(), 0), "beside {others} others");
+            assert_eq!((answers.len(), lost), (ids.len(), 0), "with {others} other clients");
         }
     }
 }
@@ -177,14 +181,14 @@ async fn lease_regranted_during_a_renewal_expires_on_time(backend: Backend) {
             let mut answers = renewing.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
             let _ = answers.message().await;
         });
-        // Aims between the renewal and its response, which are a few milliseconds apart.
+        // Grants the lease between the renewal and its response, which are a few milliseconds apart.
         tokio::time::sleep(std::time::Duration::from_millis(id.unsigned_abs() % 20)).await;
         client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("a revocation");
         client.lease.lease_grant(LeaseGrantRequest { ttl: 2, id }).await.expect("the id is free again");
         renewal.await.expect("an answer");
     }
     drop(others);
-    eventually("all are over", async || {
+    eventually("the expiry of all leases", async || {
         let left = client.clone().lease.lease_leases(LeaseLeasesRequest {}).await.expect("a list").into_inner().leases;
         if left.iter().all(|lease| lease.id == OTHERS) { Ok(()) } else { Err(left.len()) }
     })
@@ -198,7 +202,9 @@ async fn postgres_skips_the_write_of_a_lease_that_was_just_renewed() {
     let Some(server) = Server::orlop(Backend::Postgres).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: TTL, id: 1 }).await.expect("a grant");
-    let mut database = PgConnection::connect(server.datastore().expect("it has one")).await.expect("it is there");
+    let mut database = PgConnection::connect(server.datastore().expect("Postgres has an endpoint"))
+        .await
+        .expect("the database exists");
     let (mut last_writer, mut written, mut left_alone) = (String::new(), 0, 0);
     let deadline = Instant::now() + DEADLINE;
     while written < 3 || left_alone == 0 {
@@ -209,7 +215,7 @@ async fn postgres_skips_the_write_of_a_lease_that_was_just_renewed() {
         assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, TTL);
         let row = "SELECT xmin::text, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease";
         let (writer, left): (String, f64) =
-            sqlx::query_as(row).fetch_one(&mut database).await.expect("the lease is there");
+            sqlx::query_as(row).fetch_one(&mut database).await.expect("the lease exists");
         let promised = TTL as f64 - began.elapsed().as_secs_f64();
         assert!((promised..=TTL as f64 + 0.1).contains(&left), "{left} s are left, of {promised}");
         if writer == last_writer {

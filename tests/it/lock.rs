@@ -22,7 +22,7 @@ async fn revoke(client: &mut Client, id: i64) {
     client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("the lease was there");
 }
 
-/// Takes the lock; the task returns its key.
+/// Requests the lock; the task returns the lock's key.
 fn lock(client: &Client, name: &str, lease: i64) -> JoinHandle<Result<String, Status>> {
     let (mut lock, name) = (client.lock.clone(), name.to_owned());
     tokio::spawn(async move {
@@ -32,8 +32,8 @@ fn lock(client: &Client, name: &str, lease: i64) -> JoinHandle<Result<String, St
 }
 
 async fn held(lock: JoinHandle<Result<String, Status>>) -> String {
-    let answer = timeout(DEADLINE, lock).await.expect("the lock comes").expect("the task ends");
-    answer.expect("the lock is given")
+    let answer = timeout(DEADLINE, lock).await.expect("a response in time").expect("the task ends");
+    answer.expect("the lock is granted")
 }
 
 /// Waits until `count` keys exist below the prefix.
@@ -55,7 +55,7 @@ async fn lock_is_granted_in_request_order(backend: Backend) {
         grant(&mut client, id).await;
     }
     assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10");
-    assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10", "its holder gets it again");
+    assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10", "the holder can lock it again");
     assert_eq!(held(lock(&client, "other", 0x11)).await, "other/11", "another lock is free");
     let mut waiting = Vec::new();
     for (place, id) in [0x11, 0x12, 0x13].into_iter().enumerate() {
@@ -65,14 +65,14 @@ async fn lock_is_granted_in_request_order(backend: Backend) {
     let [second, third, fourth] = <[_; 3]>::try_from(waiting).expect("three wait");
     assert!(!second.is_finished() && !third.is_finished() && !fourth.is_finished());
 
-    client.lock.unlock(UnlockRequest { key: "door/10".into() }).await.expect("it is given back");
+    client.lock.unlock(UnlockRequest { key: "door/10".into() }).await.expect("the lock is released");
     assert_eq!(held(second).await, "door/11");
     // A client that cancels leaves the queue.
     third.abort();
     wait_for_keys(&client, "door/", 2).await;
     assert!(!fourth.is_finished());
     revoke(&mut client, 0x11).await;
-    assert_eq!(held(fourth).await, "door/13", "a lease that ends gives its locks back");
+    assert_eq!(held(fourth).await, "door/13", "the end of a lease releases its locks");
 }
 
 async fn lock_refuses_invalid_requests_as_etcd(backend: Backend) {
@@ -82,7 +82,7 @@ async fn lock_refuses_invalid_requests_as_etcd(backend: Backend) {
     assert_eq!((refused.code(), refused.message()), (Code::Unknown, "etcdserver: requested lease not found"));
     let refused = client.lock.unlock(UnlockRequest::default()).await.expect_err("there is no key");
     assert_eq!((refused.code(), refused.message()), (Code::Unknown, "etcdserver: key is not provided"));
-    client.lock.unlock(UnlockRequest { key: "nothing".into() }).await.expect("nothing is given back");
+    client.lock.unlock(UnlockRequest { key: "nothing".into() }).await.expect("unlocking an unknown key succeeds");
     let own = held(lock(&client, "door", 0)).await;
     assert!(own.starts_with("door/") && own.len() > "door/".len(), "the server grants a lease: {own}");
 
@@ -90,12 +90,12 @@ async fn lock_refuses_invalid_requests_as_etcd(backend: Backend) {
     let waiting = lock(&client, "door", 0x20);
     wait_for_keys(&client, "door/", 2).await;
     revoke(&mut client, 0x20).await;
-    client.lock.unlock(UnlockRequest { key: own.into() }).await.expect("it is given back");
+    client.lock.unlock(UnlockRequest { key: own.into() }).await.expect("the lock is released");
     let expired = timeout(DEADLINE, waiting)
         .await
-        .expect("it is answered")
+        .expect("a response in time")
         .expect("the task ends")
-        .expect_err("its lease is over");
+        .expect_err("the lease has expired");
     assert_eq!((expired.code(), expired.message()), (Code::Unknown, "mutex: session is expired"));
 }
 
@@ -110,7 +110,7 @@ async fn lock_wait_ends_at_the_callers_deadline(backend: Backend) {
     let message = LockRequest { name: "door".into(), lease: 0x11 }.encode_to_vec();
     let folder = tempfile::tempdir().expect("a temporary directory can be made");
     let body = folder.path().join("body");
-    let len = u8::try_from(message.len()).expect("it is short");
+    let len = u8::try_from(message.len()).expect("the length fits");
     std::fs::write(&body, [&[0, 0, 0, 0, len], &message[..]].concat()).expect("a file can be written");
     let asked = Command::new("curl")
         .args(["--silent", "--max-time", "30", "--http2-prior-knowledge", "--dump-header", "-"])
@@ -134,7 +134,7 @@ async fn lock_is_shared_by_all_instances() {
     assert_eq!(held(lock(&a, "door", 0x10)).await, "door/10");
     let waiting = lock(&b, "door", 0x11);
     wait_for_keys(&a, "door/", 2).await;
-    a.lock.unlock(UnlockRequest { key: "door/10".into() }).await.expect("it is given back");
+    a.lock.unlock(UnlockRequest { key: "door/10".into() }).await.expect("the lock is released");
     assert_eq!(held(waiting).await, "door/11");
 }
 
@@ -145,7 +145,11 @@ fn campaign(client: &Client, name: &str, lease: i64, value: &str) -> JoinHandle<
 }
 
 async fn elected(campaign: JoinHandle<Result<LeaderKey, Status>>) -> LeaderKey {
-    timeout(DEADLINE, campaign).await.expect("it is elected").expect("the task ends").expect("it is elected")
+    timeout(DEADLINE, campaign)
+        .await
+        .expect("a response in time")
+        .expect("the task ends")
+        .expect("the client is elected")
 }
 
 async fn leader(client: &mut Client) -> Result<String, Status> {
@@ -171,7 +175,7 @@ fn observe(client: &Client) -> mpsc::UnboundedReceiver<String> {
 async fn election_passes_from_one_to_the_next(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    let none = leader(&mut client).await.expect_err("nobody leads");
+    let none = leader(&mut client).await.expect_err("there is no leader");
     assert_eq!((none.code(), none.message()), (Code::Unknown, "election: no leader"));
     let mut observed = observe(&client);
     for id in [0x10, 0x11] {
@@ -199,9 +203,9 @@ async fn election_passes_from_one_to_the_next(backend: Backend) {
     client.election.resign(ResignRequest { leader: Some(first.clone()) }).await.expect("the leader resigns");
     let second = elected(second).await;
     assert_eq!(seen().await, "bob");
-    let late = client.election.proclaim(proclaim(&first, "alice")).await.expect_err("it no longer leads");
+    let late = client.election.proclaim(proclaim(&first, "alice")).await.expect_err("alice is no longer the leader");
     assert_eq!((late.code(), late.message()), (Code::Unknown, "election: not leader"));
-    client.election.resign(ResignRequest { leader: Some(first) }).await.expect("that changes nothing");
+    client.election.resign(ResignRequest { leader: Some(first) }).await.expect("resigning again has no effect");
     assert_eq!(leader(&mut client).await.expect("a leader"), "bob");
     revoke(&mut client, second.lease).await;
     assert_eq!(leader(&mut client).await.expect_err("the lease has expired").message(), "election: no leader");
@@ -220,7 +224,7 @@ async fn election_refuses_invalid_requests_as_etcd(backend: Backend) {
         (client.election.resign(ResignRequest { leader: empty() }).await.map(drop), no_key),
     ];
     for (answer, text) in answers {
-        let refused = answer.expect_err("it names no leader");
+        let refused = answer.expect_err("the request has no leader");
         assert_eq!((refused.code(), refused.message()), (Code::Unknown, text));
     }
     let unleased =

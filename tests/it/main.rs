@@ -1,6 +1,6 @@
 //! The one integration-test binary: it links once.
 
-#![allow(clippy::wildcard_enum_match_arm, reason = "a test speaks of the variants that it means")]
+#![allow(clippy::wildcard_enum_match_arm, reason = "tests match only the variants under test")]
 
 mod alarm;
 mod ambiguity;

@@ -37,7 +37,7 @@ fn everything_range() -> RangeRequest {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn etcds_metrics_are_there_or_listed_as_lacking() {
+async fn etcd_metrics_are_exported_or_listed_as_missing() {
     let Some(etcd) = Server::etcd().await else { return };
     let Some(orlop) = Server::orlop(Backend::Sqlite).await else { return };
     // Some metrics appear with the first call or the first check.
@@ -106,7 +106,7 @@ async fn requests_are_counted(backend: Backend) {
         (call("grpc_server_handled_total", "bidi_stream", "Watch", "Watch", "OK"), 0.0),
     ] {
         let read = |series: &BTreeMap<String, f64>| series.get(&name).copied();
-        let (Some(from), Some(to)) = (read(&before), read(&after)) else { panic!("{name} is not there") };
+        let (Some(from), Some(to)) = (read(&before), read(&after)) else { panic!("{name} is not exported") };
         assert_eq!(to - from, grown, "{name}");
     }
     for (name, expected) in [
@@ -166,8 +166,8 @@ async fn events_of_a_stream_that_is_not_read_are_pending(backend: Backend) {
     pending_events(&server, "the end of the stream", |pending| pending == 0.0).await;
 }
 
-/// Every series that the dashboard and the alerts query exists. A word with an underscore is taken for a series, except
-/// for the functions of PromQL listed here.
+/// Every series that the dashboard and the alerts query exists. A word with an underscore is treated as a series,
+/// except for the functions of PromQL listed here.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn series_of_dashboard_and_alerts_exist() {
     const FUNCTIONS: [&str; 4] = ["histogram_quantile", "predict_linear", "sum_over_time", "__rate_interval"];
@@ -184,7 +184,7 @@ async fn series_of_dashboard_and_alerts_exist() {
                 continue;
             }
             let base = ["_bucket", "_count", "_sum"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
-            assert!(kinds.contains_key(base) || kinds.contains_key(&name), "{file} asks for {name}");
+            assert!(kinds.contains_key(base) || kinds.contains_key(&name), "{file} queries {name}");
             asked += 1;
         }
     }

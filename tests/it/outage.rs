@@ -1,4 +1,4 @@
-//! The database becomes unavailable and comes back, with its own contents or with others.
+//! The database becomes unavailable and comes back, with the same or with other contents.
 
 use std::process::Command;
 
@@ -46,7 +46,10 @@ async fn outage_is_reported_and_survived() {
     assert_eq!((unread.code(), unread.message()), (Code::Unavailable, texts[1]));
     let status = b.maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
     assert_eq!((status.leader, &status.errors[..]), (0, &[texts[1].to_owned()][..]));
-    let stale = b.kv.range(RangeRequest { serializable: true, ..range() }).await.expect("a serializable one does not");
+    let stale =
+        b.kv.range(RangeRequest { serializable: true, ..range() })
+            .await
+            .expect("a serializable read does not need the database");
     assert_eq!(stale.into_inner().count, 1);
 
     postgres.start_again().await;

@@ -65,7 +65,7 @@ impl Orlop {
     }
 
     fn command_line(&self) -> String {
-        let pid = self.process.as_ref().expect("it runs").id();
+        let pid = self.process.as_ref().expect("the server runs").id();
         String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/cmdline")).expect("a process")).into_owned()
     }
 }
@@ -79,7 +79,7 @@ impl Drop for Orlop {
 }
 
 fn mode(path: &Path) -> u32 {
-    fs::metadata(path).expect("it is there").permissions().mode() & 0o7777
+    fs::metadata(path).expect("the path exists").permissions().mode() & 0o7777
 }
 
 /// Returns the mode of the folder and of everything in it.
@@ -143,7 +143,7 @@ async fn folder_open_to_others_is_served_with_a_warning() {
         fs::create_dir(&folder).expect("a folder");
         fs::set_permissions(&folder, fs::Permissions::from_mode(given)).expect("a mode");
         write(&orlop.start("022", &["--data-dir", "data", "--listen-client-urls", "http://127.0.0.1:0"], &[])).await;
-        assert_eq!(mode(&folder), given, "it is the operator's");
+        assert_eq!(mode(&folder), given, "the server does not change the mode");
         assert_eq!(mode(&folder.join("orlop.db")), 0o600);
         let log = orlop.log();
         assert_eq!(log.contains("chmod 700"), warned, "{given:o}: {log}");
@@ -187,14 +187,14 @@ fn no_password_in(what: &str, text: &str) {
     }
 }
 
-const VALUE: &str = "what nobody logs";
-const LOUD: [&str; 4] = ["--log-level", "trace", "--listen-client-urls", "http://127.0.0.1:0"];
+const VALUE: &str = "a value that is never logged";
+const TRACE_FLAGS: [&str; 4] = ["--log-level", "trace", "--listen-client-urls", "http://127.0.0.1:0"];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn database_password_is_never_printed() {
     let Some((postgres, endpoint, _)) = postgres_with_passwords().await else { return };
     let mut orlop = Orlop::new();
-    let url = orlop.start("022", &[&LOUD[..], &["--datastore-endpoint", &endpoint]].concat(), &[]);
+    let url = orlop.start("022", &[&TRACE_FLAGS[..], &["--datastore-endpoint", &endpoint]].concat(), &[]);
     let mut client = Client::connect(&url).await;
     let put = PutRequest { key: "k".into(), value: VALUE.into(), ..Default::default() };
     client.kv.put(put).await.expect("a put");
@@ -216,7 +216,7 @@ async fn database_password_is_never_printed() {
     postgres.start_again().await;
     drop(client);
     orlop.stop();
-    assert!(orlop.log().contains("TRACE") && orlop.log().len() > 10_000, "it was loud");
+    assert!(orlop.log().contains("TRACE") && orlop.log().len() > 10_000, "the log level is trace");
     no_password_in("the log", &orlop.log());
     assert!(!orlop.log().contains(VALUE), "values are not logged either");
 }
@@ -227,13 +227,13 @@ async fn wrong_database_password_is_never_printed() {
     let wrong = endpoint.replace("pass%20word", "not%20it");
     let orlop = Orlop::new();
     for datastore in [&wrong, &without_password, &format!("{wrong}?sslmode=some")] {
-        orlop.fail(&[&LOUD[..], &["--datastore-endpoint", datastore]].concat(), &[]);
+        orlop.fail(&[&TRACE_FLAGS[..], &["--datastore-endpoint", datastore]].concat(), &[]);
         orlop.fail(&["check", "--datastore-endpoint", datastore], &[]);
     }
     assert!(orlop.log().contains("password authentication failed"), "{}", orlop.log());
     postgres.stop();
     let mut waiting = Orlop::new();
-    let command = &mut waiting.command("022", &[&LOUD[..], &["--datastore-endpoint", &endpoint]].concat(), &[]);
+    let command = &mut waiting.command("022", &[&TRACE_FLAGS[..], &["--datastore-endpoint", &endpoint]].concat(), &[]);
     waiting.process = Some(command.spawn().expect("sh"));
     eventually("a second attempt", async || {
         if waiting.log().matches("cannot connect yet").count() >= 2 { Ok(()) } else { Err(waiting.log()) }
@@ -263,7 +263,7 @@ async fn password_can_stay_out_of_the_process_list() {
     for (flags, variable) in rows {
         let variables = &[variable];
         let mut orlop = Orlop::new();
-        let url = orlop.start("022", &[&LOUD[..], flags].concat(), variables);
+        let url = orlop.start("022", &[&TRACE_FLAGS[..], flags].concat(), variables);
         write(&url).await;
         no_password_in("the command line", &orlop.command_line());
         orlop.stop();

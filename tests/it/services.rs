@@ -1,4 +1,4 @@
-//! Requests outside the key space: members, status, health, reflection, and what is not built.
+//! Requests outside the key space: members, status, health, reflection, and unimplemented calls.
 
 use orlop_wire::proto::client::etcdserverpb::{
     AuthDisableRequest, AuthEnableRequest, AuthRoleAddRequest, AuthRoleDeleteRequest, AuthRoleGetRequest,
@@ -46,7 +46,7 @@ async fn creating_users_and_roles_is_unimplemented(backend: Backend) {
         auth.role_add(AuthRoleAddRequest::default()).await.map(drop),
     ];
     for answer in refused {
-        let status = answer.expect_err("it is not built");
+        let status = answer.expect_err("the call is unimplemented");
         assert_eq!(status.code(), Code::Unimplemented);
         assert!(status.message().ends_with("are not implemented yet"), "{status:?}");
     }
@@ -64,7 +64,7 @@ async fn auth_responds_as_if_never_enabled(backend: Backend) {
     let status = auth.auth_status(AuthStatusRequest {}).await.expect("a status").into_inner();
     assert_eq!((status.enabled, status.auth_revision), (false, 1));
     assert_eq!(status.header.expect("a header").revision, 1);
-    auth.auth_disable(AuthDisableRequest {}).await.expect("it is off");
+    auth.auth_disable(AuthDisableRequest {}).await.expect("authentication is off");
     assert!(auth.user_list(AuthUserListRequest {}).await.expect("a list").into_inner().users.is_empty());
     assert!(auth.role_list(AuthRoleListRequest {}).await.expect("a list").into_inner().roles.is_empty());
     let (name, role) = ("u".to_owned(), "r".to_owned());
@@ -119,7 +119,7 @@ async fn raft_requests_are_answered_without_raft(backend: Backend) {
     let move_to = |target_id| MoveLeaderRequest { target_id };
     let bad_target = "etcdserver: bad leader transferee";
     check("to none", maintenance.move_leader(move_to(1)).await.map(drop), Code::FailedPrecondition, bad_target);
-    maintenance.move_leader(move_to(own)).await.expect("it leads");
+    maintenance.move_leader(move_to(own)).await.expect("this member is the leader");
     let downgrade = |action: DowngradeAction, version: &str| DowngradeRequest {
         action: action.into(),
         version: version.to_owned(),

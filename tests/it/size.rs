@@ -74,14 +74,14 @@ async fn file_shrinks(client: &mut Client, server: &Server, before: i64) {
 
 /// Postgres keeps the pages of deleted rows until a vacuum, and autovacuum may run much later.
 async fn tables_shrink(client: &mut Client, database: &str, before: i64) {
-    let mut database = PgConnection::connect(database).await.expect("the database is there");
+    let mut database = PgConnection::connect(database).await.expect("the database exists");
     let count = sqlx::query_scalar("SELECT (SELECT count(*) FROM kv_log) + (SELECT count(*) FROM kv_log_more)");
     let rows: i64 = count.fetch_one(&mut database).await.expect("the tables can be read");
     assert!(rows < 10, "compacted rows are deleted: {rows} are left");
     sqlx::query("VACUUM kv_log, kv_log_more").execute(&mut database).await.expect("an owner may vacuum");
     let after = file_bytes(client).await;
     println!("tables {before} to {after} bytes");
-    assert!(after < before / 2, "nothing holds rows that were deleted: {after} of {before}");
+    assert!(after < before / 2, "deleted rows use no space: {after} of {before}");
 }
 
 async fn load(endpoint: &str, keys: usize) {
@@ -134,7 +134,7 @@ async fn file_bytes(client: &mut Client) -> i64 {
 
 fn memory_kib(server: &Server) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("/proc is readable");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("it has a size");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("the line has a size");
     line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
 }
 

@@ -42,7 +42,7 @@ async fn slow_watcher_loses_no_events_and_delays_no_other(backend: Backend) {
         writer.await.expect("every put is answered");
     }
     let expected: Vec<i64> = (2..=PUTS + 1).collect();
-    let fast = timeout(DEADLINE, fast).await.expect("the fast watcher is not delayed").expect("it reads to the end");
+    let fast = timeout(DEADLINE, fast).await.expect("the fast watcher is not delayed").expect("the task ends");
     assert!(fast == expected, "the fast watcher gets each event once, in order");
 
     // The slow stream gets further events while it reads.

@@ -232,7 +232,7 @@ async fn snapshot_under_load_is_consistent(backend: Backend) {
     let next = back.kv.put(put("new".to_owned(), Vec::new(), 0)).await.expect("a put").into_inner();
     assert_eq!(next.header.expect("a header").revision, revision + 1);
     let clusters = BTreeSet::from([cluster(&mut ours).await, cluster(&mut theirs).await, cluster(&mut back).await]);
-    assert_eq!(clusters.len(), 3, "each is a cluster of its own");
+    assert_eq!(clusters.len(), 3, "each store has its own cluster id");
 }
 
 async fn empty_and_small_stores_are_saved_by_etcdctl(backend: Backend) {
@@ -264,7 +264,7 @@ fn refused(arguments: &[&str], because: &[&str]) {
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
     for because in because {
-        assert!(text.contains(because), "{arguments:?} says {because:?}: {text}");
+        assert!(text.contains(because), "{arguments:?}: no {because:?}: {text}");
     }
     assert!(!text.contains("pass%20word"), "{text}");
 }
@@ -322,7 +322,7 @@ async fn foreign_and_newer_databases_are_refused() {
             let options = SqliteConnectOptions::new().filename(&file).create_if_missing(true);
             let mut connection = options.connect().await.expect("a database");
             connection.execute(sqlx::raw_sql(statements)).await.expect("the statements");
-            connection.close().await.expect("it closes");
+            connection.close().await.expect("the connection closes");
             file
         }
     };
@@ -367,7 +367,7 @@ async fn copied_file_with_a_wal_is_refused() {
     // Follows the advice in the error text. An empty WAL may remain.
     let mut connection = SqliteConnectOptions::new().filename(&file).connect().await.expect("a database");
     sqlx::raw_sql("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut connection).await.expect("a checkpoint");
-    connection.close().await.expect("it closes");
+    connection.close().await.expect("the connection closes");
     fs::write(&wal, "").expect("a file can be written");
     let found = prints(&["snapshot", "status", path(&file), "--skip-hash-check", "--write-out", "json"]);
     let found: serde_json::Value = serde_json::from_str(&found).expect("JSON");

@@ -1,4 +1,4 @@
-//! A start that fails ends soon, with exit code 1 and a text that says what to do.
+//! A failed start exits promptly with status 1 and an error that names the remedy.
 
 use std::{
     fs,
@@ -36,7 +36,7 @@ pub fn check_refused(arguments: &[&str], variables: &[(&str, &str)], named: &[&s
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(matches!(output.status.code(), Some(1 | 2)), "{arguments:?} {variables:?}: {:?} {text}", output.status);
     for name in named {
-        assert!(text.contains(name), "{arguments:?} {variables:?} says {name}: {text}");
+        assert!(text.contains(name), "{arguments:?} {variables:?}: no {name}: {text}");
     }
     assert!(!text.contains("panicked") && !text.contains("secret"), "{text}");
 }
@@ -70,7 +70,7 @@ fn errors_name_invalid_settings_and_accepted_values() {
     check_refused(&["--log-level", "=,"], &[], &["log-level"]);
     check_refused(&["--log-format", "xml"], &[], &["xml", "text", "json"]);
     check_refused(&[], &[("ORLOP_MAX_TXN_OPS", "many")], &["MAX-TXN-OPS", "many"]);
-    // A text that looks like a number is a text: each of these fails for another reason.
+    // A string setting accepts a value that looks like a number: each of these starts fails for another reason.
     let numbers = [("ORLOP_NAME", "12"), ("ORLOP_AUTO_COMPACTION_RETENTION", "5"), ("ORLOP_DATA_DIR", "1.50")];
     check_refused(&["--max-txn-ops", "0"], &numbers, &["max-txn-ops must be at least 1"]);
     check_refused(&["--config-file", "bad.toml"], &[], &["max-txn-opps", "bad.toml"]);
@@ -134,7 +134,7 @@ async fn second_process_on_the_same_data_is_refused() {
 async fn wal_is_preallocated() {
     let mut server = sqlite(&[]).await;
     let wal = server.data_dir().join("orlop.db-wal");
-    let blocks = || std::os::unix::fs::MetadataExt::blocks(&wal.metadata().expect("it is there")) * 512;
+    let blocks = || std::os::unix::fs::MetadataExt::blocks(&wal.metadata().expect("the WAL exists")) * 512;
     assert!(blocks() >= 48 << 20, "{} bytes", blocks());
     let mut client = Client::connect(server.endpoint()).await;
     client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("a put");
@@ -147,7 +147,7 @@ async fn wal_is_preallocated() {
 }
 
 #[tokio::test]
-async fn flags_win_over_variables_and_variables_over_the_file() {
+async fn flags_override_variables_and_variables_override_the_file() {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
     let file = home.path().join("orlop.toml");
     fs::write(&file, "name = \"file\"\nmax-txn-ops = 1\n").expect("a file can be written");
@@ -167,7 +167,7 @@ async fn flags_win_over_variables_and_variables_over_the_file() {
 
 /// The command line as kubeadm writes it into a control plane's manifest.
 #[tokio::test]
-async fn command_line_of_etcd_is_taken() {
+async fn etcd_command_line_is_accepted() {
     let server = sqlite(&[
         "--advertise-client-urls=http://10.0.0.1:2379",
         "--feature-gates=InitialCorruptCheck=true",
@@ -198,7 +198,7 @@ async fn command_line_of_etcd_is_taken() {
 }
 
 #[tokio::test]
-async fn address_of_kine_replaces_the_default_and_joins_others() {
+async fn kine_listen_address_replaces_the_default_and_adds_to_others() {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
     let run = |flags: &[&str]| {
         let mut orlop = Command::new(env!("CARGO_BIN_EXE_orlop"))
@@ -240,11 +240,11 @@ fn binary_needs_no_glibc_newer_than_documented() {
         digits.fold(0, |number, digit| number * 10 + u32::from(digit - b'0'))
     });
     let newest = needed.max();
-    assert!(newest.is_some_and(|newest| newest <= MINOR), "it needs glibc 2.{newest:?}");
+    assert!(newest.is_some_and(|newest| newest <= MINOR), "the binary needs glibc 2.{newest:?}");
 }
 
 #[tokio::test]
-async fn unix_socket_serves_and_is_taken_over_after_a_kill() {
+async fn unix_socket_serves_and_is_replaced_after_a_kill() {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
     let url = format!("unix://{}", home.path().join("orlop.sock").display());
     let mut server = sqlite(&["--listen-client-urls", &url]).await;

@@ -21,7 +21,7 @@ pub use self::{
     certificates::{Authority, Certificate},
     client::Client,
     http::{Answer, http, http_get},
-    link::{Link, Weather},
+    link::{Link, NetworkState},
     postgres::{Fsync, Postgres},
     proxy::{Cut, Proxy},
     random::Random,
@@ -30,7 +30,7 @@ pub use self::{
     tools::etcd_tool,
 };
 
-/// Where a server keeps its log.
+/// The database that stores a server's log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     Sqlite,
@@ -119,7 +119,7 @@ mod tests {
         }
     }
 
-    async fn one_member_leads_itself(backend: Backend) {
+    async fn single_member_is_the_leader(backend: Backend) {
         let Some(server) = Server::under_test(backend).await else { return };
         let mut client = Client::connect(server.endpoint()).await;
         let status = client.maintenance.status(StatusRequest {}).await.expect("status answers").into_inner();
@@ -127,5 +127,5 @@ mod tests {
         assert_eq!(list.members.iter().map(|member| member.id).collect::<Vec<_>>(), [status.leader]);
     }
 
-    on_both_backends!(acknowledged_write_survives_sigkill_and_sigterm, one_member_leads_itself,);
+    on_both_backends!(acknowledged_write_survives_sigkill_and_sigterm, single_member_is_the_leader,);
 }

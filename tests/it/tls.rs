@@ -216,7 +216,7 @@ async fn generated_certificate_survives_a_restart() {
         assert!(asked.status.success(), "{asked:?}");
         server.restart().await;
     }
-    assert_eq!(std::fs::read(&made).expect("it is there"), first);
+    assert_eq!(std::fs::read(&made).expect("the certificate exists"), first);
     let Some(stranger) = Authority::new() else { return };
     let root = stranger.root();
     let doubting = Identity { root: &root, certificate: None };
@@ -224,7 +224,7 @@ async fn generated_certificate_survives_a_restart() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn metrics_have_an_address_of_their_own() {
+async fn metrics_are_served_on_their_own_address() {
     let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
     let root = authority.root();
     let port =
@@ -241,7 +241,7 @@ async fn metrics_have_an_address_of_their_own() {
         assert_eq!(
             String::from_utf8_lossy(&asked.stdout),
             status,
-            "{path}: no certificate is needed, and no data is there"
+            "{path}: no certificate is needed, and no data is served"
         );
     }
 }
@@ -291,15 +291,16 @@ async fn certificates_are_reloaded_while_streams_continue() {
         if seen.iter().any(|line| line == value) { Ok(()) } else { Err(seen.clone()) }
     };
     eventually("an event", async || {
-        output(&mut before.etcdctl(server.endpoint(), &["put", "k", "before"]).expect("it is there")).await;
+        output(&mut before.etcdctl(server.endpoint(), &["put", "k", "before"]).expect("etcdctl is installed")).await;
         has_seen("before")
     })
     .await;
 
     // An incomplete change of the files keeps the old certificate in use.
     std::fs::write(&certificate.cert, "nonsense").expect("a file can be written");
-    let put =
-        |identity: &Identity<'_>| identity.etcdctl(server.endpoint(), &["put", "k", "after"]).expect("it is there");
+    let put = |identity: &Identity<'_>| {
+        identity.etcdctl(server.endpoint(), &["put", "k", "after"]).expect("etcdctl is installed")
+    };
     assert!(output(&mut put(&before)).await.status.success(), "the previous certificate stays in use");
     certificate.replace_by(&new.sign("server", 30));
     eventually("the new certificate", async || {
@@ -309,7 +310,7 @@ async fn certificates_are_reloaded_while_streams_continue() {
     .await;
     eventually("the event on the stream that was open", async || has_seen("after")).await;
     let gone = watch.try_wait().expect("our child can be waited for");
-    assert!(gone.is_none(), "it is the same stream");
+    assert!(gone.is_none(), "the stream has not ended");
 }
 
 #[test]

@@ -28,7 +28,7 @@ use std::{
 use tokio::time::sleep;
 
 use self::{
-    faults::{FAULTS, NO_ROOM_FOR_A_THREAD, OFTEN},
+    faults::{FAULTS, NO_MEMORY_FOR_A_THREAD, OFTEN},
     report::Report,
     rig::{Rig, Target},
     workload::Workload,
@@ -46,7 +46,7 @@ async fn torture(name: &str, target: Target) {
     let Some(fault) = FAULTS.iter().find(|fault| fault.name == name) else { panic!("{name} is not in the table") };
     let times = match number("ORLOP_TORTURE") {
         Some(often) => (often * fault.per_thousand).div_ceil(1_000).max(1),
-        None if target == Target::Etcd => return println!("skipped: etcd is tortured where ORLOP_TORTURE is set"),
+        None if target == Target::Etcd => return println!("skipped: etcd is tested only if ORLOP_TORTURE is set"),
         None => TIMES[usize::from(fault.per_thousand < OFTEN)],
     };
     let seed = number("ORLOP_SEED").map_or_else(|| RandomState::new().hash_one(()) >> 16, |seed| seed as u64);
@@ -56,11 +56,11 @@ async fn torture(name: &str, target: Target) {
     let workload = Workload::start(&rig.endpoints(), seed);
     let mut struck = Vec::new();
     for _ in 0..times {
-        rig.all_through(&workload).await;
+        rig.wait_for_all_clients(&workload).await;
         // A random delay, so that each injection hits another state.
         sleep(Duration::from_millis(random.next() % 100)).await;
         struck.push(strike::strike(fault.kind, &mut rig, &workload, &mut random).await);
-        rig.all_through(&workload).await;
+        rig.wait_for_all_clients(&workload).await;
     }
     let endpoints = Arc::clone(workload.endpoints());
     let seen = workload.finish().await;
@@ -75,11 +75,12 @@ async fn torture(name: &str, target: Target) {
     let judged = judge::judge(seen, &endpoints).await;
     if target != Target::Etcd {
         let log: String = rig.servers.iter().map(|server| server.log()).collect();
-        let is_said = fault.says.is_empty() || fault.says.iter().any(|text| log.contains(text));
-        assert!(is_said, "the log says none of {:?}:\n{}", fault.says, rig.servers[0].log_tail());
+        let is_logged = fault.log_texts.is_empty() || fault.log_texts.iter().any(|text| log.contains(text));
+        assert!(is_logged, "the log contains none of {:?}:\n{}", fault.log_texts, rig.servers[0].log_tail());
         // Ignores only the expected panic, and only under the fault that causes it.
-        let is_meant = |line: &str| line.contains(NO_ROOM_FOR_A_THREAD) && fault.says.contains(&NO_ROOM_FOR_A_THREAD);
-        let panic = log.lines().find(|line| line.contains("panicked") && !is_meant(line));
+        let is_expected =
+            |line: &str| line.contains(NO_MEMORY_FOR_A_THREAD) && fault.log_texts.contains(&NO_MEMORY_FOR_A_THREAD);
+        let panic = log.lines().find(|line| line.contains("panicked") && !is_expected(line));
         assert!(panic.is_none(), "{log}");
         for server in &mut rig.servers {
             server.terminate().await;

@@ -20,7 +20,7 @@ use tonic::{Request, Response, Status, transport};
 
 use crate::support::{Backend, Client, Server, eventually, on_both_backends};
 
-const VALUE: &str = "this is nobody's business";
+const VALUE: &str = "a value that is never logged";
 /// With this flag every request is slow.
 const SLOW: [&str; 2] = ["--warning-unary-request-duration", "1ns"];
 
@@ -83,11 +83,11 @@ async fn slow_requests_are_logged_with_the_time_of_each_part(backend: Backend) {
     }
     let ids: Vec<_> = slow(&server, "etcdserverpb.KV/Put").await.iter().map(|line| line["id"].clone()).collect();
     assert!(ids[0] != ids[1] && ids[0].as_str().is_some_and(|id| id.len() == 16), "{ids:?}");
-    assert!(!server.log().contains("nobody"), "no value is logged");
+    assert!(!server.log().contains(VALUE), "no value is logged");
 }
 
-/// The number finds the log line of an error that a client received.
-async fn failed_request_tells_its_number(backend: Backend) {
+/// The id in an error that a client received identifies the line in the log.
+async fn failed_request_reports_its_id(backend: Backend) {
     let flags = [&SLOW[..], &["--log-format", "json"]].concat();
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -174,10 +174,10 @@ async fn collector_receives_the_spans_of_a_call() {
         let (_, span) = spans.iter().find(|(_, span)| span.name == part).expect(part);
         assert_eq!(span.parent_span_id, call.span_id);
         assert!(span.start_time_unix_nano <= span.end_time_unix_nano, "{span:?}");
-        assert!(call.start_time_unix_nano <= span.start_time_unix_nano, "{part} lies in the call");
-        assert!(span.end_time_unix_nano <= call.end_time_unix_nano, "{part} lies in the call");
+        assert!(call.start_time_unix_nano <= span.start_time_unix_nano, "{part} is within the call");
+        assert!(span.end_time_unix_nano <= call.end_time_unix_nano, "{part} is within the call");
     }
     assert_eq!(spans.iter().filter(|(_, span)| span.name.contains("Put")).count(), 1, "{spans:?}");
 }
 
-on_both_backends!(slow_requests_are_logged_with_the_time_of_each_part, failed_request_tells_its_number,);
+on_both_backends!(slow_requests_are_logged_with_the_time_of_each_part, failed_request_reports_its_id,);

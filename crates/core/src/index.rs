@@ -116,8 +116,8 @@ impl TreeIndex {
             Some(key) => {
                 let last = key.claim(&claim);
                 match claim.follow(Some(&last), compacted) {
-                    // A compaction deleted the delete that followed this version, but not the version. The key's state
-                    // is correct from this change on.
+                    // A compaction removed the tombstone of this version but not the version itself. The key's state is
+                    // correct from this change on.
                     Err(Contradiction::MissingDelete { since }) if compacted.is_some_and(|at| since < at) => {}
                     followed => followed?,
                 }

@@ -5,7 +5,7 @@
 //!                │                                        │
 //!                │                         committed rows, in revision order
 //!                ▼                                        ▼
-//! answers ◀── reader ◀──── index (key → revisions) ◀── applier ──▶ watch: hub ──▶ events
+//! responses ◀── reader ◀── index (key → revisions) ◀── applier ──▶ watch: hub ──▶ events
 //!                          + value cache               + leases
 //! ```
 //!

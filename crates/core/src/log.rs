@@ -47,8 +47,8 @@ pub struct Position {
     pub head: Revision,
     /// Number of appends that changed leases or alarms, or compacted.
     pub epoch: i64,
-    /// Identifies one run of the database server: after a failover or a restart the log's end is compared before the
-    /// next append. Always 0 if this process is the only one on the log.
+    /// Identifies one run of the database server. It changes with a failover or a restart; the end of the log is then
+    /// compared before the next append. Always 0 if this process is the only one on the log.
     pub server: i64,
 }
 
@@ -239,7 +239,7 @@ pub enum Precision {
     Exact,
 }
 
-/// A step that reclaims space, short enough to delay writes.
+/// A step that reclaims space. Writes wait for it, so it is short.
 #[derive(Debug, Clone, Copy)]
 pub enum Reclaim<'a> {
     /// Deletes compacted rows, all at or below the compact revision `compacted`, if the log is still on the server
@@ -256,7 +256,7 @@ pub enum Reclaimed {
     All,
 }
 
-/// A callback for the log's rows in order, a part at a time, with the state of the log.
+/// A callback that receives the log's rows in order, a part per call, and the state of the log.
 pub type Visit<'a> = dyn FnMut(&Meta, Vec<Change>) -> Result<()> + Send + 'a;
 
 /// Reads of the log as a whole.
@@ -356,7 +356,7 @@ pub trait SharedLog: Send + Sync {
     /// instance that has lost a race. If the append does not follow soon, the lock is lost and the append fails.
     async fn lock_appends(&self) -> Result<()>;
 
-    /// Returns TTLs and remaining times of these leases, without unknown ones. Renewal sets a lease to its full TTL
+    /// Returns the TTL and the remaining time of each of these leases that exists. Renewal sets a lease to its full TTL
     /// unless it has expired, and is durable when the call returns.
     async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>>;
 

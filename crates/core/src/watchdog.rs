@@ -216,7 +216,12 @@ mod tests {
         check("working all the time", false, &[(Beats, 500)], false);
         check("one long piece of work", false, &[(Beats, 1), (Nothing, 59)], false);
         check("a piece of work that does not end", false, &[(Beats, 1), (Nothing, 60)], true);
-        check("long pieces of work, one after another", false, &[(Beats, 1), (Nothing, 50), (Beats, 1), (Nothing, 50)], false);
+        check(
+            "long pieces of work, one after another",
+            false,
+            &[(Beats, 1), (Nothing, 50), (Beats, 1), (Nothing, 50)],
+            false,
+        );
         check("resting while work waits", true, &[(Rests, 1), (Nothing, 60)], true);
         check("running while work waits", true, &[(Rests, 500)], false);
         check("progress after being stuck", false, &[(Beats, 1), (Nothing, 90), (Beats, 1)], false);
@@ -245,7 +250,7 @@ mod tests {
         assert_eq!(reports, [(60, stuck.clone()), (100, "writer recovered".to_owned()), (160, stuck)]);
     }
 
-    /// As after SIGSTOP and SIGCONT.
+    /// The process was stopped with SIGSTOP and resumed with SIGCONT.
     #[test]
     fn time_without_checks_does_not_count() {
         let watchdog = Watchdog::default();

@@ -35,8 +35,8 @@ use self::{
 pub use self::{load::PostgresLoader, view::PostgresView};
 use crate::rows::{LogRow as _, corrupt};
 use orlop_core::log::{
-    Append, Appended, Connections, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision, Reclaim,
-    Reclaimed, Result, HEARTBEAT_TIMEOUT, SharedLog, Size, Touch, Visit, WithPrev,
+    Append, Appended, Connections, Error, HEARTBEAT_TIMEOUT, History, Log, LoggedLease, Member, Meta, Page, Position,
+    Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Touch, Visit, WithPrev,
 };
 use orlop_core::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
 

@@ -148,7 +148,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
         &["meta name=\"compact_revision\": value is 99, expected at most 12, the newest revision"],
         Some("compact revision 99 is above the head 12"),
     ),
-    // From then on, a start takes the key as it is.
+    // A start accepts the key from that row on.
     (
         "INSERT INTO meta VALUES ('compact_revision', 5); \
          UPDATE kv_log SET version = 1, create_revision = 10, prev_revision = 0 WHERE id = 10",

@@ -29,17 +29,17 @@ struct Exception {
 }
 
 const EXCEPTIONS: &[Exception] = &[
-    Exception { reason: "a lease's remaining time goes on between the two answers", allow: remaining_time },
-    Exception { reason: "before 3.6 etcd lists a lease's keys in no order", allow: order_of_lease_keys },
-    Exception { reason: "leases of equal time left are listed in no promised order", allow: order_of_leases },
-    Exception { reason: "pairs that are equal in the sort target have no promised order", allow: ties },
-    Exception { reason: "version, sizes and raft's numbers are each server's own", allow: status },
-    Exception { reason: "names, ids and addresses of members are each server's own", allow: members },
-    Exception { reason: "before 3.6 etcd takes an unknown sort order for none", allow: unknown_sort_order },
+    Exception { reason: "a lease's remaining time differs between the two responses", allow: remaining_time },
+    Exception { reason: "etcd before 3.6 lists the keys of a lease in random order", allow: order_of_lease_keys },
+    Exception { reason: "leases with equal remaining times have no guaranteed order", allow: order_of_leases },
+    Exception { reason: "pairs that are equal in the sort target have no guaranteed order", allow: ties },
+    Exception { reason: "version, sizes and raft numbers differ between servers", allow: status },
+    Exception { reason: "names, ids and addresses of members differ between servers", allow: members },
+    Exception { reason: "etcd before 3.6 treats an unknown sort order as no order", allow: unknown_sort_order },
 ];
 
 /// The only exception for events.
-const SUPERSEDED: &str = "the rows of the compact revision stay together";
+const SUPERSEDED: &str = "compaction keeps all rows of the compact revision";
 
 /// Number of uses of each exception, by its reason.
 pub type Used = BTreeMap<&'static str, usize>;
@@ -58,7 +58,7 @@ pub fn allow(op: &Op, etcd: &Answer, ours: &mut Answer, used: &mut Used) {
     }
 }
 
-/// Removes the events from `ours` that a watch may receive here and not in etcd. Both arguments hold everything that
+/// Removes the events from `ours` that a watch may receive here and not in etcd. Both arguments contain all events that
 /// one watch received.
 pub fn allow_events(compact_revision: i64, etcd: &VecDeque<Event>, ours: &mut VecDeque<Event>, used: &mut Used) {
     let mut index = 0;

@@ -1,4 +1,4 @@
-//! Makes random operations over a key space so small that they collide all the time.
+//! Generates random operations over a small key space, so that they often affect the same keys.
 
 use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseTimeToLiveRequest, PutRequest,
@@ -45,7 +45,7 @@ const WATCHES_PER_STREAM: usize = 6;
 /// Above etcd's request limit, and above its transport's limit.
 const TOO_LARGE_BYTES: [usize; 2] = [1_600_000, 3_000_000];
 
-/// The state of the store, as far as the responses so far reveal it.
+/// The state of the store as known from the responses.
 #[derive(Clone, Debug)]
 pub struct Known {
     pub head: i64,
@@ -59,7 +59,7 @@ pub struct Known {
 pub struct Generator {
     random: Random,
     known: Known,
-    /// Weight of each kind of operation; every round draws others.
+    /// Weight of each kind of operation; chosen at random for each round.
     weights: [usize; 16],
 }
 

@@ -41,7 +41,7 @@ impl Side {
     pub async fn perform(&mut self, op: &Op) -> Answer {
         let answer = match timeout(DEADLINE * 2, self.answer(op)).await {
             Ok(answer) => answer.unwrap_or_else(Answer::from),
-            Err(_) => Answer::Stalled("no answer at all".to_owned()),
+            Err(_) => Answer::Stalled("no response".to_owned()),
         };
         self.falsify(masked(answer))
     }

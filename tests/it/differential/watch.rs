@@ -1,6 +1,6 @@
 //! One server's watch streams: the responses that each watch received, and whether they keep the guarantees of a watch.
 //!
-//! A server may group events into responses as it likes, but the events of one revision must stay together.
+//! A server may group events into responses in any way, but the events of one revision must stay together.
 
 use std::collections::VecDeque;
 
@@ -100,12 +100,12 @@ impl WatchStream {
 
     /// Waits for the response that cancels a watch.
     pub async fn ended(&mut self, id: i64) -> Answer {
-        self.receive("a canceled answer", |answer| answer.canceled && answer.watch_id == id).await
+        self.receive("a canceled response", |answer| answer.canceled && answer.watch_id == id).await
     }
 
     /// Waits until the server confirms that every event up to `head` has been sent.
     pub async fn catch_up(&mut self, head: i64) -> Result<(), String> {
-        if self.says_nothing_of_progress(head) {
+        if self.sends_no_progress(head) {
             return Ok(());
         }
         let deadline = Instant::now() + DEADLINE;
@@ -113,7 +113,7 @@ impl WatchStream {
             self.send(RequestUnion::ProgressRequest(WatchProgressRequest {})).await?;
             let again = Instant::now() + PROGRESS_INTERVAL;
             while let Ok(received) = timeout_at(again, self.responses.recv()).await {
-                let response = self.file(received)?;
+                let response = self.record(received)?;
                 // A lower revision is the response to an earlier repetition.
                 if is_stream_progress(&response) && revision(&response) == head {
                     return Ok(());
@@ -121,7 +121,9 @@ impl WatchStream {
             }
         }
         let watches: Vec<_> = self.watches.iter().map(|watch| (&watch.create, watch.id, watch.end.is_some())).collect();
-        Err(format!("no progress answer at revision {head} within {DEADLINE:?}; watches with id and end: {watches:?}"))
+        Err(format!(
+            "no progress response at revision {head} within {DEADLINE:?}; watches with id and end: {watches:?}"
+        ))
     }
 
     /// Waits until every watch has received the sequence's last two revisions, as far as its range and filters select
@@ -142,7 +144,7 @@ impl WatchStream {
     }
 
     async fn created(&mut self, create: WatchCreateRequest) -> Answer {
-        let answer = self.receive("a created answer", |answer| answer.created).await;
+        let answer = self.receive("a created response", |answer| answer.created).await;
         if let Answer::Watch(created) = &answer
             && !created.canceled
         {
@@ -158,7 +160,7 @@ impl WatchStream {
             let Ok(received) = timeout_at(deadline, self.responses.recv()).await else {
                 return Answer::Stalled(format!("{what} did not come within {DEADLINE:?}"));
             };
-            match self.file(received) {
+            match self.record(received) {
                 Ok(response) if wanted(&response) => return Answer::Watch(response),
                 Ok(_) => {}
                 Err(trouble) => return Answer::Stalled(trouble),
@@ -166,13 +168,13 @@ impl WatchStream {
         }
     }
 
-    fn file(&mut self, received: Option<Result<WatchResponse, Status>>) -> Result<WatchResponse, String> {
+    fn record(&mut self, received: Option<Result<WatchResponse, Status>>) -> Result<WatchResponse, String> {
         let mut response = received.ok_or(STREAM_ENDED)?.map_err(|status| format!("{STREAM_ENDED}: {status:?}"))?;
         mask(&mut response.header);
         if !response.created && !is_stream_progress(&response) {
             match self.live(response.watch_id) {
                 Some(watch) => watch.take(&response),
-                None => self.violations.push(format!("an answer for no live watch: {response:?}")),
+                None => self.violations.push(format!("a response for an unknown watch: {response:?}")),
             }
         }
         Ok(response)
@@ -183,7 +185,7 @@ impl WatchStream {
     }
 
     /// etcd answers progress requests only if every watch of the stream has started, and none was compacted.
-    fn says_nothing_of_progress(&self, head: i64) -> bool {
+    fn sends_no_progress(&self, head: i64) -> bool {
         let compacted = |watch: &WatchLog| watch.end.as_ref().is_some_and(|end| end.compact_revision != 0);
         let waits = |watch: &WatchLog| watch.end.is_none() && watch.create.start_revision > head;
         self.watches.iter().all(|watch| watch.end.is_some())
@@ -229,7 +231,7 @@ impl WatchLog {
         if let (Some(first), Some(last)) = (revisions().next(), revisions().last()) {
             let least = if self.in_fragment { self.last_revision } else { self.last_revision + 1 };
             if first < least {
-                self.record_violation("a revision that was split, repeated or late", response);
+                self.record_violation("a split, repeated or late revision", response);
             }
             if first < self.create.start_revision {
                 self.record_violation("an event from before the start revision", response);

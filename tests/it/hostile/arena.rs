@@ -94,7 +94,7 @@ impl Arena {
         let server = Server::under_test_with(backend, flags).await?;
         Half::Attackers.enter();
         let mut arena = Self { server, backend, files: 0, memory: 0, before: Duration::ZERO };
-        arena.look().await;
+        arena.measure_idle_state().await;
         Some(arena)
     }
 
@@ -107,7 +107,7 @@ impl Arena {
     }
 
     /// Measures the state before the attack; called again after the test has added data.
-    pub async fn look(&mut self) {
+    pub async fn measure_idle_state(&mut self) {
         self.before = bystander_p99(self.endpoint()).await;
         self.files = self.open_files();
         // Resets the kernel's peak memory.
@@ -183,7 +183,7 @@ impl Arena {
     /// KiB.
     fn status(&self, name: &str) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.server.pid())).expect("/proc is readable");
-        let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("it has a size");
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("the line has a size");
         line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
     }
 }

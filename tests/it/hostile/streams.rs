@@ -64,7 +64,7 @@ pub async fn pump(endpoint: String, path: &'static str, body: Bytes) {
             match poll_fn(|context| sender.poll_capacity(context)).await {
                 Some(Ok(granted)) => {
                     let piece = rest.split_to(granted.min(rest.len()));
-                    sender.send_data(piece, false).expect("it is granted");
+                    sender.send_data(piece, false).expect("the capacity is granted");
                 }
                 ended => return println!("{path}: {ended:?}"),
             }
@@ -74,7 +74,7 @@ pub async fn pump(endpoint: String, path: &'static str, body: Bytes) {
         let mut answers = answer.await.expect("an answer").into_body();
         while let Some(piece) = answers.data().await {
             let len = piece.expect("more answers").len();
-            answers.flow_control().release_capacity(len).expect("it was taken");
+            answers.flow_control().release_capacity(len).expect("the data was received");
         }
     };
     tokio::select! {

@@ -78,8 +78,8 @@ pub fn address(endpoint: &str) -> &str {
     endpoint.rsplit("//").next().expect("an endpoint is a URL")
 }
 
-/// Sends in chunks, as clients do.
-async fn send_for_ever(to: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) {
+/// Sends the bytes repeatedly, in chunks as clients do.
+async fn send_in_chunks_forever(to: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) {
     for piece in bytes.chunks(16 << 10).cycle() {
         if to.write_all(piece).await.is_err() {
             return;
@@ -126,7 +126,7 @@ impl Wire {
             let (mut answers, mut taken) = self.0.split();
             let mut passed_over = sink();
             tokio::select! {
-                () = send_for_ever(&mut taken, &frames) => {}
+                () = send_in_chunks_forever(&mut taken, &frames) => {}
                 _ = copy(&mut answers, &mut passed_over) => {}
             }
             self = loop {

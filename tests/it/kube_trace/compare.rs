@@ -36,7 +36,7 @@ enum On {
 pub const EXCEPTIONS: [Exception; 8] = [
     Exception {
         field: "header.cluster_id, header.member_id, header.raft_term",
-        why: "they name the cluster that answers",
+        why: "they identify the cluster",
         on: On::All,
         mask: |answer| {
             if let Some(header) = answer.header_mut() {
@@ -46,13 +46,13 @@ pub const EXCEPTIONS: [Exception; 8] = [
     },
     Exception {
         field: "Status.leader",
-        why: "it names the member that leads; that there is one is compared",
+        why: "it identifies the leader; only its presence is compared",
         on: On::All,
         mask: |answer| mask_status(answer, |status| status.leader = status.leader.min(1)),
     },
     Exception {
         field: "Status.raftIndex, raftAppliedIndex, raftTerm",
-        why: "they count what the cluster did for itself too; that there are such numbers is compared",
+        why: "they include internal entries of the cluster; only their presence is compared",
         on: On::All,
         mask: |answer| {
             mask_status(answer, |status| {
@@ -64,7 +64,7 @@ pub const EXCEPTIONS: [Exception; 8] = [
     },
     Exception {
         field: "Status.dbSize, dbSizeInUse",
-        why: "they depend on the storage; that the database has a size is compared",
+        why: "they depend on the storage; only the presence of a size is compared",
         on: On::All,
         mask: |answer| {
             mask_status(answer, |status| {
@@ -75,7 +75,7 @@ pub const EXCEPTIONS: [Exception; 8] = [
     },
     Exception {
         field: "Status.version, its last part",
-        why: "the recording is of 3.6.13; any 3.6 says the same of the features",
+        why: "the recording is of 3.6.13; all 3.6 releases have the same features",
         on: On::All,
         mask: |answer| {
             mask_status(answer, |status| {
@@ -87,7 +87,7 @@ pub const EXCEPTIONS: [Exception; 8] = [
     },
     Exception {
         field: "Status.version, all of it",
-        why: "an older etcd names its own version",
+        why: "an older etcd reports its own version",
         on: On::EtcdBefore36,
         mask: |answer| mask_status(answer, |status| status.version.clear()),
     },
@@ -104,7 +104,7 @@ pub const EXCEPTIONS: [Exception; 8] = [
     },
     Exception {
         field: "Status.dbSizeQuota",
-        why: "new in etcd 3.6; Orlop has no quota yet and says so with 0",
+        why: "new in etcd 3.6; the quota is a setting of each server",
         on: On::All,
         mask: |answer| mask_status(answer, |status| status.db_size_quota = 0),
     },
@@ -154,7 +154,7 @@ impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { seq, request, what } = self;
         let method = request.method();
-        writeln!(f, "the answer differs from the recorded one: seq={seq} method={method}")?;
+        writeln!(f, "the response differs from the recorded one: seq={seq} method={method}")?;
         writeln!(f, "request: {:.2000}", format!("{request:?}"))?;
         f.write_str(what)
     }

@@ -237,7 +237,7 @@ impl Replay {
         let answers = instance.lease.lease_keep_alive(tokio_stream::iter(requests)).await;
         let renewed = answers.expect("the server keeps leases alive").into_inner().take(count);
         let ttls: Vec<_> = renewed.map(|answer| answer.map(|answer| answer.ttl)).collect().await;
-        assert!(ttls.iter().all(|ttl| ttl.as_ref().is_ok_and(|ttl| *ttl > 0)), "every lease lives on: {ttls:?}");
+        assert!(ttls.iter().all(|ttl| ttl.as_ref().is_ok_and(|ttl| *ttl > 0)), "every lease is live: {ttls:?}");
     }
 }
 

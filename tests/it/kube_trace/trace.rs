@@ -1,4 +1,4 @@
-//! The recording as a list of steps, ordered so that each step meets the state from which it was answered.
+//! The recording as a list of steps, ordered so that each step runs at the recorded state of the store.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -28,8 +28,8 @@ pub type Metadata = Vec<(String, String)>;
 pub fn with_metadata<T>(metadata: &Metadata, message: T) -> tonic::Request<T> {
     let mut request = tonic::Request::new(message);
     for (name, value) in metadata {
-        let name: MetadataKey<Ascii> = name.parse().expect("a recorded name is one");
-        request.metadata_mut().insert(name, value.parse().expect("a recorded value is one"));
+        let name: MetadataKey<Ascii> = name.parse().expect("a recorded name is valid");
+        request.metadata_mut().insert(name, value.parse().expect("a recorded value is valid"));
     }
     request
 }
@@ -212,7 +212,7 @@ fn watch_steps(stream: CallId, lines: &[Line]) -> Vec<(Place, Step)> {
     let mut answers = VecDeque::new();
     for line in lines.iter().filter(|line| line.event == LineKind::Resp) {
         let Answer::Watch(answer) = line.answer() else { unreachable!("a watch stream carries watch answers") };
-        assert!(answer.watch_id <= 0 && !answer.canceled, "seq {}: one watch a stream, to the end", line.seq);
+        assert!(answer.watch_id <= 0 && !answer.canceled, "seq {}: one watch per stream, never canceled", line.seq);
         if answer.created || answer.events.is_empty() {
             answers.push_back((line.seq, answer));
         } else {

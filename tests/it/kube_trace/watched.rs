@@ -126,7 +126,7 @@ impl Watched {
             Ok(Some(Ok(answer))) => Ok(answer),
             Ok(Some(Err(status))) => Err(format!("the stream ended: {status}")),
             Ok(None) => Err("the stream ended".to_owned()),
-            Err(_) => Err(format!("no answer in time; the next event was to be {:#?}", self.events.front())),
+            Err(_) => Err(format!("no answer in time; the next expected event is {:#?}", self.events.front())),
         }
     }
 

@@ -131,7 +131,7 @@ async fn invalid_transactions_are_refused_as_a_whole(backend: Backend) {
 
 /// Each row: the compared values, the expected result, the range and the pairs of the chosen branch. The values are
 /// read from the log, once or twice.
-async fn transactions_read_what_is_not_in_the_cache(backend: Backend) {
+async fn transactions_read_values_that_are_not_cached(backend: Backend) {
     const KEYS: usize = 300;
     let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "0"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -173,5 +173,5 @@ on_both_backends!(
     compares_evaluate_as_in_etcd,
     transaction_reads_its_own_writes_and_uses_one_revision,
     invalid_transactions_are_refused_as_a_whole,
-    transactions_read_what_is_not_in_the_cache,
+    transactions_read_values_that_are_not_cached,
 );

@@ -82,7 +82,7 @@ impl State {
 
 /// # Errors
 ///
-/// The operations around the first one that fits nowhere.
+/// The operations around the first one that has no valid position in the order.
 pub fn check(mut operations: Vec<Operation>) -> Result<(), Vec<Operation>> {
     operations.sort_by_key(|operation| operation.began);
     let mut done = vec![0_u64; operations.len().div_ceil(64)];
@@ -189,11 +189,11 @@ mod tests {
                 true,
             ),
             (
-                "happened and was taken back",
+                "applied and then undone",
                 vec![put(1, 2, 0, 1), unknown(2, 2), read(Some((2, 3)), 3, 4), read(Some((1, 2)), 5, 6)],
                 false,
             ),
-            ("happened before it was asked", vec![read(Some((2, 2)), 0, 1), unknown(2, 2)], false),
+            ("applied before its request", vec![read(Some((2, 2)), 0, 1), unknown(2, 2)], false),
             ("revisions against time", vec![put(1, 3, 0, 1), put(2, 2, 2, 3)], false),
             (
                 "deleted twice",

@@ -44,7 +44,7 @@ impl Watcher {
         Self { instance, endpoints, seen: Log::new(), covered: 1, streams: 0 }
     }
 
-    /// Follows the log until `end` holds a revision, and then up to that revision.
+    /// Follows the log until `end` contains a revision, and then up to that revision.
     ///
     /// # Panics
     ///
@@ -57,7 +57,7 @@ impl Watcher {
             self.instance += 1;
             if end.borrow().is_some() {
                 let deadline = *overdue.get_or_insert_with(|| Instant::now() + DEADLINE);
-                assert!(Instant::now() < deadline, "it stands at {} of {:?}", self.covered, *end.borrow());
+                assert!(Instant::now() < deadline, "the watch reached {} of {:?}", self.covered, *end.borrow());
             }
         }
         self

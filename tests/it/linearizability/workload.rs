@@ -162,7 +162,7 @@ impl Client {
 
 /// Returns the current revision once all instances run again.
 pub async fn head(endpoints: &Endpoints) -> i64 {
-    eventually("a read when all is well again", async || {
+    eventually("a read after the last fault", async || {
         let mut connection = connect(endpoints, 0).await.ok_or("no connection")?;
         let range = RangeRequest { key: "k".into(), ..Default::default() };
         let answer = timeout(DEADLINE, connection.kv.range(range)).await.map_err(|_| "no answer")?;
@@ -282,14 +282,14 @@ pub fn check(history: Vec<Entry>, log: &Log) -> Result<Checked, String> {
                     return Err(format!("{operation:?} of {key} was acknowledged; the log has {event:?} there"));
                 }
                 if !revisions.insert(revision) {
-                    return Err(format!("revision {revision} was given twice"));
+                    return Err(format!("revision {revision} was acknowledged twice"));
                 }
             }
             Answer::Found(_) | Answer::Nothing => checked.acknowledged += 1,
             Answer::Unknown if refused => {
                 checked.refused += 1;
                 if value.is_some_and(|value| written.contains_key(&value)) {
-                    return Err(format!("{operation:?} of {key} was refused and happened"));
+                    return Err(format!("{operation:?} of {key} was refused but applied"));
                 }
                 continue;
             }
@@ -335,13 +335,13 @@ fn check_agreement(history: &[Entry], log: &Log) -> Result<(), String> {
         states.entry(key).or_default().insert(revision, event.value.map(|value| (value, revision)));
         match event.value {
             Some(value) => match puts.get_mut(&(key, value)) {
-                None => return Err(format!("nobody wrote {event:?}")),
-                Some(true) => return Err(format!("{event:?} was there before: it was done twice")),
+                None => return Err(format!("no request wrote {event:?}")),
+                Some(true) => return Err(format!("{event:?} was applied twice")),
                 Some(happened) => *happened = true,
             },
             None if deleted.contains(&(key, revision)) => {}
             None => match perhaps_deleted.get_mut(key).filter(|left| **left > 0) {
-                None => return Err(format!("nobody deleted {event:?}")),
+                None => return Err(format!("no request deleted {event:?}")),
                 Some(left) => *left -= 1,
             },
         }
@@ -356,7 +356,7 @@ fn check_agreement(history: &[Entry], log: &Log) -> Result<(), String> {
         let newest = states.get(entry.key.as_str()).and_then(|states| states.range(..=header).next_back());
         let logged = newest.and_then(|(_, found)| *found);
         if logged != found {
-            return Err(format!("{entry:?} does not show what the log has at its header's revision: {logged:?}"));
+            return Err(format!("{entry:?} does not match the log at the revision of its header: {logged:?}"));
         }
     }
     Ok(())
@@ -376,7 +376,9 @@ fn check_headers(history: &[Entry]) -> Result<(), String> {
             at += 1;
         }
         if header < newest {
-            return Err(format!("{entry:?} stands at {header}, though {newest} had been answered before it began"));
+            return Err(format!(
+                "{entry:?} has revision {header}, but revision {newest} was returned before it started"
+            ));
         }
     }
     Ok(())
@@ -403,13 +405,13 @@ mod tests {
             entry(Ask::Put(2), Answer::Written(3), 2, 3),
             entry(Ask::Read, Answer::Found(Some((2, 3))), 4, 3),
         ];
-        assert_eq!(check(sound.clone(), &log).expect("it is sound").acknowledged, 3);
+        assert_eq!(check(sound.clone(), &log).expect("the history is valid").acknowledged, 3);
         let refused = Entry { refused: true, ..entry(Ask::Put(2), Answer::Unknown, 2, 3) };
         let doctored = [
             (0, entry(Ask::Put(9), Answer::Written(2), 0, 2), "the log has"),
             (2, entry(Ask::Read, Answer::Found(Some((1, 2))), 4, 3), "not linearizable"),
-            (2, entry(Ask::Read, Answer::Found(Some((2, 3))), 4, 2), "stands at 2"),
-            (1, refused, "was refused and happened"),
+            (2, entry(Ask::Read, Answer::Found(Some((2, 3))), 4, 2), "has revision 2"),
+            (1, refused, "was refused but applied"),
         ];
         for (at, wrong, text) in doctored {
             let mut history = sound.clone();
@@ -418,16 +420,16 @@ mod tests {
             assert!(error.contains(text), "{error}");
         }
         let logs: [(Log, &str); 2] = [
-            ([event(2, 1), event(3, 2), event(4, 1)].into(), "it was done twice"),
-            ([event(2, 1), event(3, 2), event(4, 9)].into(), "nobody wrote"),
+            ([event(2, 1), event(3, 2), event(4, 1)].into(), "was applied twice"),
+            ([event(2, 1), event(3, 2), event(4, 9)].into(), "no request wrote"),
         ];
         for (log, text) in logs {
             let error = check(sound.clone(), &log).expect_err(text);
             assert!(error.contains(text), "{error}");
         }
         let overlapping = [
-            (entry(Ask::Read, Answer::Found(Some((1, 2))), 1, 3), "does not show what the log has"),
-            (entry(Ask::Read, Answer::Found(Some((2, 3))), 1, 2), "does not show what the log has"),
+            (entry(Ask::Read, Answer::Found(Some((1, 2))), 1, 3), "does not match the log"),
+            (entry(Ask::Read, Answer::Found(Some((2, 3))), 1, 2), "does not match the log"),
         ];
         for (read, text) in overlapping {
             let mut history = sound.clone();

@@ -23,10 +23,10 @@ use tokio::{
 const PIECES_MAX: usize = 1_024;
 const PIECE_BYTES_MAX: usize = 64 << 10;
 
-/// The failure that the network simulates.
+/// The simulated state of the network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Weather {
-    Fair,
+pub enum NetworkState {
+    Normal,
     /// Delays everything by this duration.
     Slow(Duration),
     /// Delivers nothing and closes nothing; what was sent arrives after the failure ends.
@@ -43,7 +43,7 @@ pub struct Link {
 
 struct Shared {
     target: AtomicU16,
-    weather: watch::Sender<Weather>,
+    network: watch::Sender<NetworkState>,
     /// Increases when all connections are to be reset.
     resets: watch::Sender<u64>,
     open: AtomicUsize,
@@ -55,7 +55,7 @@ impl Link {
         let own = listener.local_addr().expect("a bound socket has an address").port();
         let shared = Arc::new(Shared {
             target: AtomicU16::new(port),
-            weather: watch::Sender::new(Weather::Fair),
+            network: watch::Sender::new(NetworkState::Normal),
             resets: watch::Sender::new(0),
             open: AtomicUsize::new(0),
         });
@@ -79,12 +79,12 @@ impl Link {
     }
 
     /// Sets the target of new connections.
-    pub fn lead_to(&self, port: u16) {
+    pub fn set_target(&self, port: u16) {
         self.shared.target.store(port, Ordering::Relaxed);
     }
 
-    pub fn set_weather(&self, weather: Weather) {
-        self.shared.weather.send_replace(weather);
+    pub fn set_network(&self, network: NetworkState) {
+        self.shared.network.send_replace(network);
     }
 
     /// Resets all connections on both sides. Returns their number.
@@ -96,7 +96,7 @@ impl Link {
 
 async fn carry(client: TcpStream, shared: &Shared) -> io::Result<()> {
     let mut resets = shared.resets.subscribe();
-    if *shared.weather.borrow() == Weather::Down {
+    if *shared.network.borrow() == NetworkState::Down {
         return client.set_zero_linger();
     }
     let connecting = TcpStream::connect(("127.0.0.1", shared.target.load(Ordering::Relaxed)));
@@ -126,9 +126,9 @@ async fn direction(mut from: OwnedReadHalf, to: &OwnedWriteHalf, shared: &Shared
         let mut buffer = vec![0; PIECE_BYTES_MAX];
         loop {
             let read = from.read(&mut buffer).await?;
-            let delay = match *shared.weather.borrow() {
-                Weather::Slow(delay) => delay,
-                Weather::Fair | Weather::Silent | Weather::Down => Duration::ZERO,
+            let delay = match *shared.network.borrow() {
+                NetworkState::Slow(delay) => delay,
+                NetworkState::Normal | NetworkState::Silent | NetworkState::Down => Duration::ZERO,
             };
             if read == 0 || pieces.send((Instant::now() + delay, buffer[..read].to_vec())).await.is_err() {
                 return Ok(());
@@ -136,10 +136,10 @@ async fn direction(mut from: OwnedReadHalf, to: &OwnedWriteHalf, shared: &Shared
         }
     };
     let writing = async {
-        let mut weather = shared.weather.subscribe();
+        let mut network = shared.network.subscribe();
         while let Some((due, piece)) = under_way.recv().await {
             sleep_until(due).await;
-            if weather.wait_for(|weather| *weather != Weather::Silent).await.is_err() {
+            if network.wait_for(|network| *network != NetworkState::Silent).await.is_err() {
                 return Ok(());
             }
             let mut rest = &piece[..];

@@ -21,7 +21,7 @@ use super::{eventually, skip};
 /// Starts the server and stops it (immediate mode) on command. At the end of its standard input it stops the server and
 /// removes the folder. `$1` is the folder; the rest is the server's command.
 const GUARD: &str = r#"
-# Nobody may read an answer any more, and that must not end us before the work is done.
+# The reader of the answers may be gone; SIGPIPE must not end this script before the work is done.
 trap '' PIPE
 folder=$1; shift
 start() { "$@" >>"$folder/log" 2>&1 & server=$!; }

@@ -39,7 +39,7 @@ impl Disk {
     }
 
     pub fn empty(&self) {
-        fs::remove_file(self.filling()).expect("it was filled");
+        fs::remove_file(self.filling()).expect("the disk was filled");
     }
 
     fn filling(&self) -> PathBuf {

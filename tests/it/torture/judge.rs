@@ -84,7 +84,7 @@ async fn check_state(log: &Log, head: i64, endpoints: &Endpoints) {
         .map(|kv| (String::from_utf8_lossy(&kv.key).into_owned(), (value(&kv.value), kv.mod_revision)))
         .collect();
     for key in expected.keys().chain(there.keys()) {
-        assert_eq!(there.get(key), expected.get(key), "{key}: what is there, and what the events lead to");
+        assert_eq!(there.get(key), expected.get(key), "{key}: stored value and result of the events");
     }
 }
 
@@ -103,18 +103,20 @@ fn check_writes(writes: &[Write], log: &Log) -> Result<Judged, String> {
             None => found.iter().all(Vec::is_empty),
         };
         if !whole {
-            return Err(format!("{write:?} is there in part, twice or otherwise: {found:?}"));
+            return Err(format!("{write:?} was applied in part, twice or with other contents: {found:?}"));
         }
         match (write.outcome, revision) {
             (Outcome::Written(outcome), Some(revision)) if outcome == revision => judged.acknowledged += 1,
-            (Outcome::Written(_), _) => return Err(format!("{write:?} was acknowledged; there is {found:?}")),
-            (Outcome::Refused, Some(_)) => return Err(format!("{write:?} was refused and happened: {found:?}")),
+            (Outcome::Written(_), _) => {
+                return Err(format!("{write:?} was acknowledged, but the log contains {found:?}"));
+            }
+            (Outcome::Refused, Some(_)) => return Err(format!("{write:?} was refused but applied: {found:?}")),
             (Outcome::Refused, None) => judged.refused += 1,
             (Outcome::Unknown, _) => judged.unknown += 1,
         }
     }
     if let Some((key, events)) = events.into_iter().next() {
-        return Err(format!("nobody wrote {key}: {events:?}"));
+        return Err(format!("no request wrote {key}: {events:?}"));
     }
     Ok(judged)
 }
@@ -127,7 +129,7 @@ mod tests {
     fn judge_rejects_lost_and_refused_writes() {
         type Events = &'static [(i64, &'static str, u64)];
         let table: [(&str, Outcome, Events, &str); 10] = [
-            ("acknowledged and there", Outcome::Written(2), &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
+            ("acknowledged and present", Outcome::Written(2), &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
             ("acknowledged and lost", Outcome::Written(2), &[], "was acknowledged"),
             (
                 "acknowledged, at another revision",
@@ -137,11 +139,11 @@ mod tests {
             ),
             ("acknowledged, half of it", Outcome::Written(2), &[(2, "pair/a", 7)], "in part"),
             ("acknowledged, other content", Outcome::Written(2), &[(2, "pair/a", 8), (2, "pair/b", 7)], "in part"),
-            ("refused and not there", Outcome::Refused, &[], ""),
-            ("refused and there", Outcome::Refused, &[(2, "pair/a", 7), (2, "pair/b", 7)], "refused and happened"),
-            ("unknown and there", Outcome::Unknown, &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
+            ("refused and absent", Outcome::Refused, &[], ""),
+            ("refused and present", Outcome::Refused, &[(2, "pair/a", 7), (2, "pair/b", 7)], "refused but applied"),
+            ("unknown and present", Outcome::Unknown, &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
             ("unknown, in two revisions", Outcome::Unknown, &[(2, "pair/a", 7), (3, "pair/b", 7)], "in part"),
-            ("by nobody", Outcome::Unknown, &[(2, "one/c", 7)], "nobody wrote"),
+            ("without a request", Outcome::Unknown, &[(2, "one/c", 7)], "no request wrote"),
         ];
         for (name, outcome, events, wrong) in table {
             let keys = vec!["pair/a".to_owned(), "pair/b".to_owned()];

@@ -76,12 +76,12 @@ impl Preload {
     }
 
     pub fn set(&self, field: Field, value: i64) {
-        self.control.write_all_at(&value.to_le_bytes(), field as u64 * FIELD_BYTES).expect("the file is there");
+        self.control.write_all_at(&value.to_le_bytes(), field as u64 * FIELD_BYTES).expect("the file exists");
     }
 
     pub fn get(&self, field: Field) -> i64 {
         let mut bytes = [0; 8];
-        self.control.read_exact_at(&mut bytes, field as u64 * FIELD_BYTES).expect("the file is there");
+        self.control.read_exact_at(&mut bytes, field as u64 * FIELD_BYTES).expect("the file exists");
         i64::from_le_bytes(bytes)
     }
 

@@ -6,19 +6,19 @@ use tokio::time::{Instant, sleep};
 
 use super::{
     disk::Disk,
-    faults::{Fault, Ground},
+    faults::{Environment, Fault},
     preload::Preload,
     workload::Workload,
 };
 use crate::support::{Fsync, Link, Place, Postgres, Server};
 
 /// Maximum time until every client succeeds again after the end of a fault.
-const THROUGH_MAX: Duration = Duration::from_secs(60);
-/// Less than Orlop reserves for its WAL if it can.
+const RECOVERY_TIME_MAX: Duration = Duration::from_secs(60);
+/// Size of Orlop's disk: less than Orlop preallocates for its WAL if there is space.
 const DISK_MEGABYTES: usize = 32;
-/// More than etcd reserves.
+/// Size of etcd's disk: more than etcd preallocates.
 const ETCD_DISK_MEGABYTES: usize = 96;
-/// Postgres needs this much before the first row.
+/// Size of Postgres's disk: an empty cluster needs most of it.
 const POSTGRES_DISK_MEGABYTES: usize = 192;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,9 +55,10 @@ pub struct Rig {
 impl Rig {
     /// Returns `None` if this machine lacks something.
     pub async fn build(fault: &Fault, target: Target) -> Option<Self> {
-        let preload = matches!(fault.ground, Ground::Preload | Ground::DatabaseUnderPreload).then(Preload::build);
-        let disk = match fault.ground {
-            Ground::SmallDisk => {
+        let preload =
+            matches!(fault.environment, Environment::Preload | Environment::DatabaseUnderPreload).then(Preload::build);
+        let disk = match fault.environment {
+            Environment::SmallDisk => {
                 let size = match target {
                     Target::Sqlite => DISK_MEGABYTES,
                     Target::Etcd => ETCD_DISK_MEGABYTES,
@@ -82,7 +83,8 @@ impl Rig {
             Target::Etcd => rig.servers.push(Server::etcd_at(rig.place(fault)).await?),
             Target::Postgres => {
                 let datastore = rig.take_database(fault).await?;
-                let names: &[&str] = if fault.ground == Ground::ThreeInstances { &["a", "b", "c"] } else { &["a"] };
+                let names: &[&str] =
+                    if fault.environment == Environment::ThreeInstances { &["a", "b", "c"] } else { &["a"] };
                 for name in names {
                     let place = rig.place(fault);
                     rig.servers.push(Server::orlop_at(Some(datastore.clone()), &["--name", name], place).await);
@@ -98,9 +100,11 @@ impl Rig {
     /// On the disk, because the test covers its syncs.
     fn place(&self, fault: &Fault) -> Place {
         let environment = match &self.preload {
-            Some(preload) if fault.ground == Ground::Preload => preload.environment(),
+            Some(preload) if fault.environment == Environment::Preload => preload.environment(),
             // Otherwise the allocator reserves a gigabyte of address space.
-            _ if fault.ground == Ground::LittleMemory => vec![("MIMALLOC_ARENA_RESERVE".to_owned(), "32768".into())],
+            _ if fault.environment == Environment::LittleMemory => {
+                vec![("MIMALLOC_ARENA_RESERVE".to_owned(), "32768".into())]
+            }
             _ => Vec::new(),
         };
         let data = self.disk.as_ref().filter(|_| self.target != Target::Postgres).map(|disk| {
@@ -114,8 +118,8 @@ impl Rig {
 
     /// Returns an endpoint that leads over a link.
     async fn take_database(&mut self, fault: &Fault) -> Option<String> {
-        let (datastore, port) = match fault.ground {
-            Ground::OwnPostgres | Ground::SmallDisk | Ground::DatabaseUnderPreload => {
+        let (datastore, port) = match fault.environment {
+            Environment::OwnPostgres | Environment::SmallDisk | Environment::DatabaseUnderPreload => {
                 let folder = self.disk.as_ref().map(Disk::path);
                 let environment: Vec<String> = match &self.preload {
                     Some(preload) => preload
@@ -130,7 +134,7 @@ impl Rig {
                 self.postgres = Some(postgres);
                 found
             }
-            Ground::Plain | Ground::ThreeInstances | Ground::Preload | Ground::LittleMemory => {
+            Environment::Plain | Environment::ThreeInstances | Environment::Preload | Environment::LittleMemory => {
                 let postgres = Postgres::shared().await?;
                 (postgres.create_database(), postgres.port())
             }
@@ -160,14 +164,14 @@ impl Rig {
     /// Starts a stopped server again, and directs its clients to it.
     pub async fn restart(&mut self, number: usize) {
         self.servers[number].restart().await;
-        self.clients[number].lead_to(port(&self.servers[number]));
+        self.clients[number].set_target(port(&self.servers[number]));
     }
 
     /// Waits until every client has a response to a request sent after this call.
-    pub async fn all_through(&mut self, workload: &Workload) {
+    pub async fn wait_for_all_clients(&mut self, workload: &Workload) {
         let since = workload.now();
-        let deadline = Instant::now() + THROUGH_MAX;
-        while workload.through_since(since) < workload.clients() {
+        let deadline = Instant::now() + RECOVERY_TIME_MAX;
+        while workload.recovered_since(since) < workload.clients() {
             for number in 0..self.servers.len() {
                 let server = &mut self.servers[number];
                 if !server.runs() {
@@ -179,8 +183,8 @@ impl Rig {
             }
             assert!(
                 Instant::now() < deadline,
-                "{} of {} clients came through within {THROUGH_MAX:?}; the log:\n{}",
-                workload.through_since(since),
+                "{} of {} clients succeeded again within {RECOVERY_TIME_MAX:?}; the log:\n{}",
+                workload.recovered_since(since),
                 workload.clients(),
                 self.servers[0].log_tail()
             );

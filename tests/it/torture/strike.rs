@@ -18,13 +18,13 @@ use tonic::Code;
 use super::{
     faults::{
         Kind::{self, *},
-        Way::{self, *},
+        LinkSide::{self, *},
     },
     preload::{EIO, Field, WAL},
     rig::{Rig, Target, limit},
     workload::Workload,
 };
-use crate::support::{Client, DEADLINE, Random, Weather, eventually, http_get};
+use crate::support::{Client, DEADLINE, NetworkState, Random, eventually, http_get};
 
 /// Injects the fault and ends it. Returns the time, on the clients' clock, at which it was in effect.
 pub async fn strike(kind: Kind, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
@@ -46,21 +46,21 @@ pub async fn strike(kind: Kind, rig: &mut Rig, workload: &Workload, random: &mut
             kill_backend(rig);
             workload.now()
         }
-        Reset(way) => {
+        Reset(side) => {
             let since = workload.now();
-            assert!(reset(rig, way) > 0, "there are connections");
+            assert!(reset(rig, side) > 0, "there are connections");
             since
         }
-        Cut(way) => {
-            set_weather(rig, way, Weather::Down);
-            reset(rig, way);
+        Cut(side) => {
+            set_network(rig, side, NetworkState::Down);
+            reset(rig, side);
             let since = workload.now();
             sleep(Duration::from_secs(1)).await;
-            set_weather(rig, way, Weather::Fair);
+            set_network(rig, side, NetworkState::Normal);
             since
         }
-        Silence(way) => for_two_seconds(rig, way, Weather::Silent, workload).await,
-        Delay(way) => for_two_seconds(rig, way, Weather::Slow(Duration::from_millis(100)), workload).await,
+        Silence(side) => for_two_seconds(rig, side, NetworkState::Silent, workload).await,
+        Delay(side) => for_two_seconds(rig, side, NetworkState::Slow(Duration::from_millis(100)), workload).await,
         Pause => {
             let victim = random.below(rig.servers.len());
             rig.servers[victim].pause();
@@ -107,26 +107,26 @@ fn kill_backend(rig: &Rig) {
     assert!(killed.is_ok_and(|status| status.success()), "backend `{pid}` can be killed");
 }
 
-fn links(rig: &Rig, way: Way) -> Vec<&crate::support::Link> {
-    match way {
+fn links(rig: &Rig, side: LinkSide) -> Vec<&crate::support::Link> {
+    match side {
         ToClients => rig.clients.iter().collect(),
         ToDatabase => rig.database.iter().collect(),
     }
 }
 
-fn set_weather(rig: &Rig, way: Way, weather: Weather) {
-    links(rig, way).iter().for_each(|link| link.set_weather(weather));
+fn set_network(rig: &Rig, side: LinkSide, network: NetworkState) {
+    links(rig, side).iter().for_each(|link| link.set_network(network));
 }
 
-fn reset(rig: &Rig, way: Way) -> usize {
-    links(rig, way).iter().map(|link| link.reset()).sum()
+fn reset(rig: &Rig, side: LinkSide) -> usize {
+    links(rig, side).iter().map(|link| link.reset()).sum()
 }
 
-async fn for_two_seconds(rig: &Rig, way: Way, weather: Weather, workload: &Workload) -> u64 {
-    set_weather(rig, way, weather);
+async fn for_two_seconds(rig: &Rig, side: LinkSide, network: NetworkState, workload: &Workload) -> u64 {
+    set_network(rig, side, network);
     let since = workload.now();
     sleep(Duration::from_secs(2)).await;
-    set_weather(rig, way, Weather::Fair);
+    set_network(rig, side, NetworkState::Normal);
     since
 }
 
@@ -169,7 +169,7 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
     }
     rig.disk.as_ref().expect("this fault has a disk").empty();
     if !rig.server().runs() {
-        assert!(rig.target == Target::Etcd, "it logged:\n{}", rig.servers[0].log_tail());
+        assert!(rig.target == Target::Etcd, "the server ended; it logged:\n{}", rig.servers[0].log_tail());
         rig.restart(0).await;
     }
     if let Some(postgres) = &rig.postgres
@@ -210,7 +210,7 @@ async fn fail_syncs(files: i64, rig: &mut Rig, workload: &Workload, random: &mut
             return since;
         }
         // Some writes succeed before the power is cut.
-        rig.all_through(workload).await;
+        rig.wait_for_all_clients(workload).await;
     }
     rig.server().kill();
     rig.preload().set(Field::SyncFiles, 0);
@@ -249,8 +249,8 @@ async fn jump(secs: i64, rig: &mut Rig) {
         // never read it.
         assert!(http_get(rig.server().endpoint(), "/version").await.header("date").is_some());
         let ttl = keep_alive(&mut client, leases[1]).await;
-        assert_eq!(ttl, LONG_TTL_SECS, "the lease goes on when the clock is off by {offset} s");
-        assert!(has_key(&mut client, LONG_TTL_SECS).await, "its key is there when the clock is off by {offset} s");
+        assert_eq!(ttl, LONG_TTL_SECS, "the lease stays live when the clock is off by {offset} s");
+        assert!(has_key(&mut client, LONG_TTL_SECS).await, "its key exists when the clock is off by {offset} s");
     }
     eventually("the end of the other lease", async || {
         let left = LeaseTimeToLiveRequest { id: leases[0], keys: false };
@@ -276,7 +276,7 @@ async fn has_key(client: &mut Client, ttl: i64) -> bool {
     client.kv.range(range).await.expect("a range").into_inner().count == 1
 }
 
-/// Fewer than are in use; open descriptors stay open.
+/// The limit of file descriptors, below the number in use; open descriptors stay open.
 const DESCRIPTORS: &str = "8";
 
 async fn exhaust_descriptors(rig: &mut Rig, workload: &Workload) -> u64 {
@@ -284,7 +284,7 @@ async fn exhaust_descriptors(rig: &mut Rig, workload: &Workload) -> u64 {
     assert!(reset(rig, ToClients) > 0, "there are connections");
     let since = workload.now();
     sleep(Duration::from_secs(1)).await;
-    assert_eq!(workload.through_since(since), 0, "no client could connect");
+    assert_eq!(workload.recovered_since(since), 0, "no client could connect");
     limit(rig.server(), "nofile", "1024");
     since
 }

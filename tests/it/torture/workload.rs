@@ -101,7 +101,7 @@ impl Workload {
     }
 
     /// Returns the number of clients with a response to a request that was sent at `since` or later.
-    pub fn through_since(&self, since: u64) -> usize {
+    pub fn recovered_since(&self, since: u64) -> usize {
         self.progress.iter().filter(|progress| progress.load(Ordering::Relaxed) > since).count()
     }
 

@@ -37,7 +37,7 @@ pub struct Metric {
     pub target: Option<PerformanceTarget>,
 }
 
-/// Where a metric comes from.
+/// The source of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// Rate of the operation with this name.

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{error::Error, output::number};
 
-const BEGIN: &str = "<!-- figures: begin; orlop bench compare writes what stands between -->\n";
+const BEGIN: &str = "<!-- figures: begin; orlop bench compare replaces the text up to the end marker -->\n";
 const END: &str = "<!-- figures: end -->\n";
 
 /// Spread, as a share of the median, above which a value is marked.
@@ -40,7 +40,7 @@ impl Page {
         };
         let around = old.split_once(BEGIN).and_then(|(before, rest)| Some((before, rest.split_once(END)?.1)));
         let (before, after) = around.ok_or_else(|| {
-            unusable(&format!("it has no place for figures: the marker is missing, marker=`{}`", BEGIN.trim_end()))
+            unusable(&format!("the page has no marker for the tables, marker=`{}`", BEGIN.trim_end()))
         })?;
         Ok(Self { path: path.to_owned(), before: before.to_owned(), after: after.to_owned() })
     }
@@ -201,6 +201,6 @@ mod tests {
         assert_eq!((page.before.as_str(), page.after.as_str()), ("before\n", "after\n"));
         fs::write(&path, "no place").unwrap();
         let rejected = Page::open(&path).map(|_| ()).unwrap_err().to_string();
-        assert!(rejected.contains("it has no place for figures"), "{rejected}");
+        assert!(rejected.contains("the page has no marker for the tables"), "{rejected}");
     }
 }

@@ -119,8 +119,8 @@ impl KeyIndex {
         }
     }
 
-    /// Returns the claim of the newest row, for checking `next`. The index does not store `prev_revision`, so the claim
-    /// contains that of `next`: within one transaction this column is not checked.
+    /// Returns the claim of the newest row, for checking `next`. The index does not store `prev_revision`; the claim
+    /// copies it from `next`, so this column is not checked within one transaction.
     pub(super) fn claim(&self, next: &Claim) -> Claim {
         let Newest { row, create_revision, version, .. } = self.newest;
         let kind =
@@ -137,9 +137,9 @@ impl KeyIndex {
         self.history.as_ref()?.at(newest, at)
     }
 
-    /// Removes the rows that no read at or above `revision` needs: all but the newest row at or below it, and that one
-    /// too if it is a tombstone below it. Every row of exactly `revision` stays, because a watch may start there and
-    /// because the log's head is the first row of its newest revision.
+    /// Removes the rows that no read at or above `revision` needs. Of the rows at or below `revision`, only the newest is
+    /// needed, unless it is a tombstone below `revision`. Every row of exactly `revision` stays, because a watch may
+    /// start there and because the log's head is the first row of its newest revision.
     pub(super) fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) -> Fate {
         if self.has_row_at(revision) {
             self.drop_before(revision, removed);
@@ -239,7 +239,7 @@ impl History {
         None
     }
 
-    /// For a key with a row at `revision`, which supersedes all earlier rows.
+    /// Removes all rows before `revision`, for a key with a row at `revision`, which supersedes them.
     fn drop_before(&mut self, revision: Revision, removed: &mut Vec<RowId>) {
         let older = count_until(&self.earlier, revision.prev());
         removed.extend(self.earlier.drain(..older));
@@ -255,7 +255,7 @@ impl History {
         }
     }
 
-    /// For a key whose newest row is above `revision` and that has no row at it.
+    /// Compacts a key whose newest row is above `revision` and that has no row at `revision`.
     fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) {
         let puts = count_until(&self.earlier, revision);
         if puts > 0 {

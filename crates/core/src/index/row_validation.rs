@@ -9,8 +9,8 @@
 //! ```
 //!
 //! All rows above the compact revision exist, so such a row must follow exactly. At or below the compact revision only
-//! the version that was live at it is certain to exist. A row there may follow a compacted row, and is valid if
-//! compacted rows can explain it.
+//! the version that was live at that revision is certain to exist. A row there may follow a compacted row, and is valid
+//! if compacted rows can explain it.
 //!
 //! Known limit: a wrong number below the compact revision is not detected if compacted rows can explain it.
 
@@ -221,8 +221,8 @@ mod tests {
         }
     }
 
-    /// The purge left the put at 2 and deleted its delete, both below the compact revision; the key was created again
-    /// above it.
+    /// Below the compact revision, the purge deleted the tombstone of the put at 2 but not the put. The key was created
+    /// again above the compact revision.
     #[test]
     fn unfinished_purge_of_another_instance_does_not_prevent_a_start() {
         let change = |claim: Claim| {
@@ -234,7 +234,7 @@ mod tests {
         };
         for (compacted, expected) in [(Some(Revision(5)), true), (Some(Revision(2)), false), (None, false)] {
             let mut index = TreeIndex::new();
-            index.restore(&change(put(2, 0, 2, 1, 0)), compacted).expect("a creation follows from nothing");
+            index.restore(&change(put(2, 0, 2, 1, 0)), compacted).expect("a creation needs no earlier row");
             let restored = index.restore(&change(put(9, 0, 9, 1, 0)), compacted);
             assert_eq!(restored.is_ok(), expected, "{compacted:?}: {restored:?}");
         }

@@ -72,7 +72,7 @@ pub struct Facts {
     pub bytes: i64,
 }
 
-/// How thoroughly a database checks its own file.
+/// The extent of a database's check of its own file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Depth {
     Whole,
@@ -98,6 +98,6 @@ pub trait Inspect: History {
     ///
     /// # Errors
     ///
-    /// If another process may have written meanwhile.
+    /// If another process may have written to the log during the read.
     async fn finish(&self) -> Result<()>;
 }

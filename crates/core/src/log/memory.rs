@@ -15,7 +15,7 @@ use crate::types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revis
 
 /// Maximum number of revisions in a page of [`History::changes`].
 const PAGE_REVISIONS_MAX: usize = 6;
-/// Maximum number of rows visited for a page of [`History::changes`], without the remaining rows of its last revision.
+/// Maximum number of rows visited for a page of [`History::changes`], not counting the rest of its last revision.
 const PAGE_ROWS_MAX: usize = 16;
 
 /// A log in memory. Shared behind an `Arc`.

@@ -19,10 +19,11 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::Steps;
 
-/// Time that one poll of a connection may read.
+/// Maximum time that one poll of a connection reads.
 const READ_TIME_MAX: Duration = Duration::from_micros(100);
-/// Bytes of one read: of a connection that is not paced, and of one that is.
+/// Maximum bytes of one read of a connection that is not paced.
 const READ_BYTES_MAX: usize = 16 << 10;
+/// Maximum bytes of one read of a paced connection.
 const PACED_READ_BYTES_MAX: usize = 2 << 10;
 
 /// The reading side of a paced connection: returns `Pending` when the poll's time is over.

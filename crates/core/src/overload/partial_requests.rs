@@ -16,9 +16,9 @@ use std::{
 use tokio::time::{Sleep, sleep};
 use tracing::warn;
 
-/// Bytes of all partial requests together.
+/// Maximum bytes of all partial requests together.
 const BYTES_MAX: usize = 256 << 20;
-/// Maximum time from the first byte of a request to its last: 2 MiB at 35 KiB/s.
+/// Maximum time from the first byte of a request to its last: enough for 2 MiB at 35 KiB/s.
 pub const REQUEST_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// Counts the bytes of partial requests.
@@ -48,7 +48,7 @@ impl PartialRequest {
         Self { all: Arc::clone(all), bytes: 0, deadline: None }
     }
 
-    /// Sets how many bytes of the current request have arrived; 0 when it is complete, which ends its deadline.
+    /// Sets the number of received bytes of the current request. 0 means that it is complete, which ends its deadline.
     ///
     /// # Errors
     ///

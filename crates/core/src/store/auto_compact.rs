@@ -21,7 +21,7 @@ pub enum AutoCompaction {
     Revision(i64),
 }
 
-/// Maximum time between compactions, whatever the retention.
+/// Maximum time between compactions, regardless of the retention.
 const PERIOD_MAX: Duration = Duration::from_secs(60 * 60);
 /// Samples of the head per period.
 const SAMPLES: u32 = 10;

@@ -236,7 +236,7 @@ fn lease_granted_again_by_the_batch_is_not_expired() {
     assert!(batch.is_lease_expired(&leases, id, later));
     // Two requests expire a lease, and its id is granted again between them.
     batch.push_lease(LeaseChange::Expire { id });
-    assert!(!batch.is_lease_expired(&leases, id, later), "it was expired");
+    assert!(!batch.is_lease_expired(&leases, id, later), "the lease was expired by the batch");
     batch.push_lease(LeaseChange::Grant { id, ttl_secs: 4 });
-    assert!(!batch.is_lease_expired(&leases, id, later), "it is a new lease");
+    assert!(!batch.is_lease_expired(&leases, id, later), "the lease was granted again");
 }

@@ -15,7 +15,7 @@ use crate::{
     types::{Change, ChangeKind, EncodedKv, Key, Prev, Revision, RowId, Version},
 };
 
-/// More rows are deleted than fit into one step, so a stop falls between a key's put and its tombstone.
+/// The purge needs more than one step, so an interruption can fall between a key's put and its tombstone.
 #[tokio::test(start_paused = true)]
 async fn interrupted_purge_does_not_revive_deleted_keys() {
     let shared = shared(0);
@@ -42,8 +42,8 @@ async fn interrupted_purge_does_not_revive_deleted_keys() {
     assert_eq!(live, [Key::from(&b"a"[..]), Key::from(&b"z"[..])]);
 }
 
-/// Returns changes that put and delete each of `keys` keys, between two keys that are put twice. The pairs of deleted
-/// rows therefore start at odd positions from both ends.
+/// Returns changes that put and delete each of `keys` keys, between two keys that are put twice. A purge step that
+/// deletes an even number of rows, from either end, therefore separates a put from its tombstone.
 fn created_and_deleted(keys: usize) -> Vec<Change> {
     let put = |key: &str| (key.to_owned(), true);
     let pairs = (0..keys).flat_map(|number| [true, false].map(|put| (format!("key {number:05}"), put)));

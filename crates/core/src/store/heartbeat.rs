@@ -9,7 +9,7 @@ use tokio::{
 use tracing::warn;
 
 use super::{handle::Store, shared::Shared};
-use crate::log::{HEARTBEAT_INTERVAL, Error, Member, Result, SharedLog};
+use crate::log::{Error, HEARTBEAT_INTERVAL, Member, Result, SharedLog};
 
 impl Shared {
     /// Sends this instance's heartbeat and updates the list of live members.

@@ -26,7 +26,7 @@ use crate::{
     types::{Key, KeyRange, Revision},
 };
 
-/// The trace of a response with more pairs always contains a description of the request.
+/// Number of pairs in a response above which its trace always contains a description of the request.
 const DESCRIBED_PAIRS: usize = 1_000;
 
 impl Store {
@@ -46,7 +46,7 @@ impl Store {
         answer
     }
 
-    /// Reads a range, again if a compaction overtook a read at the latest revision.
+    /// Reads a range. Repeats a read at the latest revision if a compaction overtook it.
     async fn range_whole(&self, request: &RangeRequest) -> Result<RangeResponse> {
         self.shared.space.check_not_corrupt()?;
         if request.consistency == Consistency::Linearizable {

@@ -72,7 +72,7 @@ pub async fn replay(log: &dyn History) -> Result<Replayed> {
     Ok(Replayed { meta, index, rows, garbage })
 }
 
-/// Checks that no revision above the compact revision is missing, and no change within one.
+/// Checks that no revision above the compact revision is missing, and that no revision lacks a change.
 fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
     if row.revision <= Revision::EMPTY || row.revision > meta.position.head {
         return Err(Error::Corrupt(format!(

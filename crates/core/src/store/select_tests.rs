@@ -110,7 +110,7 @@ pub(super) fn ranges() -> impl Strategy<Value = RangeRequest> {
         prop_oneof![3 => Just(Projection::Full), 2 => Just(Projection::KeysOnly), 1 => Just(Projection::CountOnly)];
     let limit = option::of(1..5_usize);
     (filter, projection, limit, option::of(sorts())).prop_map(|(filter, projection, limit, sort)| {
-        // The server never combines the two: with a filter, etcd sorts all keys.
+        // The server never combines a filter with `SortScope::FirstKeys`: with a filter, etcd sorts all keys.
         let scope = if filter == RevisionFilter::default() { None } else { Some(SortScope::All) };
         let sort = sort.map(|sort| Sort { scope: scope.unwrap_or(sort.scope), ..sort });
         RangeRequest { limit, sort, filter, projection, ..whole() }

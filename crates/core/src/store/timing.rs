@@ -83,7 +83,7 @@ impl Timing {
     }
 }
 
-/// How long each phase of a request took.
+/// The duration of each phase of a request.
 #[derive(Debug)]
 pub(super) struct Times {
     queue: Duration,

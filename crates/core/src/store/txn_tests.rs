@@ -299,7 +299,7 @@ impl World {
         let listed: BTreeSet<LeaseId> = leases.list(now).into_iter().collect();
         prop_assert_eq!(listed, self.model.leases.keys().copied().collect());
         for (id, ttl_secs) in &self.model.leases {
-            let remaining = leases.remaining(*id, now).expect("it is listed");
+            let remaining = leases.remaining(*id, now).expect("a listed lease exists");
             prop_assert_eq!((remaining.granted_secs, remaining.keys), (*ttl_secs, self.model.lease_keys(*id)));
         }
         Ok(())

@@ -73,7 +73,7 @@ impl Chunk {
     pub(super) fn of_event(event: &[u8], revision: Revision) -> Self {
         let mut builder = ChunkBuilder::default();
         builder.push(event, revision);
-        builder.build().expect("it has an event")
+        builder.build().expect("the chunk has an event")
     }
 
     /// Returns the bytes of all chunks, each counted once.

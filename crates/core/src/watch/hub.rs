@@ -166,7 +166,7 @@ impl Hub {
         self.state.lock().compact_revision
     }
 
-    /// Removes a watch, whatever its state is.
+    /// Removes a watch in any state.
     pub(super) fn remove(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
         let mut state = self.state.lock();
         state.remove(outbox, id, &spec.range, spec.flavor);

@@ -1,4 +1,4 @@
-//! The session of a watch stream: its watches, their states, and the reading of the log for those that are catching up.
+//! The session of a watch stream: its watches and their states. It reads the log for the watches that are catching up.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -34,7 +34,7 @@ pub struct Session {
     is_progress_requested: bool,
     /// The head at the last periodic progress notification.
     last_tick: Revision,
-    /// Numbers of watches, and of those behind, as last reported to the metrics.
+    /// The number of watches and the number of those behind, as last reported to the metrics.
     reported: (i64, i64),
 }
 
@@ -193,7 +193,7 @@ impl Session {
         if let Some(compacted) = compacted.filter(|compacted| from < *compacted) {
             return Some(JoinOutcome::Compacted(compacted));
         }
-        // So may another instance's compaction, which the hub does not know yet.
+        // A compaction by another instance, which the hub has not applied yet, may also have deleted rows.
         if let Some(purged) = page.purged.filter(|purged| from < *purged) {
             return Some(JoinOutcome::Compacted(purged));
         }

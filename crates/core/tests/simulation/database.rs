@@ -14,8 +14,8 @@ use super::{
 };
 use orlop_core::{
     log::{
-        Alarm, AlarmChange, Append, Appended, Cause, LeaseChange, LoggedLease, Member, Meta, Page, Position,
-        HEARTBEAT_TIMEOUT, Touch, WithPrev,
+        Alarm, AlarmChange, Append, Appended, Cause, HEARTBEAT_TIMEOUT, LeaseChange, LoggedLease, Member, Meta, Page,
+        Position, Touch, WithPrev,
     },
     types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId},
 };
@@ -254,7 +254,7 @@ impl Database {
         self.purged = self.purged.max(compacted);
         for id in rows.iter().filter(|row| row.revision <= compacted) {
             let place = self.truth.rows.binary_search_by_key(id, |row| row.id).expect("a row that was appended");
-            assert!(self.truth.is_garbage(&self.truth.rows[place]), "{id:?} is deleted and can be read yet");
+            assert!(self.truth.is_garbage(&self.truth.rows[place]), "{id:?} is deleted although it can still be read");
             self.rows.remove(id);
         }
         true
@@ -286,7 +286,8 @@ impl Database {
         self.last_beat = Some(now);
         let started = self.members.get(&member.id).filter(|heard| heard.run == run).map_or(now, |heard| heard.started);
         self.members.insert(member.id, Heard { member: member.clone(), run, started, beat: now });
-        let mut live: Vec<&Heard> = self.members.values().filter(|heard| now - heard.beat < HEARTBEAT_TIMEOUT).collect();
+        let mut live: Vec<&Heard> =
+            self.members.values().filter(|heard| now - heard.beat < HEARTBEAT_TIMEOUT).collect();
         live.sort_by_key(|heard| (heard.started, heard.member.id));
         live.into_iter().map(|heard| heard.member.clone()).collect()
     }

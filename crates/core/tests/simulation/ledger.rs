@@ -37,11 +37,11 @@ struct Asked {
     at: Instant,
     shown: Revision,
     compacted: Option<Revision>,
-    came_to: CameTo,
+    request_outcome: RequestOutcome,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum CameTo {
+enum RequestOutcome {
     Done,
     Refused,
     /// The outcome is unknown.
@@ -61,7 +61,7 @@ impl Ledger {
     /// Records a request that is about to be sent, and returns its number.
     pub fn ask(&mut self, call: Call) -> usize {
         let (at, shown, compacted) = (Instant::now(), self.shown, self.compacted);
-        self.asked.push(Asked { call, at, shown, compacted, came_to: CameTo::Unknown });
+        self.asked.push(Asked { call, at, shown, compacted, request_outcome: RequestOutcome::Unknown });
         self.asked.len() - 1
     }
 
@@ -72,19 +72,19 @@ impl Ledger {
 
     /// Checks the response to a request; `None` means that the outcome is unknown.
     pub fn answered(&mut self, number: usize, outcome: Option<Result<Answer, Error>>, truth: &mut Truth) {
-        let came_to = match outcome {
-            None | Some(Err(Error::OutcomeUnknown)) => CameTo::Unknown,
+        let request_outcome = match outcome {
+            None | Some(Err(Error::OutcomeUnknown)) => RequestOutcome::Unknown,
             Some(Err(error)) => {
                 self.check_refusal(number, &error, truth);
-                CameTo::Refused
+                RequestOutcome::Refused
             }
             Some(Ok(answer)) => {
                 self.check_answer(number, answer, truth);
-                CameTo::Done
+                RequestOutcome::Done
             }
         };
-        self.answers[came_to as usize] += 1;
-        self.asked[number].came_to = came_to;
+        self.answers[request_outcome as usize] += 1;
+        self.asked[number].request_outcome = request_outcome;
     }
 
     fn check_refusal(&self, number: usize, error: &Error, truth: &Truth) {
@@ -162,7 +162,7 @@ impl Ledger {
     /// A revision is acknowledged to one request and holds exactly that request's changes.
     fn claim(&mut self, number: usize, revision: Revision, rows: &[Row], truth: &Truth) {
         let call = &self.asked[number].call;
-        assert!(truth.has_exactly(rows), "{call:?} is acknowledged at {revision}, where the log has something else");
+        assert!(truth.has_exactly(rows), "{call:?} is acknowledged at {revision}, where the log has other changes");
         assert!(
             revision > self.asked[number].shown,
             "{call:?} is acknowledged at {revision}, which had been seen before"
@@ -212,16 +212,21 @@ impl Ledger {
 
     /// At the end the log must contain only requested changes and no refused one.
     pub fn check_all(&self, truth: &Truth) {
-        let is_unknown = |asked: &&Asked| asked.came_to == CameTo::Unknown && asked.call.writes();
+        let is_unknown = |asked: &&Asked| asked.request_outcome == RequestOutcome::Unknown && asked.call.writes();
         let unknown = self.asked.iter().filter(is_unknown).count();
         let mut unclaimed = 0;
         for row in &truth.rows {
             let revision = row.id.revision;
             if let Some(number) = row.pair.as_ref().and_then(|pair| tag(&pair.value)).filter(|_| !keeps_value(row)) {
-                let came_to = self.asked[number].came_to;
+                let request_outcome = self.asked[number].request_outcome;
                 let is_own = self.claims.get(&revision).is_none_or(|claimed| *claimed == number);
-                let is_asked = came_to == CameTo::Unknown || self.claims.get(&revision) == Some(&number);
-                assert!(is_own && is_asked, "{:?} was {came_to:?} and is at {revision}", self.asked[number].call);
+                let is_asked =
+                    request_outcome == RequestOutcome::Unknown || self.claims.get(&revision) == Some(&number);
+                assert!(
+                    is_own && is_asked,
+                    "{:?} ended as {request_outcome:?}, but revision {revision} has its value",
+                    self.asked[number].call
+                );
             }
             if row.id.sub == 0 && !self.claims.contains_key(&revision) && !truth.lease_ends.contains(&revision) {
                 unclaimed += 1;

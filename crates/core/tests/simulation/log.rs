@@ -1,5 +1,5 @@
 //! One instance's connection to the simulated database: calls take time, fail before or after they are applied, and
-//! some commits land after the caller was notified that the outcome is unknown.
+//! some commits are applied after the caller has received an unknown outcome.
 
 use std::{sync::Arc, time::Duration};
 
@@ -81,7 +81,7 @@ impl SimulatedLog {
         }
     }
 
-    async fn ask<T>(&self, question: impl FnOnce(&mut Database) -> T) -> Result<T> {
+    async fn ask<T>(&self, query: impl FnOnce(&mut Database) -> T) -> Result<T> {
         timeout(ANSWER_MAX, async {
             self.network_delay().await;
             let (answer, server) = {
@@ -89,7 +89,7 @@ impl SimulatedLog {
                 if !database.is_up || random::permille(database.faults.refused) {
                     return Err(unavailable("refused"));
                 }
-                let answer = question(&mut database);
+                let answer = query(&mut database);
                 if random::permille(database.faults.lost) {
                     return Err(unavailable("answer lost"));
                 }
@@ -140,7 +140,7 @@ impl SimulatedLog {
             AppendLock::Held { .. } | AppendLock::Lost => return Err(unavailable("the append lock was lost")),
         };
         if fate == Fate::Lost && random::percent(30) {
-            return Err(Error::OutcomeUnknown("broken on the way there".to_owned()));
+            return Err(Error::OutcomeUnknown("the connection broke before the request arrived".to_owned()));
         }
         let (answer, answered) = oneshot::channel();
         let database = Arc::clone(&self.database);
@@ -163,7 +163,7 @@ impl SimulatedLog {
         });
         if fate == Fate::Lost {
             sleep(random::millis(0, 50)).await;
-            return Err(Error::OutcomeUnknown("broken on the way back".to_owned()));
+            return Err(Error::OutcomeUnknown("the connection broke before the response arrived".to_owned()));
         }
         let Ok(Ok(appended)) = timeout(ANSWER_MAX, answered).await else {
             return Err(Error::OutcomeUnknown("no answer".to_owned()));

@@ -4,7 +4,7 @@
 //! ```text
 //! clients ──▶ Store (writer, applier, index, hub, leases, compactor) ──▶ SimulatedLog ──▶ Database ──▶ Truth
 //!    │          1 instance, as on SQLite, or up to 3                      may fail        one moment     all rows
-//!    └──────────────────────── every answer and event is held against ─────────────────────────────────▶ ever
+//!    └─────────────────────── every answer and event is compared with ─────────────────────────────────▶ ever
 //! ```
 //!
 //! [`scheduler`] polls one random woken task at a time; instances are paused and killed at any await point. The store
@@ -61,7 +61,7 @@ fn run(seed: u64) -> (Report, Tally) {
 
 fn setting(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
-    Some(value.parse().unwrap_or_else(|_| panic!("{name}={value} is no number")))
+    Some(value.parse().unwrap_or_else(|_| panic!("{name}={value} is not a number")))
 }
 
 #[test]

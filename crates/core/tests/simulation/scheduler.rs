@@ -208,7 +208,7 @@ impl Scheduler {
         self.steps.set(self.steps.get() + 1);
         let (group, waker, future) = {
             let mut tasks = self.tasks.borrow_mut();
-            let task = tasks.get_mut(&number).expect("it was drawn from those that are there");
+            let task = tasks.get_mut(&number).expect("the number was drawn from existing tasks");
             (task.group, task.waker.clone(), task.future.take())
         };
         let mut future = future.expect("only one is polled at a time");

@@ -1,5 +1,5 @@
-//! Everything that the log has ever held, including compacted rows; the reference for all checks. Every append is
-//! checked when it lands.
+//! Everything that the log has ever contained, including compacted rows; the reference for all checks. Every append is
+//! checked when it is applied.
 
 use std::collections::BTreeMap;
 
@@ -86,7 +86,7 @@ impl Truth {
             };
             assert!(
                 pair.lease.is_none_or(holds),
-                "{:?} hangs on the lease {:?}, which is no more",
+                "{:?} is attached to the lease {:?}, which does not exist",
                 pair.key,
                 pair.lease
             );
@@ -109,11 +109,11 @@ impl Truth {
         let newest = self.at(&change.key, self.head).cloned();
         let before = self.at(&change.key, self.head.prev()).cloned();
         let prev = before.as_ref().map(|pair| pair.version.row);
-        assert_eq!(change.prev.as_ref().map(|prev| prev.row), prev, "{change:?} replaces what was there");
+        assert_eq!(change.prev.as_ref().map(|prev| prev.row), prev, "{change:?} replaces the previous version");
         assert_eq!(
             change.prev_lease,
             newest.as_ref().and_then(|pair| pair.lease),
-            "{change:?} leaves the lease that held it"
+            "{change:?} is detached from the previous lease"
         );
         let pair = match &change.kind {
             ChangeKind::Delete => {
@@ -123,10 +123,10 @@ impl Truth {
             ChangeKind::Put { kv, create_revision, version, lease } => {
                 let expected =
                     newest.map_or((row.revision, 1), |pair| (pair.version.create_revision, pair.version.version + 1));
-                assert_eq!((*create_revision, *version), expected, "{change:?} follows from what was there");
+                assert_eq!((*create_revision, *version), expected, "{change:?} follows the previous version");
                 let version = Version { row, create_revision: *create_revision, version: *version };
                 let pair = Pair { key: change.key.clone(), version, value: kv.value(), lease: *lease };
-                assert_eq!(pair.encoded(), *kv, "{change:?} says the same twice");
+                assert_eq!(pair.encoded(), *kv, "the columns and the pair of {change:?} agree");
                 Some(pair)
             }
         };
@@ -147,7 +147,7 @@ impl Truth {
             LeaseChange::Expire { id } => (id, End::Expired),
         };
         let life = self.lives.get_mut(&id).and_then(|lives| lives.last_mut()).filter(|life| life.ended.is_none());
-        let life = life.unwrap_or_else(|| panic!("the lease {id:?} ends and is not there"));
+        let life = life.unwrap_or_else(|| panic!("the lease {id:?} ends but does not exist"));
         assert!(
             end == End::Revoked || now >= life.promised,
             "the lease {id:?} ends {:?} too early",
@@ -283,10 +283,10 @@ impl Truth {
         };
         let life = self.lives.entry(id).or_default().iter_mut().rev().find(was_there);
         let life =
-            life.unwrap_or_else(|| panic!("{ttl_secs} seconds are left of the lease {id:?}, which was not there"));
+            life.unwrap_or_else(|| panic!("{ttl_secs} seconds are left of the lease {id:?}, which did not exist"));
         let promised = from.max(life.granted) + seconds(ttl_secs);
         let is_broken = life.ended.is_some_and(|(ended, end)| end == End::Expired && ended < promised);
-        assert!(!is_broken, "the lease {id:?} was renewed and expired");
+        assert!(!is_broken, "the lease {id:?} was renewed but expired");
         life.promised = life.promised.max(promised);
     }
 

@@ -172,7 +172,7 @@ impl Watches {
         let text = format!("{message:?}");
         assert!(
             self.open.is_none_or(|open| matches!(message, Message::Events { id, .. } if id == open)),
-            "{text} amid a message"
+            "{text} within a fragmented message"
         );
         match message {
             Message::Created { id, revision } => {
@@ -207,8 +207,8 @@ impl Watches {
                 return Some(id);
             }
             Message::Progress { id: NO_WATCH, revision } => {
-                let asked = self.asked.pop_front().expect("progress was asked for");
-                assert!(revision >= asked, "{text}: {asked} was seen when it was asked for");
+                let asked = self.asked.pop_front().expect("progress was requested");
+                assert!(revision >= asked, "{text}: {asked} was seen when it was requested");
                 self.all.values_mut().for_each(|watch| watch.check_progress(revision, truth));
                 *shown = revision;
             }
@@ -277,7 +277,7 @@ impl Watch {
         let events = WatchResponse::decode(bytes).expect("events as a response's fields").events;
         assert!(!events.is_empty());
         for event in &events {
-            let next = self.next(self.place.expect("it was created"), truth);
+            let next = self.next(self.place.expect("the watch was created"), truth);
             let (place, row) = next.unwrap_or_else(|| panic!("{event:?} is not owed to {:?}", self.spec));
             let prev = row.prev.as_ref().filter(|_| self.spec.flavor.prev_kv).map(|pair| pair.encoded());
             let may_lack_prev = Some(row.id.revision) <= truth.compact_revision;
@@ -291,7 +291,7 @@ impl Watch {
 
     /// The remaining events must start at the start of a revision.
     fn check_whole(&self, truth: &Truth) {
-        let place = self.place.expect("it was created");
+        let place = self.place.expect("the watch was created");
         let last = truth.rows[..place].last().map(|row| row.id.revision);
         let next = self.next(place, truth).map(|(_, row)| row.id.revision);
         assert!(next.is_none() || next != last, "a message ends within {last:?} for {:?}", self.spec);

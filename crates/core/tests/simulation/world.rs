@@ -143,7 +143,7 @@ impl World {
         // The outcome is unknown if the client times out or its instance is killed.
         let outcome = timeout(request_timeout, answered).await.ok().and_then(Result::ok);
         scheduler::abort(handler);
-        super::trace(|| format!("instance {place}: request {number} came to {outcome:?}"));
+        super::trace(|| format!("instance {place}: request {number} ended with {outcome:?}"));
         let revision = match &outcome {
             Some(Ok(Answer::Range(answer))) => Some(answer.revision),
             Some(Ok(Answer::Put(answer))) => Some(answer.revision),
@@ -227,9 +227,9 @@ impl World {
         for place in 0..self.instances.len() {
             let number = self.ledger.borrow().next();
             let done = self.call(place, Call::plain_put(number), Duration::from_secs(10)).await;
-            assert!(done.is_some(), "instance {place} accepts no write without faults");
+            assert!(done.is_some(), "instance {place} accepts no write after the last fault");
             let done = self.call(place, Call::list(), Duration::from_secs(10)).await;
-            assert!(done.is_some(), "instance {place} answers no read without faults");
+            assert!(done.is_some(), "instance {place} answers no read after the last fault");
         }
         self.settle().await;
         self.check_indexes();
@@ -240,7 +240,7 @@ impl World {
     async fn settle(&self) {
         let deadline = Instant::now() + SETTLE_MAX;
         while let Some(why) = self.unsettled() {
-            assert!(Instant::now() < deadline, "no faults for {SETTLE_MAX:?}, and {why}");
+            assert!(Instant::now() < deadline, "{SETTLE_MAX:?} after the last fault, {why}");
             sleep(Duration::from_millis(500)).await;
         }
         self.check_log().await;
@@ -249,16 +249,16 @@ impl World {
     fn unsettled(&self) -> Option<String> {
         let truth = &self.database.lock().truth;
         if self.broken.get() > 0 {
-            return Some("something is broken yet".to_owned());
+            return Some("a fault is still active".to_owned());
         }
         for place in 0..self.instances.len() {
             let Some((_, store)) = self.instance(place) else { return Some(format!("instance {place} is not up")) };
             if store.head() != truth.head {
-                return Some(format!("instance {place} stands at {}, the log at {}", store.head(), truth.head));
+                return Some(format!("instance {place} is at {}, the log at {}", store.head(), truth.head));
             }
         }
         if truth.has_leases() {
-            return Some("leases live on".to_owned());
+            return Some("leases have not expired".to_owned());
         }
         self.watches.iter().find_map(|watches| watches.borrow().owed(truth))
     }

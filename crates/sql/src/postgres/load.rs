@@ -8,7 +8,7 @@ use super::{
     connection::{Database, with_timeout},
 };
 use orlop_core::{
-    log::{Error, Load, Meta, Result, HEARTBEAT_TIMEOUT},
+    log::{Error, HEARTBEAT_TIMEOUT, Load, Meta, Result},
     types::Change,
 };
 

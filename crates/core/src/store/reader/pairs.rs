@@ -234,7 +234,7 @@ mod tests {
         }
         let mut steps = StepCount::default();
         let mut list = Box::pin(shared.pairs(&selected, Projection::Full, Revision(2), &mut steps));
-        assert!(list.as_mut().now_or_never().is_none(), "it waits");
+        assert!(list.as_mut().now_or_never().is_none(), "the list waits");
         assert_ne!(shared.read_memory.bytes(), 0);
         // The cache drops the value.
         shared.values.insert(row, EncodedKv::new(b"k", version, &[], None));
