@@ -80,7 +80,7 @@ impl Index {
         scattered(self.keys, count).map(key).collect()
     }
 
-    /// Returns how many of the keys are live.
+    /// Returns the number of live keys.
     pub fn get(&self, keys: &[Key]) -> usize {
         keys.iter().filter(|key| self.index.get(key, self.index.head()).is_some()).count()
     }
@@ -129,7 +129,7 @@ impl Transactions {
         }
     }
 
-    /// Evaluates the updates in one batch. Returns how many succeed.
+    /// Evaluates the updates in one batch. Returns the number that succeed.
     pub fn evaluate(&self) -> usize {
         let fetched = HashMap::new();
         let mut batch = Batch::new(self.index.index.head());

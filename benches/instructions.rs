@@ -1,8 +1,8 @@
-//! Counts the instructions of the pure cores with valgrind's callgrind. The count is the same in every run, so that CI
-//! fails when a core becomes twice as expensive. `just instructions`.
+//! Counts the instructions of the pure cores with valgrind's callgrind. The count is the same in every run, so CI
+//! can fail when a core becomes twice as expensive. Run with `just instructions`.
 //!
-//! The counts are of the profile of the tests, in which only `orlop-core` is optimized. Each limit is twice the count
-//! at the time it was set. To accept a deliberate increase, set the limit anew and state the reason.
+//! The benches are built with the test profile, in which only `orlop-core` is optimized. Each limit is twice the count
+//! at the time it was set. To accept a deliberate increase, set a new limit and state the reason.
 
 mod inputs;
 

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use self::variables::Variables;
 pub use self::{
-    etcd_only::{ignored_flag_definitions, ignored_flags},
+    etcd_only::{ignored_flag_definitions, ignored_flags, with_two_dashes},
     flags::{DatastoreFlags, Flags},
     values::{
         AutoCompactionMode, CipherSuite, Datastore, FileMode, Interval, List, ListenUrl, LogFormat, MetricsDetail,
@@ -159,6 +159,7 @@ impl Settings {
             figment = if yaml { figment.merge(Yaml::file(file)) } else { figment.merge(Toml::file(file)) };
         }
         let variables = Variables::new().map_err(|error| error.to_string())?;
+        variables.check_names(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()))?;
         Self::extract(&figment.merge(variables).merge(Serialized::defaults(flags)))
     }
 

@@ -25,8 +25,12 @@ use crate::config::LogFormat;
 ///
 /// If the level is unknown.
 pub fn start(level: &str, format: LogFormat) -> Result<(), String> {
-    let filter = EnvFilter::try_new(level)
-        .map_err(|error| format!("log-level {level:?}: {error}; use error, warn, info, debug or trace"))?;
+    let filter = filter(level).map_err(|error| {
+        format!(
+            "log-level {level:?}: {error}; use error, warn, info, debug or trace, or a filter such as \
+             info,orlop_core::watch=debug"
+        )
+    })?;
     let logger = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
@@ -36,6 +40,23 @@ pub fn start(level: &str, format: LogFormat) -> Result<(), String> {
         LogFormat::Json => logger.event_format(Json).init(),
     }
     Ok(())
+}
+
+/// Parses a level or a list of `TARGET=LEVEL`. `EnvFilter` alone takes an unknown level for a target, which silences the
+/// log.
+fn filter(text: &str) -> Result<EnvFilter, String> {
+    let directives: Vec<String> = text.split(',').map(directive).collect::<Result<_, _>>()?;
+    EnvFilter::try_new(directives.join(",")).map_err(|error| error.to_string())
+}
+
+fn directive(text: &str) -> Result<String, String> {
+    let (target, level) = text.rsplit_once('=').map_or(("", text), |(target, _)| text.split_at(target.len() + 1));
+    match &*level.trim().to_ascii_lowercase() {
+        level @ ("off" | "error" | "warn" | "info" | "debug" | "trace") => Ok(format!("{target}{level}")),
+        // Levels of etcd above error.
+        "dpanic" | "panic" | "fatal" => Ok(format!("{target}error")),
+        _ => Err(format!("unknown level {level:?}")),
+    }
 }
 
 /// A JSON object per line: `level`, `ts`, `caller`, `msg`, then the fields of the event.

@@ -1,12 +1,12 @@
 //! The command line: settings, logging, runtime, exit codes.
 
-use std::process::ExitCode;
+use std::{io::Write as _, process::ExitCode};
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
 use orlop::{
     check,
-    config::{Flags, Settings, ignored_flag_definitions, ignored_flags},
+    config::{Flags, Settings, ignored_flag_definitions, ignored_flags, with_two_dashes},
     logging, server, snapshot,
 };
 use orlop_bench as bench;
@@ -28,7 +28,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// Without a command it starts the server. Settings are read from --config-file, then from ORLOP_* variables (ORLOP_DATA_DIR
 /// for --data-dir), then from flags; later sources override earlier ones.
 #[derive(Parser)]
-#[command(version, args_conflicts_with_subcommands = true)]
+#[command(version, args_conflicts_with_subcommands = true, args_override_self = true)]
 struct Cli {
     #[command(subcommand)]
     command: Option<Command>,
@@ -61,7 +61,9 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let matches = command().get_matches();
+    let command = command();
+    let words = with_two_dashes(&command, std::env::args_os());
+    let matches = command.get_matches_from(words);
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let outcome = match cli.command {
         None => serve(&cli.flags, &ignored_flags(&matches)),
@@ -70,10 +72,11 @@ fn main() -> ExitCode {
         Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
         Some(Command::Check(args)) => return check_store(args),
         Some(Command::Completions { shell }) => {
-            clap_complete::generate(shell, &mut Cli::command(), "orlop", &mut std::io::stdout());
-            Ok(())
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "orlop", &mut script);
+            print(&script)
         }
-        Some(Command::Man) => clap_mangen::Man::new(Cli::command()).render(&mut std::io::stdout()).map_err(Into::into),
+        Some(Command::Man) => manual(),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -87,6 +90,20 @@ fn check_store(args: check::Args) -> ExitCode {
         Ok(check::Verdict::Sound) => ExitCode::SUCCESS,
         Ok(check::Verdict::Damaged) => ExitCode::FAILURE,
         Err(error) => failed(&*error, ExitCode::from(CANNOT_CHECK)),
+    }
+}
+
+fn manual() -> Outcome {
+    let mut page = Vec::new();
+    clap_mangen::Man::new(Cli::command()).render(&mut page)?;
+    print(&page)
+}
+
+/// Writes to standard output. A reader that stops early, such as `head`, is not an error.
+fn print(text: &[u8]) -> Outcome {
+    match std::io::stdout().write_all(text) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
+        Ok(()) | Err(_) => Ok(()),
     }
 }
 

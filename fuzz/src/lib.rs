@@ -321,8 +321,8 @@ static DATABASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     std::fs::read(&file).expect("the database exists")
 });
 
-/// A description of the damage to a valid file: with or without a checksum, which is right or wrong, how many bytes to
-/// cut off, and which bytes to change.
+/// A description of the damage to a valid file: whether the file has a checksum, whether the checksum is correct, the
+/// number of bytes to cut off, and the bytes to change.
 ///
 /// ```text
 /// flags | cut, 2 bytes | place, 3 bytes, change, 1 byte | place, change | ...
@@ -368,7 +368,7 @@ pub fn snapshot(data: &[u8]) {
     let is_whole = bytes.starts_with(&DATABASE);
     match status {
         Ok(status) => {
-            assert!(is_whole || check == HashCheck::Skip || damage.flags & REHASHED != 0, "damage passed: {status:?}");
+            assert!(is_whole || check == HashCheck::Skip || damage.flags & REHASHED != 0, "undetected: {status:?}");
         }
         Err(error) => {
             assert!(!is_whole, "{error}");

@@ -10,6 +10,9 @@ use figment::{
 
 use super::Settings;
 
+/// Maximum number of edits by which a misspelt name differs from the right one.
+const MISSPELT_EDITS_MAX: usize = 2;
+
 /// `ORLOP_*` variables. The value of a string setting stays a string if it looks like a number.
 pub(super) struct Variables {
     source: Env,
@@ -17,8 +20,7 @@ pub(super) struct Variables {
 }
 
 impl Variables {
-    /// Creates a source of the variables that name a setting. Other ORLOP_* variables are ignored, because tests and
-    /// scripts use some.
+    /// Creates a source of the variables that name a setting.
     pub(super) fn new() -> Result<Self, Box<figment::Error>> {
         let defaults = Serialized::defaults(Settings::default()).data()?.remove(&Profile::Default).unwrap_or_default();
         let known: Vec<String> = defaults.keys().cloned().collect();
@@ -26,6 +28,25 @@ impl Variables {
             .map(|key| key.as_str().replace('_', "-").to_ascii_lowercase().into())
             .filter(move |key| known.iter().any(|known| known == key.as_str()));
         Ok(Self { source, defaults })
+    }
+
+    /// Refuses a variable whose name is almost that of a setting. Other ORLOP_* variables are ignored: tests use some,
+    /// and Kubernetes sets ORLOP_PORT and others in every pod beside a Service named orlop.
+    ///
+    /// # Errors
+    ///
+    /// A text that names the variable and the one that is probably meant.
+    pub(super) fn check_names(&self, names: impl Iterator<Item = String>) -> Result<(), String> {
+        let variable = |setting: &str| format!("ORLOP_{}", setting.replace('-', "_").to_uppercase());
+        let known: Vec<String> =
+            self.defaults.keys().map(String::as_str).chain(["config-file"]).map(variable).collect();
+        for name in names.filter(|name| name.starts_with("ORLOP_") && !known.contains(name)) {
+            let edits = |known: &&String| strsim::damerau_levenshtein(known, &name);
+            if let Some(meant) = known.iter().min_by_key(edits).filter(|known| edits(known) <= MISSPELT_EDITS_MAX) {
+                return Err(format!("unknown variable {name}; did you mean {meant}?"));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -151,7 +151,7 @@ async fn flipped_bit_is_refused_or_in_a_value() {
             }
         }
         println!("{history:?}: {refused} refused, {served} served");
-        assert!(refused > 10, "{refused} are refused");
+        assert!(refused > 10, "only {refused} starts are refused");
     }
 }
 

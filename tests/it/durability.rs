@@ -174,7 +174,7 @@ async fn index_and_leases_rebuilt_from_the_log_equal_memory() {
         let home = tempfile::tempdir().expect("a temporary directory can be made");
         let file = home.path().join("orlop.db");
         let mut random = Random::new(seed);
-        // Several starts on one log: each rebuilds the state that the one before continued to write.
+        // Several starts on one log. Each rebuilds the state that the previous server wrote.
         for _ in 0..3 {
             let store = open(&file).await;
             for _ in 0..400 {

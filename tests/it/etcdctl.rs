@@ -144,7 +144,7 @@ impl Running {
     async fn interrupt(mut self) {
         let pid = self.process.id().expect("the process was not waited for").to_string();
         let sent = Command::new("kill").args(["-INT", &pid]).status().await;
-        assert!(sent.is_ok_and(|status| status.success()), "etcdctl takes a signal");
+        assert!(sent.is_ok_and(|status| status.success()), "the signal can be sent to etcdctl");
         timeout(DEADLINE, self.process.wait()).await.expect("etcdctl ends").expect("our child can be waited for");
     }
 }

@@ -76,7 +76,7 @@ async fn hung_database_does_not_trigger_the_watchdog() {
     let began = Instant::now();
     let mut refused = 0;
     let put = PutRequest { key: "k".into(), value: "v".into(), ..Default::default() };
-    // Some request waits at all times.
+    // At least one request is always waiting.
     while began.elapsed() < lasts {
         refused += usize::from(client.clone().kv.put(put.clone()).await.is_err());
         let live = http_get(server.endpoint(), "/livez?verbose").await;

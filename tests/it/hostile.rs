@@ -193,7 +193,7 @@ async fn floods_are_disconnected_or_harmless(backend: Backend) {
     ];
     for (name, one, error) in floods {
         let frames = Bytes::from((0..20_000).flat_map(one).collect::<Vec<_>>());
-        // A flooding client that never reads its responses is no longer read from.
+        // The server stops reading from a flooding client that never reads its responses.
         let mut wire = Wire::open(arena.endpoint()).await;
         let mut taken = true;
         for _ in 0..if error.is_some() { 1 } else { sized(1, 50) } {
@@ -425,7 +425,7 @@ async fn messages_with_too_many_parts_are_refused(backend: Backend) {
         let refused = caller.call(method, message.clone()).await.expect_err("the call is refused");
         assert_eq!(refused.message(), *refusal, "{} bytes to {method}", message.len());
     }
-    // Cheap requests are served often: no more than a busy client may send, so they are counted separately.
+    // The server answers cheap requests at a rate that a busy client may also send, so they are measured separately.
     let (large, small): (Vec<_>, Vec<_>) = messages.into_iter().partition(|(_, message, _)| message.len() > 1 << 16);
     for (attack, messages) in [
         ("messages of up to a million operations or fields, in a loop", large),

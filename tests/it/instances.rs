@@ -1,5 +1,5 @@
 //! Several instances on one Postgres database: each sees the writes that another acknowledged, even if one of them is
-//! slow, paused or gone.
+//! slow, paused or stopped.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -377,7 +377,7 @@ async fn stale_writer_does_not_change_history() {
             one.pause();
         }
     }
-    // Everything that the paused instance can have sent has reached the database.
+    // All requests of the paused instance have reached the database.
     let seen = eventually("the end of the appends", async || {
         let head = |answer: tonic::Response<orlop_wire::proto::client::etcdserverpb::StatusResponse>| {
             answer.into_inner().header.expect("a header").revision
@@ -401,7 +401,7 @@ async fn stale_writer_does_not_change_history() {
         match task.await.expect("a request ends") {
             Ok((key, number, answer)) if answer.succeeded => {
                 let revision = answer.header.expect("a header").revision;
-                assert!(revision <= seen, "{key} was swapped at {revision}, when it was deleted already");
+                assert!(revision <= seen, "{key} was swapped at {revision}, after it was deleted");
                 assert!(swapped.insert(key.clone()), "{key} was swapped twice, the second time by {number}");
             }
             Ok((_, _, answer)) => assert!(answer.header.expect("a header").revision >= 21),

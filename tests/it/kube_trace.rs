@@ -4,7 +4,7 @@
 //! by time: writes one after the other in the order of their revisions, and every other call while the store is at the
 //! revision in the recorded response's header. The responses must then be equal, except for [`compare::EXCEPTIONS`].
 //!
-//! Where a real etcd is installed the same replay runs against it, because a comparison that etcd fails proves nothing.
+//! If a real etcd is installed, the same replay runs against it: a comparison that fails with etcd proves nothing.
 
 mod compare;
 mod replay;
@@ -25,7 +25,7 @@ async fn replays_equal_on_orlop(backend: Backend) {
     replays_equal(&[server.endpoint()], Peer::Orlop).await;
 }
 
-/// The recording does not name connections, so each step goes to the other instance than the step before.
+/// The recording does not name connections, so consecutive steps go to different instances.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn replays_equal_on_two_instances_of_one_database() {
     let Some(postgres) = Postgres::shared().await else { return };

@@ -324,7 +324,7 @@ async fn large_responses_arrive_complete(backend: Backend) {
         ..Default::default()
     };
     let answer = client.kv.txn(txn).await.expect("a transaction").into_inner();
-    let Some(Response::ResponseRange(first)) = &answer.responses[0].response else { panic!("a range answers") };
+    let Some(Response::ResponseRange(first)) = &answer.responses[0].response else { panic!("no range response") };
     assert!(whole(&first.kvs) && answer.responses.len() == 2);
 }
 

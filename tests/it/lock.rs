@@ -99,7 +99,7 @@ async fn lock_refuses_invalid_requests_as_etcd(backend: Backend) {
     assert_eq!((expired.code(), expired.message()), (Code::Unknown, "mutex: session is expired"));
 }
 
-/// The server enforces the deadline itself, because a client that has disappeared cannot cancel.
+/// The server enforces the deadline itself, because a disconnected client cannot cancel.
 async fn lock_wait_ends_at_the_callers_deadline(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -165,7 +165,7 @@ fn observe(client: &Client) -> mpsc::UnboundedReceiver<String> {
         let observed = election.observe(LeaderRequest { name: "seat".into() }).await;
         let mut observed = observed.expect("a stream").into_inner();
         while let Ok(Some(LeaderResponse { kv: Some(kv), .. })) = observed.message().await {
-            // The receiver is gone when the test has ended.
+            // The receiver is dropped when the test ends.
             sender.send(String::from_utf8_lossy(&kv.value).into_owned()).ok();
         }
     });

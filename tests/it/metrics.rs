@@ -1,4 +1,4 @@
-//! `/metrics`: it has etcd's names, and their values change with the load.
+//! `/metrics`: the names are etcd's, and the values change with the load.
 
 use std::collections::BTreeMap;
 

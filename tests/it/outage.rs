@@ -1,4 +1,4 @@
-//! The database becomes unavailable and comes back, with the same or with other contents.
+//! The database becomes unavailable and comes back, with the same or with different contents.
 
 use std::process::Command;
 
@@ -58,7 +58,7 @@ async fn outage_is_reported_and_survived() {
     assert_eq!(b.kv.range(range()).await.expect("a range").into_inner().count, 1);
 }
 
-/// After a failover an address may for a while lead to the old primary, now a standby.
+/// After a failover an address may temporarily lead to the old primary, now a standby.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn standby_is_neither_read_nor_accepted_at_start() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };

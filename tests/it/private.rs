@@ -43,7 +43,7 @@ impl Orlop {
         let mut process = self.command(umask, arguments, variables).stdout(Stdio::piped()).spawn().expect("sh");
         let mut lines = BufReader::new(process.stdout.take().expect("stdout is piped")).lines();
         self.process = Some(process);
-        let ready = lines.next().unwrap_or_else(|| panic!("it starts: {}", self.log())).expect("text");
+        let ready = lines.next().unwrap_or_else(|| panic!("the server did not start: {}", self.log())).expect("text");
         ready.rsplit(' ').next().expect("an address").to_owned()
     }
 

@@ -85,7 +85,7 @@ async fn auth_responds_as_if_never_enabled(backend: Backend) {
     }
 }
 
-/// Instances join and leave by being started and stopped, and all of them accept writes.
+/// An instance joins when it starts and leaves when it stops. All instances accept writes.
 async fn raft_requests_are_answered_without_raft(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let Client { mut maintenance, mut cluster, .. } = Client::connect(server.endpoint()).await;

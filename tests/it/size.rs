@@ -1,6 +1,6 @@
 //! A large store is loaded, read in pages, deleted and compacted; memory and files shrink again.
 //!
-//! `ORLOP_SIZE_KEYS` sets the number of keys; where `CI` is set it is 1,000,000.
+//! `ORLOP_SIZE_KEYS` sets the number of keys; the default is 1,000,000 if `CI` is set.
 
 use std::time::Instant;
 

@@ -1,5 +1,5 @@
-//! Watches under load: slow readers, large responses, clients that have closed their sending half, a server that shuts
-//! down.
+//! Watches under load: slow readers, large responses, clients that have closed their sending half, and a server
+//! that shuts down.
 
 use orlop_wire::proto::client::etcdserverpb::{
     PutRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest,

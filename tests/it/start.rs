@@ -11,7 +11,7 @@ use orlop_wire::proto::client::etcdserverpb::{
     MemberListRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
 };
 
-use crate::support::{Backend, Client, DEADLINE, Server};
+use crate::support::{Backend, Client, DEADLINE, Server, etcd_tool, skip};
 
 /// Runs orlop until it ends by itself.
 fn run(home: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
@@ -51,7 +51,7 @@ fn errors_name_invalid_settings_and_accepted_values() {
         &[],
         &["127.0.0.1:2379", "http://HOST:PORT, https://HOST:PORT, unix://PATH or unixs://PATH"],
     );
-    check_refused(&["--listen-client-urls", "unixs:///x.sock"], &[], &["unixs:///x.sock needs a certificate"]);
+    check_refused(&["--listen-client-urls", "unixs:///x.sock"], &[], &["unixs:///x.sock requires a certificate"]);
     check_refused(&["--listen-address", "nowhere"], &[], &["listen-address", "no port"]);
     check_refused(&["--auto-compaction-retention", "soon"], &[], &["auto-compaction-retention", "soon", "10m"]);
     check_refused(
@@ -67,7 +67,11 @@ fn errors_name_invalid_settings_and_accepted_values() {
     check_refused(&[], &[("ORLOP_UNIX_SOCKET_MODE", "1777")], &["1777", "octal, for example 0660"]);
     check_refused(&["--watch-progress-notify-interval", "1ms"], &[], &["at least 100ms"]);
     check_refused(&["--watch-progress-notify-interval", "soon"], &[], &["soon", "10m"]);
-    check_refused(&["--log-level", "=,"], &[], &["log-level"]);
+    for level in ["=,", "verbose", "WARNING", "none", "warn,", "info,orlop_core=loud"] {
+        check_refused(&["--log-level", level], &[], &["log-level", level, "unknown level", "error, warn, info"]);
+    }
+    check_refused(&[], &[("ORLOP_DATASTORE_ENDPONT", "x")], &["ENDPONT", "did you mean ORLOP_DATASTORE_ENDPOINT?"]);
+    check_refused(&[], &[("ORLOP_DATADIR", "x")], &["ORLOP_DATADIR", "did you mean ORLOP_DATA_DIR?"]);
     check_refused(&["--log-format", "xml"], &[], &["xml", "text", "json"]);
     check_refused(&[], &[("ORLOP_MAX_TXN_OPS", "many")], &["MAX-TXN-OPS", "many"]);
     // A string setting accepts a value that looks like a number: each of these starts fails for another reason.
@@ -165,6 +169,36 @@ async fn flags_override_variables_and_variables_override_the_file() {
     assert_eq!(refused.message(), "etcdserver: too many operations in txn request");
 }
 
+#[test]
+fn completions_end_quietly_if_the_reader_stops() {
+    let mut orlop = Command::new(env!("CARGO_BIN_EXE_orlop"))
+        .args(["completions", "bash"])
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .expect("orlop is built with the tests");
+    drop(orlop.stdout.take());
+    let output = orlop.wait_with_output().expect("orlop ends");
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+}
+
+/// The flags of the installed etcd, except `--listen-client-http-urls`, which asks for addresses that Orlop does not serve.
+#[test]
+fn flags_of_etcd_are_known() {
+    let Some(etcd) = etcd_tool("etcd", "ORLOP_ETCD") else { return skip("etcd") };
+    let help = Command::new(etcd).arg("--help").output().expect("etcd prints its help");
+    let help = String::from_utf8_lossy(&[help.stdout, help.stderr].concat()).into_owned();
+    let flags = help.lines().filter_map(|line| line.trim_start().strip_prefix("--")?.split([' ', '=']).next());
+    let flags: Vec<&str> = flags.filter(|flag| *flag != "listen-client-http-urls").collect();
+    assert!(flags.len() > 90, "{flags:?}");
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    for flag in flags {
+        let output = run(home.path(), &[&format!("--{flag}=x"), "--no-such-flag"], &[]);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!text.contains(&format!("unexpected argument '--{flag}'")), "{text}");
+    }
+}
+
 /// The command line as kubeadm writes it into a control plane's manifest.
 #[tokio::test]
 async fn etcd_command_line_is_accepted() {
@@ -176,7 +210,6 @@ async fn etcd_command_line_is_accepted() {
         "--initial-cluster-state=new",
         "--listen-metrics-urls=http://127.0.0.1:0",
         "--listen-peer-urls=https://10.0.0.1:2380",
-        "--name=node",
         "--peer-cert-file=/etc/kubernetes/pki/etcd/peer.crt",
         "--peer-client-cert-auth=true",
         "--peer-key-file",
@@ -184,6 +217,12 @@ async fn etcd_command_line_is_accepted() {
         "--snapshot-count=10000",
         "--experimental-watch-progress-notify-interval=5s",
         "--pre-vote",
+        "--raft-read-timeout=5s",
+        "--enable-log-rotation=false",
+        "-v2-deprecation",
+        "not-yet",
+        "--name=given twice",
+        "-name=node",
         "--log-format=console",
     ])
     .await;
@@ -191,7 +230,16 @@ async fn etcd_command_line_is_accepted() {
     let list = client.cluster.member_list(MemberListRequest::default()).await.expect("members answer").into_inner();
     assert_eq!((&*list.members[0].name, &*list.members[0].client_ur_ls[0]), ("node", "http://10.0.0.1:2379"));
     let log = server.log_tail();
-    for ignored in ["feature-gates", "initial-cluster-state", "peer-client-cert-auth", "peer-key-file", "pre-vote"] {
+    for ignored in [
+        "feature-gates",
+        "initial-cluster-state",
+        "peer-client-cert-auth",
+        "peer-key-file",
+        "pre-vote",
+        "raft-read-timeout",
+        "enable-log-rotation",
+        "v2-deprecation",
+    ] {
         assert!(log.contains(ignored), "{ignored} is named: {log}");
     }
     assert!(!log.contains("experimental") && !log.contains("metrics"), "{log}");

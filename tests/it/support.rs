@@ -1,4 +1,4 @@
-//! Shared by all integration tests: server processes and clients for them.
+//! Helpers of all integration tests: server processes and their clients.
 //!
 //! A test whose target is not installed prints "skipped"; where `CI` is set it fails instead.
 

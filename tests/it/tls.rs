@@ -101,7 +101,7 @@ async fn only_clients_with_a_trusted_certificate_are_served() {
         let identity = Identity { root: &root, certificate };
         for (server, served) in [(&open, served_by_open), (&closed, served_by_closed)] {
             let Some(found) = identity.is_served(server.endpoint()).await else { return };
-            assert_eq!(found, [served; 2], "{what}, clients must have one: {}", std::ptr::eq(server, &closed));
+            assert_eq!(found, [served; 2], "{what}, client certificate required: {}", std::ptr::eq(server, &closed));
         }
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! [`faults`] is the table. Each fault is injected repeatedly while [`workload`] writes and reads; after each one every
 //! client must succeed again, and at the end [`judge`] checks that every acknowledged write exists and no refused write
-//! does. [`report`] states how long clients waited.
+//! does. [`report`] contains the times that clients waited.
 //!
 //! `ORLOP_TORTURE` sets how often frequent faults are injected; without it each is injected a few times, and etcd,
 //! whose figures are compared with Orlop's, is skipped. `ORLOP_TORTURE_REPORT` names a file for the figures,
@@ -57,7 +57,7 @@ async fn torture(name: &str, target: Target) {
     let mut struck = Vec::new();
     for _ in 0..times {
         rig.wait_for_all_clients(&workload).await;
-        // A random delay, so that each injection hits another state.
+        // A random delay, so that the injections occur in different states.
         sleep(Duration::from_millis(random.next() % 100)).await;
         struck.push(strike::strike(fault.kind, &mut rig, &workload, &mut random).await);
         rig.wait_for_all_clients(&workload).await;

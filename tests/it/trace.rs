@@ -1,4 +1,4 @@
-//! Logs and spans describe a request: its id and the duration of its parts, and never a value.
+//! Logs and spans of a request contain its id and the duration of its parts, and never a value.
 
 use std::sync::Arc;
 

@@ -33,7 +33,7 @@ impl Bench {
         Self::prepare_for(log_in(common).await?, common, plan, interrupt).await
     }
 
-    /// Does the same for a target other than that of the flags.
+    /// Logs in, connects and checks the prefix on a target other than that of the flags.
     pub async fn prepare_for(target: Target, common: &Common, plan: Plan, interrupt: Interrupt) -> Result<Self, Error> {
         let pool = Pool::connect(&target, plan.connections).await?;
         let keys = Arc::new(KeySpace::new(common.prefix.clone()));

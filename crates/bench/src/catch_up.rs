@@ -29,7 +29,7 @@ pub struct CatchUp {
     #[arg(long, default_value = "256", value_parser = parse_value_size, value_name = "BYTES")]
     value_size: usize,
 
-    /// Number of keys, written one after another
+    /// Number of keys, written in order
     #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
     key_space: usize,
 }

@@ -25,7 +25,7 @@ use crate::{connection::Client, interrupt::Interrupt};
 
 /// Maximum time that operations in flight may take after the end of the run.
 const DRAIN_TIME_MAX: Duration = Duration::from_secs(10);
-/// The same, after Ctrl-C.
+/// Maximum time that operations in flight may take after Ctrl-C.
 const DRAIN_TIME_INTERRUPTED_MAX: Duration = Duration::from_secs(1);
 
 /// Delay after a failed operation, so that a client whose operations fail immediately does not spin.
@@ -202,7 +202,7 @@ pub struct Progress {
     pub count: u64,
     pub errors: u64,
     pub p99_nanos: u64,
-    /// Since the end of the warm-up.
+    /// Time since the end of the warm-up.
     pub elapsed: Duration,
 }
 

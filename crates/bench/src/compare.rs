@@ -56,7 +56,7 @@ pub struct Compare {
     #[arg(long, value_name = "DIR")]
     postgres_programs: Option<PathBuf>,
 
-    /// Directory for the temporary data of the servers; its disk is the one that is measured
+    /// Directory for the temporary data of the servers; the comparison measures its disk
     #[arg(long, default_value = ".", value_name = "DIR")]
     work_dir: PathBuf,
 

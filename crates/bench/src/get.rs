@@ -1,4 +1,4 @@
-//! The scenario `get`: reads single keys, one after another.
+//! The scenario `get`: reads one key per request, in order.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ pub struct Get {
     #[arg(long, default_value = "256", value_parser = parse_value_size, value_name = "BYTES")]
     value_size: usize,
 
-    /// Number of keys, read one after another
+    /// Number of keys, read in order
     #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
     key_space: usize,
 

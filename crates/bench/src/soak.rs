@@ -1,10 +1,10 @@
 //! `orlop bench soak`: loads a server for a long time, at a fixed rate below its capacity, and checks for leaks.
 //!
-//! The load is the mix of [`crate::kubernetes`]. In addition, connections, watches, leases and locks come and go
-//! ([`churn`]), because a server leaks most easily what it must clean up. The store is compacted periodically, as
-//! kube-apiserver does it, at a revision of some time ago. The number of live keys is constant, so the resources of the
-//! server should be constant as well. They are sampled periodically ([`metrics`]). At the end a trend line is fitted to
-//! each metric ([`verdict`]), and after all clients have disconnected their resources must be released.
+//! The load is the mix of [`crate::kubernetes`]. In addition, short-lived clients create and abandon connections,
+//! watches, leases and locks ([`churn`]), because leaks are most likely in cleanup. The store is compacted periodically
+//! at an earlier revision, as kube-apiserver does. The number of live keys is constant, so the resources of the server
+//! should be constant as well. They are sampled periodically ([`metrics`]). At the end a trend line is fitted to each
+//! metric ([`verdict`]), and after all clients have disconnected their resources must be released.
 //!
 //! The number of pods is reduced if the load would not write each pod four times in the first third of the run. All
 //! intervals depend on the duration: a run of an hour compacts every minute, at the revision of five minutes ago. In a

@@ -94,7 +94,7 @@ impl Update {
     }
 }
 
-/// Iterates over the keys of one client, again and again.
+/// Iterates over the keys of one client repeatedly.
 pub struct KeyCycle {
     keys: Arc<KeySpace>,
     client: usize,

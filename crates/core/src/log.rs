@@ -1,5 +1,5 @@
-//! The log: every change that was made and not compacted, in a database. It is the source of truth; all other state is
-//! a cache of it.
+//! The log: all changes that are not compacted, in a database. It is the source of truth; all other state is a cache of
+//! it.
 //!
 //! [`Log`] is the interface that the store needs from a database, in the domain's terms. A log knows nothing about the
 //! state of keys: it appends rows and returns them.

@@ -41,8 +41,8 @@ pub fn make_file(file: &Path) -> io::Result<()> {
 
 /// Returns the mode of a directory that users other than its owner can read; `None` if they cannot.
 ///
-/// A volume that Kubernetes gave to a pod's group has the setgid bit and is readable by others, which the server's user
-/// cannot change; it does not count.
+/// Also returns `None` for a volume that belongs to a Kubernetes pod's group (`fsGroup`). Such a volume has the setgid
+/// bit and may be readable by others, which the server's user cannot change.
 pub fn exposed(folder: &Path) -> Option<u32> {
     const SETGID: u32 = 0o2000;
     const OTHERS: u32 = 0o007;

@@ -2,8 +2,8 @@
 //!
 //! A panic is a bug. In a request it ends that request ([`catch_panics`]), which fails with Internal. In a task that
 //! the server cannot run without ([`vital`]), or while a lock on shared state is held ([`Lock`]), it ends the process:
-//! the log is complete at any moment, but a server without its writer, or with half a change, is not. Every panic is
-//! logged with its place.
+//! the log is consistent at any moment, but a server without its writer or with a partly applied change is not. Every
+//! panic is logged with its place.
 //!
 //! Only the panic hook ([`log_panics`]) knows the place of a panic; the code that catches it knows the request.
 
@@ -123,10 +123,10 @@ pub fn log_request_panic(panics: &IntCounter, request: &str, panic: &Panic) {
 
 /// Spawns a task that the server cannot run without. If it panics, the process ends at once.
 pub fn vital(task: &'static str, work: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
-    tokio::spawn(watch_over(work, move |panic| end_process(task, panic)))
+    tokio::spawn(handle_panic(work, move |panic| end_process(task, panic)))
 }
 
-async fn watch_over(work: impl Future<Output = ()>, panicked: impl FnOnce(&Panic)) {
+async fn handle_panic(work: impl Future<Output = ()>, panicked: impl FnOnce(&Panic)) {
     if let Err(panic) = catch_panics(work).await {
         panicked(&panic);
     }
@@ -140,7 +140,7 @@ fn end_process(task: &str, panic: &Panic) -> ! {
     std::process::exit(EXIT_PANICKED)
 }
 
-/// A lock on state that must not be seen half changed: if its holder panics, the process ends.
+/// A lock on state that must not be observed partly changed: if its holder panics, the process ends.
 ///
 /// This applies only where panics are caught; elsewhere the panic ends the holder's task or thread.
 #[derive(Debug, Default)]
@@ -209,7 +209,7 @@ mod tests {
     async fn only_a_panic_calls_the_handler() {
         let handled = |work: Pin<Box<dyn Future<Output = ()>>>| async {
             let mut handled = None;
-            watch_over(work, |panic| handled = Some(panic.message.clone())).await;
+            handle_panic(work, |panic| handled = Some(panic.message.clone())).await;
             handled
         };
         assert_eq!(handled(Box::pin(async {})).await, None);
@@ -225,7 +225,7 @@ mod tests {
                 Some(EXIT_PANICKED),
                 &["the writer", "src/supervise.rs:", "no such row", "restart the server"][..],
             ),
-            ("a_held_lock", Some(EXIT_PANICKED), &["i32", "half a change", "restart the server"]),
+            ("a_held_lock", Some(EXIT_PANICKED), &["i32", "partly changed", "restart the server"]),
             ("a_database_thread", Some(EXIT_PANICKED), &["sqlx-sqlite-worker-3", "oh no"]),
             ("a_request", Some(0), &[]),
             ("a_lock_taken_while_cleaning_up", Some(0), &[]),
@@ -261,7 +261,7 @@ mod tests {
             let _ = catch_panics(async {
                 let mut held = lock.lock();
                 *held += 1;
-                panic!("half a change")
+                panic!("partly changed")
             })
             .await;
         }

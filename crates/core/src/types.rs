@@ -41,7 +41,7 @@ impl fmt::Display for Revision {
     }
 }
 
-/// The place of one change in the log: its revision, and its number among the changes of that revision, from 0.
+/// The position of one change in the log: its revision, and its number among the changes of that revision, from 0.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct RowId {
     pub revision: Revision,

@@ -10,7 +10,7 @@
 //! A watch is either *synced*, and the hub feeds it, or *catching up*, and its session reads the log in revision order
 //! until it reaches the hub's head. Each stream's outbox is bounded. If a slow client fills it, the client's watches
 //! catch up from the log at the client's pace. A watch therefore misses nothing that is not compacted, and a slow
-//! client delays no other.
+//! client does not delay the others.
 //!
 //! Guarantees: ordered, unique, atomic (the changes of one revision stay together), reliable, resumable; a progress
 //! notification never overtakes an event that it covers.

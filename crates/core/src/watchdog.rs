@@ -4,7 +4,7 @@
 //! checks every second, in a thread of its own, so that it also detects a blocked runtime. A stuck loop is logged once,
 //! counted, and fails `/livez`, because a restart may help.
 //!
-//! An unavailable database does not make a loop stuck: every database call ends after some seconds, and the loop then
+//! An unavailable database does not make a loop stuck: every database call ends after at most 12 s, and the loop then
 //! beats and repeats it. The limit is therefore several times the longest call ([`STUCK_AFTER`]). Time in which the
 //! watchdog itself did not run (a stopped process, an overloaded machine) does not count.
 
@@ -92,7 +92,7 @@ impl Watchdog {
         self.follow_queue(name, pulse, || false);
     }
 
-    /// Adds a loop that should wake when `waits` returns true; one that does not is stuck at rest.
+    /// Adds a loop that should wake when `waits` returns true. A loop that continues to rest is then stuck.
     pub fn follow_queue(&self, name: &'static str, pulse: &Arc<Pulse>, waits: impl Fn() -> bool + Send + 'static) {
         let (pulse, waits) = (Arc::clone(pulse), Box::new(waits));
         self.0.lock().push(Followed { name, pulse, waits, beats: 0, silent: Duration::ZERO });
@@ -181,24 +181,24 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// The behaviour of the loop during one second.
+    /// The behavior of the loop during one second.
     #[derive(Clone, Copy)]
-    enum Behaviour {
+    enum Behavior {
         Beats,
         Rests,
         Nothing,
     }
-    use Behaviour::{Beats, Nothing, Rests};
+    use Behavior::{Beats, Nothing, Rests};
 
-    /// Runs each behaviour for its number of seconds, and checks whether the loop is then stuck.
+    /// Runs each behavior for its number of seconds, and checks whether the loop is then stuck.
     #[track_caller]
-    fn check(what: &str, waits: bool, history: &[(Behaviour, u64)], is_stuck: bool) {
+    fn check(what: &str, waits: bool, history: &[(Behavior, u64)], is_stuck: bool) {
         let watchdog = Watchdog::default();
         let pulse = Arc::new(Pulse::default());
         watchdog.follow_queue("loop", &pulse, move || waits);
-        for (behaviour, seconds) in history {
+        for (behavior, seconds) in history {
             for _ in 0..*seconds {
-                match behaviour {
+                match behavior {
                     Beats => pulse.beat(),
                     Rests => pulse.rest(),
                     Nothing => {}

@@ -124,7 +124,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
     ),
     (
         "DELETE FROM kv_log WHERE id = 5",
-        &["kv_log_more id=5 sub=1 key=\"d\": revision 5 has no row in kv_log, which has its first change"],
+        &["kv_log_more id=5 sub=1 key=\"d\": revision 5 has no row in kv_log, expected its first change"],
         Some("revision 5: change 0 is missing before change 1"),
     ),
     (
@@ -163,7 +163,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
     ("DELETE FROM meta WHERE name = 'cluster_id'", &["meta name=\"cluster_id\": there is no such fact"], None),
     ("INSERT INTO meta VALUES ('colour', 1)", &["meta name=\"colour\": unknown fact"], None),
     ("INSERT INTO meta VALUES ('alarm/NOSPACE/7f', 1)", &[], None),
-    // A transaction that is missing as a whole leaves no trace: the known limit.
+    // Known limit: a transaction whose rows are all missing is not detected.
     ("DELETE FROM kv_log WHERE id = 12", &[], None),
 ];
 

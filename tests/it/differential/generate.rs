@@ -161,7 +161,7 @@ impl Generator {
             ignore_value: self.random.chance(10),
             ignore_lease: self.random.chance(10),
         };
-        // Mostly valid: each flag requires that its field is unset.
+        // Mostly valid. Each flag requires that its field is unset.
         if put.ignore_value && self.random.chance(80) {
             put.value.clear();
         }
@@ -297,7 +297,7 @@ impl Generator {
         }
     }
 
-    /// Returns a value that fits the target, none, or the field of another target.
+    /// Returns a value of the target's type, no value, or a value of another target's type.
     fn right_hand_side(&mut self, target: i32) -> Option<TargetUnion> {
         let field = match self.random.weighted(&[94, 4, 2]) {
             0 => target,

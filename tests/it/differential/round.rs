@@ -190,7 +190,7 @@ impl fmt::Display for Mismatch {
     }
 }
 
-/// A long transaction would push everything else out of the report.
+/// A long transaction would leave no space for other operations in the report.
 fn cut(text: &str, chars_max: usize) -> String {
     let mut short: String = text.chars().take(chars_max).collect();
     if short.len() < text.len() {

@@ -17,7 +17,7 @@ use crate::support::{Client, DEADLINE};
 
 pub struct Side {
     client: Client,
-    /// The shared streams, opened when first needed, then the streams with a single watch.
+    /// The shared streams, which are opened on first use, and then the streams with a single watch.
     pub streams: Vec<Option<WatchStream>>,
     fault: Option<Fault>,
 }

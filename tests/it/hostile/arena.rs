@@ -46,7 +46,7 @@ struct Seen {
     peak: u64,
 }
 
-/// Returns `long` in the long form, whose figures are in docs/explanation/overload.md, and otherwise `usual`.
+/// Returns `long` in the long form, whose figures are in docs/explanation/overload.md; otherwise `usual`.
 pub fn sized(usual: usize, long: usize) -> usize {
     if is_long() { long } else { usual }
 }
@@ -123,7 +123,7 @@ impl Arena {
         self.recovers(attack, &seen).await;
     }
 
-    /// The same for attackers that never stop.
+    /// Makes the same checks for attackers that never stop.
     pub async fn survives_continuous(&mut self, attack: &str, peak_mib_max: u64, mut attackers: JoinSet<()>) {
         if is_long() {
             sleep(ONSET).await;

@@ -130,7 +130,7 @@ impl Wire {
                 _ = copy(&mut answers, &mut passed_over) => {}
             }
             self = loop {
-                // Local ports may be exhausted for a while. If the server refuses connections, the bystander fails.
+                // Local ports may be temporarily exhausted. If the server refuses connections, the bystander fails.
                 match TcpStream::connect(address(&endpoint)).await {
                     Ok(tcp) => break Self::greet(tcp).await,
                     Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,

@@ -6,7 +6,7 @@ use orlop_wire::proto::client::etcdserverpb::StatusResponse;
 
 use super::trace::{Answer, Request};
 
-/// The server under replay.
+/// The server that the recording is replayed on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Peer {
     Orlop,

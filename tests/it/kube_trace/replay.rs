@@ -65,7 +65,7 @@ pub async fn etcd_minor_version(endpoint: &str) -> u32 {
 
 struct Replay {
     peer: Peer,
-    /// The next call goes to the first one.
+    /// The first client receives the next call.
     instances: VecDeque<Instance>,
     /// The current revision of the store: that of the newest response.
     head: i64,
@@ -89,7 +89,7 @@ struct Stream {
     instance: Instance,
 }
 
-/// The leases granted so far. They are renewed because none expired in the recording, and the replay runs at another
+/// The leases granted so far. They are renewed because none expired in the recording and the replay has a different
 /// speed.
 struct Leases {
     granted: Vec<i64>,

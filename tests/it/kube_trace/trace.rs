@@ -102,7 +102,7 @@ pub fn load() -> Vec<Step> {
     steps.extend(ends);
     steps.sort_by_key(|(place, _)| *place);
     let writes = steps.iter().filter(|(place, _)| place.order == Order::Write).map(|(place, _)| place.revision);
-    assert!(writes.eq(2..=steps[steps.len() - 1].0.revision), "each revision has its one write in the recording");
+    assert!(writes.eq(2..=steps[steps.len() - 1].0.revision), "the recording has one write per revision");
     steps.into_iter().map(|(_, step)| step).collect()
 }
 
@@ -144,8 +144,8 @@ impl Answer {
     }
 }
 
-/// The position of a step: at the revision in its response, after the write that made this revision, and there in the
-/// order of responses.
+/// The position of a step: steps are ordered by the revision in their response; at one revision, the write that created
+/// it comes first, and the others follow in the order of responses.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Place {
     revision: i64,

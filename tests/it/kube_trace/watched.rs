@@ -29,7 +29,7 @@ type Difference = String;
 pub struct Watched {
     peer: Peer,
     requests: mpsc::UnboundedSender<WatchRequest>,
-    /// Filled by a separate task, so that no stream's unread events block another stream of the connection.
+    /// Filled by a separate task, so that unread events of a stream do not block other streams of the connection.
     answers: mpsc::UnboundedReceiver<Result<WatchResponse, Status>>,
     watch_id: i64,
     /// The first revision that the watch covers.
@@ -98,8 +98,8 @@ impl Watched {
     }
 
     async fn ask_progress(&mut self, head: i64) -> Result<WatchResponse, Difference> {
-        // etcd drops a request while a watch of the stream is unsynced, and its clients ask again. Orlop answers every
-        // request.
+        // etcd drops a request while a watch of the stream is unsynced, and its clients repeat the request. Orlop
+        // answers every request.
         let (tries, time_limit) = match self.peer {
             Peer::Orlop => (1, RESPONSE_TIMEOUT),
             Peer::Etcd { .. } => (200, RESPONSE_TIMEOUT / 200),

@@ -75,7 +75,7 @@ async fn transaction_reads_its_own_writes_and_uses_one_revision(backend: Backend
             Some(Response::ResponseTxn(nested)) => {
                 assert!(nested.succeeded);
                 let Some(Response::ResponseRange(range)) = &nested.responses[1].response else {
-                    panic!("a range answers")
+                    panic!("no range response")
                 };
                 seen.push(list(&range.kvs));
             }
@@ -163,7 +163,7 @@ async fn transactions_read_values_that_are_not_cached(backend: Backend) {
         let [success, failure] = [ranged, all()].map(|range| vec![op(Request::RequestRange(range))]);
         let txn = TxnRequest { compare: vec![compare], success, failure };
         let answer = client.kv.txn(txn).await.expect("a transaction").into_inner();
-        let Some(Response::ResponseRange(range)) = &answer.responses[0].response else { panic!("a range answers") };
+        let Some(Response::ResponseRange(range)) = &answer.responses[0].response else { panic!("no range response") };
         assert_eq!((answer.succeeded, range.kvs.len()), (succeeds, found), "{what}");
         assert!(range.kvs.iter().all(|kv| kv.value == kv.key[..1]), "{what}");
     }

@@ -30,7 +30,7 @@ pub type Log = BTreeMap<i64, Vec<Event>>;
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
 pub struct Watcher {
-    /// The next instance to watch; the watcher moves on when a stream breaks.
+    /// The next instance to watch; it changes when a stream breaks.
     instance: usize,
     endpoints: Endpoints,
     seen: Log,
@@ -118,7 +118,7 @@ impl Watcher {
             let kv = event.kv.expect("an event has a pair");
             let revision = kv.mod_revision;
             assert!(revision >= last, "ordered: {revision} after {last}");
-            assert!(revision > self.covered, "unique, and not behind a progress: {revision} after {}", self.covered);
+            assert!(revision > self.covered, "unique, and above all progress: {revision} after {}", self.covered);
             assert!(revision <= header, "{revision} under a header of {header}");
             last = revision;
             let key = String::from_utf8_lossy(&kv.key).into_owned();

@@ -32,7 +32,7 @@ use super::{
 use crate::support::{Client as Connection, DEADLINE, Random, eventually};
 
 const KEYS: usize = 4;
-/// Request timeout of a client, as kube-apiserver has one.
+/// Request timeout of a client, like that of kube-apiserver.
 pub const ANSWER_MAX: Duration = Duration::from_secs(10);
 
 /// Start of the newest operation that was answered, in nanoseconds since the start.
@@ -63,7 +63,7 @@ pub enum Failure {
 
 pub struct Client {
     number: usize,
-    /// The next endpoint to connect to; after a failed call it is another one, as with etcd's clients.
+    /// The next endpoint to connect to. It changes after a failed call, as in etcd's clients.
     endpoint: usize,
     endpoints: Endpoints,
     started: Instant,
@@ -234,7 +234,7 @@ async fn call(connection: &mut Connection, key: &str, ask: Ask) -> Result<(Answe
                 return Ok((Answer::Written(header), header));
             }
             let response = answer.responses.into_iter().next().and_then(|response| response.response);
-            let Some(Response::ResponseRange(range)) = response else { panic!("a range is answered as one") };
+            let Some(Response::ResponseRange(range)) = response else { panic!("no range response") };
             Ok((Answer::Found(found(&range.kvs)), header))
         }
     }

@@ -1,4 +1,4 @@
-//! Certificates made with openssl, as an operator makes them.
+//! Creates certificates with openssl, as an operator does.
 
 use std::{
     path::{Path, PathBuf},

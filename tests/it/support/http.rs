@@ -1,4 +1,4 @@
-//! Plain HTTP, as probes and curl use it.
+//! A minimal HTTP client that sends the same requests as probes and curl.
 
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -40,7 +40,7 @@ pub async fn http(endpoint: &str, method: &str, path: &str, body: &str) -> Answe
     let mut text = Vec::new();
     stream.read_to_end(&mut text).await.expect("the server answers");
     let text = String::from_utf8_lossy(&text);
-    Answer::parse(&text).unwrap_or_else(|| panic!("no HTTP answer: {text}"))
+    Answer::parse(&text).unwrap_or_else(|| panic!("not an HTTP response: {text}"))
 }
 
 pub async fn http_get(endpoint: &str, path: &str) -> Answer {

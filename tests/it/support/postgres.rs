@@ -1,4 +1,4 @@
-//! A private Postgres cluster in its own folder and on its own port, removed with the test process however that ends.
+//! A private Postgres cluster in its own folder and on its own port, removed when the test process ends for any reason.
 
 use std::{
     fs,

@@ -53,13 +53,13 @@ impl Server {
         Self::under_test_with(backend, &[]).await
     }
 
-    /// The same with additional flags for Orlop.
+    /// Starts the target server; Orlop receives additional flags.
     pub async fn under_test_with(backend: Backend, flags: &[&str]) -> Option<Self> {
         match std::env::var("ORLOP_TEST_TARGET").as_deref() {
-            // etcd has one backend, which stands in for SQLite.
+            // etcd has one backend; it replaces the SQLite backend in the tests.
             Ok("etcd") if backend == Backend::Postgres => None,
             Ok("etcd") => Self::etcd().await,
-            Ok(other) => panic!("ORLOP_TEST_TARGET is `{other}`, neither unset nor etcd"),
+            Ok(other) => panic!("ORLOP_TEST_TARGET is `{other}`, expected `etcd` or no value"),
             Err(_) => Self::orlop_with(backend, flags).await,
         }
     }
@@ -175,7 +175,7 @@ impl Server {
 
     fn signal(&self, signal: &str) {
         let signalled = Command::new("kill").args([signal, &self.pid().to_string()]).status();
-        assert!(signalled.is_ok_and(|status| status.success()), "the process takes a signal");
+        assert!(signalled.is_ok_and(|status| status.success()), "the signal can be sent");
     }
 
     /// Returns whether the process still runs.
@@ -282,7 +282,7 @@ fn lines(stdout: ChildStdout) -> mpsc::UnboundedReceiver<String> {
     let (sender, receiver) = mpsc::unbounded_channel();
     std::thread::spawn(move || {
         for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-            // The receiver is gone once the server is ready.
+            // The receiver is dropped once the server is ready.
             sender.send(line).ok();
         }
     });

@@ -10,7 +10,7 @@ use std::{
 pub fn etcd_tool(name: &str, variable: &str) -> Option<PathBuf> {
     if let Some(path) = env::var_os(variable) {
         let path = PathBuf::from(path);
-        assert!(path.is_file(), "{variable} names {}, which is no file", path.display());
+        assert!(path.is_file(), "{variable} names {}, which is not a file", path.display());
         return Some(path);
     }
     let fetched = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tools/etcd/usr/bin").join(name);

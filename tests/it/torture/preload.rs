@@ -85,14 +85,14 @@ impl Preload {
         i64::from_le_bytes(bytes)
     }
 
-    /// Replaces the files in `data` by what a power cut would have left. Their server must have ended.
+    /// Replaces the files in `data` with the contents that a power cut would leave. Their server must have ended.
     pub fn cut_power(&self, data: &Path) {
         for name in ["orlop.db", "orlop.db-wal"] {
             let (left, file): (PathBuf, PathBuf) = (self.home.path().join("shadow").join(name), data.join(name));
             if left.exists() {
                 fs::copy(left, file).expect("a file can be written");
             } else {
-                // Nothing in it was ever synced. It may not exist.
+                // The file was never synced. It may not exist.
                 let _ = fs::remove_file(file);
             }
         }

@@ -10,7 +10,7 @@ pub struct Report<'a> {
     pub target: &'a str,
     pub times: usize,
     pub judged: Judged,
-    /// How long clients waited after each injection.
+    /// Time that the clients waited after each injection.
     pub waits: Vec<Duration>,
 }
 

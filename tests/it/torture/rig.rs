@@ -1,4 +1,4 @@
-//! One store with all surrounding components that can fail.
+//! A store and the components around it that can fail.
 
 use std::{os::unix::fs::PermissionsExt as _, process::Command, time::Duration};
 
@@ -175,7 +175,7 @@ impl Rig {
             for number in 0..self.servers.len() {
                 let server = &mut self.servers[number];
                 if !server.runs() {
-                    // etcd exits when it cannot write its database, which it may notice late.
+                    // etcd exits when it cannot write its database; it may detect this after the fault has ended.
                     let may_end = self.target == Target::Etcd && self.disk.is_some();
                     assert!(may_end, "a server ended by itself; it logged:\n{}", server.log_tail());
                     self.restart(number).await;

@@ -1,4 +1,4 @@
-//! How each fault starts and ends.
+//! Injects and ends each fault.
 
 use std::{path::Path, process::Command, time::Duration};
 
@@ -135,7 +135,7 @@ fn probe() -> PutRequest {
     PutRequest { key: "probe".into(), value: format!("{:<400}", 1).into(), ..Default::default() }
 }
 
-/// Time for which etcd runs on a full disk without noticing it.
+/// Time that etcd runs on a full disk before it detects the condition.
 const ETCD_FULL_NANOS: u64 = 3_000_000_000;
 
 /// Fills the disk until a write is refused: on SQLite with a definite error, while reads continue and the process
@@ -181,7 +181,7 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
     since
 }
 
-/// Waits until the preloaded library has injected `more` more failures.
+/// Waits until the preloaded library has injected `more` additional failures.
 async fn hits(rig: &mut Rig, field: Field, more: i64) {
     let before = rig.preload().get(field);
     let Rig { preload, servers, .. } = rig;
@@ -194,14 +194,14 @@ async fn hits(rig: &mut Rig, field: Field, more: i64) {
     .await;
 }
 
-/// The kernel reports once that it could not write, and discards the data: a later sync that succeeds must not be taken
-/// for success. A power cut shows whether it was.
+/// The kernel reports a failed write once and discards the data, so a later successful sync does not mean that the data
+/// is on the disk. A power cut shows whether the server relied on it.
 async fn fail_syncs(files: i64, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
     rig.preload().set(Field::WriteBack, random.between(0, 50));
     rig.preload().set(Field::SyncErrno, EIO);
     rig.preload().set(Field::SyncFiles, files);
     let since = workload.now();
-    // Syncs of the database are rare and may be the only fault of a run: the second one, because by then the log
+    // Syncs of the database are rare and may be the only fault of a run. The second one fails, because by then the log
     // reports the first.
     hits(rig, Field::SyncsFailed, if files == WAL { random.between(1, 6) } else { 2 }).await;
     if random.chance(50) {
@@ -307,7 +307,7 @@ async fn demand_memory(endpoint: &str) {
         let (mut client, txn) = (client.clone(), txn.clone());
         asking.spawn(async move { client.kv.txn(txn).await.map(drop) });
     }
-    // They fail when the server ends, which is their purpose.
+    // These requests fail when the server ends, as intended.
     while asking.join_next().await.is_some() {}
 }
 

@@ -1,9 +1,9 @@
 //! The clients of a run and the responses that they received.
 //!
-//! Half of them are those of the linearizability test: they put, swap, read and delete a few shared keys. The others
-//! write keys of their own, every third time two in one transaction, each as soon as the last write is answered. All of
-//! them handle errors as etcd's clients do: a read is retried, a write that may have been applied is not, and a broken
-//! connection is soon replaced by one to the next endpoint. A watcher follows everything.
+//! Half of the clients are those of the linearizability test: they put, swap, read and delete a few shared keys. The
+//! others write their own keys, one write at a time; every third write is a transaction of two keys. All clients handle
+//! errors as etcd's clients do: a read is retried, a write that may have been applied is not, and a broken connection
+//! is replaced by one to the next endpoint. A watcher receives all events.
 
 use std::{
     sync::{Arc, Mutex, atomic::Ordering},
@@ -63,7 +63,7 @@ pub struct Workload {
     end: watch::Sender<Option<i64>>,
 }
 
-/// Everything that they recorded.
+/// The records of all clients and of the watcher.
 pub struct Seen {
     pub shared: Vec<Vec<Entry>>,
     pub load: Vec<Vec<Write>>,
@@ -188,7 +188,7 @@ impl Writer {
             }
             let outcome = match answer.unwrap_or(Err(Failure::Unknown)) {
                 Ok(revision) => {
-                    // A transaction takes another path than a put: a client has recovered when both succeed.
+                    // A transaction uses a different code path from a put: a client has recovered when both succeed.
                     if keys.len() > 1 {
                         self.progress.store(began, Ordering::Relaxed);
                     }

@@ -63,7 +63,7 @@ pub enum Source {
 pub enum PerformanceTarget {
     /// Minimum ratio to etcd, on SQLite and on Postgres.
     EtcdRatio(f64, f64),
-    /// Not worse than etcd.
+    /// At least as good as etcd.
     NotWorse,
     /// Maximum value.
     AtMost(f64),

@@ -22,7 +22,7 @@ use orlop_wire::proto::client::{
     v3lockpb::{LockRequest, UnlockRequest},
 };
 
-/// TTL of a lease that is left to expire.
+/// TTL of a lease that expires.
 const TTL_SHORT_SECS: i64 = 10;
 /// TTL of a lease that is revoked.
 const TTL_LONG_SECS: i64 = 20;
@@ -65,7 +65,7 @@ const VISITS: [Visit; 9] = [
     Visit::CancelsLock,
 ];
 
-/// Runs the short-lived clients one after another, endlessly.
+/// Runs the short-lived clients one at a time, endlessly.
 pub async fn run(bench: Arc<Bench>, stats: Arc<Stats>, per_sec: f64) {
     let mut due = interval(Duration::from_secs_f64(1.0 / per_sec));
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -100,7 +100,7 @@ impl Visit {
             Self::DropsWatches => create_watches(&mut client, vec![watch(PODS, 0); 5]).await.map(drop),
             Self::DropsCatchUp => {
                 let current = bench.keys.revision(&client).await.map_err(|error| Status::unknown(error.to_string()))?;
-                // So recent that it is not compacted.
+                // Recent enough that it is not compacted.
                 let mut responses = create_watches(&mut client, vec![watch(PODS, (current - 50).max(1))]).await?;
                 responses.message().await.map(drop)
             }

@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::metrics::{Aggregate, METRICS, Metric, Sample};
 use crate::report::rounded;
 
-/// Minimum length of the ignored part: everything rises while a server starts.
+/// Minimum length of the ignored part: most metrics rise while a server starts.
 const STARTUP_SECS_MIN: f64 = 30.0;
 /// Minimum number of periods for a verdict.
 const PERIODS_MIN: usize = 6;

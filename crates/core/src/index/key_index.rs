@@ -137,9 +137,9 @@ impl KeyIndex {
         self.history.as_ref()?.at(newest, at)
     }
 
-    /// Removes the rows that no read at or above `revision` needs. Of the rows at or below `revision`, only the newest is
-    /// needed, unless it is a tombstone below `revision`. Every row of exactly `revision` stays, because a watch may
-    /// start there and because the log's head is the first row of its newest revision.
+    /// Removes the rows that no read at or above `revision` needs. Of the rows at or below `revision`, reads need only
+    /// the newest, and not even that one if it is a tombstone below `revision`. Every row of exactly `revision` stays,
+    /// because a watch may start there and because the log's head is the first row of its newest revision.
     pub(super) fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) -> Fate {
         if self.has_row_at(revision) {
             self.drop_before(revision, removed);

@@ -85,10 +85,10 @@ impl Table {
         Renewal::Renewed { ttl_secs: lease.ttl_secs }
     }
 
-    /// Sets a lease's remaining seconds by the log's clock, which was read at `asked`. Ignores a result that may refer
-    /// to an earlier lease with the same ID.
-    pub fn set_left(&mut self, id: LeaseId, left_secs: f64, asked: Instant, now: Instant) {
-        let Some(lease) = self.leases.get_mut(&id).filter(|lease| lease.since <= asked) else { return };
+    /// Sets a lease's remaining seconds by the log's clock, as returned by a query that began at `queried_at`. Ignores
+    /// a result that may refer to an earlier lease with the same ID.
+    pub fn set_left(&mut self, id: LeaseId, left_secs: f64, queried_at: Instant, now: Instant) {
+        let Some(lease) = self.leases.get_mut(&id).filter(|lease| lease.since <= queried_at) else { return };
         self.deadlines.remove(&(lease.deadline, id));
         // A time beyond the range of the clock is replaced by the maximum, a negative time by zero.
         let left = Duration::try_from_secs_f64(left_secs.max(0.0)).unwrap_or(Duration::MAX);

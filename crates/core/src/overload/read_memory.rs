@@ -23,8 +23,8 @@ use tracing::warn;
 
 use crate::types::{EncodedKv, RowId};
 
-/// Bytes of values beyond twice the value cache's limit. The cache may hold values that were read, and lists may hold
-/// values that the cache has since dropped.
+/// Maximum counted bytes, in addition to twice the size of the value cache: values in the cache are also counted, and
+/// lists may hold as many bytes of values that the cache has since dropped.
 const BYTES_MAX: usize = 256 << 20;
 /// Maximum number of lists that read from the log at the same time; others wait in the order of their arrival.
 const LISTS_MAX: usize = 2;

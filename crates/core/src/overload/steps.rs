@@ -30,7 +30,7 @@ impl Steps {
         let (queue, mut requests) = mpsc::unbounded_channel::<oneshot::Sender<()>>();
         let grant = async move {
             while let Some(request) = requests.recv().await {
-                // A request that was dropped costs no pass.
+                // A dropped request uses no pass.
                 if request.send(()).is_ok() {
                     yield_now().await;
                 }
@@ -72,7 +72,7 @@ pub struct PacedStream<S> {
 }
 
 impl<S: Stream + Unpin> PacedStream<S> {
-    /// Requests that are served before other tasks run.
+    /// Number of requests that are served before the next one waits for a step.
     pub const REQUESTS_PER_STEP: usize = 32;
 
     pub fn new(requests: S, steps: &Arc<Steps>) -> Self {

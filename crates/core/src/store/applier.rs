@@ -105,8 +105,8 @@ impl Shared {
         self.space.note_written(changes, bytes);
     }
 
-    /// Fills in the previous pairs of changes, for watchers that want them. A pair that cannot be read is left out, as
-    /// etcd leaves out a compacted one.
+    /// Fills in the previous pairs of changes, for watchers that requested them. A pair that cannot be read is left
+    /// out, as etcd leaves out a compacted one.
     pub(super) async fn fill_prev(&self, changes: &mut [Change]) {
         let without_pair = |prev: &&Prev| prev.kv.is_none();
         let rows: Vec<RowId> =

@@ -97,8 +97,8 @@ impl Schedule {
         }
     }
 
-    /// The first compaction comes after one retention, each further one after another retention or one hour, whichever
-    /// is less.
+    /// The first compaction runs after one retention period. Each later one follows after another retention period or
+    /// one hour, whichever is shorter.
     fn periodic_target(&mut self, head: Revision, now: Instant, retention: Duration) -> Option<Revision> {
         self.samples.push_back((now, head));
         let old = self.samples.iter().take_while(|(at, _)| now.duration_since(*at) >= retention).count();

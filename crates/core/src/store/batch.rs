@@ -248,7 +248,7 @@ impl Batch {
         self.lease_change(wanted).unwrap_or_else(|| leases.contains(wanted))
     }
 
-    /// Returns whether the lease has expired. A lease that this batch granted under the same id has not.
+    /// Returns whether the lease has expired. A lease that this batch granted under the same id has not expired.
     pub fn is_lease_expired(&self, leases: &lease::Table, wanted: LeaseId, now: Instant) -> bool {
         self.lease_change(wanted).is_none() && leases.is_expired(wanted, now)
     }

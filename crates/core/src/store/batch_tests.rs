@@ -70,12 +70,12 @@ struct World {
     index: TreeIndex,
     batch: Batch,
     live: Live,
-    /// All changes that were not rolled back, in order; a lease change as its id.
+    /// All changes that were not rolled back, in order. A lease change is represented by its id.
     made: Vec<Result<RowId, LeaseId>>,
 }
 
 impl World {
-    fn run(&mut self, (ops, holds): &Txn) -> Checked {
+    fn run(&mut self, (ops, is_committed): &Txn) -> Checked {
         let (live, made, text) = (self.live.clone(), self.made.clone(), format!("{:?}", self.batch));
         let (savepoint, head) = (self.batch.savepoint(), self.batch.head());
         for op in ops {
@@ -93,7 +93,7 @@ impl World {
             self.made.push(Ok(row));
             note(&mut self.live, self.batch.changes().last().expect("just pushed"), true);
         }
-        if *holds {
+        if *is_committed {
             let changed = self.made[made.len()..].iter().any(Result::is_ok);
             prop_assert_eq!(self.batch.changed_since(savepoint), changed);
             self.batch.seal(savepoint);

@@ -2,8 +2,8 @@
 //!
 //! Another instance can append at any time, and an append of this instance can have an unknown outcome. Callers that
 //! need the latest state (a linearizable read, a writer that lost a race, the task that follows the log) ask the log
-//! for its position and catch up if it is ahead. One caller at a time catches up; changes that the writer applies
-//! meanwhile are skipped, under the hub's lock.
+//! for its position and catch up if it is ahead. Only one caller catches up at a time. The writer may apply some of the
+//! changes meanwhile; these are skipped under the hub's lock.
 //!
 //! Three cases are special. If compaction deleted rows before this instance read them, the index is rebuilt from the
 //! remaining log. If another server answers at the database's address, its log is compared with the changes that were
@@ -259,8 +259,8 @@ impl Shared {
     }
 }
 
-/// Completes changes that were read from the log. They contain the revision that they replaced; the index knows its row
-/// and its lease.
+/// Completes changes that were read from the log. A change contains only the revision of the version that it replaced;
+/// the row and the lease of that version are in the index.
 fn complete_prev(index: &TreeIndex, changes: &mut [Change]) {
     let mut newest: HashMap<&[u8], (RowId, Option<LeaseId>)> = HashMap::new();
     for change in changes {
@@ -294,7 +294,8 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: 
             shared.pulses.follower.beat();
             let seen = shared.index.read().head();
             let notified_head = log.wait_for_append(seen).await;
-            // The notification is usually for this instance's own commit, shortly before or after that is applied.
+            // Most notifications are for this instance's own commits, and arrive shortly before or after it applies
+            // them.
             if let Some(notified_head) = notified_head.filter(|_| last_read.elapsed() < poll_interval) {
                 let mut applied = shared.replication.applied.subscribe();
                 if notified_head <= shared.index.read().head() {

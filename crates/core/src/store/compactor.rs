@@ -2,10 +2,10 @@
 //! between client writes.
 //!
 //! If several instances share the log, the one that recorded a compaction deletes its rows. It can be killed before it
-//! has finished. If another instance then deleted only the rows of the next compaction, a key's delete could disappear
-//! before an older put of the key, and the key would exist again after the next start. So at each compaction every
-//! other instance first deletes the rows of the previous compaction again; usually none are left. An instance remembers
-//! the rows of only one compaction.
+//! has finished. If another instance then deleted only the rows of the next compaction, a key's tombstone could
+//! disappear before an older put of the key, and the key would exist again after the next start. So at each compaction
+//! every other instance first deletes the rows of the previous compaction again; usually none are left. An instance
+//! remembers the rows of only one compaction.
 
 use std::{
     sync::{Arc, atomic::Ordering},

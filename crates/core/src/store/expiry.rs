@@ -59,7 +59,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
     }
 }
 
-/// Returns the leases to expire. A shared log is asked first, because another instance may have renewed them.
+/// Returns the leases to expire. A shared log is queried first, because another instance may have renewed them.
 async fn leases_to_expire(shared: &Shared) -> log::Result<Vec<LeaseId>> {
     let expired = shared.leases.lock().expired(deadline_max(shared), ROUND_LEASES_MAX);
     let Some(log) = shared.log.shared().filter(|_| !expired.is_empty()) else { return Ok(expired) };
@@ -67,19 +67,19 @@ async fn leases_to_expire(shared: &Shared) -> log::Result<Vec<LeaseId>> {
     if shared.members.since_last_beat() > 2 * HEARTBEAT_INTERVAL {
         shared.beat(log).await?;
     }
-    let asked = Instant::now();
+    let queried_at = Instant::now();
     let logged = log.leases(&expired, Touch::Read).await?;
-    shared.set_lease_deadlines(&logged, asked);
+    shared.set_lease_deadlines(&logged, queried_at);
     let now = Instant::now();
     if logged.len() < expired.len() {
-        // Leases that are no longer in the log were ended by another instance.
+        // Another instance revoked or expired the leases that are no longer in the log.
         shared.catch_up().await?;
     }
     let leases = shared.leases.lock();
     Ok(expired.into_iter().filter(|id| leases.is_expired(*id, now)).collect())
 }
 
-/// Returns the time before which a deadline must be for this instance to expire the lease.
+/// Returns the latest deadline of the leases that this instance may expire now.
 fn deadline_max(shared: &Shared) -> Instant {
     let now = Instant::now();
     if shared.members.is_leader() { now } else { now.checked_sub(NON_LEADER_DELAY).unwrap_or(now) }

@@ -28,7 +28,7 @@ pub(super) enum Request {
     Revoke(LeaseId),
 }
 
-/// Replaces distances from the head in a request by revisions.
+/// Replaces the distances from the head in a request with revisions.
 pub(super) fn anchored(request: &Request, head: Revision) -> Request {
     let mut request = request.clone();
     if let Request::Txn(txn) = &mut request {
@@ -151,8 +151,8 @@ fn txns(depth: u32) -> BoxedStrategy<TxnRequest> {
         .boxed()
 }
 
-/// Removes the puts that the server rejects: of a key that the same branch puts twice, or puts and deletes. A delete to
-/// the end of the key space does not count, as in etcd.
+/// Removes the puts that the server rejects: those of a key that the same branch also puts or deletes elsewhere. As in
+/// etcd, a delete to the end of the key space is not considered.
 fn distinct(mut txn: TxnRequest) -> TxnRequest {
     for branch in [&mut txn.success, &mut txn.failure] {
         let mut taken = Vec::new();

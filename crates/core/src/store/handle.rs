@@ -71,7 +71,7 @@ impl Store {
     }
 
     /// Waits until this instance has applied everything that was in the log when this was called. A later read then
-    /// returns nothing older than what any instance acknowledged before the call.
+    /// sees every write that any instance acknowledged before the call.
     ///
     /// # Errors
     ///
@@ -144,7 +144,7 @@ impl Store {
         Ok(response)
     }
 
-    /// Executes a transaction. One that only reads bypasses the writer.
+    /// Executes a transaction. A read-only transaction bypasses the writer.
     pub async fn txn(&self, request: TxnRequest) -> Result<TxnResponse> {
         self.shared.metrics.store.txns.inc();
         if request.is_read_only() {

@@ -39,7 +39,7 @@ impl Store {
         self.confirm().await?;
         let begun = Instant::now();
         let hashed = loop {
-            // A compaction in between changes which rows are included.
+            // A concurrent compaction changes the set of included rows.
             if let Some(hashed) = self.hash_once(revision).await? {
                 break hashed;
             }
@@ -77,7 +77,7 @@ impl Store {
         };
         let log = &*self.shared.log;
         let Some(hash) = hash_rows(log, target, compacted, &kept).await? else {
-            // Another instance compacted; catching up applies that.
+            // Another instance compacted; catching up applies its compaction.
             self.shared.catch_up().await?;
             return Ok(None);
         };
@@ -125,7 +125,7 @@ async fn hash_rows(
 ) -> log::Result<Option<u32>> {
     let counts = |change: &Change| match compacted {
         Some(compacted) if change.row.revision <= compacted => {
-            // If no key is live, etcd skips nothing: only the delete that a compaction keeps is left.
+            // If `kept` is empty, etcd skips no row. The only row that a compaction then leaves is a delete at its revision.
             let last_delete = change.row.revision == compacted && matches!(change.kind, ChangeKind::Delete);
             kept.contains(&change.row) || (kept.is_empty() && last_delete)
         }

@@ -1,7 +1,7 @@
-//! Lease requests, and the lease table as the log has it.
+//! Lease requests, and updates of the lease table from the log.
 //!
-//! A shared log stores the deadlines of leases by the database's clock; they are refreshed from there before they are
-//! shown or expired. Otherwise the deadlines are only in memory.
+//! A shared log stores the deadlines of leases by the database's clock. A deadline is read from the log before a client
+//! receives it and before the lease is expired. If the log is not shared, the deadlines are only in memory.
 
 use std::{
     collections::HashMap,
@@ -55,7 +55,7 @@ impl Store {
         self.submit_for_revision(Request::Revoke(id)).await
     }
 
-    /// Renews a lease. Returns the head from before the renewal, and the new TTL in seconds, or 0 if the lease is
+    /// Renews a lease. Returns the head before the renewal, and the new TTL in seconds, or 0 if the lease is
     /// unknown or has expired.
     pub async fn keep_alive(&self, id: LeaseId) -> Result<(Revision, i64)> {
         let head = self.head();
@@ -83,7 +83,7 @@ impl Store {
         }
     }
 
-    /// Renews a lease in the log, together with all renewals that wait.
+    /// Renews a lease in the log, together with all waiting renewals.
     async fn renew_in_log(
         &self,
         renewals: &SharedQuery<LeaseId, log::Result<Option<LoggedLease>>>,
@@ -101,7 +101,7 @@ impl Store {
         if logged.left_secs.is_some_and(|left| left > 0.0) {
             return Ok(Renewal::Renewed { ttl_secs: logged.ttl_secs });
         }
-        // Another instance may have granted it; the writer must know the lease to end it.
+        // Another instance may have granted the lease; the writer must know it to revoke it.
         self.confirm().await?;
         Ok(Renewal::Expired)
     }
@@ -126,16 +126,16 @@ impl Store {
     /// Refreshes the deadlines of these leases from the log, if the log stores deadlines.
     async fn refresh_leases(&self, ids: &[LeaseId]) -> Result<()> {
         if let Some(log) = self.shared.log.shared().filter(|_| !ids.is_empty()) {
-            let asked = Instant::now();
+            let queried_at = Instant::now();
             let logged = log.leases(ids, Touch::Read).await?;
-            self.shared.set_lease_deadlines(&logged, asked);
+            self.shared.set_lease_deadlines(&logged, queried_at);
         }
         Ok(())
     }
 }
 
 impl Shared {
-    /// Refreshes the deadlines of the leases that the batch was to expire.
+    /// Refreshes the deadlines of the leases that these changes would have expired.
     pub(super) async fn refresh_expired_leases(&self, changes: &[LeaseChange]) {
         let ids: Vec<LeaseId> = changes
             .iter()
@@ -145,20 +145,20 @@ impl Shared {
             })
             .collect();
         let Some(log) = self.log.shared().filter(|_| !ids.is_empty()) else { return };
-        let asked = Instant::now();
+        let queried_at = Instant::now();
         match log.leases(&ids, Touch::Read).await {
-            Ok(logged) => self.set_lease_deadlines(&logged, asked),
+            Ok(logged) => self.set_lease_deadlines(&logged, queried_at),
             Err(error) => warn!(%error, "cannot read lease deadlines"),
         }
     }
 
-    /// Sets lease deadlines from the remaining times that the log returned. `asked` is the time before the query.
-    pub(super) fn set_lease_deadlines(&self, logged: &[LoggedLease], asked: Instant) {
+    /// Sets lease deadlines from the remaining times that the log returned. `queried_at` is the time before the query.
+    pub(super) fn set_lease_deadlines(&self, logged: &[LoggedLease], queried_at: Instant) {
         let now = Instant::now();
         let mut leases = self.leases.lock();
         for lease in logged {
             if let Some(left_secs) = lease.left_secs {
-                leases.set_left(lease.id, left_secs, asked, now);
+                leases.set_left(lease.id, left_secs, queried_at, now);
             }
         }
     }

@@ -95,7 +95,7 @@ impl Store {
     /// If the log cannot be read or is corrupt.
     pub async fn open(log: Arc<dyn Log>, settings: Settings) -> Result<Self> {
         if let Some(shared) = log.shared() {
-            // Before the leases are read: leases do not expire while no instance is alive.
+            // Leases do not expire while no instance is alive: the heartbeat extends them, so it precedes the read.
             shared.beat().await?;
         }
         let Replayed { meta, index, garbage, .. } = replay(&*log).await?;
@@ -173,7 +173,7 @@ impl Shared {
 }
 
 impl Pulses {
-    /// Registers the heartbeats at the watchdog.
+    /// Registers the heartbeats with the watchdog.
     fn register(&self, watchdog: &Watchdog, queue: &WriteQueue) {
         let Self { writer, expiry, compactor, follower, heads, renewals } = self;
         watchdog.follow_queue("writer", writer, queue.has_waiting());
@@ -217,11 +217,11 @@ fn renewal_query(shared: Arc<Shared>) -> SharedQuery<LeaseId, Result<Option<Logg
                 let mut distinct = ids.clone();
                 distinct.sort_unstable();
                 distinct.dedup();
-                let asked = Instant::now();
+                let queried_at = Instant::now();
                 match log.leases(&distinct, Touch::Renew).await {
                     Ok(found) => {
-                        // Before the responses are sent, which takes time.
-                        shared.set_lease_deadlines(&found, asked);
+                        // This precedes the responses, because sending them takes time.
+                        shared.set_lease_deadlines(&found, queried_at);
                         let found: HashMap<LeaseId, LoggedLease> =
                             found.into_iter().map(|logged| (logged.id, logged)).collect();
                         ids.iter().map(|id| Ok(found.get(id).copied())).collect()

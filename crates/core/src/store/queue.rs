@@ -16,10 +16,10 @@ use super::{
     write_request::{Outcome, Request},
 };
 
-/// Maximum number of waiting requests, as in etcd; above it: "too many requests".
+/// Maximum number of waiting requests, as in etcd. Further requests fail with "too many requests".
 pub(super) const QUEUE_REQUESTS_MAX: usize = 5_000;
 
-/// Maximum number of waiting bytes of keys and values; above it: "too many requests".
+/// Maximum bytes of keys and values in waiting requests. Further requests fail with "too many requests".
 const QUEUE_BYTES_MAX: usize = 256 << 20;
 
 /// The handle through which one request is answered, exactly once.
@@ -86,7 +86,7 @@ impl WriteQueue {
         outcome
     }
 
-    /// Returns a function that returns whether requests are waiting. It returns false once the queue is gone.
+    /// Returns a function that returns whether requests are waiting. The function returns false after the queue was dropped.
     pub(super) fn has_waiting(&self) -> impl Fn() -> bool + Send + 'static {
         let commands = self.commands.downgrade();
         move || commands.upgrade().is_some_and(|commands| commands.capacity() < commands.max_capacity())

@@ -35,15 +35,15 @@ impl Store {
         let started = Instant::now();
         let metrics = &self.shared.metrics.store;
         metrics.ranges.inc();
-        let answer = self.range_whole(request).await;
+        let response = self.range_whole(request).await;
         let took = started.elapsed();
-        self.range_durations[usize::from(answer.is_ok())].observe(took.as_secs_f64());
-        let pairs = answer.as_ref().map_or(0, |answer| answer.kvs.len());
+        self.range_durations[usize::from(response.is_ok())].observe(took.as_secs_f64());
+        let pairs = response.as_ref().map_or(0, |response| response.kvs.len());
         // A large response may still become slow while it is sent.
         if took > self.slow_threshold || pairs > DESCRIBED_PAIRS {
             trace::set_request(|| format!("range {} pairs={pairs}", describe_range(&request.range)));
         }
-        answer
+        response
     }
 
     /// Reads a range. Repeats a read at the latest revision if a compaction overtook it.
@@ -56,7 +56,7 @@ impl Store {
             match self.shared.range_once(request).await {
                 // No revision was requested, so a newer one is correct.
                 Err(Error::Compacted) if request.at == ReadAt::Latest => {}
-                answer => return answer,
+                response => return response,
             }
         }
     }

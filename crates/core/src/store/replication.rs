@@ -11,23 +11,24 @@ use tokio::sync::{Mutex as AsyncMutex, watch};
 
 use crate::types::{Change, ChangeKind, EncodedKv, Revision};
 
-/// Maximum number of applied changes kept for comparison with another server's log, and maximum bytes of their pairs.
+/// Maximum number of applied changes kept for comparison with another server's log.
 const TAIL_CHANGES_MAX: usize = 256;
+/// Maximum bytes of the pairs of these changes.
 const TAIL_BYTES_MAX: usize = 1 << 20;
 
 /// The state of this instance relative to the log.
 pub(super) struct ReplicationState {
     /// Held while catching up.
     pub(super) lock: AsyncMutex<()>,
-    /// The database server whose log was last found to continue this instance's state.
+    /// The database server whose log was last verified to contain the changes that this instance applied.
     pub(super) server: AtomicI64,
     /// The head after the running append of this instance; 0 if none is running.
     pub(super) own_append: AtomicI64,
     /// Marked as changed whenever changes were applied.
     pub(super) applied: watch::Sender<()>,
     pub(super) tail: Mutex<AppliedTail>,
-    /// The newest compaction that was read from the log, or `i64::MIN`. It is read once per epoch and takes effect when
-    /// its revision is applied, which may be in a later attempt.
+    /// The newest compaction that was read from the log; `i64::MIN` if there is none. It is read once per epoch and
+    /// takes effect when its revision is applied, which may be in a later attempt to catch up.
     pub(super) recorded_compaction: AtomicI64,
     /// The reason why this instance must stop.
     pub(super) failed: watch::Sender<Option<String>>,

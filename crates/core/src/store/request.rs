@@ -104,7 +104,7 @@ pub struct DeleteRequest {
     pub prev_kv: bool,
 }
 
-/// A transaction: if all compares hold, the `success` operations, else the `failure` operations.
+/// A transaction. Executes the `success` operations if all compares hold, otherwise the `failure` operations.
 #[derive(Clone, Debug)]
 pub struct TxnRequest {
     pub compares: Vec<Compare>,
@@ -219,7 +219,7 @@ pub struct LeaseGranted {
     pub ttl_secs: i64,
 }
 
-/// Whether Compact returns immediately or when the rows are deleted.
+/// Whether a compaction request returns immediately or after the rows are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompactionWait {
     ForRevision,

@@ -21,10 +21,10 @@ use crate::{
     watchdog::Pulse,
 };
 
-/// Maximum time a request waits for the database; after that it fails as not applied. etcd waits as long for a leader.
+/// Maximum time a request waits for the database; after that it fails as not applied. Equals etcd's wait for a leader.
 pub(super) const WAIT_MAX: Duration = Duration::from_secs(7);
 
-/// The identity that etcd's response headers carry.
+/// The identity in etcd's response headers.
 #[derive(Debug, Clone, Copy)]
 pub struct Identity {
     pub cluster_id: u64,
@@ -47,7 +47,7 @@ pub(super) struct Shared {
     pub(super) read_memory: ReadMemory,
     /// Schedules the steps of long reads.
     pub(super) steps: Arc<Steps>,
-    /// Notified when the earliest lease deadline may have moved closer.
+    /// Notified when the earliest lease deadline may have become earlier.
     pub(super) lease_deadline: Notify,
     /// Notified when there is something to compact.
     pub(super) compaction: Notify,

@@ -11,27 +11,27 @@ use crate::watchdog::Pulse;
 pub struct SharedQuery<I, O>(mpsc::UnboundedSender<(I, oneshot::Sender<O>)>);
 
 impl<I, O> SharedQuery<I, O> {
-    /// Returns the handle and the future that runs the queries until the handle is dropped. `ask` returns a response
-    /// for each item, in their order.
-    pub fn new<F, A>(ask: F, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
+    /// Returns the handle and the future that runs the queries until the handle is dropped. `run_query` returns a
+    /// response for each item, in their order.
+    pub fn new<F, A>(run_query: F, pulse: Arc<Pulse>) -> (Self, impl Future<Output = ()> + Send)
     where
         F: Fn(Vec<I>) -> A + Send,
         A: Future<Output = Vec<O>> + Send,
         I: Send,
         O: Send,
     {
-        let (sender, mut asked) = mpsc::unbounded_channel::<(I, oneshot::Sender<O>)>();
+        let (sender, mut requests) = mpsc::unbounded_channel::<(I, oneshot::Sender<O>)>();
         let run = async move {
             loop {
                 pulse.rest();
-                let Some(first) = asked.recv().await else { return };
+                let Some(first) = requests.recv().await else { return };
                 pulse.beat();
                 let (mut items, mut callers) = (vec![first.0], vec![first.1]);
-                while let Ok((item, answer)) = asked.try_recv() {
+                while let Ok((item, caller)) = requests.try_recv() {
                     items.push(item);
-                    callers.push(answer);
+                    callers.push(caller);
                 }
-                for (response, caller) in ask(items).await.into_iter().zip(callers) {
+                for (response, caller) in run_query(items).await.into_iter().zip(callers) {
                     // The caller may have stopped waiting.
                     let _ = caller.send(response);
                 }
@@ -42,9 +42,9 @@ impl<I, O> SharedQuery<I, O> {
 
     /// Returns the response for an item, or `None` if the task has ended.
     pub async fn query(&self, item: I) -> Option<O> {
-        let (sender, answer) = oneshot::channel();
+        let (sender, response) = oneshot::channel();
         self.0.send((item, sender)).ok()?;
-        answer.await.ok()
+        response.await.ok()
     }
 }
 
@@ -58,11 +58,11 @@ mod tests {
 
     #[tokio::test]
     async fn callers_during_a_query_share_the_next_one() {
-        let questions = Arc::new(Mutex::new(Vec::new()));
-        let asked = Arc::clone(&questions);
+        let sent = Arc::new(Mutex::new(Vec::new()));
+        let sent_by_run = Arc::clone(&sent);
         let (queries, run) = SharedQuery::new(
             move |items: Vec<u32>| {
-                asked.lock().unwrap().push(items.clone());
+                sent_by_run.lock().unwrap().push(items.clone());
                 async move {
                     tokio::task::yield_now().await;
                     items.into_iter().map(|item| item * 10).collect()
@@ -76,9 +76,9 @@ mod tests {
         assert!(run.as_mut().now_or_never().is_none(), "the first query is running");
         let others = join_all([2, 3, 4].map(|item| queries.query(item)));
         let all = async { (first.await, others.await) };
-        let (first, others) = tokio::select! { answers = all => answers, () = run => panic!("the task ended") };
+        let (first, others) = tokio::select! { responses = all => responses, () = run => panic!("the task ended") };
         assert_eq!(first, Some(10));
         assert_eq!(others, [Some(20), Some(30), Some(40)]);
-        assert_eq!(*questions.lock().unwrap(), [vec![1], vec![2, 3, 4]]);
+        assert_eq!(*sent.lock().unwrap(), [vec![1], vec![2, 3, 4]]);
     }
 }

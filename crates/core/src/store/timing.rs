@@ -1,4 +1,4 @@
-//! Measures how long requests take: histograms, and the times in a request's trace.
+//! Measures the duration of requests, for the histograms and for the trace of each request.
 
 use std::time::Duration;
 

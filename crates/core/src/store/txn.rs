@@ -377,7 +377,7 @@ impl<'a> Evaluation<'a> {
         self.batch.push(Change { row, key, kind: ChangeKind::Delete, prev, prev_lease });
     }
 
-    /// Returns the revision for the transaction's responses: its own once it has changed something, else the head.
+    /// Returns the revision for the transaction's responses: its own if it has changed a key, otherwise the head.
     fn revision(&self, savepoint: Savepoint) -> Revision {
         if self.batch.changed_since(savepoint) { self.batch.head().next() } else { self.batch.head() }
     }
@@ -394,8 +394,8 @@ impl<'a> Evaluation<'a> {
         current.kv.clone().or_else(|| self.read_row(current.version.row))
     }
 
-    /// Returns the pair of a row. If it is neither fetched nor cached, the row is noted as missing and the request is
-    /// evaluated again. A row that was fetched and not found is noted again: the caller has to find out why.
+    /// Returns the pair of a row. If it is neither fetched nor cached, the row is recorded as missing and the request
+    /// is evaluated again. A row that was fetched and not found is recorded again: the caller has to find out why.
     fn read_row(&mut self, row: RowId) -> Option<EncodedKv> {
         let kv = self.fetched.get(&row).cloned().flatten().or_else(|| self.cache.get(row));
         if kv.is_none() {

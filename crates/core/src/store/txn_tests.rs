@@ -84,7 +84,7 @@ struct World {
     batch: Batch,
     fetched: Fetched,
     model: Model,
-    /// The model of what is in the log.
+    /// The model of the log's contents.
     committed: Model,
 }
 

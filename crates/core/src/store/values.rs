@@ -5,7 +5,7 @@ use quick_cache::{Weighter, sync::Cache};
 
 use crate::types::{Change, ChangeKind, EncodedKv, RowId};
 
-/// Approximate overhead of an entry in bytes: the cache's bookkeeping and the allocation's.
+/// Approximate overhead of an entry in bytes, in the cache and in the allocator.
 const ENTRY_BYTES: u64 = 96;
 /// Assumed size of a pair in bytes when the cache is created. A wrong assumption costs speed, not memory.
 const PAIR_BYTES_GUESS: u64 = 1024;

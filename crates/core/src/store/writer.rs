@@ -10,7 +10,7 @@
 //! }
 //! ```
 //!
-//! A batch of any size costs one commit. A request that changes nothing is answered in the order of the batch, too. If
+//! A batch of any size costs one commit. Requests that change nothing are also answered in the order of the batch. If
 //! the outcome of an append is unknown, its requests fail as [`Error::OutcomeUnknown`] and the writer reads the log
 //! before it continues.
 //!
@@ -76,7 +76,7 @@ pub(super) struct Writer {
     pending: VecDeque<Command>,
     /// Another instance appended in between, so this one takes the append lock before it evaluates.
     is_contended: bool,
-    /// Whether this instance holds the append lock: no other instance can append until it does.
+    /// Whether this instance holds the append lock: no other instance can append before this one has appended.
     holds_append_lock: bool,
     is_closed: bool,
     busy_poll: BusyPoll,
@@ -269,7 +269,7 @@ impl Writer {
             if self.shared.has_moved_past(expected).await? {
                 return Ok(false);
             }
-            // A row that was read before and not found is needed again: the index names a row that is not in the log.
+            // The evaluation needs a row again that was not found: the index refers to a row that is not in the log.
             error!(?rows, "rows of live versions are missing from the log");
             return Err(Error::Corrupt);
         }

@@ -26,7 +26,7 @@ impl EncodedKv {
         }
         put_bytes(&mut buf, 5, value);
         put_int(&mut buf, 6, lease);
-        debug_assert_eq!(buf.len(), len, "the length is computed as it is written");
+        debug_assert_eq!(buf.len(), len, "the encoded length equals the computed length");
         Self(buf.into())
     }
 

@@ -85,7 +85,7 @@ impl Chunk {
         &self.bytes
     }
 
-    /// Returns its oldest revision.
+    /// Returns the oldest revision in the chunk.
     pub fn first(&self) -> Revision {
         self.first
     }

@@ -1,8 +1,8 @@
 //! The hub: sends each committed change to the synced watches whose range contains its key.
 //!
 //! One lock orders joining, progress and publishing. A watch that joins at a revision therefore receives every later
-//! one, and a progress notification is queued after all events that it covers. Publishing encodes an event once per
-//! range and flavor, however many watches share it.
+//! revision, and a progress notification is queued after all events that it covers. Publishing encodes an event once
+//! per range and flavor, regardless of the number of watches that share it.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -103,7 +103,7 @@ impl Hub {
         self.state.lock().head
     }
 
-    /// Returns whether any synced watch wants previous pairs, so that changes should contain them.
+    /// Returns whether any synced watch requested previous pairs, so that changes should contain them.
     pub fn wants_prev(&self) -> bool {
         self.state.lock().prev_kv_members > 0
     }
@@ -119,8 +119,8 @@ impl Hub {
         state.publish(changes, head);
     }
 
-    /// Moves to `head` without publishing the changes before it. `apply` makes them readable. Watches read the changes
-    /// that they miss from the log, or learn there that they were compacted.
+    /// Moves to `head` without publishing the changes before it. `apply` makes them readable. Watches read these
+    /// changes from the log; a watch ends if its changes were compacted.
     pub fn reset_to(&self, head: Revision, compact_revision: Option<Revision>, apply: impl FnOnce()) {
         let mut state = self.state.lock();
         apply();
@@ -157,7 +157,7 @@ impl Hub {
         }
     }
 
-    /// Joins a watch that was sent everything before `next`.
+    /// Joins a watch for which all events before `next` were queued.
     pub(super) fn join(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> JoinOutcome {
         self.state.lock().join(outbox, id, spec, next)
     }

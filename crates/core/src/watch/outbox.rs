@@ -4,8 +4,8 @@
 //! messages: those respond to requests, and requests are read only while the outbox has capacity. The limit is on
 //! memory: a chunk that several watches of the stream receive is counted once.
 //!
-//! Many streams that are not read could still use much memory together, for chunks if each has its own range, and for
-//! queue slots. Above a global limit, each stream may keep only a small queue; its watches read the log later.
+//! Many streams that are not read could still use much memory together: for queue slots, and for chunks if each stream
+//! has its own range. Above a global limit, each stream may keep only a small queue; its watches read the log later.
 
 use std::{
     pin::Pin,
@@ -26,7 +26,7 @@ use crate::types::{Revision, WatchId};
 
 /// Maximum bytes waiting on one stream. Small in unit tests.
 const OUTBOX_BYTES_MAX: usize = if cfg!(test) { 1 << 10 } else { 8 << 20 };
-/// The same while all streams together exceed the memory limit.
+/// Maximum bytes waiting on one stream while all streams together exceed the memory limit.
 const SHORT_MEMORY_BYTES_MAX: usize = if cfg!(test) { 1 << 9 } else { 16 << 10 };
 
 /// The outbox of one stream, shared by the hub, the session and the connection.
@@ -34,7 +34,7 @@ const SHORT_MEMORY_BYTES_MAX: usize = if cfg!(test) { 1 << 9 } else { 16 << 10 }
 pub struct Outbox {
     inner: Mutex<Inner>,
     /// Notified when the session has work: the outbox has capacity again, a watch fell behind, a progress request can
-    /// be answered, or the client is gone.
+    /// be answered, or the client has disconnected.
     pub(super) notify: Notify,
 }
 
@@ -95,7 +95,7 @@ impl Outbox {
         true
     }
 
-    /// Notes that a watch must catch up from `next` and notifies the session.
+    /// Records that a watch must catch up from `next` and notifies the session.
     pub(super) fn mark_lagging(&self, id: WatchId, next: Revision) {
         self.inner.lock().lagging.push((id, next));
         self.notify.notify_one();

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::types::{Revision, WatchId};
 
-/// Bytes waiting on all streams above which the limit of each stream is lowered.
+/// Total bytes waiting on all streams above which the limit of each stream is lowered.
 pub(super) const ALL_BYTES_MAX: usize = 256 << 20;
 /// Overhead of a message in bytes, unless it follows another of its run.
 pub(super) const SLOT_BYTES: usize = size_of::<Slot>();

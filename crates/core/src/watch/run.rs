@@ -11,9 +11,9 @@ use parking_lot::Mutex;
 use super::chunk::Chunk;
 use crate::types::Revision;
 
-/// Maximum number of chunks and bytes per run; a larger chunk has a run of its own. A stream that waits for one chunk
-/// of a run keeps all of them in memory.
+/// Maximum number of chunks per run. A stream that waits for one chunk of a run keeps all of them in memory.
 const RUN_CHUNKS_MAX: u16 = 256;
+/// Maximum bytes per run. A larger chunk has a run of its own.
 const RUN_BYTES_MAX: usize = if cfg!(test) { 512 } else { 16 << 10 };
 
 /// Consecutive chunks of one range and flavor.
@@ -97,7 +97,7 @@ impl ChunkRun {
 pub struct RunTail(Weak<ChunkRun>);
 
 impl RunTail {
-    /// Adds a chunk after the last one if a stream still waits for the run, else to a new run.
+    /// Adds a chunk to the current run if a stream still waits for that run, otherwise to a new run.
     pub fn append(&mut self, chunk: Chunk, revision: Revision) -> ChunkRef {
         let (len, first) = (chunk.len(), chunk.first());
         let appended = match self.0.upgrade() {

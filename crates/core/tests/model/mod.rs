@@ -36,7 +36,7 @@ impl Pair {
     }
 }
 
-/// A change; a pair of `None` is a delete.
+/// A change; `None` as the pair means a delete.
 #[derive(Clone, Debug)]
 pub struct Row {
     pub id: RowId,
@@ -85,7 +85,7 @@ impl Model {
         Self { rows, head, leases: leases.map(|id| (id, 0)).collect(), ..Self::new() }
     }
 
-    // Requests. A failed request may leave the model half changed.
+    // Requests. A failed request may leave the model partly changed.
 
     pub fn put(&mut self, put: &PutRequest) -> Result<PutResponse> {
         self.begin();

@@ -31,7 +31,7 @@ pub(super) async fn break_things(world: Rc<World>) {
                 world.mend(async move {
                     let world = on;
                     sleep(millis(0, 4_000)).await;
-                    // It may have been killed and started again.
+                    // The instance may have been killed and started again.
                     let is_down = world.instances[place].borrow().group == group;
                     if is_down {
                         world.start(place);
@@ -85,7 +85,7 @@ impl World {
         });
     }
 
-    /// Ends a fault later.
+    /// Ends a fault after a delay.
     fn mend(self: &Rc<Self>, mend: impl Future<Output = ()> + 'static) {
         self.broken.set(self.broken.get() + 1);
         let world = Rc::clone(self);
@@ -108,7 +108,7 @@ impl World {
         });
     }
 
-    /// An instance receives no notifications for a while.
+    /// Drops all notifications to an instance for a limited time.
     fn lose_notifications(self: &Rc<Self>, place: usize, time: Duration) {
         let run = self.instances[place].borrow().group;
         let Some(notified) = self.database.lock().listeners.get_mut(&run).and_then(Option::take) else { return };

@@ -78,7 +78,7 @@ impl Call {
         Self::Range(RangeRequest { range: KeyRange::all(), ..latest() })
     }
 
-    /// Returns whether the request may make a revision.
+    /// Returns whether the request may create a revision.
     pub fn writes(&self) -> bool {
         match self {
             Self::Put(_) | Self::Delete(_) | Self::Txn(_) | Self::Revoke(_) => true,

@@ -20,7 +20,7 @@ use orlop_core::{
     watch::{Messages, Outbox},
 };
 
-/// Sends random requests, one after the other.
+/// Sends random requests one at a time.
 pub(super) async fn call(world: Rc<World>) {
     for _ in 0..world.profile.calls {
         sleep(millis(0, world.profile.pause)).await;

@@ -30,13 +30,13 @@ pub(super) struct Faults {
     pub refused: usize,
     /// The call may be applied, now or later, and its response is lost.
     pub lost: usize,
-    /// The call takes up to some seconds.
+    /// The call takes up to several seconds.
     pub slow: usize,
     /// A notification is lost.
     pub unheard: usize,
 }
 
-/// Everything that one append makes durable; owned, because the caller may be gone by then.
+/// Everything that one append makes durable; owned, because the caller may have ended by then.
 pub(super) struct Owned {
     expected: Position,
     changes: Vec<Change>,

@@ -54,7 +54,7 @@ impl Ledger {
     }
 
     pub fn show(&mut self, revision: Revision, truth: &Truth) {
-        assert!(revision <= truth.head, "revision {revision} is shown, the log ends at {}", truth.head);
+        assert!(revision <= truth.head, "a response has revision {revision}, but the log ends at {}", truth.head);
         self.shown = self.shown.max(revision);
     }
 
@@ -152,10 +152,10 @@ impl Ledger {
                 self.compacted = self.compacted.max(Some(at));
                 revision
             }
-            (call, answer) => panic!("{answer:?} answers {call:?}"),
+            (call, answer) => panic!("{answer:?} is not a response to {call:?}"),
         };
         let asked = &self.asked[number];
-        assert!(revision >= asked.shown, "{:?} is answered at {revision}, {} was seen before", asked.call, asked.shown);
+        assert!(revision >= asked.shown, "{:?} returned {revision}, {} was seen before", asked.call, asked.shown);
         self.show(revision, truth);
     }
 
@@ -184,7 +184,7 @@ impl Ledger {
             let (unchanged, rows) = run(answer.revision);
             assert!(
                 unchanged.as_ref() == Ok(answer) && rows.is_empty(),
-                "{request:?} is answered {answer:?}, not {changed:?} nor {unchanged:?}"
+                "{request:?} returned {answer:?}, expected {changed:?} or {unchanged:?}"
             );
         }
         answer.revision
@@ -199,7 +199,7 @@ impl Ledger {
         if request.consistency == Consistency::Linearizable {
             assert!(
                 answer.revision >= asked.shown,
-                "{request:?} reads {}, {} was seen before",
+                "{request:?} reads at {}, but {} was seen before",
                 answer.revision,
                 asked.shown
             );

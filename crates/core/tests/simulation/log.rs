@@ -54,7 +54,7 @@ enum AppendLock {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Answered,
-    /// Applied or not, at once or later; the response is lost.
+    /// The response is lost. The append is applied immediately, applied later or never applied.
     Lost,
     Refused,
 }
@@ -127,7 +127,7 @@ impl SimulatedLog {
         Err(Error::OutcomeUnknown("disk I/O error".to_owned()))
     }
 
-    /// An append as a statement that the server executes even if the client is gone.
+    /// An append as a statement that the server executes even if the client has disconnected.
     async fn append_shared(&self, append: Owned, append_lock: AppendLock) -> Result<Appended> {
         let fate = self.fate();
         if fate == Fate::Refused {
@@ -249,7 +249,7 @@ impl Log for SimulatedLog {
     }
 
     async fn close(&self) {
-        // An instance that cannot leave is considered gone after a while.
+        // An instance that cannot deregister is considered stopped after a timeout.
         let _ = self.ask(|database| database.leave(self.member.id, self.run)).await;
     }
 

@@ -1,9 +1,9 @@
 //! Runs the tasks of a simulation one at a time under tokio's paused clock: each step polls a random woken task, and
 //! when no task is woken the clock advances to the next timer.
 //!
-//! The next task is drawn from the woken ones sorted by number, so that the order of wakeups, which tokio partly leaves
-//! to chance, has no effect. Tasks belong to groups (an instance, the database, the world), which can be paused and
-//! killed at any await point.
+//! The next task is drawn from the woken tasks sorted by number, because tokio does not fully define the order of
+//! wakeups. Tasks belong to groups (an instance, the database, the world), which can be paused and killed at any await
+//! point.
 
 use std::{
     cell::{Cell, RefCell},
@@ -26,7 +26,7 @@ pub(super) type Group = u64;
 
 /// Clients and fault injection.
 pub(super) const WORLD: Group = 0;
-/// The database's own work, whichever instance requested it.
+/// Work inside the database, requested by any instance.
 pub(super) const DATABASE: Group = 1;
 
 /// A run that takes longer than this in simulated time is stuck.
@@ -41,7 +41,7 @@ thread_local! {
 pub(super) struct Report {
     pub steps: u64,
     pub elapsed: Duration,
-    /// A hash of every step: which task, and when.
+    /// A hash of the task and the time of every step.
     pub trace: u64,
 }
 
@@ -211,7 +211,7 @@ impl Scheduler {
             let task = tasks.get_mut(&number).expect("the number was drawn from existing tasks");
             (task.group, task.waker.clone(), task.future.take())
         };
-        let mut future = future.expect("only one is polled at a time");
+        let mut future = future.expect("no other poll of the task is in progress");
         self.group.set(group);
         let done = future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready();
         self.group.set(WORLD);

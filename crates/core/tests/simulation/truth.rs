@@ -174,7 +174,7 @@ impl Truth {
         Model::of(self.live_at(at), at, (1..=LEASES).map(LeaseId))
     }
 
-    /// The same, including all earlier revisions.
+    /// Returns the store at a revision, including all earlier revisions.
     pub fn whole_model_at(&self, at: Revision) -> Model {
         let mut model = self.model_at(at);
         model.rows = self.rows[..self.place_of(at.next())].to_vec();
@@ -282,8 +282,7 @@ impl Truth {
             life.ttl_secs == ttl_secs && gone.is_none_or(|gone| gone >= from)
         };
         let life = self.lives.entry(id).or_default().iter_mut().rev().find(was_there);
-        let life =
-            life.unwrap_or_else(|| panic!("{ttl_secs} seconds are left of the lease {id:?}, which did not exist"));
+        let life = life.unwrap_or_else(|| panic!("the lease {id:?} has {ttl_secs} seconds left, but did not exist"));
         let promised = from.max(life.granted) + seconds(ttl_secs);
         let is_broken = life.ended.is_some_and(|(ended, end)| end == End::Expired && ended < promised);
         assert!(!is_broken, "the lease {id:?} was renewed but expired");

@@ -1,5 +1,5 @@
 //! Watches: the server's half of a stream, as `api::watch` implements it without gRPC, and the watches of one client,
-//! which check every response and resume on another stream where the last one broke.
+//! which check every response and, when a stream breaks, resume on another one.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -106,7 +106,7 @@ pub(super) struct Watch {
     from: Revision,
     /// Index in the truth of the first row not yet received; `None` until the watch is created.
     place: Option<usize>,
-    /// Like `place`, at the end of the last complete message.
+    /// The value of `place` after the last complete message.
     whole: Option<usize>,
     newest: Revision,
 }
@@ -147,7 +147,7 @@ impl Watches {
     }
 
     pub fn begin(&mut self, id: WatchId, truth: &Truth) -> Command {
-        let watch = self.all.get_mut(&id).expect("one of this client's");
+        let watch = self.all.get_mut(&id).expect("a watch of this client");
         watch.state = State::Requested;
         if watch.place.is_some() {
             watch.spec.start = Some(watch.needs(truth));
@@ -239,7 +239,7 @@ impl Watches {
 }
 
 impl Watch {
-    /// The watch must receive every event from this revision on.
+    /// First revision whose events the watch must receive.
     pub fn begin_at(&mut self, from: Revision, truth: &Truth) {
         self.from = from;
         self.place = Some(truth.place_of(from));
@@ -278,7 +278,7 @@ impl Watch {
         assert!(!events.is_empty());
         for event in &events {
             let next = self.next(self.place.expect("the watch was created"), truth);
-            let (place, row) = next.unwrap_or_else(|| panic!("{event:?} is not owed to {:?}", self.spec));
+            let (place, row) = next.unwrap_or_else(|| panic!("{event:?} is not expected by {:?}", self.spec));
             let prev = row.prev.as_ref().filter(|_| self.spec.flavor.prev_kv).map(|pair| pair.encoded());
             let may_lack_prev = Some(row.id.revision) <= truth.compact_revision;
             let is_it = *event == decode(&Truth::event(row, prev))

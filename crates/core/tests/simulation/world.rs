@@ -218,7 +218,7 @@ impl World {
         }
     }
 
-    /// Waits until all activity has ended, and checks everything.
+    /// Waits until all activity has ended, and checks the final state.
     pub async fn finish(self: &Rc<Self>) {
         super::trace(|| "no more faults".to_owned());
         self.is_calm.set(true);

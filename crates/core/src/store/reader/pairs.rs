@@ -20,20 +20,21 @@ use crate::{
 
 /// Keys visited per step while the index is locked.
 pub(super) const STEP_KEYS: usize = 2_000;
-/// Number of steps of a read that only yield. The pages of kube-apiserver need fewer.
+/// Number of first steps of a read that only yield to other tasks. A page for kube-apiserver needs fewer steps.
 const UNPACED_STEPS_MAX: usize = 5;
-/// Values per step that are moved from a read of the log into the response and the cache.
+/// Number of values per step that are moved from a read of the log into the response and the cache.
 const STEP_VALUES: usize = 500;
-/// Maximum number of rows of a read that is not a list. Lists are limited separately.
+/// A read of more than this number of rows is a list. Lists are limited separately.
 pub(super) const FEW_ROWS_MAX: usize = 100;
 /// Target size of one read of the log, in bytes. 1 MiB would not be faster and would block other reads for longer.
 const READ_BYTES_TARGET: usize = 128 << 10;
-/// Maximum and minimum number of rows of one read of the log. Large values can follow small ones.
+/// Maximum number of rows of one read of the log, because large values can follow small ones.
 const READ_ROWS_MAX: usize = 250;
+/// Minimum number of rows of one read of the log.
 const READ_ROWS_MIN: usize = 2;
 /// Number of rows of the first read, when the size of the values is unknown.
 const READ_ROWS_FIRST: usize = 8;
-/// Reads of the log that a list runs concurrently: fewer than there are readers.
+/// Maximum number of concurrent reads of the log by one list: fewer than the connections for reads.
 const CONCURRENT_READS_MAX: usize = 2;
 
 /// Counts the steps of a read: the first [`UNPACED_STEPS_MAX`] only yield to other tasks, later ones wait to be
@@ -70,7 +71,7 @@ impl Shared {
             } else if !is_list && self.read_memory.has_free() {
                 break self.read_few(&pairs.missing).await?;
             }
-            // A waiting read must hold no values: other reads may be waiting for exactly their memory.
+            // A waiting read must hold no values: other reads may be waiting for the memory of these values.
             drop(pairs);
             if is_list {
                 let _list = self.read_memory.list().await?;

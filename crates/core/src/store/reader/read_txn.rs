@@ -22,7 +22,7 @@ impl Store {
             self.confirm().await?;
         }
         let mut fetched = Fetched::new();
-        // All its reads of the log are one list, however many evaluations it needs.
+        // All reads of the log for this transaction are one list, regardless of the number of evaluations.
         let mut list = None;
         loop {
             let (before, evaluated) = {
@@ -38,7 +38,7 @@ impl Store {
                 Err(Stop::Failed(error)) => return Err(error),
                 Err(Stop::NeedsValues(rows)) => rows,
                 Err(Stop::NeedsCommit | Stop::Outdated) => {
-                    unreachable!("a batch without changes has no revision beyond the log's")
+                    unreachable!("a batch without changes has no revision of its own")
                 }
             };
             if rows.iter().any(|row| fetched.get(row).is_some_and(Option::is_none)) {
@@ -70,7 +70,7 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// [`Error::Corrupt`] if nothing changed since `before`, the head and the compact revision of the evaluation.
+    /// [`Error::Corrupt`] if the head and the compact revision still equal `before`, those of the evaluation.
     async fn check_log_moved(&self, before: (Revision, Option<Revision>), rows: usize) -> Result<()> {
         if self.shared.log.shared().is_some() {
             self.shared.catch_up().await?;

@@ -98,7 +98,7 @@ impl Writer {
         if std::mem::take(&mut self.holds_append_lock) {
             let nothing =
                 Append { expected, changes: batch.changes(), leases: batch.leases(), compact: None, alarm: None };
-            // If it cannot be released, it is lost already.
+            // If the release fails, the lock is already lost.
             if let Err(failure) = self.shared.log.append(nothing).await {
                 debug!(error = %failure, "the append lock was lost");
             }

@@ -21,11 +21,11 @@ pub(super) struct Reader {
     /// The watch whose fragmented message continues.
     open: Option<WatchId>,
     /// The head at the last progress request, unless a response at or above that head was received since.
-    progress_asked_at_head: Option<Revision>,
+    progress_requested_at_head: Option<Revision>,
     /// Number of unanswered progress requests. One response may answer several.
     open_progress_requests: usize,
     clock: u64,
-    progress_asked_at_clock: u64,
+    progress_requested_at_clock: u64,
 }
 
 enum Sent {
@@ -53,9 +53,9 @@ impl Reader {
         self.requests.push_back(Sent::Cancel(id));
     }
 
-    pub(super) fn asked_for_progress(&mut self, head: Revision) {
+    pub(super) fn progress_requested(&mut self, head: Revision) {
         self.clock += 1;
-        (self.progress_asked_at_head, self.progress_asked_at_clock) = (Some(head), self.clock);
+        (self.progress_requested_at_head, self.progress_requested_at_clock) = (Some(head), self.clock);
         self.open_progress_requests += 1;
     }
 
@@ -122,7 +122,7 @@ impl Reader {
                 for watch in self.active.values() {
                     watch.check_progress(revision, history)?;
                 }
-                self.progress_asked_at_head = self.progress_asked_at_head.filter(|asked| *asked > revision);
+                self.progress_requested_at_head = self.progress_requested_at_head.filter(|head| *head > revision);
             }
             Message::Progress { id, revision } => {
                 let Some(watch) = self.active.get(&id) else { return Err(TestCaseError::fail(text)) };
@@ -157,12 +157,12 @@ impl Reader {
             prop_assert!(next_expected.is_none(), "{:?} was not sent to {:?}: {:?}", next_expected, id, watch.spec);
         }
         let has_started = |watch: &Watch| watch.spec.start.is_none_or(|start| start <= history.index.head());
-        let existed_when_asked = |watch: &Watch| watch.created_at < self.progress_asked_at_clock;
-        let due = self.active.values().all(has_started) && self.active.values().any(existed_when_asked);
+        let existed_at_request = |watch: &Watch| watch.created_at < self.progress_requested_at_clock;
+        let due = self.active.values().all(has_started) && self.active.values().any(existed_at_request);
         prop_assert!(
-            self.progress_asked_at_head.is_none() || !due,
+            self.progress_requested_at_head.is_none() || !due,
             "no progress notification since {:?}",
-            self.progress_asked_at_head
+            self.progress_requested_at_head
         );
         Ok(())
     }

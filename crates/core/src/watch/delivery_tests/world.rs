@@ -75,7 +75,7 @@ impl World {
             Action::Create(create) if has_capacity => stream.create(history, create, head),
             Action::Cancel(position) if has_capacity => stream.cancel(position),
             Action::Progress if has_capacity => {
-                stream.reader.asked_for_progress(head);
+                stream.reader.progress_requested(head);
                 stream.session.request_progress();
             }
             Action::Tick if has_capacity => stream.session.tick(),
