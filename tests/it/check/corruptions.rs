@@ -160,7 +160,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
         &["meta name=\"compact_revision\": value is -1, expected at least 0"],
         None,
     ),
-    ("DELETE FROM meta WHERE name = 'cluster_id'", &["meta name=\"cluster_id\": there is no such fact"], None),
+    ("DELETE FROM meta WHERE name = 'cluster_id'", &["meta name=\"cluster_id\": the fact is missing"], None),
     ("INSERT INTO meta VALUES ('colour', 1)", &["meta name=\"colour\": unknown fact"], None),
     ("INSERT INTO meta VALUES ('alarm/NOSPACE/7f', 1)", &[], None),
     // Known limit: a transaction whose rows are all missing is not detected.

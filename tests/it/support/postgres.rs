@@ -203,9 +203,12 @@ impl Postgres {
         let first = fs::read_to_string(self.data().join("postmaster.pid")).expect("a running server has it");
         let server: i32 =
             first.lines().next().and_then(|pid| pid.trim().parse().ok()).expect("its first line is a pid");
+        // The server is stopped first, because it would start a process that the list of its children lacks.
+        let mut paused = Paused(vec![server]);
+        paused.signal("-STOP");
         let children = procfs::process::all_processes().expect("there is a /proc").filter_map(Result::ok);
         let children = children.filter_map(|child| child.stat().ok()).filter(|stat| stat.ppid == server);
-        let paused = Paused(std::iter::once(server).chain(children.map(|stat| stat.pid)).collect());
+        paused.0.extend(children.map(|stat| stat.pid));
         paused.signal("-STOP");
         paused
     }
