@@ -1,5 +1,5 @@
 //! The parsers of external input, each as a function of arbitrary bytes that panics if a property is violated: the form
-//! that fuzzers require. The tests next to this file run every target on its seeds and on about 10,000 mutations of
+//! that fuzzers require. The tests next to this file run every target on its seeds and on 300 to 20,000 mutations of
 //! them.
 //!
 //! Each target checks a property in addition to the absence of panics: re-encoding a decoded message preserves it, a

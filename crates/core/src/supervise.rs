@@ -134,7 +134,8 @@ async fn handle_panic(work: impl Future<Output = ()>, panicked: impl FnOnce(&Pan
 
 /// Acknowledged writes are durable at any moment, so the process ends without cleaning up.
 fn end_process(task: &str, panic: &Panic) -> ! {
-    const WHY: &str = "the server cannot continue without this task and exits. All acknowledged writes are in the log: restart the server, and report this error";
+    const WHY: &str = "the server cannot continue without this task and exits. All acknowledged writes are in the log: \
+                       restart the server, and report this error";
     error!(task, place = panic.place, message = panic.message, "{task} panicked; {WHY}");
     eprintln!("orlop: {task}: {panic}; {WHY}");
     std::process::exit(EXIT_PANICKED)
