@@ -1,4 +1,5 @@
-//! Inputs of the benches: keys below `/registry/pods/` as kube-apiserver makes them, the same in every run.
+//! Inputs of the benchmarks: keys below `/registry/pods/`, named as kube-apiserver names them. They are the same in
+//! every run.
 
 use std::{
     collections::HashMap,
@@ -24,17 +25,17 @@ use orlop_core::{
 };
 use orlop_wire::proto::server::etcdserverpb as pb;
 
-/// Keys per namespace.
-const NAMESPACE: usize = 1_000;
-/// A prime, so that keys are visited in an order without cache locality.
+const KEYS_PER_NAMESPACE: usize = 1_000;
+/// Distance between keys that are visited one after the other, so that visits have no cache locality. A prime, so that
+/// all keys are visited before one is repeated.
 const STRIDE: usize = 7_919;
 
 fn key(number: usize) -> Key {
-    let name = format!("/registry/pods/namespace-{:05}/pod-{:03}", number / NAMESPACE, number % NAMESPACE);
-    Key::from(name.as_bytes())
+    let (namespace, pod) = (number / KEYS_PER_NAMESPACE, number % KEYS_PER_NAMESPACE);
+    Key::from(format!("/registry/pods/namespace-{namespace:05}/pod-{pod:03}").as_bytes())
 }
 
-/// Returns `count` numbers spread over a store of `keys` keys.
+/// Returns `count` numbers of keys, spread over a store of `keys` keys.
 fn scattered(keys: usize, count: usize) -> impl Iterator<Item = usize> {
     (0..count).map(move |number| number * STRIDE % keys)
 }
@@ -76,18 +77,19 @@ impl Index {
         changes.iter().for_each(|change| self.index.apply(change));
     }
 
+    /// Returns `count` existing keys.
     pub fn wanted(&self, count: usize) -> Vec<Key> {
         scattered(self.keys, count).map(key).collect()
     }
 
-    /// Returns the number of live keys.
+    /// Looks up each of the keys. Returns the number of live ones.
     pub fn get(&self, keys: &[Key]) -> usize {
         keys.iter().filter(|key| self.index.get(key, self.index.head()).is_some()).count()
     }
 
     /// Returns the number of keys in the first `namespaces` namespaces.
     pub fn range(&self, namespaces: usize) -> usize {
-        let range = KeyRange::from_wire(&key(0), &key(namespaces * NAMESPACE));
+        let range = KeyRange::from_wire(&key(0), &key(namespaces * KEYS_PER_NAMESPACE));
         self.index.range(range.bounds(), self.index.head()).count()
     }
 
@@ -100,7 +102,7 @@ impl Index {
     }
 }
 
-/// A store's state, and updates as kube-apiserver sends them.
+/// A store's state, and transactions that update a key if it has not changed, as kube-apiserver sends them.
 pub struct Transactions {
     index: Index,
     leases: lease::Table,
@@ -174,7 +176,7 @@ impl Answer {
     }
 }
 
-/// A set of watchers: one on each key, and one on each namespace.
+/// Watchers: one on each key, and one on each namespace.
 pub struct Watchers {
     intervals: Intervals<usize>,
     keys: usize,
@@ -186,13 +188,15 @@ impl Watchers {
         for number in 0..watchers {
             *intervals.get_or_insert_with(&KeyRange::Single(key(number)), || 0) += 1;
         }
-        for namespace in 0..watchers.div_ceil(NAMESPACE) {
-            let range = KeyRange::from_wire(&key(namespace * NAMESPACE), &key((namespace + 1) * NAMESPACE));
+        for namespace in 0..watchers.div_ceil(KEYS_PER_NAMESPACE) {
+            let first = namespace * KEYS_PER_NAMESPACE;
+            let range = KeyRange::from_wire(&key(first), &key(first + KEYS_PER_NAMESPACE));
             *intervals.get_or_insert_with(&range, || 0) += 1;
         }
         Self { intervals, keys: watchers }
     }
 
+    /// Returns `count` watched keys.
     pub fn changed(&self, count: usize) -> Vec<Key> {
         scattered(self.keys, count).map(key).collect()
     }

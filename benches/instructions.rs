@@ -1,8 +1,10 @@
-//! Counts the instructions of the pure cores with valgrind's callgrind. The count is the same in every run, so CI
-//! can fail when a core becomes twice as expensive. Run with `just instructions`.
+//! Counts the instructions of the store's pure code (index, evaluation, encoding, search of watchers) with valgrind's
+//! callgrind. The count is the same in every run, so CI can fail when an operation becomes twice as expensive. Run with
+//! `just instructions`.
 //!
-//! The benches are built with the test profile, in which only `orlop-core` is optimized. Each limit is twice the count
-//! at the time it was set. To accept a deliberate increase, set a new limit and state the reason.
+//! The benchmarks are built with the profile of the tests, in which `orlop-core` is optimized and the server is not.
+//! Each limit is twice the count at the time at which the limit was set. To accept a deliberate increase, set a new
+//! limit and state the reason.
 
 mod inputs;
 
@@ -46,7 +48,7 @@ fn watchers_and_keys() -> (Watchers, Vec<Key>) {
     (watchers, keys)
 }
 
-// The result is returned, so that dropping it is not counted.
+// The benchmarks return their inputs and results, so that dropping them is not counted.
 
 #[library_benchmark(config = at_most(3_100_000))]
 #[bench::of_100_000(setup = index_and_puts)]

@@ -1,4 +1,4 @@
-//! Measures the pure cores at the size of a large cluster: `cargo bench --bench time`.
+//! Measures the time of the same code as `instructions.rs`, at the size of a large cluster: `just bench-cores`.
 
 mod inputs;
 
@@ -14,7 +14,7 @@ fn index(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("index of 1,000,000 keys");
     group.throughput(Throughput::Elements(CALLS as u64));
     group.bench_function("get", |bench| bench.iter(|| index.get(&wanted)));
-    // Copying and dropping the index are not measured.
+    // Each sample copies the index, which takes long but is not measured.
     group.sample_size(10);
     group.bench_function("put", |bench| {
         bench.iter_batched_ref(|| index.clone(), |index| index.apply(&puts), BatchSize::PerIteration);

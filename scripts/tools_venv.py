@@ -1,7 +1,8 @@
 """Virtual environments for the checks, below target/tools.
 
-A script calls `enter` first, which restarts it in an environment with the packages. An environment is created once, and
-again when its list of packages changes. The only system package that may be installed is Debian's python3-venv.
+A script calls `enter` first, which restarts the script in an environment with the given packages. An environment is
+created once, and again when its list of packages changes. The only system package that may be installed is Debian's
+python3-venv.
 """
 
 import os

@@ -4,6 +4,7 @@
 //! Settings have etcd's names. The flag `--max-txn-ops` is the key `max-txn-ops` in a file and the variable
 //! `ORLOP_MAX_TXN_OPS`.
 
+mod endpoint;
 mod etcd_only;
 mod flags;
 mod values;
@@ -48,16 +49,19 @@ pub struct Settings {
     /// Empty: the listen addresses.
     pub advertise_client_urls: Urls,
     /// Bytes.
+    #[serde(deserialize_with = "values::bytes")]
     pub max_request_bytes: usize,
     pub max_txn_ops: usize,
     pub watch_progress_notify_interval: Interval,
     /// Bytes.
+    #[serde(deserialize_with = "values::bytes")]
     pub value_cache_bytes: u64,
     /// 0: depends on the number of cores.
     pub worker_threads: usize,
     pub log_level: String,
     pub log_format: LogFormat,
     /// Bytes; 0: etcd's 2 GiB, negative: no quota.
+    #[serde(deserialize_with = "values::bytes")]
     pub quota_backend_bytes: i64,
     pub auto_compaction_mode: AutoCompactionMode,
     /// Parsed by [`Settings::auto_compaction`].
@@ -364,20 +368,8 @@ impl Settings {
     ///
     /// # Errors
     ///
-    /// If the kind of endpoint is not supported.
+    /// If the kind of endpoint, or a parameter of it, is unknown.
     pub fn datastore(&self) -> Result<Datastore, String> {
-        let endpoint = &self.datastore_endpoint.0;
-        if endpoint.is_empty() {
-            return Ok(Datastore::Sqlite(self.data_dir.join("orlop.db")));
-        }
-        match endpoint.split_once("://") {
-            Some(("sqlite", path)) if !path.is_empty() => Ok(Datastore::Sqlite(path.into())),
-            Some(("postgres" | "postgresql", address)) if !address.is_empty() => {
-                Ok(Datastore::Postgres(endpoint.clone()))
-            }
-            // The endpoint is not printed: it may contain a password.
-            _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE"
-                .to_owned()),
-        }
+        endpoint::datastore(&self.datastore_endpoint.0, &self.data_dir)
     }
 }

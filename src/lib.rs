@@ -10,6 +10,9 @@
 //! - [`http`]: probes, metrics and the JSON gateway
 //! - [`snapshot`], [`check`]: snapshots, which contain a log in one file; validation of a log
 
+/// Version and commit, as `--version` prints them.
+pub const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("ORLOP_COMMIT"), ")");
+
 pub mod api;
 pub mod check;
 pub mod config;

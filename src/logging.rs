@@ -34,6 +34,9 @@ pub fn start(level: &str, format: LogFormat) -> Result<(), String> {
     let logger = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        // It would report a failed write to standard error on standard error, and panic when that fails too, for example
+        // because the disk of the log is full.
+        .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal());
     match format {
         LogFormat::Text => logger.init(),

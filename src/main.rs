@@ -28,7 +28,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// Without a command it starts the server. Settings are read from --config-file, then from ORLOP_* variables (ORLOP_DATA_DIR
 /// for --data-dir), then from flags; later sources override earlier ones.
 #[derive(Parser)]
-#[command(version, args_conflicts_with_subcommands = true, args_override_self = true)]
+#[command(version = orlop::VERSION, args_conflicts_with_subcommands = true, args_override_self = true)]
 struct Cli {
     #[command(subcommand)]
     command: Option<Command>,

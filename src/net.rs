@@ -62,7 +62,8 @@ const HTTP1_BUFFER: usize = 16 << 10;
 const BACKLOG: u32 = 128;
 /// Pause after a failed accept, for example if no file descriptor is free.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-static ACCEPT_LOG: LogLimit = LogLimit::new();
+static ACCEPT_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
+static REJECTED_LOG: LogLimit = LogLimit::every(Duration::from_secs(1));
 
 /// Settings of connections.
 #[derive(Clone, Debug)]
@@ -322,7 +323,12 @@ async fn accept_all<L: Accept>(
                 Ok(Ok(stream)) => {
                     drop(ready.send(accepted(Connection::Tls(Box::new(stream)), permit)).await);
                 }
-                Ok(Err(error)) => debug!(%remote, %error, "rejected connection"),
+                Ok(Err(error)) => {
+                    if let Some(count) = REJECTED_LOG.count() {
+                        // etcd's message and fields.
+                        warn!("remote-addr" = remote, %error, count, "rejected connection on client endpoint");
+                    }
+                }
                 Err(panic) => error!(%remote, place = panic.place, message = panic.message, "TLS handshake panicked"),
             }
         });

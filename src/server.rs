@@ -1,7 +1,7 @@
 //! The composition root: opens the log and the store, binds listeners, serves, and drains. The only module that depends
 //! on all others.
 
-use std::{fmt, io::Write as _, sync::Arc, thread::available_parallelism, time::Duration};
+use std::{fmt, io::Write as _, pin::pin, sync::Arc, thread::available_parallelism, time::Duration};
 
 use hyper_util::service::TowerToHyperService;
 use tokio::{
@@ -14,7 +14,7 @@ use tracing::{info, warn};
 
 use crate::{
     api,
-    config::{Datastore, FileMode, ListenUrl, MetricsDetail, Retention, Settings, Urls},
+    config::{Datastore, FileMode, ListenUrl, MetricsDetail, Retention, Settings, Tls, Urls},
     http,
     net::{self, ConnectionLimit, Listener, tls},
     snapshot::Folder,
@@ -64,7 +64,10 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         MetricsDetail::Basic => metrics::Detail::Basic,
         MetricsDetail::Extensive => metrics::Detail::Extensive,
     }));
-    let store = Arc::new(open_store(&settings, advertised_urls(&settings, &listeners), metrics).await?);
+    let mut shutdown = pin!(shutdown);
+    let opening = open_store(&settings, advertised_urls(&settings, &listeners), metrics);
+    let Some(store) = unless(shutdown.as_mut(), opening).await else { return Ok(()) };
+    let store = Arc::new(store?);
     let _watching = start_watchdog(&store)?;
 
     let snapshots = Folder::of(&settings.datastore().map_err(Error)?);
@@ -81,6 +84,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
     let clients = connections(&settings, ConnectionLimit::for_clients(), store.steps());
+    log_start(&settings, &listeners, &metrics_listeners, &store).await?;
     for listener in listeners {
         announce(&listener.url);
         servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
@@ -98,7 +102,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
 
     let mut outcome = Ok(());
     tokio::select! {
-        () = shutdown => info!("shutting down"),
+        () = &mut shutdown => info!("shutting down"),
         failure = store.failed() => outcome = Err(Error(format!(
             "the history in the database differs from the history that this instance has read: {failure}"
         ))),
@@ -120,6 +124,47 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     }
     info!("stopped");
     outcome
+}
+
+/// Logs what an operator wants to know about a start, in one line.
+async fn log_start(
+    settings: &Settings,
+    clients: &[Listener],
+    metrics: &[Listener],
+    store: &Store,
+) -> Result<(), Error> {
+    let urls = |listeners: &[Listener]| {
+        let urls: Vec<String> = listeners.iter().map(|listener| listener.url.to_string()).collect();
+        urls.join(",")
+    };
+    let tls = match settings.tls().map_err(Error)? {
+        None => "off",
+        Some(Tls { clients: None, .. }) => "server certificate",
+        Some(Tls { clients: Some(_), .. }) => "server and client certificates",
+    };
+    let size = store.size().await.map_or(0, |size| size.total);
+    info!(
+        version = crate::VERSION,
+        "data-dir" = %settings.data_dir.display(),
+        database = settings.datastore().map_err(Error)?.name(),
+        bytes = size,
+        "listen-client-urls" = urls(clients),
+        "listen-metrics-urls" = urls(metrics),
+        tls,
+        "started"
+    );
+    Ok(())
+}
+
+/// Returns the result of `opening`, or `None` if the server shall stop before.
+async fn unless<T>(shutdown: impl Future<Output = ()>, opening: impl Future<Output = T>) -> Option<T> {
+    tokio::select! {
+        opened = opening => Some(opened),
+        () = shutdown => {
+            info!("stopped before the database was open");
+            None
+        }
+    }
 }
 
 /// Starts the watchdog for the store's loops and for the runtime.

@@ -147,14 +147,18 @@ pub async fn status(file: &Path, check: HashCheck) -> Result<Status> {
     open(file, check).await.map(|(_, status)| status)
 }
 
-/// Restores a snapshot into an empty database.
+/// Restores a snapshot into an empty database, which `create` creates when the snapshot has been verified.
 ///
 /// # Errors
 ///
-/// The same as [`status`], and if the database cannot be written. The database is empty after an error.
-pub async fn restore(file: &Path, check: HashCheck, into: Box<dyn Load>) -> Result<Status> {
+/// The same as [`status`], and if the database cannot be created or written. The database is empty after an error.
+pub async fn restore<E: From<Error> + From<log::Error>>(
+    file: &Path,
+    check: HashCheck,
+    create: impl Future<Output = std::result::Result<Box<dyn Load>, E>>,
+) -> std::result::Result<Status, E> {
     let (database, status) = open(file, check).await?;
-    copy(&database, into).await?;
+    copy(&database, create.await?).await?;
     Ok(status)
 }
 

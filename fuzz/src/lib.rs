@@ -1,9 +1,9 @@
-//! The parsers of external input, each as a function of arbitrary bytes that panics if a property is violated: the form
-//! that fuzzers require. The tests next to this file run every target on its seeds and on 300 to 20,000 mutations of
+//! The fuzz targets: functions that pass arbitrary bytes to the parsers of external input and panic if a property is
+//! violated, as fuzzers require. `tests/seeds.rs` runs every target on its seeds and on 300 to 20,000 mutations of
 //! them.
 //!
 //! Each target checks a property in addition to the absence of panics: re-encoding a decoded message preserves it, a
-//! fast path returns what the slow path returns, and a damaged file is refused with an error that names it.
+//! fast check decides like a slow one, or a damaged file is refused with an error that names the file.
 
 use std::{
     path::Path,
@@ -44,12 +44,12 @@ use orlop_wire::proto::{
     },
 };
 
-/// The default of the setting.
+/// The default of the setting `max-txn-ops`.
 const TXN_OPS_MAX: usize = 128;
-/// The default of the setting, plus the transport's allowance.
+/// The default of the setting `max-request-bytes`, 1.5 MiB, plus the 512 KiB that the transport allows in addition.
 const MESSAGE_BYTES_MAX: usize = 2 << 20;
 
-/// A target with its seeds.
+/// A fuzz target. Its seeds are the inputs from which mutation starts.
 pub struct Target {
     pub name: &'static str,
     pub run: fn(&[u8]),
@@ -65,7 +65,9 @@ pub const TARGETS: [Target; 5] = [
 ];
 
 macro_rules! decoders {
-    ($($package:ident: $($message:ident)+;)+) => { [$($((decodes::<$package::$message>, stringify!($message))),+),+] };
+    ($($package:ident: $($message:ident)+;)+) => {
+        [$($((check_encoding::<$package::$message>, stringify!($message))),+),+]
+    };
 }
 
 type Decoder = (fn(&[u8]), &'static str);
@@ -85,10 +87,11 @@ const DECODERS: [Decoder; 52] = decoders! {
     v3electionpb: CampaignRequest ProclaimRequest LeaderRequest ResignRequest LeaderKey;
 };
 
-fn decodes<M: Message + Default + PartialEq>(wire: &[u8]) {
+/// Checks that encoding and decoding a message preserves it.
+fn check_encoding<M: Message + Default + PartialEq>(wire: &[u8]) {
     if let Ok(message) = M::decode(wire) {
         let again = M::decode(&*message.encode_to_vec()).expect("an encoded message can be decoded");
-        assert!(message == again, "a message is the same after it was encoded");
+        assert!(message == again, "encoding and decoding preserves a message");
     }
 }
 
@@ -100,7 +103,7 @@ pub fn requests(data: &[u8]) {
     if let Ok(request) = pb::RangeRequest::decode(wire)
         && let Ok(converted) = convert::range(&request)
     {
-        consistent(&converted.range, &request.key, &request.range_end);
+        check_range(&converted.range, &request.key, &request.range_end);
     }
     if let Ok(request) = pb::PutRequest::decode(wire) {
         let key = request.key.clone();
@@ -109,7 +112,7 @@ pub fn requests(data: &[u8]) {
     if let Ok(request) = pb::DeleteRangeRequest::decode(wire)
         && let Ok(converted) = convert::delete(&request)
     {
-        consistent(&converted.range, &request.key, &request.range_end);
+        check_range(&converted.range, &request.key, &request.range_end);
     }
     if let Ok(request) = pb::WatchCreateRequest::decode(wire)
         && let Ok(spec) = watch::spec(&request, MESSAGE_BYTES_MAX)
@@ -118,7 +121,8 @@ pub fn requests(data: &[u8]) {
     }
 }
 
-fn consistent(range: &KeyRange, key: &[u8], range_end: &[u8]) {
+/// Checks that a converted range has the meaning that etcd gives to `key` and `range_end`.
+fn check_range(range: &KeyRange, key: &[u8], range_end: &[u8]) {
     let to_the_end = range_end == [0];
     assert_eq!(range.contains(key), range_end.is_empty() || to_the_end || key < range_end);
     if !range.is_empty() {
@@ -126,7 +130,7 @@ fn consistent(range: &KeyRange, key: &[u8], range_end: &[u8]) {
     }
 }
 
-/// The state for transactions: keys a to d, of which a has two versions, and a lease.
+/// The state in which transactions are evaluated: keys a to d, of which a has two versions, and no leases.
 struct World {
     index: TreeIndex,
     values: ValueCache,
@@ -148,7 +152,7 @@ static WORLD: LazyLock<World> = LazyLock::new(|| {
     World { index, values, leases: lease::Table::default() }
 });
 
-/// Input: a transaction, which is validated, decoded, checked, converted and evaluated.
+/// Input: a transaction, which is decoded, checked, converted and evaluated.
 pub fn txn(wire: &[u8]) {
     let Ok(request) = pb::TxnRequest::decode(wire) else { return };
     for branch in [&request.success, &request.failure] {
@@ -156,18 +160,18 @@ pub fn txn(wire: &[u8]) {
     }
     let encoded = request.encode_to_vec();
     for ops_max in [2, TXN_OPS_MAX] {
-        let refused_undecoded = request_limits::count_txn(&encoded, ops_max).is_err();
-        let refused = refused_undecoded && convert::txn(request.clone(), ops_max).is_err();
-        assert_eq!(refused_undecoded, refused, "the limits refuse only invalid requests: {request:?}");
+        let refused_before_decoding = request_limits::count_txn(&encoded, ops_max).is_err();
+        let refused_by_both = refused_before_decoding && convert::txn(request.clone(), ops_max).is_err();
+        assert_eq!(refused_before_decoding, refused_by_both, "the limits refuse only invalid requests: {request:?}");
     }
     let writes =
         request.success.iter().chain(&request.failure).any(|op| !matches!(op.request, Some(Request::RequestRange(_))));
     let Ok(converted) = convert::txn(request, TXN_OPS_MAX) else { return };
-    assert!(converted.is_read_only() || writes, "a long read request is served");
+    assert!(converted.is_read_only() || writes, "a transaction that contains only ranges is read-only");
     let World { index, values, leases } = &*WORLD;
     let (fetched, head) = (store::txn::Fetched::new(), index.head());
     let mut batch = Batch::new(head);
-    // The effect of an earlier request of the same batch.
+    // An earlier request of the same batch.
     let before = PutRequest {
         key: bytes::Bytes::from_static(b"b"),
         value: PutValue::New(bytes::Bytes::from_static(b"new")),
@@ -180,8 +184,8 @@ pub fn txn(wire: &[u8]) {
     let _ = Evaluation::new(index, leases, values, &fetched, &mut batch).txn(&converted);
 }
 
-/// Returns the keys that are put and the ranges that are deleted, by a literal reading of etcd's rules; `None` if a key
-/// is changed twice.
+/// Returns the keys that are put and the ranges that are deleted; `None` if a key is put twice, or put and deleted.
+/// This is the check of [`check_intervals`], written as simply as possible; the rules are documented in its module.
 fn plainly_distinct(ops: &[pb::RequestOp]) -> Option<(Vec<&[u8]>, Vec<KeyRange>)> {
     fn add<'a>(puts: &mut Vec<&'a [u8]>, deletes: &[KeyRange], key: &'a [u8]) -> Option<()> {
         let twice = puts.contains(&key) || deletes.iter().any(|range| range.contains(key));
@@ -223,8 +227,8 @@ static MESSAGES: LazyLock<Vec<MessageDescriptor>> = LazyLock::new(|| {
     methods.iter().flat_map(|method| [method.input(), method.output()]).collect()
 });
 
-/// Input: a byte that selects the message type, a byte that selects the format, and a JSON text, a message, or a body
-/// of many messages.
+/// Input: a byte that selects the message type, a byte that selects the format, and a JSON text, a protobuf message, or
+/// a request body with several JSON values.
 pub fn gateway(data: &[u8]) {
     let [kind, form, rest @ ..] = data else { return };
     let kind = &MESSAGES[usize::from(*kind) % MESSAGES.len()];
@@ -239,7 +243,7 @@ pub fn gateway(data: &[u8]) {
     }
 }
 
-/// Converting a message to JSON and back preserves it.
+/// Checks that converting a message to JSON and back preserves it.
 fn through_json(kind: &MessageDescriptor, wire: Vec<u8>) {
     let Ok(json) = gateway::json(kind.clone(), wire.into()) else { return };
     let again = gateway::message(kind.clone(), &json).expect("the gateway reads what it wrote");
@@ -247,7 +251,7 @@ fn through_json(kind: &MessageDescriptor, wire: Vec<u8>) {
     assert!(json == json_again, "{} and {}", json.escape_ascii(), json_again.escape_ascii());
 }
 
-/// The objects found do not depend on how the data is split.
+/// Checks that the JSON values found in a body do not depend on how the body is split into pieces.
 fn in_pieces(body: &[u8]) {
     let read = |size: usize| {
         let (mut values, mut found) = (Values::default(), Vec::new());
@@ -286,7 +290,7 @@ pub fn settings(data: &[u8]) {
             let words = std::iter::once("orlop").chain(text.lines());
             let command = Flags::augment_args(clap::Command::new("orlop"));
             let Ok(matches) = command.try_get_matches_from(words) else { return };
-            let flags = Flags::from_arg_matches(&matches).expect("clap has validated it");
+            let flags = Flags::from_arg_matches(&matches).expect("clap has validated the flags");
             Settings::of_texts(None, None, &[], &flags)
         }
     };
@@ -304,7 +308,7 @@ pub fn settings(data: &[u8]) {
 static RUNTIME: LazyLock<Runtime> =
     LazyLock::new(|| Builder::new_current_thread().enable_all().build().expect("a runtime can be built"));
 
-/// A database file of a small store that no server uses.
+/// The bytes of the database file of a small store, read after the store has stopped.
 static DATABASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let folder = tempfile::tempdir().expect("a folder can be made");
     let file = folder.path().join("orlop.db");
@@ -333,7 +337,9 @@ struct Damage<'a> {
     changes: &'a [u8],
 }
 
+/// Flag: the checksum is that of the damaged file, and so is correct.
 const REHASHED: u8 = 1;
+/// Flag: the file has no checksum.
 const UNCHECKED: u8 = 2;
 
 impl Damage<'_> {
@@ -346,8 +352,8 @@ impl Damage<'_> {
         }
         bytes.truncate(bytes.len().saturating_sub(self.cut));
         if self.flags & UNCHECKED == 0 {
-            let of = if self.flags & REHASHED == 0 { DATABASE.as_slice() } else { bytes.as_slice() };
-            let mut hashing = Hashing::new(of);
+            let hashed = if self.flags & REHASHED == 0 { DATABASE.as_slice() } else { bytes.as_slice() };
+            let mut hashing = Hashing::new(hashed);
             std::io::copy(&mut hashing, &mut std::io::sink()).expect("memory can be read");
             bytes.extend(hashing.checksum());
         }
@@ -360,7 +366,7 @@ pub fn snapshot(data: &[u8]) {
     let [flags, high, low, changes @ ..] = data else { return };
     let damage = Damage { flags: *flags, cut: usize::from(*high) << 8 | usize::from(*low), changes };
     let bytes = damage.apply();
-    let folder = tempfile::tempdir_in(memory()).expect("a folder can be made");
+    let folder = tempfile::tempdir_in(memory_folder()).expect("a folder can be made");
     let file = folder.path().join("given.db");
     std::fs::write(&file, &bytes).expect("a file can be written");
     let check = if damage.flags & UNCHECKED == 0 { HashCheck::Verify } else { HashCheck::Skip };
@@ -377,9 +383,10 @@ pub fn snapshot(data: &[u8]) {
     }
 }
 
-fn memory() -> &'static Path {
-    let memory = Path::new("/dev/shm");
-    if memory.is_dir() { memory } else { Path::new("/tmp") }
+/// Returns a folder that is in memory, if the machine has one.
+fn memory_folder() -> &'static Path {
+    let shared_memory = Path::new("/dev/shm");
+    if shared_memory.is_dir() { shared_memory } else { Path::new("/tmp") }
 }
 
 fn request_seeds() -> Vec<Vec<u8>> {
@@ -465,7 +472,7 @@ fn snapshot_seeds() -> Vec<Vec<u8>> {
         for cut in [1_u16, 32, 512, 4096, 8192] {
             seeds.push([&[flags], &cut.to_be_bytes()[..]].concat());
         }
-        // The headers of the file and of each page.
+        // Bytes in the header of the file and in the headers of the pages.
         for place in [18, 28, 60, 68, 96, 100].into_iter().chain((page..size).step_by(page)) {
             let [_, place @ ..] = u32::try_from(place).unwrap_or(0).to_be_bytes();
             seeds.push([&[flags, 0, 0], &place[..], &[4]].concat());

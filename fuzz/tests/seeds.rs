@@ -1,5 +1,5 @@
-//! The short form of fuzzing: runs every target on its seeds and on seeded mutations of them; `ORLOP_FUZZ_SECS` extends
-//! it.
+//! The short form of fuzzing: runs every target on its seeds and on pseudo-random mutations of them.
+//! `ORLOP_FUZZ_SECS` is the minimum duration of each target.
 
 use std::{
     fs,
@@ -9,7 +9,7 @@ use std::{
 
 use orlop_fuzz::{TARGETS, Target};
 
-/// A seeded generator of numbers, so that a failure can be repeated.
+/// A generator of pseudo-random numbers with a fixed seed, so that a failure can be repeated.
 struct Numbers(u64);
 
 impl Numbers {
@@ -50,13 +50,14 @@ fn mutated(seeds: &[Vec<u8>], numbers: &mut Numbers) -> Vec<u8> {
 }
 
 fn check_target(name: &str, mutations: usize) {
-    let Target { run, seeds, .. } = TARGETS.iter().find(|target| target.name == name).expect("a target");
+    let target = TARGETS.iter().find(|target| target.name == name);
+    let Target { run, seeds, .. } = target.expect("a target with this name exists");
     let seeds = seeds();
     assert!(!seeds.is_empty());
     seeds.iter().for_each(|seed| run(seed));
     let mut numbers = Numbers(7);
-    let secs: u64 = std::env::var("ORLOP_FUZZ_SECS").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
-    let until = Instant::now() + Duration::from_secs(secs);
+    let secs_min: u64 = std::env::var("ORLOP_FUZZ_SECS").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
+    let until = Instant::now() + Duration::from_secs(secs_min);
     let mut number = 0;
     while number < mutations || Instant::now() < until {
         number += 1;
@@ -89,7 +90,7 @@ fn arbitrary_settings_are_read_or_refused() {
 }
 
 #[test]
-fn damaged_snapshots_are_refused_by_name() {
+fn error_of_a_damaged_snapshot_names_the_file() {
     check_target("snapshot", 300);
 }
 

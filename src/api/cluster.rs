@@ -31,9 +31,7 @@ impl Cluster for Context {
         request: Request<pb::MemberAddRequest>,
     ) -> Result<Response<pb::MemberAddResponse>, Status> {
         check_urls(&request.into_inner().peer_ur_ls)?;
-        Err(Status::unimplemented(
-            "orlop: members join by being started on the same database and leave by being stopped; MemberAdd is not needed",
-        ))
+        Err(Status::unimplemented("orlop: a member joins when it is started on the same database"))
     }
 
     async fn member_remove(
@@ -41,11 +39,15 @@ impl Cluster for Context {
         request: Request<pb::MemberRemoveRequest>,
     ) -> Result<Response<pb::MemberRemoveResponse>, Status> {
         self.check_member(request.into_inner().id).await?;
-        // etcd's error if the cluster would lose its last member or a live member.
-        Err(Status::failed_precondition("etcdserver: re-configuration failed due to not enough started members"))
+        if self.store.members().await.len() == 1 {
+            return Err(Status::failed_precondition(
+                "etcdserver: re-configuration failed due to not enough started members",
+            ));
+        }
+        Err(Status::unimplemented("orlop: a member leaves when it is stopped"))
     }
 
-    /// There are no peers with URLs to update.
+    /// Only peer URLs can be updated in etcd, and Orlop has no peers.
     async fn member_update(
         &self,
         request: Request<pb::MemberUpdateRequest>,
@@ -53,8 +55,9 @@ impl Cluster for Context {
         let request = request.into_inner();
         check_urls(&request.peer_ur_ls)?;
         self.check_member(request.id).await?;
-        let members = self.store.members().await.into_iter().map(member).collect();
-        Ok(Response::new(pb::MemberUpdateResponse { header: self.header(Revision(0)), members }))
+        Err(Status::unimplemented(
+            "orlop: members have no peer URLs; their client URLs are those of advertise-client-urls",
+        ))
     }
 
     async fn member_promote(

@@ -165,12 +165,6 @@ impl tonic::server::ServerStreamingService<pb::RangeRequest> for RangeStream {
         Box::pin(async move {
             let request = request.into_inner();
             let converted = convert::range(&request)?;
-            if converted.sort.is_some() {
-                return Err(Status::unimplemented("RangeStream does not support custom sort orders"));
-            }
-            if converted.filter != Default::default() {
-                return Err(Status::unimplemented("RangeStream does not support revision filters"));
-            }
             let pairs = if converted.projection == Projection::CountOnly { usize::MAX } else { FIRST_CHUNK_PAIRS };
             let pieces = context.store.range_pieces(converted).await.map_err(from_store)?;
             let start = (context, pieces, pairs);

@@ -21,7 +21,9 @@ impl Maintenance for Context {
         // As in etcd, the call succeeds if the database is unavailable, and the response contains the error.
         let (size, leader, mut errors) = match self.store.size().await {
             Ok(size) => (size, self.store.leader(), Vec::new()),
-            Err(error) => (Size { total: 0, in_use: 0 }, 0, vec![from_store(error).message().to_owned()]),
+            Err(error) => {
+                (Size { total: 0, in_use: 0, disk_free: None }, 0, vec![from_store(error).message().to_owned()])
+            }
         };
         errors.extend(self.store.alarms().into_iter().map(alarm_text));
         let applied = head.0.cast_unsigned();

@@ -63,7 +63,9 @@ fn check_fact(name: &str, value: i64, findings: &mut Findings) {
         Some((_, min)) if value < *min => {
             findings.add(FACTS, location(), format!("value is {value}, expected at least {min}"));
         }
-        None if !log::is_alarm(name) => findings.add(FACTS, location(), "unknown fact"),
+        None if !log::is_alarm(name) && log::lease_of_fact(name).is_none() => {
+            findings.add(FACTS, location(), "unknown fact")
+        }
         Some(_) | None => {}
     }
 }

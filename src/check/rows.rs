@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::{Findings, Location};
 use orlop_core::{
-    index::{Claim, ClaimKind},
+    index::{RowKind, ValidatedColumns},
     log::{Facts, StoredRow, Table},
     types::{Key, Revision, RowId, shown},
 };
@@ -13,7 +13,7 @@ use orlop_core::{
 /// The newest row of a key.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Newest {
-    claim: Claim,
+    columns: ValidatedColumns,
     lease: i64,
 }
 
@@ -44,15 +44,15 @@ impl Rows {
 
     /// Returns the keys whose newest row is a put, with that row.
     pub(super) fn live(&self) -> impl Iterator<Item = (&Key, &Newest)> {
-        self.newest.iter().filter(|(_, newest)| matches!(newest.claim.kind, ClaimKind::Put { .. }))
+        self.newest.iter().filter(|(_, newest)| matches!(newest.columns.kind, RowKind::Put { .. }))
     }
 
     /// Returns the row ID, create revision, version and lease of a live key.
     pub(super) fn live_version(&self, key: &Key) -> Option<(RowId, Revision, i64, i64)> {
-        let Newest { claim, lease } = self.newest.get(key)?;
-        match claim.kind {
-            ClaimKind::Put { create_revision, version } => Some((claim.row, create_revision, version, *lease)),
-            ClaimKind::Delete => None,
+        let Newest { columns, lease } = self.newest.get(key)?;
+        match columns.kind {
+            RowKind::Put { create_revision, version } => Some((columns.row, create_revision, version, *lease)),
+            RowKind::Delete => None,
         }
     }
 
@@ -110,12 +110,12 @@ impl Rows {
     }
 
     fn check_key(&mut self, row: &StoredRow, row_id: RowId, findings: &mut Findings) {
-        let claim = claim(row, row_id);
-        let last = self.newest.get(row.key.as_slice()).map(|newest| newest.claim);
-        if let Err(contradiction) = claim.follow(last.as_ref(), self.compacted) {
+        let columns = columns(row, row_id);
+        let last = self.newest.get(row.key.as_slice()).map(|newest| newest.columns);
+        if let Err(contradiction) = columns.follow(last.as_ref(), self.compacted) {
             findings.add_row(row, contradiction.to_string());
         }
-        self.newest.insert(Key::from(row.key.as_slice()), Newest { claim, lease: row.lease });
+        self.newest.insert(Key::from(row.key.as_slice()), Newest { columns, lease: row.lease });
     }
 
     /// Returns the first revision from which on all rows must exist. Compaction keeps the rows at the compact revision.
@@ -133,10 +133,10 @@ impl Rows {
         let known: HashSet<i64> = facts.leases.iter().map(|lease| lease.id).collect();
         let mut unknown: Vec<(&Key, &Newest)> =
             self.live().filter(|(_, newest)| newest.lease != 0 && !known.contains(&newest.lease)).collect();
-        unknown.sort_unstable_by_key(|(_, newest)| newest.claim.row);
+        unknown.sort_unstable_by_key(|(_, newest)| newest.columns.row);
         // A lease and its keys are deleted in one transaction.
-        for (key, Newest { claim, lease }) in unknown {
-            let RowId { revision, sub } = claim.row;
+        for (key, Newest { columns, lease }) in unknown {
+            let RowId { revision, sub } = columns.row;
             let table = if sub == 0 { Table::First } else { Table::More };
             let location = Location::Row { id: revision.0, sub: sub.into(), key: shown(key) };
             findings.add(table.name(), Some(location), format!("lease is {lease:x}, expected a lease in table lease"));
@@ -153,13 +153,13 @@ fn add_missing_revisions(from: i64, to: i64, findings: &mut Findings) {
     findings.add(Table::First.name(), None, what);
 }
 
-fn claim(row: &StoredRow, row_id: RowId) -> Claim {
+fn columns(row: &StoredRow, row_id: RowId) -> ValidatedColumns {
     let kind = if row.deleted == 0 {
-        ClaimKind::Put { create_revision: Revision(row.create_revision), version: row.version }
+        RowKind::Put { create_revision: Revision(row.create_revision), version: row.version }
     } else {
-        ClaimKind::Delete
+        RowKind::Delete
     };
-    Claim { row: row_id, kind, prev_revision: Revision(row.prev_revision) }
+    ValidatedColumns { row: row_id, kind, prev_revision: Revision(row.prev_revision) }
 }
 
 /// Checks the columns of a single row.

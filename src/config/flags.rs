@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::{
     AutoCompactionMode, CipherSuite, FileMode, Interval, List, LogFormat, MetricsDetail, Secret, TlsVersion, Urls,
+    values::parse_bytes,
 };
 
 // Headings of `--help`.
@@ -61,8 +62,8 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     advertise_client_urls: Option<Urls>,
 
-    /// Maximum size of a write request in bytes [default: 1572864]
-    #[arg(help_heading = REQUESTS, long, value_name = "BYTES")]
+    /// Maximum size of a write request, in bytes or with a unit such as 4MiB [default: 1572864]
+    #[arg(help_heading = REQUESTS, long, value_name = "BYTES", value_parser = parse_bytes::<usize>)]
     #[serde(skip_serializing_if = "Option::is_none")]
     max_request_bytes: Option<usize>,
 
@@ -76,8 +77,8 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     watch_progress_notify_interval: Option<Interval>,
 
-    /// Size of the cache for values of live keys, in bytes; 0 disables it [default: 268435456]
-    #[arg(help_heading = DATASTORE, long, value_name = "BYTES")]
+    /// Size of the cache for values of live keys; 0 disables it [default: 256MiB]
+    #[arg(help_heading = DATASTORE, long, value_name = "BYTES", value_parser = parse_bytes::<u64>)]
     #[serde(skip_serializing_if = "Option::is_none")]
     value_cache_bytes: Option<u64>,
 
@@ -96,9 +97,9 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     log_format: Option<LogFormat>,
 
-    /// Maximum bytes in use; above it writes fail and the alarm NOSPACE is raised. 0: 2 GiB, negative: no quota
-    /// [default: 0]
-    #[arg(help_heading = DATASTORE, long, value_name = "BYTES", allow_negative_numbers = true)]
+    /// Maximum bytes in use, for example 8GiB; above it writes fail and the alarm NOSPACE is raised. 0: 2 GiB, negative:
+    /// no quota [default: 0]
+    #[arg(help_heading = DATASTORE, long, value_name = "BYTES", value_parser = parse_bytes::<i64>, allow_negative_numbers = true)]
     #[serde(skip_serializing_if = "Option::is_none")]
     quota_backend_bytes: Option<i64>,
 

@@ -97,6 +97,20 @@ impl CipherSuite {
     }
 }
 
+impl Datastore {
+    /// Returns the name for messages, without user, password and parameters.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Sqlite(file) => format!("sqlite://{}", file.display()),
+            Self::Postgres(url) => {
+                let address = url.split_once("://").map_or("", |(_, address)| address);
+                let address = address.split_once('?').map_or(address, |(address, _)| address);
+                format!("postgres://{}", address.rsplit_once('@').map_or(address, |(_, address)| address))
+            }
+        }
+    }
+}
+
 impl FromStr for CipherSuite {
     type Err = String;
 
@@ -256,6 +270,42 @@ impl<'de, T: FromStr<Err: fmt::Display>> Deserialize<'de> for List<T> {
         };
         text.parse().map_err(de::Error::custom)
     }
+}
+
+/// Parses a number of bytes, with or without a unit: 8589934592, 8GiB, 8Gi, 8GB or 8G.
+pub fn parse_bytes<T: TryFrom<i64>>(text: &str) -> Result<T, String> {
+    let invalid = || format!("{text:?} is not a number of bytes; examples: 8589934592, 8GiB, 8GB");
+    let (number, unit) = text.split_at(text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len()));
+    let unit = unit.strip_suffix('B').unwrap_or(unit);
+    let factor = match unit.to_ascii_uppercase().as_str() {
+        "" => 1,
+        "K" => 1_000,
+        "M" => 1_000_000,
+        "G" => 1_000_000_000,
+        "T" => 1_000_000_000_000,
+        "KI" => 1 << 10,
+        "MI" => 1 << 20,
+        "GI" => 1 << 30,
+        "TI" => 1 << 40,
+        _ => return Err(invalid()),
+    };
+    let bytes = number.trim().parse::<i64>().ok().and_then(|number| number.checked_mul(factor));
+    bytes.and_then(|bytes| T::try_from(bytes).ok()).ok_or_else(invalid)
+}
+
+/// Deserializes a number of bytes from a number or a text.
+pub(super) fn bytes<'de, D: Deserializer<'de>, T: TryFrom<i64>>(deserializer: D) -> Result<T, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "a number of bytes, such as 8589934592 or \"8GiB\"")]
+    enum Form {
+        Number(i64),
+        Text(String),
+    }
+    let text = match Form::deserialize(deserializer)? {
+        Form::Number(number) => number.to_string(),
+        Form::Text(text) => text,
+    };
+    parse_bytes(&text).map_err(de::Error::custom)
 }
 
 /// A file mode in octal, such as 0660.

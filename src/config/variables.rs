@@ -41,13 +41,18 @@ impl Variables {
         let known: Vec<String> =
             self.defaults.keys().map(String::as_str).chain(["config-file"]).map(variable).collect();
         for name in names.filter(|name| name.starts_with("ORLOP_") && !known.contains(name)) {
-            let edits = |known: &&String| strsim::damerau_levenshtein(known, &name);
-            if let Some(meant) = known.iter().min_by_key(edits).filter(|known| edits(known) <= MISSPELT_EDITS_MAX) {
+            if let Some(meant) = nearest(&name, known.iter().map(String::as_str), MISSPELT_EDITS_MAX) {
                 return Err(format!("unknown variable {name}; did you mean {meant}?"));
             }
         }
         Ok(())
     }
+}
+
+/// Returns the known name that differs least from `name`, by at most `edits_max` edits.
+pub(super) fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>, edits_max: usize) -> Option<&'a str> {
+    let edits = |known: &&str| strsim::damerau_levenshtein(known, name);
+    known.min_by_key(edits).filter(|known| edits(known) <= edits_max)
 }
 
 impl Provider for Variables {

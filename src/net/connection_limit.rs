@@ -1,6 +1,6 @@
 //! The maximum number of connected clients.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -16,7 +16,7 @@ const CONNECTIONS_MIN: usize = 16;
 /// is reached.
 const PROBES_MAX: usize = 64;
 
-static FULL_LOG: LogLimit = LogLimit::new();
+static FULL_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
 
 /// Limits the number of connections of all addresses that share it.
 #[derive(Clone, Debug)]

@@ -5,11 +5,12 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Minimum time between two messages.
-const INTERVAL: Duration = Duration::from_secs(10);
-
 /// Counts events between two messages.
-pub(super) struct LogLimit(Mutex<Count>);
+pub(super) struct LogLimit {
+    /// Minimum time between two messages.
+    interval: Duration,
+    count: Mutex<Count>,
+}
 
 struct Count {
     last_message: Option<Instant>,
@@ -17,15 +18,15 @@ struct Count {
 }
 
 impl LogLimit {
-    pub(super) const fn new() -> Self {
-        Self(Mutex::new(Count { last_message: None, events: 0 }))
+    pub(super) const fn every(interval: Duration) -> Self {
+        Self { interval, count: Mutex::new(Count { last_message: None, events: 0 }) }
     }
 
     /// Counts an event. If a message is due, returns the number of events since the last one, including this event.
     pub(super) fn count(&self) -> Option<u64> {
-        let mut count = self.0.lock();
+        let mut count = self.count.lock();
         count.events += 1;
-        if count.last_message.is_some_and(|last| last.elapsed() < INTERVAL) {
+        if count.last_message.is_some_and(|last| last.elapsed() < self.interval) {
             return None;
         }
         count.last_message = Some(Instant::now());
@@ -39,7 +40,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn first_event_is_logged_at_once_and_later_ones_together() {
-        let limit = LogLimit::new();
+        const INTERVAL: Duration = Duration::from_secs(10);
+        let limit = LogLimit::every(INTERVAL);
         assert_eq!(limit.count(), Some(1));
         assert_eq!((limit.count(), limit.count()), (None, None));
         tokio::time::sleep(INTERVAL).await;

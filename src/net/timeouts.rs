@@ -26,8 +26,8 @@ const FIRST_BYTES: usize = 24;
 /// Maximum time for which a client may read none of the bytes that are sent to it.
 const STALL_TIME_MAX: Duration = Duration::from_secs(60);
 
-static SILENT_LOG: LogLimit = LogLimit::new();
-static STALLED_LOG: LogLimit = LogLimit::new();
+static SILENT_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
+static STALLED_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
 
 /// A client's connection with timeouts. It counts towards the limit of connections until it is dropped.
 pub(super) struct TimedConnection<S> {

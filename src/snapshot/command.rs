@@ -1,9 +1,6 @@
 //! `orlop snapshot`: inspects and restores snapshots without a server.
 
-use std::{
-    io::Write as _,
-    path::{Path, PathBuf},
-};
+use std::{io::Write as _, path::PathBuf};
 
 use clap::{Subcommand, ValueEnum};
 
@@ -85,11 +82,12 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
         }
         Command::Restore { snapshot, datastore } => {
             let settings = Settings::load(&Flags::from(datastore))?;
-            let (into, name) = empty_database(&settings).await?;
-            let status = restore(&snapshot.file, snapshot.check(), into).await?;
+            let datastore = settings.datastore()?;
+            let status = restore(&snapshot.file, snapshot.check(), empty_database(&datastore)).await?;
             Ok(writeln!(
                 std::io::stdout(),
-                "restored into {name}: revision {}, {} keys, {} leases",
+                "restored into {}: revision {}, {} keys, {} leases",
+                datastore.name(),
                 status.revision,
                 status.keys,
                 status.leases
@@ -98,20 +96,12 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
     }
 }
 
-/// Returns the database of a server with these settings, and its name for messages.
-async fn empty_database(settings: &Settings) -> Result<(Box<dyn Load>, String), Box<dyn std::error::Error>> {
-    Ok(match settings.datastore()? {
-        Datastore::Sqlite(file) => (Box::new(SqliteLoader::database(&file).await?), file_name(&file)),
-        Datastore::Postgres(endpoint) => {
-            let loader = PostgresLoader::open(&endpoint).await?;
-            let name = format!("database {}", loader.name());
-            (Box::new(loader), name)
-        }
+/// Creates the empty database of a new server.
+async fn empty_database(datastore: &Datastore) -> Result<Box<dyn Load>, Box<dyn std::error::Error>> {
+    Ok(match datastore {
+        Datastore::Sqlite(file) => Box::new(SqliteLoader::database(file).await?),
+        Datastore::Postgres(endpoint) => Box::new(PostgresLoader::open(endpoint).await?),
     })
-}
-
-fn file_name(file: &Path) -> String {
-    file.display().to_string()
 }
 
 fn simple(status: &Status) -> String {

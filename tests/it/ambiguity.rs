@@ -34,13 +34,13 @@ async fn interrupted_commits_keep_acknowledged_writes_and_apply_no_refused_write
         tasks.push(tokio::spawn(write(client.clone(), number, Arc::clone(&answered), stopped.clone())));
     }
     let mut random = Random::new(7);
-    let mut cut = BTreeMap::new();
+    let mut cuts_by_kind = BTreeMap::new();
     while proxy.cuts() < CUTS {
         let kind = random.pick(&[Cut::Before, Cut::During, Cut::After]);
         let before = proxy.cuts();
         proxy.arm(kind);
         eventually("a cut", async || if proxy.cuts() > before { Ok(()) } else { Err("no append came") }).await;
-        *cut.entry(format!("{kind:?}")).or_insert(0) += 1;
+        *cuts_by_kind.entry(format!("{kind:?}")).or_insert(0) += 1;
         let before = answered.load(Ordering::Relaxed);
         eventually("a write on the next connection", async || {
             if answered.load(Ordering::Relaxed) > before { Ok(()) } else { Err("no write is acknowledged") }
@@ -55,22 +55,22 @@ async fn interrupted_commits_keep_acknowledged_writes_and_apply_no_refused_write
         refused.extend(outcomes.refused);
         unknown += outcomes.unknown;
     }
-    println!("{cut:?}: {} acknowledged, {} refused, {unknown} unknown", acknowledged.len(), refused.len());
+    println!("{cuts_by_kind:?}: {} acknowledged, {} refused, {unknown} unknown", acknowledged.len(), refused.len());
     assert!(unknown > CUTS / 2 && acknowledged.len() >= CUTS, "enough commits were interrupted, and enough succeeded");
 
     let all = || RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
     let answer = eventually("a read", async || client.clone().kv.range(all()).await).await.into_inner();
     let head = answer.header.expect("a header").revision;
-    let there: BTreeMap<String, i64> =
+    let stored: BTreeMap<String, i64> =
         answer.kvs.iter().map(|kv| (String::from_utf8_lossy(&kv.key).into_owned(), kv.mod_revision)).collect();
     for (key, revision) in &acknowledged {
-        assert_eq!(there.get(key), Some(revision), "{key} was acknowledged");
+        assert_eq!(stored.get(key), Some(revision), "{key} was acknowledged");
     }
     for key in &refused {
-        assert!(!there.contains_key(key), "{key} was refused");
+        assert!(!stored.contains_key(key), "{key} was refused");
     }
     assert_eq!(stream.read_until(head).await, (2..=head).collect::<Vec<_>>(), "the watch has no gap");
-    assert_eq!(there.len() as i64, head - 1, "no write was applied twice");
+    assert_eq!(stored.len() as i64, head - 1, "no write was applied twice");
 }
 
 #[derive(Default)]
@@ -80,7 +80,7 @@ struct Outcomes {
     unknown: usize,
 }
 
-/// Puts each key once, in order.
+/// Puts new keys, each once, until `stopped` is true.
 async fn write(
     mut client: Client,
     number: usize,
@@ -111,7 +111,7 @@ async fn write(
     outcomes
 }
 
-/// For example, a connection pooler between Orlop and Postgres does not forward notifications.
+/// Notifications may not arrive: for example, a connection pooler between Orlop and Postgres does not forward them.
 #[tokio::test]
 async fn rows_of_other_instances_arrive_without_notifications() {
     let Some(postgres) = Postgres::shared().await else { return };
@@ -119,8 +119,8 @@ async fn rows_of_other_instances_arrive_without_notifications() {
     let proxy = Proxy::start(postgres.port()).await;
     proxy.drop_notifications();
     let one = Server::orlop_on(&datastore, &["--name", "one"]).await;
-    let deaf = Server::orlop_on(&proxy.endpoint(&datastore), &["--name", "deaf"]).await;
-    let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(deaf.endpoint()).await);
+    let two = Server::orlop_on(&proxy.endpoint(&datastore), &["--name", "two"]).await;
+    let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
     let mut stream = Stream::open(&mut b).await;
     stream.create(everything(0)).await;
     for round in 0..10 {

@@ -35,11 +35,11 @@ async fn keys(client: &mut Client) -> (Vec<String>, i64) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn loads_report_their_operations_and_leave_no_keys() {
-    /// (flags, operations in the report with their counts, minimum number of revisions)
+    /// (flags, operations in the report with their counts, number of revisions that the run must exceed)
     type Row<'a> = (&'a [&'a str], &'a [(&'a str, u64)], u64);
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(PutRequest { key: "of another".into(), ..Default::default() }).await.expect("a put");
+    client.kv.put(PutRequest { key: "not of the load".into(), ..Default::default() }).await.expect("a put");
     let rows: &[Row<'_>] = &[
         (&["put"], &[("put", OPERATIONS)], OPERATIONS),
         (&["create-txn"], &[("create-txn", OPERATIONS)], OPERATIONS),
@@ -60,7 +60,7 @@ async fn loads_report_their_operations_and_leave_no_keys() {
         (&["catch-up", "--revisions", "1500", "--key-space", "30"], &[("catch-up", OPERATIONS)], 1500),
         (
             &["kubernetes", "--nodes", "5", "--pods", "20", "--watches", "6"],
-            &[("kubernetes", OPERATIONS), ("kubernetes, a kind at a time", OPERATIONS)],
+            &[("kubernetes", OPERATIONS), ("kubernetes, sum of its kinds", OPERATIONS)],
             1,
         ),
     ];
@@ -71,12 +71,13 @@ async fn loads_report_their_operations_and_leave_no_keys() {
         assert_eq!((&report["interrupted"], &report["clients"]), (&false.into(), &4.into()), "{report}");
         assert_eq!(counts(&report), *expected, "{report}");
         let (left, now) = keys(&mut client).await;
-        assert_eq!(left, ["of another"], "{scenario:?}");
+        assert_eq!(left, ["not of the load"], "{scenario:?}");
         assert!(now - head > *revisions as i64, "{scenario:?} made the revisions from {head} to {now}");
     }
 }
 
-/// Returns each operation of a report with its count; the kinds of one load are added up. Panics if one failed.
+/// Returns each operation of a report with its count. The five kinds of Kubernetes operations are added up to one row.
+/// Panics if an operation failed.
 fn counts(report: &Value) -> Vec<(&str, u64)> {
     let mut counts: Vec<(&str, u64)> = Vec::new();
     for row in report["results"].as_array().expect("a list of operations") {
@@ -85,7 +86,7 @@ fn counts(report: &Value) -> Vec<(&str, u64)> {
         let in_buckets: u64 = histogram.iter().map(|bucket| bucket["count"].as_u64().expect("a count")).sum();
         assert_eq!((in_buckets, row["errors"].as_u64()), (count, Some(0)), "{row}");
         match row["operation"].as_str().expect("a name") {
-            "renew-lease" => counts.push(("kubernetes, a kind at a time", count)),
+            "renew-lease" => counts.push(("kubernetes, sum of its kinds", count)),
             "update-pod" | "probe" | "count" | "list-page" => counts.last_mut().expect("not the first kind").1 += count,
             operation => counts.push((operation, count)),
         }
@@ -130,7 +131,7 @@ async fn keys_of_an_earlier_run_can_be_reused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn comparison_writes_a_page_with_plots_and_leaves_no_server() {
+async fn comparison_writes_a_page_with_plots_and_no_other_file() {
     if etcd_tool("etcd", "ORLOP_ETCD").is_none() {
         return skip("etcd");
     }
@@ -195,10 +196,10 @@ fn soak_compacts_reconnects_and_leaves_no_keys() {
             (&server["errors"], &server["first_error"], &server["left_behind"]),
             (&0.into(), &Value::Null, &Value::Array(vec![]))
         );
-        for done in ["operations", "events", "compactions", "visits"] {
-            assert!(server[done].as_u64().is_some_and(|count| count > 0), "{done}: {server}");
+        for counter in ["operations", "events", "compactions", "visits"] {
+            assert!(server[counter].as_u64().is_some_and(|count| count > 0), "{counter}: {server}");
         }
-        // On a busy machine some samples have no operation before them.
+        // A sample lacks a latency if no such operation ended since the previous sample, for example on a busy machine.
         let samples = server["samples"].as_array().expect("a list of samples");
         for figure in
             ["memory", "size", "descriptors", "watchers", "leases", "keys in the index", "write p99", "read p50"]
@@ -244,8 +245,8 @@ async fn soak_of_a_running_server_leaves_no_keys() {
 }
 
 #[test]
-fn comparison_refuses_flags_without_effect() {
-    for (flags, said) in [
+fn comparison_refuses_invalid_flags() {
+    for (flags, expected) in [
         (&["--clients", "3"][..], "--clients has no effect here"),
         (&["--endpoints", "http://a:1"], "--endpoints has no effect here"),
         (&["--groups", "nonsense"], "must be one of put-256b"),
@@ -257,7 +258,7 @@ fn comparison_refuses_flags_without_effect() {
         let output = Command::new(env!("CARGO_BIN_EXE_orlop")).args(["bench", "compare"]).args(flags).output();
         let output = output.expect("orlop is built with the tests");
         let text = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && text.contains(said), "{flags:?}: {text}");
+        assert!(!output.status.success() && text.contains(expected), "{flags:?}: {text}");
     }
 }
 

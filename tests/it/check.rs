@@ -72,6 +72,7 @@ impl Place {
         let output = Command::new(env!("CARGO_BIN_EXE_orlop")).args(place).args(flags).output();
         let output = output.expect("orlop is built with the tests");
         let text = String::from_utf8_lossy(&output.stderr);
+        // `pass%20word` is the password in the endpoints of the tests' databases.
         assert!(!text.contains("panicked") && !text.contains("pass%20word"), "{text}");
         output
     }
@@ -90,7 +91,7 @@ impl Place {
     }
 
     #[track_caller]
-    fn is_sound(&self) -> Value {
+    fn assert_sound(&self) -> Value {
         let report = self.report();
         assert_eq!(report["violations"], Value::Array(Vec::new()), "{self:?}");
         assert_eq!(report["sound"], true);
@@ -137,6 +138,8 @@ async fn delete(client: &mut Client, key: &str) {
     client.kv.delete_range(delete).await.expect("a delete");
 }
 
+/// Writes this history of revisions:
+///
 /// ```text
 ///  2 put a      5 put c, put d, put e     8 put a      11 delete e
 ///  3 put b      6 delete a                9 put d      12 put f
@@ -202,13 +205,14 @@ async fn report_is_limited_and_counts_the_rest(backend: Backend) {
 /// Rows that compaction has still to delete, and transactions whose first row it has already deleted, are valid.
 async fn rows_left_by_compaction_are_no_violations(backend: Backend) {
     let Some(copies) = Copies::new(backend).await else { return };
-    // Revisions 2, 3 and 4 are superseded, 6 deletes a key, and 5 loses its first row although nothing superseded it.
+    // Compact revisions, and the number of rows that compaction has still to delete: up to revision 8 the rows of a at
+    // revisions 2, 4, 6 and 7; at 9 also d at 5; at 12 also b at 3, e at 5 and the delete at 11.
     for (number, (compacted, to_purge)) in
         [(2, 0), (4, 1), (6, 2), (7, 3), (8, 4), (9, 5), (12, 8)].into_iter().enumerate()
     {
         let place = copies.copy(number);
         place.execute(&format!("INSERT INTO meta VALUES ('compact_revision', {compacted})")).await;
-        let report = place.is_sound();
+        let report = place.assert_sound();
         assert_eq!(report["rowsToPurge"], to_purge, "{compacted}: {report}");
         assert_eq!(report["compactRevision"], compacted);
     }
@@ -217,9 +221,10 @@ async fn rows_left_by_compaction_are_no_violations(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     put_all(&mut client, &["c", "d"]).await;
     client.kv.put(put("c", "2", 0)).await.expect("a put");
+    // Deletes c at revision 2, which is the first row of its transaction.
     let compaction = CompactionRequest { revision: 3, physical: true };
     client.kv.compact(compaction).await.expect("a compaction");
-    let report = Place::of(&server).is_sound();
+    let report = Place::of(&server).assert_sound();
     assert_eq!((&report["rows"], &report["firstRevision"], &report["liveKeys"]), (&2.into(), &3.into(), &2.into()));
 }
 
@@ -254,18 +259,18 @@ async fn check_passes_after_random_operations(backend: Backend) {
             for _ in 0..150 {
                 operate(&store, &mut random).await;
             }
-            // Half of the compactions are interrupted before their rows are deleted.
+            // Half of the compactions do not wait for the deletion of their rows, so the stop may interrupt it.
             let wait = if random.chance(50) { CompactionWait::ForRows } else { CompactionWait::ForRevision };
             let revision = Revision(random.between(store.head().0 - 60, store.head().0));
-            // A compaction at or below the last one is refused, which is also a valid history.
+            // A compaction at or below the previous one is refused, which leaves a valid history.
             let _ = store.compact(revision, wait).await;
-            let report = place.is_sound();
+            let report = place.assert_sound();
             assert_eq!(report["revision"], store.head().0);
             let index = store.index_snapshot();
             let live = index.range(.., index.head()).count();
             assert_eq!(report["liveKeys"], live);
             store.stop().await;
-            place.is_sound();
+            place.assert_sound();
         }
     }
 }
@@ -286,7 +291,7 @@ async fn check_passes_on_a_running_store(backend: Backend) {
         })
         .await;
         let place = place.clone();
-        let report = tokio::task::spawn_blocking(move || place.is_sound()).await.expect("a check");
+        let report = tokio::task::spawn_blocking(move || place.assert_sound()).await.expect("a check");
         assert!(report["rows"].as_u64() > Some(0), "{report}");
     }
     stop.store(true, Ordering::Relaxed);
@@ -298,11 +303,11 @@ async fn check_passes_on_a_running_store(backend: Backend) {
         contents.map(|path| (path.clone(), fs::read(&path).expect("a file can be read"))).collect()
     };
     let before = files();
-    place.is_sound();
+    place.assert_sound();
     assert!(files() == before, "the check writes nothing, and leaves the WAL of a killed server to the next start");
 }
 
-/// Writes a SQLite store of 100 pages and stops the server.
+/// Returns the file of a SQLite store of about 100 pages, which no server uses.
 async fn large_sqlite_store(folder: &Path) -> PathBuf {
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
@@ -339,10 +344,10 @@ async fn damaged_sqlite_file_is_reported_without_a_panic() {
         assert_eq!(quick.status.code(), Some(i32::from(expected.is_some())), "{what}");
         match expected {
             Some(expected) => assert!(found.contains(expected), "{what}: {found}"),
-            None => drop(Place::sqlite(&file).is_sound()),
+            None => drop(Place::sqlite(&file).assert_sound()),
         }
     }
-    // With random wrong bytes the process must end by itself, whether or not it reports anything.
+    // The check may or may not report random wrong bytes, but it must end by itself with one of its exit codes.
     let mut random = Random::new(7);
     for _ in 0..25 {
         let mut bytes = whole.clone();
@@ -409,7 +414,7 @@ async fn postgres_without_a_store_of_this_version_cannot_be_checked() {
     let place = Place(postgres.create_database());
     cannot_be_checked(&place, &["database orlop_", "contains no Orlop log"]);
     drop(Server::orlop_on(&place.0, &[]).await);
-    place.is_sound();
+    place.assert_sound();
     place
         .execute(
             "INSERT INTO _sqlx_migrations SELECT 99, description, installed_on, success, checksum, execution_time \

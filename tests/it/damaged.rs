@@ -34,7 +34,8 @@ enum History {
     Compacted,
 }
 
-/// Keys with one and several pages, with several versions, and with a lease.
+/// Returns an empty folder, the bytes of a database file, and the pairs in it. Some values are larger than a page, most
+/// keys have several versions, and some keys have a lease.
 async fn store(history: History) -> (TempDir, Vec<u8>, Vec<KeyValue>) {
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
@@ -42,9 +43,8 @@ async fn store(history: History) -> (TempDir, Vec<u8>, Vec<KeyValue>) {
     for number in 0..120_u8 {
         let key = format!("key/{}", number % 50).into();
         let bytes = if number % 10 == 0 { 9_000 } else { 100 };
-        let put =
-            PutRequest { key, value: vec![number; bytes].into(), lease: i64::from(number % 7), ..Default::default() };
-        let put = if put.lease == 0 { PutRequest { lease: 7, ..put } } else { PutRequest { lease: 0, ..put } };
+        let lease = if number % 7 == 0 { 7 } else { 0 };
+        let put = PutRequest { key, value: vec![number; bytes].into(), lease, ..Default::default() };
         client.kv.put(put).await.expect("a put");
     }
     if history == History::Compacted {
@@ -63,6 +63,7 @@ async fn everything(endpoint: &str) -> Result<Vec<KeyValue>, tonic::Status> {
     client.kv.range(range).await.map(|answer| answer.into_inner().kvs)
 }
 
+/// Starts Orlop on a file of these bytes. Returns the pairs that it serves, or its error output.
 async fn start(folder: &Path, bytes: &[u8]) -> Start {
     for old in fs::read_dir(folder).expect("a folder") {
         let old: PathBuf = old.expect("an entry").path();
@@ -98,7 +99,7 @@ async fn start(folder: &Path, bytes: &[u8]) -> Start {
     }
 }
 
-/// Keys and their metadata; a flipped bit in a value goes undetected because values have no checksum.
+/// Returns the pairs without their values. A flipped bit in a value is not detected because values have no checksum.
 fn without_values(kvs: &[KeyValue]) -> Vec<KeyValue> {
     kvs.iter().map(|kv| KeyValue { value: Default::default(), ..kv.clone() }).collect()
 }
@@ -190,7 +191,7 @@ async fn page_that_hides_rows_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn file_of_a_newer_version_is_refused() {
+async fn file_of_another_version_is_refused() {
     let (folder, whole, _) = store(History::Whole).await;
     let other = tempfile::tempdir().expect("a folder");
     let file = other.path().join("newer.db");

@@ -1,9 +1,10 @@
 //! Runs the same random operations on Orlop and on a real etcd and compares every response field by field.
 //!
 //! Each round has one seed and starts two fresh servers, which get some thousand operations one at a time, so that both
-//! are always at the same revision. Only cluster id, member id and raft term are masked; the other permitted
-//! differences are the table in [`exceptions`]. Watches stay open during a sequence of operations and are compared
-//! whenever both servers have sent everything: before a compaction or a cancel, and at the end of the sequence.
+//! are always at the same revision. Only cluster id, member id and raft term are masked; [`exceptions`] lists
+//! the other permitted differences. A round consists of sequences of operations. Watches stay open during a sequence
+//! and are compared when both servers have sent all events: before each compaction, cancel and progress request, and at
+//! the end of the sequence.
 //!
 //! `ORLOP_DIFF_OPS` sets the number of operations, `ORLOP_SEED` the first round's seed. With `ORLOP_TEST_TARGET=etcd`
 //! etcd is compared with itself, which finds errors in the harness.
@@ -36,9 +37,9 @@ use self::{
 };
 use crate::support::{Backend, Client, Server, on_both_backends};
 
-/// Operations per round. Both servers are restarted after each round, so that a seed replays in seconds.
+/// Number of operations per round. Each round has its own seed and fresh servers, so that it can be repeated quickly.
 const ROUND_OPS: usize = 5_000;
-/// Rounds with a difference before the test fails.
+/// Number of rounds with a difference after which no further round is run.
 const MISMATCHES_MAX: usize = 4;
 
 async fn answers_equal_those_of_etcd(backend: Backend) {

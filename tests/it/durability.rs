@@ -26,7 +26,7 @@ use tonic::Code;
 use crate::support::{Backend, Client, Random, Server, eventually, on_both_backends};
 
 const CLIENTS: usize = 24;
-/// Acknowledged writes per round before the server is stopped.
+/// Number of acknowledged writes per round before the server is stopped.
 const ROUND_WRITES: usize = 1_500;
 
 /// Acknowledged writes: key to revision.
@@ -95,7 +95,7 @@ impl Load {
     }
 }
 
-/// Single puts and, for every third write, two keys in one transaction; every key is written once.
+/// Makes single puts and, as every third write, a transaction that puts two keys. Writes each key once.
 async fn write(mut client: Client, name: String, written: Arc<AtomicUsize>, stop: Arc<AtomicBool>) -> Acknowledged {
     let mut acknowledged = Acknowledged::new();
     for number in 0.. {
@@ -123,8 +123,8 @@ async fn write(mut client: Client, name: String, written: Arc<AtomicUsize>, stop
                 written.fetch_add(1, Ordering::Relaxed);
             }
             Err(status) => {
-                let gone = [Code::Unavailable, Code::Cancelled, Code::Unknown, Code::Internal];
-                assert!(gone.contains(&status.code()), "{status:?}");
+                let stopped = [Code::Unavailable, Code::Cancelled, Code::Unknown, Code::Internal];
+                assert!(stopped.contains(&status.code()), "{status:?}");
                 break;
             }
         }
@@ -138,14 +138,14 @@ async fn check(endpoint: &str, acknowledged: &Acknowledged) {
     let answer = client.kv.range(everything).await.expect("the server takes a range").into_inner();
     let head = answer.header.expect("an answer has a header").revision;
     let text = |key: &[u8]| String::from_utf8(key.to_vec()).expect("keys are text");
-    let there: Acknowledged = answer.kvs.iter().map(|kv| (text(&kv.key), kv.mod_revision)).collect();
+    let stored: Acknowledged = answer.kvs.iter().map(|kv| (text(&kv.key), kv.mod_revision)).collect();
     for (key, revision) in acknowledged {
-        assert_eq!(there.get(key), Some(revision), "{key} was acknowledged at {revision}");
+        assert_eq!(stored.get(key), Some(revision), "{key} was acknowledged at {revision}");
         assert!(*revision <= head);
     }
-    for (key, revision) in there.iter().filter(|(key, _)| key.starts_with("pair/")) {
+    for (key, revision) in stored.iter().filter(|(key, _)| key.starts_with("pair/")) {
         let other = format!("{}{}", &key[..key.len() - 1], if key.ends_with('a') { 'b' } else { 'a' });
-        assert_eq!(there.get(&other), Some(revision), "{key} and {other} are one transaction");
+        assert_eq!(stored.get(&other), Some(revision), "{key} and {other} are one transaction");
     }
 }
 
@@ -174,16 +174,16 @@ async fn index_and_leases_rebuilt_from_the_log_equal_memory() {
         let home = tempfile::tempdir().expect("a temporary directory can be made");
         let file = home.path().join("orlop.db");
         let mut random = Random::new(seed);
-        // Several starts on one log. Each rebuilds the state that the previous server wrote.
+        // Opens the log several times. Each time the store rebuilds the state that the previous one wrote.
         for _ in 0..3 {
             let store = open(&file).await;
             for _ in 0..400 {
                 operate(&store, &mut random).await;
             }
-            // Half of the compactions are interrupted before their rows are deleted.
+            // Half of the compactions do not wait for the deletion of their rows, so the stop may interrupt it.
             let wait = if random.chance(50) { CompactionWait::ForRows } else { CompactionWait::ForRevision };
             let revision = Revision(random.between(store.head().0 - 100, store.head().0));
-            // A compaction at or below the last one is refused, which is also a valid history.
+            // A compaction at or below the previous one is refused, which leaves a valid history.
             let _ = store.compact(revision, wait).await;
             let compacted = store.index_snapshot().compact_revision();
             if let Some(compacted) = compacted {
@@ -215,10 +215,11 @@ async fn open(file: &Path) -> Store {
         .expect("the log can be read")
 }
 
+/// Returns for each lease its id with each of its keys, and its id with its granted TTL as text.
 async fn leases(store: &Store) -> Vec<(LeaseId, Vec<u8>)> {
     let mut all = Vec::new();
     for id in store.leases().await.expect("leases are listed") {
-        let lease = store.lease(id).await.expect("a lease is looked at").expect("a lease that is listed");
+        let lease = store.lease(id).await.expect("a lease can be read").expect("the lease is listed");
         all.extend(lease.keys.iter().map(|key| (id, key.to_vec())));
         all.push((id, lease.granted_secs.to_string().into_bytes()));
     }
@@ -226,6 +227,7 @@ async fn leases(store: &Store) -> Vec<(LeaseId, Vec<u8>)> {
     all
 }
 
+/// Runs one random operation.
 pub async fn operate(store: &Store, random: &mut Random) {
     let key = |random: &mut Random| vec![b'a' + random.below(9) as u8];
     let lease = |random: &mut Random| LeaseId(random.between(1, 4));
@@ -239,7 +241,7 @@ pub async fn operate(store: &Store, random: &mut Random) {
         range: KeyRange::from_wire(&key(random), if random.chance(30) { b"e" } else { b"" }),
         prev_kv: random.chance(50),
     };
-    // Refusals (an unknown lease, an existing one) are expected.
+    // Errors such as an unknown lease, or a lease that already exists, are expected.
     match random.weighted(&[50, 12, 20, 6, 4]) {
         0 => drop(store.put(put(random)).await),
         1 => drop(store.delete(delete(random)).await),

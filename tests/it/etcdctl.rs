@@ -395,10 +395,10 @@ async fn elect_passes_leadership_on(backend: Backend) {
     observer.expect_lines(&[&key, "bob"]).await;
 }
 
-/// Its verdict on speed depends on the machine, which runs other tests at the same time; the test requires only that
-/// every request was served.
+/// The verdict of `check perf` on speed depends on the machine, which runs other tests at the same time. This test
+/// requires only that every request was served.
 async fn check_perf_completes(backend: Backend) {
-    // It puts load on the server for one minute.
+    // `check perf` puts load on the server for one minute.
     if std::env::var_os("CI").is_none() && std::env::var_os("ORLOP_SLOW_TESTS").is_none() {
         println!("skipped: no ORLOP_SLOW_TESTS, and this takes a minute");
         return;

@@ -71,13 +71,13 @@ async fn hung_database_does_not_trigger_the_watchdog() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let client = Client::connect(server.endpoint()).await;
-    let lasts = Duration::from_secs(if std::env::var_os("ORLOP_SLOW_TESTS").is_some() { 100 } else { 10 });
+    let outage = Duration::from_secs(if std::env::var_os("ORLOP_SLOW_TESTS").is_some() { 100 } else { 10 });
     let paused = postgres.pause();
     let began = Instant::now();
     let mut refused = 0;
     let put = PutRequest { key: "k".into(), value: "v".into(), ..Default::default() };
     // At least one request is always waiting.
-    while began.elapsed() < lasts {
+    while began.elapsed() < outage {
         refused += usize::from(client.clone().kv.put(put.clone()).await.is_err());
         let live = http_get(server.endpoint(), "/livez?verbose").await;
         assert_eq!((live.status, live.body.as_str()), (200, "[+]serializable_read ok\nok\n"), "{}", server.log_tail());

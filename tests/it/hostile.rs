@@ -1,9 +1,10 @@
 //! Attacks by hostile or defective clients: memory stays bounded, other clients are served, and resources held for the
 //! attacker are freed.
 //!
-//! Each test prints a row: attack, backend, the server's memory before and at its peak (MiB), the bystander's p99 for a
-//! put and a get (ms) before and during the attack, and their ratio. `ORLOP_HOSTILE_LONG=1` makes the attacks as large
-//! as docs/explanation/overload.md states; `ORLOP_TEST_TARGET=etcd` attacks an etcd.
+//! Each test prints a row: attack, backend, the server's memory before the attack and at its peak (MiB), another
+//! client's p99 for a put and a get (ms) before, during and after the attack, and the p99 during the attack divided by
+//! the mean of the other two. `ORLOP_HOSTILE_LONG=1` makes the attacks as large as docs/explanation/overload.md states;
+//! `ORLOP_TEST_TARGET=etcd` attacks an etcd.
 
 mod arena;
 mod encoded;
@@ -52,8 +53,8 @@ const GRANT: &str = "/etcdserverpb.Lease/LeaseGrant";
 const WATCH: &str = "/etcdserverpb.Watch/Watch";
 const SNAPSHOT: &str = "/etcdserverpb.Maintenance/Snapshot";
 
-/// Shorter than the timeout of a list that waits for memory.
-const LISTS_HALT_MAX: Duration = Duration::from_secs(5);
+/// Maximum time between two successful lists of all keys; shorter than the timeout of a list that waits for memory.
+const LISTS_PAUSE_MAX: Duration = Duration::from_secs(5);
 
 fn put(key: &str, bytes: usize) -> PutRequest {
     PutRequest { key: key.to_owned().into(), value: vec![b'v'; bytes].into(), ..Default::default() }
@@ -80,11 +81,11 @@ async fn fill(arena: &mut Arena, keys: usize, bytes: usize) {
     arena.measure_idle_state().await;
 }
 
-async fn connections(arena: &Arena, count: usize, say: &[u8]) -> Vec<Wire> {
+async fn connections(arena: &Arena, count: usize, bytes: &[u8]) -> Vec<Wire> {
     let mut all = Vec::new();
     for _ in 0..count {
         let mut wire = Wire::tcp(arena.endpoint()).await;
-        assert!(wire.send(say).await);
+        assert!(wire.send(bytes).await);
         all.push(wire);
     }
     all
@@ -102,12 +103,12 @@ async fn silent_and_unfinished_connections_are_closed(backend: Backend) {
 /// Sending one byte from time to time does not keep a connection open.
 async fn slow_loris_is_closed(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
-    let mut drips = JoinSet::new();
+    let mut attackers = JoinSet::new();
     for number in 0..sized(200, 2_000) {
         let mut wire = Wire::tcp(arena.endpoint()).await;
         let http1 = format!("GET /health HTTP/1.1\r\nhost: x\r\n{}", "x: y\r\n".repeat(1_000));
         let text = if number % 2 == 0 { PREFACE.to_vec() } else { http1.into_bytes() };
-        drips.spawn(async move {
+        attackers.spawn(async move {
             for byte in text {
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 if wire.0.write_all(&[byte]).await.is_err() {
@@ -119,7 +120,7 @@ async fn slow_loris_is_closed(backend: Backend) {
         });
     }
     arena.survives("a byte a second", 300, ()).await;
-    let all_closed = async { while drips.join_next().await.is_some() {} };
+    let all_closed = async { while attackers.join_next().await.is_some() {} };
     timeout(DEADLINE * 3, all_closed).await.expect("each connection is closed although it still sends");
 }
 
@@ -128,7 +129,7 @@ async fn unfinished_handshakes_do_not_block_new_connections() {
     let Some(authority) = Authority::new() else { return };
     let certificate = authority.sign("server", 30);
     let [cert, key] = [&certificate.cert, &certificate.key].map(|file| file.to_str().expect("a path in UTF-8"));
-    // The port is chosen beforehand because the server logs only its first address.
+    // The port is chosen beforehand because the harness reads only the first address that the server prints.
     let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a free port");
     let (tls, both) = (format!("https://{free}"), format!("http://127.0.0.1:0,https://{free}"));
     let flags = ["--cert-file", cert, "--key-file", key, "--listen-client-urls", &both];
@@ -183,8 +184,8 @@ async fn floods_are_disconnected_or_harmless(backend: Backend) {
         let head = frame(HEADERS, END_HEADERS, stream, &headers(RANGE, &[]));
         [head, frame(RST_STREAM, 0, stream, &8_u32.to_be_bytes())].concat()
     };
-    // The name of the flood, its frames, and the server's error code: `None` (the server keeps answering) or
-    // ENHANCE_YOUR_CALM.
+    // The name of the flood, its frames, and the error code with which the server closes the connection:
+    // ENHANCE_YOUR_CALM (11), or `None` if the server keeps answering.
     type Flood<'a> = (&'static str, &'a dyn Fn(usize) -> Vec<u8>, Option<u32>);
     let floods: [Flood<'_>; 3] = [
         ("HEADERS and RST_STREAM", &resets, Some(11)),
@@ -195,13 +196,14 @@ async fn floods_are_disconnected_or_harmless(backend: Backend) {
         let frames = Bytes::from((0..20_000).flat_map(one).collect::<Vec<_>>());
         // The server stops reading from a flooding client that never reads its responses.
         let mut wire = Wire::open(arena.endpoint()).await;
-        let mut taken = true;
+        let mut all_sent = true;
         for _ in 0..if error.is_some() { 1 } else { sized(1, 50) } {
-            taken = taken && matches!(timeout(Duration::from_secs(3), wire.0.write_all(&frames)).await, Ok(Ok(())));
+            all_sent =
+                all_sent && matches!(timeout(Duration::from_secs(3), wire.0.write_all(&frames)).await, Ok(Ok(())));
         }
-        println!("{name}: taken {taken}");
+        println!("{name}: all frames sent: {all_sent}");
         if error.is_some() {
-            assert!(!taken || wire.ended().await == error, "{name}");
+            assert!(!all_sent || wire.ended().await == error, "{name}");
         }
         arena.survives(&format!("{name} flood, responses not read"), 300, wire).await;
         let mut attackers = JoinSet::new();
@@ -214,7 +216,7 @@ async fn floods_are_disconnected_or_harmless(backend: Backend) {
 
 async fn metadata_has_a_limit(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
-    // A header within the limit is accepted; above it the call is refused and the connection stays open.
+    // A call with a header above the limit is refused; the connection stays open.
     let long = "x".repeat(20_000);
     let mut wire = Wire::open(arena.endpoint()).await;
     let block = headers(PUT, &[("x-long", &long)]);
@@ -224,11 +226,11 @@ async fn metadata_has_a_limit(backend: Backend) {
     assert!(wire.call(3, RANGE, &all().encode_to_vec(), END_STREAM).await, "the connection stays open");
     // A header block without end is refused.
     let mut endless = Wire::open(arena.endpoint()).await;
-    let mut taken = endless.send(&frame(HEADERS, 0, 1, &headers(PUT, &[]))).await;
+    let mut all_sent = endless.send(&frame(HEADERS, 0, 1, &headers(PUT, &[]))).await;
     for _ in 0..sized(2_000, 20_000) {
-        taken = taken && endless.send(&frame(CONTINUATION, 0, 1, &[0, 1, b'x', 100, b'y'].repeat(100))).await;
+        all_sent = all_sent && endless.send(&frame(CONTINUATION, 0, 1, &[0, 1, b'x', 100, b'y'].repeat(100))).await;
     }
-    assert!(!taken || endless.ended().await.is_some(), "a header block of 10 MiB is refused");
+    assert!(!all_sent || endless.ended().await.is_some(), "a header block without end is refused");
     drop(wire);
     let block = frame(CONTINUATION, 0, 1, &[0, 1, b'x', 100, b'y'].repeat(100));
     let endless = Bytes::from([frame(HEADERS, 0, 1, &headers(PUT, &[])), block.repeat(2_000)].concat());
@@ -243,7 +245,7 @@ async fn ten_thousand_streams_on_one_connection_are_served(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let watch = WatchRequest { request_union: Some(RequestUnion::CreateRequest(everything(0))) };
     let body = wire::message(&watch.encode_to_vec());
-    let held = streams(arena.endpoint(), sized(10_000, 10_000), WATCH, body).await;
+    let held = streams(arena.endpoint(), 10_000, WATCH, body).await;
     eventually("the streams are there", async || {
         let metrics = crate::support::http_get(arena.endpoint(), "/metrics").await.body;
         let watchers = metrics.lines().find(|line| line.starts_with("etcd_debugging_mvcc_watcher_total"));
@@ -265,7 +267,7 @@ async fn unfinished_messages_use_bounded_memory(backend: Backend) {
     let held = streams(arena.endpoint(), sized(2_000, 10_000), PUT, half.clone()).await;
     let lease = "/etcdserverpb.Lease/LeaseKeepAlive";
     let more = streams(arena.endpoint(), sized(1_000, 5_000), lease, half).await;
-    // The lists arrive while the bystander is measured.
+    // Gives the messages time to arrive before the other client is measured.
     tokio::time::sleep(Duration::from_secs(5)).await;
     arena.survives("unfinished messages of megabytes", 800, (held, more)).await;
 }
@@ -279,7 +281,7 @@ async fn too_long_messages_are_refused(backend: Backend) {
         assert_eq!(refused.code(), Code::ResourceExhausted, "{refused:?}");
         assert!(refused.message().starts_with("grpc: received message larger than max"), "{refused:?}");
     }
-    // A compressed message may expand to any size.
+    // A compressed message could expand to any size, so it is refused with status 12, unimplemented.
     let (tasks, mut answers, _senders) = streams(arena.endpoint(), 1, PUT, vec![1, 0, 0, 0, 1, 0]).await;
     let answer = timeout(DEADLINE, answers.remove(0)).await.expect("in time").expect("an answer");
     assert_eq!(answer.headers().get("grpc-status").map(|status| status.as_bytes()), Some(&b"12"[..]));
@@ -294,7 +296,7 @@ async fn too_long_messages_are_refused(backend: Backend) {
 
 async fn unread_watches_use_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
-    // Each stream lists its own range, so that no response is shared.
+    // Each stream watches its own range, so that no response is shared.
     let mut held = Vec::new();
     let mut wire = Wire::open(arena.endpoint()).await;
     for number in 0..sized(200, 2_000) {
@@ -333,7 +335,7 @@ async fn ranges_of_all_keys_use_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &["--value-cache-bytes", "8388608"]).await else { return };
     fill(&mut arena, sized(400, 2_000), 50_000).await;
     let mut readers = JoinSet::new();
-    let (lists, served) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
+    let (began, served) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
     for number in 0..64 {
         let (mut kv, served) = (arena.client().await.kv, Arc::clone(&served));
         readers.spawn(async move {
@@ -344,7 +346,7 @@ async fn ranges_of_all_keys_use_bounded_memory(backend: Backend) {
                     _ => kv.range(all()).await.map(drop),
                 };
                 match answer {
-                    Ok(()) => served.lock().push(lists.elapsed()),
+                    Ok(()) => served.lock().push(began.elapsed()),
                     // Without free memory the server asks the client to retry.
                     Err(status) => {
                         assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
@@ -357,9 +359,9 @@ async fn ranges_of_all_keys_use_bounded_memory(backend: Backend) {
     tokio::time::sleep(Duration::from_secs(sized(5, 15) as u64)).await;
     arena.survives_continuous("64 clients that list all keys", 1_500, readers).await;
     let mut served = served.lock();
-    served.push(lists.elapsed());
-    let halt = served.array_windows().map(|[one, next]| next.saturating_sub(*one)).max();
-    assert!(halt.is_some_and(|halt| halt < LISTS_HALT_MAX), "{} lists, {halt:?} between two", served.len());
+    served.push(began.elapsed());
+    let pause = served.array_windows().map(|[one, next]| next.saturating_sub(*one)).max();
+    assert!(pause.is_some_and(|pause| pause < LISTS_PAUSE_MAX), "{} lists, at most {pause:?} apart", served.len());
 }
 
 async fn unread_responses_use_bounded_memory(backend: Backend) {
@@ -425,7 +427,8 @@ async fn messages_with_too_many_parts_are_refused(backend: Backend) {
         let refused = caller.call(method, message.clone()).await.expect_err("the call is refused");
         assert_eq!(refused.message(), *refusal, "{} bytes to {method}", message.len());
     }
-    // The server answers cheap requests at a rate that a busy client may also send, so they are measured separately.
+    // Small messages are refused at little cost, so a loop of them resembles a busy client. They are measured
+    // separately.
     let (large, small): (Vec<_>, Vec<_>) = messages.into_iter().partition(|(_, message, _)| message.len() > 1 << 16);
     for (attack, messages) in [
         ("messages of up to a million operations or fields, in a loop", large),

@@ -1,5 +1,5 @@
-//! Several instances on one Postgres database: each sees the writes that another acknowledged, even if one of them is
-//! slow, paused or stopped.
+//! Several instances on one Postgres database: each sees the writes that another acknowledged, even if an instance
+//! is slow, paused or stopped.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -33,11 +33,13 @@ fn get(key: &str) -> RangeRequest {
     RangeRequest { key: key.to_owned().into(), ..Default::default() }
 }
 
+/// Returns the revision of the put.
 async fn put_at(client: &mut Client, request: PutRequest) -> i64 {
     let answer = client.kv.put(request).await.expect("the server takes a put").into_inner();
     answer.header.expect("an answer has a header").revision
 }
 
+/// Returns the key's value at the revision of the request.
 async fn value_at(client: &mut Client, request: RangeRequest) -> Option<String> {
     let kvs = client.kv.range(request).await.expect("the server takes a range").into_inner().kvs;
     kvs.first().map(|kv| String::from_utf8_lossy(&kv.value).into_owned())
@@ -102,7 +104,7 @@ async fn watches_get_events_of_all_instances_before_progress() {
             let answer = stream.next().await;
             let header = answer.header.expect("a header").revision;
             if answer.events.is_empty() {
-                assert!(header >= revision, "progress at {header} is requested after {revision} was acknowledged");
+                assert!(header >= revision, "progress at {header}, requested after the put at {revision}");
                 break;
             }
             seen.extend(answer.events.iter().map(|event| event.kv.as_ref().expect("a pair").mod_revision));
@@ -136,7 +138,7 @@ async fn concurrent_increments_on_all_instances_are_counted_without_starvation()
         }
     }
     for task in tasks {
-        task.await.expect("every watcher reaches the end");
+        task.await.expect("every task counts to the end");
     }
     assert_eq!(value_at(&mut first, get("counter")).await.as_deref(), Some("360"));
     let at_361 = RangeRequest { revision: 361, ..get("counter") };
@@ -190,8 +192,8 @@ async fn leases_are_shared_by_all_instances() {
     assert_eq!(twice.code(), Code::FailedPrecondition);
     put_at(&mut b, PutRequest { lease: 7, ..put("k", "1") }).await;
     assert_eq!(keep_alive(&mut b, 7).await, 100);
-    let look = LeaseTimeToLiveRequest { id: 7, keys: true };
-    let seen = a.lease.lease_time_to_live(look).await.expect("a look").into_inner();
+    let query = LeaseTimeToLiveRequest { id: 7, keys: true };
+    let seen = a.lease.lease_time_to_live(query).await.expect("a response").into_inner();
     assert_eq!((seen.granted_ttl, &seen.keys[..]), (100, &["k".into()][..]));
     assert!((98..=99).contains(&seen.ttl), "{seen:?}");
 
@@ -202,7 +204,7 @@ async fn leases_are_shared_by_all_instances() {
     assert_eq!(value_at(&mut a, get("k")).await, None, "the key was deleted with the lease");
     assert_eq!(a.lease.lease_leases(LeaseLeasesRequest {}).await.expect("a list").into_inner().leases, []);
     a.lease.lease_grant(grant(7, 50)).await.expect("the id is free again");
-    let seen = b.lease.lease_time_to_live(LeaseTimeToLiveRequest { id: 7, keys: true }).await.expect("a look");
+    let seen = b.lease.lease_time_to_live(LeaseTimeToLiveRequest { id: 7, keys: true }).await.expect("a response");
     assert_eq!((seen.get_ref().granted_ttl, seen.get_ref().keys.len()), (50, 0));
 }
 
@@ -235,27 +237,27 @@ async fn leases_granted_concurrently_on_all_instances_exist() {
     }
 }
 
-/// The test's own marker event ends the stream.
+/// The test sends a marker notification after an append. If the marker arrives first, the append has sent none.
 #[tokio::test]
 async fn append_notifies_only_if_another_instance_is_connected() {
-    let Some([(a, mut via_a)]) = instances().await else { return };
-    let datastore = a.datastore().expect("a database");
+    let Some([(one, mut a)]) = instances().await else { return };
+    let datastore = one.datastore().expect("a database");
     let mut listener = PgListener::connect(datastore).await.expect("a connection");
     let mut database = PgConnection::connect(datastore).await.expect("a connection");
     let channel: String =
         sqlx::query_scalar("SELECT orlop_channel()").fetch_one(&mut database).await.expect("the channel's name");
     listener.listen(&channel).await.expect("the channel can be listened to");
-    put_at(&mut via_a, put("k", "alone")).await;
+    put_at(&mut a, put("k", "alone")).await;
     let marker = sqlx::query("SELECT pg_notify($1, 'marker')").bind(&channel).execute(&mut database).await;
     marker.expect("a notification can be sent");
     assert_eq!(listener.recv().await.expect("the marker comes").payload(), "marker");
 
-    let _b = Server::orlop_on(datastore, &["--name", "b"]).await;
-    let revision = put_at(&mut via_a, put("k", "beside another")).await;
+    let _two = Server::orlop_on(datastore, &["--name", "b"]).await;
+    let revision = put_at(&mut a, put("k", "beside another")).await;
     assert_eq!(listener.recv().await.expect("a notification").payload(), revision.to_string());
 }
 
-/// The paused instance granted the lease and would be the first to expire it.
+/// The paused instance granted the leases and, if it ran, would be the first to expire them.
 #[tokio::test]
 async fn lease_expires_once_while_an_instance_is_paused_and_stays_expired() {
     let Some([(one, mut a), (_two, mut b)]) = instances().await else { return };
@@ -314,7 +316,8 @@ async fn compaction_applies_to_all_instances_and_cancels_older_watches() {
     }
 }
 
-/// The second compaction removes the successor and the delete of a put made between the two.
+/// The killed instance leaves a compacted put in the log. If the next compaction then deleted only the newer put and
+/// the delete, a restarted instance would read the old put as live.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn instance_killed_before_purging_does_not_revive_deleted_keys() {
     for _ in 0..10 {
@@ -327,15 +330,15 @@ async fn instance_killed_before_purging_does_not_revive_deleted_keys() {
 }
 
 /// Returns false if the process was killed too late.
-async fn kill_between_compaction_and_deletion([(mut a, mut via_a), (b, mut via_b)]: [(Server, Client); 2]) -> bool {
-    put_at(&mut via_a, put("k", "1")).await;
-    let compacted = put_at(&mut via_a, put("k", "2")).await;
-    // The purge starts late enough for the other instances to read the rows that it will delete.
+async fn kill_between_compaction_and_deletion([(mut one, mut a), (two, mut b)]: [(Server, Client); 2]) -> bool {
+    put_at(&mut a, put("k", "1")).await;
+    let compacted = put_at(&mut a, put("k", "2")).await;
+    // The rows are deleted half a second after the compaction, so the kill usually comes before that.
     let compact = CompactionRequest { revision: compacted, physical: false };
-    via_a.kv.compact(compact).await.expect("a compaction");
-    a.kill();
+    a.kv.compact(compact).await.expect("a compaction");
+    one.kill();
     let rows = async || {
-        let mut database = PgConnection::connect(b.datastore().expect("a database")).await.expect("a connection");
+        let mut database = PgConnection::connect(two.datastore().expect("a database")).await.expect("a connection");
         let ids = sqlx::query_scalar("SELECT id FROM kv_log ORDER BY id").fetch_all(&mut database).await;
         let ids: Vec<i64> = ids.expect("the log can be read with SQL");
         ids
@@ -345,13 +348,13 @@ async fn kill_between_compaction_and_deletion([(mut a, mut via_a), (b, mut via_b
     }
 
     let delete = DeleteRangeRequest { key: "k".into(), ..Default::default() };
-    via_b.kv.delete_range(delete).await.expect("a delete");
-    let last = put_at(&mut via_b, put("other", "1")).await;
-    via_b.kv.compact(CompactionRequest { revision: last, physical: true }).await.expect("a compaction");
+    b.kv.delete_range(delete).await.expect("a delete");
+    let last = put_at(&mut b, put("other", "1")).await;
+    b.kv.compact(CompactionRequest { revision: last, physical: true }).await.expect("a compaction");
     assert_eq!(rows().await, [last]);
 
-    a.restart().await;
-    assert_eq!(value_at(&mut Client::connect(a.endpoint()).await, get("k")).await, None);
+    one.restart().await;
+    assert_eq!(value_at(&mut Client::connect(one.endpoint()).await, get("k")).await, None);
     true
 }
 
@@ -377,8 +380,8 @@ async fn stale_writer_does_not_change_history() {
             one.pause();
         }
     }
-    // All requests of the paused instance have reached the database.
-    let seen = eventually("the end of the appends", async || {
+    // Waits until the database has executed all appends that the paused instance sent.
+    let head_before_deletes = eventually("the end of the appends", async || {
         let head = |answer: tonic::Response<orlop_wire::proto::client::etcdserverpb::StatusResponse>| {
             answer.into_inner().header.expect("a header").revision
         };
@@ -401,7 +404,7 @@ async fn stale_writer_does_not_change_history() {
         match task.await.expect("a request ends") {
             Ok((key, number, answer)) if answer.succeeded => {
                 let revision = answer.header.expect("a header").revision;
-                assert!(revision <= seen, "{key} was swapped at {revision}, after it was deleted");
+                assert!(revision <= head_before_deletes, "{key} was swapped at {revision}, after it was deleted");
                 assert!(swapped.insert(key.clone()), "{key} was swapped twice, the second time by {number}");
             }
             Ok((_, _, answer)) => assert!(answer.header.expect("a header").revision >= 21),
@@ -411,7 +414,7 @@ async fn stale_writer_does_not_change_history() {
     let all = || RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
     for client in [&mut a, &mut b] {
         let answer = client.kv.range(all()).await.expect("a range").into_inner();
-        assert_eq!(answer.header.expect("a header").revision, last, "nothing was added");
+        assert_eq!(answer.header.expect("a header").revision, last, "the resumed instance appended nothing");
         let keys: Vec<_> = answer.kvs.iter().map(|kv| &kv.key[..]).collect();
         assert_eq!(keys, [b"last"]);
     }

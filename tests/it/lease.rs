@@ -20,24 +20,25 @@ use crate::{
     support::{Backend, Client, DEADLINE, Server, eventually, on_both_backends},
 };
 
-/// The lease that the other clients renew.
-const OTHERS: i64 = 1 << 40;
+/// The lease that clients renew without pause, so that renewals wait for each other.
+const BACKGROUND_LEASE: i64 = 1 << 40;
 
 async fn put(client: &mut Client, key: &str, lease: i64) {
     let request = PutRequest { key: key.to_owned().into(), lease, ..Default::default() };
     client.kv.put(request).await.expect("a put");
 }
 
-async fn keys(client: &mut Client, id: i64) -> (i64, Vec<String>) {
+/// Returns the TTL and the keys of a lease.
+async fn ttl_and_keys(client: &mut Client, id: i64) -> (i64, Vec<String>) {
     let request = LeaseTimeToLiveRequest { id, keys: true };
-    let answer = client.lease.lease_time_to_live(request).await.expect("a lease is looked at").into_inner();
+    let answer = client.lease.lease_time_to_live(request).await.expect("a response").into_inner();
     (answer.granted_ttl, answer.keys.iter().map(|key| String::from_utf8_lossy(key).into_owned()).collect())
 }
 
 async fn grants_respect_ttl_and_id_limits(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    /// (requested id, requested TTL, granted TTL or the error)
+    /// (requested id, requested TTL, the granted TTL or the error).
     type Row = (i64, i64, Result<i64, (Code, &'static str)>);
     let table: [Row; 8] = [
         (1, 100, Ok(100)),
@@ -58,7 +59,7 @@ async fn grants_respect_ttl_and_id_limits(backend: Backend) {
                 assert!(if id == 0 { answer.id > 0 } else { answer.id == id });
             }
             (Err(status), Err(expected)) => assert_eq!((status.code(), status.message()), expected, "{id} {ttl}"),
-            (answer, expected) => panic!("{id} {ttl}: {answer:?}, not {expected:?}"),
+            (answer, expected) => panic!("{id} {ttl}: the answer is {answer:?}, expected {expected:?}"),
         }
     }
     let unknown = client.lease.lease_revoke(LeaseRevokeRequest { id: 99 }).await.expect_err("the lease is unknown");
@@ -76,8 +77,8 @@ async fn keys_expire_with_the_lease_of_their_last_put(backend: Backend) {
     for (key, lease) in [("c", 1), ("a", 1), ("b", 1), ("moved", 1), ("moved", 2), ("detached", 1), ("detached", 0)] {
         put(&mut client, key, lease).await;
     }
-    assert_eq!(keys(&mut client, 1).await, (600, vec!["a".into(), "b".into(), "c".into()]));
-    assert_eq!(keys(&mut client, 2).await, (600, vec!["moved".into()]));
+    assert_eq!(ttl_and_keys(&mut client, 1).await, (600, vec!["a".into(), "b".into(), "c".into()]));
+    assert_eq!(ttl_and_keys(&mut client, 2).await, (600, vec!["moved".into()]));
 
     let watch = WatchCreateRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
     let requests = tokio_stream::iter([WatchRequest { request_union: Some(RequestUnion::CreateRequest(watch)) }]);
@@ -129,13 +130,13 @@ async fn lease_expires_only_without_renewal(backend: Backend) {
     );
 }
 
-/// Starts `clients` clients that renew without a pause.
-async fn keep_others_alive(server: &Server, clients: usize) -> JoinSet<()> {
+/// Starts `clients` clients that renew the background lease without pause.
+async fn renew_background_lease(server: &Server, clients: usize) -> JoinSet<()> {
     let mut others = JoinSet::new();
     for _ in 0..clients {
         let mut client = Client::connect(server.endpoint()).await;
         others.spawn(async move {
-            let requests = stream::repeat(LeaseKeepAliveRequest { id: OTHERS });
+            let requests = stream::repeat(LeaseKeepAliveRequest { id: BACKGROUND_LEASE });
             let mut answers = client.lease.lease_keep_alive(requests).await.expect("a stream").into_inner();
             while let Ok(Some(_)) = answers.message().await {}
         });
@@ -147,15 +148,16 @@ async fn many_leases_are_kept_alive_on_one_stream(backend: Backend) {
     const TTL: i64 = 5;
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: OTHERS }).await.expect("a grant");
+    client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: BACKGROUND_LEASE }).await.expect("a grant");
     let grants = (1..=1_500).map(|id| {
         let mut client = client.clone();
         async move { client.lease.lease_grant(LeaseGrantRequest { ttl: TTL, id }).await.map(|_| id) }
     });
     let ids: Vec<i64> = stream::iter(grants).buffered(64).try_collect().await.expect("grants");
-    // A client renews all its leases at once; renewing them one by one would take longer than their TTL.
+    // A client renews all its leases at once. If the server renewed them one after another, this could take longer than
+    // their TTL.
     for others in [0, 16] {
-        let _others = keep_others_alive(&server, others).await;
+        let _others = renew_background_lease(&server, others).await;
         for _ in 0..2 {
             let requests: Vec<_> = ids.iter().map(|id| LeaseKeepAliveRequest { id: *id }).collect();
             let answers = client.lease.lease_keep_alive(stream::iter(requests)).await.expect("a stream").into_inner();
@@ -171,8 +173,8 @@ async fn many_leases_are_kept_alive_on_one_stream(backend: Backend) {
 async fn lease_regranted_during_a_renewal_expires_on_time(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: OTHERS }).await.expect("a grant");
-    let others = keep_others_alive(&server, 16).await;
+    client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: BACKGROUND_LEASE }).await.expect("a grant");
+    let others = renew_background_lease(&server, 16).await;
     for id in 1..=60_i64 {
         client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id }).await.expect("a grant");
         let mut renewing = client.clone();
@@ -181,7 +183,8 @@ async fn lease_regranted_during_a_renewal_expires_on_time(backend: Backend) {
             let mut answers = renewing.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
             let _ = answers.message().await;
         });
-        // Grants the lease between the renewal and its response, which are a few milliseconds apart.
+        // In some of the rounds, the id is granted again between the renewal and its response, which are a few
+        // milliseconds apart.
         tokio::time::sleep(std::time::Duration::from_millis(id.unsigned_abs() % 20)).await;
         client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("a revocation");
         client.lease.lease_grant(LeaseGrantRequest { ttl: 2, id }).await.expect("the id is free again");
@@ -190,12 +193,12 @@ async fn lease_regranted_during_a_renewal_expires_on_time(backend: Backend) {
     drop(others);
     eventually("the expiry of all leases", async || {
         let left = client.clone().lease.lease_leases(LeaseLeasesRequest {}).await.expect("a list").into_inner().leases;
-        if left.iter().all(|lease| lease.id == OTHERS) { Ok(()) } else { Err(left.len()) }
+        if left.iter().all(|lease| lease.id == BACKGROUND_LEASE) { Ok(()) } else { Err(left.len()) }
     })
     .await;
 }
 
-/// A renewal that is written to the database costs a commit, so a renewal shortly after another is not written.
+/// A renewal that is written to the database costs a commit, so a renewal shortly after another one is not written.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn postgres_skips_the_write_of_a_lease_that_was_just_renewed() {
     const TTL: i64 = 600;
@@ -205,21 +208,22 @@ async fn postgres_skips_the_write_of_a_lease_that_was_just_renewed() {
     let mut database = PgConnection::connect(server.datastore().expect("Postgres has an endpoint"))
         .await
         .expect("the database exists");
-    let (mut last_writer, mut written, mut left_alone) = (String::new(), 0, 0);
+    let (mut last_writer, mut written, mut not_written) = (String::new(), 0, 0);
     let deadline = Instant::now() + DEADLINE;
-    while written < 3 || left_alone == 0 {
-        assert!(Instant::now() < deadline, "renewals written: {written}, not written: {left_alone}");
+    while written < 3 || not_written == 0 {
+        assert!(Instant::now() < deadline, "renewals written: {written}, not written: {not_written}");
         let began = Instant::now();
         let request = stream::iter([LeaseKeepAliveRequest { id: 1 }]);
         let mut answers = client.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
         assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, TTL);
+        // `xmin` identifies the transaction that last wrote the row.
         let row = "SELECT xmin::text, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease";
         let (writer, left): (String, f64) =
             sqlx::query_as(row).fetch_one(&mut database).await.expect("the lease exists");
         let promised = TTL as f64 - began.elapsed().as_secs_f64();
-        assert!((promised..=TTL as f64 + 0.1).contains(&left), "{left} s are left of at least {promised} s");
+        assert!((promised..=TTL as f64 + 0.1).contains(&left), "{left} s are left, expected at least {promised} s");
         if writer == last_writer {
-            left_alone += 1
+            not_written += 1
         } else {
             written += 1
         }
@@ -240,14 +244,45 @@ async fn leases_and_their_keys_survive_a_restart(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     let leases = client.lease.lease_leases(LeaseLeasesRequest {}).await.expect("a list").into_inner().leases;
     assert_eq!(leases.iter().map(|lease| lease.id).collect::<Vec<_>>(), [1, 2]);
-    assert_eq!(keys(&mut client, 1).await, (601, vec!["k".into()]));
+    assert_eq!(ttl_and_keys(&mut client, 1).await, (601, vec!["k".into()]));
     client.lease.lease_revoke(LeaseRevokeRequest { id: 2 }).await.expect("a revocation");
     let found =
         client.kv.range(RangeRequest { key: "l".into(), ..Default::default() }).await.expect("a range").into_inner();
     assert_eq!(found.count, 0);
 }
 
-/// A batch of requests is one append, which may grant a lease and revoke it.
+async fn lease_continues_with_its_remaining_time_after_a_stop(backend: Backend) {
+    let Some(mut server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 1 }).await.expect("a grant");
+    let left = async |client: &mut Client| {
+        let request = LeaseTimeToLiveRequest { id: 1, keys: false };
+        client.lease.lease_time_to_live(request).await.expect("the lease exists").into_inner().ttl
+    };
+    eventually("the passing of three seconds", async || match left(&mut client.clone()).await {
+        ..=596 => Ok(()),
+        left => Err(left),
+    })
+    .await;
+    for _ in 0..2 {
+        assert!(server.terminate().await.success());
+        server.restart().await;
+        let mut client = Client::connect(server.endpoint()).await;
+        let left = left(&mut client).await;
+        assert!((590..=597).contains(&left), "{left} s are left");
+    }
+    // After a renewal and a kill, the start ignores the remaining time that an earlier stop recorded.
+    let mut client = Client::connect(server.endpoint()).await;
+    let request = stream::iter([LeaseKeepAliveRequest { id: 1 }]);
+    let mut answers = client.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
+    assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, 600);
+    server.kill();
+    server.restart().await;
+    let left = left(&mut Client::connect(server.endpoint()).await).await;
+    assert!((598..=600).contains(&left), "{left} s are left");
+}
+
+/// A batch of requests is one append, which may grant a lease and also revoke it.
 async fn changes_of_one_append_apply_in_order(backend: Backend) {
     let folder = tempfile::tempdir().expect("a folder");
     let Some(place) = Place::new(backend, &folder.path().join("orlop.db")).await else { return };
@@ -271,10 +306,10 @@ async fn changes_of_one_append_apply_in_order(backend: Backend) {
         assert_eq!((meta.leases.len(), found), (usize::from(expected.is_some()), expected), "{leases:?}");
         assert!(
             backend == Backend::Sqlite || meta.position.epoch == before.epoch + 1,
-            "other instances see it: {leases:?}"
+            "the new epoch tells other instances to read the leases: {leases:?}"
         );
     }
-    log.close().await;
+    log.close(&[]).await;
 }
 
 on_both_backends!(
@@ -283,6 +318,7 @@ on_both_backends!(
     keys_expire_with_the_lease_of_their_last_put,
     lease_expires_only_without_renewal,
     leases_and_their_keys_survive_a_restart,
+    lease_continues_with_its_remaining_time_after_a_stop,
     many_leases_are_kept_alive_on_one_stream,
     lease_regranted_during_a_renewal_expires_on_time,
 );

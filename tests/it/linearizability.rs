@@ -1,10 +1,11 @@
 //! Linearizability of several instances on one database while components fail.
 //!
 //! Clients on three instances put, swap, read and delete a few keys, and watches on all instances receive the events.
-//! Meanwhile instances are killed, stopped, paused and restarted, and Postgres is restarted in immediate mode. Then
+//! Meanwhile instances are killed, terminated, paused and restarted, and Postgres is stopped in immediate mode and
+//! started again. Then
 //! [`checker`] checks the history of responses, and [`watcher`] checks what the watches received.
 //!
-//! `ORLOP_LINEAR_SECS` lengthens the run, `ORLOP_SEED` repeats its choices (not its timing).
+//! `ORLOP_LINEAR_SECS` sets the duration of the run in seconds, `ORLOP_SEED` repeats its choices (not its timing).
 
 mod checker;
 pub mod connection;
@@ -28,10 +29,10 @@ use crate::support::{Fsync, Postgres, Random, Server};
 
 const INSTANCES: usize = 3;
 const CLIENTS: usize = 9;
-/// Time after which the clients use other keys, so that the checker can handle each key's history.
+/// Time after which the clients change to new keys. It keeps the history of each key short enough for the checker.
 const KEYS_CHANGE: Duration = Duration::from_secs(4);
-/// Pause between restarts of Postgres, which takes some seconds to come back.
-const POSTGRES_PAUSE: Duration = Duration::from_secs(12);
+/// Minimum time between two restarts of Postgres, each of which takes some seconds.
+const POSTGRES_RESTART_INTERVAL: Duration = Duration::from_secs(12);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn history_is_linearizable_under_faults() {
@@ -60,7 +61,7 @@ async fn history_is_linearizable_under_faults() {
         .map(|instance| tokio::spawn(Watcher::new(instance, Arc::clone(&endpoints)).run(ends.clone())))
         .collect();
 
-    let faults = break_things(&postgres, &mut servers, &endpoints, Duration::from_secs(secs), Random::new(seed)).await;
+    let faults = inject_faults(&postgres, &mut servers, &endpoints, Duration::from_secs(secs), Random::new(seed)).await;
     stop.send_replace(true);
     let mut history = Vec::new();
     for client in clients {
@@ -77,16 +78,17 @@ async fn history_is_linearizable_under_faults() {
     assert!(checked.acknowledged > secs as usize * 20, "enough writes are acknowledged: {checked:?}");
 }
 
+/// Numbers of injected faults.
 #[derive(Debug, Default)]
 struct Faults {
     killed: usize,
-    ended: usize,
+    terminated: usize,
     paused: usize,
-    postgres: usize,
+    postgres_restarted: usize,
 }
 
-/// Injects a fault from time to time; all components run when it returns.
-async fn break_things(
+/// Injects a fault from time to time. All components run again when this function returns.
+async fn inject_faults(
     postgres: &Postgres,
     servers: &mut [Server],
     endpoints: &Endpoints,
@@ -94,7 +96,7 @@ async fn break_things(
     mut random: Random,
 ) -> Faults {
     let mut faults = Faults::default();
-    let (started, mut postgres_broke) = (Instant::now(), Instant::now());
+    let (started, mut postgres_restarted) = (Instant::now(), Instant::now());
     while started.elapsed() < duration {
         sleep(Duration::from_millis(random.next() % 1_500)).await;
         let victim = random.below(servers.len());
@@ -104,7 +106,7 @@ async fn break_things(
                 servers[victim].restart().await;
             }
             1 => {
-                faults.ended += 1;
+                faults.terminated += 1;
                 servers[victim].terminate().await;
                 servers[victim].restart().await;
             }
@@ -114,12 +116,12 @@ async fn break_things(
                 sleep(Duration::from_millis(random.next() % 3_500)).await;
                 servers[victim].resume();
             }
-            _ if postgres_broke.elapsed() > POSTGRES_PAUSE => {
-                faults.postgres += 1;
+            _ if postgres_restarted.elapsed() > POSTGRES_RESTART_INTERVAL => {
+                faults.postgres_restarted += 1;
                 postgres.stop();
                 sleep(Duration::from_millis(random.next() % 1_000)).await;
                 postgres.start_again().await;
-                postgres_broke = Instant::now();
+                postgres_restarted = Instant::now();
             }
             _ => {}
         }

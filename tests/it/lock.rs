@@ -1,4 +1,4 @@
-//! The Lock and Election services, which use the same queues as clients that implement the recipes themselves.
+//! The Lock and Election services. They use the same keys as clients that implement locks and elections themselves.
 
 use std::time::Duration;
 
@@ -19,10 +19,10 @@ async fn grant(client: &mut Client, id: i64) -> i64 {
 }
 
 async fn revoke(client: &mut Client, id: i64) {
-    client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("the lease was there");
+    client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("the lease existed");
 }
 
-/// Requests the lock; the task returns the lock's key.
+/// Requests a lock in a task; the task returns the lock's key.
 fn lock(client: &Client, name: &str, lease: i64) -> JoinHandle<Result<String, Status>> {
     let (mut lock, name) = (client.lock.clone(), name.to_owned());
     tokio::spawn(async move {
@@ -31,6 +31,7 @@ fn lock(client: &Client, name: &str, lease: i64) -> JoinHandle<Result<String, St
     })
 }
 
+/// Waits until the lock is granted; returns its key.
 async fn held(lock: JoinHandle<Result<String, Status>>) -> String {
     let answer = timeout(DEADLINE, lock).await.expect("a response in time").expect("the task ends");
     answer.expect("the lock is granted")
@@ -41,7 +42,7 @@ async fn wait_for_keys(client: &Client, prefix: &str, count: i64) {
     let end = format!("{}0", &prefix[..prefix.len() - 1]);
     let range =
         RangeRequest { key: prefix.to_owned().into(), range_end: end.into(), count_only: true, ..Default::default() };
-    eventually(&format!("{count} below {prefix}"), async || {
+    eventually(&format!("a count of {count} keys below {prefix}"), async || {
         let found = client.clone().kv.range(range.clone()).await.expect("a range").into_inner().count;
         if found == count { Ok(()) } else { Err(found) }
     })
@@ -157,7 +158,8 @@ async fn leader(client: &mut Client) -> Result<String, Status> {
     Ok(String::from_utf8_lossy(&answer.kv.expect("a leader has a pair").value).into_owned())
 }
 
-/// Returns the values of the successive leaders. For the call itself etcd returns only the first of them.
+/// Returns the values of the successive leaders. The call is made in a task, because on etcd it does not return before
+/// the first leader is elected.
 fn observe(client: &Client) -> mpsc::UnboundedReceiver<String> {
     let (sender, values) = mpsc::unbounded_channel();
     let mut election = client.election.clone();
@@ -194,7 +196,7 @@ async fn election_passes_from_one_to_the_next(backend: Backend) {
         leader: Some(leader.clone()),
         value: value.to_owned().into(),
     };
-    client.election.proclaim(proclaim(&first, "ALICE")).await.expect("she leads");
+    client.election.proclaim(proclaim(&first, "ALICE")).await.expect("alice is the leader");
     assert_eq!(seen().await, "ALICE");
 
     let second = campaign(&client, "seat", 0x11, "bob");
@@ -231,7 +233,7 @@ async fn election_refuses_invalid_requests_as_etcd(backend: Backend) {
         campaign(&client, "seat", 99, "v").await.expect("the task ends").expect_err("there is no such lease");
     assert_eq!((unleased.code(), unleased.message()), (Code::Unknown, "etcdserver: requested lease not found"));
 
-    // A key put by another client is an entry of the queue like the server's own.
+    // A key that a client puts below the election's name counts as a candidate, like the server's own keys.
     let put = PutRequest { key: "seat/aa".into(), value: "carol".into(), ..Default::default() };
     client.kv.put(put).await.expect("a put");
     assert_eq!(leader(&mut client).await.expect("a leader"), "carol");

@@ -106,7 +106,7 @@ async fn frozen_log_does_not_change(backend: Backend) {
 
     assert_eq!(contents(&*frozen).await, before);
     drop(frozen);
-    log.close().await;
+    log.close(&[]).await;
 }
 
 on_both_backends!(frozen_log_does_not_change,);

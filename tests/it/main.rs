@@ -10,6 +10,7 @@ mod damaged;
 mod differential;
 mod durability;
 mod etcdctl;
+mod foreign;
 mod gateway;
 mod hashkv;
 mod health;

@@ -8,7 +8,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 
 use crate::support::{Backend, Client, Server, Stream, eventually, everything, http_get, on_both_backends};
 
-/// Returns the metrics of etcd that Orlop lacks, as docs/reference/metrics.md lists them.
+/// Returns the list of etcd's metrics that Orlop lacks, from docs/reference/metrics.md.
 fn missing_metrics() -> &'static str {
     let page = include_str!("../../docs/reference/metrics.md");
     let (_, list) = page.split_once("## Metrics of etcd that Orlop lacks").expect("the page has a list");
@@ -40,7 +40,7 @@ fn everything_range() -> RangeRequest {
 async fn etcd_metrics_are_exported_or_listed_as_missing() {
     let Some(etcd) = Server::etcd().await else { return };
     let Some(orlop) = Server::orlop(Backend::Sqlite).await else { return };
-    // Some metrics appear with the first call or the first check.
+    // Some metrics appear only after the first call or the first health check.
     for server in [&etcd, &orlop] {
         Client::connect(server.endpoint()).await.kv.range(everything_range()).await.expect("a range");
         http_get(server.endpoint(), "/readyz").await;
@@ -48,13 +48,13 @@ async fn etcd_metrics_are_exported_or_listed_as_missing() {
     let (theirs, ours) = (kinds(&etcd).await, kinds(&orlop).await);
     for (name, kind) in theirs {
         let is_listed = missing_metrics().contains(&format!("`{name}`"));
-        // Metrics of Go's runtime.
+        // Metrics of Go's runtime and of Go's HTTP handler.
         if name.starts_with("go_") || name.starts_with("promhttp_") {
             continue;
         }
         match ours.get(&name) {
             Some(own) => {
-                assert!(*own == kind && !is_listed, "{name} is a {own} here, a {kind} there, listed: {is_listed}")
+                assert!(*own == kind && !is_listed, "{name} is a {own} in Orlop, a {kind} in etcd, listed: {is_listed}")
             }
             None => assert!(is_listed, "{name}, a {kind}, is neither exported nor listed in docs/reference/metrics.md"),
         }
@@ -142,7 +142,7 @@ async fn pending_events(server: &Server, what: &str, wanted: impl Fn(f64) -> boo
 async fn events_of_a_stream_that_is_not_read_are_pending(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut writer = Client::connect(server.endpoint()).await;
-    // A separate connection, whose flow control then stops the stream.
+    // A separate connection: flow control stops the unread stream, but not the writer.
     let mut stream = Stream::open(&mut Client::connect(server.endpoint()).await).await;
     stream.create(everything(0)).await;
     let value = vec![b'v'; 512 << 10];
@@ -154,27 +154,27 @@ async fn events_of_a_stream_that_is_not_read_are_pending(backend: Backend) {
     for _ in 0..8 {
         last = put().await;
     }
-    pending_events(&server, "events that wait", |pending| pending > 0.0).await;
+    pending_events(&server, "an increase of pending events", |pending| pending > 0.0).await;
     stream.read_until(last).await;
-    pending_events(&server, "the last event sent", |pending| pending == 0.0).await;
+    pending_events(&server, "the delivery of the last event", |pending| pending == 0.0).await;
 
     for _ in 0..8 {
         put().await;
     }
-    pending_events(&server, "events that wait again", |pending| pending > 0.0).await;
+    pending_events(&server, "another increase of pending events", |pending| pending > 0.0).await;
     drop(stream);
     pending_events(&server, "the end of the stream", |pending| pending == 0.0).await;
 }
 
-/// Every series that the dashboard and the alerts query exists. A word with an underscore is treated as a series,
-/// except for the functions of PromQL listed here.
+/// Every series that the dashboard and the alerts query exists. Every word with an underscore is treated as a series,
+/// except for the functions and labels listed here.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn series_of_dashboard_and_alerts_exist() {
-    const FUNCTIONS: [&str; 4] = ["histogram_quantile", "predict_linear", "sum_over_time", "__rate_interval"];
+    const FUNCTIONS: [&str; 4] = ["histogram_quantile", "predict_linear", "last_over_time", "__rate_interval"];
     const LABELS: [&str; 6] = ["grpc_service", "grpc_method", "grpc_type", "grpc_code", "alarm_type", "server_id"];
     let Some(server) = Server::orlop_with(Backend::Sqlite, &["--metrics", "extensive"]).await else { return };
     let kinds = kinds(&server).await;
-    let mut asked = 0;
+    let mut queried = 0;
     for (file, text) in [
         ("dashboard", include_str!("../../monitoring/dashboard.json")),
         ("alerts", include_str!("../../monitoring/alerts.yaml")),
@@ -185,10 +185,10 @@ async fn series_of_dashboard_and_alerts_exist() {
             }
             let base = ["_bucket", "_count", "_sum"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
             assert!(kinds.contains_key(base) || kinds.contains_key(&name), "{file} queries {name}");
-            asked += 1;
+            queried += 1;
         }
     }
-    assert!(asked > 20, "the expressions were found");
+    assert!(queried > 20, "the expressions are found in the files");
 }
 
 /// Returns the values of `expr`, in JSON and in one-line YAML.
@@ -202,7 +202,7 @@ fn expressions(text: &str) -> Vec<String> {
 }
 
 fn words(expression: &str) -> Vec<String> {
-    // Quoted text is a label's value.
+    // Every second part is between quotation marks: it is the value of a label.
     let code: String = expression.trim_matches('"').split('"').step_by(2).collect::<Vec<_>>().join(" ");
     code.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_').map(ToOwned::to_owned).collect()
 }

@@ -11,12 +11,13 @@ fn put(key: &str) -> PutRequest {
     PutRequest { key: key.to_owned().into(), value: "value".into(), ..Default::default() }
 }
 
+/// Returns the revision of a put.
 async fn put_at(client: &mut Client, key: &str) -> i64 {
     let answer = client.kv.put(put(key)).await.expect("the server takes a put").into_inner();
     answer.header.expect("an answer has a header").revision
 }
 
-/// Retries a write until it succeeds; an attempt whose outcome is unknown may have been applied.
+/// Retries a put until it succeeds and returns its revision. A failed attempt may have been applied as well.
 async fn put_with_retries(client: &Client, key: &str) -> i64 {
     eventually("a write after the database is back", async || {
         let answer = client.clone().kv.put(put(key)).await?;
@@ -37,15 +38,15 @@ async fn outage_is_reported_and_survived() {
     stream.read_until(before).await;
 
     postgres.stop();
-    let texts = ["etcdserver: request timed out", "etcdserver: no leader"];
+    let (timed_out, no_leader) = ("etcdserver: request timed out", "etcdserver: no leader");
     let refused = a.kv.put(put("during")).await.expect_err("there is no database");
     assert_eq!(refused.code(), Code::Unavailable);
-    assert!(texts.contains(&refused.message()), "{refused:?}");
+    assert!([timed_out, no_leader].contains(&refused.message()), "{refused:?}");
     let range = || RangeRequest { key: "before".into(), ..Default::default() };
     let unread = b.kv.range(range()).await.expect_err("a linearizable read needs the database");
-    assert_eq!((unread.code(), unread.message()), (Code::Unavailable, texts[1]));
+    assert_eq!((unread.code(), unread.message()), (Code::Unavailable, no_leader));
     let status = b.maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
-    assert_eq!((status.leader, &status.errors[..]), (0, &[texts[1].to_owned()][..]));
+    assert_eq!((status.leader, &status.errors[..]), (0, &[no_leader.to_owned()][..]));
     let stale =
         b.kv.range(RangeRequest { serializable: true, ..range() })
             .await
@@ -54,7 +55,7 @@ async fn outage_is_reported_and_survived() {
 
     postgres.start_again().await;
     let after = put_with_retries(&a, "after").await;
-    assert_eq!(stream.read_until(after).await, (before + 1..=after).collect::<Vec<_>>(), "the same stream, no gap");
+    assert_eq!(stream.read_until(after).await, (before + 1..=after).collect::<Vec<_>>(), "no gap in the same stream");
     assert_eq!(b.kv.range(range()).await.expect("a range").into_inner().count, 1);
 }
 
@@ -74,7 +75,7 @@ async fn standby_is_neither_read_nor_accepted_at_start() {
     let range = || RangeRequest { key: "before".into(), ..Default::default() };
     let unread = client.kv.range(range()).await.expect_err("a standby may be behind");
     assert_eq!((unread.code(), unread.message()), (Code::Unavailable, "etcdserver: no leader"));
-    // The first write finds its connection broken and cannot know whether the commit happened.
+    // The first write fails because its connection is broken; the server cannot know whether the commit happened.
     for text in ["etcdserver: request timed out", "etcdserver: no leader"] {
         let refused = client.kv.put(put("during")).await.expect_err("a standby takes no writes");
         assert_eq!((refused.code(), refused.message()), (Code::Unavailable, text));
@@ -130,15 +131,15 @@ async fn replaced_log_stops_the_instance() {
     copy(&backup, &postgres.data());
     postgres.start_again().await;
     let other = Server::orlop_on(&datastore, &["--name", "two"]).await;
-    let mut written_anew = Client::connect(other.endpoint()).await;
+    let mut other_client = Client::connect(other.endpoint()).await;
     for revision in [3, 4] {
-        assert_eq!(put_at(&mut written_anew, "another").await, revision);
+        assert_eq!(put_at(&mut other_client, "another").await, revision);
     }
     server.resume();
     assert!(!server.ended().await.success());
     let log = server.log_tail();
     assert!(log.contains("revision 3 differs") && log.contains("ends at revision 4"), "{log}");
-    assert_eq!(put_at(&mut written_anew, "another").await, 5, "the other server continues");
+    assert_eq!(put_at(&mut other_client, "another").await, 5, "the other server continues");
 }
 
 #[tokio::test]
@@ -156,7 +157,7 @@ async fn error_names_the_missing_privilege() {
     assert!(text.contains("no_such_database"), "{text}");
 }
 
-/// Returns the error text of an Orlop that cannot start.
+/// Starts Orlop, which must fail, and returns the error text.
 fn start_refused(endpoint: &str) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_orlop"))
         .args(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", endpoint])
@@ -168,7 +169,7 @@ fn start_refused(endpoint: &str) -> String {
     text
 }
 
-/// Copies with owner and permissions, which Postgres checks.
+/// Copies a folder with its owner and permissions, which Postgres checks.
 fn copy(from: &std::path::Path, to: &std::path::Path) {
     let copied = Command::new("cp").arg("-a").args([from, to]).status();
     assert!(copied.is_ok_and(|status| status.success()), "the folder can be copied");

@@ -29,6 +29,7 @@ impl Orlop {
         self.home.path().join(name)
     }
 
+    /// Returns a command that runs Orlop in its folder with the umask, and appends its output to the log.
     fn command(&self, umask: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Command {
         let mut command = Command::new("sh");
         command.args(["-c", &format!("umask {umask}; exec \"$@\""), "sh", env!("CARGO_BIN_EXE_orlop")]);
@@ -47,7 +48,7 @@ impl Orlop {
         ready.rsplit(' ').next().expect("an address").to_owned()
     }
 
-    /// Runs until the process ends, which must be with an error.
+    /// Runs Orlop, which must exit with an error.
     fn fail(&self, arguments: &[&str], variables: &[(&str, &str)]) {
         let status = self.command("022", arguments, variables).status().expect("sh");
         assert!(matches!(status.code(), Some(1 | 2)), "{status:?}");
@@ -96,8 +97,9 @@ fn modes(folder: &Path) -> BTreeMap<PathBuf, u32> {
     found
 }
 
+/// Checks that only the user has access to the folder and to everything in it. Returns the number of paths.
 #[track_caller]
-fn only_for_the_user(folder: &Path) -> usize {
+fn check_private(folder: &Path) -> usize {
     let modes = modes(folder);
     for (path, mode) in &modes {
         assert_eq!(*mode, if path.is_dir() { 0o700 } else { 0o600 }, "{}: {mode:o}", path.display());
@@ -118,9 +120,9 @@ async fn data_is_private_under_any_umask() {
         let flags = ["--data-dir", "a/data", "--listen-client-urls", "http://127.0.0.1:0", "--auto-tls"];
         for _ in 0..2 {
             write(&orlop.start(umask, &flags, &[])).await;
-            // The folders a, data, fixtures and client, two certificates with keys, the database, its lock, WAL and
-            // shared memory.
-            assert_eq!(only_for_the_user(&orlop.file("a")), 10, "{:?}", modes(&orlop.file("a")));
+            // The folders a, data, fixtures and client; the certificate and its key; the database, its lock, its WAL
+            // and its shared memory.
+            assert_eq!(check_private(&orlop.file("a")), 10, "{:?}", modes(&orlop.file("a")));
             orlop.stop();
         }
         assert!(!orlop.log().contains("chmod"), "{}", orlop.log());
@@ -129,7 +131,7 @@ async fn data_is_private_under_any_umask() {
         let flags = ["snapshot", "restore", "a/data/orlop.db", "--skip-hash-check", "--data-dir", "restored"];
         let restored = orlop.command(umask, &flags, &[]).status().expect("sh");
         assert!(restored.success(), "{}", orlop.log());
-        assert_eq!(only_for_the_user(&orlop.file("restored")), 3);
+        assert_eq!(check_private(&orlop.file("restored")), 3);
     }
 }
 
@@ -167,7 +169,8 @@ async fn unix_socket_is_private_by_default() {
     }
 }
 
-/// Starts a cluster whose roles need passwords.
+/// Starts a cluster whose roles need passwords. Returns it with a database's endpoint, once with the password and once
+/// without.
 async fn postgres_with_passwords() -> Option<(Postgres, String, String)> {
     let postgres = Postgres::start(Fsync::Off).await?;
     let endpoint = postgres.create_database();
@@ -180,6 +183,7 @@ async fn postgres_with_passwords() -> Option<(Postgres, String, String)> {
     Some((postgres, endpoint, without_password))
 }
 
+/// Checks that a text contains neither the right password nor the wrong one, `not it`.
 #[track_caller]
 fn no_password_in(what: &str, text: &str) {
     for form in ["pass word", "pass%20word", "pass+word", "not it"] {
@@ -207,7 +211,7 @@ async fn database_password_is_never_printed() {
     {
         no_password_in(path, &http_get(&url, path).await.body);
     }
-    // Without the database, errors are logged too.
+    // While the database is stopped, the server also logs and returns errors.
     postgres.stop();
     let failed = client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect_err("no database");
     no_password_in("an error", &format!("{failed:?}"));
@@ -250,7 +254,7 @@ async fn password_can_stay_out_of_the_process_list() {
     let (settings, passwords) = (files.path().join("orlop.toml"), files.path().join("pgpass"));
     fs::write(&settings, format!("datastore-endpoint = \"{endpoint}\"\n")).expect("a file can be written");
     fs::write(&passwords, "127.0.0.1:*:*:*:pass word\n").expect("a file can be written");
-    // libpq refuses a password file that others can read.
+    // sqlx, like libpq, ignores a password file that other users can read.
     fs::set_permissions(&passwords, fs::Permissions::from_mode(0o600)).expect("a mode");
     let (settings, passwords) = (settings.to_str().expect("text"), passwords.to_str().expect("text"));
     type Row<'a> = (&'a [&'a str], (&'a str, &'a str));

@@ -19,7 +19,7 @@ async fn status_names_a_leader_a_version_and_sizes(backend: Backend) {
     let header = status.header.expect("a header");
     assert!(header.cluster_id != 0 && header.member_id != 0 && header.raft_term != 0);
     assert_eq!((status.leader, header.revision), (header.member_id, 2));
-    assert!(status.version.starts_with("3.6."), "kube-apiserver relies on it: {}", status.version);
+    assert!(status.version.starts_with("3.6."), "kube-apiserver relies on this version: {}", status.version);
     assert!(status.db_size >= status.db_size_in_use && status.db_size_in_use > 0);
     assert!(status.raft_index > 0 && status.raft_applied_index > 0 && status.errors.is_empty());
 }
@@ -30,7 +30,7 @@ async fn identity_survives_a_restart(backend: Backend) {
     for _ in 0..2 {
         let mut client = Client::connect(server.endpoint()).await;
         let list = client.cluster.member_list(MemberListRequest::default()).await.expect("a list").into_inner();
-        assert_eq!(list.members[0].client_ur_ls, [server.endpoint()], "clients can dial it");
+        assert_eq!(list.members[0].client_ur_ls, [server.endpoint()], "clients can connect to this URL");
         let header = list.header.expect("a header");
         seen.push((header.cluster_id, list.members[0].id));
         server.restart().await;
@@ -56,8 +56,7 @@ async fn auth(server: &Server) -> AuthClient<Channel> {
     AuthClient::connect(server.endpoint().to_owned()).await.expect("a ready server accepts connections")
 }
 
-/// A client configured with a name and a password proceeds without them when the server reports that authentication is
-/// off.
+/// A client with a name and a password continues without them if the server reports that authentication is off.
 async fn auth_responds_as_if_never_enabled(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut auth = auth(&server).await;
@@ -85,7 +84,8 @@ async fn auth_responds_as_if_never_enabled(backend: Backend) {
     }
 }
 
-/// An instance joins when it starts and leaves when it stops. All instances accept writes.
+/// Instances join when they start, leave when they stop, and all accept writes. So requests to change the membership or
+/// the leader are checked as in etcd, but have no effect.
 async fn raft_requests_are_answered_without_raft(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let Client { mut maintenance, mut cluster, .. } = Client::connect(server.endpoint()).await;
@@ -98,27 +98,27 @@ async fn raft_requests_are_answered_without_raft(backend: Backend) {
     };
     let bad_urls = "etcdserver: given member URLs are invalid";
     let add = |peer_ur_ls| MemberAddRequest { peer_ur_ls, ..Default::default() };
-    check("no URL", cluster.member_add(add(Vec::new())).await.map(drop), Code::InvalidArgument, bad_urls);
+    check("add no URL", cluster.member_add(add(Vec::new())).await.map(drop), Code::InvalidArgument, bad_urls);
     check("a bad URL", cluster.member_add(add(vec!["x".to_owned()])).await.map(drop), Code::InvalidArgument, bad_urls);
-    let no_adding =
-        "orlop: members join by being started on the same database and leave by being stopped; MemberAdd is not needed";
-    check("an addition", cluster.member_add(add(urls())).await.map(drop), Code::Unimplemented, no_adding);
+    let no_adding = "orlop: a member joins when it is started on the same database";
+    check("add a valid URL", cluster.member_add(add(urls())).await.map(drop), Code::Unimplemented, no_adding);
     let unknown = "etcdserver: member not found";
     let remove = |id| MemberRemoveRequest { id };
-    check("an unknown one", cluster.member_remove(remove(1)).await.map(drop), Code::NotFound, unknown);
+    check("remove an unknown member", cluster.member_remove(remove(1)).await.map(drop), Code::NotFound, unknown);
     let too_few = "etcdserver: re-configuration failed due to not enough started members";
-    check("a live one", cluster.member_remove(remove(own)).await.map(drop), Code::FailedPrecondition, too_few);
+    check("remove itself", cluster.member_remove(remove(own)).await.map(drop), Code::FailedPrecondition, too_few);
     let promote = |id| MemberPromoteRequest { id };
-    check("unknown", cluster.member_promote(promote(1)).await.map(drop), Code::NotFound, unknown);
+    check("promote an unknown member", cluster.member_promote(promote(1)).await.map(drop), Code::NotFound, unknown);
     let no_learner = "etcdserver: can only promote a learner member";
-    check("no learner", cluster.member_promote(promote(own)).await.map(drop), Code::FailedPrecondition, no_learner);
+    check("promote itself", cluster.member_promote(promote(own)).await.map(drop), Code::FailedPrecondition, no_learner);
     let update = |id, peer_ur_ls| MemberUpdateRequest { id, peer_ur_ls };
-    check("an update of none", cluster.member_update(update(1, urls())).await.map(drop), Code::NotFound, unknown);
-    cluster.member_update(update(own, urls())).await.expect("nothing changes");
+    check("update unknown member", cluster.member_update(update(1, urls())).await.map(drop), Code::NotFound, unknown);
+    let no_peers = "orlop: members have no peer URLs; their client URLs are those of advertise-client-urls";
+    check("update itself", cluster.member_update(update(own, urls())).await.map(drop), Code::Unimplemented, no_peers);
 
     let move_to = |target_id| MoveLeaderRequest { target_id };
     let bad_target = "etcdserver: bad leader transferee";
-    check("to none", maintenance.move_leader(move_to(1)).await.map(drop), Code::FailedPrecondition, bad_target);
+    check("move to unknown", maintenance.move_leader(move_to(1)).await.map(drop), Code::FailedPrecondition, bad_target);
     maintenance.move_leader(move_to(own)).await.expect("this member is the leader");
     let downgrade = |action: DowngradeAction, version: &str| DowngradeRequest {
         action: action.into(),
@@ -132,10 +132,10 @@ async fn raft_requests_are_answered_without_raft(backend: Backend) {
         let answer = maintenance.downgrade(downgrade(DowngradeAction::Validate, version)).await.map(drop);
         check(version, answer, Code::InvalidArgument, text);
     }
-    maintenance.downgrade(downgrade(DowngradeAction::Validate, "3.5.0")).await.expect("one minor below");
+    maintenance.downgrade(downgrade(DowngradeAction::Validate, "3.5.0")).await.expect("a valid target version");
     let no_job = "etcdserver: no inflight downgrade job";
     let cancel = maintenance.downgrade(downgrade(DowngradeAction::Cancel, "")).await.map(drop);
-    check("a cancel", cancel, Code::FailedPrecondition, no_job);
+    check("cancel a downgrade", cancel, Code::FailedPrecondition, no_job);
 }
 
 async fn health_is_serving_and_reflection_lists_the_services(backend: Backend) {

@@ -1,6 +1,6 @@
 //! A large store is loaded, read in pages, deleted and compacted; memory and files shrink again.
 //!
-//! `ORLOP_SIZE_KEYS` sets the number of keys; the default is 1,000,000 if `CI` is set.
+//! `ORLOP_SIZE_KEYS` sets the number of keys. The default is 150,000, or 1,000,000 if `CI` is set.
 
 use std::time::Instant;
 
@@ -32,7 +32,8 @@ async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Back
     let mut client = Client::connect(server.endpoint()).await;
     let (file, memory) = (file_bytes(&mut client).await, memory_kib(&server));
 
-    // A compaction at the delete's own revision keeps the tombstones; one after the next write deletes them.
+    // A compaction at the revision of the delete would keep the tombstones. A compaction at a later revision, which a
+    // put creates, deletes them.
     let everything = DeleteRangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
     let deleted = client.kv.delete_range(everything).await.expect("a delete").into_inner().deleted;
     assert_eq!(deleted, keys as i64);
@@ -43,9 +44,9 @@ async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Back
     }
     let memory_after = memory_kib(&server);
     println!("memory {memory} to {memory_after} KiB");
-    // A small index is smaller than the memory that the allocator retains.
+    // The allocator may retain more memory than a small index frees.
     if keys >= 1_000_000 {
-        assert!(memory_after < memory * 3 / 4, "the index frees memory: {memory_after} of {memory} KiB");
+        assert!(memory_after < memory * 3 / 4, "the index frees memory: {memory_after} of {memory} KiB are left");
     }
     read_in_pages(&mut client, 1).await;
     match server.datastore() {
@@ -56,7 +57,7 @@ async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Back
 
 /// SQLite returns unused pages to the file system.
 async fn file_shrinks(client: &mut Client, server: &Server, before: i64) {
-    eventually("free pages go back to the file system", || {
+    eventually("the decrease of the reported size", || {
         let mut client = client.clone();
         async move {
             let after = file_bytes(&mut client).await;
@@ -65,7 +66,7 @@ async fn file_shrinks(client: &mut Client, server: &Server, before: i64) {
     })
     .await;
     let database = server.data_dir().join("orlop.db");
-    eventually("the file on the disk follows", || {
+    eventually("the decrease of the file's size on the disk", || {
         let bytes = database.metadata().map(|metadata| metadata.len()).unwrap_or(u64::MAX);
         async move { if bytes < before.cast_unsigned() / 4 { Ok(()) } else { Err(bytes) } }
     })
@@ -81,7 +82,7 @@ async fn tables_shrink(client: &mut Client, database: &str, before: i64) {
     sqlx::query("VACUUM kv_log, kv_log_more").execute(&mut database).await.expect("an owner may vacuum");
     let after = file_bytes(client).await;
     println!("tables {before} to {after} bytes");
-    assert!(after < before / 2, "deleted rows use no space: {after} of {before}");
+    assert!(after < before / 2, "deleted rows use no space: {after} of {before} bytes are left");
 }
 
 async fn load(endpoint: &str, keys: usize) {
@@ -109,7 +110,8 @@ async fn load(endpoint: &str, keys: usize) {
     println!("{keys} keys: loaded in {:?}", started.elapsed());
 }
 
-/// Lists as Kubernetes does: page after page, all at the first page's revision, each with the remaining count.
+/// Lists as Kubernetes does: all pages at the revision of the first page. Each response contains the number of keys
+/// from its page on.
 async fn read_in_pages(client: &mut Client, keys: usize) {
     let (mut from, mut revision, mut seen) = (b"\0".to_vec(), 0, 0);
     loop {
@@ -138,8 +140,8 @@ fn memory_kib(server: &Server) -> u64 {
     line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
 }
 
-/// Rows are read in groups, and SQLite cannot hold a value above 1,000,000,000 bytes. A list sorted by value reads all
-/// rows and sends one.
+/// The log reads many rows as one value of SQLite, which has a limit of 1,000,000,000 bytes; if a group of rows is
+/// larger, the log reads it in parts. A list that is sorted by value reads all rows, although it returns only one here.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reads_larger_than_a_sqlite_value_succeed() {
     if std::env::var_os("CI").is_none() && std::env::var_os("ORLOP_SLOW_TESTS").is_none() {
@@ -149,7 +151,7 @@ async fn reads_larger_than_a_sqlite_value_succeed() {
     const KEYS: u8 = 70;
     const VALUE_BYTES: usize = 15_000_000;
     let flags = ["--value-cache-bytes=0", "--max-request-bytes=16000000"];
-    let server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite needs nothing");
+    let server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
     for n in 0..KEYS {
         let value = vec![KEYS - n; VALUE_BYTES].into();

@@ -20,7 +20,7 @@ async fn slow_watcher_loses_no_events_and_delays_no_other(backend: Backend) {
     const PUTS: i64 = 16_000;
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    // Separate connections, so that flow control stops only the slow stream.
+    // Each stream has its own connection, so that flow control stops only the slow stream.
     let mut slow_client = Client::connect(server.endpoint()).await;
     let mut slow = Stream::open(&mut slow_client).await;
     slow.create(everything(0)).await;
@@ -70,7 +70,7 @@ async fn progress_is_answered_after_the_events_that_it_covers(backend: Backend) 
         }
         newest = answer.events.last().map_or(newest, |event| event.kv.as_ref().expect("a pair").mod_revision);
     }
-    // Once synced, the server answers each request at once.
+    // Once the watch is synced, the server answers each progress request at once.
     for _ in 0..3 {
         stream.ask(RequestUnion::ProgressRequest(WatchProgressRequest {}));
         assert_eq!(stream.next().await.watch_id, -1);

@@ -25,10 +25,10 @@ use tokio::task::JoinSet;
 use crate::support::{Backend, Client, Postgres, Random, Server, etcd_tool, eventually, on_both_backends, skip};
 
 const WRITERS: u64 = 4;
-/// Acknowledged writes before the snapshot is requested, and again after it.
+/// Number of requests before the snapshot is requested. A tenth of this number follows the snapshot.
 const WRITES_BEFORE: usize = 1_000;
 
-/// The leases that the writers granted, and the revision at which each was revoked.
+/// The leases that were granted and revoked, each with the revision in the response's header.
 #[derive(Default)]
 pub struct Leases {
     granted: BTreeMap<i64, i64>,
@@ -39,6 +39,7 @@ fn orlop(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_orlop")).args(arguments).output().expect("orlop is built with the tests")
 }
 
+/// Runs Orlop, which must succeed, and returns its output.
 #[track_caller]
 fn prints(arguments: &[&str]) -> String {
     let output = orlop(arguments);
@@ -46,7 +47,7 @@ fn prints(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// Writes the file as etcdctl does: the chunks, of which the last one is the checksum.
+/// Saves a snapshot as etcdctl does: the file contains all received pieces. Its last 32 bytes are the checksum.
 async fn save(client: &mut Client, folder: &Path) -> PathBuf {
     let mut pieces = client.maintenance.snapshot(SnapshotRequest {}).await.expect("a snapshot").into_inner();
     let mut bytes = Vec::new();
@@ -113,7 +114,7 @@ fn put(key: String, value: Vec<u8>, lease: i64) -> PutRequest {
     PutRequest { key: key.into(), value: value.into(), lease, ..Default::default() }
 }
 
-/// Puts, deletes, transactions, leases and compactions until stopped.
+/// Sends puts, deletes, transactions, leases and compactions until `stop` is set. Counts the requests in `done`.
 pub async fn write(
     mut client: Client,
     writer: u64,
@@ -151,7 +152,7 @@ pub async fn write(
             _ => {
                 let head = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await;
                 let revision = head.expect("a range").into_inner().header.expect("a header").revision - 50;
-                // Another writer's compaction may be at a later revision.
+                // This fails if another writer has compacted at a later revision.
                 let _ = client.kv.compact(CompactionRequest { revision, physical: false }).await;
             }
         }
@@ -160,7 +161,7 @@ pub async fn write(
     leases
 }
 
-/// Takes a snapshot during writes.
+/// Saves a snapshot while clients write. Returns the file and the leases of all clients.
 async fn save_under_load(server: &Server, folder: &Path) -> (PathBuf, Leases) {
     let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::default());
     let mut writers = JoinSet::new();
@@ -200,7 +201,7 @@ async fn snapshot_under_load_is_consistent(backend: Backend) {
 
     assert_eq!(pairs(&mut theirs, 0).await, pairs(&mut theirs, revision).await, "the head is the snapshot's");
     assert_eq!(Some(u64::from(hash(&mut theirs, 0).await)), found["hash"].as_u64());
-    // The source has been compacted further; if it still has the revision, the states must be equal.
+    // The source may have been compacted at a later revision since. If not, both stores must have the same pairs.
     if let Ok(range) = ours.kv.range(RangeRequest { key: "k".into(), revision, ..Default::default() }).await {
         drop(range);
         assert_eq!(pairs(&mut theirs, revision).await, pairs(&mut ours, revision).await);
@@ -208,7 +209,7 @@ async fn snapshot_under_load_is_consistent(backend: Backend) {
     let there = leases(&mut theirs).await;
     let at = |revisions: &BTreeMap<i64, i64>, id: &i64| revisions.get(id).is_some_and(|at| *at <= revision);
     for id in known.granted.keys() {
-        // A grant has no revision of its own: a response with a lower revision means that the grant came first.
+        // A grant does not create a revision. It came before the snapshot if the revision in its response is lower.
         let granted_before = known.granted[id] < revision;
         let revoked_before = at(&known.revoked, id);
         assert!(!(revoked_before && there.contains(id)), "{id:x} was revoked before revision {revision}");
@@ -220,7 +221,7 @@ async fn snapshot_under_load_is_consistent(backend: Backend) {
         assert!(lease.keys.contains(&pair.key) && lease.granted_ttl == 5_000 && lease.ttl > 4_000, "{lease:?}");
     }
 
-    // The reverse direction: nothing differs, and writes continue.
+    // A snapshot of the copy is restored into the first kind of database: nothing differs, and writes continue.
     let file = save(&mut theirs, home.path()).await;
     assert_eq!(status(&file)["hash"], found["hash"]);
     let back_folder = TempDir::new().expect("a folder");
@@ -258,8 +259,9 @@ async fn empty_and_small_stores_are_saved_by_etcdctl(backend: Backend) {
     }
 }
 
+/// Runs Orlop, which must fail with an error that contains all texts in `because`.
 #[track_caller]
-fn refused(arguments: &[&str], because: &[&str]) {
+fn check_refused(arguments: &[&str], because: &[&str]) {
     let output = orlop(arguments);
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
@@ -299,17 +301,17 @@ async fn incomplete_snapshots_are_refused() {
     for (what, bytes, because) in rows {
         fs::write(&file, bytes).expect("a file can be written");
         println!("{what}");
-        refused(&["snapshot", "status", path(&file)], &["given.db", because]);
-        refused(&["snapshot", "restore", path(&file), "--data-dir", path(&target)], &["given.db", because]);
+        check_refused(&["snapshot", "status", path(&file)], &["given.db", because]);
+        check_refused(&["snapshot", "restore", path(&file), "--data-dir", path(&target)], &["given.db", because]);
         assert!(!target.join("orlop.db").exists(), "{what}");
     }
-    refused(&["snapshot", "status", path(&home.path().join("absent"))], &["absent", "No such file"]);
+    check_refused(&["snapshot", "status", path(&home.path().join("absent"))], &["absent", "No such file"]);
 
-    // A file without the checksum, such as a copy of the database, is accepted with the flag for it.
+    // A file without the checksum, such as a copy of the database file, is accepted with --skip-hash-check.
     fs::write(&file, &whole[..whole.len() - 32]).expect("a file can be written");
     prints(&["snapshot", "restore", path(&file), "--skip-hash-check", "--data-dir", path(&target)]);
     let again = ["snapshot", "restore", path(&file), "--skip-hash-check", "--data-dir", path(&target)];
-    refused(&again, &["orlop.db exists already", "move it and the files"]);
+    check_refused(&again, &["orlop.db exists already", "move it and the files"]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -327,7 +329,8 @@ async fn foreign_and_newer_databases_are_refused() {
         }
     };
     let other = sqlite("other.db", "CREATE TABLE t (a)").await;
-    refused(&["snapshot", "status", path(&other), "--skip-hash-check"], &["other.db", "is not an Orlop database"]);
+    let status = ["snapshot", "status", path(&other), "--skip-hash-check"];
+    check_refused(&status, &["other.db", "is not an Orlop database"]);
 
     let target = home.path().join("data");
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
@@ -339,7 +342,7 @@ async fn foreign_and_newer_databases_are_refused() {
     )
     .await;
     let restore = ["snapshot", "restore", path(&newer), "--skip-hash-check", "--data-dir", path(&target)];
-    refused(&restore, &["another version of Orlop", "99"]);
+    check_refused(&restore, &["another version of Orlop", "99"]);
     assert!(!target.join("orlop.db").exists());
 }
 
@@ -359,12 +362,12 @@ async fn copied_file_with_a_wal_is_refused() {
     fs::copy(server.data_dir().join("orlop.db"), &file).expect("the file can be copied");
     fs::copy(server.data_dir().join("orlop.db-wal"), &wal).expect("its WAL can be copied");
     let target = home.path().join("data");
-    refused(&["snapshot", "status", path(&file), "--skip-hash-check"], &["copied.db-wal", "wal_checkpoint"]);
+    check_refused(&["snapshot", "status", path(&file), "--skip-hash-check"], &["copied.db-wal", "wal_checkpoint"]);
     let restore = ["snapshot", "restore", path(&file), "--skip-hash-check", "--data-dir", path(&target)];
-    refused(&restore, &["copied.db-wal", "wal_checkpoint"]);
+    check_refused(&restore, &["copied.db-wal", "wal_checkpoint"]);
     assert!(!target.join("orlop.db").exists());
 
-    // Follows the advice in the error text. An empty WAL may remain.
+    // After the checkpoint that the error text advises, the file is accepted, also if an empty WAL remains.
     let mut connection = SqliteConnectOptions::new().filename(&file).connect().await.expect("a database");
     sqlx::raw_sql("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut connection).await.expect("a checkpoint");
     connection.close().await.expect("the connection closes");
@@ -384,11 +387,11 @@ async fn restore_into_a_used_postgres_is_refused() {
     let restore = ["snapshot", "restore", path(&file), "--datastore-endpoint", &datastore];
     {
         let mut server = Server::orlop_on(&datastore, &["--name", "alice"]).await;
-        refused(&restore, &["used by instance alice"]);
+        check_refused(&restore, &["used by instance alice"]);
         Client::connect(server.endpoint()).await.kv.put(put("a".to_owned(), vec![1], 0)).await.expect("a put");
         server.terminate().await;
     }
-    refused(&restore, &["already contains a log"]);
+    check_refused(&restore, &["already contains a log"]);
 }
 
 on_both_backends!(snapshot_under_load_is_consistent, empty_and_small_stores_are_saved_by_etcdctl,);

@@ -14,7 +14,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 use crate::support::{Backend, Client, DEADLINE, Server, etcd_tool, skip};
 
 /// Runs orlop until it ends by itself.
-fn run(home: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
+pub fn run(home: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new("timeout");
     command
         .arg("20")
@@ -92,6 +92,21 @@ fn errors_name_invalid_settings_and_accepted_values() {
         ["postgres://user:12/secret@host/db", "postgres://user:12?secret@host/db", "postgres://user:12#secret@host/db"]
     {
         check_refused(&["--datastore-endpoint", cut], &[], &["percent-encoded in the password"]);
+    }
+    for (endpoint, named) in [
+        ("postgres://user:secret@host/db?sslmod=require", "unknown parameter sslmod; did you mean sslmode?"),
+        ("postgres://user:secret@host/db?sslmode=require&sslrootca=x", "sslrootca; did you mean sslrootcert?"),
+        ("sqlite://state.db?_journal=WAL", "a sqlite:// URL has no parameters"),
+    ] {
+        check_refused(&["--datastore-endpoint", endpoint], &[], &[named]);
+    }
+    for size in ["8GX", "many", "1.5GiB", "99999999999G"] {
+        check_refused(
+            &["--quota-backend-bytes", size],
+            &[],
+            &["quota-backend-bytes", size, "examples: 8589934592, 8GiB"],
+        );
+        check_refused(&[], &[("ORLOP_QUOTA_BACKEND_BYTES", size)], &["QUOTA-BACKEND-BYTES", size, "8GiB"]);
     }
     check_refused(&["--datastore-connections", "0"], &[], &["datastore-connections", "at least 1"]);
     check_refused(&["--datastore-poll-interval", "1us"], &[], &["datastore-poll-interval", "at least 1ms"]);

@@ -1,9 +1,10 @@
 //! Helpers of all integration tests: server processes and their clients.
 //!
-//! A test whose target is not installed prints "skipped"; where `CI` is set it fails instead.
+//! A test prints "skipped" if a program that it needs is not installed; if `CI` is set, it fails instead.
 
 mod certificates;
 mod client;
+mod disk;
 mod http;
 mod link;
 mod postgres;
@@ -20,9 +21,10 @@ use tokio::time::Instant;
 pub use self::{
     certificates::{Authority, Certificate},
     client::Client,
+    disk::Disk,
     http::{Answer, http, http_get},
     link::{Link, NetworkState},
-    postgres::{Fsync, Postgres},
+    postgres::{Fsync, Postgres, free_port, user},
     proxy::{Cut, Proxy},
     random::Random,
     server::{Place, Server},
@@ -37,7 +39,7 @@ pub enum Backend {
     Postgres,
 }
 
-/// Makes one test per backend of each listed function. A function that is not listed is dead code.
+/// Makes one test per backend of each listed function. The compiler reports a function that is not listed as dead code.
 macro_rules! on_both_backends {
     ($($name:ident),+ $(,)?) => {
         mod sqlite {
@@ -63,16 +65,16 @@ pub const DEADLINE: Duration = Duration::from_secs(30);
 /// Prints that a test is skipped because `what` is missing.
 ///
 /// # Panics
-/// Where `CI` is set: there, everything must be installed.
+/// If `CI` is set, because everything must be installed there.
 pub fn skip(what: &str) {
     assert!(std::env::var_os("CI").is_none(), "CI has no {what}");
     println!("skipped: no {what}");
 }
 
-/// Calls `probe` until it returns a value.
+/// Calls `probe` until it returns `Ok`. `what` names the awaited event in the panic message.
 ///
 /// # Panics
-/// If it returns none within [`DEADLINE`].
+/// If it does not return `Ok` within [`DEADLINE`].
 pub async fn eventually<T, E, F>(what: &str, mut probe: impl FnMut() -> F) -> T
 where
     E: Debug,

@@ -5,13 +5,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Folders with sources. Cargo enforces the dependencies between crates.
+/// Folders with Rust sources.
 const SOURCES: &[&str] = &["src", "crates", "tests", "benches", "fuzz"];
 const FILE_LINES_MAX: usize = 500;
 
 #[test]
 fn architecture_page_names_every_module() {
     let map = text(&root().join("docs/architecture.md"));
+    // The page describes the tools as a whole.
     let is_tool =
         |file: &PathBuf| file.starts_with(root().join("crates/bench")) || file.starts_with(root().join("fuzz"));
     let modules = sources().into_iter().filter(|file| depth_in_src(file) == Some(1) && !is_tool(file));

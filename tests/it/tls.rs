@@ -21,7 +21,7 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("a temporary path is text")
 }
 
-/// Starts a server on https with additional flags.
+/// Starts a server with this certificate and with additional flags.
 async fn server(certificate: &Certificate, more: &[&str]) -> Server {
     let flags = ["--listen-client-urls", "https://127.0.0.1:0", "--cert-file", text(&certificate.cert), "--key-file"];
     let flags = [&flags[..], &[text(&certificate.key)], more].concat();
@@ -35,7 +35,7 @@ struct Identity<'a> {
 }
 
 impl Identity<'_> {
-    /// Returns an etcdctl command with these flags, or `None` if it is not installed.
+    /// Returns an etcdctl command that uses this identity, or `None` if etcdctl is not installed.
     fn etcdctl(&self, endpoint: &str, arguments: &[&str]) -> Option<Command> {
         let Some(program) = etcd_tool("etcdctl", "ORLOP_ETCDCTL") else {
             skip("etcdctl");
@@ -61,12 +61,12 @@ impl Identity<'_> {
         command
     }
 
-    /// Returns whether etcdctl and curl are served.
+    /// Returns whether the server accepts etcdctl and curl with this identity; `None` if etcdctl is not installed.
     async fn is_served(&self, endpoint: &str) -> Option<[bool; 2]> {
         let put = output(&mut self.etcdctl(endpoint, &["put", "k", "v"])?).await;
         let version = output(&mut self.curl(&format!("{endpoint}/version"), &[])).await;
-        let is_etcd = String::from_utf8_lossy(&version.stdout).contains("etcdserver");
-        Some([put.status.success(), version.status.success() && is_etcd])
+        let has_version = String::from_utf8_lossy(&version.stdout).contains("etcdserver");
+        Some([put.status.success(), version.status.success() && has_version])
     }
 }
 
@@ -93,9 +93,9 @@ async fn only_clients_with_a_trusted_certificate_are_served() {
     let (client, expired, foreign) = (ours.sign("client", 30), ours.sign("expired", -1), theirs.sign("client", 30));
     for (what, root, certificate, served_by_open, served_by_closed) in [
         ("a client without a certificate", ours.root(), None, true, false),
-        ("a client with one", ours.root(), Some(&client), true, true),
-        ("a client with an expired one", ours.root(), Some(&expired), true, false),
-        ("a client with one of another root", ours.root(), Some(&foreign), true, false),
+        ("a client with a certificate", ours.root(), Some(&client), true, true),
+        ("a client with an expired certificate", ours.root(), Some(&expired), true, false),
+        ("a client with a certificate of another root", ours.root(), Some(&foreign), true, false),
         ("a client that trusts another root", theirs.root(), Some(&client), false, false),
     ] {
         let identity = Identity { root: &root, certificate };
@@ -117,7 +117,7 @@ async fn clients_are_refused_by_revocation_and_by_name() {
         (&[][..], true, true),
         (&["--client-crl-file", text(&revoked)], true, false),
         (&["--client-crl-file", text(&der)], true, false),
-        // The certificates are for 127.0.0.1 and localhost.
+        // All certificates are for 127.0.0.1 and localhost.
         (&["--client-cert-allowed-hostname", "localhost"], true, true),
         (&["--client-cert-allowed-hostname", "elsewhere.example,127.0.0.1"], true, true),
         (&["--client-cert-allowed-hostname", "elsewhere.example"], false, false),
@@ -131,9 +131,9 @@ async fn clients_are_refused_by_revocation_and_by_name() {
     }
 }
 
-/// The load generator has etcdctl's TLS flags.
+/// `orlop bench` has the TLS flags of etcdctl.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn load_command_uses_certificate_and_root() {
+async fn bench_command_uses_certificate_and_root() {
     let (Some(ours), Some(theirs)) = (Authority::new(), Authority::new()) else { return };
     let (own, client, root) = (ours.sign("server", 30), ours.sign("client", 30), ours.root());
     let server = server(&own, &["--trusted-ca-file", text(&root)]).await;
@@ -179,10 +179,10 @@ async fn only_listed_ciphers_are_accepted() {
     let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
     let (certificate, root) = (authority.sign("server", 30), authority.root());
     let identity = Identity { root: &root, certificate: None };
-    const ONE: &str = "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256,TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256";
+    const AES_128: &str = "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256,TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256";
     for (flags, served) in [
         (&[][..], [true, true, true, true]),
-        (&["--cipher-suites", ONE], [true, false, true, true]),
+        (&["--cipher-suites", AES_128], [true, false, true, true]),
         (&["--cipher-suites", "TLS_AES_256_GCM_SHA384"], [false, false, false, true]),
     ] {
         let server = server(&certificate, flags).await;
@@ -208,19 +208,19 @@ async fn generated_certificate_survives_a_restart() {
     let flags = ["--listen-client-urls", "https://127.0.0.1:0", "--auto-tls", "--self-signed-cert-validity", "3"];
     let mut server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is always there");
     let made = server.data_dir().join("fixtures/client/cert.pem");
-    let first = std::fs::read(&made).expect("the certificate is where etcd has it");
+    let first = std::fs::read(&made).expect("the certificate is at the same path as etcd's");
     for _ in 0..2 {
-        // Only a client that has the generated certificate trusts it.
+        // A client trusts the generated certificate only if it has this file.
         let trusting = Identity { root: &made, certificate: None };
         let asked = output(&mut trusting.curl(&format!("{}/version", server.endpoint()), &[])).await;
         assert!(asked.status.success(), "{asked:?}");
         server.restart().await;
     }
     assert_eq!(std::fs::read(&made).expect("the certificate exists"), first);
-    let Some(stranger) = Authority::new() else { return };
-    let root = stranger.root();
-    let doubting = Identity { root: &root, certificate: None };
-    assert!(!output(&mut doubting.curl(&format!("{}/version", server.endpoint()), &[])).await.status.success());
+    let Some(other) = Authority::new() else { return };
+    let root = other.root();
+    let distrusting = Identity { root: &root, certificate: None };
+    assert!(!output(&mut distrusting.curl(&format!("{}/version", server.endpoint()), &[])).await.status.success());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -296,7 +296,7 @@ async fn certificates_are_reloaded_while_streams_continue() {
     })
     .await;
 
-    // An incomplete change of the files keeps the old certificate in use.
+    // While the changed files are invalid, the server keeps the old certificate.
     std::fs::write(&certificate.cert, "nonsense").expect("a file can be written");
     let put = |identity: &Identity<'_>| {
         identity.etcdctl(server.endpoint(), &["put", "k", "after"]).expect("etcdctl is installed")
@@ -309,8 +309,8 @@ async fn certificates_are_reloaded_while_streams_continue() {
     })
     .await;
     eventually("the event on the stream that was open", async || has_seen("after")).await;
-    let gone = watch.try_wait().expect("our child can be waited for");
-    assert!(gone.is_none(), "the stream has not ended");
+    let exited = watch.try_wait().expect("our child can be waited for");
+    assert!(exited.is_none(), "the stream has not ended");
 }
 
 #[test]

@@ -1,15 +1,14 @@
 //! Real faults in real processes: kill -9, power cuts, failing networks and disks, clock jumps and exhausted limits
 //! under load.
 //!
-//! [`faults`] is the table. Each fault is injected repeatedly while [`workload`] writes and reads; after each one every
-//! client must succeed again, and at the end [`judge`] checks that every acknowledged write exists and no refused write
-//! does. [`report`] contains the times that clients waited.
+//! [`faults`] is the table of faults. Each fault is injected repeatedly while [`workload`] writes and reads. After each
+//! injection every client must succeed again. At the end [`judge`] checks that every acknowledged write exists and that
+//! no refused write does. [`report`] prints the times that clients waited.
 //!
-//! `ORLOP_TORTURE` sets how often frequent faults are injected; without it each is injected a few times, and etcd,
-//! whose figures are compared with Orlop's, is skipped. `ORLOP_TORTURE_REPORT` names a file for the figures,
-//! `ORLOP_SEED` repeats the choices (not their timing).
+//! `ORLOP_TORTURE` sets the number of injections of a frequent fault, and adds the tests on etcd, whose figures are
+//! compared with Orlop's. Without this variable, each fault is injected a few times, and not into etcd.
+//! `ORLOP_TORTURE_REPORT` names a file for the figures, `ORLOP_SEED` repeats the choices (not their timing).
 
-mod disk;
 mod faults;
 mod judge;
 mod preload;
@@ -38,10 +37,10 @@ use crate::support::Random;
 /// Default number of injections of a frequent fault and of a rare one.
 const TIMES: [usize; 2] = [4, 1];
 
-/// A wait above this is reported with the time of its fault, because most faults are shorter.
+/// A longer wait is printed with the time of the injection, because most faults end sooner.
 const REMARKABLE_WAIT: Duration = Duration::from_secs(5);
 
-/// Injects the named fault.
+/// Injects the named fault repeatedly and checks the outcomes.
 async fn torture(name: &str, target: Target) {
     let Some(fault) = FAULTS.iter().find(|fault| fault.name == name) else { panic!("{name} is not in the table") };
     let times = match number("ORLOP_TORTURE") {
@@ -54,21 +53,21 @@ async fn torture(name: &str, target: Target) {
     let mut random = Random::new(seed);
     let Some(mut rig) = Rig::build(fault, target).await else { return };
     let workload = Workload::start(&rig.endpoints(), seed);
-    let mut struck = Vec::new();
+    let mut injected_at = Vec::new();
     for _ in 0..times {
         rig.wait_for_all_clients(&workload).await;
         // A random delay, so that the injections occur in different states.
         sleep(Duration::from_millis(random.next() % 100)).await;
-        struck.push(strike::strike(fault.kind, &mut rig, &workload, &mut random).await);
+        injected_at.push(strike::strike(fault.kind, &mut rig, &workload, &mut random).await);
         rig.wait_for_all_clients(&workload).await;
     }
     let endpoints = Arc::clone(workload.endpoints());
     let seen = workload.finish().await;
     let mut waits = Vec::new();
-    for (strike, since) in struck.into_iter().enumerate() {
+    for (injection, since) in injected_at.into_iter().enumerate() {
         let waited = seen.waits(since);
         if waited.iter().any(|wait| *wait > REMARKABLE_WAIT) {
-            println!("after strike {strike}, at {:.3} s, clients waited {waited:.1?}", since as f64 / 1e9);
+            println!("after injection {injection}, at {:.3} s, clients waited {waited:.1?}", since as f64 / 1e9);
         }
         waits.extend(waited);
     }
@@ -77,7 +76,7 @@ async fn torture(name: &str, target: Target) {
         let log: String = rig.servers.iter().map(|server| server.log()).collect();
         let is_logged = fault.log_texts.is_empty() || fault.log_texts.iter().any(|text| log.contains(text));
         assert!(is_logged, "the log contains none of {:?}:\n{}", fault.log_texts, rig.servers[0].log_tail());
-        // Ignores only the expected panic, and only under the fault that causes it.
+        // A panic is expected only if it has this text and if the fault causes it.
         let is_expected =
             |line: &str| line.contains(NO_MEMORY_FOR_A_THREAD) && fault.log_texts.contains(&NO_MEMORY_FOR_A_THREAD);
         let panic = log.lines().find(|line| line.contains("panicked") && !is_expected(line));

@@ -1,4 +1,4 @@
-//! Logs and spans of a request contain its id and the duration of its parts, and never a value.
+//! The log and the spans of a request contain its id and the durations of its parts, but never a value.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use tonic::{Request, Response, Status, transport};
 use crate::support::{Backend, Client, Server, eventually, on_both_backends};
 
 const VALUE: &str = "a value that is never logged";
-/// With this flag every request is slow.
+/// With this flag the server treats every request as slow.
 const SLOW: [&str; 2] = ["--warning-unary-request-duration", "1ns"];
 
 fn put(key: &str) -> PutRequest {
@@ -86,13 +86,13 @@ async fn slow_requests_are_logged_with_the_time_of_each_part(backend: Backend) {
     assert!(!server.log().contains(VALUE), "no value is logged");
 }
 
-/// The id in an error that a client received identifies the line in the log.
+/// The id in the error that a client received is also in the log line of the request.
 async fn failed_request_reports_its_id(backend: Backend) {
     let flags = [&SLOW[..], &["--log-format", "json"]].concat();
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let refused = client.kv.put(put("")).await.expect_err("a key is needed");
-    let id = refused.metadata().get("x-request-id").expect("a number").to_str().expect("text");
+    let id = refused.metadata().get("x-request-id").expect("the error has an id").to_str().expect("text");
     let line = &slow(&server, "etcdserverpb.KV/Put").await[0];
     assert_eq!((line["id"].as_str(), line["code"].as_str()), (Some(id), Some("InvalidArgument")));
 }
@@ -158,9 +158,9 @@ async fn collector_receives_the_spans_of_a_call() {
         request.metadata_mut().insert("traceparent", parent.parse().expect("text"));
         client.kv.put(request).await.expect("a put");
     }
-    // A request without a parent span is not sampled, because the rate is 0.
+    // A request without a parent span is not sampled, because the default sampling rate is 0.
     client.kv.put(put("nor this one")).await.expect("a put");
-    // The remaining spans are sent before the process ends.
+    // The server sends the remaining spans before its process ends.
     server.terminate().await;
 
     let spans = collector.spans(4).await;

@@ -47,10 +47,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 
 {{- define "orlop.image" -}}
 {{- with .Values.image }}
+{{- $repository := list .registry .repository | compact | join "/" }}
 {{- if .digest -}}
-{{ .repository }}@{{ .digest }}
+{{ $repository }}@{{ .digest }}
 {{- else -}}
-{{ .repository }}:{{ default $.Chart.AppVersion .tag }}
+{{ $repository }}:{{ default $.Chart.AppVersion .tag }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -62,6 +63,31 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{/* Name of the Secret with the server's certificate. */}}
 {{- define "orlop.tlsSecret" -}}
 {{- default (printf "%s-tls" (include "orlop.fullname" .)) .Values.tls.existingSecret }}
+{{- end }}
+
+{{/* The CronJob and the claim of backups. At most 52 characters: Kubernetes appends 11 for the name of a Job. */}}
+{{- define "orlop.backup" -}}
+{{ include "orlop.fullname" . | trunc 45 | trimSuffix "-" }}-backup
+{{- end }}
+
+{{/* Labels of backup pods. They differ from those that the Services select. */}}
+{{- define "orlop.backupLabels" -}}
+app.kubernetes.io/name: {{ include "orlop.name" . }}-backup
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* Arguments: the values `persistence` or `backup.persistence`. */}}
+{{- define "orlop.claimSpec" -}}
+accessModes:
+  {{- toYaml .accessModes | nindent 2 }}
+{{- if eq .storageClassName "-" }}
+storageClassName: ""
+{{- else if .storageClassName }}
+storageClassName: {{ .storageClassName }}
+{{- end }}
+resources:
+  requests:
+    storage: {{ .size }}
 {{- end }}
 
 {{- define "orlop.serviceUrl" -}}
@@ -115,6 +141,15 @@ http://$(POD_IP):2379
 {{- if and (not .enabled) (or .clientCertAuth .certManager.enabled .existingSecret) }}
 {{- fail "tls.existingSecret, tls.certManager and tls.clientCertAuth need tls.enabled" }}
 {{- end }}
+{{- end }}
+{{- if and .Values.service.loadBalancerSourceRanges (ne .Values.service.type "LoadBalancer") }}
+{{- fail "service.loadBalancerSourceRanges needs service.type LoadBalancer" }}
+{{- end }}
+{{- if and .Values.backup.enabled .Values.tls.clientCertAuth (not .Values.backup.tlsSecret) }}
+{{- fail "backup.enabled with tls.clientCertAuth needs backup.tlsSecret, a Secret with a client certificate" }}
+{{- end }}
+{{- if eq .Values.updateStrategy.type (ternary "Recreate" "OnDelete" (eq .Values.datastore.kind "sqlite")) }}
+{{- fail (printf "updateStrategy.type %s does not exist with datastore.kind %s" .Values.updateStrategy.type .Values.datastore.kind) }}
 {{- end }}
 {{- with .Values.podDisruptionBudget }}
 {{- if and (ne (toString .minAvailable) "") (ne (toString .maxUnavailable) "") }}

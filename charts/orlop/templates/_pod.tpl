@@ -37,12 +37,16 @@ spec:
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with .Values.topologySpreadConstraints }}
+  {{- with include "orlop.spread" . | fromYamlArray }}
   topologySpreadConstraints:
     {{- $selector := dict "matchLabels" (include "orlop.selectorLabels" $ | fromYaml) }}
     {{- range . }}
     - {{- merge (deepCopy .) (dict "labelSelector" (ternary .labelSelector $selector (hasKey . "labelSelector"))) | toYaml | nindent 6 }}
     {{- end }}
+  {{- end }}
+  {{- with .Values.initContainers }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
   {{- end }}
   containers:
     - name: orlop
@@ -121,24 +125,14 @@ spec:
           containerPort: 2379
         - name: metrics
           containerPort: {{ .Values.metrics.port }}
-      # Allows ten minutes to read the log; a million keys take a few seconds.
-      startupProbe:
-        httpGet: { path: /livez, port: metrics }
-        periodSeconds: 5
-        failureThreshold: 120
-        timeoutSeconds: 6
-      # Fails if a restart can help. An unreachable database does not fail it.
-      livenessProbe:
-        httpGet: { path: /livez, port: metrics }
-        periodSeconds: 10
-        failureThreshold: 6
-        timeoutSeconds: 6
-      # Fails if requests should go to another pod.
-      readinessProbe:
-        httpGet: { path: /readyz, port: metrics }
-        periodSeconds: 5
-        failureThreshold: 2
-        timeoutSeconds: 6
+      {{- range $probe := list "startupProbe" "livenessProbe" "readinessProbe" }}
+      {{- with index $.Values $probe }}
+      {{- if .enabled }}
+      {{ $probe }}:
+        {{- omit . "enabled" | toYaml | nindent 8 }}
+      {{- end }}
+      {{- end }}
+      {{- end }}
       {{- with .Values.resources }}
       resources:
         {{- toYaml . | nindent 8 }}
@@ -148,11 +142,30 @@ spec:
       volumeMounts:
         {{- toYaml . | nindent 8 }}
       {{- end }}
+    {{- with .Values.extraContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   {{- $volumes := include "orlop.volumes" . | fromYamlArray }}
   {{- with concat $volumes .Values.extraVolumes }}
   volumes:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+{{- end }}
+
+{{/* Several replicas run in different zones and on different nodes if possible; each revision is spread anew. */}}
+{{- define "orlop.spread" -}}
+{{- if kindIs "slice" .Values.topologySpreadConstraints }}
+{{- toYaml .Values.topologySpreadConstraints }}
+{{- else if gt (int .Values.replicaCount) 1 }}
+{{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+- maxSkew: 1
+  topologyKey: {{ . }}
+  whenUnsatisfiable: ScheduleAnyway
+  matchLabelKeys: [pod-template-hash]
+{{- end }}
+{{- else }}
+{{- list | toYaml }}
+{{- end }}
 {{- end }}
 
 {{- define "orlop.mounts" -}}

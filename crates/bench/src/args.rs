@@ -12,8 +12,8 @@ use crate::{
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Common options")]
 pub struct Common {
-    /// Endpoints to load, separated by commas: http://host:port, https://host:port, unix://path or unixs://path
-    /// [default: http://127.0.0.1:2379]
+    /// Endpoints of the servers under load, separated by commas: http://host:port, https://host:port, unix://path or
+    /// unixs://path [default: http://127.0.0.1:2379]
     #[arg(long, global = true, value_delimiter = ',', value_name = "URLS")]
     endpoints: Vec<Endpoint>,
 
@@ -24,12 +24,12 @@ pub struct Common {
     #[arg(long, global = true, value_parser = parse_count, value_name = "N")]
     clients: Option<usize>,
 
-    /// Number of connections, shared evenly by the clients (watch and idle: by the streams) [default: one each, at most
-    /// 8]
+    /// Number of connections, shared evenly by the clients (watch and idle: by the streams) [default: one per client or
+    /// stream, at most 8]
     #[arg(long, global = true, value_parser = parse_count, value_name = "N")]
     connections: Option<usize>,
 
-    /// Number of operations after which the run ends, without those of the warm-up
+    /// Number of operations after which the run ends, not counting those of the warm-up
     #[arg(long, global = true, conflicts_with = "duration", value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
     total: Option<u64>,
 
@@ -41,7 +41,7 @@ pub struct Common {
     #[arg(long, global = true, value_parser = parse_duration, value_name = "TIME")]
     warmup: Option<Duration>,
 
-    /// Prefix of all keys; the run fails if it contains keys
+    /// Prefix of all keys; the run fails if keys with this prefix exist
     #[arg(long, global = true, default_value = "orlop-bench/")]
     pub prefix: String,
 
@@ -53,7 +53,7 @@ pub struct Common {
     #[arg(long, global = true)]
     pub keep: bool,
 
-    /// Use the keys of an earlier run with --keep instead of writing them
+    /// Use the keys that an earlier run with --keep has written, instead of writing keys
     #[arg(long, global = true, conflicts_with = "purge")]
     pub existing: bool,
 
@@ -85,8 +85,8 @@ impl Common {
         !self.endpoints.is_empty()
     }
 
-    /// Completes the flags. `streams` is the number of streams, in a scenario in which streams and not clients share
-    /// the connections.
+    /// Completes the flags with defaults. `streams` is the number of streams if the scenario distributes streams over
+    /// the connections, and `None` if it distributes clients.
     pub fn plan(&self, clients_default: usize, streams: Option<usize>) -> Result<Plan, Error> {
         if self.prefix.is_empty() {
             return Err(Error::Flags(
@@ -98,17 +98,16 @@ impl Common {
         let connections =
             self.connections.unwrap_or_else(|| streams.unwrap_or(clients).min(CONNECTIONS_DEFAULT_MAX).max(endpoints));
         if connections < endpoints {
-            let text = format!(
-                "--connections must not be less than the endpoints, connections={connections} endpoints={endpoints}"
-            );
-            return Err(Error::Flags(text));
+            let text = format!("connections={connections} endpoints={endpoints}");
+            return Err(Error::Flags(format!("--connections must be at least the number of endpoints, {text}")));
         }
         let duration = self.duration.or(if self.total.is_some() { None } else { Some(DURATION_DEFAULT) });
         let limits = Limits { total: self.total, duration, warmup: self.warmup.unwrap_or(WARMUP_DEFAULT) };
         Ok(Plan { clients, connections, limits })
     }
 
-    /// Rejects the flags that limit a run, for a command that has the flag `instead` and always deletes its keys.
+    /// Rejects the flags that limit a run, keep its keys or use existing keys. They have no effect in a command that
+    /// has the flag `instead` for the duration and always writes and deletes its own keys.
     pub fn reject_limits(&self, instead: &str) -> Result<(), Error> {
         let given = [
             ("--total", self.total.is_some()),
@@ -118,7 +117,9 @@ impl Common {
             ("--existing", self.existing),
         ];
         match given.iter().find(|(_, is_given)| *is_given) {
-            Some((flag, _)) => Err(Error::Flags(format!("{flag} has no effect here: {instead} sets the duration"))),
+            Some((flag, _)) => Err(Error::Flags(format!(
+                "{flag} has no effect here: {instead} sets the duration, and keys are never kept or reused"
+            ))),
             None => Ok(()),
         }
     }
@@ -146,7 +147,7 @@ impl Common {
 
 const CONNECTIONS_DEFAULT_MAX: usize = 8;
 
-/// Maximum of every count. One process cannot drive as many clients, and no product of two counts overflows.
+/// Maximum of every count. One process cannot run more clients, and the product of two counts cannot overflow.
 const COUNT_MAX: usize = 1_000_000;
 
 /// Parses a number of clients, connections, keys and so on.
@@ -157,7 +158,7 @@ pub fn parse_count(text: &str) -> Result<usize, String> {
     }
 }
 
-/// Maximum size of a value in bytes. etcd accepts requests of 1.5 MiB by default; the limit can be raised.
+/// Maximum size of a value in bytes. etcd accepts requests of up to 1.5 MiB by default; operators can raise this limit.
 const VALUE_SIZE_MAX: usize = 64 << 20;
 
 /// Parses a number of bytes.
@@ -237,7 +238,7 @@ mod tests {
         check_rejected("--duration 25h", "must be at most 24h");
         check_rejected("--cert a.pem", "--key");
         check_rejected("--password x", "--user");
-        check_rejected("--endpoints http://a:1,http://b:2 --connections 1", "must not be less than the endpoints");
+        check_rejected("--endpoints http://a:1,http://b:2 --connections 1", "must be at least the number of endpoints");
         check_rejected("--prefix=", "must not be empty");
     }
 }

@@ -20,7 +20,7 @@ pub struct Bench {
     pub target: Target,
     pub plan: Plan,
     shows_progress: bool,
-    /// Whether the keys exist already, written by an earlier run.
+    /// Whether an earlier run has written the keys.
     has_keys: bool,
     pub pool: Pool,
     pub keys: Arc<KeySpace>,
@@ -33,7 +33,7 @@ impl Bench {
         Self::prepare_for(log_in(common).await?, common, plan, interrupt).await
     }
 
-    /// Logs in, connects and checks the prefix on a target other than that of the flags.
+    /// Connects to `target` instead of the endpoints of the flags, and checks that the prefix contains no keys.
     pub async fn prepare_for(target: Target, common: &Common, plan: Plan, interrupt: Interrupt) -> Result<Self, Error> {
         let pool = Pool::connect(&target, plan.connections).await?;
         let keys = Arc::new(KeySpace::new(common.prefix.clone()));
@@ -104,7 +104,7 @@ impl Bench {
     }
 }
 
-/// Returns the endpoints of the flags, with the token if the flags contain a user.
+/// Returns the endpoints of the flags, with a token if the flags contain a user.
 pub async fn log_in(common: &Common) -> Result<Target, Error> {
     let endpoints = common.endpoints();
     let needs_tls = endpoints.iter().any(|endpoint| endpoint.has_tls);

@@ -21,7 +21,7 @@ const WRITERS: usize = 64;
 
 #[derive(Debug, clap::Args)]
 pub struct CatchUp {
-    /// Number of revisions to receive, each a put
+    /// Number of revisions to receive, each written by one put
     #[arg(long, default_value = "100000", value_parser = parse_count, value_name = "N")]
     revisions: usize,
 
@@ -66,23 +66,24 @@ impl CatchUp {
 struct Watcher {
     client: Client,
     create: WatchCreateRequest,
+    /// Number of events to receive.
     events: u64,
 }
 
 impl Worker for Watcher {
     async fn step(&mut self, _started: u64) -> Result<OpCounts, Status> {
         let mut responses = create_watches(&mut self.client, vec![self.create.clone()]).await?;
-        let mut keys = 0;
-        while keys < self.events {
+        let mut received = 0;
+        while received < self.events {
             let Some(response) = responses.message().await? else {
                 return Err(Status::aborted("the watch stream ended"));
             };
             if response.canceled {
                 return Err(Status::aborted(format!("the watch was canceled: {}", response.cancel_reason)));
             }
-            keys += response.events;
+            received += response.events;
         }
-        Ok(OpCounts { keys, ..OpCounts::default() })
+        Ok(OpCounts { keys: received, ..OpCounts::default() })
     }
 
     fn client(&self) -> &Client {

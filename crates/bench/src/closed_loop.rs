@@ -50,12 +50,12 @@ pub struct OpCounts {
     pub bytes: u64,
 }
 
-/// The end of a run. At least one of `total` and `duration` is set.
+/// The length of a run. At least one of `total` and `duration` is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Number of operations, without those of the warm-up.
+    /// Number of operations, not counting those of the warm-up.
     pub total: Option<u64>,
-    /// Time since the end of the warm-up.
+    /// Duration of the measured part, which follows the warm-up.
     pub duration: Option<Duration>,
     pub warmup: Duration,
 }
@@ -99,7 +99,7 @@ impl Run {
     pub async fn drive<W: Worker>(self: &Arc<Self>, workers: Vec<W>, interrupt: &Interrupt) {
         let mut clients = JoinSet::new();
         for worker in workers {
-            clients.spawn(Arc::clone(self).client(worker));
+            clients.spawn(Arc::clone(self).run_client(worker));
         }
         // Joining is cancel safe: it removes only completed tasks from the set.
         let drain_time = tokio::select! {
@@ -120,7 +120,7 @@ impl Run {
         u64::try_from(moment.duration_since(self.began).as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Returns the end of the warm-up, as in [`Run::nanos_at`].
+    /// Returns the time from the start of the run to the end of the warm-up, in nanoseconds.
     pub fn measured_from_nanos(&self) -> u64 {
         self.nanos_at(self.measured_from)
     }
@@ -133,7 +133,7 @@ impl Run {
         self.measured_from
     }
 
-    /// Starts no further operations. The run ends when the operations in flight are answered.
+    /// Prevents further operations. The run ends when the operations in flight are answered.
     pub fn stop(&self) {
         self.stopping.store(true, Relaxed);
     }
@@ -155,7 +155,7 @@ impl Run {
         }
     }
 
-    async fn client<W: Worker>(self: Arc<Self>, mut worker: W) {
+    async fn run_client<W: Worker>(self: Arc<Self>, mut worker: W) {
         loop {
             let started = Instant::now();
             let Some(phase) = self.admit(started) else { return };
@@ -196,7 +196,7 @@ async fn join_all(clients: &mut JoinSet<()>) {
     while clients.join_next().await.is_some() {}
 }
 
-/// The measurements of a running run.
+/// The measurements of a run so far.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
     pub count: u64,

@@ -5,8 +5,8 @@
 //! median. The speed of the machine is measured before and after each trial ([`machine::cpu_speed`]). A trial on a slow
 //! machine is repeated, within a time limit; if that does not help, the report says so.
 //!
-//! The load generator is the same command in a separate process. All servers listen on 127.0.0.1 and sync their
-//! commits. Their data is in one temporary directory, which is removed at the end.
+//! The load generator is `orlop bench` in a separate process. All servers listen on 127.0.0.1 and sync their commits.
+//! Their data is in one temporary directory, which is removed at the end.
 
 mod groups;
 mod machine;
@@ -60,8 +60,8 @@ pub struct Compare {
     #[arg(long, default_value = ".", value_name = "DIR")]
     work_dir: PathBuf,
 
-    /// Markdown page whose tables are replaced; the plots are written to the directory with the name of the page,
-    /// without .md [default: standard output, no plots]
+    /// Markdown page whose tables are replaced; the plots are written to the directory of the page [default: standard
+    /// output, no plots]
     #[arg(long, conflicts_with = "json", value_name = "FILE")]
     output: Option<PathBuf>,
 }

@@ -45,7 +45,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 use orlop_wire::proto::client::v3lockpb::lock_client::LockClient;
 use orlop_wire::write_coalescing::{Flusher, coalesce_writes};
 
-/// Flow-control windows, large enough that the server never waits for a WINDOW_UPDATE.
+/// HTTP/2 flow-control windows, large enough that the server never waits for a WINDOW_UPDATE frame.
 const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
 
@@ -135,7 +135,7 @@ impl Client {
         Err(Status::data_loss(format!("unexpected number of pairs in the response, kvs={} want={kvs}", response.kvs)))
     }
 
-    /// Opens a watch stream; the events of its responses are counted without decoding them.
+    /// Opens a watch stream; counts the events of its responses without decoding them.
     pub async fn watch<S>(&mut self, requests: S) -> Result<Streaming<WatchSummary>, Status>
     where
         S: tokio_stream::Stream<Item = WatchRequest> + Send + 'static,

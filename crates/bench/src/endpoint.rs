@@ -61,7 +61,7 @@ impl fmt::Display for Endpoint {
     }
 }
 
-/// The flags for TLS and authentication. They have the names of etcdctl's.
+/// The flags for TLS and authentication. etcdctl has flags with the same names.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct Credentials {
     /// CA certificates that the server certificates are verified with, PEM [default: those of the system]
@@ -90,7 +90,7 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// Returns name and password of the user, if one is given.
+    /// Returns the name and the password of the user, if the flags contain one.
     pub fn login(&self) -> Option<(String, String)> {
         let user = self.user.as_deref()?;
         Some(match (&self.password, user.split_once(':')) {
@@ -104,7 +104,7 @@ impl Credentials {
     ///
     /// # Errors
     ///
-    /// [`Error::Flags`], with the flag and the file.
+    /// [`Error::Flags`], which names the flag and the file.
     pub fn tls(&self) -> Result<Arc<ClientConfig>, Error> {
         let provider = Arc::new(ring::default_provider());
         let builder = ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions();
@@ -153,7 +153,7 @@ pub struct Target {
     pub token: Option<HeaderValue>,
 }
 
-/// Verifies no server certificate.
+/// Accepts every server certificate.
 #[derive(Debug)]
 struct AcceptAnyCertificate(Arc<CryptoProvider>);
 

@@ -33,7 +33,7 @@ impl Get {
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
         bench.load(self.key_space, self.value_size).await?;
         let getter = |number| {
-            // Each client starts at another key, so that no two clients read the same keys at the same time.
+            // Each client starts at a different key, so that no two clients read the same keys at the same time.
             let first = number * self.key_space / bench.plan.clients % self.key_space;
             let sequences = (0..self.key_space as u64).cycle().skip(first);
             let keys = std::sync::Arc::clone(&bench.keys);

@@ -1,5 +1,5 @@
-//! The scenario `idle`: keeps connections and watches open without any traffic. The caller measures the CPU time and
-//! the memory of the server.
+//! The scenario `idle`: keeps connections and watches open without any traffic. It has no measurements of its own:
+//! `orlop bench compare` reads the CPU time and the memory of the server.
 
 use std::collections::BTreeMap;
 
@@ -33,7 +33,7 @@ impl Idle {
         let Some(duration) = bench.plan.limits.duration else {
             return Err(Error::Flags("the scenario has no operations: use --duration instead of --total".to_owned()));
         };
-        // Connections without a watch send one request.
+        // Connections that carry no watch are used at least once.
         for number in 0..bench.pool.len() {
             let client = bench.pool.client(number);
             let request = RangeRequest { key: bench.keys.key(0, 0), ..RangeRequest::default() };

@@ -1,4 +1,4 @@
-//! Ctrl-C handling: the first stops the run and prints the report, the second ends the process.
+//! Ctrl-C handling: the first Ctrl-C stops the run, whose report is still printed; the second ends the process.
 
 use tokio::sync::watch;
 
@@ -15,7 +15,7 @@ impl Interrupt {
         let (interrupted, receiver) = watch::channel(false);
         tokio::spawn(async move {
             if tokio::signal::ctrl_c().await.is_err() {
-                // Without a handler, Ctrl-C ends the process. The sender must stay open for `wait`.
+                // If the handler cannot be installed, Ctrl-C ends the process, and `wait` never completes.
                 return interrupted.closed().await;
             }
             interrupted.send_replace(true);

@@ -1,4 +1,5 @@
-//! The keys of a run. All have one prefix, which has no keys before the run and is deleted afterwards.
+//! The keys of a run. All have the same prefix. No keys with this prefix exist before the run, and the run deletes all
+//! of them at its end.
 
 use std::{
     future::Future,
@@ -24,10 +25,10 @@ use orlop_wire::proto::client::etcdserverpb::{DeleteRangeRequest, PutRequest, Ra
 /// Timeout of a request outside the measured loop.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Number of keys per DeleteRange. Deleting a million keys at once would block the server for too long.
+/// Maximum number of keys per DeleteRange request. Deleting a million keys at once would block the server for too long.
 const DELETED_KEYS_MAX: i64 = 5_000;
 
-/// Number of concurrent clients that load keys, enough for group commits of the server.
+/// Number of concurrent clients that write keys: enough for the server to commit many keys at once.
 const LOAD_CLIENTS: usize = 256;
 
 /// The keys with one prefix.
@@ -46,7 +47,7 @@ impl KeySpace {
         format!("{}{client:06}/{sequence:010}", self.prefix).into()
     }
 
-    /// Returns the range of all keys: start, inclusive, and end, exclusive.
+    /// Returns the start and the end of the range [start, end) that contains all keys.
     pub fn range(&self) -> (Bytes, Bytes) {
         let mut end = self.prefix.clone().into_bytes();
         if let Some(last) = end.last_mut() {
@@ -141,7 +142,7 @@ pub async fn setup_request<T>(
     }
 }
 
-/// Returns a value of this size.
+/// Returns a value of `len` bytes.
 pub fn filler_value(len: usize) -> Bytes {
     vec![b'x'; len].into()
 }

@@ -1,6 +1,6 @@
-//! The scenario `kubernetes`: the requests that kube-apiserver sends for a cluster. Nodes renew their leases and update
-//! their pods with compare-and-swap transactions; other requests list pods in pages, count them and read the current
-//! revision. Watches receive all changes.
+//! The scenario `kubernetes`: the requests that kube-apiserver sends for a cluster. Nodes renew their leases, which are
+//! Kubernetes objects and not etcd's leases, and update their pods. Both are compare-and-swap transactions. Other
+//! requests list pods in pages, count them and read the current revision. Watches receive all changes.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -25,12 +25,13 @@ use orlop_wire::proto::client::etcdserverpb::{RangeRequest, WatchCreateRequest};
 
 /// Size of a pod in bytes.
 const POD_BYTES: usize = 2 << 10;
-/// Size of a node's lease in bytes.
+/// Size of a node's lease object in bytes.
 const LEASE_BYTES: usize = 320;
 /// Number of pods per page.
 const PAGE_PAIRS: i64 = 500;
 
-/// Parts of the key space, see [`KeySpace::key`].
+/// Parts of the key space: the first argument of [`KeySpace::key`]. This scenario has one part per kind of object
+/// instead of one per client.
 pub const PODS: usize = 0;
 const LEASES: usize = 1;
 /// A part without keys.
@@ -113,8 +114,10 @@ impl Kubernetes {
 
         let run = Run::begin(bench.plan.limits);
         let recorders = OperationKind::ALL.map(|_| Recorder::new(run.measured_from()));
-        let by_kind =
-            Arc::new(RecordersByKind { recorders: Mutex::new(recorders), measured_from: run.measured_from_nanos() });
+        let by_kind = Arc::new(RecordersByKind {
+            recorders: Mutex::new(recorders),
+            measured_from_nanos: run.measured_from_nanos(),
+        });
         let values = Values::new(filler_value);
         let worker = |number| MixWorker {
             mix: OperationMix::new(bench, self, values.clone(), number),
@@ -139,10 +142,10 @@ impl Kubernetes {
         Ok(report)
     }
 
-    /// Returns the cluster, with pods and nodes reduced in proportion if the operations would write each pod fewer than
-    /// `times` times.
-    pub fn scaled_down(&self, operations: u64, times: u64, pods_min: usize) -> Self {
-        let pods_max = operations * OperationKind::UpdatePod.share() / 100 / times;
+    /// Returns the cluster with at most as many pods as `operations` can write `writes_per_pod_min` times each, but not
+    /// reduced below `pods_min` pods. Nodes are reduced in proportion to pods.
+    pub fn scaled_down(&self, operations: u64, writes_per_pod_min: u64, pods_min: usize) -> Self {
+        let pods_max = operations * OperationKind::UpdatePod.share() / 100 / writes_per_pod_min;
         let pods_max = usize::try_from(pods_max).unwrap_or(usize::MAX).max(pods_min);
         let pods = self.pods.min(pods_max);
         Self { pods, nodes: (self.nodes * pods / self.pods).max(1), watches: self.watches }
@@ -204,7 +207,8 @@ async fn count_events(mut responses: Streaming<WatchSummary>, events: Arc<Mutex<
 /// The measurements of each kind of operation.
 struct RecordersByKind {
     recorders: Mutex<[Recorder; OperationKind::ALL.len()]>,
-    measured_from: u64,
+    /// End of the warm-up, in nanoseconds since the start of the run.
+    measured_from_nanos: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -215,7 +219,8 @@ struct Cluster {
 }
 
 impl Cluster {
-    /// Returns the number of the key for a client's operation. No two clients share a key.
+    /// Returns the number of the key for a client's operation. Clients share no key, unless there are more
+    /// clients than keys.
     fn own_key(self, keys: usize, client: usize, sequence: u64) -> u64 {
         let own = (keys.saturating_sub(client)).div_ceil(self.clients).max(1) as u64;
         (client as u64 + sequence % own * self.clients as u64).min(keys as u64 - 1)
@@ -232,7 +237,7 @@ pub struct OperationMix {
     values: Values,
 }
 
-/// The values of pods and leases. Their content does not matter, only their sizes.
+/// The values of pods and leases: bytes without meaning, of realistic sizes.
 #[derive(Clone)]
 pub struct Values {
     pod: Bytes,
@@ -297,7 +302,8 @@ impl OperationMix {
     }
 }
 
-/// Step through the numbers from 0 to 99. It is coprime with 100, so that the kinds are well mixed.
+/// Difference, modulo 100, between the numbers of two consecutive operations of a client. It is coprime with 100, so
+/// that the kinds are well mixed.
 const STRIDE: u64 = 37;
 
 struct MixWorker {
@@ -309,7 +315,7 @@ impl Worker for MixWorker {
     async fn step(&mut self, started: u64) -> Result<OpCounts, Status> {
         let began = Instant::now();
         let (kind, outcome) = self.mix.step().await;
-        if started >= self.by_kind.measured_from {
+        if started >= self.by_kind.measured_from_nanos {
             let now = Instant::now();
             let took: Duration = now - began;
             let mut recorders = self.by_kind.recorders.lock();

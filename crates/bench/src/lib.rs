@@ -1,8 +1,8 @@
 //! `orlop bench`: a closed-loop load generator for any etcd endpoint, over gRPC.
 //!
-//! The same command loads Orlop and etcd, so the results are comparable. A run checks that its prefix contains no keys,
-//! loads the keys that the scenario reads, drives the scenario, prints the results and deletes the prefix. Every run
-//! uses the same keys in the same order.
+//! The same command runs against Orlop and etcd, so the results are comparable. A run checks that no keys with its
+//! prefix exist, writes the keys that the scenario reads, runs the scenario, prints the results and deletes the keys.
+//! Every run uses the same keys in the same order.
 //!
 //! The load generator usually shares the machine with the server, so it must use little CPU: one task per client
 //! ([`closed_loop`]), connections without tonic's channel ([`connection`]), and large responses that are counted
@@ -104,7 +104,7 @@ async fn run_scenario(common: &Common, scenario: &Scenario) -> Result<(), Error>
     let plan = scenario.plan(common)?;
     let interrupt = Interrupt::listen();
     let prepare = Bench::prepare(common, plan, interrupt.clone());
-    // Preparation writes no keys, so it can be cancelled.
+    // Preparation writes no keys, so there is nothing to delete if it is cancelled.
     let bench = tokio::select! {
         bench = prepare => bench?,
         () = interrupt.wait() => return Err(Error::Interrupted),

@@ -57,7 +57,7 @@ impl Maintenance {
         let more = [("put-compacting", &compacting), ("put-defragmenting", &defragmenting)];
         report.results.extend(more.map(|(name, phase)| Row::new(name, &phase.puts)));
         report.scenario = "maintenance";
-        // A server may reject writes while it defragments. In the other phases an error fails the run.
+        // A server may reject writes while it defragments, so errors of that phase are only counted.
         report.first_error = baseline.puts.first_error.or(compacting.puts.first_error);
         Ok(report)
     }

@@ -30,7 +30,7 @@ pub struct Range {
     #[arg(long, value_parser = parse_count, value_name = "KEYS")]
     page: Option<usize>,
 
-    /// Write every key again, then list at the revision before
+    /// Write every key a second time, then list at the revision before that
     #[arg(long)]
     old_revision: bool,
 
@@ -56,8 +56,8 @@ impl Range {
         Ok(bench.report("range", self.value_size, &recorder, extra))
     }
 
-    /// Returns the requests of one list. As in a client that reads pages, the first request reads the newest revision
-    /// and the others read the revision of the first.
+    /// Returns the requests of one list. As in a client that reads pages, the first request reads the newest revision,
+    /// and the others name it: `revision`. With `--old-revision`, all requests name `revision`, which is then older.
     fn pages(&self, bench: &Bench, revision: i64) -> Vec<Page> {
         let all = self.keys as u64;
         let size = self.page.map_or(all, |page| page as u64);
@@ -80,7 +80,7 @@ impl Range {
 #[derive(Clone)]
 struct Page {
     request: RangeRequest,
-    /// Number of pairs in the response.
+    /// Number of pairs that the response must contain.
     kvs: u64,
 }
 

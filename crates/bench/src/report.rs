@@ -18,7 +18,7 @@ pub struct Report {
     /// Whether the user ended the run with Ctrl-C.
     pub interrupted: bool,
     pub results: Vec<Row>,
-    /// Further metrics of the scenario, by name; the names end with the unit.
+    /// Additional metrics of the scenario, by name. A name ends with the unit, if there is one.
     #[serde(flatten)]
     pub extra: BTreeMap<&'static str, f64>,
     pub first_error: Option<String>,

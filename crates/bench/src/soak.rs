@@ -1,14 +1,17 @@
-//! `orlop bench soak`: loads a server for a long time, at a fixed rate below its capacity, and checks for leaks.
+//! `orlop bench soak`: sends requests to a server for a long time, at a fixed rate below its capacity, and checks for
+//! leaks.
 //!
-//! The load is the mix of [`crate::kubernetes`]. In addition, short-lived clients create and abandon connections,
-//! watches, leases and locks ([`churn`]), because leaks are most likely in cleanup. The store is compacted periodically
-//! at an earlier revision, as kube-apiserver does. The number of live keys is constant, so the resources of the server
-//! should be constant as well. They are sampled periodically ([`metrics`]). At the end a trend line is fitted to each
-//! metric ([`verdict`]), and after all clients have disconnected their resources must be released.
+//! The load is the mix of operations of [`crate::kubernetes`]. In addition, short-lived clients create and abandon
+//! connections, watches, leases and locks ([`churn`]), because leaks are most likely in cleanup. The store is compacted
+//! periodically at an earlier revision, as kube-apiserver does. The number of live keys is constant, so the resources
+//! that the server uses should be constant as well. They are sampled periodically ([`metrics`]). At the end a trend
+//! line is fitted to each metric ([`verdict`]), and after all clients have disconnected the server must release their
+//! resources.
 //!
-//! The number of pods is reduced if the load would not write each pod four times in the first third of the run. All
-//! intervals depend on the duration: a run of an hour compacts every minute, at the revision of five minutes ago. In a
-//! shorter run these intervals are shorter in proportion, and so is the interval of Postgres's autovacuum.
+//! The number of pods is reduced if the load would not write each pod four times in the first third of the run. The
+//! intervals depend on the duration ([`schedule`]): a run of an hour or more compacts every minute, at the revision of
+//! five minutes ago. In a run shorter than an hour that revision is younger; in a run shorter than 15 minutes the
+//! compactions and Postgres's autovacuum are also more frequent.
 
 mod churn;
 mod metrics;
@@ -79,7 +82,7 @@ enum Backend {
 
 const CLIENTS: usize = 16;
 
-/// Minimum number of writes to each pod before the settled part of the run.
+/// Minimum number of writes to each pod in the first third of the run, which is not judged.
 const POD_WRITES_MIN: u64 = 4;
 
 impl Soak {
@@ -105,10 +108,10 @@ impl Soak {
         }
     }
 
-    /// Runs all servers at the same time, so that the test takes as long as one server.
+    /// Runs the tests of all servers at the same time, so that they take no longer than the test of one server.
     async fn run_servers(&self, common: &Common, interrupt: &Interrupt) -> Result<SoakReport, Error> {
         let kinds: Vec<ServerKind> = self.backend.iter().map(|backend| backend.kind()).collect();
-        // The default of Debian is one minute.
+        // Postgres's default is one minute, too long for a short test.
         let settings = [format!("autovacuum_naptime={}s", self.schedule().compact_interval.as_secs().max(1))];
         let test_bed = TestBed::open(TestBedOptions {
             work_dir: &self.work_dir,
@@ -159,8 +162,8 @@ impl Soak {
         Schedule::new(Duration::from_secs_f64(self.minutes * 60.0))
     }
 
-    /// The cluster, small enough that each pod is written a few times before the metrics are judged: only then is the
-    /// size of the database steady.
+    /// Returns the cluster, reduced so that each pod is written [`POD_WRITES_MIN`] times in the first third of the run:
+    /// after that the size of the database is steady.
     fn cluster(&self) -> Kubernetes {
         let operations = (self.schedule().total / 3).as_secs() * self.rate as u64;
         self.cluster.scaled_down(operations, POD_WRITES_MIN, CLIENTS)

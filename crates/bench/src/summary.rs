@@ -21,6 +21,7 @@ pub trait Summary: Sized + Send + 'static {
 /// The summary of a `RangeResponse`.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct RangeSummary {
+    /// Number of pairs.
     pub kvs: u64,
     /// Length of the whole message.
     pub bytes: u64,
@@ -44,8 +45,9 @@ pub struct WatchSummary {
     pub created: bool,
     pub canceled: bool,
     pub cancel_reason: String,
+    /// Number of events.
     pub events: u64,
-    /// The stamps of the events that contain one, in the order of the events.
+    /// The stamps of those events that contain one, in order.
     pub stamps: Vec<Stamp>,
 }
 
@@ -239,7 +241,7 @@ impl<T: Summary> Decoder for SummaryDecoder<T> {
 
     fn decode(&mut self, src: &mut DecodeBuf<'_>) -> Result<Option<T>, Status> {
         let len = src.remaining();
-        // tonic keeps a message in one contiguous chunk. If it did not, the message would be copied into one.
+        // tonic keeps a message in one contiguous chunk. If that changes, the message is copied into one chunk first.
         let summary = if src.chunk().len() == len { T::read(src.chunk()) } else { T::read(&src.copy_to_bytes(len)) };
         src.advance(src.remaining());
         summary.map(Some).map_err(|error| Status::internal(error.to_string()))

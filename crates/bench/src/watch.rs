@@ -1,11 +1,11 @@
 //! The scenario `watch` (fan-out): many watchers watch one prefix, and a few clients put keys with that prefix.
 //!
 //! Each value begins with a [`Stamp`], so the delay of an event can be measured even if the event arrives before the
-//! response of its put. By default a client puts again when every watcher has received its last put: the loop is
-//! closed, and rate and delay do not depend on the length of the run. With `--pace answered` a client waits only for
-//! the response of the put. The puts are then faster than the deliveries, the delay is the length of the server's
-//! queue, and a server may send many events in one response. Puts use separate connections, so that their responses do
-//! not wait behind events.
+//! response of its put. By default a client puts again when every watcher has received the event of its last put: the
+//! loop is closed, and rate and delay do not depend on the length of the run. With `--pace answered` a client waits
+//! only for the response of the put. Puts can then be faster than deliveries: events wait in the server, the delay
+//! grows with their number, and the server may send many events in one response. Puts use separate connections, so that
+//! their responses do not wait behind events.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -66,7 +66,7 @@ pub struct Watch {
     #[arg(long)]
     own_key: bool,
 
-    /// Event after which a client sends its next put
+    /// Condition under which a client sends its next put
     #[arg(long, value_enum, default_value_t = Pace::Delivered)]
     pace: Pace,
 }
@@ -198,7 +198,7 @@ pub(super) async fn create_watches(
 ) -> Result<Streaming<WatchSummary>, Status> {
     let watches = creates.len();
     let request = |create| WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
-    // The request stream never ends: otherwise the server would end the watches.
+    // The request stream stays open, as in etcd's client.
     let requests = stream::iter(creates.into_iter().map(request)).chain(stream::pending());
     let mut responses = client.watch(requests).await?;
     let mut created = 0;
@@ -222,7 +222,7 @@ async fn read(mut responses: Streaming<WatchSummary>, deliveries: Arc<Deliveries
     }
 }
 
-/// A client that puts a key and then waits until the expected number of watchers received the event.
+/// A client that puts a key and then waits until the expected number of watchers have received the event.
 struct Putter {
     client: Client,
     keys: KeyCycle,
@@ -251,11 +251,12 @@ impl Worker for Putter {
     }
 }
 
-/// Events received, shared by the readers of the streams, the clients and the report.
+/// The received events, shared by the readers of the streams, the clients and the report.
 struct Deliveries {
     run: Arc<Run>,
-    /// End of the warm-up. Puts that started later are measured, and so are their events.
-    measured_from: u64,
+    /// End of the warm-up, in nanoseconds since the start of the run. Puts that started later are measured, and so are
+    /// their events.
+    measured_from_nanos: u64,
     /// Lock order: taken before the lock of a round.
     recorders: Mutex<Recorders>,
     /// One per client.
@@ -269,18 +270,19 @@ struct Recorders {
     lags: Recorder,
 }
 
-/// The put in flight of one client.
+/// The last put of one client.
 #[derive(Default)]
 struct Round {
     state: Mutex<RoundState>,
     delivered: Notify,
 }
 
+/// Times are in nanoseconds since the start of the run.
 #[derive(Default)]
 struct RoundState {
     /// Start of the put, as in the stamp of its events.
     started: u64,
-    /// Time of the put's response.
+    /// Time of the put's response; `None` until it arrives.
     answered: Option<u64>,
     /// Number of outstanding deliveries.
     pending: usize,
@@ -288,11 +290,11 @@ struct RoundState {
 
 impl Deliveries {
     fn new(run: Arc<Run>, clients: usize) -> Self {
-        let measured_from = run.measured_from_nanos();
+        let measured_from_nanos = run.measured_from_nanos();
         let recorder = || Recorder::new(run.measured_from());
         let recorders = Mutex::new(Recorders { puts: recorder(), events: recorder(), lags: recorder() });
         let rounds = (0..clients).map(|_| Round::default()).collect();
-        Self { run, measured_from, recorders, rounds }
+        Self { run, measured_from_nanos, recorders, rounds }
     }
 
     fn record(&self, response: &WatchSummary) {
@@ -303,7 +305,7 @@ impl Deliveries {
         let now_nanos = self.run.nanos_at(now);
         let mut recorders = self.recorders.lock();
         for stamp in &response.stamps {
-            let is_measured = stamp.started >= self.measured_from;
+            let is_measured = stamp.started >= self.measured_from_nanos;
             if is_measured {
                 recorders.events.succeed(Duration::from_nanos(now_nanos.saturating_sub(stamp.started)), now);
             }
@@ -320,7 +322,7 @@ impl Deliveries {
         let now = Instant::now();
         let now_nanos = self.run.nanos_at(now);
         self.rounds[client].state.lock().answered = Some(now_nanos);
-        if started >= self.measured_from {
+        if started >= self.measured_from_nanos {
             let took = Duration::from_nanos(now_nanos.saturating_sub(started));
             self.recorders.lock().puts.succeed(took, now);
         }
@@ -358,7 +360,8 @@ impl Deliveries {
 }
 
 impl Round {
-    /// Counts a delivery. Returns the time of the put's response, if the put is the one in flight and is answered.
+    /// Counts the delivery of the put that started at `started`. Returns the time of the put's response; `None` if the
+    /// put is not answered yet or the client has started another put.
     fn deliver(&self, started: u64) -> Option<u64> {
         let mut state = self.state.lock();
         if state.started != started {

@@ -75,7 +75,7 @@ pub struct Update {
     #[arg(long, default_value = "256", value_parser = parse_value_size, value_name = "BYTES")]
     value_size: usize,
 
-    /// Number of keys, divided among the clients and updated repeatedly; the first update creates a key
+    /// Number of keys, divided among the clients and updated repeatedly; the first update of a key creates it
     #[arg(long, default_value = "1000", value_parser = parse_count, value_name = "N")]
     key_space: usize,
 }
@@ -104,7 +104,7 @@ pub struct KeyCycle {
 }
 
 impl KeyCycle {
-    /// Cycles over `len` keys, at least one. Without `len` every key is new.
+    /// Cycles over `len` keys; `len` must not be 0. Without `len`, every key is new.
     pub fn new(keys: &Arc<KeySpace>, client: usize, len: Option<usize>) -> Self {
         let len = len.map_or(u64::MAX, |keys| keys as u64);
         Self { keys: Arc::clone(keys), client, next: 0, len }
@@ -172,7 +172,7 @@ impl Worker for Updater {
 /// Updates keys, each in a transaction that compares the mod_revision with the last known one.
 pub struct CompareAndSwap {
     pub client: Client,
-    /// The last known mod revisions. A key that was not written yet is absent.
+    /// The last known mod revisions. A key that this client has not written yet is absent.
     mod_revisions: BTreeMap<Bytes, i64>,
 }
 

@@ -19,7 +19,7 @@ use std::{
 use self::key_index::{Fate, KeyIndex};
 pub use self::{
     key_index::{Entry, Lease},
-    row_validation::{Claim, ClaimKind, Contradiction},
+    row_validation::{Contradiction, RowKind, ValidatedColumns},
 };
 
 use crate::types::{Change, ChangeKind, Key, KeyBounds, Revision, RowId};
@@ -44,6 +44,8 @@ pub enum Unreadable {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TreeIndex {
     keys: BTreeMap<Key, KeyIndex>,
+    /// Number of keys that exist at the head.
+    live: usize,
     head: Revision,
     compact_revision: Option<Revision>,
 }
@@ -56,7 +58,7 @@ pub struct CompactionCursor {
 
 impl TreeIndex {
     pub fn new() -> Self {
-        Self { keys: BTreeMap::new(), head: Revision::EMPTY, compact_revision: None }
+        Self { keys: BTreeMap::new(), live: 0, head: Revision::EMPTY, compact_revision: None }
     }
 
     /// Returns the newest applied revision.
@@ -76,6 +78,11 @@ impl TreeIndex {
 
     pub fn is_empty(&self) -> bool {
         self.keys.is_empty()
+    }
+
+    /// Returns the number of keys that exist at the head.
+    pub fn live(&self) -> usize {
+        self.live
     }
 
     /// Resolves the revision to read. The compact revision itself is readable.
@@ -99,7 +106,7 @@ impl TreeIndex {
     pub fn apply(&mut self, change: &Change) {
         self.advance_head(change);
         match self.keys.get_mut(&change.key) {
-            Some(key) => key.apply(change),
+            Some(key) => apply_counted(key, change, &mut self.live),
             None => self.begin(change),
         }
     }
@@ -111,20 +118,20 @@ impl TreeIndex {
     /// If the change does not follow from the previous rows of its key.
     pub fn restore(&mut self, change: &Change, compacted: Option<Revision>) -> Result<(), Contradiction> {
         self.advance_head(change);
-        let claim = Claim::of(change);
+        let columns = ValidatedColumns::of(change);
         match self.keys.get_mut(&change.key) {
             Some(key) => {
-                let last = key.claim(&claim);
-                match claim.follow(Some(&last), compacted) {
-                    // A compaction removed the tombstone of this version but not the version itself. The key's state is
-                    // correct from this change on.
+                let last = key.newest_columns(&columns);
+                match columns.follow(Some(&last), compacted) {
+                    // An unfinished compaction deleted the tombstone of the version put at `since`, but not the version
+                    // itself. The key's state is correct from this change on.
                     Err(Contradiction::MissingDelete { since }) if compacted.is_some_and(|at| since < at) => {}
                     followed => followed?,
                 }
-                key.apply(change);
+                apply_counted(key, change, &mut self.live);
             }
             None => {
-                claim.follow(None, compacted)?;
+                columns.follow(None, compacted)?;
                 self.begin(change);
             }
         }
@@ -147,6 +154,7 @@ impl TreeIndex {
             // alone.
             ChangeKind::Delete => KeyIndex::deleted(change.row),
         };
+        self.live += usize::from(key.is_live());
         self.keys.insert(change.key.clone(), key);
     }
 
@@ -217,6 +225,13 @@ impl TreeIndex {
         cursor.after = last;
         cursor.after.is_some()
     }
+}
+
+/// Applies a change to its key and updates the number of live keys.
+fn apply_counted(key: &mut KeyIndex, change: &Change, live: &mut usize) {
+    *live -= usize::from(key.is_live());
+    key.apply(change);
+    *live += usize::from(key.is_live());
 }
 
 impl Default for TreeIndex {

@@ -1,7 +1,8 @@
 //! Leases: IDs, deadlines and attached keys.
 //!
-//! [`table`] is the pure state. [`crate::store`] grants and revokes leases through the writer, so both are ordered by
-//! the log; keep-alives change only the table.
+//! [`table`] is the pure state. [`crate::store`] grants and revokes leases through the writer, so the log orders grants
+//! and revokes. A keep-alive appends nothing: it moves the deadline in the table and, if several instances share the
+//! log, in the database.
 
 pub mod table;
 

@@ -9,8 +9,8 @@
 //!                          + value cache               + leases
 //! ```
 //!
-//! The log is the source of truth. The index, the leases and the watchers' positions are caches of it that are rebuilt
-//! by reading it once. Only the applier changes the index, and only committed rows reach the applier.
+//! The log is the source of truth. The index and the lease table are caches of the log; each start rebuilds them by
+//! reading the log once. Only the applier changes the index, and only committed rows reach the applier.
 //!
 //! This crate contains no SQL, no gRPC and no HTTP: a database implements [`log::Log`], and a server calls
 //! [`store::Store`]. In reading order:
@@ -27,12 +27,12 @@
 //!
 //! Invariants:
 //!
-//! 1. Revisions are dense and totally ordered; a request is answered after its commit is durable.
+//! 1. Revisions are dense and totally ordered. A request is answered only after its commit is durable.
 //! 2. The index equals the log at every revision from the compact revision to the head.
 //! 3. Watches are ordered, unique, atomic and reliable; progress never overtakes an event that it covers.
 
 #[cfg(test)]
-extern crate self as orlop_core; // for the naive model, which integration tests share
+extern crate self as orlop_core; // tests/model, which the unit tests include, imports this crate by this name
 
 pub mod index;
 pub mod lease;

@@ -31,7 +31,7 @@ pub enum Error {
     /// The store cannot be opened; the text is for the operator.
     #[error("{0}")]
     Open(String),
-    /// A row, or a page of the file, has an impossible content.
+    /// A row or a page of the file has content that Orlop never writes.
     #[error("the log is corrupt: {0}; `orlop check` reports all damage")]
     Corrupt(String),
     /// The database is not the one that was read before: it lacks or contradicts applied changes.
@@ -41,14 +41,17 @@ pub enum Error {
 
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The position of the log. Between two equal positions nothing was appended, granted, revoked or compacted.
+/// The position of the log. If two reads of it are equal, nothing was appended between them: no rows, no change of a
+/// lease or an alarm, no compaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Position {
     pub head: Revision,
-    /// Number of appends that changed leases or alarms, or compacted.
+    /// Number of appends that changed leases or alarms, or compacted. Always 0 if this process is the only one on the
+    /// log.
     pub epoch: i64,
-    /// Identifies one run of the database server. It changes with a failover or a restart; the end of the log is then
-    /// compared before the next append. Always 0 if this process is the only one on the log.
+    /// Identifies one run of the database server. It changes when the server restarts or another server takes over; the
+    /// store then compares the end of the log before the next append. Always 0 if this process is the only one on the
+    /// log.
     pub server: i64,
 }
 
@@ -101,7 +104,7 @@ impl AlarmKind {
 }
 
 impl Alarm {
-    /// Returns the alarm's name among the facts of a log: `alarm/KIND/MEMBER`, the member in hexadecimal.
+    /// Returns the name of the alarm's fact (see [`Facts::named`]): `alarm/KIND/MEMBER`, the member in hexadecimal.
     pub fn fact(self) -> String {
         format!("alarm/{}/{:x}", self.kind.name(), self.member_id)
     }
@@ -114,7 +117,7 @@ impl Alarm {
 }
 
 impl AlarmChange {
-    /// Returns the fact that the change sets or, without a value, removes.
+    /// Returns the name of the alarm's fact and the value to which the change sets it; `None` removes the fact.
     pub fn fact(self) -> (String, Option<i64>) {
         match self {
             Self::Raise { alarm, cause: Cause::Client } => (alarm.fact(), Some(1)),
@@ -135,27 +138,43 @@ pub fn alarm(name: &str, value: i64) -> Option<(Alarm, Cause)> {
     Some((Alarm::from_fact(name)?, cause))
 }
 
-/// A lease that was granted and neither revoked nor expired.
+/// Prefix of the names of facts ([`Facts::named`]) that store remaining seconds of leases: `lease_left/ID`, the ID in
+/// hexadecimal.
+const LEASE_LEFT: &str = "lease_left/";
+
+/// Returns the name of the fact that stores a lease's remaining seconds while no server runs.
+pub fn lease_left_fact(id: LeaseId) -> String {
+    format!("{LEASE_LEFT}{:x}", id.0)
+}
+
+/// Returns the lease whose remaining seconds the fact with this name stores.
+pub fn lease_of_fact(name: &str) -> Option<LeaseId> {
+    let id = u64::from_str_radix(name.strip_prefix(LEASE_LEFT)?, 16).ok()?;
+    Some(LeaseId(id.cast_signed()))
+}
+
+/// A lease that was granted and not yet removed by [`LeaseChange::Revoke`] or [`LeaseChange::Expire`]. Its deadline may
+/// have passed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LoggedLease {
     pub id: LeaseId,
     pub ttl_secs: i64,
-    /// Seconds until the deadline by the database's clock, negative after it. `None` if the database stores no
-    /// deadlines.
+    /// Seconds until the deadline, negative after it. If several instances share the log, by the database's clock.
+    /// Otherwise the seconds that the previous process recorded when it stopped; `None` if it recorded none.
     pub left_secs: Option<f64>,
 }
 
 /// Changes that become durable together.
 #[derive(Debug, Clone, Copy)]
 pub struct Append<'a> {
-    /// The position at which the rows were evaluated.
+    /// The position of the log at which the requests were evaluated.
     pub expected: Position,
-    /// In order, with dense revisions from the one after the expected head.
+    /// In order. Their revisions are dense and start with the one after the expected head.
     pub changes: &'a [Change],
     pub leases: &'a [LeaseChange],
-    /// A compact revision to record. It never decreases.
+    /// A compact revision to record. The log ignores a revision that is lower than the recorded one.
     pub compact: Option<Revision>,
-    /// An alarm to raise or clear; then the other fields are empty.
+    /// An alarm to raise or clear. If it is present, `changes`, `leases` and `compact` are empty.
     pub alarm: Option<AlarmChange>,
 }
 
@@ -182,7 +201,8 @@ pub enum LeaseChange {
     Revoke {
         id: LeaseId,
     },
-    /// Like revoke, but only if the lease has expired by the log's clock; otherwise the append is a conflict.
+    /// Like `Revoke`, but only if the lease has expired by the log's clock; otherwise nothing is appended, and the
+    /// result is [`Appended::Conflict`].
     Expire {
         id: LeaseId,
     },
@@ -193,7 +213,7 @@ pub enum LeaseChange {
 pub enum Appended {
     /// All changes are durable.
     Done,
-    /// The log was not at the expected position; nothing was written.
+    /// Nothing was written: the log was not at the expected position, or a lease to expire was renewed.
     Conflict,
 }
 
@@ -203,8 +223,8 @@ pub struct Page {
     pub changes: Vec<Change>,
     /// The first revision of the next page.
     pub next: Revision,
-    /// Rows below this revision may be missing because they were compacted; all rows at or above it exist. `None` if
-    /// only this process deletes rows.
+    /// Rows below this revision may be missing because a compaction deleted them; all rows at or above it exist. `None`
+    /// if only this process deletes rows, since it knows which ones.
     pub purged: Option<Revision>,
 }
 
@@ -221,19 +241,21 @@ pub struct Size {
     pub total: i64,
     /// `total` less the free space inside the database.
     pub in_use: i64,
+    /// Bytes that are free on the database's disk; `None` if that is unknown.
+    pub disk_free: Option<u64>,
 }
 
-/// Connections for reads.
+/// Number of database connections for reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Connections {
     pub idle: usize,
     pub used: usize,
 }
 
-/// The precision of a size.
+/// The precision of [`Log::size`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
-    /// The free space may be a recent value.
+    /// The free space may be the result of an earlier count.
     Quick,
     /// The free space is counted, which may read the whole log.
     Exact,
@@ -242,8 +264,8 @@ pub enum Precision {
 /// A step that reclaims space. Writes wait for it, so it is short.
 #[derive(Debug, Clone, Copy)]
 pub enum Reclaim<'a> {
-    /// Deletes compacted rows, all at or below the compact revision `compacted`, if the log is still on the server
-    /// ([`Position::server`]) on which they were found, and returns some free space to the file system.
+    /// Deletes rows that are unreadable since a compaction at or below `compacted`, and may return some free space to
+    /// the file system. Fails if the log is no longer on `server` ([`Position::server`]), on which the rows were found.
     Rows { rows: &'a [RowId], compacted: Revision, server: i64 },
     /// Returns free space to the file system.
     Space,
@@ -279,7 +301,7 @@ pub trait Load: Send {
     /// Adds rows in order.
     async fn add(&mut self, changes: &[Change]) -> Result<()>;
 
-    /// Adds the leases, with their full TTL, and the compact revision, and makes everything durable.
+    /// Adds the leases of `meta`, each with its full TTL, and the compact revision. Makes everything durable.
     async fn finish(self: Box<Self>, meta: &Meta) -> Result<()>;
 }
 
@@ -310,7 +332,7 @@ pub trait Log: History {
     /// Not cancel safe: the append may still happen after the future was dropped.
     async fn append(&self, append: Append<'_>) -> Result<Appended>;
 
-    /// Returns the pairs in these rows, in any order, without rows that contain a delete or were compacted.
+    /// Returns the pairs in these rows, in any order. Omits rows that contain a delete or were compacted.
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>>;
 
     /// Reclaims space. See [`Reclaim`].
@@ -321,7 +343,10 @@ pub trait Log: History {
     fn connections(&self) -> Connections;
 
     /// Finishes running work and closes the database.
-    async fn close(&self);
+    ///
+    /// `leases` are all leases with their remaining times. A log that stores no deadlines records these times, so that
+    /// the leases continue with them after the next start.
+    async fn close(&self, leases: &[LoggedLease]);
 
     /// Returns the interface of a log that several instances append to; `None` if this process is the only one.
     fn shared(&self) -> Option<&dyn SharedLog>;
@@ -348,8 +373,8 @@ pub trait SharedLog: Send + Sync {
     /// Returns the log's position, which includes everything that was acknowledged before the call.
     async fn position(&self) -> Result<Position>;
 
-    /// Waits until the log may have rows above `seen`. Returns its newest revision if a notification contained it, and
-    /// `None` if it is time to poll.
+    /// Waits until the log may have rows above `seen`. Returns the log's newest revision if a notification contained
+    /// it, and `None` if it is time to poll.
     async fn wait_for_append(&self, seen: Revision) -> Option<Revision>;
 
     /// Acquires the lock under which all instances append, and holds it until the next [`Log::append`]. Used by an

@@ -1,8 +1,10 @@
 //! The server's metrics, under etcd's names where the meaning is the same, and under `orlop_` otherwise.
 //!
 //! Each group is a table and belongs to the code that updates it. Counters and histograms are updated when the event
-//! happens; the gauges of [`State`] are updated when metrics are requested (see `http::metrics`). Updating neither
-//! allocates nor locks.
+//! happens; the gauges of [`State`] are updated when metrics are requested (see `http::metrics`).
+//!
+//! Updating a metric without labels neither allocates nor locks. Finding the metric of a label value takes a lock, so
+//! code that knows its label values in advance finds their metrics once, at the start.
 
 use prometheus::{
     Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
@@ -87,7 +89,8 @@ metrics! {
         range: HistogramVec "etcd_server_range_duration_seconds" ["success"] in doubling(0.0001, 20),
             "Duration of a range.";
         slow_applies: IntCounter "etcd_server_slow_apply_total", "Writes slower than warning-apply-duration.";
-        failed: IntCounter "etcd_server_proposals_failed_total", "Batches that the log refused or whose outcome is unknown.";
+        failed: IntCounter "etcd_server_proposals_failed_total",
+            "Batches that the log refused or whose outcome is unknown.";
         slow_confirms: IntCounter "etcd_server_slow_read_indexes_total",
             "Linearizable reads that waited long for the log's position.";
         failed_confirms: IntCounter "etcd_server_read_indexes_failed_total",
@@ -96,10 +99,11 @@ metrics! {
             "Duration of an append's durable commit.";
         commit: Histogram "etcd_disk_backend_commit_duration_seconds" in doubling(0.001, 14),
             "Duration of an append's durable commit.";
-        written_bytes: IntGauge "etcd_disk_wal_write_bytes_total", "Bytes of keys and values appended.";
+        written_bytes: IntGauge "etcd_disk_wal_write_bytes_total", "Bytes of all pairs appended.";
         batch_requests: Histogram "orlop_batch_requests" in doubling(1.0, 12), "Requests per commit.";
         batch_rows: Histogram "orlop_batch_rows" in doubling(1.0, 14), "Rows per commit.";
-        queue: Histogram "orlop_queue_duration_seconds" in doubling(0.0001, 18), "Time that the oldest request of a batch waited for the batch.";
+        queue: Histogram "orlop_queue_duration_seconds" in doubling(0.0001, 18),
+            "Time that the oldest request of a batch waited for the batch.";
         raced: IntCounter "orlop_append_conflicts_total", "Appends that lost the race against another instance.";
         leases_granted: IntCounter "etcd_debugging_lease_granted_total", "Leases granted.";
         leases_revoked: IntCounter "etcd_debugging_lease_revoked_total", "Leases revoked, including expired ones.";
@@ -107,9 +111,11 @@ metrics! {
         leases_expired: IntCounter "etcd_debugging_server_lease_expired_total", "Leases that this instance expired.";
         lease_ttl: Histogram "etcd_debugging_lease_ttl_total" in doubling(1.0, 24), "Granted TTLs in seconds.";
         compacted_rows: IntCounter "etcd_debugging_mvcc_db_compaction_keys_total", "Rows deleted by compactions.";
-        compaction_pause: Histogram "etcd_debugging_mvcc_db_compaction_pause_duration_milliseconds" in doubling(1.0, 13),
+        compaction_pause: Histogram "etcd_debugging_mvcc_db_compaction_pause_duration_milliseconds"
+            in doubling(1.0, 13),
             "Duration of one step of deleting rows.";
-        compaction_total: Histogram "etcd_debugging_mvcc_db_compaction_total_duration_milliseconds" in doubling(100.0, 14),
+        compaction_total: Histogram "etcd_debugging_mvcc_db_compaction_total_duration_milliseconds"
+            in doubling(100.0, 14),
             "Duration of a whole compaction.";
         index_compaction_pause: Histogram "etcd_debugging_mvcc_index_compaction_pause_duration_milliseconds"
             in doubling(0.5, 12), "Duration of a compaction of the index.";
@@ -141,7 +147,8 @@ metrics! {
         sent_bytes: IntCounter "etcd_network_client_grpc_sent_bytes_total", "Bytes of messages sent.";
         clients: IntCounterVec "etcd_server_client_requests_total" ["type", "client_api_version"],
             "Calls by the client's API version.";
-        panics: IntCounter "orlop_request_panics_total", "Requests that ended in a panic, which is a bug in the server.";
+        panics: IntCounter "orlop_request_panics_total",
+            "Requests that ended in a panic, which is a bug in the server.";
     }
 }
 
@@ -159,11 +166,14 @@ metrics! {
 metrics! {
     /// Updated by maintenance calls.
     Maintenance {
-        defrag: Histogram "etcd_disk_backend_defrag_duration_seconds" in doubling(0.1, 13), "Duration of a defragmentation.";
+        defrag: Histogram "etcd_disk_backend_defrag_duration_seconds" in doubling(0.1, 13),
+            "Duration of a defragmentation.";
         defrag_inflight: IntGauge "etcd_disk_defrag_inflight", "1 while a defragmentation runs.";
-        snapshot: Histogram "etcd_disk_backend_snapshot_duration_seconds" in doubling(0.01, 17), "Duration of a snapshot.";
+        snapshot: Histogram "etcd_disk_backend_snapshot_duration_seconds" in doubling(0.01, 17),
+            "Duration of a snapshot.";
         hash: Histogram "etcd_mvcc_hash_duration_seconds" in doubling(0.01, 15), "Duration of a hash of the whole log.";
-        hash_rev: Histogram "etcd_mvcc_hash_rev_duration_seconds" in doubling(0.01, 15), "Duration of a hash of the pairs.";
+        hash_rev: Histogram "etcd_mvcc_hash_rev_duration_seconds" in doubling(0.01, 15),
+            "Duration of a hash of the pairs.";
     }
 }
 
@@ -171,25 +181,30 @@ metrics! {
     /// Gauges, updated when metrics are requested.
     State {
         has_leader: IntGauge "etcd_server_has_leader", "1 while the database can be reached.";
-        is_leader: IntGauge "etcd_server_is_leader", "1 if this instance is the leader, which runs tasks that only one instance should run.";
+        is_leader: IntGauge "etcd_server_is_leader",
+            "1 if this instance is the leader, which runs tasks that only one instance should run.";
         is_learner: IntGauge "etcd_server_is_learner", "0: there are no learners.";
         committed: IntGauge "etcd_server_proposals_committed_total", "The newest known committed revision.";
         applied: IntGauge "etcd_server_proposals_applied_total", "The newest revision applied.";
         pending: IntGauge "etcd_server_proposals_pending", "Writes in the queue.";
         applying_snapshot: IntGauge "etcd_server_snapshot_apply_in_progress_total", "1 while the index is rebuilt.";
         quota: IntGauge "etcd_server_quota_backend_bytes", "Maximum size of the database in bytes.";
-        server_version: IntGaugeVec "etcd_server_version" ["server_version"], "1 for the etcd release whose API is served.";
+        server_version: IntGaugeVec "etcd_server_version" ["server_version"],
+            "1 for the etcd release whose API is served.";
         cluster_version: IntGaugeVec "etcd_cluster_version" ["cluster_version"], "1 for the cluster's version.";
         server_id: IntGaugeVec "etcd_server_id" ["server_id"], "1 for this member's id, in hexadecimal.";
         known_peers: IntGaugeVec "etcd_network_known_peers" ["Local", "Remote"], "1 for each other live instance.";
         db_bytes: IntGauge "etcd_mvcc_db_total_size_in_bytes", "Size of the database in bytes.";
-        db_bytes_in_use: IntGauge "etcd_mvcc_db_total_size_in_use_in_bytes", "Size of the database without free pages in bytes.";
+        db_bytes_in_use: IntGauge "etcd_mvcc_db_total_size_in_use_in_bytes",
+            "Size of the database without free pages in bytes.";
         reads: IntGauge "etcd_mvcc_db_open_read_transactions", "Queries that read the database.";
-        keys: IntGauge "etcd_debugging_mvcc_keys_total", "Keys in the index, including deleted ones that are not compacted.";
+        keys: IntGauge "etcd_debugging_mvcc_keys_total", "Keys that exist at the head.";
         revision: IntGauge "etcd_debugging_mvcc_current_revision", "The head.";
         compact_revision: IntGauge "etcd_debugging_mvcc_compact_revision", "The compact revision, -1 before the first.";
-        last_compaction: IntGauge "etcd_debugging_mvcc_db_compaction_last", "Unix time of the end of the last compaction.";
-        pending_events: IntGauge "etcd_debugging_mvcc_pending_events_total", "Messages that wait to be sent to watchers.";
+        last_compaction: IntGauge "etcd_debugging_mvcc_db_compaction_last",
+            "Unix time of the end of the last compaction.";
+        pending_events: IntGauge "etcd_debugging_mvcc_pending_events_total",
+            "Messages that wait to be sent to watchers.";
         auth_revision: IntGauge "etcd_debugging_auth_revision", "The auth store's revision.";
         alarms: IntGaugeVec "etcd_debugging_server_alarms" ["server_id", "alarm_type"], "1 for each active alarm.";
         fds_used: IntGauge "os_fd_used", "Open file descriptors.";
@@ -199,7 +214,8 @@ metrics! {
         cache_misses: IntGauge "orlop_value_cache_misses", "Pairs read from the log.";
         leases: IntGauge "orlop_leases", "Leases.";
         instances: IntGauge "orlop_instances", "Live instances on this log.";
-        connections: IntGaugeVec "orlop_database_connections" ["state"], "Connections to the database, idle and in use.";
+        connections: IntGaugeVec "orlop_database_connections" ["state"],
+            "Connections to the database, idle and in use.";
         build: IntGaugeVec "orlop_build_info" ["version"], "1 for the version of Orlop.";
     }
 }
@@ -211,6 +227,7 @@ pub struct Metrics {
     pub store: Store,
     pub watch: Watch,
     pub rpc: Rpc,
+    /// The duration of each call, by method; `None` with [`Detail::Basic`].
     pub handling: Option<HistogramVec>,
     pub health: Health,
     pub maintenance: Maintenance,

@@ -26,7 +26,8 @@ use tracing::error;
 /// Exit status of a process that a panic ended: EX_SOFTWARE of sysexits.h.
 pub const EXIT_PANICKED: i32 = 70;
 
-/// The name of sqlx's threads that run SQLite. A panic ends the thread and its connection.
+/// Prefix of the names of sqlx's threads that run SQLite. A panic would end only the thread and its connection, so the
+/// panic hook ends the process.
 const DATABASE_THREADS: &str = "sqlx-sqlite-worker";
 
 thread_local! {
@@ -50,7 +51,7 @@ impl Panic {
         Self { place, message: message(info.payload()) }
     }
 
-    /// Returns the panic that unwinds this thread.
+    /// Returns the panic that was caught on this thread, and forgets it.
     fn take(payload: &(dyn Any + Send)) -> Self {
         let newest = NEWEST.with_borrow_mut(Option::take);
         newest.unwrap_or_else(|| Self { place: "unknown".to_owned(), message: message(payload) })
@@ -160,7 +161,7 @@ impl<T> Lock<T> {
 /// The guard of a [`Lock`].
 pub struct Held<'a, T> {
     guard: MutexGuard<'a, T>,
-    /// The guard was acquired while another panic unwinds.
+    /// The guard was acquired while a panic was already unwinding. That panic does not end the process.
     was_panicking: bool,
 }
 

@@ -1,4 +1,4 @@
-//! The trace of one request: its ID, its content if it was slow, and the duration of each part.
+//! The trace of one request: its ID, the duration of each part, and for a slow request a description.
 //!
 //! Parts are recorded where they happen, in the task that serves the request; the code that started the trace
 //! ([`follow`]) receives them at the end. Outside of a request nothing is recorded.
@@ -36,12 +36,12 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// The parts of a request's time, in their order.
+/// The parts of a request's time, in the order in which they occur.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// Waiting for the writer.
     Queue,
-    /// Evaluation, including the requests before it in the batch.
+    /// Evaluation, including that of the requests before this one in the batch.
     Evaluate,
     /// The append, and applying the changes.
     Commit,
@@ -76,7 +76,7 @@ impl Part {
 #[derive(Clone, Debug)]
 pub struct Trace {
     pub id: RequestId,
-    /// The request without values.
+    /// A description of the request, without values. Set only if the request was or may become slow.
     pub request: Option<String>,
     parts: [Duration; Part::ALL.len()],
 }
@@ -105,12 +105,12 @@ pub async fn follow<T>(serve: impl Future<Output = T>) -> (T, Trace) {
     CURRENT.scope(RefCell::new(Trace::new()), traced).await
 }
 
-/// Adds to a part of the current request. Returns false outside of a request.
+/// Adds time to a part of the current request. Returns false outside of a request.
 pub fn add_to_part(part: Part, took: Duration) -> bool {
     CURRENT.try_with(|trace| trace.borrow_mut().add(part, took)).is_ok()
 }
 
-/// Records the content of the current request.
+/// Records the description of the current request.
 pub fn set_request(request: impl FnOnce() -> String) {
     // Outside of a request there is no trace.
     let _ = CURRENT.try_with(|trace| trace.borrow_mut().request = Some(request()));

@@ -11,8 +11,8 @@ use std::fmt;
 pub use encoded::{EncodedEvent, EncodedKv};
 pub use key::{Key, KeyBounds, KeyRange, shown};
 
-/// A revision of the store: the id of a row in `kv_log`. An empty store is at [`Revision::EMPTY`]; each transaction
-/// that changes something adds exactly one.
+/// A revision of the store: the id of a row in `kv_log`. An empty store is at [`Revision::EMPTY`]. Each transaction
+/// that changes something increases the revision by 1.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Revision(pub i64);
 
@@ -110,11 +110,11 @@ pub enum ChangeKind {
     Delete,
 }
 
-/// The version of a key before a transaction.
+/// The version of a key that was live before a transaction.
 #[derive(Clone, Debug)]
 pub struct Prev {
     pub row: RowId,
-    /// Its pair, if it was available. `None` does not mean that there was none.
+    /// The pair of this version; `None` if it was not read, although the version has one.
     pub kv: Option<EncodedKv>,
 }
 

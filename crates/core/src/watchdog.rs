@@ -1,11 +1,11 @@
 //! Detects stuck loops: loops that have work but make no progress.
 //!
-//! Each loop of the core has a [`Pulse`]: it beats with each piece of work and rests when there is none. The watchdog
-//! checks every second, in a thread of its own, so that it also detects a blocked runtime. A stuck loop is logged once,
-//! counted, and fails `/livez`, because a restart may help.
+//! Each loop of the core has a [`Pulse`]: the loop beats with each piece of work and rests when there is none. The
+//! watchdog checks every second, in a thread of its own, so that it also detects a blocked runtime. A stuck loop is
+//! logged once, sets `orlop_stuck_tasks` to 1, and makes `/livez` fail, because a restart may help.
 //!
 //! An unavailable database does not make a loop stuck: every database call ends after at most 12 s, and the loop then
-//! beats and repeats it. The limit is therefore several times the longest call ([`STUCK_AFTER`]). Time in which the
+//! beats and repeats the call. The limit ([`STUCK_AFTER`]) is several times the longest call. Time in which the
 //! watchdog itself did not run (a stopped process, an overloaded machine) does not count.
 
 use std::{
@@ -23,8 +23,8 @@ use parking_lot::Mutex;
 use prometheus::IntGaugeVec;
 use tracing::{error, info};
 
-/// Maximum time without a beat while there is work. One piece of work may make several calls of the database, each of
-/// which ends after at most 12 s.
+/// Maximum time without a beat while there is work. One piece of work may make several database calls, each of at most
+/// 12 s.
 pub const STUCK_AFTER: Duration = Duration::from_secs(60);
 
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -50,7 +50,7 @@ impl Pulse {
     }
 }
 
-/// Returns whether work waits for a resting loop.
+/// Returns whether work is waiting for the loop.
 type Waits = Box<dyn Fn() -> bool + Send>;
 
 /// Checks all loops.
@@ -87,12 +87,12 @@ impl fmt::Display for Stuck {
 }
 
 impl Watchdog {
-    /// Adds a loop that records itself when it has work.
+    /// Adds a loop that has work from a beat until it rests.
     pub fn follow(&self, name: &'static str, pulse: &Arc<Pulse>) {
         self.follow_queue(name, pulse, || false);
     }
 
-    /// Adds a loop that should wake when `waits` returns true. A loop that continues to rest is then stuck.
+    /// Adds a loop that also has work while `waits` returns true, even if it rests: it should wake up and do the work.
     pub fn follow_queue(&self, name: &'static str, pulse: &Arc<Pulse>, waits: impl Fn() -> bool + Send + 'static) {
         let (pulse, waits) = (Arc::clone(pulse), Box::new(waits));
         self.0.lock().push(Followed { name, pulse, waits, beats: 0, silent: Duration::ZERO });

@@ -1,7 +1,8 @@
 //! The log in SQLite ([`SqliteLog`]) and in Postgres ([`PostgresLog`]). The only crate that uses sqlx.
 //!
-//! Each database implements [`orlop_core::log::Log`] (append, read, reclaim) and has a loader, which fills an empty
-//! database, and a view, which is a read-only snapshot of a log, also of a database that may be damaged.
+//! Each log implements [`orlop_core::log::Log`] (append, read, reclaim). For each database there are also a loader,
+//! which fills an empty database, and a view, which is a read-only snapshot of a log. A view can be opened even if the
+//! database may be damaged.
 
 mod migrations;
 mod postgres;

@@ -3,7 +3,7 @@
 //! Connections: one for appends, one for position queries, one that listens for notifications, and a pool for all other
 //! reads. A batch is one call of the function `orlop_append`, which the migration creates. It is a compare-and-append
 //! under an advisory lock, in one round trip and one commit. A read of rows that compaction may delete concurrently
-//! also returns, from the same snapshot, the revision up to which rows are deleted.
+//! also returns, from the same snapshot, the revision below which rows may be missing.
 //!
 //! After a restart or a failover of Postgres, [`Position::server`] has another value, and the store compares the end of
 //! the log before the next append.
@@ -45,7 +45,7 @@ use orlop_core::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
 pub struct PostgresSettings {
     /// `postgres://USER:PASSWORD@HOST:PORT/DATABASE?sslmode=...`
     pub endpoint: String,
-    /// Maximum time between two checks for new rows without a notification.
+    /// Maximum time between two checks for new rows if no notification arrives.
     pub poll_interval: Duration,
     /// Number of connections for reads.
     pub connections_max: u32,
@@ -58,7 +58,7 @@ pub struct PostgresSettings {
 pub struct PostgresLog {
     database: Database,
     appender: Appender,
-    /// The connection for position queries. Every linearizable read waits for one.
+    /// The connection for position queries. Every linearizable read waits for such a query.
     position_connection: Dedicated,
     listener: Listener,
     poll_interval: Duration,
@@ -184,14 +184,14 @@ impl Log for PostgresLog {
             let in_use = read!(self.database, connection => space::in_use(connection))?;
             self.free_bytes.store((total - in_use).max(0), Ordering::Relaxed);
         }
-        Ok(Size { total, in_use: (total - self.free_bytes.load(Ordering::Relaxed)).max(0) })
+        Ok(Size { total, in_use: (total - self.free_bytes.load(Ordering::Relaxed)).max(0), disk_free: None })
     }
 
     fn connections(&self) -> Connections {
         self.database.connections()
     }
 
-    async fn close(&self) {
+    async fn close(&self, _: &[LoggedLease]) {
         self.listener.stop();
         let deregistered = read!(self.database, connection => {
             sqlx::query(DEREGISTER).bind(self.member.id.cast_signed()).bind(self.run).execute(connection)

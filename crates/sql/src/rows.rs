@@ -3,6 +3,7 @@
 use sqlx::{
     ColumnIndex, Decode, Row, Type,
     migrate::{MigrateError, Migrator},
+    postgres::PgDatabaseError,
 };
 use tokio::task::coop::consume_budget;
 
@@ -19,7 +20,7 @@ pub(super) const PAGE_IDS_MAX: i64 = 20_000;
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
 /// Number of rows per table that [`orlop_core::log::History::replay`] reads at a time.
 pub(super) const REPLAY_ROWS: usize = 10_000;
-/// Maximum number of rows in one statement of [`orlop_core::log::Log::values`]; keeps reads short.
+/// Maximum number of rows in one statement of [`orlop_core::log::Log::values`] on Postgres; keeps reads short.
 pub(super) const VALUES_ROWS_MAX: usize = 2_000;
 /// Bytes of values per unit of tokio's cooperative budget. A task yields after 128 units, here 128 KiB, which take
 /// about 50 microseconds to decode, or ten times as long if the kernel has to allocate memory.
@@ -177,8 +178,8 @@ pub(super) struct PageBuilder {
 }
 
 impl PageBuilder {
-    /// Starts a page with the rows of the first table. They may contain one revision more than a page; the page then
-    /// ends before this revision.
+    /// Starts a page with the rows of the first table (`kv_log`). They may contain one revision more than a page; the
+    /// page then ends before this revision.
     pub(super) fn new(mut first: Vec<PageRow>, mut to: i64) -> Self {
         if first.len() > PAGE_REVISIONS_MAX || bytes(&first) > PAGE_BYTES_MAX {
             if first.len() > PAGE_REVISIONS_MAX {
@@ -194,7 +195,7 @@ impl PageBuilder {
         self.to
     }
 
-    /// Adds the rows of the second table, which may also contain one revision more than a page.
+    /// Adds the rows of the second table (`kv_log_more`), which may also contain one revision more than a page.
     pub(super) fn add_more(&mut self, more: Vec<PageRow>) {
         if more.is_empty() {
             return;
@@ -219,8 +220,8 @@ fn bytes(rows: &[PageRow]) -> usize {
     rows.iter().map(|(columns, _)| columns.len()).sum()
 }
 
-/// Merges rows of the two tables, each in order and limited to `limit`. If a table reached the limit, rows after its
-/// last row are removed; the next call returns them.
+/// Merges rows of the two tables. Each list is in order and has at most `limit` rows. A list of `limit` rows may be
+/// incomplete, so rows after its last row are removed; the next read returns them.
 pub(super) fn merge<T, P: Ord>(mut first: Vec<T>, more: Vec<T>, limit: usize, position: impl Fn(&T) -> P) -> Vec<T> {
     let last = [&first, &more].into_iter().filter(|rows| rows.len() == limit).filter_map(|rows| rows.last());
     let last = last.map(&position).min();
@@ -295,6 +296,15 @@ pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Re
     )))
 }
 
+/// Returns the first table of another application, or `None` if the tables are those of Orlop.
+pub(super) fn foreign_table(tables: &[String]) -> Option<&str> {
+    if tables.iter().any(|table| table == "kv_log") {
+        return None;
+    }
+    // Another instance may be creating Orlop's tables. The first of them is `_sqlx_migrations`.
+    tables.iter().map(String::as_str).find(|table| *table != "_sqlx_migrations")
+}
+
 /// Returns the error text for a database whose schema cannot be migrated.
 pub(super) fn cannot_migrate(name: &str, error: &MigrateError) -> String {
     if let MigrateError::VersionMissing(version) = error {
@@ -307,7 +317,12 @@ pub(super) fn cannot_migrate(name: &str, error: &MigrateError) -> String {
             "database {name} was written by another version of Orlop: its schema {version} differs from this version's"
         );
     }
-    format!("cannot migrate database {name}: {error}")
+    let text = if let MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) = error {
+        describe(error)
+    } else {
+        error.to_string()
+    };
+    format!("cannot migrate database {name}: {text}")
 }
 
 /// Returns the numbers of connections of a pool. The two arguments are read at different times, so `idle` may exceed
@@ -316,10 +331,19 @@ pub(super) fn connections(all: u32, idle: usize) -> Connections {
     Connections { idle, used: usize::try_from(all).unwrap_or(usize::MAX).saturating_sub(idle) }
 }
 
+/// Returns the text of an error for the operator. For an error of Postgres, sqlx adds a line number of Postgres' source
+/// code, which is omitted.
+pub(super) fn describe(error: &sqlx::Error) -> String {
+    match error.as_database_error().and_then(|error| error.try_downcast_ref::<PgDatabaseError>()) {
+        Some(error) => error.message().to_owned(),
+        None => error.to_string(),
+    }
+}
+
 pub(super) fn unavailable(error: sqlx::Error) -> Error {
-    Error::Unavailable(error.to_string())
+    Error::Unavailable(describe(&error))
 }
 
 pub(super) fn corrupt(error: sqlx::Error) -> Error {
-    Error::Corrupt(error.to_string())
+    Error::Corrupt(describe(&error))
 }

@@ -2,7 +2,7 @@
 //!
 //! Connections: one for writes, [`READERS_MAX`] for reads, one for checkpoints. The mode is WAL with
 //! `synchronous=FULL`, so a commit returns when the WAL is on disk. Other processes may read the database with SQL
-//! while Orlop runs. A lock on a separate file prevents a second Orlop process ([`lock`]).
+//! while Orlop runs. A lock on a separate file prevents a second Orlop process on the same database ([`lock`]).
 //!
 //! Checkpoints ([`checkpoint`]) and the return of free pages to the file system ([`vacuum`]) run in the background,
 //! never as part of a write.
@@ -11,6 +11,7 @@ mod append;
 mod checkpoint;
 mod inspect;
 mod integrity;
+mod lease_times;
 mod load;
 mod lock;
 mod packed;
@@ -20,7 +21,7 @@ mod view;
 mod wal;
 mod writer;
 
-use std::{fs::File, io::Read as _, path::Path, sync::Arc, time::Duration};
+use std::{collections::HashMap, fs::File, io::Read as _, path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use sqlx::{
@@ -33,16 +34,18 @@ use tracing::warn;
 use self::{checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum, writer::Writer};
 pub use self::{load::SqliteLoader, view::SqliteView};
 use crate::migrations;
-use crate::rows::{cannot_migrate, connections, unavailable};
+use crate::rows::{cannot_migrate, connections, foreign_table, unavailable};
 use orlop_core::log::{
-    Append, Appended, Connections, Error, History, Log, Meta, Page, Precision, Reclaim, Reclaimed, Result, SharedLog,
-    Size, Visit, WithPrev,
+    Append, Appended, Connections, Error, History, Log, LoggedLease, Meta, Page, Precision, Reclaim, Reclaimed, Result,
+    SharedLog, Size, Visit, WithPrev,
 };
 use orlop_core::{
     private,
-    types::{EncodedKv, KeyRange, Revision, RowId},
+    types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
 
+/// Maximum time to wait for a lock of SQLite, which another process may hold.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of connections for reads. Further reads wait.
 const READERS_MAX: u32 = 4;
 
@@ -50,10 +53,12 @@ const READERS_MAX: u32 = 4;
 pub struct SqliteLog {
     writer: Arc<Writer>,
     readers: SqlitePool,
-    /// Options of a separate connection for reads.
+    /// Options for another connection for reads, outside the pool.
     options: SqliteConnectOptions,
     checkpointer: Arc<Checkpointer>,
     vacuum: Vacuum,
+    /// Remaining seconds of leases, recorded when the previous server stopped.
+    lease_times: HashMap<LeaseId, f64>,
     /// Locked until the log is dropped.
     _lock: FileLock,
 }
@@ -67,6 +72,7 @@ impl SqliteLog {
     /// is not a database.
     pub async fn open(file: &Path) -> Result<Self> {
         let name = file.display();
+        refuse_etcd(file)?;
         let lock = lock_file(file)?;
         let open = |error: sqlx::Error| Error::Open(format!("cannot open database {name}: {error}"));
 
@@ -74,6 +80,7 @@ impl SqliteLog {
         // SQLite creates the WAL and the shared-memory file with the mode of this file.
         private::make_file(file).map_err(|error| open(error.into()))?;
         let options = Self::options(file);
+        refuse_other_tables(file).await?;
         // Only this connection sets auto_vacuum: the pragma always writes to the file, which fails on later connections
         // if the disk is full.
         let mut writer = Self::creation_options(file).connect().await.map_err(open)?;
@@ -81,6 +88,7 @@ impl SqliteLog {
             .run(&mut writer)
             .await
             .map_err(|error| Error::Open(cannot_migrate(&name.to_string(), &error)))?;
+        let lease_times = lease_times::take(&mut writer).await.map_err(open)?;
         if let Err(error) = wal::preallocate(file) {
             warn!(%error, database = %name, "cannot preallocate the WAL; writes are slower while it grows");
         }
@@ -96,7 +104,7 @@ impl SqliteLog {
         let checkpointer = Checkpointer::start(options.connect().await.map_err(open)?, Arc::clone(&writer));
         let checkpointer = Arc::new(checkpointer);
         let vacuum = Vacuum::start(Arc::clone(&writer), Arc::clone(&checkpointer));
-        Ok(Self { writer, readers, options: read_only, checkpointer, vacuum, _lock: lock })
+        Ok(Self { writer, readers, options: read_only, checkpointer, vacuum, lease_times, _lock: lock })
     }
 
     async fn reader(&self) -> Result<PoolConnection<Sqlite>> {
@@ -114,7 +122,7 @@ impl SqliteLog {
             .create_if_missing(true)
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(SqliteSynchronous::Full)
-            .busy_timeout(Duration::from_secs(5))
+            .busy_timeout(BUSY_TIMEOUT)
             .pragma("wal_autocheckpoint", "0")
             .pragma("journal_size_limit", wal::FILE_BYTES_MAX)
             .pragma("temp_store", "MEMORY")
@@ -142,8 +150,44 @@ fn lock_file(file: &Path) -> Result<FileLock> {
     FileLock::acquire(file)
 }
 
-/// Checks that the file is not truncated, because SQLite detects a missing page only when it reads it. If there is a
-/// WAL, the file may be shorter than its header states, because the WAL contains the missing pages.
+/// Refuses to create a database in the data directory of an etcd server: it would lack the keys of etcd.
+fn refuse_etcd(file: &Path) -> Result<()> {
+    let Some(folder) = file.parent().filter(|folder| !file.exists() && folder.join("member/snap").is_dir()) else {
+        return Ok(());
+    };
+    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+    Err(Error::Open(format!(
+        "{} is the data directory of an etcd server, which Orlop cannot read: choose another data-dir, and copy the \
+         keys from the running etcd with etcdctl make-mirror",
+        folder.display()
+    )))
+}
+
+/// Refuses a file that contains only tables of other applications, before anything is written to it.
+async fn refuse_other_tables(file: &Path) -> Result<()> {
+    if !file.metadata().is_ok_and(|metadata| metadata.len() > 0) {
+        return Ok(());
+    }
+    let failed = |error: sqlx::Error| Error::Open(format!("cannot open database {}: {error}", file.display()));
+    let options = SqliteConnectOptions::new()
+        .filename(file)
+        .read_only(true)
+        .busy_timeout(BUSY_TIMEOUT)
+        .disable_statement_logging();
+    let mut connection = options.connect().await.map_err(failed)?;
+    const TABLES: &str = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' ORDER BY 1";
+    let tables: Vec<String> = sqlx::query_scalar(TABLES).fetch_all(&mut connection).await.map_err(failed)?;
+    connection.close().await.map_err(failed)?;
+    foreign_table(&tables).map_or(Ok(()), |table| {
+        Err(Error::Open(format!(
+            "{} is the database of another application: it has the table {table}; choose another file",
+            file.display()
+        )))
+    })
+}
+
+/// Checks that the file is not truncated, because SQLite detects a missing page only when it reads that page. If there
+/// is a WAL, the file may be shorter than its header states, because the WAL contains the missing pages.
 fn check_length(file: &Path) -> Result<()> {
     const HEADER_BYTES: usize = 100;
     const MAGIC: &[u8] = b"SQLite format 3\0";
@@ -177,8 +221,8 @@ fn check_length(file: &Path) -> Result<()> {
         return Ok(());
     }
     Err(Error::Open(format!(
-        "database {} is truncated: it has {bytes} bytes, but its header states {pages} pages of {page} bytes; restore a snapshot or a \
-         copy of it",
+        "database {} is truncated: it has {bytes} bytes, but its header states {pages} pages of {page} bytes; \
+         restore a snapshot or a copy of it",
         file.display()
     )))
 }
@@ -193,7 +237,10 @@ impl History for SqliteLog {
     /// values are long. No other process writes during the start, so several reads return consistent rows.
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
         let (mut rows, mut pages) = (self.reader().await?, self.reader().await?);
-        let (meta, ()) = tokio::try_join!(read::replay(&mut rows, visit), integrity::refuse_damage(&mut pages))?;
+        let (mut meta, ()) = tokio::try_join!(read::replay(&mut rows, visit), integrity::refuse_damage(&mut pages))?;
+        for lease in &mut meta.leases {
+            lease.left_secs = self.lease_times.get(&lease.id).copied();
+        }
         Ok(meta)
     }
 
@@ -230,17 +277,21 @@ impl Log for SqliteLog {
     }
 
     async fn size(&self, _: Precision) -> Result<Size> {
-        read::size(&mut *self.reader().await?).await
+        let size = read::size(&mut *self.reader().await?).await?;
+        Ok(Size { disk_free: self.disk_free(), ..size })
     }
 
     fn connections(&self) -> Connections {
         connections(self.readers.size(), self.readers.num_idle())
     }
 
-    async fn close(&self) {
+    async fn close(&self, leases: &[LoggedLease]) {
         self.readers.close().await;
         self.vacuum.finish().await;
         self.checkpointer.finish().await;
+        if let Err(error) = self.record_lease_times(leases).await {
+            warn!(%error, "cannot record the remaining times of leases; after the next start they have their full TTL");
+        }
         // Copies the whole WAL into the database file, so that the file alone can be copied while the server is
         // stopped.
         let truncated = async {
@@ -257,6 +308,8 @@ impl Log for SqliteLog {
     }
 }
 
+/// A disk with fewer free bytes is the cause of a failed write: SQLite extends its files by up to this size.
+const FULL_DISK_BYTES: u64 = 1 << 20;
 /// Primary result codes of SQLite: the low byte of its codes.
 const CODE_IO: i32 = 10;
 const CODE_FULL: i32 = 13;
@@ -264,9 +317,9 @@ const CODE_FULL: i32 = 13;
 impl SqliteLog {
     /// Maps an error of an append.
     ///
-    /// If the disk is full, the last page of the commit is not in the WAL, so the commit is never read. After any other
-    /// failure, in particular of a sync, SQLite rolls the commit back. The commit may nevertheless be complete in the
-    /// WAL, and then a start after a crash recovers it, so the outcome is unknown. A failed sync does not affect
+    /// If the disk is full, the last page of the commit is not in the WAL, so SQLite ignores the commit. After any
+    /// other failure, in particular of a sync, SQLite rolls the commit back. The commit may nevertheless be complete in
+    /// the WAL, and then a start after a crash recovers it, so the outcome is unknown. A failed sync does not affect
     /// earlier commits: the next commit overwrites the WAL from the end of the last successful commit, and the next
     /// checkpoint copies all pages again.
     fn failure(&self, error: &sqlx::Error) -> Error {
@@ -274,15 +327,33 @@ impl SqliteLog {
         if has_code(error, CODE_FULL) {
             return Error::Full(format!("{file}: {error}"));
         }
-        let hint =
-            if has_code(error, CODE_IO) { "; the disk or its file system failed; see the kernel log" } else { "" };
+        let is_disk_full = self.disk_free().is_some_and(|free| free < FULL_DISK_BYTES);
+        let hint = match has_code(error, CODE_IO) {
+            // SQLite could not extend the index of the WAL.
+            true if is_disk_full => "; the disk is full",
+            true => "; the disk or its file system failed; see the kernel log",
+            false => "",
+        };
         Error::OutcomeUnknown(format!("{file}: {error}{hint}"))
     }
 
-    /// Maps an error that prevents all writes.
+    /// Maps an error of opening the connection for writes. Nothing was written.
     fn refusal(&self, error: sqlx::Error) -> Error {
         let failure = self.failure(&error);
         if matches!(failure, Error::Full(_)) { failure } else { unavailable(error) }
+    }
+
+    async fn record_lease_times(&self, leases: &[LoggedLease]) -> sqlx::Result<()> {
+        let mut writer = self.writer.lock().await?;
+        lease_times::record(writer.connection(), leases).await?;
+        writer.keep();
+        Ok(())
+    }
+
+    /// Returns the bytes that this process may still write to the disk of the database.
+    fn disk_free(&self) -> Option<u64> {
+        let disk = rustix::fs::statvfs(self.options.get_filename()).ok()?;
+        Some(disk.f_bavail.saturating_mul(disk.f_frsize))
     }
 
     async fn delete(&self, rows: &[RowId]) -> Result<()> {
@@ -305,7 +376,7 @@ impl SqliteLog {
         Ok(())
     }
 
-    /// Returns a part of the free pages to the file system. Waiting writes run after it.
+    /// Returns some free pages to the file system. Writes wait until it has ended.
     async fn return_free_pages(&self) -> Result<Reclaimed> {
         let free = self.vacuum.step().await?;
         Ok(if free > 0 { Reclaimed::More } else { Reclaimed::All })

@@ -12,7 +12,8 @@ use orlop_core::{
 };
 use orlop_sql::SqliteLog;
 
-/// A transaction may put a key and then delete all keys. Compaction keeps only its second change.
+/// A transaction puts a key and then deletes all keys. A compaction at its revision must keep the first row, although
+/// the second replaces it, because the head is read from the first rows.
 #[tokio::test]
 async fn compaction_at_the_head_keeps_the_head() {
     let folder = tempfile::tempdir().unwrap();

@@ -27,7 +27,7 @@ pub struct CoalescingStream<S>(Arc<Mutex<Shared<S>>>);
 /// Sends the buffer of a [`CoalescingStream`].
 pub struct Flusher<S>(Arc<Mutex<Shared<S>>>);
 
-/// Lock order: this is the only lock. Only the task of the connection takes it, so it is never contended.
+/// Only the task of the connection takes the lock, so the lock is never contended.
 struct Shared<S> {
     stream: S,
     buffer: Vec<u8>,
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn connection_waiting_for_space_is_woken_after_a_flush() {
+    async fn connection_waiting_for_space_is_woken_after_a_send() {
         let (mut connection, flusher) = scripted([Poll::Pending, Poll::Pending]);
         let work = async {
             connection.write_all(&[1; 2 * BUFFER_LEN_MAX]).await.expect("the write is accepted");

@@ -148,7 +148,8 @@ pub const CORRUPTIONS: [Corruption; 25] = [
         &["meta name=\"compact_revision\": value is 99, expected at most 12, the newest revision"],
         Some("compact revision 99 is above the head 12"),
     ),
-    // A start accepts the key from that row on.
+    // The start does not detect this: the version put at revision 3 is below the compact revision, so an unfinished
+    // compaction could have deleted its tombstone.
     (
         "INSERT INTO meta VALUES ('compact_revision', 5); \
          UPDATE kv_log SET version = 1, create_revision = 10, prev_revision = 0 WHERE id = 10",
@@ -162,6 +163,7 @@ pub const CORRUPTIONS: [Corruption; 25] = [
     ),
     ("DELETE FROM meta WHERE name = 'cluster_id'", &["meta name=\"cluster_id\": the fact is missing"], None),
     ("INSERT INTO meta VALUES ('colour', 1)", &["meta name=\"colour\": unknown fact"], None),
+    // No damage: an alarm is a valid fact.
     ("INSERT INTO meta VALUES ('alarm/NOSPACE/7f', 1)", &[], None),
     // Known limit: a transaction whose rows are all missing is not detected.
     ("DELETE FROM kv_log WHERE id = 12", &[], None),

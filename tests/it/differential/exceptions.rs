@@ -1,6 +1,7 @@
 //! The complete list of permitted differences between two responses, each with its reason.
 //!
-//! An entry changes our response to etcd's where the difference is permitted, and otherwise leaves it as it is.
+//! Where an exception permits a difference, it changes our response to etcd's. Otherwise it leaves our response
+//! unchanged.
 
 use std::{
     cmp::Ordering,
@@ -58,8 +59,8 @@ pub fn allow(op: &Op, etcd: &Answer, ours: &mut Answer, used: &mut Used) {
     }
 }
 
-/// Removes the events from `ours` that a watch may receive here and not in etcd. Both arguments contain all events that
-/// one watch received.
+/// Removes the events from `ours` that a watch may receive from Orlop and not from etcd. Both lists contain the events
+/// that one watch received since the last comparison.
 pub fn allow_events(compact_revision: i64, etcd: &VecDeque<Event>, ours: &mut VecDeque<Event>, used: &mut Used) {
     let mut index = 0;
     while index < ours.len() {
@@ -72,8 +73,8 @@ pub fn allow_events(compact_revision: i64, etcd: &VecDeque<Event>, ours: &mut Ve
     }
 }
 
-/// Returns whether an event has exactly the compact revision and the same revision changes its key again later: etcd's
-/// compaction drops such a row, ours keeps all rows of the revision.
+/// Returns whether an event is at the compact revision and a later event of the same revision has the same key. A
+/// compaction in etcd deletes the row of such an event; ours keeps all rows of the compact revision.
 fn is_superseded(compact_revision: i64, events: &VecDeque<Event>, index: usize) -> bool {
     let pair = |index: usize| events.get(index).and_then(|event| event.kv.as_ref());
     let Some(first) = pair(index).filter(|kv| kv.mod_revision == compact_revision) else { return false };
@@ -82,7 +83,7 @@ fn is_superseded(compact_revision: i64, events: &VecDeque<Event>, index: usize) 
         .any(|later| later.key == first.key && later.mod_revision == first.mod_revision)
 }
 
-/// Seconds; both responses are from the same moment.
+/// Maximum difference in seconds between the remaining times in two responses of the same moment.
 const REMAINING_TTL_TOLERANCE_SECS: u64 = 3;
 
 fn remaining_time(_: &Op, etcd: &Answer, ours: &mut Answer) {
@@ -234,7 +235,7 @@ fn only_superseded_events_of_the_compact_revision_may_be_extra() {
         (&[("a", 5), ("b", 5), ("a", 5)], &[("b", 5), ("a", 5)], 0),
         (&[], &[("a", 5)], 0),
     ];
-    // The value distinguishes two events of a key and revision, counted from the last one, which both servers have.
+    // The value distinguishes events of the same key and revision: it is the number of such events that follow.
     let events = |rows: &[Row<'_>]| -> VecDeque<Event> {
         let event = |(index, (key, mod_revision)): (usize, &Row<'_>)| {
             let later = rows[index + 1..].iter().filter(|row| **row == (*key, *mod_revision)).count();

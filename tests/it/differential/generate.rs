@@ -35,14 +35,14 @@ const BEYOND_ALL: &[u8] = b"\xff\xff\xff";
 const VALUES: [&[u8]; 5] = [b"", b"\0", b"x", b"y", b"\xff\xfe a value that is no text"];
 const LEASES: [i64; 10] = [1, 2, 3, 4, 5, 6, -1, -7, i64::MAX, i64::MIN];
 const WATCH_IDS: [i64; 7] = [1, 2, 3, 4, 5, -5, 77];
-/// Long enough that none expires during a run.
+/// Minimum and maximum, so long that no lease expires during a run.
 const LEASE_TTL_SECS: (i64, i64) = (100_000, 200_000);
 /// The maximum TTL that etcd accepts.
 const LEASE_TTL_SECS_MAX: i64 = 9_000_000_000;
 /// Streams that carry many watches.
 pub const SHARED_STREAMS: usize = 3;
 const WATCHES_PER_STREAM: usize = 6;
-/// Above etcd's request limit, and above its transport's limit.
+/// Sizes of values: the first exceeds etcd's limit on requests, the second its limit on gRPC messages.
 const TOO_LARGE_BYTES: [usize; 2] = [1_600_000, 3_000_000];
 
 /// The state of the store as known from the responses.
@@ -120,7 +120,7 @@ impl Generator {
         if one <= other { (one.to_vec(), other.to_vec()) } else { (other.to_vec(), one.to_vec()) }
     }
 
-    /// Some values are too long for inline storage in a response.
+    /// Returns one of a few short values or, in 4 of 100 cases, a long one.
     fn value(&mut self) -> Vec<u8> {
         if self.random.chance(4) {
             return vec![b'v'; 100 + self.random.below(2_000)];
@@ -132,7 +132,7 @@ impl Generator {
         if self.random.chance(3) { 0 } else { self.random.pick(&LEASES) }
     }
 
-    /// Returns a revision to read at: inside the history, compacted, or in the future.
+    /// Returns a revision to read at: mostly 0 or inside the history, otherwise compacted, in the future or negative.
     fn revision(&mut self) -> i64 {
         let Known { head, compacted, .. } = self.known;
         match self.random.weighted(&[55, 28, 4, 4, 3, 3, 3]) {
@@ -146,7 +146,7 @@ impl Generator {
         }
     }
 
-    /// Returns a bound of a filter; mostly 0, which disables it.
+    /// Returns a bound for a filter by revision; mostly 0, which disables the filter.
     fn bound(&mut self) -> i64 {
         let head = self.known.head;
         if self.random.chance(90) { 0 } else { self.random.between(head - 40, head + 2) }
@@ -161,7 +161,7 @@ impl Generator {
             ignore_value: self.random.chance(10),
             ignore_lease: self.random.chance(10),
         };
-        // Mostly valid. Each flag requires that its field is unset.
+        // Each flag requires that its field is unset; most requests are valid.
         if put.ignore_value && self.random.chance(80) {
             put.value.clear();
         }
@@ -206,8 +206,9 @@ impl Generator {
 
     fn txn(&mut self) -> TxnRequest {
         let mut txn = if self.random.chance(2) { self.crowded_txn() } else { self.small_txn(0) };
-        // etcd does not notice that an open-ended delete removes the key of a later put in the same transaction: if
-        // that put keeps the value or the lease, etcd crashes, and otherwise it crashes when the key is compacted.
+        // etcd does not notice that an open-ended delete removes the key of a later put in the same transaction. If
+        // that put keeps the value or the lease, etcd crashes at once; otherwise it crashes when the key is compacted.
+        // In transactions with a put, such deletes therefore get a range end.
         if any_op(&mut txn, &mut |op| matches!(op, Request::RequestPut(_))) {
             any_op(&mut txn, &mut |op| {
                 if let Request::RequestDeleteRange(delete) = op
@@ -230,7 +231,8 @@ impl Generator {
         }
     }
 
-    /// Returns a transaction near the limit on operations, some of them in a nested transaction.
+    /// Returns a transaction with about as many operations as the limit of 128 permits. One variant has a part of them
+    /// in a nested transaction.
     fn crowded_txn(&mut self) -> TxnRequest {
         let count = self.random.pick(&[100, 127, 128, 129, 130]);
         let mut txn = TxnRequest::default();
@@ -278,7 +280,7 @@ impl Generator {
             range.revision = 0;
         }
         if !(0..=2).contains(&range.sort_order) {
-            // Only newer versions of etcd refuse it; from here on the two stores would differ.
+            // Only etcd since 3.6 refuses the transaction; earlier versions apply it, so the two stores would differ.
             range.sort_order = 0;
         }
         range
@@ -362,18 +364,19 @@ impl Generator {
         if self.random.chance(20) {
             create.filters = (0..=self.random.below(2)).map(|_| self.random.pick(&[0, 0, 0, 1, 1, 1, 9])).collect();
         }
-        // With deletes filtered out, no event shows that a put was superseded within the compact revision, which is an
-        // exception.
+        // The exception for events permits a put at the compact revision if a later event of that revision shows that
+        // the put was superseded. That event may be a delete, so such a watch must not filter deletes.
         if create.start_revision == self.known.compacted {
             create.filters.retain(|filter| *filter != FilterType::Nodelete as i32);
         }
-        // etcd sends no progress on a stream with a watch that starts in the future or was compacted, so these watches
-        // get their own streams. They use no prev_kv, because a compaction may come before the lookup.
+        // etcd sends no progress on a stream with a watch that starts in the future or was compacted, so such a watch
+        // gets its own stream. A watch from the future has no prev_kv, because a compaction may remove a previous pair
+        // before etcd reads it.
         if create.start_revision > self.known.head {
             create.prev_kv = false;
             return Op::Watch { on: On::Fresh, create };
         }
-        // The ids that follow a refused one on its stream differ, which is an exception.
+        // Such a watch on a shared stream would also change the ids of later watches, differently on the two servers.
         if create.start_revision != 0 && create.start_revision < self.known.compacted {
             return Op::Watch { on: On::Doomed, create };
         }
@@ -396,6 +399,7 @@ impl Generator {
 
     fn cancel_watch(&mut self) -> Op {
         if self.known.watches.is_empty() || self.random.chance(10) {
+            // No watch has this id.
             return Op::CancelWatch { stream: self.random.below(SHARED_STREAMS), id: 4_711 };
         }
         let (stream, id) = self.random.pick(&self.known.watches);

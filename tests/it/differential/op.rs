@@ -18,8 +18,8 @@ pub enum Op {
     Txn(TxnRequest),
     Compact(CompactionRequest),
     Grant(LeaseGrantRequest),
-    /// Grants a lease, puts a key with it and revokes it at once, for TTLs that would expire during the run. Without a
-    /// key if the server chooses the id, because the two servers would choose different ones.
+    /// Grants a lease, puts a key with it and revokes the lease at once, for TTLs that would expire during the run. If
+    /// the server chooses the lease id, no key is put, because the two servers choose different ids.
     GrantBriefly(LeaseGrantRequest),
     Revoke {
         id: i64,

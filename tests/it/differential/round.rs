@@ -15,9 +15,9 @@ use super::{
     watch::{WatchStream, Watermark},
 };
 
-/// Operations between two watermarks, and the life of a watch stream.
+/// Number of random operations in a sequence, at whose end all watch streams are closed.
 const SEQUENCE_OPS: usize = 400;
-/// Operations that a failure report shows.
+/// Number of operations that a failure report shows.
 const TAIL_OPS: usize = 20;
 
 pub struct Round {
@@ -61,15 +61,15 @@ impl Round {
     }
 
     async fn step(&mut self, op: Op) -> Result<(), Box<Mismatch>> {
-        // The events that a watch has received when it is canceled depend on timing, unless it has received all of
-        // them.
-        let cuts = matches!(op, Op::Compact(_) | Op::CancelWatch { .. } | Op::Progress);
+        // A compaction or a cancel may end a watch. Which events the watch has received by then depends on timing,
+        // unless it has received all of them.
+        let waits_for_events = matches!(op, Op::Compact(_) | Op::CancelWatch { .. } | Op::Progress);
         self.performed += 1;
         if self.tail.len() == TAIL_OPS {
             self.tail.pop_front();
         }
         self.tail.push_back(op.clone());
-        if cuts {
+        if waits_for_events {
             self.catch_up(&op).await?;
         }
         let (etcd, mut ours) = tokio::join!(self.etcd.perform(&op), self.ours.perform(&op));
@@ -81,7 +81,7 @@ impl Round {
         Ok(())
     }
 
-    /// Records values from a response, equal on both servers, for use in the next operations.
+    /// Updates the known state of the store from a response, which was the same on both servers.
     fn learn(&mut self, op: &Op, answer: &Answer) {
         self.known.head = self.known.head.max(answer.revision().unwrap_or(0));
         match (op, answer) {
@@ -190,7 +190,7 @@ impl fmt::Display for Mismatch {
     }
 }
 
-/// A long transaction would leave no space for other operations in the report.
+/// Returns at most the first `chars_max` characters, because a report with a whole long transaction is hard to read.
 fn cut(text: &str, chars_max: usize) -> String {
     let mut short: String = text.chars().take(chars_max).collect();
     if short.len() < text.len() {

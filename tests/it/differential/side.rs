@@ -43,7 +43,7 @@ impl Side {
             Ok(answer) => answer.unwrap_or_else(Answer::from),
             Err(_) => Answer::Stalled("no response".to_owned()),
         };
-        self.falsify(masked(answer))
+        self.inject_fault(masked(answer))
     }
 
     /// Waits until all events up to `head` have been received.
@@ -51,15 +51,16 @@ impl Side {
         for stream in self.streams.iter_mut().flatten() {
             stream.catch_up(head).await?;
         }
-        self.falsify_events();
+        self.inject_event_fault();
         Ok(())
     }
 
+    /// Waits until every watch has received the events of the watermark.
     pub async fn reach(&mut self, watermark: Watermark) -> Result<(), String> {
         for stream in self.streams.iter_mut().flatten() {
             stream.reach(watermark).await?;
         }
-        self.falsify_events();
+        self.inject_event_fault();
         Ok(())
     }
 
@@ -103,7 +104,7 @@ impl Side {
         }
         let revoke = lease.lease_revoke(LeaseRevokeRequest { id: grant.id }).await?.into_inner();
         if request.id == 0 && grant.id > 0 {
-            // The server chooses the id; it must be positive.
+            // Each server chooses its own id; only whether it is positive is compared.
             grant.id = 1;
         }
         Ok(Answer::GrantBriefly { grant, put, revoke })
@@ -142,7 +143,7 @@ impl Side {
         Ok(answer)
     }
 
-    fn falsify(&mut self, mut answer: Answer) -> Answer {
+    fn inject_fault(&mut self, mut answer: Answer) -> Answer {
         match (self.fault, &mut answer) {
             (Some(Fault::Count), Answer::Range(it)) => it.count += 1,
             (Some(Fault::Header), Answer::Put(it)) => it.header = None,
@@ -153,7 +154,7 @@ impl Side {
         answer
     }
 
-    fn falsify_events(&mut self) {
+    fn inject_event_fault(&mut self) {
         for watch in self.streams.iter_mut().flatten().flat_map(|stream| &mut stream.watches) {
             match self.fault {
                 Some(Fault::LostEvent) => drop(watch.events.pop_back()),

@@ -41,7 +41,7 @@ pub struct WatchLog {
     id: i64,
     /// Events not compared yet, in the order of arrival.
     pub events: VecDeque<Event>,
-    /// The response that canceled it.
+    /// The response that canceled the watch.
     pub end: Option<WatchResponse>,
     pub violations: Vec<String>,
     last_revision: i64,
@@ -88,8 +88,8 @@ impl WatchStream {
         self.created(create).await
     }
 
-    /// A cancel of an unknown watch has no response; if the server handled it wrongly, a later guarantee would be
-    /// violated.
+    /// Cancels a watch. A cancel of an unknown watch has no response; if it wrongly ends another watch, a later
+    /// comparison detects that.
     pub async fn cancel(&mut self, id: i64) -> Answer {
         let known = self.live(id).is_some();
         if let Err(trouble) = self.send(RequestUnion::CancelRequest(WatchCancelRequest { watch_id: id })).await {
@@ -184,7 +184,8 @@ impl WatchStream {
         self.watches.iter_mut().find(|watch| watch.id == id && watch.end.is_none())
     }
 
-    /// etcd answers progress requests only if every watch of the stream has started, and none was compacted.
+    /// Returns true if the stream has no live watch, or if etcd would not answer a progress request on it. etcd answers
+    /// only if every watch of the stream has started and none was compacted.
     fn sends_no_progress(&self, head: i64) -> bool {
         let compacted = |watch: &WatchLog| watch.end.as_ref().is_some_and(|end| end.compact_revision != 0);
         let waits = |watch: &WatchLog| watch.end.is_none() && watch.create.start_revision > head;
@@ -249,6 +250,7 @@ impl WatchLog {
         self.violations.push(format!("{what}, after revision {}: {response:?}", self.last_revision));
     }
 
+    /// Returns whether events of the watermark that the watch selects have not arrived yet.
     fn is_late(&self, watermark: Watermark) -> bool {
         let drops = |filter: FilterType| self.create.filters.contains(&(filter as i32));
         let last = match (drops(FilterType::Noput), drops(FilterType::Nodelete)) {

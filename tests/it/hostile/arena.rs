@@ -14,17 +14,18 @@ use tokio::{
 
 use crate::support::{Backend, Client, DEADLINE, Server, eventually};
 
-/// The test that is run as the bystander's process, the variable with the server's address, and the marker before its
-/// p99 in nanoseconds.
+/// The test that the bystander's process runs.
 const BYSTANDER: &str = "hostile::arena::bystander";
+/// The environment variable with the server's endpoint.
 const BYSTANDER_ENDPOINT: &str = "ORLOP_BYSTANDER";
-const BYSTANDER_SAYS: &str = "p99 in nanoseconds: ";
+/// Start of the line in which the bystander prints its p99.
+const BYSTANDER_P99_PREFIX: &str = "p99 in nanoseconds: ";
 
-/// Files that are opened and closed without the attack, such as connections to the database.
+/// Number of additional open files that the attack does not cause, such as connections to the database.
 const FILES_SLACK: usize = 24;
 
 /// Time for a continuous attack to reach its peak memory. A virtual machine that has returned memory to its host waits
-/// 5 ms for each 2 MiB.
+/// 5 ms for each 2 MiB that it takes back.
 const ONSET: Duration = Duration::from_secs(3);
 
 /// Maximum p99 of another client's put and get during an attack, as docs/explanation/overload.md promises.
@@ -33,20 +34,24 @@ const P99_MAX: Duration = Duration::from_millis(25);
 pub struct Arena {
     pub server: Server,
     backend: Backend,
+    /// Number of open files before the attack.
     files: usize,
+    /// The server's memory before the attack, in KiB.
     memory: u64,
-    before: Duration,
+    /// The p99 of the bystander before the attack.
+    p99_before: Duration,
 }
 
 /// Measurements during an attack.
 struct Seen {
     /// The p99 of the bystander.
-    during: Duration,
-    /// KiB.
+    p99_during: Duration,
+    /// The server's peak memory, in KiB.
     peak: u64,
 }
 
-/// Returns `long` in the long form, whose figures are in docs/explanation/overload.md; otherwise `usual`.
+/// Returns `long` if the tests run in their long form, which `just hostile` selects by `ORLOP_HOSTILE_LONG` and whose
+/// results are in docs/explanation/overload.md; otherwise `usual`.
 pub fn sized(usual: usize, long: usize) -> usize {
     if is_long() { long } else { usual }
 }
@@ -77,7 +82,8 @@ impl Half {
         assert!(done.as_ref().is_ok_and(|done| done.status.success()), "taskset, of util-linux: {done:?}");
     }
 
-    /// Returns `0-1` or `2-3` of `0-3`, and `0` of `0`.
+    /// Returns this half of the processors in `online`. The halves of `0-3` are `0-1` and `2-3`; both halves of `0` are
+    /// `0`.
     fn of(self, online: &str) -> String {
         let last = online.rsplit(['-', ',']).next().and_then(|last| last.parse::<usize>().ok());
         match (self, last) {
@@ -93,7 +99,7 @@ impl Arena {
         Half::Served.enter();
         let server = Server::under_test_with(backend, flags).await?;
         Half::Attackers.enter();
-        let mut arena = Self { server, backend, files: 0, memory: 0, before: Duration::ZERO };
+        let mut arena = Self { server, backend, files: 0, memory: 0, p99_before: Duration::ZERO };
         arena.measure_idle_state().await;
         Some(arena)
     }
@@ -108,7 +114,7 @@ impl Arena {
 
     /// Measures the state before the attack; called again after the test has added data.
     pub async fn measure_idle_state(&mut self) {
-        self.before = bystander_p99(self.endpoint()).await;
+        self.p99_before = bystander_p99(self.endpoint()).await;
         self.files = self.open_files();
         // Resets the kernel's peak memory.
         let _ = fs::write(format!("/proc/{}/clear_refs", self.server.pid()), "5");
@@ -136,21 +142,21 @@ impl Arena {
     }
 
     async fn serves_others(&mut self, attack: &str, peak_mib_max: u64) -> Seen {
-        let during = bystander_p99(self.endpoint()).await;
+        let p99_during = bystander_p99(self.endpoint()).await;
         // The short form runs as a debug build while other tests run.
         if is_long() {
-            assert!(during < P99_MAX, "{attack}: the p99 of another client is {during:?}");
+            assert!(p99_during < P99_MAX, "{attack}: the p99 of another client is {p99_during:?}");
         }
         let newcomer = timeout(DEADLINE, self.client()).await;
         assert!(newcomer.is_ok(), "a new client is served");
         drop(newcomer);
         let peak = self.status("VmHWM:");
         assert!(peak >> 10 <= peak_mib_max, "{attack}: the server took {} MiB", peak >> 10);
-        Seen { during, peak }
+        Seen { p99_during, peak }
     }
 
     /// Measures the latency after the attack, which is also the latency before the next one. The machine's speed
-    /// varies, so the usual latency is the mean of the two.
+    /// varies, so the latency during the attack is compared with the mean of those before and after it.
     async fn recovers(&mut self, attack: &str, seen: &Seen) {
         self.frees_resources().await;
         let after = bystander_p99(self.endpoint()).await;
@@ -159,18 +165,20 @@ impl Arena {
             self.backend,
             self.memory >> 10,
             seen.peak >> 10,
-            self.before.as_secs_f64() * 1e3,
-            seen.during.as_secs_f64() * 1e3,
+            self.p99_before.as_secs_f64() * 1e3,
+            seen.p99_during.as_secs_f64() * 1e3,
             after.as_secs_f64() * 1e3,
-            seen.during.as_secs_f64() * 2.0 / (self.before + after).as_secs_f64()
+            seen.p99_during.as_secs_f64() * 2.0 / (self.p99_before + after).as_secs_f64()
         );
-        self.before = after;
+        self.p99_before = after;
     }
 
     /// Waits until no more files are open than before the attack.
     pub async fn frees_resources(&self) {
         eventually("files are closed", async || match self.open_files() {
-            many if many > self.files + FILES_SLACK => Err(format!("{many} after {}", self.files)),
+            many if many > self.files + FILES_SLACK => {
+                Err(format!("{many} are open, {} before the attack", self.files))
+            }
             _ => Ok(()),
         })
         .await;
@@ -180,7 +188,7 @@ impl Arena {
         fs::read_dir(format!("/proc/{}/fd", self.server.pid())).expect("/proc is readable").count()
     }
 
-    /// KiB.
+    /// Returns a size in KiB from the server's `/proc/PID/status`.
     fn status(&self, name: &str) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.server.pid())).expect("/proc is readable");
         let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("the line has a size");
@@ -200,20 +208,21 @@ async fn bystander_p99(endpoint: &str) -> Duration {
         .await
         .expect("this program can be started");
     let said = String::from_utf8_lossy(&bystander.stdout);
-    let p99 = said.lines().find_map(|line| line.strip_prefix(BYSTANDER_SAYS)).and_then(|nanos| nanos.parse().ok());
+    let p99 =
+        said.lines().find_map(|line| line.strip_prefix(BYSTANDER_P99_PREFIX)).and_then(|nanos| nanos.parse().ok());
     let error = String::from_utf8_lossy(&bystander.stderr);
     Duration::from_nanos(p99.unwrap_or_else(|| panic!("the bystander is not served: {said}\n{error}")))
 }
 
 #[tokio::test]
-#[ignore = "a process of other tests"]
+#[ignore = "other tests run it in a separate process"]
 async fn bystander() {
     Half::Served.enter();
     let endpoint = std::env::var(BYSTANDER_ENDPOINT).expect("the variable is set");
-    println!("\n{BYSTANDER_SAYS}{}", put_and_get_p99(&endpoint).await.as_nanos());
+    println!("\n{BYSTANDER_P99_PREFIX}{}", put_and_get_p99(&endpoint).await.as_nanos());
 }
 
-/// Puts and gets in turn; each must be answered within the deadline.
+/// Returns the p99 of a put followed by a get. All puts and gets must succeed within four times [`DEADLINE`].
 async fn put_and_get_p99(endpoint: &str) -> Duration {
     let mut client = timeout(DEADLINE, Client::connect(endpoint)).await.expect("the bystander connects");
     let mut times = Vec::new();

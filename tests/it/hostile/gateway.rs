@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// JSON in small pieces; the cost of a piece must not grow with the pieces before it.
+/// JSON in small pieces; the cost of a piece must not grow with the number of pieces before it.
 async fn gateway_survives_endless_requests(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut attackers = JoinSet::new();
@@ -12,7 +12,7 @@ async fn gateway_survives_endless_requests(backend: Backend) {
             attackers.spawn(async move {
                 let head = format!("POST /v3/{path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n");
                 let piece = format!("100\r\n{}\r\n", "A".repeat(256)).repeat(16);
-                // Retries when refused.
+                // Reconnects when the server closes the connection.
                 loop {
                     let mut wire = Wire::tcp(&endpoint).await;
                     let _ = wire.0.write_all(head.as_bytes()).await;

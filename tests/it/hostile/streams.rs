@@ -7,7 +7,8 @@ fn call(path: &str) -> http::Request<()> {
     request.header("content-type", "application/grpc").header("te", "trailers").body(()).expect("a request")
 }
 
-/// Opens streams through `h2`, which respects the server's flow control windows.
+/// Opens streams through `h2`, which respects the server's flow control windows. The streams end when the returned
+/// values are dropped.
 pub async fn streams(
     endpoint: &str,
     count: usize,

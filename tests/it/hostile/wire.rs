@@ -114,20 +114,20 @@ impl Wire {
         matches!(timeout(DEADLINE, self.0.write_all(bytes)).await, Ok(Ok(())))
     }
 
-    /// Sends a whole call and reads nothing of its response.
-    pub async fn call(&mut self, stream: u32, path: &str, body: &[u8], end: u8) -> bool {
+    /// Sends a call, whose DATA frame has the flags, and reads nothing of its response.
+    pub async fn call(&mut self, stream: u32, path: &str, body: &[u8], flags: u8) -> bool {
         let head = frame(HEADERS, END_HEADERS, stream, &headers(path, &[]));
-        self.send(&[head, frame(DATA, end, stream, &message(body))].concat()).await
+        self.send(&[head, frame(DATA, flags, stream, &message(body))].concat()).await
     }
 
     /// Sends the same frames repeatedly and reads the responses; reconnects when the server closes the connection.
     pub async fn flood(mut self, endpoint: String, frames: Bytes) {
         loop {
-            let (mut answers, mut taken) = self.0.split();
-            let mut passed_over = sink();
+            let (mut answers, mut requests) = self.0.split();
+            let mut discarded = sink();
             tokio::select! {
-                () = send_in_chunks_forever(&mut taken, &frames) => {}
-                _ = copy(&mut answers, &mut passed_over) => {}
+                () = send_in_chunks_forever(&mut requests, &frames) => {}
+                _ = copy(&mut answers, &mut discarded) => {}
             }
             self = loop {
                 // Local ports may be temporarily exhausted. If the server refuses connections, the bystander fails.

@@ -143,9 +143,13 @@ pub fn line_difference(expected: &impl fmt::Debug, got: &impl fmt::Debug) -> Str
     let same =
         |lines: &[&str]| lines.iter().take(CONTEXT).map(|line| format!("    {}", cut(line, 0))).collect::<Vec<_>>();
     let mut text = same(&expected[before.saturating_sub(CONTEXT)..before]);
-    let (ours, theirs) = (&expected[before..last_expected], &got[before..last_got]);
-    text.extend(ours.iter().zip(others(theirs)).take(LINES_MAX).map(|(a, b)| format!("  - {}", cut(a, common(a, b)))));
-    text.extend(theirs.iter().zip(others(ours)).take(LINES_MAX).map(|(a, b)| format!("  + {}", cut(a, common(a, b)))));
+    let differing = |sign: char, lines: &[&str], other: &[&str]| {
+        let pairs = lines.iter().zip(padded(other)).take(LINES_MAX);
+        pairs.map(|(line, other)| format!("  {sign} {}", cut(line, common(line, other)))).collect::<Vec<_>>()
+    };
+    let (expected_lines, got_lines) = (&expected[before..last_expected], &got[before..last_got]);
+    text.extend(differing('-', expected_lines, got_lines));
+    text.extend(differing('+', got_lines, expected_lines));
     text.extend(same(&expected[last_expected..]));
     format!("- expected, + got\n{}", text.join("\n"))
 }
@@ -163,15 +167,15 @@ impl fmt::Display for Mismatch {
 /// Returns the response without the parts that may differ, and the exceptions that removed something.
 fn masked(peer: Peer, answer: &Answer) -> (Answer, Vec<&'static Exception>) {
     let mut masked = answer.clone();
-    let mut taken = Vec::new();
+    let mut applied = Vec::new();
     for exception in applying(peer) {
         let before = masked.clone();
         (exception.mask)(&mut masked);
         if masked != before {
-            taken.push(exception);
+            applied.push(exception);
         }
     }
-    (masked, taken)
+    (masked, applied)
 }
 
 fn applying(peer: Peer) -> impl Iterator<Item = &'static Exception> {
@@ -189,8 +193,8 @@ fn mask_status(answer: &mut Answer, mask: impl FnOnce(&mut StatusResponse)) {
     }
 }
 
-/// Returns the lines of the other side, padded with empty lines.
-fn others<'a>(lines: &'a [&'a str]) -> impl Iterator<Item = &'a str> {
+/// Returns the lines, followed by empty lines without end.
+fn padded<'a>(lines: &'a [&'a str]) -> impl Iterator<Item = &'a str> {
     lines.iter().copied().chain(std::iter::repeat(""))
 }
 

@@ -65,7 +65,7 @@ pub async fn etcd_minor_version(endpoint: &str) -> u32 {
 
 struct Replay {
     peer: Peer,
-    /// The first client receives the next call.
+    /// The first one receives the next call.
     instances: VecDeque<Instance>,
     /// The current revision of the store: that of the newest response.
     head: i64,
@@ -74,7 +74,7 @@ struct Replay {
     compared: Compared,
 }
 
-/// The clients of one server of the store.
+/// The gRPC clients of one server.
 #[derive(Clone)]
 struct Instance {
     kv: KvClient<Channel>,
@@ -111,9 +111,9 @@ impl Instance {
         }
     }
 
-    /// Waits until this instance has the current revision. Responses that are not linearizable, such as a watch's
-    /// created response and the status, contain the revision of this one instance. A linearizable read must never be
-    /// behind.
+    /// Waits, by a linearizable read, until this instance has reached the current revision. Responses that are not
+    /// linearizable, such as the status and a watch's created response, contain the revision of the instance. The
+    /// linearizable read itself must never return an older revision.
     async fn reach(&mut self, head: i64) {
         let read = RangeRequest { key: "\0".into(), ..Default::default() };
         let answer = self.kv.range(read).await.expect("the server takes a range").into_inner();
@@ -137,7 +137,7 @@ impl Replay {
     async fn call(&mut self, exchange: Exchange, metadata: &Metadata) -> Result<(), Box<Mismatch>> {
         self.renew_leases().await;
         if matches!(exchange.request, Request::Compact(_)) {
-            // An unsynced watch would be canceled by a compaction; the recorded ones were not.
+            // An unsynced watch would be canceled by a compaction; the recorded watches were not.
             self.settle().await?;
         }
         let what = match timeout(RESPONSE_TIMEOUT, self.send(&exchange, metadata)).await {
@@ -145,7 +145,7 @@ impl Replay {
             Ok(Err(status)) => Some(format!("expected: {:?}\ngot: {status}", exchange.answer)),
             Err(_) => Some("no answer in time".to_owned()),
         };
-        exchange.expect_none(what)?;
+        exchange.fail_on(what)?;
         match &exchange.answer {
             Answer::Range(_) => self.compared.range += 1,
             Answer::Txn(_) => self.compared.txn += 1,
@@ -155,7 +155,7 @@ impl Replay {
                 self.compared.lease_grant += 1;
             }
             Answer::Status(_) => self.compared.status += 1,
-            Answer::Watch(_) => unreachable!("a watch is no unary call"),
+            Answer::Watch(_) => unreachable!("a watch is not a unary call"),
         }
         self.head = exchange.answer.revision();
         Ok(())
@@ -181,7 +181,7 @@ impl Replay {
                 instance.reach(self.head).await;
                 Answer::Status(instance.maintenance.status(with_metadata(metadata, *request)).await?.into_inner())
             }
-            Request::Watch(_) => unreachable!("a watch is no unary call"),
+            Request::Watch(_) => unreachable!("a watch is not a unary call"),
         })
     }
 
@@ -246,7 +246,7 @@ impl Exchange {
         Box::new(Mismatch { seq: self.seq, request: self.request.clone(), what })
     }
 
-    fn expect_none(&self, what: Option<String>) -> Result<(), Box<Mismatch>> {
+    fn fail_on(&self, what: Option<String>) -> Result<(), Box<Mismatch>> {
         what.map_or(Ok(()), |what| Err(self.mismatch(what)))
     }
 }

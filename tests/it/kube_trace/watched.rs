@@ -85,9 +85,8 @@ impl Watched {
 
     /// Closes the stream: no recorded event is missing and none is extra. Returns the number of events.
     pub async fn end(mut self, head: i64) -> Result<usize, Difference> {
-        // The response covers all events, so nothing is pending after it. Before the revision at which the watch
-        // starts, a server owes no response, and etcd since 3.6.2 sends none (etcd issue 20221); no event can come
-        // before that revision either.
+        // The progress response covers all events, so no event is pending after it. If the watch starts at a future
+        // revision, no event is pending, and a server need not respond; etcd since 3.6.2 does not (etcd issue 20221).
         if self.start_revision <= head {
             self.ask_progress(head).await?;
         }
@@ -98,8 +97,8 @@ impl Watched {
     }
 
     async fn ask_progress(&mut self, head: i64) -> Result<WatchResponse, Difference> {
-        // etcd drops a request while a watch of the stream is unsynced, and its clients repeat the request. Orlop
-        // answers every request.
+        // etcd drops a progress request while a watch of the stream is unsynced, so its clients repeat the request.
+        // Orlop answers every request.
         let (tries, time_limit) = match self.peer {
             Peer::Orlop => (1, RESPONSE_TIMEOUT),
             Peer::Etcd { .. } => (200, RESPONSE_TIMEOUT / 200),

@@ -129,8 +129,8 @@ async fn invalid_transactions_are_refused_as_a_whole(backend: Backend) {
     }
 }
 
-/// Each row: the compared values, the expected result, the range and the pairs of the chosen branch. The values are
-/// read from the log, once or twice.
+/// Each row: the compared keys, the expected value, the range to read if the compare succeeds (otherwise all keys are
+/// read), whether it succeeds, and the number of pairs that are read. Values come from the log, because none is cached.
 async fn transactions_read_values_that_are_not_cached(backend: Backend) {
     const KEYS: usize = 300;
     let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "0"]).await else { return };

@@ -1,6 +1,6 @@
-//! Checks whether the history of one key is linearizable, with the algorithm of Wing and Gong and Lowe's cache: it
-//! searches for an order of the operations that the key's rules permit and that keeps every operation after all
-//! operations that had ended when it started.
+//! Checks whether the history of one key is linearizable, with the algorithm of Wing and Gong and Lowe's cache of
+//! visited states. The algorithm searches for a valid order of the operations. In a valid order every response is
+//! correct, and every operation comes after all operations that had ended when it started.
 
 use std::collections::HashSet;
 
@@ -25,7 +25,7 @@ pub enum Answer {
     Found(Found),
     /// A delete of a missing key.
     Nothing,
-    /// The operation may have been applied at any time since, or not at all.
+    /// No response: the operation may have been applied at any time after its start, or not at all.
     Unknown,
 }
 
@@ -34,20 +34,21 @@ pub struct Operation {
     pub ask: Ask,
     pub answer: Answer,
     pub began: u64,
-    /// `u64::MAX` if it never ended.
+    /// `u64::MAX` if there was no response.
     pub ended: u64,
 }
 
-/// The key's state. After a write without a response only a lower bound of its revision is known, until a read returns
-/// it.
+/// The state of the key between two operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 struct State {
     value: Option<u64>,
     revision: i64,
+    /// The value was written at an unknown revision after `revision`, because that write had no response.
     is_later: bool,
 }
 
 impl State {
+    /// Returns the state after an operation, or `None` if the operation cannot have this response in this state.
     fn after(self, operation: &Operation) -> Option<Self> {
         let written = |value: Option<u64>, revision: i64| {
             (self.revision < revision).then_some(Self { value, revision, is_later: false })
@@ -69,6 +70,7 @@ impl State {
         }
     }
 
+    /// Returns the state after a read that returned `found`, or `None` if a read in this state cannot return that.
     fn shows(self, found: Found) -> Option<Self> {
         match found {
             None => self.value.is_none().then_some(self),
@@ -80,9 +82,11 @@ impl State {
     }
 }
 
+/// Searches for a valid order of the operations.
+///
 /// # Errors
 ///
-/// The operations around the first one that has no valid position in the order.
+/// If there is none: the operations around the point up to which a valid order was found.
 pub fn check(mut operations: Vec<Operation>) -> Result<(), Vec<Operation>> {
     operations.sort_by_key(|operation| operation.began);
     let mut done = vec![0_u64; operations.len().div_ceil(64)];
@@ -163,8 +167,8 @@ mod tests {
         };
         let delete = |answer, began, ended| operation(Ask::Delete, answer, began, ended);
         let table: [(&str, Vec<Operation>, bool); 14] = [
-            ("one after the other", vec![put(1, 2, 0, 1), read(Some((1, 2)), 2, 3)], true),
-            ("stale read", vec![put(1, 2, 0, 1), put(2, 3, 2, 3), read(Some((1, 2)), 4, 5)], false),
+            ("a write, then a read", vec![put(1, 2, 0, 1), read(Some((1, 2)), 2, 3)], true),
+            ("a stale read", vec![put(1, 2, 0, 1), put(2, 3, 2, 3), read(Some((1, 2)), 4, 5)], false),
             (
                 "a read concurrent with a write returns the old value",
                 vec![put(1, 2, 0, 1), put(2, 3, 2, 5), read(Some((1, 2)), 3, 4)],
@@ -176,32 +180,40 @@ mod tests {
                 true,
             ),
             (
-                "new, then old",
+                "a read of the new value, then a read of the old value",
                 vec![put(1, 2, 0, 1), put(2, 3, 2, 9), read(Some((2, 3)), 3, 4), read(Some((1, 2)), 5, 6)],
                 false,
             ),
-            ("lost update", vec![put(1, 2, 0, 1), swap(1, 2, 3, 2, 5), swap(1, 3, 4, 2, 5)], false),
-            ("one swap wins", vec![put(1, 2, 0, 1), swap(1, 2, 3, 2, 5), swap(2, 3, 4, 2, 5)], true),
-            ("never happened", vec![put(1, 2, 0, 1), unknown(2, 2), read(Some((1, 2)), 9, 10)], true),
+            ("two swaps of the same value", vec![put(1, 2, 0, 1), swap(1, 2, 3, 2, 5), swap(1, 3, 4, 2, 5)], false),
             (
-                "happened late",
+                "a swap of the value that another swap wrote",
+                vec![put(1, 2, 0, 1), swap(1, 2, 3, 2, 5), swap(2, 3, 4, 2, 5)],
+                true,
+            ),
+            (
+                "an unknown write that was never applied",
+                vec![put(1, 2, 0, 1), unknown(2, 2), read(Some((1, 2)), 9, 10)],
+                true,
+            ),
+            (
+                "an unknown write that was applied late",
                 vec![put(1, 2, 0, 1), unknown(2, 2), read(Some((1, 2)), 3, 4), read(Some((2, 5)), 5, 6)],
                 true,
             ),
             (
-                "applied and then undone",
+                "an unknown write that was applied and then undone",
                 vec![put(1, 2, 0, 1), unknown(2, 2), read(Some((2, 3)), 3, 4), read(Some((1, 2)), 5, 6)],
                 false,
             ),
-            ("applied before its request", vec![read(Some((2, 2)), 0, 1), unknown(2, 2)], false),
-            ("revisions against time", vec![put(1, 3, 0, 1), put(2, 2, 2, 3)], false),
+            ("a write that was applied before its request", vec![read(Some((2, 2)), 0, 1), unknown(2, 2)], false),
+            ("a write at a lower revision than an earlier one", vec![put(1, 3, 0, 1), put(2, 2, 2, 3)], false),
             (
-                "deleted twice",
+                "a key that was deleted twice",
                 vec![put(1, 2, 0, 1), delete(Answer::Written(3), 2, 3), delete(Answer::Written(4), 4, 5)],
                 false,
             ),
             (
-                "deleted, then nothing",
+                "a second delete that finds nothing",
                 vec![
                     put(1, 2, 0, 1),
                     delete(Answer::Written(3), 2, 3),
@@ -216,8 +228,8 @@ mod tests {
         }
     }
 
-    /// Sequential operations stay linearizable if their intervals are extended, and do not if a read returns a value
-    /// that was never written.
+    /// A sequential history is linearizable, also if the intervals of its operations are extended. It is not
+    /// linearizable if a read returns a value that was never written.
     #[test]
     fn checker_accepts_random_histories_and_rejects_altered_ones() {
         for seed in 0..200 {

@@ -1,4 +1,4 @@
-//! Connections to the instances, and the values that clients write.
+//! Connections to the instances, and the format of the values that clients write.
 
 use std::{
     sync::{Arc, Mutex},
@@ -12,7 +12,8 @@ use crate::support::Client as Connection;
 /// The current addresses of the instances.
 pub type Endpoints = Arc<Mutex<Vec<String>>>;
 
-/// Connects to the instance with this number, or to one of the following ones.
+/// Connects to an instance. `number` counts in a circle: the number after the last instance is the first instance.
+/// Returns `None` after a short pause if the instance does not accept the connection.
 pub async fn connect(endpoints: &Endpoints, number: usize) -> Option<Connection> {
     let endpoint = {
         let endpoints = endpoints.lock().expect("the lock is not poisoned");
@@ -25,7 +26,7 @@ pub async fn connect(endpoints: &Endpoints, number: usize) -> Option<Connection>
     None
 }
 
-/// Parses a value: the number of its write, padded with spaces.
+/// Parses a value, which is a number that only one write has, padded with spaces.
 pub fn value(bytes: &[u8]) -> u64 {
     std::str::from_utf8(bytes).ok().and_then(|text| text.trim_end().parse().ok()).expect("values are numbers")
 }

@@ -30,12 +30,13 @@ pub type Log = BTreeMap<i64, Vec<Event>>;
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
 pub struct Watcher {
-    /// The next instance to watch; it changes when a stream breaks.
+    /// Number of the instance to watch; it increases when a stream breaks.
     instance: usize,
     endpoints: Endpoints,
     seen: Log,
     /// Every event up to this revision was delivered.
     covered: i64,
+    /// Number of streams that were opened.
     streams: usize,
 }
 
@@ -48,29 +49,28 @@ impl Watcher {
     ///
     /// # Panics
     ///
-    /// If a stream violates a guarantee, or the end is not reached.
+    /// If a stream violates a guarantee, or the end is not reached in time.
     pub async fn run(mut self, end: watch::Receiver<Option<i64>>) -> Self {
         let is_done = |watcher: &Self| end.borrow().is_some_and(|end| watcher.covered >= end);
-        let mut overdue: Option<Instant> = None;
+        let mut end_deadline: Option<Instant> = None;
         while !is_done(&self) {
             self.watch(is_done).await;
             self.instance += 1;
             if end.borrow().is_some() {
-                let deadline = *overdue.get_or_insert_with(|| Instant::now() + DEADLINE);
-                assert!(Instant::now() < deadline, "the watch reached {} of {:?}", self.covered, *end.borrow());
+                let deadline = *end_deadline.get_or_insert_with(|| Instant::now() + DEADLINE);
+                assert!(Instant::now() < deadline, "the watch reached only {} of {:?}", self.covered, *end.borrow());
             }
         }
         self
     }
 
-    /// Compares all received events with the log.
+    /// Compares the received events up to `head` with the log.
     pub fn check(&self, log: &Log, head: i64) {
-        let covered = head;
-        let expected: Vec<_> = log.range(..=covered).collect();
-        let seen: Vec<_> = self.seen.range(..=covered).collect();
+        let expected: Vec<_> = log.range(..=head).collect();
+        let seen: Vec<_> = self.seen.range(..=head).collect();
         assert!(
             expected == seen,
-            "over {} streams, up to revision {covered}, {}",
+            "the events up to revision {head}, received over {} streams, differ: {}",
             self.streams,
             difference(log, &self.seen)
         );
@@ -86,18 +86,18 @@ impl Watcher {
         let Ok(Ok(stream)) = timeout(Duration::from_secs(5), opening).await else { return };
         let mut answers = stream.into_inner();
         self.streams += 1;
-        let mut heard = Instant::now();
+        let mut last_answer = Instant::now();
         while !done(self) {
             match timeout(PROGRESS_INTERVAL, answers.message()).await {
                 Ok(Ok(Some(answer))) => {
-                    heard = Instant::now();
+                    last_answer = Instant::now();
                     assert!(!answer.canceled, "nothing was compacted: {answer:?}");
-                    self.take(answer);
+                    self.record(answer);
                 }
                 Ok(Ok(None) | Err(_)) => return,
-                // A paused instance sends nothing for a long time; another one may respond.
+                // A paused instance may send nothing for some seconds; another instance may respond.
                 Err(_)
-                    if heard.elapsed() > Duration::from_secs(2)
+                    if last_answer.elapsed() > Duration::from_secs(2)
                         || !ask(RequestUnion::ProgressRequest(WatchProgressRequest {})) =>
                 {
                     return;
@@ -107,7 +107,8 @@ impl Watcher {
         }
     }
 
-    fn take(&mut self, answer: WatchResponse) {
+    /// Checks the events of a response against the previous ones, and records them.
+    fn record(&mut self, answer: WatchResponse) {
         let header = answer.header.expect("an answer has a header").revision;
         if answer.created {
             return;
@@ -118,15 +119,15 @@ impl Watcher {
             let kv = event.kv.expect("an event has a pair");
             let revision = kv.mod_revision;
             assert!(revision >= last, "ordered: {revision} after {last}");
-            assert!(revision > self.covered, "unique, and above all progress: {revision} after {}", self.covered);
-            assert!(revision <= header, "{revision} under a header of {header}");
+            assert!(revision > self.covered, "unique, and after all progress: {revision} after {}", self.covered);
+            assert!(revision <= header, "an event at {revision} is in a response with the header revision {header}");
             last = revision;
             let key = String::from_utf8_lossy(&kv.key).into_owned();
             let value = (event.r#type == 0).then(|| value(&kv.value));
             batch.entry(revision).or_default().push(Event { revision, key, value });
         }
-        // A header may be ahead of the events in its response; only a response without events guarantees that no others
-        // exist.
+        // A header may be ahead of the events in its response. Only a response without events guarantees that all
+        // events up to its header were delivered.
         self.covered = self.covered.max(if batch.is_empty() { header } else { last });
         self.seen.append(&mut batch);
     }
@@ -153,7 +154,9 @@ fn difference(log: &Log, seen: &Log) -> String {
     let first = log.keys().chain(seen.keys()).filter(|revision| log.get(revision) != seen.get(revision)).min();
     first.map_or_else(
         || "equal".to_owned(),
-        |revision| format!("revision {revision}: the log has {:?}, it saw {:?}", log.get(revision), seen.get(revision)),
+        |revision| {
+            format!("revision {revision}: the log has {:?}, the watch {:?}", log.get(revision), seen.get(revision))
+        },
     )
 }
 
@@ -165,8 +168,9 @@ mod tests {
 
     use super::Watcher;
 
-    /// (header revision, event revisions); a response without events is a progress notification.
-    fn takes(answers: &[(i64, &[i64])]) -> bool {
+    /// Returns whether a watcher accepts these responses, each given as (header revision, event revisions). A response
+    /// without events is a progress notification.
+    fn accepts(answers: &[(i64, &[i64])]) -> bool {
         let answers: Vec<WatchResponse> = answers
             .iter()
             .map(|(header, events)| WatchResponse {
@@ -186,11 +190,11 @@ mod tests {
                 ..Default::default()
             })
             .collect();
-        let taken = std::panic::catch_unwind(|| {
+        let recorded = std::panic::catch_unwind(|| {
             let mut watcher = Watcher::new(0, super::Endpoints::default());
-            answers.into_iter().for_each(|answer| watcher.take(answer));
+            answers.into_iter().for_each(|answer| watcher.record(answer));
         });
-        taken.is_ok()
+        recorded.is_ok()
     }
 
     #[test]
@@ -199,14 +203,14 @@ mod tests {
         let table: [Row; 7] = [
             ("in order", &[(2, &[2]), (4, &[3, 4])], true),
             ("one revision in two answers", &[(3, &[2, 3]), (3, &[3])], false),
-            ("going back", &[(3, &[3]), (3, &[2])], false),
-            ("going back in one answer", &[(3, &[3, 2])], false),
+            ("an older revision in the next answer", &[(3, &[3]), (3, &[2])], false),
+            ("an older revision in the same answer", &[(3, &[3, 2])], false),
             ("progress, then a later event", &[(5, &[]), (6, &[6])], true),
-            ("progress that overtook", &[(5, &[]), (5, &[5])], false),
-            ("beyond its header", &[(5, &[6])], false),
+            ("progress that overtook an event", &[(5, &[]), (5, &[5])], false),
+            ("an event after its header", &[(5, &[6])], false),
         ];
         for (name, answers, sound) in table {
-            assert_eq!(takes(answers), sound, "{name}");
+            assert_eq!(accepts(answers), sound, "{name}");
         }
     }
 }

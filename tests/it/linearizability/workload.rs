@@ -1,4 +1,4 @@
-//! Clients that record their requests and responses, and the check of the whole recording.
+//! Clients that record their requests and responses, and the check of the recorded history.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -35,29 +35,32 @@ const KEYS: usize = 4;
 /// Request timeout of a client, like that of kube-apiserver.
 pub const ANSWER_MAX: Duration = Duration::from_secs(10);
 
-/// Start of the newest operation that was answered, in nanoseconds since the start.
+/// Start of the newest operation that has a response, in nanoseconds since the start of the test.
 pub type Progress = Arc<AtomicU64>;
 
-/// An operation and its response, with the header's revision.
+/// An operation of the history.
 #[derive(Clone, Debug)]
 pub struct Entry {
     key: String,
     operation: Operation,
+    /// The revision in the response's header.
     header: Option<i64>,
     /// The operation was refused: it must not have been applied.
     refused: bool,
 }
 
 impl Entry {
-    /// Returns its start and its end; `u64::MAX` if it was never answered.
+    /// Returns the start and the end of the operation. The end is `u64::MAX` if there was no response.
     pub fn span(&self) -> (u64, u64) {
         (self.operation.began, self.operation.ended)
     }
 }
 
-/// The failure of a call, by its possible outcome.
+/// The failure of a call.
 pub enum Failure {
+    /// The operation was not applied.
     Refused,
+    /// The operation may have been applied.
     Unknown,
 }
 
@@ -160,7 +163,7 @@ impl Client {
     }
 }
 
-/// Returns the current revision once all instances run again.
+/// Returns the current revision. Retries until a read succeeds, because the last fault may have just ended.
 pub async fn head(endpoints: &Endpoints) -> i64 {
     eventually("a read after the last fault", async || {
         let mut connection = connect(endpoints, 0).await.ok_or("no connection")?;
@@ -177,12 +180,12 @@ pub fn revision(header: Option<ResponseHeader>) -> i64 {
 
 /// Waits for a response until the client's timeout; returns `None` if there was none.
 ///
-/// A request that is handed to a connection while that connection ends may stay in tonic's channel, neither answered
-/// nor failed, until the channel is used again: tokio's unbounded queue keeps a message that is sent while its receiver
-/// is dropped. A connection of kube-apiserver always has other traffic; here a status request every second or two
-/// replaces it.
+/// If a connection ends just as a request is handed to it, the request may stay in tonic's channel, neither answered
+/// nor failed, until the channel is used again: tokio's unbounded queue keeps a message that is sent while the receiver
+/// is dropped. Connections of kube-apiserver always have other traffic. Here a status request every one or two seconds
+/// takes the place of that traffic.
 pub async fn answer<T>(mut maintenance: MaintenanceClient<Channel>, call: impl Future<Output = T>) -> Option<T> {
-    let using = async {
+    let traffic = async {
         loop {
             sleep(Duration::from_secs(1)).await;
             // The response does not matter.
@@ -191,7 +194,7 @@ pub async fn answer<T>(mut maintenance: MaintenanceClient<Channel>, call: impl F
     };
     tokio::select! {
         answer = timeout(ANSWER_MAX, call) => answer.ok(),
-        () = using => None,
+        () = traffic => None,
     }
 }
 
@@ -244,7 +247,7 @@ fn found(kvs: &[KeyValue]) -> Found {
     kvs.first().map(|kv| (value(&kv.value), kv.mod_revision))
 }
 
-/// Only statuses that state that nothing was applied count as refusals.
+/// Classifies an error. Only an error that guarantees that nothing was applied is a refusal.
 pub fn failure(status: Status) -> Failure {
     match (status.code(), status.message()) {
         (Code::Unavailable, "etcdserver: no leader") | (Code::ResourceExhausted, _) => Failure::Refused,
@@ -252,6 +255,7 @@ pub fn failure(status: Status) -> Failure {
     }
 }
 
+/// Counts of the checked operations and keys.
 #[derive(Debug, Default)]
 pub struct Checked {
     pub acknowledged: usize,
@@ -279,7 +283,7 @@ pub fn check(history: Vec<Entry>, log: &Log) -> Result<Checked, String> {
                 checked.acknowledged += 1;
                 let event = log.get(&revision).and_then(|events| events.iter().find(|event| event.key == key));
                 if event.is_none_or(|event| event.value != value) {
-                    return Err(format!("{operation:?} of {key} was acknowledged; the log has {event:?} there"));
+                    return Err(format!("{operation:?} of {key} was acknowledged, but the log has {event:?}"));
                 }
                 if !revisions.insert(revision) {
                     return Err(format!("revision {revision} was acknowledged twice"));
@@ -312,9 +316,9 @@ pub fn check(history: Vec<Entry>, log: &Log) -> Result<Checked, String> {
     agreement.map(|()| checked)
 }
 
-/// Checks that responses and log agree: each event belongs to one write that may have been applied, and each response
-/// shows the state of the log at the revision in its header. A client that lists and then watches from the next
-/// revision relies on that.
+/// Checks that the responses and the log agree. Each event must belong to a write that was not refused, and each write
+/// to at most one event. Each response must show the state of the log at the revision in its header; a client that
+/// lists and then watches from the next revision relies on that.
 fn check_agreement(history: &[Entry], log: &Log) -> Result<(), String> {
     let mut puts: HashMap<(&str, u64), bool> = HashMap::new();
     let (mut deleted, mut perhaps_deleted) = (HashSet::new(), HashMap::<&str, usize>::new());
@@ -362,7 +366,8 @@ fn check_agreement(history: &[Entry], log: &Log) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that an operation that started after another had ended has the same revision or a later one.
+/// Checks that revisions do not go back: if an operation starts after another one has ended, the revision in its header
+/// is not lower.
 fn check_headers(history: &[Entry]) -> Result<(), String> {
     let answered = || history.iter().filter_map(|entry| Some((entry, entry.header?)));
     let mut ends: Vec<(u64, i64)> = answered().map(|(entry, header)| (entry.operation.ended, header)).collect();
@@ -407,13 +412,13 @@ mod tests {
         ];
         assert_eq!(check(sound.clone(), &log).expect("the history is valid").acknowledged, 3);
         let refused = Entry { refused: true, ..entry(Ask::Put(2), Answer::Unknown, 2, 3) };
-        let doctored = [
+        let altered = [
             (0, entry(Ask::Put(9), Answer::Written(2), 0, 2), "the log has"),
             (2, entry(Ask::Read, Answer::Found(Some((1, 2))), 4, 3), "not linearizable"),
             (2, entry(Ask::Read, Answer::Found(Some((2, 3))), 4, 2), "has revision 2"),
             (1, refused, "was refused but applied"),
         ];
-        for (at, wrong, text) in doctored {
+        for (at, wrong, text) in altered {
             let mut history = sound.clone();
             history[at] = wrong;
             let error = check(history, &log).expect_err(text);

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::skip;
 
-/// A root, and a folder with the certificates that it signed.
+/// A certificate authority: a folder with its root certificate and the certificates that it signed.
 pub struct Authority {
     folder: TempDir,
 }
@@ -22,7 +22,7 @@ pub struct Certificate {
 }
 
 impl Authority {
-    /// Returns `None` if the machine has no openssl.
+    /// Creates the root certificate. Returns `None` if the machine has no openssl.
     pub fn new() -> Option<Self> {
         if Command::new("openssl").arg("version").output().is_err() {
             skip("openssl");
@@ -38,7 +38,8 @@ impl Authority {
         self.folder.path().join("root.pem")
     }
 
-    /// Signs a server and client certificate for 127.0.0.1 and localhost that is valid for `days` days, possibly zero.
+    /// Creates a certificate for 127.0.0.1 and localhost, for servers and clients. It is valid for `days` days; if
+    /// `days` is negative, it has expired.
     pub fn sign(&self, name: &str, days: i32) -> Certificate {
         let folder = self.folder.path();
         std::fs::write(folder.join("names"), "subjectAltName=IP:127.0.0.1,DNS:localhost\n")
@@ -60,7 +61,7 @@ impl Authority {
 }
 
 impl Authority {
-    /// Returns a certificate revocation list, in PEM.
+    /// Revokes a certificate. Returns the path of the revocation list in PEM; the same list in DER is next to it.
     pub fn revoke(&self, certificate: &Certificate) -> PathBuf {
         let folder = self.folder.path();
         let write = |name: &str, text: &str| std::fs::write(folder.join(name), text).expect("a file can be written");
@@ -81,7 +82,7 @@ impl Authority {
 }
 
 impl Certificate {
-    /// Overwrites this certificate's files with another's, as a renewal does.
+    /// Replaces this certificate's files by those of another, as a renewal does.
     pub fn replace_by(&self, other: &Self) {
         for (from, to) in [(&other.key, &self.key), (&other.cert, &self.cert)] {
             let new = to.with_extension("new");

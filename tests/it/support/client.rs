@@ -1,4 +1,4 @@
-//! Clients of one server, over one connection.
+//! One client for each service of a server, all over one connection.
 
 use orlop_wire::proto::client::{
     etcdserverpb::{

@@ -28,7 +28,7 @@ impl Answer {
     }
 }
 
-/// Uses HTTP/1.0, so that a response ends with its connection.
+/// Sends a request over HTTP/1.0, so that the server closes the connection at the end of its response.
 pub async fn http(endpoint: &str, method: &str, path: &str, body: &str) -> Answer {
     let address = endpoint.strip_prefix("http://").expect("an http endpoint");
     let mut stream = TcpStream::connect(address).await.expect("a ready server accepts connections");

@@ -19,7 +19,7 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// Maximum number of chunks in flight in one direction; above it the sender waits, as with a full window.
+/// Maximum number of pieces in flight in one direction. If there are more, the sender waits, as with a full TCP window.
 const PIECES_MAX: usize = 1_024;
 const PIECE_BYTES_MAX: usize = 64 << 10;
 
@@ -27,11 +27,11 @@ const PIECE_BYTES_MAX: usize = 64 << 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NetworkState {
     Normal,
-    /// Delays everything by this duration.
+    /// Delivers all data later by this duration.
     Slow(Duration),
-    /// Delivers nothing and closes nothing; what was sent arrives after the failure ends.
+    /// Delivers nothing and closes nothing; all data that was sent arrives after the failure ends.
     Silent,
-    /// Refuses connections.
+    /// Resets new connections at once; open ones are not affected.
     Down,
 }
 
@@ -65,7 +65,7 @@ impl Link {
                 let shared = Arc::clone(&accepting);
                 tokio::spawn(async move {
                     shared.open.fetch_add(1, Ordering::Relaxed);
-                    // Both ends see a broken connection as closed.
+                    // An error needs no handling: dropping the sockets closes both connections.
                     let _ = carry(client, &shared).await;
                     shared.open.fetch_sub(1, Ordering::Relaxed);
                 });
@@ -87,7 +87,7 @@ impl Link {
         self.shared.network.send_replace(network);
     }
 
-    /// Resets all connections on both sides. Returns their number.
+    /// Resets all open connections on both sides. Returns their number.
     pub fn reset(&self) -> usize {
         self.shared.resets.send_modify(|resets| *resets += 1);
         self.shared.open.load(Ordering::Relaxed)
@@ -119,7 +119,7 @@ async fn carry(client: TcpStream, shared: &Shared) -> io::Result<()> {
     }
 }
 
-/// Returns when either side closes; the caller then closes both.
+/// Forwards the data of one direction until either side closes; the caller then closes both.
 async fn direction(mut from: OwnedReadHalf, to: &OwnedWriteHalf, shared: &Shared) -> io::Result<()> {
     let (pieces, mut under_way) = mpsc::channel::<(Instant, Vec<u8>)>(PIECES_MAX);
     let reading = async {

@@ -1,4 +1,5 @@
-//! A private Postgres cluster in its own folder and on its own port, removed when the test process ends for any reason.
+//! Postgres clusters, each in its own folder and on its own port. A cluster is removed when the test process ends, even
+//! if the process is killed.
 
 use std::{
     fs,
@@ -18,22 +19,24 @@ use tokio::sync::OnceCell;
 
 use super::{eventually, skip};
 
-/// Starts the server and stops it (immediate mode) on command. At the end of its standard input it stops the server and
-/// removes the folder. `$1` is the folder; the rest is the server's command.
+/// A shell script that runs the server and starts, stops (in immediate mode) or crashes it on the orders that it reads
+/// from its standard input. When the input ends, it stops the server and removes the folder. `$1` is the folder; the
+/// remaining arguments are the server's command.
 const GUARD: &str = r#"
-# The reader of the answers may be gone; SIGPIPE must not end this script before the work is done.
+# The reader of the answers may be gone; SIGPIPE must not end this script before it has removed the folder.
 trap '' PIPE
 folder=$1; shift
 start() { "$@" >>"$folder/log" 2>&1 & server=$!; }
 runs() { { read -r _ _ state _ <"/proc/$server/stat"; } 2>/dev/null && [ "$state" != Z ]; }
-# All processes at once, because the postmaster would restart the others. A new postmaster waits until no process uses the old one's shared memory.
+# Kills all processes at once, because a postmaster that still ran would start new ones. Waits for the end of each,
+# because a new postmaster does not start while a process uses the shared memory of the old one.
 crash() {
   all="$server $(cat "/proc/$server/task/$server/children")"
   kill -KILL $all
   wait "$server"
   for gone in $all; do while kill -0 "$gone" 2>/dev/null; do sleep 0.01; done; done
 }
-# More than once, as a shell's background job ignores the signal until it has a handler of its own.
+# Sends the signal repeatedly, because a background job of the shell ignores it until Postgres has set its handler.
 stop() { while runs; do kill -QUIT "$server"; sleep 0.05; done; wait "$server"; }
 start "$@"
 while read -r order; do
@@ -94,7 +97,7 @@ impl Postgres {
             skip("postgres");
             return None;
         };
-        // The guard removes the folder, because the guard may outlive this process.
+        // The guard removes the folder, because it runs even if this process is killed.
         let home = match folder {
             Some(folder) => tempfile::tempdir_in(folder).expect("a temporary directory can be made"),
             None => home(fsync),
@@ -172,23 +175,23 @@ impl Postgres {
         self.port
     }
 
-    /// Stops the cluster as a crash does: clients are not notified, and the next start recovers.
+    /// Stops the cluster in immediate mode: it does not write a checkpoint, and the next start recovers from the WAL.
     pub fn stop(&self) {
         self.order("stop");
     }
 
-    /// Sends SIGKILL to all of its processes.
+    /// Sends SIGKILL to all processes of the cluster.
     pub fn crash(&self) {
         self.order("crash");
     }
 
     /// Returns whether the postmaster runs.
     pub fn runs(&self) -> bool {
-        self.first_process().is_some_and(|pid| Path::new("/proc").join(pid).exists())
+        self.postmaster_pid().is_some_and(|pid| Path::new("/proc").join(pid).exists())
     }
 
     /// Returns the postmaster's process id from its pid file.
-    pub fn first_process(&self) -> Option<String> {
+    pub fn postmaster_pid(&self) -> Option<String> {
         let written = fs::read_to_string(self.data().join("postmaster.pid")).ok()?;
         written.lines().next().map(str::to_owned)
     }
@@ -198,12 +201,12 @@ impl Postgres {
         self.wait_until_ready().await;
     }
 
-    /// Stops all of its processes until the guard is dropped: connections stay open and nothing answers.
+    /// Pauses all processes of the cluster until the returned value is dropped: connections stay open, but the server
+    /// does not respond.
     pub fn pause(&self) -> Paused {
-        let first = fs::read_to_string(self.data().join("postmaster.pid")).expect("a running server has it");
-        let server: i32 =
-            first.lines().next().and_then(|pid| pid.trim().parse().ok()).expect("its first line is a pid");
-        // The server is stopped first, because it would start a process that the list of its children lacks.
+        let pid = self.postmaster_pid().expect("a running server has a pid file");
+        let server: i32 = pid.trim().parse().expect("the first line is a pid");
+        // The postmaster is paused first; otherwise it could start another child after its children are listed.
         let mut paused = Paused(vec![server]);
         paused.signal("-STOP");
         let children = procfs::process::all_processes().expect("there is a /proc").filter_map(Result::ok);
@@ -244,7 +247,7 @@ pub struct Paused(Vec<i32>);
 
 impl Paused {
     fn signal(&self, signal: &str) {
-        // A process may have ended.
+        // `kill` fails if one of the processes has ended.
         let _ = Command::new("kill").arg(signal).args(self.0.iter().map(ToString::to_string)).status();
     }
 }
@@ -255,21 +258,21 @@ impl Drop for Paused {
     }
 }
 
-/// Returns the folder of the server's programs: that of the initdb on the PATH, or Debian's.
+/// Returns the folder of Postgres's programs: that of the initdb on the PATH, or Debian's folder of the newest version.
 fn programs() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let versions = fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
     let mut debian: Vec<PathBuf> = versions.map(|version| version.path().join("bin")).collect();
     debian.sort();
     let mut folders = std::env::split_paths(&path).chain(debian.into_iter().rev());
-    // It may be a link into the folder with the other programs.
+    // The initdb on the PATH may be a link into the folder that contains the other programs.
     let initdb = folders.find_map(|folder| folder.join("initdb").canonicalize().ok())?;
     initdb.parent().map(Path::to_owned)
 }
 
-/// Returns a prefix for the server's command, and the user that it then runs as, because Postgres refuses to run as
-/// root.
-fn user() -> (Vec<&'static str>, String) {
+/// Returns a prefix for Postgres's commands, and the user that they run as. If this process runs as root, the prefix
+/// changes the user, because Postgres refuses to run as root.
+pub fn user() -> (Vec<&'static str>, String) {
     let own = fs::metadata("/proc/self").expect("a process sees itself").uid();
     if own == 0 {
         (vec!["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"], "postgres".to_owned())
@@ -278,7 +281,7 @@ fn user() -> (Vec<&'static str>, String) {
     }
 }
 
-/// In memory unless commits are synced.
+/// Creates a folder: on the disk if commits are synced, otherwise in memory if possible.
 fn home(fsync: Fsync) -> TempDir {
     let memory = Path::new("/dev/shm");
     let in_memory = fsync == Fsync::Off && memory.is_dir();
@@ -286,7 +289,7 @@ fn home(fsync: Fsync) -> TempDir {
     made.expect("a temporary directory can be made")
 }
 
-fn free_port() -> u16 {
+pub fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
     listener.local_addr().expect("a bound socket has an address").port()
 }

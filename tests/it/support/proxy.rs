@@ -1,7 +1,7 @@
 //! A proxy between Orlop and Postgres that parses enough of the protocol to cut a connection at a chosen point.
 //!
-//! A client's message is a type byte, a length that includes itself, and a body; only the first message has no type.
-//! All of the server's messages have one. The proxy uses Parse (`P`: a statement's name and text), Bind (`B`: a portal
+//! A message is a type byte, a length that includes itself, and a body. Only the first message of a client has no type
+//! byte. The proxy uses Parse (`P`: a statement's name and text), Bind (`B`: a portal
 //! and the statement's name), ReadyForQuery (`Z`, which ends a response) and NotificationResponse (`A`).
 
 use std::{
@@ -22,7 +22,7 @@ use tokio::{
     sync::Notify,
 };
 
-/// The statement that commits.
+/// The name in the statement that commits: the database function that appends to the log.
 const APPEND: &[u8] = b"orlop_append";
 
 /// The point at which a connection is cut when it carries an append.
@@ -90,10 +90,10 @@ impl Proxy {
     }
 }
 
-/// One connection.
-struct Link {
+/// One connection of a client.
+struct Connection {
     shared: Arc<Shared>,
-    /// The response in progress is the last one read, and is not forwarded.
+    /// The proxy withholds the server's current response, and ends the connection when this response is complete.
     is_last_answer: AtomicBool,
     end: Notify,
 }
@@ -101,21 +101,21 @@ struct Link {
 async fn serve(client: TcpStream, shared: Arc<Shared>) {
     let server = TcpStream::connect(("127.0.0.1", shared.server_port.load(Ordering::Relaxed))).await;
     let Ok(server) = server else { return };
-    // Otherwise the two halves of a response wait for each other.
+    // Without this, a small message waits until the previous one is acknowledged, which takes 40 ms.
     let _ = (client.set_nodelay(true), server.set_nodelay(true));
     let (mut from_client, mut to_client) = client.into_split();
     let Ok(start) = startup(&mut from_client, &mut to_client).await else { return };
     let (from_server, to_server) = server.into_split();
-    let link = Link { shared, is_last_answer: AtomicBool::new(false), end: Notify::new() };
-    // The first one to end drops all four halves, which closes both sides.
+    let connection = Connection { shared, is_last_answer: AtomicBool::new(false), end: Notify::new() };
+    // When one of these ends, all four halves of the sockets are dropped, which closes both connections.
     tokio::select! {
-        _ = requests(&link, start, from_client, to_server) => {}
-        _ = answers(&link, from_server, to_client) => {}
-        () = link.end.notified() => {}
+        _ = requests(&connection, start, from_client, to_server) => {}
+        _ = answers(&connection, from_server, to_client) => {}
+        () = connection.end.notified() => {}
     }
 }
 
-/// Forwards the startup message, a length and a body. A request for TLS before it is refused.
+/// Returns the client's startup message, which is a length and a body. Refuses the request for TLS that may precede it.
 async fn startup(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::Result<Vec<u8>> {
     const TLS: [u8; 4] = 80_877_103_u32.to_be_bytes();
     loop {
@@ -131,8 +131,9 @@ async fn startup(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::Resul
     }
 }
 
+/// Forwards the client's messages, and cuts the connection at an append if a cut is armed.
 async fn requests(
-    link: &Link,
+    connection: &Connection,
     start: Vec<u8>,
     mut client: OwnedReadHalf,
     mut server: OwnedWriteHalf,
@@ -148,10 +149,13 @@ async fn requests(
             b'B' => {
                 let portal = text(&message[5..]).len();
                 let is_append = appends.contains(text(&message[5 + portal + 1..]));
-                let cut =
-                    if is_append { link.shared.armed.lock().expect("the lock is not poisoned").take() } else { None };
+                let cut = if is_append {
+                    connection.shared.armed.lock().expect("the lock is not poisoned").take()
+                } else {
+                    None
+                };
                 if let Some(cut) = cut {
-                    link.shared.cuts.fetch_add(1, Ordering::Relaxed);
+                    connection.shared.cuts.fetch_add(1, Ordering::Relaxed);
                     match cut {
                         Cut::Before => return Ok(()),
                         Cut::During => {
@@ -163,7 +167,7 @@ async fn requests(
                             }
                             return Ok(());
                         }
-                        Cut::After => link.is_last_answer.store(true, Ordering::Relaxed),
+                        Cut::After => connection.is_last_answer.store(true, Ordering::Relaxed),
                     }
                 }
             }
@@ -173,20 +177,21 @@ async fn requests(
     }
 }
 
-async fn answers(link: &Link, mut server: OwnedReadHalf, mut client: OwnedWriteHalf) -> io::Result<()> {
+/// Forwards the server's messages, except for a response that must not arrive and for unwanted notifications.
+async fn answers(connection: &Connection, mut server: OwnedReadHalf, mut client: OwnedWriteHalf) -> io::Result<()> {
     loop {
         let message = read(&mut server).await?;
-        if link.is_last_answer.load(Ordering::Relaxed) {
+        if connection.is_last_answer.load(Ordering::Relaxed) {
             if message[0] == b'Z' {
-                link.end.notify_one();
+                connection.end.notify_one();
             }
-        } else if message[0] != b'A' || !link.shared.drops_notifications.load(Ordering::Relaxed) {
+        } else if message[0] != b'A' || !connection.shared.drops_notifications.load(Ordering::Relaxed) {
             client.write_all(&message).await?;
         }
     }
 }
 
-/// Reads a whole message with its type and length.
+/// Reads a whole message. Returns it with its type and length.
 async fn read(from: &mut OwnedReadHalf) -> io::Result<Vec<u8>> {
     let mut message = vec![0; 5];
     from.read_exact(&mut message).await?;

@@ -19,7 +19,7 @@ use tokio::{
 
 use super::{Backend, Client, DEADLINE, Postgres, etcd_tool, eventually, skip};
 
-/// Orlop prints this line with a URL for each listener once it serves.
+/// Start of the line that Orlop prints for each listener once it serves; the listener's URL follows.
 const READY: &str = "orlop: serving client requests on ";
 
 /// A server process; dropping it kills the process and removes its data.
@@ -34,29 +34,31 @@ pub struct Server {
 
 enum Program {
     Orlop { datastore: Option<String> },
-    Etcd { binary: PathBuf, fsync_flag: bool },
+    Etcd { binary: PathBuf, no_fsync: bool },
 }
 
-/// The server's environment beyond its flags: folders, variables and a command to run it under.
+/// The folders and the environment variables of a server process.
 #[derive(Default)]
 pub struct Place {
-    /// Parent of the data directory; by default a folder in memory.
+    /// Parent of the server's own folder; by default a file system in memory.
     pub folder: Option<PathBuf>,
-    /// A folder for the data alone; the log file stays in the server's own folder.
+    /// A separate folder for the data, to which the data directory is a link. The log file stays in the server's own
+    /// folder.
     pub data: Option<PathBuf>,
     pub environment: Vec<(String, OsString)>,
 }
 
 impl Server {
-    /// Starts Orlop, or a real etcd if `ORLOP_TEST_TARGET` is `etcd`, which checks the expectations themselves.
+    /// Starts Orlop, or a real etcd if `ORLOP_TEST_TARGET` is `etcd`. A run on etcd shows whether the test expects what
+    /// etcd does.
     pub async fn under_test(backend: Backend) -> Option<Self> {
         Self::under_test_with(backend, &[]).await
     }
 
-    /// Starts the target server; Orlop receives additional flags.
+    /// Starts the same server as [`Server::under_test`]; `flags` are for Orlop only.
     pub async fn under_test_with(backend: Backend, flags: &[&str]) -> Option<Self> {
         match std::env::var("ORLOP_TEST_TARGET").as_deref() {
-            // etcd has one backend; it replaces the SQLite backend in the tests.
+            // The tests on SQLite run on etcd instead; a second run, as Postgres, would only repeat them.
             Ok("etcd") if backend == Backend::Postgres => None,
             Ok("etcd") => Self::etcd().await,
             Ok(other) => panic!("ORLOP_TEST_TARGET is `{other}`, expected `etcd` or no value"),
@@ -64,7 +66,7 @@ impl Server {
         }
     }
 
-    /// Starts Orlop on its own store; returns `None` if the machine lacks the backend.
+    /// Starts Orlop on a new, empty store; returns `None` if the machine lacks the backend.
     pub async fn orlop(backend: Backend) -> Option<Self> {
         Self::orlop_with(backend, &[]).await
     }
@@ -78,7 +80,7 @@ impl Server {
         Some(Self::orlop_at(datastore, arguments, Place::default()).await)
     }
 
-    /// Starts Orlop on a database or, without one, on its own file.
+    /// Starts Orlop on a database or, without one, on a new SQLite file.
     pub async fn orlop_at(datastore: Option<String>, arguments: &[&str], place: Place) -> Self {
         let arguments = arguments.iter().map(OsString::from).collect();
         Self::start(Program::Orlop { datastore }, arguments, place).await
@@ -89,7 +91,7 @@ impl Server {
         Self::orlop_at(Some(datastore.to_owned()), arguments, Place::default()).await
     }
 
-    /// Starts a real etcd, if the machine has one.
+    /// Starts a real etcd, if the machine has one. It does not sync to the disk, unless it is too old for that flag.
     pub async fn etcd() -> Option<Self> {
         let Some(binary) = etcd_tool("etcd", "ORLOP_ETCD") else {
             skip("etcd");
@@ -97,8 +99,8 @@ impl Server {
         };
         let help = Command::new(&binary).arg("--help").output().expect("etcd prints its flags");
         let help = [help.stdout, help.stderr].concat();
-        let fsync_flag = String::from_utf8_lossy(&help).contains("--unsafe-no-fsync");
-        Some(Self::start(Program::Etcd { binary, fsync_flag }, Vec::new(), Place::default()).await)
+        let no_fsync = String::from_utf8_lossy(&help).contains("--unsafe-no-fsync");
+        Some(Self::start(Program::Etcd { binary, no_fsync }, Vec::new(), Place::default()).await)
     }
 
     /// Starts a real etcd that syncs to the disk, as Orlop does.
@@ -107,7 +109,7 @@ impl Server {
             skip("etcd");
             return None;
         };
-        Some(Self::start(Program::Etcd { binary, fsync_flag: false }, Vec::new(), place).await)
+        Some(Self::start(Program::Etcd { binary, no_fsync: false }, Vec::new(), place).await)
     }
 
     /// `http://127.0.0.1:PORT`
@@ -119,7 +121,7 @@ impl Server {
         self.process.id()
     }
 
-    /// Returns the endpoint of its database, unless it is a file.
+    /// Returns the datastore endpoint that Orlop was started with, if any.
     pub fn datastore(&self) -> Option<&str> {
         match &self.program {
             Program::Orlop { datastore } => datastore.as_deref(),
@@ -146,7 +148,7 @@ impl Server {
 
     /// Sends SIGKILL and waits for the end of the process.
     pub fn kill(&mut self) {
-        // It fails only if the process has already ended.
+        // `kill` fails only if the process has already ended.
         self.process.kill().ok();
         self.process.wait().expect("our child can be waited for");
     }
@@ -191,7 +193,7 @@ impl Server {
         .await
     }
 
-    /// Starts the server again on the same data, on a new port.
+    /// Kills the server, if it still runs, and starts it again on the same data, on a new port.
     pub async fn restart(&mut self) {
         self.kill();
         (self.process, self.endpoint) =
@@ -216,14 +218,14 @@ impl Drop for Server {
     }
 }
 
-/// In memory where possible: these tests check responses, and the disk is slow and shared.
+/// Creates a folder in memory if possible, because most tests do not need a disk, which is slow and shared.
 fn home() -> TempDir {
     let memory = Path::new("/dev/shm");
     let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
     made.expect("a temporary directory can be made")
 }
 
-/// Returns when the server serves.
+/// Starts the process. Returns it with its endpoint as soon as it serves.
 async fn launch(
     program: &Program,
     arguments: &[OsString],
@@ -232,11 +234,11 @@ async fn launch(
 ) -> (Child, String) {
     match program {
         Program::Orlop { datastore } => launch_orlop(datastore.as_deref(), arguments, environment, home).await,
-        Program::Etcd { binary, fsync_flag } => launch_etcd(binary, *fsync_flag, arguments, home).await,
+        Program::Etcd { binary, no_fsync } => launch_etcd(binary, *no_fsync, arguments, home).await,
     }
 }
 
-/// The server that was built with the tests, or the release build named by a variable, for measurements.
+/// Returns the server program: the one that `ORLOP_TEST_SERVER` names, or the one that was built with the tests.
 fn program() -> OsString {
     std::env::var_os("ORLOP_TEST_SERVER").unwrap_or_else(|| env!("CARGO_BIN_EXE_orlop").into())
 }
@@ -277,7 +279,7 @@ async fn launch_orlop(
     }
 }
 
-/// Reads to the end, because the process would block on a full pipe.
+/// Returns the lines of a pipe. A thread reads it to the end, because the process would block on a full pipe.
 fn lines(stdout: ChildStdout) -> mpsc::UnboundedReceiver<String> {
     let (sender, receiver) = mpsc::unbounded_channel();
     std::thread::spawn(move || {
@@ -289,8 +291,8 @@ fn lines(stdout: ChildStdout) -> mpsc::UnboundedReceiver<String> {
     receiver
 }
 
-/// Retries if another process has taken the ports, which were free a moment ago.
-async fn launch_etcd(binary: &Path, fsync_flag: bool, arguments: &[OsString], home: &Path) -> (Child, String) {
+/// Retries if etcd does not serve, because another process may have taken the ports, which were free a moment ago.
+async fn launch_etcd(binary: &Path, no_fsync: bool, arguments: &[OsString], home: &Path) -> (Child, String) {
     for _ in 0..3 {
         let [client, peer] = free_urls();
         let mut command = Command::new(binary);
@@ -298,7 +300,7 @@ async fn launch_etcd(binary: &Path, fsync_flag: bool, arguments: &[OsString], ho
         command.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
         command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
         command.args(["--initial-cluster", &format!("default={peer}"), "--log-level", "error"]);
-        if fsync_flag {
+        if no_fsync {
             command.arg("--unsafe-no-fsync");
         }
         command.args(arguments).stdout(Stdio::null()).stderr(log_file(home));

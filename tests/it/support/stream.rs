@@ -36,10 +36,10 @@ impl Stream {
 
     pub async fn next(&mut self) -> WatchResponse {
         let answer = timeout(DEADLINE, self.answers.message()).await.expect("an answer comes in time");
-        answer.expect("the stream lives").expect("the stream continues")
+        answer.expect("the stream has not failed").expect("the stream has not ended")
     }
 
-    /// Reads up to an event of the revision; returns the revisions of all events.
+    /// Reads responses until the last event has this revision; returns the revisions of all events.
     pub async fn read_until(&mut self, revision: i64) -> Vec<i64> {
         let mut seen = Vec::new();
         while seen.last() != Some(&revision) {

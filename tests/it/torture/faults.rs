@@ -2,7 +2,7 @@
 
 use super::preload::{DATABASE, EIO, ENOSPC, WAL};
 
-/// The environment of the store.
+/// The environment that a fault needs; see [`super::rig`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Environment {
     Plain,
@@ -14,7 +14,7 @@ pub enum Environment {
     LittleMemory,
 }
 
-/// The affected link.
+/// The links that a network fault affects.
 #[derive(Clone, Copy, Debug)]
 pub enum LinkSide {
     ToClients,
@@ -33,9 +33,9 @@ pub enum Kind {
     Delay(LinkSide),
     Pause,
     DiskFull,
-    /// The affected files.
+    /// The affected files, as bits of [`WAL`] and [`DATABASE`].
     SyncFails(i64),
-    /// The affected files, and the kind of failure.
+    /// The affected files, as above, and the error number.
     WriteFails(i64, i64),
     SlowSync,
     /// The number of seconds that the clock jumps.
@@ -46,7 +46,7 @@ pub enum Kind {
 
 /// A row of the table.
 pub struct Fault {
-    /// The name of its tests.
+    /// The name of the fault's tests.
     pub name: &'static str,
     /// A description for the report.
     pub what: &'static str,
@@ -63,7 +63,7 @@ pub const OFTEN: usize = 1_000;
 const SOMETIMES: usize = 250;
 const SELDOM: usize = 100;
 const HOUR: i64 = 3_600;
-/// The standard library panics with this text if there is no memory for a thread that it starts.
+/// The standard library panics with this text if it starts a thread and there is no memory for it.
 pub const NO_MEMORY_FOR_A_THREAD: &str = "failed to allocate an alternative stack";
 
 use Kind::*;

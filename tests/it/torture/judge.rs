@@ -25,6 +25,8 @@ pub struct Judged {
     pub unknown: usize,
 }
 
+/// Checks what the clients and the watcher saw against the log. Returns the counts.
+///
 /// # Panics
 ///
 /// If an acknowledged write is missing or changed, a refused write exists, a write with unknown outcome exists in part,
@@ -44,7 +46,7 @@ pub async fn judge(seen: Seen, endpoints: &Endpoints) -> Judged {
     judged
 }
 
-/// Requires that `orlop check` finds nothing.
+/// Checks that `orlop check` finds no violation.
 pub fn check_store(server: &Server) {
     let place = match server.datastore() {
         Some(endpoint) => endpoint.to_owned(),
@@ -57,6 +59,7 @@ pub fn check_store(server: &Server) {
     assert!(checked.status.success(), "{}", String::from_utf8_lossy(&[checked.stdout, checked.stderr].concat()));
 }
 
+/// Prefix of the shared keys.
 const SHARED: &str = "lin/";
 
 /// Separates the events of the writers' own keys from those of the shared keys.
@@ -64,7 +67,7 @@ fn split(log: Log) -> (Log, Log) {
     log.into_iter().partition(|(_, events)| events.iter().all(|event| !event.key.starts_with(SHARED)))
 }
 
-/// Checks that the current state is the result of the events.
+/// Checks that a read at `head` returns the pairs that result from the events.
 async fn check_state(log: &Log, head: i64, endpoints: &Endpoints) {
     let mut expected: BTreeMap<String, (u64, i64)> = BTreeMap::new();
     for event in log.values().flatten() {
@@ -84,11 +87,11 @@ async fn check_state(log: &Log, head: i64, endpoints: &Endpoints) {
         .map(|kv| (String::from_utf8_lossy(&kv.key).into_owned(), (value(&kv.value), kv.mod_revision)))
         .collect();
     for key in expected.keys().chain(there.keys()) {
-        assert_eq!(there.get(key), expected.get(key), "{key}: stored value and result of the events");
+        assert_eq!(there.get(key), expected.get(key), "{key}: the stored pair and the result of the events");
     }
 }
 
-/// Checks the writers' own keys: each key is written once, each transaction at one revision.
+/// Checks the writers' own keys: each key is written at most once, and the keys of a transaction at one revision.
 fn check_writes(writes: &[Write], log: &Log) -> Result<Judged, String> {
     let mut judged = Judged::default();
     let mut events: HashMap<&str, Vec<(i64, Option<u64>)>> = HashMap::new();
@@ -132,18 +135,18 @@ mod tests {
             ("acknowledged and present", Outcome::Written(2), &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
             ("acknowledged and lost", Outcome::Written(2), &[], "was acknowledged"),
             (
-                "acknowledged, at another revision",
+                "acknowledged and present at another revision",
                 Outcome::Written(3),
                 &[(2, "pair/a", 7), (2, "pair/b", 7)],
                 "acknowledged",
             ),
-            ("acknowledged, half of it", Outcome::Written(2), &[(2, "pair/a", 7)], "in part"),
-            ("acknowledged, other content", Outcome::Written(2), &[(2, "pair/a", 8), (2, "pair/b", 7)], "in part"),
+            ("acknowledged and half present", Outcome::Written(2), &[(2, "pair/a", 7)], "in part"),
+            ("acknowledged with another value", Outcome::Written(2), &[(2, "pair/a", 8), (2, "pair/b", 7)], "in part"),
             ("refused and absent", Outcome::Refused, &[], ""),
             ("refused and present", Outcome::Refused, &[(2, "pair/a", 7), (2, "pair/b", 7)], "refused but applied"),
             ("unknown and present", Outcome::Unknown, &[(2, "pair/a", 7), (2, "pair/b", 7)], ""),
-            ("unknown, in two revisions", Outcome::Unknown, &[(2, "pair/a", 7), (3, "pair/b", 7)], "in part"),
-            ("without a request", Outcome::Unknown, &[(2, "one/c", 7)], "no request wrote"),
+            ("unknown and at two revisions", Outcome::Unknown, &[(2, "pair/a", 7), (3, "pair/b", 7)], "in part"),
+            ("an event without a write", Outcome::Unknown, &[(2, "one/c", 7)], "no request wrote"),
         ];
         for (name, outcome, events, wrong) in table {
             let keys = vec!["pair/a".to_owned(), "pair/b".to_owned()];

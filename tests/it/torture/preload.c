@@ -1,11 +1,11 @@
 /* Disk and clock faults: wrappers of libc functions, loaded with LD_PRELOAD.
  *
- * The test and the process share a page of numbers, the file that TORTURE_CONTROL names: the test sets which calls fail,
- * and reads how many did. Its fields are those of `Field` in preload.rs.
+ * The test and the process share a page of memory, mapped from the file that TORTURE_CONTROL names. It contains
+ * numbers: the test sets which calls fail, and reads how many failed. The fields are those of `Field` in preload.rs.
  *
- * If TORTURE_SHADOW names a folder, it contains what a power cut would leave of each database file: only synced pages,
- * and random other pages that the kernel wrote back. A failed sync discards the pages that it should have written, as
- * Linux does: they count as clean, and reach the disk only if they are written again. */
+ * If TORTURE_SHADOW names a folder, the library keeps there what a power cut would leave of each database file: the
+ * synced pages, and other pages chosen at random, as if the kernel had written them back. If a sync fails, the pages
+ * that it should have written count as clean, as on Linux; they reach the disk only if they are written again. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -44,7 +44,7 @@ enum file { OTHER = 0, WAL = 1, DATABASE = 2 };
 
 static _Atomic int64_t *control;
 
-static void note(enum field field) { control[field]++; }
+static void count(enum field field) { control[field]++; }
 
 /* Called first in every wrapper, possibly before any constructor has run. */
 static int is_ready(void) {
@@ -75,7 +75,7 @@ static enum file file_of(int fd) {
     return ends_with(path, ".db-wal") ? WAL : ends_with(path, ".db") ? DATABASE : OTHER;
 }
 
-/* The synced contents of a file. */
+/* The shadow of a file: the contents that a power cut would leave. */
 
 #define PAGE 4096
 #define PAGES_MAX (1 << 20)
@@ -155,12 +155,12 @@ static int sync_file(long call, int fd) {
     enum file file = is_ready() ? file_of(fd) : OTHER;
     if (file == OTHER) return (int)syscall(call, fd);
     if (control[SYNC_DELAY_MS] > 0) {
-        note(SYNCS_DELAYED);
+        count(SYNCS_DELAYED);
         usleep((useconds_t)(control[SYNC_DELAY_MS] * 1000));
     }
     if (fails(SYNC_FILES, file)) {
         synced(fd, file, 1);
-        note(SYNCS_FAILED);
+        count(SYNCS_FAILED);
         errno = (int)control[SYNC_ERRNO];
         return -1;
     }
@@ -175,7 +175,7 @@ int fdatasync(int fd) { return sync_file(SYS_fdatasync, fd); }
 ssize_t pwrite64(int fd, const void *bytes, size_t length, off64_t at) {
     enum file file = is_ready() ? file_of(fd) : OTHER;
     if (file != OTHER && fails(WRITE_FILES, file)) {
-        note(WRITES_FAILED);
+        count(WRITES_FAILED);
         errno = (int)control[WRITE_ERRNO];
         return -1;
     }
@@ -185,7 +185,7 @@ ssize_t pwrite64(int fd, const void *bytes, size_t length, off64_t at) {
 }
 ssize_t pwrite(int fd, const void *bytes, size_t length, off_t at) { return pwrite64(fd, bytes, length, at); }
 
-/* SQLite may be built to write at the current position. */
+/* SQLite calls write instead of pwrite if it is built that way. */
 ssize_t write(int fd, const void *bytes, size_t length) {
     enum file file = is_ready() ? file_of(fd) : OTHER;
     if (file == OTHER) return syscall(SYS_write, fd, bytes, length);
@@ -203,11 +203,11 @@ int ftruncate64(int fd, off64_t length) {
 }
 int ftruncate(int fd, off_t length) { return ftruncate64(fd, length); }
 
-/* Only the wall clock: CLOCK_MONOTONIC never jumps. */
+/* Only the wall clock is changed, because CLOCK_MONOTONIC never jumps. */
 
 static int64_t jump(void) {
     if (!is_ready() || control[CLOCK_SECS] == 0) return 0;
-    note(CLOCKS_SHIFTED);
+    count(CLOCKS_SHIFTED);
     return control[CLOCK_SECS];
 }
 

@@ -27,7 +27,7 @@ pub enum Field {
     ClocksShifted,
 }
 
-/// The affected files, as a bit mask.
+/// Bits for the affected files, as in `enum file` in preload.c.
 pub const WAL: i64 = 1;
 pub const DATABASE: i64 = 2;
 
@@ -37,7 +37,7 @@ pub const ENOSPC: i64 = 28;
 const FIELD_BYTES: u64 = 8;
 const CONTROL_BYTES: u64 = 4_096;
 
-/// The compiled library with its shared file, and the data that a power cut would leave.
+/// A folder with the compiled library, its shared file, and the data that a power cut would leave.
 pub struct Preload {
     home: TempDir,
     control: File,
@@ -57,10 +57,10 @@ impl Preload {
         let control = File::options().read(true).write(true).create_new(true).open(path).expect("a file can be made");
         control.set_len(CONTROL_BYTES).expect("a file can be made longer");
         fs::create_dir(home.path().join("shadow")).expect("a folder can be made");
-        // The server may run as another user.
+        // Postgres may run as another user.
         for path in [home.path().to_owned(), home.path().join("control"), home.path().join("preload.so")] {
             let opened = Command::new("chmod").arg("a+rwX").arg(path).status();
-            assert!(opened.is_ok_and(|status| status.success()), "the library can be used by others");
+            assert!(opened.is_ok_and(|status| status.success()), "other users can use the library");
         }
         Self { home, control }
     }
@@ -85,7 +85,7 @@ impl Preload {
         i64::from_le_bytes(bytes)
     }
 
-    /// Replaces the files in `data` with the contents that a power cut would leave. Their server must have ended.
+    /// Replaces the files in `data` with the contents that a power cut would leave. The server must have ended.
     pub fn cut_power(&self, data: &Path) {
         for name in ["orlop.db", "orlop.db-wal"] {
             let (left, file): (PathBuf, PathBuf) = (self.home.path().join("shadow").join(name), data.join(name));
@@ -96,7 +96,7 @@ impl Preload {
                 let _ = fs::remove_file(file);
             }
         }
-        // It is never synced; SQLite rebuilds it.
+        // SQLite never syncs the shared memory file, and rebuilds it.
         let _ = fs::remove_file(data.join("orlop.db-shm"));
     }
 }

@@ -10,12 +10,12 @@ pub struct Report<'a> {
     pub target: &'a str,
     pub times: usize,
     pub judged: Judged,
-    /// Time that the clients waited after each injection.
+    /// The time that each client waited after each injection.
     pub waits: Vec<Duration>,
 }
 
 impl Report<'_> {
-    /// Prints it and, if `ORLOP_TORTURE_REPORT` names a file, appends a tab-separated row: fault, store, times,
+    /// Prints the report and, if `ORLOP_TORTURE_REPORT` names a file, appends a tab-separated row: fault, store, times,
     /// acknowledged, refused, unknown, lost, and the median and the longest wait in milliseconds. A run that loses a
     /// write fails before it gets here.
     pub fn publish(mut self) {

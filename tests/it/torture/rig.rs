@@ -5,16 +5,15 @@ use std::{os::unix::fs::PermissionsExt as _, process::Command, time::Duration};
 use tokio::time::{Instant, sleep};
 
 use super::{
-    disk::Disk,
     faults::{Environment, Fault},
     preload::Preload,
     workload::Workload,
 };
-use crate::support::{Fsync, Link, Place, Postgres, Server};
+use crate::support::{Disk, Fsync, Link, Place, Postgres, Server};
 
 /// Maximum time until every client succeeds again after the end of a fault.
 const RECOVERY_TIME_MAX: Duration = Duration::from_secs(60);
-/// Size of Orlop's disk: less than Orlop preallocates for its WAL if there is space.
+/// Size of Orlop's disk: less than Orlop preallocates for its WAL on a larger disk.
 const DISK_MEGABYTES: usize = 32;
 /// Size of etcd's disk: more than etcd preallocates.
 const ETCD_DISK_MEGABYTES: usize = 96;
@@ -38,22 +37,23 @@ impl Target {
     }
 }
 
-/// Clients reach the servers over links, and the servers reach Postgres over another one. Fields are dropped in order.
+/// The servers of a test. Clients reach the servers over links, and the servers reach Postgres over another link.
+/// The order of the fields is the order in which they are dropped: a server ends before its database and its disk.
 pub struct Rig {
     pub target: Target,
     pub servers: Vec<Server>,
-    /// One per server.
-    pub clients: Vec<Link>,
-    /// The link to the database.
-    pub database: Option<Link>,
-    /// A separate cluster.
+    /// The link over which clients reach each server.
+    pub client_links: Vec<Link>,
+    /// The link over which the servers reach Postgres.
+    pub database_link: Option<Link>,
+    /// A Postgres cluster for this rig alone, if the fault needs one.
     pub postgres: Option<Postgres>,
     pub preload: Option<Preload>,
     pub disk: Option<Disk>,
 }
 
 impl Rig {
-    /// Returns `None` if this machine lacks something.
+    /// Starts the components that a fault needs. Returns `None` if this machine lacks one of them.
     pub async fn build(fault: &Fault, target: Target) -> Option<Self> {
         let preload =
             matches!(fault.environment, Environment::Preload | Environment::DatabaseUnderPreload).then(Preload::build);
@@ -65,7 +65,7 @@ impl Rig {
                     Target::Postgres => POSTGRES_DISK_MEGABYTES,
                 };
                 let Some(disk) = Disk::mount(size) else {
-                    // Not a failure: the same fault is also injected inside the process.
+                    // Does not fail if `CI` is set, because the fault `no_space` is similar and needs no mount.
                     println!("skipped: no right to mount a disk");
                     return None;
                 };
@@ -73,8 +73,15 @@ impl Rig {
             }
             _ => None,
         };
-        let mut rig =
-            Self { target, servers: Vec::new(), clients: Vec::new(), database: None, postgres: None, preload, disk };
+        let mut rig = Self {
+            target,
+            servers: Vec::new(),
+            client_links: Vec::new(),
+            database_link: None,
+            postgres: None,
+            preload,
+            disk,
+        };
         match target {
             Target::Sqlite => {
                 let server = Server::orlop_at(None, &[], rig.place(fault)).await;
@@ -82,7 +89,7 @@ impl Rig {
             }
             Target::Etcd => rig.servers.push(Server::etcd_at(rig.place(fault)).await?),
             Target::Postgres => {
-                let datastore = rig.take_database(fault).await?;
+                let datastore = rig.create_linked_database(fault).await?;
                 let names: &[&str] =
                     if fault.environment == Environment::ThreeInstances { &["a", "b", "c"] } else { &["a"] };
                 for name in names {
@@ -92,16 +99,17 @@ impl Rig {
             }
         }
         for server in &rig.servers {
-            rig.clients.push(Link::to(port(server)).await);
+            rig.client_links.push(Link::to(port(server)).await);
         }
         Some(rig)
     }
 
-    /// On the disk, because the test covers its syncs.
+    /// Returns the folders and variables of a server. Its data is on a disk, not in memory, because the test covers
+    /// syncs.
     fn place(&self, fault: &Fault) -> Place {
         let environment = match &self.preload {
             Some(preload) if fault.environment == Environment::Preload => preload.environment(),
-            // Otherwise the allocator reserves a gigabyte of address space.
+            // By default the allocator reserves a gigabyte of address space.
             _ if fault.environment == Environment::LittleMemory => {
                 vec![("MIMALLOC_ARENA_RESERVE".to_owned(), "32768".into())]
             }
@@ -116,8 +124,8 @@ impl Rig {
         Place { folder: Some(std::env::temp_dir()), data, environment }
     }
 
-    /// Returns an endpoint that leads over a link.
-    async fn take_database(&mut self, fault: &Fault) -> Option<String> {
+    /// Creates a database and a link to it. Returns the database's endpoint over the link.
+    async fn create_linked_database(&mut self, fault: &Fault) -> Option<String> {
         let (datastore, port) = match fault.environment {
             Environment::OwnPostgres | Environment::SmallDisk | Environment::DatabaseUnderPreload => {
                 let folder = self.disk.as_ref().map(Disk::path);
@@ -140,13 +148,13 @@ impl Rig {
             }
         };
         let link = Link::to(port).await;
-        let over = datastore.replace(&format!(":{port}/"), &format!(":{}/", link.port()));
-        self.database = Some(link);
-        Some(over)
+        let endpoint = datastore.replace(&format!(":{port}/"), &format!(":{}/", link.port()));
+        self.database_link = Some(link);
+        Some(endpoint)
     }
 
     pub fn endpoints(&self) -> Vec<String> {
-        self.clients.iter().map(|link| format!("http://127.0.0.1:{}", link.port())).collect()
+        self.client_links.iter().map(|link| format!("http://127.0.0.1:{}", link.port())).collect()
     }
 
     pub fn server(&mut self) -> &mut Server {
@@ -154,17 +162,17 @@ impl Rig {
     }
 
     pub fn preload(&self) -> &Preload {
-        self.preload.as_ref().expect("this fault has a disk")
+        self.preload.as_ref().expect("this fault preloads the library")
     }
 
     pub fn postgres(&self) -> &Postgres {
-        self.postgres.as_ref().expect("this fault has a disk")
+        self.postgres.as_ref().expect("this fault has its own cluster")
     }
 
-    /// Starts a stopped server again, and directs its clients to it.
+    /// Kills a server, if it still runs, and starts it again. Directs its clients to the new port.
     pub async fn restart(&mut self, number: usize) {
         self.servers[number].restart().await;
-        self.clients[number].set_target(port(&self.servers[number]));
+        self.client_links[number].set_target(port(&self.servers[number]));
     }
 
     /// Waits until every client has a response to a request sent after this call.

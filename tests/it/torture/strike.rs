@@ -1,4 +1,4 @@
-//! Injects and ends each fault.
+//! How each fault is injected and ended.
 
 use std::{path::Path, process::Command, time::Duration};
 
@@ -26,7 +26,7 @@ use super::{
 };
 use crate::support::{Client, DEADLINE, NetworkState, Random, eventually, http_get};
 
-/// Injects the fault and ends it. Returns the time, on the clients' clock, at which it was in effect.
+/// Injects a fault and ends it. Returns the time, on the clients' clock, from which the clients' waits are measured.
 pub async fn strike(kind: Kind, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
     match kind {
         Kill => {
@@ -75,7 +75,7 @@ pub async fn strike(kind: Kind, rig: &mut Rig, workload: &Workload, random: &mut
         SlowSync => {
             rig.preload().set(Field::SyncDelayMs, 500);
             let since = workload.now();
-            hits(rig, Field::SyncsDelayed, 3).await;
+            wait_for_injections(rig, Field::SyncsDelayed, 3).await;
             rig.preload().set(Field::SyncDelayMs, 0);
             since
         }
@@ -109,8 +109,8 @@ fn kill_backend(rig: &Rig) {
 
 fn links(rig: &Rig, side: LinkSide) -> Vec<&crate::support::Link> {
     match side {
-        ToClients => rig.clients.iter().collect(),
-        ToDatabase => rig.database.iter().collect(),
+        ToClients => rig.client_links.iter().collect(),
+        ToDatabase => rig.database_link.iter().collect(),
     }
 }
 
@@ -130,16 +130,16 @@ async fn for_two_seconds(rig: &Rig, side: LinkSide, network: NetworkState, workl
     since
 }
 
-/// Returns a write in addition to the workload.
+/// Returns a write that is not part of the workload.
 fn probe() -> PutRequest {
     PutRequest { key: "probe".into(), value: format!("{:<400}", 1).into(), ..Default::default() }
 }
 
-/// Time that etcd runs on a full disk before it detects the condition.
+/// Time after which etcd counts as affected by a full disk, although it still accepts writes.
 const ETCD_FULL_NANOS: u64 = 3_000_000_000;
 
-/// Fills the disk until a write is refused: on SQLite with a definite error, while reads continue and the process
-/// lives.
+/// Fills the disk and waits until a write is refused. On SQLite the error must state that nothing was written, reads
+/// must continue, and the process must not end.
 async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
     let endpoint = rig.server().endpoint().to_owned();
     let pid = rig.server().pid();
@@ -154,7 +154,7 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
             Err(status) if status.code() == Code::ResourceExhausted => Ok(Some(status.message().to_owned())),
             // Postgres may be restarting.
             Err(_) if rig.target == Target::Postgres => Ok(None),
-            // etcd preallocates its WAL.
+            // etcd has preallocated its WAL, so it can write for some time.
             Ok(_) if rig.target == Target::Etcd && workload.now() - since > ETCD_FULL_NANOS => Ok(None),
             other => Err(format!("{other:?}; it logged {}", rig.servers[0].log_tail())),
         }
@@ -181,29 +181,29 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
     since
 }
 
-/// Waits until the preloaded library has injected `more` additional failures.
-async fn hits(rig: &mut Rig, field: Field, more: i64) {
+/// Waits until the preloaded library has injected `more` additional failures or delays.
+async fn wait_for_injections(rig: &mut Rig, field: Field, more: i64) {
     let before = rig.preload().get(field);
     let Rig { preload, servers, .. } = rig;
-    let (preload, server) = (preload.as_ref().expect("this fault has a disk"), &mut servers[0]);
+    let (preload, server) = (preload.as_ref().expect("this fault preloads the library"), &mut servers[0]);
     eventually("the fault", || {
         assert!(server.runs(), "the server ended by itself; it logged:\n{}", server.log_tail());
-        let hits = preload.get(field) - before;
-        std::future::ready(if hits >= more { Ok(()) } else { Err((field, hits)) })
+        let injected = preload.get(field) - before;
+        std::future::ready(if injected >= more { Ok(()) } else { Err((field, injected)) })
     })
     .await;
 }
 
-/// The kernel reports a failed write once and discards the data, so a later successful sync does not mean that the data
-/// is on the disk. A power cut shows whether the server relied on it.
+/// The kernel reports a failed write to the disk only once and discards the data, so the next sync can succeed although
+/// the data is not on the disk. A power cut shows whether the server relied on such a sync.
 async fn fail_syncs(files: i64, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
     rig.preload().set(Field::WriteBack, random.between(0, 50));
     rig.preload().set(Field::SyncErrno, EIO);
     rig.preload().set(Field::SyncFiles, files);
     let since = workload.now();
-    // Syncs of the database are rare and may be the only fault of a run. The second one fails, because by then the log
-    // reports the first.
-    hits(rig, Field::SyncsFailed, if files == WAL { random.between(1, 6) } else { 2 }).await;
+    // Syncs of the database are rare, and a test may inject this fault only once. When the second sync fails, the
+    // server has logged the failure of the first, which the test expects.
+    wait_for_injections(rig, Field::SyncsFailed, if files == WAL { random.between(1, 6) } else { 2 }).await;
     if random.chance(50) {
         rig.preload().set(Field::SyncFiles, 0);
         if random.chance(50) {
@@ -222,7 +222,7 @@ async fn fail_writes(files: i64, errno: i64, rig: &mut Rig, workload: &Workload)
     rig.preload().set(Field::WriteErrno, errno);
     rig.preload().set(Field::WriteFiles, files);
     let since = workload.now();
-    hits(rig, Field::WritesFailed, 3).await;
+    wait_for_injections(rig, Field::WritesFailed, 3).await;
     rig.preload().set(Field::WriteFiles, 0);
     assert_eq!(rig.server().pid(), pid);
     since
@@ -231,7 +231,8 @@ async fn fail_writes(files: i64, errno: i64, rig: &mut Rig, workload: &Workload)
 const SHORT_TTL_SECS: i64 = 3;
 const LONG_TTL_SECS: i64 = 60;
 
-/// A lease that is kept alive survives both clock jumps, and one that is not expires on time, with its key.
+/// Lets the clock jump and jump back. A lease that is kept alive must survive both jumps; a lease that is not kept
+/// alive must expire, with its key.
 async fn jump(secs: i64, rig: &mut Rig) {
     let mut client = Client::connect(rig.server().endpoint()).await;
     let mut leases = Vec::new();
@@ -245,14 +246,14 @@ async fn jump(secs: i64, rig: &mut Rig) {
     let before = rig.preload().get(Field::ClocksShifted);
     for offset in [secs, 0] {
         rig.preload().set(Field::ClockSecs, offset);
-        // Requests an HTTP/1 response, whose Date header needs the wall clock; without such a request the server may
-        // never read it.
+        // The Date header of an HTTP/1 response needs the wall clock; without this request the server may never read
+        // the clock.
         assert!(http_get(rig.server().endpoint(), "/version").await.header("date").is_some());
         let ttl = keep_alive(&mut client, leases[1]).await;
-        assert_eq!(ttl, LONG_TTL_SECS, "the lease stays live when the clock is off by {offset} s");
+        assert_eq!(ttl, LONG_TTL_SECS, "the lease exists when the clock is off by {offset} s");
         assert!(has_key(&mut client, LONG_TTL_SECS).await, "its key exists when the clock is off by {offset} s");
     }
-    eventually("the end of the other lease", async || {
+    eventually("the end of the lease that is not kept alive", async || {
         let left = LeaseTimeToLiveRequest { id: leases[0], keys: false };
         let left = client.clone().lease.lease_time_to_live(left).await.map_err(|status| status.to_string())?;
         match left.into_inner().ttl {
@@ -276,7 +277,7 @@ async fn has_key(client: &mut Client, ttl: i64) -> bool {
     client.kv.range(range).await.expect("a range").into_inner().count == 1
 }
 
-/// The limit of file descriptors, below the number in use; open descriptors stay open.
+/// The limit of file descriptors. It is below the number in use: open descriptors stay open, but no new one is allowed.
 const DESCRIPTORS: &str = "8";
 
 async fn exhaust_descriptors(rig: &mut Rig, workload: &Workload) -> u64 {
@@ -314,7 +315,7 @@ async fn demand_memory(endpoint: &str) {
 const LARGE_BYTES: usize = 1_400_000;
 const LARGE_REQUESTS: usize = 48;
 
-/// The process ends, because it cannot continue without memory, and is started again.
+/// Limits the server's memory until its process ends, and starts it again. A process without memory cannot continue.
 async fn exhaust_memory(rig: &mut Rig, workload: &Workload) -> u64 {
     limit(rig.server(), "as", "1048576");
     let endpoint = rig.server().endpoint().to_owned();

@@ -1,9 +1,9 @@
 //! The clients of a run and the responses that they received.
 //!
 //! Half of the clients are those of the linearizability test: they put, swap, read and delete a few shared keys. The
-//! others write their own keys, one write at a time; every third write is a transaction of two keys. All clients handle
-//! errors as etcd's clients do: a read is retried, a write that may have been applied is not, and a broken connection
-//! is replaced by one to the next endpoint. A watcher receives all events.
+//! others write their own keys, one write at a time; every third write is a transaction of two keys. No client repeats
+//! a failed request: after an error it connects to the next endpoint, as etcd's clients do, and sends another request.
+//! A watcher receives all events.
 
 use std::{
     sync::{Arc, Mutex, atomic::Ordering},
@@ -28,16 +28,16 @@ use crate::{
 
 const SHARING_CLIENTS: usize = 4;
 const LOAD_CLIENTS: usize = 4;
-/// Length of a value; its content is a number, padded.
+/// Length of a value, which is a number padded with spaces.
 const VALUE_BYTES: usize = 400;
 
 /// The outcome of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     Written(i64),
-    /// It must not have been applied.
+    /// The write must not have been applied.
     Refused,
-    /// It may have been applied.
+    /// The write may have been applied.
     Unknown,
 }
 
@@ -85,10 +85,10 @@ impl Workload {
             sharing.push(tokio::spawn(client.run(stopped.clone())));
         }
         for number in 0..LOAD_CLIENTS {
-            let noted = Progress::default();
-            progress.push(Arc::clone(&noted));
+            let own_progress = Progress::default();
+            progress.push(Arc::clone(&own_progress));
             let writer =
-                Writer { number, endpoint: number, endpoints: Arc::clone(&endpoints), started, progress: noted };
+                Writer { number, endpoint: number, endpoints: Arc::clone(&endpoints), started, progress: own_progress };
             load.push(tokio::spawn(writer.run(stopped.clone())));
         }
         let watcher = tokio::spawn(Watcher::new(0, Arc::clone(&endpoints)).run(ends));
@@ -100,7 +100,7 @@ impl Workload {
         nanoseconds(self.started.elapsed())
     }
 
-    /// Returns the number of clients with a response to a request that was sent at `since` or later.
+    /// Returns the number of clients with a response to a request that was sent after `since`.
     pub fn recovered_since(&self, since: u64) -> usize {
         self.progress.iter().filter(|progress| progress.load(Ordering::Relaxed) > since).count()
     }
@@ -113,7 +113,7 @@ impl Workload {
         &self.endpoints
     }
 
-    /// Stops the clients, and the watcher once it has received everything.
+    /// Stops the clients, and stops the watcher when it has received all events.
     pub async fn finish(self) -> Seen {
         self.stop.send_replace(true);
         let (mut shared, mut load) = (Vec::new(), Vec::new());
@@ -131,7 +131,7 @@ impl Workload {
 }
 
 impl Seen {
-    /// Returns for each client the time from `since` to its first response to a request sent after `since`.
+    /// Returns, for each client, the time from `since` to its first response to a request sent after `since`.
     pub fn waits(&self, since: u64) -> Vec<Duration> {
         let shared = self.shared.iter().map(|entries| first_end(entries.iter().map(Entry::span), since));
         let load = self.load.iter().map(|writes| {
@@ -150,7 +150,7 @@ fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).expect("a run is shorter than centuries")
 }
 
-/// One client that writes its own keys.
+/// A client that writes its own keys.
 struct Writer {
     number: usize,
     endpoint: usize,
@@ -188,7 +188,8 @@ impl Writer {
             }
             let outcome = match answer.unwrap_or(Err(Failure::Unknown)) {
                 Ok(revision) => {
-                    // A transaction uses a different code path from a put: a client has recovered when both succeed.
+                    // A client counts as recovered only when a transaction succeeds, because its code path differs from
+                    // that of the puts before it.
                     if keys.len() > 1 {
                         self.progress.store(began, Ordering::Relaxed);
                     }

@@ -18,12 +18,13 @@ pub struct Step {
     pub load: Load,
     pub title: String,
     pub metrics: Vec<Metric>,
-    /// Factor of the usual duration of a load.
+    /// Duration of the load as a multiple of the usual duration.
     pub duration_factor: u32,
 }
 
 pub enum Load {
-    /// Runs `orlop bench` with these arguments. Unless they contain a limit, the load runs for the usual duration.
+    /// Runs `orlop bench` with these arguments. Unless they contain a limit, the load runs for the usual duration:
+    /// `--duration` of the comparison.
     Bench(String),
     /// Restarts the server with its data.
     Restart,
@@ -137,7 +138,7 @@ pub fn all() -> Vec<Group> {
     groups
 }
 
-/// Numbers of clients of the puts and creates, and the targets for puts of 256 B.
+/// Numbers of clients of the puts and creates, and the throughput targets for puts of 256 B.
 const CLIENTS: [(usize, Option<PerformanceTarget>); 5] = [
     (1, Some(PerformanceTarget::EtcdRatio(1.2, 1.0))),
     (16, None),
@@ -146,7 +147,7 @@ const CLIENTS: [(usize, Option<PerformanceTarget>); 5] = [
     (1024, Some(PerformanceTarget::EtcdRatio(2.0, 1.7))),
 ];
 
-/// Bytes in flight from which a load needs more than the usual duration, so that each client is answered several times.
+/// Minimum bytes in flight of a load that runs longer than usual, so that each client completes several operations.
 const LONG_LOAD_BYTES_MIN: usize = 64 << 20;
 
 fn write_group(
@@ -207,7 +208,7 @@ fn gets() -> Group {
     Group::new("get", "Gets, 256 B", steps)
 }
 
-/// In the groups named `tenth`, the cache holds a tenth of the data.
+/// In the groups whose names end with `tenth`, the cache holds a tenth of the data.
 fn lists() -> Vec<Group> {
     let small = Lists { title: "Lists, 10,000 x 1 KiB", load: "range --keys 10000 --value-size 1024", limits: "" };
     let large = Lists {
@@ -231,7 +232,7 @@ fn lists() -> Vec<Group> {
 struct Lists {
     title: &'static str,
     load: &'static str,
-    /// Limits of a load other than the usual duration.
+    /// Flags that limit the load; empty for the usual duration.
     limits: &'static str,
 }
 

@@ -38,18 +38,18 @@ pub fn draw(results: &Results, folder: &Path) -> Result<Vec<(&'static str, &'sta
     draw_lines("put-256b", Source::PerSec("put"), "puts.svg", "Puts of 256 B", "puts/s")?;
     draw_lines("put-256b", Source::P99("put"), "puts-p99.svg", "p99 of puts of 256 B", "ms")?;
     draw_lines("create-256b", Source::PerSec("create-txn"), "creates.svg", "Creates of 256 B", "creates/s")?;
-    let rated: Vec<&Row> = results
+    let rows_with_target: Vec<&Row> = results
         .tables
         .iter()
         .flat_map(|table| &table.rows)
         .filter(|row| row.metric.target.is_some() && row.metric.source.is_higher_better() && row.cells.len() > 1)
         .collect();
-    if rated
+    if rows_with_target
         .iter()
         .any(|row| row.ratio_to_etcd(ServerKind::Sqlite).or(row.ratio_to_etcd(ServerKind::Postgres)).is_some())
     {
         drawn.push(("times-etcd.svg", "Throughput relative to etcd"));
-        draw_ratios(&rated, &folder.join("times-etcd.svg"))?;
+        draw_ratios(&rows_with_target, &folder.join("times-etcd.svg"))?;
     }
     Ok(drawn)
 }
@@ -85,9 +85,9 @@ fn draw_by_clients(table: &Table, source: Source, file: &Path, title: &str, unit
         let style = color(server).stroke_width(2);
         chart.draw_series(LineSeries::new(points.clone(), style)).map_err(plot_error)?;
         let dots = points.into_iter().map(|point| Circle::new(point, 3, color(server).filled()));
-        let key = chart.draw_series(dots).map_err(plot_error)?;
+        let series = chart.draw_series(dots).map_err(plot_error)?;
         debug_assert!(number < 3, "each server has a color");
-        key.label(server.name()).legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
+        series.label(server.name()).legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
     }
     draw_legend(&mut chart, SeriesLabelPosition::UpperLeft)?;
     root.present().map_err(plot_error)
@@ -126,9 +126,9 @@ fn draw_ratios(rows: &[&Row], file: &Path) -> Result<(), Error> {
             Some(Rectangle::new([(1.0, top - 0.34), (row.ratio_to_etcd(server)?, top)], color(server).filled()))
         };
         let bars: Vec<_> = rows.iter().rev().zip(0_u32..).filter_map(bar).collect();
-        let key = chart.draw_series(bars).map_err(plot_error)?;
+        let series = chart.draw_series(bars).map_err(plot_error)?;
         let fill = color(server).filled();
-        key.label(server.name()).legend(move |(x, y)| Rectangle::new([(x, y - 4), (x + 18, y + 4)], fill));
+        series.label(server.name()).legend(move |(x, y)| Rectangle::new([(x, y - 4), (x + 18, y + 4)], fill));
     }
     let etcd = [(1.0, -0.5), (1.0, rows.len() as f64 - 0.5)];
     chart.draw_series(LineSeries::new(etcd, BLACK.stroke_width(1))).map_err(plot_error)?;

@@ -1,4 +1,4 @@
-//! A private Postgres cluster with the settings of initdb, which include synchronous commits.
+//! A temporary Postgres cluster with initdb's default settings, which include synchronous commits.
 
 use std::{
     fs,
@@ -16,7 +16,7 @@ use tokio::{
 use super::process::{find_in_path, free_port, run, stop};
 use crate::error::Error;
 
-/// User that Postgres runs as if this process runs as root. Postgres refuses to run as root.
+/// The user of the Postgres processes when this process runs as root. Postgres refuses to run as root.
 const USER: &str = "postgres";
 
 /// Maximum time until Postgres accepts connections.
@@ -31,7 +31,7 @@ pub struct Postgres {
 
 impl Postgres {
     /// Creates a cluster in the directory, which must not exist, and starts it.
-    pub async fn start(programs: &Path, folder: &Path, settings_more: &[String]) -> Result<Self, Error> {
+    pub async fn start(programs: &Path, folder: &Path, extra_settings: &[String]) -> Result<Self, Error> {
         fs::create_dir(folder)?;
         let is_root = procfs::process::Process::myself().and_then(|own| own.uid()).is_ok_and(|uid| uid == 0);
         if is_root {
@@ -52,7 +52,7 @@ impl Postgres {
         let process = as_user(is_root, &programs.join("postgres"))
             .arg("-D")
             .arg(&data)
-            .args(settings.iter().chain(settings_more).flat_map(|setting| ["-c", setting]))
+            .args(settings.iter().chain(extra_settings).flat_map(|setting| ["-c", setting]))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -60,6 +60,7 @@ impl Postgres {
             .spawn()?;
         let cluster = Self { programs: programs.to_owned(), process, port, databases: AtomicU32::new(0) };
         cluster.wait_until_ready().await?;
+        // Writes enough WAL to create the segments that are recycled later.
         for sql in ["CREATE TABLE warm AS SELECT repeat('x', 1000) FROM generate_series(1, 500000)", "DROP TABLE warm"]
         {
             cluster.psql(sql).await?;
@@ -80,7 +81,7 @@ impl Postgres {
         self.psql(&format!("DROP DATABASE {name} WITH (FORCE)")).await
     }
 
-    /// Returns the CPU time of the server and all of its processes, including those that have ended.
+    /// Returns the CPU time of all processes of the cluster in clock ticks, including processes that have ended.
     pub fn cpu_ticks(&self) -> Result<u64, procfs::ProcError> {
         let Some(id) = self.process.id().and_then(|id| i32::try_from(id).ok()) else { return Ok(0) };
         let own = procfs::process::Process::new(id)?.stat()?;
@@ -90,7 +91,7 @@ impl Postgres {
         Ok(own.utime + own.stime + ended + running)
     }
 
-    /// Returns the anonymous memory of the server's processes, which excludes shared memory.
+    /// Returns the anonymous memory of all processes of the cluster, which does not include shared memory.
     pub fn memory_bytes(&self) -> Result<u64, procfs::ProcError> {
         let Some(id) = self.process.id().and_then(|id| i32::try_from(id).ok()) else { return Ok(0) };
         let statuses = procfs::process::all_processes()?.filter_map(|process| process.ok()?.status().ok());
@@ -136,7 +137,7 @@ impl Postgres {
     }
 }
 
-/// Returns the directory of the programs: the given one, that of initdb in PATH, or that of Debian's newest version.
+/// Returns the directory of the programs: the given one, that of initdb in PATH, or that of a Debian package.
 pub fn find_programs(given: Option<&Path>) -> Result<PathBuf, Error> {
     if let Some(folder) = given {
         return Ok(folder.to_owned());
@@ -149,8 +150,7 @@ pub fn find_programs(given: Option<&Path>) -> Result<PathBuf, Error> {
     let initdb = in_path.or_else(debian);
     let folder = initdb.as_deref().and_then(Path::parent).map(Path::to_owned);
     folder.ok_or_else(|| {
-        let text =
-            "no initdb in PATH: install Postgres, use --postgres-programs, or omit it with --servers etcd,sqlite";
+        let text = "no initdb in PATH: install Postgres, use --postgres-programs, or do not select postgres";
         Error::Flags(text.to_owned())
     })
 }

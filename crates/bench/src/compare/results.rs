@@ -23,7 +23,7 @@ pub struct Trial {
 #[derive(Debug, Default, Serialize)]
 pub struct Results {
     pub tables: Vec<Table>,
-    /// Number of repetitions of trials because the machine was slow.
+    /// Number of repetitions, after trials during which the machine was slow.
     pub repeated_trials: usize,
     /// Time spent on repetitions, estimated from the first trials.
     #[serde(skip)]
@@ -72,7 +72,8 @@ impl Results {
                 servers.push(*kind);
             }
         }
-        let of = |server: ServerKind| trials.iter().filter(move |(kind, _)| *kind == server).map(|(_, trial)| trial);
+        let trials_of =
+            |server: ServerKind| trials.iter().filter(move |(kind, _)| *kind == server).map(|(_, trial)| trial);
         let rows =
             group.steps.iter().enumerate().flat_map(|(step, load)| {
                 load.metrics.iter().enumerate().map(move |(at, metric)| (step, at, load, metric))
@@ -85,7 +86,7 @@ impl Results {
                 .iter()
                 .map(|server| Cell {
                     server: *server,
-                    samples: of(*server).map(|trial| trial.steps[step][at]).collect(),
+                    samples: trials_of(*server).map(|trial| trial.steps[step][at]).collect(),
                 })
                 .collect(),
         });

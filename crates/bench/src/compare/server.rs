@@ -167,7 +167,7 @@ impl<'a> Server<'a> {
     }
 }
 
-/// Returns the total size of the files. Files that are deleted meanwhile are not counted.
+/// Returns the total size of the files below the directory. Files that are deleted meanwhile are not counted.
 fn bytes_below(folder: &Path) -> u64 {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let bytes = entries.map(|entry| match entry.metadata() {

@@ -20,7 +20,7 @@ pub struct TestBed {
     folder: TempDir,
     pub etcd: Option<PathBuf>,
     pub postgres: Option<Postgres>,
-    /// Versions of etcd and Postgres, if they are used.
+    /// Versions of etcd and Postgres, as far as they are used.
     pub versions: Vec<String>,
 }
 
@@ -74,7 +74,7 @@ fn find_etcd(given: Option<&Path>) -> Result<PathBuf, Error> {
     let fetched = || Some(PathBuf::from("target/tools/etcd/usr/bin/etcd")).filter(|path| path.is_file());
     let found = given.map(Path::to_owned).or_else(fetched).or_else(|| find_in_path("etcd"));
     found.ok_or_else(|| {
-        let text = "no etcd in PATH: run scripts/fetch-etcd, use --etcd, or omit it with --servers sqlite,postgres";
+        let text = "no etcd in PATH: run scripts/fetch-etcd, use --etcd, or do not select etcd with --servers";
         Error::Flags(text.to_owned())
     })
 }

@@ -1,4 +1,4 @@
-//! Short-lived clients, each with its own connection. They expose resources that the server does not release.
+//! Short-lived clients, each with its own connection. They reveal resources that the server does not release.
 
 use std::{sync::Arc, time::Duration};
 
@@ -43,13 +43,13 @@ enum Visit {
     DropsWatches,
     /// Disconnects while its watch receives old revisions.
     DropsCatchUp,
-    /// Revokes its lease, to which a key is attached.
+    /// Creates a lease, attaches a key, renews the lease once and revokes it.
     RevokesLease,
-    /// Lets its lease expire, to which a key is attached.
+    /// Creates a lease, attaches a key and disconnects, so that the lease expires.
     AbandonsLease,
     /// Cancels a Range request.
     CancelsRange,
-    /// Waits for a lock that another client has, and cancels the request.
+    /// Waits for a lock that another lease holds, and cancels the request.
     CancelsLock,
 }
 
@@ -100,7 +100,7 @@ impl Visit {
             Self::DropsWatches => create_watches(&mut client, vec![watch(PODS, 0); 5]).await.map(drop),
             Self::DropsCatchUp => {
                 let current = bench.keys.revision(&client).await.map_err(|error| Status::unknown(error.to_string()))?;
-                // Recent enough that it is not compacted.
+                // The revision is recent enough that it is not compacted.
                 let mut responses = create_watches(&mut client, vec![watch(PODS, (current - 50).max(1))]).await?;
                 responses.message().await.map(drop)
             }
@@ -114,7 +114,7 @@ impl Visit {
             Self::CancelsRange => {
                 let (key, range_end) = bench.keys.range();
                 let range = RangeRequest { key, range_end, limit: 500, ..RangeRequest::default() };
-                // The timeout is expected.
+                // The timeout cancels the request; it is not an error.
                 timeout(CANCEL_AFTER, client.range(range)).await.map_or(Ok(()), |response| response.map(drop))
             }
             Self::CancelsLock => cancel_lock(&client).await,
@@ -138,7 +138,7 @@ async fn cancel_watch(mut client: Client, creates: [WatchCreateRequest; 2]) -> R
             None => return Err(Status::aborted("the watch stream ended")),
         }
     }
-    // The response stream stays open after the last request, until the client drops it.
+    // The request stream ends first. The response stream stays open until the client drops it.
     drop(requests);
     drop(responses);
     client.get("/health").await.map(drop)

@@ -24,7 +24,7 @@ pub struct Metric {
     /// Whether the metric counts resources of clients, which must be released when the clients disconnect.
     pub is_client_resource: bool,
     pub aggregate: Aggregate,
-    /// Rise that is allowed in any case, in the unit of the metric. The larger of the two bounds applies.
+    /// Allowed rise in the unit of the metric. The larger of this bound and `rise_allowed_share` applies.
     pub rise_allowed: f64,
     /// Allowed rise as a share of the value at the start.
     pub rise_allowed_share: f64,
@@ -55,6 +55,7 @@ pub enum Aggregate {
     Mean,
 }
 
+/// Factor that converts bytes to MiB.
 const MIB: f64 = 1.0 / 1_048_576.0;
 
 /// All metrics. The allowed rises are twice the rises that a debug build without leaks showed in five minutes on a busy
@@ -196,7 +197,7 @@ impl<'a> MetricsReader<'a> {
     }
 }
 
-/// Returns the load average over one minute. It is not judged; it shows the other load of the machine.
+/// Returns the load average over one minute. It is not judged; it shows how busy the machine was.
 fn machine_load() -> Option<f64> {
     std::fs::read_to_string("/proc/loadavg").ok()?.split(' ').next()?.parse().ok()
 }

@@ -91,7 +91,8 @@ fn line(report: &SoakReport, result: &ServerResult, metric: &Metric) -> Vec<(f64
     points.into_iter().map(|(secs, value)| (secs / 60.0, value)).collect()
 }
 
-/// Returns the server kind, for the color. A server that was running before has the color of etcd.
+/// Returns the server kind, for the color. A server that the test has not started has the
+/// color of etcd.
 fn kind(result: &ServerResult) -> ServerKind {
     [ServerKind::Sqlite, ServerKind::Postgres]
         .into_iter()

@@ -30,7 +30,7 @@ use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, SnapshotRequest
 /// Number of short-lived clients per second.
 const CHURN_PER_SEC: f64 = 4.0;
 
-/// Maximum time until the server releases the resources of disconnected clients, including the longest lease.
+/// Maximum time until the server has released the resources of disconnected clients. All leases expire within it.
 const RELEASE_TIME_MAX: Duration = Duration::from_secs(60);
 
 const RELEASE_POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -144,7 +144,8 @@ impl<'a> ServerRun<'a> {
     }
 }
 
-/// Waits until the server has released the resources of all clients. Returns those that it still has after the timeout.
+/// Waits until the server has released the resources of all clients. Returns those that it still has after
+/// the timeout.
 async fn wait_for_release(
     metrics: &MetricsReader<'_>,
     before: &Sample,
@@ -167,8 +168,8 @@ fn incompressible_value(len: usize) -> Bytes {
     blocks.take(len).collect()
 }
 
-/// Runs the operations of one client at fixed intervals. If an operation takes longer, the next ones are skipped:
-/// otherwise a machine that is too slow for the rate would build up a queue, and its length would count as latency.
+/// Runs the operations of one client at fixed intervals. If an operation takes longer than the interval, the missed
+/// operations are skipped: otherwise the client would make up for them at a higher rate than the configured one.
 async fn operate(mut mix: OperationMix, first: Instant, interval: Duration, stats: Arc<Stats>) {
     let mut due = interval_at(first, interval);
     due.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -208,7 +209,7 @@ async fn compact(bench: Arc<Bench>, schedule: Schedule, stats: Arc<Stats>) {
         while let Some((_, revision)) = recorded.pop_front_if(|(at, _)| now - *at >= schedule.compact_delay) {
             old = Some(revision);
         }
-        // `None` if nothing was written since the last compaction.
+        // `None` if no recorded revision is old enough, or if nothing was written since the last compaction.
         let Some(revision) = old.filter(|revision| *revision > compacted) else { continue };
         compacted = revision;
         match client.kv.clone().compact(CompactionRequest { revision, physical: false }).await {

@@ -1,7 +1,8 @@
 //! Decides whether a metric rises.
 //!
-//! The first third of a test is ignored: in it the server fills its caches, the history up to the compact revision, and
-//! the free space that Postgres's vacuum leaves in the tables. The rest is divided into periods of one compaction each.
+//! The first third of a test is ignored: until then the caches fill, and the history since the compact revision and the
+//! free space that Postgres's vacuum leaves in the tables grow to their steady sizes. The rest is divided into periods
+//! between two compactions.
 //! The samples of a period are aggregated to one value ([`Aggregate`]). The trend line is the Theil-Sen estimator: its
 //! slope is the median of the slopes between all pairs of periods, and outliers in up to 29 % of the periods do not
 //! affect it. The rise of this line from the first to the last period is compared with the allowed rise. The longer the
@@ -12,7 +13,7 @@ use serde::Serialize;
 use super::metrics::{Aggregate, METRICS, Metric, Sample};
 use crate::report::rounded;
 
-/// Minimum length of the ignored part: most metrics rise while a server starts.
+/// Minimum length of the ignored part; a shorter test is not judged. Most metrics rise while a server starts.
 const STARTUP_SECS_MIN: f64 = 30.0;
 /// Minimum number of periods for a verdict.
 const PERIODS_MIN: usize = 6;
@@ -38,7 +39,7 @@ pub struct Verdict {
     pub is_flat: bool,
 }
 
-/// Returns the verdicts in the order of the metrics. Metrics with too few samples have none.
+/// Returns the verdicts in the order of the metrics. Metrics with too few samples have no verdict.
 pub fn judge(samples: &[Sample], period_secs: f64) -> Vec<Verdict> {
     METRICS.iter().filter_map(|metric| judge_one(metric, samples, period_secs)).collect()
 }

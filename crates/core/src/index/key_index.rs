@@ -13,7 +13,7 @@
 //! reads as absent at 1, as version 1 at 2 and 3, as version 2 at 4, as absent at 5 and 6, as version 1 at 7 and 8, and
 //! as version 2 from 9 on. Most keys have one version, so the newest is stored inline and the rest behind one pointer.
 
-use super::{Claim, ClaimKind};
+use super::{RowKind, ValidatedColumns};
 use crate::types::{Change, ChangeKind, LeaseId, Revision, RowId, Version};
 
 /// The state of a live key at a revision.
@@ -56,10 +56,10 @@ struct Newest {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 struct History {
     /// Closed generations, oldest first. While the newest row is a tombstone, the last generation ends with that
-    /// tombstone. There is no history if a compaction left only such a tombstone.
+    /// tombstone. If a compaction removed all rows except that tombstone, `KeyIndex::history` is `None`.
     closed: Vec<Generation>,
-    /// The puts of the open generation before the newest one, oldest first; their versions count down from the newest
-    /// version.
+    /// The puts of the open generation except the newest, oldest first. Versions are consecutive, so only the newest
+    /// put's version is stored.
     earlier: Vec<RowId>,
 }
 
@@ -68,7 +68,7 @@ struct Generation {
     create_revision: Revision,
     /// The version of `puts[0]`: 1 until a compaction removes the first put.
     first_version: i64,
-    /// May be empty after a compaction at exactly the tombstone.
+    /// Empty after a compaction at exactly the revision of the tombstone.
     puts: Vec<RowId>,
     tombstone: RowId,
 }
@@ -88,7 +88,7 @@ impl KeyIndex {
             self.history.get_or_insert_default().earlier.push(self.newest.row);
         } else if self.history.is_none() {
             // Only a tombstone at the compact revision was left. Its row stays in the log until the next compaction.
-            self.history.get_or_insert_default().closed.push(Generation::only(self.newest.row));
+            self.history.get_or_insert_default().closed.push(Generation::only_tombstone(self.newest.row));
         }
         let lease = LeaseId::to_wire(lease);
         self.newest = Newest { row, create_revision, version, lease };
@@ -119,13 +119,18 @@ impl KeyIndex {
         }
     }
 
-    /// Returns the claim of the newest row, for checking `next`. The index does not store `prev_revision`; the claim
-    /// copies it from `next`, so this column is not checked within one transaction.
-    pub(super) fn claim(&self, next: &Claim) -> Claim {
+    /// Returns the columns of the newest row, for validating `next`. The index does not store `prev_revision`, so that
+    /// column is copied from `next`. Therefore a wrong `prev_revision` is not detected if both rows are of one
+    /// transaction.
+    pub(super) fn newest_columns(&self, next: &ValidatedColumns) -> ValidatedColumns {
         let Newest { row, create_revision, version, .. } = self.newest;
-        let kind =
-            if self.newest.is_tombstone() { ClaimKind::Delete } else { ClaimKind::Put { create_revision, version } };
-        Claim { row, kind, prev_revision: next.prev_revision }
+        let kind = if self.newest.is_tombstone() { RowKind::Delete } else { RowKind::Put { create_revision, version } };
+        ValidatedColumns { row, kind, prev_revision: next.prev_revision }
+    }
+
+    /// Returns whether the key exists at the head.
+    pub(super) fn is_live(&self) -> bool {
+        !self.newest.is_tombstone()
     }
 
     pub(super) fn at(&self, at: Revision) -> Option<Entry> {
@@ -139,7 +144,7 @@ impl KeyIndex {
 
     /// Removes the rows that no read at or above `revision` needs. Of the rows at or below `revision`, reads need only
     /// the newest, and not even that one if it is a tombstone below `revision`. Every row of exactly `revision` stays,
-    /// because a watch may start there and because the log's head is the first row of its newest revision.
+    /// because a watch may start there and because the log reads its head from the first row of the newest revision.
     pub(super) fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) -> Fate {
         if self.has_row_at(revision) {
             self.drop_before(revision, removed);
@@ -250,7 +255,7 @@ impl History {
             removed.extend(generation.puts.drain(..older));
             generation.first_version += older as i64;
             if generation.puts.is_empty() {
-                *generation = Generation::only(generation.tombstone);
+                *generation = Generation::only_tombstone(generation.tombstone);
             }
         }
     }
@@ -263,9 +268,10 @@ impl History {
             removed.extend(self.closed.drain(..).flat_map(Generation::into_rows));
             return;
         }
-        // The newest generation that began at or below the revision contains the last row to keep; older generations
-        // are removed.
-        let Some(pivot) = self.closed.iter().rposition(|generation| generation.exists_at(revision)) else { return };
+        // Of the generations that start at or below the revision, only the newest can contain rows to keep.
+        let Some(pivot) = self.closed.iter().rposition(|generation| generation.starts_at_or_below(revision)) else {
+            return;
+        };
         removed.extend(self.closed.drain(..pivot).flat_map(Generation::into_rows));
         let generation = &mut self.closed[0];
         if generation.tombstone.revision < revision {
@@ -279,12 +285,12 @@ impl History {
 }
 
 impl Generation {
-    /// Returns the generation that a compaction at exactly the tombstone leaves.
-    fn only(tombstone: RowId) -> Self {
+    /// Returns the generation that remains after a compaction at exactly the revision of its tombstone.
+    fn only_tombstone(tombstone: RowId) -> Self {
         Self { create_revision: Revision(0), first_version: 1, puts: Vec::new(), tombstone }
     }
 
-    fn exists_at(&self, revision: Revision) -> bool {
+    fn starts_at_or_below(&self, revision: Revision) -> bool {
         self.puts.first().unwrap_or(&self.tombstone).revision <= revision
     }
 
@@ -378,19 +384,17 @@ mod tests {
 
     #[test]
     fn deleted_key_is_removed_once_its_tombstone_is_below_the_compaction() {
-        for (revision, fate, expected) in [(4, Fate::Keep, 0), (5, Fate::Keep, 2), (6, Fate::Drop, 3)] {
+        for (revision, fate, expected) in [(4, Fate::Keep, 1), (5, Fate::Keep, 2), (6, Fate::Drop, 3)] {
             let mut key = KeyIndex::created(row(2), Revision(2), 1, None);
             key.put(row(3), Revision(2), 2, None);
             key.delete(row(5));
             let mut removed = Vec::new();
             let kept = key.compact(Revision(revision), &mut removed);
-            // At 4, the put at 3 supersedes the put at 2.
-            let expected = if revision == 4 { 1 } else { expected };
             assert_eq!((kept, removed.len()), (fate, expected), "compacted at {revision}");
         }
     }
 
-    /// The tombstone stays because a watch may start at its revision, even after later writes and a restart.
+    /// The tombstone stays, even after later writes and a restart, because a watch may start at its revision.
     #[test]
     fn tombstone_at_the_compact_revision_is_removed_by_the_next_compaction() {
         let mut compacted = KeyIndex::created(row(2), Revision(2), 1, None);

@@ -16,8 +16,8 @@ use crate::types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId,
 
 const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "ba", "c"];
 
-/// An operation of a transaction. A transaction may delete a key and put it again, or put it and delete it with all
-/// keys, but not put it twice.
+/// One or two operations on a key. As in etcd, a transaction may delete a key and then put it, or put it and then
+/// delete it (with a range to the end of the key space), but not put it twice.
 #[derive(Clone, Copy, Debug)]
 enum Op {
     Put { key: usize, lease: i64 },
@@ -176,6 +176,7 @@ fn budgets() -> impl Strategy<Value = usize> {
 fn check_reads(index: &TreeIndex, model: &Model) -> Checked {
     prop_assert_eq!(index.head(), model.head());
     prop_assert_eq!(index.resolve(ReadAt::Latest), Ok(model.head()));
+    prop_assert_eq!(index.live(), model.range(&(Bound::Unbounded, Bound::Unbounded), model.head()).len());
     for at in (0..model.head().0 + 3).map(Revision) {
         prop_assert_eq!(index.resolve(ReadAt::Revision(at)), model.resolve(at), "resolving {}", at);
     }

@@ -8,11 +8,11 @@
 //! put(7)              version 1, create_revision 7, prev_revision 0
 //! ```
 //!
-//! All rows above the compact revision exist, so such a row must follow exactly. At or below the compact revision only
-//! the version that was live at that revision is certain to exist. A row there may follow a compacted row, and is valid
-//! if compacted rows can explain it.
+//! All rows above the compact revision exist, so such a row must follow exactly from the previous row. At or below the
+//! compact revision only the version that was live at that revision is certain to exist. A row there may follow a row
+//! that a compaction deleted, and is valid if some deleted rows would make it valid.
 //!
-//! Known limit: a wrong number below the compact revision is not detected if compacted rows can explain it.
+//! Known limit: at or below the compact revision, a wrong number is not detected if deleted rows could explain it.
 
 use std::fmt;
 
@@ -20,15 +20,15 @@ use crate::types::{Change, ChangeKind, Revision, RowId};
 
 /// The columns of a row that are validated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Claim {
+pub struct ValidatedColumns {
     pub row: RowId,
-    pub kind: ClaimKind,
+    pub kind: RowKind,
     /// The revision of the version that was live before the transaction; 0 if there was none.
     pub prev_revision: Revision,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ClaimKind {
+pub enum RowKind {
     Put { create_revision: Revision, version: i64 },
     Delete,
 }
@@ -43,7 +43,7 @@ pub enum Contradiction {
     },
     /// A delete of a key that does not exist.
     NothingToDelete,
-    /// The key is created although the version put at `since` was not deleted.
+    /// The row creates the key, although no row deletes the version put at `since`.
     MissingDelete {
         since: Revision,
     },
@@ -61,13 +61,13 @@ impl fmt::Display for Contradiction {
     }
 }
 
-impl Claim {
+impl ValidatedColumns {
     pub fn of(change: &Change) -> Self {
         let kind = match &change.kind {
             ChangeKind::Put { create_revision, version, .. } => {
-                ClaimKind::Put { create_revision: *create_revision, version: *version }
+                RowKind::Put { create_revision: *create_revision, version: *version }
             }
-            ChangeKind::Delete => ClaimKind::Delete,
+            ChangeKind::Delete => RowKind::Delete,
         };
         let prev_revision = change.prev.as_ref().map_or(Revision(0), |prev| prev.row.revision);
         Self { row: change.row, kind, prev_revision }
@@ -80,8 +80,8 @@ impl Claim {
     /// If the row cannot follow `last`, even if rows up to and including `compacted` were deleted.
     pub fn follow(&self, last: Option<&Self>, compacted: Option<Revision>) -> Result<(), Contradiction> {
         let Err(contradiction) = self.follow_directly(last) else { return Ok(()) };
-        // Compaction deletes a key's rows from the oldest to the newest, but each of several instances deletes only the
-        // rows that it found.
+        // A compaction deletes a key's rows from the oldest to the newest. Rows between `last` and this row can
+        // nevertheless be missing: several instances delete rows, and each deletes only the rows that it has found.
         let between_may_be_gone = compacted.is_some_and(|compacted| self.row.revision <= compacted)
             && last.is_none_or(|last| last.row.revision < self.row.revision && last.row.revision != self.prev_revision);
         if between_may_be_gone && self.may_follow(last) { Ok(()) } else { Err(contradiction) }
@@ -90,18 +90,18 @@ impl Claim {
     /// Checks the row as the direct successor of `last`.
     fn follow_directly(&self, last: Option<&Self>) -> Result<(), Contradiction> {
         let live = last.and_then(|last| match last.kind {
-            ClaimKind::Put { create_revision, version } => Some((last.row.revision, create_revision, version)),
-            ClaimKind::Delete => None,
+            RowKind::Put { create_revision, version } => Some((last.row.revision, create_revision, version)),
+            RowKind::Delete => None,
         });
-        // The second change of a key in a transaction also contains the revision from before the transaction.
+        // All changes of a key in one transaction have the same `prev_revision`, from before the transaction.
         let prev_revision = match last {
             Some(last) if last.row.revision == self.row.revision => last.prev_revision,
             _ => live.map_or(Revision(0), |(revision, ..)| revision),
         };
         let (create_revision, version) = match (self.kind, live) {
-            (ClaimKind::Delete, None) => return Err(Contradiction::NothingToDelete),
-            (ClaimKind::Delete, Some(_)) => return expect("prev_revision", self.prev_revision.0, prev_revision.0),
-            (ClaimKind::Put { create_revision, version }, _) => (create_revision, version),
+            (RowKind::Delete, None) => return Err(Contradiction::NothingToDelete),
+            (RowKind::Delete, Some(_)) => return expect("prev_revision", self.prev_revision.0, prev_revision.0),
+            (RowKind::Put { create_revision, version }, _) => (create_revision, version),
         };
         let created = (self.row.revision, 1, Revision(0)) == (create_revision, version, self.prev_revision);
         let (create_expected, version_expected) = match live {
@@ -116,19 +116,19 @@ impl Claim {
         expect("prev_revision", self.prev_revision.0, prev_revision.0)
     }
 
-    /// Returns whether deleted rows between `last` and this one can explain it.
+    /// Returns whether this row is valid if some rows between `last` and it were deleted.
     fn may_follow(&self, last: Option<&Self>) -> bool {
         let RowId { revision, sub } = self.row;
         let prev = self.prev_revision;
         let had_prev = prev > Revision::EMPTY && prev < revision && last.is_none_or(|last| prev > last.row.revision);
         let had_none = prev == Revision(0);
         match self.kind {
-            // A key created by its own transaction did not exist before it.
-            ClaimKind::Delete => had_prev || (had_none && sub > 0),
-            ClaimKind::Put { create_revision, version } if create_revision == revision => {
+            // Without a previous version, an earlier row of the same transaction must have created the key.
+            RowKind::Delete => had_prev || (had_none && sub > 0),
+            RowKind::Put { create_revision, version } if create_revision == revision => {
                 (had_prev && sub > 0 || had_none) && (version == 1 || (version > 1 && sub > 0))
             }
-            ClaimKind::Put { create_revision, version } => {
+            RowKind::Put { create_revision, version } => {
                 version > 1 && had_prev && create_revision > Revision::EMPTY && create_revision <= prev
             }
         }
@@ -147,14 +147,14 @@ mod tests {
         types::{EncodedKv, Key, Version},
     };
 
-    fn put(revision: i64, sub: u32, create_revision: i64, version: i64, prev_revision: i64) -> Claim {
-        let kind = ClaimKind::Put { create_revision: Revision(create_revision), version };
-        Claim { row: RowId::new(Revision(revision), sub), kind, prev_revision: Revision(prev_revision) }
+    fn put(revision: i64, sub: u32, create_revision: i64, version: i64, prev_revision: i64) -> ValidatedColumns {
+        let kind = RowKind::Put { create_revision: Revision(create_revision), version };
+        ValidatedColumns { row: RowId::new(Revision(revision), sub), kind, prev_revision: Revision(prev_revision) }
     }
 
-    fn delete(revision: i64, sub: u32, prev_revision: i64) -> Claim {
+    fn delete(revision: i64, sub: u32, prev_revision: i64) -> ValidatedColumns {
         let row = RowId::new(Revision(revision), sub);
-        Claim { row, kind: ClaimKind::Delete, prev_revision: Revision(prev_revision) }
+        ValidatedColumns { row, kind: RowKind::Delete, prev_revision: Revision(prev_revision) }
     }
 
     const fn number(column: &'static str, found: i64, expected: i64) -> Contradiction {
@@ -165,12 +165,12 @@ mod tests {
     fn rows_above_the_compact_revision_follow_exactly() {
         let created = put(2, 0, 2, 1, 0);
         let deleted = delete(5, 0, 4);
-        let rows: [(Option<Claim>, Claim, Option<Contradiction>); 16] = [
+        let rows: [(Option<ValidatedColumns>, ValidatedColumns, Option<Contradiction>); 16] = [
             (None, created, None),
             (Some(created), put(4, 0, 2, 2, 2), None),
             (Some(put(4, 0, 2, 2, 2)), deleted, None),
             (Some(deleted), put(7, 0, 7, 1, 0), None),
-            // In one transaction: created and deleted; deleted and put; put, deleted, put.
+            // In one transaction: created and deleted; deleted and put; put and deleted.
             (Some(put(7, 0, 7, 1, 0)), delete(7, 1, 0), None),
             (Some(delete(7, 0, 4)), put(7, 1, 7, 1, 4), None),
             (Some(put(7, 0, 2, 3, 4)), delete(7, 2, 4), None),
@@ -195,7 +195,7 @@ mod tests {
     #[test]
     fn rows_left_by_compaction_are_valid() {
         let created = put(2, 0, 2, 1, 0);
-        let rows: [(Option<Claim>, Claim, bool); 17] = [
+        let rows: [(Option<ValidatedColumns>, ValidatedColumns, bool); 17] = [
             (None, put(9, 0, 2, 5, 8), true),
             (None, put(9, 0, 9, 1, 0), true),
             (None, put(9, 1, 9, 1, 8), true),
@@ -211,7 +211,7 @@ mod tests {
             (None, put(9, 0, 2, 5, 9), false),
             (None, put(9, 0, 7, 5, 6), false),
             (None, delete(9, 0, 0), false),
-            // `last` is the row that was replaced, so there was no row between.
+            // `prev_revision` names `last`, so there was no row between them.
             (Some(created), put(9, 0, 2, 3, 2), false),
             (Some(put(4, 0, 2, 2, 2)), put(9, 0, 2, 3, 2), false),
         ];
@@ -221,16 +221,16 @@ mod tests {
         }
     }
 
-    /// Below the compact revision, the purge deleted the tombstone of the put at 2 but not the put. The key was created
-    /// again above the compact revision.
+    /// Below the compact revision, the other instance has deleted the tombstone of the put at 2, but not the put. The
+    /// key was created again above the compact revision.
     #[test]
-    fn unfinished_purge_of_another_instance_does_not_prevent_a_start() {
-        let change = |claim: Claim| {
-            let ClaimKind::Put { create_revision, version } = claim.kind else { unreachable!("only puts are left") };
+    fn unfinished_compaction_of_another_instance_does_not_prevent_a_start() {
+        let change = |columns: ValidatedColumns| {
+            let RowKind::Put { create_revision, version } = columns.kind else { unreachable!("only puts are left") };
             let key = Key::from(&b"k"[..]);
-            let kv = EncodedKv::new(&key, Version { row: claim.row, create_revision, version }, b"", None);
+            let kv = EncodedKv::new(&key, Version { row: columns.row, create_revision, version }, b"", None);
             let kind = ChangeKind::Put { kv, create_revision, version, lease: None };
-            Change { row: claim.row, key, kind, prev: None, prev_lease: None }
+            Change { row: columns.row, key, kind, prev: None, prev_lease: None }
         };
         for (compacted, expected) in [(Some(Revision(5)), true), (Some(Revision(2)), false), (None, false)] {
             let mut index = TreeIndex::new();

@@ -1,8 +1,8 @@
 //! The lease table: a cache of the log's leases, their deadlines and the keys attached to them.
 //!
-//! Pure: callers pass the time. If this process is the only one on the log, deadlines exist only here; after a restart
-//! every lease has its full TTL, as in etcd, so a lease may end late but never early. If several instances share the
-//! log, the log stores the deadlines and this table contains the last known ones.
+//! Pure: callers pass the time. If this process is the only one on the log, deadlines exist only here. A clean stop
+//! records the remaining times; after a crash every lease has its full TTL, so a lease may end late but never early. If
+//! several instances share the log, the log stores the deadlines and this table contains the last known ones.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -11,11 +11,12 @@ use std::{
 
 use tokio::time::Instant;
 
+use crate::log::LoggedLease;
 use crate::types::{Change, ChangeKind, Key, LeaseId};
 
 #[derive(Debug, Default)]
 pub struct Table {
-    /// The log's epoch (number of changes of leases and compactions) when this state was valid.
+    /// The log's epoch ([`crate::log::Position::epoch`]) up to which this table contains the changes of leases.
     pub epoch: i64,
     leases: HashMap<LeaseId, Lease>,
     deadlines: BTreeSet<(Instant, LeaseId)>,
@@ -24,7 +25,7 @@ pub struct Table {
 #[derive(Debug)]
 struct Lease {
     ttl_secs: i64,
-    /// The time at which this table received the deadline.
+    /// The time at which the lease was added to this table.
     since: Instant,
     deadline: Instant,
     keys: BTreeSet<Key>,
@@ -85,12 +86,12 @@ impl Table {
         Renewal::Renewed { ttl_secs: lease.ttl_secs }
     }
 
-    /// Sets a lease's remaining seconds by the log's clock, as returned by a query that began at `queried_at`. Ignores
-    /// a result that may refer to an earlier lease with the same ID.
+    /// Sets a lease's remaining seconds to the result of a query of the log that began at `queried_at`. Ignores the
+    /// result if the lease was added after that time: it may refer to an earlier lease with the same ID.
     pub fn set_left(&mut self, id: LeaseId, left_secs: f64, queried_at: Instant, now: Instant) {
         let Some(lease) = self.leases.get_mut(&id).filter(|lease| lease.since <= queried_at) else { return };
         self.deadlines.remove(&(lease.deadline, id));
-        // A time beyond the range of the clock is replaced by the maximum, a negative time by zero.
+        // A negative time is replaced by 0, a time beyond the range of the clock by the full TTL.
         let left = Duration::try_from_secs_f64(left_secs.max(0.0)).unwrap_or(Duration::MAX);
         lease.deadline = now.checked_add(left).unwrap_or_else(|| deadline(now, lease.ttl_secs));
         self.deadlines.insert((lease.deadline, id));
@@ -113,6 +114,16 @@ impl Table {
     /// Returns all leases, including expired ones, with their TTLs in seconds.
     pub fn granted(&self) -> Vec<(LeaseId, i64)> {
         self.leases.iter().map(|(id, lease)| (*id, lease.ttl_secs)).collect()
+    }
+
+    /// Returns all leases with their remaining times; an expired lease has 0 seconds left.
+    pub fn with_times(&self, now: Instant) -> Vec<LoggedLease> {
+        let logged = |(id, lease): (&LeaseId, &Lease)| LoggedLease {
+            id: *id,
+            ttl_secs: lease.ttl_secs,
+            left_secs: Some(lease.deadline.saturating_duration_since(now).as_secs_f64()),
+        };
+        self.leases.iter().map(logged).collect()
     }
 
     /// Returns the leases that have not expired, in the order of their deadlines.
@@ -161,7 +172,7 @@ impl Table {
 
 fn deadline(now: Instant, ttl_secs: i64) -> Instant {
     let ttl = Duration::from_secs(ttl_secs.max(0).cast_unsigned());
-    // Overflow needs a clock near the end of its range: TTLs are bounded to about 285 years.
+    // An overflow is possible only near the end of the clock's range: TTLs are at most about 285 years.
     now.checked_add(ttl).unwrap_or(now)
 }
 

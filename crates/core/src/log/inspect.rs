@@ -1,13 +1,16 @@
-//! Reads of a log that is not trusted yet: rows with all columns, facts by name. Nothing is written.
+//! Reads of a log that has not been checked yet, for `orlop check`: rows with all columns, and [`Facts`]. Nothing is
+//! written.
 
 use async_trait::async_trait;
 
 use super::{History, Result};
 
-/// The two tables of rows.
+/// The two tables that contain the rows of the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Table {
+    /// The first row of each revision.
     First,
+    /// The further rows of each revision.
     More,
 }
 
@@ -24,8 +27,9 @@ impl Table {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredRow {
     pub table: Table,
+    /// The revision.
     pub id: i64,
-    /// 0 in [`Table::First`], which lacks this column.
+    /// The row's number within its revision; 0 in [`Table::First`], which lacks this column.
     pub sub: i64,
     pub key: Vec<u8>,
     /// `None`: the value is NULL.
@@ -39,6 +43,7 @@ pub struct StoredRow {
 }
 
 impl StoredRow {
+    /// Returns `id` and `sub`, by which rows are ordered.
     pub fn place(&self) -> (i64, i64) {
         (self.id, self.sub)
     }
@@ -63,10 +68,11 @@ pub struct StoredMember {
 pub struct Facts {
     /// The smallest and the largest id in [`Table::First`].
     pub ids: Option<(i64, i64)>,
+    /// The facts of the log: numbers with a name, such as `compact_revision`.
     pub named: Vec<(String, i64)>,
     pub leases: Vec<StoredLease>,
     pub members: Vec<StoredMember>,
-    /// Facts that a log of this kind always contains.
+    /// Names of the facts that a log in this kind of database always contains.
     pub required: &'static [&'static str],
     /// Bytes that the database uses.
     pub bytes: i64,
@@ -80,7 +86,7 @@ pub enum Depth {
     Quick,
 }
 
-/// A log at one moment. Unreadable content is [`super::Error::Corrupt`].
+/// A log at one moment. Unreadable content causes [`super::Error::Corrupt`].
 #[async_trait]
 pub trait Inspect: History {
     /// Returns the name of the database for messages.
@@ -91,10 +97,11 @@ pub trait Inspect: History {
 
     async fn facts(&self) -> Result<Facts>;
 
-    /// Returns the next few thousand rows after a position, in order; none at the end.
+    /// Returns the next few thousand rows after `place` ([`StoredRow::place`]), in order. Returns no rows at the end of
+    /// the log.
     async fn rows_after(&self, place: (i64, i64)) -> Result<Vec<StoredRow>>;
 
-    /// Ends the read and checks whether its result is consistent.
+    /// Ends the read and checks that no other process can have written in the meantime.
     ///
     /// # Errors
     ///

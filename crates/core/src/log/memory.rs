@@ -1,5 +1,6 @@
 //! A log in memory, for unit tests: one list of all rows, which every query scans. It returns rows as a database does:
-//! a row contains the revision of the row that it replaced, but not that row's `sub` or lease, and pages are short.
+//! a row contains the revision of the row that it replaced, but not that row's `sub` or lease. Pages are short, so that
+//! small tests need several.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -154,14 +155,14 @@ impl Log for MemoryLog {
     }
 
     async fn size(&self, _: Precision) -> Result<Size> {
-        Ok(Size { total: 0, in_use: 0 })
+        Ok(Size { total: 0, in_use: 0, disk_free: None })
     }
 
     fn connections(&self) -> Connections {
         Connections { idle: 0, used: 0 }
     }
 
-    async fn close(&self) {}
+    async fn close(&self, _: &[LoggedLease]) {}
 
     fn shared(&self) -> Option<&dyn SharedLog> {
         None

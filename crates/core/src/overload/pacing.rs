@@ -1,9 +1,9 @@
 //! Pacing of connections: how long one poll of a connection may read.
 //!
-//! hyper polls a connection until its socket is empty. A client that sends without pause would keep the thread for as
-//! long as the kernel has data for it, and every other client would wait. So a connection reads for 0.1 ms per poll;
-//! then its next poll waits for a step ([`Steps`]). Parsing 16 KiB of small frames, such as PING or RST_STREAM, may
-//! alone take over a millisecond, so a connection that was paced reads in smaller pieces until it has to wait for data.
+//! hyper polls a connection until its socket is empty. A client that sends without pause would keep the thread busy for
+//! as long as its data arrives, and every other client would wait. So a connection reads for 0.1 ms per poll; then its
+//! next poll waits for a step ([`Steps`]). Parsing 16 KiB of small frames, such as PING or RST_STREAM, may take over a
+//! millisecond, so a connection that was paced reads in smaller pieces until it has to wait for data.
 
 use std::{
     future::poll_fn,
@@ -26,7 +26,7 @@ const READ_BYTES_MAX: usize = 16 << 10;
 /// Maximum bytes of one read of a paced connection.
 const PACED_READ_BYTES_MAX: usize = 2 << 10;
 
-/// The reading side of a paced connection: returns `Pending` when the poll's time is over.
+/// The reading side of a paced connection: a read returns `Pending` when the poll's time is over. Writes are not paced.
 pub struct PacedReader<S> {
     stream: S,
     pace: Arc<Mutex<Pace>>,
@@ -47,7 +47,7 @@ struct Pace {
     read_bytes_max: usize,
 }
 
-/// Splits a connection into its reader, for hyper, and its pacer, which has to poll hyper's connection.
+/// Splits a connection into the stream for hyper and the pacer, which must poll hyper's connection ([`Pacer::run`]).
 pub fn paced<S>(stream: S, steps: &Arc<Steps>) -> (PacedReader<S>, Pacer) {
     let pace = Pace { poll_began: Instant::now(), is_exhausted: false, read_bytes_max: READ_BYTES_MAX };
     let pace = Arc::new(Mutex::new(pace));
@@ -55,7 +55,7 @@ pub fn paced<S>(stream: S, steps: &Arc<Steps>) -> (PacedReader<S>, Pacer) {
 }
 
 impl Pacer {
-    /// Runs the connection that reads from the reader.
+    /// Runs the connection that reads from the [`PacedReader`].
     pub async fn run<F: Future>(self, connection: F) -> F::Output {
         let mut connection = pin!(connection);
         loop {
@@ -102,7 +102,7 @@ fn poll_read_at_most<S: AsyncRead>(
     context: &mut Context<'_>,
     buffer: &mut ReadBuf<'_>,
 ) -> Poll<io::Result<()>> {
-    // The usual case, in which nothing has to be initialized.
+    // The usual case. In the other case, the part of the buffer to be filled must be initialized first.
     if buffer.remaining() <= bytes_max {
         return stream.poll_read(context, buffer);
     }

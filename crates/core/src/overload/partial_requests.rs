@@ -1,5 +1,5 @@
-//! Requests of which only a part has arrived: their bytes are bounded for all clients together, and each has a
-//! deadline.
+//! Limits requests of which only a part has arrived: the bytes of all clients' partial requests together are bounded,
+//! and each request has a deadline.
 //!
 //! Only bytes that have arrived count; the length that a client announces allocates nothing.
 
@@ -48,11 +48,13 @@ impl PartialRequest {
         Self { all: Arc::clone(all), bytes: 0, deadline: None }
     }
 
-    /// Sets the number of received bytes of the current request. 0 means that it is complete, which ends its deadline.
+    /// Sets the number of received bytes of the current request. 0 means that the request is complete; it then has no
+    /// deadline.
     ///
     /// # Errors
     ///
-    /// If partial requests have too many bytes together. The bytes count until they are set again or dropped.
+    /// If the partial requests of all streams together exceed the limit. The bytes are counted even then, until the
+    /// next call or until `self` is dropped.
     pub fn set_bytes(&mut self, bytes: usize) -> Result<(), Full> {
         if bytes == 0 {
             self.deadline = None;
@@ -70,7 +72,7 @@ impl PartialRequest {
         if is_full { Err(Full) } else { Ok(()) }
     }
 
-    /// Ready when the current request is late. Never ready while none has begun.
+    /// Ready when the current request is late. Never ready while no request is incomplete.
     pub fn poll_deadline(&mut self, context: &mut Context<'_>) -> Poll<Late> {
         if self.bytes == 0 {
             return Poll::Pending;
@@ -98,11 +100,11 @@ mod tests {
         for request in &mut requests {
             assert_eq!(request.set_bytes(BYTES_MAX / 4), Ok(()));
         }
-        let mut late = PartialRequest::new(&all);
-        assert_eq!(late.set_bytes(1), Err(Full));
+        let mut another = PartialRequest::new(&all);
+        assert_eq!(another.set_bytes(1), Err(Full));
         assert_eq!(requests[0].set_bytes(10), Ok(()));
-        assert_eq!(late.set_bytes(2), Ok(()), "a complete request frees its bytes");
-        drop((requests, late));
+        assert_eq!(another.set_bytes(2), Ok(()), "the first request has freed most of its bytes");
+        drop((requests, another));
         assert_eq!(all.bytes.load(Ordering::Relaxed), 0);
     }
 

@@ -5,7 +5,8 @@
 //! A read that waits too long fails, and its client may retry.
 //!
 //! At most [`LISTS_MAX`] lists read at the same time. A list that has started does not wait again, so lists cannot
-//! deadlock. The bound is therefore `256 MiB + 2 * value-cache-bytes` plus the size of [`LISTS_MAX`] lists.
+//! deadlock. Lists therefore use at most `256 MiB + 2 * value-cache-bytes` plus the size of [`LISTS_MAX`] lists. The
+//! limit of reads of a few pairs is twice as high, so that lists do not block these reads.
 
 use std::{
     sync::{
@@ -23,14 +24,14 @@ use tracing::warn;
 
 use crate::types::{EncodedKv, RowId};
 
-/// Maximum counted bytes, in addition to twice the size of the value cache: values in the cache are also counted, and
-/// lists may hold as many bytes of values that the cache has since dropped.
+/// Maximum counted bytes, in addition to twice the size of the value cache. The first cache size is for values in the
+/// cache, which are counted too; the second is for values that the cache has evicted and responses still hold.
 const BYTES_MAX: usize = 256 << 20;
 /// Maximum number of lists that read from the log at the same time; others wait in the order of their arrival.
 const LISTS_MAX: usize = 2;
 /// Maximum time a read waits for memory.
 const WAIT_MAX: Duration = Duration::from_secs(7);
-/// Waiting reads are notified after every 2^`FREED_BYTES_BITS` freed bytes.
+/// Waiting reads are notified whenever the counted bytes fall below a multiple of 2^`FREED_BYTES_BITS`.
 const FREED_BYTES_BITS: u32 = 20;
 
 /// Counts the bytes of values that were read from the log.
@@ -90,7 +91,7 @@ impl ReadMemory {
         Ok(ListPermit(permit))
     }
 
-    /// Returns whether a few pairs may be read. Their limit is twice as high, so that lists do not block them.
+    /// Returns whether a few pairs may be read without waiting.
     pub fn has_free(&self) -> bool {
         self.bytes() < self.single_read_bytes_max()
     }
@@ -113,7 +114,7 @@ impl ReadMemory {
             while self.bytes() >= bytes_max {
                 let freed = self.used.freed.notified();
                 if self.bytes() >= bytes_max {
-                    // A small free does not notify, so the condition is also checked periodically.
+                    // Not every freed value causes a notification, so the condition is also checked periodically.
                     let _ = timeout(WAIT_MAX / 50, freed).await;
                 }
             }
@@ -153,7 +154,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn list_waits_for_responses_that_were_not_taken() {
+    async fn list_waits_until_unsent_responses_are_dropped() {
         let memory = ReadMemory::with_limit(10_000);
         let response = memory.count(values(11));
         assert!(memory.wait_until_free().now_or_never().is_some(), "a few pairs may still be read");
@@ -161,7 +162,7 @@ mod tests {
         let part_of_a_pair: Vec<_> = response.iter().map(|(_, kv)| kv.value()).collect();
         drop(response);
         let mut waiting = Box::pin(memory.list());
-        assert!(waiting.as_mut().now_or_never().is_none(), "a part of a pair keeps the whole pair");
+        assert!(waiting.as_mut().now_or_never().is_none(), "a part of a pair keeps the whole pair in memory");
         drop(part_of_a_pair);
         assert!(waiting.await.is_ok());
         assert_eq!(memory.bytes(), 0);

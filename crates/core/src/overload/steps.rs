@@ -1,9 +1,9 @@
 //! Steps: long work is divided into steps of about 0.1 ms, and between two steps every ready task runs once.
 //!
-//! A runtime thread runs ready tasks in the order in which they became ready. If a hundred clients listed all keys, a
-//! put would wait for a hundred steps at each of its await points. Long work therefore requests each step, and one task
-//! grants one request per pass over the ready tasks. A put then waits for at most one step per await point, regardless
-//! of the number of lists.
+//! A runtime thread runs ready tasks in the order in which they became ready. If a hundred clients list all keys, and
+//! each runs its steps without asking, a put waits for a hundred steps at each of its await points. Long work therefore
+//! requests each step, and one task grants one request per pass over the ready tasks. A put then waits for at most one
+//! step per await point, regardless of the number of lists.
 //!
 //! An unused grant is discarded, so a client that stops reading does not block others. Known limit: a pass covers only
 //! the tasks of one runtime thread, so with several threads up to one step per thread runs at a time.
@@ -66,7 +66,7 @@ impl Future for Step {
 pub struct PacedStream<S> {
     requests: S,
     steps: Arc<Steps>,
-    /// Requests taken since the last step.
+    /// Number of requests returned since the last step, or since the stream had to wait for a request.
     taken: usize,
     step: Option<Step>,
 }

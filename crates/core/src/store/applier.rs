@@ -23,12 +23,12 @@ impl Shared {
             self.apply_to_index(changes);
             let first = changes.first().map(|change| change.row);
             let mut leases = self.leases.lock();
-            let is_new = epoch > leases.epoch;
+            let is_epoch_new = epoch > leases.epoch;
             for change in batch.in_order() {
                 match change {
                     BatchChange::Key(change) if first.is_some_and(|first| change.row >= first) => leases.apply(change),
                     BatchChange::Key(_) => {}
-                    BatchChange::Lease(change) if is_new => match change {
+                    BatchChange::Lease(change) if is_epoch_new => match change {
                         LeaseChange::Grant { id, ttl_secs } => leases.grant(id, ttl_secs, now),
                         LeaseChange::Revoke { id } | LeaseChange::Expire { id } => leases.revoke(id),
                     },
@@ -36,7 +36,7 @@ impl Shared {
                 }
             }
             leases.epoch = leases.epoch.max(epoch);
-            if let Some(change) = batch.alarm().filter(|_| is_new) {
+            if let Some(change) = batch.alarm().filter(|_| is_epoch_new) {
                 self.space.apply(change);
             }
         });
@@ -59,7 +59,7 @@ impl Shared {
         });
     }
 
-    /// Applies changes to the index and the value cache, and keeps the newest for comparison.
+    /// Applies changes to the index and the value cache, and keeps the newest for comparison with another server's log.
     fn apply_to_index(&self, changes: &[Change]) {
         let mut index = self.index.write();
         for change in changes {

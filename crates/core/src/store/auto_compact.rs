@@ -53,7 +53,11 @@ pub(super) async fn run(
             match queue.submit(Request::Compact(target)).await {
                 Ok(_) | Err(Error::Compacted) => {}
                 Err(error) => {
-                    warn!(%error, compact_revision = target.0, "auto compaction failed; trying again at the next interval")
+                    warn!(
+                        %error,
+                        compact_revision = target.0,
+                        "auto compaction failed; trying again at the next interval"
+                    )
                 }
             }
         }

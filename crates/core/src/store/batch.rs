@@ -22,7 +22,7 @@ pub struct Batch {
     changes: Vec<Change>,
     /// For each changed key, the position of its newest change in `changes`.
     newest: BTreeMap<Key, usize>,
-    /// For each change, the previous value of its key in `newest`.
+    /// For each change, the position that `newest` contained for its key before, if any. A rollback restores it.
     replaced: Vec<Option<usize>>,
     leases: Vec<LeaseChange>,
     /// For each lease change, the number of key changes before it.
@@ -158,7 +158,7 @@ impl Batch {
     /// Returns the row of the transaction's next change.
     pub fn next_row(&self, savepoint: Savepoint) -> RowId {
         let sub =
-            u32::try_from(self.changes.len() - savepoint.changes).expect("a transaction has fewer changes than memory");
+            u32::try_from(self.changes.len() - savepoint.changes).expect("a transaction has fewer than 2^32 changes");
         RowId::new(self.head.next(), sub)
     }
 
@@ -248,7 +248,7 @@ impl Batch {
         self.lease_change(wanted).unwrap_or_else(|| leases.contains(wanted))
     }
 
-    /// Returns whether the lease has expired. A lease that this batch granted under the same id has not expired.
+    /// Returns whether the lease has expired. Returns false if this batch granted, revoked or expired it.
     pub fn is_lease_expired(&self, leases: &lease::Table, wanted: LeaseId, now: Instant) -> bool {
         self.lease_change(wanted).is_none() && leases.is_expired(wanted, now)
     }

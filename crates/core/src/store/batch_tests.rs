@@ -108,13 +108,13 @@ impl World {
 
     fn check(&self, ranges: &[KeyRange]) -> Checked {
         for key in KEYS.into_iter().chain(["", "aa", "d"]) {
-            let current = self.batch.current(&self.index, key.as_bytes()).map(known);
+            let current = self.batch.current(&self.index, key.as_bytes()).map(fields);
             prop_assert_eq!(current.as_ref(), self.live.get(key.as_bytes()), "{:?}", key);
         }
         let all = KeyRange::from_wire(b"\0", b"\0");
         for range in ranges.iter().chain([&all]) {
             let mut seen = Vec::new();
-            self.batch.visit(&self.index, range, |key, current| seen.push((key.clone(), known(current))));
+            self.batch.visit(&self.index, range, |key, current| seen.push((key.clone(), fields(current))));
             let within = self.live.iter().filter(|(key, _)| range.contains(key));
             let expected: Vec<_> = within.map(|(key, state)| (key.clone(), state.clone())).collect();
             prop_assert_eq!(seen, expected, "{:?}", range);
@@ -131,7 +131,7 @@ impl World {
     }
 }
 
-fn known(current: Current) -> (Version, Option<LeaseId>, Option<EncodedKv>) {
+fn fields(current: Current) -> (Version, Option<LeaseId>, Option<EncodedKv>) {
     let entry = Entry { version: current.version, lease: Lease::Known(current.lease) };
     assert_eq!(current.entry(), entry);
     (current.version, current.lease, current.kv)

@@ -46,7 +46,7 @@ impl BusyPoll {
         Self { is_enabled, last: None, paused_until: None }
     }
 
-    /// Returns the outcome of `commit`. `is_lone` means that the batch has one request and no other request waits.
+    /// Returns the outcome of `commit`. `is_lone` means that the batch has at most one change.
     pub(super) async fn wait<T>(&mut self, is_lone: bool, commit: impl Future<Output = T>) -> T {
         let began = Instant::now();
         let mut poll_until = (is_lone && self.is_worthwhile(began)).then(|| began + COMMIT_TIME_MAX);
@@ -111,7 +111,7 @@ mod tests {
         polls
     }
 
-    /// After a commit that ended just now.
+    /// Returns the state after a commit that took `took` and ended just now.
     fn after_commit(is_enabled: bool, took: Duration) -> BusyPoll {
         BusyPoll { is_enabled, last: Some(Commit { took, ended: Instant::now() }), paused_until: None }
     }
@@ -120,7 +120,7 @@ mod tests {
     async fn only_commits_of_a_busy_lone_client_are_polled() {
         let mut busy_poll = after_commit(true, COMMIT_TIME_MAX / 2);
         assert!(!busy_poll.is_core_needed(YIELD_TIME_MAX, Instant::now()), "only the database's thread needs the core");
-        // While other tests need the core, polling pauses.
+        // Polling pauses if other tests need the core, so several commits are tried.
         let deadline = Instant::now() + Duration::from_secs(10);
         while polls(&mut busy_poll, true).await <= 2 {
             assert!(Instant::now() < deadline, "no commit is polled");
@@ -130,7 +130,7 @@ mod tests {
         assert!(paused.is_core_needed(YIELD_TIME_MAX * 2, Instant::now()));
         for (mut busy_poll, is_lone, why) in [
             (after_commit(false, COMMIT_TIME_MAX / 2), true, "polling is disabled"),
-            (after_commit(true, COMMIT_TIME_MAX / 2), false, "other requests wait"),
+            (after_commit(true, COMMIT_TIME_MAX / 2), false, "the batch has several changes"),
             (after_commit(true, COMMIT_TIME_MAX), true, "the disk is slow"),
             (BusyPoll::new(true), true, "there was no commit before"),
             (paused, true, "other processes need the core"),

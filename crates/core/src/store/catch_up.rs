@@ -5,7 +5,7 @@
 //! for its position and catch up if it is ahead. Only one caller catches up at a time. The writer may apply some of the
 //! changes meanwhile; these are skipped under the hub's lock.
 //!
-//! Three cases are special. If compaction deleted rows before this instance read them, the index is rebuilt from the
+//! Two cases are special. If compaction deleted rows before this instance read them, the index is rebuilt from the
 //! remaining log. If another server answers at the database's address, its log is compared with the changes that were
 //! applied last. If that log is shorter or different, this instance stops, so that clients never see two histories.
 
@@ -128,7 +128,7 @@ impl Shared {
             let index = self.index.read();
             let (head, known) = (index.head(), index.compact_revision());
             drop(index);
-            // A compaction above the head was recorded after the position was read.
+            // A compaction above the head was recorded after the position was read. The loop then reads the log again.
             if compacted <= head {
                 if compacted > known.unwrap_or(Revision(-1)) {
                     self.note_compaction(compacted);
@@ -189,10 +189,11 @@ impl Shared {
         let leases = lease_table(&replayed.meta, &replayed.index, Instant::now());
         let (head, compacted) = (replayed.index.head(), replayed.index.compact_revision());
         self.space.set_alarms(&replayed.meta);
-        let mut before = (replayed.index, leases);
+        // The swaps leave the old state here, so that it is dropped after the locks are released.
+        let mut rebuilt = (replayed.index, leases);
         self.hub.reset_to(head, compacted, || {
-            std::mem::swap(&mut *self.index.write(), &mut before.0);
-            std::mem::swap(&mut *self.leases.lock(), &mut before.1);
+            std::mem::swap(&mut *self.index.write(), &mut rebuilt.0);
+            std::mem::swap(&mut *self.leases.lock(), &mut rebuilt.1);
         });
         // The instance that recorded the compaction deletes these rows, if it is alive.
         *self.rows_left_to_others.lock() = replayed.garbage;
@@ -201,7 +202,7 @@ impl Shared {
         self.fill_tail().await
     }
 
-    /// Keeps the end of the log for comparison with another server's log.
+    /// Replaces the kept changes by the newest revision of the log, for a later comparison.
     pub(super) async fn fill_tail(&self) -> Result<()> {
         if self.log.shared().is_none() {
             return Ok(());
@@ -236,7 +237,8 @@ impl Shared {
             let page = self.log.changes(next, newest.row.revision, &KeyRange::all(), WithPrev::No).await?;
             for found in &page.changes {
                 newest_found |= found.row.revision == newest.row.revision;
-                // A missing row was compacted. The tail may begin within a revision.
+                // Only rows that are in both are compared: rows of the tail may be compacted, and the tail may begin in
+                // the middle of a revision.
                 if let Some(applied) = applied.get(&found.row)
                     && (applied.key != found.key || pair(applied) != pair(found))
                 {
@@ -245,7 +247,7 @@ impl Shared {
             }
             next = page.next;
         }
-        // The newest row is never deleted while it is the newest.
+        // The newest row of a log is never deleted, so a log that ends here must contain the newest applied revision.
         if !newest_found && log_head <= newest.row.revision {
             return Err(diverged(newest.row.revision));
         }
@@ -284,7 +286,7 @@ fn complete_prev(index: &TreeIndex, changes: &mut [Change]) {
     }
 }
 
-/// Follows a shared log, so that the changes of other instances reach the watchers here.
+/// Follows a shared log, so that the changes of other instances reach the watchers of this one.
 pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: watch::Receiver<bool>) {
     let work = async {
         let Some(log) = shared.log.shared() else { return };
@@ -295,7 +297,7 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: 
             let seen = shared.index.read().head();
             let notified_head = log.wait_for_append(seen).await;
             // Most notifications are for this instance's own commits, and arrive shortly before or after it applies
-            // them.
+            // them. They need no read of the log, except once per poll interval.
             if let Some(notified_head) = notified_head.filter(|_| last_read.elapsed() < poll_interval) {
                 let mut applied = shared.replication.applied.subscribe();
                 if notified_head <= shared.index.read().head() {

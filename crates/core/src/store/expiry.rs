@@ -63,7 +63,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
 async fn leases_to_expire(shared: &Shared) -> log::Result<Vec<LeaseId>> {
     let expired = shared.leases.lock().expired(deadline_max(shared), ROUND_LEASES_MAX);
     let Some(log) = shared.log.shared().filter(|_| !expired.is_empty()) else { return Ok(expired) };
-    // If no instance was alive for a while, a heartbeat extends the deadlines first.
+    // This instance was paused. If no other instance was alive meanwhile, the heartbeat extends the deadlines.
     if shared.members.since_last_beat() > 2 * HEARTBEAT_INTERVAL {
         shared.beat(log).await?;
     }

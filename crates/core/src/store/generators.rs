@@ -75,7 +75,8 @@ pub(super) fn requests() -> impl Strategy<Value = Request> {
 
 fn puts() -> impl Strategy<Value = PutRequest> {
     let value = prop_oneof![
-        4 => select(vec!["", "x", "y", "a longer value"]).prop_map(|value| PutValue::New(Bytes::from_static(value.as_bytes()))),
+        4 => select(vec!["", "x", "y", "a longer value"])
+            .prop_map(|value| PutValue::New(Bytes::from_static(value.as_bytes()))),
         1 => Just(PutValue::Keep),
     ];
     let lease = prop_oneof![
@@ -156,20 +157,21 @@ fn txns(depth: u32) -> BoxedStrategy<TxnRequest> {
 fn distinct(mut txn: TxnRequest) -> TxnRequest {
     for branch in [&mut txn.success, &mut txn.failure] {
         let mut taken = Vec::new();
-        deleted(branch, &mut taken);
+        add_deleted_ranges(branch, &mut taken);
         remove_duplicate_puts(branch, &mut taken);
     }
     txn
 }
 
-fn deleted(ops: &[Op], ranges: &mut Vec<KeyRange>) {
+/// Adds the ranges that the operations delete.
+fn add_deleted_ranges(ops: &[Op], ranges: &mut Vec<KeyRange>) {
     for op in ops {
         match op {
             Op::Delete(DeleteRequest { range: KeyRange::Span { end: None, .. }, .. }) => {}
             Op::Delete(delete) => ranges.push(delete.range.clone()),
             Op::Txn(nested) => {
-                deleted(&nested.success, ranges);
-                deleted(&nested.failure, ranges);
+                add_deleted_ranges(&nested.success, ranges);
+                add_deleted_ranges(&nested.failure, ranges);
             }
             Op::Put(_) | Op::Range(_) => {}
         }

@@ -158,6 +158,9 @@ impl Store {
 
     /// Compacts the log at `revision`: reads below it fail from now on. Returns the head.
     pub async fn compact(&self, revision: Revision, wait: CompactionWait) -> Result<Revision> {
+        if wait == CompactionWait::ForRows {
+            self.store_hash_before_compaction(revision).await;
+        }
         let head = self.submit_for_revision(Request::Compact(revision)).await?;
         if wait == CompactionWait::ForRows {
             let mut done = self.shared.compaction_done.subscribe();
@@ -184,6 +187,7 @@ impl Store {
                 tracing::error!(%error, "a task of the store failed");
             }
         }
-        self.shared.log.close().await;
+        let leases = self.shared.leases.lock().with_times(Instant::now());
+        self.shared.log.close(&leases).await;
     }
 }

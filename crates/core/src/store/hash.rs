@@ -3,8 +3,11 @@
 //! The hash is a CRC-32 (Castagnoli) over the name of etcd's bucket, `key`, followed by each change up to a revision,
 //! in order: the revision as etcd encodes it in 17 bytes (18 for a delete), then the pair. Changes at or below the
 //! compact revision are included only if a compaction at the requested revision would keep them, so the hash does not
-//! depend on the progress of the deletion. At the compact revision itself, etcd 3.5 and later return the hash that they
-//! computed before that compaction; this implementation computes it like any other.
+//! depend on the progress of the deletion.
+//!
+//! At the compact revision itself, etcd returns the hash that it computed before that compaction, until etcd restarts.
+//! Orlop does so only after a compaction that the client waited for (`physical`). Computing a hash reads the whole
+//! history, which is too slow for each of Kubernetes' compactions.
 
 use std::collections::HashSet;
 
@@ -37,15 +40,29 @@ impl Store {
     /// Returns the hash of the pairs at a revision; `None`: at the head.
     pub async fn hash(&self, revision: Option<Revision>) -> Result<Hashed> {
         self.confirm().await?;
+        if revision.is_some() && revision == self.shared.index.read().compact_revision() {
+            let stored = *self.shared.hash_before_compaction.lock();
+            if let Some(stored) = stored.filter(|stored| Some(stored.revision) == revision) {
+                return Ok(stored);
+            }
+        }
         let begun = Instant::now();
         let hashed = loop {
-            // A concurrent compaction changes the set of included rows.
+            // If a compaction changed the set of included rows meanwhile, the hash is computed again.
             if let Some(hashed) = self.hash_once(revision).await? {
                 break hashed;
             }
         };
         self.shared.metrics.maintenance.hash_rev.observe(begun.elapsed().as_secs_f64());
         Ok(hashed)
+    }
+
+    /// Stores the hash at `revision`, which is about to be compacted. If it cannot be computed, for example because the
+    /// revision is compacted already, none is stored.
+    pub(super) async fn store_hash_before_compaction(&self, revision: Revision) {
+        if let Ok(hashed) = self.hash(Some(revision)).await {
+            *self.shared.hash_before_compaction.lock() = Some(hashed);
+        }
     }
 
     /// Returns a hash of everything in the log: pairs, leases and the compact revision.
@@ -85,19 +102,27 @@ impl Store {
         Ok(unchanged.then_some(Hashed { hash, revision: target, compact_revision: compacted }))
     }
 
-    /// Returns the rows at or below the compact revision that a compaction at `target` would keep.
-    async fn kept(&self, target: Revision, compacted: Option<Revision>) -> Result<HashSet<RowId>> {
-        let mut kept = HashSet::new();
-        if compacted.is_none() {
-            return Ok(kept);
-        }
+    /// Returns the rows at or below the compact revision that the hash at `target` includes.
+    async fn kept(&self, target: Revision, compacted: Option<Revision>) -> Result<Kept> {
+        let Some(compacted) = compacted else { return Ok(Kept::NothingCompacted) };
+        let live = self.live_rows(target).await?;
+        Ok(if live.is_empty() {
+            Kept::ByLastCompaction { compacted, live: self.live_rows(compacted).await? }
+        } else {
+            Kept::ByTarget { compacted, live }
+        })
+    }
+
+    /// Returns the newest row of each key that exists at a revision.
+    async fn live_rows(&self, at: Revision) -> Result<HashSet<RowId>> {
+        let mut rows = HashSet::new();
         let mut after = None;
         loop {
-            after = self.shared.walk(&KeyRange::all(), after.as_ref(), target, STEP_KEYS, &mut |_, entry| {
-                kept.insert(entry.version.row);
+            after = self.shared.walk(&KeyRange::all(), after.as_ref(), at, STEP_KEYS, &mut |_, entry| {
+                rows.insert(entry.version.row);
             })?;
             if after.is_none() {
-                return Ok(kept);
+                return Ok(rows);
             }
             yield_now().await;
         }
@@ -107,30 +132,57 @@ impl Store {
 /// Returns the hash of a history that does not change, at its head.
 pub async fn of_history(history: &dyn History, index: &TreeIndex) -> log::Result<u32> {
     let (head, compacted) = (index.head(), index.compact_revision());
-    let mut kept = HashSet::new();
-    if compacted.is_some() {
-        kept.extend(index.range(KeyRange::all().bounds(), head).map(|(_, entry)| entry.version.row));
-    }
+    let live_rows = |at| -> HashSet<RowId> {
+        index.range(KeyRange::all().bounds(), at).map(|(_, entry)| entry.version.row).collect()
+    };
+    let kept = match compacted {
+        None => Kept::NothingCompacted,
+        Some(compacted) => match live_rows(head) {
+            live if live.is_empty() => Kept::ByLastCompaction { compacted, live: live_rows(compacted) },
+            live => Kept::ByTarget { compacted, live },
+        },
+    };
     let hash = hash_rows(history, head, compacted, &kept).await?;
     hash.ok_or_else(|| log::Error::Unavailable("rows are being deleted".to_owned()))
 }
 
-/// Hashes the rows up to `target`. `kept` contains the rows at or below the compact revision that are included. Returns
-/// `None` if some rows may have been deleted.
+/// The rows at or below the compact revision that a hash includes.
+enum Kept {
+    NothingCompacted,
+    /// Those that a compaction at the requested revision would keep.
+    ByTarget {
+        compacted: Revision,
+        live: HashSet<RowId>,
+    },
+    /// No key exists at the requested revision. etcd then includes every stored row, which are those that the last
+    /// compaction kept: the rows of the keys that existed at the compact revision, and the deletes of this revision.
+    ByLastCompaction {
+        compacted: Revision,
+        live: HashSet<RowId>,
+    },
+}
+
+impl Kept {
+    fn includes(&self, change: &Change) -> bool {
+        match self {
+            Self::NothingCompacted => true,
+            Self::ByTarget { compacted, live } => change.row.revision > *compacted || live.contains(&change.row),
+            Self::ByLastCompaction { compacted, live } => {
+                let is_delete_at_compaction =
+                    change.row.revision == *compacted && matches!(change.kind, ChangeKind::Delete);
+                change.row.revision > *compacted || live.contains(&change.row) || is_delete_at_compaction
+            }
+        }
+    }
+}
+
+/// Hashes the rows up to `target`. Returns `None` if some rows may have been deleted.
 async fn hash_rows(
     history: &dyn History,
     target: Revision,
     compacted: Option<Revision>,
-    kept: &HashSet<RowId>,
+    kept: &Kept,
 ) -> log::Result<Option<u32>> {
-    let counts = |change: &Change| match compacted {
-        Some(compacted) if change.row.revision <= compacted => {
-            // If `kept` is empty, etcd skips no row. The only row that a compaction then leaves is a delete at its revision.
-            let last_delete = change.row.revision == compacted && matches!(change.kind, ChangeKind::Delete);
-            kept.contains(&change.row) || (kept.is_empty() && last_delete)
-        }
-        _ => true,
-    };
     let mut hash = crc32c::crc32c(BUCKET);
     let mut next = Revision::EMPTY.next();
     while next <= target {
@@ -138,7 +190,7 @@ async fn hash_rows(
         if page.purged.is_some_and(|purged| purged > compacted.unwrap_or(Revision::EMPTY)) {
             return Ok(None);
         }
-        hash = page.changes.iter().filter(|change| counts(change)).fold(hash, append);
+        hash = page.changes.iter().filter(|change| kept.includes(change)).fold(hash, append);
         next = page.next;
     }
     Ok(Some(hash))

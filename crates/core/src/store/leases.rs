@@ -73,8 +73,8 @@ impl Store {
                 // The response is sent after the lease's keys are deleted.
                 Renewal::Expired => {
                     self.submit_for_revision(Request::Expire(id)).await?;
-                    // If no instance was alive for a while, the deadline was extended meanwhile and the lease is still
-                    // live.
+                    // The lease is still live if its deadline was moved meanwhile, for example because no instance was
+                    // alive for a while. The next round of the loop renews it.
                     if self.shared.leases.lock().remaining(id, Instant::now()).is_none() {
                         return Ok((head, 0));
                     }
@@ -101,7 +101,7 @@ impl Store {
         if logged.left_secs.is_some_and(|left| left > 0.0) {
             return Ok(Renewal::Renewed { ttl_secs: logged.ttl_secs });
         }
-        // Another instance may have granted the lease; the writer must know it to revoke it.
+        // Another instance may have granted the lease. The writer can expire it only after this instance has read it.
         self.confirm().await?;
         Ok(Renewal::Expired)
     }
@@ -173,7 +173,7 @@ impl Shared {
         }
         let logged: HashMap<LeaseId, &LoggedLease> = meta.leases.iter().map(|lease| (lease.id, lease)).collect();
         for (id, ttl_secs) in leases.granted() {
-            // A different TTL means that it was revoked and granted again.
+            // A different TTL means that the lease was revoked and its id granted again.
             if logged.get(&id).is_none_or(|logged| logged.ttl_secs != ttl_secs) {
                 leases.revoke(id);
             }
@@ -187,7 +187,8 @@ impl Shared {
             }
         }
         leases.epoch = leases.epoch.max(meta.position.epoch);
-        // Under the lease table's lock, because an alarm of this instance advances the epoch, too.
+        // The lease table is still locked. Otherwise a newer alarm change of this instance, which also advances the
+        // epoch, could be overwritten.
         self.space.set_alarms(meta);
         drop(leases);
         self.lease_deadline.notify_one();

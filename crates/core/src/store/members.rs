@@ -25,8 +25,8 @@ impl Members {
         Self { state: Mutex::new(State { live: vec![own.clone()], last_beat: Instant::now() }), own }
     }
 
-    /// Returns the id of the leader, which is the oldest live member. It is the first to run tasks that only one
-    /// instance should run.
+    /// Returns the id of the leader, which is the oldest live member. Only the leader runs automatic compaction, and
+    /// it is the first to expire leases.
     pub(super) fn leader(&self) -> u64 {
         self.state.lock().live.first().map_or(self.own.id, |member| member.id)
     }

@@ -48,7 +48,7 @@ use crate::{
 /// The settings of a store.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Size of the value cache in bytes of encoded pairs.
+    /// Maximum size of the value cache in bytes.
     pub value_cache_bytes: u64,
     /// Interval at which a shared log is polled when no notification arrives.
     pub poll_interval: Duration,
@@ -95,7 +95,8 @@ impl Store {
     /// If the log cannot be read or is corrupt.
     pub async fn open(log: Arc<dyn Log>, settings: Settings) -> Result<Self> {
         if let Some(shared) = log.shared() {
-            // Leases do not expire while no instance is alive: the heartbeat extends them, so it precedes the read.
+            // Leases do not expire while no instance is alive: the first heartbeat extends their deadlines. It is sent
+            // before the deadlines are read.
             shared.beat().await?;
         }
         let Replayed { meta, index, garbage, .. } = replay(&*log).await?;
@@ -157,6 +158,7 @@ impl Shared {
             hub: Arc::new(Hub::new(index.head(), index.compact_revision(), Arc::clone(&metrics))),
             metrics,
             compaction_done: watch::Sender::new(index.compact_revision()),
+            hash_before_compaction: Mutex::default(),
             leases: Lock::new(lease_table(meta, &index, Instant::now())),
             index: RwLock::new(index),
             values: ValueCache::new(settings.value_cache_bytes),
@@ -213,14 +215,14 @@ fn renewal_query(shared: Arc<Shared>) -> SharedQuery<LeaseId, Result<Option<Logg
             let shared = Arc::clone(&shared);
             async move {
                 let Some(log) = shared.log.shared() else { return vec![Ok(None); ids.len()] };
-                // Some clients renew the same lease continuously.
+                // Several waiting requests may renew the same lease.
                 let mut distinct = ids.clone();
                 distinct.sort_unstable();
                 distinct.dedup();
                 let queried_at = Instant::now();
                 match log.leases(&distinct, Touch::Renew).await {
                     Ok(found) => {
-                        // This precedes the responses, because sending them takes time.
+                        // A deadline is set relative to the current time, so it is set before the responses are sent.
                         shared.set_lease_deadlines(&found, queried_at);
                         let found: HashMap<LeaseId, LoggedLease> =
                             found.into_iter().map(|logged| (logged.id, logged)).collect();

@@ -35,7 +35,7 @@ struct Reply {
 }
 
 impl Ticket {
-    /// The client may have disconnected; the request has been executed anyway.
+    /// Sends the outcome. Does nothing if the client has disconnected.
     pub(super) fn reply(self, outcome: Result<Outcome>, times: Option<Times>) {
         let _ = self.0.send(Reply { outcome, times });
     }
@@ -45,7 +45,9 @@ impl Ticket {
 #[derive(Debug)]
 pub(super) struct Command {
     pub(super) request: Request,
+    /// Approximate bytes of keys and values.
     pub(super) bytes: usize,
+    /// The time at which the request arrived.
     pub(super) since: Instant,
     pub(super) ticket: Ticket,
 }
@@ -59,6 +61,8 @@ pub(super) struct WriteQueue {
 }
 
 impl WriteQueue {
+    /// Queues a request and waits for its outcome.
+    ///
     /// # Errors
     ///
     /// [`Error::TooManyRequests`] immediately if the queue is full, [`Error::Stopped`] if it is closed; otherwise the
@@ -78,7 +82,7 @@ impl WriteQueue {
                 mpsc::error::TrySendError::Closed(_) => Error::Stopped,
             });
         }
-        // The ticket was dropped: the writer died while it had the request.
+        // If the ticket was dropped, the writer panicked while it had the request.
         let Ok(Reply { outcome, times }) = reply.await else { return Err(Error::OutcomeUnknown) };
         if let Some(times) = times {
             times.note();
@@ -86,7 +90,8 @@ impl WriteQueue {
         outcome
     }
 
-    /// Returns a function that returns whether requests are waiting. The function returns false after the queue was dropped.
+    /// Returns a function that checks whether requests are waiting. The function returns false after the queue was
+    /// dropped.
     pub(super) fn has_waiting(&self) -> impl Fn() -> bool + Send + 'static {
         let commands = self.commands.downgrade();
         move || commands.upgrade().is_some_and(|commands| commands.capacity() < commands.max_capacity())

@@ -1,4 +1,5 @@
 //! Enforces the space quota: measures the database, raises and clears NOSPACE, and rejects requests while it is raised.
+//! A full disk of the database has the same effect as an exceeded quota.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -46,11 +47,16 @@ impl Shared {
         }
         space.check_not_corrupt()?;
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
-        let is_tight = space.no_space.load(Ordering::Relaxed) || space.would_exceed_quota(bytes);
+        let is_disk_full = space.is_disk_full.load(Ordering::Relaxed);
+        let is_tight = is_disk_full || space.no_space.load(Ordering::Relaxed) || space.would_exceed_quota(bytes);
         if !is_tight || !needs_space(request) {
             return Ok(());
         }
-        // An exact measurement may read the whole log, so it is done once until the alarm is raised.
+        if is_disk_full {
+            return Err(Error::NoSpace);
+        }
+        // An exact measurement may read the whole log. After it, requests are rejected without a measurement until the
+        // alarm is raised.
         if !space.no_space.load(Ordering::Relaxed) && !space.has_rejected.load(Ordering::Relaxed) {
             self.measure(Precision::Exact).await;
             if !space.would_exceed_quota(bytes) {
@@ -65,7 +71,10 @@ impl Shared {
     /// Measures the used space. If the database does not answer, the known size is kept.
     async fn measure(&self, precision: Precision) {
         match self.log.size(precision).await {
-            Ok(Size { in_use, .. }) => self.space.used.store(in_use, Ordering::Relaxed),
+            Ok(Size { in_use, disk_free, .. }) => {
+                self.space.used.store(in_use, Ordering::Relaxed);
+                self.space.set_disk_free(disk_free);
+            }
             Err(error) => debug!(%error, "cannot measure the database"),
         }
     }
@@ -91,7 +100,8 @@ fn needs_space(request: &Request) -> bool {
 pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
     let work = async {
         loop {
-            let is_alarmed = shared.space.no_space.load(Ordering::Relaxed);
+            let space = &shared.space;
+            let is_alarmed = space.no_space.load(Ordering::Relaxed) || space.is_disk_full.load(Ordering::Relaxed);
             tokio::select! {
                 biased;
                 () = shared.space.measure_requested.notified() => {}
@@ -100,7 +110,10 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
             if let Some(change) = required_change(&shared).await
                 && let Err(error) = queue.submit(Request::Alarm(change)).await
             {
-                warn!(%error, "cannot record an alarm; trying again");
+                // On a full disk the alarm is also raised without a record.
+                if !shared.space.is_disk_full.load(Ordering::Relaxed) {
+                    warn!(%error, "cannot record an alarm; trying again");
+                }
             }
         }
     };
@@ -120,20 +133,26 @@ async fn required_change(shared: &Shared) -> Option<AlarmChange> {
     }
     let has_rejected = space.has_rejected.swap(false, Ordering::Relaxed);
     let raised = space.raised_by_quota();
+    let is_disk_full = space.is_disk_full.load(Ordering::Relaxed);
     if space.no_space.load(Ordering::Relaxed) {
         return raised
             .first()
-            .filter(|_| !space.is_above_percent(CLEAR_PERCENT))
+            .filter(|_| !is_disk_full && !space.is_above_percent(CLEAR_PERCENT))
             .map(|alarm| AlarmChange::Clear { alarm: *alarm });
     }
     let alarm = Alarm { member_id: shared.identity.member_id, kind: AlarmKind::NoSpace };
-    (has_rejected || space.would_exceed_quota(0)).then_some(AlarmChange::Raise { alarm, cause: Cause::Quota })
+    (has_rejected || is_disk_full || space.would_exceed_quota(0))
+        .then_some(AlarmChange::Raise { alarm, cause: Cause::Quota })
 }
 
 impl Store {
-    /// Returns the raised alarms.
+    /// Returns the raised alarms. While the disk is full, NOSPACE is among them, although it cannot be recorded.
     pub fn alarms(&self) -> Vec<Alarm> {
-        self.shared.space.alarms.lock().keys().copied().collect()
+        let mut alarms = self.shared.space.alarms.lock().clone();
+        if self.shared.space.is_disk_full.load(Ordering::Relaxed) {
+            alarms.insert(Alarm { member_id: self.identity().member_id, kind: AlarmKind::NoSpace }, Cause::Quota);
+        }
+        alarms.into_keys().collect()
     }
 
     /// Raises or clears an alarm for all instances. Repeating a change has no effect.

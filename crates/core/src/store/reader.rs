@@ -65,7 +65,8 @@ impl Store {
 impl Shared {
     /// Reads a range at one revision.
     async fn range_once(&self, request: &RangeRequest) -> Result<RangeResponse> {
-        // The header has the revision at which the range is read: a watch from the next revision continues it.
+        // Both are read under one lock, so that a read of the latest state is at the revision in its header. A watch
+        // from the next revision then misses no change.
         let (revision, at) = {
             let index = self.index.read();
             (index.head(), index.resolve(request.at)?)
@@ -95,7 +96,8 @@ impl Shared {
         Ok(RangeResponse { revision, kvs, more, count })
     }
 
-    /// Makes one step of a walk over a range at a fixed revision. Returns where the next step starts.
+    /// Makes one step of a walk over a range at a fixed revision: visits at most `budget` keys after the key `after`.
+    /// Returns the `after` of the next step, or `None` at the end of the range.
     pub(super) fn walk(
         &self,
         range: &KeyRange,

@@ -1,6 +1,6 @@
 //! Rebuilds the index from the log and checks that the log is consistent.
 
-use std::time::{Duration, Instant as WallInstant};
+use std::time::{Duration, Instant as StdInstant};
 
 use tracing::info;
 
@@ -28,7 +28,7 @@ pub struct Replayed {
 ///
 /// [`Error::Corrupt`] if the log is inconsistent.
 pub async fn replay(log: &dyn History) -> Result<Replayed> {
-    let started = WallInstant::now();
+    let started = StdInstant::now();
     let mut reported = started;
     let mut index = TreeIndex::new();
     let mut rows = 0_usize;
@@ -42,7 +42,7 @@ pub async fn replay(log: &dyn History) -> Result<Replayed> {
             }
             rows += changes.len();
             if reported.elapsed() > PROGRESS_INTERVAL {
-                reported = WallInstant::now();
+                reported = StdInstant::now();
                 info!(rows, revision = index.head().0, head = meta.position.head.0, "reading the log");
             }
             Ok(())
@@ -72,7 +72,8 @@ pub async fn replay(log: &dyn History) -> Result<Replayed> {
     Ok(Replayed { meta, index, rows, garbage })
 }
 
-/// Checks that no revision above the compact revision is missing, and that no revision lacks a change.
+/// Checks that a row follows the one before: above the compact revision no revision is skipped, and the changes of each
+/// revision are numbered without gaps.
 fn check_order(meta: &Meta, last: RowId, row: RowId) -> Result<()> {
     if row.revision <= Revision::EMPTY || row.revision > meta.position.head {
         return Err(Error::Corrupt(format!(

@@ -13,7 +13,7 @@ use crate::types::{Change, ChangeKind, EncodedKv, Revision};
 
 /// Maximum number of applied changes kept for comparison with another server's log.
 const TAIL_CHANGES_MAX: usize = 256;
-/// Maximum bytes of the pairs of these changes.
+/// Maximum bytes of the pairs of the kept changes.
 const TAIL_BYTES_MAX: usize = 1 << 20;
 
 /// The state of this instance relative to the log.
@@ -24,7 +24,7 @@ pub(super) struct ReplicationState {
     pub(super) server: AtomicI64,
     /// The head after the running append of this instance; 0 if none is running.
     pub(super) own_append: AtomicI64,
-    /// Marked as changed whenever changes were applied.
+    /// Notified when changes were applied, and when an append of this instance has ended.
     pub(super) applied: watch::Sender<()>,
     pub(super) tail: Mutex<AppliedTail>,
     /// The newest compaction that was read from the log; `i64::MIN` if there is none. It is read once per epoch and

@@ -162,7 +162,8 @@ impl TxnRequest {
 }
 
 impl TxnRequest {
-    /// Returns whether the transaction only reads and all of its reads are serializable.
+    /// Returns whether all operations are serializable reads. Returns false for a transaction without operations or
+    /// with a nested transaction.
     pub fn is_serializable(&self) -> bool {
         let serializable = |op: &Op| match op {
             Op::Range(range) => range.consistency == Consistency::Serializable,
@@ -219,7 +220,7 @@ pub struct LeaseGranted {
     pub ttl_secs: i64,
 }
 
-/// Whether a compaction request returns immediately or after the rows are deleted.
+/// Whether a compaction request returns when the compact revision is recorded or after the rows are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompactionWait {
     ForRevision,

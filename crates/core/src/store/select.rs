@@ -69,7 +69,7 @@ impl Selection {
         self.selected.push(Selected { entry, key });
     }
 
-    /// Returns the number of keys kept before the sort and the limit.
+    /// Returns the maximum number of keys to keep before the sort.
     fn capacity(&self) -> usize {
         match self.sort.map(|sort| sort.scope) {
             None => self.limit,
@@ -96,7 +96,7 @@ impl Selection {
             SortTarget::Version => version.version,
             SortTarget::CreateRevision => version.create_revision.0,
             SortTarget::ModRevision => version.row.revision.0,
-            // Keys are offered in key order.
+            // Not used: keys are offered in key order, and `finish` sorts by value.
             SortTarget::Key | SortTarget::Value => 0,
         };
         match (sort.target, sort.order) {

@@ -29,7 +29,7 @@ proptest! {
 fn more_is_set_only_if_the_limit_cut_keys_off() {
     let pairs: Vec<Pair> = (0..3).map(|number| pair(number, [number + 2, number + 2, 1], "x", 0)).collect();
     let check = |limit, projection, more, kvs, count| {
-        let request = RangeRequest { limit, projection, ..whole() };
+        let request = RangeRequest { limit, projection, ..read_of_all_keys() };
         let response = run(&pairs, &request, true);
         assert_eq!((response.more, response.kvs.len(), response.count), (more, kvs, count), "{request:?}");
     };
@@ -44,9 +44,9 @@ fn more_is_set_only_if_the_limit_cut_keys_off() {
 fn count_ignores_the_filter_and_the_limit_applies_after_it() {
     let pairs: Vec<Pair> = (0..4).map(|number| pair(number, [number + 2, number + 2, 1], "x", 0)).collect();
     let filter = RevisionFilter { mod_min: Some(Revision(4)), ..RevisionFilter::default() };
-    let response = run(&pairs, &RangeRequest { filter, limit: Some(1), ..whole() }, true);
+    let response = run(&pairs, &RangeRequest { filter, limit: Some(1), ..read_of_all_keys() }, true);
     assert_eq!((response.kvs, response.more, response.count), (vec![pairs[2].encoded()], true, 4));
-    let response = run(&pairs, &RangeRequest { filter, limit: Some(2), ..whole() }, true);
+    let response = run(&pairs, &RangeRequest { filter, limit: Some(2), ..read_of_all_keys() }, true);
     assert_eq!((response.kvs.len(), response.more, response.count), (2, false, 4));
 }
 
@@ -69,7 +69,7 @@ fn run(pairs: &[Pair], request: &RangeRequest, leases_known: bool) -> RangeRespo
     RangeResponse { revision: Revision(9), kvs, more, count }
 }
 
-fn whole() -> RangeRequest {
+fn read_of_all_keys() -> RangeRequest {
     RangeRequest {
         range: KeyRange::from_wire(b"\0", b"\0"),
         at: ReadAt::Latest,
@@ -113,7 +113,7 @@ pub(super) fn ranges() -> impl Strategy<Value = RangeRequest> {
         // The server never combines a filter with `SortScope::FirstKeys`: with a filter, etcd sorts all keys.
         let scope = if filter == RevisionFilter::default() { None } else { Some(SortScope::All) };
         let sort = sort.map(|sort| Sort { scope: scope.unwrap_or(sort.scope), ..sort });
-        RangeRequest { limit, sort, filter, projection, ..whole() }
+        RangeRequest { limit, sort, filter, projection, ..read_of_all_keys() }
     })
 }
 

@@ -8,7 +8,7 @@ use std::{
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, watch};
 
-use super::{members::Members, replication::ReplicationState, space::Space, values::ValueCache};
+use super::{hash::Hashed, members::Members, replication::ReplicationState, space::Space, values::ValueCache};
 use crate::{
     index::TreeIndex,
     lease,
@@ -57,6 +57,8 @@ pub(super) struct Shared {
     pub(super) rows_left_to_others: Mutex<Vec<RowId>>,
     /// The newest revision whose compaction has finished.
     pub(super) compaction_done: watch::Sender<Option<Revision>>,
+    /// The hash at the compact revision, computed before that compaction.
+    pub(super) hash_before_compaction: Mutex<Option<Hashed>>,
     pub(super) pulses: Pulses,
 }
 
@@ -66,7 +68,10 @@ pub(super) struct Pulses {
     pub(super) writer: Arc<Pulse>,
     pub(super) expiry: Arc<Pulse>,
     pub(super) compactor: Arc<Pulse>,
+    /// The task that follows the log.
     pub(super) follower: Arc<Pulse>,
+    /// The task that queries the log's position.
     pub(super) heads: Arc<Pulse>,
+    /// The task that renews leases in the log.
     pub(super) renewals: Arc<Pulse>,
 }

@@ -1,12 +1,12 @@
 //! Alarms and the space quota.
 //!
-//! While NOSPACE is raised, by any instance, puts, transactions with puts and new leases are rejected. Reads, deletes
-//! and compactions are served, because they free space. The server raises the alarm if the used space plus the current
-//! write would exceed the quota, and clears it when enough space is free again. An alarm that a client raised is
-//! cleared only by a client. While CORRUPT is raised, nothing is served.
+//! While NOSPACE is raised, by any instance, puts, transactions with puts and new leases are rejected. Reads are
+//! served, and so are deletes and compactions, because they free space. The server raises the alarm if the used space
+//! plus the current write would exceed the quota, and clears it when enough space is free again. An alarm that a client
+//! raised is cleared only by a client. While CORRUPT is raised, reads of keys and all writes except alarm changes fail.
 //!
-//! Between measurements, the used space is the last measured size plus the bytes written since. A write is rejected
-//! only after a measurement.
+//! Between measurements, the used space is the last measured size plus the bytes written since. The size is measured
+//! again before a write is rejected, unless NOSPACE is raised or is about to be raised.
 
 use std::{
     collections::BTreeMap,
@@ -25,6 +25,9 @@ use crate::{
 
 /// etcd's default quota in bytes.
 const QUOTA_DEFAULT: u64 = 2 << 30;
+/// Free bytes of the database's disk below which writes are rejected. They suffice to record the alarm, deletes and a
+/// compaction.
+const DISK_FREE_MIN: u64 = 4 << 20;
 /// Approximate overhead of a row in bytes, in addition to its key and value.
 const ROW_BYTES: i64 = 100;
 
@@ -36,11 +39,13 @@ pub(super) struct Space {
     pub(super) used: AtomicI64,
     /// Notified when the size should be measured.
     pub(super) measure_requested: Notify,
-    /// Whether a write was rejected since the last measurement.
+    /// Whether a write was rejected since the quota task last ran. The task then raises NOSPACE.
     pub(super) has_rejected: AtomicBool,
     pub(super) alarms: Mutex<BTreeMap<Alarm, Cause>>,
     pub(super) no_space: AtomicBool,
     pub(super) corrupt: AtomicBool,
+    /// Whether the database's disk was full when it was last measured.
+    pub(super) is_disk_full: AtomicBool,
 }
 
 impl Space {
@@ -59,6 +64,7 @@ impl Space {
             alarms: Mutex::default(),
             no_space: AtomicBool::new(false),
             corrupt: AtomicBool::new(false),
+            is_disk_full: AtomicBool::new(false),
         }
     }
 
@@ -77,6 +83,18 @@ impl Space {
     /// Requests a measurement, because space may have been freed.
     pub(super) fn note_freed(&self) {
         self.measure_requested.notify_one();
+    }
+
+    /// Records the free space of the database's disk.
+    pub(super) fn set_disk_free(&self, free: Option<u64>) {
+        let was_full = self.is_disk_full.load(Ordering::Relaxed);
+        // The second limit is higher, so that the state does not change with every small write.
+        let is_full = free.is_some_and(|free| free < DISK_FREE_MIN || (was_full && free < 2 * DISK_FREE_MIN));
+        if is_full && !was_full {
+            let free = free.unwrap_or(0);
+            error!(free, "the disk is full: writes are rejected until space is freed, reads continue");
+        }
+        self.is_disk_full.store(is_full, Ordering::Relaxed);
     }
 
     /// Adds written changes to the used space.

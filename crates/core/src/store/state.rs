@@ -44,7 +44,7 @@ impl Store {
             state.applied.set(head);
             state.committed.set(head);
             state.compact_revision.set(index.compact_revision().map_or(-1, |revision| revision.0));
-            state.keys.set(as_gauge(index.len()));
+            state.keys.set(as_gauge(index.live()));
         }
         state.pending.set(as_gauge(self.queue.len()));
         state.leases.set(as_gauge(shared.leases.lock().len()));

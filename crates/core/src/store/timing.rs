@@ -27,12 +27,12 @@ pub(super) struct PhaseTimes {
     pub(super) committed: Instant,
 }
 
-/// Durations above which a write is logged as slow.
+/// Durations above which a request is slow.
 #[derive(Clone, Copy, Debug)]
 pub struct SlowThresholds {
-    /// For a batch, from the start of its evaluation to the end of its commit.
+    /// For a batch, from the start of its evaluation to the end of its commit. Slower batches are counted.
     pub apply: Duration,
-    /// For a request, from its arrival to its response.
+    /// For a request, from its arrival to its response. Slower requests are logged.
     pub request: Duration,
 }
 

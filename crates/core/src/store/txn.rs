@@ -128,7 +128,7 @@ impl<'a> Evaluation<'a> {
         Ok(self.batch.head())
     }
 
-    /// Grants a lease, which uses no revision.
+    /// Grants a lease. This does not increase the revision.
     pub fn grant(&mut self, id: LeaseId, ttl_secs: i64) -> Evaluated<Revision> {
         if self.batch.lease_exists(self.leases, id) {
             return Err(Error::LeaseExists.into());
@@ -171,7 +171,8 @@ impl<'a> Evaluation<'a> {
 
     // Compares.
 
-    /// Appends the branch that each transaction takes, outer transactions before nested ones, in execution order.
+    /// Appends to `path`, for each transaction that will be executed, whether its compares hold. The order is that of
+    /// execution, and an outer transaction precedes its nested ones.
     fn choose_path(&mut self, txn: &TxnRequest, path: &mut Vec<bool>) {
         let succeeded = txn.compares.iter().all(|compare| self.holds(compare));
         path.push(succeeded);
@@ -182,8 +183,8 @@ impl<'a> Evaluation<'a> {
         }
     }
 
-    /// Returns whether the compare holds for every live key of its range. If there is none, it is evaluated as for a
-    /// key that never existed: numbers are 0, and a compare of a value does not hold.
+    /// Returns whether the compare holds for every live key of its range. If the range has no live key, the compare is
+    /// evaluated as for a key that never existed: numbers are 0, and a compare of a value does not hold.
     fn holds(&mut self, compare: &Compare) -> bool {
         let mut found = Vec::new();
         self.batch.visit(self.index, &compare.range, |_, current| found.push(current));
@@ -252,7 +253,8 @@ impl<'a> Evaluation<'a> {
         Ok(())
     }
 
-    /// Unlike a single Range, a Range in a transaction cannot name a negative revision after a compaction.
+    /// Checks the revision of a Range in a transaction. A single Range treats a negative revision as the latest one. In
+    /// a transaction it fails, as in etcd, if it is below the compact revision (-1 before the first compaction).
     fn check_range(&self, at: ReadAt) -> Evaluated<()> {
         let ReadAt::Revision(at) = at else { return Ok(()) };
         if at > self.batch.head() {
@@ -318,6 +320,7 @@ impl<'a> Evaluation<'a> {
                     entries.for_each(|(key, entry)| selection.offer(key, entry));
                 }
             }
+            // A negative revision that was not rejected reads the latest state, as in etcd.
             ReadAt::Latest | ReadAt::Revision(_) => self.batch.visit(self.index, &request.range, |key, current| {
                 selection.offer(key, current.entry());
                 if let Some(kv) = current.kv {

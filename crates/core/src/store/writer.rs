@@ -15,9 +15,9 @@
 //! before it continues.
 //!
 //! If other instances append to the same log, an append can lose a race. The writer then catches up, takes the append
-//! lock, evaluates the requests again and appends while no other instance can. It keeps taking the lock until no other
-//! instance has appended in between. A batch that changes nothing is answered only if the log's position is still the
-//! one at which the batch was evaluated.
+//! lock, evaluates the requests again and appends while no other instance can. It takes the lock for every batch until
+//! it finds that no other instance has appended since its last batch. A batch that changes nothing is answered only if
+//! the log's position is still the one at which the batch was evaluated.
 
 mod commit;
 mod recovery;
@@ -50,7 +50,7 @@ use super::{
 };
 use crate::{log::Position, types::RowId};
 
-/// Number of requests at which a batch is closed. Larger batches only add latency.
+/// Number of pending requests at which the writer takes no more from the queue. Larger batches only add latency.
 const BATCH_REQUESTS_MAX: usize = 512;
 /// Number of changes at which a batch is closed.
 const BATCH_CHANGES_MAX: usize = 512;
@@ -59,7 +59,7 @@ const BATCH_BYTES_MAX: usize = 4 << 20;
 /// Number of times the writer yields before it evaluates a batch, so that requests that are about to arrive join it.
 /// Measured: batches become one eighth larger. Unlike a timer, yielding costs nothing if no request arrives.
 const COLLECT_YIELDS: usize = 3;
-/// Pause between attempts to read the log while the database is unavailable.
+/// Pause before the log is read again while the database is unavailable.
 const RESYNC_PAUSE: Duration = Duration::from_millis(200);
 
 /// Evaluated requests with their outcomes.
@@ -74,7 +74,8 @@ pub(super) struct Writer {
     close: Arc<Notify>,
     /// Taken from the queue and not yet part of a committed batch.
     pending: VecDeque<Command>,
-    /// Another instance appended in between, so this one takes the append lock before it evaluates.
+    /// Whether another instance appended since this one's last batch. The writer then takes the append lock before it
+    /// evaluates the next batch.
     is_contended: bool,
     /// Whether this instance holds the append lock: no other instance can append before this one has appended.
     holds_append_lock: bool,
@@ -119,7 +120,8 @@ impl Writer {
         }
     }
 
-    /// Waits for a request and takes all others that are waiting. Returns false when the queue is closed and empty.
+    /// Waits until a request is pending, then takes more from the queue, up to [`BATCH_REQUESTS_MAX`]. Returns false
+    /// when the queue is closed and empty.
     async fn collect(&mut self) -> bool {
         while self.pending.is_empty() {
             self.shared.pulses.writer.rest();
@@ -210,8 +212,8 @@ impl Writer {
         self.commit(batch, expected, served, started).await;
     }
 
-    /// Takes the append lock and catches up with the instances that appended before. If that fails, the batch is
-    /// appended without the lock.
+    /// Takes the append lock and catches up with the instances that appended before. If the lock cannot be taken,
+    /// the batch is appended without it.
     async fn lock_appends(&mut self) {
         let shared = Arc::clone(&self.shared);
         let Some(log) = shared.log.shared() else { return };
@@ -224,7 +226,7 @@ impl Writer {
         if let Err(failure) = shared.reach_head(log).await {
             warn!(error = %failure, "cannot catch up before an append");
         }
-        // No other instance appended in between, so appending without the lock is cheaper.
+        // While no other instance appends, appending without the lock is cheaper.
         self.is_contended = shared.position() != before;
     }
 
@@ -263,13 +265,14 @@ impl Writer {
         }
     }
 
-    /// Reads rows that an evaluation needs. Returns false if another instance compacted them.
+    /// Reads rows that an evaluation needs. Returns false if a row is missing and the log is no longer at `expected`:
+    /// another instance may have compacted the row.
     async fn fetch(&self, rows: Vec<RowId>, expected: Position, fetched: &mut Fetched) -> Result<bool> {
         if rows.iter().any(|row| fetched.contains_key(row)) {
             if self.shared.has_moved_past(expected).await? {
                 return Ok(false);
             }
-            // The evaluation needs a row again that was not found: the index refers to a row that is not in the log.
+            // A row was already fetched and not found: the index refers to a row that the log does not contain.
             error!(?rows, "rows of live versions are missing from the log");
             return Err(Error::Corrupt);
         }

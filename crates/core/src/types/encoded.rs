@@ -1,8 +1,7 @@
 //! Pairs and events in the protobuf form that leaves the server, encoded once and shared.
 //!
 //! Layout of a pair (`mvccpb.KeyValue`): key 1, create_revision 2, mod_revision 3, version 4, value 5, lease 6. Fields
-//! with their default value are omitted, and fields are in the order of their numbers, as every protobuf encoder writes
-//! them.
+//! with their default value are omitted, and fields are in the order of their numbers, as prost writes them.
 
 use bytes::{Buf, Bytes};
 use prost::encoding::{WireType, decode_key, decode_varint, encode_key, encode_varint, encoded_len_varint};
@@ -109,12 +108,12 @@ impl std::fmt::Debug for EncodedKv {
     }
 }
 
-/// An encoded `mvccpb.Event` with the tag and length that it has as an element of `WatchResponse.events`. Such events,
-/// appended to an encoded `WatchResponse` without events, form the response that contains them.
+/// An encoded `mvccpb.Event` with the tag and length that it has as an element of `WatchResponse.events`. Appending
+/// such events to an encoded `WatchResponse` without events gives the encoded response with these events.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EncodedEvent(Vec<u8>);
 
-/// `WatchResponse.events`.
+/// The field number of `WatchResponse.events`.
 const EVENTS_TAG: u32 = 11;
 
 impl EncodedEvent {
@@ -147,7 +146,7 @@ impl EncodedEvent {
     }
 }
 
-// All tags are below 16, so each takes one byte.
+// All field numbers are below 16, so each tag takes one byte.
 
 fn bytes_len(bytes: &[u8]) -> usize {
     if bytes.is_empty() { 0 } else { 1 + encoded_len_varint(bytes.len() as u64) + bytes.len() }
@@ -207,7 +206,12 @@ mod tests {
         }
 
         #[test]
-        fn events_are_encoded_as_prost_does(key in prop::collection::vec(any::<u8>(), 1..20), value: Vec<u8>, numbers: [i64; 4], with_prev: bool) {
+        fn events_are_encoded_as_prost_does(
+            key in prop::collection::vec(any::<u8>(), 1..20),
+            value: Vec<u8>,
+            numbers: [i64; 4],
+            with_prev: bool,
+        ) {
             let (kv, plain) = pair(&key, numbers, &value);
             let prev = with_prev.then_some(&kv);
             let mut bytes = EncodedEvent::put(&kv, prev).as_bytes().to_vec();

@@ -10,11 +10,11 @@ use crate::types::{Change, EncodedEvent, Revision};
 /// Bytes of events after which a chunk ends at the next revision boundary.
 const CHUNK_BYTES_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
 
-/// Bytes of all chunks that are still waiting for a watch, and of the other chunks of their runs. Global, because
-/// memory is shared by the whole process.
+/// Bytes of all chunks in memory. A chunk is in memory while a stream waits to send it or another chunk of the same run
+/// ([`super::run`]). Global, because the memory limit applies to the whole process.
 static CHUNK_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Bytes that are counted until the last reference is dropped.
+/// Bytes that [`CHUNK_BYTES`] counts until they are freed.
 struct CountedBytes(Vec<u8>);
 
 impl CountedBytes {
@@ -98,7 +98,7 @@ impl Chunk {
         self.bytes.is_empty()
     }
 
-    /// Splits the events into pieces of at most `limit` bytes. A larger single event is a piece of its own.
+    /// Splits the events into pieces of at most `limit` bytes. An event above the limit is a piece of its own.
     pub fn pieces(&self, limit: usize) -> impl Iterator<Item = Bytes> {
         let mut start = 0;
         let mut ends = self.ends.iter().copied().peekable();

@@ -2,8 +2,8 @@
 //!
 //! A schedule publishes changes, creates and cancels watches that start in the past, now or in the future, reads
 //! slowly, runs sessions one step at a time with other operations in between, compacts, and requests progress. Outboxes
-//! are small here, so watches fall behind and catch up. A [`Reader`] knows which messages each watch must receive and
-//! checks every message. At the end all messages are read, and none may be missing.
+//! are small here, so watches fall behind and catch up. A [`reader::Reader`] knows which messages each watch must
+//! receive, and checks every message. At the end all messages are read, and none may be missing.
 
 mod history;
 mod reader;
@@ -36,7 +36,7 @@ proptest! {
     }
 }
 
-const WHOLE: Flavor = Flavor { prev_kv: false, puts: true, deletes: true };
+const ALL_EVENTS: Flavor = Flavor { prev_kv: false, puts: true, deletes: true };
 
 fn create(id: i64, back: Option<i64>, flavor: Flavor) -> Create {
     let range = KeyRange::from_wire(b"a", b"");
@@ -67,31 +67,31 @@ fn run(steps: Vec<Step>) -> Checked {
     })
 }
 
-/// The watch joins between the append and the publishing of changes that were collected without previous pairs.
+/// Changes are collected without previous pairs. A watch that needs them joins before the changes are published.
 #[test]
 fn watch_that_joins_during_a_commit_gets_previous_pairs() {
-    let concurrent = Some((0, create(1, None, Flavor { prev_kv: true, ..WHOLE })));
+    let concurrent = Some((0, create(1, None, Flavor { prev_kv: true, ..ALL_EVENTS })));
     check(vec![publish_one(), Step::Publish { txns: vec![vec![(0, true)]], concurrent }]);
 }
 
 /// The first watch waits for a revision, which is committed just before the watch is canceled.
 #[test]
 fn watch_gets_no_event_of_a_canceled_watch_with_its_id() {
-    let create = |back| Step::Stream(0, Action::Create(create(1, back, WHOLE)));
+    let create = |back| Step::Stream(0, Action::Create(create(1, back, ALL_EVENTS)));
     let notify = Step::Stream(0, Action::HandleNotifications);
     check(vec![publish_one(), create(Some(-2)), publish_one(), publish_one(), cancel(0), create(None), notify]);
 }
 
 #[test]
-fn progress_is_sent_when_the_watch_behind_is_canceled() {
-    let create = |id, back| Step::Stream(0, Action::Create(create(id, back, WHOLE)));
+fn progress_is_sent_when_the_watch_that_catches_up_is_canceled() {
+    let create = |id, back| Step::Stream(0, Action::Create(create(id, back, ALL_EVENTS)));
     let progress = Step::Stream(0, Action::Progress);
     check(vec![publish_one(), create(2, None), create(1, Some(0)), progress, cancel(1)]);
 }
 
 #[test]
-fn progress_is_sent_when_the_watch_above_the_head_is_canceled() {
-    let create = |id, back| Step::Stream(0, Action::Create(create(id, back, WHOLE)));
+fn progress_is_sent_when_the_watch_from_a_future_revision_is_canceled() {
+    let create = |id, back| Step::Stream(0, Action::Create(create(id, back, ALL_EVENTS)));
     let progress = Step::Stream(0, Action::Progress);
     check(vec![publish_one(), create(2, None), create(1, Some(-9)), progress, cancel(1)]);
 }

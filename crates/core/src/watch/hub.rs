@@ -35,10 +35,11 @@ struct State {
     /// Indexed by the number in `ranges`; `None` for a removed group.
     groups: Vec<Option<RangeGroup>>,
     free_groups: Vec<usize>,
-    /// Watches whose start revision is above the head.
+    /// Watches whose start revision is above head + 1.
     future: BTreeMap<Revision, Vec<(Arc<Outbox>, WatchId)>>,
     /// Streams that wait for a progress notification at or above this revision.
     progress: Vec<(Revision, Arc<Outbox>)>,
+    /// Number of synced watches that requested previous pairs.
     prev_kv_members: usize,
 }
 
@@ -60,7 +61,7 @@ struct Member {
     outbox: Arc<Outbox>,
     id: WatchId,
     fragment: Option<usize>,
-    /// The newest revision queued for it, for periodic progress.
+    /// The newest revision that was queued. Periodic progress is sent only to a watch that received nothing recently.
     sent: Option<Revision>,
 }
 
@@ -68,7 +69,7 @@ struct Member {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum JoinOutcome {
     Synced,
-    /// The start revision is above the head. The session is notified when it is committed.
+    /// The start revision is above head + 1. The session is notified when that revision is committed.
     Waiting,
     /// The watch needs revisions that are already in the log.
     Behind,
@@ -108,8 +109,8 @@ impl Hub {
         self.state.lock().prev_kv_members > 0
     }
 
-    /// Publishes committed changes up to `head`, except those already published. `apply` makes them readable; no watch
-    /// joins and no progress is sent in between.
+    /// Publishes the changes up to `head` that were not published yet. `apply` makes them readable; between `apply` and
+    /// publishing no watch joins and no progress is sent.
     pub fn publish(&self, changes: &[Change], head: Revision, apply: impl FnOnce(&[Change])) {
         let mut state = self.state.lock();
         let known = changes.partition_point(|change| change.row.revision <= state.head);
@@ -119,8 +120,8 @@ impl Hub {
         state.publish(changes, head);
     }
 
-    /// Moves to `head` without publishing the changes before it. `apply` makes them readable. Watches read these
-    /// changes from the log; a watch ends if its changes were compacted.
+    /// Moves to `head` without publishing the changes up to it. `apply` makes them readable. Watches read these
+    /// changes from the log; a watch ends if changes that it needs were compacted.
     pub fn reset_to(&self, head: Revision, compact_revision: Option<Revision>, apply: impl FnOnce()) {
         let mut state = self.state.lock();
         apply();
@@ -191,7 +192,7 @@ impl Hub {
     /// published.
     pub(super) fn progress(&self, outbox: &Arc<Outbox>, newest_start: Option<Revision>) -> bool {
         let mut state = self.state.lock();
-        // A watch fell behind meanwhile, and the session was notified.
+        // A watch fell behind in the meantime. Its session was notified and calls this again when it has caught up.
         if outbox.is_lagging() {
             return false;
         }
@@ -204,8 +205,8 @@ impl Hub {
         true
     }
 
-    /// Queues a progress notification for one synced watch unless it was sent something after `since`. Returns the
-    /// head.
+    /// Queues a progress notification for one synced watch, unless events above revision `since` were queued for it.
+    /// Returns the head.
     pub(super) fn progress_for_watch(
         &self,
         outbox: &Arc<Outbox>,
@@ -301,14 +302,15 @@ impl State {
         }
     }
 
-    /// Sends changes to the synced watches, then notifies watches and progress requests that waited for `head`.
+    /// Sends changes to the synced watches. Then notifies the watches and the progress requests that waited for a
+    /// revision up to `head`.
     fn publish(&mut self, changes: &[Change], head: Revision) {
         self.head = head;
         for (number, hits) in self.hits(changes) {
             self.publish_to(number, &hits, head);
             self.drop_if_empty(number);
         }
-        // Watches whose start revision is committed catch up from it like any other.
+        // A watch whose start revision is now committed catches up from that revision.
         while let Some(waiting) = self.future.first_entry().filter(|entry| *entry.key() <= head) {
             let start = *waiting.key();
             for (outbox, id) in waiting.remove() {
@@ -340,7 +342,8 @@ impl State {
             if members.is_empty() {
                 continue;
             }
-            // A watch that joined after the previous pairs were collected reads the changes without them from the log.
+            // A change may lack its previous pair, for example if no watch had requested previous pairs when its batch
+            // was committed. The watches then read the log from the first such change on.
             let incomplete =
                 changes.iter().find(|change| flavor.prev_kv && flavor.admits(change) && change.lacks_prev());
             let incomplete = incomplete.map(|change| change.row.revision);
@@ -370,7 +373,7 @@ impl Member {
         self.id == id && Arc::ptr_eq(&self.outbox, outbox)
     }
 
-    /// Returns false if the watch must read the log from `incomplete` on.
+    /// Returns true if `incomplete` is `None`. Otherwise the watch must catch up from that revision.
     fn keeps_receiving(&self, incomplete: Option<Revision>) -> bool {
         if let Some(next) = incomplete {
             self.outbox.mark_lagging(self.id, next);

@@ -4,7 +4,7 @@ use bytes::Bytes;
 
 use crate::types::{Revision, WatchId};
 
-/// A message on a watch stream.
+/// A message on a watch stream. `revision` is the revision in its header.
 #[derive(Clone, Debug)]
 pub enum Message {
     Created {
@@ -34,7 +34,7 @@ pub enum Message {
         id: WatchId,
         /// At or above the newest event's revision.
         revision: Revision,
-        /// Encoded events, one after another.
+        /// Encoded events. Each item contains one or more.
         events: Vec<Bytes>,
         /// Whether the next message continues this one.
         fragment: bool,

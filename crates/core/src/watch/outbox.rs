@@ -5,7 +5,8 @@
 //! memory: a chunk that several watches of the stream receive is counted once.
 //!
 //! Many streams that are not read could still use much memory together: for queue slots, and for chunks if each stream
-//! has its own range. Above a global limit, each stream may keep only a small queue; its watches read the log later.
+//! has its own range. Above a global limit, each stream may queue only [`SHORT_MEMORY_BYTES_MAX`]; its watches then
+//! read the log.
 
 use std::{
     pin::Pin,
@@ -34,7 +35,7 @@ const SHORT_MEMORY_BYTES_MAX: usize = if cfg!(test) { 1 << 9 } else { 16 << 10 }
 pub struct Outbox {
     inner: Mutex<Inner>,
     /// Notified when the session has work: the outbox has capacity again, a watch fell behind, a progress request can
-    /// be answered, or the client has disconnected.
+    /// be answered, or the stream has ended.
     pub(super) notify: Notify,
 }
 
@@ -120,7 +121,8 @@ impl Outbox {
         self.notify.notified().await;
     }
 
-    /// Returns whether the outbox is at most half full, so that requests can be served and watches can catch up.
+    /// Returns whether the outbox is less than half full. While memory is short, it must also be below the lower limit.
+    /// Otherwise no requests are served and no watch catches up.
     pub fn has_capacity(&self) -> bool {
         self.inner.lock().has_capacity(OUTBOX_BYTES_MAX / 2)
     }
@@ -145,6 +147,7 @@ impl Outbox {
             return match inner.end {
                 Some(End::ClientGone) => Poll::Ready(None),
                 Some(end @ (End::ServerStopped | End::Failed)) => {
+                    // The stream returns `None` after this error.
                     inner.end = Some(End::ClientGone);
                     Poll::Ready(Some(Err(end)))
                 }
@@ -155,7 +158,7 @@ impl Outbox {
             };
         };
         let now = inner.queue.bytes();
-        // The session may be waiting for either threshold.
+        // The session waits until the queue is below one of these limits.
         if [OUTBOX_BYTES_MAX / 2, SHORT_MEMORY_BYTES_MAX].iter().any(|limit| before >= *limit && now < *limit) {
             drop(inner);
             self.notify.notify_one();
@@ -170,7 +173,7 @@ impl Default for Outbox {
     }
 }
 
-/// Wakes the connection after the lock is released.
+/// Releases the lock, then wakes the connection.
 fn wake(mut inner: parking_lot::MutexGuard<'_, Inner>) {
     let reader = inner.reader.take();
     drop(inner);
@@ -216,9 +219,9 @@ mod tests {
     };
 
     /// Returns the number of 50-byte events that the outbox accepts.
-    fn takes(outbox: &Outbox) -> usize {
-        let alone = |revision| ChunkRef::in_new_run(Chunk::of_event(&[7; 50], Revision(revision)), Revision(revision));
-        (2..).take_while(|revision| outbox.push_chunk(WatchId(1), &alone(*revision), None)).count()
+    fn count_accepted(outbox: &Outbox) -> usize {
+        let chunk = |revision| ChunkRef::in_new_run(Chunk::of_event(&[7; 50], Revision(revision)), Revision(revision));
+        (2..).take_while(|revision| outbox.push_chunk(WatchId(1), &chunk(*revision), None)).count()
     }
 
     #[test]
@@ -229,7 +232,7 @@ mod tests {
             pending.add_slots(others);
             let outbox = Arc::new(Outbox::counted(&pending));
             assert!(outbox.has_capacity());
-            assert_eq!(takes(&outbox), want.div_ceil(each), "{others} messages wait on other streams");
+            assert_eq!(count_accepted(&outbox), want.div_ceil(each), "{others} messages wait on other streams");
             assert!(!outbox.has_capacity());
             drop(outbox);
             assert_eq!((pending.messages.get(), pending.slots()), (0, others));

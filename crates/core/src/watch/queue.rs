@@ -18,19 +18,20 @@ use super::{
 };
 use crate::types::{Revision, WatchId};
 
-/// Total bytes waiting on all streams above which the limit of each stream is lowered.
+/// Memory limit of all streams together, in bytes of waiting chunks and slots. At or above it, the limit of each stream
+/// is lowered.
 pub(super) const ALL_BYTES_MAX: usize = 256 << 20;
-/// Overhead of a message in bytes, unless it follows another of its run.
+/// Bytes of a slot. A chunk that follows another chunk of its run needs no slot of its own.
 pub(super) const SLOT_BYTES: usize = size_of::<Slot>();
-/// A stream with a range of its own needs one slot per event.
+/// A stream may need one slot per event, for example if the events of two watches alternate.
 const _: () = assert!(SLOT_BYTES <= 24);
 /// Maximum bytes of queued events of one watch that are merged into one message.
 const MERGE_BYTES_MAX: usize = if cfg!(test) { 256 } else { 1 << 20 };
 
-/// Counts what is waiting on all streams.
+/// Counts the messages that wait on all streams.
 #[derive(Clone, Debug)]
 pub struct Pending {
-    /// Number of messages before merging.
+    /// Number of messages, before events are merged.
     pub messages: IntGauge,
     /// Number of used queue slots.
     slots: Arc<AtomicUsize>,
@@ -81,7 +82,8 @@ struct Chunks {
     /// Numbers of the first and last waiting chunk in the run.
     first: u16,
     last: u16,
-    /// The previous slot ends with the same chunk and its bytes are counted there. This slot contains no other chunk.
+    /// Whether the bytes are counted already, because the previous slot ends with the same chunk. This slot then
+    /// contains no other chunk.
     is_counted: bool,
 }
 
@@ -107,7 +109,7 @@ impl MessageQueue {
         self.pending.as_ref().is_some_and(Pending::is_limit_reached)
     }
 
-    /// Adds a message other than events of a chunk.
+    /// Adds a message. [`Self::push_chunk`] adds the events of a whole chunk.
     pub fn push(&mut self, message: Message) {
         let bytes: usize =
             if let Message::Events { events, .. } = &message { events.iter().map(Bytes::len).sum() } else { 0 };
@@ -115,7 +117,8 @@ impl MessageQueue {
         self.push_slot(Slot::Other(Box::new((message, cost))), cost);
     }
 
-    /// Adds the events of a chunk. A chunk that follows the last one of the same watch and run needs no new slot.
+    /// Adds the events of a chunk. No new slot is needed if the last slot belongs to the same watch and ends with the
+    /// previous chunk of the run.
     pub fn push_chunk(&mut self, id: WatchId, chunk: &ChunkRef) {
         let ChunkRef { run, number, len, .. } = chunk;
         let mut is_counted = false;
@@ -143,10 +146,10 @@ impl MessageQueue {
         }
     }
 
-    /// Adjusts the number of waiting messages.
-    fn count(&self, more: i64) {
+    /// Changes the number of waiting messages by `difference`.
+    fn count(&self, difference: i64) {
         if let Some(pending) = &self.pending {
-            pending.messages.add(more);
+            pending.messages.add(difference);
         }
     }
 
@@ -218,7 +221,7 @@ mod tests {
 
     /// Pops all messages and returns watch, revision and number of event chunks of each.
     fn pop_all(queue: &mut MessageQueue) -> Vec<(i64, i64, usize)> {
-        let shown = |message| {
+        let summary = |message| {
             if let Message::Events { id, revision, events, .. } = message {
                 (id.0, revision.0, events.len())
             } else if let Message::Progress { id, revision } = message {
@@ -227,13 +230,15 @@ mod tests {
                 panic!("unexpected message {message:?}")
             }
         };
-        std::iter::from_fn(|| queue.pop()).map(shown).collect()
+        std::iter::from_fn(|| queue.pop()).map(summary).collect()
     }
 
     #[test]
     fn consecutive_chunks_share_a_slot_and_keep_their_order() {
-        // The watches that receive each revision from 2 on (0: progress), the expected number of slots, the expected
-        // number of counted chunks, and the expected messages, of at most two chunks here.
+        // 1. For each revision from 2 on: the watches that receive its chunk; 0 is a progress message instead.
+        // 2. The expected number of slots.
+        // 3. The expected number of chunks whose bytes are counted.
+        // 4. The expected messages: watch, revision, number of chunks (at most two, because of the limit in tests).
         type Row<'a> = (&'a [&'a [i64]], usize, usize, &'a [(i64, i64, usize)]);
         let rows: [Row<'_>; 6] = [
             (&[&[1]], 1, 1, &[(1, 2, 1)]),
@@ -241,14 +246,14 @@ mod tests {
             // Two watches of one stream: the order of the messages is kept, and a shared chunk is counted once.
             (&[&[1, 2], &[1, 2]], 4, 2, &[(1, 2, 1), (2, 2, 1), (1, 3, 1), (2, 3, 1)]),
             (&[&[1, 2], &[2], &[2]], 3, 3, &[(1, 2, 1), (2, 3, 2), (2, 4, 1)]),
-            // A revision that the watch does not receive.
+            // The watch does not receive revision 3.
             (&[&[1], &[], &[1]], 2, 2, &[(1, 4, 2)]),
             (&[&[1], &[1, 0], &[1]], 3, 3, &[(1, 3, 2), (1, 3, 0), (1, 4, 1)]),
         ];
         for (sent, slots, counted, messages) in rows {
             let pending = Pending::new(IntGauge::new("pending", "Waiting messages.").expect("a gauge"));
             let mut queue = MessageQueue::counted(&pending);
-            let (mut tail, mut others) = (RunTail::default(), Vec::new());
+            let (mut tail, mut kept) = (RunTail::default(), Vec::new());
             let mut pushed = 0;
             for (watches, revision) in sent.iter().zip(2..) {
                 let chunk = published(&mut tail, revision);
@@ -259,8 +264,8 @@ mod tests {
                         watch => queue.push_chunk(WatchId(*watch), &chunk),
                     }
                 }
-                // Keeps the runs alive.
-                others.push(chunk);
+                // Without a reference the run would be freed, and the next chunk would start a new run.
+                kept.push(chunk);
             }
             assert_eq!((pending.slots(), pending.messages.get()), (slots, pushed), "{sent:?}");
             let progress = sent.concat().iter().filter(|watch| **watch == 0).count() * size_of::<(Message, usize)>();
@@ -268,7 +273,7 @@ mod tests {
             assert_eq!(pop_all(&mut queue), messages, "{sent:?}");
             assert_eq!((queue.bytes(), pending.slots(), pending.messages.get()), (0, 0, 0), "{sent:?}");
             // Dropping a queue releases what it counted.
-            others.iter().for_each(|chunk| queue.push_chunk(WatchId(1), chunk));
+            kept.iter().for_each(|chunk| queue.push_chunk(WatchId(1), chunk));
             drop(queue);
             assert_eq!((pending.slots(), pending.messages.get()), (0, 0), "{sent:?}");
         }

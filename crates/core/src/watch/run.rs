@@ -37,16 +37,17 @@ struct Published {
     revision: Revision,
 }
 
-/// The position of a chunk in its run.
+/// A reference to a chunk in a run.
 #[derive(Debug)]
 pub struct ChunkRef {
     pub run: Arc<ChunkRun>,
+    /// The chunk's position in the run.
     pub number: u16,
     /// Bytes of the chunk.
     pub len: usize,
     /// The chunk's oldest revision.
     pub first: Revision,
-    /// The revision in the header of its message, at or above the newest.
+    /// The revision in the header of its message, at or above the newest in the chunk.
     pub revision: Revision,
 }
 
@@ -59,7 +60,7 @@ impl ChunkRef {
         Self { run: Arc::new(run), number: 0, len, first, revision }
     }
 
-    /// Splits the chunk into pieces of at most `limit` bytes. A larger single event is a piece of its own.
+    /// Splits the chunk into pieces of at most `limit` bytes. An event above the limit is a piece of its own.
     pub fn pieces(&self, limit: usize) -> Vec<Bytes> {
         self.run.with(self.number, |published| published.chunk.pieces(limit).collect())
     }
@@ -97,7 +98,7 @@ impl ChunkRun {
 pub struct RunTail(Weak<ChunkRun>);
 
 impl RunTail {
-    /// Adds a chunk to the current run if a stream still waits for that run, otherwise to a new run.
+    /// Adds a chunk to the current run. If that run is full, or no stream waits for it, starts a new run.
     pub fn append(&mut self, chunk: Chunk, revision: Revision) -> ChunkRef {
         let (len, first) = (chunk.len(), chunk.first());
         let appended = match self.0.upgrade() {
@@ -105,9 +106,9 @@ impl RunTail {
             None => Err(chunk),
         };
         appended.unwrap_or_else(|chunk| {
-            let place = ChunkRef::in_new_run(chunk, revision);
-            self.0 = Arc::downgrade(&place.run);
-            place
+            let chunk = ChunkRef::in_new_run(chunk, revision);
+            self.0 = Arc::downgrade(&chunk.run);
+            chunk
         })
     }
 }
@@ -125,16 +126,16 @@ mod tests {
         let (mut tail, mut waiting) = (RunTail::default(), Vec::new());
         // Bytes of a chunk, and its expected number in its run.
         for (bytes, number) in [(300, 0), (200, 1), (12, 2), (1, 0), (511, 1), (1, 0), (1_000, 0), (1, 0), (512, 0)] {
-            let place = append(&mut tail, bytes, 2);
-            assert_eq!((place.number, place.len), (number, bytes));
-            assert_eq!(place.run.events(number).0.len(), bytes);
-            waiting.push(place);
+            let chunk = append(&mut tail, bytes, 2);
+            assert_eq!((chunk.number, chunk.len), (number, bytes));
+            assert_eq!(chunk.run.events(number).0.len(), bytes);
+            waiting.push(chunk);
         }
         let mut tail = RunTail::default();
-        let waits = append(&mut tail, 0, 1);
+        let waiting = append(&mut tail, 0, 1);
         let numbers: Vec<u16> = (2..300).map(|revision| append(&mut tail, 0, revision).number).collect();
         assert_eq!((numbers[254], numbers[255]), (255, 0));
-        assert_eq!(waits.run.events(255).1, Revision(256));
+        assert_eq!(waiting.run.events(255).1, Revision(256));
     }
 
     #[test]

@@ -20,8 +20,8 @@ use crate::{
 
 const DUPLICATE_ID: &str = "mvcc: duplicate watch ID provided on the WatchStream";
 
-/// The watches of one stream. The owner passes requests to it and calls [`Session::advance`] while
-/// [`Session::has_work`].
+/// The watches of one stream. Its owner passes requests to it, and calls [`Session::advance`] while
+/// [`Session::has_work`] returns true.
 pub struct Session {
     hub: Arc<Hub>,
     log: Arc<dyn Log>,
@@ -32,9 +32,9 @@ pub struct Session {
     /// Watches that are catching up, served round-robin.
     behind: VecDeque<WatchId>,
     is_progress_requested: bool,
-    /// The head at the last periodic progress notification.
+    /// The head when [`Session::tick`] last looked for watches that need a progress notification.
     last_tick: Revision,
-    /// The number of watches and the number of those behind, as last reported to the metrics.
+    /// Number of all watches, and number of watches that are catching up, as last reported to the metrics.
     reported: (i64, i64),
 }
 
@@ -47,7 +47,7 @@ struct Watch {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Synced,
-    /// Its start revision is above the head.
+    /// Its start revision is above head + 1.
     Waiting,
     /// All events before `next` were queued.
     Behind {
@@ -103,7 +103,7 @@ impl Session {
     pub fn cancel(&mut self, id: WatchId) {
         if let Some(watch) = self.watches.remove(&id) {
             self.hub.remove(&self.outbox, id, &watch.spec);
-            // Removes pending notes about this watch: a later watch may use its id.
+            // Discards a notification that this watch fell behind, because a later watch may use its id.
             self.take_lagging();
             self.behind.retain(|behind| *behind != id);
             self.hub.with_head(|revision| self.outbox.push(Message::Canceled { id, revision }));
@@ -114,14 +114,15 @@ impl Session {
         }
     }
 
-    /// Requests a progress notification. It is sent when all watches of the stream are synced; requests until then
-    /// share it. A stream without watches receives none, as in etcd.
+    /// Requests a progress notification. It is sent when all watches of the stream are synced, once for all requests
+    /// made until then. A stream without watches receives none, as in etcd.
     pub fn request_progress(&mut self) {
         self.is_progress_requested = !self.watches.is_empty();
         self.try_progress();
     }
 
-    /// Sends a progress notification to each synced watch that requested them and was sent nothing since the last tick.
+    /// Sends a progress notification to each synced watch that requested periodic notifications and received nothing
+    /// since the last tick.
     pub fn tick(&mut self) {
         self.take_lagging();
         let mut head = self.last_tick;
@@ -185,7 +186,7 @@ impl Session {
         Ok(())
     }
 
-    /// Queues a page of events for a watch and advances it.
+    /// Queues a page of events for a watch and tries to join it to the hub. Returns `None` if the outbox is full.
     fn deliver(&mut self, id: WatchId, from: Revision, mut page: Page, head: Revision) -> Option<JoinOutcome> {
         let watch = self.watches.get_mut(&id)?;
         // A compaction may have deleted rows during the read.
@@ -197,7 +198,7 @@ impl Session {
         if let Some(purged) = page.purged.filter(|purged| from < *purged) {
             return Some(JoinOutcome::Compacted(purged));
         }
-        // Pairs before the compact revision are not sent, whether their rows still exist or not.
+        // Changes at or below the compact revision are sent without previous pairs, whether these still exist or not.
         let readable = |change: &&mut Change| Some(change.row.revision) > compacted;
         page.changes.iter_mut().take_while(|change| !readable(change)).for_each(|change| change.prev = None);
         let flavor = watch.spec.flavor;
@@ -218,7 +219,7 @@ impl Session {
         }
     }
 
-    /// Moves the watches that the hub dropped to the ones that are catching up.
+    /// Lets the watches that the hub dropped catch up.
     fn take_lagging(&mut self) {
         for (id, next) in self.outbox.take_lagging() {
             if let Some(watch) = self.watches.get_mut(&id) {

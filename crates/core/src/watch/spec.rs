@@ -12,7 +12,7 @@ pub struct Spec {
     pub id: Option<WatchId>,
     /// Not empty.
     pub range: KeyRange,
-    /// The first revision to send; `None`: the next one.
+    /// The first revision to send; `None`: the one after the head.
     pub start: Option<Revision>,
     pub flavor: Flavor,
     /// Maximum bytes of events per message, if the client requested fragments.
@@ -20,7 +20,8 @@ pub struct Spec {
     pub progress_notify: bool,
 }
 
-/// The contents of a watch's events. Watches of one flavor and range share their encoded events.
+/// The options that determine which events a watch receives and what they contain. Watches of one flavor and range
+/// share their encoded events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Flavor {
     pub prev_kv: bool,

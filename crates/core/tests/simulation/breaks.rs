@@ -15,7 +15,7 @@ use super::{
     world::World,
 };
 
-/// Runs until the end of the fault phase. Active faults are ended by the tasks that started them.
+/// Starts faults until the end of the fault phase. Each fault is ended by a task of its own ([`World::mend`]).
 pub(super) async fn break_things(world: Rc<World>) {
     loop {
         sleep(millis(world.profile.breaks / 10, world.profile.breaks)).await;
@@ -27,11 +27,11 @@ pub(super) async fn break_things(world: Rc<World>) {
             0..3 => {
                 world.kill(place);
                 let group = world.instances[place].borrow().group;
-                let on = Rc::clone(&world);
+                let task_world = Rc::clone(&world);
                 world.mend(async move {
-                    let world = on;
+                    let world = task_world;
                     sleep(millis(0, 4_000)).await;
-                    // The instance may have been killed and started again.
+                    // Another task may have started the instance in the meantime.
                     let is_down = world.instances[place].borrow().group == group;
                     if is_down {
                         world.start(place);
@@ -41,9 +41,9 @@ pub(super) async fn break_things(world: Rc<World>) {
             3 => {
                 let Some((group, store)) = world.instance(place) else { continue };
                 super::trace(|| format!("instance {place} is stopped"));
-                let on = Rc::clone(&world);
+                let task_world = Rc::clone(&world);
                 world.mend(async move {
-                    let world = on;
+                    let world = task_world;
                     let (stopped, is_stopped) = oneshot::channel();
                     spawn_in(group, async move {
                         store.stop().await;
@@ -85,7 +85,7 @@ impl World {
         });
     }
 
-    /// Ends a fault after a delay.
+    /// Spawns a task that waits and then ends a fault. Until then the fault is active.
     fn mend(self: &Rc<Self>, mend: impl Future<Output = ()> + 'static) {
         self.broken.set(self.broken.get() + 1);
         let world = Rc::clone(self);

@@ -42,13 +42,13 @@ pub(super) enum Answer {
     Txn(TxnResponse),
     Range(RangeResponse),
     Revision(Revision),
-    /// Seconds.
+    /// The TTL in seconds; 0 if the lease does not exist.
     Lease(i64),
     Leases(Vec<LeaseId>),
 }
 
 impl Call {
-    /// Returns a random request. `number` identifies its values, and `head` is near the current revision.
+    /// Returns a random request. Its values start with `number`, and `head` is near the current revision.
     pub fn draw(number: usize, head: Revision) -> Self {
         match below(100) {
             0..34 => Self::Put(put(&format!("{number}."), pick(&KEYS))),

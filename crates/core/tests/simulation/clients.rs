@@ -84,7 +84,7 @@ async fn read(
                 if let Some(id) = must_list {
                     let Some(listed) = world.list().await else { return };
                     let mut watches = watches.borrow_mut();
-                    let watch = watches.all.get_mut(&id).expect("one of this client's");
+                    let watch = watches.all.get_mut(&id).expect("a watch of this client");
                     watch.begin_at(listed.next(), &world.database.lock().truth);
                 }
                 // Some clients read slowly.
@@ -93,11 +93,12 @@ async fn read(
                 }
             }
             () = sleep(idle) => match below(10) {
+                // The client disconnects.
                 0 => return,
                 1 => {
                     let mut watches = watches.borrow_mut();
                     let id = ids[below(ids.len())];
-                    let watch = watches.all.get_mut(&id).expect("one of this client's");
+                    let watch = watches.all.get_mut(&id).expect("a watch of this client");
                     if watch.state == State::Active {
                         watch.state = State::Cancelling;
                         let _ = commands.send(Command::Cancel(id));

@@ -20,8 +20,8 @@ use orlop_core::{
     types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId},
 };
 
-/// If no instance connects for longer than this, the time does not count against leases.
-const SILENCE_FREE: Duration = Duration::from_secs(2);
+/// Maximum time between two heartbeats that counts against leases. A longer time moves all deadlines by that time.
+const SILENCE_MAX: Duration = Duration::from_secs(2);
 
 /// Probabilities per 1,000 calls.
 #[derive(Debug, Clone, Copy, Default)]
@@ -36,7 +36,7 @@ pub(super) struct Faults {
     pub unheard: usize,
 }
 
-/// Everything that one append makes durable; owned, because the caller may have ended by then.
+/// An [`Append`] that owns its data, because the caller may end before the append is applied.
 pub(super) struct Owned {
     expected: Position,
     changes: Vec<Change>,
@@ -63,7 +63,8 @@ struct Lease {
     deadline: Instant,
 }
 
-struct Heard {
+/// A row of the table `member`.
+struct MemberRow {
     member: Member,
     run: u64,
     started: Instant,
@@ -85,7 +86,7 @@ pub(super) struct Database {
     alarms: BTreeMap<Alarm, Cause>,
     epoch: i64,
     purged: Revision,
-    members: BTreeMap<u64, Heard>,
+    members: BTreeMap<u64, MemberRow>,
     last_beat: Option<Instant>,
 }
 
@@ -109,7 +110,7 @@ impl Database {
         }
     }
 
-    /// Cancels everything in progress.
+    /// Starts another server, which cancels all calls in progress.
     pub fn restart(&mut self) {
         self.server += 1;
         self.lock = Arc::default();
@@ -122,11 +123,11 @@ impl Database {
 
     pub fn append(&mut self, append: &Owned) -> Appended {
         let position = self.position();
-        let stands = match self.sharing {
+        let is_expected = match self.sharing {
             Sharing::Shared => position == append.expected,
             Sharing::Own => append.changes.is_empty() || position.head == append.expected.head,
         };
-        if !stands {
+        if !is_expected {
             return Appended::Conflict;
         }
         let Some(leases) = self.leases_after(&append.leases) else { return Appended::Conflict };
@@ -144,7 +145,7 @@ impl Database {
         Appended::Done
     }
 
-    /// Returns `None` if a lease would expire early.
+    /// Returns the leases after the changes, or `None` if a lease would expire early.
     fn leases_after(&self, changes: &[LeaseChange]) -> Option<BTreeMap<LeaseId, Lease>> {
         let now = Instant::now();
         let (mut leases, mut granted) = (self.leases.clone(), Vec::new());
@@ -229,7 +230,8 @@ impl Database {
         page
     }
 
-    /// A row contains the revision of the row that it replaced, but not its index in that revision or its lease.
+    /// Returns a change as a database returns it: with the revision of the row that it replaced, but without the `sub`
+    /// and the lease of that row.
     fn read(&self, change: &Change, with_prev: WithPrev) -> Change {
         let prev = change.prev.as_ref().map(|prev| {
             let kv = if with_prev == WithPrev::Yes { self.value(prev.row) } else { None };
@@ -245,7 +247,8 @@ impl Database {
         }
     }
 
-    /// Returns false if the compaction is unknown, or was made by another server.
+    /// Deletes compacted rows. Returns false, without deleting, if the rows were found on another server, or if this
+    /// server does not have the compaction.
     pub fn purge(&mut self, rows: &[RowId], compacted: Revision, server: i64) -> bool {
         let knows = self.truth.compact_revision >= Some(compacted);
         if self.sharing == Sharing::Shared && (server != self.server || !knows) {
@@ -277,23 +280,24 @@ impl Database {
         logged
     }
 
+    /// Records a heartbeat and returns the live instances, the oldest first.
     pub fn beat(&mut self, member: &Member, run: u64) -> Vec<Member> {
         let now = Instant::now();
         let silence = self.last_beat.map_or(Duration::ZERO, |last| now - last);
-        if silence > SILENCE_FREE {
+        if silence > SILENCE_MAX {
             self.leases.values_mut().for_each(|lease| lease.deadline += silence);
         }
         self.last_beat = Some(now);
-        let started = self.members.get(&member.id).filter(|heard| heard.run == run).map_or(now, |heard| heard.started);
-        self.members.insert(member.id, Heard { member: member.clone(), run, started, beat: now });
-        let mut live: Vec<&Heard> =
-            self.members.values().filter(|heard| now - heard.beat < HEARTBEAT_TIMEOUT).collect();
-        live.sort_by_key(|heard| (heard.started, heard.member.id));
-        live.into_iter().map(|heard| heard.member.clone()).collect()
+        let started = self.members.get(&member.id).filter(|row| row.run == run).map_or(now, |row| row.started);
+        self.members.insert(member.id, MemberRow { member: member.clone(), run, started, beat: now });
+        let mut live: Vec<&MemberRow> =
+            self.members.values().filter(|row| now - row.beat < HEARTBEAT_TIMEOUT).collect();
+        live.sort_by_key(|row| (row.started, row.member.id));
+        live.into_iter().map(|row| row.member.clone()).collect()
     }
 
     pub fn leave(&mut self, member: u64, run: u64) {
-        self.members.retain(|id, heard| *id != member || heard.run != run);
+        self.members.retain(|id, row| *id != member || row.run != run);
     }
 }
 

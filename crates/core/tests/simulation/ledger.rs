@@ -27,11 +27,13 @@ pub(super) struct Ledger {
     /// The newest acknowledged compaction.
     compacted: Option<Revision>,
     asked: Vec<Asked>,
-    /// The request to which each revision was acknowledged.
+    /// For each acknowledged revision, the number of the request that created it.
     claims: BTreeMap<Revision, usize>,
+    /// Number of requests per [`RequestOutcome`].
     pub answers: [usize; 3],
 }
 
+/// A request, with the time and the values of the ledger when it was sent.
 struct Asked {
     call: Call,
     at: Instant,
@@ -49,10 +51,12 @@ enum RequestOutcome {
 }
 
 impl Ledger {
+    /// Returns the newest revision that any client has seen.
     pub fn shown(&self) -> Revision {
         self.shown
     }
 
+    /// Records a revision that a client has seen.
     pub fn show(&mut self, revision: Revision, truth: &Truth) {
         assert!(revision <= truth.head, "a response has revision {revision}, but the log ends at {}", truth.head);
         self.shown = self.shown.max(revision);
@@ -159,7 +163,8 @@ impl Ledger {
         self.show(revision, truth);
     }
 
-    /// A revision is acknowledged to one request and holds exactly that request's changes.
+    /// Records that a request created a revision. Checks that the revision contains exactly the changes of the request,
+    /// and that no other request created it.
     fn claim(&mut self, number: usize, revision: Revision, rows: &[Row], truth: &Truth) {
         let call = &self.asked[number].call;
         assert!(truth.has_exactly(rows), "{call:?} is acknowledged at {revision}, where the log has other changes");
@@ -177,6 +182,7 @@ impl Ledger {
             let response = model.txn(request);
             (response, model.rows.split_off(known))
         };
+        // Either the transaction created the revision of its response, or it changed nothing at that revision.
         let (changed, rows) = run(answer.revision.prev());
         if changed.as_ref() == Ok(answer) && truth.has_exactly(&rows) {
             self.claim(number, answer.revision, &rows, truth);
@@ -203,14 +209,14 @@ impl Ledger {
                 answer.revision,
                 asked.shown
             );
-            assert!(Some(at) >= asked.compacted, "{request:?} reads below {:?}", asked.compacted);
+            assert!(Some(at) >= asked.compacted, "{request:?} reads below the compaction at {:?}", asked.compacted);
         }
         let live = truth.live_at(at).into_iter().filter(|pair| request.range.contains(&pair.key)).collect();
         assert_eq!(answer, select(live, request, answer.revision), "{request:?}");
         self.show(answer.revision, truth);
     }
 
-    /// At the end the log must contain only requested changes and no refused one.
+    /// Checks at the end that every change in the log was requested and not refused.
     pub fn check_all(&self, truth: &Truth) {
         let is_unknown = |asked: &&Asked| asked.request_outcome == RequestOutcome::Unknown && asked.call.writes();
         let unknown = self.asked.iter().filter(is_unknown).count();
@@ -234,11 +240,12 @@ impl Ledger {
         }
         assert!(
             unclaimed <= unknown,
-            "{unclaimed} revisions belong to no acknowledged request, {unknown} requests may have made one"
+            "{unclaimed} revisions belong to no acknowledged request, but only {unknown} outcomes are unknown"
         );
     }
 }
 
+/// Returns whether a transaction may read an older revision.
 fn reads_back(request: &TxnRequest) -> bool {
     let mut ops = request.success.iter().chain(&request.failure);
     ops.any(|op| matches!(op, Op::Range(RangeRequest { at: ReadAt::Revision(_), .. })))
@@ -253,11 +260,12 @@ fn check_leases(ids: &[LeaseId], since: Instant, truth: &Truth) {
     }
 }
 
-/// Returns the request that wrote a value.
+/// Returns the number of the request that wrote a value, with which the value starts.
 fn tag(value: &[u8]) -> Option<usize> {
     std::str::from_utf8(value).ok()?.split('.').next()?.parse().ok()
 }
 
+/// Returns whether a change left the value of its key as it was.
 fn keeps_value(row: &Row) -> bool {
     row.prev.as_ref().map(|prev| &prev.value) == row.pair.as_ref().map(|pair| &pair.value)
 }

@@ -25,7 +25,7 @@ use orlop_core::{
 
 /// Timeout of a call.
 const ANSWER_MAX: Duration = Duration::from_secs(5);
-/// The server closes a connection that holds the append lock idle for longer than this.
+/// The server closes a connection that holds the append lock and is idle for longer than this.
 const APPEND_LOCK_IDLE_MAX: Duration = Duration::from_secs(2);
 
 pub(super) struct SimulatedLog {
@@ -38,12 +38,13 @@ pub(super) struct SimulatedLog {
     append_lock: Arc<Mutex<AppendLock>>,
 }
 
-/// The append lock, as the connection that appends holds it.
+/// Whether the connection for appends holds the append lock.
 enum AppendLock {
     None,
     Held {
         lock: OwnedMutexGuard<()>,
         server: i64,
+        /// Identifies this acquisition of the lock.
         number: u64,
     },
     /// The server has closed the connection.
@@ -113,7 +114,7 @@ impl SimulatedLog {
         }
     }
 
-    /// An append within this process, as with SQLite: it is lost if the process is killed.
+    /// Appends within this process, as SQLite does.
     async fn append_own(&self, append: Owned) -> Result<Appended> {
         let fate = self.fate();
         let is_done = fate == Fate::Answered || (fate == Fate::Lost && random::percent(50));
@@ -127,7 +128,7 @@ impl SimulatedLog {
         Err(Error::OutcomeUnknown("disk I/O error".to_owned()))
     }
 
-    /// An append as a statement that the server executes even if the client has disconnected.
+    /// Appends with a statement, which the server executes even if the client has disconnected.
     async fn append_shared(&self, append: Owned, append_lock: AppendLock) -> Result<Appended> {
         let fate = self.fate();
         if fate == Fate::Refused {
@@ -135,7 +136,7 @@ impl SimulatedLog {
         }
         let server = self.database.lock().server;
         let lock = match append_lock {
-            AppendLock::Held { lock, server: of, .. } if of == server => Some(lock),
+            AppendLock::Held { lock, server: lock_server, .. } if lock_server == server => Some(lock),
             AppendLock::None => None,
             AppendLock::Held { .. } | AppendLock::Lost => return Err(unavailable("the append lock was lost")),
         };
@@ -145,13 +146,13 @@ impl SimulatedLog {
         let (answer, answered) = oneshot::channel();
         let database = Arc::clone(&self.database);
         // A statement may be delayed in the network or in the server.
-        let lingers = if fate == Fate::Lost && random::percent(50) { random::millis(1, 4_000) } else { Duration::ZERO };
+        let delay = if fate == Fate::Lost && random::percent(50) { random::millis(1, 4_000) } else { Duration::ZERO };
         scheduler::spawn_in(scheduler::DATABASE, async move {
-            sleep(lingers).await;
-            let waits = Arc::clone(&database.lock().lock);
+            sleep(delay).await;
+            let server_lock = Arc::clone(&database.lock().lock);
             let _lock = match lock {
                 Some(lock) => lock,
-                None => waits.lock_owned().await,
+                None => server_lock.lock_owned().await,
             };
             if random::percent(30) {
                 sleep(random::millis(1, 5)).await;
@@ -241,14 +242,14 @@ impl Log for SimulatedLog {
     }
 
     async fn size(&self, _: Precision) -> Result<Size> {
-        Ok(Size { total: 0, in_use: 0 })
+        Ok(Size { total: 0, in_use: 0, disk_free: None })
     }
 
     fn connections(&self) -> Connections {
         Connections { idle: 0, used: 0 }
     }
 
-    async fn close(&self) {
+    async fn close(&self, _: &[LoggedLease]) {
         // An instance that cannot deregister is considered stopped after a timeout.
         let _ = self.ask(|database| database.leave(self.member.id, self.run)).await;
     }

@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! clients ──▶ Store (writer, applier, index, hub, leases, compactor) ──▶ SimulatedLog ──▶ Database ──▶ Truth
-//!    │          1 instance, as on SQLite, or up to 3                      may fail        one moment     all rows
-//!    └─────────────────────── every answer and event is compared with ─────────────────────────────────▶ ever
+//!    │          1 instance, as on SQLite, or up to 3                      may fail        atomic calls   every row
+//!    └─────────────────────── every response and event is compared with ────────────────────────────────▶
 //! ```
 //!
 //! [`scheduler`] polls one random woken task at a time; instances are paused and killed at any await point. The store
@@ -45,7 +45,7 @@ const RUNS: u64 = 100;
 /// Whether to print a trace.
 static IS_TRACED: AtomicBool = AtomicBool::new(false);
 
-/// Prints a step of the trace if a single run is repeated.
+/// Prints a step of the run if a single run is repeated ([`IS_TRACED`]).
 fn trace(what: impl FnOnce() -> String) {
     if IS_TRACED.load(Ordering::Relaxed) {
         eprintln!("{:>10.3?} {}", scheduler::elapsed(), what());
@@ -55,7 +55,7 @@ fn trace(what: impl FnOnce() -> String) {
 fn run(seed: u64) -> (Report, Tally) {
     let tally = Rc::new(Cell::new(Tally::default()));
     let report = scheduler::run(seed, run::run(Rc::clone(&tally)));
-    assert!(tally.get().revisions > 1, "the run ended");
+    assert!(tally.get().revisions > 1, "the run reached its end and wrote revisions");
     (report, tally.get())
 }
 

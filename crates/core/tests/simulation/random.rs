@@ -18,29 +18,32 @@ fn next() -> u64 {
     mixed ^ (mixed >> 31)
 }
 
-/// Returns a number in [0, bound).
+/// Returns a random number in [0, bound).
 pub(super) fn below(bound: usize) -> usize {
-    usize::try_from(next() % bound as u64).expect("below a usize")
+    usize::try_from(next() % bound as u64).expect("a number below a usize is a usize")
 }
 
-/// Returns a number in [low, high].
+/// Returns a random number in [low, high].
 pub(super) fn between(low: i64, high: i64) -> i64 {
-    low + i64::try_from(next() % (high - low + 1).cast_unsigned()).expect("below an i64")
+    low + i64::try_from(next() % (high - low + 1).cast_unsigned()).expect("the difference of the bounds is an i64")
 }
 
+/// Returns true with a probability of `chance` in 1,000.
 pub(super) fn permille(chance: usize) -> bool {
     below(1_000) < chance
 }
 
+/// Returns true with a probability of `chance` in 100.
 pub(super) fn percent(chance: usize) -> bool {
     below(100) < chance
 }
 
+/// Returns a random item.
 pub(super) fn pick<T: Clone>(from: &[T]) -> T {
     from[below(from.len())].clone()
 }
 
-/// Returns a duration of [low, high] milliseconds.
+/// Returns a random duration in [low, high] milliseconds.
 pub(super) fn millis(low: i64, high: i64) -> Duration {
     Duration::from_millis(between(low, high).cast_unsigned())
 }

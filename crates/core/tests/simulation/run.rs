@@ -14,6 +14,7 @@ use super::{
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct Tally {
     pub revisions: i64,
+    /// Number of requests per outcome: done, refused, unknown.
     pub answers: [usize; 3],
     pub events: usize,
 }

@@ -41,7 +41,7 @@ thread_local! {
 pub(super) struct Report {
     pub steps: u64,
     pub elapsed: Duration,
-    /// A hash of the task and the time of every step.
+    /// A hash of the task and the time of every step, and of the head after every append.
     pub trace: u64,
 }
 
@@ -52,7 +52,7 @@ struct Scheduler {
     paused: RefCell<BTreeSet<Group>>,
     /// The group of the polled task.
     group: Cell<Group>,
-    numbers: Cell<u64>,
+    next_number: Cell<u64>,
     steps: Cell<u64>,
     started: Cell<Option<Instant>>,
     trace: Cell<u64>,
@@ -122,8 +122,8 @@ pub(super) fn spawn(task: impl Future<Output = ()> + 'static) -> u64 {
 
 pub(super) fn spawn_in(group: Group, task: impl Future<Output = ()> + 'static) -> u64 {
     let scheduler = current();
-    let number = scheduler.numbers.get();
-    scheduler.numbers.set(number + 1);
+    let number = scheduler.next_number.get();
+    scheduler.next_number.set(number + 1);
     let waker = Waker::from(Arc::new(TaskWaker { task: number, woken: Arc::clone(&scheduler.woken) }));
     waker.wake_by_ref();
     // Without tokio's cooperative budget, which the whole scheduler would share.
@@ -195,11 +195,12 @@ impl Scheduler {
         let mut woken = self.woken.lock();
         let (tasks, paused) = (self.tasks.borrow(), self.paused.borrow());
         woken.tasks.retain(|task| tasks.contains_key(task));
-        let able: Vec<u64> = woken.tasks.iter().copied().filter(|task| !paused.contains(&tasks[task].group)).collect();
-        if able.is_empty() {
+        let runnable: Vec<u64> =
+            woken.tasks.iter().copied().filter(|task| !paused.contains(&tasks[task].group)).collect();
+        if runnable.is_empty() {
             return None;
         }
-        let next = able[random::below(able.len())];
+        let next = runnable[random::below(runnable.len())];
         woken.tasks.remove(&next);
         Some(next)
     }

@@ -12,7 +12,7 @@ use orlop_core::{
     types::{Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
-/// Clients use lease ids from 1 to this.
+/// Clients use lease ids from 1 to this number.
 pub(super) const LEASES: i64 = 4;
 
 /// The processes that append.
@@ -27,12 +27,13 @@ pub(super) enum Sharing {
 pub(super) struct Truth {
     sharing: Sharing,
     pub rows: Vec<Row>,
-    /// The indexes of each key's rows.
+    /// For each key, the indexes of its rows in `rows`.
     keys: BTreeMap<Key, Vec<usize>>,
     pub head: Revision,
     pub compact_revision: Option<Revision>,
     /// Revisions that include the end of a lease.
     pub lease_ends: Vec<Revision>,
+    /// For each lease id, the leases that had it, in order.
     lives: BTreeMap<LeaseId, Vec<Life>>,
 }
 
@@ -41,7 +42,7 @@ pub(super) struct Truth {
 struct Life {
     granted: Instant,
     ttl_secs: i64,
-    /// The expiry that its holder was promised.
+    /// The lease must not expire before this time, which a response promised to its holder.
     promised: Instant,
     ended: Option<(Instant, End)>,
     /// When a client first received the acknowledgement of its grant, and of its revocation.
@@ -199,7 +200,8 @@ impl Truth {
         (from.0..=self.head.0).any(|at| self.at(key, Revision(at)).is_none())
     }
 
-    /// Returns whether neither a read at or above the compact revision nor a watch from there needs the row.
+    /// Returns whether the row may be deleted: no read at or above the compact revision and no watch from there needs
+    /// it.
     pub fn is_garbage(&self, row: &Row) -> bool {
         let Some(compacted) = self.compact_revision.filter(|compacted| row.id.revision < *compacted) else {
             return false;
@@ -238,12 +240,13 @@ impl Truth {
 
     // Leases.
 
-    /// Returns the time from which every client must see the lease. The only process of an exclusive log sees it when
-    /// it has applied the grant.
+    /// Returns the time from which every client must see the lease. If several instances share the log, this is its
+    /// grant, otherwise the acknowledgement of its grant.
     fn there_from(&self, life: &Life) -> Option<Instant> {
         if self.sharing == Sharing::Shared { Some(life.granted) } else { life.shown[0] }
     }
 
+    /// Returns the time from which no client may see the lease.
     fn gone_from(&self, life: &Life) -> Option<Instant> {
         if self.sharing == Sharing::Shared { life.ended.map(|(ended, _)| ended) } else { life.shown[1] }
     }
@@ -261,12 +264,14 @@ impl Truth {
         })
     }
 
+    /// Records that a grant was acknowledged. Its request was sent at `from`.
     pub fn lease_granted(&mut self, id: LeaseId, from: Instant) {
         let life = self.lives.entry(id).or_default().iter_mut().find(|life| life.granted >= from);
         let life = life.unwrap_or_else(|| panic!("the lease {id:?} was not granted"));
         life.shown[0].get_or_insert_with(Instant::now);
     }
 
+    /// Records that a revocation was acknowledged. Its request was sent at `from`.
     pub fn lease_revoked(&mut self, id: LeaseId, from: Instant) {
         let is_it = |life: &&mut Life| life.ended.is_some_and(|(ended, _)| ended >= from);
         let life = self.lives.entry(id).or_default().iter_mut().find(is_it);
@@ -274,7 +279,7 @@ impl Truth {
         life.shown[1].get_or_insert_with(Instant::now);
     }
 
-    /// Records that the holder was promised the whole TTL, counted from some time after `from`.
+    /// Records a response that promised the holder the whole TTL, counted from `from` at the earliest.
     pub fn lease_renewed(&mut self, id: LeaseId, ttl_secs: i64, from: Instant) {
         let is_own = self.sharing == Sharing::Own;
         let was_there = |life: &&mut Life| {
@@ -289,6 +294,7 @@ impl Truth {
         life.promised = life.promised.max(promised);
     }
 
+    /// Returns the leases that every client must have seen at all times from `from` on.
     pub fn leases_held_since(&self, from: Instant) -> impl Iterator<Item = LeaseId> {
         self.lives.keys().copied().filter(move |id| !self.lease_was_gone_since(*id, from))
     }

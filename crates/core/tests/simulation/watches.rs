@@ -1,5 +1,5 @@
-//! Watches: the server's half of a stream, as `api::watch` implements it without gRPC, and the watches of one client,
-//! which check every response and, when a stream breaks, resume on another one.
+//! Watches: the server's half of a stream, and the watches of one client. The server's half is that of `api::watch`,
+//! but without gRPC. The watches check every response and, when a stream breaks, resume on another one.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -25,7 +25,9 @@ use orlop_core::{
 };
 use orlop_wire::proto::client::etcdserverpb::WatchResponse;
 
+/// Pause after a failed read of the log.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
+/// Interval of periodic progress notifications.
 const TICK: Duration = Duration::from_secs(3);
 
 pub(super) enum Command {
@@ -34,7 +36,8 @@ pub(super) enum Command {
     Progress,
 }
 
-/// Ends with the instance: the holder of the other end of `_alive` then sees the connection break.
+/// Serves one stream. When the instance is killed, this task and `_alive` are dropped, which the client treats as a
+/// broken connection.
 pub(super) async fn serve(
     store: Arc<Store>,
     outbox: Arc<Outbox>,
@@ -96,6 +99,7 @@ pub(super) struct Watches {
     pub asked: VecDeque<Revision>,
     /// The watch whose message continues in the next one.
     open: Option<WatchId>,
+    /// Number of events received.
     pub events: usize,
 }
 
@@ -108,6 +112,7 @@ pub(super) struct Watch {
     place: Option<usize>,
     /// The value of `place` after the last complete message.
     whole: Option<usize>,
+    /// The revision in the last header.
     newest: Revision,
 }
 
@@ -137,15 +142,16 @@ impl Watches {
         Self { all: (1..=between(1, 3)).map(draw).collect(), ..Self::default() }
     }
 
-    /// Returns a description of an event that a watch has not received yet.
+    /// Returns the description of a watch that is not created or has not received all events, if there is one.
     pub fn owed(&self, truth: &Truth) -> Option<String> {
         self.all.values().find_map(|watch| {
             let place = watch.place.filter(|_| watch.state == State::Active);
             let Some(place) = place else { return Some(format!("{:?} is {:?}", watch.spec, watch.state)) };
-            watch.next(place, truth).map(|(_, row)| format!("{:?} is owed {:?}", watch.spec, row.id))
+            watch.next(place, truth).map(|(_, row)| format!("{:?} has not received {:?}", watch.spec, row.id))
         })
     }
 
+    /// Returns the request to create a watch, from the first revision whose events it has not received.
     pub fn begin(&mut self, id: WatchId, truth: &Truth) -> Command {
         let watch = self.all.get_mut(&id).expect("a watch of this client");
         watch.state = State::Requested;
@@ -157,7 +163,7 @@ impl Watches {
         Command::Create(watch.spec.clone())
     }
 
-    /// After the stream breaks, incomplete messages are sent again.
+    /// Handles a broken stream. Each watch returns to its last complete message: the rest is sent again.
     pub fn broken(&mut self) {
         self.asked.clear();
         self.open = None;
@@ -167,7 +173,8 @@ impl Watches {
         }
     }
 
-    /// Returns the watch that must list before it resumes, if any.
+    /// Checks a message and sets `shown` to its revision. Returns the watch if it was compacted: its client must list
+    /// the keys before it resumes.
     pub fn take(&mut self, message: Message, shown: &mut Revision, truth: &Truth) -> Option<WatchId> {
         let text = format!("{message:?}");
         assert!(
@@ -202,7 +209,7 @@ impl Watches {
                     truth.compact_revision
                 );
                 let needs = watch.needs(truth);
-                assert!(needs < compact_revision, "{text} and needs {needs}");
+                assert!(needs < compact_revision, "{text}, but the watch needs only revisions from {needs}");
                 watch.state = State::Absent;
                 return Some(id);
             }
@@ -239,7 +246,7 @@ impl Watches {
 }
 
 impl Watch {
-    /// First revision whose events the watch must receive.
+    /// Sets the first revision whose events the watch must receive.
     pub fn begin_at(&mut self, from: Revision, truth: &Truth) {
         self.from = from;
         self.place = Some(truth.place_of(from));
@@ -260,7 +267,7 @@ impl Watch {
         })
     }
 
-    /// All events up to the revision must have been received.
+    /// Checks that all events up to the revision were received.
     fn check_progress(&mut self, revision: Revision, truth: &Truth) {
         let Some(place) = self.place.filter(|_| self.state == State::Active) else { return };
         let owed = self.next(place, truth).map(|(_, row)| row.id);
@@ -274,7 +281,7 @@ impl Watch {
     }
 
     fn take_events(&mut self, bytes: &[u8], truth: &Truth) -> usize {
-        let events = WatchResponse::decode(bytes).expect("events as a response's fields").events;
+        let events = WatchResponse::decode(bytes).expect("events are encoded as fields of a response").events;
         assert!(!events.is_empty());
         for event in &events {
             let next = self.next(self.place.expect("the watch was created"), truth);
@@ -289,7 +296,7 @@ impl Watch {
         events.len()
     }
 
-    /// The remaining events must start at the start of a revision.
+    /// Checks that the last message did not end within a revision.
     fn check_whole(&self, truth: &Truth) {
         let place = self.place.expect("the watch was created");
         let last = truth.rows[..place].last().map(|row| row.id.revision);
@@ -299,5 +306,5 @@ impl Watch {
 }
 
 fn decode(event: &EncodedEvent) -> orlop_wire::proto::client::mvccpb::Event {
-    WatchResponse::decode(event.as_bytes()).expect("an event as a response's field").events.remove(0)
+    WatchResponse::decode(event.as_bytes()).expect("an event is encoded as a field of a response").events.remove(0)
 }

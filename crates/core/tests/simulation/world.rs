@@ -1,5 +1,7 @@
-//! The state of a run: the database and the instances, and the conditions that must hold at the end, after the last
-//! fault.
+//! The state of a run: the database, the instances and the clients' watches. Checks the indexes during the run, and the
+//! final state after the last fault.
+//!
+//! Instances and clients are numbered from 0; this number is called `place`.
 
 use std::{
     cell::{Cell, RefCell},
@@ -45,6 +47,7 @@ pub(super) struct Profile {
     pub instances: usize,
     faults: Faults,
     pub clients: usize,
+    /// Number of calls of each client.
     pub calls: usize,
     /// Maximum pause between two calls of a client, in milliseconds.
     pub pause: i64,
@@ -58,15 +61,15 @@ pub(super) struct Profile {
 impl Profile {
     pub fn draw() -> Self {
         let sharing = pick(&[Sharing::Own, Sharing::Shared, Sharing::Shared, Sharing::Shared]);
-        let much = pick(&[0, 5, 20, 60]);
+        let faults_max = pick(&[0, 5, 20, 60]);
         Self {
             sharing,
             instances: if sharing == Sharing::Own { 1 } else { below(3) + 1 },
             faults: Faults {
-                refused: below(much + 1),
-                lost: below(much + 1),
-                slow: below(much / 3 + 1),
-                unheard: below(10 * much + 1),
+                refused: below(faults_max + 1),
+                lost: below(faults_max + 1),
+                slow: below(faults_max / 3 + 1),
+                unheard: below(10 * faults_max + 1),
             },
             clients: below(4) + 1,
             calls: below(80) + 20,
@@ -82,7 +85,7 @@ impl Profile {
 
 #[derive(Default)]
 pub(super) struct Instance {
-    /// The group of the instance's current run; before the first run, the world's.
+    /// The group of the instance's tasks, a new one at each start. [`WORLD`] before the first start.
     pub group: Group,
     pub store: Option<Arc<Store>>,
 }
@@ -93,9 +96,10 @@ pub(super) struct World {
     pub ledger: RefCell<Ledger>,
     pub watches: Vec<RefCell<Watches>>,
     pub(super) instances: Vec<RefCell<Instance>>,
-    groups: Cell<Group>,
+    next_group: Cell<Group>,
     /// Number of clients that have not finished.
     pub(super) busy: Cell<usize>,
+    /// Whether the fault phase has ended.
     is_calm: Cell<bool>,
     /// Number of faults that are active and will be ended.
     pub(super) broken: Cell<usize>,
@@ -109,7 +113,7 @@ impl World {
             ledger: RefCell::default(),
             watches: (0..below(3) + 1).map(|_| RefCell::new(Watches::draw())).collect(),
             instances: (0..profile.instances).map(|_| RefCell::default()).collect(),
-            groups: Cell::new(10),
+            next_group: Cell::new(10),
             busy: Cell::new(profile.clients),
             is_calm: Cell::new(false),
             broken: Cell::new(0),
@@ -153,7 +157,7 @@ impl World {
         revision
     }
 
-    /// Lists all keys and returns the list's revision.
+    /// Lists all keys on a random instance and returns the revision of the list.
     pub async fn list(&self) -> Option<Revision> {
         self.call(below(self.instances.len()), Call::list(), REQUEST_TIMEOUT).await
     }
@@ -165,8 +169,8 @@ impl World {
         if self.instances[place].borrow().group != WORLD {
             scheduler::kill(self.instances[place].borrow().group);
         }
-        let group = self.groups.get();
-        self.groups.set(group + 1);
+        let group = self.next_group.get();
+        self.next_group.set(group + 1);
         *self.instances[place].borrow_mut() = Instance { group, store: None };
         let world = Rc::clone(self);
         spawn_in(group, async move {
@@ -204,7 +208,7 @@ impl World {
         Store::open(Arc::new(log), settings).await
     }
 
-    // The conditions.
+    // Checks.
 
     pub fn check_indexes(&self) {
         for (_, store) in (0..self.instances.len()).filter_map(|place| self.instance(place)) {
@@ -263,10 +267,10 @@ impl World {
         self.watches.iter().find_map(|watches| watches.borrow().owed(truth))
     }
 
-    /// A start must be able to read everything that compactions left of the log, and every instance must have the same
-    /// hash.
+    /// Checks that an index can be built from the rows that compactions left, and that it equals the truth at every
+    /// readable revision. Instances with the same compact revision must have the same hash.
     async fn check_log(&self) {
-        let member = Member { id: 99, name: "the end".to_owned(), client_urls: Vec::new() };
+        let member = Member { id: 99, name: "final check".to_owned(), client_urls: Vec::new() };
         let log = SimulatedLog::new(&self.database, member, 0, Duration::from_secs(1));
         let index = replay(&log).await.expect("the log can be read").index;
         let (oldest, newest) = (index.compact_revision().unwrap_or(Revision::EMPTY), index.head());

@@ -10,18 +10,19 @@ use tokio::sync::Mutex;
 use tracing::debug;
 
 use super::connection::{Database, sqlstate, with_timeout};
+use crate::rows::describe;
 use orlop_core::{
     log::{Append, Appended, Error, LeaseChange, Result},
     types::{Change, ChangeKind, LeaseId, Revision, RowId},
 };
 
-const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, \
-    $19, $20, $21, $22, $23, $24, $25)";
+const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, \
+    $18, $19, $20, $21, $22, $23, $24, $25)";
 const ALARM: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
 const PURGE: &str = "SELECT orlop_purge($1, $2, $3, $4, $5)";
 
 /// Number of rows above which the buffers of the connection are freed after a call. Only a delete of many keys has more
-/// rows. Its statement takes hundreds of megabytes, which the connection would otherwise keep allocated.
+/// rows. Its statement can take hundreds of megabytes, which the connection would otherwise keep allocated.
 const BUFFERED_ROWS_MAX: usize = 4_096;
 
 /// The connection for appends.
@@ -77,13 +78,12 @@ impl Appender {
         let mut connection = state.take_connection(database).await?;
         let is_locked = std::mem::take(&mut state.is_locked);
         let appended = if append.is_empty() {
-            // Only the lock is released.
             Appended::Done
         } else {
             match with_timeout(call(&mut connection, append, self.run)).await {
                 Ok(true) => Appended::Done,
                 Ok(false) => Appended::Conflict,
-                // Without a commit nothing was written.
+                // The transaction that holds the lock was not committed, so nothing was written.
                 Err(error) if is_locked => return Err(database.refusal(&error)),
                 Err(error) => return Err(append_error(database, &error)),
             }
@@ -113,12 +113,13 @@ impl Appender {
 /// Maps an error of an append. If the statement failed, its transaction was rolled back. After an error that closes the
 /// connection, the outcome is unknown.
 fn append_error(database: &Database, error: &sqlx::Error) -> Error {
+    // Classes of SQLSTATE.
     const NOTHING_WRITTEN: [&str; 9] = ["22", "23", "25", "42", "53", "54", "55", "58", "P0"];
     let refused = sqlstate(error).is_some_and(|code| {
         NOTHING_WRITTEN.iter().any(|class| code.starts_with(class))
             || ["40001", "40P01", "57014"].contains(&code.as_str())
     });
-    if refused { database.refusal(error) } else { Error::OutcomeUnknown(error.to_string()) }
+    if refused { database.refusal(error) } else { Error::OutcomeUnknown(describe(error)) }
 }
 
 /// Rows as one array per column.

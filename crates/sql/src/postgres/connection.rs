@@ -1,9 +1,14 @@
 //! Connections: opening, session settings, timeouts, retries and error texts.
 
-use std::{future::Future, str::FromStr as _, time::Duration};
+use std::{
+    future::Future,
+    hash::{BuildHasher as _, RandomState},
+    str::FromStr as _,
+    time::Duration,
+};
 
 use sqlx::{
-    ConnectOptions as _, Connection as _, PgConnection, PgPool, Postgres, Row as _,
+    AssertSqlSafe, ConnectOptions as _, Connection as _, PgConnection, PgPool, Postgres, Row as _,
     migrate::MigrateError,
     pool::PoolConnection,
     postgres::{PgConnectOptions, PgPoolOptions},
@@ -15,7 +20,7 @@ use tokio::{
 use tracing::warn;
 
 use crate::migrations;
-use crate::rows::{cannot_migrate, connections};
+use crate::rows::{cannot_migrate, connections, describe, foreign_table};
 use orlop_core::log::{Connections, Error, Result};
 
 /// Maximum time to open a connection.
@@ -67,6 +72,8 @@ impl Database {
             // The error text may contain a part of the address, but not the password: any password is valid, so its
             // parsing never fails.
             .map_err(|error| Error::Open(format!("datastore-endpoint is not a Postgres URL: {error}")))?
+            // PgBouncer refuses this parameter, and binary numbers do not depend on it.
+            .extra_float_digits(None)
             .application_name("orlop")
             .disable_statement_logging();
         let address = match options.get_socket() {
@@ -99,17 +106,17 @@ impl Database {
     }
 
     pub(super) fn unavailable(&self, error: &sqlx::Error) -> Error {
-        Error::Unavailable(format!("{}: {error}", self.name))
+        Error::Unavailable(format!("{}: {}", self.name, describe(error)))
     }
 
     /// Returns the error of a write that the server refused.
     pub(super) fn refusal(&self, error: &sqlx::Error) -> Error {
         let is_full = sqlstate(error).as_deref() == Some("53100");
-        if is_full { Error::Full(format!("{}: {error}", self.name)) } else { self.unavailable(error) }
+        if is_full { Error::Full(format!("{}: {}", self.name, describe(error))) } else { self.unavailable(error) }
     }
 
     pub(super) fn open_error(&self, action: &str, error: &sqlx::Error) -> Error {
-        Error::Open(format!("cannot {action} database {}: {error}", self.name))
+        Error::Open(format!("cannot {action} database {}: {}", self.name, describe(error)))
     }
 
     /// Opens a separate connection and sets it up.
@@ -132,11 +139,14 @@ impl Database {
                 Err(error) if is_refusal(&error) || Instant::now() + pause > deadline => {
                     return Err(self.open_error("connect to", &error));
                 }
-                Err(error) => warn!(%error, database = self.name, "cannot connect yet; trying again"),
+                Err(error) => {
+                    warn!(error = describe(&error), database = self.name, "cannot connect yet; trying again");
+                }
             }
             sleep(pause).await;
             pause = (pause * 2).min(RETRY_PAUSE_MAX);
         };
+        self.refuse_shared_sessions(&mut connection).await?;
         let row = sqlx::query("SELECT current_setting('fsync')::bool, current_schema()::text")
             .fetch_one(&mut connection)
             .await
@@ -158,7 +168,46 @@ impl Database {
         Ok(connection)
     }
 
+    /// Refuses a connection pooler that gives one session of the server to several clients in turn. Session settings,
+    /// prepared statements and notifications do not work through it.
+    ///
+    /// Such a pooler usually gives the session that was used last to the next client. The check changes a setting on
+    /// one connection and fails if another connection sees the change.
+    async fn refuse_shared_sessions(&self, connection: &mut PgConnection) -> Result<()> {
+        let failed = |error| self.open_error("read", &error);
+        let mark = RandomState::new().hash_one(0).to_string();
+        // A simple query, because such a pooler may not support prepared statements.
+        let set = format!("SELECT set_config('orlop.session', '{mark}', false)");
+        sqlx::raw_sql(AssertSqlSafe(set)).execute(&mut *connection).await.map_err(failed)?;
+        let mut other = self.connect().await.map_err(failed)?;
+        let row = sqlx::raw_sql("SELECT current_setting('orlop.session', true)").fetch_one(&mut other).await;
+        let seen: Option<String> = row.and_then(|row| row.try_get(0)).map_err(failed)?;
+        if seen.as_deref() == Some(&mark) {
+            return Err(Error::Open(format!(
+                "database {} is behind a connection pooler in transaction mode, but Orlop needs sessions of its own: \
+                 set pool_mode = session for this database in PgBouncer, or connect to Postgres directly",
+                self.name
+            )));
+        }
+        other.close().await.map_err(failed)
+    }
+
+    /// Refuses a schema that contains only tables of other applications.
+    async fn refuse_other_tables(&self, connection: &mut PgConnection) -> Result<()> {
+        const TABLES: &str = "SELECT tablename::text FROM pg_tables WHERE schemaname = current_schema() ORDER BY 1";
+        let tables: Vec<String> =
+            sqlx::query_scalar(TABLES).fetch_all(connection).await.map_err(|error| self.open_error("read", &error))?;
+        foreign_table(&tables).map_or(Ok(()), |table| {
+            Err(Error::Open(format!(
+                "database {} contains tables of another application, for example {table}; create a database or a \
+                 schema for Orlop",
+                self.name
+            )))
+        })
+    }
+
     pub(super) async fn migrate(&self, connection: &mut PgConnection) -> Result<()> {
+        self.refuse_other_tables(connection).await?;
         let migrated = migrations::postgres().run(connection).await;
         migrated.map_err(|error| {
             let refusal = if let MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) = &error {
@@ -204,10 +253,11 @@ async fn set_up(connection: &mut PgConnection) -> sqlx::Result<()> {
     sqlx::raw_sql(SESSION_SETTINGS).execute(connection).await.map(drop)
 }
 
-/// Returns whether the server refused the statement, as opposed to being unreachable or shutting down.
+/// Returns whether the server or sqlx refused the statement, so that retrying it does not help. It helps if the server
+/// is unreachable, overloaded, starting or shutting down.
 pub(super) fn is_refusal(error: &sqlx::Error) -> bool {
     match sqlstate(error).as_deref() {
-        // Shutdown, startup, connection failures, insufficient resources.
+        // The classes of shutdown and startup, connection failures, and insufficient resources.
         Some(code) => !code.starts_with("57P") && !code.starts_with("08") && !code.starts_with("53"),
         None => {
             matches!(error, sqlx::Error::Configuration(_) | sqlx::Error::ColumnDecode { .. } | sqlx::Error::Decode(_))
@@ -247,7 +297,16 @@ pub(super) struct Attempts<'a> {
 
 impl Attempts<'_> {
     pub(super) async fn connection(&self) -> Result<PoolConnection<Postgres>> {
-        self.database.pool.acquire().await.map_err(|error| self.database.unavailable(&error))
+        match self.database.pool.acquire().await {
+            Ok(connection) => Ok(connection),
+            // The error of the pool lacks the cause, so connect again to get it.
+            Err(sqlx::Error::PoolTimedOut) if self.database.pool.num_idle() == 0 => match self.database.connect().await
+            {
+                Err(error) => Err(self.database.unavailable(&error)),
+                Ok(_) => Err(self.database.unavailable(&sqlx::Error::PoolTimedOut)),
+            },
+            Err(error) => Err(self.database.unavailable(&error)),
+        }
     }
 
     /// Returns the result, or `None` to retry.

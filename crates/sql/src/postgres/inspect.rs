@@ -11,7 +11,8 @@ use super::{
 use crate::rows::{REPLAY_ROWS, corrupt, merge, stored_row};
 use orlop_core::log::{Depth, Error, Facts, Inspect, Result, StoredLease, StoredMember, StoredRow, Table};
 
-/// The server reads the values stored out of line, so that damaged ones are detected, but does not transfer them.
+/// `value || ''` makes the server read values that are stored out of line, so that damage is detected. It returns only
+/// their lengths.
 macro_rules! rows_sql {
     ($sub:literal, $from:literal) => {
         concat!(
@@ -57,8 +58,8 @@ impl Inspect for PostgresView {
         Ok(merge(read(Table::First, first)?, read(Table::More, more)?, REPLAY_ROWS, StoredRow::place))
     }
 
-    /// All reads use one snapshot. The server logs a connection that is closed inside a transaction, so the transaction
-    /// is ended first.
+    /// Ends the transaction, because the server logs a connection that is closed inside one. Nothing else is checked,
+    /// because all reads used one snapshot.
     async fn finish(&self) -> Result<()> {
         let ended = sqlx::raw_sql("ROLLBACK").execute(&mut *self.connection.lock().await).await;
         ended.map(drop).map_err(|error| self.database.unavailable(&error))
@@ -92,7 +93,7 @@ async fn facts(connection: &mut PgConnection) -> sqlx::Result<Facts> {
     })
 }
 
-/// Maps an error of a read: a damaged table is corrupt, any other error means unavailable.
+/// Maps an error of a read: damage to [`Error::Corrupt`], any other error to [`Error::Unavailable`].
 fn unreadable(database: &Database, error: sqlx::Error) -> Error {
     const DATA_CORRUPTED: &str = "XX001";
     const INDEX_CORRUPTED: &str = "XX002";

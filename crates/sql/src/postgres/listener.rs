@@ -14,7 +14,7 @@ use tracing::{debug, info};
 use super::connection::Database;
 use orlop_core::{supervise::vital, types::Revision};
 
-/// Pause before the next attempt if the server refused the LISTEN.
+/// Pause before listening again after a failure.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 pub(super) struct Listener {
@@ -35,7 +35,7 @@ impl Listener {
             let head = heads.wait_for(|head| *head > seen).await.map(|head| *head);
             match head {
                 Ok(head) => head,
-                // The sender is gone; polling continues.
+                // The listening task has ended. The caller polls after the timeout.
                 Err(_) => std::future::pending().await,
             }
         })
@@ -57,7 +57,7 @@ impl Drop for Listener {
 async fn run(database: Database, channel: String, sender: watch::Sender<Revision>) {
     loop {
         match listen(&database, &channel, &sender).await {
-            Ok(()) => info!("listening for appends again"),
+            Ok(()) => info!("the connection that listens for appends was lost; reconnecting"),
             Err(error) => debug!(%error, "LISTEN failed; polling the log"),
         }
         sleep(RETRY_PAUSE).await;

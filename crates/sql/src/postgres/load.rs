@@ -12,7 +12,7 @@ use orlop_core::{
     types::Change,
 };
 
-/// One transaction without timeouts. Appends of other instances wait for it.
+/// One transaction without timeouts of statements and locks. Appends of other instances wait for it.
 const BEGIN: &str = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT orlop_lock()";
 const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
@@ -26,10 +26,11 @@ const ADD_MORE: &str = "WITH added AS (INSERT INTO kv_log_more \
     SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8, $9) RETURNING 1) SELECT count(*) FROM added";
 const ADD_LEASES: &str = "INSERT INTO lease (id, ttl, deadline) \
     SELECT id, ttl, clock_timestamp() + make_interval(secs => ttl) FROM unnest($1, $2) AS l (id, ttl)";
-/// Marks the rows below the compact revision as possibly missing.
-const ADD_COMPACTION: &str = "INSERT INTO meta AS m (name, value) VALUES ('compact_revision', $1), ('purged_revision', $1) \
-    ON CONFLICT (name) DO UPDATE SET value = excluded.value";
-/// Gives the database a new cluster ID and the next epoch, removes alarms, and restarts the TTL of leases.
+/// Records the compact revision, and that rows below it may be missing.
+const ADD_COMPACTION: &str = "INSERT INTO meta AS m (name, value) \
+    VALUES ('compact_revision', $1), ('purged_revision', $1) ON CONFLICT (name) DO UPDATE SET value = excluded.value";
+/// Gives the database a new cluster ID and the next epoch, and removes alarms. With `last_beat` set to now, the TTL of
+/// leases starts when an instance starts.
 const NEW_CLUSTER: &str = "DELETE FROM meta WHERE name LIKE 'alarm/%'; \
     UPDATE meta SET value = value + 1 WHERE name = 'epoch'; \
     UPDATE meta SET value = (extract(epoch FROM clock_timestamp()) * 1000000)::bigint WHERE name = 'last_beat'; \

@@ -15,7 +15,7 @@ use orlop_core::{
 /// Budget units of a row in addition to those of its bytes, see [`rows::consume_budget_for`].
 const ROW_UNITS: usize = 4;
 
-/// Implements [`orlop_core::log::History::meta`], except for the member.
+/// Implements [`orlop_core::log::History::meta`], except for the member ID.
 pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
     const META: &str = "SELECT 'position', '', (SELECT coalesce(max(id), 1) FROM kv_log), \
             (SELECT value FROM meta WHERE name = 'epoch'), orlop_server(), NULL::float8 \
@@ -78,7 +78,7 @@ pub(super) async fn values(
                     Ok(pair) => pair,
                     Err(error) => return Ok(Err(error)),
                 };
-                // The stream does not wait if all rows have already been received, so this yields to other tasks.
+                // If all rows are in memory, nothing else in this loop yields to other tasks.
                 rows::consume_budget_for(ROW_UNITS, pair.1.len()).await;
                 found.push(pair);
             }
@@ -87,7 +87,7 @@ pub(super) async fn values(
     Ok(Ok(found))
 }
 
-/// Columns 0 and 1 describe the whole page: the revision up to which rows may be missing, and whether the second table
+/// Columns 0 and 1 describe the whole page: the revision below which rows may be missing, and whether the second table
 /// has rows of these revisions. If no row matches, one row with only these columns is returned. Rows beyond the byte
 /// limit stay on the server, which knows the lengths without reading the values.
 macro_rules! first_sql {

@@ -7,10 +7,10 @@ use orlop_core::log::Result;
 
 const TOTAL: &str = "SELECT pg_total_relation_size('kv_log') + pg_total_relation_size('kv_log_more') \
     + pg_total_relation_size('lease') + pg_total_relation_size('meta')";
-/// Sums the stored size of each row: key, value, number columns, header and line pointer. Values stored out of line are
-/// not read. Indexes are counted completely. Postgres reports the free space in pages only through an extension.
-const IN_USE: &str = "SELECT coalesce(sum(bytes), 0)::bigint + pg_indexes_size('kv_log') + pg_indexes_size('kv_log_more') \
-    + pg_total_relation_size('lease') + pg_total_relation_size('meta') \
+/// Sums the stored size of each row: key, value, numeric columns, header and line pointer. Values stored out of line
+/// are not read. Indexes are counted completely. Postgres reports the free space in pages only through an extension.
+const IN_USE: &str = "SELECT coalesce(sum(bytes), 0)::bigint + pg_indexes_size('kv_log') \
+    + pg_indexes_size('kv_log_more') + pg_total_relation_size('lease') + pg_total_relation_size('meta') \
     FROM (SELECT pg_column_size(key) + coalesce(pg_column_size(value), 0) + 76 AS bytes FROM kv_log \
     UNION ALL SELECT pg_column_size(key) + coalesce(pg_column_size(value), 0) + 84 FROM kv_log_more) r";
 
@@ -27,7 +27,7 @@ pub(super) async fn in_use(connection: &mut PgConnection) -> sqlx::Result<i64> {
 /// continue concurrently.
 pub(super) async fn vacuum(database: &Database) -> Result<()> {
     let unavailable = |error| database.unavailable(&error);
-    // A separate connection, because a vacuum takes time in proportion to the tables.
+    // A separate connection, because a vacuum takes time in proportion to the size of the tables.
     let mut connection = database.connect().await.map_err(unavailable)?;
     with_timeout(sqlx::raw_sql("SET statement_timeout = 0").execute(&mut connection)).await.map_err(unavailable)?;
     sqlx::query("VACUUM kv_log, kv_log_more, lease, meta").execute(&mut connection).await.map_err(unavailable)?;

@@ -30,8 +30,8 @@ use orlop_core::{
 const CHECKPOINT_BYTES: usize = 8 << 20;
 /// Approximate bytes of a row in the WAL in addition to key and value. A purged row counts as this number of bytes.
 const ROW_BYTES: usize = 64;
-/// Approximate bytes of a commit in the WAL in addition to its rows. A commit writes whole pages, and rewrites the
-/// first and the last page that it changes.
+/// Approximate bytes of a commit in the WAL in addition to its rows. A commit writes whole pages; usually the first and
+/// the last contain mostly older rows.
 const COMMIT_BYTES: usize = 8 << 10;
 /// Length of the WAL above which a checkpoint runs while writes are blocked, in pages of 4 KiB (32 MiB).
 const WAL_PAGES_MAX: i64 = 8_192;

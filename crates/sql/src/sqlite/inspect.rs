@@ -52,8 +52,8 @@ impl Inspect for SqliteView {
     async fn rows_after(&self, place: (i64, i64)) -> Result<Vec<StoredRow>> {
         const FIRST: &str = "SELECT id, 0, key, length(value), lease, version, create_revision, prev_revision, deleted \
             FROM kv_log WHERE id >= ?1 AND (id > ?1 OR ?2 < 0) ORDER BY id LIMIT ?3";
-        const MORE: &str = "SELECT id, sub, key, length(value), lease, version, create_revision, prev_revision, deleted \
-            FROM kv_log_more WHERE (id, sub) > (?1, ?2) ORDER BY id, sub LIMIT ?3";
+        const MORE: &str = "SELECT id, sub, key, length(value), lease, version, create_revision, prev_revision, \
+            deleted FROM kv_log_more WHERE (id, sub) > (?1, ?2) ORDER BY id, sub LIMIT ?3";
         let connection = &mut *self.connection.lock().await;
         let first = rows(&mut *connection, Table::First, FIRST, place).await?;
         let more = rows(connection, Table::More, MORE, place).await?;

@@ -37,7 +37,7 @@ pub(super) async fn refuse_damage(connection: &mut SqliteConnection) -> Result<(
     }
 }
 
-/// Maps an error of a read: damage is corrupt, any other error means unavailable.
+/// Maps an error of a read: damage to [`Error::Corrupt`], any other error to [`Error::Unavailable`].
 pub(super) fn unreadable(error: sqlx::Error) -> Error {
     if is_damage(&error) { corrupt(error) } else { unavailable(error) }
 }

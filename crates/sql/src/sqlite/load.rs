@@ -19,13 +19,13 @@ use orlop_core::{
     types::Change,
 };
 
-/// Fills a new database file in one transaction. It writes to a temporary file and renames it at the end, so an
-/// incomplete file never has the name of the database.
+/// Fills a new database file in one transaction. For the database of an instance ([`Self::database`]), it writes to a
+/// temporary file and renames that file at the end, so an incomplete file never has the name of the database.
 pub struct SqliteLoader {
     connection: SqliteConnection,
     /// The file that is written.
     file: PathBuf,
-    /// Its final path.
+    /// Where the file is moved at the end. `None`: it is not moved.
     destination: Option<Destination>,
     cluster: Cluster,
     /// The newest revision in the first table.
@@ -33,8 +33,18 @@ pub struct SqliteLoader {
 }
 
 struct Destination {
+    /// The final path.
     file: PathBuf,
+    /// The temporary file, removed unless it was renamed.
+    scratch: PathBuf,
     _lock: FileLock,
+}
+
+impl Drop for Destination {
+    fn drop(&mut self) {
+        // If this fails, the next restore removes the file.
+        let _ = std::fs::remove_file(&self.scratch);
+    }
 }
 
 impl SqliteLoader {
@@ -79,7 +89,7 @@ impl SqliteLoader {
             Ok(()) | Err(_) => {}
         }
         let loader = Self::scratch(&scratch, Cluster::New).await?;
-        Ok(Self { destination: Some(Destination { file: file.to_owned(), _lock: lock }), ..loader })
+        Ok(Self { destination: Some(Destination { file: file.to_owned(), scratch, _lock: lock }), ..loader })
     }
 
     fn failed(&self) -> impl Fn(sqlx::Error) -> Error + use<> {

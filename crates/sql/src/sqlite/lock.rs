@@ -67,11 +67,11 @@ mod tests {
     fn released_lock_can_be_acquired_while_a_child_has_the_file_open() {
         let folder = tempfile::tempdir().expect("a folder");
         let database = folder.path().join("orlop.db");
-        let lock = FileLock::acquire(&database).expect("it is free");
+        let lock = FileLock::acquire(&database).expect("the lock is free");
         let child = lock.0.try_clone().expect("a descriptor");
-        assert!(FileLock::acquire(&database).is_err(), "it is held");
+        assert!(FileLock::acquire(&database).is_err(), "the lock is held");
         drop(lock);
-        assert!(FileLock::acquire(&database).is_ok(), "it is free again");
+        assert!(FileLock::acquire(&database).is_ok(), "the lock is free again");
         drop(child);
     }
 }

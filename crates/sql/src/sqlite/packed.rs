@@ -1,5 +1,6 @@
 //! Packs many rows into one row, because sqlx passes each row separately from SQLite's thread to the caller's thread,
-//! and usually wakes it each time (docs/adr/0004). Numbers are packed as text; keys and values are concatenated.
+//! and usually wakes the caller's thread each time (docs/adr/0004). Numbers are packed as text; keys and values are
+//! concatenated.
 
 use sqlx::sqlite::SqliteRow;
 
@@ -9,8 +10,8 @@ use orlop_core::{
     types::{EncodedKv, LeaseId, Revision, RowId, Version},
 };
 
-/// The columns that [`rows`] unpacks. `$sub` is the number of a change in its revision. If `$value` is NULL, values are
-/// omitted.
+/// The columns that [`rows`] unpacks. `$sub` is the expression for the number of a change in its revision. If `$value`
+/// is NULL, values are omitted.
 macro_rules! packed_columns {
     ($sub:literal, $value:literal) => {
         concat!(
@@ -60,8 +61,7 @@ impl From<PackedRow<'_>> for RowColumns {
     }
 }
 
-/// Unpacks a row with the columns [`packed_columns`]. The rows are in any order; there are none if the query found
-/// none.
+/// Unpacks a row with the columns [`packed_columns`]. The unpacked rows are in any order.
 pub(super) fn rows(packed: &SqliteRow) -> Result<impl Iterator<Item = Result<PackedRow<'_>>>> {
     let (mut keys, mut values) = (packed.slice(1)?, packed.slice(2)?);
     let numbers = str::from_utf8(packed.slice(0)?).map_err(|_| corrupt())?;

@@ -64,7 +64,7 @@ pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) ->
                     for row in packed::rows(&packed)? {
                         let row = row?;
                         let kv = row.kv();
-                        // All rows have already been received, so this loop yields to other tasks.
+                        // All rows are in memory, so nothing else in this loop yields to other tasks.
                         rows::consume_budget_for(1, kv.len()).await;
                         found.push((row.row, kv));
                     }
@@ -136,7 +136,7 @@ pub(super) async fn pages(connection: &mut SqliteConnection) -> Result<Pages> {
 
 pub(super) async fn size(connection: &mut SqliteConnection) -> Result<Size> {
     let Pages { all, free, bytes } = pages(connection).await?;
-    Ok(Size { total: all * bytes, in_use: (all - free) * bytes })
+    Ok(Size { total: all * bytes, in_use: (all - free) * bytes, disk_free: None })
 }
 
 /// Reads the rows of one table for a page, up to `revisions_max` revisions. The first change of a revision is in

@@ -1,8 +1,8 @@
-//! Returns the pages that a compaction has freed to the file system, a few at a time, after the end of the compaction.
+//! Vacuum: returns free pages of the file to the file system, a few at a time, when a compaction has ended.
 //!
 //! It does not run after each step of the compaction, because it moves the last pages of the file into free pages. That
-//! writes as many bytes as the deletes, while other writes wait. A part of the file remains free, because the next
-//! writes reuse these pages.
+//! writes as many bytes as the deletes, while other writes wait. Some pages remain free, because the next writes reuse
+//! them.
 
 use std::{sync::Arc, time::Duration};
 
@@ -26,7 +26,7 @@ const STEP_PAUSE: Duration = Duration::from_millis(5);
 const COMPACTION_IDLE_TIME: Duration = Duration::from_secs(1);
 /// Minimum number of pages that remain free in the file.
 const KEEP_PAGES: i64 = 256;
-/// If it is more, one page in this number of pages remains free.
+/// The file keeps 1 / `KEEP_DIVISOR` of its pages free, if that is more than [`KEEP_PAGES`].
 const KEEP_DIVISOR: i64 = 8;
 
 pub(super) struct Vacuum {
@@ -58,7 +58,7 @@ impl Vacuum {
         self.shared.step().await
     }
 
-    /// Ends the task between two steps.
+    /// Stops the background task and waits for its end.
     pub(super) async fn finish(&self) {
         self.shared.stop.notify_one();
         if let Some(task) = self.task.lock().await.take()
@@ -79,8 +79,8 @@ async fn run(shared: Arc<Shared>) {
             }
         }
     };
-    // The work is dropped during a pause, while it waits for the connection, or between two statements. Each statement
-    // is complete by itself.
+    // The work can be dropped at any await. SQLite leaves the file consistent, and a connection in an unknown state is
+    // not used again ([`super::writer`]).
     tokio::select! {
         () = work => {}
         () = shared.stop.notified() => {}

@@ -10,8 +10,8 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 use super::load::with_suffix;
 
-/// Usual maximum length of the file: above 32 MiB a checkpoint blocks writes ([`super::checkpoint`]), and the WAL grows
-/// until then.
+/// Usual maximum length of the file. When the WAL is longer than 32 MiB, a checkpoint blocks writes, so that SQLite can
+/// restart the WAL ([`super::checkpoint`]). Until then the WAL grows further.
 const FILE_BYTES: u64 = 48 << 20;
 /// Length to which SQLite truncates the file when it restarts the WAL. A large transaction may make the file longer.
 pub(super) const FILE_BYTES_MAX: &str = "67108864";

@@ -1,7 +1,7 @@
 //! The connection for writes, used by one caller at a time.
 //!
-//! After a failure the next caller closes it and opens a new one. SQLite rolls back some transactions by itself, for
-//! example when the disk fails, so the state of the transaction would be unknown.
+//! After a failure the next caller closes it and opens a new one. On some errors, for example of the disk, SQLite rolls
+//! the transaction back by itself, so it is unknown whether the failed connection is still in a transaction.
 
 use sqlx::{ConnectOptions as _, Connection as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::{Mutex, MutexGuard};
@@ -51,7 +51,7 @@ impl Writer {
 
 impl WriterGuard<'_> {
     pub(super) fn connection(&mut self) -> &mut SqliteConnection {
-        self.0.connection.as_mut().expect("opened before the lock was taken")
+        self.0.connection.as_mut().expect("`Writer::lock` opens the connection")
     }
 
     /// Keeps the connection for the next caller. Call it when all statements and transactions have ended.

@@ -55,7 +55,7 @@ impl StepCount {
 }
 
 impl Shared {
-    /// Returns the pairs that a read at `at` selected, in its order.
+    /// Returns the pairs that a read at `at` selected, in the order of `selected`.
     pub(super) async fn pairs(
         &self,
         selected: &[Selected],
@@ -67,7 +67,7 @@ impl Shared {
         let read = loop {
             let is_list = pairs.missing.len() > FEW_ROWS_MAX;
             if pairs.missing.is_empty() {
-                return Ok(pairs.whole());
+                return Ok(pairs.present());
             } else if !is_list && self.read_memory.has_free() {
                 break self.read_few(&pairs.missing).await?;
             }
@@ -82,7 +82,7 @@ impl Shared {
             pairs = self.cached(selected, projection, FEW_ROWS_MAX, step).await;
         };
         self.put_in_place(selected, &mut pairs, read, at, step).await?;
-        Ok(pairs.whole())
+        Ok(pairs.present())
     }
 
     /// Returns the pairs that need no read of the log. Returns early if more than `missing_max` pairs are missing.
@@ -168,7 +168,7 @@ impl Shared {
             }
             let row = selected.entry.version.row;
             *pair = found.remove(&row);
-            // The index knows the lease only of a key's newest version.
+            // Only the newest version of a key is cached. Only its lease is known to the index.
             if let (Some(kv), Lease::Known(_)) = (&pair, selected.entry.lease) {
                 self.values.insert(row, kv.clone());
             }
@@ -194,15 +194,17 @@ impl Shared {
     }
 }
 
-/// The pairs of a read in its order, `None` where the row has to be read from the log, and those rows.
+/// The pairs of a read.
 struct Pairs {
+    /// In the order of the selected keys; `None` for a pair that has to be read from the log.
     in_order: Vec<Option<EncodedKv>>,
+    /// The rows of the pairs that have to be read from the log.
     missing: Vec<RowId>,
 }
 
 impl Pairs {
     /// Returns the pairs that are present.
-    fn whole(self) -> Vec<EncodedKv> {
+    fn present(self) -> Vec<EncodedKv> {
         self.in_order.into_iter().flatten().collect()
     }
 }
@@ -221,7 +223,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn waiting_list_holds_no_values() {
+    async fn list_that_waits_holds_no_values() {
         let shared = shared(1 << 20);
         let selected: Vec<Selected> = (0..=FEW_ROWS_MAX as u32 + 1).map(selected).collect();
         // Values in the cache are counted, like all values that were read.

@@ -7,7 +7,7 @@ use crate::{
     store::{
         error::Result,
         handle::Store,
-        request::{Consistency, Projection, RangeRequest, RangeResponse},
+        request::{Consistency, Projection, RangeRequest, RangeResponse, RevisionFilter},
         select::Selected,
     },
     types::{Key, Revision},
@@ -16,6 +16,11 @@ use crate::{
 impl Store {
     /// Returns a range in pieces, all at the revision of the first, so that the whole response need not be in memory.
     pub async fn range_pieces(self: &Arc<Self>, request: RangeRequest) -> Result<RangePieces> {
+        if request.sort.is_some() || request.filter != RevisionFilter::default() {
+            // All pairs must be known before the first is sent.
+            let response = self.range(&request).await?;
+            return Ok(RangePieces::Whole(Some(response)));
+        }
         self.shared.space.check_not_corrupt()?;
         if request.consistency == Consistency::Linearizable {
             self.confirm().await?;
@@ -23,18 +28,51 @@ impl Store {
         let index = self.shared.index.read();
         let (revision, at) = (index.head(), index.resolve(request.at)?);
         drop(index);
-        Ok(RangePieces { store: Arc::clone(self), request, revision, at, after: None, count: 0, taken: 0, done: false })
+        let store = Arc::clone(self);
+        Ok(RangePieces::Walk(Walk { store, request, revision, at, after: None, count: 0, taken: 0, done: false }))
     }
 }
 
 /// A range that is read in pieces; see [`Store::range_pieces`].
-pub struct RangePieces {
+pub enum RangePieces {
+    /// The pairs are read piece by piece.
+    Walk(Walk),
+    /// The rest of the response, or `None` after the last piece.
+    Whole(Option<RangeResponse>),
+}
+
+impl RangePieces {
+    /// Returns the next piece: at most `limit` pairs, where `limit` is at least 1. The last piece, which may be empty,
+    /// contains the final `count` and `more`.
+    pub async fn next(&mut self, limit: usize) -> Result<Option<RangeResponse>> {
+        match self {
+            Self::Walk(walk) => walk.next(limit).await,
+            Self::Whole(Some(left)) if left.kvs.len() > limit => {
+                let kvs = left.kvs.drain(..limit).collect();
+                Ok(Some(RangeResponse { kvs, ..*left }))
+            }
+            Self::Whole(last) => Ok(last.take()),
+        }
+    }
+
+    /// Returns whether the last piece was returned.
+    pub fn is_done(&self) -> bool {
+        match self {
+            Self::Walk(walk) => walk.done,
+            Self::Whole(left) => left.is_none(),
+        }
+    }
+}
+
+/// A range in key order, and how far it was read.
+pub struct Walk {
     store: Arc<Store>,
     request: RangeRequest,
     /// The head at the start.
     revision: Revision,
     /// The revision that is read.
     at: Revision,
+    /// The last visited key, after which the next piece begins.
     after: Option<Key>,
     count: usize,
     /// Number of pairs returned.
@@ -42,9 +80,8 @@ pub struct RangePieces {
     done: bool,
 }
 
-impl RangePieces {
-    /// Returns the next pairs, at most `limit` (at least 1). There is always a last piece; it has `count` and `more`.
-    pub async fn next(&mut self, limit: usize) -> Result<Option<RangeResponse>> {
+impl Walk {
+    async fn next(&mut self, limit: usize) -> Result<Option<RangeResponse>> {
         if self.done {
             return Ok(None);
         }
@@ -81,10 +118,5 @@ impl RangePieces {
         }
         self.taken += kvs.len();
         Ok(Some(RangeResponse { revision: self.revision, kvs, more, count: self.count }))
-    }
-
-    /// Returns whether the last piece was returned.
-    pub fn is_done(&self) -> bool {
-        self.done
     }
 }

@@ -44,7 +44,7 @@ impl Store {
             if rows.iter().any(|row| fetched.get(row).is_some_and(Option::is_none)) {
                 self.check_log_moved(before, rows.len()).await?;
             }
-            // Rows that a compaction deleted meanwhile are read again only if they are still live.
+            // Rows that were not found before are forgotten. If the evaluation still needs them, they are read again.
             fetched.retain(|_, kv| kv.is_some());
             fetched.extend(rows.iter().map(|row| (*row, None)));
             let is_list = fetched.len() > FEW_ROWS_MAX;
@@ -66,7 +66,7 @@ impl Store {
         }
     }
 
-    /// Catches up after `rows` rows were missing from the log: another instance compacted them.
+    /// Catches up after `rows` rows were missing from the log, because another instance may have compacted them.
     ///
     /// # Errors
     ///

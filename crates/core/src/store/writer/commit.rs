@@ -15,7 +15,7 @@ use crate::{
     },
 };
 
-/// Interval between warnings while writes fail.
+/// Minimum interval between messages about failed writes.
 const FAILURE_LOG_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The result of committing a batch.
@@ -24,7 +24,7 @@ enum CommitOutcome {
     Done,
     /// The log's position differs from the one at which the batch was evaluated; nothing was written.
     Raced,
-    /// The database accepts no writes at the moment; nothing was written.
+    /// The database is unavailable; nothing was written.
     Refused,
 }
 
@@ -80,7 +80,8 @@ impl Writer {
         }
     }
 
-    /// Checks that a batch that changes nothing was evaluated on everything that any instance had acknowledged.
+    /// Checks that the log is still at the position at which a batch without changes was evaluated. Otherwise the batch
+    /// may have missed a write that another instance has acknowledged.
     async fn confirm_position(&mut self, expected: Position) -> Result<CommitOutcome> {
         let Some(log) = self.shared.log.shared() else { return Ok(CommitOutcome::Done) };
         match log.position().await {
@@ -93,7 +94,7 @@ impl Writer {
         }
     }
 
-    /// Releases the append lock after a batch that appends nothing.
+    /// Releases the append lock after a batch that changes nothing: an empty append releases it.
     async fn release_append_lock(&mut self, batch: &Batch, expected: Position) {
         if std::mem::take(&mut self.holds_append_lock) {
             let nothing =
@@ -136,7 +137,7 @@ impl Writer {
                 debug!(revision = expected.head.0, "another instance appended first");
                 metrics.raced.inc();
                 self.is_contended = true;
-                // Another instance may have renewed a lease.
+                // The log also refuses the expiry of a lease that another instance has renewed.
                 shared.refresh_expired_leases(batch.leases()).await;
                 Ok(CommitOutcome::Raced)
             }
@@ -147,6 +148,8 @@ impl Writer {
     /// Decides what happens to a batch whose append failed.
     fn handle_failure(&mut self, failure: &log::Error) -> Result<CommitOutcome> {
         self.log_failure(failure);
+        // A full disk may be the cause.
+        self.shared.space.measure_requested.notify_one();
         match failure {
             log::Error::Unavailable(_) => {
                 self.shared.metrics.store.failed.inc();
@@ -177,7 +180,7 @@ impl Writer {
             log::Error::OutcomeUnknown(_) | log::Error::Open(_) | log::Error::Corrupt(_) | log::Error::Diverged(_) => {
                 error!(
                     error = %failure,
-                    "the outcome of the last writes is unknown, and their clients received an error; reading the log again"
+                    "the outcome of the last writes is unknown; their clients received an error; reading the log again"
                 )
             }
         }

@@ -1,4 +1,4 @@
-//! Catching up after a failed or lost append, and the requests that wait meanwhile.
+//! Catches up after an append that failed or lost a race. Requests wait meanwhile.
 
 use std::{sync::Arc, time::Duration};
 
@@ -20,7 +20,8 @@ impl Writer {
     }
 
     /// Applies the part of the log that the index lacks, and retries until that succeeds. Requests that wait longer
-    /// than [`WAIT_MAX`] meanwhile fail as not applied.
+    /// than [`WAIT_MAX`] meanwhile fail as not applied. If the log has another history, or reading fails while the
+    /// queue is closed, all requests fail.
     pub(super) async fn resync(&mut self) {
         let shared = Arc::clone(&self.shared);
         // The first attempt starts without a pause.

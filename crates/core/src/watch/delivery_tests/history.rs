@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 
 use prost::Message as _;
 
-use super::schedule::KEYS;
+use super::schedule::{KEYS, Txn};
 use crate::{
     index::TreeIndex,
     types::{Change, ChangeKind, EncodedEvent, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version},
 };
 use orlop_wire::proto::client::{etcdserverpb::WatchResponse, mvccpb::Event};
 
-/// A committed change and its previous pair.
+/// A committed change.
 #[derive(Clone, Debug)]
 pub(super) struct Committed {
     pub(super) change: Change,
@@ -28,8 +28,8 @@ pub(super) struct History {
 }
 
 impl History {
-    /// Commits the changes. They contain previous pairs only if a watch wants them.
-    pub(super) fn commit(&mut self, txns: &[Vec<(usize, bool)>], with_prev: bool) -> Vec<Change> {
+    /// Commits transactions ([`Txn`]) and returns their changes, with previous pairs if `with_prev`.
+    pub(super) fn commit(&mut self, txns: &[Txn], with_prev: bool) -> Vec<Change> {
         let known = self.committed.len();
         for txn in txns {
             let revision = self.index.head().next();
@@ -80,5 +80,5 @@ impl Committed {
 }
 
 pub(super) fn decode(bytes: &[u8]) -> Vec<Event> {
-    WatchResponse::decode(bytes).expect("events as a response's fields").events
+    WatchResponse::decode(bytes).expect("events are encoded as fields of a response").events
 }

@@ -12,11 +12,11 @@ use crate::{
 
 pub(super) type Checked = Result<(), TestCaseError>;
 
-/// The messages that one stream must receive. It reads messages and checks each.
+/// Knows the messages that one stream must receive, and checks each message that was read.
 #[derive(Default)]
 pub(super) struct Reader {
-    /// Requests whose responses were not read yet.
-    requests: VecDeque<Sent>,
+    /// Requests whose responses were not read yet, the oldest first.
+    requests: VecDeque<Request>,
     active: BTreeMap<WatchId, Watch>,
     /// The watch whose fragmented message continues.
     open: Option<WatchId>,
@@ -24,33 +24,39 @@ pub(super) struct Reader {
     progress_requested_at_head: Option<Revision>,
     /// Number of unanswered progress requests. One response may answer several.
     open_progress_requests: usize,
+    /// Number of create and progress requests so far.
     clock: u64,
+    /// The clock at the last progress request.
     progress_requested_at_clock: u64,
 }
 
-enum Sent {
+enum Request {
     Create { spec: Spec, head: Revision, at: u64 },
     Cancel(WatchId),
 }
 
 struct Watch {
     spec: Spec,
+    /// The first revision whose events the watch must receive.
     from: Revision,
+    /// The clock at its create request.
     created_at: u64,
     /// Number of changes of the history that were checked.
     cursor: usize,
+    /// The revision of the last event.
     last: Option<Revision>,
+    /// The revision in the last header.
     header: Revision,
 }
 
 impl Reader {
     pub(super) fn created(&mut self, spec: Spec, head: Revision) {
         self.clock += 1;
-        self.requests.push_back(Sent::Create { spec, head, at: self.clock });
+        self.requests.push_back(Request::Create { spec, head, at: self.clock });
     }
 
     pub(super) fn canceled(&mut self, id: WatchId) {
-        self.requests.push_back(Sent::Cancel(id));
+        self.requests.push_back(Request::Cancel(id));
     }
 
     pub(super) fn progress_requested(&mut self, head: Revision) {
@@ -62,18 +68,18 @@ impl Reader {
     /// Returns the ids that may be in use.
     pub(super) fn ids(&self) -> impl Iterator<Item = WatchId> {
         let chosen = self.requests.iter().filter_map(|sent| match sent {
-            Sent::Create { spec, .. } => spec.id,
-            Sent::Cancel(_) => None,
+            Request::Create { spec, .. } => spec.id,
+            Request::Cancel(_) => None,
         });
         self.active.keys().copied().chain(chosen)
     }
 
     /// Returns the next request that has a response. Canceling an unknown watch has none.
-    fn next_request(&mut self) -> Option<Sent> {
+    fn next_request(&mut self) -> Option<Request> {
         while let Some(sent) = self.requests.pop_front() {
             match sent {
-                Sent::Cancel(id) if !self.active.contains_key(&id) => {}
-                Sent::Create { .. } | Sent::Cancel(_) => return Some(sent),
+                Request::Cancel(id) if !self.active.contains_key(&id) => {}
+                Request::Create { .. } | Request::Cancel(_) => return Some(sent),
             }
         }
         None
@@ -91,7 +97,7 @@ impl Reader {
         }
         match message {
             Message::Created { id, revision } => {
-                let Some(Sent::Create { spec, head, at }) = self.next_request() else {
+                let Some(Request::Create { spec, head, at }) = self.next_request() else {
                     return Err(TestCaseError::fail(format!("{text} without a request")));
                 };
                 prop_assert!(!self.active.contains_key(&id) && spec.id.is_none_or(|chosen| chosen == id), "{}", text);
@@ -104,11 +110,12 @@ impl Reader {
                 let request = self.next_request();
                 let in_use = |id: &WatchId| self.active.contains_key(id);
                 let refused =
-                    matches!(&request, Some(Sent::Create { spec, .. }) if spec.id.as_ref().is_some_and(in_use));
+                    matches!(&request, Some(Request::Create { spec, .. }) if spec.id.as_ref().is_some_and(in_use));
                 prop_assert!(refused, "{}", text);
             }
             Message::Canceled { id, .. } => {
-                prop_assert!(matches!(self.next_request(), Some(Sent::Cancel(canceled)) if canceled == id), "{}", text);
+                let is_requested = matches!(self.next_request(), Some(Request::Cancel(canceled)) if canceled == id);
+                prop_assert!(is_requested, "{}", text);
                 self.active.remove(&id);
             }
             Message::Compacted { id, compact_revision } => {

@@ -8,15 +8,20 @@ pub(super) const KEYS: [&str; 5] = ["a", "a\0", "ab", "b", "c"];
 
 pub(super) const STREAMS: usize = 2;
 
+/// The changes of a transaction: an index in [`KEYS`], and whether to put the key. If not, the key is deleted, or put
+/// if it does not exist.
+pub(super) type Txn = Vec<(usize, bool)>;
+
 #[derive(Clone, Debug)]
 pub(super) enum Step {
-    /// Transactions of one append. Each puts keys, or deletes them if they exist. A watch may be created after the
-    /// append began and before its changes are published.
+    /// Commits transactions in one append. `concurrent` is a watch that is created on a stream before the changes are
+    /// published.
     Publish {
-        txns: Vec<Vec<(usize, bool)>>,
+        txns: Vec<Txn>,
         concurrent: Option<(usize, Create)>,
     },
     Stream(usize, Action),
+    /// Compacts at the revision `back` below the head. `purge` deletes the compacted rows.
     Compact {
         back: i64,
         purge: bool,
@@ -26,13 +31,14 @@ pub(super) enum Step {
 #[derive(Clone, Debug)]
 pub(super) enum Action {
     Create(Create),
-    /// A watch, by its position among the created ones.
+    /// Cancels a watch. The number selects one of the ids that may be in use.
     Cancel(usize),
     Progress,
     Tick,
+    /// Reads at most this number of messages.
     Read(usize),
     HandleNotifications,
-    /// Advances a watch. The given operations run before and after its read of the log, and the call may be canceled
+    /// Advances a watch. The two lists of operations run before and after its read of the log. The call may be canceled
     /// before the read.
     Advance {
         concurrent: [Vec<Concurrent>; 2],
@@ -43,7 +49,7 @@ pub(super) enum Action {
 /// Operations of other tasks while a session waits for the log.
 #[derive(Clone, Debug)]
 pub(super) enum Concurrent {
-    Publish(Vec<(usize, bool)>),
+    Publish(Txn),
     Compact { back: i64, purge: bool },
     Read(usize),
 }
@@ -52,7 +58,7 @@ pub(super) enum Concurrent {
 pub(super) struct Create {
     pub(super) id: Option<i64>,
     pub(super) range: KeyRange,
-    /// The distance of the start revision below the head.
+    /// The distance of the start revision below the head; negative: above the head. `None`: no start revision.
     pub(super) back: Option<i64>,
     pub(super) flavor: Flavor,
     pub(super) fragment: Option<usize>,
@@ -92,7 +98,7 @@ fn concurrent() -> impl Strategy<Value = Concurrent> {
 }
 
 /// Changes of distinct keys.
-fn txns() -> impl Strategy<Value = Vec<(usize, bool)>> {
+fn txns() -> impl Strategy<Value = Txn> {
     vec((0..KEYS.len(), prop::bool::weighted(0.6)), 1..4).prop_map(|mut txn| {
         let mut seen = [false; KEYS.len()];
         txn.retain(|(key, _)| !std::mem::replace(&mut seen[*key], true));

@@ -29,7 +29,7 @@ struct Stream {
     outbox: Arc<Outbox>,
     messages: Messages,
     reader: Reader,
-    /// Whether the session had a watch to advance after its last call. If not, it sleeps until it is notified.
+    /// Whether the session had work after the last call of its methods. If not, it sleeps until it is notified.
     has_work: bool,
 }
 
@@ -133,7 +133,7 @@ impl World {
             stream.reader.check_nothing_is_missing(&self.history)?;
         }
         let pending = &self.hub.pending;
-        prop_assert_eq!((pending.messages.get(), pending.slots()), (0, 0), "nothing is counted as waiting");
+        prop_assert_eq!((pending.messages.get(), pending.slots()), (0, 0), "no message or slot is left");
         Ok(())
     }
 }
@@ -163,7 +163,7 @@ impl Stream {
         }
     }
 
-    /// Lets the session handle notifications, if there are any.
+    /// Lets the session handle notifications. Returns whether there were any.
     fn handle_notifications(&mut self) -> bool {
         let notified = self.outbox.notified().now_or_never().is_some();
         if notified {

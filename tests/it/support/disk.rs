@@ -32,12 +32,13 @@ impl Disk {
     /// Writes until the disk is full.
     pub fn fill(&self) {
         let mut file = File::options().create(true).append(true).open(self.filling()).expect("a file can be made");
-        // First in large chunks, then to the last byte.
+        // Writes large pieces first, then smaller ones, up to the last byte.
         for piece in [&PIECE[..], &PIECE[..4_096], &PIECE[..1]] {
             while file.write_all(piece).is_ok() {}
         }
     }
 
+    /// Deletes what [`Disk::fill`] wrote.
     pub fn empty(&self) {
         fs::remove_file(self.filling()).expect("the disk was filled");
     }
@@ -49,7 +50,7 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        // Lazily, because a process that was just killed may not be gone yet.
+        // `--lazy`, because a process that was just killed may still have open files.
         let _ = Command::new("umount").arg("--lazy").arg(self.folder.path()).status();
     }
 }

@@ -1,0 +1,67 @@
+//! `datastore-endpoint`: the kind of database, its location and its parameters. Errors do not contain the endpoint,
+//! because it may contain a password.
+
+use std::path::Path;
+
+use super::{Datastore, variables::nearest};
+
+/// Parameters of a Postgres URL that have an effect; sqlx ignores others.
+const PARAMETERS: [&str; 17] = [
+    "sslmode",
+    "ssl-mode",
+    "sslrootcert",
+    "ssl-root-cert",
+    "ssl-ca",
+    "sslcert",
+    "ssl-cert",
+    "sslkey",
+    "ssl-key",
+    "statement-cache-capacity",
+    "host",
+    "hostaddr",
+    "port",
+    "dbname",
+    "user",
+    "password",
+    "options",
+];
+
+/// Returns the location of the log. An empty endpoint means SQLite in the data directory.
+///
+/// # Errors
+///
+/// If the kind of endpoint or a parameter is unknown.
+pub(super) fn datastore(endpoint: &str, data_dir: &Path) -> Result<Datastore, String> {
+    if endpoint.is_empty() {
+        return Ok(Datastore::Sqlite(data_dir.join("orlop.db")));
+    }
+    match endpoint.split_once("://") {
+        Some(("sqlite", path)) if path.contains('?') => {
+            Err("datastore-endpoint: a sqlite:// URL has no parameters; remove the ? and what follows it".to_owned())
+        }
+        Some(("sqlite", path)) if !path.is_empty() => Ok(Datastore::Sqlite(path.into())),
+        Some(("postgres" | "postgresql", address)) if !address.is_empty() => {
+            check_parameters(address)?;
+            Ok(Datastore::Postgres(endpoint.to_owned()))
+        }
+        _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE"
+            .to_owned()),
+    }
+}
+
+fn check_parameters(address: &str) -> Result<(), String> {
+    let Some((before, query)) = address.split_once('?') else { return Ok(()) };
+    if !before.contains('@') && query.contains('@') {
+        // The ? belongs to a password that is not percent-encoded, which opening the database reports.
+        return Ok(());
+    }
+    let names = query.split('&').filter(|pair| !pair.is_empty());
+    for name in names.map(|pair| pair.split_once('=').map_or(pair, |(name, _)| name)) {
+        if PARAMETERS.contains(&name) || name == "application_name" || name.starts_with("options[") {
+            continue;
+        }
+        let meant = nearest(name, PARAMETERS.iter().copied(), usize::MAX).unwrap_or_default();
+        return Err(format!("datastore-endpoint: unknown parameter {name}; did you mean {meant}?"));
+    }
+    Ok(())
+}

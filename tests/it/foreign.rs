@@ -1,0 +1,170 @@
+//! Databases of other applications, unsuitable connection poolers and unreachable databases: a start fails with an
+//! error that names the remedy, and writes nothing.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader},
+    path::Path,
+    process::{Child, Command, Stdio},
+};
+
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use sqlx::{ConnectOptions as _, Connection as _, Executor as _, sqlite::SqliteConnectOptions};
+
+use crate::{
+    start::run,
+    support::{Client, Postgres, Server, skip, user},
+};
+
+/// Starts orlop with the arguments. The start must fail; returns its error output.
+#[track_caller]
+fn refusal(home: &Path, arguments: &[&str]) -> String {
+    let listen = ["--listen-client-urls", "http://127.0.0.1:0"];
+    let output = run(home, &[&listen[..], arguments].concat(), &[]);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(!text.contains("at line"), "{text}");
+    text
+}
+
+#[track_caller]
+fn check_contains(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "no {part}: {text}");
+    }
+}
+
+#[test]
+fn data_directory_of_etcd_is_refused() {
+    let home = tempfile::tempdir().expect("a folder");
+    let data = home.path().join("default.etcd");
+    fs::create_dir_all(data.join("member/snap")).expect("folders can be made");
+    let text = refusal(home.path(), &["--data-dir", "default.etcd"]);
+    check_contains(&text, &["default.etcd is the data directory of an etcd server", "etcdctl make-mirror"]);
+    let left: Vec<_> =
+        fs::read_dir(&data).expect("a folder").map(|entry| entry.expect("an entry").file_name()).collect();
+    assert_eq!(left, ["member"], "nothing was written");
+}
+
+#[tokio::test]
+async fn sqlite_file_of_another_application_is_refused() {
+    let home = tempfile::tempdir().expect("a folder");
+    let file = home.path().join("state.db");
+    let options = SqliteConnectOptions::new().filename(&file).create_if_missing(true);
+    let mut kine = options.connect().await.expect("a database");
+    kine.execute("CREATE TABLE kine (id INTEGER PRIMARY KEY, name TEXT)").await.expect("a table");
+    kine.close().await.expect("it closes");
+    let before = fs::read(&file).expect("a file");
+    let text = refusal(home.path(), &["--datastore-endpoint", "sqlite://state.db"]);
+    check_contains(&text, &["state.db is the database of another application", "table kine", "choose another file"]);
+    assert!(fs::read(&file).expect("a file") == before, "nothing was written");
+}
+
+#[tokio::test]
+async fn postgres_database_of_another_application_or_none_is_refused() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let home = tempfile::tempdir().expect("a folder");
+    let endpoint = postgres.create_database();
+    let name = endpoint.rsplit_once('/').expect("a URL").1;
+    postgres.psql(name, &format!("CREATE TABLE {name}.kine (id bigint); ALTER TABLE {name}.kine OWNER TO {name}"));
+    let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
+    check_contains(&text, &["tables of another application, for example kine", "create a database or a schema"]);
+    assert_eq!(postgres.psql(name, "SELECT count(*) FROM pg_tables WHERE tablename LIKE 'kv_log%'"), "0");
+
+    let server = endpoint.rsplit_once('/').expect("a URL").0;
+    let text = refusal(home.path(), &["--datastore-endpoint", &format!("{server}/none")]);
+    check_contains(&text, &["database \"none\" does not exist"]);
+    assert!(!text.contains("trying again"), "it is not retried: {text}");
+}
+
+#[tokio::test]
+async fn connection_limit_of_the_role_is_named() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let home = tempfile::tempdir().expect("a folder");
+    let endpoint = postgres.create_database();
+    let name = endpoint.rsplit_once('/').expect("a URL").1;
+    postgres.psql("postgres", &format!("ALTER ROLE {name} CONNECTION LIMIT 3"));
+    let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
+    check_contains(&text, &[&format!("too many connections for role \"{name}\"")]);
+}
+
+/// A running pgbouncer, stopped when dropped.
+struct Pooler(Child);
+
+impl Drop for Pooler {
+    fn drop(&mut self) {
+        // It fails only if the process has already ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts pgbouncer with a pool mode. Returns the process and the endpoint that connects through it.
+async fn pooler(home: &Path, postgres: &Postgres, endpoint: &str, mode: &str) -> (Pooler, String) {
+    let port = crate::support::free_port();
+    let name = endpoint.rsplit_once('/').expect("a URL").1;
+    fs::write(home.join("users.txt"), format!("\"{name}\" \"pass word\"\n")).expect("a file can be written");
+    let settings = format!(
+        "[databases]\n* = host=127.0.0.1 port={}\n[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\n\
+         unix_socket_dir =\nauth_type = plain\nauth_file = {}\npool_mode = {mode}\n",
+        postgres.port(),
+        home.join("users.txt").display()
+    );
+    let file = home.join("pgbouncer.ini");
+    fs::write(&file, settings).expect("a file can be written");
+    let (as_user, name) = user();
+    assert!(Command::new("chown").arg("-R").arg(name).arg(home).status().is_ok_and(|status| status.success()));
+    let mut command = Command::new(as_user[0]);
+    command.args(&as_user[1..]).arg("pgbouncer").arg(&file).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut process = command.spawn().expect("pgbouncer can be started");
+    let log = BufReader::new(process.stderr.take().expect("stderr is piped"));
+    let mut lines = log.lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.contains("process up")), "pgbouncer starts");
+    std::thread::spawn(move || lines.for_each(drop));
+    let direct = format!("127.0.0.1:{}", postgres.port());
+    (Pooler(process), endpoint.replace(&direct, &format!("127.0.0.1:{port}")))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pooler_is_refused_in_transaction_mode_and_serves_in_session_mode() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    if !Command::new("pgbouncer").arg("--version").output().is_ok_and(|output| output.status.success()) {
+        return skip("pgbouncer");
+    }
+    let endpoint = postgres.create_database();
+    for mode in ["transaction", "statement"] {
+        let home = tempfile::tempdir().expect("a folder");
+        let (_pooler, pooled) = pooler(home.path(), postgres, &endpoint, mode).await;
+        let text = refusal(home.path(), &["--datastore-endpoint", &pooled]);
+        check_contains(&text, &["pool_mode = session", "connect to Postgres directly"]);
+    }
+    let home = tempfile::tempdir().expect("a folder");
+    let (_pooler, pooled) = pooler(home.path(), postgres, &endpoint, "session").await;
+    let server = Server::orlop_on(&pooled, &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    for value in ["1", "2"] {
+        let put = PutRequest { key: "k".into(), value: value.into(), ..Default::default() };
+        client.kv.put(put).await.expect("a put");
+    }
+    let found = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await.expect("a range");
+    assert_eq!(&found.into_inner().kvs[0].value[..], b"2");
+}
+
+#[test]
+fn start_ends_at_sigterm_while_postgres_is_away() {
+    let home = tempfile::tempdir().expect("a folder");
+    let endpoint = format!("postgres://a@127.0.0.1:{}/b", crate::support::free_port());
+    let mut process = Command::new(env!("CARGO_BIN_EXE_orlop"))
+        .args(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", &endpoint])
+        .current_dir(home.path())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("orlop is built with the tests");
+    let mut lines = BufReader::new(process.stderr.take().expect("stderr is piped")).lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.contains("cannot connect yet")), "the database is away");
+    let signalled = Command::new("kill").args(["-TERM", &process.id().to_string()]).status();
+    assert!(signalled.is_ok_and(|status| status.success()));
+    // A start that goes on waiting fails after 15 s with status 1.
+    let rest: Vec<String> = lines.collect();
+    assert_eq!(process.wait().expect("our child").code(), Some(0), "{rest:?}");
+}
