@@ -25,8 +25,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// etcd's v3 API over a log in SQLite or Postgres
 ///
-/// Without a command it starts the server. Settings are read from --config-file, then from ORLOP_* variables (ORLOP_DATA_DIR
-/// for --data-dir), then from flags; later sources override earlier ones.
+/// Without a command it starts the server. Settings are read from --config-file, then from ETCD_* and ORLOP_* variables
+/// (ORLOP_DATA_DIR for --data-dir), then from flags; later sources override earlier ones.
 #[derive(Parser)]
 #[command(version = orlop::VERSION, args_conflicts_with_subcommands = true, args_override_self = true)]
 struct Cli {
@@ -117,11 +117,16 @@ fn command() -> clap::Command {
 }
 
 fn serve(flags: &Flags, ignored: &[&str]) -> Outcome {
-    let settings = Settings::load(flags)?;
-    logging::start(&settings.log_level, settings.log_format)?;
+    let (settings, notices) = Settings::load_with_notices(flags)?;
+    logging::start(&settings)?;
     supervise::log_panics();
+    let ignored: Vec<&str> = ignored.iter().copied().chain(notices.ignored.iter().map(String::as_str)).collect();
     if !ignored.is_empty() {
         warn!(flags = ignored.join(", "), "ignoring flags of etcd that have no effect in Orlop");
+    }
+    for name in &notices.unrecognized {
+        // etcd's message and field.
+        warn!("environment-variable" = name, "unrecognized environment variable");
     }
     let runtime = runtime(settings.worker_threads)?;
     let outcome = runtime.block_on(async {

@@ -20,7 +20,7 @@ use orlop_core::{
     store::{Settings, Store, request::CompactionWait},
     types::Revision,
 };
-use orlop_sql::{PostgresLog, PostgresSettings, SqliteLog};
+use orlop_sql::{Durability, PostgresLog, PostgresSettings, SqliteLog};
 use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest, request_op::Request,
 };
@@ -238,6 +238,7 @@ pub async fn open_log(place: &Place) -> Arc<dyn Log> {
                 connections_max: 4,
                 name: "check".to_owned(),
                 client_urls: Vec::new(),
+                durability: Durability::Synced,
             };
             Arc::new(PostgresLog::open(settings).await.expect("the database opens"))
         }

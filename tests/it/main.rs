@@ -8,6 +8,7 @@ mod bench;
 mod check;
 mod damaged;
 mod differential;
+mod drop_in;
 mod durability;
 mod etcdctl;
 mod foreign;

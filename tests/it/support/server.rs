@@ -251,7 +251,7 @@ async fn launch_orlop(
 ) -> (Child, String) {
     let mut command = Command::new(program());
     command.envs(environment.iter().map(|(name, value)| (name, value)));
-    command.arg("--data-dir").arg(home.join("data")).args(["--log-level", "warn"]);
+    command.arg("--data-dir").arg(home.join("data")).args(["--log-level", "warn", "--log-format", "text"]);
     if let Some(datastore) = datastore {
         command.args(["--datastore-endpoint", datastore]);
     }
