@@ -15,7 +15,6 @@ mod catch_up;
 mod closed_loop;
 mod compare;
 mod connection;
-mod endpoint;
 mod error;
 mod get;
 mod idle;

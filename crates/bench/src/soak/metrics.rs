@@ -6,10 +6,11 @@ use std::collections::BTreeMap;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
+use orlop_client::Target;
+
 use crate::{
     compare::server::Server,
     connection::{Client, Pool},
-    endpoint::Target,
     error::Error,
     keyspace,
     report::rounded,
