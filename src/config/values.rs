@@ -349,6 +349,8 @@ pub struct Interval(pub Duration);
 impl Interval {
     /// Minimum progress interval, as in etcd.
     pub(super) const MIN: Duration = Duration::from_millis(100);
+    /// Minimum interval of snapshots, whose names contain seconds.
+    pub(super) const SNAPSHOT_MIN: Duration = Duration::from_secs(1);
     /// Minimum poll interval. A shorter one adds load to the database and finds no rows earlier.
     pub(super) const POLL_MIN: Duration = Duration::from_millis(1);
 }

@@ -4,6 +4,7 @@
 
 mod alarm;
 mod ambiguity;
+mod backup;
 mod bench;
 mod check;
 mod damaged;
