@@ -258,6 +258,7 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
         watchdog: Arc::default(),
     };
     let datastore = settings.datastore().map_err(Error)?;
+    store_settings.metrics.state.database.with_label_values(&[datastore.kind()]).set(1);
     // Errors of Postgres already contain the name of the database.
     let location = match &datastore {
         Datastore::Sqlite(file) => format!(" {}", file.display()),

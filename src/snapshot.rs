@@ -199,7 +199,7 @@ async fn open(file: &Path, check: HashCheck) -> Result<(SqliteView, Status)> {
     let damaged = |error: log::Error| Error::File(format!("{} cannot be read: {error}", file.display()));
     database.refuse_damage().await.map_err(damaged)?;
     let replayed = replay(&database).await.map_err(damaged)?;
-    let hash = hash::of_history(&database, &replayed.index).await.map_err(damaged)?;
+    let hash = hash::of_history(&database, &replayed.index, replayed.index.head()).await.map_err(damaged)?.hash;
     let status = Status {
         hash,
         revision: replayed.index.head(),

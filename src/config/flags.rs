@@ -266,7 +266,7 @@ pub struct DatastoreFlags {
     #[serde(skip)]
     pub(super) config_file: Option<PathBuf>,
 
-    /// Directory of the SQLite database, created if it does not exist [default: orlop-data]
+    /// Directory of the SQLite database; a server creates it if it does not exist [default: orlop-data]
     #[arg(help_heading = DATASTORE, long, value_name = "FOLDER")]
     #[serde(skip_serializing_if = "Option::is_none")]
     data_dir: Option<PathBuf>,

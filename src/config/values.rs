@@ -98,6 +98,13 @@ impl CipherSuite {
 }
 
 impl Datastore {
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Sqlite(_) => "SQLite",
+            Self::Postgres(_) => "Postgres",
+        }
+    }
+
     /// Returns the name for messages, without user, password and parameters.
     pub fn name(&self) -> String {
         match self {

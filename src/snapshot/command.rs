@@ -2,14 +2,17 @@
 
 use std::{io::Write as _, path::PathBuf};
 
-use clap::{Subcommand, ValueEnum};
+use clap::Subcommand;
 
 use super::{
     HashCheck, Status, restore,
     save::{SaveArgs, save},
     status,
 };
-use crate::config::{Datastore, DatastoreFlags, Flags, Settings};
+use crate::{
+    config::{Datastore, DatastoreFlags, Flags, Settings},
+    output::Format,
+};
 use orlop_core::log::Load;
 use orlop_sql::{PostgresLoader, SqliteLoader};
 
@@ -65,14 +68,6 @@ impl SnapshotArgs {
     fn check(&self) -> HashCheck {
         if self.skip_hash_check { HashCheck::Skip } else { HashCheck::Verify }
     }
-}
-
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum Format {
-    /// One line per property
-    Simple,
-    /// One JSON object; names are those of etcdctl where it has the property
-    Json,
 }
 
 /// Runs the command and prints its result.

@@ -7,6 +7,7 @@ mod ambiguity;
 mod backup;
 mod bench;
 mod check;
+mod commands;
 mod damaged;
 mod differential;
 mod durability;

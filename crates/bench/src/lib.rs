@@ -90,6 +90,20 @@ enum Scenario {
     Kubernetes(kubernetes::Kubernetes),
 }
 
+/// Hides the common flags without effect in the help of `compare`, which starts its own servers.
+pub fn hide_rejected_flags(bench: clap::Command) -> clap::Command {
+    let common = bench.get_arguments().filter(|flag| flag.is_global_set()).cloned();
+    let flags: Vec<clap::Arg> = common
+        .map(|flag| match flag.get_id().as_str() {
+            "duration" => flag.help(compare::DURATION_HELP).help_heading(compare::LOADS),
+            "json" => flag.help_heading(compare::OUTPUT),
+            _ => flag.hide(true),
+        })
+        .collect();
+    // A subcommand that has a flag of this name does not inherit the common one.
+    bench.mut_subcommand("compare", |compare| compare.args(flags))
+}
+
 /// Runs the scenario, the comparison or the soak test, and prints the results to standard output.
 pub async fn run(args: Args) -> Result<(), Error> {
     match args.command {

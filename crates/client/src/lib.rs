@@ -5,12 +5,14 @@
 
 mod connection;
 mod endpoint;
+mod metrics;
 
 use std::io;
 
 pub use self::{
     connection::{Client, Connection, connection_lost},
     endpoint::{Address, Credentials, Endpoint, ServerFlags, Target},
+    metrics::{Labels, MetricsPage},
 };
 
 /// Why an endpoint cannot be used.

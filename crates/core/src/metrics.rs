@@ -229,6 +229,7 @@ metrics! {
         instances: IntGauge "orlop_instances", "Live instances on this log.";
         connections: IntGaugeVec "orlop_database_connections" ["state"],
             "Connections to the database, idle and in use.";
+        database: IntGaugeVec "orlop_database_info" ["kind"], "1 for the kind of the database.";
         build: IntGaugeVec "orlop_build_info" ["version"], "1 for the version of Orlop.";
     }
 }

@@ -11,5 +11,5 @@ mod sqlite;
 
 pub use self::{
     postgres::{PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
-    sqlite::{SqliteLoader, SqliteLog, SqliteView},
+    sqlite::{Defragmented, SqliteLoader, SqliteLog, SqliteView},
 };
