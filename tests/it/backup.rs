@@ -5,10 +5,11 @@ use std::{
     fs,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
-    process::Output,
+    process::{Output, Stdio},
 };
 
 use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncReadExt as _, copy},
@@ -180,6 +181,23 @@ async fn failed_save_leaves_nothing() {
     }
     assert_eq!(names(home.path()), BTreeSet::from(["saved.db".to_owned()]));
     assert_eq!(fs::read_to_string(&file).expect("the file can be read"), "an older snapshot");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn interrupted_save_leaves_nothing() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let home = TempDir::new().expect("a folder");
+    server.pause();
+    let mut save = Command::new(env!("CARGO_BIN_EXE_orlop"));
+    save.args(["snapshot", "save", "--endpoints", server.endpoint(), text(home.path())]);
+    let save = save.stderr(Stdio::piped()).kill_on_drop(true).spawn().expect("orlop is built with the tests");
+    eventually("a temporary file", async || names(home.path()).pop_first().ok_or(())).await;
+    let pid = save.id().and_then(|pid| Pid::from_raw(pid.cast_signed())).expect("a process");
+    kill_process(pid, Signal::TERM).expect("the process runs");
+    let output = timeout(DEADLINE, save.wait_with_output()).await.expect("the command ends").expect("an output");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && error.contains("nothing was saved"), "{error}");
+    assert_eq!(names(home.path()), BTreeSet::new());
 }
 
 /// Returns the endpoint of a relay that passes the first 50,000 bytes of a server and then closes the connection.
