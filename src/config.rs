@@ -78,6 +78,11 @@ pub struct Settings {
     pub auto_compaction_retention: String,
     pub compaction_batch_limit: usize,
     pub compaction_sleep_interval: Interval,
+    /// Zero: no snapshots.
+    pub snapshot_interval: Interval,
+    pub snapshot_retention: usize,
+    /// Empty: `snapshots` in the data directory.
+    pub snapshot_dir: PathBuf,
     pub max_concurrent_streams: u32,
     pub grpc_keepalive_interval: Interval,
     pub grpc_keepalive_timeout: Interval,
@@ -135,6 +140,9 @@ impl Default for Settings {
             auto_compaction_retention: "0".to_owned(),
             compaction_batch_limit: 1_000,
             compaction_sleep_interval: Interval(Duration::from_millis(10)),
+            snapshot_interval: Interval(Duration::ZERO),
+            snapshot_retention: 7,
+            snapshot_dir: PathBuf::new(),
             max_concurrent_streams: u32::MAX,
             grpc_keepalive_interval: Interval(Duration::from_secs(2 * 60 * 60)),
             grpc_keepalive_timeout: Interval(Duration::from_secs(20)),
@@ -258,6 +266,7 @@ impl Settings {
             ("max-request-bytes", self.max_request_bytes),
             ("max-txn-ops", self.max_txn_ops),
             ("compaction-batch-limit", self.compaction_batch_limit),
+            ("snapshot-retention", self.snapshot_retention),
         ] {
             if number == 0 {
                 return Err(format!("{key} must be at least 1, got 0"));
@@ -267,6 +276,13 @@ impl Settings {
             return Err(format!(
                 "watch-progress-notify-interval must be at least 100ms, got {}",
                 self.watch_progress_notify_interval
+            ));
+        }
+        let snapshot_interval = self.snapshot_interval.0;
+        if !snapshot_interval.is_zero() && snapshot_interval < Interval::SNAPSHOT_MIN {
+            return Err(format!(
+                "snapshot-interval must be 0, which is off, or at least 1s, got {}",
+                self.snapshot_interval
             ));
         }
         if self.datastore_poll_interval.0 < Interval::POLL_MIN {

@@ -1,7 +1,7 @@
 //! The composition root: opens the log and the store, binds listeners, serves, and drains. The only module that depends
 //! on all others.
 
-use std::{fmt, io::Write as _, pin::pin, sync::Arc, thread::available_parallelism, time::Duration};
+use std::{fmt, io::Write as _, num::NonZeroUsize, pin::pin, sync::Arc, thread::available_parallelism, time::Duration};
 
 use hyper_util::service::TowerToHyperService;
 use tokio::{
@@ -18,7 +18,7 @@ use crate::{
     config::{Datastore, ListenUrl, MetricsDetail, Retention, Settings, Tls, Urls},
     http,
     net::{self, ConnectionLimit, Listener, tls},
-    snapshot::Folder,
+    snapshot::{DatedFolder, Folder, Schedule},
     telemetry::{self, Exporter},
 };
 use orlop_core::{
@@ -74,6 +74,9 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     // The log's lock keeps other processes out of this directory.
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
+    if let Some(schedule) = snapshot_schedule(&settings) {
+        vital("the schedule of snapshots", schedule.run(Arc::clone(&store), stopping.clone()));
+    }
     let exporter = exporter(&settings)?;
     let partial_requests = Arc::<PartialRequests>::default();
     let api_settings = api_settings(&settings, snapshots, exporter.clone());
@@ -279,6 +282,7 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
         watchdog: Arc::default(),
     };
     let datastore = settings.datastore().map_err(Error)?;
+    store_settings.metrics.state.database.with_label_values(&[datastore.kind()]).set(1);
     // Errors of Postgres already contain the name of the database.
     let location = match &datastore {
         Datastore::Sqlite(file) => format!(" {}", file.display()),
@@ -308,6 +312,18 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
     };
     let read = |error| Error(format!("cannot read the database{location}: {error}"));
     Store::open(log, store_settings).await.map_err(read)
+}
+
+/// Returns when the server takes snapshots of itself; `None`: never.
+fn snapshot_schedule(settings: &Settings) -> Option<Schedule> {
+    let interval = settings.snapshot_interval.0;
+    let keep = NonZeroUsize::new(settings.snapshot_retention).filter(|_| !interval.is_zero())?;
+    let folder = if settings.snapshot_dir.as_os_str().is_empty() {
+        settings.data_dir.join("snapshots")
+    } else {
+        settings.snapshot_dir.clone()
+    };
+    Some(Schedule { interval, folder: DatedFolder::new(folder), keep })
 }
 
 fn exporter(settings: &Settings) -> Result<Option<Arc<Exporter>>, Error> {

@@ -12,6 +12,7 @@ use super::{
 
 // Headings of `--help`.
 const DATASTORE: &str = "Datastore";
+const SNAPSHOTS: &str = "Scheduled snapshots";
 const ADDRESSES: &str = "Addresses";
 const REQUESTS: &str = "Requests";
 const TLS: &str = "TLS";
@@ -151,6 +152,21 @@ pub struct Flags {
     #[arg(help_heading = DATASTORE, long, value_name = "DURATION", alias = "experimental-compaction-sleep-interval")]
     #[serde(skip_serializing_if = "Option::is_none")]
     compaction_sleep_interval: Option<Interval>,
+
+    /// Interval at which the server saves a snapshot of its store, such as 6h; 0: off [default: 0]
+    #[arg(help_heading = SNAPSHOTS, long, value_name = "DURATION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshot_interval: Option<Interval>,
+
+    /// Number of these snapshots that are kept; older ones are deleted [default: 7]
+    #[arg(help_heading = SNAPSHOTS, long, value_name = "COUNT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshot_retention: Option<usize>,
+
+    /// Folder of these snapshots, created if it does not exist [default: snapshots in the data directory]
+    #[arg(help_heading = SNAPSHOTS, long, value_name = "FOLDER")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshot_dir: Option<PathBuf>,
 
     /// Maximum number of concurrent calls on one connection [default: 4294967295]
     #[arg(help_heading = REQUESTS, long, value_name = "COUNT")]
@@ -294,7 +310,7 @@ pub struct DatastoreFlags {
     #[serde(skip)]
     pub(super) config_file: Option<PathBuf>,
 
-    /// Directory of the SQLite database, created if it does not exist [default: orlop-data]
+    /// Directory of the SQLite database; a server creates it if it does not exist [default: orlop-data]
     #[arg(help_heading = DATASTORE, long, value_name = "FOLDER")]
     #[serde(skip_serializing_if = "Option::is_none")]
     data_dir: Option<PathBuf>,

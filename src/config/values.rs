@@ -98,6 +98,13 @@ impl CipherSuite {
 }
 
 impl Datastore {
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Sqlite(_) => "SQLite",
+            Self::Postgres(_) => "Postgres",
+        }
+    }
+
     /// Returns the name for messages, without user, password and parameters.
     pub fn name(&self) -> String {
         match self {
@@ -358,6 +365,8 @@ pub struct Interval(pub Duration);
 impl Interval {
     /// Minimum progress interval, as in etcd.
     pub(super) const MIN: Duration = Duration::from_millis(100);
+    /// Minimum interval of snapshots, whose names contain seconds.
+    pub(super) const SNAPSHOT_MIN: Duration = Duration::from_secs(1);
     /// Minimum poll interval. A shorter one adds load to the database and finds no rows earlier.
     pub(super) const POLL_MIN: Duration = Duration::from_millis(1);
 }

@@ -103,7 +103,10 @@ impl Place {
         let output = self.check(&[]);
         let text = String::from_utf8(output.stdout).expect("text");
         let lines = text.lines().skip_while(|line| !line.starts_with("violations  ")).skip(1);
-        lines.filter(|line| !line.starts_with("The store is damaged")).map(str::to_owned).collect()
+        lines
+            .take_while(|line| !line.starts_with("Keep a copy") && !line.starts_with("The store is "))
+            .map(str::to_owned)
+            .collect()
     }
 
     async fn execute(&self, sql: &str) {

@@ -4,8 +4,10 @@
 
 mod alarm;
 mod ambiguity;
+mod backup;
 mod bench;
 mod check;
+mod commands;
 mod damaged;
 mod differential;
 mod drop_in;

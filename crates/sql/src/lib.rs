@@ -19,5 +19,5 @@ pub enum Durability {
 
 pub use self::{
     postgres::{PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
-    sqlite::{SqliteLoader, SqliteLog, SqliteView},
+    sqlite::{Defragmented, SqliteLoader, SqliteLog, SqliteView},
 };

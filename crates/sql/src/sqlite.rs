@@ -9,6 +9,7 @@
 
 mod append;
 mod checkpoint;
+mod defragment;
 mod inspect;
 mod integrity;
 mod lease_times;
@@ -32,7 +33,7 @@ use sqlx::{
 use tracing::warn;
 
 use self::{checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum, writer::Writer};
-pub use self::{load::SqliteLoader, view::SqliteView};
+pub use self::{defragment::Defragmented, load::SqliteLoader, view::SqliteView};
 use crate::rows::{cannot_migrate, connections, foreign_table, unavailable};
 use crate::{Durability, migrations};
 use orlop_core::log::{

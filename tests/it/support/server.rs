@@ -121,6 +121,10 @@ impl Server {
         self.process.id()
     }
 
+    pub fn is_orlop(&self) -> bool {
+        matches!(self.program, Program::Orlop { .. })
+    }
+
     /// Returns the datastore endpoint that Orlop was started with, if any.
     pub fn datastore(&self) -> Option<&str> {
         match &self.program {
