@@ -46,13 +46,18 @@ impl Schedule {
 
     async fn take_forever(&self, store: &Store) {
         let metrics = &store.metrics().maintenance;
-        let mut wait = self.first_wait(store);
+        let mut wait = Duration::ZERO;
         loop {
             sleep(wait).await;
             // Before its first heartbeat, an instance knows no other one.
             store.members().await;
             if store.leader() != store.identity().member_id {
                 wait = self.interval.min(LEADER_CHECK_INTERVAL);
+                continue;
+            }
+            // The newest snapshot may be that of an earlier process or, in a shared folder, of another instance.
+            wait = self.time_until_due(store);
+            if !wait.is_zero() {
                 continue;
             }
             let started = Instant::now();
@@ -76,13 +81,16 @@ impl Schedule {
         }
     }
 
-    /// Returns the time until the first snapshot is due, which depends on the newest one in the folder.
-    fn first_wait(&self, store: &Store) -> Duration {
+    /// Returns the time until a snapshot is due, which depends on the newest one in the folder.
+    fn time_until_due(&self, store: &Store) -> Duration {
+        let metrics = &store.metrics().maintenance;
         match self.folder.newest() {
             Ok(Some(newest)) => {
-                store.metrics().maintenance.set_last_snapshot(newest);
-                // A time in the future means that the clock was set back.
-                self.interval.saturating_sub(now().duration_since(newest).unwrap_or_default())
+                if metrics.snapshot_last.get() == 0 {
+                    metrics.set_last_snapshot(newest);
+                }
+                // If the clock was set back, the newest snapshot is in the future, and the next one is due.
+                now().duration_since(newest).map_or(Duration::ZERO, |age| self.interval.saturating_sub(age))
             }
             Ok(None) => Duration::ZERO,
             Err(error) => {
