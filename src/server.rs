@@ -15,7 +15,7 @@ use tracing::{info, warn};
 use crate::{
     api,
     config::{Datastore, FileMode, ListenUrl, MetricsDetail, Retention, Settings, Tls, Urls},
-    http,
+    http::{self, Pprof},
     net::{self, ConnectionLimit, Listener, tls},
     snapshot::Folder,
     telemetry::{self, Exporter},
@@ -60,10 +60,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     };
     let listeners = bind(&settings.listen_client_urls, tls.as_ref(), settings.unix_socket_mode).await?;
     let metrics_listeners = bind(&settings.listen_metrics_urls, tls.as_ref(), settings.unix_socket_mode).await?;
-    let metrics = Arc::new(Metrics::new(match settings.metrics {
-        MetricsDetail::Basic => metrics::Detail::Basic,
-        MetricsDetail::Extensive => metrics::Detail::Extensive,
-    }));
+    let metrics = new_metrics(&settings);
     let mut shutdown = pin!(shutdown);
     let opening = open_store(&settings, advertised_urls(&settings, &listeners), metrics);
     let Some(store) = unless(shutdown.as_mut(), opening).await else { return Ok(()) };
@@ -79,8 +76,10 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     let api_settings = api_settings(&settings, snapshots, exporter.clone());
     let services = api::services(Arc::clone(&store), api_settings, Arc::clone(&partial_requests), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
+    let pprof = if settings.enable_pprof { Pprof::Served } else { Pprof::Absent };
+    let endpoints = http::Settings { store: Arc::clone(&store), tls, pprof };
     let services = services
-        .with(|grpc| http::routes(grpc, &store, partial_requests))
+        .with(|grpc| http::routes(grpc, &endpoints, partial_requests))
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     let mut servers = JoinSet::new();
     let clients = connections(&settings, ConnectionLimit::for_clients(), store.steps());
@@ -97,7 +96,11 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     for listener in metrics_listeners {
         info!(url = %listener.url, "serving metrics and health");
         let probes = connections(&settings, ConnectionLimit::for_probes(), &probe_steps);
-        servers.spawn(listener.serve(TowerToHyperService::new(http::probe_routes(&store)), probes, stopping.clone()));
+        servers.spawn(listener.serve(
+            TowerToHyperService::new(http::probe_routes(&endpoints)),
+            probes,
+            stopping.clone(),
+        ));
     }
 
     let mut outcome = Ok(());
@@ -226,6 +229,13 @@ fn advertised_urls(settings: &Settings, listeners: &[Listener]) -> Vec<String> {
         [] => listeners.iter().map(|listener| listener.url.to_string()).collect(),
         urls => urls.iter().map(ToString::to_string).collect(),
     }
+}
+
+fn new_metrics(settings: &Settings) -> Arc<Metrics> {
+    Arc::new(Metrics::new(match settings.metrics {
+        MetricsDetail::Basic => metrics::Detail::Basic,
+        MetricsDetail::Extensive => metrics::Detail::Extensive,
+    }))
 }
 
 /// Opens and reads the log.

@@ -85,7 +85,6 @@ const SWITCHES: &[&str] = &[
     "discovery-insecure-transport",
     "enable-grpc-gateway",
     "enable-log-rotation",
-    "enable-pprof",
     "enable-v2",
     "experimental-compact-hash-check-enabled",
     "experimental-enable-lease-checkpoint",

@@ -7,6 +7,7 @@ mod ambiguity;
 mod bench;
 mod check;
 mod damaged;
+mod debug;
 mod differential;
 mod durability;
 mod etcdctl;
