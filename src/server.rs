@@ -14,7 +14,7 @@ use tracing::{info, warn};
 
 use crate::{
     api,
-    config::{Datastore, FileMode, ListenUrl, MetricsDetail, Retention, Settings, Tls, Urls},
+    config::{Datastore, FileMode, ListenUrl, MetricsDetail, Retention, Scheme, Settings, Tls, Urls},
     http::{self, Pprof},
     net::{self, ConnectionLimit, Listener, tls},
     snapshot::Folder,
@@ -314,9 +314,21 @@ fn api_settings(settings: &Settings, snapshots: Folder, exporter: Option<Arc<Exp
     }
 }
 
+/// What an address for clients serves, in etcd's words.
+const TRAFFIC: &str = "grpc+http";
+
 /// Prints the address for clients to standard output, with the actual port if port 0 was requested.
 fn announce(url: &ListenUrl) {
     info!(%url, "ready to serve client requests");
+    if let ListenUrl::Tcp(address, scheme) = url {
+        // etcd's messages and fields.
+        match scheme {
+            Scheme::Plain => {
+                info!(traffic = TRAFFIC, address, "serving client traffic insecurely; this is strongly discouraged!")
+            }
+            Scheme::Tls => info!(traffic = TRAFFIC, address, "serving client traffic securely"),
+        }
+    }
     // The server continues if standard output is closed.
     let _ = writeln!(std::io::stdout(), "orlop: serving client requests on {url}");
 }
