@@ -40,7 +40,20 @@ deny:
 advisories:
     cargo deny check advisories
 
-# Lint and render the Helm chart; check the Dockerfile and the systemd unit.
+# Build the tarballs, Debian packages and SBOMs of both architectures in target/dist: `just release --arch x86_64` builds one.
+release *args:
+    scripts/release {{ args }}
+
+# Test the Debian package of target/dist in a clean Debian (as root), and build the release again: it must be the same.
+release-check *args:
+    scripts/check-deb
+    scripts/check-reproducible {{ args }}
+
+# Package the Helm chart in target/chart, for `helm push`.
+chart:
+    scripts/package-chart
+
+# Lint and render the Helm chart; check the image, the Compose file and the systemd unit.
 packaging:
     scripts/check-chart
     scripts/check-packaging
