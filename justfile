@@ -44,8 +44,9 @@ advisories:
 release *args:
     scripts/release {{ args }}
 
-# Test the Debian package of target/dist in a clean Debian (as root), and build the release again: it must be the same.
+# Start the binaries of target/dist, test its package in a clean Debian (as root), and build it again: it must be the same.
 release-check *args:
+    scripts/check-tarballs
     scripts/check-deb
     scripts/check-reproducible {{ args }}
 

@@ -1,5 +1,5 @@
-"""Tarballs and Debian packages of scripts/release. The same input gives the same bytes: names are sorted, owners are root,
-and all times are SOURCE_DATE_EPOCH.
+"""Tarballs and Debian packages of scripts/release. The same input gives the same bytes: names are sorted, owners are
+root, and all times are SOURCE_DATE_EPOCH.
 """
 
 import gzip
@@ -30,7 +30,9 @@ def texts(binary: Path) -> dict[str, bytes]:
         f"completions/{name}": ["completions", shell]
         for shell, name in {"bash": "orlop", "zsh": "_orlop", "fish": "orlop.fish"}.items()
     }
-    return {name: subprocess.run([binary, *args], check=True, capture_output=True).stdout for name, args in commands.items()}
+    return {
+        name: subprocess.run([binary, *args], check=True, capture_output=True).stdout for name, args in commands.items()
+    }
 
 
 def tarball(folder: Path, version: str, arch: str, binary: Path, texts: dict[str, bytes]) -> Path:

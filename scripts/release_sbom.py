@@ -20,8 +20,20 @@ ROOT = release_files.ROOT
 # C libraries: the crate that contains the source, the file with the version, a pattern with major, minor and patch, the
 # name and the licence.
 BUNDLED = [
-    ("libsqlite3-sys", "sqlite3/sqlite3.h", r"#define SQLITE_VERSION_NUMBER +(\d)(\d{3})(\d{3})\b", "sqlite", "blessing"),
-    ("libmimalloc-sys", "c_src/mimalloc/v3/include/mimalloc.h", r"#define MI_MALLOC_VERSION +(\d)(\d\d)(\d\d)\b", "mimalloc", "MIT"),
+    (
+        "libsqlite3-sys",
+        "sqlite3/sqlite3.h",
+        r"#define SQLITE_VERSION_NUMBER +(\d)(\d{3})(\d{3})\b",
+        "sqlite",
+        "blessing",
+    ),
+    (
+        "libmimalloc-sys",
+        "c_src/mimalloc/v3/include/mimalloc.h",
+        r"#define MI_MALLOC_VERSION +(\d)(\d\d)(\d\d)\b",
+        "mimalloc",
+        "MIT",
+    ),
 ]
 
 
@@ -72,7 +84,7 @@ def command(*words: str) -> dict:
 
 
 def used(target: str) -> set[str]:
-    """Returns the crates in the binary. `cargo metadata` contains more: what tests and other crates of the workspace enable."""
+    """Returns the crates in the binary. `cargo metadata` contains also those that tests and other crates enable."""
     options = ["--edges", "normal,no-proc-macro", "--prefix", "none", "--target", target]
     words = ["cargo", "tree", "--locked", "--package", "orlop", *options]
     lines = subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
