@@ -59,6 +59,11 @@ packaging:
     scripts/check-chart
     scripts/check-packaging
 
+# Run the commands of README.md, the tutorial, the how-to pages and the reference: `just docs-check docs/tutorial.md`.
+docs-check *pages:
+    cargo build
+    scripts/check-docs {{ pages }}
+
 # Compare random operations with etcd: `just differential 1000000`.
 differential ops="1000000":
     ORLOP_DIFF_OPS={{ ops }} cargo test --test it differential -- --nocapture

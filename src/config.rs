@@ -1,24 +1,25 @@
-//! Settings: defaults, then a TOML or YAML file, then `ORLOP_*` variables, then flags; later sources override earlier
-//! ones.
+//! Settings: defaults, then a TOML or YAML file, then `ETCD_*` and `ORLOP_*` variables, then flags; later sources override
+//! earlier ones.
 //!
 //! Settings have etcd's names. The flag `--max-txn-ops` is the key `max-txn-ops` in a file and the variable
-//! `ORLOP_MAX_TXN_OPS`.
+//! `ORLOP_MAX_TXN_OPS` or `ETCD_MAX_TXN_OPS`.
 
 mod endpoint;
 mod etcd_only;
+mod file;
 mod flags;
 mod values;
 mod variables;
 
-use std::{path::PathBuf, time::Duration};
+use std::{ffi::OsString, path::PathBuf, time::Duration};
 
 use figment::{
-    Figment,
+    Figment, Profile, Provider as _,
     providers::{Format as _, Serialized, Toml, Yaml},
+    value::Dict,
 };
 use serde::{Deserialize, Serialize};
 
-use self::variables::Variables;
 pub use self::{
     etcd_only::{ignored_flag_definitions, ignored_flags, with_two_dashes},
     flags::{DatastoreFlags, Flags},
@@ -27,6 +28,7 @@ pub use self::{
         Retention, Scheme, Secret, SelfSigned, Tls, TlsClients, TlsVersion, Urls,
     },
 };
+use self::{file::ConfigFile, variables::Variables};
 
 /// All settings, with their defaults.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
@@ -39,7 +41,10 @@ pub struct Settings {
     pub datastore_endpoint: Secret,
     pub datastore_poll_interval: Interval,
     pub datastore_connections: u32,
+    pub unsafe_no_fsync: bool,
     pub listen_client_urls: Urls,
+    /// HTTP without gRPC. Empty: HTTP is served at the listen addresses.
+    pub listen_client_http_urls: Urls,
     /// Empty: none. After loading it is included in `listen_client_urls`.
     pub listen_address: String,
     /// Mode of unix sockets.
@@ -60,6 +65,11 @@ pub struct Settings {
     pub worker_threads: usize,
     pub log_level: String,
     pub log_format: LogFormat,
+    /// `default`, `stderr`, `stdout` or paths of files.
+    pub log_outputs: List<String>,
+    pub enable_log_rotation: bool,
+    /// JSON, read when rotation is enabled.
+    pub log_rotation_config_json: String,
     /// Bytes; 0: etcd's 2 GiB, negative: no quota.
     #[serde(deserialize_with = "values::bytes")]
     pub quota_backend_bytes: i64,
@@ -68,6 +78,11 @@ pub struct Settings {
     pub auto_compaction_retention: String,
     pub compaction_batch_limit: usize,
     pub compaction_sleep_interval: Interval,
+    /// Zero: no snapshots.
+    pub snapshot_interval: Interval,
+    pub snapshot_retention: usize,
+    /// Empty: `snapshots` in the data directory.
+    pub snapshot_dir: PathBuf,
     pub max_concurrent_streams: u32,
     pub grpc_keepalive_interval: Interval,
     pub grpc_keepalive_timeout: Interval,
@@ -104,7 +119,9 @@ impl Default for Settings {
             datastore_endpoint: Secret::default(),
             datastore_poll_interval: Interval(Duration::from_millis(100)),
             datastore_connections: 8,
+            unsafe_no_fsync: false,
             listen_client_urls: List(vec![ListenUrl::Tcp("127.0.0.1:2379".to_owned(), Scheme::Plain)]),
+            listen_client_http_urls: List::default(),
             listen_address: String::new(),
             unix_socket_mode: FileMode(0o600),
             advertise_client_urls: List::default(),
@@ -114,12 +131,18 @@ impl Default for Settings {
             value_cache_bytes: 256 << 20,
             worker_threads: 0,
             log_level: "info".to_owned(),
-            log_format: LogFormat::Text,
+            log_format: LogFormat::Auto,
+            log_outputs: List(vec!["default".to_owned()]),
+            enable_log_rotation: false,
+            log_rotation_config_json: r#"{"maxsize": 100, "maxage": 0, "maxbackups": 0}"#.to_owned(),
             quota_backend_bytes: 0,
             auto_compaction_mode: AutoCompactionMode::Periodic,
             auto_compaction_retention: "0".to_owned(),
             compaction_batch_limit: 1_000,
             compaction_sleep_interval: Interval(Duration::from_millis(10)),
+            snapshot_interval: Interval(Duration::ZERO),
+            snapshot_retention: 7,
+            snapshot_dir: PathBuf::new(),
             max_concurrent_streams: u32::MAX,
             grpc_keepalive_interval: Interval(Duration::from_secs(2 * 60 * 60)),
             grpc_keepalive_timeout: Interval(Duration::from_secs(20)),
@@ -147,6 +170,15 @@ impl Default for Settings {
     }
 }
 
+/// What the sources of the settings contain without effect.
+#[derive(Debug, Default)]
+pub struct Notices {
+    /// Names of etcd's settings that have no meaning here.
+    pub ignored: Vec<String>,
+    /// `ETCD_*` variables that etcd does not know either.
+    pub unrecognized: Vec<String>,
+}
+
 impl Settings {
     /// Merges all sources and checks the result.
     ///
@@ -154,17 +186,27 @@ impl Settings {
     ///
     /// A text for the operator that names the setting, its source and the accepted values.
     pub fn load(flags: &Flags) -> Result<Self, String> {
+        Self::load_with_notices(flags).map(|(settings, _)| settings)
+    }
+
+    /// Like [`Settings::load`], and returns what the operator should know about the sources.
+    pub fn load_with_notices(flags: &Flags) -> Result<(Self, Notices), String> {
         let mut figment = Figment::from(Serialized::defaults(Self::default()));
-        if let Some(file) = &flags.datastore.config_file {
-            if !file.is_file() {
-                return Err(format!("cannot read config-file {}", file.display()));
-            }
-            let yaml = file.extension().is_some_and(|extension| extension == "yaml" || extension == "yml");
-            figment = if yaml { figment.merge(Yaml::file(file)) } else { figment.merge(Toml::file(file)) };
+        let mut notices = Notices::default();
+        let file = flags.datastore.config_file.clone().or_else(|| std::env::var_os("ETCD_CONFIG_FILE").map(Into::into));
+        if let Some(file) = file {
+            let file = ConfigFile::read(&file)?;
+            notices.ignored.extend(file.ignored.iter().cloned());
+            figment = figment.merge(file);
         }
-        let variables = Variables::new().map_err(|error| error.to_string())?;
-        variables.check_names(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()))?;
-        Self::extract(&figment.merge(variables).merge(Serialized::defaults(flags)))
+        let text = |(name, text): (OsString, OsString)| Some((name.into_string().ok()?, text.into_string().ok()?));
+        let variables = Variables::read(std::env::vars_os().filter_map(text))?;
+        let given = Serialized::defaults(flags).data().map_err(|error| error.to_string())?;
+        variables.check_flags(given.get(&Profile::Default).unwrap_or(&Dict::new()))?;
+        notices.ignored.extend(variables.ignored.iter().cloned());
+        notices.unrecognized.extend(variables.unrecognized.iter().cloned());
+        let [etcd, orlop] = variables.sources();
+        Ok((Self::extract(&figment.merge(etcd).merge(orlop).merge(Serialized::defaults(flags)))?, notices))
     }
 
     /// Builds settings from texts instead of a file and the environment, for fuzzing.
@@ -176,13 +218,13 @@ impl Settings {
     ) -> Result<Self, String> {
         let mut figment = Figment::from(Serialized::defaults(Self::default()));
         if let Some(text) = toml {
-            figment = figment.merge(Toml::string(text));
+            figment = figment.merge(ConfigFile::of(&Toml::string(text))?);
         }
         if let Some(text) = yaml {
-            figment = figment.merge(Yaml::string(text));
+            figment = figment.merge(ConfigFile::of(&Yaml::string(text))?);
         }
-        let read = Variables::new().map_err(|error| error.to_string())?.read(variables.iter().cloned());
-        Self::extract(&figment.merge(Serialized::defaults(read)).merge(Serialized::defaults(flags)))
+        let [etcd, orlop] = Variables::read(variables.iter().cloned())?.sources();
+        Self::extract(&figment.merge(etcd).merge(orlop).merge(Serialized::defaults(flags)))
     }
 
     fn extract(figment: &Figment) -> Result<Self, String> {
@@ -224,6 +266,7 @@ impl Settings {
             ("max-request-bytes", self.max_request_bytes),
             ("max-txn-ops", self.max_txn_ops),
             ("compaction-batch-limit", self.compaction_batch_limit),
+            ("snapshot-retention", self.snapshot_retention),
         ] {
             if number == 0 {
                 return Err(format!("{key} must be at least 1, got 0"));
@@ -233,6 +276,13 @@ impl Settings {
             return Err(format!(
                 "watch-progress-notify-interval must be at least 100ms, got {}",
                 self.watch_progress_notify_interval
+            ));
+        }
+        let snapshot_interval = self.snapshot_interval.0;
+        if !snapshot_interval.is_zero() && snapshot_interval < Interval::SNAPSHOT_MIN {
+            return Err(format!(
+                "snapshot-interval must be 0, which is off, or at least 1s, got {}",
+                self.snapshot_interval
             ));
         }
         if self.datastore_poll_interval.0 < Interval::POLL_MIN {

@@ -24,7 +24,15 @@ use orlop_core::{
     supervise::{catch_panics, log_request_panic},
 };
 
-/// Returns the gRPC services and all HTTP endpoints.
+/// The routes for clients.
+pub struct ClientRoutes {
+    /// For `listen-client-urls`: gRPC, and HTTP unless it has its own addresses.
+    pub main: Routes,
+    /// For `listen-client-http-urls`: HTTP.
+    pub http: Routes,
+}
+
+/// Returns the routes for clients. `has_http_urls`: HTTP has its own addresses.
 ///
 /// # Errors
 ///
@@ -33,12 +41,15 @@ pub fn routes(
     grpc: Routes,
     store: &Arc<Store>,
     partial_requests: Arc<PartialRequests>,
-) -> Result<Routes, prost_reflect::DescriptorError> {
+    has_http_urls: bool,
+) -> Result<ClientRoutes, prost_reflect::DescriptorError> {
     let grpc = grpc.into_axum_router();
     let gateway = gateway::routes(grpc.clone(), partial_requests)?
         .layer(map_response(allow_all_origins))
         .layer(from_fn_with_state(Arc::clone(store), respond_to_panics));
-    Ok(Routes::from(grpc.merge(http(store)).merge(gateway).fallback(unknown_path)))
+    let http = http(store).merge(gateway);
+    let main = if has_http_urls { grpc } else { grpc.merge(http.clone()) };
+    Ok(ClientRoutes { main: main.fallback(unknown_path).into(), http: http.fallback(unknown_path).into() })
 }
 
 /// Returns the endpoints for probes and Prometheus, for a separate address.

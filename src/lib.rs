@@ -9,6 +9,11 @@
 //! - [`api`]: etcd's gRPC services
 //! - [`http`]: probes, metrics and the JSON gateway
 //! - [`snapshot`], [`check`]: snapshots, which contain a log in one file; validation of a log
+//! - [`status`], [`offline`]: the state of a running server on one screen; commands on a store without its server
+//! - [`output`]: output of commands
+
+/// The commit of the source.
+pub const COMMIT: &str = env!("ORLOP_COMMIT");
 
 /// Version and commit, as `--version` prints them.
 pub const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("ORLOP_COMMIT"), ")");
@@ -19,6 +24,9 @@ pub mod config;
 pub mod http;
 pub mod logging;
 pub mod net;
+pub mod offline;
+pub mod output;
 pub mod server;
 pub mod snapshot;
+pub mod status;
 pub mod telemetry;

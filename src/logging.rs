@@ -1,4 +1,6 @@
-//! The server's log on standard error: text, or JSON objects with etcd's names for level, time and message.
+//! The server's log: text, or JSON objects with etcd's names for level, time and message.
+
+mod output;
 
 use std::{fmt, io::IsTerminal as _};
 
@@ -17,29 +19,34 @@ use tracing_subscriber::{
     registry::LookupSpan,
 };
 
-use crate::config::LogFormat;
+use self::output::Outputs;
+use crate::config::{LogFormat, Settings};
 
 /// Starts logging.
 ///
 /// # Errors
 ///
-/// If the level is unknown.
-pub fn start(level: &str, format: LogFormat) -> Result<(), String> {
+/// If the level is unknown or an output cannot be opened.
+pub fn start(settings: &Settings) -> Result<(), String> {
+    let level = &settings.log_level;
     let filter = filter(level).map_err(|error| {
         format!(
             "log-level {level:?}: {error}; use error, warn, info, debug or trace, or a filter such as \
              info,orlop_core::watch=debug"
         )
     })?;
+    let outputs = Outputs::open(settings)?;
+    let is_terminal = outputs.is_stderr() && std::io::stderr().is_terminal();
     let logger = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(outputs)
         // It would report a failed write to standard error on standard error, and panic when that fails too, for example
         // because the disk of the log is full.
         .log_internal_errors(false)
-        .with_ansi(std::io::stderr().is_terminal());
-    match format {
-        LogFormat::Text => logger.init(),
+        .with_ansi(is_terminal);
+    match settings.log_format {
+        LogFormat::Auto if !is_terminal => logger.event_format(Json).init(),
+        LogFormat::Text | LogFormat::Auto => logger.init(),
         LogFormat::Json => logger.event_format(Json).init(),
     }
     Ok(())

@@ -1,13 +1,13 @@
 //! The command line: settings, logging, runtime, exit codes.
 
-use std::{io::Write as _, process::ExitCode};
+use std::process::ExitCode;
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
 use orlop::{
     check,
     config::{Flags, Settings, ignored_flag_definitions, ignored_flags, with_two_dashes},
-    logging, server, snapshot,
+    logging, offline, output, server, snapshot, status,
 };
 use orlop_bench as bench;
 use orlop_core::supervise;
@@ -25,8 +25,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// etcd's v3 API over a log in SQLite or Postgres
 ///
-/// Without a command it starts the server. Settings are read from --config-file, then from ORLOP_* variables (ORLOP_DATA_DIR
-/// for --data-dir), then from flags; later sources override earlier ones.
+/// Without a command it starts the server. Settings are read from --config-file, then from ETCD_* and ORLOP_* variables
+/// (ORLOP_DATA_DIR for --data-dir), then from flags; later sources override earlier ones.
 #[derive(Parser)]
 #[command(version = orlop::VERSION, args_conflicts_with_subcommands = true, args_override_self = true)]
 struct Cli {
@@ -48,10 +48,33 @@ enum Command {
     /// Inspect or restore a snapshot
     Snapshot(snapshot::Args),
 
+    /// Print the state of a running server, Orlop or etcd, on one screen
+    ///
+    /// The data are those of Maintenance.Status and /metrics of the endpoint. What the server does not report is unknown.
+    Status(status::Args),
+
     /// Check the integrity of a store, running or not, without writing to it
+    ///
+    /// Reads the database: every row of every table, with SQLite also the whole file and its WAL. It finds the database as
+    /// the server does: in --config-file, then in ORLOP_* variables, then in flags; without any, it is orlop-data/orlop.db.
+    /// The last line is "The store is sound." or "The store is damaged: N findings."
     ///
     /// Exit status: 0 the store is sound, 1 it is damaged, 2 the check could not run.
     Check(check::Args),
+
+    /// Return the free space of a SQLite database, which no server uses, to the file system
+    ///
+    /// Rewrites the file, which needs free space for two copies of its content in the same folder. etcdctl defrag does the
+    /// same with a running server, without rewriting all pages.
+    Defrag(offline::DefragArgs),
+
+    /// Print the hash of all pairs that HashKV of a server on this store returns
+    ///
+    /// The server may be stopped. Equal hashes at the same revision show that two stores have the same history.
+    Hashkv(offline::HashArgs),
+
+    /// Print the versions of Orlop and of the etcd API that it serves, and the commit of the source
+    Version,
 
     /// Print the completion script of a shell
     Completions { shell: Shell },
@@ -70,11 +93,15 @@ fn main() -> ExitCode {
         Some(Command::Serve(flags)) => serve(&flags, &[]),
         Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(*args).await?) }),
         Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
+        Some(Command::Status(args)) => on_one_thread(async { status::run(args).await }),
         Some(Command::Check(args)) => return check_store(args),
+        Some(Command::Defrag(args)) => on_one_thread(async { offline::defrag(args).await }),
+        Some(Command::Hashkv(args)) => on_one_thread(async { offline::hashkv(args).await }),
+        Some(Command::Version) => output::print(versions().as_bytes()).map_err(Into::into),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "orlop", &mut script);
-            print(&script)
+            output::print(&script).map_err(Into::into)
         }
         Some(Command::Man) => manual(),
     };
@@ -93,18 +120,16 @@ fn check_store(args: check::Args) -> ExitCode {
     }
 }
 
+/// Returns the lines of `etcd --version`, with Orlop's version in addition.
+fn versions() -> String {
+    let (version, commit, etcd) = (env!("CARGO_PKG_VERSION"), orlop::COMMIT, orlop::api::ETCD_VERSION);
+    format!("Orlop Version: {version}\nGit SHA: {commit}\netcd Version: {etcd}\n")
+}
+
 fn manual() -> Outcome {
     let mut page = Vec::new();
     clap_mangen::Man::new(Cli::command()).render(&mut page)?;
-    print(&page)
-}
-
-/// Writes to standard output. A reader that stops early, such as `head`, is not an error.
-fn print(text: &[u8]) -> Outcome {
-    match std::io::stdout().write_all(text) {
-        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
-        Ok(()) | Err(_) => Ok(()),
-    }
+    Ok(output::print(&page)?)
 }
 
 fn failed(error: &dyn std::error::Error, code: ExitCode) -> ExitCode {
@@ -113,15 +138,20 @@ fn failed(error: &dyn std::error::Error, code: ExitCode) -> ExitCode {
 }
 
 fn command() -> clap::Command {
-    Cli::command().args(ignored_flag_definitions())
+    Cli::command().args(ignored_flag_definitions()).mut_subcommand("bench", bench::hide_rejected_flags)
 }
 
 fn serve(flags: &Flags, ignored: &[&str]) -> Outcome {
-    let settings = Settings::load(flags)?;
-    logging::start(&settings.log_level, settings.log_format)?;
+    let (settings, notices) = Settings::load_with_notices(flags)?;
+    logging::start(&settings)?;
     supervise::log_panics();
+    let ignored: Vec<&str> = ignored.iter().copied().chain(notices.ignored.iter().map(String::as_str)).collect();
     if !ignored.is_empty() {
         warn!(flags = ignored.join(", "), "ignoring flags of etcd that have no effect in Orlop");
+    }
+    for name in &notices.unrecognized {
+        // etcd's message and field.
+        warn!("environment-variable" = name, "unrecognized environment variable");
     }
     let runtime = runtime(settings.worker_threads)?;
     let outcome = runtime.block_on(async {

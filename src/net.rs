@@ -34,7 +34,7 @@ use tokio::{
     net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
     sync::{OwnedSemaphorePermit, mpsc, watch},
     task::JoinHandle,
-    time::sleep,
+    time::{sleep, timeout},
 };
 use tokio_rustls::server::TlsStream;
 use tracing::{debug, error, warn};
@@ -60,6 +60,10 @@ const SEND_BUFFER: usize = 128 << 10;
 const HTTP1_BUFFER: usize = 16 << 10;
 /// Maximum number of clients that wait to be accepted on a unix socket; the value of the standard library.
 const BACKLOG: u32 = 128;
+/// The first byte of a TLS handshake.
+const TLS_HANDSHAKE: u8 = 22;
+/// Maximum time until the first byte of a connection to a port that serves http and https.
+const FIRST_BYTE_MAX: Duration = Duration::from_secs(10);
 /// Pause after a failed accept, for example if no file descriptor is free.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 static ACCEPT_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
@@ -79,10 +83,21 @@ pub struct Settings {
 
 /// A bound address.
 pub struct Listener {
-    /// The address, with the actual port if port 0 was requested.
-    pub url: ListenUrl,
+    /// The address, with the actual port if port 0 was requested. There are two if http and https share a port.
+    pub urls: Vec<ListenUrl>,
+    /// The address as configured.
+    address: String,
     socket: Socket,
-    tls: Option<Arc<tls::Acceptor>>,
+    security: Security,
+}
+
+/// Whether connections use TLS.
+#[derive(Clone)]
+enum Security {
+    Plain,
+    Tls(Arc<tls::Acceptor>),
+    /// The first byte of a connection tells.
+    Either(Arc<tls::Acceptor>),
 }
 
 enum Socket {
@@ -91,40 +106,66 @@ enum Socket {
 }
 
 impl Listener {
-    /// Binds an address.
+    /// Binds addresses. http and https on the same host and port share a socket.
     ///
     /// # Errors
     ///
-    /// If the address cannot be bound, or requires TLS and no certificate is configured. The text contains the address.
-    pub async fn bind(
-        url: &ListenUrl,
+    /// If an address cannot be bound, or requires TLS and no certificate is configured. The text contains the address.
+    pub async fn bind_all(
+        urls: &[ListenUrl],
         tls: Option<&Arc<tls::Acceptor>>,
         socket_mode: FileMode,
-    ) -> Result<Self, String> {
+    ) -> Result<Vec<Self>, String> {
+        let mut listeners: Vec<Self> = Vec::new();
+        for url in urls {
+            let shared = match url {
+                ListenUrl::Tcp(address, _) => listeners.iter_mut().find(|listener| listener.address == *address),
+                ListenUrl::Unix(..) => None,
+            };
+            match (shared, tls) {
+                (Some(listener), Some(tls)) => listener.share(url.scheme(), tls),
+                (Some(_) | None, _) => listeners.push(Self::bind(url, tls, socket_mode).await?),
+            }
+        }
+        Ok(listeners)
+    }
+
+    /// Serves another scheme on the same socket.
+    fn share(&mut self, scheme: Scheme, tls: &Arc<tls::Acceptor>) {
+        if let [ListenUrl::Tcp(address, bound)] = self.urls.as_slice()
+            && *bound != scheme
+        {
+            self.urls.push(ListenUrl::Tcp(address.clone(), scheme));
+            self.security = Security::Either(Arc::clone(tls));
+        }
+    }
+
+    async fn bind(url: &ListenUrl, tls: Option<&Arc<tls::Acceptor>>, socket_mode: FileMode) -> Result<Self, String> {
         let failed = |error: io::Error| format!("cannot listen on {url}: {error}");
-        let tls = match (url.scheme(), tls) {
+        let security = match (url.scheme(), tls) {
             (Scheme::Tls, None) => {
                 return Err(format!("{url} requires a certificate and its key: set cert-file and key-file"));
             }
-            (Scheme::Tls, Some(tls)) => Some(Arc::clone(tls)),
+            (Scheme::Tls, Some(tls)) => Security::Tls(Arc::clone(tls)),
             (Scheme::Plain, tls) => {
                 if tls.is_some() && matches!(url, ListenUrl::Tcp(..)) {
                     warn!(%url, "certificates are configured, but this address is served without TLS because its scheme is http");
                 }
-                None
+                Security::Plain
             }
         };
-        match url {
+        let (bound, address, socket) = match url {
             ListenUrl::Tcp(address, scheme) => {
-                let (socket, address) = bind_tcp(address).await.map_err(failed)?;
-                Ok(Self { url: ListenUrl::Tcp(address, *scheme), socket: Socket::Tcp(socket), tls })
+                let (socket, bound) = bind_tcp(address).await.map_err(failed)?;
+                (ListenUrl::Tcp(bound, *scheme), address.clone(), Socket::Tcp(socket))
             }
             ListenUrl::Unix(path, _) => {
                 remove_stale_socket(path).await.map_err(failed)?;
                 let socket = bind_unix(path, socket_mode).map_err(failed)?;
-                Ok(Self { url: url.clone(), socket: Socket::Unix(socket), tls })
+                (url.clone(), String::new(), Socket::Unix(socket))
             }
-        }
+        };
+        Ok(Self { urls: vec![bound], address, socket, security })
     }
 
     /// Serves until `stopping` becomes true and the clients have finished.
@@ -138,15 +179,15 @@ impl Listener {
         let steps = Arc::clone(&settings.steps);
         match self.socket {
             Socket::Tcp(socket) => {
-                let (connections, accepting) = accept(socket, self.tls, settings.connection_limit, settings.steps);
+                let (connections, accepting) = accept(socket, self.security, settings.connection_limit, settings.steps);
                 serve_all(connections, accepting, http, services, steps, stopping).await;
             }
             Socket::Unix(socket) => {
-                let (connections, accepting) = accept(socket, self.tls, settings.connection_limit, settings.steps);
+                let (connections, accepting) = accept(socket, self.security, settings.connection_limit, settings.steps);
                 serve_all(connections, accepting, http, services, steps, stopping).await;
             }
         }
-        if let ListenUrl::Unix(path, _) = &self.url {
+        if let [ListenUrl::Unix(path, _)] = self.urls.as_slice() {
             // If this fails, the next start removes the socket.
             let _ = std::fs::remove_file(path);
         }
@@ -232,6 +273,9 @@ trait Accept: Send + Sync + 'static {
 
     /// Accepts the next client. Returns its stream and its address.
     fn accept(&self) -> impl Future<Output = io::Result<(Self::Stream, String)>> + Send;
+
+    /// Returns whether the client begins with a TLS handshake. Waits for its first byte, which remains to be read.
+    fn begins_with_tls(stream: &Self::Stream) -> impl Future<Output = io::Result<bool>> + Send;
 }
 
 impl Accept for TcpListener {
@@ -243,6 +287,12 @@ impl Accept for TcpListener {
         let _ = stream.set_nodelay(true);
         Ok((stream, remote.to_string()))
     }
+
+    async fn begins_with_tls(stream: &TcpStream) -> io::Result<bool> {
+        let mut first = [0];
+        let bytes = stream.peek(&mut first).await?;
+        Ok(bytes > 0 && first == [TLS_HANDSHAKE])
+    }
 }
 
 impl Accept for UnixListener {
@@ -250,6 +300,10 @@ impl Accept for UnixListener {
 
     async fn accept(&self) -> io::Result<(UnixStream, String)> {
         Self::accept(self).await.map(|(stream, _)| (stream, "@".to_owned()))
+    }
+
+    async fn begins_with_tls(_: &UnixStream) -> io::Result<bool> {
+        Err(io::Error::new(io::ErrorKind::Unsupported, "a unix socket has one scheme"))
     }
 }
 
@@ -283,12 +337,12 @@ type Connections<S> = mpsc::Receiver<Accepted<S>>;
 /// Returns accepted connections whose TLS handshake is complete. Dropping the handle stops accepting.
 fn accept<L: Accept>(
     socket: L,
-    tls: Option<Arc<tls::Acceptor>>,
+    security: Security,
     connection_limit: ConnectionLimit,
     steps: Arc<Steps>,
 ) -> (Connections<L::Stream>, AbortOnDropHandle) {
     let (ready, connections) = mpsc::channel(1);
-    let accepting = vital("a listener", accept_all(socket, tls, connection_limit, steps, ready));
+    let accepting = vital("a listener", accept_all(socket, security, connection_limit, steps, ready));
     (connections, AbortOnDropHandle(accepting))
 }
 
@@ -302,7 +356,7 @@ impl Drop for AbortOnDropHandle {
 
 async fn accept_all<L: Accept>(
     socket: L,
-    tls: Option<Arc<tls::Acceptor>>,
+    security: Security,
     connection_limit: ConnectionLimit,
     steps: Arc<Steps>,
     ready: mpsc::Sender<Accepted<L::Stream>>,
@@ -312,17 +366,15 @@ async fn accept_all<L: Accept>(
         let (stream, remote) = next_client(&socket).await;
         // Each connection waits for its turn, so that clients that reconnect continuously do not delay others.
         steps.request().await;
-        let Some(tls) = &tls else {
+        if let Security::Plain = &security {
             // Fails only while the server stops.
             let _ = ready.send(accepted(Connection::Plain(stream), permit)).await;
             continue;
-        };
-        let (tls, ready) = (Arc::clone(tls), ready.clone());
+        }
+        let (security, ready) = (security.clone(), ready.clone());
         tokio::spawn(async move {
-            match catch_panics(tls.accept(stream)).await {
-                Ok(Ok(stream)) => {
-                    drop(ready.send(accepted(Connection::Tls(Box::new(stream)), permit)).await);
-                }
+            match catch_panics(secure::<L>(stream, &security)).await {
+                Ok(Ok(connection)) => drop(ready.send(accepted(connection, permit)).await),
                 Ok(Err(error)) => {
                     if let Some(count) = REJECTED_LOG.count() {
                         // etcd's message and fields.
@@ -333,6 +385,22 @@ async fn accept_all<L: Accept>(
             }
         });
     }
+}
+
+/// Makes the TLS handshake unless the client begins without one and may.
+async fn secure<L: Accept>(stream: L::Stream, security: &Security) -> io::Result<Connection<L::Stream>> {
+    let tls = match security {
+        Security::Plain => return Ok(Connection::Plain(stream)),
+        Security::Tls(tls) => tls,
+        Security::Either(tls) => {
+            let first = timeout(FIRST_BYTE_MAX, L::begins_with_tls(&stream)).await;
+            if !first.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))? {
+                return Ok(Connection::Plain(stream));
+            }
+            tls
+        }
+    };
+    tls.accept(stream).await.map(|stream| Connection::Tls(Box::new(stream)))
 }
 
 fn accepted<S>(connection: Connection<S>, permit: OwnedSemaphorePermit) -> Accepted<S> {

@@ -1,7 +1,7 @@
 //! The composition root: opens the log and the store, binds listeners, serves, and drains. The only module that depends
 //! on all others.
 
-use std::{fmt, io::Write as _, pin::pin, sync::Arc, thread::available_parallelism, time::Duration};
+use std::{fmt, io::Write as _, num::NonZeroUsize, pin::pin, sync::Arc, thread::available_parallelism, time::Duration};
 
 use hyper_util::service::TowerToHyperService;
 use tokio::{
@@ -10,14 +10,15 @@ use tokio::{
     task::JoinSet,
     time::{sleep, timeout},
 };
+use tonic::service::Routes;
 use tracing::{info, warn};
 
 use crate::{
     api,
-    config::{Datastore, FileMode, ListenUrl, MetricsDetail, Retention, Settings, Tls, Urls},
+    config::{Datastore, ListenUrl, MetricsDetail, Retention, Settings, Tls, Urls},
     http,
     net::{self, ConnectionLimit, Listener, tls},
-    snapshot::Folder,
+    snapshot::{DatedFolder, Folder, Schedule},
     telemetry::{self, Exporter},
 };
 use orlop_core::{
@@ -28,7 +29,7 @@ use orlop_core::{
     supervise::vital,
     watchdog::{Pulse, Watching},
 };
-use orlop_sql::{PostgresLog, PostgresSettings, SqliteLog};
+use orlop_sql::{Durability, PostgresLog, PostgresSettings, SqliteLog};
 
 /// Maximum time for clients to finish their requests when the server stops.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
@@ -58,14 +59,13 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         Some(files) => Some(Arc::new(tls::Acceptor::new(files).map_err(Error)?)),
         None => None,
     };
-    let listeners = bind(&settings.listen_client_urls, tls.as_ref(), settings.unix_socket_mode).await?;
-    let metrics_listeners = bind(&settings.listen_metrics_urls, tls.as_ref(), settings.unix_socket_mode).await?;
+    let listeners = Listeners::bind(&settings, tls.as_ref()).await.map_err(Error)?;
     let metrics = Arc::new(Metrics::new(match settings.metrics {
         MetricsDetail::Basic => metrics::Detail::Basic,
         MetricsDetail::Extensive => metrics::Detail::Extensive,
     }));
     let mut shutdown = pin!(shutdown);
-    let opening = open_store(&settings, advertised_urls(&settings, &listeners), metrics);
+    let opening = open_store(&settings, advertised_urls(&settings, &listeners.clients), metrics);
     let Some(store) = unless(shutdown.as_mut(), opening).await else { return Ok(()) };
     let store = Arc::new(store?);
     let _watching = start_watchdog(&store)?;
@@ -74,31 +74,21 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     // The log's lock keeps other processes out of this directory.
     snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
+    if let Some(schedule) = snapshot_schedule(&settings) {
+        vital("the schedule of snapshots", schedule.run(Arc::clone(&store), stopping.clone()));
+    }
     let exporter = exporter(&settings)?;
     let partial_requests = Arc::<PartialRequests>::default();
     let api_settings = api_settings(&settings, snapshots, exporter.clone());
     let services = api::services(Arc::clone(&store), api_settings, Arc::clone(&partial_requests), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
-    let services = services
-        .with(|grpc| http::routes(grpc, &store, partial_requests))
+    let has_http_urls = !listeners.http.is_empty();
+    let routes = http::routes(services.routes(), &store, partial_requests, has_http_urls)
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
+    log_start(&settings, &listeners, &store).await?;
     let mut servers = JoinSet::new();
-    let clients = connections(&settings, ConnectionLimit::for_clients(), store.steps());
-    log_start(&settings, &listeners, &metrics_listeners, &store).await?;
-    for listener in listeners {
-        announce(&listener.url);
-        servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
-    }
-    drop(services);
+    listeners.serve(&settings, &store, services.with(routes.main), routes.http, &stopping, &mut servers);
     notify_service_manager("READY=1");
-    // Probes have a separate queue, so that the load of clients does not delay them.
-    let (probe_steps, grant_steps) = Steps::new();
-    vital("the step scheduler for probes", grant_steps);
-    for listener in metrics_listeners {
-        info!(url = %listener.url, "serving metrics and health");
-        let probes = connections(&settings, ConnectionLimit::for_probes(), &probe_steps);
-        servers.spawn(listener.serve(TowerToHyperService::new(http::probe_routes(&store)), probes, stopping.clone()));
-    }
 
     let mut outcome = Ok(());
     tokio::select! {
@@ -127,16 +117,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
 }
 
 /// Logs what an operator wants to know about a start, in one line.
-async fn log_start(
-    settings: &Settings,
-    clients: &[Listener],
-    metrics: &[Listener],
-    store: &Store,
-) -> Result<(), Error> {
-    let urls = |listeners: &[Listener]| {
-        let urls: Vec<String> = listeners.iter().map(|listener| listener.url.to_string()).collect();
-        urls.join(",")
-    };
+async fn log_start(settings: &Settings, listeners: &Listeners, store: &Store) -> Result<(), Error> {
     let tls = match settings.tls().map_err(Error)? {
         None => "off",
         Some(Tls { clients: None, .. }) => "server certificate",
@@ -148,8 +129,9 @@ async fn log_start(
         "data-dir" = %settings.data_dir.display(),
         database = settings.datastore().map_err(Error)?.name(),
         bytes = size,
-        "listen-client-urls" = urls(clients),
-        "listen-metrics-urls" = urls(metrics),
+        "listen-client-urls" = urls(&listeners.clients),
+        "listen-client-http-urls" = urls(&listeners.http),
+        "listen-metrics-urls" = urls(&listeners.metrics),
         tls,
         "started"
     );
@@ -203,12 +185,57 @@ fn notify_service_manager(state: &str) {
 #[cfg(not(target_os = "linux"))]
 fn notify_service_manager(_: &str) {}
 
-async fn bind(urls: &Urls, tls: Option<&Arc<tls::Acceptor>>, socket_mode: FileMode) -> Result<Vec<Listener>, Error> {
-    let mut listeners = Vec::new();
-    for url in &urls.0 {
-        listeners.push(Listener::bind(url, tls, socket_mode).await.map_err(Error)?);
+/// The bound addresses.
+struct Listeners {
+    /// gRPC, and HTTP unless `http` has addresses.
+    clients: Vec<Listener>,
+    http: Vec<Listener>,
+    metrics: Vec<Listener>,
+}
+
+impl Listeners {
+    async fn bind(settings: &Settings, tls: Option<&Arc<tls::Acceptor>>) -> Result<Self, String> {
+        let bind = async |urls: &Urls| Listener::bind_all(&urls.0, tls, settings.unix_socket_mode).await;
+        Ok(Self {
+            clients: bind(&settings.listen_client_urls).await?,
+            http: bind(&settings.listen_client_http_urls).await?,
+            metrics: bind(&settings.listen_metrics_urls).await?,
+        })
     }
-    Ok(listeners)
+
+    /// Serves at all addresses until `stopping` becomes true.
+    fn serve(
+        self,
+        settings: &Settings,
+        store: &Arc<Store>,
+        services: api::Router,
+        http: Routes,
+        stopping: &watch::Receiver<bool>,
+        servers: &mut JoinSet<()>,
+    ) {
+        let clients = connections(settings, ConnectionLimit::for_clients(), store.steps());
+        for listener in self.clients {
+            listener.urls.iter().for_each(announce);
+            servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
+        }
+        for listener in self.http {
+            let service = TowerToHyperService::new(http.clone());
+            servers.spawn(listener.serve(service, clients.clone(), stopping.clone()));
+        }
+        // Probes have a separate queue, so that the load of clients does not delay them.
+        let (probe_steps, grant_steps) = Steps::new();
+        vital("the step scheduler for probes", grant_steps);
+        for listener in self.metrics {
+            let probes = connections(settings, ConnectionLimit::for_probes(), &probe_steps);
+            let service = TowerToHyperService::new(http::probe_routes(store));
+            servers.spawn(listener.serve(service, probes, stopping.clone()));
+        }
+    }
+}
+
+fn urls(listeners: &[Listener]) -> String {
+    let urls: Vec<String> = listeners.iter().flat_map(|listener| &listener.urls).map(ToString::to_string).collect();
+    urls.join(",")
 }
 
 fn connections(settings: &Settings, connection_limit: ConnectionLimit, steps: &Arc<Steps>) -> net::Settings {
@@ -223,7 +250,7 @@ fn connections(settings: &Settings, connection_limit: ConnectionLimit, steps: &A
 
 fn advertised_urls(settings: &Settings, listeners: &[Listener]) -> Vec<String> {
     match settings.advertise_client_urls.0.as_slice() {
-        [] => listeners.iter().map(|listener| listener.url.to_string()).collect(),
+        [] => listeners.iter().flat_map(|listener| &listener.urls).map(ToString::to_string).collect(),
         urls => urls.iter().map(ToString::to_string).collect(),
     }
 }
@@ -255,13 +282,22 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
         watchdog: Arc::default(),
     };
     let datastore = settings.datastore().map_err(Error)?;
+    store_settings.metrics.state.database.with_label_values(&[datastore.kind()]).set(1);
     // Errors of Postgres already contain the name of the database.
     let location = match &datastore {
         Datastore::Sqlite(file) => format!(" {}", file.display()),
         Datastore::Postgres(_) => String::new(),
     };
+    let durability = if settings.unsafe_no_fsync {
+        warn!("unsafe-no-fsync: commits are not synced; a crash of the machine loses acknowledged writes");
+        Durability::Unsynced
+    } else {
+        Durability::Synced
+    };
     let log: Arc<dyn Log> = match datastore {
-        Datastore::Sqlite(file) => Arc::new(SqliteLog::open(&file).await.map_err(|error| Error(error.to_string()))?),
+        Datastore::Sqlite(file) => {
+            Arc::new(SqliteLog::open_with(&file, durability).await.map_err(|error| Error(error.to_string()))?)
+        }
         Datastore::Postgres(endpoint) => {
             let settings = PostgresSettings {
                 endpoint,
@@ -269,12 +305,25 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
                 connections_max: settings.datastore_connections,
                 name: settings.member_name(),
                 client_urls,
+                durability,
             };
             Arc::new(PostgresLog::open(settings).await.map_err(|error| Error(error.to_string()))?)
         }
     };
     let read = |error| Error(format!("cannot read the database{location}: {error}"));
     Store::open(log, store_settings).await.map_err(read)
+}
+
+/// Returns when the server takes snapshots of itself; `None`: never.
+fn snapshot_schedule(settings: &Settings) -> Option<Schedule> {
+    let interval = settings.snapshot_interval.0;
+    let keep = NonZeroUsize::new(settings.snapshot_retention).filter(|_| !interval.is_zero())?;
+    let folder = if settings.snapshot_dir.as_os_str().is_empty() {
+        settings.data_dir.join("snapshots")
+    } else {
+        settings.snapshot_dir.clone()
+    };
+    Some(Schedule { interval, folder: DatedFolder::new(folder), keep })
 }
 
 fn exporter(settings: &Settings) -> Result<Option<Arc<Exporter>>, Error> {

@@ -3,10 +3,14 @@
 
 mod checksum;
 mod command;
+mod dated;
+mod save;
+mod schedule;
 
 use std::{
     fs::File,
     path::{Path, PathBuf},
+    time::SystemTime,
 };
 
 use tempfile::NamedTempFile;
@@ -14,6 +18,8 @@ use tempfile::NamedTempFile;
 pub use self::{
     checksum::{HashCheck, Hashing},
     command::{Args, run},
+    dated::DatedFolder,
+    schedule::Schedule,
 };
 use crate::config::Datastore;
 use orlop_core::{
@@ -23,6 +29,9 @@ use orlop_core::{
     types::{KeyRange, Revision},
 };
 use orlop_sql::{SqliteLoader, SqliteView};
+
+/// Start of the names of temporary files.
+const TEMPORARY_PREFIX: &str = "orlop-snapshot-";
 
 /// Errors of taking, reading and restoring snapshots.
 #[derive(Debug, thiserror::Error)]
@@ -86,8 +95,8 @@ impl Folder {
             Self::Own(folder) => (private::make_folder(folder), folder),
             Self::Shared(folder) => (Ok(()), folder),
         };
-        made.and_then(|()| tempfile::Builder::new().prefix("orlop-snapshot-").tempfile_in(folder))
-            .map_err(|error| file_error("create a file in", folder, &error))
+        made.map_err(|error| file_error("create", folder, &error))?;
+        new_file_in(folder)
     }
 
     /// Takes a snapshot of the current state of the log. Writes continue while it runs.
@@ -100,14 +109,36 @@ impl Folder {
     ///
     /// If the future is dropped, the file is removed.
     pub async fn take(&self, log: &dyn Log) -> Result<Snapshot> {
-        let (file, path) = self.new_file()?.into_parts();
-        let into = Box::new(SqliteLoader::scratch(&path, Cluster::Same).await?);
-        copy(&*log.freeze().await?, into).await?;
+        let (file, path) = self.write(log).await?.into_parts();
         let bytes = file.metadata().map_err(|error| file_error("read", &path, &error))?.len();
         // The file is removed now, so that it does not remain if the server is killed before the snapshot is sent.
         path.close().map_err(|error| Error::File(format!("cannot remove a snapshot's file: {error}")))?;
         Ok(Snapshot { file, bytes })
     }
+
+    /// Writes a snapshot without its checksum to a temporary file.
+    async fn write(&self, log: &dyn Log) -> Result<NamedTempFile> {
+        let file = self.new_file()?;
+        let into = Box::new(SqliteLoader::scratch(file.path(), Cluster::Same).await?);
+        copy(&*log.freeze().await?, into).await?;
+        Ok(file)
+    }
+}
+
+/// Creates a temporary file that only its owner can read.
+fn new_file_in(folder: &Path) -> Result<NamedTempFile> {
+    let file = tempfile::Builder::new().prefix(TEMPORARY_PREFIX).tempfile_in(folder);
+    file.map_err(|error| file_error("create a file in", folder, &error))
+}
+
+/// Gives a temporary file its final name, so that the name never belongs to an incomplete file. A file that has the
+/// name is replaced. Returns after both the file and the name are on disk.
+fn publish(file: NamedTempFile, path: &Path) -> Result<()> {
+    let failed = |error: std::io::Error| file_error("write", path, &error);
+    file.as_file().sync_all().map_err(failed)?;
+    file.persist(path).map_err(|error| failed(error.error))?;
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)
 }
 
 /// Copies a log that does not change during the copy.
@@ -168,7 +199,7 @@ async fn open(file: &Path, check: HashCheck) -> Result<(SqliteView, Status)> {
     let damaged = |error: log::Error| Error::File(format!("{} cannot be read: {error}", file.display()));
     database.refuse_damage().await.map_err(damaged)?;
     let replayed = replay(&database).await.map_err(damaged)?;
-    let hash = hash::of_history(&database, &replayed.index).await.map_err(damaged)?;
+    let hash = hash::of_history(&database, &replayed.index, replayed.index.head()).await.map_err(damaged)?.hash;
     let status = Status {
         hash,
         revision: replayed.index.head(),
@@ -180,6 +211,12 @@ async fn open(file: &Path, check: HashCheck) -> Result<(SqliteView, Status)> {
         bytes,
     };
     Ok((database, status))
+}
+
+/// Returns the time for names of files and for monitoring.
+#[expect(clippy::disallowed_methods, reason = "deadlines do not depend on it")]
+pub fn now() -> SystemTime {
+    SystemTime::now()
 }
 
 fn file_error(action: &str, path: &Path, error: &std::io::Error) -> Error {

@@ -21,16 +21,16 @@ impl LockService {
     async fn lock(&self, request: LockRequest) -> Result<LockResponse, Status> {
         let queue = Queue::open(&self.0, &request.name, request.lease).await?;
         let entry = queue.enter(Bytes::new()).await?;
-        if queue.wait(&entry).await? == Waited::No {
-            return Ok(LockResponse { header: entry.header, key: entry.key });
-        }
-        // The lease may have expired during the wait, which deletes the key.
+        let waited = queue.wait(&entry).await?;
+        // The lease may have ended since the key was put, which deletes the key. The queue may then be empty even if
+        // this call did not wait.
         let get = pb::RangeRequest { key: entry.key.clone(), ..Default::default() };
         let owned = kv::range(Arc::clone(&self.0), get).await?;
         if owned.kvs.is_empty() {
             return Err(Status::unknown("mutex: session is expired"));
         }
-        Ok(LockResponse { header: owned.header, key: entry.key })
+        let header = if waited == Waited::Yes { owned.header } else { entry.header };
+        Ok(LockResponse { header, key: entry.key })
     }
 }
 

@@ -6,7 +6,6 @@
 use std::{os::unix::fs::FileExt as _, pin::Pin, sync::Arc, time::Duration};
 
 use futures_util::{Stream, StreamExt as _, stream};
-use prometheus::Histogram;
 use tokio::{
     sync::{
         OwnedSemaphorePermit, Semaphore,
@@ -20,8 +19,9 @@ use tonic::Status;
 use tracing::{error, info, warn};
 
 use super::{Context, STORAGE_VERSION, status::panicked};
-use crate::snapshot::{Folder, Hashing, Snapshot};
+use crate::snapshot::{Folder, Hashing, Snapshot, now};
 use orlop_core::{
+    metrics::Metrics,
     store::{Store, shared_query::SharedQuery},
     supervise::{catch_panics, log_request_panic, vital},
 };
@@ -57,9 +57,10 @@ impl Snapshots {
     pub(super) fn new(store: &Arc<Store>, folder: Folder) -> Self {
         let (log, permits) = (Arc::clone(store.log()), Arc::new(Semaphore::new(FILES_MAX)));
         let panics = store.metrics().rpc.panics.clone();
+        let failures = store.metrics().maintenance.snapshot_failures.clone();
         let take = move |waiting: Vec<()>| {
             let (log, permits, folder) = (Arc::clone(&log), Arc::clone(&permits), folder.clone());
-            let panics = panics.clone();
+            let (panics, failures) = (panics.clone(), failures.clone());
             async move {
                 let permit = permits.acquire_owned().await.expect("the semaphore is never closed");
                 let started = Instant::now();
@@ -75,7 +76,10 @@ impl Snapshots {
                         let (bytes, clients) = (snapshot.bytes, waiting.len());
                         info!(bytes, clients, elapsed_ms = started.elapsed().as_millis(), "snapshot taken");
                     }
-                    Err(error) => error!(%error, "cannot take a snapshot"),
+                    Err(error) => {
+                        error!(%error, "cannot take a snapshot");
+                        failures.inc();
+                    }
                 }
                 let taken = taken.map(|snapshot| Arc::new(StoredSnapshot { snapshot, _permit: permit }));
                 vec![taken; waiting.len()]
@@ -96,10 +100,10 @@ impl Context {
         let taken =
             taken.map_err(|error| Status::internal(format!("etcdserver: a snapshot cannot be taken: {error}")))?;
         let (sender, chunks) = mpsc::channel(READ_AHEAD_CHUNKS_MAX);
-        let times = self.store.metrics().maintenance.snapshot.clone();
+        let metrics = Arc::clone(self.store.metrics());
         let panics = self.store.metrics().rpc.panics.clone();
         let sending = tokio::spawn(async move {
-            catch_panics(send(taken, sender, times))
+            catch_panics(send(taken, sender, metrics))
                 .await
                 .inspect_err(|panic| log_request_panic(&panics, METHOD, panic))
         });
@@ -114,7 +118,11 @@ impl Context {
 }
 
 /// Sends the file. Ends early if the client has disconnected or reads too slowly.
-async fn send(taken: Arc<StoredSnapshot>, sender: Sender<Result<SnapshotResponse, Status>>, times: Histogram) -> Sent {
+async fn send(
+    taken: Arc<StoredSnapshot>,
+    sender: Sender<Result<SnapshotResponse, Status>>,
+    metrics: Arc<Metrics>,
+) -> Sent {
     let started = Instant::now();
     let mut rate = ReadRate { until: started + READ_CHECK_INTERVAL, bytes: 0 };
     let (mut hashing, mut at) = (Hashing::new(std::io::empty()), 0);
@@ -142,7 +150,8 @@ async fn send(taken: Arc<StoredSnapshot>, sender: Sender<Result<SnapshotResponse
     if !rate.send(&sender, response(0, hashing.checksum())).await {
         return Sent::Partial;
     }
-    times.observe(started.elapsed().as_secs_f64());
+    metrics.maintenance.snapshot.observe(started.elapsed().as_secs_f64());
+    metrics.maintenance.set_last_snapshot(now());
     Sent::All
 }
 

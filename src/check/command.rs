@@ -52,6 +52,10 @@ pub async fn run(args: Args) -> Result<Verdict, Box<dyn std::error::Error>> {
         }
         // The store cannot be read because of damage.
         Err(Failure::Log(log::Error::Corrupt(what))) => unreadable(limit, what),
+        Err(Failure::Log(error @ log::Error::Open(_))) => {
+            let text = "--config-file, --data-dir or --datastore-endpoint selects another store";
+            return Err(format!("{error}; {text}").into());
+        }
         Err(Failure::Log(error)) => return Err(error.into()),
         Err(Failure::Settings(text)) => return Err(text.into()),
     };
@@ -111,9 +115,14 @@ fn as_text(report: &Report) -> String {
     if more > 0 {
         text.push_str(&format!("and {more} more; --limit {} lists all of them\n", report.findings.total));
     }
-    if !report.findings.is_empty() {
-        text.push_str("The store is damaged. Keep a copy of it and restore a snapshot: docs/how-to/backup.md.\n");
-    }
+    text.push_str(&match report.findings.total {
+        0 => "The store is sound.\n".to_owned(),
+        total => format!(
+            "Keep a copy of the store and restore a snapshot: docs/how-to/backup.md.\n\
+             The store is damaged: {total} {}.\n",
+            if total == 1 { "finding" } else { "findings" }
+        ),
+    });
     text
 }
 

@@ -3,126 +3,162 @@
 
 use std::ffi::OsString;
 
-use clap::{Arg, ArgAction, ArgMatches, Command, parser::ValueSource};
+use clap::{
+    Arg, ArgAction, ArgMatches, Command,
+    builder::{PossibleValuesParser, ValueParser},
+    parser::ValueSource,
+    value_parser,
+};
 
-const WITH_VALUE: &[&str] = &[
-    "auth-token",
-    "auth-token-ttl",
-    "backend-batch-interval",
-    "backend-batch-limit",
-    "backend-bbolt-freelist-type",
-    "bcrypt-cost",
-    "bootstrap-defrag-threshold-megabytes",
-    "client-cert-file",
-    "client-key-file",
-    "compact-hash-check-time",
-    "corrupt-check-time",
-    "cors",
-    "discovery",
-    "discovery-cacert",
-    "discovery-cert",
-    "discovery-dial-timeout",
-    "discovery-endpoints",
-    "discovery-fallback",
-    "discovery-keepalive-time",
-    "discovery-keepalive-timeout",
-    "discovery-key",
-    "discovery-password",
-    "discovery-proxy",
-    "discovery-request-timeout",
-    "discovery-srv",
-    "discovery-srv-name",
-    "discovery-token",
-    "discovery-user",
-    "downgrade-check-time",
-    "election-timeout",
-    "experimental-bootstrap-defrag-threshold-megabytes",
-    "experimental-compact-hash-check-time",
-    "experimental-corrupt-check-time",
-    "experimental-downgrade-check-time",
-    "experimental-enable-v2v3",
-    "experimental-max-learners",
-    "experimental-snapshot-catchup-entries",
-    "feature-gates",
-    "grpc-keepalive-min-time",
-    "heartbeat-interval",
-    "host-whitelist",
-    "initial-advertise-peer-urls",
-    "initial-cluster",
-    "initial-cluster-state",
-    "initial-cluster-token",
-    "listen-peer-urls",
-    "log-outputs",
-    "log-rotation-config-json",
-    "logger",
-    "max-learners",
-    "max-snapshots",
-    "max-wals",
-    "peer-cert-allowed-cn",
-    "peer-cert-allowed-hostname",
-    "peer-cert-file",
-    "peer-client-cert-file",
-    "peer-client-key-file",
-    "peer-crl-file",
-    "peer-key-file",
-    "peer-trusted-ca-file",
-    "proxy",
-    "proxy-dial-timeout",
-    "proxy-failure-wait",
-    "proxy-read-timeout",
-    "proxy-refresh-interval",
-    "proxy-write-timeout",
-    "raft-read-timeout",
-    "raft-write-timeout",
-    "snapshot-catchup-entries",
-    "snapshot-count",
-    "v2-deprecation",
-    "wal-dir",
-];
-const SWITCHES: &[&str] = &[
-    "compact-hash-check-enabled",
-    "discovery-insecure-skip-tls-verify",
-    "discovery-insecure-transport",
-    "enable-grpc-gateway",
-    "enable-log-rotation",
-    "enable-pprof",
-    "enable-v2",
-    "experimental-compact-hash-check-enabled",
-    "experimental-enable-lease-checkpoint",
-    "experimental-enable-lease-checkpoint-persist",
-    "experimental-initial-corrupt-check",
-    "experimental-memory-mlock",
-    "experimental-peer-skip-client-san-verification",
-    "experimental-set-member-localaddr",
-    "experimental-stop-grpc-service-on-defrag",
-    "experimental-txn-mode-write-with-shared-buffer",
-    "force-new-cluster",
-    "initial-election-tick-advance",
-    "memory-mlock",
-    "peer-auto-tls",
-    "peer-client-cert-auth",
-    "peer-skip-client-san-verification",
-    "pre-vote",
-    "set-member-localaddr",
-    "socket-reuse-address",
-    "socket-reuse-port",
-    "strict-reconfig-check",
-    "unsafe-no-fsync",
+use super::values::{Interval, Urls, parse_switch};
+
+/// The kind of a flag's value. As in etcd, a value of another kind is refused.
+#[derive(Clone, Copy)]
+enum Kind {
+    Text,
+    Number,
+    Duration,
+    Switch,
+    OneOf(&'static [&'static str]),
+    PeerUrls,
+    /// URLs, or `*` for any.
+    Origins,
+}
+
+use Kind::{Duration, Number, OneOf, Origins, PeerUrls, Switch, Text};
+
+const FLAGS: &[(&str, Kind)] = &[
+    ("auth-token", Text),
+    ("auth-token-ttl", Number),
+    ("backend-batch-interval", Duration),
+    ("backend-batch-limit", Number),
+    ("backend-bbolt-freelist-type", Text),
+    ("bcrypt-cost", Number),
+    ("bootstrap-defrag-threshold-megabytes", Number),
+    ("client-cert-file", Text),
+    ("client-key-file", Text),
+    ("compact-hash-check-enabled", Switch),
+    ("compact-hash-check-time", Duration),
+    ("corrupt-check-time", Duration),
+    ("cors", Origins),
+    ("discovery", Text),
+    ("discovery-cacert", Text),
+    ("discovery-cert", Text),
+    ("discovery-dial-timeout", Duration),
+    ("discovery-endpoints", Text),
+    ("discovery-fallback", OneOf(&["exit", "proxy"])),
+    ("discovery-insecure-skip-tls-verify", Switch),
+    ("discovery-insecure-transport", Switch),
+    ("discovery-keepalive-time", Duration),
+    ("discovery-keepalive-timeout", Duration),
+    ("discovery-key", Text),
+    ("discovery-password", Text),
+    ("discovery-proxy", Text),
+    ("discovery-request-timeout", Duration),
+    ("discovery-srv", Text),
+    ("discovery-srv-name", Text),
+    ("discovery-token", Text),
+    ("discovery-user", Text),
+    ("downgrade-check-time", Duration),
+    ("election-timeout", Number),
+    ("enable-grpc-gateway", Switch),
+    ("enable-pprof", Switch),
+    ("enable-v2", Switch),
+    ("experimental-bootstrap-defrag-threshold-megabytes", Number),
+    ("experimental-compact-hash-check-enabled", Switch),
+    ("experimental-compact-hash-check-time", Duration),
+    ("experimental-corrupt-check-time", Duration),
+    ("experimental-downgrade-check-time", Duration),
+    ("experimental-enable-lease-checkpoint", Switch),
+    ("experimental-enable-lease-checkpoint-persist", Switch),
+    ("experimental-enable-v2v3", Text),
+    ("experimental-initial-corrupt-check", Switch),
+    ("experimental-max-learners", Number),
+    ("experimental-memory-mlock", Switch),
+    ("experimental-peer-skip-client-san-verification", Switch),
+    ("experimental-set-member-localaddr", Switch),
+    ("experimental-snapshot-catchup-entries", Number),
+    ("experimental-stop-grpc-service-on-defrag", Switch),
+    ("experimental-txn-mode-write-with-shared-buffer", Switch),
+    ("feature-gates", Text),
+    ("force-new-cluster", Switch),
+    ("grpc-keepalive-min-time", Duration),
+    ("heartbeat-interval", Number),
+    ("host-whitelist", Text),
+    ("initial-advertise-peer-urls", PeerUrls),
+    ("initial-cluster", Text),
+    ("initial-cluster-state", OneOf(&["new", "existing"])),
+    ("initial-cluster-token", Text),
+    ("initial-election-tick-advance", Switch),
+    ("listen-peer-urls", PeerUrls),
+    ("logger", OneOf(&["zap"])),
+    ("max-learners", Number),
+    ("max-snapshots", Number),
+    ("max-wals", Number),
+    ("memory-mlock", Switch),
+    ("peer-auto-tls", Switch),
+    ("peer-cert-allowed-cn", Text),
+    ("peer-cert-allowed-hostname", Text),
+    ("peer-cert-file", Text),
+    ("peer-client-cert-auth", Switch),
+    ("peer-client-cert-file", Text),
+    ("peer-client-key-file", Text),
+    ("peer-crl-file", Text),
+    ("peer-key-file", Text),
+    ("peer-skip-client-san-verification", Switch),
+    ("peer-trusted-ca-file", Text),
+    ("pre-vote", Switch),
+    ("proxy", OneOf(&["off", "readonly", "on"])),
+    ("proxy-dial-timeout", Number),
+    ("proxy-failure-wait", Number),
+    ("proxy-read-timeout", Number),
+    ("proxy-refresh-interval", Number),
+    ("proxy-write-timeout", Number),
+    ("raft-read-timeout", Duration),
+    ("raft-write-timeout", Duration),
+    ("set-member-localaddr", Switch),
+    ("snapshot-catchup-entries", Number),
+    ("snapshot-count", Number),
+    ("socket-reuse-address", Switch),
+    ("socket-reuse-port", Switch),
+    ("strict-reconfig-check", Switch),
+    ("v2-deprecation", OneOf(&["not-yet", "write-only", "write-only-drop-data", "gone"])),
+    ("wal-dir", Text),
 ];
 
 /// Returns the flags to add to the command; `--help` hides them.
 pub fn ignored_flag_definitions() -> impl Iterator<Item = Arg> {
-    let hidden = |name: &'static str| Arg::new(name).long(name).hide(true).action(ArgAction::Append);
-    let with_value = WITH_VALUE.iter().copied().map(hidden);
-    // As in Go: --pre-vote or --pre-vote=false.
-    let switch = move |name| hidden(name).num_args(0..=1).require_equals(true).default_missing_value("true");
-    with_value.chain(SWITCHES.iter().copied().map(switch))
+    FLAGS.iter().map(|(name, kind)| {
+        let flag = Arg::new(*name).long(*name).hide(true).action(ArgAction::Append);
+        match kind {
+            Text => flag,
+            Number => flag.value_parser(value_parser!(u64)),
+            Duration => flag.value_parser(ValueParser::new(str::parse::<Interval>)),
+            PeerUrls => flag.value_parser(ValueParser::new(str::parse::<Urls>)),
+            Origins => flag.value_parser(ValueParser::new(origins)),
+            OneOf(values) => flag.value_parser(PossibleValuesParser::new(*values)),
+            // As in Go: --pre-vote or --pre-vote=false.
+            Switch => {
+                flag.num_args(0..=1).require_equals(true).default_missing_value("true").value_parser(parse_switch)
+            }
+        }
+    })
+}
+
+fn origins(text: &str) -> Result<(), String> {
+    let urls: Vec<&str> = text.split(',').filter(|origin| !origin.is_empty() && *origin != "*").collect();
+    urls.join(",").parse::<Urls>().map(drop)
 }
 
 /// Returns the ignored flags that were given.
 pub fn ignored_flags(matches: &ArgMatches) -> Vec<&'static str> {
     let given = |name: &&str| matches.value_source(name) == Some(ValueSource::CommandLine);
-    WITH_VALUE.iter().chain(SWITCHES).copied().filter(given).collect()
+    FLAGS.iter().map(|(name, _)| *name).filter(given).collect()
+}
+
+/// Returns whether etcd has a flag with this name that Orlop ignores.
+pub(super) fn is_ignored(name: &str) -> bool {
+    FLAGS.iter().any(|(known, _)| *known == name)
 }
 
 /// Adds the second dash to the command's flags that are written with one, as Go's flag package accepts them:

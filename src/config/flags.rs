@@ -1,16 +1,18 @@
 //! The server's flags. Their help texts are the reference for `--help` and the manual page.
 
-use std::path::PathBuf;
+use std::{collections::HashMap, path::PathBuf, sync::LazyLock};
 
+use clap::Args as _;
 use serde::Serialize;
 
 use super::{
     AutoCompactionMode, CipherSuite, FileMode, Interval, List, LogFormat, MetricsDetail, Secret, TlsVersion, Urls,
-    values::parse_bytes,
+    values::{parse_bytes, parse_switch},
 };
 
 // Headings of `--help`.
 const DATASTORE: &str = "Datastore";
+const SNAPSHOTS: &str = "Scheduled snapshots";
 const ADDRESSES: &str = "Addresses";
 const REQUESTS: &str = "Requests";
 const TLS: &str = "TLS";
@@ -62,6 +64,11 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     advertise_client_urls: Option<Urls>,
 
+    /// Addresses for HTTP; listen-client-urls then serve gRPC alone [default: none]
+    #[arg(help_heading = ADDRESSES, long, value_name = "URLS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    listen_client_http_urls: Option<Urls>,
+
     /// Maximum size of a write request, in bytes or with a unit such as 4MiB [default: 1572864]
     #[arg(help_heading = REQUESTS, long, value_name = "BYTES", value_parser = parse_bytes::<usize>)]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -82,6 +89,11 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     value_cache_bytes: Option<u64>,
 
+    /// Do not sync commits to the disk: a crash of the machine loses acknowledged writes or damages the database
+    #[arg(help_heading = DATASTORE, long, value_name = "BOOL", value_parser = parse_switch, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unsafe_no_fsync: Option<bool>,
+
     /// Threads that serve requests; 0: one thread on up to two cores, else one per core [default: 0]
     #[arg(help_heading = REQUESTS, long, value_name = "COUNT")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -92,10 +104,27 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     log_level: Option<String>,
 
-    /// Format of the log on standard error [default: text]
+    /// Format of the log; auto: text on a terminal, JSON otherwise [default: auto]
     #[arg(help_heading = TELEMETRY, long, value_name = "FORMAT")]
     #[serde(skip_serializing_if = "Option::is_none")]
     log_format: Option<LogFormat>,
+
+    /// Where the log is written: stderr (also as default), stdout or paths of files, separated by commas
+    /// [default: default]
+    #[arg(help_heading = TELEMETRY, long, value_name = "PLACES")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    log_outputs: Option<List<String>>,
+
+    /// Rotate the log; requires one file in log-outputs
+    #[arg(help_heading = TELEMETRY, long, value_name = "BOOL", value_parser = parse_switch, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    enable_log_rotation: Option<bool>,
+
+    /// Limits of rotated files as in etcd: maxsize in MiB, maxage in days, maxbackups
+    /// [default: {"maxsize": 100, "maxage": 0, "maxbackups": 0}]
+    #[arg(help_heading = TELEMETRY, long, value_name = "JSON")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    log_rotation_config_json: Option<String>,
 
     /// Maximum bytes in use, for example 8GiB; above it writes fail and the alarm NOSPACE is raised. 0: 2 GiB, negative:
     /// no quota [default: 0]
@@ -123,6 +152,21 @@ pub struct Flags {
     #[arg(help_heading = DATASTORE, long, value_name = "DURATION", alias = "experimental-compaction-sleep-interval")]
     #[serde(skip_serializing_if = "Option::is_none")]
     compaction_sleep_interval: Option<Interval>,
+
+    /// Interval at which the server saves a snapshot of its store, such as 6h; 0: off [default: 0]
+    #[arg(help_heading = SNAPSHOTS, long, value_name = "DURATION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshot_interval: Option<Interval>,
+
+    /// Number of these snapshots that are kept; older ones are deleted [default: 7]
+    #[arg(help_heading = SNAPSHOTS, long, value_name = "COUNT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshot_retention: Option<usize>,
+
+    /// Folder of these snapshots, created if it does not exist [default: snapshots in the data directory]
+    #[arg(help_heading = SNAPSHOTS, long, value_name = "FOLDER")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshot_dir: Option<PathBuf>,
 
     /// Maximum number of concurrent calls on one connection [default: 4294967295]
     #[arg(help_heading = REQUESTS, long, value_name = "COUNT")]
@@ -155,7 +199,7 @@ pub struct Flags {
     metrics: Option<MetricsDetail>,
 
     /// Export requests as OpenTelemetry spans
-    #[arg(help_heading = TELEMETRY, long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+    #[arg(help_heading = TELEMETRY, long, value_name = "BOOL", value_parser = parse_switch, num_args = 0..=1, require_equals = true, default_missing_value = "true",
         alias = "experimental-enable-distributed-tracing")]
     #[serde(skip_serializing_if = "Option::is_none")]
     enable_distributed_tracing: Option<bool>,
@@ -196,7 +240,7 @@ pub struct Flags {
     key_file: Option<PathBuf>,
 
     /// Require client certificates signed by trusted-ca-file
-    #[arg(help_heading = TLS, long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(help_heading = TLS, long, value_name = "BOOL", value_parser = parse_switch, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     #[serde(skip_serializing_if = "Option::is_none")]
     client_cert_auth: Option<bool>,
 
@@ -216,7 +260,7 @@ pub struct Flags {
     client_cert_allowed_hostname: Option<List<String>>,
 
     /// Generate a self-signed certificate if none is given; clients cannot verify it
-    #[arg(help_heading = TLS, long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(help_heading = TLS, long, value_name = "BOOL", value_parser = parse_switch, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     #[serde(skip_serializing_if = "Option::is_none")]
     auto_tls: Option<bool>,
 
@@ -241,6 +285,22 @@ pub struct Flags {
     tls_max_version: Option<TlsVersion>,
 }
 
+/// Returns the setting that a flag with this name, or with it as an alias, sets.
+pub(super) fn setting_of(name: &str) -> Option<String> {
+    static SETTINGS: LazyLock<HashMap<String, String>> = LazyLock::new(|| {
+        let command = Flags::augment_args(clap::Command::new("orlop"));
+        let mut settings = HashMap::new();
+        for flag in command.get_arguments() {
+            let Some(setting) = flag.get_long().filter(|name| *name != "config-file") else { continue };
+            for name in flag.get_all_aliases().unwrap_or_default().into_iter().chain([setting]) {
+                settings.insert(name.to_owned(), setting.to_owned());
+            }
+        }
+        settings
+    });
+    SETTINGS.get(name).cloned()
+}
+
 /// The location of the log.
 #[derive(Clone, Debug, Default, clap::Args, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -250,7 +310,7 @@ pub struct DatastoreFlags {
     #[serde(skip)]
     pub(super) config_file: Option<PathBuf>,
 
-    /// Directory of the SQLite database, created if it does not exist [default: orlop-data]
+    /// Directory of the SQLite database; a server creates it if it does not exist [default: orlop-data]
     #[arg(help_heading = DATASTORE, long, value_name = "FOLDER")]
     #[serde(skip_serializing_if = "Option::is_none")]
     data_dir: Option<PathBuf>,

@@ -98,6 +98,13 @@ impl CipherSuite {
 }
 
 impl Datastore {
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Sqlite(_) => "SQLite",
+            Self::Postgres(_) => "Postgres",
+        }
+    }
+
     /// Returns the name for messages, without user, password and parameters.
     pub fn name(&self) -> String {
         match self {
@@ -342,13 +349,24 @@ impl<'de> Deserialize<'de> for FileMode {
     }
 }
 
-/// A duration such as 10m, 1h30m or 500ms.
+/// Parses a switch with the words of Go's `strconv.ParseBool`.
+pub fn parse_switch(text: &str) -> Result<bool, String> {
+    match text {
+        "1" | "t" | "T" | "TRUE" | "true" | "True" => Ok(true),
+        "0" | "f" | "F" | "FALSE" | "false" | "False" => Ok(false),
+        _ => Err(format!("{text:?} is not a switch; use true or false")),
+    }
+}
+
+/// A duration such as 10m, 1h30m or 500ms. In a file it may also be a number of nanoseconds, as in etcd's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval(pub Duration);
 
 impl Interval {
     /// Minimum progress interval, as in etcd.
     pub(super) const MIN: Duration = Duration::from_millis(100);
+    /// Minimum interval of snapshots, whose names contain seconds.
+    pub(super) const SNAPSHOT_MIN: Duration = Duration::from_secs(1);
     /// Minimum poll interval. A shorter one adds load to the database and finds no rows earlier.
     pub(super) const POLL_MIN: Duration = Duration::from_millis(1);
 }
@@ -357,10 +375,38 @@ impl FromStr for Interval {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(duration) = go_duration(text) {
+            return Ok(Self(duration));
+        }
         humantime::parse_duration(text)
             .map(Self)
             .map_err(|error| format!("{text:?} is not a duration ({error}); examples: 10m, 1h30m, 500ms"))
     }
+}
+
+/// Parses a duration in the form of Go: `0`, or numbers, which may have fractions, each with a unit.
+fn go_duration(text: &str) -> Option<Duration> {
+    if text == "0" {
+        return Some(Duration::ZERO);
+    }
+    let (mut total, mut rest) = (Duration::ZERO, text);
+    while !rest.is_empty() {
+        let (number, after) = rest.split_at(rest.find(|c: char| !c.is_ascii_digit() && c != '.')?);
+        let (unit, after) = after.split_at(after.find(|c: char| c.is_ascii_digit() || c == '.').unwrap_or(after.len()));
+        let secs = match unit {
+            "ns" => 1e-9,
+            "us" | "µs" => 1e-6,
+            "ms" => 1e-3,
+            "s" => 1.0,
+            "m" => 60.0,
+            "h" => 3_600.0,
+            _ => return None,
+        };
+        let part = Duration::try_from_secs_f64(number.parse::<f64>().ok()? * secs).ok()?;
+        total = total.checked_add(part)?;
+        rest = after;
+    }
+    (!text.is_empty()).then_some(total)
 }
 
 impl fmt::Display for Interval {
@@ -377,13 +423,24 @@ impl Serialize for Interval {
 
 impl<'de> Deserialize<'de> for Interval {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "a duration such as 10m, or a number of nanoseconds")]
+        enum Form {
+            Nanos(u64),
+            Text(String),
+        }
+        match Form::deserialize(deserializer)? {
+            Form::Nanos(nanos) => Ok(Self(Duration::from_nanos(nanos))),
+            Form::Text(text) => text.parse().map_err(de::Error::custom),
+        }
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
+    /// Text on a terminal, JSON otherwise
+    Auto,
     /// Human-readable lines
     #[value(alias = "console")]
     #[serde(alias = "console")]

@@ -1,6 +1,10 @@
 //! The checksum at the end of a snapshot.
 
-use std::{fs::File, io::Read, path::Path};
+use std::{
+    fs::File,
+    io::{Read, Seek as _, SeekFrom, Write as _},
+    path::Path,
+};
 
 use sha2::{Digest as _, Sha256};
 
@@ -53,6 +57,39 @@ impl<R: Read> Read for Hashing<R> {
     }
 }
 
+/// Appends the checksum to a file.
+pub(super) fn append(file: &mut File) -> std::io::Result<()> {
+    file.seek(SeekFrom::Start(0))?;
+    let mut whole = Hashing::new(&mut *file);
+    std::io::copy(&mut whole, &mut std::io::sink())?;
+    let checksum = whole.checksum();
+    file.write_all(&checksum)
+}
+
+/// Checks that a snapshot of Orlop or of etcd is complete.
+pub(super) fn verify_received(path: &Path) -> Result<()> {
+    let unreadable = |error: std::io::Error| file_error("read", path, &error);
+    let file = File::open(path).map_err(unreadable)?;
+    let size = file.metadata().map_err(unreadable)?.len();
+    if size % BLOCK_BYTES != CHECKSUM_BYTES {
+        return Err(Error::File("the received snapshot is truncated: it has no checksum at its end".to_owned()));
+    }
+    if !checksum_matches(file, size).map_err(unreadable)? {
+        return Err(Error::File("the received snapshot is damaged: its checksum does not match".to_owned()));
+    }
+    Ok(())
+}
+
+/// Returns whether the last bytes of a file are the checksum of the others.
+fn checksum_matches(mut file: impl Read, size: u64) -> std::io::Result<bool> {
+    let mut whole = Hashing::new((&mut file).take(size - CHECKSUM_BYTES));
+    std::io::copy(&mut whole, &mut std::io::sink())?;
+    let checksum = whole.checksum();
+    let mut stored = Vec::new();
+    file.read_to_end(&mut stored)?;
+    Ok(checksum == stored)
+}
+
 /// Checks that a file is a complete snapshot. Returns its size without the checksum, in bytes.
 pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
     let unreadable = |error: std::io::Error| file_error("read", path, &error);
@@ -79,12 +116,7 @@ pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
             "{name} has no checksum at its end: it is truncated, or a copy of a database file, which can be used with --skip-hash-check"
         )));
     }
-    let mut whole = Hashing::new(head.chain(file).take(size - CHECKSUM_BYTES));
-    std::io::copy(&mut whole, &mut std::io::sink()).map_err(unreadable)?;
-    let mut stored = Vec::new();
-    let Hashing { reader, hash } = whole;
-    reader.into_inner().read_to_end(&mut stored).map_err(unreadable)?;
-    if hash.finalize().as_slice() != stored {
+    if !checksum_matches(head.chain(file), size).map_err(unreadable)? {
         return Err(Error::File(format!("{name} is damaged: its checksum does not match")));
     }
     Ok(size - CHECKSUM_BYTES)

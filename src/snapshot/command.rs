@@ -1,11 +1,18 @@
-//! `orlop snapshot`: inspects and restores snapshots without a server.
+//! `orlop snapshot`: saves snapshots of running servers; inspects and restores snapshots without a server.
 
 use std::{io::Write as _, path::PathBuf};
 
-use clap::{Subcommand, ValueEnum};
+use clap::Subcommand;
 
-use super::{HashCheck, Status, restore, status};
-use crate::config::{Datastore, DatastoreFlags, Flags, Settings};
+use super::{
+    HashCheck, Status, restore,
+    save::{SaveArgs, save},
+    status,
+};
+use crate::{
+    config::{Datastore, DatastoreFlags, Flags, Settings},
+    output::Format,
+};
 use orlop_core::log::Load;
 use orlop_sql::{PostgresLoader, SqliteLoader};
 
@@ -17,6 +24,12 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Save a snapshot of a running server, Orlop or etcd, to a file and print its name
+    ///
+    /// The file appears complete: the command writes to a temporary file in the same folder, verifies the checksum that
+    /// the server has sent, syncs the file and renames it. Its mode is 0600.
+    Save(SaveArgs),
+
     /// Verify a snapshot and print its revision, keys and size
     Status {
         #[command(flatten)]
@@ -42,7 +55,7 @@ enum Command {
 
 #[derive(Debug, clap::Args)]
 struct SnapshotArgs {
-    /// Snapshot file, written by etcdctl snapshot save
+    /// Snapshot file, written by snapshot save of orlop or etcdctl, or by the server (snapshot-interval)
     #[arg(value_name = "FILE")]
     file: PathBuf,
 
@@ -57,14 +70,6 @@ impl SnapshotArgs {
     }
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum Format {
-    /// One line per property
-    Simple,
-    /// One JSON object; names are those of etcdctl where it has the property
-    Json,
-}
-
 /// Runs the command and prints its result.
 ///
 /// # Errors
@@ -72,6 +77,10 @@ enum Format {
 /// A text for the operator.
 pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
     match args.command {
+        Command::Save(args) => {
+            let file = save(&args).await?;
+            Ok(writeln!(std::io::stdout(), "{}", file.display())?)
+        }
         Command::Status { snapshot, write_out } => {
             let status = status(&snapshot.file, snapshot.check()).await?;
             let text = match write_out {

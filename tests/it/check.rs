@@ -20,7 +20,7 @@ use orlop_core::{
     store::{Settings, Store, request::CompactionWait},
     types::Revision,
 };
-use orlop_sql::{PostgresLog, PostgresSettings, SqliteLog};
+use orlop_sql::{Durability, PostgresLog, PostgresSettings, SqliteLog};
 use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest, request_op::Request,
 };
@@ -103,7 +103,10 @@ impl Place {
         let output = self.check(&[]);
         let text = String::from_utf8(output.stdout).expect("text");
         let lines = text.lines().skip_while(|line| !line.starts_with("violations  ")).skip(1);
-        lines.filter(|line| !line.starts_with("The store is damaged")).map(str::to_owned).collect()
+        lines
+            .take_while(|line| !line.starts_with("Keep a copy") && !line.starts_with("The store is "))
+            .map(str::to_owned)
+            .collect()
     }
 
     async fn execute(&self, sql: &str) {
@@ -238,6 +241,7 @@ pub async fn open_log(place: &Place) -> Arc<dyn Log> {
                 connections_max: 4,
                 name: "check".to_owned(),
                 client_urls: Vec::new(),
+                durability: Durability::Synced,
             };
             Arc::new(PostgresLog::open(settings).await.expect("the database opens"))
         }

@@ -83,7 +83,7 @@ async fn connection_limit_of_the_role_is_named() {
     let home = tempfile::tempdir().expect("a folder");
     let endpoint = postgres.create_database();
     let name = endpoint.rsplit_once('/').expect("a URL").1;
-    postgres.psql("postgres", &format!("ALTER ROLE {name} CONNECTION LIMIT 3"));
+    postgres.psql("postgres", &format!("ALTER ROLE {name} CONNECTION LIMIT 1"));
     let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
     check_contains(&text, &[&format!("too many connections for role \"{name}\"")]);
 }

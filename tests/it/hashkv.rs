@@ -23,6 +23,18 @@ async fn hash(client: &mut Client, revision: i64) -> Result<(u32, i64), (Code, S
     Ok((answer.hash, answer.compact_revision))
 }
 
+/// Runs `orlop hashkv` on the store of a server. Returns its output or error.
+fn offline(server: &Server, flags: &[&str]) -> String {
+    let datastore = server
+        .datastore()
+        .map_or_else(|| format!("sqlite://{}", server.data_dir().join("orlop.db").display()), str::to_owned);
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_orlop"));
+    command.args(["hashkv", "--datastore-endpoint", &datastore]).args(flags);
+    let output = command.output().expect("orlop is built with the tests");
+    let text = if output.status.success() { output.stdout } else { output.stderr };
+    String::from_utf8(text).expect("text")
+}
+
 async fn compact(client: &mut Client, revision: i64) {
     client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
 }
@@ -86,6 +98,13 @@ async fn worked_example_has_the_hash_of_etcd(backend: Backend) {
         compact(&mut client, revision).await;
     }
     assert_eq!(hash(&mut client, 0).await, Ok((3_701_189_477, 4)));
+    if server.is_orlop() {
+        assert_eq!(offline(&server, &[]), "3701189477, 5, 4\n");
+        let (hash, _) = hash(&mut client, 5).await.expect("a hash");
+        assert_eq!(offline(&server, &["--rev", "5"]), format!("{hash}, 5, 4\n"));
+        assert!(offline(&server, &["--rev", "3"]).contains("has been compacted; the oldest readable one is 4"));
+        assert!(offline(&server, &["--rev", "6"]).contains("does not exist; the newest one is 5"));
+    }
     let compacted = (Code::OutOfRange, "etcdserver: mvcc: required revision has been compacted".to_owned());
     assert_eq!(hash(&mut client, 3).await, Err(compacted));
     let future = (Code::OutOfRange, "etcdserver: mvcc: required revision is a future revision".to_owned());
@@ -121,6 +140,18 @@ async fn hashes_equal_those_of_etcd(backend: Backend) {
         }
     }
     let before = hash(&mut ours, 0).await;
+    for state in ["running", "stopped"] {
+        let found = offline(&server, &["--write-out", "json"]);
+        let found: serde_json::Value = serde_json::from_str(&found).expect("JSON");
+        let (hash, compact_revision) = before.clone().expect("a hash");
+        let want = serde_json::json!({
+            "hash": hash, "hashRevision": found["hashRevision"], "compactRevision": compact_revision,
+        });
+        assert_eq!(found, want, "{state}");
+        if state == "running" {
+            server.terminate().await;
+        }
+    }
     server.restart().await;
     assert_eq!(hash(&mut Client::connect(server.endpoint()).await, 0).await, before, "a restart changes nothing");
 }

@@ -6,7 +6,7 @@ use orlop_core::{
     log::{Append, Appended, History, LeaseChange, Log, Meta, Position, Reclaim, WithPrev},
     types::{Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version},
 };
-use orlop_sql::{PostgresLog, PostgresSettings, SqliteLog};
+use orlop_sql::{Durability, PostgresLog, PostgresSettings, SqliteLog};
 use tempfile::TempDir;
 
 use crate::support::{Backend, Postgres, on_both_backends};
@@ -24,6 +24,7 @@ async fn open(backend: Backend, home: &TempDir) -> Option<Arc<dyn Log>> {
                 connections_max: 2,
                 name: "test".to_owned(),
                 client_urls: Vec::new(),
+                durability: Durability::Synced,
             };
             Arc::new(PostgresLog::open(settings).await.expect("the database opens"))
         }

@@ -4,10 +4,13 @@
 
 mod alarm;
 mod ambiguity;
+mod backup;
 mod bench;
 mod check;
+mod commands;
 mod damaged;
 mod differential;
+mod drop_in;
 mod durability;
 mod etcdctl;
 mod foreign;

@@ -11,7 +11,7 @@ use orlop_wire::proto::client::etcdserverpb::{
     MemberListRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
 };
 
-use crate::support::{Backend, Client, DEADLINE, Server, etcd_tool, skip};
+use crate::support::{Backend, Client, DEADLINE, Server};
 
 /// Runs orlop until it ends by itself.
 pub fn run(home: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
@@ -73,7 +73,7 @@ fn errors_name_invalid_settings_and_accepted_values() {
     check_refused(&[], &[("ORLOP_DATASTORE_ENDPONT", "x")], &["ENDPONT", "did you mean ORLOP_DATASTORE_ENDPOINT?"]);
     check_refused(&[], &[("ORLOP_DATADIR", "x")], &["ORLOP_DATADIR", "did you mean ORLOP_DATA_DIR?"]);
     check_refused(&["--log-format", "xml"], &[], &["xml", "text", "json"]);
-    check_refused(&[], &[("ORLOP_MAX_TXN_OPS", "many")], &["MAX-TXN-OPS", "many"]);
+    check_refused(&[], &[("ORLOP_MAX_TXN_OPS", "many")], &["ORLOP_MAX_TXN_OPS", "many"]);
     // A string setting accepts a value that looks like a number: each of these starts fails for another reason.
     let numbers = [("ORLOP_NAME", "12"), ("ORLOP_AUTO_COMPACTION_RETENTION", "5"), ("ORLOP_DATA_DIR", "1.50")];
     check_refused(&["--max-txn-ops", "0"], &numbers, &["max-txn-ops must be at least 1"]);
@@ -106,7 +106,7 @@ fn errors_name_invalid_settings_and_accepted_values() {
             &[],
             &["quota-backend-bytes", size, "examples: 8589934592, 8GiB"],
         );
-        check_refused(&[], &[("ORLOP_QUOTA_BACKEND_BYTES", size)], &["QUOTA-BACKEND-BYTES", size, "8GiB"]);
+        check_refused(&[], &[("ORLOP_QUOTA_BACKEND_BYTES", size)], &["ORLOP_QUOTA_BACKEND_BYTES", size, "8GiB"]);
     }
     check_refused(&["--datastore-connections", "0"], &[], &["datastore-connections", "at least 1"]);
     check_refused(&["--datastore-poll-interval", "1us"], &[], &["datastore-poll-interval", "at least 1ms"]);
@@ -197,23 +197,6 @@ fn completions_end_quietly_if_the_reader_stops() {
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
 }
 
-/// The flags of the installed etcd, except `--listen-client-http-urls`, which asks for addresses that Orlop does not serve.
-#[test]
-fn flags_of_etcd_are_known() {
-    let Some(etcd) = etcd_tool("etcd", "ORLOP_ETCD") else { return skip("etcd") };
-    let help = Command::new(etcd).arg("--help").output().expect("etcd prints its help");
-    let help = String::from_utf8_lossy(&[help.stdout, help.stderr].concat()).into_owned();
-    let flags = help.lines().filter_map(|line| line.trim_start().strip_prefix("--")?.split([' ', '=']).next());
-    let flags: Vec<&str> = flags.filter(|flag| *flag != "listen-client-http-urls").collect();
-    assert!(flags.len() > 90, "{flags:?}");
-    let home = tempfile::tempdir().expect("a temporary directory can be made");
-    for flag in flags {
-        let output = run(home.path(), &[&format!("--{flag}=x"), "--no-such-flag"], &[]);
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert!(!text.contains(&format!("unexpected argument '--{flag}'")), "{text}");
-    }
-}
-
 /// The command line as kubeadm writes it into a control plane's manifest.
 #[tokio::test]
 async fn etcd_command_line_is_accepted() {
@@ -252,7 +235,6 @@ async fn etcd_command_line_is_accepted() {
         "peer-key-file",
         "pre-vote",
         "raft-read-timeout",
-        "enable-log-rotation",
         "v2-deprecation",
     ] {
         assert!(log.contains(ignored), "{ignored} is named: {log}");

@@ -2,11 +2,9 @@
 
 use std::time::Duration;
 
-use crate::{
-    closed_loop::Limits,
-    endpoint::{Address, Credentials, Endpoint},
-    error::Error,
-};
+use orlop_client::{Credentials, Endpoint};
+
+use crate::{closed_loop::Limits, error::Error};
 
 /// Flags that every scenario accepts.
 #[derive(Debug, clap::Args)]
@@ -78,7 +76,7 @@ impl Common {
         if self.has_endpoints() {
             return self.endpoints.clone();
         }
-        vec![Endpoint { address: Address::Tcp("127.0.0.1:2379".to_owned()), has_tls: false }]
+        vec![Endpoint::default()]
     }
 
     pub fn has_endpoints(&self) -> bool {

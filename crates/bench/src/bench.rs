@@ -2,13 +2,12 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use http::HeaderValue;
+use orlop_client::{Endpoint, Target};
 
 use crate::{
     args::{Common, Plan},
-    closed_loop::{Limits, Recorder, Run, Worker, describe},
+    closed_loop::{Limits, Recorder, Run, Worker},
     connection::Pool,
-    endpoint::{Endpoint, Target},
     error::Error,
     interrupt::Interrupt,
     keyspace::{KeySpace, filler_value},
@@ -106,14 +105,5 @@ impl Bench {
 
 /// Returns the endpoints of the flags, with a token if the flags contain a user.
 pub async fn log_in(common: &Common) -> Result<Target, Error> {
-    let endpoints = common.endpoints();
-    let needs_tls = endpoints.iter().any(|endpoint| endpoint.has_tls);
-    let tls = if needs_tls { Some(common.credentials.tls()?) } else { None };
-    let mut target = Target { endpoints, tls, token: None };
-    let Some((name, password)) = common.credentials.login() else { return Ok(target) };
-    let client = Pool::connect(&target, 1).await?.client(0);
-    let failed = |error: String| Error::Step { step: "logging in", endpoint: client.endpoint().to_string(), error };
-    let token = client.authenticate(name, password).await.map_err(|status| failed(describe(&status)))?;
-    target.token = token.map(HeaderValue::try_from).transpose().map_err(|error| failed(error.to_string()))?;
-    Ok(target)
+    Ok(Target::new(common.endpoints(), &common.credentials).await?)
 }

@@ -21,6 +21,8 @@ use tokio::{
 };
 use tonic::Status;
 
+use orlop_client::describe;
+
 use crate::{connection::Client, interrupt::Interrupt};
 
 /// Maximum time that operations in flight may take after the end of the run.
@@ -261,17 +263,6 @@ impl Recorder {
             Err(status) => self.fail(1, || describe(status)),
         }
     }
-}
-
-/// Formats the status with its sources: the message of a transport error alone does not name the cause.
-pub fn describe(status: &Status) -> String {
-    let mut text = format!("{:?}: {}", status.code(), status.message());
-    let mut source = std::error::Error::source(status);
-    while let Some(error) = source {
-        text = format!("{text}: {error}");
-        source = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

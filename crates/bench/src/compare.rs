@@ -34,35 +34,42 @@ use self::{
 };
 use crate::{args::Common, error::Error, interrupt::Interrupt, output};
 
+// Headings of `--help`.
+const SERVERS: &str = "Servers";
+pub const LOADS: &str = "Loads";
+pub const OUTPUT: &str = "Output";
+/// Help of the common flag `--duration`, which has another default here.
+pub const DURATION_HELP: &str = "Duration of each load, such as 500ms or 2s [default: 500ms]";
+
 #[derive(Debug, clap::Args)]
 pub struct Compare {
     /// Servers to compare, separated by commas
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "etcd,sqlite,postgres", value_name = "SERVERS")]
+    #[arg(help_heading = SERVERS, long, value_enum, value_delimiter = ',', default_value = "etcd,sqlite,postgres", value_name = "SERVERS")]
     servers: Vec<ServerKind>,
 
     /// Groups of loads to run, separated by commas [default: all]
-    #[arg(long, value_delimiter = ',', value_parser = groups::parse_name, value_name = "GROUPS")]
+    #[arg(help_heading = LOADS, long, value_delimiter = ',', value_parser = groups::parse_name, value_name = "GROUPS")]
     groups: Vec<String>,
 
     /// Number of rounds
-    #[arg(long, default_value = "3", value_parser = clap::value_parser!(u32).range(1..=99), value_name = "N")]
+    #[arg(help_heading = LOADS, long, default_value = "3", value_parser = clap::value_parser!(u32).range(1..=99), value_name = "N")]
     rounds: u32,
 
     /// Program file of etcd [default: that of scripts/fetch-etcd, else that in PATH]
-    #[arg(long, env = "ORLOP_ETCD", value_name = "FILE")]
+    #[arg(help_heading = SERVERS, long, env = "ORLOP_ETCD", value_name = "FILE")]
     etcd: Option<PathBuf>,
 
     /// Directory of initdb and postgres [default: that of initdb in PATH, else that of the Debian package]
-    #[arg(long, value_name = "DIR")]
+    #[arg(help_heading = SERVERS, long, value_name = "DIR")]
     postgres_programs: Option<PathBuf>,
 
     /// Directory for the temporary data of the servers; the comparison measures its disk
-    #[arg(long, default_value = ".", value_name = "DIR")]
+    #[arg(help_heading = SERVERS, long, default_value = ".", value_name = "DIR")]
     work_dir: PathBuf,
 
     /// Markdown page whose tables are replaced; the plots are written to the directory of the page [default: standard
     /// output, no plots]
-    #[arg(long, conflicts_with = "json", value_name = "FILE")]
+    #[arg(help_heading = OUTPUT, long, conflicts_with = "json", value_name = "FILE")]
     output: Option<PathBuf>,
 }
 

@@ -8,8 +8,8 @@ pub enum Error {
     /// The flags are invalid, or name a file or program that cannot be used.
     #[error("{0}")]
     Flags(String),
-    #[error("cannot connect: {source}, endpoint=`{endpoint}`")]
-    Connect { endpoint: String, source: io::Error },
+    #[error(transparent)]
+    Client(#[from] orlop_client::Error),
     #[error(
         "the prefix is in use: use another --prefix, or --purge to delete its keys, prefix=`{prefix}` keys={count}"
     )]

@@ -14,8 +14,10 @@ use bytes::Bytes;
 use tokio::time::timeout;
 use tonic::{Response, Status};
 
+use orlop_client::describe;
+
 use crate::{
-    closed_loop::{Limits, OpCounts, Run, Worker, describe},
+    closed_loop::{Limits, OpCounts, Run, Worker},
     connection::{Client, Pool},
     error::Error,
     interrupt::Interrupt,

@@ -9,10 +9,12 @@ use parking_lot::Mutex;
 use tokio::{task::JoinSet, time::Instant};
 use tonic::{Status, Streaming};
 
+use orlop_client::describe;
+
 use crate::{
     args::parse_count,
     bench::Bench,
-    closed_loop::{OpCounts, Recorder, Run, Worker, describe},
+    closed_loop::{OpCounts, Recorder, Run, Worker},
     connection::Client,
     error::Error,
     keyspace::{KeySpace, filler_value},

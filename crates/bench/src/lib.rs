@@ -15,7 +15,6 @@ mod catch_up;
 mod closed_loop;
 mod compare;
 mod connection;
-mod endpoint;
 mod error;
 mod get;
 mod idle;
@@ -89,6 +88,20 @@ enum Scenario {
     Maintenance(maintenance::Maintenance),
     /// Send the requests of kube-apiserver: lease renewals, pod updates, paged lists, counts, probes and watches
     Kubernetes(kubernetes::Kubernetes),
+}
+
+/// Hides the common flags without effect in the help of `compare`, which starts its own servers.
+pub fn hide_rejected_flags(bench: clap::Command) -> clap::Command {
+    let common = bench.get_arguments().filter(|flag| flag.is_global_set()).cloned();
+    let flags: Vec<clap::Arg> = common
+        .map(|flag| match flag.get_id().as_str() {
+            "duration" => flag.help(compare::DURATION_HELP).help_heading(compare::LOADS),
+            "json" => flag.help_heading(compare::OUTPUT),
+            _ => flag.hide(true),
+        })
+        .collect();
+    // A subcommand that has a flag of this name does not inherit the common one.
+    bench.mut_subcommand("compare", |compare| compare.args(flags))
 }
 
 /// Runs the scenario, the comparison or the soak test, and prints the results to standard output.

@@ -5,10 +5,12 @@ use std::{collections::BTreeMap, future::Future, time::Duration};
 
 use tokio::time::{Instant, sleep, timeout};
 
+use orlop_client::describe;
+
 use crate::{
     args::{parse_count, parse_value_size},
     bench::Bench,
-    closed_loop::{Limits, Recorder, Run, describe},
+    closed_loop::{Limits, Recorder, Run},
     error::Error,
     report::{self, Report, Row},
     write,

@@ -29,6 +29,8 @@ use self::{
     schedule::Schedule,
     server_run::ServerRun,
 };
+use orlop_client::Target;
+
 use crate::{
     args::{Common, parse_count},
     bench::{Bench, log_in},
@@ -37,7 +39,6 @@ use crate::{
         server_kind::ServerKind,
         test_bed::{TestBed, TestBedOptions},
     },
-    endpoint::Target,
     error::Error,
     interrupt::Interrupt,
     kubernetes::Kubernetes,

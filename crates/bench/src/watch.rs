@@ -19,10 +19,12 @@ use tokio::{
 };
 use tonic::{Status, Streaming};
 
+use orlop_client::describe;
+
 use crate::{
     args::{parse_count, parse_value_size},
     bench::Bench,
-    closed_loop::{OpCounts, Recorder, Run, Worker, describe},
+    closed_loop::{OpCounts, Recorder, Run, Worker},
     connection::{Client, Pool},
     error::Error,
     report::{Report, Row},

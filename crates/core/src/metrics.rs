@@ -6,6 +6,8 @@
 //! Updating a metric without labels neither allocates nor locks. Finding the metric of a label value takes a lock, so
 //! code that knows its label values in advance finds their metrics once, at the start.
 
+use std::time::SystemTime;
+
 use prometheus::{
     Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
     Registry, TextEncoder, core::Collector, exponential_buckets, process_collector::ProcessCollector,
@@ -169,11 +171,22 @@ metrics! {
         defrag: Histogram "etcd_disk_backend_defrag_duration_seconds" in doubling(0.1, 13),
             "Duration of a defragmentation.";
         defrag_inflight: IntGauge "etcd_disk_defrag_inflight", "1 while a defragmentation runs.";
+        snapshot_last: IntGauge "orlop_snapshot_last_timestamp_seconds",
+            "Unix time of the last snapshot that this instance has stored or sent completely; 0: none.";
+        snapshot_failures: IntCounter "orlop_snapshot_failures_total", "Snapshots that could not be taken.";
         snapshot: Histogram "etcd_disk_backend_snapshot_duration_seconds" in doubling(0.01, 17),
             "Duration of a snapshot.";
         hash: Histogram "etcd_mvcc_hash_duration_seconds" in doubling(0.01, 15), "Duration of a hash of the whole log.";
         hash_rev: Histogram "etcd_mvcc_hash_rev_duration_seconds" in doubling(0.01, 15),
             "Duration of a hash of the pairs.";
+    }
+}
+
+impl Maintenance {
+    /// Sets the time of the last snapshot.
+    pub fn set_last_snapshot(&self, time: SystemTime) {
+        let since_epoch = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        self.snapshot_last.set(i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX));
     }
 }
 
@@ -216,6 +229,7 @@ metrics! {
         instances: IntGauge "orlop_instances", "Live instances on this log.";
         connections: IntGaugeVec "orlop_database_connections" ["state"],
             "Connections to the database, idle and in use.";
+        database: IntGaugeVec "orlop_database_info" ["kind"], "1 for the kind of the database.";
         build: IntGaugeVec "orlop_build_info" ["version"], "1 for the version of Orlop.";
     }
 }

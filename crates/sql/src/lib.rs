@@ -9,7 +9,15 @@ mod postgres;
 mod rows;
 mod sqlite;
 
+/// Whether commits are synced to the disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Durability {
+    Synced,
+    /// A crash of the machine can lose the last commits, and damage a SQLite file.
+    Unsynced,
+}
+
 pub use self::{
     postgres::{PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
-    sqlite::{SqliteLoader, SqliteLog, SqliteView},
+    sqlite::{Defragmented, SqliteLoader, SqliteLog, SqliteView},
 };

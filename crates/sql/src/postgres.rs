@@ -33,7 +33,10 @@ use self::{
     listener::Listener,
 };
 pub use self::{load::PostgresLoader, view::PostgresView};
-use crate::rows::{LogRow as _, corrupt};
+use crate::{
+    Durability,
+    rows::{LogRow as _, corrupt},
+};
 use orlop_core::log::{
     Append, Appended, Connections, Error, HEARTBEAT_TIMEOUT, History, Log, LoggedLease, Member, Meta, Page, Position,
     Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Touch, Visit, WithPrev,
@@ -52,6 +55,7 @@ pub struct PostgresSettings {
     /// The name of this instance, unique among the instances on one database.
     pub name: String,
     pub client_urls: Vec<String>,
+    pub durability: Durability,
 }
 
 /// The log in Postgres.
@@ -78,7 +82,7 @@ impl PostgresLog {
     /// [`orlop_core::log::Error::Open`] if the database cannot be reached, is a standby, or denies a permission. The
     /// text contains the address of the database without the password.
     pub async fn open(settings: PostgresSettings) -> Result<Self> {
-        let database = Database::new(&settings.endpoint, settings.connections_max)?;
+        let database = Database::new(&settings.endpoint, settings.connections_max, settings.durability)?;
         let mut connection = database.connect_first().await?;
         database.migrate(&mut connection).await?;
         let cluster_id: i64 = sqlx::query_scalar("SELECT value FROM meta WHERE name = 'cluster_id'")

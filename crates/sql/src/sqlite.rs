@@ -9,6 +9,7 @@
 
 mod append;
 mod checkpoint;
+mod defragment;
 mod inspect;
 mod integrity;
 mod lease_times;
@@ -32,9 +33,9 @@ use sqlx::{
 use tracing::warn;
 
 use self::{checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum, writer::Writer};
-pub use self::{load::SqliteLoader, view::SqliteView};
-use crate::migrations;
+pub use self::{defragment::Defragmented, load::SqliteLoader, view::SqliteView};
 use crate::rows::{cannot_migrate, connections, foreign_table, unavailable};
+use crate::{Durability, migrations};
 use orlop_core::log::{
     Append, Appended, Connections, Error, History, Log, LoggedLease, Meta, Page, Precision, Reclaim, Reclaimed, Result,
     SharedLog, Size, Visit, WithPrev,
@@ -71,6 +72,11 @@ impl SqliteLog {
     /// [`Error::Open`] with the name of the file, if another process has locked it, or it cannot be read or written, or
     /// is not a database.
     pub async fn open(file: &Path) -> Result<Self> {
+        Self::open_with(file, Durability::Synced).await
+    }
+
+    /// Like [`SqliteLog::open`], optionally without syncing commits.
+    pub async fn open_with(file: &Path, durability: Durability) -> Result<Self> {
         let name = file.display();
         refuse_etcd(file)?;
         let lock = lock_file(file)?;
@@ -79,11 +85,15 @@ impl SqliteLog {
         check_length(file)?;
         // SQLite creates the WAL and the shared-memory file with the mode of this file.
         private::make_file(file).map_err(|error| open(error.into()))?;
-        let options = Self::options(file);
+        let synchronous = match durability {
+            Durability::Synced => SqliteSynchronous::Full,
+            Durability::Unsynced => SqliteSynchronous::Off,
+        };
+        let options = Self::options(file).synchronous(synchronous);
         refuse_other_tables(file).await?;
         // Only this connection sets auto_vacuum: the pragma always writes to the file, which fails on later connections
         // if the disk is full.
-        let mut writer = Self::creation_options(file).connect().await.map_err(open)?;
+        let mut writer = Self::creation_options(file).synchronous(synchronous).connect().await.map_err(open)?;
         migrations::sqlite()
             .run(&mut writer)
             .await

@@ -34,9 +34,14 @@ impl Router {
         Self { kv, others }
     }
 
-    /// Replaces the router of the other services with the result of `others`. This router also contains the KV service.
-    pub fn with<E>(self, others: impl FnOnce(Routes) -> Result<Routes, E>) -> Result<Self, E> {
-        Ok(Self { others: others(self.others)?.prepare(), ..self })
+    /// Returns tonic's router, which contains all services.
+    pub fn routes(&self) -> Routes {
+        self.others.clone()
+    }
+
+    /// Replaces tonic's router.
+    pub fn with(self, others: Routes) -> Self {
+        Self { others: others.prepare(), ..self }
     }
 }
 

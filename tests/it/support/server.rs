@@ -121,6 +121,10 @@ impl Server {
         self.process.id()
     }
 
+    pub fn is_orlop(&self) -> bool {
+        matches!(self.program, Program::Orlop { .. })
+    }
+
     /// Returns the datastore endpoint that Orlop was started with, if any.
     pub fn datastore(&self) -> Option<&str> {
         match &self.program {
@@ -251,7 +255,7 @@ async fn launch_orlop(
 ) -> (Child, String) {
     let mut command = Command::new(program());
     command.envs(environment.iter().map(|(name, value)| (name, value)));
-    command.arg("--data-dir").arg(home.join("data")).args(["--log-level", "warn"]);
+    command.arg("--data-dir").arg(home.join("data")).args(["--log-level", "warn", "--log-format", "text"]);
     if let Some(datastore) = datastore {
         command.args(["--datastore-endpoint", datastore]);
     }

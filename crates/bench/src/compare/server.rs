@@ -14,9 +14,10 @@ use super::{
     server_kind::ServerKind,
     test_bed::TestBed,
 };
+use orlop_client::{Address, Endpoint, Target};
+
 use crate::{
     connection::{Client, Pool},
-    endpoint::{Address, Endpoint, Target},
     error::Error,
 };
 use orlop_wire::proto::client::etcdserverpb::{RangeRequest, StatusRequest};

@@ -6,10 +6,11 @@ use std::collections::BTreeMap;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
+use orlop_client::{MetricsPage, Target};
+
 use crate::{
     compare::server::Server,
     connection::{Client, Pool},
-    endpoint::Target,
     error::Error,
     keyspace,
     report::rounded,
@@ -175,17 +176,17 @@ impl<'a> MetricsReader<'a> {
 
     pub async fn read(&self) -> Result<Sample, Error> {
         let request = async { self.client.get("/metrics").await.map(tonic::Response::new) };
-        let text = keyspace::setup_request("reading /metrics", &self.client, request).await?;
+        let page = MetricsPage::new(keyspace::setup_request("reading /metrics", &self.client, request).await?);
         let mut sample = Sample::default();
         for metric in METRICS {
             let value = match metric.source {
-                Source::Prometheus(name, factor) => prometheus_value(&text, name).map(|value| value * factor),
+                Source::Prometheus(name, factor) => page.value(name).map(|value| value * factor),
                 Source::DataDir => self.server.map(|server| server.folder_bytes() as f64 * MIB),
                 Source::DatabaseMemory => {
                     self.server.and_then(Server::database_memory_bytes).map(|bytes| bytes as f64 * MIB)
                 }
                 Source::Cpu(name) => {
-                    sample.cpu_secs = prometheus_value(&text, name);
+                    sample.cpu_secs = page.value(name);
                     None
                 }
                 Source::WriteMillis(_) | Source::ReadMillis(_) => None,
@@ -202,22 +203,9 @@ fn machine_load() -> Option<f64> {
     std::fs::read_to_string("/proc/loadavg").ok()?.split(' ').next()?.parse().ok()
 }
 
-/// Returns the value of a metric without labels.
-fn prometheus_value(text: &str, name: &str) -> Option<f64> {
-    text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn metric_is_found_by_its_full_name() {
-        let text = "# HELP a_b c\na_b_c 1\na_b{d=\"e\"} 2\na_b 3.5\nbig 1.5e+09\n";
-        for (name, want) in [("a_b", Some(3.5)), ("a_b_c", Some(1.0)), ("a", None), ("big", Some(1.5e9)), ("z", None)] {
-            assert_eq!(prometheus_value(text, name), want, "{name}");
-        }
-    }
 
     #[test]
     fn resources_of_disconnected_clients_are_reported() {

@@ -6,7 +6,9 @@ use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 use tonic::Status;
 
-use crate::{closed_loop::describe, kubernetes::Events};
+use orlop_client::describe;
+
+use crate::kubernetes::Events;
 
 /// The statistics of one server, shared by the tasks. Lock order: no two of the locks are held at the same time.
 pub struct Stats {

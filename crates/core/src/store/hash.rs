@@ -129,21 +129,22 @@ impl Store {
     }
 }
 
-/// Returns the hash of a history that does not change, at its head.
-pub async fn of_history(history: &dyn History, index: &TreeIndex) -> log::Result<u32> {
-    let (head, compacted) = (index.head(), index.compact_revision());
+/// Returns the hash of a history that does not change, at a revision that can be read ([`TreeIndex::resolve`]).
+pub async fn of_history(history: &dyn History, index: &TreeIndex, target: Revision) -> log::Result<Hashed> {
+    let compacted = index.compact_revision();
     let live_rows = |at| -> HashSet<RowId> {
         index.range(KeyRange::all().bounds(), at).map(|(_, entry)| entry.version.row).collect()
     };
     let kept = match compacted {
         None => Kept::NothingCompacted,
-        Some(compacted) => match live_rows(head) {
+        Some(compacted) => match live_rows(target) {
             live if live.is_empty() => Kept::ByLastCompaction { compacted, live: live_rows(compacted) },
             live => Kept::ByTarget { compacted, live },
         },
     };
-    let hash = hash_rows(history, head, compacted, &kept).await?;
-    hash.ok_or_else(|| log::Error::Unavailable("rows are being deleted".to_owned()))
+    let hash = hash_rows(history, target, compacted, &kept).await?;
+    let hash = hash.ok_or_else(|| log::Error::Unavailable("rows are being deleted".to_owned()))?;
+    Ok(Hashed { hash, revision: target, compact_revision: compacted })
 }
 
 /// The rows at or below the compact revision that a hash includes.

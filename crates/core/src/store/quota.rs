@@ -174,9 +174,11 @@ impl Store {
         let done: crate::log::Result<()> = done.await;
         metrics.defrag_inflight.dec();
         metrics.defrag.observe(begun.elapsed().as_secs_f64());
+        // A failed one may have freed space, too.
         self.shared.space.note_freed();
+        done?;
         info!(elapsed_ms = begun.elapsed().as_millis(), "defragmented");
-        Ok(done?)
+        Ok(())
     }
 
     /// Returns the quota in bytes, 0 if there is none.

@@ -19,8 +19,8 @@ use tokio::{
 };
 use tracing::warn;
 
-use crate::migrations;
 use crate::rows::{cannot_migrate, connections, describe, foreign_table};
+use crate::{Durability, migrations};
 use orlop_core::log::{Connections, Error, Result};
 
 /// Maximum time to open a connection.
@@ -57,10 +57,11 @@ pub(super) struct Database {
     pool: PgPool,
     /// Database, host and port for messages, without the password.
     name: String,
+    durability: Durability,
 }
 
 impl Database {
-    pub(super) fn new(endpoint: &str, connections_max: u32) -> Result<Self> {
+    pub(super) fn new(endpoint: &str, connections_max: u32, durability: Durability) -> Result<Self> {
         if has_unescaped_password(endpoint) {
             return Err(Error::Open(
                 "datastore-endpoint contains an @ after the host: special characters must be \
@@ -87,9 +88,9 @@ impl Database {
             .test_before_acquire(false)
             .idle_timeout(Duration::from_secs(600))
             .max_lifetime(None)
-            .after_connect(|connection, _| Box::pin(set_up(connection)))
+            .after_connect(move |connection, _| Box::pin(set_up(connection, durability)))
             .connect_lazy_with(options.clone());
-        Ok(Self { options, pool, name })
+        Ok(Self { options, pool, name, durability })
     }
 
     /// Returns the name of the database for messages.
@@ -123,7 +124,7 @@ impl Database {
     pub(super) async fn connect(&self) -> sqlx::Result<PgConnection> {
         let connecting = async {
             let mut connection = self.options.connect().await?;
-            set_up(&mut connection).await?;
+            set_up(&mut connection, self.durability).await?;
             Ok(connection)
         };
         timeout(CONNECT_TIMEOUT, connecting).await.unwrap_or_else(|_| Err(timed_out(CONNECT_TIMEOUT)))
@@ -249,8 +250,12 @@ fn has_unescaped_password(endpoint: &str) -> bool {
     !host.contains('@') && rest.split('=').next().is_some_and(|rest| rest.contains('@'))
 }
 
-async fn set_up(connection: &mut PgConnection) -> sqlx::Result<()> {
-    sqlx::raw_sql(SESSION_SETTINGS).execute(connection).await.map(drop)
+async fn set_up(connection: &mut PgConnection, durability: Durability) -> sqlx::Result<()> {
+    sqlx::raw_sql(SESSION_SETTINGS).execute(&mut *connection).await?;
+    if durability == Durability::Unsynced {
+        sqlx::raw_sql("SET synchronous_commit = off").execute(connection).await?;
+    }
+    Ok(())
 }
 
 /// Returns whether the server or sqlx refused the statement, so that retrying it does not help. It helps if the server

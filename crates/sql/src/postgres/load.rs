@@ -7,6 +7,7 @@ use super::{
     append::{Columns, bind},
     connection::{Database, with_timeout},
 };
+use crate::Durability;
 use orlop_core::{
     log::{Error, HEARTBEAT_TIMEOUT, Load, Meta, Result},
     types::Change,
@@ -50,7 +51,7 @@ impl PostgresLoader {
     ///
     /// [`Error::Open`] if the database cannot be reached, contains rows or leases, or an instance is using it.
     pub async fn open(endpoint: &str) -> Result<Self> {
-        let database = Database::new(endpoint, 1)?;
+        let database = Database::new(endpoint, 1, Durability::Synced)?;
         let mut connection = database.connect_first().await?;
         database.migrate(&mut connection).await?;
         let failed = |error: sqlx::Error| database.open_error("write to", &error);

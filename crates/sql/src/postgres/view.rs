@@ -8,8 +8,7 @@ use super::{
     connection::{Database, with_timeout},
     read,
 };
-use crate::migrations;
-use crate::rows::check_schema;
+use crate::{Durability, migrations, rows::check_schema};
 use orlop_core::{
     log::{Error, History, Meta, Page, Result, Visit, WithPrev},
     types::{KeyRange, Revision},
@@ -33,7 +32,7 @@ impl PostgresView {
     ///
     /// [`Error::Open`] with the name of the database, if it cannot be reached or contains no log of this version.
     pub async fn of_database(endpoint: &str) -> Result<Self> {
-        let database = Database::new(endpoint, 1)?;
+        let database = Database::new(endpoint, 1, Durability::Synced)?;
         let mut connection = database.connect_first().await?;
         let name = format!("database {}", database.name());
         let versions: Vec<i64> = sqlx::query_scalar("SELECT version FROM _sqlx_migrations ORDER BY version")

@@ -1,4 +1,4 @@
-//! Endpoints, TLS settings and credentials of the servers under load, with etcdctl's flags.
+//! Endpoints, TLS settings and credentials of servers, with etcdctl's flags.
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::Arc};
 
@@ -10,7 +10,7 @@ use tokio_rustls::rustls::{
     pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject as _},
 };
 
-use crate::error::Error;
+use crate::{Client, Error};
 
 /// The address of a server: `http://host:port`, `https://host:port`, `host:port`, `unix://path` or `unixs://path`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,6 +48,12 @@ impl FromStr for Endpoint {
             Some(_) => Ok(Self { address: Address::Tcp(authority.to_owned()), has_tls }),
             None => Err("no port".to_owned()),
         }
+    }
+}
+
+impl Default for Endpoint {
+    fn default() -> Self {
+        Self { address: Address::Tcp("127.0.0.1:2379".to_owned()), has_tls: false }
     }
 }
 
@@ -144,6 +150,43 @@ impl Credentials {
     }
 }
 
+/// The flags of a command that addresses one server.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Server")]
+pub struct ServerFlags {
+    /// Endpoint of the server: http://HOST:PORT, https://HOST:PORT, unix://PATH or unixs://PATH
+    #[arg(long, default_value_t, value_parser = parse_one, value_name = "URL")]
+    endpoints: Endpoint,
+
+    #[command(flatten)]
+    credentials: Credentials,
+}
+
+impl ServerFlags {
+    /// Connects to the server, and logs in if the flags contain a user.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be used, or the server cannot be reached or refuses the user.
+    pub async fn connect(&self) -> Result<Client, Error> {
+        let target = Target::new(vec![self.endpoints.clone()], &self.credentials).await?;
+        Client::connect(&self.endpoints, &target).await
+    }
+
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.endpoints
+    }
+}
+
+/// Parses exactly one endpoint. The flag has etcdctl's name, which is a plural.
+fn parse_one(text: &str) -> Result<Endpoint, String> {
+    const ACCEPTED: &str = "use one of http://HOST:PORT, https://HOST:PORT, unix://PATH or unixs://PATH";
+    if text.contains(',') {
+        return Err(format!("only one endpoint is possible; {ACCEPTED}"));
+    }
+    text.parse().map_err(|error| format!("{error}; {ACCEPTED}"))
+}
+
 /// The endpoints, with everything that is needed to connect to them.
 #[derive(Clone)]
 pub struct Target {
@@ -151,6 +194,23 @@ pub struct Target {
     pub tls: Option<Arc<ClientConfig>>,
     /// Sent with every request.
     pub token: Option<HeaderValue>,
+}
+
+impl Target {
+    /// Reads the files of the flags, and logs in if the flags contain a user.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be used or the first endpoint refuses the user.
+    pub async fn new(endpoints: Vec<Endpoint>, credentials: &Credentials) -> Result<Self, Error> {
+        let needs_tls = endpoints.iter().any(|endpoint| endpoint.has_tls);
+        let tls = if needs_tls { Some(credentials.tls()?) } else { None };
+        let mut target = Self { endpoints, tls, token: None };
+        if let (Some((name, password)), Some(endpoint)) = (credentials.login(), target.endpoints.first()) {
+            target.token = Client::connect(endpoint, &target).await?.log_in(name, password).await?;
+        }
+        Ok(target)
+    }
 }
 
 /// Accepts every server certificate.

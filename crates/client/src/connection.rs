@@ -1,0 +1,288 @@
+//! One connection to an endpoint.
+//!
+//! A [`Connection`] is one HTTP/2 connection of hyper, used directly: tonic's channel would add a queue and a task to
+//! each request.
+
+use std::{
+    future::Future,
+    io,
+    pin::Pin,
+    sync::{Arc, OnceLock},
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use http::{HeaderValue, Request, Response, Uri, uri::PathAndQuery};
+use http_body_util::BodyExt as _;
+use hyper::{
+    body::Incoming,
+    client::conn::http2::{self, SendRequest},
+};
+use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::{TcpStream, UnixStream},
+    task::AbortHandle,
+    time::timeout,
+};
+use tokio_rustls::{
+    TlsConnector,
+    rustls::{ClientConfig, pki_types::ServerName},
+};
+use tonic::{Code, Status, body::Body};
+use tower_service::Service;
+
+use crate::{
+    Error, describe,
+    endpoint::{Address, Endpoint, Target},
+};
+use orlop_wire::proto::client::etcdserverpb::{
+    AuthenticateRequest, auth_client::AuthClient, kv_client::KvClient, lease_client::LeaseClient,
+    maintenance_client::MaintenanceClient,
+};
+use orlop_wire::proto::client::v3lockpb::lock_client::LockClient;
+use orlop_wire::write_coalescing::{Flusher, coalesce_writes};
+
+/// HTTP/2 flow-control windows, large enough that the server never waits for a WINDOW_UPDATE frame.
+const STREAM_WINDOW_BYTES: u32 = 16 << 20;
+const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// etcd's services over one shared connection.
+#[derive(Clone)]
+pub struct Client {
+    connection: Connection,
+    origin: Uri,
+    endpoint: Arc<Endpoint>,
+}
+
+impl Client {
+    /// Connects to `endpoint` with the TLS settings and the token of `target`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Connect`], also if the server does not accept within 5 seconds.
+    pub async fn connect(endpoint: &Endpoint, target: &Target) -> Result<Self, Error> {
+        let connected = timeout(CONNECT_TIMEOUT, Self::establish(endpoint, target)).await;
+        let client = connected.unwrap_or_else(|_| Err(io::Error::from(io::ErrorKind::TimedOut)));
+        client.map_err(|source| Error::Connect { endpoint: endpoint.to_string(), source })
+    }
+
+    async fn establish(endpoint: &Endpoint, target: &Target) -> io::Result<Self> {
+        let tls = target.tls.as_ref().filter(|_| endpoint.has_tls);
+        let (connection, authority) = match &endpoint.address {
+            Address::Tcp(authority) => {
+                let stream = TcpStream::connect(authority).await?;
+                stream.set_nodelay(true)?;
+                (Connection::establish(stream, tls, authority, target).await?, authority.as_str())
+            }
+            Address::Unix(path) => {
+                let stream = UnixStream::connect(path).await?;
+                (Connection::establish(stream, tls, "localhost", target).await?, "localhost")
+            }
+        };
+        let scheme = if endpoint.has_tls { "https" } else { "http" };
+        let origin = Uri::builder().scheme(scheme).authority(authority).path_and_query("/").build();
+        let origin = origin.map_err(io::Error::other)?;
+        Ok(Self { connection, origin, endpoint: Arc::new(endpoint.clone()) })
+    }
+
+    /// Returns a token for the user; `None` if authentication is disabled.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::LogIn`].
+    pub async fn log_in(&self, name: String, password: String) -> Result<Option<HeaderValue>, Error> {
+        let failed = |error: String| Error::LogIn { endpoint: self.endpoint.to_string(), error };
+        let mut auth = AuthClient::with_origin(self.connection.clone(), self.origin.clone());
+        match auth.authenticate(AuthenticateRequest { name, password }).await {
+            Ok(response) => {
+                let token = HeaderValue::try_from(response.into_inner().token);
+                token.map(Some).map_err(|error| failed(error.to_string()))
+            }
+            Err(status) if status.code() == Code::FailedPrecondition => Ok(None),
+            Err(status) => Err(failed(describe(&status))),
+        }
+    }
+
+    /// Returns the connection, for clients that this type does not have.
+    pub fn connection(&self) -> &Connection {
+        &self.connection
+    }
+
+    /// Returns the scheme and the authority of the endpoint.
+    pub fn origin(&self) -> &Uri {
+        &self.origin
+    }
+
+    pub fn kv(&self) -> KvClient<Connection> {
+        KvClient::with_origin(self.connection.clone(), self.origin.clone()).max_decoding_message_size(usize::MAX)
+    }
+
+    pub fn maintenance(&self) -> MaintenanceClient<Connection> {
+        MaintenanceClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
+    pub fn leases(&self) -> LeaseClient<Connection> {
+        LeaseClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
+    pub fn locks(&self) -> LockClient<Connection> {
+        LockClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
+    /// Sends an HTTP GET request; returns the body of the response.
+    ///
+    /// # Errors
+    ///
+    /// If the connection is lost or the response is not successful.
+    pub async fn get(&self, path: &'static str) -> Result<String, Status> {
+        let mut uri = self.origin.clone().into_parts();
+        uri.path_and_query = Some(PathAndQuery::from_static(path));
+        let request = Uri::from_parts(uri).ok().and_then(|uri| Request::get(uri).body(Body::empty()).ok());
+        let Some(request) = request else { return Err(Status::internal("the endpoint is not a valid HTTP address")) };
+        let mut connection = self.connection.clone();
+        std::future::poll_fn(|cx| connection.poll_ready(cx)).await.map_err(connection_lost)?;
+        let response = connection.call(request).await.map_err(connection_lost)?;
+        if !response.status().is_success() {
+            return Err(Status::unknown(format!("GET {path} returned {}", response.status())));
+        }
+        let text = response.into_body().collect().await.map_err(connection_lost)?.to_bytes();
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    }
+
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    /// Returns whether the connection is closed. It is not reopened.
+    pub fn is_lost(&self) -> bool {
+        self.connection.sender.is_closed()
+    }
+}
+
+/// Converts an error of hyper to a status.
+pub fn connection_lost(error: hyper::Error) -> Status {
+    Status::unavailable(format!("connection lost: {error}"))
+}
+
+/// An HTTP/2 connection. It is closed when the last clone is dropped, even if streams are open.
+#[derive(Clone)]
+pub struct Connection {
+    sender: SendRequest<Body>,
+    token: Option<HeaderValue>,
+    _abort_on_drop: Arc<AbortOnDrop>,
+}
+
+/// Aborts the task that owns the socket. Without this, a stream whose requests do not end would keep the connection
+/// open.
+struct AbortOnDrop(Arc<OnceLock<AbortHandle>>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        if let Some(connection) = self.0.get() {
+            connection.abort();
+        }
+    }
+}
+
+/// Spawns hyper's tasks. The first owns the socket and is driven by the flusher; the others belong to requests.
+struct Executor<S> {
+    flusher: Arc<Mutex<Option<Flusher<S>>>>,
+    socket_task: Arc<OnceLock<AbortHandle>>,
+}
+
+impl<S> Clone for Executor<S> {
+    fn clone(&self) -> Self {
+        Self { flusher: Arc::clone(&self.flusher), socket_task: Arc::clone(&self.socket_task) }
+    }
+}
+
+impl<F, S> hyper::rt::Executor<F> for Executor<S>
+where
+    F: Future + Send + 'static,
+    F::Output: Send + 'static,
+    S: AsyncWrite + Unpin + Send + 'static,
+{
+    fn execute(&self, task: F) {
+        match self.flusher.lock().take() {
+            Some(flusher) => {
+                let task = tokio::spawn(flusher.drive(task));
+                self.socket_task.get_or_init(|| task.abort_handle());
+            }
+            None => drop(tokio::spawn(task)),
+        }
+    }
+}
+
+impl Connection {
+    /// Opens a connection over the stream, with TLS if `tls` is set; `authority` is the server's name.
+    async fn establish<S>(
+        stream: S,
+        tls: Option<&Arc<ClientConfig>>,
+        authority: &str,
+        target: &Target,
+    ) -> io::Result<Self>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let token = target.token.clone();
+        let Some(tls) = tls else { return Self::open(stream, token).await };
+        let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let name = ServerName::try_from(host).map_err(io::Error::other)?;
+        let stream = TlsConnector::from(Arc::clone(tls)).connect(name, stream).await?;
+        Self::open(stream, token).await
+    }
+
+    async fn open<S>(stream: S, token: Option<HeaderValue>) -> io::Result<Self>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let (stream, flusher) = coalesce_writes(stream);
+        let socket_task = Arc::new(OnceLock::new());
+        let executor = Executor { flusher: Arc::new(Mutex::new(Some(flusher))), socket_task: Arc::clone(&socket_task) };
+        let (sender, driver) = http2::Builder::new(executor)
+            .initial_stream_window_size(STREAM_WINDOW_BYTES)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+            .handshake(TokioIo::new(stream))
+            .await
+            .map_err(io::Error::other)?;
+        // Every request fails when the connection fails, so the error of the driver is ignored.
+        tokio::spawn(async { driver.await.ok() });
+        Ok(Self { sender, token, _abort_on_drop: Arc::new(AbortOnDrop(socket_task)) })
+    }
+}
+
+impl Service<Request<Body>> for Connection {
+    type Response = Response<Incoming>;
+    type Error = hyper::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.sender.poll_ready(cx)
+    }
+
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        if let Some(token) = &self.token {
+            request.headers_mut().insert("token", token.clone());
+        }
+        Box::pin(self.sender.send_request(request))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn refused_connection_names_the_endpoint() {
+        let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let endpoint = Endpoint { address: Address::Tcp(closed.to_string()), has_tls: false };
+        let target = Target { endpoints: vec![endpoint], tls: None, token: None };
+        let error = Client::connect(&target.endpoints[0], &target).await.map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains(&closed.to_string()), "{error}");
+    }
+}

@@ -1,0 +1,39 @@
+//! A connection to an etcd endpoint, with etcdctl's flags for addresses, TLS and authentication. The commands that
+//! address a running server use it, and so does the load generator.
+//!
+//! There is no reconnect: a lost connection is an error of the command.
+
+mod connection;
+mod endpoint;
+mod metrics;
+
+use std::io;
+
+pub use self::{
+    connection::{Client, Connection, connection_lost},
+    endpoint::{Address, Credentials, Endpoint, ServerFlags, Target},
+    metrics::{Labels, MetricsPage},
+};
+
+/// Why an endpoint cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The flags name a file that cannot be used.
+    #[error("{0}")]
+    Flags(String),
+    #[error("cannot connect: {source}, endpoint=`{endpoint}`")]
+    Connect { endpoint: String, source: io::Error },
+    #[error("logging in failed: {error}, endpoint=`{endpoint}`")]
+    LogIn { endpoint: String, error: String },
+}
+
+/// Formats the status with its sources: the message of a transport error alone does not name the cause.
+pub fn describe(status: &tonic::Status) -> String {
+    let mut text = format!("{:?}: {}", status.code(), status.message());
+    let mut source = std::error::Error::source(status);
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}

@@ -1,0 +1,221 @@
+//! Where the log is written: standard error, standard output, and files, which are rotated if that is enabled.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+use parking_lot::Mutex;
+use serde::Deserialize;
+use tracing_subscriber::fmt::MakeWriter;
+
+use crate::config::Settings;
+
+/// The settings of etcd's `--log-rotation-config-json`.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct Rotation {
+    /// Size in MiB at which a new file begins; 0: 100.
+    maxsize: u64,
+    /// Days after which an old file is deleted; 0: never.
+    maxage: u64,
+    /// Number of old files to keep; 0: all.
+    maxbackups: usize,
+    localtime: bool,
+    compress: bool,
+}
+
+impl Default for Rotation {
+    fn default() -> Self {
+        Self { maxsize: MAX_SIZE_DEFAULT, maxage: 0, maxbackups: 0, localtime: false, compress: false }
+    }
+}
+
+const MAX_SIZE_DEFAULT: u64 = 100;
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// All places to which the log is written.
+pub(super) struct Outputs(Vec<Output>);
+
+enum Output {
+    Stderr,
+    Stdout,
+    File(Mutex<LogFile>),
+}
+
+impl Outputs {
+    /// Opens the places in `log-outputs`.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be opened, or rotation is enabled without a single file.
+    pub(super) fn open(settings: &Settings) -> Result<Self, String> {
+        let rotation = if settings.enable_log_rotation { Some(rotation(settings)?) } else { None };
+        let open = |place: &String| match place.as_str() {
+            // etcd's name for journald, which reads standard error.
+            "default" | "stderr" | "systemd/journal" => Ok(Output::Stderr),
+            "stdout" => Ok(Output::Stdout),
+            file => LogFile::open(file.into(), rotation).map(|file| Output::File(Mutex::new(file))),
+        };
+        let outputs: Vec<Output> = settings.log_outputs.0.iter().map(open).collect::<Result<_, String>>()?;
+        match outputs.as_slice() {
+            [Output::File(_)] => {}
+            _ if rotation.is_none() => {}
+            _ => return Err("enable-log-rotation requires a single file path in log-outputs".to_owned()),
+        }
+        Ok(Self(outputs))
+    }
+
+    /// Returns whether the log is written to standard error alone.
+    pub(super) fn is_stderr(&self) -> bool {
+        self.0.iter().all(|output| matches!(output, Output::Stderr))
+    }
+}
+
+fn rotation(settings: &Settings) -> Result<Rotation, String> {
+    let text = &settings.log_rotation_config_json;
+    let rotation: Rotation = serde_json::from_str(text).map_err(|error| {
+        format!("log-rotation-config-json: {error}; example: {{\"maxsize\": 100, \"maxage\": 0, \"maxbackups\": 0}}")
+    })?;
+    for (given, key) in [(rotation.localtime, "localtime"), (rotation.compress, "compress")] {
+        if given {
+            return Err(format!("log-rotation-config-json: {key} is not supported; leave it out or set it to false"));
+        }
+    }
+    Ok(rotation)
+}
+
+impl<'a> MakeWriter<'a> for Outputs {
+    type Writer = &'a Self;
+
+    fn make_writer(&'a self) -> Self::Writer {
+        self
+    }
+}
+
+/// An event is written with one call. It is written to every place, even if one fails.
+impl Write for &Outputs {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        let mut outcome = Ok(text.len());
+        for output in &self.0 {
+            let written = match output {
+                Output::Stderr => io::stderr().write_all(text),
+                Output::Stdout => io::stdout().write_all(text),
+                Output::File(file) => file.lock().write(text),
+            };
+            outcome = written.and(outcome);
+        }
+        outcome
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A log file.
+struct LogFile {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    rotation: Option<Rotation>,
+}
+
+impl LogFile {
+    fn open(path: PathBuf, rotation: Option<Rotation>) -> Result<Self, String> {
+        let failed = |error: io::Error| format!("log-outputs: cannot open {}: {error}", path.display());
+        let file = File::options().create(true).append(true).open(&path).map_err(failed)?;
+        let bytes = file.metadata().map_err(failed)?.len();
+        Ok(Self { path, file, bytes, rotation })
+    }
+
+    fn write(&mut self, text: &[u8]) -> io::Result<()> {
+        if let Some(rotation) = self.rotation {
+            let max = if rotation.maxsize == 0 { MAX_SIZE_DEFAULT } else { rotation.maxsize };
+            if self.bytes > 0 && self.bytes.saturating_add(text.len() as u64) > max.saturating_mul(1 << 20) {
+                self.rotate(rotation)?;
+            }
+        }
+        self.file.write_all(text)?;
+        self.bytes += text.len() as u64;
+        Ok(())
+    }
+
+    /// Renames the file and begins a new one, then deletes old files.
+    fn rotate(&mut self, rotation: Rotation) -> io::Result<()> {
+        let now = now();
+        let (stem, extension) = name_parts(&self.path);
+        let renamed = |time| {
+            let time = humantime::format_rfc3339_millis(time).to_string().replace(':', "-");
+            self.path.with_file_name(format!("{stem}-{}{extension}", time.trim_end_matches('Z')))
+        };
+        let mut time = now;
+        while renamed(time).exists() {
+            time += Duration::from_millis(1);
+        }
+        fs::rename(&self.path, renamed(time))?;
+        self.file = File::options().create(true).append(true).open(&self.path)?;
+        self.bytes = 0;
+        let mut old = old_files(&self.path)?;
+        old.sort_by_key(|(modified, _)| std::cmp::Reverse(*modified));
+        for (number, (modified, file)) in old.iter().enumerate() {
+            let is_excess = rotation.maxbackups > 0 && number >= rotation.maxbackups;
+            let age = now.duration_since(*modified).unwrap_or_default();
+            if is_excess || (rotation.maxage > 0 && age > DAY * u32::try_from(rotation.maxage).unwrap_or(u32::MAX)) {
+                fs::remove_file(file)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns `etcd` and `.log` of `logs/etcd.log`.
+fn name_parts(path: &Path) -> (String, String) {
+    let part = |part: Option<&std::ffi::OsStr>| part.unwrap_or_default().to_string_lossy().into_owned();
+    let extension = path.extension().map_or(String::new(), |_| format!(".{}", part(path.extension())));
+    (part(path.file_stem()), extension)
+}
+
+/// Returns the rotated files of a log file with their times of modification.
+fn old_files(path: &Path) -> io::Result<Vec<(SystemTime, PathBuf)>> {
+    let (stem, extension) = name_parts(path);
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let middle = name.strip_prefix(&format!("{stem}-")).and_then(|rest| rest.strip_suffix(&extension));
+        if middle.is_some_and(|middle| middle.starts_with(|c: char| c.is_ascii_digit())) {
+            found.push((entry.metadata()?.modified()?, entry.path()));
+        }
+    }
+    Ok(found)
+}
+
+#[expect(clippy::disallowed_methods, reason = "names of files for people")]
+fn now() -> SystemTime {
+    SystemTime::now()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn full_file_is_renamed_and_old_files_are_deleted() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("orlop.log");
+        let rotation = Rotation { maxsize: 1, maxbackups: 2, ..Rotation::default() };
+        let mut log = LogFile::open(path.clone(), Some(rotation)).unwrap();
+        fs::write(folder.path().join("orlop-notes.log"), "not a rotated file").unwrap();
+        let half = vec![b'x'; 600 << 10];
+        for files in [1, 2, 3, 3, 3] {
+            log.write(&half).unwrap();
+            assert_eq!(old_files(&path).unwrap().len() + 1, files);
+            assert_eq!(fs::metadata(&path).unwrap().len(), half.len() as u64);
+        }
+        assert!(folder.path().join("orlop-notes.log").exists());
+    }
+}

@@ -1,0 +1,35 @@
+//! Output of commands.
+
+use std::io::{ErrorKind, Write as _};
+
+use clap::ValueEnum;
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum Format {
+    /// One line per property
+    Simple,
+    /// One JSON object; names are those of etcdctl where it has the property
+    Json,
+}
+
+/// Writes to standard output. A reader that stops early, such as `head`, is not an error.
+///
+/// # Errors
+///
+/// If standard output cannot be written.
+pub fn print(text: &[u8]) -> std::io::Result<()> {
+    match std::io::stdout().write_all(text) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error),
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+/// Formats a size.
+pub fn bytes(bytes: i64) -> String {
+    const UNITS: [&str; 5] = ["bytes", "KiB", "MiB", "GiB", "TiB"];
+    let (mut number, mut unit) = (bytes as f64, 0);
+    while number >= 1024.0 && unit + 1 < UNITS.len() {
+        (number, unit) = (number / 1024.0, unit + 1);
+    }
+    if unit == 0 { format!("{bytes} bytes") } else { format!("{number:.1} {}", UNITS[unit]) }
+}

@@ -1,0 +1,124 @@
+//! `orlop snapshot save`: saves a snapshot of a running server, Orlop or etcd.
+
+use std::{
+    io::Write as _,
+    num::NonZeroUsize,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use orlop_client::{Client, ServerFlags, describe};
+use orlop_wire::proto::client::etcdserverpb::SnapshotRequest;
+use tempfile::NamedTempFile;
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    time::timeout,
+};
+
+use super::{Error, Result, checksum, dated::DatedFolder, file_error, new_file_in, now, publish};
+
+/// Maximum time between two pieces of a snapshot. A server writes the whole snapshot to a file before it sends the
+/// first one.
+const PIECE_WAIT_MAX: Duration = Duration::from_secs(10 * 60);
+
+#[derive(Debug, clap::Args)]
+pub struct SaveArgs {
+    /// File to write, or an existing folder, in which the file is named orlop-YYYYMMDDTHHMMSSZ.db (UTC)
+    #[arg(value_name = "PATH")]
+    path: PathBuf,
+
+    /// In a folder: delete all but the newest N files with such names
+    #[arg(long, value_name = "N")]
+    keep: Option<NonZeroUsize>,
+
+    #[command(flatten)]
+    server: ServerFlags,
+}
+
+/// Saves a snapshot. Returns the path of the file.
+///
+/// # Errors
+///
+/// A text for the operator. There is no file then, and an older file with the same name is unchanged; unless only the
+/// deletion of old files failed.
+///
+/// # Cancel safety
+///
+/// If the future is dropped, the temporary file is removed.
+pub(super) async fn save(args: &SaveArgs) -> std::result::Result<PathBuf, Box<dyn std::error::Error>> {
+    let target = Target::new(args)?;
+    let client = args.server.connect().await?;
+    let endpoint = args.server.endpoint();
+    tokio::select! {
+        file = receive(&client, target.folder()) => {
+            let file = file.map_err(|error| format!("cannot save a snapshot of {endpoint}: {error}"))?;
+            publish(file, &target.file)?;
+        }
+        () = interrupted()? => return Err("interrupted; nothing was saved".into()),
+    }
+    if let (Some(folder), Some(keep)) = (&target.dated, args.keep) {
+        folder.prune(&target.file, keep, now()).map_err(|error| {
+            format!("the snapshot is saved as {}, but old ones remain: {error}", target.file.display())
+        })?;
+    }
+    Ok(target.file)
+}
+
+/// Where a snapshot is saved.
+struct Target {
+    file: PathBuf,
+    /// The folder, if the file is named by its time.
+    dated: Option<DatedFolder>,
+}
+
+impl Target {
+    fn new(args: &SaveArgs) -> Result<Self> {
+        let path = &args.path;
+        if path.is_dir() {
+            let folder = DatedFolder::new(path.clone());
+            return Ok(Self { file: folder.file_at(now()), dated: Some(folder) });
+        }
+        if path.as_os_str().as_encoded_bytes().ends_with(b"/") {
+            return Err(Error::File(format!("the folder {} does not exist", path.display())));
+        }
+        if args.keep.is_some() {
+            return Err(Error::File(format!(
+                "--keep needs a folder, in which the files are named by their times; {} is not a folder",
+                path.display()
+            )));
+        }
+        Ok(Self { file: path.clone(), dated: None })
+    }
+
+    /// Returns the folder of the file. The temporary file is in it too, so that it can be renamed.
+    fn folder(&self) -> &Path {
+        self.file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+    }
+}
+
+async fn receive(client: &Client, folder: &Path) -> Result<NamedTempFile> {
+    let failed = |status: tonic::Status| Error::File(describe(&status));
+    let late = |_| Error::File(format!("the server has sent nothing for {} seconds", PIECE_WAIT_MAX.as_secs()));
+    let mut file = new_file_in(folder)?;
+    let mut maintenance = client.maintenance();
+    let answer = timeout(PIECE_WAIT_MAX, maintenance.snapshot(SnapshotRequest {})).await.map_err(late)?;
+    let mut pieces = answer.map_err(failed)?.into_inner();
+    while let Some(piece) = timeout(PIECE_WAIT_MAX, pieces.message()).await.map_err(late)?.map_err(failed)? {
+        let written = file.write_all(&piece.blob);
+        written.map_err(|error| file_error("write a file in", folder, &error))?;
+    }
+    checksum::verify_received(file.path())?;
+    Ok(file)
+}
+
+/// Completes when the process shall end.
+fn interrupted() -> std::io::Result<impl Future<Output = ()>> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    Ok(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    })
+}

@@ -1,0 +1,123 @@
+//! Snapshots that the server takes of itself at an interval. If several instances share the log, only the leader takes
+//! them.
+//!
+//! The files are as those that clients receive, so `orlop snapshot restore` accepts them. The names contain the time, so
+//! a restart neither delays the next snapshot nor takes an additional one.
+
+use std::{
+    num::NonZeroUsize,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
+
+use tokio::{
+    sync::watch,
+    task::spawn_blocking,
+    time::{Instant, sleep},
+};
+use tracing::{info, warn};
+
+use super::{Error, Folder, Result, checksum, dated::DatedFolder, file_error, now, publish};
+use orlop_core::{log::Log, store::Store, supervise::catch_panics};
+
+/// Maximum time until a failed snapshot is repeated.
+const RETRY_MAX: Duration = Duration::from_secs(10 * 60);
+/// Interval at which an instance checks whether it has become the leader.
+const LEADER_CHECK_INTERVAL: Duration = Duration::from_secs(10);
+
+/// When snapshots are taken, where they are, and how many are kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Schedule {
+    pub interval: Duration,
+    pub folder: DatedFolder,
+    pub keep: NonZeroUsize,
+}
+
+impl Schedule {
+    /// Takes snapshots until `stopping` becomes true. A snapshot that is being taken then is removed.
+    pub async fn run(self, store: Arc<Store>, mut stopping: watch::Receiver<bool>) {
+        tokio::select! {
+            biased;
+            _ = stopping.wait_for(|stopping| *stopping) => {}
+            () = self.take_forever(&store) => {}
+        }
+    }
+
+    async fn take_forever(&self, store: &Store) {
+        let metrics = &store.metrics().maintenance;
+        let mut wait = Duration::ZERO;
+        loop {
+            sleep(wait).await;
+            // Before its first heartbeat, an instance knows no other one.
+            store.members().await;
+            if store.leader() != store.identity().member_id {
+                wait = self.interval.min(LEADER_CHECK_INTERVAL);
+                continue;
+            }
+            // The newest snapshot may be that of an earlier process or, in a shared folder, of another instance.
+            wait = self.time_until_due(store);
+            if !wait.is_zero() {
+                continue;
+            }
+            let started = Instant::now();
+            let taken = match catch_panics(self.take(&**store.log())).await {
+                Ok(taken) => taken.map_err(|error| error.to_string()),
+                Err(panic) => Err(panic.to_string()),
+            };
+            wait = match taken {
+                Ok((file, bytes)) => {
+                    let elapsed_ms = started.elapsed().as_millis();
+                    info!(file = %file.display(), bytes, elapsed_ms, "scheduled snapshot taken");
+                    metrics.set_last_snapshot(now());
+                    self.interval.saturating_sub(started.elapsed())
+                }
+                Err(error) => {
+                    warn!(%error, "cannot take the scheduled snapshot; trying again later");
+                    metrics.snapshot_failures.inc();
+                    self.interval.min(RETRY_MAX)
+                }
+            };
+        }
+    }
+
+    /// Returns the time until a snapshot is due, which depends on the newest one in the folder.
+    fn time_until_due(&self, store: &Store) -> Duration {
+        let metrics = &store.metrics().maintenance;
+        match self.folder.newest() {
+            Ok(Some(newest)) => {
+                if metrics.snapshot_last.get() == 0 {
+                    metrics.set_last_snapshot(newest);
+                }
+                // If the clock was set back, the newest snapshot is in the future, and the next one is due.
+                now().duration_since(newest).map_or(Duration::ZERO, |age| self.interval.saturating_sub(age))
+            }
+            Ok(None) => Duration::ZERO,
+            Err(error) => {
+                warn!(%error, "cannot read the folder of snapshots");
+                Duration::ZERO
+            }
+        }
+    }
+
+    /// Takes a snapshot and deletes old ones. Returns its path and its size in bytes.
+    async fn take(&self, log: &dyn Log) -> Result<(PathBuf, u64)> {
+        let time = now();
+        let file = Folder::Own(self.folder.path().to_owned()).write(log).await?;
+        let schedule = self.clone();
+        let finished = spawn_blocking(move || schedule.finish(file, time)).await;
+        finished.unwrap_or_else(|error| Err(Error::File(error.to_string())))
+    }
+
+    fn finish(&self, mut file: tempfile::NamedTempFile, time: SystemTime) -> Result<(PathBuf, u64)> {
+        let path = self.folder.file_at(time);
+        let failed = |error: std::io::Error| file_error("write", &path, &error);
+        checksum::append(file.as_file_mut()).map_err(failed)?;
+        let bytes = file.as_file().metadata().map_err(failed)?.len();
+        publish(file, &path)?;
+        if let Err(error) = self.folder.prune(&path, self.keep, time) {
+            warn!(%error, "old snapshots remain");
+        }
+        Ok((path, bytes))
+    }
+}

@@ -1,0 +1,109 @@
+//! The status as lines.
+
+use std::time::{Duration, SystemTime};
+
+use super::{Status, requests::Durations};
+use crate::output::bytes;
+
+const UNKNOWN: &str = "unknown";
+const NONE: &str = "none";
+
+pub(super) fn simple(status: &Status, now: SystemTime) -> String {
+    let number = |number: Option<i64>| number.map_or(UNKNOWN.to_owned(), |number| number.to_string());
+    let version = match &status.orlop_version {
+        Some(version) => format!("Orlop {version}, API of etcd {}", status.version),
+        None => format!("etcd {}", status.version),
+    };
+    let compact_revision = match status.compact_revision {
+        Some(..0) => NONE.to_owned(),
+        revision => number(revision),
+    };
+    let watchers = match (status.watchers, status.watch_streams) {
+        (Some(watchers), Some(streams)) => format!("{watchers} on {streams} streams"),
+        (watchers, _) => number(watchers),
+    };
+    let rows = [
+        ("endpoint", status.endpoint.clone()),
+        ("version", version),
+        ("database", status.database.clone().unwrap_or(UNKNOWN.to_owned())),
+        ("revision", status.revision.to_string()),
+        ("compact revision", compact_revision),
+        ("keys", number(status.keys)),
+        ("size", size(status)),
+        ("instances", number(status.instances)),
+        ("leader", if status.is_leader { "this instance" } else { "another instance" }.to_owned()),
+        ("watchers", watchers),
+        ("leases", number(status.leases)),
+        ("last compaction", time(status.last_compaction, "none since the start of the server", now)),
+        ("last snapshot", time(status.last_snapshot, NONE, now)),
+        ("slowest requests", lines(status.slowest_requests.iter().map(durations), UNKNOWN)),
+        ("alarms, errors", lines(status.errors.iter().cloned(), NONE)),
+    ];
+    rows.iter().map(|(name, value)| format!("{name:WIDTH$}{value}\n")).collect()
+}
+
+/// Width of the first column.
+const WIDTH: usize = 18;
+
+/// Returns the lines, of which all but the first are indented.
+fn lines(lines: impl Iterator<Item = String>, none: &str) -> String {
+    let lines: Vec<String> = lines.collect();
+    if lines.is_empty() { none.to_owned() } else { lines.join(&format!("\n{:WIDTH$}", "")) }
+}
+
+fn size(status: &Status) -> String {
+    let quota = match status.db_size_quota {
+        None => "quota unknown".to_owned(),
+        Some(0) => "no quota".to_owned(),
+        Some(quota) => {
+            format!("{:.1} % of the quota {}", status.db_size_in_use as f64 * 100.0 / quota as f64, bytes(quota))
+        }
+    };
+    format!("{}, in use {}, {quota}", bytes(status.db_size), bytes(status.db_size_in_use))
+}
+
+/// Formats a time with its age. 0 means that there is none.
+fn time(unix_seconds: Option<i64>, none: &str, now: SystemTime) -> String {
+    let Some(seconds) = unix_seconds.and_then(|seconds| u64::try_from(seconds).ok()) else {
+        return UNKNOWN.to_owned();
+    };
+    let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds));
+    let Some(at) = at.filter(|_| seconds > 0) else { return none.to_owned() };
+    let age = now.duration_since(at).unwrap_or_default();
+    let age = humantime::format_duration(Duration::from_secs(age.as_secs()));
+    // Later times have years of five digits, which cannot be formatted.
+    if seconds < 253_402_300_800 {
+        format!("{} ({age} ago)", humantime::format_rfc3339_seconds(at))
+    } else {
+        UNKNOWN.to_owned()
+    }
+}
+
+fn durations(durations: &Durations) -> String {
+    let ms = |seconds: f64| format!("{} ms", (seconds * 100_000.0).round() / 100.0);
+    let requests = if durations.count == 1 { "request" } else { "requests" };
+    let p99 = durations.p99_seconds.map_or("above all buckets".to_owned(), |p99| format!("at most {}", ms(p99)));
+    format!("{}: p99 {p99}, mean {}, {} {requests}", durations.request, ms(durations.mean_seconds), durations.count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_times_have_units() {
+        for (number, want) in [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")] {
+            assert_eq!(bytes(number), want);
+        }
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_003_661);
+        for (seconds, want) in [
+            (None, "unknown"),
+            (Some(0), "none"),
+            (Some(1_800_000_000), "2027-01-15T08:00:00Z (1h 1m 1s ago)"),
+            (Some(1_800_009_999), "2027-01-15T10:46:39Z (0s ago)"),
+            (Some(i64::MAX), "unknown"),
+        ] {
+            assert_eq!(time(seconds, "none", now), want);
+        }
+    }
+}

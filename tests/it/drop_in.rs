@@ -1,0 +1,355 @@
+//! Orlop in the place of the process `etcd`: flags, variables, configuration file, addresses and log.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use orlop_wire::proto::client::etcdserverpb::{MemberListRequest, PutRequest, StatusRequest};
+
+use crate::{
+    start::{check_refused, run},
+    support::{
+        Backend, Client, Place, Server, etcd_tool, eventually, free_port, http, http_get, on_both_backends, skip,
+    },
+};
+
+/// Values that the parsers of flags accept or refuse, depending on the kind of the flag.
+const VALUES: [&str; 9] = ["true", "t", "7", "0", "1h30m", "http://127.0.0.1:7001", "new", "off", "x"];
+
+/// Flags whose values etcd checks after it has parsed all flags, and Orlop at once.
+const CHECKED_LATER: [&str; 6] =
+    ["auto-compaction-mode", "cipher-suites", "metrics", "tls-max-version", "tls-min-version", "logger"];
+
+/// Returns whether a program accepts a flag: whether it then complains about the next flag, which none knows.
+fn accepts(program: &Path, home: &Path, flag: &str) -> bool {
+    let output = Command::new(program).args([flag, "--no-such-flag"]).current_dir(home).output();
+    let output = output.expect("the program can be started");
+    assert_eq!(output.status.code(), Some(2), "{flag}");
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    text.contains("not defined: -no-such-flag") || text.contains("unexpected argument '--no-such-flag'")
+}
+
+/// Every flag in the help of the installed etcd, each with values of all kinds.
+#[test]
+fn values_of_flags_are_accepted_as_by_etcd() {
+    let Some(etcd) = etcd_tool("etcd", "ORLOP_ETCD") else { return skip("etcd") };
+    let etcd = fs::canonicalize(etcd).expect("etcd exists");
+    let help = Command::new(&etcd).arg("--help").output().expect("etcd prints its help");
+    let help = String::from_utf8_lossy(&[help.stdout, help.stderr].concat()).into_owned();
+    let flags = help.lines().filter_map(|line| line.trim_start().strip_prefix("--")?.split([' ', '=']).next());
+    let flags: Vec<&str> = flags.filter(|flag| !CHECKED_LATER.contains(flag) && *flag != "config-file").collect();
+    assert!(flags.len() > 90, "{flags:?}");
+    let orlop = PathBuf::from(env!("CARGO_BIN_EXE_orlop"));
+    let home = tempfile::tempdir().expect("a folder");
+    let differing = |flag: &str| -> Vec<String> {
+        let given = VALUES.iter().map(|value| format!("--{flag}={value}")).chain([format!("-{flag}=x")]);
+        let differs = |given: &String| accepts(&etcd, home.path(), given) != accepts(&orlop, home.path(), given);
+        given.filter(differs).collect()
+    };
+    let differing: Vec<String> = std::thread::scope(|scope| {
+        let halves: Vec<_> = flags.chunks(flags.len().div_ceil(2)).collect();
+        let workers: Vec<_> = halves
+            .into_iter()
+            .map(|flags| scope.spawn(|| flags.iter().flat_map(|flag| differing(flag)).collect::<Vec<_>>()))
+            .collect();
+        workers.into_iter().flat_map(|worker| worker.join().expect("no panic")).collect()
+    });
+    assert!(differing.is_empty(), "etcd and Orlop differ: {differing:#?}");
+}
+
+/// A file in etcd's form: sections for TLS, durations in nanoseconds, empty values, settings without a meaning here.
+const ETCD_FILE: &str = "\
+name: 'from the file'
+data-dir:
+wal-dir:
+snapshot-count: 10000
+heartbeat-interval: 100
+election-timeout: 1000
+quota-backend-bytes: 12345678
+listen-peer-urls: http://localhost:2380
+max-snapshots: 5
+cors:
+initial-advertise-peer-urls: http://localhost:2380
+advertise-client-urls: http://10.0.0.7:2379
+discovery:
+discovery-fallback: 'proxy'
+initial-cluster: 'default=http://localhost:2380'
+initial-cluster-token: 'etcd-cluster'
+initial-cluster-state: 'new'
+strict-reconfig-check: false
+proxy: 'off'
+proxy-failure-wait: 5000
+experimental-watch-progress-notify-interval: 5000000000
+client-transport-security:
+  cert-file:
+  key-file:
+  client-cert-auth: false
+  trusted-ca-file:
+  auto-tls: false
+peer-transport-security:
+  cert-file: /etc/peer.crt
+  client-cert-auth: false
+self-signed-cert-validity: 1
+log-level: info
+logger: zap
+log-outputs: [stderr]
+force-new-cluster: false
+auto-compaction-mode: periodic
+auto-compaction-retention: \"1\"
+cipher-suites: [TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256]
+tls-min-version: 'TLS1.2'
+tls-max-version: 'TLS1.3'
+";
+
+async fn configuration_file_of_etcd_is_read(backend: Backend) {
+    let home = tempfile::tempdir().expect("a folder");
+    let file = home.path().join("etcd.conf.yml");
+    fs::write(&file, ETCD_FILE).expect("a file can be written");
+    let file = file.display().to_string();
+    let Some(server) = Server::orlop_with(backend, &["--config-file", &file]).await else { return };
+    check_member(&server, "from the file", 12_345_678).await;
+    let log = server.log();
+    assert!(log.contains("peer-transport-security") && log.contains("snapshot-count"), "{log}");
+    // A key that neither knows is an error, and so is an unknown key of the section.
+    for wrong in ["quota-backend-byte: 1\n", "client-transport-security:\n  certfile: x\n"] {
+        fs::write(home.path().join("wrong.yml"), wrong).expect("a file can be written");
+        let wrong = home.path().join("wrong.yml").display().to_string();
+        check_refused(&["--config-file", &wrong], &[], &["unknown field", "wrong.yml"]);
+    }
+}
+
+async fn check_member(server: &Server, name: &str, quota: i64) {
+    let mut client = Client::connect(server.endpoint()).await;
+    let list = client.cluster.member_list(MemberListRequest::default()).await.expect("members").into_inner();
+    assert_eq!(list.members[0].name, name);
+    let status = client.maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
+    assert_eq!(status.db_size_quota, quota);
+}
+
+async fn variables_of_etcd_are_read(backend: Backend) {
+    let variables = [
+        ("ETCD_NAME", "from a variable"),
+        ("ETCD_QUOTA_BACKEND_BYTES", "12345678"),
+        ("ETCD_EXPERIMENTAL_WATCH_PROGRESS_NOTIFY_INTERVAL", "5s"),
+        ("ETCD_INITIAL_CLUSTER", "default=http://localhost:2380"),
+        ("ETCD_UNSUPPORTED_ARCH", "arm64"),
+        ("ETCD_VERSION", "3.6.13"),
+        // Orlop's own variables override those of etcd.
+        ("ORLOP_NAME", "from Orlop's variable"),
+    ];
+    let environment = variables.map(|(name, value)| (name.to_owned(), value.into())).to_vec();
+    let datastore = match backend {
+        Backend::Sqlite => None,
+        Backend::Postgres => match crate::support::Postgres::shared().await {
+            Some(postgres) => Some(postgres.create_database()),
+            None => return,
+        },
+    };
+    let server = Server::orlop_at(datastore, &[], Place { environment, ..Place::default() }).await;
+    check_member(&server, "from Orlop's variable", 12_345_678).await;
+    let log = server.log();
+    for part in ["ETCD_INITIAL_CLUSTER", "unrecognized environment variable", "ETCD_UNSUPPORTED_ARCH"] {
+        assert!(log.contains(part), "no {part}: {log}");
+    }
+    assert!(!log.contains("ETCD_VERSION"), "{log}");
+    check_refused(&["--name", "x"], &[("ETCD_NAME", "y")], &["ETCD_NAME", "shadowed", "--name"]);
+    check_refused(&[], &[("ETCD_MAX_TXN_OPS", "many")], &["ETCD_MAX_TXN_OPS", "many"]);
+}
+
+/// Returns the value of a field of the line `started` in the log.
+fn started(server: &Server, field: &str) -> String {
+    let log = server.log();
+    let line = log.lines().find(|line| line.contains(" started version=")).expect("the line is logged");
+    let value = line.split(&format!("{field}=\"")).nth(1).expect("the field is logged");
+    value.split('"').next().expect("a value").to_owned()
+}
+
+async fn http_can_have_addresses_of_its_own(backend: Backend) {
+    let flags = ["--listen-client-http-urls", "http://127.0.0.1:0", "--log-level", "info"];
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let http_url = started(&server, "listen-client-http-urls");
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(PutRequest { key: "k".into(), value: "v".into(), ..Default::default() }).await.expect("a put");
+    for path in ["/health", "/metrics", "/version"] {
+        assert_eq!(http_get(&http_url, path).await.status, 200, "{path}");
+        assert_eq!(http_get(server.endpoint(), path).await.status, 404, "{path}");
+    }
+    let range = http(&http_url, "POST", "/v3/kv/range", r#"{"key": "aw=="}"#).await;
+    assert!(range.body.contains("\"value\":\"dg==\""), "{}", range.body);
+    let refused = Client::connect(&http_url).await.maintenance.status(StatusRequest {}).await;
+    assert_eq!(refused.expect_err("gRPC is not served there").code(), tonic::Code::Unimplemented);
+}
+
+async fn http_and_https_share_a_port(backend: Backend) {
+    let port = free_port();
+    let urls = format!("http://127.0.0.1:{port},https://127.0.0.1:{port}");
+    let flags = ["--listen-client-urls", &urls, "--auto-tls", "--log-level", "info"];
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    assert_eq!(started(&server, "listen-client-urls"), urls);
+    for scheme in ["http", "https"] {
+        let curl = Command::new("curl")
+            .args(["--silent", "--insecure", "--max-time", "20", &format!("{scheme}://127.0.0.1:{port}/health")])
+            .output();
+        let Ok(curl) = curl else { return skip("curl") };
+        assert!(String::from_utf8_lossy(&curl.stdout).contains("\"health\":\"true\""), "{scheme}: {curl:?}");
+    }
+}
+
+/// The log is JSON with etcd's names unless it goes to a terminal.
+#[test]
+fn log_is_json_and_can_go_to_a_file() {
+    let home = tempfile::tempdir().expect("a folder");
+    let invalid =
+        ["--datastore-endpoint", "sqlite:///proc/none/orlop.db", "--listen-client-urls", "http://127.0.0.1:0"];
+    let flags = ["--initial-cluster=x", "--log-outputs=orlop.log"];
+    let output = run(home.path(), &[&invalid[..], &flags[..1]].concat(), &[]);
+    let to_stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    run(home.path(), &[&invalid[..], &flags].concat(), &[]);
+    let to_file = fs::read_to_string(home.path().join("orlop.log")).expect("the log is in the file");
+    for log in [to_stderr, to_file] {
+        let line: serde_json::Value = serde_json::from_str(log.lines().next().expect("a line")).expect("JSON");
+        assert_eq!((line["level"].as_str(), line["flags"].as_str()), (Some("warn"), Some("initial-cluster")));
+        assert!(line["ts"].is_string() && line["caller"].is_string() && line["msg"].is_string(), "{line}");
+    }
+    let rotation = ["--enable-log-rotation", "--log-outputs"];
+    check_refused(&[&rotation[..], &["stderr"]].concat(), &[], &["enable-log-rotation requires a single file"]);
+    let json = ["x.log", "--log-rotation-config-json", "{\"maxsize\": \"1\"}"];
+    check_refused(&[&rotation[..], &json].concat(), &[], &["log-rotation-config-json", "example"]);
+    check_refused(&["--log-outputs", "/none/x.log"], &[], &["log-outputs: cannot open /none/x.log"]);
+}
+
+async fn commits_need_no_sync_if_that_is_asked_for(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &["--unsafe-no-fsync"]).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("a put");
+    assert!(server.log().contains("unsafe-no-fsync: commits are not synced"), "{}", server.log());
+}
+
+/// What a process shows to the scripts and test harnesses that start etcd.
+#[derive(Debug, PartialEq)]
+struct Shown {
+    /// `msg` of the log line for which etcd's test harness waits.
+    ready: Option<String>,
+    /// Path, status and, where it is fixed, body.
+    endpoints: Vec<(&'static str, u16, Option<String>)>,
+    /// The keys of `/version`.
+    version: Vec<String>,
+}
+
+/// Starts a program with a script's arguments, waits until it is ready and stops it.
+async fn shown(program: &Path, arguments: &[&str]) -> Shown {
+    let home = tempfile::tempdir().expect("a folder");
+    let (client, peer) = (format!("http://127.0.0.1:{}", free_port()), format!("http://127.0.0.1:{}", free_port()));
+    let metrics = format!("http://127.0.0.1:{}", free_port());
+    let fill =
+        |argument: &&str| argument.replace("CLIENT", &client).replace("PEER", &peer).replace("METRICS", &metrics);
+    let mut process = Command::new(program)
+        .args(arguments.iter().map(fill))
+        .current_dir(home.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program can be started");
+    let lines = BufReader::new(process.stderr.take().expect("stderr is piped")).lines().map_while(Result::ok);
+    let lines = std::thread::spawn(move || lines.collect::<Vec<String>>());
+    eventually("the health of the server", async || {
+        let address = client.trim_start_matches("http://");
+        tokio::net::TcpStream::connect(address).await.map_err(|error| error.to_string())?;
+        let answer = http_get(&client, "/health").await;
+        if answer.status == 200 { Ok(()) } else { Err(answer.body) }
+    })
+    .await;
+    let mut endpoints = Vec::new();
+    for (path, has_fixed_body) in
+        [("/health", true), ("/livez", true), ("/readyz", true), ("/metrics", false), ("/none", true)]
+    {
+        let answer = http_get(&client, path).await;
+        endpoints.push((path, answer.status, has_fixed_body.then_some(answer.body)));
+    }
+    if arguments.iter().any(|argument| argument.contains("METRICS")) {
+        endpoints.push(("metrics /health", http_get(&metrics, "/health").await.status, None));
+    }
+    let version: serde_json::Value =
+        serde_json::from_str(&http_get(&client, "/version").await.body).expect("/version is JSON");
+    let version = version.as_object().expect("an object").keys().filter(|key| *key != "storage").cloned().collect();
+    let signalled = Command::new("kill").args(["-TERM", &process.id().to_string()]).status();
+    assert!(signalled.is_ok_and(|status| status.success()));
+    process.wait().expect("our child can be waited for");
+    let log = lines.join().expect("the log can be read");
+    let messages = log.iter().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    let mut messages = messages.filter_map(|line| line["msg"].as_str().map(str::to_owned));
+    let ready = messages.find(|message| message == "ready to serve client requests");
+    Shown { ready, endpoints, version }
+}
+
+/// The arguments of Kubernetes' hack/lib/etcd.sh, of kubeadm's manifest and of etcd's end-to-end tests. CLIENT, PEER and
+/// METRICS are URLs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn process_shows_what_etcd_shows() {
+    let Some(etcd) = etcd_tool("etcd", "ORLOP_ETCD") else { return skip("etcd") };
+    let etcd = fs::canonicalize(etcd).expect("etcd exists");
+    let orlop = PathBuf::from(env!("CARGO_BIN_EXE_orlop"));
+    let peers = ["--listen-peer-urls=PEER", "--initial-advertise-peer-urls=PEER"];
+    let scripts: [Vec<&str>; 3] = [
+        vec!["--advertise-client-urls", "CLIENT", "--data-dir", "data", "--listen-client-urls", "CLIENT"]
+            .into_iter()
+            .chain(["--log-level=info", "--initial-cluster=default=PEER"])
+            .chain(peers)
+            .collect(),
+        [
+            &["--name=node", "--data-dir=data", "--advertise-client-urls=CLIENT", "--listen-client-urls=CLIENT"][..],
+            &["--initial-cluster=node=PEER", "--listen-metrics-urls=METRICS", "--snapshot-count=10000"],
+            &["--experimental-initial-corrupt-check=true", "--experimental-watch-progress-notify-interval=5s"],
+            &peers,
+        ]
+        .concat(),
+        [
+            &["--name", "test-0", "--data-dir", "data", "--listen-client-urls", "CLIENT"][..],
+            &["--advertise-client-urls", "CLIENT", "--initial-cluster-token", "new", "--snapshot-count", "100000"],
+            &["--initial-cluster", "test-0=PEER", "--initial-cluster-state", "new", "--auto-compaction-retention=1"],
+            &peers,
+        ]
+        .concat(),
+    ];
+    for arguments in scripts {
+        assert_eq!(shown(&orlop, &arguments).await, shown(&etcd, &arguments).await, "{arguments:?}");
+    }
+}
+
+/// Exit codes of starts that fail: 2 for the command line, 1 for the rest. Orlop exits with 2 for every invalid value of a
+/// flag, also for the few that etcd checks later.
+#[test]
+fn exit_codes_equal_those_of_etcd() {
+    let Some(etcd) = etcd_tool("etcd", "ORLOP_ETCD") else { return skip("etcd") };
+    let etcd = fs::canonicalize(etcd).expect("etcd exists");
+    let orlop = PathBuf::from(env!("CARGO_BIN_EXE_orlop"));
+    for arguments in [
+        &["--no-such-flag"][..],
+        &["--max-txn-ops=x"],
+        &["--listen-client-urls=nowhere"],
+        &["--config-file=none.yml"],
+        &["--listen-client-urls=http://256.0.0.1:1", "--advertise-client-urls=http://256.0.0.1:1"],
+        &["--cert-file=none.pem", "--key-file=none.key", "--listen-client-urls=https://127.0.0.1:0"],
+        &["--version"],
+        &["--help"],
+    ] {
+        let code = |program: &Path| {
+            let home = tempfile::tempdir().expect("a folder");
+            let mut command = Command::new("timeout");
+            let output = command.arg("20").arg(program).args(arguments).current_dir(home.path()).output();
+            output.expect("the program can be started").status.code()
+        };
+        assert_eq!(code(&orlop), code(&etcd), "{arguments:?}");
+    }
+}
+
+on_both_backends!(
+    configuration_file_of_etcd_is_read,
+    variables_of_etcd_are_read,
+    http_can_have_addresses_of_its_own,
+    http_and_https_share_a_port,
+    commits_need_no_sync_if_that_is_asked_for,
+);
