@@ -8,16 +8,14 @@
 
 ARG RUST_VERSION=1.95
 
-# Runs on the architecture of the builder and compiles for the other one with zig, as scripts/release does. Emulation would
-# take hours.
+# Runs on the architecture of the builder and compiles for the other one with zig (scripts/release). Emulation would take
+# hours.
 FROM --platform=$BUILDPLATFORM rust:${RUST_VERSION}-slim-bookworm AS build
 ARG TARGETARCH
 ARG REVISION
-# The versions are those of scripts/release.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3-pip=23.* \
+    && apt-get install -y --no-install-recommends python3-venv=3.11.* \
     && rm -rf /var/lib/apt/lists/* \
-    && pip install --no-cache-dir --break-system-packages ziglang==0.17.1 cargo-zigbuild==0.24.1 \
     && rustup target add x86_64-unknown-linux-musl aarch64-unknown-linux-musl
 WORKDIR /src
 # .cargo/config.toml has compiler flags for SQLite; without them commits are slower.
@@ -31,19 +29,19 @@ COPY src src
 COPY benches benches
 COPY fuzz fuzz
 COPY tests/it/main.rs tests/it/main.rs
+COPY scripts/release scripts/release_files.py scripts/release_sbom.py scripts/tools_venv.py scripts/
 # build.rs puts it into `orlop --version`; the image contains no git.
 ENV ORLOP_COMMIT=${REVISION}
 # The target directory is a cache and not part of the layer, so the same step copies the binary out of it.
 RUN --mount=type=cache,id=orlop-registry,target=/usr/local/cargo/registry,sharing=locked \
     --mount=type=cache,id=orlop-target-${TARGETARCH},target=/src/target,sharing=locked \
     case "${TARGETARCH}" in \
-      amd64) target=x86_64-unknown-linux-musl ;; \
-      arm64) target=aarch64-unknown-linux-musl ;; \
+      amd64) arch=x86_64 ;; \
+      arm64) arch=aarch64 ;; \
       *) echo "no binary for ${TARGETARCH}" >&2; exit 1 ;; \
     esac \
-    && cargo zigbuild --release --locked --bin orlop --target "${target}" \
-    && install -D -m 0755 "target/${target}/release/orlop" /out/orlop \
-    && install -d -m 0700 /out/data
+    && install -d -m 0755 /out && install -d -m 0700 /out/data \
+    && scripts/release --compile /out/orlop --arch "${arch}"
 
 # Contains only the public root certificates (for Postgres with sslmode=verify-full), the user and time zones.
 FROM gcr.io/distroless/static-debian12:nonroot
