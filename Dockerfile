@@ -1,20 +1,26 @@
 # syntax=docker/dockerfile:1
 
-# Image of Orlop: one binary, no shell, not root. Build it with BuildKit (docker, buildx, podman, buildah).
+# Image of Orlop: one static binary, no shell, not root. Build it with BuildKit (docker, buildx, podman, buildah); see
+# docker-bake.hcl for both architectures.
 #
-#     docker build -t orlop .
+#     docker build --build-arg REVISION=$(git rev-parse --short=12 HEAD) -t orlop .
 #     docker run --read-only -p 2379:2379 -v orlop:/var/lib/orlop orlop
 
 ARG RUST_VERSION=1.95
 
-# Debian 12 in both stages: a binary needs the glibc that it was linked with, or a newer one. The slim image contains the C
-# compiler for SQLite, ring and mimalloc.
-FROM rust:${RUST_VERSION}-slim-bookworm AS build
-ARG TARGETPLATFORM
+# Runs on the architecture of the builder and compiles for the other one with zig (scripts/release). Emulation would take
+# hours.
+FROM --platform=$BUILDPLATFORM rust:${RUST_VERSION}-slim-bookworm AS build
+ARG TARGETARCH
+ARG REVISION
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3-venv=3.11.* \
+    && rm -rf /var/lib/apt/lists/* \
+    && rustup target add x86_64-unknown-linux-musl aarch64-unknown-linux-musl
 WORKDIR /src
 # .cargo/config.toml has compiler flags for SQLite; without them commits are slower.
 COPY .cargo/config.toml .cargo/config.toml
-COPY Cargo.toml Cargo.lock ./
+COPY Cargo.toml Cargo.lock build.rs ./
 COPY proto proto
 COPY migrations migrations
 COPY crates crates
@@ -23,15 +29,22 @@ COPY src src
 COPY benches benches
 COPY fuzz fuzz
 COPY tests/it/main.rs tests/it/main.rs
+COPY scripts/release scripts/release_files.py scripts/release_sbom.py scripts/tools_venv.py scripts/
+# build.rs puts it into `orlop --version`; the image contains no git.
+ENV ORLOP_COMMIT=${REVISION}
 # The target directory is a cache and not part of the layer, so the same step copies the binary out of it.
-RUN --mount=type=cache,id=orlop-registry-${TARGETPLATFORM},target=/usr/local/cargo/registry,sharing=locked \
-    --mount=type=cache,id=orlop-target-${TARGETPLATFORM},target=/src/target,sharing=locked \
-    cargo build --release --locked --bin orlop \
-    && install -D -m 0755 target/release/orlop /out/orlop \
-    && install -d -m 0700 /out/data
+RUN --mount=type=cache,id=orlop-registry,target=/usr/local/cargo/registry,sharing=locked \
+    --mount=type=cache,id=orlop-target-${TARGETARCH},target=/src/target,sharing=locked \
+    case "${TARGETARCH}" in \
+      amd64) arch=x86_64 ;; \
+      arm64) arch=aarch64 ;; \
+      *) echo "no binary for ${TARGETARCH}" >&2; exit 1 ;; \
+    esac \
+    && install -d -m 0755 /out && install -d -m 0700 /out/data \
+    && scripts/release --compile /out/orlop --arch "${arch}"
 
-# Contains only glibc, libgcc and the public root certificates (for Postgres with sslmode=verify-full).
-FROM gcr.io/distroless/cc-debian12:nonroot
+# Contains only the public root certificates (for Postgres with sslmode=verify-full), the user and time zones.
+FROM gcr.io/distroless/static-debian12:nonroot
 ARG VERSION=0.2.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="orlop" \
@@ -52,4 +65,7 @@ USER 65532:65532
 # Orlop writes only here; the rest of the file system can be read-only.
 VOLUME /var/lib/orlop
 EXPOSE 2379
+# Without a shell, the binary is its own client. A start reads the whole log, so the first failures do not count.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5m \
+    CMD ["/usr/local/bin/orlop", "status", "--endpoints", "http://127.0.0.1:2379"]
 ENTRYPOINT ["/usr/local/bin/orlop"]

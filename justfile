@@ -40,7 +40,21 @@ deny:
 advisories:
     cargo deny check advisories
 
-# Lint and render the Helm chart; check the Dockerfile and the systemd unit.
+# Build the tarballs, Debian packages and SBOMs of both architectures in target/dist: `just release --arch x86_64` builds one.
+release *args:
+    scripts/release {{ args }}
+
+# Start the binaries of target/dist, test its package in a clean Debian (as root), and build it again: it must be the same.
+release-check *args:
+    scripts/check-tarballs
+    scripts/check-deb
+    scripts/check-reproducible {{ args }}
+
+# Package the Helm chart in target/chart, for `helm push`.
+chart:
+    scripts/package-chart
+
+# Lint and render the Helm chart; check the image, the Compose file and the systemd unit.
 packaging:
     scripts/check-chart
     scripts/check-packaging

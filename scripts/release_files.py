@@ -1,0 +1,123 @@
+"""Tarballs and Debian packages of scripts/release. The same input gives the same bytes: names are sorted, owners are
+root, and all times are SOURCE_DATE_EPOCH.
+"""
+
+import gzip
+import io
+import os
+import subprocess
+import tarfile
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+UNIT = ROOT / "packaging/systemd/orlop.service"
+
+
+def version() -> str:
+    return tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+
+
+def epoch() -> int:
+    return int(os.environ["SOURCE_DATE_EPOCH"])
+
+
+def texts(binary: Path) -> dict[str, bytes]:
+    """Returns the manual page and the completions, which the binary prints, by their names in a tarball."""
+    commands = {"man/orlop.1": ["man"]} | {
+        f"completions/{name}": ["completions", shell]
+        for shell, name in {"bash": "orlop", "zsh": "_orlop", "fish": "orlop.fish"}.items()
+    }
+    return {
+        name: subprocess.run([binary, *args], check=True, capture_output=True).stdout for name, args in commands.items()
+    }
+
+
+def tarball(folder: Path, version: str, arch: str, binary: Path, texts: dict[str, bytes]) -> Path:
+    name = f"orlop-{version}-linux-{arch}"
+    files = {"orlop": (0o755, binary.read_bytes())}
+    for source in (ROOT / "LICENSE", ROOT / "README.md", *(ROOT / "packaging/systemd").iterdir()):
+        place = source.name if source.parent == ROOT else f"systemd/{source.name}"
+        files[place] = (0o644, source.read_bytes())
+    files |= {place: (0o644, content) for place, content in texts.items()}
+    path = folder / f"{name}.tar.gz"
+    path.write_bytes(archive({f"{name}/{place}": file for place, file in files.items()}))
+    return path
+
+
+def archive(files: dict[str, tuple[int, bytes]]) -> bytes:
+    """Returns a .tar.gz of files, given as name: (mode, content)."""
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, (mode, content) in sorted(files.items()):
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode, entry.mtime = len(content), mode, epoch()
+            entry.uname = entry.gname = "root"
+            tar.addfile(entry, io.BytesIO(content))
+    return compressed(plain.getvalue())
+
+
+def compressed(content: bytes) -> bytes:
+    # The header has no file name, and no time of its own.
+    return gzip.compress(content, compresslevel=9, mtime=0)
+
+
+def debian_package(folder: Path, version: str, arch: str, binary: Path, texts: dict[str, bytes]) -> Path:
+    """Builds a Debian package with dpkg-deb, which validates the control file and honours SOURCE_DATE_EPOCH. cargo-deb
+    would take minutes to install and adds nothing here: the files and the scripts are the same.
+    """
+    # A pre-release sorts before its release.
+    debian_version = version.replace("-", "~")
+    architecture = DEBIAN_ARCHITECTURES[arch]
+    path = folder / f"orlop_{debian_version}_{architecture}.deb"
+    with tempfile.TemporaryDirectory() as scratch:
+        tree = Path(scratch) / "orlop"
+        for name, (mode, content) in debian_files(binary, texts).items():
+            write(tree / name, mode, content)
+        size = sum(file.stat().st_size for file in tree.rglob("*") if file.is_file())
+        fields = {"@VERSION@": debian_version, "@ARCHITECTURE@": architecture, "@SIZE@": str(size // 1024)}
+        control = (ROOT / "packaging/debian/control").read_text()
+        for field, value in fields.items():
+            control = control.replace(field, value)
+        write(tree / "DEBIAN/control", 0o644, control.encode())
+        write(tree / "DEBIAN/conffiles", 0o644, b"/etc/orlop/orlop.env\n")
+        for script in ("postinst", "prerm", "postrm"):
+            write(tree / "DEBIAN" / script, 0o755, (ROOT / "packaging/debian" / script).read_bytes())
+        # With several threads, xz splits its output by their number.
+        options = ["--root-owner-group", "-Zxz", "--threads-max=1"]
+        subprocess.run(["dpkg-deb", *options, "--build", tree, path], check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def debian_files(binary: Path, texts: dict[str, bytes]) -> dict[str, tuple[int, bytes]]:
+    unit = UNIT.read_text()
+    # Only the administrator writes to /usr/local.
+    packaged = unit.replace("ExecStart=/usr/local/bin/orlop\n", "ExecStart=/usr/bin/orlop\n")
+    if packaged == unit:
+        raise SystemExit(f"release: {UNIT} does not start /usr/local/bin/orlop")
+    doc = "usr/share/doc/orlop"
+    return {
+        "usr/bin/orlop": (0o755, binary.read_bytes()),
+        "usr/lib/systemd/system/orlop.service": (0o644, packaged.encode()),
+        # postinst gives it to the group orlop, which does not exist yet.
+        "etc/orlop/orlop.env": (0o640, (ROOT / "packaging/systemd/orlop.env").read_bytes()),
+        "usr/share/man/man1/orlop.1.gz": (0o644, compressed(texts["man/orlop.1"])),
+        "usr/share/bash-completion/completions/orlop": (0o644, texts["completions/orlop"]),
+        "usr/share/zsh/vendor-completions/_orlop": (0o644, texts["completions/_orlop"]),
+        "usr/share/fish/vendor_completions.d/orlop.fish": (0o644, texts["completions/orlop.fish"]),
+        f"{doc}/copyright": (0o644, (ROOT / "LICENSE").read_bytes()),
+        f"{doc}/changelog.gz": (0o644, compressed((ROOT / "CHANGELOG.md").read_bytes())),
+        f"{doc}/README.md.gz": (0o644, compressed((ROOT / "README.md").read_bytes())),
+    }
+
+
+def write(path: Path, mode: int, content: bytes) -> None:
+    # The umask must not change the modes of directories.
+    for parent in reversed(path.parents):
+        if not parent.exists():
+            parent.mkdir()
+            parent.chmod(0o755)
+    path.write_bytes(content)
+    path.chmod(mode)
