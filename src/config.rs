@@ -11,17 +11,16 @@ mod flags;
 mod values;
 mod variables;
 
-use std::{ffi::OsString, path::PathBuf, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 use figment::{
-    Figment, Profile, Provider as _,
+    Figment,
     providers::{Format as _, Serialized, Toml, Yaml},
-    value::Dict,
 };
 use serde::{Deserialize, Serialize};
 
 pub use self::{
-    etcd_only::{ignored_flag_definitions, ignored_flags, with_two_dashes},
+    etcd_only::{deprecated_flags, deprecation, ignored_flag_definitions, ignored_flags, with_two_dashes},
     flags::{DatastoreFlags, Flags},
     values::{
         AutoCompactionMode, CipherSuite, Datastore, FileMode, Interval, List, ListenUrl, LogFormat, MetricsDetail,
@@ -41,6 +40,7 @@ pub struct Settings {
     pub datastore_endpoint: Secret,
     pub datastore_poll_interval: Interval,
     pub datastore_connections: u32,
+    #[serde(deserialize_with = "values::switch")]
     pub unsafe_no_fsync: bool,
     pub listen_client_urls: Urls,
     /// HTTP without gRPC. Empty: HTTP is served at the listen addresses.
@@ -67,6 +67,7 @@ pub struct Settings {
     pub log_format: LogFormat,
     /// `default`, `stderr`, `stdout` or paths of files.
     pub log_outputs: List<String>,
+    #[serde(deserialize_with = "values::switch")]
     pub enable_log_rotation: bool,
     /// JSON, read when rotation is enabled.
     pub log_rotation_config_json: String,
@@ -89,7 +90,9 @@ pub struct Settings {
     pub warning_apply_duration: Interval,
     pub warning_unary_request_duration: Interval,
     pub metrics: MetricsDetail,
+    #[serde(deserialize_with = "values::switch")]
     pub enable_pprof: bool,
+    #[serde(deserialize_with = "values::switch")]
     pub enable_distributed_tracing: bool,
     /// `HOST:PORT`.
     pub distributed_tracing_address: String,
@@ -101,10 +104,12 @@ pub struct Settings {
     /// Empty: none; the same applies to the other files.
     pub cert_file: PathBuf,
     pub key_file: PathBuf,
+    #[serde(deserialize_with = "values::switch")]
     pub client_cert_auth: bool,
     pub trusted_ca_file: PathBuf,
     pub client_crl_file: PathBuf,
     pub client_cert_allowed_hostname: List<String>,
+    #[serde(deserialize_with = "values::switch")]
     pub auto_tls: bool,
     pub self_signed_cert_validity: u32,
     pub cipher_suites: List<CipherSuite>,
@@ -179,6 +184,8 @@ pub struct Notices {
     pub ignored: Vec<String>,
     /// `ETCD_*` variables that etcd does not know either.
     pub unrecognized: Vec<String>,
+    /// Names of etcd's settings that etcd has renamed or dropped.
+    pub deprecated: Vec<String>,
 }
 
 impl Settings {
@@ -199,16 +206,16 @@ impl Settings {
         if let Some(file) = file {
             let file = ConfigFile::read(&file)?;
             notices.ignored.extend(file.ignored.iter().cloned());
+            notices.deprecated.extend(file.deprecated.iter().cloned());
             figment = figment.merge(file);
         }
-        let text = |(name, text): (OsString, OsString)| Some((name.into_string().ok()?, text.into_string().ok()?));
-        let variables = Variables::read(std::env::vars_os().filter_map(text))?;
-        let given = Serialized::defaults(flags).data().map_err(|error| error.to_string())?;
-        variables.check_flags(given.get(&Profile::Default).unwrap_or(&Dict::new()))?;
+        let variables = std::env::vars_os().filter_map(|(name, text)| Some((name.into_string().ok()?, text)));
+        let variables = Variables::read(variables)?;
+        variables.check_flags(flags)?;
         notices.ignored.extend(variables.ignored.iter().cloned());
         notices.unrecognized.extend(variables.unrecognized.iter().cloned());
-        let [etcd, orlop] = variables.sources();
-        Ok((Self::extract(&figment.merge(etcd).merge(orlop).merge(Serialized::defaults(flags)))?, notices))
+        notices.deprecated.extend(variables.deprecated.iter().cloned());
+        Ok((Self::merge(figment, &variables, flags)?, notices))
     }
 
     /// Builds settings from texts instead of a file and the environment, for fuzzing.
@@ -225,11 +232,13 @@ impl Settings {
         if let Some(text) = yaml {
             figment = figment.merge(ConfigFile::of(&Yaml::string(text))?);
         }
-        let [etcd, orlop] = Variables::read(variables.iter().cloned())?.sources();
-        Self::extract(&figment.merge(etcd).merge(orlop).merge(Serialized::defaults(flags)))
+        let variables = variables.iter().map(|(name, text)| (name.clone(), text.into()));
+        Self::merge(figment, &Variables::read(variables)?, flags)
     }
 
-    fn extract(figment: &Figment) -> Result<Self, String> {
+    fn merge(earlier: Figment, variables: &Variables, flags: &Flags) -> Result<Self, String> {
+        let sources = [&variables.etcd, &variables.orlop, flags];
+        let figment = sources.iter().fold(earlier, |figment, source| figment.merge(Serialized::defaults(source)));
         let mut settings: Self = figment.extract().map_err(|error| error.to_string())?;
         if let Some(url) = settings.kine_url()? {
             if settings.listen_client_urls == Self::default().listen_client_urls {

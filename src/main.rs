@@ -6,7 +6,9 @@ use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
 use orlop::{
     check,
-    config::{Flags, Settings, ignored_flag_definitions, ignored_flags, with_two_dashes},
+    config::{
+        Flags, Settings, deprecated_flags, deprecation, ignored_flag_definitions, ignored_flags, with_two_dashes,
+    },
     logging, offline, output, server, snapshot, status,
 };
 use orlop_bench as bench;
@@ -86,11 +88,12 @@ enum Command {
 fn main() -> ExitCode {
     let command = command();
     let words = with_two_dashes(&command, std::env::args_os());
+    let deprecated = deprecated_flags(&words);
     let matches = command.get_matches_from(words);
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let outcome = match cli.command {
-        None => serve(&cli.flags, &ignored_flags(&matches)),
-        Some(Command::Serve(flags)) => serve(&flags, &[]),
+        None => serve(&cli.flags, &ignored_flags(&matches), &deprecated),
+        Some(Command::Serve(flags)) => serve(&flags, &[], &deprecated),
         Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(*args).await?) }),
         Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
         Some(Command::Status(args)) => on_one_thread(async { status::run(args).await }),
@@ -141,13 +144,16 @@ fn command() -> clap::Command {
     Cli::command().args(ignored_flag_definitions()).mut_subcommand("bench", bench::hide_rejected_flags)
 }
 
-fn serve(flags: &Flags, ignored: &[&str]) -> Outcome {
+fn serve(flags: &Flags, ignored: &[&str], deprecated: &[String]) -> Outcome {
     let (settings, notices) = Settings::load_with_notices(flags)?;
     logging::start(&settings)?;
     supervise::log_panics();
     let ignored: Vec<&str> = ignored.iter().copied().chain(notices.ignored.iter().map(String::as_str)).collect();
     if !ignored.is_empty() {
         warn!(flags = ignored.join(", "), "ignoring flags of etcd that have no effect in Orlop");
+    }
+    for name in deprecated.iter().chain(&notices.deprecated) {
+        warn!("{}", deprecation(name));
     }
     for name in &notices.unrecognized {
         // etcd's message and field.

@@ -1,7 +1,7 @@
 //! Flags of etcd that have no meaning without Raft and Go. They are accepted, so that a command line written for etcd
 //! (for example by kubeadm) starts Orlop, and the log lists them.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 
 use clap::{
     Arg, ArgAction, ArgMatches, Command,
@@ -9,8 +9,12 @@ use clap::{
     parser::ValueSource,
     value_parser,
 };
+use figment::value::Value;
 
-use super::values::{Interval, Urls, parse_switch};
+use super::{
+    flags::{Given, setting_of},
+    values::{Interval, Urls, parse_file_switch, parse_switch},
+};
 
 /// The kind of a flag's value. As in etcd, a value of another kind is refused.
 #[derive(Clone, Copy)]
@@ -26,6 +30,9 @@ enum Kind {
 }
 
 use Kind::{Duration, Number, OneOf, Origins, PeerUrls, Switch, Text};
+
+/// Prefix of the flags that etcd 3.6 has renamed.
+const EXPERIMENTAL: &str = "experimental-";
 
 const FLAGS: &[(&str, Kind)] = &[
     ("auth-token", Text),
@@ -158,6 +165,46 @@ pub fn ignored_flags(matches: &ArgMatches) -> Vec<&'static str> {
 /// Returns whether etcd has a flag with this name that Orlop ignores.
 pub(super) fn is_ignored(name: &str) -> bool {
     FLAGS.iter().any(|(known, _)| *known == name)
+}
+
+/// Checks the value of an ignored setting in a file. As in etcd, a number as a duration counts nanoseconds.
+pub(super) fn check_ignored(name: &str, value: &Value) -> Result<(), String> {
+    let kind = FLAGS.iter().find(|(known, _)| *known == name).map(|(_, kind)| kind);
+    let text = match (kind, value) {
+        (Some(Switch), Value::String(_, text)) => return parse_file_switch(text).map(drop),
+        (Some(Duration), Value::Num(_, number)) => number.to_u128().map(|nanos| format!("{nanos}ns")),
+        (_, Value::String(_, text)) => Some(text.clone()),
+        (_, Value::Bool(_, switch)) => Some(switch.to_string()),
+        (_, Value::Num(_, number)) => {
+            let whole = number.to_u128().map(|whole| whole.to_string());
+            let signed = || number.to_i128().map(|whole| whole.to_string());
+            whole.or_else(signed).or_else(|| number.to_f64().map(|real| real.to_string()))
+        }
+        (_, Value::Char(..) | Value::Empty(..) | Value::Dict(..) | Value::Array(..)) => None,
+    };
+    let text =
+        text.ok_or_else(|| format!("invalid value for {name}: it is neither a text nor a number nor a switch"))?;
+    Given::default().add(name, OsStr::new(&text), name)
+}
+
+/// Returns whether etcd has renamed or dropped the flag with this name.
+pub(super) fn is_deprecated(name: &str) -> bool {
+    name.starts_with(EXPERIMENTAL)
+}
+
+/// Returns the warning for a deprecated flag.
+pub fn deprecation(name: &str) -> String {
+    match name.strip_prefix(EXPERIMENTAL).filter(|name| is_ignored(name) || setting_of(name).is_some()) {
+        Some(new) => format!("--{name} is deprecated; use --{new} instead"),
+        None => format!("--{name} is deprecated"),
+    }
+}
+
+/// Returns the deprecated flags among the words of a command line.
+pub fn deprecated_flags(words: &[OsString]) -> Vec<String> {
+    let flags = words.iter().filter_map(|word| word.to_str()?.strip_prefix("--"));
+    let names = flags.map(|flag| flag.split_once('=').map_or(flag, |(name, _)| name));
+    names.filter(|name| is_deprecated(name)).map(str::to_owned).collect()
 }
 
 /// Adds the second dash to the command's flags that are written with one, as Go's flag package accepts them:

@@ -12,7 +12,10 @@ use figment::{
     value::{Dict, Map, Value},
 };
 
-use super::{etcd_only::is_ignored, flags::setting_of};
+use super::{
+    etcd_only::{check_ignored, is_deprecated, is_ignored},
+    flags::setting_of,
+};
 
 /// The keys of etcd's section with the TLS settings of clients, and the settings that they mean.
 const CLIENT_SECURITY: [(&str, &str); 7] = [
@@ -31,6 +34,8 @@ pub(super) struct ConfigFile {
     settings: Dict,
     /// Keys of etcd without a meaning here.
     pub(super) ignored: Vec<String>,
+    /// Keys of etcd that have another name now.
+    pub(super) deprecated: Vec<String>,
 }
 
 impl ConfigFile {
@@ -48,35 +53,43 @@ impl ConfigFile {
         let metadata = source.metadata();
         let located = |error: figment::Error| format!("{error} in {}", metadata.name);
         let read = source.data().map_err(located)?.remove(&Profile::Default).unwrap_or_default();
-        let mut file = Self { metadata, settings: Dict::new(), ignored: Vec::new() };
+        let mut file = Self { metadata, settings: Dict::new(), ignored: Vec::new(), deprecated: Vec::new() };
         for (key, value) in read {
-            match (key.as_str(), value) {
-                // An empty value in YAML means the default.
-                (_, Value::Empty(..)) => {}
+            let added = match (key.as_str(), value) {
                 ("client-transport-security", Value::Dict(_, section)) => file.add_security(section),
-                ("peer-transport-security", _) => file.ignored.push(key),
+                ("peer-transport-security", _) => {
+                    file.ignored.push(key);
+                    Ok(())
+                }
                 (name, value) => file.add(name, value),
-            }
+            };
+            added.map_err(|error| format!("{error} in {}", file.metadata.name))?;
         }
         Ok(file)
     }
 
-    fn add(&mut self, name: &str, value: Value) {
+    fn add(&mut self, name: &str, value: Value) -> Result<(), String> {
+        // As in etcd, an empty value means the default.
+        if matches!(value, Value::Empty(..)) || value.as_str().is_some_and(str::is_empty) {
+            return Ok(());
+        }
+        if is_deprecated(name) {
+            self.deprecated.push(name.to_owned());
+        }
         if is_ignored(name) {
+            check_ignored(name, &value)?;
             self.ignored.push(name.to_owned());
         } else {
-            self.settings.insert(setting_of(name).unwrap_or_else(|| name.to_owned()), value);
+            self.settings.insert(setting_of(name).map_or(name, String::as_str).to_owned(), value);
         }
+        Ok(())
     }
 
-    fn add_security(&mut self, section: Dict) {
-        for (key, value) in section {
-            match CLIENT_SECURITY.iter().find(|(known, _)| *known == key) {
-                _ if matches!(value, Value::Empty(..)) => {}
-                Some((_, setting)) => self.add(setting, value),
-                None => self.add(&key, value),
-            }
-        }
+    fn add_security(&mut self, section: Dict) -> Result<(), String> {
+        section.into_iter().try_for_each(|(key, value)| {
+            let setting = CLIENT_SECURITY.iter().find(|(known, _)| *known == key).map(|(_, setting)| *setting);
+            self.add(setting.unwrap_or(&key), value)
+        })
     }
 }
 

@@ -1,12 +1,22 @@
 //! The server's flags. Their help texts are the reference for `--help` and the manual page.
 
-use std::{collections::HashMap, path::PathBuf, sync::LazyLock};
+use std::{
+    collections::HashMap,
+    error::Error as _,
+    ffi::{OsStr, OsString},
+    path::PathBuf,
+    sync::LazyLock,
+};
 
-use clap::Args as _;
+use clap::{
+    Args as _, Command, FromArgMatches as _,
+    error::{ContextKind, ContextValue, ErrorKind},
+};
 use serde::Serialize;
 
 use super::{
     AutoCompactionMode, CipherSuite, FileMode, Interval, List, LogFormat, MetricsDetail, Secret, TlsVersion, Urls,
+    etcd_only::ignored_flag_definitions,
     values::{parse_bytes, parse_switch},
 };
 
@@ -290,20 +300,66 @@ pub struct Flags {
     tls_max_version: Option<TlsVersion>,
 }
 
-/// Returns the setting that a flag with this name, or with it as an alias, sets.
-pub(super) fn setting_of(name: &str) -> Option<String> {
-    static SETTINGS: LazyLock<HashMap<String, String>> = LazyLock::new(|| {
-        let command = Flags::augment_args(clap::Command::new("orlop"));
-        let mut settings = HashMap::new();
-        for flag in command.get_arguments() {
-            let Some(setting) = flag.get_long().filter(|name| *name != "config-file") else { continue };
-            for name in flag.get_all_aliases().unwrap_or_default().into_iter().chain([setting]) {
-                settings.insert(name.to_owned(), setting.to_owned());
-            }
+/// All flags of the server, also those that it ignores.
+static COMMAND: LazyLock<Command> = LazyLock::new(|| {
+    Flags::augment_args(Command::new("orlop")).args(ignored_flag_definitions()).args_override_self(true)
+});
+
+/// The setting of each name of a flag.
+static SETTINGS: LazyLock<HashMap<String, String>> = LazyLock::new(|| {
+    let command = Flags::augment_args(Command::new("orlop"));
+    let mut settings = HashMap::new();
+    for flag in command.get_arguments() {
+        let Some(setting) = flag.get_long().filter(|name| *name != "config-file") else { continue };
+        for name in flag.get_all_aliases().unwrap_or_default().into_iter().chain([setting]) {
+            settings.insert(name.to_owned(), setting.to_owned());
         }
-        settings
-    });
-    SETTINGS.get(name).cloned()
+    }
+    settings
+});
+
+/// Returns the setting that a flag with this name, or with it as an alias, sets.
+pub(super) fn setting_of(name: &str) -> Option<&'static String> {
+    SETTINGS.get(name)
+}
+
+/// Returns the names of all settings, some more than once.
+pub(super) fn settings() -> impl Iterator<Item = &'static str> {
+    SETTINGS.values().map(String::as_str)
+}
+
+/// Flags that are not given on the command line but elsewhere.
+#[derive(Default)]
+pub(super) struct Given(Vec<OsString>);
+
+impl Given {
+    /// Adds a flag with its value; `source` is the name of their place in an error.
+    pub(super) fn add(&mut self, flag: &str, text: &OsStr, source: &str) -> Result<(), String> {
+        let mut word = OsString::from(format!("--{flag}="));
+        word.push(text);
+        let invalid = |error| invalid_value(&error, text, source);
+        COMMAND.clone().try_get_matches_from([OsStr::new("orlop"), &word]).map_err(invalid)?;
+        self.0.push(word);
+        Ok(())
+    }
+
+    pub(super) fn flags(self) -> Result<Flags, String> {
+        let words = [OsString::from("orlop")].into_iter().chain(self.0);
+        let matches = COMMAND.clone().try_get_matches_from(words).map_err(|error| error.to_string())?;
+        Flags::from_arg_matches(&matches).map_err(|error| error.to_string())
+    }
+}
+
+fn invalid_value(error: &clap::Error, text: &OsStr, source: &str) -> String {
+    if error.kind() == ErrorKind::InvalidUtf8 {
+        return format!("the value of {source} is not UTF-8");
+    }
+    let reason = match (error.source(), error.get(ContextKind::ValidValue)) {
+        (Some(reason), _) => reason.to_string(),
+        (None, Some(ContextValue::Strings(values))) => format!("use {}", values.join(" or ")),
+        (None, _) => error.kind().to_string(),
+    };
+    format!("invalid value {text:?} for {source}: {reason}")
 }
 
 /// The location of the log.

@@ -358,6 +358,29 @@ pub fn parse_switch(text: &str) -> Result<bool, String> {
     }
 }
 
+/// Parses a switch in a file, with the words of YAML 1.1, which etcd reads, in addition.
+pub(super) fn parse_file_switch(text: &str) -> Result<bool, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "y" | "yes" | "on" => Ok(true),
+        "n" | "no" | "off" => Ok(false),
+        _ => parse_switch(text),
+    }
+}
+
+/// Deserializes a switch.
+pub(super) fn switch<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "true or false")]
+    enum Form {
+        Bool(bool),
+        Text(String),
+    }
+    match Form::deserialize(deserializer)? {
+        Form::Bool(switch) => Ok(switch),
+        Form::Text(text) => parse_file_switch(&text).map_err(de::Error::custom),
+    }
+}
+
 /// A duration such as 10m, 1h30m or 500ms. In a file it may also be a number of nanoseconds, as in etcd's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval(pub Duration);

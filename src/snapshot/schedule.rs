@@ -46,6 +46,7 @@ impl Schedule {
 
     async fn take_forever(&self, store: &Store) {
         let metrics = &store.metrics().maintenance;
+        metrics.snapshot_interval.set(i64::try_from(self.interval.as_secs()).unwrap_or(i64::MAX));
         let mut wait = Duration::ZERO;
         loop {
             sleep(wait).await;

@@ -247,6 +247,7 @@ async fn server_saves_snapshots_at_an_interval(backend: Backend) {
     assert_eq!(newest.metadata().expect("a file").permissions().mode() & 0o777, 0o600);
     eventually("the deletion of the first snapshot", async || if first.exists() { Err(()) } else { Ok(()) }).await;
     assert!(metric(&server, "orlop_snapshot_last_timestamp_seconds").await > 1.7e9);
+    assert!(metric(&server, "orlop_snapshot_interval_seconds").await >= 1.0);
     assert_eq!(metric(&server, "orlop_snapshot_failures_total").await, 0.0);
     server.terminate().await;
     assert!(snapshots(&folder).len() <= 2, "{:?}", names(&folder));

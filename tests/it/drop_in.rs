@@ -16,48 +16,134 @@ use crate::{
     },
 };
 
-/// Values that the parsers of flags accept or refuse, depending on the kind of the flag.
-const VALUES: [&str; 9] = ["true", "t", "7", "0", "1h30m", "http://127.0.0.1:7001", "new", "off", "x"];
-
-/// Flags whose values etcd checks after it has parsed all flags, and Orlop at once.
-const CHECKED_LATER: [&str; 6] =
-    ["auto-compaction-mode", "cipher-suites", "metrics", "tls-max-version", "tls-min-version", "logger"];
-
-/// Returns whether a program accepts a flag: whether it then complains about the next flag, which none knows.
-fn accepts(program: &Path, home: &Path, flag: &str) -> bool {
-    let output = Command::new(program).args([flag, "--no-such-flag"]).current_dir(home).output();
-    let output = output.expect("the program can be started");
-    assert_eq!(output.status.code(), Some(2), "{flag}");
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    text.contains("not defined: -no-such-flag") || text.contains("unexpected argument '--no-such-flag'")
+/// Where a program finds a setting, and values that are accepted or refused there, depending on the kind of the setting.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Source {
+    Flag,
+    Variable,
+    File,
 }
 
-/// Every flag in the help of the installed etcd, each with values of all kinds.
-#[test]
-fn values_of_flags_are_accepted_as_by_etcd() {
+impl Source {
+    fn values(self) -> &'static [&'static str] {
+        match self {
+            Self::Flag => &["true", "t", "7", "0", "1h30m", "http://127.0.0.1:7001", "new", "off", "x"],
+            Self::Variable => &["t", "7", "1h30m", "http://127.0.0.1:7001", "new", "x", ""],
+            Self::File => &["true", "7", "1.5", "'7'", "http://127.0.0.1:7001", "off", "x", "[a]", "{a: b}", "''"],
+        }
+    }
+}
+
+/// Flags whose values etcd checks after it has parsed all flags, and Orlop at once.
+const CHECKED_LATER: [&str; 7] = [
+    "auto-compaction-mode",
+    "auto-compaction-retention",
+    "cipher-suites",
+    "metrics",
+    "tls-max-version",
+    "tls-min-version",
+    "logger",
+];
+
+/// Settings with which both programs fail after they have accepted all others: etcd demands a longer election timeout, and
+/// Orlop cannot create the directory.
+const FAILING: [(&str, &str); 3] =
+    [("election-timeout", "1"), ("heartbeat-interval", "100"), ("data-dir", "/dev/null/none")];
+
+/// Returns whether a program accepts a value of a setting, and its output.
+fn accepts(program: &Path, home: &Path, source: Source, name: &str, value: &str) -> (bool, String) {
+    let mut command = Command::new(program);
+    command.current_dir(home);
+    let variable = |name: &str| format!("ETCD_{}", name.replace('-', "_").to_uppercase());
+    match source {
+        // No program knows the second flag.
+        Source::Flag => command.args([&format!("--{name}={value}"), "--no-such-flag"]),
+        Source::Variable => {
+            command.envs(FAILING.map(|(name, value)| (variable(name), value))).env(variable(name), value)
+        }
+        Source::File => {
+            let file = home.join(format!("{name}.yml"));
+            let settings = FAILING.into_iter().chain([(name, value)]).map(|(name, value)| format!("{name}: {value}\n"));
+            fs::write(&file, settings.collect::<String>()).expect("a file can be written");
+            command.arg("--config-file").arg(file)
+        }
+    };
+    let output = command.output().expect("the program can be started");
+    assert!(!output.status.success(), "{source:?} {name}={value}");
+    let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+    let signs_of_etcd = ["not defined: -no-such-flag", "should be at least as 5 times"];
+    // Another process may use the port. A setting may require another one, which etcd finds out later.
+    let signs_of_orlop = ["'--no-such-flag'", "Not a directory (os", "cannot listen on", " requires "];
+    let is_accepted = signs_of_etcd.iter().chain(&signs_of_orlop).any(|sign| text.contains(sign));
+    (is_accepted, text.lines().last().unwrap_or_default().to_owned())
+}
+
+/// Compares every flag in the help of the installed etcd, each with values of all kinds.
+fn compare_values(source: Source, excepted: &[&str], is_allowed: impl Fn(&Path, &str, &str) -> bool + Sync) {
     let Some(etcd) = etcd_tool("etcd", "ORLOP_ETCD") else { return skip("etcd") };
     let etcd = fs::canonicalize(etcd).expect("etcd exists");
     let help = Command::new(&etcd).arg("--help").output().expect("etcd prints its help");
     let help = String::from_utf8_lossy(&[help.stdout, help.stderr].concat()).into_owned();
     let flags = help.lines().filter_map(|line| line.trim_start().strip_prefix("--")?.split([' ', '=']).next());
-    let flags: Vec<&str> = flags.filter(|flag| !CHECKED_LATER.contains(flag) && *flag != "config-file").collect();
-    assert!(flags.len() > 90, "{flags:?}");
+    // log-outputs moves the text to another place.
+    let failing = FAILING.map(|(name, _)| name);
+    let used = if source == Source::Flag { &[][..] } else { &[&failing[..], &["log-outputs"]].concat() };
+    let skipped = [&CHECKED_LATER[..], &["config-file"], used, excepted].concat();
+    let flags: Vec<&str> = flags.filter(|flag| !skipped.contains(flag)).collect();
+    assert!(flags.len() > 80, "{flags:?}");
     let orlop = PathBuf::from(env!("CARGO_BIN_EXE_orlop"));
     let home = tempfile::tempdir().expect("a folder");
-    let differing = |flag: &str| -> Vec<String> {
-        let given = VALUES.iter().map(|value| format!("--{flag}={value}")).chain([format!("-{flag}=x")]);
-        let differs = |given: &String| accepts(&etcd, home.path(), given) != accepts(&orlop, home.path(), given);
-        given.filter(differs).collect()
+    let differing = |(name, value): (&str, &str)| {
+        let (by_etcd, etcd_text) = accepts(&etcd, home.path(), source, name, value);
+        let (by_orlop, orlop_text) = accepts(&orlop, home.path(), source, name, value);
+        // etcd ignores keys of a file that it does not know, whatever their values are.
+        let is_key = || source != Source::File || !accepts(&etcd, home.path(), source, name, "{a: b}").0;
+        let differ = by_etcd != by_orlop && is_key() && !(by_orlop && is_allowed(home.path(), name, value));
+        differ.then(|| format!("{name}={value}: etcd {by_etcd}: {etcd_text}; Orlop {by_orlop}: {orlop_text}"))
     };
+    let pairs: Vec<(&str, &str)> =
+        flags.iter().flat_map(|name| source.values().iter().map(|value| (*name, *value))).collect();
+    let check = |pairs: &[(&str, &str)]| pairs.iter().copied().filter_map(differing).collect::<Vec<_>>();
     let differing: Vec<String> = std::thread::scope(|scope| {
-        let halves: Vec<_> = flags.chunks(flags.len().div_ceil(2)).collect();
-        let workers: Vec<_> = halves
-            .into_iter()
-            .map(|flags| scope.spawn(|| flags.iter().flat_map(|flag| differing(flag)).collect::<Vec<_>>()))
-            .collect();
+        let halves = pairs.chunks(pairs.len().div_ceil(2));
+        let workers: Vec<_> = halves.map(|pairs| scope.spawn(|| check(pairs))).collect();
         workers.into_iter().flat_map(|worker| worker.join().expect("no panic")).collect()
     });
     assert!(differing.is_empty(), "etcd and Orlop differ: {differing:#?}");
+}
+
+#[test]
+fn values_of_flags_are_accepted_as_by_etcd() {
+    compare_values(Source::Flag, &[], |_, _, _| false);
+}
+
+#[test]
+fn values_of_variables_are_accepted_as_by_etcd() {
+    compare_values(Source::Variable, &[], |_, _, _| false);
+}
+
+/// In a file Orlop accepts, in addition, an empty text as the default, and the text of a value as the flag takes it, such
+/// as 5s.
+#[test]
+fn values_in_files_are_accepted_as_by_etcd() {
+    let excepted = [
+        // etcd ignores them outside of the section client-transport-security.
+        &["cert-file", "key-file", "client-cert-auth", "client-crl-file", "client-cert-allowed-hostname"][..],
+        &["trusted-ca-file", "auto-tls"],
+        // etcd checks the first later, and has a minimum for the second only in later versions.
+        &["v2-deprecation", "experimental-watch-progress-notify-interval"],
+    ];
+    let orlop = PathBuf::from(env!("CARGO_BIN_EXE_orlop"));
+    let is_allowed = |home: &Path, name: &str, value: &str| {
+        let text = value.trim_matches('\'');
+        text.is_empty() || accepts(&orlop, home, Source::Flag, name, text).0
+    };
+    compare_values(Source::File, &excepted.concat(), is_allowed);
+}
+
+#[test]
+fn one_dash_before_a_flag_is_enough() {
+    check_refused(&["-max-txn-ops=x"], &[], &["--max-txn-ops"]);
 }
 
 /// A file in etcd's form: sections for TLS, durations in nanoseconds, empty values, settings without a meaning here.
@@ -112,7 +198,13 @@ async fn configuration_file_of_etcd_is_read(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &["--config-file", &file]).await else { return };
     check_member(&server, "from the file", 12_345_678).await;
     let log = server.log();
-    assert!(log.contains("peer-transport-security") && log.contains("snapshot-count"), "{log}");
+    for part in [
+        "peer-transport-security",
+        "snapshot-count",
+        "--experimental-watch-progress-notify-interval is deprecated; use --watch-progress-notify-interval instead",
+    ] {
+        assert!(log.contains(part), "no {part}: {log}");
+    }
     // A key that neither knows is an error, and so is an unknown key of the section.
     for wrong in ["quota-backend-byte: 1\n", "client-transport-security:\n  certfile: x\n"] {
         fs::write(home.path().join("wrong.yml"), wrong).expect("a file can be written");

@@ -239,7 +239,9 @@ async fn etcd_command_line_is_accepted() {
     ] {
         assert!(log.contains(ignored), "{ignored} is named: {log}");
     }
-    assert!(!log.contains("experimental") && !log.contains("metrics"), "{log}");
+    let deprecated =
+        "--experimental-watch-progress-notify-interval is deprecated; use --watch-progress-notify-interval";
+    assert!(log.contains(deprecated) && !log.contains("metrics"), "{log}");
 }
 
 #[tokio::test]
