@@ -30,6 +30,7 @@ COPY benches benches
 COPY fuzz fuzz
 COPY tests/it/main.rs tests/it/main.rs
 COPY scripts/release scripts/release_files.py scripts/release_sbom.py scripts/tools_venv.py scripts/
+COPY packaging/musl packaging/musl
 # build.rs puts it into `orlop --version`; the image contains no git.
 ENV ORLOP_COMMIT=${REVISION}
 # The target directory is a cache and not part of the layer, so the same step copies the binary out of it.
