@@ -89,6 +89,7 @@ pub struct Settings {
     pub warning_apply_duration: Interval,
     pub warning_unary_request_duration: Interval,
     pub metrics: MetricsDetail,
+    pub enable_pprof: bool,
     pub enable_distributed_tracing: bool,
     /// `HOST:PORT`.
     pub distributed_tracing_address: String,
@@ -149,6 +150,7 @@ impl Default for Settings {
             warning_apply_duration: Interval(Duration::from_millis(100)),
             warning_unary_request_duration: Interval(Duration::from_millis(300)),
             metrics: MetricsDetail::Basic,
+            enable_pprof: false,
             enable_distributed_tracing: false,
             distributed_tracing_address: "localhost:4317".to_owned(),
             distributed_tracing_service_name: "orlop".to_owned(),

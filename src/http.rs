@@ -1,7 +1,8 @@
-//! Plain HTTP on the same ports as gRPC: `/version`, health, metrics and the JSON gateway.
+//! Plain HTTP on the same ports as gRPC: `/version`, health, metrics, `/debug` and the JSON gateway.
 //!
 //! These endpoints only call [`crate::api`] and [`orlop_core::store`]; no behaviour of etcd is implemented here.
 
+mod debug;
 pub mod gateway;
 mod health;
 mod metrics;
@@ -18,11 +19,22 @@ use axum::{
 };
 use tonic::{Status, service::Routes};
 
+pub use self::debug::Pprof;
+use crate::net::tls::Acceptor;
 use orlop_core::{
     overload::PartialRequests,
     store::Store,
     supervise::{catch_panics, log_request_panic},
 };
+
+/// What the endpoints need besides the services.
+#[derive(Clone)]
+pub struct Settings {
+    pub store: Arc<Store>,
+    /// The source of the certificate in the metrics; `None` without TLS.
+    pub tls: Option<Arc<Acceptor>>,
+    pub pprof: Pprof,
+}
 
 /// The routes for clients.
 pub struct ClientRoutes {
@@ -39,31 +51,35 @@ pub struct ClientRoutes {
 /// If the compiled-in descriptors cannot be read.
 pub fn routes(
     grpc: Routes,
-    store: &Arc<Store>,
+    settings: &Settings,
     partial_requests: Arc<PartialRequests>,
     has_http_urls: bool,
 ) -> Result<ClientRoutes, prost_reflect::DescriptorError> {
     let grpc = grpc.into_axum_router();
-    let gateway = gateway::routes(grpc.clone(), partial_requests)?
-        .layer(map_response(allow_all_origins))
-        .layer(from_fn_with_state(Arc::clone(store), respond_to_panics));
-    let http = http(store).merge(gateway);
+    let gateway = gateway::routes(grpc.clone(), partial_requests)?;
+    let clients_only = with_common_layers(gateway.merge(debug::routes(settings.pprof)), settings);
+    let http = http(settings).merge(clients_only);
     let main = if has_http_urls { grpc } else { grpc.merge(http.clone()) };
     Ok(ClientRoutes { main: main.fallback(unknown_path).into(), http: http.fallback(unknown_path).into() })
 }
 
 /// Returns the endpoints for probes and Prometheus, for a separate address.
-pub fn probe_routes(store: &Arc<Store>) -> Routes {
-    Routes::from(http(store).fallback(unknown_path))
+pub fn probe_routes(settings: &Settings) -> Routes {
+    Routes::from(http(settings).fallback(unknown_path))
 }
 
-fn http(store: &Arc<Store>) -> Router {
-    Router::new()
+fn http(settings: &Settings) -> Router {
+    let endpoints = Router::new()
         .merge(version::routes())
-        .merge(metrics::routes(Arc::clone(store)))
-        .merge(health::routes(Arc::clone(store)))
+        .merge(metrics::routes(settings))
+        .merge(health::routes(Arc::clone(&settings.store)));
+    with_common_layers(endpoints, settings)
+}
+
+fn with_common_layers(endpoints: Router, settings: &Settings) -> Router {
+    endpoints
         .layer(map_response(allow_all_origins))
-        .layer(from_fn_with_state(Arc::clone(store), respond_to_panics))
+        .layer(from_fn_with_state(Arc::clone(&settings.store), respond_to_panics))
 }
 
 /// Returns an error response if a request panics. Panics of gRPC calls are handled by the API's metering.

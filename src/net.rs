@@ -7,6 +7,7 @@
 mod authority;
 mod connection_limit;
 mod log_limit;
+mod remote;
 mod timeouts;
 pub mod tls;
 
@@ -39,8 +40,8 @@ use tokio::{
 use tokio_rustls::server::TlsStream;
 use tracing::{debug, error, warn};
 
-pub use self::connection_limit::ConnectionLimit;
-use self::{authority::AuthorityRewriter, log_limit::LogLimit, timeouts::TimedConnection};
+use self::{authority::AuthorityRewriter, log_limit::LogLimit, remote::WithRemote, timeouts::TimedConnection};
+pub use self::{connection_limit::ConnectionLimit, remote::Remote};
 use crate::config::{FileMode, ListenUrl, Scheme};
 use orlop_core::{
     overload::{Steps, paced},
@@ -235,10 +236,11 @@ async fn serve_all<C, S, R>(
             // A dropped sender also stops the server.
             _ = stopping.wait_for(|stopping| *stopping) => None,
         };
-        let Some(connection) = connection else { break };
+        let Some((connection, remote)) = connection else { break };
         let (connection, pacer) = paced(connection, &steps);
         let (connection, flusher) = coalesce_writes(connection);
-        let connection = http.serve_connection(TokioIo::new(connection), services.clone()).into_owned();
+        let services = WithRemote::new(services.clone(), remote);
+        let connection = http.serve_connection(TokioIo::new(connection), services).into_owned();
         let serving = pacer.run(flusher.drive(graceful.watch(connection)));
         tokio::spawn(async move {
             if let Err(error) = serving.await {
@@ -332,7 +334,7 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
 }
 
 type Accepted<S> = AuthorityRewriter<TimedConnection<Connection<S>>>;
-type Connections<S> = mpsc::Receiver<Accepted<S>>;
+type Connections<S> = mpsc::Receiver<(Accepted<S>, Remote)>;
 
 /// Returns accepted connections whose TLS handshake is complete. Dropping the handle stops accepting.
 fn accept<L: Accept>(
@@ -359,7 +361,7 @@ async fn accept_all<L: Accept>(
     security: Security,
     connection_limit: ConnectionLimit,
     steps: Arc<Steps>,
-    ready: mpsc::Sender<Accepted<L::Stream>>,
+    ready: mpsc::Sender<(Accepted<L::Stream>, Remote)>,
 ) {
     loop {
         let permit = connection_limit.acquire().await;
@@ -368,13 +370,15 @@ async fn accept_all<L: Accept>(
         steps.request().await;
         if let Security::Plain = &security {
             // Fails only while the server stops.
-            let _ = ready.send(accepted(Connection::Plain(stream), permit)).await;
+            let _ = ready.send((accepted(Connection::Plain(stream), permit), Remote::new(&remote))).await;
             continue;
         }
         let (security, ready) = (security.clone(), ready.clone());
         tokio::spawn(async move {
             match catch_panics(secure::<L>(stream, &security)).await {
-                Ok(Ok(connection)) => drop(ready.send(accepted(connection, permit)).await),
+                Ok(Ok(connection)) => {
+                    drop(ready.send((accepted(connection, permit), Remote::new(&remote))).await);
+                }
                 Ok(Err(error)) => {
                     if let Some(count) = REJECTED_LOG.count() {
                         // etcd's message and fields.

@@ -15,8 +15,8 @@ use tracing::{info, warn};
 
 use crate::{
     api,
-    config::{Datastore, ListenUrl, MetricsDetail, Retention, Settings, Tls, Urls},
-    http,
+    config::{Datastore, ListenUrl, MetricsDetail, Retention, Scheme, Settings, Tls, Urls},
+    http::{self, Pprof},
     net::{self, ConnectionLimit, Listener, tls},
     snapshot::{DatedFolder, Folder, Schedule},
     telemetry::{self, Exporter},
@@ -60,10 +60,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         None => None,
     };
     let listeners = Listeners::bind(&settings, tls.as_ref()).await.map_err(Error)?;
-    let metrics = Arc::new(Metrics::new(match settings.metrics {
-        MetricsDetail::Basic => metrics::Detail::Basic,
-        MetricsDetail::Extensive => metrics::Detail::Extensive,
-    }));
+    let metrics = new_metrics(&settings);
     let mut shutdown = pin!(shutdown);
     let opening = open_store(&settings, advertised_urls(&settings, &listeners.clients), metrics);
     let Some(store) = unless(shutdown.as_mut(), opening).await else { return Ok(()) };
@@ -82,12 +79,14 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     let api_settings = api_settings(&settings, snapshots, exporter.clone());
     let services = api::services(Arc::clone(&store), api_settings, Arc::clone(&partial_requests), stopping.clone())
         .map_err(|error| Error(format!("cannot build the services: {error}")))?;
+    let pprof = if settings.enable_pprof { Pprof::Served } else { Pprof::Absent };
+    let endpoints = http::Settings { store: Arc::clone(&store), tls, pprof };
     let has_http_urls = !listeners.http.is_empty();
-    let routes = http::routes(services.routes(), &store, partial_requests, has_http_urls)
+    let routes = http::routes(services.routes(), &endpoints, partial_requests, has_http_urls)
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     log_start(&settings, &listeners, &store).await?;
     let mut servers = JoinSet::new();
-    listeners.serve(&settings, &store, services.with(routes.main), routes.http, &stopping, &mut servers);
+    listeners.serve(&settings, &endpoints, services.with(routes.main), routes.http, &stopping, &mut servers);
     notify_service_manager("READY=1");
 
     let mut outcome = Ok(());
@@ -207,13 +206,13 @@ impl Listeners {
     fn serve(
         self,
         settings: &Settings,
-        store: &Arc<Store>,
+        endpoints: &http::Settings,
         services: api::Router,
         http: Routes,
         stopping: &watch::Receiver<bool>,
         servers: &mut JoinSet<()>,
     ) {
-        let clients = connections(settings, ConnectionLimit::for_clients(), store.steps());
+        let clients = connections(settings, ConnectionLimit::for_clients(), endpoints.store.steps());
         for listener in self.clients {
             listener.urls.iter().for_each(announce);
             servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
@@ -227,7 +226,7 @@ impl Listeners {
         vital("the step scheduler for probes", grant_steps);
         for listener in self.metrics {
             let probes = connections(settings, ConnectionLimit::for_probes(), &probe_steps);
-            let service = TowerToHyperService::new(http::probe_routes(store));
+            let service = TowerToHyperService::new(http::probe_routes(endpoints));
             servers.spawn(listener.serve(service, probes, stopping.clone()));
         }
     }
@@ -253,6 +252,13 @@ fn advertised_urls(settings: &Settings, listeners: &[Listener]) -> Vec<String> {
         [] => listeners.iter().flat_map(|listener| &listener.urls).map(ToString::to_string).collect(),
         urls => urls.iter().map(ToString::to_string).collect(),
     }
+}
+
+fn new_metrics(settings: &Settings) -> Arc<Metrics> {
+    Arc::new(Metrics::new(match settings.metrics {
+        MetricsDetail::Basic => metrics::Detail::Basic,
+        MetricsDetail::Extensive => metrics::Detail::Extensive,
+    }))
 }
 
 /// Opens and reads the log.
@@ -353,9 +359,21 @@ fn api_settings(settings: &Settings, snapshots: Folder, exporter: Option<Arc<Exp
     }
 }
 
+/// What an address for clients serves, in etcd's words.
+const TRAFFIC: &str = "grpc+http";
+
 /// Prints the address for clients to standard output, with the actual port if port 0 was requested.
 fn announce(url: &ListenUrl) {
     info!(%url, "ready to serve client requests");
+    if let ListenUrl::Tcp(address, scheme) = url {
+        // etcd's messages and fields.
+        match scheme {
+            Scheme::Plain => {
+                info!(traffic = TRAFFIC, address, "serving client traffic insecurely; this is strongly discouraged!")
+            }
+            Scheme::Tls => info!(traffic = TRAFFIC, address, "serving client traffic securely"),
+        }
+    }
     // The server continues if standard output is closed.
     let _ = writeln!(std::io::stdout(), "orlop: serving client requests on {url}");
 }

@@ -62,7 +62,6 @@ const FLAGS: &[(&str, Kind)] = &[
     ("downgrade-check-time", Duration),
     ("election-timeout", Number),
     ("enable-grpc-gateway", Switch),
-    ("enable-pprof", Switch),
     ("enable-v2", Switch),
     ("experimental-bootstrap-defrag-threshold-megabytes", Number),
     ("experimental-compact-hash-check-enabled", Switch),

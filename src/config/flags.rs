@@ -198,6 +198,11 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     metrics: Option<MetricsDetail>,
 
+    /// Serve CPU profiles and memory statistics on /debug/pprof/ of the client URLs
+    #[arg(help_heading = TELEMETRY, long, value_name = "BOOL", value_parser = parse_switch, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    enable_pprof: Option<bool>,
+
     /// Export requests as OpenTelemetry spans
     #[arg(help_heading = TELEMETRY, long, value_name = "BOOL", value_parser = parse_switch, num_args = 0..=1, require_equals = true, default_missing_value = "true",
         alias = "experimental-enable-distributed-tracing")]

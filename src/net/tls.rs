@@ -1,7 +1,7 @@
 //! TLS for listeners: the server's certificate and the verification of clients. Both are reloaded when their files
 //! change.
 //!
-//! The files are checked when a client connects, at most once per second, so a renewed certificate requires no restart
+//! The files are checked when a client connects or reads the metrics, at most once per second, so a renewed certificate requires no restart
 //! and closes no connection. If the files do not match, for example while they are being replaced, the previous ones
 //! stay in use.
 
@@ -49,10 +49,18 @@ pub struct Acceptor {
 
 #[derive(Debug)]
 struct State {
-    config: Arc<ServerConfig>,
+    loaded: Loaded,
     /// Identification of the files when they were read.
     stamps: Vec<Option<FileStamp>>,
     checked_at: Instant,
+}
+
+/// The content of the files.
+#[derive(Clone, Debug)]
+struct Loaded {
+    config: Arc<ServerConfig>,
+    /// End of the certificate's validity in seconds since 1970.
+    expires_at: i64,
 }
 
 /// Identifies the content of a file: modification time and size. Symbolic links are followed, so a link to another file
@@ -69,7 +77,7 @@ impl Acceptor {
         if let Some(wanted) = &settings.self_signed {
             self_signed::ensure(wanted, &settings.cert_file, &settings.key_file)?;
         }
-        let state = State { stamps: stamps(&settings), config: load(&settings)?, checked_at: Instant::now() };
+        let state = State { stamps: stamps(&settings), loaded: load(&settings)?, checked_at: Instant::now() };
         Ok(Self { settings, state: Mutex::new(state) })
     }
 
@@ -79,22 +87,27 @@ impl Acceptor {
     ///
     /// If the handshake fails or takes too long.
     pub async fn accept<S: AsyncRead + AsyncWrite + Unpin>(&self, stream: S) -> io::Result<TlsStream<S>> {
-        let handshake = TlsAcceptor::from(self.config()).accept(stream);
+        let handshake = TlsAcceptor::from(self.loaded().config).accept(stream);
         timeout(HANDSHAKE_MAX, handshake).await.unwrap_or_else(|_| {
             Err(io::Error::new(io::ErrorKind::TimedOut, format!("no TLS handshake within {HANDSHAKE_MAX:?}")))
         })
     }
 
-    fn config(&self) -> Arc<ServerConfig> {
+    /// Returns the end of the validity of the certificate that new connections get, in seconds since 1970.
+    pub fn certificate_expiry(&self) -> i64 {
+        self.loaded().expires_at
+    }
+
+    fn loaded(&self) -> Loaded {
         let mut state = self.state.lock();
         if state.checked_at.elapsed() >= CHECK_INTERVAL {
             state.checked_at = Instant::now();
             let stamps = stamps(&self.settings);
             if stamps != state.stamps {
                 match load(&self.settings) {
-                    Ok(config) => {
+                    Ok(loaded) => {
                         info!(cert_file = %self.settings.cert_file.display(), "certificates reloaded");
-                        state.config = config;
+                        state.loaded = loaded;
                     }
                     Err(error) => {
                         warn!(error, "cannot use the changed certificates; keeping the previous ones")
@@ -103,7 +116,7 @@ impl Acceptor {
                 state.stamps = stamps;
             }
         }
-        Arc::clone(&state.config)
+        state.loaded.clone()
     }
 }
 
@@ -130,10 +143,10 @@ fn versions((min, max): (TlsVersion, TlsVersion)) -> &'static [&'static Supporte
     &VERSIONS[index(min)..=index(max)]
 }
 
-fn load(settings: &Tls) -> Result<Arc<ServerConfig>, String> {
+fn load(settings: &Tls) -> Result<Loaded, String> {
     let cert_file = settings.cert_file.display();
     let certificates = certificates("cert-file", &settings.cert_file)?;
-    check_time("cert-file", &settings.cert_file, &certificates[0])?;
+    let expires_at = check_time("cert-file", &settings.cert_file, &certificates[0])?;
     let key = PrivateKeyDer::from_pem_file(&settings.key_file)
         .map_err(|error| format!("key-file {}: cannot read a private key: {error}", settings.key_file.display()))?;
     let builder = ServerConfig::builder_with_provider(provider(&settings.cipher_suites))
@@ -147,7 +160,7 @@ fn load(settings: &Tls) -> Result<Arc<ServerConfig>, String> {
         format!("cert-file {cert_file} and key-file {} cannot be used together: {error}", settings.key_file.display())
     })?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    Ok(Arc::new(config))
+    Ok(Loaded { config: Arc::new(config), expires_at })
 }
 
 fn certificates(setting: &str, file: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
@@ -174,14 +187,15 @@ fn provider(named: &[CipherSuite]) -> Arc<CryptoProvider> {
     Arc::new(provider)
 }
 
-/// Checks that the certificate is valid now, so that the start fails instead of every connection.
-fn check_time(setting: &str, file: &Path, certificate: &CertificateDer<'_>) -> Result<(), String> {
+/// Checks that the certificate is valid now, so that the start fails instead of every connection. Returns the end of
+/// its validity in seconds since 1970.
+fn check_time(setting: &str, file: &Path, certificate: &CertificateDer<'_>) -> Result<i64, String> {
     let name = file.display();
     let (_, parsed) = x509_parser::parse_x509_certificate(certificate)
         .map_err(|error| format!("{setting} {name}: cannot parse the certificate: {error}"))?;
     let validity = parsed.validity();
     if validity.is_valid() {
-        return Ok(());
+        return Ok(validity.not_after.timestamp());
     }
     Err(format!(
         "{setting} {name}: the certificate is valid from {} to {}, but not now",

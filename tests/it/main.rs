@@ -9,6 +9,7 @@ mod bench;
 mod check;
 mod commands;
 mod damaged;
+mod debug;
 mod differential;
 mod drop_in;
 mod durability;

@@ -198,7 +198,8 @@ const TRACE_FLAGS: [&str; 4] = ["--log-level", "trace", "--listen-client-urls", 
 async fn database_password_is_never_printed() {
     let Some((postgres, endpoint, _)) = postgres_with_passwords().await else { return };
     let mut orlop = Orlop::new();
-    let url = orlop.start("022", &[&TRACE_FLAGS[..], &["--datastore-endpoint", &endpoint]].concat(), &[]);
+    let flags = [&TRACE_FLAGS[..], &["--enable-pprof", "--datastore-endpoint", &endpoint]].concat();
+    let url = orlop.start("022", &flags, &[]);
     let mut client = Client::connect(&url).await;
     let put = PutRequest { key: "k".into(), value: VALUE.into(), ..Default::default() };
     client.kv.put(put).await.expect("a put");
@@ -207,9 +208,13 @@ async fn database_password_is_never_printed() {
     let status = client.maintenance.status(StatusRequest {}).await.expect("a status");
     let members = client.cluster.member_list(MemberListRequest::default()).await.expect("members");
     no_password_in("answers", &format!("{status:?} {members:?}"));
-    for path in ["/metrics", "/version", "/health", "/livez?verbose", "/readyz?verbose", "/config", "/debug/vars", "/"]
-    {
+    for path in ["/metrics", "/version", "/health", "/livez?verbose", "/readyz?verbose", "/config", "/"] {
         no_password_in(path, &http_get(&url, path).await.body);
+    }
+    for path in ["/debug/vars", "/debug/pprof/cmdline"] {
+        let body = http_get(&url, path).await.body;
+        assert!(body.contains("--datastore-endpoint"), "{path}: {body}");
+        no_password_in(path, &body);
     }
     // While the database is stopped, the server also logs and returns errors.
     postgres.stop();

@@ -22,7 +22,7 @@ pub use self::{
     certificates::{Authority, Certificate},
     client::Client,
     disk::Disk,
-    http::{Answer, http, http_get},
+    http::{Answer, http, http_bytes, http_get},
     link::{Link, NetworkState},
     postgres::{Fsync, Postgres, free_port, user},
     proxy::{Cut, Proxy},

@@ -14,7 +14,7 @@ use tokio::{
 
 use crate::{
     start::check_refused,
-    support::{Authority, Backend, Certificate, DEADLINE, Server, etcd_tool, eventually, skip},
+    support::{Authority, Backend, Certificate, DEADLINE, Server, etcd_tool, eventually, http_get, skip},
 };
 
 fn text(path: &Path) -> &str {
@@ -244,6 +244,30 @@ async fn metrics_are_served_on_their_own_address() {
             "{path}: no certificate is needed, and no data is served"
         );
     }
+}
+
+/// The expiry of a renewed certificate is exported although no client connects with TLS.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn certificate_expiry_is_exported() {
+    const DAY: f64 = 24.0 * 60.0 * 60.0;
+    let Some(authority) = Authority::new() else { return };
+    let port =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a free port").port();
+    let metrics = format!("http://127.0.0.1:{port}");
+    let certificate = authority.sign("server", 30);
+    let _server = server(&certificate, &["--listen-metrics-urls", &metrics]).await;
+    let expiry = async || {
+        let text = http_get(&metrics, "/metrics").await.body;
+        let value = |line: &str| line.strip_prefix("orlop_tls_certificate_expiry_timestamp_seconds ")?.parse().ok();
+        text.lines().find_map(value).unwrap_or_else(|| panic!("no expiry: {text}"))
+    };
+    let first: f64 = expiry().await;
+    certificate.replace_by(&authority.sign("renewed", 60));
+    eventually("the expiry of the renewed certificate", async || {
+        let renewed = expiry().await;
+        if (renewed - first - 30.0 * DAY).abs() < 600.0 { Ok(()) } else { Err(renewed - first) }
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

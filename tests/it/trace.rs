@@ -74,6 +74,10 @@ async fn slow_requests_are_logged_with_the_time_of_each_part(backend: Backend) {
         );
         assert!(line["request"].as_str().is_some_and(|asked| asked.contains(request)), "{line}");
         assert_eq!((&line["code"], &line["expected-duration"]), (&"OK".into(), &"1ns".into()));
+        let is_range = method == "Range";
+        assert_eq!(line["prefix"], if is_range { "read-only range " } else { "" }, "{line}");
+        let response = if is_range { "range_response_count:1 size:" } else { "size:" };
+        assert!(line["response"].as_str().is_some_and(|shown| shown.starts_with(response)), "{line}");
         for part in parts {
             assert!(
                 line[part].as_str().is_some_and(|took| took.ends_with('s')),
@@ -84,6 +88,57 @@ async fn slow_requests_are_logged_with_the_time_of_each_part(backend: Backend) {
     let ids: Vec<_> = slow(&server, "etcdserverpb.KV/Put").await.iter().map(|line| line["id"].clone()).collect();
     assert!(ids[0] != ids[1] && ids[0].as_str().is_some_and(|id| id.len() == 16), "{ids:?}");
     assert!(!server.log().contains(VALUE), "no value is logged");
+}
+
+/// With the level debug, every unary call is logged with etcd's message and fields.
+async fn requests_are_logged_at_debug(backend: Backend) {
+    for (level, is_logged) in [("info", false), ("debug", true), ("info,orlop::requests=debug", true)] {
+        let Some(server) = Server::orlop_with(backend, &["--log-format", "json", "--log-level", level]).await else {
+            return;
+        };
+        let mut client = Client::connect(server.endpoint()).await;
+        client.kv.put(put("key/1")).await.expect("a put");
+        let range = RangeRequest { key: "key/1".into(), ..Default::default() };
+        client.kv.range(range).await.expect("a range");
+        let found = |path: &str| {
+            let log = server.log();
+            let mut lines = log.lines().map(|line| serde_json::from_str(line).expect("a JSON object"));
+            lines
+                .find(|line: &serde_json::Value| line["msg"] == "request stats" && line["response type"] == path)
+                .ok_or(log)
+        };
+        if !is_logged {
+            assert!(found("/etcdserverpb.KV/Put").is_err(), "{level}");
+            continue;
+        }
+        for (path, count, request) in
+            [("/etcdserverpb.KV/Put", 0, "put key=key/1"), ("/etcdserverpb.KV/Range", 1, "range key=key/1 pairs=1")]
+        {
+            let line = eventually(path, async || found(path)).await;
+            assert_eq!((&line["level"], &line["response count"]), (&"debug".into(), &count.into()), "{line}");
+            assert_eq!(line["request content"], request, "{line}");
+            assert!(line["remote"].as_str().is_some_and(|remote| remote.starts_with("127.0.0.1:")), "{line}");
+            assert!(line["request size"].as_u64().is_some_and(|bytes| bytes > 0), "{line}");
+            assert!(line["response size"].as_u64().is_some_and(|bytes| bytes > 0), "{line}");
+            for time in ["start time", "time spent"] {
+                assert!(line[time].as_str().is_some_and(|text| !text.is_empty()), "{line}");
+            }
+        }
+        assert!(!server.log().contains(VALUE), "no value is logged");
+    }
+}
+
+async fn start_is_logged_as_in_etcd(backend: Backend) {
+    let flags = ["--log-format", "json", "--log-level", "info"];
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let log = server.log();
+    let lines: Vec<serde_json::Value> =
+        log.lines().map(|line| serde_json::from_str(line).expect("a JSON object")).collect();
+    let find = |message: &str| lines.iter().find(|line| line["msg"] == message).unwrap_or_else(|| panic!("{log}"));
+    find("ready to serve client requests");
+    let insecure = find("serving client traffic insecurely; this is strongly discouraged!");
+    let address = server.endpoint().trim_start_matches("http://");
+    assert_eq!((&insecure["address"], &insecure["traffic"]), (&address.into(), &"grpc+http".into()));
 }
 
 /// The id in the error that a client received is also in the log line of the request.
@@ -180,4 +235,9 @@ async fn collector_receives_the_spans_of_a_call() {
     assert_eq!(spans.iter().filter(|(_, span)| span.name.contains("Put")).count(), 1, "{spans:?}");
 }
 
-on_both_backends!(slow_requests_are_logged_with_the_time_of_each_part, failed_request_reports_its_id,);
+on_both_backends!(
+    slow_requests_are_logged_with_the_time_of_each_part,
+    requests_are_logged_at_debug,
+    start_is_logged_as_in_etcd,
+    failed_request_reports_its_id,
+);

@@ -6,12 +6,16 @@
 //! Updating a metric without labels neither allocates nor locks. Finding the metric of a label value takes a lock, so
 //! code that knows its label values in advance finds their metrics once, at the start.
 
+mod process;
+
 use std::time::SystemTime;
 
 use prometheus::{
     Encoder as _, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
     Registry, TextEncoder, core::Collector, exponential_buckets, process_collector::ProcessCollector,
 };
+
+use self::process::Process;
 
 /// Returns `count` bucket bounds that double from `from` on.
 fn doubling(from: f64, count: usize) -> Vec<f64> {
@@ -98,8 +102,6 @@ metrics! {
         failed_confirms: IntCounter "etcd_server_read_indexes_failed_total",
             "Linearizable reads that failed to get the log's position.";
         fsync: Histogram "etcd_disk_wal_fsync_duration_seconds" in doubling(0.001, 14),
-            "Duration of an append's durable commit.";
-        commit: Histogram "etcd_disk_backend_commit_duration_seconds" in doubling(0.001, 14),
             "Duration of an append's durable commit.";
         written_bytes: IntGauge "etcd_disk_wal_write_bytes_total", "Bytes of all pairs appended.";
         batch_requests: Histogram "orlop_batch_requests" in doubling(1.0, 12), "Requests per commit.";
@@ -191,6 +193,59 @@ impl Maintenance {
 }
 
 metrics! {
+    /// Updated by `/metrics`, under the names of Go's HTTP handler.
+    Scrapes {
+        ended: IntCounterVec "promhttp_metric_handler_requests_total" ["code"], "Requests for metrics by HTTP status.";
+        in_flight: IntGauge "promhttp_metric_handler_requests_in_flight", "Requests for metrics being served.";
+    }
+}
+
+metrics! {
+    /// Parts of etcd that Orlop lacks. Dashboards and alerts query these metrics; the values do not change.
+    Absent {
+        promotions: IntCounter "etcd_server_learner_promote_successes", "0: there are no learners.";
+        go_version: IntGaugeVec "etcd_server_go_version" ["server_go_version"], "none: this is not a Go program.";
+        go_info: IntGaugeVec "go_info" ["version"], "none: this is not a Go program.";
+        http_received: IntCounterVec "etcd_http_received_total" ["method"], "0: there is no v2 API.";
+        http_failed: IntCounterVec "etcd_http_failed_total" ["method", "code"], "0: there is no v2 API.";
+        http_successful: HistogramVec "etcd_http_successful_duration_seconds" ["method"] in doubling(0.0005, 13),
+            "Empty: there is no v2 API.";
+        peer_sent: IntCounterVec "etcd_network_peer_sent_bytes_total" ["To"],
+            "0: instances do not connect to each other.";
+        peer_received: IntCounterVec "etcd_network_peer_received_bytes_total" ["From"],
+            "0: instances do not connect to each other.";
+        peer_sent_failures: IntCounterVec "etcd_network_peer_sent_failures_total" ["To"],
+            "0: instances do not connect to each other.";
+        peer_received_failures: IntCounterVec "etcd_network_peer_received_failures_total" ["From"],
+            "0: instances do not connect to each other.";
+        peer_round_trip: HistogramVec "etcd_network_peer_round_trip_time_seconds" ["To"] in doubling(0.0001, 16),
+            "Empty: instances do not connect to each other.";
+    }
+}
+
+impl Absent {
+    fn set_constants(&self) {
+        self.go_version.with_label_values(&["none"]).set(1);
+        self.go_info.with_label_values(&["none"]).set(1);
+        // Prometheus omits a metric without series.
+        self.http_received.with_label_values(&["GET"]);
+        self.http_failed.with_label_values(&["GET", "404"]);
+        self.http_successful.with_label_values(&["GET"]);
+    }
+
+    /// Sets the other live instances, by id in hexadecimal.
+    pub fn set_peers(&self, ids: &[String]) {
+        let counters = [&self.peer_sent, &self.peer_received, &self.peer_sent_failures, &self.peer_received_failures];
+        for counter in counters {
+            counter.reset();
+            ids.iter().for_each(|id| drop(counter.with_label_values(&[id])));
+        }
+        self.peer_round_trip.reset();
+        ids.iter().for_each(|id| drop(self.peer_round_trip.with_label_values(&[id])));
+    }
+}
+
+metrics! {
     /// Gauges, updated when metrics are requested.
     State {
         has_leader: IntGauge "etcd_server_has_leader", "1 while the database can be reached.";
@@ -207,6 +262,7 @@ metrics! {
         cluster_version: IntGaugeVec "etcd_cluster_version" ["cluster_version"], "1 for the cluster's version.";
         server_id: IntGaugeVec "etcd_server_id" ["server_id"], "1 for this member's id, in hexadecimal.";
         known_peers: IntGaugeVec "etcd_network_known_peers" ["Local", "Remote"], "1 for each other live instance.";
+        active_peers: IntGaugeVec "etcd_network_active_peers" ["Local", "Remote"], "1 for each other live instance.";
         db_bytes: IntGauge "etcd_mvcc_db_total_size_in_bytes", "Size of the database in bytes.";
         db_bytes_in_use: IntGauge "etcd_mvcc_db_total_size_in_use_in_bytes",
             "Size of the database without free pages in bytes.";
@@ -222,6 +278,10 @@ metrics! {
         alarms: IntGaugeVec "etcd_debugging_server_alarms" ["server_id", "alarm_type"], "1 for each active alarm.";
         fds_used: IntGauge "os_fd_used", "Open file descriptors.";
         fds_limit: IntGauge "os_fd_limit", "Maximum number of open file descriptors.";
+        tasks: IntGauge "go_goroutines", "Tasks of the asynchronous runtime.";
+        disk_free: IntGaugeVec "orlop_disk_free_bytes", "Free bytes on the disk of the SQLite database.";
+        certificate_expiry: IntGaugeVec "orlop_tls_certificate_expiry_timestamp_seconds",
+            "Unix time at which the served certificate expires.";
         cache_bytes: IntGauge "orlop_value_cache_bytes", "Bytes of pairs in the value cache.";
         cache_hits: IntGauge "orlop_value_cache_hits", "Pairs found in the value cache.";
         cache_misses: IntGauge "orlop_value_cache_misses", "Pairs read from the log.";
@@ -234,6 +294,24 @@ metrics! {
     }
 }
 
+/// Metrics of etcd that have the values of another one: name, the other one, description.
+const COPIES: [(&str, &str, &str); 12] = [
+    ("etcd_debugging_mvcc_put_total", "etcd_mvcc_put_total", "The old name of etcd_mvcc_put_total."),
+    ("etcd_debugging_mvcc_delete_total", "etcd_mvcc_delete_total", "The old name of etcd_mvcc_delete_total."),
+    ("etcd_debugging_mvcc_txn_total", "etcd_mvcc_txn_total", "The old name of etcd_mvcc_txn_total."),
+    ("etcd_debugging_mvcc_range_total", "etcd_mvcc_range_total", "The old name of etcd_mvcc_range_total."),
+    ("etcd_disk_backend_commit_duration_seconds", COMMITS, "Duration of an append's durable commit."),
+    ("etcd_disk_wal_write_duration_seconds", COMMITS, "Duration of an append's durable commit."),
+    ("etcd_debugging_disk_backend_commit_write_duration_seconds", COMMITS, "Duration of an append's durable commit."),
+    ("etcd_snap_fsync_duration_seconds", COMMITS, "Duration of an append's durable commit."),
+    ("etcd_snap_db_fsync_duration_seconds", COMMITS, "Duration of an append's durable commit."),
+    ("etcd_snap_db_save_total_duration_seconds", SNAPSHOTS, "Duration of a snapshot."),
+    ("etcd_debugging_snap_save_total_duration_seconds", SNAPSHOTS, "Duration of a snapshot."),
+    ("go_threads", "process_threads", "Number of threads of the process."),
+];
+const COMMITS: &str = "etcd_disk_wal_fsync_duration_seconds";
+const SNAPSHOTS: &str = "etcd_disk_backend_snapshot_duration_seconds";
+
 /// All metrics and their text format.
 #[derive(Debug)]
 pub struct Metrics {
@@ -245,6 +323,8 @@ pub struct Metrics {
     pub handling: Option<HistogramVec>,
     pub health: Health,
     pub maintenance: Maintenance,
+    pub scrapes: Scrapes,
+    pub absent: Absent,
     pub state: State,
 }
 
@@ -259,13 +339,16 @@ pub enum Detail {
 impl Metrics {
     pub fn new(detail: Detail) -> Self {
         let registry = Registry::new();
-        let process = registry.register(Box::new(ProcessCollector::for_self()));
-        process.expect("the registry is empty");
+        for process in [Box::new(ProcessCollector::for_self()) as Box<dyn Collector>, Box::new(Process::new())] {
+            registry.register(process).expect("the names of the two collectors differ");
+        }
         let handling = (detail == Detail::Extensive).then(|| {
             let labels = ["grpc_type", "grpc_service", "grpc_method"];
             let buckets = prometheus::DEFAULT_BUCKETS.to_vec();
             register(&registry, "grpc_server_handling_seconds", "Duration of a call.", &labels, buckets)
         });
+        let absent = Absent::new(&registry);
+        absent.set_constants();
         Self {
             store: Store::new(&registry),
             watch: Watch::new(&registry),
@@ -273,6 +356,8 @@ impl Metrics {
             handling,
             health: Health::new(&registry),
             maintenance: Maintenance::new(&registry),
+            scrapes: Scrapes::new(&registry),
+            absent,
             state: State::new(&registry),
             registry,
         }
@@ -284,8 +369,15 @@ impl Metrics {
     ///
     /// If a metric is inconsistent.
     pub fn text(&self) -> Result<Vec<u8>, prometheus::Error> {
+        let mut families = self.registry.gather();
+        for (name, original, help) in COPIES {
+            let Some(mut copy) = families.iter().find(|family| family.name() == original).cloned() else { continue };
+            copy.set_name(name.to_owned());
+            copy.set_help(help.to_owned());
+            families.push(copy);
+        }
         let mut text = Vec::with_capacity(64 << 10);
-        TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
+        TextEncoder::new().encode(&families, &mut text)?;
         Ok(text)
     }
 }

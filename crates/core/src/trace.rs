@@ -14,6 +14,9 @@ use std::{
     time::Duration,
 };
 
+/// Target of the log lines about requests, one for each.
+pub const REQUESTS: &str = "orlop::requests";
+
 tokio::task_local! {
     static CURRENT: RefCell<Trace>;
 }
@@ -76,14 +79,19 @@ impl Part {
 #[derive(Clone, Debug)]
 pub struct Trace {
     pub id: RequestId,
-    /// A description of the request, without values. Set only if the request was or may become slow.
+    /// A description of the request, without values. Set only if the request was or may become slow, or if requests are
+    /// logged.
     pub request: Option<String>,
+    /// Bytes of the request, if requests are logged.
+    pub request_bytes: usize,
+    /// Number of pairs in the response to a range.
+    pub pairs: Option<usize>,
     parts: [Duration; Part::ALL.len()],
 }
 
 impl Trace {
     fn new() -> Self {
-        Self { id: RequestId::next(), request: None, parts: Default::default() }
+        Self { id: RequestId::next(), request: None, request_bytes: 0, pairs: None, parts: Default::default() }
     }
 
     pub fn add(&mut self, part: Part, took: Duration) {
@@ -108,6 +116,23 @@ pub async fn follow<T>(serve: impl Future<Output = T>) -> (T, Trace) {
 /// Adds time to a part of the current request. Returns false outside of a request.
 pub fn add_to_part(part: Part, took: Duration) -> bool {
     CURRENT.try_with(|trace| trace.borrow_mut().add(part, took)).is_ok()
+}
+
+/// Returns whether every request is logged.
+pub fn are_requests_logged() -> bool {
+    tracing::enabled!(target: REQUESTS, tracing::Level::DEBUG)
+}
+
+/// Adds bytes to the size of the current request.
+pub fn add_request_bytes(bytes: usize) {
+    // Outside of a request there is no trace.
+    let _ = CURRENT.try_with(|trace| trace.borrow_mut().request_bytes += bytes);
+}
+
+/// Records the number of pairs in the response to the current request.
+pub fn set_pairs(pairs: usize) {
+    // Outside of a request there is no trace.
+    let _ = CURRENT.try_with(|trace| trace.borrow_mut().pairs = Some(pairs));
 }
 
 /// Records the description of the current request.

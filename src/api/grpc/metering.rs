@@ -30,7 +30,7 @@ use tower::{Layer, Service};
 
 pub use self::body::{ReceivedBody, SentBody};
 use self::call::{CallGuard, Method, add_request_id};
-use crate::{api::status::panicked, telemetry::Exporter};
+use crate::{api::status::panicked, net::Remote, telemetry::Exporter};
 use orlop_core::{metrics::Metrics, overload::PartialRequests, supervise, trace};
 use orlop_wire::proto::DESCRIPTORS;
 
@@ -148,9 +148,10 @@ where
         let kind = CallKind::Method(Arc::clone(&method));
         method.started.inc();
         counters.count_client(request.headers(), method.kind);
+        let remote = request.extensions().get::<Remote>().cloned();
         let exporter = counters.exporter.clone().filter(|_| method.is_traced);
         let exported = exporter.map(|exporter| (exporter.parent(request.headers()), exporter));
-        let mut call = CallGuard::new(Arc::clone(&method), counters.slow_threshold, exported);
+        let mut call = CallGuard::new(Arc::clone(&method), remote, counters.slow_threshold, exported);
         let partial_requests = &counters.partial_requests;
         let request = request.map(|body| ReceivedBody::new(body, method, partial_requests));
         let served = self.inner.call(request);

@@ -28,8 +28,16 @@ impl Answer {
     }
 }
 
-/// Sends a request over HTTP/1.0, so that the server closes the connection at the end of its response.
+/// Sends a request, and returns the response with its text.
 pub async fn http(endpoint: &str, method: &str, path: &str, body: &str) -> Answer {
+    let text = http_bytes(endpoint, method, path, body).await;
+    let text = String::from_utf8_lossy(&text);
+    Answer::parse(&text).unwrap_or_else(|| panic!("not an HTTP response: {text}"))
+}
+
+/// Sends a request over HTTP/1.0, so that the server closes the connection at the end of its response. Returns the
+/// whole response.
+pub async fn http_bytes(endpoint: &str, method: &str, path: &str, body: &str) -> Vec<u8> {
     let address = endpoint.strip_prefix("http://").expect("an http endpoint");
     let mut stream = TcpStream::connect(address).await.expect("a ready server accepts connections");
     let request = format!(
@@ -39,8 +47,7 @@ pub async fn http(endpoint: &str, method: &str, path: &str, body: &str) -> Answe
     stream.write_all(request.as_bytes()).await.expect("the server reads");
     let mut text = Vec::new();
     stream.read_to_end(&mut text).await.expect("the server answers");
-    let text = String::from_utf8_lossy(&text);
-    Answer::parse(&text).unwrap_or_else(|| panic!("not an HTTP response: {text}"))
+    text
 }
 
 pub async fn http_get(endpoint: &str, path: &str) -> Answer {

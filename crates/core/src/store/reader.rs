@@ -39,8 +39,9 @@ impl Store {
         let took = started.elapsed();
         self.range_durations[usize::from(response.is_ok())].observe(took.as_secs_f64());
         let pairs = response.as_ref().map_or(0, |response| response.kvs.len());
+        trace::set_pairs(pairs);
         // A large response may still become slow while it is sent.
-        if took > self.slow_threshold || pairs > DESCRIBED_PAIRS {
+        if took > self.slow_threshold || pairs > DESCRIBED_PAIRS || trace::are_requests_logged() {
             trace::set_request(|| format!("range {} pairs={pairs}", describe_range(&request.range)));
         }
         response

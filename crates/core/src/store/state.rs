@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use tokio::runtime::Handle;
+
 use super::{
     error::Result,
     handle::Store,
@@ -47,6 +49,7 @@ impl Store {
             state.keys.set(as_gauge(index.live()));
         }
         state.pending.set(as_gauge(self.queue.len()));
+        state.tasks.set(as_gauge(Handle::current().metrics().num_alive_tasks()));
         state.leases.set(as_gauge(shared.leases.lock().len()));
         state.cache_bytes.set(shared.values.bytes().cast_signed());
         state.cache_hits.set(shared.values.hits().cast_signed());
@@ -66,6 +69,9 @@ impl Store {
         if let Ok(size) = size {
             state.db_bytes.set(size.total);
             state.db_bytes_in_use.set(size.in_use);
+            if let Some(free) = size.disk_free {
+                state.disk_free.with_label_values::<&str>(&[]).set(i64::try_from(free).unwrap_or(i64::MAX));
+            }
         }
     }
 
@@ -86,11 +92,14 @@ impl Store {
         let state = &self.metrics().state;
         let live = self.shared.members.live();
         state.instances.set(as_gauge(live.len()));
-        state.known_peers.reset();
         let own_id = format!("{own:x}");
-        for member in live.iter().filter(|member| member.id != own) {
-            state.known_peers.with_label_values(&[&own_id, &format!("{:x}", member.id)]).set(1);
+        let others: Vec<String> =
+            live.iter().filter(|member| member.id != own).map(|member| format!("{:x}", member.id)).collect();
+        for peers in [&state.known_peers, &state.active_peers] {
+            peers.reset();
+            others.iter().for_each(|other| peers.with_label_values(&[&own_id, other]).set(1));
         }
+        self.metrics().absent.set_peers(&others);
     }
 }
 

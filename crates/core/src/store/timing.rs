@@ -71,6 +71,7 @@ impl Timing {
     pub(super) fn note(&self, request: &Request, since: Instant, phases: PhaseTimes, succeeded: bool) -> Times {
         let kind = &self.kinds[kind(request)];
         let (apply, whole) = (phases.committed - phases.started, phases.committed - since);
+        let is_slow = whole > self.slow_thresholds.request;
         kind.apply[usize::from(succeeded)].observe(apply.as_secs_f64());
         kind.request[usize::from(succeeded)].observe(whole.as_secs_f64());
         Times {
@@ -78,7 +79,8 @@ impl Timing {
             evaluate: phases.evaluated - phases.started,
             commit: phases.committed - phases.evaluated,
             apply_is_slow: apply > self.slow_thresholds.apply,
-            request: (whole > self.slow_thresholds.request).then(|| describe(request)),
+            is_slow,
+            request: (is_slow || trace::are_requests_logged()).then(|| describe(request)),
         }
     }
 }
@@ -90,7 +92,8 @@ pub(super) struct Times {
     evaluate: Duration,
     commit: Duration,
     pub(super) apply_is_slow: bool,
-    /// Description of the request, if it was slow.
+    is_slow: bool,
+    /// Description of the request, if it was slow or requests are logged.
     request: Option<String>,
 }
 
@@ -98,17 +101,17 @@ impl Times {
     /// Adds the times to the trace of the current request. A slow request that the server itself made has no trace and
     /// is logged here.
     pub(super) fn note(self) {
-        let Self { queue, evaluate, commit, request, .. } = self;
+        let Self { queue, evaluate, commit, is_slow, request, .. } = self;
         let is_traced = [(Part::Queue, queue), (Part::Evaluate, evaluate), (Part::Commit, commit)]
             .into_iter()
             .fold(false, |_, (part, took)| trace::add_to_part(part, took));
         match request {
             Some(request) if is_traced => trace::set_request(|| request),
-            Some(request) => {
+            Some(request) if is_slow => {
                 let took = queue + evaluate + commit;
                 warn!(request, ?took, ?queue, ?evaluate, ?commit, "apply request took too long");
             }
-            None => {}
+            Some(_) | None => {}
         }
     }
 }

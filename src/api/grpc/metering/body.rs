@@ -18,7 +18,7 @@ use crate::api::{
 };
 use orlop_core::{
     overload::{PartialRequest, PartialRequests},
-    supervise,
+    supervise, trace,
 };
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -49,6 +49,9 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin> Body for ReceivedBody
             let messages = self.frames.count(data);
             self.method.received.inc_by(messages);
             self.method.received_bytes.inc_by(data.len() as u64);
+            if trace::are_requests_logged() {
+                trace::add_request_bytes(data.len());
+            }
             let partial_bytes = self.frames.partial_bytes();
             if self.partial.set_bytes(partial_bytes).is_err() {
                 return failed(too_many_requests());
@@ -112,6 +115,7 @@ impl<R: Body<Data = Bytes> + Unpin> Body for SentBody<R> {
                 let messages = self.frames.count(data);
                 self.call.method.sent.inc_by(messages);
                 self.call.method.sent_bytes.inc_by(data.len() as u64);
+                self.call.response_bytes += data.len();
             } else if let Some(trailers) = frame.trailers_ref() {
                 self.call.end_with(trailers);
             }

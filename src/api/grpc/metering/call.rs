@@ -6,12 +6,16 @@ use http::{HeaderMap, HeaderName, HeaderValue, Response};
 use prometheus::{Histogram, IntCounter};
 use tokio::time::Instant;
 use tonic::Code;
-use tracing::warn;
+use tracing::{debug, warn};
 
-use crate::telemetry::{Exporter, FinishedCall, Parent};
+use crate::{
+    api::grpc::frame::FRAME_HEADER_BYTES,
+    net::Remote,
+    telemetry::{Exporter, FinishedCall, Parent},
+};
 use orlop_core::{
     metrics::Metrics,
-    trace::{Part, RequestId, Trace},
+    trace::{self, Part, RequestId, Trace},
 };
 
 /// The names of gRPC's codes in grpc-go's metrics, by number.
@@ -87,6 +91,9 @@ pub fn add_request_id<R>(mut response: Response<R>, id: RequestId) -> Response<R
 /// Counts a call when it ends. A call that is dropped before its end counts as canceled.
 pub struct CallGuard {
     pub method: Arc<Method>,
+    pub response_bytes: usize,
+    /// The client, if requests are logged.
+    remote: Option<Remote>,
     began: Instant,
     has_ended: bool,
     traced: Option<Traced>,
@@ -101,8 +108,14 @@ struct Traced {
 }
 
 impl CallGuard {
-    pub fn new(method: Arc<Method>, slow_threshold: Duration, exported: Option<(Parent, Arc<Exporter>)>) -> Self {
-        Self { method, began: Instant::now(), has_ended: false, traced: None, slow_threshold, exported }
+    pub fn new(
+        method: Arc<Method>,
+        remote: Option<Remote>,
+        slow_threshold: Duration,
+        exported: Option<(Parent, Arc<Exporter>)>,
+    ) -> Self {
+        let began = Instant::now();
+        Self { method, response_bytes: 0, remote, began, has_ended: false, traced: None, slow_threshold, exported }
     }
 
     /// Stores the trace of a call whose response begins now.
@@ -139,24 +152,67 @@ impl CallGuard {
             exporter.record(&FinishedCall { path, parent, took, code: code as i32, trace });
         }
         if took > self.slow_threshold {
-            let part = |part| trace.part(part).map(tracing::field::debug);
-            warn!(
-                id = %trace.id,
-                method = path.trim_start_matches('/'),
-                request = trace.request,
-                code = CODES[code as usize],
-                ?took,
-                "expected-duration" = ?self.slow_threshold,
-                queue = part(Part::Queue),
-                evaluate = part(Part::Evaluate),
-                commit = part(Part::Commit),
-                confirm = part(Part::Confirm),
-                select = part(Part::Select),
-                read = part(Part::Read),
-                send = part(Part::Send),
-                "apply request took too long"
-            );
+            self.log_slow(trace, took, code);
         }
+        if trace::are_requests_logged() {
+            self.log_statistics(trace, took);
+        }
+    }
+
+    /// Logs a slow call. The message and the first fields are etcd's.
+    fn log_slow(&self, trace: &Trace, took: Duration, code: Code) {
+        let part = |part| trace.part(part).map(tracing::field::debug);
+        let size = self.response_bytes.saturating_sub(FRAME_HEADER_BYTES);
+        let response = match trace.pairs {
+            Some(pairs) => format!("range_response_count:{pairs} size:{size}"),
+            None => format!("size:{size}"),
+        };
+        warn!(
+            id = %trace.id,
+            method = self.method.path.trim_start_matches('/'),
+            ?took,
+            "expected-duration" = ?self.slow_threshold,
+            prefix = prefix(&self.method.path, trace),
+            request = trace.request,
+            response,
+            code = CODES[code as usize],
+            queue = part(Part::Queue),
+            evaluate = part(Part::Evaluate),
+            commit = part(Part::Commit),
+            confirm = part(Part::Confirm),
+            select = part(Part::Select),
+            read = part(Part::Read),
+            send = part(Part::Send),
+            "apply request took too long"
+        );
+    }
+
+    /// Logs a call with etcd's message and fields.
+    fn log_statistics(&self, trace: &Trace, took: Duration) {
+        #[allow(clippy::disallowed_methods, reason = "the time is only shown")]
+        let start = std::time::SystemTime::now().checked_sub(took).unwrap_or(std::time::UNIX_EPOCH);
+        debug!(
+            target: trace::REQUESTS,
+            remote = self.remote.as_ref().map(Remote::text),
+            "start time" = %humantime::format_rfc3339_micros(start),
+            "time spent" = ?took,
+            "response type" = self.method.path,
+            "request size" = trace.request_bytes.saturating_sub(FRAME_HEADER_BYTES),
+            "response count" = trace.pairs.unwrap_or(0),
+            "response size" = self.response_bytes.saturating_sub(FRAME_HEADER_BYTES),
+            "request content" = trace.request,
+            "request stats"
+        );
+    }
+}
+
+/// Returns etcd's prefix of the message about a slow request.
+fn prefix(path: &str, trace: &Trace) -> &'static str {
+    match path {
+        "/etcdserverpb.KV/Range" => "read-only range ",
+        // A transaction that writes nothing has no commit.
+        "/etcdserverpb.KV/Txn" if trace.part(Part::Commit).is_none() => "read-only txn ",
+        _ => "",
     }
 }
 

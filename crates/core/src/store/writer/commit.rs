@@ -125,7 +125,6 @@ impl Writer {
             Ok(Appended::Done) => {
                 let took = begun.elapsed().as_secs_f64();
                 metrics.fsync.observe(took);
-                metrics.commit.observe(took);
                 self.log_recovery();
                 shared.apply_batch(batch, expected, Instant::now());
                 if let Some(revision) = batch.compaction() {
