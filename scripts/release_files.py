@@ -5,6 +5,7 @@ root, and all times are SOURCE_DATE_EPOCH.
 import gzip
 import io
 import os
+import struct
 import subprocess
 import tarfile
 import tempfile
@@ -13,6 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+# Segment types: content that is loaded, and the path of the dynamic loader, which a static binary lacks.
+PT_LOAD = 1
+PT_INTERP = 3
 UNIT = ROOT / "packaging/systemd/orlop.service"
 
 
@@ -111,6 +115,20 @@ def debian_files(binary: Path, texts: dict[str, bytes]) -> dict[str, tuple[int, 
         f"{doc}/changelog.gz": (0o644, compressed((ROOT / "CHANGELOG.md").read_bytes())),
         f"{doc}/README.md.gz": (0o644, compressed((ROOT / "README.md").read_bytes())),
     }
+
+
+def segments(binary: Path) -> list[tuple[int, int]]:
+    """Returns the type of each segment of a 64-bit little-endian ELF file, and its size in the file."""
+    content = binary.read_bytes()
+    (offset,) = struct.unpack_from("<Q", content, 32)
+    entry, count = struct.unpack_from("<HH", content, 54)
+    headers = [content[offset + number * entry :] for number in range(count)]
+    return [(struct.unpack_from("<I", header)[0], struct.unpack_from("<Q", header, 32)[0]) for header in headers]
+
+
+def loaded_size(binary: Path) -> int:
+    """Returns the bytes that are loaded, which are nearly all of a binary without symbols."""
+    return sum(size for kind, size in segments(binary) if kind == PT_LOAD)
 
 
 def write(path: Path, mode: int, content: bytes) -> None:
