@@ -103,6 +103,22 @@ async fn fragments_split_one_revision(backend: Backend) {
     }
 }
 
+/// As in etcd, all events of the past are one response, in pieces of less than 2 MiB.
+async fn catching_up_in_fragments_takes_one_response(backend: Backend) {
+    const VALUES: usize = 10;
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for _ in 0..VALUES {
+        put(&mut client, "k", vec![b'v'; 1 << 20]).await;
+    }
+    let mut stream = Stream::open(&mut client).await;
+    stream.create(WatchCreateRequest { fragment: true, ..everything(1) }).await;
+    for number in 1..=VALUES {
+        let answer = stream.next().await;
+        assert_eq!((answer.events.len(), answer.fragment), (1, number < VALUES), "message {number}");
+    }
+}
+
 async fn client_that_closed_its_sending_half_still_gets_events(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -170,6 +186,7 @@ on_both_backends!(
     slow_watcher_loses_no_events_and_delays_no_other,
     progress_is_answered_after_the_events_that_it_covers,
     fragments_split_one_revision,
+    catching_up_in_fragments_takes_one_response,
     client_that_closed_its_sending_half_still_gets_events,
     refused_watches_leave_the_stream_open,
     idle_watch_receives_progress_notifications,

@@ -19,6 +19,7 @@
 //! - [`log`]: the trait that a database implements
 //! - [`index`]: key → revisions, at every readable revision
 //! - [`lease`]: the lease table
+//! - [`auth`]: users, roles and what they permit
 //! - [`watch`]: committed changes on their way to clients
 //! - [`store`]: requests, the writer that commits them in groups, the readers
 //! - [`overload`]: limits on time and memory under attack
@@ -34,6 +35,7 @@
 #[cfg(test)]
 extern crate self as orlop_core; // tests/model, which the unit tests include, imports this crate by this name
 
+pub mod auth;
 pub mod index;
 pub mod lease;
 pub mod log;

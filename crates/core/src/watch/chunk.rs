@@ -7,8 +7,8 @@ use bytes::Bytes;
 use super::spec::Flavor;
 use crate::types::{Change, EncodedEvent, Revision};
 
-/// Bytes of events after which a chunk ends at the next revision boundary.
-const CHUNK_BYTES_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
+/// Bytes of events after which a chunk should end at the next revision boundary.
+pub(super) const CHUNK_BYTES_MAX: usize = if cfg!(test) { 64 } else { 1 << 20 };
 
 /// Bytes of all chunks in memory. A chunk is in memory while a stream waits to send it or another chunk of the same run
 /// ([`super::run`]). Global, because the memory limit applies to the whole process.
@@ -46,10 +46,11 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// Encodes the changes that the flavor admits and splits them into chunks at revision boundaries.
+    /// Encodes the changes that the flavor admits. A chunk ends at the first revision boundary after `bytes_max`.
     pub fn encode<'a>(
         changes: impl IntoIterator<Item = &'a Change>,
         flavor: Flavor,
+        bytes_max: usize,
         mut encode: impl FnMut(&'a Change, Flavor) -> EncodedEvent,
     ) -> Vec<Self> {
         let mut chunks = Vec::new();
@@ -59,7 +60,7 @@ impl Chunk {
                 continue;
             }
             let revision = change.row.revision;
-            if builder.last.is_some_and(|last| last != revision) && builder.bytes.len() >= CHUNK_BYTES_MAX {
+            if builder.last.is_some_and(|last| last != revision) && builder.bytes.len() >= bytes_max {
                 chunks.extend(std::mem::take(&mut builder).build());
             }
             builder.push(encode(change, flavor).as_bytes(), revision);

@@ -6,8 +6,10 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use tokio::sync::Semaphore;
+
 use super::{
-    chunk::Chunk,
+    chunk::{CHUNK_BYTES_MAX, Chunk},
     intervals::Intervals,
     message::Message,
     outbox::Outbox,
@@ -25,8 +27,13 @@ use crate::{
 pub struct Hub {
     state: Lock<State>,
     pub(super) pending: Pending,
+    /// Held by a catching-up watch while it reads several pages, which limits the memory of all of them.
+    pub(super) long_reads: Semaphore,
     pub(super) metrics: Arc<Metrics>,
 }
+
+/// Maximum number of watches that read several pages at the same time.
+const LONG_READS_MAX: usize = 4;
 
 struct State {
     head: Revision,
@@ -80,6 +87,7 @@ impl Hub {
     pub fn new(head: Revision, compact_revision: Option<Revision>, metrics: Arc<Metrics>) -> Self {
         Self {
             pending: Pending::new(metrics.state.pending_events.clone()),
+            long_reads: Semaphore::new(LONG_READS_MAX),
             metrics,
             state: Lock::new(State {
                 head,
@@ -350,7 +358,7 @@ impl State {
             let complete = changes.iter().copied();
             let complete =
                 complete.take_while(|change| incomplete.is_none_or(|incomplete| change.row.revision < incomplete));
-            let chunks = Chunk::encode(complete, *flavor, encode);
+            let chunks = Chunk::encode(complete, *flavor, CHUNK_BYTES_MAX, encode);
             let chunks: Vec<ChunkRef> = chunks.into_iter().map(|chunk| tail.append(chunk, head)).collect();
             let before = members.len();
             members.retain_mut(|member| {

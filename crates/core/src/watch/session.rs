@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    chunk::Chunk,
+    chunk::{CHUNK_BYTES_MAX, Chunk},
     hub::{Hub, JoinOutcome, encode},
     message::Message,
     outbox::Outbox,
@@ -15,8 +15,14 @@ use super::{
 };
 use crate::{
     log::{Log, Page, Result, WithPrev},
-    types::{Change, Revision, WatchId},
+    types::{Change, ChangeKind, Revision, WatchId},
 };
+
+/// Bytes of pairs after which a response in fragments ends while a watch is catching up.
+const LONG_READ_BYTES_MAX: usize = if cfg!(test) { 200 } else { 16 << 20 };
+/// Bytes of pairs from which a page counts as full. A page with less has few events among many rows, so that further
+/// pages would take long.
+const FULL_PAGE_BYTES: usize = if cfg!(test) { 1 } else { 512 << 10 };
 
 const DUPLICATE_ID: &str = "mvcc: duplicate watch ID provided on the WatchStream";
 
@@ -162,11 +168,10 @@ impl Session {
             self.try_progress();
             return Ok(());
         };
-        let prev = if spec.flavor.prev_kv { WithPrev::Yes } else { WithPrev::No };
         let joined = match self.hub.join(&self.outbox, id, spec, *next) {
             JoinOutcome::Behind => {
                 let head = self.hub.head();
-                let page = self.log.changes(*next, head, &spec.range, prev).await?;
+                let page = self.read(spec, *next, head).await?;
                 self.deliver(id, *next, page, head)
             }
             joined @ (JoinOutcome::Synced | JoinOutcome::Waiting | JoinOutcome::Compacted(_)) => Some(joined),
@@ -186,6 +191,24 @@ impl Session {
         Ok(())
     }
 
+    /// Reads the next page for a watch that is catching up. If its client accepts fragments, further full pages follow, so
+    /// that it receives as few responses as from etcd. Other clients may limit the size of a response, to 4 MiB by default.
+    async fn read(&self, spec: &Spec, from: Revision, to: Revision) -> Result<Page> {
+        let prev = if spec.flavor.prev_kv { WithPrev::Yes } else { WithPrev::No };
+        let mut page = self.log.changes(from, to, &spec.range, prev).await?;
+        let permit = spec.fragment.and_then(|_| self.hub.long_reads.try_acquire().ok());
+        let (mut bytes, mut all_bytes) = (pair_bytes(&page), pair_bytes(&page));
+        while permit.is_some() && page.next <= to && bytes >= FULL_PAGE_BYTES && all_bytes < LONG_READ_BYTES_MAX {
+            let more = self.log.changes(page.next, to, &spec.range, prev).await?;
+            bytes = pair_bytes(&more);
+            all_bytes += bytes;
+            page.changes.extend(more.changes);
+            page.next = more.next;
+            page.purged = page.purged.max(more.purged);
+        }
+        Ok(page)
+    }
+
     /// Queues a page of events for a watch and tries to join it to the hub. Returns `None` if the outbox is full.
     fn deliver(&mut self, id: WatchId, from: Revision, mut page: Page, head: Revision) -> Option<JoinOutcome> {
         let watch = self.watches.get_mut(&id)?;
@@ -202,7 +225,8 @@ impl Session {
         let readable = |change: &&mut Change| Some(change.row.revision) > compacted;
         page.changes.iter_mut().take_while(|change| !readable(change)).for_each(|change| change.prev = None);
         let flavor = watch.spec.flavor;
-        for chunk in Chunk::encode(&page.changes, flavor, encode) {
+        let chunk_bytes = if watch.spec.fragment.is_some() { LONG_READ_BYTES_MAX } else { CHUNK_BYTES_MAX };
+        for chunk in Chunk::encode(&page.changes, flavor, chunk_bytes, encode) {
             let chunk = ChunkRef::in_new_run(chunk, head);
             if !self.outbox.push_chunk(id, &chunk, watch.spec.fragment) {
                 watch.state = State::Behind { next: chunk.first };
@@ -274,4 +298,13 @@ impl Drop for Session {
         metrics.watchers.sub(self.reported.0);
         metrics.behind.sub(self.reported.1);
     }
+}
+
+/// Returns the bytes of the pairs that a page contains.
+fn pair_bytes(page: &Page) -> usize {
+    let bytes = |change: &Change| match &change.kind {
+        ChangeKind::Put { kv, .. } => kv.len(),
+        ChangeKind::Delete => 0,
+    };
+    page.changes.iter().map(bytes).sum()
 }
