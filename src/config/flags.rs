@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     error::Error as _,
     ffi::{OsStr, OsString},
+    num::ParseIntError,
     path::PathBuf,
     sync::LazyLock,
 };
@@ -355,6 +356,7 @@ fn invalid_value(error: &clap::Error, text: &OsStr, source: &str) -> String {
         return format!("the value of {source} is not UTF-8");
     }
     let reason = match (error.source(), error.get(ContextKind::ValidValue)) {
+        (Some(reason), _) if reason.is::<ParseIntError>() => "it must be a whole number".to_owned(),
         (Some(reason), _) => reason.to_string(),
         (None, Some(ContextValue::Strings(values))) => format!("use {}", values.join(" or ")),
         (None, _) => error.kind().to_string(),

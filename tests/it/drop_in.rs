@@ -248,7 +248,7 @@ async fn variables_of_etcd_are_read(backend: Backend) {
     }
     assert!(!log.contains("ETCD_VERSION"), "{log}");
     check_refused(&["--name", "x"], &[("ETCD_NAME", "y")], &["ETCD_NAME", "shadowed", "--name"]);
-    check_refused(&[], &[("ETCD_MAX_TXN_OPS", "many")], &["ETCD_MAX_TXN_OPS", "many"]);
+    check_refused(&[], &[("ETCD_MAX_TXN_OPS", "many")], &["ETCD_MAX_TXN_OPS", "many", "must be a whole number"]);
 }
 
 /// Returns the value of a field of the line `started` in the log.
