@@ -331,13 +331,39 @@ struct Shown {
     version: Vec<String>,
 }
 
+/// The file that k3s writes for its etcd, without certificates.
+const K3S_FILE: &str = "\
+name: node-1a2b3c4d
+data-dir: data
+listen-client-urls: CLIENT
+advertise-client-urls: CLIENT
+listen-metrics-urls: METRICS
+listen-peer-urls: PEER
+initial-advertise-peer-urls: PEER
+initial-cluster: node-1a2b3c4d=PEER
+initial-cluster-state: new
+client-transport-security:
+  client-cert-auth: false
+peer-transport-security:
+  client-cert-auth: false
+force-new-cluster: false
+heartbeat-interval: 500
+election-timeout: 5000
+snapshot-count: 10000
+logger: zap
+log-outputs:
+- stderr
+experimental-initial-corrupt-check: true
+experimental-watch-progress-notify-interval: 5000000000
+";
+
 /// Starts a program with a script's arguments, waits until it is ready and stops it.
 async fn shown(program: &Path, arguments: &[&str]) -> Shown {
     let home = tempfile::tempdir().expect("a folder");
     let (client, peer) = (format!("http://127.0.0.1:{}", free_port()), format!("http://127.0.0.1:{}", free_port()));
     let metrics = format!("http://127.0.0.1:{}", free_port());
-    let fill =
-        |argument: &&str| argument.replace("CLIENT", &client).replace("PEER", &peer).replace("METRICS", &metrics);
+    let fill = |text: &&str| text.replace("CLIENT", &client).replace("PEER", &peer).replace("METRICS", &metrics);
+    fs::write(home.path().join("k3s.yml"), fill(&K3S_FILE)).expect("a file can be written");
     let mut process = Command::new(program)
         .args(arguments.iter().map(fill))
         .current_dir(home.path())
@@ -361,7 +387,7 @@ async fn shown(program: &Path, arguments: &[&str]) -> Shown {
         let answer = http_get(&client, path).await;
         endpoints.push((path, answer.status, has_fixed_body.then_some(answer.body)));
     }
-    if arguments.iter().any(|argument| argument.contains("METRICS")) {
+    if arguments.iter().any(|argument| argument.contains("METRICS") || argument.contains("k3s.yml")) {
         endpoints.push(("metrics /health", http_get(&metrics, "/health").await.status, None));
     }
     let version: serde_json::Value =
@@ -377,15 +403,15 @@ async fn shown(program: &Path, arguments: &[&str]) -> Shown {
     Shown { ready, endpoints, version }
 }
 
-/// The arguments of Kubernetes' hack/lib/etcd.sh, of kubeadm's manifest and of etcd's end-to-end tests. CLIENT, PEER and
-/// METRICS are URLs.
+/// The arguments of Kubernetes' hack/lib/etcd.sh, of kubeadm's manifest, of etcd's end-to-end tests and of k3s. CLIENT,
+/// PEER and METRICS are URLs.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn process_shows_what_etcd_shows() {
     let Some(etcd) = etcd_tool("etcd", "ORLOP_ETCD") else { return skip("etcd") };
     let etcd = fs::canonicalize(etcd).expect("etcd exists");
     let orlop = PathBuf::from(env!("CARGO_BIN_EXE_orlop"));
     let peers = ["--listen-peer-urls=PEER", "--initial-advertise-peer-urls=PEER"];
-    let scripts: [Vec<&str>; 3] = [
+    let scripts: [Vec<&str>; 4] = [
         vec!["--advertise-client-urls", "CLIENT", "--data-dir", "data", "--listen-client-urls", "CLIENT"]
             .into_iter()
             .chain(["--log-level=info", "--initial-cluster=default=PEER"])
@@ -405,6 +431,7 @@ async fn process_shows_what_etcd_shows() {
             &peers,
         ]
         .concat(),
+        vec!["--config-file=k3s.yml"],
     ];
     for arguments in scripts {
         assert_eq!(shown(&orlop, &arguments).await, shown(&etcd, &arguments).await, "{arguments:?}");
