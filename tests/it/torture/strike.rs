@@ -10,7 +10,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 };
 use tokio::{
     task::JoinSet,
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 use tokio_stream::StreamExt as _;
 use tonic::Code;
@@ -308,9 +308,12 @@ async fn demand_memory(endpoint: &str) {
         let (mut client, txn) = (client.clone(), txn.clone());
         asking.spawn(async move { client.kv.txn(txn).await.map(drop) });
     }
-    // These requests fail when the server ends, as intended.
-    while asking.join_next().await.is_some() {}
+    // These requests fail when the server ends, as intended. Without memory it may also leave some unanswered.
+    let _ = timeout(DEMAND_TIME, async { while asking.join_next().await.is_some() {} }).await;
 }
+
+/// Maximum time for the large requests, after which they are sent again.
+const DEMAND_TIME: Duration = Duration::from_secs(3);
 
 const LARGE_BYTES: usize = 1_400_000;
 const LARGE_REQUESTS: usize = 48;
