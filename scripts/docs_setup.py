@@ -20,19 +20,21 @@ cp ca.crt ca.pem
 cp ca.crt .."""
 # Arguments of openssl's certificates for etcdctl.
 ETCD = "--endpoints https://etcd.example:2379 --cacert etcd-ca.crt --cert etcd-client.crt --key etcd-client.key"
+ETCD_CERTIFICATES = "for file in ca client; do for end in crt key; do cp $file.$end etcd-$file.$end; done; done"
+START_ETCD = [
+    "etcd --data-dir /var/lib/etcd --listen-client-urls https://etcd.example:2379 --advertise-client-urls "
+    "https://etcd.example:2379 --listen-peer-urls http://127.0.0.1:0 --cert-file server.crt --key-file server.key "
+    "--trusted-ca-file ca.crt --client-cert-auth",
+    f"until etcdctl {ETCD} put /registry/pods/a/b c; do sleep 0.1; done",
+    f"for i in 1 2 3; do etcdctl {ETCD} put /registry/events/$i e; done",
+]
 # Commands before the first block of a page. `postgres: SQL` starts a Postgres and executes SQL in it.
 SETUP = {
     "docs/how-to/alerts.md": ["orlop", "etcdctl put /registry/pods/a/b c"],
     "docs/how-to/backup.md": [
         CERTIFICATES,
-        "for file in ca client; do for end in crt key; do cp $file.$end etcd-$file.$end; done; done",
         "orlop --listen-client-urls http://127.0.0.1:2379,https://orlop.example:2379 --advertise-client-urls "
         "http://127.0.0.1:2379 --cert-file server.crt --key-file server.key --trusted-ca-file ca.crt",
-        "etcd --data-dir etcd --listen-client-urls https://etcd.example:2379 --advertise-client-urls "
-        "https://etcd.example:2379 --listen-peer-urls http://127.0.0.1:0 --cert-file server.crt --key-file server.key "
-        "--trusted-ca-file ca.crt --client-cert-auth",
-        f"until etcdctl {ETCD} put /registry/pods/a/b c; do sleep 0.1; done",
-        f"for i in 1 2 3; do etcdctl {ETCD} put /registry/events/$i e; done",
         "postgres: CREATE ROLE orlop LOGIN PASSWORD 'password'; CREATE DATABASE orlop OWNER orlop",
     ],
     "docs/how-to/check.md": [
@@ -41,6 +43,20 @@ SETUP = {
         "etcdctl put a b",
         "etcdctl snapshot save backup.db",
         "orlop snapshot restore backup.db --datastore-endpoint postgres://orlop:secret@db.example/orlop",
+    ],
+    "docs/how-to/migrate.md": [
+        CERTIFICATES,
+        ETCD_CERTIFICATES,
+        *START_ETCD,
+        "orlop --data-dir sqlite",
+        "postgres: CREATE ROLE orlop LOGIN PASSWORD 'password'; CREATE DATABASE orlop OWNER orlop",
+    ],
+    # The table of kine, as k3s keeps it.
+    "docs/how-to/k3s.md": [
+        "sqlite3 /var/lib/rancher/k3s/server/db/state.db 'CREATE TABLE kine (id INTEGER PRIMARY KEY AUTOINCREMENT, "
+        "name TEXT, created INTEGER, deleted INTEGER, create_revision INTEGER, prev_revision INTEGER, lease INTEGER, "
+        'value BLOB, old_value BLOB); INSERT INTO kine VALUES (1, "compact_rev_key", 1, 0, 0, 0, 0, "", NULL), '
+        '(2, "/registry/health", 1, 0, 0, 0, 0, "true", NULL), (3, "/registry/pods/a/b", 1, 0, 0, 0, 0, "c", NULL)\'',
     ],
     "docs/how-to/postgres.md": [CERTIFICATES, "postgres:"],
     "docs/how-to/tls.md": [CERTIFICATES],

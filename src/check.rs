@@ -2,7 +2,7 @@
 //! snapshot of the whole store and writes nothing.
 //!
 //! A violation is a state that cannot be the result of requests, compactions, stops and crashes. [`rows`] compares rows
-//! with each other, [`facts`] checks the other data, and [`orlop_core::index`] validates the rows of each key. If there
+//! with each other, [`facts`] and [`auth`] check the other data, and [`orlop_core::index`] validates the rows of each key. If there
 //! are no violations, the store is then read as at the start of a server, and the resulting index is compared with the
 //! rows.
 //!
@@ -13,6 +13,7 @@
 //! log are not found. Below the compact revision, missing rows and wrong numbers that are possible after a compaction
 //! are not found. The newest row of each key is kept in memory.
 
+mod auth;
 mod command;
 mod facts;
 mod progress;
@@ -161,6 +162,7 @@ async fn run_checks(
     report.bytes = facts.bytes;
     let compacted = facts::check(&facts, &mut report.findings);
     report.compact_revision = compacted.map(|revision| revision.0);
+    auth::check(&store.auth().await?, &mut report.findings);
 
     let mut rows = Rows::new(&facts, compacted);
     let checked = check_rows(store, &facts, &mut rows, &mut report.findings, progress).await;

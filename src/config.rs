@@ -4,6 +4,7 @@
 //! Settings have etcd's names. The flag `--max-txn-ops` is the key `max-txn-ops` in a file and the variable
 //! `ORLOP_MAX_TXN_OPS` or `ETCD_MAX_TXN_OPS`.
 
+mod auth_token;
 mod endpoint;
 mod etcd_only;
 mod file;
@@ -20,6 +21,7 @@ use figment::{
 use serde::{Deserialize, Serialize};
 
 pub use self::{
+    auth_token::{AuthToken, Jwt},
     etcd_only::{deprecated_flags, deprecation, ignored_flag_definitions, ignored_flags, with_two_dashes},
     flags::{DatastoreFlags, Flags},
     values::{
@@ -115,6 +117,13 @@ pub struct Settings {
     pub cipher_suites: List<CipherSuite>,
     pub tls_min_version: TlsVersion,
     pub tls_max_version: TlsVersion,
+    pub auth_token: AuthToken,
+    /// Seconds; 0: the default.
+    #[serde(deserialize_with = "values::bytes")]
+    pub auth_token_ttl: u64,
+    /// A cost that bcrypt does not accept means the default, as in etcd.
+    #[serde(deserialize_with = "values::bytes")]
+    pub bcrypt_cost: u64,
 }
 
 impl Default for Settings {
@@ -173,6 +182,9 @@ impl Default for Settings {
             cipher_suites: List::default(),
             tls_min_version: TlsVersion::Tls12,
             tls_max_version: TlsVersion::Tls13,
+            auth_token: AuthToken::Simple,
+            auth_token_ttl: 300,
+            bcrypt_cost: 10,
         }
     }
 }

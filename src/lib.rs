@@ -7,8 +7,11 @@
 //! - [`config`], [`logging`], [`telemetry`]: settings, the server's own log, OpenTelemetry spans
 //! - [`net`]: addresses, TLS, connection limits
 //! - [`api`]: etcd's gRPC services
+//! - [`auth`]: who sends a request: tokens, passwords, names in certificates
 //! - [`http`]: probes, metrics and the JSON gateway
 //! - [`snapshot`], [`check`]: snapshots, which contain a log in one file; validation of a log
+//! - [`migrate`]: copies a running etcd or Orlop and takes over from it
+//! - [`kine`]: imports the table of a kine that has stopped; [`load`]: the rows of another store, made into those of a log
 //! - [`status`], [`offline`]: the state of a running server on one screen; commands on a store without its server
 //! - [`output`]: output of commands
 
@@ -19,10 +22,14 @@ pub const COMMIT: &str = env!("ORLOP_COMMIT");
 pub const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("ORLOP_COMMIT"), ")");
 
 pub mod api;
+pub mod auth;
 pub mod check;
 pub mod config;
 pub mod http;
+pub mod kine;
+pub mod load;
 pub mod logging;
+pub mod migrate;
 pub mod net;
 pub mod offline;
 pub mod output;

@@ -9,7 +9,7 @@ use orlop::{
     config::{
         Flags, Settings, deprecated_flags, deprecation, ignored_flag_definitions, ignored_flags, with_two_dashes,
     },
-    logging, offline, output, server, snapshot, status,
+    kine, logging, migrate, offline, output, server, snapshot, status,
 };
 use orlop_bench as bench;
 use orlop_core::supervise;
@@ -49,6 +49,18 @@ enum Command {
 
     /// Inspect or restore a snapshot
     Snapshot(snapshot::Args),
+
+    /// Copy a running etcd or Orlop into this server's database, follow it, and take over from it
+    ///
+    /// Revisions, history above the compact revision, leases, users and roles are copied from a snapshot; a watch then
+    /// adds every new revision. Without --once and --cut-over, that goes on until a signal arrives. At its end the copy is
+    /// compared with the source: both must have the same hash (HashKV) at the same revision; exit status 0 says so. A
+    /// migration that was interrupted continues where it was when it is started again.
+    Migrate(Box<migrate::Args>),
+
+    /// Fill this server's empty database from the database of another server, which has stopped
+    #[command(subcommand)]
+    Import(kine::Args),
 
     /// Print the state of a running server, Orlop or etcd, on one screen
     ///
@@ -96,6 +108,8 @@ fn main() -> ExitCode {
         Some(Command::Serve(flags)) => serve(&flags, &[], &deprecated),
         Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(*args).await?) }),
         Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
+        Some(Command::Migrate(args)) => migrate(*args),
+        Some(Command::Import(args)) => on_one_thread(async { Box::pin(kine::run(args)).await }),
         Some(Command::Status(args)) => on_one_thread(async { status::run(args).await }),
         Some(Command::Check(args)) => return check_store(args),
         Some(Command::Defrag(args)) => on_one_thread(async { offline::defrag(args).await }),
@@ -166,6 +180,18 @@ fn serve(flags: &Flags, ignored: &[&str], deprecated: &[String]) -> Outcome {
         Ok(())
     });
     // A stuck request must not keep the process alive.
+    runtime.shutdown_background();
+    outcome
+}
+
+fn migrate(args: migrate::Args) -> Outcome {
+    let settings = Settings::load(&args.flags)?;
+    supervise::log_panics();
+    let runtime = runtime(settings.worker_threads)?;
+    let outcome = runtime.block_on(async {
+        let shutdown = shutdown_signal()?;
+        Box::pin(migrate::run(args, settings, shutdown)).await
+    });
     runtime.shutdown_background();
     outcome
 }

@@ -40,8 +40,16 @@ use tokio::{
 use tokio_rustls::server::TlsStream;
 use tracing::{debug, error, warn};
 
-use self::{authority::AuthorityRewriter, log_limit::LogLimit, remote::WithRemote, timeouts::TimedConnection};
-pub use self::{connection_limit::ConnectionLimit, remote::Remote};
+use self::{
+    authority::AuthorityRewriter,
+    log_limit::LogLimit,
+    remote::{Client, WithClient},
+    timeouts::TimedConnection,
+};
+pub use self::{
+    connection_limit::ConnectionLimit,
+    remote::{CertificateName, Remote},
+};
 use crate::config::{FileMode, ListenUrl, Scheme};
 use orlop_core::{
     overload::{Steps, paced},
@@ -236,10 +244,10 @@ async fn serve_all<C, S, R>(
             // A dropped sender also stops the server.
             _ = stopping.wait_for(|stopping| *stopping) => None,
         };
-        let Some((connection, remote)) = connection else { break };
+        let Some((connection, client)) = connection else { break };
         let (connection, pacer) = paced(connection, &steps);
         let (connection, flusher) = coalesce_writes(connection);
-        let services = WithRemote::new(services.clone(), remote);
+        let services = WithClient::new(services.clone(), client);
         let connection = http.serve_connection(TokioIo::new(connection), services).into_owned();
         let serving = pacer.run(flusher.drive(graceful.watch(connection)));
         tokio::spawn(async move {
@@ -334,7 +342,7 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
 }
 
 type Accepted<S> = AuthorityRewriter<TimedConnection<Connection<S>>>;
-type Connections<S> = mpsc::Receiver<(Accepted<S>, Remote)>;
+type Connections<S> = mpsc::Receiver<(Accepted<S>, Client)>;
 
 /// Returns accepted connections whose TLS handshake is complete. Dropping the handle stops accepting.
 fn accept<L: Accept>(
@@ -361,7 +369,7 @@ async fn accept_all<L: Accept>(
     security: Security,
     connection_limit: ConnectionLimit,
     steps: Arc<Steps>,
-    ready: mpsc::Sender<(Accepted<L::Stream>, Remote)>,
+    ready: mpsc::Sender<(Accepted<L::Stream>, Client)>,
 ) {
     loop {
         let permit = connection_limit.acquire().await;
@@ -370,14 +378,16 @@ async fn accept_all<L: Accept>(
         steps.request().await;
         if let Security::Plain = &security {
             // Fails only while the server stops.
-            let _ = ready.send((accepted(Connection::Plain(stream), permit), Remote::new(&remote))).await;
+            let client = Client { remote: Remote::new(&remote), certificate: None };
+            let _ = ready.send((accepted(Connection::Plain(stream), permit), client)).await;
             continue;
         }
         let (security, ready) = (security.clone(), ready.clone());
         tokio::spawn(async move {
             match catch_panics(secure::<L>(stream, &security)).await {
                 Ok(Ok(connection)) => {
-                    drop(ready.send((accepted(connection, permit), Remote::new(&remote))).await);
+                    let client = Client { remote: Remote::new(&remote), certificate: connection.certificate_name() };
+                    drop(ready.send((accepted(connection, permit), client)).await);
                 }
                 Ok(Err(error)) => {
                     if let Some(count) = REJECTED_LOG.count() {
@@ -415,6 +425,15 @@ fn accepted<S>(connection: Connection<S>, permit: OwnedSemaphorePermit) -> Accep
 enum Connection<S> {
     Plain(S),
     Tls(Box<TlsStream<S>>),
+}
+
+impl<S> Connection<S> {
+    /// Returns the common name of the client's certificate, which was verified in the handshake.
+    fn certificate_name(&self) -> Option<CertificateName> {
+        let Self::Tls(stream) = self else { return None };
+        let certificate = stream.get_ref().1.peer_certificates()?.first()?;
+        tls::common_name(certificate).map(|name| CertificateName(name.into()))
+    }
 }
 
 /// Calls a method of the stream, which both variants have.

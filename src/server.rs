@@ -1,7 +1,10 @@
 //! The composition root: opens the log and the store, binds listeners, serves, and drains. The only module that depends
 //! on all others.
 
-use std::{fmt, io::Write as _, num::NonZeroUsize, pin::pin, sync::Arc, thread::available_parallelism, time::Duration};
+use std::{
+    fmt, io::Write as _, num::NonZeroUsize, path::PathBuf, pin::pin, sync::Arc, thread::available_parallelism,
+    time::Duration,
+};
 
 use hyper_util::service::TowerToHyperService;
 use tokio::{
@@ -15,14 +18,15 @@ use tracing::{info, warn};
 
 use crate::{
     api,
-    config::{Datastore, ListenUrl, MetricsDetail, Retention, Scheme, Settings, Tls, Urls},
+    auth::{Authenticator, BCRYPT_COST, BCRYPT_COSTS, Keys, Passwords, SignMethod, Tokens},
+    config::{AuthToken, Datastore, ListenUrl, MetricsDetail, Retention, Scheme, Settings, Tls, Urls},
     http::{self, Pprof},
     net::{self, ConnectionLimit, Listener, tls},
-    snapshot::{DatedFolder, Folder, Schedule},
+    snapshot::{DatedFolder, Schedule},
     telemetry::{self, Exporter},
 };
 use orlop_core::{
-    log::Log,
+    log::{self, Log},
     metrics::{self, Metrics},
     overload::{PartialRequests, Steps},
     store::{self, AutoCompaction, CompactionRate, SlowThresholds, Store},
@@ -33,6 +37,8 @@ use orlop_sql::{Durability, PostgresLog, PostgresSettings, SqliteLog};
 
 /// Maximum time for clients to finish their requests when the server stops.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
+/// TTL of simple tokens in seconds if none is set, as in etcd.
+const AUTH_TOKEN_TTL_SECS: u64 = 300;
 /// Interval at which a task of the runtime reports to the watchdog.
 const RUNTIME_BEAT: Duration = Duration::from_secs(1);
 
@@ -67,18 +73,17 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     let store = Arc::new(store?);
     let _watching = start_watchdog(&store)?;
 
-    let snapshots = Folder::of(&settings.datastore().map_err(Error)?);
-    // The log's lock keeps other processes out of this directory.
-    snapshots.clear().map_err(|error| Error(error.to_string()))?;
     let (stop, stopping) = watch::channel(false);
     if let Some(schedule) = snapshot_schedule(&settings) {
         vital("the schedule of snapshots", schedule.run(Arc::clone(&store), stopping.clone()));
     }
     let exporter = exporter(&settings)?;
     let partial_requests = Arc::<PartialRequests>::default();
-    let api_settings = api_settings(&settings, snapshots, exporter.clone());
-    let services = api::services(Arc::clone(&store), api_settings, Arc::clone(&partial_requests), stopping.clone())
-        .map_err(|error| Error(format!("cannot build the services: {error}")))?;
+    let api_settings = api_settings(&settings, exporter.clone());
+    let authenticator = authenticator(&settings, &store).await?;
+    let services =
+        api::services(Arc::clone(&store), api_settings, authenticator, Arc::clone(&partial_requests), stopping.clone())
+            .map_err(|error| Error(format!("cannot build the services: {error}")))?;
     let pprof = if settings.enable_pprof { Pprof::Served } else { Pprof::Absent };
     let endpoints = http::Settings { store: Arc::clone(&store), tls, pprof };
     let has_http_urls = !listeners.http.is_empty();
@@ -113,6 +118,19 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     }
     info!("stopped");
     outcome
+}
+
+/// Checks that a server with these settings can listen: its certificates can be read and its addresses bound.
+///
+/// # Errors
+///
+/// The same as [`serve`].
+pub(crate) async fn check_listeners(settings: &Settings) -> Result<(), Error> {
+    let tls = match settings.tls().map_err(Error)? {
+        Some(files) => Some(Arc::new(tls::Acceptor::new(files).map_err(Error)?)),
+        None => None,
+    };
+    Listeners::bind(settings, tls.as_ref()).await.map(drop).map_err(Error)
 }
 
 /// Logs what an operator wants to know about a start, in one line.
@@ -289,35 +307,44 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
     };
     let datastore = settings.datastore().map_err(Error)?;
     store_settings.metrics.state.database.with_label_values(&[datastore.kind()]).set(1);
-    // Errors of Postgres already contain the name of the database.
-    let location = match &datastore {
-        Datastore::Sqlite(file) => format!(" {}", file.display()),
-        Datastore::Postgres(_) => String::new(),
-    };
     let durability = if settings.unsafe_no_fsync {
         warn!("unsafe-no-fsync: commits are not synced; a crash of the machine loses acknowledged writes");
         Durability::Unsynced
     } else {
         Durability::Synced
     };
-    let log: Arc<dyn Log> = match datastore {
-        Datastore::Sqlite(file) => {
-            Arc::new(SqliteLog::open_with(&file, durability).await.map_err(|error| Error(error.to_string()))?)
-        }
+    let log = open_log(settings, &datastore, client_urls, durability).await;
+    let log = log.map_err(|error| Error(error.to_string()))?;
+    // Errors of Postgres already contain the name of the database.
+    let location = match &datastore {
+        Datastore::Sqlite(file) => format!(" {}", file.display()),
+        Datastore::Postgres(_) => String::new(),
+    };
+    let read = |error| Error(format!("cannot read the database{location}: {error}"));
+    Store::open(log, store_settings).await.map_err(read)
+}
+
+/// Opens the log of a server with these settings.
+pub(crate) async fn open_log(
+    settings: &Settings,
+    datastore: &Datastore,
+    client_urls: Vec<String>,
+    durability: Durability,
+) -> log::Result<Arc<dyn Log>> {
+    Ok(match datastore {
+        Datastore::Sqlite(file) => Arc::new(SqliteLog::open_with(file, durability).await?),
         Datastore::Postgres(endpoint) => {
             let settings = PostgresSettings {
-                endpoint,
+                endpoint: endpoint.clone(),
                 poll_interval: settings.datastore_poll_interval.0,
                 connections_max: settings.datastore_connections,
                 name: settings.member_name(),
                 client_urls,
                 durability,
             };
-            Arc::new(PostgresLog::open(settings).await.map_err(|error| Error(error.to_string()))?)
+            Arc::new(PostgresLog::open(settings).await?)
         }
-    };
-    let read = |error| Error(format!("cannot read the database{location}: {error}"));
-    Store::open(log, store_settings).await.map_err(read)
+    })
 }
 
 /// Returns when the server takes snapshots of itself; `None`: never.
@@ -348,12 +375,41 @@ fn exporter(settings: &Settings) -> Result<Option<Arc<Exporter>>, Error> {
     Ok(Some(Arc::new(exporter)))
 }
 
-fn api_settings(settings: &Settings, snapshots: Folder, exporter: Option<Arc<Exporter>>) -> api::Settings {
+/// Creates what identifies callers, from the settings and the secret key in the database.
+async fn authenticator(settings: &Settings, store: &Store) -> Result<Authenticator, Error> {
+    let tokens = match &settings.auth_token {
+        AuthToken::Simple => {
+            let key = store.log().token_key().await;
+            let key = key.map_err(|error| Error(format!("cannot read the key that signs tokens: {error}")))?;
+            let secs = if settings.auth_token_ttl == 0 { AUTH_TOKEN_TTL_SECS } else { settings.auth_token_ttl };
+            Tokens::simple(&key, Duration::from_secs(secs)).map_err(Error)?
+        }
+        AuthToken::Jwt(jwt) => {
+            let failed = |error: String| Error(format!("auth-token: {error}"));
+            let read = |file: &PathBuf| {
+                std::fs::read(file).map_err(|error| failed(format!("cannot read {}: {error}", file.display())))
+            };
+            let public = jwt.pub_key.as_ref().map(read).transpose()?;
+            let private = jwt.priv_key.as_ref().map(read).transpose()?;
+            let method = SignMethod::of_name(&jwt.sign_method).map_err(failed)?;
+            let keys = Keys::new(method, public.as_deref(), private.as_deref()).map_err(failed)?;
+            Tokens::jwt(keys, jwt.ttl)
+        }
+    };
+    let cost = u32::try_from(settings.bcrypt_cost).ok().filter(|cost| BCRYPT_COSTS.contains(cost));
+    if cost.is_none() {
+        warn!(given = settings.bcrypt_cost, used = BCRYPT_COST, "bcrypt-cost is not between 4 and 31");
+    }
+    let passwords = Passwords::start(cost.unwrap_or(BCRYPT_COST))
+        .map_err(|error| Error(format!("cannot start the threads that check passwords: {error}")))?;
+    Ok(Authenticator::new(tokens, passwords, settings.client_cert_auth))
+}
+
+fn api_settings(settings: &Settings, exporter: Option<Arc<Exporter>>) -> api::Settings {
     api::Settings {
         max_request_bytes: settings.max_request_bytes,
         max_txn_ops: settings.max_txn_ops,
         watch_progress_notify_interval: settings.watch_progress_notify_interval.0,
-        snapshots,
         slow_threshold: settings.warning_unary_request_duration.0,
         exporter,
     }

@@ -5,37 +5,33 @@
 //! Each target checks a property in addition to the absence of panics: re-encoding a decoded message preserves it, a
 //! fast check decides like a slow one, or a damaged file is refused with an error that names the file.
 
-use std::{
-    path::Path,
-    sync::{Arc, LazyLock},
-};
+mod snapshot;
+
+use std::{sync::LazyLock, time::Duration};
 
 use bytes::Bytes;
 use clap::{Args as _, FromArgMatches as _};
 use prost::Message;
 use prost_reflect::{DescriptorPool, MessageDescriptor};
-use tokio::runtime::{Builder, Runtime};
 
 use orlop::{
     api::{convert, grpc::request_limits, interval_check::check_intervals, watch},
+    auth::Tokens,
     config::{Flags, Settings},
     http::gateway::{self, values::Values},
-    snapshot::{self, HashCheck, Hashing},
 };
 use orlop_core::{
+    auth::{Caller, Credential},
     index::TreeIndex,
     lease,
-    log::Log,
     store::{
-        self, Store,
         batch::Batch,
         request::{PutLease, PutRequest, PutValue},
-        txn::Evaluation,
+        txn::{Evaluation, Fetched},
         values::ValueCache,
     },
     types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Revision, RowId, Version},
 };
-use orlop_sql::SqliteLog;
 use orlop_wire::proto::{
     DESCRIPTORS,
     server::{
@@ -56,12 +52,13 @@ pub struct Target {
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
-pub const TARGETS: [Target; 5] = [
+pub const TARGETS: [Target; 6] = [
     Target { name: "requests", run: requests, seeds: request_seeds },
     Target { name: "txn", run: txn, seeds: txn_seeds },
     Target { name: "gateway", run: gateway, seeds: gateway_seeds },
+    Target { name: "token", run: token, seeds: token_seeds },
     Target { name: "settings", run: settings, seeds: settings_seeds },
-    Target { name: "snapshot", run: snapshot, seeds: snapshot_seeds },
+    Target { name: "snapshot", run: snapshot::run, seeds: snapshot::seeds },
 ];
 
 macro_rules! decoders {
@@ -169,7 +166,7 @@ pub fn txn(wire: &[u8]) {
     let Ok(converted) = convert::txn(request, TXN_OPS_MAX) else { return };
     assert!(converted.is_read_only() || writes, "a transaction that contains only ranges is read-only");
     let World { index, values, leases } = &*WORLD;
-    let (fetched, head) = (store::txn::Fetched::new(), index.head());
+    let (fetched, head) = (Fetched::new(), index.head());
     let mut batch = Batch::new(head);
     // An earlier request of the same batch.
     let before = PutRequest {
@@ -305,88 +302,24 @@ pub fn settings(data: &[u8]) {
     }
 }
 
-static RUNTIME: LazyLock<Runtime> =
-    LazyLock::new(|| Builder::new_current_thread().enable_all().build().expect("a runtime can be built"));
+static TOKENS: LazyLock<Tokens> =
+    LazyLock::new(|| Tokens::simple(b"a key of this target", Duration::from_secs(3_600)).expect("a key"));
 
-/// The bytes of the database file of a small store, read after the store has stopped.
-static DATABASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
-    let folder = tempfile::tempdir().expect("a folder can be made");
-    let file = folder.path().join("orlop.db");
-    RUNTIME.block_on(async {
-        let log: Arc<dyn Log> = Arc::new(SqliteLog::open(&file).await.expect("a new database"));
-        let store = Store::open(Arc::clone(&log), store::Settings::default()).await.expect("an empty store");
-        for number in 0..40_u8 {
-            let (key, value) = (vec![b'a' + number % 20].into(), PutValue::New(vec![number; 50].into()));
-            let request = PutRequest { key, value, lease: PutLease::Set(None), prev_kv: false };
-            store.put(request).await.expect("a put");
+/// Verifies a token: any valid one identifies the user of a seed, because nobody else has the key.
+pub fn token(data: &[u8]) {
+    let text = data.escape_ascii();
+    match TOKENS.verify(data) {
+        None => {}
+        Some(Caller::User(identity)) => {
+            assert_eq!(identity.user, "a user", "{text}");
+            assert!(matches!(identity.credential, Credential::SimpleToken { given_at: 1..=3 }), "{text}");
         }
-        store.stop().await;
-    });
-    std::fs::read(&file).expect("the database exists")
-});
-
-/// A description of the damage to a valid file: whether the file has a checksum, whether the checksum is correct, the
-/// number of bytes to cut off, and the bytes to change.
-///
-/// ```text
-/// flags | cut, 2 bytes | place, 3 bytes, change, 1 byte | place, change | ...
-/// ```
-struct Damage<'a> {
-    flags: u8,
-    cut: usize,
-    changes: &'a [u8],
-}
-
-/// Flag: the checksum is that of the damaged file, and so is correct.
-const REHASHED: u8 = 1;
-/// Flag: the file has no checksum.
-const UNCHECKED: u8 = 2;
-
-impl Damage<'_> {
-    fn apply(&self) -> Vec<u8> {
-        let mut bytes = DATABASE.clone();
-        for change in self.changes.chunks_exact(4) {
-            let place = usize::from(change[0]) << 16 | usize::from(change[1]) << 8 | usize::from(change[2]);
-            let place = place % bytes.len();
-            bytes[place] ^= change[3];
-        }
-        bytes.truncate(bytes.len().saturating_sub(self.cut));
-        if self.flags & UNCHECKED == 0 {
-            let hashed = if self.flags & REHASHED == 0 { DATABASE.as_slice() } else { bytes.as_slice() };
-            let mut hashing = Hashing::new(hashed);
-            std::io::copy(&mut hashing, &mut std::io::sink()).expect("memory can be read");
-            bytes.extend(hashing.checksum());
-        }
-        bytes
+        Some(other) => panic!("{text} identifies {other:?}"),
     }
 }
 
-/// Input: a description of the [`Damage`] to a snapshot or database file.
-pub fn snapshot(data: &[u8]) {
-    let [flags, high, low, changes @ ..] = data else { return };
-    let damage = Damage { flags: *flags, cut: usize::from(*high) << 8 | usize::from(*low), changes };
-    let bytes = damage.apply();
-    let folder = tempfile::tempdir_in(memory_folder()).expect("a folder can be made");
-    let file = folder.path().join("given.db");
-    std::fs::write(&file, &bytes).expect("a file can be written");
-    let check = if damage.flags & UNCHECKED == 0 { HashCheck::Verify } else { HashCheck::Skip };
-    let status = RUNTIME.block_on(snapshot::status(&file, check));
-    let is_whole = bytes.starts_with(&DATABASE);
-    match status {
-        Ok(status) => {
-            assert!(is_whole || check == HashCheck::Skip || damage.flags & REHASHED != 0, "undetected: {status:?}");
-        }
-        Err(error) => {
-            assert!(!is_whole, "{error}");
-            assert!(error.to_string().contains("given.db"), "an error names the file: {error}");
-        }
-    }
-}
-
-/// Returns a folder that is in memory, if the machine has one.
-fn memory_folder() -> &'static Path {
-    let shared_memory = Path::new("/dev/shm");
-    if shared_memory.is_dir() { shared_memory } else { Path::new("/tmp") }
+fn token_seeds() -> Vec<Vec<u8>> {
+    (1..=3).map(|revision| TOKENS.give("a user", revision).expect("a token").into_bytes()).collect()
 }
 
 fn request_seeds() -> Vec<Vec<u8>> {
@@ -462,23 +395,6 @@ fn settings_seeds() -> Vec<Vec<u8>> {
     ];
     let sources = [0, 1, 2, 3, 0, 1];
     sources.into_iter().zip(texts).map(|(source, text)| [&[source], text.as_bytes()].concat()).collect()
-}
-
-fn snapshot_seeds() -> Vec<Vec<u8>> {
-    let size = DATABASE.len();
-    let page = 4096;
-    let mut seeds = vec![vec![0, 0, 0], vec![REHASHED, 0, 0], vec![UNCHECKED, 0, 0]];
-    for flags in [0, REHASHED, UNCHECKED] {
-        for cut in [1_u16, 32, 512, 4096, 8192] {
-            seeds.push([&[flags], &cut.to_be_bytes()[..]].concat());
-        }
-        // Bytes in the header of the file and in the headers of the pages.
-        for place in [18, 28, 60, 68, 96, 100].into_iter().chain((page..size).step_by(page)) {
-            let [_, place @ ..] = u32::try_from(place).unwrap_or(0).to_be_bytes();
-            seeds.push([&[flags, 0, 0], &place[..], &[4]].concat());
-        }
-    }
-    seeds
 }
 
 /// Returns the change that puts a key.

@@ -85,6 +85,11 @@ fn gateway_converts_arbitrary_messages() {
 }
 
 #[test]
+fn changed_tokens_identify_nobody_else() {
+    check_target("token", 20_000);
+}
+
+#[test]
 fn arbitrary_settings_are_read_or_refused() {
     check_target("settings", 10_000);
 }

@@ -1,128 +1,280 @@
-//! The Auth service. Users and roles cannot be created yet. Responses are those of an etcd in which auth was never
-//! enabled, so that clients that have a user name and a password continue without a token.
+//! The Auth service: users, roles, and whether they are checked.
 
 use tonic::{Request, Response, Status};
 
-use super::Context;
-use orlop_wire::proto::server::etcdserverpb::{self as pb, auth_server::Auth};
+use super::{Context, status::from_store};
+use crate::net::Remote;
+use orlop_core::{
+    auth::{Access, AuthChange, Caller, Error, Password, Permissions, ROOT},
+    types::{KeyRange, Revision},
+};
+use orlop_wire::proto::server::{
+    authpb::{Permission, permission::Type},
+    etcdserverpb::{self as pb, auth_server::Auth},
+};
 
-/// etcd's auth revision before the first user.
-const AUTH_REVISION: u64 = 1;
+/// Maximum size of the name of a user or a role.
+const NAME_BYTES_MAX: usize = 1_024;
 
-fn no_user<T>() -> Result<T, Status> {
-    Err(Status::failed_precondition("etcdserver: user name not found"))
-}
+impl Context {
+    /// Changes users and roles as the caller of a request. An invalid request is refused after a caller without rights.
+    async fn change<T>(
+        &self,
+        request: Request<T>,
+        change: impl FnOnce(T) -> Result<AuthChange, Status>,
+    ) -> Result<Option<pb::ResponseHeader>, Status> {
+        let caller = self.caller_of(&request).await?;
+        match change(request.into_inner()) {
+            Ok(change) => self.change_as(&caller, change).await,
+            Err(invalid) => {
+                self.store.check_root(&caller).await.map_err(from_store)?;
+                Err(invalid)
+            }
+        }
+    }
 
-fn no_role<T>() -> Result<T, Status> {
-    Err(Status::failed_precondition("etcdserver: role name not found"))
-}
+    async fn change_as(&self, caller: &Caller, change: AuthChange) -> Result<Option<pb::ResponseHeader>, Status> {
+        let revision: Revision = self.store.change_auth(caller, change).await.map_err(from_store)?;
+        Ok(self.header(revision))
+    }
 
-/// Returns the error of a call that is not implemented.
-fn not_implemented<T>(feature: &str) -> Result<T, Status> {
-    Err(Status::unimplemented(format!("orlop: {feature} are not implemented yet")))
+    /// Returns the hash of a password, for a caller that may change users: hashing takes long.
+    async fn hash(&self, caller: &Caller, remote: Option<&Remote>, password: String) -> Result<Password, Status> {
+        self.store.check_root(caller).await.map_err(from_store)?;
+        Ok(Password::Hash(self.authenticator.passwords.hash(remote, password).await?))
+    }
 }
 
 #[tonic::async_trait]
 impl Auth for Context {
-    async fn auth_enable(&self, _: Request<pb::AuthEnableRequest>) -> Result<Response<pb::AuthEnableResponse>, Status> {
-        Err(Status::failed_precondition("etcdserver: root user does not exist"))
+    async fn auth_enable(
+        &self,
+        request: Request<pb::AuthEnableRequest>,
+    ) -> Result<Response<pb::AuthEnableResponse>, Status> {
+        let header = self.change(request, |_| Ok(AuthChange::Enable)).await?;
+        Ok(Response::new(pb::AuthEnableResponse { header }))
     }
 
     async fn auth_disable(
         &self,
-        _: Request<pb::AuthDisableRequest>,
+        request: Request<pb::AuthDisableRequest>,
     ) -> Result<Response<pb::AuthDisableResponse>, Status> {
-        Ok(Response::new(pb::AuthDisableResponse { header: self.header(self.store.head()) }))
+        let header = self.change(request, |_| Ok(AuthChange::Disable)).await?;
+        Ok(Response::new(pb::AuthDisableResponse { header }))
     }
 
-    async fn auth_status(&self, _: Request<pb::AuthStatusRequest>) -> Result<Response<pb::AuthStatusResponse>, Status> {
-        let header = self.header(self.store.head());
-        Ok(Response::new(pb::AuthStatusResponse { header, enabled: false, auth_revision: AUTH_REVISION }))
+    async fn auth_status(
+        &self,
+        request: Request<pb::AuthStatusRequest>,
+    ) -> Result<Response<pb::AuthStatusResponse>, Status> {
+        self.check_root(&request).await?;
+        let (authority, header) = (self.store.authority(), self.header(self.store.head()));
+        let state = authority.state();
+        Ok(Response::new(pb::AuthStatusResponse { header, enabled: state.enabled, auth_revision: state.revision }))
     }
 
     async fn authenticate(
         &self,
-        _: Request<pb::AuthenticateRequest>,
+        request: Request<pb::AuthenticateRequest>,
     ) -> Result<Response<pb::AuthenticateResponse>, Status> {
-        Err(Status::failed_precondition("etcdserver: authentication is not enabled"))
+        let remote = request.extensions().get::<Remote>().cloned();
+        let pb::AuthenticateRequest { name, password } = request.into_inner();
+        let token = self.authenticator.log_in(&self.store, remote.as_ref(), &name, password).await?;
+        Ok(Response::new(pb::AuthenticateResponse { header: self.header(self.store.head()), token }))
     }
 
-    async fn user_add(&self, _: Request<pb::AuthUserAddRequest>) -> Result<Response<pb::AuthUserAddResponse>, Status> {
-        not_implemented("users")
+    async fn user_add(
+        &self,
+        request: Request<pb::AuthUserAddRequest>,
+    ) -> Result<Response<pb::AuthUserAddResponse>, Status> {
+        let (caller, remote) = (self.caller_of(&request).await?, request.extensions().get::<Remote>().cloned());
+        let pb::AuthUserAddRequest { name: user, password, options, .. } = request.into_inner();
+        check_name(&user)?;
+        let password = match options {
+            Some(options) if options.no_password => Password::None,
+            // As in etcd, the field hashedPassword is not used.
+            _ => self.hash(&caller, remote.as_ref(), password).await?,
+        };
+        let header = self.change_as(&caller, AuthChange::AddUser { user, password }).await?;
+        Ok(Response::new(pb::AuthUserAddResponse { header }))
     }
 
     async fn user_list(
         &self,
-        _: Request<pb::AuthUserListRequest>,
+        request: Request<pb::AuthUserListRequest>,
     ) -> Result<Response<pb::AuthUserListResponse>, Status> {
-        Ok(Response::new(pb::AuthUserListResponse { header: self.header(self.store.head()), users: Vec::new() }))
+        self.check_root(&request).await?;
+        let users = self.store.authority().state().users.keys().cloned().collect();
+        Ok(Response::new(pb::AuthUserListResponse { header: self.header(self.store.head()), users }))
     }
 
-    async fn user_get(&self, _: Request<pb::AuthUserGetRequest>) -> Result<Response<pb::AuthUserGetResponse>, Status> {
-        no_user()
+    async fn user_get(
+        &self,
+        request: Request<pb::AuthUserGetRequest>,
+    ) -> Result<Response<pb::AuthUserGetResponse>, Status> {
+        let caller = self.caller_of(&request).await?;
+        let user = request.into_inner().name;
+        let authority = self.store.confirmed_authority().await.map_err(from_store)?;
+        authority.check_reads_user(&caller, &user).map_err(refused)?;
+        let user = authority.state().users.get(&user).ok_or(Error::UserNotFound).map_err(refused)?;
+        let (header, roles) = (self.header(self.store.head()), user.roles.iter().cloned().collect());
+        Ok(Response::new(pb::AuthUserGetResponse { header, roles }))
     }
 
     async fn user_delete(
         &self,
-        _: Request<pb::AuthUserDeleteRequest>,
+        request: Request<pb::AuthUserDeleteRequest>,
     ) -> Result<Response<pb::AuthUserDeleteResponse>, Status> {
-        no_user()
+        let header = self.change(request, |request| Ok(AuthChange::DeleteUser { user: request.name })).await?;
+        Ok(Response::new(pb::AuthUserDeleteResponse { header }))
     }
 
     async fn user_change_password(
         &self,
-        _: Request<pb::AuthUserChangePasswordRequest>,
+        request: Request<pb::AuthUserChangePasswordRequest>,
     ) -> Result<Response<pb::AuthUserChangePasswordResponse>, Status> {
-        no_user()
+        let (caller, remote) = (self.caller_of(&request).await?, request.extensions().get::<Remote>().cloned());
+        let pb::AuthUserChangePasswordRequest { name: user, password, .. } = request.into_inner();
+        let password = self.hash(&caller, remote.as_ref(), password).await?;
+        let header = self.change_as(&caller, AuthChange::SetPassword { user, password }).await?;
+        Ok(Response::new(pb::AuthUserChangePasswordResponse { header }))
     }
 
     async fn user_grant_role(
         &self,
-        _: Request<pb::AuthUserGrantRoleRequest>,
+        request: Request<pb::AuthUserGrantRoleRequest>,
     ) -> Result<Response<pb::AuthUserGrantRoleResponse>, Status> {
-        no_user()
+        let grant = |request: pb::AuthUserGrantRoleRequest| {
+            Ok(AuthChange::GrantRole { user: request.user, role: request.role })
+        };
+        Ok(Response::new(pb::AuthUserGrantRoleResponse { header: self.change(request, grant).await? }))
     }
 
     async fn user_revoke_role(
         &self,
-        _: Request<pb::AuthUserRevokeRoleRequest>,
+        request: Request<pb::AuthUserRevokeRoleRequest>,
     ) -> Result<Response<pb::AuthUserRevokeRoleResponse>, Status> {
-        no_user()
+        let revoke = |request: pb::AuthUserRevokeRoleRequest| {
+            Ok(AuthChange::RevokeRole { user: request.name, role: request.role })
+        };
+        Ok(Response::new(pb::AuthUserRevokeRoleResponse { header: self.change(request, revoke).await? }))
     }
 
-    async fn role_add(&self, _: Request<pb::AuthRoleAddRequest>) -> Result<Response<pb::AuthRoleAddResponse>, Status> {
-        not_implemented("roles")
+    async fn role_add(
+        &self,
+        request: Request<pb::AuthRoleAddRequest>,
+    ) -> Result<Response<pb::AuthRoleAddResponse>, Status> {
+        let add = |request: pb::AuthRoleAddRequest| {
+            check_name(&request.name)?;
+            Ok(AuthChange::AddRole { role: request.name })
+        };
+        Ok(Response::new(pb::AuthRoleAddResponse { header: self.change(request, add).await? }))
     }
 
     async fn role_list(
         &self,
-        _: Request<pb::AuthRoleListRequest>,
+        request: Request<pb::AuthRoleListRequest>,
     ) -> Result<Response<pb::AuthRoleListResponse>, Status> {
-        Ok(Response::new(pb::AuthRoleListResponse { header: self.header(self.store.head()), roles: Vec::new() }))
+        self.check_root(&request).await?;
+        let roles = self.store.authority().state().roles.keys().cloned().collect();
+        Ok(Response::new(pb::AuthRoleListResponse { header: self.header(self.store.head()), roles }))
     }
 
-    async fn role_get(&self, _: Request<pb::AuthRoleGetRequest>) -> Result<Response<pb::AuthRoleGetResponse>, Status> {
-        no_role()
+    async fn role_get(
+        &self,
+        request: Request<pb::AuthRoleGetRequest>,
+    ) -> Result<Response<pb::AuthRoleGetResponse>, Status> {
+        let caller = self.caller_of(&request).await?;
+        let role = request.into_inner().role;
+        let authority = self.store.confirmed_authority().await.map_err(from_store)?;
+        authority.check_reads_role(&caller, &role).map_err(refused)?;
+        let permissions = authority.state().roles.get(&role).ok_or(Error::RoleNotFound).map_err(refused)?;
+        let perm = if role == ROOT { vec![of_root()] } else { listed(permissions) };
+        Ok(Response::new(pb::AuthRoleGetResponse { header: self.header(self.store.head()), perm }))
     }
 
     async fn role_delete(
         &self,
-        _: Request<pb::AuthRoleDeleteRequest>,
+        request: Request<pb::AuthRoleDeleteRequest>,
     ) -> Result<Response<pb::AuthRoleDeleteResponse>, Status> {
-        no_role()
+        let header = self.change(request, |request| Ok(AuthChange::DeleteRole { role: request.role })).await?;
+        Ok(Response::new(pb::AuthRoleDeleteResponse { header }))
     }
 
     async fn role_grant_permission(
         &self,
-        _: Request<pb::AuthRoleGrantPermissionRequest>,
+        request: Request<pb::AuthRoleGrantPermissionRequest>,
     ) -> Result<Response<pb::AuthRoleGrantPermissionResponse>, Status> {
-        no_role()
+        let grant = |request: pb::AuthRoleGrantPermissionRequest| {
+            let missing = || Status::invalid_argument("etcdserver: permission not given");
+            let permission = request.perm.ok_or_else(missing)?;
+            let access = access(permission.perm_type)?;
+            let range = KeyRange::from_wire(&permission.key, &permission.range_end);
+            Ok(AuthChange::GrantPermission { role: request.name, range, access })
+        };
+        Ok(Response::new(pb::AuthRoleGrantPermissionResponse { header: self.change(request, grant).await? }))
     }
 
     async fn role_revoke_permission(
         &self,
-        _: Request<pb::AuthRoleRevokePermissionRequest>,
+        request: Request<pb::AuthRoleRevokePermissionRequest>,
     ) -> Result<Response<pb::AuthRoleRevokePermissionResponse>, Status> {
-        no_role()
+        let revoke = |request: pb::AuthRoleRevokePermissionRequest| {
+            let range = KeyRange::from_wire(&request.key, &request.range_end);
+            Ok(AuthChange::RevokePermission { role: request.role, range })
+        };
+        Ok(Response::new(pb::AuthRoleRevokePermissionResponse { header: self.change(request, revoke).await? }))
     }
+}
+
+fn refused(error: Error) -> Status {
+    from_store(error.into())
+}
+
+/// Checks the name of a user or a role to add. An empty one is refused later, with etcd's error.
+fn check_name(name: &str) -> Result<(), Status> {
+    if name.len() <= NAME_BYTES_MAX && !name.contains('\0') {
+        return Ok(());
+    }
+    Err(Status::invalid_argument(format!(
+        "orlop: the name of a user or role has at most {NAME_BYTES_MAX} bytes and no zero byte"
+    )))
+}
+
+pub(crate) fn access(number: i32) -> Result<Access, Status> {
+    match Type::try_from(number) {
+        Ok(Type::Read) => Ok(Access::Read),
+        Ok(Type::Write) => Ok(Access::Write),
+        Ok(Type::Readwrite) => Ok(Access::ReadWrite),
+        Err(_) => Err(Status::invalid_argument(format!(
+            "orlop: permission type {number} is not READ (0), WRITE (1) or READWRITE (2)"
+        ))),
+    }
+}
+
+fn permission_type(access: Access) -> Type {
+    match access {
+        Access::Read => Type::Read,
+        Access::Write => Type::Write,
+        Access::ReadWrite => Type::Readwrite,
+    }
+}
+
+/// Returns what the role `root` permits, as etcd shows it.
+fn of_root() -> Permission {
+    Permission { perm_type: Type::Readwrite.into(), key: Default::default(), range_end: b"\0"[..].into() }
+}
+
+/// Returns permissions in the order of their keys.
+pub(crate) fn listed(permissions: &Permissions) -> Vec<Permission> {
+    let mut listed: Vec<Permission> = permissions
+        .iter()
+        .map(|(range, access)| {
+            let (key, range_end) = range.to_wire();
+            let perm_type = permission_type(*access).into();
+            Permission { perm_type, key: key.to_vec().into(), range_end: range_end.to_vec().into() }
+        })
+        .collect();
+    listed.sort_by(|a, b| (&a.key, &a.range_end).cmp(&(&b.key, &b.range_end)));
+    listed
 }

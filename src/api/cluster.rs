@@ -19,6 +19,7 @@ fn member(member: Member) -> pb::Member {
 
 #[tonic::async_trait]
 impl Cluster for Context {
+    /// Needs no user: clients find the members before they log in, for example Patroni.
     async fn member_list(&self, _: Request<pb::MemberListRequest>) -> Result<Response<pb::MemberListResponse>, Status> {
         let members = self.store.members().await.into_iter().map(member).collect();
         // This header has no revision, as in etcd.
@@ -30,6 +31,7 @@ impl Cluster for Context {
         &self,
         request: Request<pb::MemberAddRequest>,
     ) -> Result<Response<pb::MemberAddResponse>, Status> {
+        self.check_root(&request).await?;
         check_urls(&request.into_inner().peer_ur_ls)?;
         Err(Status::unimplemented("orlop: a member joins when it is started on the same database"))
     }
@@ -38,6 +40,7 @@ impl Cluster for Context {
         &self,
         request: Request<pb::MemberRemoveRequest>,
     ) -> Result<Response<pb::MemberRemoveResponse>, Status> {
+        self.check_root(&request).await?;
         self.check_member(request.into_inner().id).await?;
         if self.store.members().await.len() == 1 {
             return Err(Status::failed_precondition(
@@ -52,6 +55,7 @@ impl Cluster for Context {
         &self,
         request: Request<pb::MemberUpdateRequest>,
     ) -> Result<Response<pb::MemberUpdateResponse>, Status> {
+        self.check_root(&request).await?;
         let request = request.into_inner();
         check_urls(&request.peer_ur_ls)?;
         self.check_member(request.id).await?;
@@ -64,6 +68,7 @@ impl Cluster for Context {
         &self,
         request: Request<pb::MemberPromoteRequest>,
     ) -> Result<Response<pb::MemberPromoteResponse>, Status> {
+        self.check_root(&request).await?;
         self.check_member(request.into_inner().id).await?;
         Err(Status::failed_precondition("etcdserver: can only promote a learner member"))
     }

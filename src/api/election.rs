@@ -11,7 +11,10 @@ use super::{
     Context,
     queue::{Queue, Watch, oldest_entry, prefix, prefix_range, remove_entry, to_unknown, txn_if_create_revision},
 };
-use orlop_core::types::{KeyRange, Revision};
+use orlop_core::{
+    auth::Caller,
+    types::{KeyRange, Revision},
+};
 use orlop_wire::proto::server::{
     etcdserverpb::{self as pb, request_op},
     mvccpb::{KeyValue, event::EventType},
@@ -25,26 +28,33 @@ use orlop_wire::proto::server::{
 pub(super) struct ElectionService(pub(super) Arc<Context>);
 
 impl ElectionService {
-    async fn campaign(&self, request: CampaignRequest) -> Result<CampaignResponse, Status> {
-        let queue = Queue::open(&self.0, &request.name, request.lease).await?;
+    async fn campaign(&self, request: Request<CampaignRequest>) -> Result<CampaignResponse, Status> {
+        let caller = self.0.caller_of(&request).await?;
+        let request = request.into_inner();
+        let queue = Queue::open(&self.0, &caller, &request.name, request.lease).await?;
         let entry = queue.enter(request.value.clone()).await?;
         let leader =
             LeaderKey { name: request.name, key: entry.key.clone(), rev: entry.create_revision, lease: queue.lease() };
         // The caller is already in the queue, with another value.
         if entry.existing_value.as_ref().is_some_and(|value| *value != request.value)
-            && let Err(status) = self.proclaim(&leader, request.value).await
+            && let Err(status) = self.proclaim(&caller, &leader, request.value).await
         {
-            remove_entry(&self.0, &entry.key, entry.create_revision).await?;
+            remove_entry(&self.0, &caller, &entry.key, entry.create_revision).await?;
             return Err(status);
         }
         queue.wait(&entry).await?;
         Ok(CampaignResponse { header: entry.header, leader: Some(leader) })
     }
 
-    async fn proclaim(&self, leader: &LeaderKey, value: Bytes) -> Result<Option<pb::ResponseHeader>, Status> {
+    async fn proclaim(
+        &self,
+        caller: &Caller,
+        leader: &LeaderKey,
+        value: Bytes,
+    ) -> Result<Option<pb::ResponseHeader>, Status> {
         let put = pb::PutRequest { key: leader.key.clone(), value, lease: leader.lease, ..Default::default() };
         let put = request_op::Request::RequestPut(put);
-        let response = txn_if_create_revision(&self.0, &leader.key, leader.rev, put, None).await?;
+        let response = txn_if_create_revision(&self.0, caller, &leader.key, leader.rev, put, None).await?;
         if response.succeeded { Ok(response.header) } else { Err(Status::unknown("election: not leader")) }
     }
 }
@@ -56,18 +66,21 @@ fn required(leader: Option<LeaderKey>) -> Result<LeaderKey, Status> {
 #[tonic::async_trait]
 impl Election for ElectionService {
     async fn campaign(&self, request: Request<CampaignRequest>) -> Result<Response<CampaignResponse>, Status> {
-        ElectionService::campaign(self, request.into_inner()).await.map(Response::new).map_err(to_unknown)
+        ElectionService::campaign(self, request).await.map(Response::new).map_err(to_unknown)
     }
 
     async fn proclaim(&self, request: Request<ProclaimRequest>) -> Result<Response<ProclaimResponse>, Status> {
+        let caller = self.0.caller_of(&request).await.map_err(to_unknown)?;
         let request = request.into_inner();
         let leader = required(request.leader)?;
-        let header = ElectionService::proclaim(self, &leader, request.value).await.map_err(to_unknown)?;
+        let header = ElectionService::proclaim(self, &caller, &leader, request.value).await.map_err(to_unknown)?;
         Ok(Response::new(ProclaimResponse { header }))
     }
 
     async fn leader(&self, request: Request<LeaderRequest>) -> Result<Response<LeaderResponse>, Status> {
-        let (header, kv) = oldest_entry(&self.0, &prefix(&request.into_inner().name)).await.map_err(to_unknown)?;
+        let caller = self.0.caller_of(&request).await.map_err(to_unknown)?;
+        let prefix = prefix(&request.into_inner().name);
+        let (header, kv) = oldest_entry(&self.0, &caller, &prefix).await.map_err(to_unknown)?;
         match kv {
             Some(kv) => Ok(Response::new(LeaderResponse { header, kv: Some(kv) })),
             None => Err(Status::unknown("election: no leader")),
@@ -77,8 +90,9 @@ impl Election for ElectionService {
     type ObserveStream = Pin<Box<dyn Stream<Item = Result<LeaderResponse, Status>> + Send>>;
 
     async fn observe(&self, request: Request<LeaderRequest>) -> Result<Response<Self::ObserveStream>, Status> {
-        let observer =
-            Observer { context: Arc::clone(&self.0), prefix: prefix(&request.into_inner().name), leader: None };
+        let caller = self.0.caller_of(&request).await.map_err(to_unknown)?;
+        let prefix = prefix(&request.into_inner().name);
+        let observer = Observer { context: Arc::clone(&self.0), caller, prefix, leader: None };
         let responses = stream::try_unfold(observer, |mut observer| async move {
             let response = observer.next().await.map_err(to_unknown)?;
             Ok(Some((response, observer)))
@@ -87,8 +101,9 @@ impl Election for ElectionService {
     }
 
     async fn resign(&self, request: Request<ResignRequest>) -> Result<Response<ResignResponse>, Status> {
+        let caller = self.0.caller_of(&request).await.map_err(to_unknown)?;
         let leader = required(request.into_inner().leader)?;
-        let removed = remove_entry(&self.0, &leader.key, leader.rev).await.map_err(to_unknown)?;
+        let removed = remove_entry(&self.0, &caller, &leader.key, leader.rev).await.map_err(to_unknown)?;
         Ok(Response::new(ResignResponse { header: removed.header }))
     }
 }
@@ -96,6 +111,7 @@ impl Election for ElectionService {
 /// Watches the leader and its value.
 struct Observer {
     context: Arc<Context>,
+    caller: Caller,
     prefix: Vec<u8>,
     /// A watch on the leader's key.
     leader: Option<Watch>,
@@ -111,7 +127,7 @@ impl Observer {
                 _ => self.leader = None,
             }
         }
-        let (header, kv) = oldest_entry(&self.context, &self.prefix).await?;
+        let (header, kv) = oldest_entry(&self.context, &self.caller, &self.prefix).await?;
         let head = header.as_ref().map_or(0, |header| header.revision);
         let (revision, kv) = match kv {
             Some(kv) => (head, kv),

@@ -28,6 +28,7 @@ use super::{
     status::{Invalid, from_store},
 };
 use orlop_core::{
+    auth::Caller,
     store::{RangePieces, request::CompactionWait, request::Projection},
     types::Revision,
 };
@@ -36,6 +37,9 @@ use orlop_wire::proto::server::etcdserverpb as pb;
 /// Number of pairs in the first chunk of a RangeStream response; the numbers of later chunks depend on the size of the
 /// pairs.
 const FIRST_CHUNK_PAIRS: usize = 10;
+
+/// Who sent a request, or why that is not known. As in etcd, an invalid request is refused before an invalid token.
+type Known = Result<Caller, Status>;
 
 /// The KV service.
 #[derive(Clone)]
@@ -49,7 +53,7 @@ impl KvService {
     fn unary<B, M, A, F>(
         &self,
         request: Request<B>,
-        respond: impl FnOnce(Arc<Context>, M) -> F + Send + 'static,
+        respond: impl FnOnce(Arc<Context>, Known, M) -> F + Send + 'static,
     ) -> BoxFuture<http::Response<Body>, Infallible>
     where
         B: RequestBody,
@@ -59,11 +63,13 @@ impl KvService {
     {
         let context = Arc::clone(&self.0);
         Box::pin(async move {
-            let outcome = match unary::request(request, &context.settings).await {
-                Ok(message) => respond(context, message).await,
-                Err(status) => Err(status),
+            let outcome = async {
+                let (head, body) = request.into_parts();
+                let caller = context.authenticator.caller(&context.store, &head.headers, &head.extensions).await;
+                let message = unary::request(body, &context.settings).await?;
+                respond(context, caller, message).await
             };
-            unary::respond(outcome)
+            unary::respond(outcome.await)
         })
     }
 }
@@ -105,42 +111,56 @@ impl<B: RequestBody> Service<Request<B>> for KvService {
     }
 }
 
-pub(super) async fn range(context: Arc<Context>, request: pb::RangeRequest) -> Result<pb::RangeResponse, Status> {
-    let response = context.store.range(&convert::range(&request)?).await.map_err(from_store)?;
+pub(super) async fn range(
+    context: Arc<Context>,
+    caller: Known,
+    request: pb::RangeRequest,
+) -> Result<pb::RangeResponse, Status> {
+    let request = convert::range(&request)?;
+    let response = context.store.range(&caller?, &request).await.map_err(from_store)?;
     Ok(context.range_response(response))
 }
 
-async fn put(context: Arc<Context>, request: pb::PutRequest) -> Result<pb::PutResponse, Status> {
+async fn put(context: Arc<Context>, caller: Known, request: pb::PutRequest) -> Result<pb::PutResponse, Status> {
     let bytes = request.encoded_len();
     let request = convert::put(request)?;
     context.check_size(bytes)?;
-    let response = context.store.put(request).await.map_err(from_store)?;
+    let response = context.store.put(&caller?, request).await.map_err(from_store)?;
     Ok(context.put_response(response))
 }
 
 pub(super) async fn delete_range(
     context: Arc<Context>,
+    caller: Known,
     request: pb::DeleteRangeRequest,
 ) -> Result<pb::DeleteRangeResponse, Status> {
     let converted = convert::delete(&request)?;
     context.check_size(request.encoded_len())?;
-    let response = context.store.delete(converted).await.map_err(from_store)?;
+    let response = context.store.delete(&caller?, converted).await.map_err(from_store)?;
     Ok(context.delete_response(response))
 }
 
-pub(super) async fn txn(context: Arc<Context>, request: pb::TxnRequest) -> Result<pb::TxnResponse, Status> {
+pub(super) async fn txn(
+    context: Arc<Context>,
+    caller: Known,
+    request: pb::TxnRequest,
+) -> Result<pb::TxnResponse, Status> {
     let bytes = request.encoded_len();
     let request = convert::txn(request, context.settings.max_txn_ops)?;
     if !request.is_read_only() {
         context.check_size(bytes)?;
     }
-    let response = context.store.txn(request).await.map_err(from_store)?;
+    let response = context.store.txn(&caller?, request).await.map_err(from_store)?;
     Ok(context.txn_response(response))
 }
 
-async fn compact(context: Arc<Context>, request: pb::CompactionRequest) -> Result<pb::CompactionResponse, Status> {
+async fn compact(
+    context: Arc<Context>,
+    caller: Known,
+    request: pb::CompactionRequest,
+) -> Result<pb::CompactionResponse, Status> {
     let wait = if request.physical { CompactionWait::ForRows } else { CompactionWait::ForRevision };
-    let head = context.store.compact(Revision(request.revision), wait).await.map_err(from_store)?;
+    let head = context.store.compact(&caller?, Revision(request.revision), wait).await.map_err(from_store)?;
     Ok(pb::CompactionResponse { header: context.header(head) })
 }
 
@@ -163,10 +183,11 @@ impl tonic::server::ServerStreamingService<pb::RangeRequest> for RangeStream {
     fn call(&mut self, request: tonic::Request<pb::RangeRequest>) -> Self::Future {
         let context = Arc::clone(&self.0);
         Box::pin(async move {
+            let caller = context.caller_of(&request).await;
             let request = request.into_inner();
             let converted = convert::range(&request)?;
             let pairs = if converted.projection == Projection::CountOnly { usize::MAX } else { FIRST_CHUNK_PAIRS };
-            let pieces = context.store.range_pieces(converted).await.map_err(from_store)?;
+            let pieces = context.store.range_pieces(&caller?, converted).await.map_err(from_store)?;
             let start = (context, pieces, pairs);
             let stream = futures_util::stream::try_unfold(start, |(context, mut pieces, pairs)| async move {
                 next_chunk(&context, &mut pieces, pairs)

@@ -6,7 +6,12 @@ use futures_util::{Stream, StreamExt as _, TryStreamExt as _, stream};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::{Context, status::from_store};
-use orlop_core::{overload::PacedStream, store, types::LeaseId};
+use crate::auth::Credentials;
+use orlop_core::{
+    overload::PacedStream,
+    store::{self, request::LeaseKeys},
+    types::LeaseId,
+};
 use orlop_wire::proto::server::etcdserverpb::{self as pb, lease_server::Lease};
 
 /// Maximum number of concurrent keep-alives of one stream. On Postgres one commit renews all of them.
@@ -18,8 +23,10 @@ impl Lease for Context {
         &self,
         request: Request<pb::LeaseGrantRequest>,
     ) -> Result<Response<pb::LeaseGrantResponse>, Status> {
+        let caller = self.caller_of(&request).await?;
         let request = request.into_inner();
-        let granted = self.store.grant(LeaseId::from_wire(request.id), request.ttl).await.map_err(from_store)?;
+        let granted =
+            self.store.grant(&caller, LeaseId::from_wire(request.id), request.ttl).await.map_err(from_store)?;
         Ok(Response::new(pb::LeaseGrantResponse {
             header: self.header(granted.revision),
             id: granted.id.0,
@@ -32,7 +39,8 @@ impl Lease for Context {
         &self,
         request: Request<pb::LeaseRevokeRequest>,
     ) -> Result<Response<pb::LeaseRevokeResponse>, Status> {
-        let revision = self.store.revoke(LeaseId(request.into_inner().id)).await.map_err(from_store)?;
+        let caller = self.caller_of(&request).await?;
+        let revision = self.store.revoke(&caller, LeaseId(request.into_inner().id)).await.map_err(from_store)?;
         Ok(Response::new(pb::LeaseRevokeResponse { header: self.header(revision) }))
     }
 
@@ -42,6 +50,8 @@ impl Lease for Context {
         &self,
         request: Request<Streaming<pb::LeaseKeepAliveRequest>>,
     ) -> Result<Response<Self::LeaseKeepAliveStream>, Status> {
+        // The token is checked again for each renewal, which also keeps it from expiring.
+        let credentials = Arc::new(Credentials::of(&request));
         let start = (self.clone(), PacedStream::new(request.into_inner(), self.steps()));
         let requests = stream::try_unfold(start, |(mut service, mut requests)| async move {
             let request = tokio::select! {
@@ -52,9 +62,10 @@ impl Lease for Context {
         });
         let service = Arc::new(self.clone());
         let responses = requests.map_ok(move |id| {
-            let service = Arc::clone(&service);
+            let (service, credentials) = (Arc::clone(&service), Arc::clone(&credentials));
             async move {
-                let (revision, ttl) = service.store.keep_alive(LeaseId(id)).await.map_err(from_store)?;
+                let caller = service.caller(&credentials).await?;
+                let (revision, ttl) = service.store.keep_alive(&caller, LeaseId(id)).await.map_err(from_store)?;
                 Ok(pb::LeaseKeepAliveResponse { header: service.header(revision), id, ttl })
             }
         });
@@ -65,8 +76,10 @@ impl Lease for Context {
         &self,
         request: Request<pb::LeaseTimeToLiveRequest>,
     ) -> Result<Response<pb::LeaseTimeToLiveResponse>, Status> {
+        let caller = self.caller_of(&request).await?;
         let request = request.into_inner();
-        let lease = self.store.lease(LeaseId(request.id)).await.map_err(from_store)?;
+        let keys = if request.keys { LeaseKeys::Returned } else { LeaseKeys::Omitted };
+        let lease = self.store.lease(&caller, LeaseId(request.id), keys).await.map_err(from_store)?;
         let header = self.header(self.store.head());
         let response = match lease {
             Some(lease) => pb::LeaseTimeToLiveResponse {
@@ -87,10 +100,11 @@ impl Lease for Context {
 
     async fn lease_leases(
         &self,
-        _: Request<pb::LeaseLeasesRequest>,
+        request: Request<pb::LeaseLeasesRequest>,
     ) -> Result<Response<pb::LeaseLeasesResponse>, Status> {
-        let leases =
-            self.store.leases().await.map_err(from_store)?.into_iter().map(|id| pb::LeaseStatus { id: id.0 }).collect();
+        let caller = self.caller_of(&request).await?;
+        let leases = self.store.leases(&caller).await.map_err(from_store)?;
+        let leases = leases.into_iter().map(|id| pb::LeaseStatus { id: id.0 }).collect();
         Ok(Response::new(pb::LeaseLeasesResponse { header: self.header(self.store.head()), leases }))
     }
 }

@@ -18,14 +18,16 @@ use orlop_wire::proto::server::{
 pub(super) struct LockService(pub(super) Arc<Context>);
 
 impl LockService {
-    async fn lock(&self, request: LockRequest) -> Result<LockResponse, Status> {
-        let queue = Queue::open(&self.0, &request.name, request.lease).await?;
+    async fn lock(&self, request: Request<LockRequest>) -> Result<LockResponse, Status> {
+        let caller = self.0.caller_of(&request).await?;
+        let request = request.into_inner();
+        let queue = Queue::open(&self.0, &caller, &request.name, request.lease).await?;
         let entry = queue.enter(Bytes::new()).await?;
         let waited = queue.wait(&entry).await?;
         // The lease may have ended since the key was put, which deletes the key. The queue may then be empty even if
         // this call did not wait.
         let get = pb::RangeRequest { key: entry.key.clone(), ..Default::default() };
-        let owned = kv::range(Arc::clone(&self.0), get).await?;
+        let owned = kv::range(Arc::clone(&self.0), Ok(caller), get).await?;
         if owned.kvs.is_empty() {
             return Err(Status::unknown("mutex: session is expired"));
         }
@@ -37,12 +39,13 @@ impl LockService {
 #[tonic::async_trait]
 impl Lock for LockService {
     async fn lock(&self, request: Request<LockRequest>) -> Result<Response<LockResponse>, Status> {
-        LockService::lock(self, request.into_inner()).await.map(Response::new).map_err(to_unknown)
+        LockService::lock(self, request).await.map(Response::new).map_err(to_unknown)
     }
 
     async fn unlock(&self, request: Request<UnlockRequest>) -> Result<Response<UnlockResponse>, Status> {
+        let caller = self.0.caller_of(&request).await;
         let delete = pb::DeleteRangeRequest { key: request.into_inner().key, ..Default::default() };
-        let deleted = kv::delete_range(Arc::clone(&self.0), delete).await.map_err(to_unknown)?;
+        let deleted = kv::delete_range(Arc::clone(&self.0), caller, delete).await.map_err(to_unknown)?;
         Ok(Response::new(UnlockResponse { header: deleted.header }))
     }
 }

@@ -16,6 +16,7 @@ use orlop_wire::proto::server::etcdserverpb::{
 
 #[tonic::async_trait]
 impl Maintenance for Context {
+    /// Needs no user: tools that watch servers have none.
     async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusResponse>, Status> {
         let head = self.store.head();
         // As in etcd, the call succeeds if the database is unavailable, and the response contains the error.
@@ -45,6 +46,12 @@ impl Maintenance for Context {
     }
 
     async fn alarm(&self, request: Request<pb::AlarmRequest>) -> Result<Response<pb::AlarmResponse>, Status> {
+        let caller = self.caller_of(&request).await?;
+        if request.get_ref().action() == AlarmAction::Get {
+            self.store.check_user(&caller).await.map_err(from_store)?;
+        } else {
+            self.store.check_root(&caller).await.map_err(from_store)?;
+        }
         let request = request.into_inner();
         let requested = alarm_kind(request.alarm());
         let is_requested = |kind: AlarmKind| request.alarm() == AlarmType::None || requested == Some(kind);
@@ -53,7 +60,7 @@ impl Maintenance for Context {
             (AlarmAction::Activate, Some(kind)) => {
                 let alarm = Alarm { member_id: request.member_id, kind };
                 self.store
-                    .change_alarm(AlarmChange::Raise { alarm, cause: Cause::Client })
+                    .change_alarm(&caller, AlarmChange::Raise { alarm, cause: Cause::Client })
                     .await
                     .map_err(from_store)?;
                 vec![alarm]
@@ -62,7 +69,7 @@ impl Maintenance for Context {
                 let alarm = Alarm { member_id: request.member_id, kind };
                 let is_raised = self.store.alarms().contains(&alarm);
                 if is_raised {
-                    self.store.change_alarm(AlarmChange::Clear { alarm }).await.map_err(from_store)?;
+                    self.store.change_alarm(&caller, AlarmChange::Clear { alarm }).await.map_err(from_store)?;
                 }
                 is_raised.then_some(alarm).into_iter().collect()
             }
@@ -72,18 +79,24 @@ impl Maintenance for Context {
         Ok(Response::new(pb::AlarmResponse { header: self.header(self.store.head()), alarms }))
     }
 
-    async fn defragment(&self, _: Request<pb::DefragmentRequest>) -> Result<Response<pb::DefragmentResponse>, Status> {
+    async fn defragment(
+        &self,
+        request: Request<pb::DefragmentRequest>,
+    ) -> Result<Response<pb::DefragmentResponse>, Status> {
+        self.check_root(&request).await?;
         self.store.defragment().await.map_err(from_store)?;
         // This header is empty, as in etcd.
         Ok(Response::new(pb::DefragmentResponse { header: Some(pb::ResponseHeader::default()) }))
     }
 
-    async fn hash(&self, _: Request<pb::HashRequest>) -> Result<Response<pb::HashResponse>, Status> {
+    async fn hash(&self, request: Request<pb::HashRequest>) -> Result<Response<pb::HashResponse>, Status> {
+        self.check_root(&request).await?;
         let hashed = self.store.hash_all().await.map_err(from_store)?;
         Ok(Response::new(pb::HashResponse { header: self.header(self.store.head()), hash: hashed }))
     }
 
     async fn hash_kv(&self, request: Request<pb::HashKvRequest>) -> Result<Response<pb::HashKvResponse>, Status> {
+        self.check_root(&request).await?;
         let revision = request.into_inner().revision;
         let hashed = self.store.hash((revision != 0).then_some(Revision(revision))).await.map_err(from_store)?;
         Ok(Response::new(pb::HashKvResponse {
@@ -96,7 +109,8 @@ impl Maintenance for Context {
 
     type SnapshotStream = SnapshotStream;
 
-    async fn snapshot(&self, _: Request<pb::SnapshotRequest>) -> Result<Response<SnapshotStream>, Status> {
+    async fn snapshot(&self, request: Request<pb::SnapshotRequest>) -> Result<Response<SnapshotStream>, Status> {
+        self.check_root(&request).await?;
         self.send_snapshot().await.map(Response::new)
     }
 
@@ -106,6 +120,7 @@ impl Maintenance for Context {
         &self,
         request: Request<pb::MoveLeaderRequest>,
     ) -> Result<Response<pb::MoveLeaderResponse>, Status> {
+        self.check_root(&request).await?;
         let (target, leader) = (request.into_inner().target_id, self.store.leader());
         if leader != self.store.identity().member_id {
             return Err(Status::failed_precondition("etcdserver: not leader"));
@@ -121,6 +136,7 @@ impl Maintenance for Context {
         &self,
         request: Request<pb::DowngradeRequest>,
     ) -> Result<Response<pb::DowngradeResponse>, Status> {
+        self.check_root(&request).await?;
         let request = request.into_inner();
         if request.action() == DowngradeAction::Cancel {
             return Err(Status::failed_precondition("etcdserver: no inflight downgrade job"));

@@ -15,6 +15,7 @@ use tracing::warn;
 
 use super::{Context, kv, status::from_store};
 use orlop_core::{
+    auth::Caller,
     store,
     supervise::{catch_panics, log_request_panic},
     types::{KeyRange, Revision},
@@ -39,6 +40,7 @@ pub(super) fn to_unknown(status: Status) -> Status {
 /// A queue `NAME/`, and the lease of the caller's entries.
 pub(super) struct Queue {
     context: Arc<Context>,
+    caller: Caller,
     prefix: Vec<u8>,
     lease: i64,
 }
@@ -56,12 +58,12 @@ pub(super) struct Entry {
 
 impl Queue {
     /// Opens a queue with the caller's lease, or with a new one.
-    pub(super) async fn open(context: &Arc<Context>, name: &[u8], lease: i64) -> Result<Self, Status> {
+    pub(super) async fn open(context: &Arc<Context>, caller: &Caller, name: &[u8], lease: i64) -> Result<Self, Status> {
         let lease = match lease {
-            0 => context.store.grant(None, SERVER_LEASE_TTL_SECS).await.map_err(from_store)?.id.0,
+            0 => context.store.grant(caller, None, SERVER_LEASE_TTL_SECS).await.map_err(from_store)?.id.0,
             lease => lease,
         };
-        Ok(Self { context: Arc::clone(context), prefix: prefix(name), lease })
+        Ok(Self { context: Arc::clone(context), caller: caller.clone(), prefix: prefix(name), lease })
     }
 
     pub(super) fn lease(&self) -> i64 {
@@ -75,6 +77,7 @@ impl Queue {
         let get = pb::RangeRequest { key: key.clone(), ..Default::default() };
         let response = txn_if_create_revision(
             &self.context,
+            &self.caller,
             &key,
             0,
             request_op::Request::RequestPut(put),
@@ -107,7 +110,7 @@ impl Queue {
                 max_create_revision: entry.create_revision - 1,
                 ..entry_request(&self.prefix, SortOrder::Descend)
             };
-            let response = kv::range(Arc::clone(&self.context), before).await?;
+            let response = kv::range(Arc::clone(&self.context), Ok(self.caller.clone()), before).await?;
             let head = response.header.as_ref().map_or(0, |header| header.revision);
             let Some(last) = decode_pairs(response.kvs)?.pop() else { break };
             waited = Waited::Yes;
@@ -141,7 +144,7 @@ impl Drop for RemoveOnDrop {
     fn drop(&mut self) {
         let Some((context, entry)) = self.entry.take() else { return };
         tokio::spawn(async move {
-            match catch_panics(remove_entry(&context, &entry.key, entry.create_revision)).await {
+            match catch_panics(remove_entry(&context, &Caller::Server, &entry.key, entry.create_revision)).await {
                 Ok(Ok(_)) => {}
                 Ok(Err(status)) => {
                     warn!(
@@ -192,15 +195,17 @@ fn prefix_end(prefix: &[u8]) -> Bytes {
 /// Returns the header of the read, and the first entry.
 pub(super) async fn oldest_entry(
     context: &Arc<Context>,
+    caller: &Caller,
     prefix: &[u8],
 ) -> Result<(Option<pb::ResponseHeader>, Option<KeyValue>), Status> {
-    let response = kv::range(Arc::clone(context), entry_request(prefix, SortOrder::Ascend)).await?;
+    let response = kv::range(Arc::clone(context), Ok(caller.clone()), entry_request(prefix, SortOrder::Ascend)).await?;
     Ok((response.header, decode_pairs(response.kvs)?.pop()))
 }
 
 /// Executes `then` if the key has this create revision; 0 means that it must not exist.
 pub(super) async fn txn_if_create_revision(
     context: &Arc<Context>,
+    caller: &Caller,
     key: &Bytes,
     create_revision: i64,
     then: request_op::Request,
@@ -219,17 +224,19 @@ pub(super) async fn txn_if_create_revision(
         success: vec![op(then)],
         failure: otherwise.map(op).into_iter().collect(),
     };
-    kv::txn(Arc::clone(context), request).await
+    kv::txn(Arc::clone(context), Ok(caller.clone()), request).await
 }
 
 /// Removes an entry, unless its key now belongs to another entry.
 pub(super) async fn remove_entry(
     context: &Arc<Context>,
+    caller: &Caller,
     key: &Bytes,
     create_revision: i64,
 ) -> Result<pb::TxnResponse, Status> {
     let delete = pb::DeleteRangeRequest { key: key.clone(), ..Default::default() };
-    txn_if_create_revision(context, key, create_revision, request_op::Request::RequestDeleteRange(delete), None).await
+    let delete = request_op::Request::RequestDeleteRange(delete);
+    txn_if_create_revision(context, caller, key, create_revision, delete, None).await
 }
 
 fn decode_pairs(kvs: Vec<Bytes>) -> Result<Vec<KeyValue>, Status> {

@@ -1,25 +1,22 @@
-//! The Snapshot call: sends a copy of the log, a file, in chunks.
+//! The Snapshot call: streams the log in the form of etcd's snapshots.
 //!
-//! Clients that request a snapshot while one is being taken share the next one. At most [`FILES_MAX`] snapshots are on
-//! disk at a time. A client that reads too slowly is disconnected.
+//! Clients that request a snapshot while one is being started share the next one, which is read from the database once
+//! for all of them. At most [`EXPORTS_MAX`] are read at a time. A client that reads too slowly is disconnected, because
+//! the database has to keep the state of the snapshot until it was read.
 
-use std::{os::unix::fs::FileExt as _, pin::Pin, sync::Arc, time::Duration};
+use std::{pin::Pin, sync::Arc, time::Duration};
 
-use futures_util::{Stream, StreamExt as _, stream};
+use bytes::Bytes;
+use futures_util::{Stream, future::join_all, stream};
 use tokio::{
-    sync::{
-        OwnedSemaphorePermit, Semaphore,
-        mpsc::{self, Sender},
-    },
-    task::spawn_blocking,
-    time::{Instant, timeout_at},
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+    time::{Instant, timeout},
 };
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 use tracing::{error, info, warn};
 
-use super::{Context, STORAGE_VERSION, status::panicked};
-use crate::snapshot::{Folder, Hashing, Snapshot, now};
+use super::{Context, STORAGE_VERSION};
+use crate::snapshot::{self, Export, now};
 use orlop_core::{
     metrics::Metrics,
     store::{Store, shared_query::SharedQuery},
@@ -28,177 +25,153 @@ use orlop_core::{
 use orlop_wire::proto::server::etcdserverpb::SnapshotResponse;
 
 const METHOD: &str = "/etcdserverpb.Maintenance/Snapshot";
-/// Size of a chunk; the same as in etcd.
+/// Maximum size of a chunk; the same as in etcd.
 const BLOB_BYTES: usize = 32 << 10;
-/// Bytes per read of the file.
-const READ_BYTES: u64 = 64 << 10;
-/// Maximum number of chunks that are queued for a client.
-const READ_AHEAD_CHUNKS_MAX: usize = 2;
-/// Maximum number of snapshots on disk. Further clients share one that is taken after another one was sent.
-const FILES_MAX: usize = 4;
-/// Minimum number of bytes a client must read per interval; a slower client is disconnected and its file is deleted.
-const READ_BYTES_MIN: u64 = 1 << 20;
-const READ_CHECK_INTERVAL: Duration = Duration::from_secs(30);
+/// Number of snapshots that are read from the database at a time.
+const EXPORTS_MAX: usize = 4;
+/// Maximum time in which a client must accept a piece of about 1 MiB. The clients that share a snapshot wait for the
+/// slowest of them.
+const PIECE_WAIT_MAX: Duration = Duration::from_secs(10);
 
 pub(super) type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotResponse, Status>> + Send>>;
 
 /// The snapshots of a server.
 #[derive(Clone)]
-pub(super) struct Snapshots(Arc<SharedQuery<(), Result<Arc<StoredSnapshot>, String>>>);
+pub(super) struct Snapshots(Arc<SharedQuery<(), Result<Pieces, String>>>);
 
-/// A snapshot on disk.
-struct StoredSnapshot {
-    snapshot: Snapshot,
-    _permit: OwnedSemaphorePermit,
+/// A snapshot for one client.
+struct Pieces {
+    /// Bytes of the database, without the checksum.
+    bytes: u64,
+    receiver: mpsc::Receiver<Result<Bytes, String>>,
 }
 
+type Client = mpsc::Sender<Result<Bytes, String>>;
+
 impl Snapshots {
-    /// Starts the task that takes snapshots. It ends when the last handle is dropped.
-    pub(super) fn new(store: &Arc<Store>, folder: Folder) -> Self {
-        let (log, permits) = (Arc::clone(store.log()), Arc::new(Semaphore::new(FILES_MAX)));
-        let panics = store.metrics().rpc.panics.clone();
-        let failures = store.metrics().maintenance.snapshot_failures.clone();
-        let take = move |waiting: Vec<()>| {
-            let (log, permits, folder) = (Arc::clone(&log), Arc::clone(&permits), folder.clone());
-            let (panics, failures) = (panics.clone(), failures.clone());
+    /// Starts the task that starts snapshots. It ends when the last handle is dropped.
+    pub(super) fn new(store: &Arc<Store>) -> Self {
+        let (store, permits) = (Arc::clone(store), Arc::new(Semaphore::new(EXPORTS_MAX)));
+        let start = move |waiting: Vec<()>| {
+            let (log, metrics) = (Arc::clone(store.log()), Arc::clone(store.metrics()));
+            let permits = Arc::clone(&permits);
             async move {
                 let permit = permits.acquire_owned().await.expect("the semaphore is never closed");
-                let started = Instant::now();
-                let taken = match catch_panics(folder.take(&*log)).await {
-                    Ok(taken) => taken.map_err(|error| error.to_string()),
+                let begun = Instant::now();
+                let begin = async { Export::new(log.freeze().await?).await };
+                let failed = match catch_panics(begin).await {
+                    Ok(Ok(export)) => return share(export, waiting.len(), metrics, begun, permit),
+                    Ok(Err(error)) => snapshot_failed(&metrics, &error),
                     Err(panic) => {
-                        log_request_panic(&panics, METHOD, &panic);
-                        Err("internal error; see the server's log".to_owned())
+                        log_request_panic(&metrics.rpc.panics, METHOD, &panic);
+                        metrics.maintenance.snapshot_failures.inc();
+                        "internal error; see the server's log".to_owned()
                     }
                 };
-                match &taken {
-                    Ok(snapshot) => {
-                        let (bytes, clients) = (snapshot.bytes, waiting.len());
-                        info!(bytes, clients, elapsed_ms = started.elapsed().as_millis(), "snapshot taken");
-                    }
-                    Err(error) => {
-                        error!(%error, "cannot take a snapshot");
-                        failures.inc();
-                    }
-                }
-                let taken = taken.map(|snapshot| Arc::new(StoredSnapshot { snapshot, _permit: permit }));
-                vec![taken; waiting.len()]
+                waiting.iter().map(|()| Err(failed.clone())).collect()
             }
         };
-        // The watchdog does not follow this task, because a snapshot of a large store takes long.
-        let (snapshots, run) = SharedQuery::new(take, Arc::default());
+        // The watchdog does not follow this task, because the start of a snapshot of a large store takes long.
+        let (snapshots, run) = SharedQuery::new(start, Arc::default());
         vital("the snapshot task", run);
         Self(Arc::new(snapshots))
     }
 }
 
-impl Context {
-    /// Takes a snapshot and sends it. The file is complete before the first chunk is sent, because each chunk contains
-    /// the number of remaining bytes.
-    pub(super) async fn send_snapshot(&self) -> Result<SnapshotStream, Status> {
-        let taken = self.snapshots.0.query(()).await.unwrap_or_else(|| Err("the server is stopping".to_owned()));
-        let taken =
-            taken.map_err(|error| Status::internal(format!("etcdserver: a snapshot cannot be taken: {error}")))?;
-        let (sender, chunks) = mpsc::channel(READ_AHEAD_CHUNKS_MAX);
-        let metrics = Arc::clone(self.store.metrics());
-        let panics = self.store.metrics().rpc.panics.clone();
-        let sending = tokio::spawn(async move {
-            catch_panics(send(taken, sender, metrics))
-                .await
-                .inspect_err(|panic| log_request_panic(&panics, METHOD, panic))
-        });
-        // A disconnected client receives the status after the queued chunks.
-        let end = stream::once(sending).filter_map(async |sent| match sent {
-            Ok(Ok(Sent::All)) => None,
-            Ok(Ok(Sent::Partial)) => Some(Err(Status::aborted("orlop: the client read the snapshot too slowly"))),
-            Ok(Err(_)) | Err(_) => Some(Err(panicked())),
-        });
-        Ok(Box::pin(ReceiverStream::new(chunks).chain(end)))
-    }
+fn snapshot_failed(metrics: &Metrics, error: &snapshot::Error) -> String {
+    error!(%error, "cannot take a snapshot");
+    metrics.maintenance.snapshot_failures.inc();
+    error.to_string()
 }
 
-/// Sends the file. Ends early if the client has disconnected or reads too slowly.
-async fn send(
-    taken: Arc<StoredSnapshot>,
-    sender: Sender<Result<SnapshotResponse, Status>>,
+/// Starts to send a snapshot to a number of clients.
+fn share(
+    export: Export,
+    clients: usize,
     metrics: Arc<Metrics>,
-) -> Sent {
-    let started = Instant::now();
-    let mut rate = ReadRate { until: started + READ_CHECK_INTERVAL, bytes: 0 };
-    let (mut hashing, mut at) = (Hashing::new(std::io::empty()), 0);
-    let bytes = taken.snapshot.bytes;
-    while at < bytes {
-        let len = READ_BYTES.min(bytes - at);
-        let read = match read(Arc::clone(&taken), at, len, hashing).await {
-            Ok(read) => read,
-            Err(error) => {
-                error!(%error, "cannot read a snapshot");
-                let status = Status::internal(format!("etcdserver: a snapshot cannot be read: {error}"));
-                let _ = timeout_at(rate.until, sender.send(Err(status))).await;
-                return Sent::Partial;
-            }
+    begun: Instant,
+    permit: OwnedSemaphorePermit,
+) -> Vec<Result<Pieces, String>> {
+    let bytes = export.bytes();
+    // One piece is in the channel while the client receives the one before.
+    let (senders, receivers): (Vec<Client>, Vec<_>) = (0..clients).map(|_| mpsc::channel(1)).unzip();
+    let sending = send(export, senders, Arc::clone(&metrics), begun);
+    tokio::spawn(async move {
+        if let Err(panic) = catch_panics(sending).await {
+            log_request_panic(&metrics.rpc.panics, METHOD, &panic);
+        }
+        drop(permit);
+    });
+    receivers.into_iter().map(|receiver| Ok(Pieces { bytes, receiver })).collect()
+}
+
+/// Sends all pieces to the clients that accept them in time.
+async fn send(mut export: Export, mut clients: Vec<Client>, metrics: Arc<Metrics>, begun: Instant) {
+    loop {
+        let piece = match export.next().await {
+            Ok(Some(piece)) => Ok(piece),
+            Ok(None) => break,
+            Err(error) => Err(snapshot_failed(&metrics, &error)),
         };
-        hashing = read.0;
-        for blob in read.1.chunks(BLOB_BYTES) {
-            at += blob.len() as u64;
-            if !rate.send(&sender, response(bytes - at, blob.to_vec())).await {
-                return Sent::Partial;
-            }
+        let is_last = piece.is_err();
+        let sent = join_all(clients.iter().map(|client| timeout(PIECE_WAIT_MAX, client.send(piece.clone())))).await;
+        if sent.iter().any(Result::is_err) {
+            warn!("disconnecting clients that read their snapshot too slowly");
+        }
+        let mut sent = sent.into_iter();
+        clients.retain(|_| matches!(sent.next(), Some(Ok(Ok(())))));
+        if is_last || clients.is_empty() {
+            return;
         }
     }
-    // The last chunk is the checksum.
-    if !rate.send(&sender, response(0, hashing.checksum())).await {
-        return Sent::Partial;
-    }
-    metrics.maintenance.snapshot.observe(started.elapsed().as_secs_f64());
+    let (bytes, clients, elapsed) = (export.bytes(), clients.len(), begun.elapsed());
+    info!(bytes, clients, elapsed_ms = elapsed.as_millis(), "snapshot sent");
+    metrics.maintenance.snapshot.observe(elapsed.as_secs_f64());
     metrics.maintenance.set_last_snapshot(now());
-    Sent::All
 }
 
-enum Sent {
-    All,
-    Partial,
+impl Context {
+    /// Sends a snapshot. Each chunk contains the number of remaining bytes, so the whole log is read once before the
+    /// first one.
+    pub(super) async fn send_snapshot(&self) -> Result<SnapshotStream, Status> {
+        let started = self.snapshots.0.query(()).await.unwrap_or_else(|| Err("the server is stopping".to_owned()));
+        let pieces = started.map_err(failed)?;
+        let state = Some((Sent { pieces, bytes: 0 }, Bytes::new()));
+        Ok(Box::pin(stream::unfold(state, async |state| {
+            let (mut sent, piece) = state?;
+            match sent.chunk(piece).await {
+                Ok(Some((chunk, rest))) => Some((Ok(chunk), Some((sent, rest)))),
+                Ok(None) => None,
+                Err(status) => Some((Err(status), None)),
+            }
+        })))
+    }
 }
 
-/// Counts the bytes that a client read since the last check.
-struct ReadRate {
-    until: Instant,
+fn failed(error: String) -> Status {
+    Status::internal(format!("etcdserver: a snapshot cannot be taken: {error}"))
+}
+
+/// A snapshot of which a part was sent to a client.
+struct Sent {
+    pieces: Pieces,
     bytes: u64,
 }
 
-impl ReadRate {
-    /// Sends a chunk. Returns false if the client has disconnected or reads too slowly.
-    async fn send(&mut self, sender: &Sender<Result<SnapshotResponse, Status>>, chunk: SnapshotResponse) -> bool {
-        let bytes = chunk.blob.len() as u64;
-        loop {
-            if let Ok(permit) = timeout_at(self.until, sender.reserve()).await {
-                let Ok(permit) = permit else { return false };
-                permit.send(Ok(chunk));
-                self.bytes += bytes;
-                return true;
-            }
-            if self.bytes < READ_BYTES_MIN {
-                warn!(bytes = self.bytes, "disconnecting a client that reads its snapshot too slowly");
-                return false;
-            }
-            *self = Self { until: Instant::now() + READ_CHECK_INTERVAL, bytes: 0 };
+impl Sent {
+    /// Returns the next chunk and what remains of its piece; `None` after the checksum.
+    async fn chunk(&mut self, mut piece: Bytes) -> Result<Option<(SnapshotResponse, Bytes)>, Status> {
+        while piece.is_empty() {
+            piece = match self.pieces.receiver.recv().await {
+                Some(piece) => piece.map_err(failed)?,
+                None if self.bytes > self.pieces.bytes => return Ok(None),
+                None => return Err(Status::aborted("orlop: the client read the snapshot too slowly")),
+            };
         }
+        let blob = piece.split_to(BLOB_BYTES.min(piece.len()));
+        self.bytes += blob.len() as u64;
+        let remaining_bytes = self.pieces.bytes.saturating_sub(self.bytes);
+        let version = STORAGE_VERSION.to_owned();
+        Ok(Some((SnapshotResponse { header: None, remaining_bytes, blob, version }, piece)))
     }
-}
-
-type Hash = Hashing<std::io::Empty>;
-
-/// Reads a part of the file and adds it to the checksum, on a blocking thread.
-async fn read(taken: Arc<StoredSnapshot>, at: u64, len: u64, mut hashing: Hash) -> std::io::Result<(Hash, Vec<u8>)> {
-    let read = spawn_blocking(move || {
-        let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
-        taken.snapshot.file.read_exact_at(&mut bytes, at)?;
-        hashing.update(&bytes);
-        Ok((hashing, bytes))
-    });
-    read.await.unwrap_or_else(|error| Err(std::io::Error::other(error)))
-}
-
-fn response(remaining_bytes: u64, blob: Vec<u8>) -> SnapshotResponse {
-    SnapshotResponse { header: None, remaining_bytes, blob: blob.into(), version: STORAGE_VERSION.to_owned() }
 }

@@ -2,7 +2,7 @@
 
 use tonic::{Code, Status};
 
-use orlop_core::{overload::REQUEST_TIME_MAX, store};
+use orlop_core::{auth, overload::REQUEST_TIME_MAX, store};
 
 /// A request that is invalid in any state of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,8 +55,29 @@ pub fn from_store(error: store::Error) -> Status {
         Error::Unavailable => (Code::Unavailable, "etcdserver: no leader"),
         Error::Stopped => (Code::Unavailable, "etcdserver: server stopped"),
         Error::Corrupt => (Code::DataLoss, "etcdserver: corrupt cluster"),
+        Error::Auth(error) => return Status::new(auth_code(error), format!("etcdserver: {error}")),
     };
     Status::new(code, text)
+}
+
+/// Returns the code of an error about users and roles. Its text is etcd's.
+fn auth_code(error: auth::Error) -> Code {
+    use auth::Error;
+    match error {
+        Error::PermissionDenied => Code::PermissionDenied,
+        Error::InvalidToken => Code::Unauthenticated,
+        Error::OldRevision | Error::UserEmpty | Error::RoleEmpty | Error::InvalidAuthManagement => {
+            Code::InvalidArgument
+        }
+        Error::RootUserNotExist
+        | Error::RootRoleNotExist
+        | Error::UserAlreadyExist
+        | Error::UserNotFound
+        | Error::RoleAlreadyExist
+        | Error::RoleNotFound
+        | Error::RoleNotGranted
+        | Error::PermissionNotGranted => Code::FailedPrecondition,
+    }
 }
 
 /// Returns the error of a request that was rejected because a memory limit is reached.
@@ -100,6 +121,24 @@ mod tests {
             (Error::Unavailable, Code::Unavailable, "no leader"),
             (Error::Stopped, Code::Unavailable, "server stopped"),
             (Error::Corrupt, Code::DataLoss, "corrupt cluster"),
+            (auth::Error::PermissionDenied.into(), Code::PermissionDenied, "permission denied"),
+            (auth::Error::OldRevision.into(), Code::InvalidArgument, "revision of auth store is old"),
+            (auth::Error::InvalidToken.into(), Code::Unauthenticated, "invalid auth token"),
+            (auth::Error::RootUserNotExist.into(), Code::FailedPrecondition, "root user does not exist"),
+            (auth::Error::RootRoleNotExist.into(), Code::FailedPrecondition, "root user does not have root role"),
+            (auth::Error::UserEmpty.into(), Code::InvalidArgument, "user name is empty"),
+            (auth::Error::UserAlreadyExist.into(), Code::FailedPrecondition, "user name already exists"),
+            (auth::Error::UserNotFound.into(), Code::FailedPrecondition, "user name not found"),
+            (auth::Error::RoleEmpty.into(), Code::InvalidArgument, "role name is empty"),
+            (auth::Error::RoleAlreadyExist.into(), Code::FailedPrecondition, "role name already exists"),
+            (auth::Error::RoleNotFound.into(), Code::FailedPrecondition, "role name not found"),
+            (auth::Error::RoleNotGranted.into(), Code::FailedPrecondition, "role is not granted to the user"),
+            (
+                auth::Error::PermissionNotGranted.into(),
+                Code::FailedPrecondition,
+                "permission is not granted to the role",
+            ),
+            (auth::Error::InvalidAuthManagement.into(), Code::InvalidArgument, "invalid auth management"),
         ];
         for (error, code, text) in table {
             let status = from_store(error);

@@ -21,6 +21,7 @@ use super::{
     Context,
     status::{from_store, panicked},
 };
+use crate::auth::Credentials;
 use orlop_core::{
     overload::PacedStream,
     store,
@@ -90,7 +91,9 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
         let context = Arc::clone(&self.0);
         let outbox = Arc::new(context.store.hub().outbox());
         let messages = Messages::new(Arc::clone(&outbox));
-        tokio::spawn(serve_and_catch_panics(Arc::clone(&context), request.into_inner(), outbox));
+        // The token is checked again for each watch of the stream.
+        let credentials = Credentials::of(&request);
+        tokio::spawn(serve_and_catch_panics(Arc::clone(&context), credentials, request.into_inner(), outbox));
         let frames = messages.map(move |message| match message {
             Ok(message) => Ok(context.frame(message)),
             Err(End::ServerStopped | End::ClientGone) => Err(from_store(store::Error::Stopped)),
@@ -101,8 +104,14 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
 }
 
 /// Serves one stream. If its session panics, the stream ends with an error.
-async fn serve_and_catch_panics(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
-    if let Err(panic) = catch_panics(serve(Arc::clone(&context), requests, Arc::clone(&outbox))).await {
+async fn serve_and_catch_panics(
+    context: Arc<Context>,
+    credentials: Credentials,
+    requests: Streaming<pb::WatchRequest>,
+    outbox: Arc<Outbox>,
+) {
+    let serving = serve(Arc::clone(&context), credentials, requests, Arc::clone(&outbox));
+    if let Err(panic) = catch_panics(serving).await {
         log_request_panic(&context.store.metrics().rpc.panics, "/etcdserverpb.Watch/Watch", &panic);
         outbox.end(End::Failed);
     }
@@ -110,7 +119,12 @@ async fn serve_and_catch_panics(context: Arc<Context>, requests: Streaming<pb::W
 
 /// Serves one stream until the client disconnects or the server stops. A client that has closed its request stream
 /// still receives events.
-async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, outbox: Arc<Outbox>) {
+async fn serve(
+    context: Arc<Context>,
+    credentials: Credentials,
+    requests: Streaming<pb::WatchRequest>,
+    outbox: Arc<Outbox>,
+) {
     let store = &context.store;
     let mut requests = PacedStream::new(requests, context.steps());
     let mut session = Session::new(Arc::clone(store.hub()), Arc::clone(store.log()), Arc::clone(&outbox));
@@ -118,28 +132,34 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
     let mut requests_open = true;
     let mut tick = context.next_tick();
     let mut retry_at = Instant::now();
-    let mut confirming = None;
+    let mut pending: Option<Pin<Box<dyn Future<Output = Checked> + Send + '_>>> = None;
     while !outbox.has_ended() {
         tokio::select! {
-            request = requests.next(), if requests_open && confirming.is_none() && outbox.has_capacity() => match request.transpose() {
+            request = requests.next(), if requests_open && pending.is_none() && outbox.has_capacity() => match request.transpose() {
                 Ok(Some(pb::WatchRequest { request_union: Some(RequestUnion::ProgressRequest(_)) })) => {
                     // The response must include every revision that any instance has acknowledged before the request.
                     // The next request waits for this response, because requests are handled in order.
-                    confirming = Some(Box::pin(store.confirm()));
+                    pending = Some(Box::pin(context.confirm_progress()));
                 }
-                Ok(Some(request)) => context.handle_request(&mut session, request),
+                Ok(Some(request)) => {
+                    if let Some(create) = context.handle_request(&mut session, &credentials, request) {
+                        pending = Some(Box::pin(context.check_watch(&credentials, create)));
+                    }
+                }
                 Ok(None) => requests_open = false,
                 Err(status) => {
                     debug!(error = %status, "watch stream failed");
                     outbox.end(End::ClientGone);
                 }
             },
-            confirmed = confirmation(&mut confirming) => {
-                confirming = None;
-                match confirmed {
-                    Ok(()) => session.request_progress(),
+            checked = outcome(&mut pending) => {
+                pending = None;
+                match checked {
+                    Checked::Progress(Ok(())) => session.request_progress(),
                     // As in etcd, no response is sent; the client repeats the request.
-                    Err(error) => debug!(%error, "dropped a progress request"),
+                    Checked::Progress(Err(error)) => debug!(%error, "dropped a progress request"),
+                    Checked::Create(create, Ok(())) => context.create_watch(&mut session, &create),
+                    Checked::Create(_, Err(refused)) => session.refuse(reason(&refused)),
                 }
             }
             () = outbox.notified() => session.handle_notifications(),
@@ -161,11 +181,31 @@ async fn serve(context: Arc<Context>, requests: Streaming<pb::WatchRequest>, out
     }
 }
 
-/// Waits for the position query of a progress request. Never completes if there is none.
-async fn confirmation<F: Future + Unpin>(confirming: &mut Option<F>) -> F::Output {
-    match confirming {
-        Some(confirming) => confirming.await,
+/// The outcome of a request for which the stream had to wait.
+enum Checked {
+    Progress(store::Result<()>),
+    /// A watch to create, and whether it is permitted.
+    Create(pb::WatchCreateRequest, Result<(), Status>),
+}
+
+/// Waits for the pending request. Never completes if there is none.
+async fn outcome<F: Future + Unpin>(pending: &mut Option<F>) -> F::Output {
+    match pending {
+        Some(pending) => pending.await,
         None => std::future::pending().await,
+    }
+}
+
+/// Returns the reason with which a watch is refused. As in etcd, it contains the code.
+fn reason(refused: &Status) -> &'static str {
+    match refused.message() {
+        "etcdserver: invalid auth token" => "rpc error: code = Unauthenticated desc = etcdserver: invalid auth token",
+        "etcdserver: revision of auth store is old" => {
+            "rpc error: code = InvalidArgument desc = etcdserver: revision of auth store is old"
+        }
+        "etcdserver: user name is empty" => "rpc error: code = InvalidArgument desc = etcdserver: user name is empty",
+        "etcdserver: no leader" => "rpc error: code = Unavailable desc = etcdserver: no leader",
+        _ => "rpc error: code = PermissionDenied desc = etcdserver: permission denied",
     }
 }
 
@@ -183,16 +223,45 @@ async fn advance(session: &mut Session, retry_at: Instant) -> orlop_core::log::R
 }
 
 impl Context {
-    fn handle_request(&self, session: &mut Session, request: pb::WatchRequest) {
+    /// Handles a request at once, or returns a watch that must be permitted before it is created.
+    fn handle_request(
+        &self,
+        session: &mut Session,
+        credentials: &Credentials,
+        request: pb::WatchRequest,
+    ) -> Option<pb::WatchCreateRequest> {
         match request.request_union {
-            Some(RequestUnion::CreateRequest(request)) => match spec(&request, self.settings.max_message_bytes()) {
-                Ok(spec) => session.create(spec),
-                Err(reason) => session.refuse(reason),
-            },
+            Some(RequestUnion::CreateRequest(create)) => {
+                if self.store.is_auth_enabled() || credentials.has_token() {
+                    return Some(create);
+                }
+                self.create_watch(session, &create);
+            }
             Some(RequestUnion::CancelRequest(request)) => session.cancel(WatchId(request.watch_id)),
             // As in etcd, an empty request is ignored. Progress requests are handled by the stream.
             Some(RequestUnion::ProgressRequest(_)) | None => {}
         }
+        None
+    }
+
+    async fn confirm_progress(&self) -> Checked {
+        Checked::Progress(self.store.confirm().await)
+    }
+
+    fn create_watch(&self, session: &mut Session, create: &pb::WatchCreateRequest) {
+        match spec(create, self.settings.max_message_bytes()) {
+            Ok(spec) => session.create(spec),
+            Err(reason) => session.refuse(reason),
+        }
+    }
+
+    async fn check_watch(&self, credentials: &Credentials, create: pb::WatchCreateRequest) -> Checked {
+        let permitted = async {
+            let caller = self.caller(credentials).await?;
+            self.store.check_watch(&caller, &range(&create)).await.map_err(from_store)
+        };
+        let permitted = permitted.await;
+        Checked::Create(create, permitted)
     }
 
     /// Returns the time of the next tick. It has up to 10 % jitter, so that the streams of a restarted server do not
@@ -232,12 +301,16 @@ impl Context {
     }
 }
 
+/// Returns the range of a watch. Without a key it starts at the first key; other requests require a key.
+fn range(request: &pb::WatchCreateRequest) -> KeyRange {
+    let key: &[u8] = if request.key.is_empty() { b"\0" } else { &request.key };
+    KeyRange::from_wire(key, &request.range_end)
+}
+
 /// Returns the specification of a watch, or the reason to refuse it. `fragment_bytes` is the maximum size of a
 /// fragment.
 pub fn spec(request: &pb::WatchCreateRequest, fragment_bytes: usize) -> Result<Spec, &'static str> {
-    // A watch request without a key starts at the first key; other requests require a key.
-    let key: &[u8] = if request.key.is_empty() { b"\0" } else { &request.key };
-    let range = KeyRange::from_wire(key, &request.range_end);
+    let range = range(request);
     if range.is_empty() {
         return Err(RANGE_IS_EMPTY);
     }

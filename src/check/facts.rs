@@ -8,13 +8,17 @@ use orlop_core::{
 
 const FACTS: &str = "meta";
 /// Known facts and their minimum values.
-const KNOWN_FACTS: [(&str, i64); 6] = [
+const KNOWN_FACTS: [(&str, i64); 9] = [
     ("cluster_id", 1),
     ("member_id", 1),
     ("compact_revision", 0),
     ("epoch", 0),
     ("purged_revision", 0),
     ("last_beat", 0),
+    // The ID of a cluster, of which all bits are used.
+    (log::MIGRATION_SOURCE, i64::MIN),
+    ("auth_enabled", 0),
+    ("auth_revision", 1),
 ];
 
 /// Checks the facts, leases and members. Returns the compact revision.

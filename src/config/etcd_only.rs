@@ -35,12 +35,9 @@ use Kind::{Duration, Number, OneOf, Origins, PeerUrls, Switch, Text};
 const EXPERIMENTAL: &str = "experimental-";
 
 const FLAGS: &[(&str, Kind)] = &[
-    ("auth-token", Text),
-    ("auth-token-ttl", Number),
     ("backend-batch-interval", Duration),
     ("backend-batch-limit", Number),
     ("backend-bbolt-freelist-type", Text),
-    ("bcrypt-cost", Number),
     ("bootstrap-defrag-threshold-megabytes", Number),
     ("client-cert-file", Text),
     ("client-key-file", Text),

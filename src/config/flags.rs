@@ -16,7 +16,8 @@ use clap::{
 use serde::Serialize;
 
 use super::{
-    AutoCompactionMode, CipherSuite, FileMode, Interval, List, LogFormat, MetricsDetail, Secret, TlsVersion, Urls,
+    AuthToken, AutoCompactionMode, CipherSuite, FileMode, Interval, List, LogFormat, MetricsDetail, Secret, TlsVersion,
+    Urls,
     etcd_only::ignored_flag_definitions,
     values::{parse_bytes, parse_switch},
 };
@@ -26,6 +27,7 @@ const DATASTORE: &str = "Datastore";
 const SNAPSHOTS: &str = "Scheduled snapshots";
 const ADDRESSES: &str = "Addresses";
 const REQUESTS: &str = "Requests";
+const AUTH: &str = "Users and roles";
 const TLS: &str = "TLS";
 const TELEMETRY: &str = "Log, metrics, traces";
 
@@ -299,6 +301,21 @@ pub struct Flags {
     #[arg(help_heading = TLS, long, value_name = "VERSION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     tls_max_version: Option<TlsVersion>,
+
+    /// Tokens: simple, or jwt,sign-method=METHOD,pub-key=FILE,priv-key=FILE,ttl=DURATION [default: simple]
+    #[arg(help_heading = AUTH, long, value_name = "TOKENS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    auth_token: Option<AuthToken>,
+
+    /// Time in seconds after which an unused simple token expires [default: 300]
+    #[arg(help_heading = AUTH, long, value_name = "SECS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    auth_token_ttl: Option<u64>,
+
+    /// Cost of the bcrypt hashes of new passwords, 4 to 31 [default: 10]
+    #[arg(help_heading = AUTH, long, value_name = "COST")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bcrypt_cost: Option<u64>,
 }
 
 /// All flags of the server, also those that it ignores.

@@ -150,6 +150,12 @@ pub enum Datastore {
 #[serde(transparent)]
 pub struct Secret(pub(super) String);
 
+impl Secret {
+    pub fn text(&self) -> &str {
+        &self.0
+    }
+}
+
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.0.is_empty() { "none" } else { "not shown" })

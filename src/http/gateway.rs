@@ -34,7 +34,10 @@ use tonic::{Code, Status};
 use tower::ServiceExt as _;
 
 use self::{text::Text, values::Values};
-use crate::api::status::{request_too_late, too_many_requests};
+use crate::{
+    api::status::{request_too_late, too_many_requests},
+    net::Remote,
+};
 use orlop_core::overload::{PartialRequest, PartialRequests};
 use orlop_wire::proto::DESCRIPTORS;
 
@@ -169,6 +172,10 @@ impl Gateway {
             .map_err(|error| Status::internal(error.to_string()))?;
         let (mut grpc_head, body) = request.into_parts();
         grpc_head.headers.extend(metadata(&head.headers));
+        // The name in a client's certificate is not passed on: as in etcd, requests through the gateway need a token.
+        if let Some(remote) = head.extensions.get::<Remote>() {
+            grpc_head.extensions.insert(remote.clone());
+        }
         let request = http::Request::from_parts(grpc_head, body);
         let response = match self.grpc.clone().oneshot(request).await {
             Ok(response) => response,

@@ -1,6 +1,9 @@
-//! The address of a client, for the log of requests.
+//! The other side of a connection: the address of the client, and the name in its certificate.
 
-use std::sync::Arc;
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
 
 use http::Request;
 use hyper::service::Service;
@@ -18,28 +21,49 @@ impl Remote {
     pub fn text(&self) -> &str {
         &self.0
     }
-}
 
-/// Services of one connection. If requests are logged, each request gets the client's address as an extension.
-pub(super) struct WithRemote<S> {
-    services: S,
-    remote: Remote,
-}
-
-impl<S> WithRemote<S> {
-    pub(super) fn new(services: S, remote: Remote) -> Self {
-        Self { services, remote }
+    pub fn ip(&self) -> Option<IpAddr> {
+        self.0.parse::<SocketAddr>().ok().map(|address| address.ip())
     }
 }
 
-impl<S: Service<Request<B>>, B> Service<Request<B>> for WithRemote<S> {
+/// The common name of a client's verified certificate.
+#[derive(Clone, Debug)]
+pub struct CertificateName(pub Arc<str>);
+
+/// The end of the paths of calls that check a password, over gRPC and through the gateway.
+const LOG_IN: &str = "uthenticate";
+
+/// The other side of a connection.
+pub(super) struct Client {
+    pub(super) remote: Remote,
+    pub(super) certificate: Option<CertificateName>,
+}
+
+/// Services of one connection. Requests get the name in the client's certificate as an extension, if there is one, and
+/// the client's address, if requests are logged or the request checks a password.
+pub(super) struct WithClient<S> {
+    services: S,
+    client: Client,
+}
+
+impl<S> WithClient<S> {
+    pub(super) fn new(services: S, client: Client) -> Self {
+        Self { services, client }
+    }
+}
+
+impl<S: Service<Request<B>>, B> Service<Request<B>> for WithClient<S> {
     type Response = S::Response;
     type Error = S::Error;
     type Future = S::Future;
 
     fn call(&self, mut request: Request<B>) -> S::Future {
-        if trace::are_requests_logged() {
-            request.extensions_mut().insert(self.remote.clone());
+        if let Some(name) = &self.client.certificate {
+            request.extensions_mut().insert(name.clone());
+        }
+        if trace::are_requests_logged() || request.uri().path().ends_with(LOG_IN) {
+            request.extensions_mut().insert(self.client.remote.clone());
         }
         self.services.call(request)
     }

@@ -187,6 +187,13 @@ fn provider(named: &[CipherSuite]) -> Arc<CryptoProvider> {
     Arc::new(provider)
 }
 
+/// Returns the first common name of a certificate's subject.
+pub(super) fn common_name(certificate: &CertificateDer<'_>) -> Option<String> {
+    let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;
+    let name = parsed.subject().iter_common_name().next()?.as_str().ok()?;
+    Some(name.to_owned())
+}
+
 /// Checks that the certificate is valid now, so that the start fails instead of every connection. Returns the end of
 /// its validity in seconds since 1970.
 fn check_time(setting: &str, file: &Path, certificate: &CertificateDer<'_>) -> Result<i64, String> {

@@ -1,10 +1,6 @@
 //! The checksum at the end of a snapshot.
 
-use std::{
-    fs::File,
-    io::{Read, Seek as _, SeekFrom, Write as _},
-    path::Path,
-};
+use std::{fs::File, io::Read, path::Path};
 
 use sha2::{Digest as _, Sha256};
 
@@ -15,6 +11,8 @@ const CHECKSUM_BYTES: u64 = 32;
 /// The size of a database file is a multiple of this number, in SQLite and in etcd's bbolt. The remainder shows whether
 /// a checksum follows.
 const BLOCK_BYTES: u64 = 512;
+/// Bytes of a file that are read at a time.
+const READ_BYTES: usize = 1 << 20;
 /// The first bytes of a SQLite database.
 const SQLITE_MAGIC: &[u8] = b"SQLite format 3\0";
 /// The magic number of bbolt, at offset 16, in little-endian order.
@@ -28,42 +26,13 @@ pub enum HashCheck {
     Skip,
 }
 
-/// A reader that computes the checksum of the bytes that are read.
-pub struct Hashing<R> {
-    reader: R,
-    hash: Sha256,
-}
-
-impl<R> Hashing<R> {
-    pub fn new(reader: R) -> Self {
-        Self { reader, hash: Sha256::new() }
-    }
-
-    /// Adds bytes that were not read through this reader.
-    pub fn update(&mut self, bytes: &[u8]) {
-        self.hash.update(bytes);
-    }
-
-    pub fn checksum(self) -> Vec<u8> {
-        self.hash.finalize().to_vec()
-    }
-}
-
-impl<R: Read> Read for Hashing<R> {
-    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        let read = self.reader.read(buffer)?;
-        self.hash.update(&buffer[..read]);
-        Ok(read)
-    }
-}
-
-/// Appends the checksum to a file.
-pub(super) fn append(file: &mut File) -> std::io::Result<()> {
-    file.seek(SeekFrom::Start(0))?;
-    let mut whole = Hashing::new(&mut *file);
-    std::io::copy(&mut whole, &mut std::io::sink())?;
-    let checksum = whole.checksum();
-    file.write_all(&checksum)
+/// What a snapshot's database is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Form {
+    /// etcd's.
+    Etcd,
+    /// That of snapshots of Orlop 0.2.0 and before, and of database files.
+    Sqlite,
 }
 
 /// Checks that a snapshot of Orlop or of etcd is complete.
@@ -82,34 +51,39 @@ pub(super) fn verify_received(path: &Path) -> Result<()> {
 
 /// Returns whether the last bytes of a file are the checksum of the others.
 fn checksum_matches(mut file: impl Read, size: u64) -> std::io::Result<bool> {
-    let mut whole = Hashing::new((&mut file).take(size - CHECKSUM_BYTES));
-    std::io::copy(&mut whole, &mut std::io::sink())?;
-    let checksum = whole.checksum();
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; READ_BYTES];
+    let mut left = size - CHECKSUM_BYTES;
+    while left > 0 {
+        let len = usize::try_from(left).map_or(READ_BYTES, |left| left.min(READ_BYTES));
+        file.read_exact(&mut buffer[..len])?;
+        hash.update(&buffer[..len]);
+        left -= len as u64;
+    }
     let mut stored = Vec::new();
     file.read_to_end(&mut stored)?;
-    Ok(checksum == stored)
+    Ok(hash.finalize()[..] == stored)
 }
 
-/// Checks that a file is a complete snapshot. Returns its size without the checksum, in bytes.
-pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
+/// Checks that a file is a complete snapshot. Returns its form, and its size without the checksum in bytes.
+pub(super) fn verify(path: &Path, check: HashCheck) -> Result<(Form, u64)> {
     let unreadable = |error: std::io::Error| file_error("read", path, &error);
     let name = path.display();
     let mut file = File::open(path).map_err(unreadable)?;
     let size = file.metadata().map_err(unreadable)?.len();
     let mut head = Vec::new();
     (&mut file).take(BLOCK_BYTES).read_to_end(&mut head).map_err(unreadable)?;
-    if head.get(16..20) == Some(BBOLT_MAGIC) {
-        return Err(Error::File(format!("{name} is a snapshot of etcd; only etcdutl can restore it")));
-    }
-    if !head.starts_with(SQLITE_MAGIC) {
-        return Err(Error::File(format!(
-            "{name} is not a snapshot: it does not start with the header of a SQLite database"
-        )));
+    let form = if head.starts_with(SQLITE_MAGIC) { Form::Sqlite } else { Form::Etcd };
+    // The first page of a copied database may be damaged, while the second one is valid.
+    if form == Form::Etcd && check == HashCheck::Verify && head.get(16..20) != Some(BBOLT_MAGIC) {
+        return Err(Error::File(format!("{name} is not a snapshot: it does not start as a database of etcd does")));
     }
     let has_checksum = size % BLOCK_BYTES == CHECKSUM_BYTES;
     if check == HashCheck::Skip {
-        refuse_wal(path)?;
-        return Ok(if has_checksum { size - CHECKSUM_BYTES } else { size });
+        if form == Form::Sqlite {
+            refuse_wal(path)?;
+        }
+        return Ok((form, if has_checksum { size - CHECKSUM_BYTES } else { size }));
     }
     if !has_checksum {
         return Err(Error::File(format!(
@@ -119,7 +93,7 @@ pub(super) fn verify(path: &Path, check: HashCheck) -> Result<u64> {
     if !checksum_matches(head.chain(file), size).map_err(unreadable)? {
         return Err(Error::File(format!("{name} is damaged: its checksum does not match")));
     }
-    Ok(size - CHECKSUM_BYTES)
+    Ok((form, size - CHECKSUM_BYTES))
 }
 
 /// Rejects a copied database file that has a WAL, because the commits in the WAL would be missing.

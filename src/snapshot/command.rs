@@ -5,16 +5,16 @@ use std::{io::Write as _, path::PathBuf};
 use clap::Subcommand;
 
 use super::{
-    HashCheck, Status, restore,
+    Bump, HashCheck,
+    report::{self, Format},
+    restore,
     save::{SaveArgs, save},
     status,
 };
 use crate::{
-    config::{Datastore, DatastoreFlags, Flags, Settings},
-    output::Format,
+    config::{DatastoreFlags, Flags, Settings},
+    load::empty_database,
 };
-use orlop_core::log::Load;
-use orlop_sql::{PostgresLoader, SqliteLoader};
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -30,7 +30,9 @@ enum Command {
     /// the server has sent, syncs the file and renames it. Its mode is 0600.
     Save(SaveArgs),
 
-    /// Verify a snapshot and print its revision, keys and size
+    /// Verify a snapshot and print what etcdutl prints: hash, revision, keys, size and version
+    ///
+    /// The hash covers the whole file, as etcdutl's does; HashKV of a server returns another one.
     Status {
         #[command(flatten)]
         snapshot: SnapshotArgs,
@@ -40,13 +42,22 @@ enum Command {
         write_out: Format,
     },
 
-    /// Restore a snapshot into an empty database
+    /// Restore a snapshot of Orlop or etcd into an empty database
     ///
-    /// Then start a server on the database. It is a new cluster with the revisions, history and leases of the snapshot.
-    /// Leases start with their full TTL; alarms are not restored.
+    /// Then start a server on the database. It is a new cluster with the revisions, history, leases, users and roles of
+    /// the snapshot. Leases start with their full TTL, or with the remaining one that etcd has saved; alarms are not
+    /// restored.
     Restore {
         #[command(flatten)]
         snapshot: SnapshotArgs,
+
+        /// Number of revisions to skip, so that clients which know later revisions than the snapshot's notice the restore
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..), requires = "mark_compacted")]
+        bump_revision: Option<i64>,
+
+        /// Compact the store at its new revision (required with --bump-revision)
+        #[arg(long, requires = "bump_revision")]
+        mark_compacted: bool,
 
         #[command(flatten)]
         datastore: DatastoreFlags,
@@ -55,7 +66,8 @@ enum Command {
 
 #[derive(Debug, clap::Args)]
 struct SnapshotArgs {
-    /// Snapshot file, written by snapshot save of orlop or etcdctl, or by the server (snapshot-interval)
+    /// Snapshot file, written by snapshot save of orlop or etcdctl, or by the server (snapshot-interval); or the data
+    /// directory of an etcd that has stopped
     #[arg(value_name = "FILE")]
     file: PathBuf,
 
@@ -82,61 +94,16 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
             Ok(writeln!(std::io::stdout(), "{}", file.display())?)
         }
         Command::Status { snapshot, write_out } => {
-            let status = status(&snapshot.file, snapshot.check()).await?;
-            let text = match write_out {
-                Format::Simple => simple(&status),
-                Format::Json => json(&status).to_string(),
-            };
-            Ok(writeln!(std::io::stdout(), "{text}")?)
+            let status = status(&snapshot.file, snapshot.check())?;
+            Ok(writeln!(std::io::stdout(), "{}", report::text(&status, write_out))?)
         }
-        Command::Restore { snapshot, datastore } => {
+        Command::Restore { snapshot, bump_revision, mark_compacted: _, datastore } => {
             let settings = Settings::load(&Flags::from(datastore))?;
             let datastore = settings.datastore()?;
-            let status = restore(&snapshot.file, snapshot.check(), empty_database(&datastore)).await?;
-            Ok(writeln!(
-                std::io::stdout(),
-                "restored into {}: revision {}, {} keys, {} leases",
-                datastore.name(),
-                status.revision,
-                status.keys,
-                status.leases
-            )?)
+            let bump = bump_revision.map(Bump);
+            let create = async { Ok::<_, Box<dyn std::error::Error>>(empty_database(&datastore).await?) };
+            let head = restore(&snapshot.file, snapshot.check(), bump, create).await?;
+            Ok(writeln!(std::io::stdout(), "restored into {}: revision {head}", datastore.name())?)
         }
     }
-}
-
-/// Creates the empty database of a new server.
-async fn empty_database(datastore: &Datastore) -> Result<Box<dyn Load>, Box<dyn std::error::Error>> {
-    Ok(match datastore {
-        Datastore::Sqlite(file) => Box::new(SqliteLoader::database(file).await?),
-        Datastore::Postgres(endpoint) => Box::new(PostgresLoader::open(endpoint).await?),
-    })
-}
-
-fn simple(status: &Status) -> String {
-    let compact_revision = status.compact_revision.map_or("none".to_owned(), |revision| revision.to_string());
-    format!(
-        "hash              {}\n\
-         revision          {}\n\
-         compact revision  {compact_revision}\n\
-         keys              {}\n\
-         rows              {}\n\
-         leases            {}\n\
-         cluster           {:x}\n\
-         bytes             {}",
-        status.hash, status.revision, status.keys, status.rows, status.leases, status.cluster_id, status.bytes
-    )
-}
-
-fn json(status: &Status) -> serde_json::Value {
-    serde_json::json!({
-        "hash": status.hash,
-        "revision": status.revision.0,
-        "compactRevision": status.compact_revision.map(|revision| revision.0),
-        "totalKey": status.rows,
-        "liveKey": status.keys,
-        "leases": status.leases,
-        "clusterId": status.cluster_id,
-        "totalSize": status.bytes,
-    })
 }

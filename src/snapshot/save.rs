@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use orlop_client::{Client, ServerFlags, describe};
+use orlop_client::{Client, ServerFlags};
 use orlop_wire::proto::client::etcdserverpb::SnapshotRequest;
 use tempfile::NamedTempFile;
 use tokio::{
@@ -50,7 +50,7 @@ pub(super) async fn save(args: &SaveArgs) -> std::result::Result<PathBuf, Box<dy
     let client = args.server.connect().await?;
     let endpoint = args.server.endpoint();
     tokio::select! {
-        file = receive(&client, target.folder()) => {
+        file = receive(&client, target.folder(), |_, _| {}) => {
             let file = file.map_err(|error| format!("cannot save a snapshot of {endpoint}: {error}"))?;
             publish(file, &target.file)?;
         }
@@ -96,16 +96,27 @@ impl Target {
     }
 }
 
-async fn receive(client: &Client, folder: &Path) -> Result<NamedTempFile> {
-    let failed = |status: tonic::Status| Error::File(describe(&status));
-    let late = |_| Error::File(format!("the server has sent nothing for {} seconds", PIECE_WAIT_MAX.as_secs()));
+/// Receives a snapshot of a server into a temporary file and verifies its checksum. After each piece `progress` gets the
+/// bytes received and the bytes to come.
+///
+/// # Errors
+///
+/// If the server does not send it completely, or the file cannot be written.
+pub async fn receive(client: &Client, folder: &Path, mut progress: impl FnMut(u64, u64)) -> Result<NamedTempFile> {
+    let failed = |status: tonic::Status| Error::Server(Box::new(status));
+    let late = |_| {
+        failed(tonic::Status::deadline_exceeded(format!("nothing was sent for {} seconds", PIECE_WAIT_MAX.as_secs())))
+    };
     let mut file = new_file_in(folder)?;
     let mut maintenance = client.maintenance();
     let answer = timeout(PIECE_WAIT_MAX, maintenance.snapshot(SnapshotRequest {})).await.map_err(late)?;
     let mut pieces = answer.map_err(failed)?.into_inner();
+    let mut received = 0;
     while let Some(piece) = timeout(PIECE_WAIT_MAX, pieces.message()).await.map_err(late)?.map_err(failed)? {
         let written = file.write_all(&piece.blob);
         written.map_err(|error| file_error("write a file in", folder, &error))?;
+        received += piece.blob.len() as u64;
+        progress(received, piece.remaining_bytes);
     }
     checksum::verify_received(file.path())?;
     Ok(file)

@@ -5,21 +5,22 @@
 //! a restart neither delays the next snapshot nor takes an additional one.
 
 use std::{
+    io::Write as _,
     num::NonZeroUsize,
     path::PathBuf,
     sync::Arc,
     time::{Duration, SystemTime},
 };
 
+use tempfile::NamedTempFile;
 use tokio::{
     sync::watch,
-    task::spawn_blocking,
     time::{Instant, sleep},
 };
 use tracing::{info, warn};
 
-use super::{Error, Folder, Result, checksum, dated::DatedFolder, file_error, now, publish};
-use orlop_core::{log::Log, store::Store, supervise::catch_panics};
+use super::{Export, Result, dated::DatedFolder, export::on_blocking_thread, file_error, new_file_in, now, publish};
+use orlop_core::{log::Log, private, store::Store, supervise::catch_panics};
 
 /// Maximum time until a failed snapshot is repeated.
 const RETRY_MAX: Duration = Duration::from_secs(10 * 60);
@@ -104,17 +105,28 @@ impl Schedule {
     /// Takes a snapshot and deletes old ones. Returns its path and its size in bytes.
     async fn take(&self, log: &dyn Log) -> Result<(PathBuf, u64)> {
         let time = now();
-        let file = Folder::Own(self.folder.path().to_owned()).write(log).await?;
+        let mut export = Export::new(log.freeze().await?).await?;
+        let folder = self.folder.path().to_owned();
+        let mut file = on_blocking_thread(move || {
+            private::make_folder(&folder).map_err(|error| file_error("create", &folder, &error))?;
+            new_file_in(&folder)
+        })
+        .await?;
+        let path = self.folder.file_at(time);
+        while let Some(piece) = export.next().await? {
+            let path = path.clone();
+            file = on_blocking_thread(move || {
+                file.write_all(&piece).map_err(|error| file_error("write", &path, &error))?;
+                Ok(file)
+            })
+            .await?;
+        }
         let schedule = self.clone();
-        let finished = spawn_blocking(move || schedule.finish(file, time)).await;
-        finished.unwrap_or_else(|error| Err(Error::File(error.to_string())))
+        on_blocking_thread(move || schedule.finish(file, path, time)).await
     }
 
-    fn finish(&self, mut file: tempfile::NamedTempFile, time: SystemTime) -> Result<(PathBuf, u64)> {
-        let path = self.folder.file_at(time);
-        let failed = |error: std::io::Error| file_error("write", &path, &error);
-        checksum::append(file.as_file_mut()).map_err(failed)?;
-        let bytes = file.as_file().metadata().map_err(failed)?.len();
+    fn finish(&self, file: NamedTempFile, path: PathBuf, time: SystemTime) -> Result<(PathBuf, u64)> {
+        let bytes = file.as_file().metadata().map_err(|error| file_error("read", &path, &error))?.len();
         publish(file, &path)?;
         if let Err(error) = self.folder.prune(&path, self.keep, time) {
             warn!(%error, "old snapshots remain");

@@ -43,6 +43,7 @@ async fn refusals(client: &mut Client) -> Vec<(&'static str, Option<String>)> {
     let without_put = txn(vec![Request::RequestDeleteRange(delete("nothing"))]);
     answers.push(("txn without a put", client.kv.txn(without_put).await.map(drop)));
     answers.push(("range", client.kv.range(get("k")).await.map(drop)));
+    answers.push(("txn that only reads", client.kv.txn(txn(vec![Request::RequestRange(get("k"))])).await.map(drop)));
     answers.push(("delete", client.kv.delete_range(delete("nothing")).await.map(drop)));
     answers.push(("grant", client.lease.lease_grant(LeaseGrantRequest { ttl: 60, id: 0 }).await.map(drop)));
     let revision =
@@ -53,18 +54,18 @@ async fn refusals(client: &mut Client) -> Vec<(&'static str, Option<String>)> {
 }
 
 fn expected(refused: &[&str], text: &str) -> Vec<(&'static str, Option<String>)> {
-    ["put", "txn with a put", "txn without a put", "range", "delete", "grant", "compact"]
+    ["put", "txn with a put", "txn without a put", "range", "txn that only reads", "delete", "grant", "compact"]
         .map(|what| (what, refused.contains(&what).then(|| text.to_owned())))
         .to_vec()
 }
 
 async fn alarm_refuses_the_same_requests_as_etcd(backend: Backend) {
-    let Some(mut server) = Server::orlop(backend).await else { return };
+    let Some(mut server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let member = |alarm: AlarmType| AlarmMember { member_id: 7, alarm: alarm.into() };
     let no_space = expected(&["put", "txn with a put", "grant"], NO_SPACE);
-    let all = ["put", "txn with a put", "txn without a put", "range", "delete", "grant", "compact"];
-    for (raised, refused) in [(AlarmType::Nospace, no_space), (AlarmType::Corrupt, expected(&all, CORRUPT))] {
+    let writes = ["put", "txn with a put", "txn without a put", "delete", "grant", "compact"];
+    for (raised, refused) in [(AlarmType::Nospace, no_space), (AlarmType::Corrupt, expected(&writes, CORRUPT))] {
         assert_eq!(alarm(&mut client, AlarmAction::Activate, raised).await, [member(raised)]);
         assert_eq!(
             alarm(&mut client, AlarmAction::Activate, raised).await,

@@ -16,6 +16,7 @@ use std::{
 };
 
 use orlop_core::{
+    auth::Caller,
     log::Log,
     store::{Settings, Store, request::CompactionWait},
     types::Revision,
@@ -267,7 +268,7 @@ async fn check_passes_after_random_operations(backend: Backend) {
             let wait = if random.chance(50) { CompactionWait::ForRows } else { CompactionWait::ForRevision };
             let revision = Revision(random.between(store.head().0 - 60, store.head().0));
             // A compaction at or below the previous one is refused, which leaves a valid history.
-            let _ = store.compact(revision, wait).await;
+            let _ = store.compact(&Caller::Server, revision, wait).await;
             let report = place.assert_sound();
             assert_eq!(report["revision"], store.head().0);
             let index = store.index_snapshot();
@@ -393,7 +394,7 @@ async fn only_stores_of_this_version_are_checked() {
     Place::sqlite(&file("newer.db"))
         .execute(
             "INSERT INTO _sqlx_migrations SELECT 99, description, installed_on, success, checksum, execution_time \
-             FROM _sqlx_migrations",
+             FROM _sqlx_migrations LIMIT 1",
         )
         .await;
     let mut other = SqliteConnectOptions::new().filename(file("other.db")).create_if_missing(true).connect().await;
@@ -422,7 +423,7 @@ async fn postgres_without_a_store_of_this_version_cannot_be_checked() {
     place
         .execute(
             "INSERT INTO _sqlx_migrations SELECT 99, description, installed_on, success, checksum, execution_time \
-             FROM _sqlx_migrations",
+             FROM _sqlx_migrations LIMIT 1",
         )
         .await;
     cannot_be_checked(&place, &["another version of Orlop: it has schema 99"]);

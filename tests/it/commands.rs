@@ -97,9 +97,14 @@ async fn status_shows_the_state_of_a_server(backend: Backend) {
     for name in ["dbSize", "dbSizeInUse", "lastCompaction", "lastSnapshot"] {
         assert!(json[name].as_i64().expect(name) > 0, "{name}: {json}");
     }
-    let put = json["slowestRequests"].as_array().expect("a list").iter().find(|kind| kind["request"] == "Put");
-    assert_eq!(put.expect("puts are measured")["count"], 3, "{json}");
-    for line in [&*format!("database          {database}\n"), "of the quota 1.0 GiB\n", "Put: p99 at most "] {
+    // Which kinds are the slowest depends on the machine.
+    let slowest = json["slowestRequests"].as_array().expect("a list");
+    assert_eq!(slowest.len(), 3, "{json}");
+    for kind in slowest {
+        let puts = kind["request"] == "Put";
+        assert_eq!(kind["count"], if puts { 3 } else { 1 }, "{json}");
+    }
+    for line in [&*format!("database          {database}\n"), "of the quota 1.0 GiB\n", ": p99 at most "] {
         assert!(text.contains(line), "no {line:?}: {text}");
     }
 }

@@ -12,7 +12,10 @@ use orlop_wire::proto::client::{
     etcdserverpb::{CompactionRequest, LeaseGrantRequest, PutRequest, RangeRequest},
     mvccpb::KeyValue,
 };
-use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _, Executor as _, sqlite::SqliteConnectOptions};
+use sqlx::{
+    AssertSqlSafe, ConnectOptions as _, Connection as _, Executor as _,
+    sqlite::{SqliteConnectOptions, SqliteJournalMode},
+};
 use tempfile::TempDir;
 
 use crate::support::{Backend, Client, Postgres, Server};
@@ -73,6 +76,11 @@ async fn start(folder: &Path, bytes: &[u8]) -> Start {
     }
     let file = folder.join("given.db");
     fs::write(&file, bytes).expect("a file can be written");
+    start_on(&file).await
+}
+
+/// Starts Orlop on a file, as [`start`] does.
+async fn start_on(file: &Path) -> Start {
     let endpoint = format!("sqlite://{}", file.display());
     let mut orlop = Command::new(env!("CARGO_BIN_EXE_orlop"))
         .args(["--listen-client-urls", "http://127.0.0.1:0", "--log-level", "error", "--datastore-endpoint", &endpoint])
@@ -118,6 +126,27 @@ async fn truncated_file_is_refused() {
         };
         assert!(text.contains("given.db"), "{length}: {text}");
     }
+}
+
+/// A process that is killed while it changes the mode of a new file leaves a rollback journal.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn interrupted_transaction_is_rolled_back() {
+    let (folder, whole, kvs) = store(History::Whole).await;
+    let (open, left) = (folder.path().join("open.db"), folder.path().join("left.db"));
+    fs::write(&open, &whole).expect("a file can be written");
+    let options = SqliteConnectOptions::new().filename(&open).journal_mode(SqliteJournalMode::Delete);
+    let mut connection = options.pragma("cache_size", "1").connect().await.expect("a database");
+    connection
+        .execute("BEGIN; UPDATE kv_log SET value = zeroblob(length(value)); DELETE FROM kv_log")
+        .await
+        .expect("changes");
+    for suffix in ["", "-journal"] {
+        let with_suffix = |file: &Path| format!("{}{suffix}", file.display());
+        fs::copy(with_suffix(&open), with_suffix(&left)).expect("a file can be copied");
+    }
+    assert_ne!(fs::read(&left).expect("a file"), whole, "some pages are written");
+    let started = start_on(&left).await;
+    assert!(matches!(&started, Start::Served(served) if *served == kvs), "{started:?}");
 }
 
 /// Flips a bit in the file's header and, for each page, in its type, its cell count, the offset of its first cell, and
@@ -180,10 +209,12 @@ async fn page_that_hides_rows_is_refused() {
             // A start leaves files next to the database, and a snapshot with such files is refused.
             let copy = snapshots.path().join("copy.db");
             fs::write(&copy, &bytes).expect("a file can be written");
-            let status = ["snapshot".as_ref(), "status".as_ref(), copy.as_os_str(), "--skip-hash-check".as_ref()];
-            let status = Command::new(env!("CARGO_BIN_EXE_orlop")).args(status).output().expect("orlop is built");
-            let text = String::from_utf8_lossy(&status.stderr);
-            assert!(!status.status.success() && text.contains("copy.db"), "page {}: {text}", page / PAGE);
+            let mut restore = Command::new(env!("CARGO_BIN_EXE_orlop"));
+            restore.args(["snapshot", "restore", "--skip-hash-check"]).arg(&copy);
+            let restored = restore.arg("--data-dir").arg(snapshots.path().join("data")).output();
+            let restored = restored.expect("orlop is built");
+            let text = String::from_utf8_lossy(&restored.stderr);
+            assert!(!restored.status.success() && text.contains("copy.db"), "page {}: {text}", page / PAGE);
             hidden += 1;
         }
     }

@@ -9,8 +9,11 @@
 //! `ORLOP_DIFF_OPS` sets the number of operations, `ORLOP_SEED` the first round's seed. With `ORLOP_TEST_TARGET=etcd`
 //! etcd is compared with itself, which finds errors in the harness.
 //!
+//! Half of the rounds have users and roles: operations are sent as random users, and rights change meanwhile.
+//!
 //! Known limit: operations run one after the other, so this test does not cover concurrent operations.
 
+mod auth;
 mod exceptions;
 mod generate;
 mod mask;
@@ -55,7 +58,10 @@ async fn answers_equal_those_of_etcd(backend: Backend) {
     let rounds = ops.div_ceil(ROUND_OPS as u64);
     let mut mismatches = Vec::new();
     for seed in first_seed..first_seed + rounds {
-        let (Some(etcd), Some(ours)) = tokio::join!(Server::etcd(), Server::under_test(backend)) else { return };
+        // Checks of passwords are not what is compared.
+        let flags = ["--bcrypt-cost", "4"];
+        let servers = tokio::join!(Server::etcd_with(&flags), Server::under_test_with(backend, &flags));
+        let (Some(etcd), Some(ours)) = servers else { return };
         match compare(seed, &etcd, &ours, ROUND_OPS, None).await {
             Ok(used) => println!("seed {seed}: equal, with exceptions {used:?}"),
             Err(mismatch) => {

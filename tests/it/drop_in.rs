@@ -35,7 +35,8 @@ impl Source {
 }
 
 /// Flags whose values etcd checks after it has parsed all flags, and Orlop at once.
-const CHECKED_LATER: [&str; 7] = [
+const CHECKED_LATER: [&str; 8] = [
+    "auth-token",
     "auto-compaction-mode",
     "auto-compaction-retention",
     "cipher-suites",

@@ -11,10 +11,11 @@ use std::{
 };
 
 use orlop_core::{
+    auth::Caller,
     log::History as _,
     store::{
         Settings, Store,
-        request::{CompactionWait, DeleteRequest, Op, PutLease, PutValue, TxnRequest as StoreTxn},
+        request::{CompactionWait, DeleteRequest, LeaseKeys, Op, PutLease, PutValue, TxnRequest as StoreTxn},
     },
     types::{KeyRange, LeaseId, Revision},
 };
@@ -184,7 +185,7 @@ async fn index_and_leases_rebuilt_from_the_log_equal_memory() {
             let wait = if random.chance(50) { CompactionWait::ForRows } else { CompactionWait::ForRevision };
             let revision = Revision(random.between(store.head().0 - 100, store.head().0));
             // A compaction at or below the previous one is refused, which leaves a valid history.
-            let _ = store.compact(revision, wait).await;
+            let _ = store.compact(&Caller::Server, revision, wait).await;
             let compacted = store.index_snapshot().compact_revision();
             if let Some(compacted) = compacted {
                 eventually("compaction of the index", || {
@@ -218,8 +219,12 @@ async fn open(file: &Path) -> Store {
 /// Returns for each lease its id with each of its keys, and its id with its granted TTL as text.
 async fn leases(store: &Store) -> Vec<(LeaseId, Vec<u8>)> {
     let mut all = Vec::new();
-    for id in store.leases().await.expect("leases are listed") {
-        let lease = store.lease(id).await.expect("a lease can be read").expect("the lease is listed");
+    for id in store.leases(&Caller::Server).await.expect("leases are listed") {
+        let lease = store
+            .lease(&Caller::Server, id, LeaseKeys::Returned)
+            .await
+            .expect("a lease can be read")
+            .expect("the lease is listed");
         all.extend(lease.keys.iter().map(|key| (id, key.to_vec())));
         all.push((id, lease.granted_secs.to_string().into_bytes()));
     }
@@ -243,14 +248,14 @@ pub async fn operate(store: &Store, random: &mut Random) {
     };
     // Errors such as an unknown lease, or a lease that already exists, are expected.
     match random.weighted(&[50, 12, 20, 6, 4]) {
-        0 => drop(store.put(put(random)).await),
-        1 => drop(store.delete(delete(random)).await),
+        0 => drop(store.put(&Caller::Server, put(random)).await),
+        1 => drop(store.delete(&Caller::Server, delete(random)).await),
         2 => {
             let success = vec![Op::Delete(delete(random)), Op::Delete(delete(random)), Op::Put(put(random))];
-            drop(store.txn(StoreTxn { compares: Vec::new(), success, failure: Vec::new() }).await);
+            drop(store.txn(&Caller::Server, StoreTxn { compares: Vec::new(), success, failure: Vec::new() }).await);
         }
-        3 => drop(store.grant(Some(lease(random)), random.between(1_000, 9_000)).await),
-        _ => drop(store.revoke(lease(random)).await),
+        3 => drop(store.grant(&Caller::Server, Some(lease(random)), random.between(1_000, 9_000)).await),
+        _ => drop(store.revoke(&Caller::Server, lease(random)).await),
     }
 }
 

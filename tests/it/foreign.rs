@@ -40,7 +40,7 @@ fn data_directory_of_etcd_is_refused() {
     let data = home.path().join("default.etcd");
     fs::create_dir_all(data.join("member/snap")).expect("folders can be made");
     let text = refusal(home.path(), &["--data-dir", "default.etcd"]);
-    check_contains(&text, &["default.etcd is the data directory of an etcd server", "etcdctl make-mirror"]);
+    check_contains(&text, &["default.etcd is the data directory of an etcd server", "orlop migrate"]);
     let left: Vec<_> =
         fs::read_dir(&data).expect("a folder").map(|entry| entry.expect("an entry").file_name()).collect();
     assert_eq!(left, ["member"], "nothing was written");

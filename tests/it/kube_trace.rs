@@ -8,13 +8,13 @@
 
 mod compare;
 mod replay;
-mod trace;
+pub mod trace;
 mod watched;
 
 use compare::Peer;
 use replay::Compared;
 
-use crate::support::{Backend, Postgres, Server, on_both_backends, skip};
+use crate::support::{Backend, Place, Postgres, Server, on_both_backends, skip};
 
 /// The contents of the recording. A replay that compares less has skipped something.
 const RECORDED: Compared =
@@ -44,6 +44,29 @@ async fn replays_equal_on_etcd() {
     }
 }
 
+/// The control plane is moved in the middle of the recording.
+async fn replays_equal_moved_from_etcd_to_orlop(backend: Backend) {
+    let Some(source) = Server::etcd().await else { return };
+    let minor @ 5.. = replay::etcd_minor_version(source.endpoint()).await else { return skip("etcd 3.5 or later") };
+    let datastore = match backend {
+        Backend::Sqlite => None,
+        Backend::Postgres => match Postgres::shared().await {
+            Some(postgres) => Some(postgres.create_database()),
+            None => return,
+        },
+    };
+    let cut_over = async {
+        let flags = ["migrate", "--from", source.endpoint(), "--cut-over", "--fence"];
+        let copy = Server::orlop_at(datastore, &flags, Place::default()).await;
+        (copy.endpoint().to_owned(), copy)
+    };
+    let replayed = replay::replay_moved(source.endpoint(), Peer::Etcd { minor }, trace::load(), cut_over);
+    match Box::pin(replayed).await {
+        Ok(compared) => assert_eq!(compared, RECORDED),
+        Err(mismatch) => panic!("{mismatch}"),
+    }
+}
+
 async fn replays_equal(endpoints: &[&str], peer: Peer) {
     match replay::replay(endpoints, peer, trace::load()).await {
         Ok(compared) => assert_eq!(compared, RECORDED),
@@ -51,4 +74,4 @@ async fn replays_equal(endpoints: &[&str], peer: Peer) {
     }
 }
 
-on_both_backends!(replays_equal_on_orlop);
+on_both_backends!(replays_equal_on_orlop, replays_equal_moved_from_etcd_to_orlop);

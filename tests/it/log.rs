@@ -49,7 +49,7 @@ fn put(key: &'static str, row: RowId, prev: Option<RowId>) -> Change {
 
 async fn append(log: &dyn Log, changes: &[Change], leases: &[LeaseChange], compact: Option<Revision>) {
     let expected = log.meta().await.expect("the log answers").position;
-    let appended = log.append(Append { expected, changes, leases, compact, alarm: None }).await;
+    let appended = log.append(Append { expected, changes, leases, compact, fact: None, auth: None }).await;
     assert_eq!(appended.expect("the log takes rows"), Appended::Done);
 }
 

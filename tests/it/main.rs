@@ -4,6 +4,7 @@
 
 mod alarm;
 mod ambiguity;
+mod auth;
 mod backup;
 mod bench;
 mod check;
@@ -20,6 +21,7 @@ mod hashkv;
 mod health;
 mod hostile;
 mod instances;
+mod kine;
 mod kube_trace;
 mod kv;
 mod lease;
@@ -27,6 +29,7 @@ mod linearizability;
 mod lock;
 mod log;
 mod metrics;
+mod migrate;
 mod outage;
 mod private;
 mod services;

@@ -1,11 +1,11 @@
 //! Requests outside the key space: members, status, health, reflection, and unimplemented calls.
 
 use orlop_wire::proto::client::etcdserverpb::{
-    AuthDisableRequest, AuthEnableRequest, AuthRoleAddRequest, AuthRoleDeleteRequest, AuthRoleGetRequest,
-    AuthRoleListRequest, AuthStatusRequest, AuthUserAddRequest, AuthUserDeleteRequest, AuthUserGetRequest,
-    AuthUserGrantRoleRequest, AuthUserListRequest, AuthenticateRequest, DowngradeRequest, MemberAddRequest,
-    MemberListRequest, MemberPromoteRequest, MemberRemoveRequest, MemberUpdateRequest, MoveLeaderRequest, PutRequest,
-    StatusRequest, auth_client::AuthClient, downgrade_request::DowngradeAction,
+    AuthDisableRequest, AuthEnableRequest, AuthRoleDeleteRequest, AuthRoleGetRequest, AuthRoleListRequest,
+    AuthStatusRequest, AuthUserDeleteRequest, AuthUserGetRequest, AuthUserGrantRoleRequest, AuthUserListRequest,
+    AuthenticateRequest, DowngradeRequest, MemberAddRequest, MemberListRequest, MemberPromoteRequest,
+    MemberRemoveRequest, MemberUpdateRequest, MoveLeaderRequest, PutRequest, StatusRequest, auth_client::AuthClient,
+    downgrade_request::DowngradeAction,
 };
 use tonic::{Code, transport::Channel};
 
@@ -36,20 +36,6 @@ async fn identity_survives_a_restart(backend: Backend) {
         server.restart().await;
     }
     assert_eq!(seen[0], seen[1]);
-}
-
-async fn creating_users_and_roles_is_unimplemented(backend: Backend) {
-    let Some(server) = Server::orlop(backend).await else { return };
-    let mut auth = auth(&server).await;
-    let refused = [
-        auth.user_add(AuthUserAddRequest::default()).await.map(drop),
-        auth.role_add(AuthRoleAddRequest::default()).await.map(drop),
-    ];
-    for answer in refused {
-        let status = answer.expect_err("the call is unimplemented");
-        assert_eq!(status.code(), Code::Unimplemented);
-        assert!(status.message().ends_with("are not implemented yet"), "{status:?}");
-    }
 }
 
 async fn auth(server: &Server) -> AuthClient<Channel> {
@@ -171,7 +157,6 @@ async fn health_is_serving_and_reflection_lists_the_services(backend: Backend) {
 on_both_backends!(
     status_names_a_leader_a_version_and_sizes,
     identity_survives_a_restart,
-    creating_users_and_roles_is_unimplemented,
     auth_responds_as_if_never_enabled,
     raft_requests_are_answered_without_raft,
     health_is_serving_and_reflection_lists_the_services,

@@ -7,6 +7,7 @@ mod client;
 mod disk;
 mod http;
 mod link;
+mod mariadb;
 mod postgres;
 mod proxy;
 mod random;
@@ -20,14 +21,15 @@ use tokio::time::Instant;
 
 pub use self::{
     certificates::{Authority, Certificate},
-    client::Client,
+    client::{Client, Connection},
     disk::Disk,
     http::{Answer, http, http_bytes, http_get},
     link::{Link, NetworkState},
+    mariadb::MariaDb,
     postgres::{Fsync, Postgres, free_port, user},
     proxy::{Cut, Proxy},
     random::Random,
-    server::{Place, Server},
+    server::{Place, Server, home},
     stream::{Stream, everything},
     tools::etcd_tool,
 };

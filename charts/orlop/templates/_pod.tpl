@@ -173,7 +173,7 @@ spec:
 - name: data
   mountPath: /var/lib/orlop
 {{- else }}
-# Temporary files of snapshots that are being sent.
+# Temporary files of the CPU profiler (enable-pprof).
 - name: tmp
   mountPath: /tmp
 {{- if .Values.datastore.postgres.tlsSecret }}

@@ -87,11 +87,18 @@ pub struct Credentials {
     insecure_skip_tls_verify: bool,
 
     /// User to log in as
-    #[arg(long, global = true, value_name = "NAME[:PASSWORD]")]
+    #[arg(long, global = true, value_name = "NAME[:PASSWORD]", env = "ETCDCTL_USER", hide_env_values = true)]
     user: Option<String>,
 
     /// Password of the user
-    #[arg(long, global = true, requires = "user", value_name = "PASSWORD")]
+    #[arg(
+        long,
+        global = true,
+        requires = "user",
+        value_name = "PASSWORD",
+        env = "ETCDCTL_PASSWORD",
+        hide_env_values = true
+    )]
     password: Option<String>,
 }
 

@@ -1,19 +1,27 @@
 //! Users, roles and what they permit.
 //!
-//! The state is a pure value: it needs no clock, log or lock. Facts about etcd's Auth are held by the differential test.
+//! Everything here is a pure value: it needs no clock, log or lock. [`AuthState`] is what the log stores, [`Authority`]
+//! answers whether a [`Caller`] may do something.
 
+mod authority;
 mod key_set;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
 
-pub use self::key_set::KeySet;
+pub use self::{
+    authority::{Authority, Caller, Credential, Identity, Rights},
+    key_set::KeySet,
+};
 use crate::types::KeyRange;
 
 /// Name of the user that must exist, and of the role that permits everything.
 pub const ROOT: &str = "root";
 
 /// A user's password, as it is stored.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub enum Password {
     /// A bcrypt hash.
     Hash(String),
@@ -21,10 +29,23 @@ pub enum Password {
     None,
 }
 
+/// Hashes are not logged.
+impl fmt::Debug for Password {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Hash(_) => "Hash",
+            Self::None => "None",
+        })
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct User {
     pub password: Password,
     pub roles: BTreeSet<String>,
+    /// The auth revision from which tokens of this user are valid. Earlier tokens were given before the user was
+    /// added, the password was changed, or Auth was disabled.
+    pub tokens_from: u64,
 }
 
 /// What a permission allows with its keys.
@@ -64,13 +85,45 @@ pub enum AuthChange {
     RevokePermission { role: String, range: KeyRange },
 }
 
-/// Errors of changes. The texts are etcd's, without the prefix `etcdserver: `.
+impl AuthChange {
+    /// Approximate size in memory.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Enable | Self::Disable => 0,
+            Self::AddUser { user: name, .. }
+            | Self::DeleteUser { user: name }
+            | Self::SetPassword { user: name, .. }
+            | Self::AddRole { role: name }
+            | Self::DeleteRole { role: name } => name.len(),
+            Self::GrantRole { user, role } | Self::RevokeRole { user, role } => user.len() + role.len(),
+            Self::GrantPermission { role, range, .. } | Self::RevokePermission { role, range } => {
+                let end = match range {
+                    KeyRange::Span { end: Some(end), .. } => end.len(),
+                    KeyRange::Single(_) | KeyRange::Span { end: None, .. } => 0,
+                };
+                role.len() + range.start().len() + end
+            }
+        }
+    }
+}
+
+/// Why a change or a request was refused. The texts are etcd's, without the prefix `etcdserver: `.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
+    /// The caller may not do this, or is not a user.
+    #[error("permission denied")]
+    PermissionDenied,
+    /// The token was given for an earlier auth revision: the caller has to authenticate again.
+    #[error("revision of auth store is old")]
+    OldRevision,
+    /// The token is unknown, expired or no longer valid.
+    #[error("invalid auth token")]
+    InvalidToken,
     #[error("root user does not exist")]
     RootUserNotExist,
     #[error("root user does not have root role")]
     RootRoleNotExist,
+    /// A user to add has no name, or the caller is nobody.
     #[error("user name is empty")]
     UserEmpty,
     #[error("user name already exists")]
@@ -114,15 +167,15 @@ impl AuthState {
     ///
     /// If etcd refuses the change; the state is then as before.
     pub fn apply(&mut self, change: &AuthChange) -> Result<bool, Error> {
+        let next = self.revision + 1;
         let has_effect = match change {
             AuthChange::Enable => return self.enable(),
-            AuthChange::Disable => std::mem::replace(&mut self.enabled, false),
+            AuthChange::Disable => self.disable(next),
             AuthChange::AddUser { user, .. } if user.is_empty() => return Err(Error::UserEmpty),
             AuthChange::AddUser { user, .. } if self.users.contains_key(user) => return Err(Error::UserAlreadyExist),
             AuthChange::AddUser { user, password } => {
-                let added = User { password: password.clone(), roles: BTreeSet::new() };
-                self.users.insert(user.clone(), added);
-                true
+                let added = User { password: password.clone(), roles: BTreeSet::new(), tokens_from: next };
+                self.users.insert(user.clone(), added).is_none()
             }
             AuthChange::DeleteUser { user } => {
                 if self.enabled && user == ROOT {
@@ -131,7 +184,12 @@ impl AuthState {
                 self.users.remove(user).map(|_| true).ok_or(Error::UserNotFound)?
             }
             AuthChange::SetPassword { user, password } => {
-                self.user_mut(user)?.password = password.clone();
+                let user = self.user_mut(user)?;
+                // As in etcd, a user that was added without a password stays without.
+                if user.password != Password::None {
+                    user.password = password.clone();
+                }
+                user.tokens_from = next;
                 true
             }
             AuthChange::GrantRole { user, role } => {
@@ -162,9 +220,12 @@ impl AuthState {
                 }
                 true
             }
-            AuthChange::GrantPermission { range, .. } if range.is_empty() => return Err(Error::InvalidAuthManagement),
+            AuthChange::GrantPermission { range, .. } if !is_permission(range) => {
+                return Err(Error::InvalidAuthManagement);
+            }
             AuthChange::GrantPermission { role, range, access } => {
-                self.role_mut(role)?.insert(range.clone(), *access) != Some(*access)
+                self.role_mut(role)?.insert(range.clone(), *access);
+                true
             }
             AuthChange::RevokePermission { role, range } => {
                 self.role_mut(role)?.remove(range).map(|_| true).ok_or(Error::PermissionNotGranted)?
@@ -182,6 +243,14 @@ impl AuthState {
         Ok(!std::mem::replace(&mut self.enabled, true))
     }
 
+    fn disable(&mut self, next: u64) -> bool {
+        let was_enabled = std::mem::replace(&mut self.enabled, false);
+        if was_enabled {
+            self.users.values_mut().for_each(|user| user.tokens_from = next);
+        }
+        was_enabled
+    }
+
     fn user_mut(&mut self, user: &str) -> Result<&mut User, Error> {
         self.users.get_mut(user).ok_or(Error::UserNotFound)
     }
@@ -189,46 +258,11 @@ impl AuthState {
     fn role_mut(&mut self, role: &str) -> Result<&mut Permissions, Error> {
         self.roles.get_mut(role).ok_or(Error::RoleNotFound)
     }
-
-    /// Returns what a user may do; `None` if there is no such user.
-    pub fn rights(&self, user: &str) -> Option<Rights> {
-        let user = self.users.get(user)?;
-        if user.roles.contains(ROOT) {
-            return Some(Rights::Root);
-        }
-        let granted = || user.roles.iter().filter_map(|role| self.roles.get(role)).flatten();
-        let ranges = |allows: fn(Access) -> bool| {
-            granted().filter(move |(_, access)| allows(**access)).map(|(range, _)| range).collect()
-        };
-        Some(Rights::Keys { read: ranges(Access::reads), write: ranges(Access::writes) })
-    }
 }
 
-/// What a user may do.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Rights {
-    /// The user has the role `root`: everything.
-    Root,
-    Keys {
-        read: KeySet,
-        write: KeySet,
-    },
-}
-
-impl Rights {
-    pub fn may_read(&self, range: &KeyRange) -> bool {
-        match self {
-            Self::Root => true,
-            Self::Keys { read, .. } => read.contains(range),
-        }
-    }
-
-    pub fn may_write(&self, range: &KeyRange) -> bool {
-        match self {
-            Self::Root => true,
-            Self::Keys { write, .. } => write.contains(range),
-        }
-    }
+/// Returns whether a permission may have this range: it has a key, and is not empty.
+pub fn is_permission(range: &KeyRange) -> bool {
+    !range.start().is_empty() && !range.is_empty()
 }
 
 #[cfg(test)]

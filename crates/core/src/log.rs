@@ -14,6 +14,7 @@ use async_trait::async_trait;
 
 pub use self::inspect::{Depth, Facts, Inspect, StoredLease, StoredMember, StoredRow, Table};
 
+use crate::auth::{AuthChange, AuthState};
 use crate::types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
 /// Errors of the database, by what the caller should do.
@@ -42,11 +43,11 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// The position of the log. If two reads of it are equal, nothing was appended between them: no rows, no change of a
-/// lease or an alarm, no compaction.
+/// lease, an alarm, a user or a role, no compaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Position {
     pub head: Revision,
-    /// Number of appends that changed leases or alarms, or compacted. Always 0 if this process is the only one on the
+    /// Number of appends that changed leases, alarms, users or roles, or compacted. Always 0 if this process is the only one on the
     /// log.
     pub epoch: i64,
     /// Identifies one run of the database server. It changes when the server restarts or another server takes over; the
@@ -64,6 +65,28 @@ pub struct Meta {
     pub compact_revision: Option<Revision>,
     pub leases: Vec<LoggedLease>,
     pub alarms: Vec<(Alarm, Cause)>,
+    pub auth: AuthMark,
+    /// The cluster that an unfinished migration copies into this log. No server serves such a log.
+    pub source: Option<u64>,
+}
+
+/// Identifies a state of users and roles ([`History::auth`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AuthMark {
+    pub enabled: bool,
+    pub revision: u64,
+}
+
+impl AuthMark {
+    pub fn of(state: &AuthState) -> Self {
+        Self { enabled: state.enabled, revision: state.revision }
+    }
+}
+
+impl Default for AuthMark {
+    fn default() -> Self {
+        Self::of(&AuthState::default())
+    }
 }
 
 /// An alarm of a member, as in etcd. Alarms survive restarts and apply to all instances.
@@ -116,16 +139,28 @@ impl Alarm {
     }
 }
 
-impl AlarmChange {
-    /// Returns the name of the alarm's fact and the value to which the change sets it; `None` removes the fact.
+/// A change of a fact ([`Facts::named`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FactChange {
+    Alarm(AlarmChange),
+    /// Begins a migration from the cluster with this ID, or ends it.
+    Source(Option<u64>),
+}
+
+impl FactChange {
+    /// Returns the name of the fact and the value to which the change sets it; `None` removes the fact.
     pub fn fact(self) -> (String, Option<i64>) {
         match self {
-            Self::Raise { alarm, cause: Cause::Client } => (alarm.fact(), Some(1)),
-            Self::Raise { alarm, cause: Cause::Quota } => (alarm.fact(), Some(2)),
-            Self::Clear { alarm } => (alarm.fact(), None),
+            Self::Alarm(AlarmChange::Raise { alarm, cause: Cause::Client }) => (alarm.fact(), Some(1)),
+            Self::Alarm(AlarmChange::Raise { alarm, cause: Cause::Quota }) => (alarm.fact(), Some(2)),
+            Self::Alarm(AlarmChange::Clear { alarm }) => (alarm.fact(), None),
+            Self::Source(cluster) => (MIGRATION_SOURCE.to_owned(), cluster.map(u64::cast_signed)),
         }
     }
 }
+
+/// Name of the fact that stores [`Meta::source`].
+pub const MIGRATION_SOURCE: &str = "migration_source";
 
 /// Returns whether the fact with this name is an alarm.
 pub fn is_alarm(name: &str) -> bool {
@@ -174,21 +209,42 @@ pub struct Append<'a> {
     pub leases: &'a [LeaseChange],
     /// A compact revision to record. The log ignores a revision that is lower than the recorded one.
     pub compact: Option<Revision>,
-    /// An alarm to raise or clear. If it is present, `changes`, `leases` and `compact` are empty.
-    pub alarm: Option<AlarmChange>,
+    /// A fact to set or remove. If it is present, everything else is empty.
+    pub fact: Option<FactChange>,
+    /// A change of users and roles. If it is present, everything else is empty.
+    pub auth: Option<AuthAppend<'a>>,
+}
+
+/// A change of users and roles.
+#[derive(Debug, Clone, Copy)]
+pub struct AuthAppend<'a> {
+    pub change: &'a AuthChange,
+    /// The state after the change.
+    pub next: &'a AuthState,
 }
 
 #[cfg(test)]
 impl<'a> Append<'a> {
     /// Creates an append of rows only, for a log without other instances.
     pub fn rows(head: Revision, changes: &'a [Change]) -> Self {
-        Self { expected: Position { head, epoch: 0, server: 0 }, changes, leases: &[], compact: None, alarm: None }
+        Self {
+            expected: Position { head, epoch: 0, server: 0 },
+            changes,
+            leases: &[],
+            compact: None,
+            fact: None,
+            auth: None,
+        }
     }
 }
 
 impl Append<'_> {
     pub fn is_empty(&self) -> bool {
-        self.changes.is_empty() && self.leases.is_empty() && self.compact.is_none() && self.alarm.is_none()
+        self.changes.is_empty()
+            && self.leases.is_empty()
+            && self.compact.is_none()
+            && self.fact.is_none()
+            && self.auth.is_none()
     }
 }
 
@@ -287,6 +343,9 @@ pub trait History: Send + Sync + 'static {
     /// Returns the state of the log at one moment.
     async fn meta(&self) -> Result<Meta>;
 
+    /// Returns users and roles as of one moment, which may be later than that of an earlier call of [`History::meta`].
+    async fn auth(&self) -> Result<AuthState>;
+
     /// Visits all rows as of one moment, without values: the pair of every put has an empty value.
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta>;
 
@@ -295,23 +354,16 @@ pub trait History: Send + Sync + 'static {
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page>;
 }
 
-/// Fills an empty database. Its content becomes visible when [`Load::finish`] returns.
+/// Fills an empty database of a new cluster, because its history differs from here on. Its content becomes visible when
+/// [`Load::finish`] returns.
 #[async_trait]
 pub trait Load: Send {
     /// Adds rows in order.
     async fn add(&mut self, changes: &[Change]) -> Result<()>;
 
-    /// Adds the leases of `meta`, each with its full TTL, and the compact revision. Makes everything durable.
-    async fn finish(self: Box<Self>, meta: &Meta) -> Result<()>;
-}
-
-/// The cluster identity of a database that is being filled.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Cluster {
-    /// The cluster from which the rows come.
-    Same,
-    /// A new cluster: its history differs from here on.
-    New,
+    /// Adds the leases of `meta`, each with its remaining time if it is known and its full TTL otherwise, the compact
+    /// revision, the source of a migration, and users and roles. Makes everything durable.
+    async fn finish(self: Box<Self>, meta: &Meta, auth: &AuthState) -> Result<()>;
 }
 
 /// An append-only log of changes.
@@ -334,6 +386,9 @@ pub trait Log: History {
 
     /// Returns the pairs in these rows, in any order. Omits rows that contain a delete or were compacted.
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>>;
+
+    /// Returns the secret key that signs tokens. It is random, belongs to this log alone, and never changes.
+    async fn token_key(&self) -> Result<Vec<u8>>;
 
     /// Reclaims space. See [`Reclaim`].
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed>;

@@ -15,9 +15,10 @@
 //! ([`Store::confirm`]; concurrent reads share one query). [`catch_up`] applies the changes that other instances
 //! append.
 //!
-//! Lock order: the hub, then the index, then the lease table. No lock is held across an await.
+//! Lock order: the hub, then the index, then the lease table, then users and roles. No lock is held across an await.
 
 mod applier;
+mod authority;
 mod auto_compact;
 pub mod batch;
 mod busy_poll;
@@ -31,6 +32,7 @@ mod heartbeat;
 mod leases;
 mod members;
 mod open;
+mod permissions;
 mod queue;
 mod quota;
 mod reader;

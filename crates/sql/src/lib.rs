@@ -2,8 +2,10 @@
 //!
 //! Each log implements [`orlop_core::log::Log`] (append, read, reclaim). For each database there are also a loader,
 //! which fills an empty database, and a view, which is a read-only snapshot of a log. A view can be opened even if the
-//! database may be damaged.
+//! database may be damaged. [`KineTable`] reads the table of kine, for an import.
 
+mod auth;
+mod kine;
 mod migrations;
 mod postgres;
 mod rows;
@@ -18,6 +20,7 @@ pub enum Durability {
 }
 
 pub use self::{
+    kine::{APISERVER_COMPACTION, KineRow, KineState, KineTable, Values},
     postgres::{PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
     sqlite::{Defragmented, SqliteLoader, SqliteLog, SqliteView},
 };

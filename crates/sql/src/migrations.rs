@@ -12,8 +12,14 @@ use sqlx::{
 /// Version, description and SQL of a migration. The first two are those of the file name.
 type File = (i64, &'static str, &'static str);
 
-const SQLITE: [File; 1] = [(1, "log", include_str!("../../../migrations/sqlite/0001_log.sql"))];
-const POSTGRES: [File; 1] = [(1, "log", include_str!("../../../migrations/postgres/0001_log.sql"))];
+const SQLITE: [File; 2] = [
+    (1, "log", include_str!("../../../migrations/sqlite/0001_log.sql")),
+    (2, "auth", include_str!("../../../migrations/sqlite/0002_auth.sql")),
+];
+const POSTGRES: [File; 2] = [
+    (1, "log", include_str!("../../../migrations/postgres/0001_log.sql")),
+    (2, "auth", include_str!("../../../migrations/postgres/0002_auth.sql")),
+];
 
 pub(crate) fn sqlite() -> Migrator {
     migrator(&SQLITE)

@@ -27,6 +27,7 @@ use async_trait::async_trait;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use tracing::warn;
 
+pub(crate) use self::connection::has_unescaped_password;
 use self::{
     append::Appender,
     connection::{Database, Dedicated, read, with_timeout},
@@ -34,9 +35,10 @@ use self::{
 };
 pub use self::{load::PostgresLoader, view::PostgresView};
 use crate::{
-    Durability,
+    Durability, auth,
     rows::{LogRow as _, corrupt},
 };
+use orlop_core::auth::AuthState;
 use orlop_core::log::{
     Append, Appended, Connections, Error, HEARTBEAT_TIMEOUT, History, Log, LoggedLease, Member, Meta, Page, Position,
     Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Touch, Visit, WithPrev,
@@ -142,8 +144,12 @@ const LIVE_MEMBERS: &str = "SELECT id, name, client_urls FROM member \
 #[async_trait]
 impl History for PostgresLog {
     async fn meta(&self) -> Result<Meta> {
-        let meta = read!(self.database, connection => read::meta(connection))?;
+        let meta = read!(self.database, connection => read::meta(connection))??;
         Ok(Meta { member_id: self.member.id, ..meta })
+    }
+
+    async fn auth(&self) -> Result<AuthState> {
+        read!(self.database, connection => read::auth(connection))?
     }
 
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
@@ -167,6 +173,10 @@ impl Log for PostgresLog {
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         read!(self.database, connection => read::values(connection, rows))?
+    }
+
+    async fn token_key(&self) -> Result<Vec<u8>> {
+        read!(self.database, connection => sqlx::query_scalar(auth::SELECT_TOKEN_KEY).fetch_one(connection))
     }
 
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {

@@ -7,8 +7,11 @@ use sqlx::{
 };
 use tokio::task::coop::consume_budget;
 
+use crate::auth;
+use orlop_core::auth::AuthState;
 use orlop_core::log::{
-    Connections, Error, LoggedLease, Meta, Page, Position, Result, StoredRow, Table, WithPrev, alarm,
+    AuthMark, Connections, Error, LoggedLease, MIGRATION_SOURCE, Meta, Page, Position, Result, StoredRow, Table,
+    WithPrev, alarm,
 };
 use orlop_core::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
 
@@ -259,7 +262,8 @@ impl SqlRange {
 /// `fact` has its value in `a`; a `lease` has its ID and TTL in `a` and `b`, and its remaining seconds.
 pub(super) type MetaRow = (String, String, i64, i64, i64, Option<f64>);
 
-pub(super) fn meta(rows: &[MetaRow]) -> Meta {
+pub(super) fn meta(rows: &[MetaRow]) -> Result<Meta> {
+    let mut auth = AuthState::default();
     let mut meta = Meta {
         cluster_id: 0,
         member_id: 0,
@@ -267,6 +271,8 @@ pub(super) fn meta(rows: &[MetaRow]) -> Meta {
         compact_revision: None,
         leases: Vec::new(),
         alarms: Vec::new(),
+        auth: AuthMark::default(),
+        source: None,
     };
     for (kind, name, a, b, c, left_secs) in rows {
         match (kind.as_str(), name.as_str()) {
@@ -276,21 +282,27 @@ pub(super) fn meta(rows: &[MetaRow]) -> Meta {
             }
             (_, "cluster_id") => meta.cluster_id = a.cast_unsigned(),
             (_, "member_id") => meta.member_id = a.cast_unsigned(),
+            (_, MIGRATION_SOURCE) => meta.source = Some(a.cast_unsigned()),
             (_, "compact_revision") => meta.compact_revision = Some(Revision(*a)),
-            (_, name) => meta.alarms.extend(alarm(name, *a)),
+            (_, name) => {
+                meta.alarms.extend(alarm(name, *a));
+                auth::set_fact(&mut auth, name, *a)?;
+            }
         }
     }
-    meta
+    meta.auth = AuthMark::of(&auth);
+    Ok(meta)
 }
 
-/// Checks that a database has the migrations of this version.
-pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Result<()> {
+/// Checks that this version can read a database without migrating it: the database has the migrations of this version
+/// or the first of them. Returns its schema.
+pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Result<i64> {
     let known: Vec<i64> = known.iter().map(|migration| migration.version).collect();
-    if versions == known {
-        return Ok(());
+    if let Some(newest) = versions.last().filter(|_| known.starts_with(versions)) {
+        return Ok(*newest);
     }
     Err(Error::Open(format!(
-        "{name} was written by another version of Orlop: it has schema {}, this version reads schema {}",
+        "{name} was written by another version of Orlop: it has schema {}, this version reads schemas up to {}",
         versions.last().unwrap_or(&0),
         known.last().unwrap_or(&0),
     )))

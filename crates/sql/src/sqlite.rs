@@ -34,13 +34,15 @@ use tracing::warn;
 
 use self::{checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum, writer::Writer};
 pub use self::{defragment::Defragmented, load::SqliteLoader, view::SqliteView};
+pub(crate) use self::{integrity::refuse_damage, view::may_be_immutable};
 use crate::rows::{cannot_migrate, connections, foreign_table, unavailable};
-use crate::{Durability, migrations};
+use crate::{Durability, auth, migrations};
 use orlop_core::log::{
     Append, Appended, Connections, Error, History, Log, LoggedLease, Meta, Page, Precision, Reclaim, Reclaimed, Result,
     SharedLog, Size, Visit, WithPrev,
 };
 use orlop_core::{
+    auth::AuthState,
     private,
     types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
@@ -167,8 +169,8 @@ fn refuse_etcd(file: &Path) -> Result<()> {
     };
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
     Err(Error::Open(format!(
-        "{} is the data directory of an etcd server, which Orlop cannot read: choose another data-dir, and copy the \
-         keys from the running etcd with etcdctl make-mirror",
+        "{} is the data directory of an etcd server, which Orlop cannot serve: choose another data-dir, and move \
+         the store there with orlop migrate",
         folder.display()
     )))
 }
@@ -179,9 +181,11 @@ async fn refuse_other_tables(file: &Path) -> Result<()> {
         return Ok(());
     }
     let failed = |error: sqlx::Error| Error::Open(format!("cannot open database {}: {error}", file.display()));
+    // A transaction that a crash interrupted must be rolled back before anything can be read.
+    let is_interrupted = load::with_suffix(file, "-journal").exists();
     let options = SqliteConnectOptions::new()
         .filename(file)
-        .read_only(true)
+        .read_only(!is_interrupted)
         .busy_timeout(BUSY_TIMEOUT)
         .disable_statement_logging();
     let mut connection = options.connect().await.map_err(failed)?;
@@ -243,6 +247,10 @@ impl History for SqliteLog {
         read::meta(&mut *self.reader().await?).await
     }
 
+    async fn auth(&self) -> Result<AuthState> {
+        read::auth(&mut *self.reader().await?).await
+    }
+
     /// Reads the rows and checks the pages concurrently, on two connections. The check is shorter than the read unless
     /// values are long. No other process writes during the start, so several reads return consistent rows.
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
@@ -277,6 +285,10 @@ impl Log for SqliteLog {
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         read::values(&mut *self.reader().await?, rows).await
+    }
+
+    async fn token_key(&self) -> Result<Vec<u8>> {
+        sqlx::query_scalar(auth::SELECT_TOKEN_KEY).fetch_one(&mut *self.reader().await?).await.map_err(unavailable)
     }
 
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {

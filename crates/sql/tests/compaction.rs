@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use orlop_core::{
+    auth::Caller,
     store::{
         Settings, Store,
         request::{CompactionWait, DeleteRequest, Op, PutLease, PutRequest, PutValue, TxnRequest},
@@ -33,14 +34,14 @@ async fn compaction_at_the_head_keeps_the_head() {
     let store = open().await;
     let success = vec![Op::Put(put()), Op::Delete(delete)];
     let txn = TxnRequest { compares: vec![], success, failure: vec![] };
-    assert_eq!(store.txn(txn).await.unwrap().revision, Revision(2));
-    store.compact(Revision(2), CompactionWait::ForRows).await.unwrap();
+    assert_eq!(store.txn(&Caller::Server, txn).await.unwrap().revision, Revision(2));
+    store.compact(&Caller::Server, Revision(2), CompactionWait::ForRows).await.unwrap();
     assert_eq!(store.log().meta().await.unwrap().position.head, Revision(2));
     store.stop().await;
     drop(store);
 
     let store = open().await;
     assert_eq!(store.head(), Revision(2));
-    assert_eq!(store.put(put()).await.unwrap().revision, Revision(3));
+    assert_eq!(store.put(&Caller::Server, put()).await.unwrap().revision, Revision(3));
     store.stop().await;
 }

@@ -41,12 +41,9 @@ impl<B> RequestBody for B where
 /// # Errors
 ///
 /// If the stream fails, or the message is too long, has too many fields or cannot be decoded.
-pub async fn request<M: LimitedFields>(
-    request: http::Request<impl RequestBody>,
-    settings: &Settings,
-) -> Result<M, Status> {
+pub async fn request<M: LimitedFields>(body: impl RequestBody, settings: &Settings) -> Result<M, Status> {
     let message_bytes_max = settings.max_message_bytes();
-    let mut body = pin!(request.into_body());
+    let mut body = pin!(body);
     let mut received = Received::default();
     let wanted = loop {
         if let Some(head) = received.head() {

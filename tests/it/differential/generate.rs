@@ -6,7 +6,10 @@ use orlop_wire::proto::client::etcdserverpb::{
     watch_create_request::FilterType,
 };
 
-use super::op::{On, Op};
+use super::{
+    auth::{Caller, draw_caller, draw_op, is_checked_differently},
+    op::{On, Op},
+};
 use crate::support::Random;
 
 /// Every key that is put, in order.
@@ -61,6 +64,8 @@ pub struct Generator {
     known: Known,
     /// Weight of each kind of operation; chosen at random for each round.
     weights: [usize; 16],
+    /// Whether the round has users and roles.
+    pub has_auth: bool,
 }
 
 impl Generator {
@@ -70,10 +75,38 @@ impl Generator {
         for weight in &mut weights {
             *weight = *weight * random.pick(&[1, 2, 3, 4]) / 2;
         }
-        Self { random, known: Known { head: 1, compacted: -1, watches: Vec::new() }, weights }
+        let has_auth = seed.is_multiple_of(2);
+        Self { random, known: Known { head: 1, compacted: -1, watches: Vec::new() }, weights, has_auth }
     }
 
-    pub fn op(&mut self, known: &Known) -> Op {
+    /// Returns an operation and who sends it.
+    pub fn step(&mut self, known: &Known) -> (Caller, Op) {
+        if !self.has_auth {
+            return (Caller::Root, self.op(known));
+        }
+        let caller = draw_caller(&mut self.random);
+        if self.random.chance(12) {
+            return (if self.random.chance(85) { Caller::Root } else { caller }, Op::Auth(draw_op(&mut self.random)));
+        }
+        let mut op = self.op(known);
+        // etcd before 3.6 renews leases for everybody, so its leases would last longer.
+        while let Op::KeepAlive { .. } = op {
+            op = self.op(known);
+        }
+        // etcd 3.5 checks only the first key of a watch without a range end, and then sends all keys.
+        if let Op::Watch { create, .. } = &mut op
+            && create.range_end[..] == *b"\0"
+        {
+            create.range_end = BEYOND_ALL.into();
+        }
+        (if is_checked_differently(caller, &op) { Caller::Root } else { caller }, op)
+    }
+
+    pub fn chance(&mut self, percent: usize) -> bool {
+        self.random.chance(percent)
+    }
+
+    fn op(&mut self, known: &Known) -> Op {
         self.known.clone_from(known);
         match self.random.weighted(&self.weights) {
             0 => Op::Put(self.put()),

@@ -33,6 +33,7 @@ pub fn masked(mut answer: Answer) -> Answer {
         Answer::Status(it) => mask(&mut it.header),
         Answer::Members(it) => mask(&mut it.header),
         Answer::Watch(it) => mask(&mut it.header),
+        Answer::Auth { header, .. } => mask(header),
         Answer::Silence | Answer::Refused { .. } | Answer::Stalled(_) => {}
     }
     answer

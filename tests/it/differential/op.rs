@@ -9,6 +9,8 @@ use orlop_wire::proto::client::etcdserverpb::{
 
 use tonic::Code;
 
+use super::auth::AuthOp;
+
 /// One operation, sent to both servers at the same time.
 #[derive(Clone, Debug)]
 pub enum Op {
@@ -41,6 +43,7 @@ pub enum Op {
     },
     /// Waits until the server reports that every stream is synced.
     Progress,
+    Auth(AuthOp),
 }
 
 /// The stream that carries a new watch.
@@ -75,6 +78,11 @@ pub enum Answer {
     Members(MemberListResponse),
     /// The response to a create or cancel request.
     Watch(WatchResponse),
+    Auth {
+        header: Option<ResponseHeader>,
+        /// The other fields.
+        rest: String,
+    },
     /// The request has no response.
     Silence,
     Refused {
@@ -90,7 +98,11 @@ impl Answer {
     pub fn is_failure(&self) -> bool {
         match self {
             Self::Stalled(_) => true,
-            Self::Refused { code, .. } => matches!(code, Code::Unavailable | Code::Unknown | Code::Internal),
+            Self::Refused { code, message } => {
+                // etcd sends this text without a code.
+                matches!(code, Code::Unavailable | Code::Unknown | Code::Internal)
+                    && message != "auth: authentication failed, password was given for no password user"
+            }
             _ => false,
         }
     }
@@ -112,6 +124,7 @@ impl Answer {
             Self::Status(it) => &it.header,
             Self::Members(it) => &it.header,
             Self::Watch(it) => &it.header,
+            Self::Auth { header, .. } => header,
             Self::Silence | Self::Refused { .. } | Self::Stalled(_) => &None,
         };
         header.map(|it: ResponseHeader| it.revision)

@@ -8,6 +8,7 @@ use orlop_wire::proto::client::{
 };
 
 use super::{
+    auth::{AuthOp, Caller, PASSWORDS, ROOT, first_ops, log_ins},
     exceptions,
     generate::{Generator, KEYS, Known},
     op::{Answer, On, Op},
@@ -26,7 +27,7 @@ pub struct Round {
     ours: Side,
     known: Known,
     performed: usize,
-    tail: VecDeque<Op>,
+    tail: VecDeque<(Caller, Op)>,
     used: exceptions::Used,
 }
 
@@ -35,10 +36,11 @@ pub struct Round {
 pub struct Mismatch {
     seed: u64,
     op_index: usize,
+    caller: Caller,
     op: Op,
     etcd: String,
     ours: String,
-    tail: VecDeque<Op>,
+    tail: VecDeque<(Caller, Op)>,
 }
 
 impl Round {
@@ -50,17 +52,29 @@ impl Round {
     /// Runs the round and returns the exceptions that it needed.
     pub async fn run(mut self, ops: usize) -> Result<exceptions::Used, Box<Mismatch>> {
         let mut generator = Generator::new(self.seed);
+        if generator.has_auth {
+            for op in first_ops() {
+                self.step(Caller::Root, Op::Auth(op)).await?;
+            }
+        }
         while self.performed < ops {
             for _ in 0..SEQUENCE_OPS {
-                let op = generator.op(&self.known);
-                self.step(op).await?;
+                let (caller, op) = generator.step(&self.known);
+                let restarts_auth = matches!(op, Op::Auth(AuthOp::Disable));
+                self.step(caller, op).await?;
+                // All tokens are invalid now. The users may have changed, or root may have been deleted meanwhile.
+                if restarts_auth && generator.chance(80) {
+                    for op in [AuthOp::Enable].into_iter().chain(log_ins()) {
+                        self.step(Caller::Root, Op::Auth(op)).await?;
+                    }
+                }
             }
             self.finish_sequence().await?;
         }
         Ok(self.used)
     }
 
-    async fn step(&mut self, op: Op) -> Result<(), Box<Mismatch>> {
+    async fn step(&mut self, caller: Caller, op: Op) -> Result<(), Box<Mismatch>> {
         // A compaction or a cancel may end a watch. Which events the watch has received by then depends on timing,
         // unless it has received all of them.
         let waits_for_events = matches!(op, Op::Compact(_) | Op::CancelWatch { .. } | Op::Progress);
@@ -68,11 +82,11 @@ impl Round {
         if self.tail.len() == TAIL_OPS {
             self.tail.pop_front();
         }
-        self.tail.push_back(op.clone());
+        self.tail.push_back((caller, op.clone()));
         if waits_for_events {
             self.catch_up(&op).await?;
         }
-        let (etcd, mut ours) = tokio::join!(self.etcd.perform(&op), self.ours.perform(&op));
+        let (etcd, mut ours) = tokio::join!(self.etcd.perform(caller, &op), self.ours.perform(caller, &op));
         exceptions::allow(&op, &etcd, &mut ours, &mut self.used);
         if etcd != ours || etcd.is_failure() {
             return Err(self.mismatch(&op, &etcd, &ours));
@@ -105,13 +119,15 @@ impl Round {
 
     /// Makes two changes that every watch sees, waits for them, compares all watches and closes them.
     async fn finish_sequence(&mut self) -> Result<(), Box<Mismatch>> {
+        let log_in = AuthOp::LogIn { user: ROOT, password: PASSWORDS[0] };
+        self.step(Caller::Root, Op::Auth(log_in)).await?;
         let put = |key: &[u8]| PutRequest { key: key.to_vec().into(), ..Default::default() };
         let success = KEYS.map(|key| RequestOp { request: Some(Request::RequestPut(put(key))) }).into_iter().collect();
-        self.step(Op::Txn(TxnRequest { success, ..Default::default() })).await?;
+        self.step(Caller::Root, Op::Txn(TxnRequest { success, ..Default::default() })).await?;
         let put = self.known.head;
         let all = bytes::Bytes::from_static(b"\0");
         let delete = Op::DeleteRange(DeleteRangeRequest { key: all.clone(), range_end: all, prev_kv: true });
-        self.step(delete.clone()).await?;
+        self.step(Caller::Root, delete.clone()).await?;
         let watermark = Watermark { put, delete: self.known.head };
 
         let (etcd, ours) = tokio::join!(self.etcd.reach(watermark), self.ours.reach(watermark));
@@ -141,6 +157,7 @@ impl Round {
         Box::new(Mismatch {
             seed: self.seed,
             op_index: self.performed - 1,
+            caller: self.tail.back().map_or(Caller::Root, |(caller, _)| *caller),
             op: op.clone(),
             etcd: format!("{etcd:#?}"),
             ours: format!("{ours:#?}"),
@@ -181,9 +198,9 @@ fn difference(
 
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { seed, op_index, op, etcd, ours, tail } = self;
+        let Self { seed, op_index, caller, op, etcd, ours, tail } = self;
         writeln!(f, "seed {seed} (ORLOP_SEED={seed} replays it), operation {op_index}:")?;
-        writeln!(f, "  {}", cut(&format!("{op:?}"), 6_000))?;
+        writeln!(f, "  {caller:?}: {}", cut(&format!("{op:?}"), 6_000))?;
         writeln!(f, "etcd: {}\nours: {}", cut(etcd, 6_000), cut(ours, 6_000))?;
         writeln!(f, "the last {} operations:", tail.len())?;
         tail.iter().try_for_each(|op| writeln!(f, "  {}", cut(&format!("{op:?}"), 500)))

@@ -1,5 +1,7 @@
 //! One of the two servers: sends operations to it and masks its responses.
 
+use std::collections::BTreeMap;
+
 use orlop_wire::proto::client::etcdserverpb::{
     LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest, LeaseRevokeRequest, MemberListRequest, PutRequest,
     StatusRequest, WatchCreateRequest,
@@ -8,6 +10,7 @@ use tokio::time::timeout;
 use tonic::Status;
 
 use super::{
+    auth::{Caller, ROOT},
     generate::SHARED_STREAMS,
     mask::masked,
     op::{Answer, On, Op},
@@ -20,6 +23,8 @@ pub struct Side {
     /// The shared streams, which are opened on first use, and then the streams with a single watch.
     pub streams: Vec<Option<WatchStream>>,
     fault: Option<Fault>,
+    /// The token of each user from the last login.
+    tokens: BTreeMap<&'static str, String>,
 }
 
 /// An error that the harness injects and must detect.
@@ -35,10 +40,17 @@ pub enum Fault {
 
 impl Side {
     pub fn new(client: Client, fault: Option<Fault>) -> Self {
-        Self { client, streams: (0..SHARED_STREAMS).map(|_| None).collect(), fault }
+        Self { client, streams: (0..SHARED_STREAMS).map(|_| None).collect(), fault, tokens: BTreeMap::new() }
     }
 
-    pub async fn perform(&mut self, op: &Op) -> Answer {
+    pub async fn perform(&mut self, caller: Caller, op: &Op) -> Answer {
+        let token = match caller {
+            Caller::Root => self.tokens.get(ROOT).map(String::as_str),
+            Caller::User(user) => self.tokens.get(user).map(String::as_str),
+            Caller::Nobody => None,
+            Caller::Forger => Some("forged.1"),
+        };
+        self.client.act_with(token);
         let answer = match timeout(DEADLINE * 2, self.answer(op)).await {
             Ok(answer) => answer.unwrap_or_else(Answer::from),
             Err(_) => Answer::Stalled("no response".to_owned()),
@@ -91,6 +103,11 @@ impl Side {
                 None => Answer::Silence,
             },
             Op::Progress => Answer::Silence,
+            Op::Auth(op) => {
+                let (answer, token) = op.send(&mut self.client).await?;
+                self.tokens.extend(token);
+                answer
+            }
         })
     }
 

@@ -42,17 +42,26 @@ pub async fn replay(endpoints: &[&str], peer: Peer, steps: Vec<Step>) -> Result<
     for endpoint in endpoints {
         replay.instances.push_back(Instance::new(connect(endpoint).await));
     }
-    for step in steps {
-        replay.instances.rotate_left(1);
-        match step {
-            Step::Call { exchange, metadata } => replay.call(exchange, &metadata).await?,
-            Step::Watch { stream, exchange, metadata, events } => {
-                replay.watch(stream, exchange, &metadata, events).await?;
-            }
-            Step::Progress { stream, exchange } => replay.progress(stream, exchange).await?,
-            Step::End { stream } => replay.end(stream).await?,
-        }
-    }
+    replay.run(steps).await?;
+    Ok(replay.compared)
+}
+
+/// Replays the first half of the steps on the empty store behind `endpoint`, and the second half on Orlop, which
+/// `cut_over` starts as a copy of it. Watches that are open then go on at the copy.
+pub async fn replay_moved<C>(
+    endpoint: &str,
+    peer: Peer,
+    mut steps: Vec<Step>,
+    cut_over: impl Future<Output = (String, C)>,
+) -> Result<Compared, Box<Mismatch>> {
+    let mut replay = Replay::new(peer);
+    replay.instances.push_back(Instance::new(connect(endpoint).await));
+    let rest = steps.split_off(steps.len() / 2);
+    replay.run(steps).await?;
+    replay.settle().await?;
+    let (endpoint, _copy) = cut_over.await;
+    replay.move_to(Instance::new(connect(&endpoint).await)).await?;
+    replay.run(rest).await?;
     Ok(replay.compared)
 }
 
@@ -86,6 +95,7 @@ struct Instance {
 struct Stream {
     watched: Watched,
     created: Exchange,
+    metadata: Metadata,
     instance: Instance,
 }
 
@@ -132,6 +142,36 @@ impl Replay {
             leases: Leases { granted: Vec::new(), renewed: Instant::now() },
             compared: Compared::default(),
         }
+    }
+
+    async fn run(&mut self, steps: Vec<Step>) -> Result<(), Box<Mismatch>> {
+        for step in steps {
+            self.instances.rotate_left(1);
+            match step {
+                Step::Call { exchange, metadata } => self.call(exchange, &metadata).await?,
+                Step::Watch { stream, exchange, metadata, events } => {
+                    self.watch(stream, exchange, &metadata, events).await?;
+                }
+                Step::Progress { stream, exchange } => self.progress(stream, exchange).await?,
+                Step::End { stream } => self.end(stream).await?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Continues with another server, which is Orlop.
+    async fn move_to(&mut self, instance: Instance) -> Result<(), Box<Mismatch>> {
+        self.peer = Peer::Orlop;
+        self.instances = VecDeque::from([instance.clone()]);
+        for (id, stream) in std::mem::take(&mut self.streams) {
+            let Stream { watched, created, metadata, .. } = stream;
+            let Request::Watch(request) = &created.request else { unreachable!("a watch begins with a watch request") };
+            let mut instance = instance.clone();
+            let resumed = watched.resume(self.peer, &mut instance.watch, (&metadata, request), self.head + 1).await;
+            let watched = resumed.map_err(|what| created.mismatch(format!("resumed: {what}")))?;
+            self.streams.insert(id, Stream { watched, created, metadata, instance });
+        }
+        Ok(())
     }
 
     async fn call(&mut self, exchange: Exchange, metadata: &Metadata) -> Result<(), Box<Mismatch>> {
@@ -197,7 +237,7 @@ impl Replay {
         instance.reach(self.head).await;
         let opened = Watched::open(self.peer, &mut instance.watch, (metadata, request), &created.answer, events).await;
         let watched = opened.map_err(|what| created.mismatch(what))?;
-        self.streams.insert(stream, Stream { watched, created, instance });
+        self.streams.insert(stream, Stream { watched, created, metadata: metadata.clone(), instance });
         Ok(())
     }
 
@@ -212,7 +252,7 @@ impl Replay {
 
     async fn end(&mut self, stream: CallId) -> Result<(), Box<Mismatch>> {
         let stream = self.streams.remove(&stream).expect("a stream ends once, after its create");
-        let Stream { watched, created, mut instance } = stream;
+        let Stream { watched, created, mut instance, .. } = stream;
         instance.reach(self.head).await;
         self.compared.events += watched.end(self.head).await.map_err(|what| created.mismatch(what))?;
         self.compared.streams += 1;

@@ -4,7 +4,8 @@ use std::{collections::VecDeque, time::Duration};
 
 use orlop_wire::proto::client::{
     etcdserverpb::{
-        WatchProgressRequest, WatchRequest, WatchResponse, watch_client::WatchClient, watch_request::RequestUnion,
+        WatchCreateRequest, WatchProgressRequest, WatchRequest, WatchResponse, watch_client::WatchClient,
+        watch_request::RequestUnion,
     },
     mvccpb::Event,
 };
@@ -50,6 +51,34 @@ impl Watched {
         created: &Answer,
         events: VecDeque<RecordedEvent>,
     ) -> Result<Self, Difference> {
+        let (watched, answer) = Self::begin(peer, client, (metadata, request), events).await?;
+        difference(peer, created, &Answer::Watch(answer)).map_or(Ok(watched), Err)
+    }
+
+    /// Goes on with the stream at another server, on which it expects the events that are missing.
+    pub async fn resume(
+        self,
+        peer: Peer,
+        client: &mut WatchClient<Channel>,
+        (metadata, request): (&Metadata, &WatchRequest),
+        from: i64,
+    ) -> Result<Self, Difference> {
+        let Some(RequestUnion::CreateRequest(create)) = request.request_union.clone() else {
+            return Err("a stream begins with a create request".to_owned());
+        };
+        let create = WatchCreateRequest { start_revision: create.start_revision.max(from), ..create };
+        let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
+        let (watched, _) = Self::begin(peer, client, (metadata, &request), self.events).await?;
+        Ok(Self { events_taken: self.events_taken, ..watched })
+    }
+
+    /// Opens the stream. Returns the response to its first request as well.
+    async fn begin(
+        peer: Peer,
+        client: &mut WatchClient<Channel>,
+        (metadata, request): (&Metadata, &WatchRequest),
+        events: VecDeque<RecordedEvent>,
+    ) -> Result<(Self, WatchResponse), Difference> {
         let (requests, outgoing) = mpsc::unbounded_channel();
         requests.send(request.clone()).expect("the receiver is still here");
         let stream = client.watch(with_metadata(metadata, UnboundedReceiverStream::new(outgoing)));
@@ -65,7 +94,7 @@ impl Watched {
             Self { peer, requests, answers, watch_id: 0, start_revision, events, events_taken: 0, repeats: 0 };
         let answer = watched.next().await?;
         watched.watch_id = answer.watch_id;
-        difference(peer, created, &Answer::Watch(answer)).map_or(Ok(watched), Err)
+        Ok((watched, answer))
     }
 
     /// Receives responses until every event up to `revision` has arrived.

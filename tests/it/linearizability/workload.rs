@@ -21,7 +21,7 @@ use tokio::{
     sync::watch,
     time::{Instant, sleep, timeout},
 };
-use tonic::{Code, Status, transport::Channel};
+use tonic::{Code, Status};
 
 use super::{
     KEYS_CHANGE,
@@ -29,7 +29,7 @@ use super::{
     connection::{Endpoints, connect, value},
     watcher::Log,
 };
-use crate::support::{Client as Connection, DEADLINE, Random, eventually};
+use crate::support::{Client as Clients, Connection, DEADLINE, Random, eventually};
 
 const KEYS: usize = 4;
 /// Request timeout of a client, like that of kube-apiserver.
@@ -184,7 +184,7 @@ pub fn revision(header: Option<ResponseHeader>) -> i64 {
 /// nor failed, until the channel is used again: tokio's unbounded queue keeps a message that is sent while the receiver
 /// is dropped. Connections of kube-apiserver always have other traffic. Here a status request every one or two seconds
 /// takes the place of that traffic.
-pub async fn answer<T>(mut maintenance: MaintenanceClient<Channel>, call: impl Future<Output = T>) -> Option<T> {
+pub async fn answer<T>(mut maintenance: MaintenanceClient<Connection>, call: impl Future<Output = T>) -> Option<T> {
     let traffic = async {
         loop {
             sleep(Duration::from_secs(1)).await;
@@ -198,7 +198,7 @@ pub async fn answer<T>(mut maintenance: MaintenanceClient<Channel>, call: impl F
     }
 }
 
-async fn call(connection: &mut Connection, key: &str, ask: Ask) -> Result<(Answer, i64), Failure> {
+async fn call(connection: &mut Clients, key: &str, ask: Ask) -> Result<(Answer, i64), Failure> {
     let bytes = || bytes::Bytes::copy_from_slice(key.as_bytes());
     let put = |value: u64| PutRequest { key: bytes(), value: value.to_string().into(), ..Default::default() };
     let get = || RangeRequest { key: bytes(), ..Default::default() };

@@ -29,13 +29,13 @@ impl Authority {
             return None;
         }
         let folder = tempfile::tempdir().expect("a temporary directory can be made");
-        let arguments = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout root.key -out root.pem -subj /CN=root -days 30";
+        let arguments = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout authority.key -out authority.pem -subj /CN=root -days 30";
         openssl(folder.path(), arguments);
         Some(Self { folder })
     }
 
     pub fn root(&self) -> PathBuf {
-        self.folder.path().join("root.pem")
+        self.folder.path().join("authority.pem")
     }
 
     /// Creates a certificate for 127.0.0.1 and localhost, for servers and clients. It is valid for `days` days; if
@@ -53,7 +53,7 @@ impl Authority {
         openssl(
             folder,
             &format!(
-                "x509 -req -in {name}.csr -CA root.pem -CAkey root.key -CAcreateserial -days {days} -extfile names -out {name}.pem"
+                "x509 -req -in {name}.csr -CA authority.pem -CAkey authority.key -CAcreateserial -days {days} -extfile names -out {name}.pem"
             ),
         );
         Certificate { cert: folder.join(format!("{name}.pem")), key: folder.join(format!("{name}.key")) }
@@ -73,7 +73,7 @@ impl Authority {
              default_crl_days = 30\ncrl_extensions = crl\n[crl]\nauthorityKeyIdentifier = keyid:always\n",
         );
         let name = certificate.cert.to_str().expect("a temporary path is text");
-        let signer = "ca -config ca.cnf -cert root.pem -keyfile root.key";
+        let signer = "ca -config ca.cnf -cert authority.pem -keyfile authority.key";
         openssl(folder, &format!("{signer} -revoke {name}"));
         openssl(folder, &format!("{signer} -gencrl -out revoked.pem"));
         openssl(folder, "crl -in revoked.pem -outform DER -out revoked.der");

@@ -1,24 +1,50 @@
 //! One client for each service of a server, all over one connection.
 
+use std::sync::Arc;
+
 use orlop_wire::proto::client::{
     etcdserverpb::{
-        cluster_client::ClusterClient, kv_client::KvClient, lease_client::LeaseClient,
-        maintenance_client::MaintenanceClient, watch_client::WatchClient,
+        AuthenticateRequest, auth_client::AuthClient, cluster_client::ClusterClient, kv_client::KvClient,
+        lease_client::LeaseClient, maintenance_client::MaintenanceClient, watch_client::WatchClient,
     },
     v3electionpb::election_client::ElectionClient,
     v3lockpb::lock_client::LockClient,
 };
-use tonic::transport::{Channel, Endpoint};
+use parking_lot::RwLock;
+use tonic::{
+    Request, Status,
+    metadata::AsciiMetadataValue,
+    service::{Interceptor, interceptor::InterceptedService},
+    transport::{Channel, Endpoint},
+};
+
+/// A connection whose requests carry the token of [`Client::act_with`].
+pub type Connection = InterceptedService<Channel, Token>;
 
 #[derive(Clone)]
 pub struct Client {
-    pub kv: KvClient<Channel>,
-    pub watch: WatchClient<Channel>,
-    pub lease: LeaseClient<Channel>,
-    pub maintenance: MaintenanceClient<Channel>,
-    pub cluster: ClusterClient<Channel>,
-    pub lock: LockClient<Channel>,
-    pub election: ElectionClient<Channel>,
+    pub kv: KvClient<Connection>,
+    pub watch: WatchClient<Connection>,
+    pub lease: LeaseClient<Connection>,
+    pub maintenance: MaintenanceClient<Connection>,
+    pub cluster: ClusterClient<Connection>,
+    pub auth: AuthClient<Connection>,
+    pub lock: LockClient<Connection>,
+    pub election: ElectionClient<Connection>,
+    token: Token,
+}
+
+/// The token that is sent with every request, if there is one.
+#[derive(Clone, Default)]
+pub struct Token(Arc<RwLock<Option<AsciiMetadataValue>>>);
+
+impl Interceptor for Token {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Some(token) = &*self.0.read() {
+            request.metadata_mut().insert("token", token.clone());
+        }
+        Ok(request)
+    }
 }
 
 impl Client {
@@ -30,14 +56,29 @@ impl Client {
 
     pub async fn try_connect(endpoint: &str) -> Result<Self, tonic::transport::Error> {
         let channel = Endpoint::from_shared(endpoint.to_owned())?.connect().await?;
+        let token = Token::default();
+        let channel = InterceptedService::new(channel, token.clone());
         Ok(Self {
             kv: KvClient::new(channel.clone()).max_decoding_message_size(usize::MAX),
             watch: WatchClient::new(channel.clone()).max_decoding_message_size(usize::MAX),
             lease: LeaseClient::new(channel.clone()).max_decoding_message_size(usize::MAX),
             maintenance: MaintenanceClient::new(channel.clone()).max_decoding_message_size(usize::MAX),
+            auth: AuthClient::new(channel.clone()),
             lock: LockClient::new(channel.clone()),
             election: ElectionClient::new(channel.clone()),
             cluster: ClusterClient::new(channel).max_decoding_message_size(usize::MAX),
+            token,
         })
+    }
+
+    /// Sends this token with all requests from now on, or none. Clones of the client send it, too.
+    pub fn act_with(&self, token: Option<&str>) {
+        *self.token.0.write() = token.map(|token| token.parse().expect("a token is ASCII"));
+    }
+
+    /// Returns a token for a user.
+    pub async fn log_in(&mut self, name: &str, password: &str) -> Result<String, Status> {
+        let request = AuthenticateRequest { name: name.to_owned(), password: password.to_owned() };
+        Ok(self.auth.authenticate(request).await?.into_inner().token)
     }
 }

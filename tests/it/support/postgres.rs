@@ -86,6 +86,11 @@ impl Postgres {
         programs().is_some()
     }
 
+    /// Returns the folder with Postgres's programs.
+    pub fn programs() -> Option<PathBuf> {
+        programs()
+    }
+
     /// Starts a separate cluster, which the test may stop.
     pub async fn start(fsync: Fsync) -> Option<Self> {
         Self::start_at(fsync, None, &[]).await

@@ -17,6 +17,8 @@ use tokio::{
     time::{Instant, timeout},
 };
 
+use tonic::Code;
+
 use super::{Backend, Client, DEADLINE, Postgres, etcd_tool, eventually, skip};
 
 /// Start of the line that Orlop prints for each listener once it serves; the listener's URL follows.
@@ -93,6 +95,11 @@ impl Server {
 
     /// Starts a real etcd, if the machine has one. It does not sync to the disk, unless it is too old for that flag.
     pub async fn etcd() -> Option<Self> {
+        Self::etcd_with(&[]).await
+    }
+
+    /// Starts the same server as [`Server::etcd`], with additional flags.
+    pub async fn etcd_with(arguments: &[&str]) -> Option<Self> {
         let Some(binary) = etcd_tool("etcd", "ORLOP_ETCD") else {
             skip("etcd");
             return None;
@@ -100,7 +107,8 @@ impl Server {
         let help = Command::new(&binary).arg("--help").output().expect("etcd prints its flags");
         let help = [help.stdout, help.stderr].concat();
         let no_fsync = String::from_utf8_lossy(&help).contains("--unsafe-no-fsync");
-        Some(Self::start(Program::Etcd { binary, no_fsync }, Vec::new(), Place::default()).await)
+        let arguments = arguments.iter().map(OsString::from).collect();
+        Some(Self::start(Program::Etcd { binary, no_fsync }, arguments, Place::default()).await)
     }
 
     /// Starts a real etcd that syncs to the disk, as Orlop does.
@@ -223,7 +231,7 @@ impl Drop for Server {
 }
 
 /// Creates a folder in memory if possible, because most tests do not need a disk, which is slow and shared.
-fn home() -> TempDir {
+pub fn home() -> TempDir {
     let memory = Path::new("/dev/shm");
     let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
     made.expect("a temporary directory can be made")
@@ -254,6 +262,10 @@ async fn launch_orlop(
     home: &Path,
 ) -> (Child, String) {
     let mut command = Command::new(program());
+    // A command such as migrate precedes the flags.
+    let is_command = |first: &&OsString| !first.as_encoded_bytes().starts_with(b"-");
+    let (subcommand, arguments) = arguments.split_at(usize::from(arguments.first().as_ref().is_some_and(is_command)));
+    command.args(subcommand);
     command.envs(environment.iter().map(|(name, value)| (name, value)));
     command.arg("--data-dir").arg(home.join("data")).args(["--log-level", "warn", "--log-format", "text"]);
     if let Some(datastore) = datastore {
@@ -325,7 +337,9 @@ async fn serves(process: &mut Child, endpoint: &str) -> bool {
         if let Ok(mut client) = Client::try_connect(endpoint).await {
             let leader = client.maintenance.status(StatusRequest {}).await.is_ok_and(|it| it.into_inner().leader != 0);
             let range = RangeRequest { key: "k".into(), ..Default::default() };
-            if leader && client.kv.range(range).await.is_ok() {
+            // A server with Auth enabled refuses the read, because it has no token.
+            let served = client.kv.range(range).await.map_or_else(|it| it.code() == Code::InvalidArgument, |_| true);
+            if leader && served {
                 return true;
             }
         }

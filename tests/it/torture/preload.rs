@@ -65,13 +65,15 @@ impl Preload {
         Self { home, control }
     }
 
-    /// Returns the environment variables that load the library into a process.
+    /// Returns the environment variables of a process that can be struck. They load the library.
     pub fn environment(&self) -> Vec<(String, OsString)> {
         let path = |name: &str| self.home.path().join(name).into_os_string();
         vec![
             ("LD_PRELOAD".to_owned(), path("preload.so")),
             ("TORTURE_CONTROL".to_owned(), path("control")),
             ("TORTURE_SHADOW".to_owned(), path("shadow")),
+            // The allocator takes memory when it needs it. A reserve would outlast the limit of a test.
+            ("MIMALLOC_ARENA_RESERVE".to_owned(), "0".into()),
         ]
     }
 

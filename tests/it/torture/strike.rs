@@ -290,9 +290,9 @@ async fn exhaust_descriptors(rig: &mut Rig, workload: &Workload) -> u64 {
     since
 }
 
-/// Sends large requests that have no effect, all at once.
-async fn demand_memory(endpoint: &str) {
-    let Ok(client) = Client::try_connect(endpoint).await else { return };
+/// Opens another connection and sends large requests that have no effect on it. `asking` holds the connection.
+async fn demand_memory(endpoint: &str, asking: &mut JoinSet<()>) {
+    let Ok(Ok(client)) = timeout(CONNECT_TIME, Client::try_connect(endpoint)).await else { return };
     let never = Compare {
         result: CompareResult::Less.into(),
         target: CompareTarget::Version.into(),
@@ -303,30 +303,42 @@ async fn demand_memory(endpoint: &str) {
     let put = PutRequest { key: "probe".into(), value: vec![b'1'; LARGE_BYTES].into(), ..Default::default() };
     let success = vec![RequestOp { request: Some(Request::RequestPut(put)) }];
     let txn = TxnRequest { compare: vec![never], success, failure: Vec::new() };
-    let mut asking = JoinSet::new();
     for _ in 0..LARGE_REQUESTS {
         let (mut client, txn) = (client.clone(), txn.clone());
-        asking.spawn(async move { client.kv.txn(txn).await.map(drop) });
+        asking.spawn(async move {
+            // The requests fail when the server ends, as intended.
+            let _ = client.kv.txn(txn).await;
+            std::future::pending().await
+        });
     }
-    // These requests fail when the server ends, as intended. Without memory it may also leave some unanswered.
-    let _ = timeout(DEMAND_TIME, async { while asking.join_next().await.is_some() {} }).await;
 }
 
-/// Maximum time for the large requests, after which they are sent again.
-const DEMAND_TIME: Duration = Duration::from_secs(3);
+/// Maximum time to connect to a server that may have no memory left.
+const CONNECT_TIME: Duration = Duration::from_secs(1);
+
+/// Returns the bytes of private memory that a process can write to.
+fn memory_bytes(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process runs");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmData:")).expect("Linux tells it");
+    let kib: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number");
+    kib * 1024
+}
 
 const LARGE_BYTES: usize = 1_400_000;
-const LARGE_REQUESTS: usize = 48;
+const LARGE_REQUESTS: usize = 8;
 
 /// Limits the server's memory until its process ends, and starts it again. A process without memory cannot continue.
 async fn exhaust_memory(rig: &mut Rig, workload: &Workload) -> u64 {
-    limit(rig.server(), "as", "1048576");
+    let data = memory_bytes(rig.server().pid());
+    limit(rig.server(), "data", &data.to_string());
     let endpoint = rig.server().endpoint().to_owned();
     let deadline = Instant::now() + DEADLINE;
+    let mut asking = JoinSet::new();
     while rig.server().runs() {
         assert!(Instant::now() < deadline, "the server does not run out of memory");
-        demand_memory(&endpoint).await;
+        demand_memory(&endpoint, &mut asking).await;
     }
+    drop(asking);
     let since = workload.now();
     rig.restart(0).await;
     since

@@ -33,12 +33,9 @@ impl<'a> FromIterator<&'a KeyRange> for KeySet {
         let mut merged: Vec<Span> = Vec::with_capacity(spans.len());
         for span in spans {
             match merged.last_mut() {
-                Some(Span { end: None, .. }) => break,
-                Some(Span { end: Some(end), .. }) if span.start <= *end => match span.end {
-                    None => merged.last_mut().expect("seen above").end = None,
-                    Some(later) if later > *end => *end = later,
-                    Some(_) => {}
-                },
+                Some(last) if last.end.as_ref().is_none_or(|end| span.start <= *end) => {
+                    last.end = last.end.take().zip(span.end).map(|(end, other)| end.max(other));
+                }
                 _ => merged.push(span),
             }
         }
@@ -49,14 +46,24 @@ impl<'a> FromIterator<&'a KeyRange> for KeySet {
 impl KeySet {
     /// Returns whether the set contains every key of a range.
     pub fn contains(&self, range: &KeyRange) -> bool {
-        let start = range.start();
-        let following = self.0.partition_point(|span| span.start <= *start);
-        let Some(span) = following.checked_sub(1).and_then(|index| self.0.get(index)) else { return false };
-        match (&span.end, range) {
-            (None, _) => true,
-            (Some(end), KeyRange::Single(key)) => key < end,
-            (Some(end), KeyRange::Span { end: Some(last), .. }) => start < end && last <= end,
-            (Some(_), KeyRange::Span { end: None, .. }) => false,
+        match range {
+            KeyRange::Single(key) => self.contains_key(key),
+            KeyRange::Span { start, end } => self.span_at(start).is_some_and(|span| match (&span.end, end) {
+                (None, _) => true,
+                (Some(covered), Some(end)) => start < covered && end <= covered,
+                (Some(_), None) => false,
+            }),
         }
+    }
+
+    /// Returns whether the set contains a key.
+    pub fn contains_key(&self, key: &[u8]) -> bool {
+        self.span_at(key).is_some_and(|span| span.end.as_ref().is_none_or(|end| key < end.as_slice()))
+    }
+
+    /// Returns the last span that starts at or before a key.
+    fn span_at(&self, key: &[u8]) -> Option<&Span> {
+        let following = self.0.partition_point(|span| span.start.as_slice() <= key);
+        following.checked_sub(1).and_then(|index| self.0.get(index))
     }
 }

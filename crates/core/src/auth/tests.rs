@@ -80,7 +80,7 @@ fn changes_have_the_outcomes_of_etcd() {
         (permission("none", "", Access::Read), Err(Error::RoleNotFound), 4),
         (permission("r", "a", Access::Read), Err(Error::InvalidAuthManagement), 4),
         (permission("r", "m", Access::Read), Ok(true), 5),
-        (permission("r", "m", Access::Write), Ok(true), 6),
+        (permission("r", "m", Access::Read), Ok(true), 6),
         (revoke("r", ""), Err(Error::PermissionNotGranted), 6),
         (revoke("r", "m"), Ok(true), 7),
         (add_user("u"), Ok(true), 8),

@@ -145,6 +145,11 @@ impl Table {
         self.leases.get(&id).into_iter().flat_map(|lease| &lease.keys)
     }
 
+    /// Returns the keys of all leases.
+    pub fn all_keys(&self) -> impl Iterator<Item = &Key> {
+        self.leases.values().flat_map(|lease| &lease.keys)
+    }
+
     /// Moves the changed key from its previous lease to the lease of the change.
     pub fn apply(&mut self, change: &Change) {
         let before = change.prev_lease;

@@ -9,8 +9,8 @@ use parking_lot::Mutex;
 use tokio::task::yield_now;
 
 use super::{
-    Alarm, AlarmChange, Append, Appended, Cause, Connections, History, LeaseChange, Log, LoggedLease, Meta, Page,
-    Position, Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Visit, WithPrev,
+    Alarm, AlarmChange, Append, Appended, AuthMark, AuthState, Cause, Connections, FactChange, History, LeaseChange,
+    Log, LoggedLease, Meta, Page, Position, Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Visit, WithPrev,
 };
 use crate::types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId};
 
@@ -28,6 +28,7 @@ struct State {
     rows: Vec<Change>,
     leases: BTreeMap<LeaseId, i64>,
     alarms: Vec<(Alarm, Cause)>,
+    auth: AuthState,
     compact_revision: Option<Revision>,
     purged: Option<Revision>,
 }
@@ -67,6 +68,8 @@ impl History for MemoryLog {
             member_id: 1,
             compact_revision: state.compact_revision,
             alarms: state.alarms.clone(),
+            auth: AuthMark::of(&state.auth),
+            source: None,
             position: Position { head: state.head(), epoch: 0, server: 0 },
             leases: state
                 .leases
@@ -74,6 +77,10 @@ impl History for MemoryLog {
                 .map(|(id, ttl_secs)| LoggedLease { id: *id, ttl_secs: *ttl_secs, left_secs: None })
                 .collect(),
         })
+    }
+
+    async fn auth(&self) -> Result<AuthState> {
+        Ok(self.0.lock().auth.clone())
     }
 
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
@@ -133,10 +140,16 @@ impl Log for MemoryLog {
             };
         }
         state.compact_revision = state.compact_revision.max(append.compact);
-        match append.alarm {
-            Some(AlarmChange::Raise { alarm, cause }) => state.alarms.push((alarm, cause)),
-            Some(AlarmChange::Clear { alarm }) => state.alarms.retain(|(raised, _)| *raised != alarm),
-            None => {}
+        match append.fact {
+            Some(FactChange::Alarm(AlarmChange::Raise { alarm, cause })) => state.alarms.push((alarm, cause)),
+            Some(FactChange::Alarm(AlarmChange::Clear { alarm })) => {
+                state.alarms.retain(|(raised, _)| *raised != alarm)
+            }
+            // A store does not send it.
+            Some(FactChange::Source(_)) | None => {}
+        }
+        if let Some(append) = append.auth {
+            state.auth = append.next.clone();
         }
         Ok(Appended::Done)
     }
@@ -144,6 +157,10 @@ impl Log for MemoryLog {
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         let state = self.0.lock();
         Ok(rows.iter().filter_map(|row| Some((*row, state.pair(*row)?))).collect())
+    }
+
+    async fn token_key(&self) -> Result<Vec<u8>> {
+        Ok(Vec::new())
     }
 
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {

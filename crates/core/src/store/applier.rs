@@ -39,6 +39,9 @@ impl Shared {
             if let Some(change) = batch.alarm().filter(|_| is_epoch_new) {
                 self.space.apply(change);
             }
+            if let Some(update) = batch.auth().filter(|_| is_epoch_new) {
+                self.authority.set(update.state.clone());
+            }
         });
         if !batch.leases().is_empty() {
             self.count_leases(batch.leases());

@@ -10,7 +10,7 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::{error::Error, queue::WriteQueue, shared::Shared, write_request::Request};
-use crate::types::Revision;
+use crate::{auth::Caller, types::Revision};
 
 /// The history that automatic compaction keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +50,7 @@ pub(super) async fn run(
                 continue;
             }
             info!(compact_revision = target.0, "starting auto compaction");
-            match queue.submit(Request::Compact(target)).await {
+            match queue.submit(&Caller::Server, Request::Compact(target)).await {
                 Ok(_) | Err(Error::Compacted) => {}
                 Err(error) => {
                     warn!(

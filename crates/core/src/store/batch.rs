@@ -8,6 +8,7 @@ use std::{collections::BTreeMap, ops::Bound};
 use tokio::time::Instant;
 
 use crate::{
+    auth::{AuthChange, AuthState},
     index::{Entry, Lease, TreeIndex},
     lease,
     log::{AlarmChange, LeaseChange},
@@ -29,6 +30,14 @@ pub struct Batch {
     lease_positions: Vec<usize>,
     compaction: Option<Revision>,
     alarm: Option<AlarmChange>,
+    auth: Option<AuthUpdate>,
+}
+
+/// A change of users and roles, and the state after it.
+#[derive(Debug)]
+pub struct AuthUpdate {
+    pub change: AuthChange,
+    pub state: AuthState,
 }
 
 /// A savepoint to which a failed request is rolled back.
@@ -73,6 +82,7 @@ impl Batch {
             lease_positions: Vec::new(),
             compaction: None,
             alarm: None,
+            auth: None,
         }
     }
 
@@ -105,7 +115,7 @@ impl Batch {
 
     /// Returns whether the batch changes anything other than keys.
     pub fn advances_epoch(&self) -> bool {
-        !self.leases.is_empty() || self.compaction.is_some() || self.alarm.is_some()
+        !self.leases.is_empty() || self.compaction.is_some() || self.alarm.is_some() || self.auth.is_some()
     }
 
     pub fn alarm(&self) -> Option<AlarmChange> {
@@ -114,6 +124,14 @@ impl Batch {
 
     pub fn set_alarm(&mut self, change: AlarmChange) {
         self.alarm = Some(change);
+    }
+
+    pub fn auth(&self) -> Option<&AuthUpdate> {
+        self.auth.as_ref()
+    }
+
+    pub fn set_auth(&mut self, update: AuthUpdate) {
+        self.auth = Some(update);
     }
 
     pub fn compaction(&self) -> Option<Revision> {

@@ -117,7 +117,8 @@ impl Shared {
                 if let Some(compacted) = meta.compact_revision {
                     self.replication.recorded_compaction.fetch_max(compacted.0, Ordering::Relaxed);
                 }
-                self.update_leases(meta);
+                let auth = if self.authority.is_at(meta.auth) { None } else { Some(self.log.auth().await?) };
+                self.update_leases(meta, auth);
             }
             while self.index.read().head() < position.head {
                 if !self.read_page(position.head).await? {
@@ -188,12 +189,17 @@ impl Shared {
         let replayed = replayed?;
         let leases = lease_table(&replayed.meta, &replayed.index, Instant::now());
         let (head, compacted) = (replayed.index.head(), replayed.index.compact_revision());
-        self.space.set_alarms(&replayed.meta);
+        let auth = if self.authority.is_at(replayed.meta.auth) { None } else { Some(self.log.auth().await?) };
         // The swaps leave the old state here, so that it is dropped after the locks are released.
         let mut rebuilt = (replayed.index, leases);
         self.hub.reset_to(head, compacted, || {
             std::mem::swap(&mut *self.index.write(), &mut rebuilt.0);
-            std::mem::swap(&mut *self.leases.lock(), &mut rebuilt.1);
+            let mut leases = self.leases.lock();
+            std::mem::swap(&mut *leases, &mut rebuilt.1);
+            self.space.set_alarms(&replayed.meta);
+            if let Some(auth) = auth {
+                self.authority.set(auth);
+            }
         });
         // The instance that recorded the compaction deletes these rows, if it is alive.
         *self.rows_left_to_others.lock() = replayed.garbage;

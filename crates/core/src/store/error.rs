@@ -1,6 +1,6 @@
 //! The errors of the store, by what the caller should do.
 
-use crate::{index::Unreadable, log, overload::Exhausted, trace};
+use crate::{auth, index::Unreadable, log, overload::Exhausted, trace};
 
 /// Why a request failed, by what the caller should do about it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -35,6 +35,9 @@ pub enum Error {
     /// The log is corrupt.
     #[error("corrupt log")]
     Corrupt,
+    /// The caller may not do this, or users and roles cannot be changed like this.
+    #[error(transparent)]
+    Auth(#[from] auth::Error),
 }
 
 pub type Result<T> = std::result::Result<T, Error>;

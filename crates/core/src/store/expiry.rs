@@ -10,6 +10,7 @@ use tracing::{debug, warn};
 
 use super::{error::Error, queue::WriteQueue, shared::Shared, write_request::Request};
 use crate::{
+    auth::Caller,
     log::{self, HEARTBEAT_INTERVAL, Touch},
     types::LeaseId,
 };
@@ -38,7 +39,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
             };
             for id in expired {
                 shared.pulses.expiry.beat();
-                match queue.submit(Request::Expire(id)).await {
+                match queue.submit(&Caller::Server, Request::Expire(id)).await {
                     Ok(_) => {
                         shared.metrics.store.leases_expired.inc();
                         debug!(lease_id = ?id, "lease expired");

@@ -30,6 +30,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         members: Members::new(Member { id: 1, name: "default".to_owned(), client_urls: Vec::new() }),
         metrics: Arc::default(),
         space: Space::new(0),
+        authority: Default::default(),
         hub: Arc::new(Hub::new(Revision::EMPTY, None, Arc::default())),
         index: RwLock::new(TreeIndex::new()),
         leases: Lock::new(lease::Table::default()),

@@ -19,6 +19,7 @@ use super::{
     write_request::{Outcome, Request},
 };
 use crate::{
+    auth::Caller,
     index::TreeIndex,
     log::{self, Log, LoggedLease, Precision, Size},
     overload::Steps,
@@ -130,38 +131,40 @@ impl Store {
     /// # Cancel safety
     ///
     /// Dropping the future does not cancel the write. This applies to every write of the store.
-    pub async fn put(&self, request: PutRequest) -> Result<PutResponse> {
-        let Outcome::Put(response) = self.queue.submit(Request::Put(request)).await? else {
+    pub async fn put(&self, caller: &Caller, request: PutRequest) -> Result<PutResponse> {
+        let Outcome::Put(response) = self.queue.submit(caller, Request::Put(request)).await? else {
             unreachable!("a put returns a put response")
         };
         Ok(response)
     }
 
-    pub async fn delete(&self, request: DeleteRequest) -> Result<DeleteResponse> {
-        let Outcome::Delete(response) = self.queue.submit(Request::Delete(request)).await? else {
+    pub async fn delete(&self, caller: &Caller, request: DeleteRequest) -> Result<DeleteResponse> {
+        let Outcome::Delete(response) = self.queue.submit(caller, Request::Delete(request)).await? else {
             unreachable!("a delete returns a delete response")
         };
         Ok(response)
     }
 
     /// Executes a transaction. A read-only transaction bypasses the writer.
-    pub async fn txn(&self, request: TxnRequest) -> Result<TxnResponse> {
+    pub async fn txn(&self, caller: &Caller, request: TxnRequest) -> Result<TxnResponse> {
         self.shared.metrics.store.txns.inc();
         if request.is_read_only() {
-            return self.read_txn(request).await;
+            return self.read_txn(caller, request).await;
         }
-        let Outcome::Txn(response) = self.queue.submit(Request::Txn(request)).await? else {
+        let Outcome::Txn(response) = self.queue.submit(caller, Request::Txn(request)).await? else {
             unreachable!("a transaction returns a transaction response")
         };
         Ok(response)
     }
 
     /// Compacts the log at `revision`: reads below it fail from now on. Returns the head.
-    pub async fn compact(&self, revision: Revision, wait: CompactionWait) -> Result<Revision> {
+    pub async fn compact(&self, caller: &Caller, revision: Revision, wait: CompactionWait) -> Result<Revision> {
         if wait == CompactionWait::ForRows {
+            // The writer checks the caller, too, but the hash reads the whole store.
+            self.check_root(caller).await?;
             self.store_hash_before_compaction(revision).await;
         }
-        let head = self.submit_for_revision(Request::Compact(revision)).await?;
+        let head = self.submit_for_revision(caller, Request::Compact(revision)).await?;
         if wait == CompactionWait::ForRows {
             let mut done = self.shared.compaction_done.subscribe();
             done.wait_for(|done| *done >= Some(revision)).await.map_err(|_| Error::Stopped)?;
@@ -170,8 +173,8 @@ impl Store {
     }
 
     /// Submits a request whose outcome is a revision.
-    pub(super) async fn submit_for_revision(&self, request: Request) -> Result<Revision> {
-        let Outcome::Revision(revision) = self.queue.submit(request).await? else {
+    pub(super) async fn submit_for_revision(&self, caller: &Caller, request: Request) -> Result<Revision> {
+        let Outcome::Revision(revision) = self.queue.submit(caller, request).await? else {
             unreachable!("this request returns a revision")
         };
         Ok(revision)

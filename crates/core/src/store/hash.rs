@@ -129,9 +129,14 @@ impl Store {
     }
 }
 
-/// Returns the hash of a history that does not change, at a revision that can be read ([`TreeIndex::resolve`]).
-pub async fn of_history(history: &dyn History, index: &TreeIndex, target: Revision) -> log::Result<Hashed> {
-    let compacted = index.compact_revision();
+/// Returns the hash of a history that does not change, at a revision that can be read ([`TreeIndex::resolve`]): the one
+/// that a store has which is compacted at `compacted`, no lower than the index.
+pub async fn of_history(
+    history: &dyn History,
+    index: &TreeIndex,
+    target: Revision,
+    compacted: Option<Revision>,
+) -> log::Result<Hashed> {
     let live_rows = |at| -> HashSet<RowId> {
         index.range(KeyRange::all().bounds(), at).map(|(_, entry)| entry.version.row).collect()
     };

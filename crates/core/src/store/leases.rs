@@ -14,12 +14,13 @@ use tracing::warn;
 use super::{
     error::{Error, Result},
     handle::{RETRY_PAUSE, Store},
-    request::LeaseGranted,
+    request::{LeaseGranted, LeaseKeys},
     shared::{Shared, WAIT_MAX},
     shared_query::SharedQuery,
     write_request::Request,
 };
 use crate::{
+    auth::{AuthState, Caller},
     index::{Lease, TreeIndex},
     lease::{self, Remaining, Renewal},
     log::{self, LeaseChange, LoggedLease, Meta, Touch},
@@ -28,13 +29,14 @@ use crate::{
 
 impl Store {
     /// Grants a lease with the given id, or with a free one. A TTL below the minimum is raised to the minimum.
-    pub async fn grant(&self, id: Option<LeaseId>, ttl_secs: i64) -> Result<LeaseGranted> {
+    pub async fn grant(&self, caller: &Caller, id: Option<LeaseId>, ttl_secs: i64) -> Result<LeaseGranted> {
         if ttl_secs > lease::TTL_SECS_MAX {
+            self.check_user(caller).await?;
             return Err(Error::LeaseTtlTooLarge);
         }
         let ttl_secs = ttl_secs.max(lease::TTL_SECS_MIN);
         let id = id.unwrap_or_else(|| self.free_lease_id());
-        let revision = self.submit_for_revision(Request::Grant { id, ttl_secs }).await?;
+        let revision = self.submit_for_revision(caller, Request::Grant { id, ttl_secs }).await?;
         Ok(LeaseGranted { revision, id, ttl_secs })
     }
 
@@ -51,13 +53,14 @@ impl Store {
     }
 
     /// Revokes a lease and deletes its keys in one revision. Returns the head.
-    pub async fn revoke(&self, id: LeaseId) -> Result<Revision> {
-        self.submit_for_revision(Request::Revoke(id)).await
+    pub async fn revoke(&self, caller: &Caller, id: LeaseId) -> Result<Revision> {
+        self.submit_for_revision(caller, Request::Revoke(id)).await
     }
 
     /// Renews a lease. Returns the head before the renewal, and the new TTL in seconds, or 0 if the lease is
     /// unknown or has expired.
-    pub async fn keep_alive(&self, id: LeaseId) -> Result<(Revision, i64)> {
+    pub async fn keep_alive(&self, caller: &Caller, id: LeaseId) -> Result<(Revision, i64)> {
+        self.check_lease(caller, id).await?;
         let head = self.head();
         loop {
             let renewal = match &self.renewal_query {
@@ -72,7 +75,7 @@ impl Store {
                 Renewal::Unknown => return Ok((head, 0)),
                 // The response is sent after the lease's keys are deleted.
                 Renewal::Expired => {
-                    self.submit_for_revision(Request::Expire(id)).await?;
+                    self.submit_for_revision(&Caller::Server, Request::Expire(id)).await?;
                     // The lease is still live if its deadline was moved meanwhile, for example because no instance was
                     // alive for a while. The next round of the loop renews it.
                     if self.shared.leases.lock().remaining(id, Instant::now()).is_none() {
@@ -106,21 +109,37 @@ impl Store {
         Ok(Renewal::Expired)
     }
 
-    /// Returns the remaining time of a lease, or `None` if it is unknown or has expired.
-    pub async fn lease(&self, id: LeaseId) -> Result<Option<Remaining>> {
+    /// Returns the remaining time of a lease, or `None` if it is unknown or has expired. With `LeaseKeys::Returned` the
+    /// caller needs the right to read all keys of the lease.
+    pub async fn lease(&self, caller: &Caller, id: LeaseId, keys: LeaseKeys) -> Result<Option<Remaining>> {
         self.confirm().await?;
         self.refresh_leases(&[id]).await?;
-        Ok(self.shared.leases.lock().remaining(id, Instant::now()))
+        let leases = self.shared.leases.lock();
+        if let Some(authority) = self.shared.authority.if_enabled() {
+            match keys {
+                LeaseKeys::Omitted => authority.check_user(caller)?,
+                LeaseKeys::Returned => {
+                    let rights = authority.rights(caller)?;
+                    leases.keys(id).try_for_each(|key| rights.check_read_key(key))?;
+                }
+            }
+        }
+        Ok(leases.remaining(id, Instant::now()))
     }
 
-    /// Returns the ids of all live leases.
-    pub async fn leases(&self) -> Result<Vec<LeaseId>> {
+    /// Returns the ids of all live leases. The caller needs the right to read all keys of all leases.
+    pub async fn leases(&self, caller: &Caller) -> Result<Vec<LeaseId>> {
         self.confirm().await?;
         if self.renewal_query.is_some() {
             let expired = self.shared.leases.lock().expired(Instant::now(), usize::MAX);
             self.refresh_leases(&expired).await?;
         }
-        Ok(self.shared.leases.lock().list(Instant::now()))
+        let leases = self.shared.leases.lock();
+        if let Some(authority) = self.shared.authority.if_enabled() {
+            let rights = authority.rights(caller)?;
+            leases.all_keys().try_for_each(|key| rights.check_read_key(key))?;
+        }
+        Ok(leases.list(Instant::now()))
     }
 
     /// Refreshes the deadlines of these leases from the log, if the log stores deadlines.
@@ -163,8 +182,8 @@ impl Shared {
         }
     }
 
-    /// Updates the lease table and the alarms to the state in the log.
-    pub(super) fn update_leases(&self, meta: &Meta) {
+    /// Updates the lease table and the alarms to the state in the log, and users and roles if they have changed.
+    pub(super) fn update_leases(&self, meta: &Meta, auth: Option<AuthState>) {
         let now = Instant::now();
         let mut leases = self.leases.lock();
         if self.log.shared().is_some() && meta.position.epoch < leases.epoch {
@@ -187,9 +206,12 @@ impl Shared {
             }
         }
         leases.epoch = leases.epoch.max(meta.position.epoch);
-        // The lease table is still locked. Otherwise a newer alarm change of this instance, which also advances the
-        // epoch, could be overwritten.
+        // The lease table is still locked. Otherwise a newer change of this instance, which also advances the epoch,
+        // could be overwritten.
         self.space.set_alarms(meta);
+        if let Some(auth) = auth {
+            self.authority.set(auth);
+        }
         drop(leases);
         self.lease_deadline.notify_one();
     }

@@ -13,6 +13,7 @@ use tokio::{
 };
 
 use super::{
+    authority::CurrentAuthority,
     auto_compact::{self, AutoCompaction},
     busy_poll::BusyPoll,
     catch_up,
@@ -36,7 +37,7 @@ use super::{
 };
 use crate::{
     index::TreeIndex,
-    log::{Log, LoggedLease, Member, Meta, Result, Touch},
+    log::{Error, Log, LoggedLease, Member, Meta, Result, Touch},
     metrics::Metrics,
     overload::{ReadMemory, Steps},
     supervise::Lock,
@@ -94,6 +95,12 @@ impl Store {
     ///
     /// If the log cannot be read or is corrupt.
     pub async fn open(log: Arc<dyn Log>, settings: Settings) -> Result<Self> {
+        if log.meta().await?.source.is_some() {
+            return Err(Error::Open(
+                "it is the unfinished copy of another store; continue `orlop migrate`, or use an empty database"
+                    .to_owned(),
+            ));
+        }
         if let Some(shared) = log.shared() {
             // Leases do not expire while no instance is alive: the first heartbeat extends their deadlines. It is sent
             // before the deadlines are read.
@@ -105,6 +112,7 @@ impl Store {
         vital("the step scheduler", grant_steps);
         let shared = Arc::new(Shared::new(log, &meta, index, steps, &settings));
         shared.space.set_alarms(&meta);
+        shared.authority.set(shared.log.auth().await?);
         shared.fill_tail().await?;
         let (writer, queue) =
             Writer::new(Arc::clone(&shared), settings.slow_thresholds, BusyPoll::new(settings.busy_poll));
@@ -155,6 +163,7 @@ impl Shared {
             replication: ReplicationState::new(meta.position.server),
             members: Members::new(own),
             space: Space::new(settings.quota_bytes),
+            authority: CurrentAuthority::default(),
             hub: Arc::new(Hub::new(index.head(), index.compact_revision(), Arc::clone(&metrics))),
             metrics,
             compaction_done: watch::Sender::new(index.compact_revision()),

@@ -15,6 +15,7 @@ use super::{
     timing::Times,
     write_request::{Outcome, Request},
 };
+use crate::auth::Caller;
 
 /// Maximum number of waiting requests, as in etcd. Further requests fail with "too many requests".
 pub(super) const QUEUE_REQUESTS_MAX: usize = 5_000;
@@ -44,6 +45,7 @@ impl Ticket {
 /// A queued request.
 #[derive(Debug)]
 pub(super) struct Command {
+    pub(super) caller: Caller,
     pub(super) request: Request,
     /// Approximate bytes of keys and values.
     pub(super) bytes: usize,
@@ -67,14 +69,15 @@ impl WriteQueue {
     ///
     /// [`Error::TooManyRequests`] immediately if the queue is full, [`Error::Stopped`] if it is closed; otherwise the
     /// outcome of the request.
-    pub(super) async fn submit(&self, request: Request) -> Result<Outcome> {
+    pub(super) async fn submit(&self, caller: &Caller, request: Request) -> Result<Outcome> {
         let bytes = request.bytes();
         if self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes > QUEUE_BYTES_MAX {
             self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
             return Err(Error::TooManyRequests);
         }
         let (ticket, reply) = oneshot::channel();
-        let command = Command { request, bytes, since: Instant::now(), ticket: Ticket(ticket) };
+        let caller = caller.clone();
+        let command = Command { caller, request, bytes, since: Instant::now(), ticket: Ticket(ticket) };
         if let Err(refused) = self.commands.try_send(command) {
             self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
             return Err(match refused {

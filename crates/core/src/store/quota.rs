@@ -20,6 +20,7 @@ use super::{
     shared::Shared,
     write_request::Request,
 };
+use crate::auth::Caller;
 use crate::log::{Alarm, AlarmChange, AlarmKind, Cause, Precision, Reclaim, Reclaimed, Size};
 
 /// Interval between measurements.
@@ -42,7 +43,7 @@ impl Shared {
     /// [`Error::NoSpace`], [`Error::Corrupt`].
     pub(super) async fn admit(&self, request: &Request, bytes: usize) -> Result<()> {
         let space = &self.space;
-        if let Request::Alarm(_) = request {
+        if let Request::Alarm(_) | Request::Auth(_) = request {
             return Ok(());
         }
         space.check_not_corrupt()?;
@@ -92,7 +93,12 @@ fn needs_space(request: &Request) -> bool {
     match request {
         Request::Put(_) | Request::Grant { .. } => true,
         Request::Txn(txn) => puts(txn),
-        Request::Delete(_) | Request::Revoke(_) | Request::Expire(_) | Request::Compact(_) | Request::Alarm(_) => false,
+        Request::Delete(_)
+        | Request::Revoke(_)
+        | Request::Expire(_)
+        | Request::Compact(_)
+        | Request::Alarm(_)
+        | Request::Auth(_) => false,
     }
 }
 
@@ -108,7 +114,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
                 () = sleep(if is_alarmed { ALARMED_INTERVAL } else { INTERVAL }) => {}
             }
             if let Some(change) = required_change(&shared).await
-                && let Err(error) = queue.submit(Request::Alarm(change)).await
+                && let Err(error) = queue.submit(&Caller::Server, Request::Alarm(change)).await
             {
                 // On a full disk the alarm is also raised without a record.
                 if !shared.space.is_disk_full.load(Ordering::Relaxed) {
@@ -156,8 +162,8 @@ impl Store {
     }
 
     /// Raises or clears an alarm for all instances. Repeating a change has no effect.
-    pub async fn change_alarm(&self, change: AlarmChange) -> Result<()> {
-        self.submit_for_revision(Request::Alarm(change)).await.map(drop)
+    pub async fn change_alarm(&self, caller: &Caller, change: AlarmChange) -> Result<()> {
+        self.submit_for_revision(caller, Request::Alarm(change)).await.map(drop)
     }
 
     /// Returns the database's free space to the file system, in steps between which writes can run.

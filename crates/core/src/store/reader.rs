@@ -21,6 +21,7 @@ use super::{
     timing::describe_range,
 };
 use crate::{
+    auth::Caller,
     index::{Entry, ReadAt},
     trace::{self, Part},
     types::{Key, KeyRange, Revision},
@@ -31,11 +32,11 @@ const DESCRIBED_PAIRS: usize = 1_000;
 
 impl Store {
     /// Reads a range.
-    pub async fn range(&self, request: &RangeRequest) -> Result<RangeResponse> {
+    pub async fn range(&self, caller: &Caller, request: &RangeRequest) -> Result<RangeResponse> {
         let started = Instant::now();
         let metrics = &self.shared.metrics.store;
         metrics.ranges.inc();
-        let response = self.range_whole(request).await;
+        let response = self.range_whole(caller, request).await;
         let took = started.elapsed();
         self.range_durations[usize::from(response.is_ok())].observe(took.as_secs_f64());
         let pairs = response.as_ref().map_or(0, |response| response.kvs.len());
@@ -48,13 +49,12 @@ impl Store {
     }
 
     /// Reads a range. Repeats a read at the latest revision if a compaction overtook it.
-    async fn range_whole(&self, request: &RangeRequest) -> Result<RangeResponse> {
-        self.shared.space.check_not_corrupt()?;
+    async fn range_whole(&self, caller: &Caller, request: &RangeRequest) -> Result<RangeResponse> {
         if request.consistency == Consistency::Linearizable {
             self.confirm().await?;
         }
         loop {
-            match self.shared.range_once(request).await {
+            match self.shared.range_once(caller, request).await {
                 // No revision was requested, so a newer one is correct.
                 Err(Error::Compacted) if request.at == ReadAt::Latest => {}
                 response => return response,
@@ -65,13 +65,17 @@ impl Store {
 
 impl Shared {
     /// Reads a range at one revision.
-    async fn range_once(&self, request: &RangeRequest) -> Result<RangeResponse> {
+    async fn range_once(&self, caller: &Caller, request: &RangeRequest) -> Result<RangeResponse> {
         // Both are read under one lock, so that a read of the latest state is at the revision in its header. A watch
         // from the next revision then misses no change.
         let (revision, at) = {
             let index = self.index.read();
-            (index.head(), index.resolve(request.at)?)
+            (index.head(), index.resolve(request.at))
         };
+        // After the revision is chosen: a pair that was written after the rights were withdrawn is then not in the
+        // response.
+        self.check_read(caller, &request.range)?;
+        let at = at?;
         let begun = Instant::now();
         let mut selection = Selection::new(request);
         let (mut after, mut step) = (None, StepCount::default());

@@ -220,6 +220,13 @@ pub struct LeaseGranted {
     pub ttl_secs: i64,
 }
 
+/// Whether a lease is returned with its keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeaseKeys {
+    Returned,
+    Omitted,
+}
+
 /// Whether a compaction request returns when the compact revision is recorded or after the rows are deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompactionWait {

@@ -8,7 +8,10 @@ use std::{
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, watch};
 
-use super::{hash::Hashed, members::Members, replication::ReplicationState, space::Space, values::ValueCache};
+use super::{
+    authority::CurrentAuthority, hash::Hashed, members::Members, replication::ReplicationState, space::Space,
+    values::ValueCache,
+};
 use crate::{
     index::TreeIndex,
     lease,
@@ -38,6 +41,7 @@ pub(super) struct Shared {
     pub(super) replication: ReplicationState,
     pub(super) members: Members,
     pub(super) space: Space,
+    pub(super) authority: CurrentAuthority,
     pub(super) metrics: Arc<Metrics>,
     pub(super) hub: Arc<Hub>,
     pub(super) index: RwLock<TreeIndex>,

@@ -3,7 +3,7 @@
 //! While NOSPACE is raised, by any instance, puts, transactions with puts and new leases are rejected. Reads are
 //! served, and so are deletes and compactions, because they free space. The server raises the alarm if the used space
 //! plus the current write would exceed the quota, and clears it when enough space is free again. An alarm that a client
-//! raised is cleared only by a client. While CORRUPT is raised, reads of keys and all writes except alarm changes fail.
+//! raised is cleared only by a client. While CORRUPT is raised, all writes fail except changes of alarms, users and roles.
 //!
 //! Between measurements, the used space is the last measured size plus the bytes written since. The size is measured
 //! again before a write is rejected, unless NOSPACE is raised or is about to be raised.

@@ -10,6 +10,7 @@ use super::{
     request::{Consistency, Projection, RangeRequest},
 };
 use crate::{
+    auth::Caller,
     index::ReadAt,
     log::{AlarmKind, Precision},
     metrics::Metrics,
@@ -32,7 +33,7 @@ impl Store {
             projection: Projection::KeysOnly,
             consistency,
         };
-        self.range(&request).await.map(drop)
+        self.range(&Caller::Server, &request).await.map(drop)
     }
 
     /// Updates the gauges of the store. If the database does not answer, the gauges that come from it keep their
@@ -50,6 +51,7 @@ impl Store {
         }
         state.pending.set(as_gauge(self.queue.len()));
         state.tasks.set(as_gauge(Handle::current().metrics().num_alive_tasks()));
+        state.auth_revision.set(i64::try_from(self.authority().state().revision).unwrap_or(i64::MAX));
         state.leases.set(as_gauge(shared.leases.lock().len()));
         state.cache_bytes.set(shared.values.bytes().cast_signed());
         state.cache_hits.set(shared.values.hits().cast_signed());

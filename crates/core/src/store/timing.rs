@@ -54,7 +54,7 @@ struct Kind {
     request: [Histogram; 2],
 }
 
-const KINDS: [&str; 7] = ["Put", "DeleteRange", "Txn", "LeaseGrant", "LeaseRevoke", "Compaction", "Alarm"];
+const KINDS: [&str; 8] = ["Put", "DeleteRange", "Txn", "LeaseGrant", "LeaseRevoke", "Compaction", "Alarm", "Auth"];
 
 impl Timing {
     pub(super) fn new(metrics: &metrics::Store, slow_thresholds: SlowThresholds) -> Self {
@@ -125,6 +125,7 @@ fn kind(request: &Request) -> usize {
         Request::Revoke(_) | Request::Expire(_) => 4,
         Request::Compact(_) => 5,
         Request::Alarm(_) => 6,
+        Request::Auth(_) => 7,
     }
 }
 
@@ -138,6 +139,7 @@ fn describe(request: &Request) -> String {
         Request::Revoke(id) | Request::Expire(id) => format!("lease_revoke id={id:?}"),
         Request::Compact(revision) => format!("compaction revision={revision}"),
         Request::Alarm(change) => format!("alarm {change:?}"),
+        Request::Auth(change) => format!("auth {change:?}").chars().take(RANGE_CHARS_MAX).collect(),
     }
 }
 
@@ -157,7 +159,7 @@ fn describe_txn(txn: &TxnRequest) -> String {
     )
 }
 
-/// Maximum number of characters shown of a range.
+/// Maximum number of characters shown of a range, or of a change of users and roles.
 const RANGE_CHARS_MAX: usize = 256;
 
 /// Describes a range.

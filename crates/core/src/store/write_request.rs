@@ -2,6 +2,7 @@
 
 use super::request::{DeleteRequest, DeleteResponse, Op, PutRequest, PutResponse, PutValue, TxnRequest, TxnResponse};
 use crate::{
+    auth::AuthChange,
     log::AlarmChange,
     types::{LeaseId, Revision},
 };
@@ -21,6 +22,7 @@ pub(super) enum Request {
     Expire(LeaseId),
     Compact(Revision),
     Alarm(AlarmChange),
+    Auth(AuthChange),
 }
 
 /// The response to a request.
@@ -33,6 +35,11 @@ pub(super) enum Outcome {
 }
 
 impl Request {
+    /// Returns whether the request has a batch of its own.
+    pub(super) fn is_alone(&self) -> bool {
+        matches!(self, Self::Compact(_) | Self::Alarm(_) | Self::Auth(_))
+    }
+
     /// Approximate bytes of keys and values.
     pub(super) fn bytes(&self) -> usize {
         fn txn(txn: &TxnRequest) -> usize {
@@ -61,6 +68,7 @@ impl Request {
             | Self::Expire(_)
             | Self::Compact(_)
             | Self::Alarm(_) => 64,
+            Self::Auth(change) => change.bytes(),
         }
     }
 }

@@ -39,9 +39,10 @@ use tokio::{
 use tracing::{error, warn};
 
 use super::{
-    batch::Batch,
+    batch::{AuthUpdate, Batch},
     busy_poll::BusyPoll,
     error::{Error, Result},
+    permissions,
     queue::{Command, QUEUE_REQUESTS_MAX, WriteQueue},
     shared::Shared,
     timing::{SlowThresholds, Timing},
@@ -154,8 +155,7 @@ impl Writer {
         self.pending.push_back(command);
     }
 
-    /// Evaluates pending requests up to the limits of a batch and commits it. A compaction or an alarm has a batch of
-    /// its own.
+    /// Evaluates pending requests up to the limits of a batch and commits it. Some requests have a batch of their own.
     async fn serve_batch(&mut self) {
         if self.is_contended && !self.holds_append_lock {
             self.lock_appends().await;
@@ -171,7 +171,7 @@ impl Writer {
         let mut bytes = 0;
         while let Some(command) = self.pending.pop_front() {
             let is_full = batch.changes().len() >= BATCH_CHANGES_MAX || bytes >= BATCH_BYTES_MAX;
-            let is_alone = matches!(command.request, Request::Compact(_) | Request::Alarm(_));
+            let is_alone = command.request.is_alone();
             if (is_full || is_alone) && !served.is_empty() {
                 self.pending.push_front(command);
                 break;
@@ -181,7 +181,7 @@ impl Writer {
                 served.push((command, Err(error)));
                 continue;
             }
-            match self.evaluate(&command.request, expected, &mut batch, &fetched) {
+            match self.evaluate(&command, expected, &mut batch, &fetched) {
                 Ok(outcome) => {
                     bytes += command.bytes;
                     served.push((command, Ok(outcome)));
@@ -230,10 +230,11 @@ impl Writer {
         self.is_contended = shared.position() != before;
     }
 
-    /// Evaluates a request, unless the store is no longer at the position on which the batch is based.
+    /// Evaluates a request, unless the store is no longer at the position on which the batch is based. The rights of the
+    /// caller are those at this position.
     fn evaluate(
         &self,
-        request: &Request,
+        Command { caller, request, .. }: &Command,
         expected: Position,
         batch: &mut Batch,
         fetched: &Fetched,
@@ -242,6 +243,10 @@ impl Writer {
         let leases = self.shared.leases.lock();
         if index.head() != expected.head || leases.epoch != expected.epoch {
             return Err(Stop::Outdated);
+        }
+        if let Some(authority) = self.shared.authority.if_enabled() {
+            permissions::check(&authority, caller, request, |lease| batch.lease_keys(&leases, lease))
+                .map_err(Error::from)?;
         }
         if let Request::Expire(id) = request
             && !batch.is_lease_expired(&leases, *id, Instant::now())
@@ -260,6 +265,13 @@ impl Writer {
             Request::Compact(revision) => evaluation.compact(*revision).map(Outcome::Revision),
             Request::Alarm(change) => {
                 batch.set_alarm(*change);
+                Ok(Outcome::Revision(batch.head()))
+            }
+            Request::Auth(change) => {
+                let mut state = self.shared.authority.get().state().clone();
+                if state.apply(change).map_err(Error::from)? {
+                    batch.set_auth(AuthUpdate { change: change.clone(), state });
+                }
                 Ok(Outcome::Revision(batch.head()))
             }
         }
@@ -289,6 +301,7 @@ mod tests {
 
     use super::*;
     use crate::{
+        auth::Caller,
         store::{fixtures::shared, request::DeleteRequest},
         types::KeyRange,
     };
@@ -301,22 +314,23 @@ mod tests {
     #[tokio::test]
     async fn full_queue_rejects_requests_until_it_is_drained() {
         let (mut writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
-        let mut waiting: Vec<_> = (0..QUEUE_REQUESTS_MAX).map(|_| Box::pin(queue.submit(delete()))).collect();
+        let mut waiting: Vec<_> =
+            (0..QUEUE_REQUESTS_MAX).map(|_| Box::pin(queue.submit(&Caller::Server, delete()))).collect();
         assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "accepted and waiting");
-        assert!(matches!(queue.submit(delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
+        assert!(matches!(queue.submit(&Caller::Server, delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
 
         assert!(writer.collect().await);
-        assert!(queue.submit(delete()).now_or_never().is_none(), "the queue has capacity again");
+        assert!(queue.submit(&Caller::Server, delete()).now_or_never().is_none(), "the queue has capacity again");
     }
 
     #[tokio::test]
     async fn closed_queue_serves_waiting_requests_and_rejects_new_ones() {
         let (writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
-        let mut waiting = Box::pin(queue.submit(delete()));
+        let mut waiting = Box::pin(queue.submit(&Caller::Server, delete()));
         assert!(waiting.as_mut().now_or_never().is_none());
         queue.close();
         writer.run().await;
         assert!(matches!(waiting.await, Ok(Outcome::Delete(_))));
-        assert!(matches!(queue.submit(delete()).await, Err(Error::Stopped)));
+        assert!(matches!(queue.submit(&Caller::Server, delete()).await, Err(Error::Stopped)));
     }
 }

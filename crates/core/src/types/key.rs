@@ -77,6 +77,15 @@ impl KeyRange {
         }
     }
 
+    /// Returns key and range end of the wire; the inverse of [`Self::from_wire`].
+    pub fn to_wire(&self) -> (&[u8], &[u8]) {
+        match self {
+            Self::Single(key) => (key, b""),
+            Self::Span { start, end: None } => (start, b"\0"),
+            Self::Span { start, end: Some(end) } => (start, end),
+        }
+    }
+
     /// Returns the range of all keys.
     pub fn all() -> Self {
         Self::Span { start: Key::from(&b""[..]), end: None }

@@ -3,10 +3,12 @@
 use bytes::Bytes;
 
 use super::{
+    auth::draw_change,
     random::{below, between, percent, pick},
     truth::LEASES,
 };
 use orlop_core::{
+    auth::{AuthChange, Caller},
     index::ReadAt,
     store::{
         Error, Store,
@@ -33,6 +35,7 @@ pub(super) enum Call {
     KeepAlive(LeaseId),
     Leases,
     Compact(Revision, CompactionWait),
+    Auth(AuthChange),
 }
 
 #[derive(Debug)]
@@ -49,7 +52,10 @@ pub(super) enum Answer {
 
 impl Call {
     /// Returns a random request. Its values start with `number`, and `head` is near the current revision.
-    pub fn draw(number: usize, head: Revision) -> Self {
+    pub fn draw(number: usize, head: Revision, has_auth: bool) -> Self {
+        if has_auth && percent(8) {
+            return Self::Auth(draw_change());
+        }
         match below(100) {
             0..34 => Self::Put(put(&format!("{number}."), pick(&KEYS))),
             34..44 => Self::Delete(DeleteRequest { range: range(), prev_kv: percent(30) }),
@@ -82,21 +88,23 @@ impl Call {
     pub fn writes(&self) -> bool {
         match self {
             Self::Put(_) | Self::Delete(_) | Self::Txn(_) | Self::Revoke(_) => true,
-            Self::Range(_) | Self::Grant(..) | Self::KeepAlive(_) | Self::Leases | Self::Compact(..) => false,
+            Self::Range(_) | Self::Grant(..) | Self::KeepAlive(_) | Self::Leases => false,
+            Self::Compact(..) | Self::Auth(_) => false,
         }
     }
 
-    pub async fn serve(self, store: &Store) -> Result<Answer, Error> {
+    pub async fn serve(self, store: &Store, caller: &Caller) -> Result<Answer, Error> {
         Ok(match self {
-            Self::Put(request) => Answer::Put(store.put(request).await?),
-            Self::Delete(request) => Answer::Delete(store.delete(request).await?),
-            Self::Txn(request) => Answer::Txn(store.txn(request).await?),
-            Self::Range(request) => Answer::Range(store.range(&request).await?),
-            Self::Grant(id, ttl_secs) => Answer::Revision(store.grant(Some(id), ttl_secs).await?.revision),
-            Self::Revoke(id) => Answer::Revision(store.revoke(id).await?),
-            Self::KeepAlive(id) => Answer::Lease(store.keep_alive(id).await?.1),
-            Self::Leases => Answer::Leases(store.leases().await?),
-            Self::Compact(revision, wait) => Answer::Revision(store.compact(revision, wait).await?),
+            Self::Put(request) => Answer::Put(store.put(caller, request).await?),
+            Self::Delete(request) => Answer::Delete(store.delete(caller, request).await?),
+            Self::Txn(request) => Answer::Txn(store.txn(caller, request).await?),
+            Self::Range(request) => Answer::Range(store.range(caller, &request).await?),
+            Self::Grant(id, ttl_secs) => Answer::Revision(store.grant(caller, Some(id), ttl_secs).await?.revision),
+            Self::Revoke(id) => Answer::Revision(store.revoke(caller, id).await?),
+            Self::KeepAlive(id) => Answer::Lease(store.keep_alive(caller, id).await?.1),
+            Self::Leases => Answer::Leases(store.leases(caller).await?),
+            Self::Compact(revision, wait) => Answer::Revision(store.compact(caller, revision, wait).await?),
+            Self::Auth(change) => Answer::Revision(store.change_auth(caller, change).await?),
         })
     }
 }

@@ -16,6 +16,7 @@ use super::{
     world::{REQUEST_TIMEOUT, World},
 };
 use orlop_core::{
+    auth::Caller,
     types::{Revision, WatchId},
     watch::{Messages, Outbox},
 };
@@ -30,8 +31,12 @@ pub(super) async fn call(world: Rc<World>) {
         if world.instance(place).is_none() {
             sleep(millis(50, 500)).await;
         }
-        let (number, head) = (world.ledger.borrow().next(), world.database.lock().truth.head);
-        world.call(place, Call::draw(number, head), request_timeout).await;
+        let (number, has_auth) = (world.ledger.borrow().next(), world.profile.has_auth);
+        let (head, caller) = {
+            let truth = &world.database.lock().truth;
+            (truth.head, if has_auth { truth.auth.draw_caller() } else { Caller::Server })
+        };
+        world.call(place, caller, Call::draw(number, head, has_auth), request_timeout).await;
     }
     world.busy.set(world.busy.get() - 1);
 }

@@ -13,9 +13,10 @@ use super::{
     truth::{Sharing, Truth},
 };
 use orlop_core::{
+    auth::{AuthChange, AuthState},
     log::{
-        Alarm, AlarmChange, Append, Appended, Cause, HEARTBEAT_TIMEOUT, LeaseChange, LoggedLease, Member, Meta, Page,
-        Position, Touch, WithPrev,
+        Alarm, AlarmChange, Append, Appended, AuthMark, Cause, FactChange, HEARTBEAT_TIMEOUT, LeaseChange, LoggedLease,
+        Member, Meta, Page, Position, Touch, WithPrev,
     },
     types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId},
 };
@@ -42,7 +43,8 @@ pub(super) struct Owned {
     changes: Vec<Change>,
     leases: Vec<LeaseChange>,
     compact: Option<Revision>,
-    alarm: Option<AlarmChange>,
+    fact: Option<FactChange>,
+    auth: Option<(AuthChange, AuthState)>,
 }
 
 impl From<Append<'_>> for Owned {
@@ -52,7 +54,8 @@ impl From<Append<'_>> for Owned {
             changes: append.changes.to_vec(),
             leases: append.leases.to_vec(),
             compact: append.compact,
-            alarm: append.alarm,
+            fact: append.fact,
+            auth: append.auth.map(|auth| (auth.change.clone(), auth.next.clone())),
         }
     }
 }
@@ -91,9 +94,9 @@ pub(super) struct Database {
 }
 
 impl Database {
-    pub fn new(sharing: Sharing, faults: Faults) -> Self {
+    pub fn new(sharing: Sharing, faults: Faults, auth: AuthState) -> Self {
         Self {
-            truth: Truth::new(sharing),
+            truth: Truth::new(sharing, auth),
             sharing,
             faults,
             is_up: true,
@@ -134,12 +137,18 @@ impl Database {
         self.leases = leases;
         self.truth.land(&append.changes, &append.leases, append.compact);
         self.rows.extend(append.changes.iter().map(|change| (change.row, change.clone())));
-        match append.alarm {
-            Some(AlarmChange::Raise { alarm, cause }) => drop(self.alarms.insert(alarm, cause)),
-            Some(AlarmChange::Clear { alarm }) => drop(self.alarms.remove(&alarm)),
-            None => {}
+        match append.fact {
+            Some(FactChange::Alarm(AlarmChange::Raise { alarm, cause })) => drop(self.alarms.insert(alarm, cause)),
+            Some(FactChange::Alarm(AlarmChange::Clear { alarm })) => drop(self.alarms.remove(&alarm)),
+            // A store does not send it.
+            Some(FactChange::Source(_)) | None => {}
         }
-        self.epoch += i64::from(!append.leases.is_empty() || append.compact.is_some() || append.alarm.is_some());
+        if let Some((change, next)) = &append.auth {
+            self.truth.auth.land(change, next);
+        }
+        self.epoch += i64::from(
+            !append.leases.is_empty() || append.compact.is_some() || append.fact.is_some() || append.auth.is_some(),
+        );
         scheduler::note(self.truth.head.0.cast_unsigned());
         self.notify();
         Appended::Done
@@ -204,6 +213,8 @@ impl Database {
             compact_revision: self.truth.compact_revision,
             leases: self.leases.iter().map(logged).collect(),
             alarms: self.alarms.iter().map(|(alarm, cause)| (*alarm, *cause)).collect(),
+            auth: AuthMark::of(self.truth.auth.newest()),
+            source: None,
         }
     }
 

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::model::{Model, Row, select};
 use orlop_core::{
+    auth::Caller,
     index::ReadAt,
     store::{
         Error,
@@ -35,6 +36,7 @@ pub(super) struct Ledger {
 
 /// A request, with the time and the values of the ledger when it was sent.
 struct Asked {
+    caller: Caller,
     call: Call,
     at: Instant,
     shown: Revision,
@@ -63,9 +65,9 @@ impl Ledger {
     }
 
     /// Records a request that is about to be sent, and returns its number.
-    pub fn ask(&mut self, call: Call) -> usize {
+    pub fn ask(&mut self, caller: Caller, call: Call) -> usize {
         let (at, shown, compacted) = (Instant::now(), self.shown, self.compacted);
-        self.asked.push(Asked { call, at, shown, compacted, request_outcome: RequestOutcome::Unknown });
+        self.asked.push(Asked { caller, call, at, shown, compacted, request_outcome: RequestOutcome::Unknown });
         self.asked.len() - 1
     }
 
@@ -94,6 +96,9 @@ impl Ledger {
     fn check_refusal(&self, number: usize, error: &Error, truth: &Truth) {
         let asked = &self.asked[number];
         let call = &asked.call;
+        if let Error::Auth(error) = error {
+            return truth.auth.check_refused(&asked.caller, call, *error, asked.at);
+        }
         let is_right = match (error, call) {
             (Error::Corrupt, _) => false,
             (Error::Unavailable | Error::Stopped | Error::TooManyRequests, _) | (_, Call::Txn(_)) => true,
@@ -117,6 +122,7 @@ impl Ledger {
 
     fn check_answer(&mut self, number: usize, answer: Answer, truth: &mut Truth) {
         let (call, since) = (self.asked[number].call.clone(), self.asked[number].at);
+        truth.auth.check_served(&self.asked[number].caller, &call, since);
         let revision = match (call, answer) {
             (Call::Put(request), Answer::Put(answer)) => {
                 let mut model = truth.model_at(answer.revision.prev());
@@ -154,6 +160,10 @@ impl Ledger {
             (Call::Compact(at, _), Answer::Revision(revision)) => {
                 assert!(truth.compact_revision >= Some(at), "the compaction at {at} was not recorded");
                 self.compacted = self.compacted.max(Some(at));
+                revision
+            }
+            (Call::Auth(change), Answer::Revision(revision)) => {
+                truth.auth.acknowledged(&change, since);
                 revision
             }
             (call, answer) => panic!("{answer:?} is not a response to {call:?}"),

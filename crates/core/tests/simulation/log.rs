@@ -16,6 +16,7 @@ use super::{
     truth::Sharing,
 };
 use orlop_core::{
+    auth::AuthState,
     log::{
         Append, Appended, Connections, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision,
         Reclaim, Reclaimed, Result, SharedLog, Size, Touch, Visit, WithPrev,
@@ -191,6 +192,10 @@ impl History for SimulatedLog {
         Ok(Meta { member_id: self.member.id, ..meta })
     }
 
+    async fn auth(&self) -> Result<AuthState> {
+        self.ask(|database| database.truth.auth.newest().clone()).await
+    }
+
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
         let (meta, rows) = self.ask(|database| (database.meta(), database.rows())).await?;
         for rows in rows.chunks(7) {
@@ -230,6 +235,10 @@ impl Log for SimulatedLog {
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         self.ask(|database| rows.iter().filter_map(|row| Some((*row, database.value(*row)?))).collect()).await
+    }
+
+    async fn token_key(&self) -> Result<Vec<u8>> {
+        Err(unavailable("tokens are not simulated"))
     }
 
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {

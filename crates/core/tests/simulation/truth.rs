@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 
 use tokio::time::{Duration, Instant};
 
+use super::auth::AuthTruth;
 use crate::model::{Model, Pair, Row};
 use orlop_core::{
+    auth::AuthState,
     index::{Lease, TreeIndex},
     log::LeaseChange,
     types::{Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version},
@@ -31,6 +33,7 @@ pub(super) struct Truth {
     keys: BTreeMap<Key, Vec<usize>>,
     pub head: Revision,
     pub compact_revision: Option<Revision>,
+    pub auth: AuthTruth,
     /// Revisions that include the end of a lease.
     pub lease_ends: Vec<Revision>,
     /// For each lease id, the leases that had it, in order.
@@ -56,13 +59,14 @@ enum End {
 }
 
 impl Truth {
-    pub fn new(sharing: Sharing) -> Self {
+    pub fn new(sharing: Sharing, auth: AuthState) -> Self {
         Self {
             sharing,
             rows: Vec::new(),
             keys: BTreeMap::new(),
             head: Revision::EMPTY,
             compact_revision: None,
+            auth: AuthTruth::new(auth),
             lease_ends: Vec::new(),
             lives: BTreeMap::new(),
         }

@@ -16,6 +16,7 @@ use tokio::{
 };
 
 use super::{
+    auth::first_state,
     calls::{Answer, Call},
     database::{Database, Faults},
     ledger::Ledger,
@@ -26,6 +27,7 @@ use super::{
     watches::Watches,
 };
 use orlop_core::{
+    auth::{AuthState, Caller},
     log::{Error as LogError, Member},
     metrics::Metrics,
     store::{AutoCompaction, CompactionRate, Error, Settings, Store, replay},
@@ -56,6 +58,8 @@ pub(super) struct Profile {
     cache_bytes: u64,
     poll_interval: Duration,
     auto_compaction: Option<AutoCompaction>,
+    /// Whether the run begins with users and roles, and Auth enabled.
+    pub(super) has_auth: bool,
 }
 
 impl Profile {
@@ -79,6 +83,7 @@ impl Profile {
             cache_bytes: pick(&[0, 4 << 20]),
             poll_interval: Duration::from_millis(pick(&[100, 400, 1_000])),
             auto_compaction: percent(20).then_some(AutoCompaction::Periodic(Duration::from_secs(3))),
+            has_auth: percent(40),
         }
     }
 }
@@ -109,7 +114,11 @@ impl World {
     pub fn new(profile: Profile) -> Self {
         Self {
             profile,
-            database: Arc::new(Mutex::new(Database::new(profile.sharing, profile.faults))),
+            database: Arc::new(Mutex::new(Database::new(
+                profile.sharing,
+                profile.faults,
+                if profile.has_auth { first_state() } else { AuthState::default() },
+            ))),
             ledger: RefCell::default(),
             watches: (0..below(3) + 1).map(|_| RefCell::new(Watches::draw())).collect(),
             instances: (0..profile.instances).map(|_| RefCell::default()).collect(),
@@ -136,13 +145,13 @@ impl World {
 
     /// Sends a request to an instance and checks the response. Returns the response's revision if it succeeds. Sends
     /// nothing if the instance is down.
-    pub async fn call(&self, place: usize, call: Call, request_timeout: Duration) -> Option<Revision> {
+    pub async fn call(&self, place: usize, caller: Caller, call: Call, request_timeout: Duration) -> Option<Revision> {
         let (group, store) = self.instance(place)?;
-        let number = self.ledger.borrow_mut().ask(call.clone());
-        super::trace(|| format!("instance {place}: request {number} {call:?}"));
+        let number = self.ledger.borrow_mut().ask(caller.clone(), call.clone());
+        super::trace(|| format!("instance {place}: request {number} {call:?} by {caller:?}"));
         let (answer, answered) = oneshot::channel();
         let handler = spawn_in(group, async move {
-            let _ = answer.send(call.serve(&store).await);
+            let _ = answer.send(call.serve(&store, &caller).await);
         });
         // The outcome is unknown if the client times out or its instance is killed.
         let outcome = timeout(request_timeout, answered).await.ok().and_then(Result::ok);
@@ -159,7 +168,7 @@ impl World {
 
     /// Lists all keys on a random instance and returns the revision of the list.
     pub async fn list(&self) -> Option<Revision> {
-        self.call(below(self.instances.len()), Call::list(), REQUEST_TIMEOUT).await
+        self.call(below(self.instances.len()), Caller::Server, Call::list(), REQUEST_TIMEOUT).await
     }
 
     // Instances.
@@ -230,9 +239,9 @@ impl World {
         self.settle().await;
         for place in 0..self.instances.len() {
             let number = self.ledger.borrow().next();
-            let done = self.call(place, Call::plain_put(number), Duration::from_secs(10)).await;
+            let done = self.call(place, Caller::Server, Call::plain_put(number), Duration::from_secs(10)).await;
             assert!(done.is_some(), "instance {place} accepts no write after the last fault");
-            let done = self.call(place, Call::list(), Duration::from_secs(10)).await;
+            let done = self.call(place, Caller::Server, Call::list(), Duration::from_secs(10)).await;
             assert!(done.is_some(), "instance {place} answers no read after the last fault");
         }
         self.settle().await;

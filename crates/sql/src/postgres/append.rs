@@ -10,7 +10,10 @@ use tokio::sync::Mutex;
 use tracing::debug;
 
 use super::connection::{Database, sqlstate, with_timeout};
-use crate::rows::describe;
+use crate::{
+    auth::{self, bind_params},
+    rows::describe,
+};
 use orlop_core::{
     log::{Append, Appended, Error, LeaseChange, Result},
     types::{Change, ChangeKind, LeaseId, Revision, RowId},
@@ -18,7 +21,9 @@ use orlop_core::{
 
 const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, \
     $18, $19, $20, $21, $22, $23, $24, $25)";
-const ALARM: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
+/// Sets or removes any fact.
+const FACT: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
+const ADVANCE_EPOCH: &str = "SELECT orlop_advance_epoch($1, $2, $3, $4)";
 const PURGE: &str = "SELECT orlop_purge($1, $2, $3, $4, $5)";
 
 /// Number of rows above which the buffers of the connection are freed after a call. Only a delete of many keys has more
@@ -76,19 +81,26 @@ impl Appender {
     pub(super) async fn append(&self, database: &Database, append: Append<'_>) -> Result<Appended> {
         let mut state = self.state.lock().await;
         let mut connection = state.take_connection(database).await?;
-        let is_locked = std::mem::take(&mut state.is_locked);
+        let was_locked = std::mem::take(&mut state.is_locked);
+        // A change of users and roles takes several statements.
+        let in_transaction = was_locked || append.auth.is_some();
+        if in_transaction && !was_locked {
+            with_timeout(sqlx::raw_sql("BEGIN").execute(&mut connection))
+                .await
+                .map_err(|error| database.unavailable(&error))?;
+        }
         let appended = if append.is_empty() {
             Appended::Done
         } else {
             match with_timeout(call(&mut connection, append, self.run)).await {
                 Ok(true) => Appended::Done,
                 Ok(false) => Appended::Conflict,
-                // The transaction that holds the lock was not committed, so nothing was written.
-                Err(error) if is_locked => return Err(database.refusal(&error)),
+                // The transaction was not committed, so nothing was written.
+                Err(error) if in_transaction => return Err(database.refusal(&error)),
                 Err(error) => return Err(append_error(database, &error)),
             }
         };
-        if is_locked {
+        if in_transaction {
             let end = if appended == Appended::Done && !append.is_empty() { "COMMIT" } else { "ROLLBACK" };
             with_timeout(sqlx::raw_sql(end).execute(&mut connection))
                 .await
@@ -165,11 +177,22 @@ impl<'a> Columns<'a> {
 }
 
 async fn call(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sqlx::Result<bool> {
-    if let Some(change) = append.alarm {
+    if let Some(change) = append.fact {
         let (name, value) = change.fact();
         let expected = append.expected;
-        let query = sqlx::query_scalar(ALARM).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
+        let query = sqlx::query_scalar(FACT).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
         return query.bind(name).bind(value).bind(run).fetch_one(connection).await;
+    }
+    if let Some(auth) = append.auth {
+        let expected = append.expected;
+        let query = sqlx::query_scalar(ADVANCE_EPOCH).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
+        let advanced = query.bind(run).fetch_one(&mut *connection).await?;
+        if advanced {
+            for statement in auth::change(auth) {
+                bind_params!(statement).execute(&mut *connection).await?;
+            }
+        }
+        return Ok(advanced);
     }
     let mut first = Columns::with_capacity(append.changes.len());
     let mut more = Columns::default();

@@ -243,7 +243,7 @@ impl Database {
 
 /// Returns whether the password contains an unescaped character that ends the host part of the URL. The parser would
 /// then treat the rest of the password as part of the address, which is logged.
-fn has_unescaped_password(endpoint: &str) -> bool {
+pub(crate) fn has_unescaped_password(endpoint: &str) -> bool {
     let address = endpoint.split_once("://").map_or(endpoint, |(_, address)| address);
     let (host, rest) = address.split_at(address.find(['/', '?', '#']).unwrap_or(address.len()));
     // The value of a parameter may contain an @.

@@ -7,9 +7,13 @@ use super::{
     append::{Columns, bind},
     connection::{Database, with_timeout},
 };
-use crate::Durability;
+use crate::{
+    Durability,
+    auth::{self, bind_params},
+};
 use orlop_core::{
-    log::{Error, HEARTBEAT_TIMEOUT, Load, Meta, Result},
+    auth::AuthState,
+    log::{Error, FactChange, HEARTBEAT_TIMEOUT, Load, LoggedLease, MIGRATION_SOURCE, Meta, Result},
     types::Change,
 };
 
@@ -17,7 +21,7 @@ use orlop_core::{
 const BEGIN: &str = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT orlop_lock()";
 const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
-    OR EXISTS (SELECT 1 FROM lease)";
+    OR EXISTS (SELECT 1 FROM lease) OR EXISTS (SELECT 1 FROM auth_user) OR EXISTS (SELECT 1 FROM auth_role)";
 const LIVE_MEMBER: &str = "SELECT name FROM member WHERE beat > clock_timestamp() - make_interval(secs => $1) LIMIT 1";
 const ADD_FIRST: &str = "WITH added AS (INSERT INTO kv_log \
     (key, value, lease, version, create_revision, prev_revision, deleted, id) \
@@ -26,7 +30,8 @@ const ADD_MORE: &str = "WITH added AS (INSERT INTO kv_log_more \
     (key, value, lease, version, create_revision, prev_revision, deleted, id, sub) \
     SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8, $9) RETURNING 1) SELECT count(*) FROM added";
 const ADD_LEASES: &str = "INSERT INTO lease (id, ttl, deadline) \
-    SELECT id, ttl, clock_timestamp() + make_interval(secs => ttl) FROM unnest($1, $2) AS l (id, ttl)";
+    SELECT id, ttl, clock_timestamp() + make_interval(secs => left_secs) \
+    FROM unnest($1, $2, $3) AS l (id, ttl, left_secs)";
 /// Records the compact revision, and that rows below it may be missing.
 const ADD_COMPACTION: &str = "INSERT INTO meta AS m (name, value) \
     VALUES ('compact_revision', $1), ('purged_revision', $1) ON CONFLICT (name) DO UPDATE SET value = excluded.value";
@@ -37,6 +42,11 @@ const NEW_CLUSTER: &str = "DELETE FROM meta WHERE name LIKE 'alarm/%'; \
     UPDATE meta SET value = (extract(epoch FROM clock_timestamp()) * 1000000)::bigint WHERE name = 'last_beat'; \
     UPDATE meta SET value = ('x' || substr(md5(random()::text || clock_timestamp()::text), 1, 15))::bit(60)::bigint \
     WHERE name = 'cluster_id'";
+
+/// Empties the log. The secret key and the cluster ID stay.
+const EMPTY: &str = "TRUNCATE kv_log, kv_log_more, lease, auth_user, auth_role, auth_user_role, auth_permission; \
+    DELETE FROM meta WHERE name IN ('compact_revision', 'auth_enabled', 'auth_revision', 'migration_source'); \
+    UPDATE meta SET value = 0 WHERE name = 'purged_revision'; UPDATE meta SET value = value + 1 WHERE name = 'epoch'";
 
 /// Fills a database in one transaction that holds the append lock. The database gets a new cluster ID.
 pub struct PostgresLoader {
@@ -65,6 +75,41 @@ impl PostgresLoader {
         let mut loader = Self { database, connection };
         loader.refuse_if_served().await?;
         Ok(loader)
+    }
+
+    /// Deletes the content of a database that no instance uses, if it is the unfinished copy of the cluster `source`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Open`] if the database cannot be reached, contains another log, or an instance is using it.
+    pub async fn discard(endpoint: &str, source: u64) -> Result<()> {
+        let database = Database::new(endpoint, 1, Durability::Synced)?;
+        let mut connection = database.connect_first().await?;
+        let failed = |error: sqlx::Error| database.open_error("write to", &error);
+        with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await.map_err(failed)?;
+        let recorded = sqlx::query_scalar::<_, i64>("SELECT value FROM meta WHERE name = $1").bind(MIGRATION_SOURCE);
+        let recorded = recorded.fetch_optional(&mut connection).await.map_err(failed)?;
+        if recorded != Some(source.cast_signed()) {
+            return Err(Error::Open(format!("database {} is not an unfinished copy", database.name())));
+        }
+        let mut loader = Self { database, connection };
+        loader.refuse_if_served().await?;
+        let emptied = sqlx::raw_sql(EMPTY).execute(&mut loader.connection).await;
+        emptied.map_err(|error| loader.database.unavailable(&error))?;
+        loader.commit().await
+    }
+
+    /// Commits and closes the connection.
+    async fn commit(self) -> Result<()> {
+        let Self { database, mut connection } = self;
+        sqlx::raw_sql("COMMIT")
+            .execute(&mut connection)
+            .await
+            .map_err(|error| Error::OutcomeUnknown(error.to_string()))?;
+        // The transaction is committed already.
+        let _ = with_timeout(connection.close()).await;
+        database.close().await;
+        Ok(())
     }
 
     /// Returns the database's name for messages.
@@ -102,11 +147,20 @@ impl PostgresLoader {
         Ok(())
     }
 
-    async fn add_facts(&mut self, meta: &Meta) -> sqlx::Result<()> {
+    async fn add_facts(&mut self, meta: &Meta, auth: &AuthState) -> sqlx::Result<()> {
+        for statement in auth::all(auth) {
+            bind_params!(statement).execute(&mut self.connection).await?;
+        }
         let (ids, ttls): (Vec<i64>, Vec<i64>) = meta.leases.iter().map(|lease| (lease.id.0, lease.ttl_secs)).unzip();
-        sqlx::query(ADD_LEASES).bind(ids).bind(ttls).execute(&mut self.connection).await?;
+        let left = |lease: &LoggedLease| lease.left_secs.unwrap_or(lease.ttl_secs as f64);
+        let left: Vec<f64> = meta.leases.iter().map(left).collect();
+        sqlx::query(ADD_LEASES).bind(ids).bind(ttls).bind(left).execute(&mut self.connection).await?;
         if let Some(revision) = meta.compact_revision {
             sqlx::query(ADD_COMPACTION).bind(revision.0).execute(&mut self.connection).await?;
+        }
+        if let Some((name, Some(value))) = meta.source.map(|source| FactChange::Source(Some(source)).fact()) {
+            let insert = sqlx::query("INSERT INTO meta (name, value) VALUES ($1, $2)").bind(name).bind(value);
+            insert.execute(&mut self.connection).await?;
         }
         sqlx::raw_sql(NEW_CLUSTER).execute(&mut self.connection).await.map(drop)
     }
@@ -118,17 +172,9 @@ impl Load for PostgresLoader {
         self.add_rows(changes).await.map_err(|error| self.database.unavailable(&error))
     }
 
-    async fn finish(mut self: Box<Self>, meta: &Meta) -> Result<()> {
-        self.add_facts(meta).await.map_err(|error| self.database.unavailable(&error))?;
+    async fn finish(mut self: Box<Self>, meta: &Meta, auth: &AuthState) -> Result<()> {
+        self.add_facts(meta, auth).await.map_err(|error| self.database.unavailable(&error))?;
         self.refuse_if_served().await?;
-        let Self { database, mut connection } = *self;
-        sqlx::raw_sql("COMMIT")
-            .execute(&mut connection)
-            .await
-            .map_err(|error| Error::OutcomeUnknown(error.to_string()))?;
-        // The transaction is committed already.
-        let _ = with_timeout(connection.close()).await;
-        database.close().await;
-        Ok(())
+        self.commit().await
     }
 }

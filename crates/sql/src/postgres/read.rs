@@ -3,11 +3,13 @@
 use futures_util::TryStreamExt as _;
 use sqlx::PgConnection;
 
+use crate::auth::{self, AuthRow};
 use crate::rows::{
     self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
     RowColumns, SqlRange, VALUES_ROWS_MAX, merge, unavailable,
 };
 use orlop_core::{
+    auth::AuthState,
     log::{Meta, Page, Result, Visit, WithPrev},
     types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
@@ -16,13 +18,19 @@ use orlop_core::{
 const ROW_UNITS: usize = 4;
 
 /// Implements [`orlop_core::log::History::meta`], except for the member ID.
-pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
+pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Result<Meta>> {
     const META: &str = "SELECT 'position', '', (SELECT coalesce(max(id), 1) FROM kv_log), \
             (SELECT value FROM meta WHERE name = 'epoch'), orlop_server(), NULL::float8 \
         UNION ALL SELECT 'fact', name, value, 0, 0, NULL FROM meta \
         UNION ALL SELECT 'lease', '', id, ttl, 0, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease";
     let rows: Vec<MetaRow> = sqlx::query_as(META).fetch_all(connection).await?;
     Ok(rows::meta(&rows))
+}
+
+/// Implements [`orlop_core::log::History::auth`].
+pub(super) async fn auth(connection: &mut PgConnection) -> sqlx::Result<Result<AuthState>> {
+    let rows: Vec<AuthRow> = sqlx::query_as(auth::SELECT).fetch_all(connection).await?;
+    Ok(auth::state(rows))
 }
 
 /// Implements [`orlop_core::log::History::replay`], inside a snapshot.

@@ -8,8 +8,9 @@ use super::{
     connection::{Database, with_timeout},
     read,
 };
-use crate::{Durability, migrations, rows::check_schema};
+use crate::{Durability, auth, migrations, rows::check_schema};
 use orlop_core::{
+    auth::AuthState,
     log::{Error, History, Meta, Page, Result, Visit, WithPrev},
     types::{KeyRange, Revision},
 };
@@ -23,6 +24,8 @@ pub struct PostgresView {
     pub(super) connection: Mutex<PgConnection>,
     pub(super) database: Database,
     member_id: u64,
+    /// The newest migration of the database.
+    schema: i64,
 }
 
 impl PostgresView {
@@ -39,19 +42,19 @@ impl PostgresView {
             .fetch_all(&mut connection)
             .await
             .map_err(|error| Error::Open(format!("{name} contains no Orlop log: {error}")))?;
-        check_schema(&name, &versions, &migrations::postgres())?;
-        Self::begin(connection, &database, 0).await
+        let schema = check_schema(&name, &versions, &migrations::postgres())?;
+        Self::begin(connection, &database, 0, schema).await
     }
 
     pub(super) async fn now(database: &Database, member_id: u64) -> Result<Self> {
         let connection = database.connect().await.map_err(|error| database.unavailable(&error))?;
-        Self::begin(connection, database, member_id).await
+        Self::begin(connection, database, member_id, auth::SCHEMA).await
     }
 
-    async fn begin(mut connection: PgConnection, database: &Database, member_id: u64) -> Result<Self> {
+    async fn begin(mut connection: PgConnection, database: &Database, member_id: u64, schema: i64) -> Result<Self> {
         let begun = with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await;
         begun.map_err(|error| database.unavailable(&error))?;
-        Ok(Self { connection: Mutex::new(connection), database: database.clone(), member_id })
+        Ok(Self { connection: Mutex::new(connection), database: database.clone(), member_id, schema })
     }
 }
 
@@ -59,8 +62,16 @@ impl PostgresView {
 impl History for PostgresView {
     async fn meta(&self) -> Result<Meta> {
         let meta = read::meta(&mut *self.connection.lock().await).await;
-        let meta = meta.map_err(|error| self.database.unavailable(&error))?;
+        let meta = meta.map_err(|error| self.database.unavailable(&error))??;
         Ok(Meta { member_id: self.member_id, ..meta })
+    }
+
+    async fn auth(&self) -> Result<AuthState> {
+        if self.schema < auth::SCHEMA {
+            return Ok(AuthState::default());
+        }
+        let state = read::auth(&mut *self.connection.lock().await).await;
+        state.map_err(|error| self.database.unavailable(&error))?
     }
 
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {

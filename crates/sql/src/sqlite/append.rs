@@ -4,6 +4,7 @@ use std::sync::LazyLock;
 
 use sqlx::{Connection as _, Sqlite, SqliteConnection, query::Query, sqlite::SqliteArguments};
 
+use crate::auth::{self, bind_params};
 use orlop_core::{
     log::{Append, Appended, LeaseChange},
     types::{Change, ChangeKind, LeaseId},
@@ -41,7 +42,8 @@ fn more_sql(rows: usize) -> String {
 
 pub(super) async fn append(writer: &mut SqliteConnection, append: Append<'_>) -> sqlx::Result<Appended> {
     let (first, more): (Vec<&Change>, Vec<&Change>) = append.changes.iter().partition(|change| change.row.sub == 0);
-    let rows_alone = append.leases.is_empty() && append.compact.is_none() && append.alarm.is_none();
+    let rows_alone =
+        append.leases.is_empty() && append.compact.is_none() && append.fact.is_none() && append.auth.is_none();
     let outcome = if rows_alone && more.is_empty() && first.len() <= STATEMENT_ROWS_MAX {
         insert_first(writer, &first, append.expected.head.0).await
     } else {
@@ -87,7 +89,7 @@ async fn append_all(
         .execute(&mut *transaction)
         .await?;
     }
-    if let Some(change) = append.alarm {
+    if let Some(change) = append.fact {
         let query = match change.fact() {
             (name, Some(value)) => {
                 sqlx::query("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)").bind(name).bind(value)
@@ -95,6 +97,11 @@ async fn append_all(
             (name, None) => sqlx::query("DELETE FROM meta WHERE name = ?").bind(name),
         };
         query.execute(&mut *transaction).await?;
+    }
+    if let Some(auth) = append.auth {
+        for statement in auth::change(auth) {
+            bind_params!(statement).execute(&mut *transaction).await?;
+        }
     }
     transaction.commit().await?;
     Ok(Appended::Done)

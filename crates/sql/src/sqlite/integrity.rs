@@ -30,7 +30,7 @@ pub(super) async fn find_damage(connection: &mut SqliteConnection, depth: Depth,
 /// # Errors
 ///
 /// [`Error::Corrupt`] with the first inconsistency.
-pub(super) async fn refuse_damage(connection: &mut SqliteConnection) -> Result<()> {
+pub(crate) async fn refuse_damage(connection: &mut SqliteConnection) -> Result<()> {
     match find_damage(connection, Depth::Quick, 1).await?.into_iter().next() {
         None => Ok(()),
         Some(found) => Err(Error::Corrupt(found.lines().collect::<Vec<_>>().join(" "))),

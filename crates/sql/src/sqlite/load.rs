@@ -11,23 +11,23 @@ use sqlx::{
     sqlite::{SqliteJournalMode, SqliteSynchronous},
 };
 
-use super::{FileLock, SqliteLog, append, lock_file};
-use crate::migrations;
+use super::{FileLock, SqliteLog, append, lease_times, lock_file, refuse_etcd};
+use crate::{
+    auth::{self, bind_params},
+    migrations,
+};
 use orlop_core::{
-    log::{Appended, Cluster, Error, Load, Meta, Result},
+    auth::AuthState,
+    log::{Appended, Error, FactChange, Load, Meta, Result},
     private,
     types::Change,
 };
 
-/// Fills a new database file in one transaction. For the database of an instance ([`Self::database`]), it writes to a
-/// temporary file and renames that file at the end, so an incomplete file never has the name of the database.
+/// Fills a new database file in one transaction. It writes to a temporary file and renames that file at the end, so an
+/// incomplete file never has the name of the database.
 pub struct SqliteLoader {
     connection: SqliteConnection,
-    /// The file that is written.
-    file: PathBuf,
-    /// Where the file is moved at the end. `None`: it is not moved.
-    destination: Option<Destination>,
-    cluster: Cluster,
+    destination: Destination,
     /// The newest revision in the first table.
     newest: i64,
 }
@@ -48,9 +48,8 @@ impl Drop for Destination {
 }
 
 impl SqliteLoader {
-    /// Creates a database file without a journal and without syncs, which a crash may damage. An empty file with this
-    /// path may already exist.
-    pub async fn scratch(file: &Path, cluster: Cluster) -> Result<Self> {
+    /// Creates a database file without a journal and without syncs, which a crash may damage.
+    async fn scratch(file: &Path) -> Result<SqliteConnection> {
         let failed = |error: sqlx::Error| Error::Open(format!("cannot write {}: {error}", file.display()));
         private::make_file(file).map_err(|error| failed(error.into()))?;
         let options =
@@ -61,7 +60,7 @@ impl SqliteLoader {
             .await
             .map_err(|error| Error::Open(format!("cannot write {}: {error}", file.display())))?;
         sqlx::raw_sql("BEGIN").execute(&mut connection).await.map_err(failed)?;
-        Ok(Self { connection, file: file.to_owned(), destination: None, cluster, newest: 1 })
+        Ok(connection)
     }
 
     /// Creates the database file of a new instance, with a new cluster ID.
@@ -70,6 +69,7 @@ impl SqliteLoader {
     ///
     /// [`Error::Open`] if the file, or a WAL or journal of it, exists.
     pub async fn database(file: &Path) -> Result<Self> {
+        refuse_etcd(file)?;
         let lock = lock_file(file)?;
         for suffix in ["", "-wal", "-shm", "-journal"] {
             let path = with_suffix(file, suffix);
@@ -88,27 +88,52 @@ impl SqliteLoader {
             }
             Ok(()) | Err(_) => {}
         }
-        let loader = Self::scratch(&scratch, Cluster::New).await?;
-        Ok(Self { destination: Some(Destination { file: file.to_owned(), scratch, _lock: lock }), ..loader })
+        let connection = Self::scratch(&scratch).await?;
+        Ok(Self { connection, destination: Destination { file: file.to_owned(), scratch, _lock: lock }, newest: 1 })
+    }
+
+    /// Deletes a database file that no process uses, with its WAL, whatever it contains.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Open`] if another process uses the file, or it cannot be deleted.
+    pub fn discard(file: &Path) -> Result<()> {
+        let _lock = lock_file(file)?;
+        for suffix in ["-wal", "-shm", "-journal", ""] {
+            let path = with_suffix(file, suffix);
+            match std::fs::remove_file(&path) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(Error::Open(format!("cannot remove {}: {error}", path.display())));
+                }
+                Ok(()) | Err(_) => {}
+            }
+        }
+        Ok(())
     }
 
     fn failed(&self) -> impl Fn(sqlx::Error) -> Error + use<> {
-        let file = self.file.clone();
+        let file = self.destination.scratch.clone();
         move |error| Error::Unavailable(format!("cannot write {}: {error}", file.display()))
     }
 
-    async fn add_facts(&mut self, meta: &Meta) -> sqlx::Result<()> {
+    async fn add_facts(&mut self, meta: &Meta, auth: &AuthState) -> sqlx::Result<()> {
+        for statement in auth::all(auth) {
+            bind_params!(statement).execute(&mut self.connection).await?;
+        }
         for lease in &meta.leases {
             let insert = sqlx::query("INSERT INTO lease (id, ttl) VALUES (?, ?)").bind(lease.id.0).bind(lease.ttl_secs);
             insert.execute(&mut self.connection).await?;
         }
-        let cluster_id = (self.cluster == Cluster::Same).then_some(("cluster_id", meta.cluster_id.cast_signed()));
-        let compact_revision = meta.compact_revision.map(|revision| ("compact_revision", revision.0));
-        for (name, value) in [cluster_id, compact_revision].into_iter().flatten() {
-            let insert = sqlx::query("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)").bind(name).bind(value);
+        if let Some(revision) = meta.compact_revision {
+            let insert = sqlx::query("INSERT OR REPLACE INTO meta (name, value) VALUES ('compact_revision', ?)");
+            insert.bind(revision.0).execute(&mut self.connection).await?;
+        }
+        if let Some((name, Some(value))) = meta.source.map(|source| FactChange::Source(Some(source)).fact()) {
+            let insert = sqlx::query("INSERT INTO meta (name, value) VALUES (?, ?)").bind(name).bind(value);
             insert.execute(&mut self.connection).await?;
         }
-        sqlx::raw_sql("COMMIT").execute(&mut self.connection).await.map(drop)
+        sqlx::raw_sql("COMMIT").execute(&mut self.connection).await?;
+        lease_times::record(&mut self.connection, &meta.leases).await
     }
 }
 
@@ -125,13 +150,12 @@ impl Load for SqliteLoader {
         Ok(())
     }
 
-    async fn finish(mut self: Box<Self>, meta: &Meta) -> Result<()> {
+    async fn finish(mut self: Box<Self>, meta: &Meta, auth: &AuthState) -> Result<()> {
         let failed = self.failed();
-        self.add_facts(meta).await.map_err(&failed)?;
-        let Self { connection, file, destination, .. } = *self;
+        self.add_facts(meta, auth).await.map_err(&failed)?;
+        let Self { connection, destination, .. } = *self;
         connection.close().await.map_err(&failed)?;
-        let Some(destination) = destination else { return Ok(()) };
-        move_file(&file, &destination.file).map_err(|error| failed(error.into()))
+        move_file(&destination.scratch, &destination.file).map_err(|error| failed(error.into()))
     }
 }
 

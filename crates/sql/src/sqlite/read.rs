@@ -9,11 +9,13 @@ use super::{
     has_code,
     packed::{self, packed_columns},
 };
+use crate::auth::{self, AuthRow};
 use crate::rows::{
     self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
     RowColumns, SqlRange, merge, unavailable,
 };
 use orlop_core::{
+    auth::AuthState,
     log::{Meta, Page, Result, Size, Visit, WithPrev},
     types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
@@ -29,7 +31,13 @@ pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
         UNION ALL SELECT 'fact', name, value, 0, 0, NULL FROM meta \
         UNION ALL SELECT 'lease', '', id, ttl, 0, NULL FROM lease";
     let rows: Vec<MetaRow> = sqlx::query_as(META).fetch_all(connection).await.map_err(unavailable)?;
-    Ok(rows::meta(&rows))
+    rows::meta(&rows)
+}
+
+/// Implements [`orlop_core::log::History::auth`].
+pub(super) async fn auth(connection: &mut SqliteConnection) -> Result<AuthState> {
+    let rows: Vec<AuthRow> = sqlx::query_as(auth::SELECT).fetch_all(connection).await.map_err(unavailable)?;
+    auth::state(rows)
 }
 
 /// Implements [`orlop_core::log::History::replay`].

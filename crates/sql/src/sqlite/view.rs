@@ -14,9 +14,10 @@ use super::{
     load::with_suffix,
     read,
 };
-use crate::migrations;
 use crate::rows::{check_schema, unavailable};
+use crate::{auth, migrations};
 use orlop_core::{
+    auth::AuthState,
     log::{Error, History, Meta, Page, Result, Visit, WithPrev},
     types::{KeyRange, Revision},
 };
@@ -31,6 +32,8 @@ pub struct SqliteView {
     pub(super) name: String,
     /// The file, if it was opened without a WAL. If a WAL exists later, a server has started to write.
     pub(super) file_without_wal: Option<PathBuf>,
+    /// The newest migration of the database.
+    pub(super) schema: i64,
 }
 
 impl SqliteView {
@@ -42,8 +45,8 @@ impl SqliteView {
     pub async fn of_file(file: &Path) -> Result<Self> {
         let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(true);
         let name = file.display().to_string();
-        let connection = open(&name, options).await?;
-        Ok(Self { connection: Mutex::new(connection), name, file_without_wal: None })
+        let (connection, schema) = open(&name, options).await?;
+        Ok(Self { connection: Mutex::new(connection), name, file_without_wal: None, schema })
     }
 
     /// Opens the database of a server, which may be running, including its WAL. Writes nothing to the database.
@@ -57,15 +60,14 @@ impl SqliteView {
         if !std::fs::metadata(file).map_err(failed)?.is_file() {
             return Err(Error::Open(format!("cannot open {name}: it is not a file")));
         }
-        // SQLite may create a WAL and a shared-memory file when it reads a database. The option immutable prevents
-        // that, and is possible only without a WAL.
-        let has_wal = has_wal(file) || with_suffix(file, "-shm").exists();
-        let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(!has_wal);
-        let mut connection = open(&name, options.busy_timeout(BUSY_TIMEOUT)).await?;
+        let immutable = may_be_immutable(file);
+        let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(immutable);
+        let (mut connection, schema) = open(&name, options.busy_timeout(BUSY_TIMEOUT)).await?;
         // The first read of the transaction takes the snapshot.
         let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
         begin.map_err(unreadable)?;
-        Ok(Self { connection: Mutex::new(connection), name, file_without_wal: (!has_wal).then(|| file.to_owned()) })
+        let file_without_wal = immutable.then(|| file.to_owned());
+        Ok(Self { connection: Mutex::new(connection), name, file_without_wal, schema })
     }
 
     /// Checks every page of the file.
@@ -85,12 +87,12 @@ impl SqliteView {
         // The first read of the transaction takes the snapshot of the log.
         let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
         begin.map_err(unavailable)?;
-        Ok(Self { connection: Mutex::new(connection), name, file_without_wal: None })
+        Ok(Self { connection: Mutex::new(connection), name, file_without_wal: None, schema: auth::SCHEMA })
     }
 }
 
-/// Opens a database of this version of Orlop.
-async fn open(name: &str, options: SqliteConnectOptions) -> Result<SqliteConnection> {
+/// Opens a database of this version of Orlop or an earlier one. Returns its schema as well.
+async fn open(name: &str, options: SqliteConnectOptions) -> Result<(SqliteConnection, i64)> {
     let refused = |what: &str, error: sqlx::Error| {
         if is_damage(&error) {
             Error::Corrupt(format!("{name}: {error}"))
@@ -107,8 +109,14 @@ async fn open(name: &str, options: SqliteConnectOptions) -> Result<SqliteConnect
         .fetch_all(&mut connection)
         .await
         .map_err(|error| refused(&format!("{name} is not an Orlop database"), error))?;
-    check_schema(name, &versions, &migrations::sqlite())?;
-    Ok(connection)
+    let schema = check_schema(name, &versions, &migrations::sqlite())?;
+    Ok((connection, schema))
+}
+
+/// Returns whether a database file has neither a WAL nor a journal. SQLite may create a WAL and a shared-memory file when
+/// it reads a database; the option immutable prevents that, and is possible only for such a file.
+pub(crate) fn may_be_immutable(file: &Path) -> bool {
+    !has_wal(file) && !with_suffix(file, "-shm").exists() && !with_suffix(file, "-journal").exists()
 }
 
 pub(super) fn has_wal(file: &Path) -> bool {
@@ -119,6 +127,13 @@ pub(super) fn has_wal(file: &Path) -> bool {
 impl History for SqliteView {
     async fn meta(&self) -> Result<Meta> {
         read::meta(&mut *self.connection.lock().await).await
+    }
+
+    async fn auth(&self) -> Result<AuthState> {
+        if self.schema < auth::SCHEMA {
+            return Ok(AuthState::default());
+        }
+        read::auth(&mut *self.connection.lock().await).await
     }
 
     async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::pairs::{STEP_KEYS, StepCount};
 use crate::{
+    auth::Caller,
     store::{
         error::Result,
         handle::Store,
@@ -15,19 +16,20 @@ use crate::{
 
 impl Store {
     /// Returns a range in pieces, all at the revision of the first, so that the whole response need not be in memory.
-    pub async fn range_pieces(self: &Arc<Self>, request: RangeRequest) -> Result<RangePieces> {
+    pub async fn range_pieces(self: &Arc<Self>, caller: &Caller, request: RangeRequest) -> Result<RangePieces> {
         if request.sort.is_some() || request.filter != RevisionFilter::default() {
             // All pairs must be known before the first is sent.
-            let response = self.range(&request).await?;
+            let response = self.range(caller, &request).await?;
             return Ok(RangePieces::Whole(Some(response)));
         }
-        self.shared.space.check_not_corrupt()?;
         if request.consistency == Consistency::Linearizable {
             self.confirm().await?;
         }
         let index = self.shared.index.read();
-        let (revision, at) = (index.head(), index.resolve(request.at)?);
+        let (revision, at) = (index.head(), index.resolve(request.at));
         drop(index);
+        self.shared.check_read(caller, &request.range)?;
+        let at = at?;
         let store = Arc::clone(self);
         Ok(RangePieces::Walk(Walk { store, request, revision, at, after: None, count: 0, taken: 0, done: false }))
     }

@@ -4,10 +4,12 @@ use tracing::error;
 
 use super::pairs::FEW_ROWS_MAX;
 use crate::{
+    auth::Caller,
     store::{
         batch::Batch,
         error::{Error, Result},
         handle::Store,
+        permissions,
         request::{TxnRequest, TxnResponse},
         txn::{Evaluation, Fetched, Stop},
     },
@@ -16,8 +18,7 @@ use crate::{
 
 impl Store {
     /// Executes a read-only transaction at one revision.
-    pub(in crate::store) async fn read_txn(&self, request: TxnRequest) -> Result<TxnResponse> {
-        self.shared.space.check_not_corrupt()?;
+    pub(in crate::store) async fn read_txn(&self, caller: &Caller, request: TxnRequest) -> Result<TxnResponse> {
         if !request.is_serializable() {
             self.confirm().await?;
         }
@@ -28,6 +29,10 @@ impl Store {
             let (before, evaluated) = {
                 let index = self.shared.index.read();
                 let leases = self.shared.leases.lock();
+                if let Some(authority) = self.shared.authority.if_enabled() {
+                    // A read-only transaction attaches no lease.
+                    permissions::check_txn(authority.rights(caller)?, &request, &|_| Vec::new())?;
+                }
                 let mut batch = Batch::new(index.head());
                 let evaluation =
                     Evaluation::new(&index, &leases, &self.shared.values, &fetched, &mut batch).txn(&request);

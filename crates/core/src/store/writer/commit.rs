@@ -97,8 +97,14 @@ impl Writer {
     /// Releases the append lock after a batch that changes nothing: an empty append releases it.
     async fn release_append_lock(&mut self, batch: &Batch, expected: Position) {
         if std::mem::take(&mut self.holds_append_lock) {
-            let nothing =
-                Append { expected, changes: batch.changes(), leases: batch.leases(), compact: None, alarm: None };
+            let nothing = Append {
+                expected,
+                changes: batch.changes(),
+                leases: batch.leases(),
+                compact: None,
+                fact: None,
+                auth: None,
+            };
             // If the release fails, the lock is already lost.
             if let Err(failure) = self.shared.log.append(nothing).await {
                 debug!(error = %failure, "the append lock was lost");
@@ -113,7 +119,8 @@ impl Writer {
             changes: batch.changes(),
             leases: batch.leases(),
             compact: batch.compaction(),
-            alarm: batch.alarm(),
+            fact: batch.alarm().map(log::FactChange::Alarm),
+            auth: batch.auth().map(|update| log::AuthAppend { change: &update.change, next: &update.state }),
         };
         self.holds_append_lock = false;
         let shared = Arc::clone(&self.shared);

@@ -1,0 +1,141 @@
+//! Who sends a request: tokens, passwords and the names in client certificates.
+//!
+//! What callers may do is decided in [`orlop_core::auth`], when a request is evaluated. Here a token or a certificate
+//! becomes a [`Caller`]; whether that user exists is not checked.
+
+mod keys;
+mod passwords;
+mod tokens;
+
+use std::sync::Arc;
+
+use http::{Extensions, HeaderMap, HeaderValue, header};
+use tonic::Status;
+
+pub use self::{
+    keys::{Keys, SignMethod},
+    passwords::{COST_DEFAULT as BCRYPT_COST, COSTS as BCRYPT_COSTS, PasswordError, Passwords},
+    tokens::Tokens,
+};
+use crate::{
+    api::status::from_store,
+    net::{CertificateName, Remote},
+};
+use orlop_core::{
+    auth::{self, Caller, Credential, Identity},
+    store::{self, Store},
+};
+
+/// The metadata in which etcd's clients send a token.
+const TOKEN: &str = "token";
+
+/// What a client sent with a request or a stream, from which its user is known.
+pub struct Credentials {
+    pub headers: HeaderMap,
+    pub extensions: Extensions,
+}
+
+impl Credentials {
+    pub fn of<T>(request: &tonic::Request<T>) -> Self {
+        Self { headers: request.metadata().as_ref().clone(), extensions: request.extensions().clone() }
+    }
+
+    /// Returns whether there is a token.
+    pub fn has_token(&self) -> bool {
+        token(&self.headers).is_some()
+    }
+}
+
+/// Identifies callers, and gives tokens to users.
+pub struct Authenticator {
+    tokens: Tokens,
+    pub passwords: Passwords,
+    /// Whether the common name of a client's certificate is a user.
+    trusts_certificates: bool,
+}
+
+impl Authenticator {
+    pub fn new(tokens: Tokens, passwords: Passwords, trusts_certificates: bool) -> Self {
+        Self { tokens, passwords, trusts_certificates }
+    }
+
+    /// Returns who sent a request: the user of its token, else that of its client certificate, else nobody.
+    ///
+    /// # Errors
+    ///
+    /// If the token is not valid.
+    pub async fn caller(&self, store: &Store, headers: &HeaderMap, extensions: &Extensions) -> Result<Caller, Status> {
+        let token = token(headers);
+        if !store.is_auth_enabled() {
+            if token.is_none() {
+                return Ok(Caller::Nobody);
+            }
+            // Another instance, which gave the token, may have enabled Auth.
+            store.confirm().await.map_err(from_store)?;
+            if !store.is_auth_enabled() {
+                return Ok(Caller::Nobody);
+            }
+        }
+        let Some(token) = token else { return Ok(self.owner_of_certificate(extensions)) };
+        let token = token.as_bytes();
+        let caller = self.tokens.verify(token.strip_prefix(b"Bearer ").unwrap_or(token));
+        caller.ok_or_else(|| from_store(store::Error::Auth(auth::Error::InvalidToken)))
+    }
+
+    fn owner_of_certificate(&self, extensions: &Extensions) -> Caller {
+        let name = extensions.get::<CertificateName>().filter(|_| self.trusts_certificates);
+        name.map_or(Caller::Nobody, |CertificateName(name)| {
+            Caller::User(Arc::new(Identity { user: name.to_string(), credential: Credential::Certificate }))
+        })
+    }
+
+    /// Checks a user's password and returns a token for the user.
+    ///
+    /// # Errors
+    ///
+    /// With etcd's codes and texts.
+    pub async fn log_in(
+        &self,
+        store: &Store,
+        remote: Option<&Remote>,
+        user: &str,
+        password: String,
+    ) -> Result<String, Status> {
+        let mut authority = store.confirmed_authority().await.map_err(from_store)?;
+        loop {
+            if !authority.state().enabled {
+                return Err(Status::failed_precondition("etcdserver: authentication is not enabled"));
+            }
+            let Some(found) = authority.state().users.get(user) else { return Err(wrong_password()) };
+            let auth::Password::Hash(hash) = &found.password else {
+                return Err(Status::unknown("auth: authentication failed, password was given for no password user"));
+            };
+            if !self.passwords.check(remote, password.clone(), hash.clone()).await? {
+                tracing::info!(user = shown(user), "invalid password");
+                return Err(wrong_password());
+            }
+            // The check takes long: the password may have been changed, or the user deleted.
+            let now = store.confirmed_authority().await.map_err(from_store)?;
+            let is_same = now.state().users.get(user).is_some_and(|current| {
+                (&current.password, current.tokens_from) == (&found.password, found.tokens_from)
+            });
+            if is_same && now.state().enabled {
+                return self.tokens.give(user, now.state().revision);
+            }
+            authority = now;
+        }
+    }
+}
+
+fn token(headers: &HeaderMap) -> Option<&HeaderValue> {
+    headers.get(TOKEN).or_else(|| headers.get(header::AUTHORIZATION))
+}
+
+fn wrong_password() -> Status {
+    Status::invalid_argument("etcdserver: authentication failed, invalid user ID or password")
+}
+
+/// Formats a name for logs.
+fn shown(name: &str) -> String {
+    orlop_core::types::shown(name.as_bytes())
+}

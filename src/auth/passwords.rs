@@ -1,0 +1,235 @@
+//! Checks and hashes of passwords, which take tens of milliseconds of CPU on purpose.
+//!
+//! They run on threads of their own, with a low priority, so that they delay no other request. The threads take
+//! the waiting work of one client address after the other: a flood from one address does not delay the login of
+//! another.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    net::IpAddr,
+    sync::Arc,
+    thread,
+};
+
+use parking_lot::{Condvar, Mutex};
+use tokio::sync::oneshot;
+use tonic::{Code, Status};
+use tracing::warn;
+
+use crate::{api::status::too_many_requests, net::Remote};
+
+/// One thread per this number of cores.
+const CORES_PER_THREAD: usize = 4;
+/// Maximum number of waiting checks of one address, and of all.
+const WAITING_OF_ADDRESS_MAX: usize = 128;
+const WAITING_MAX: usize = 1_024;
+/// bcrypt uses the first 72 bytes of a password only; etcd refuses to store a longer one.
+const PASSWORD_BYTES_MAX: usize = 72;
+
+/// The costs that bcrypt accepts, and the default.
+pub const COSTS: std::ops::RangeInclusive<u32> = 4..=31;
+pub const COST_DEFAULT: u32 = 10;
+
+/// Why a password could not be checked or hashed.
+#[derive(Debug, thiserror::Error)]
+pub enum PasswordError {
+    #[error("too many password checks are waiting")]
+    TooMany,
+    #[error("bcrypt: password length exceeds 72 bytes")]
+    TooLong,
+    #[error("bcrypt: {0}")]
+    Bcrypt(String),
+}
+
+impl From<PasswordError> for Status {
+    /// As in etcd, errors of bcrypt have no code.
+    fn from(error: PasswordError) -> Self {
+        match error {
+            PasswordError::TooMany => too_many_requests(),
+            PasswordError::TooLong | PasswordError::Bcrypt(_) => Self::new(Code::Unknown, error.to_string()),
+        }
+    }
+}
+
+type Work = Box<dyn FnOnce() + Send>;
+
+/// Waiting work, by the address of the client; `None`: unknown, as on a unix socket.
+#[derive(Default)]
+struct Waiting {
+    work: HashMap<Option<IpAddr>, VecDeque<Work>>,
+    /// Addresses with waiting work, the next first.
+    turns: VecDeque<Option<IpAddr>>,
+    len: usize,
+    is_closed: bool,
+}
+
+impl Waiting {
+    fn push(&mut self, address: Option<IpAddr>, work: Work) -> Result<(), PasswordError> {
+        let of_address = self.work.entry(address).or_default();
+        if of_address.len() >= WAITING_OF_ADDRESS_MAX || self.len >= WAITING_MAX {
+            return Err(PasswordError::TooMany);
+        }
+        if of_address.is_empty() {
+            self.turns.push_back(address);
+        }
+        of_address.push_back(work);
+        self.len += 1;
+        Ok(())
+    }
+
+    fn pop(&mut self) -> Option<Work> {
+        let address = self.turns.pop_front()?;
+        let of_address = self.work.get_mut(&address)?;
+        let work = of_address.pop_front()?;
+        if of_address.is_empty() {
+            self.work.remove(&address);
+        } else {
+            self.turns.push_back(address);
+        }
+        self.len -= 1;
+        Some(work)
+    }
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: Mutex<Waiting>,
+    changed: Condvar,
+}
+
+impl Queue {
+    /// Runs the waiting work until the queue is closed.
+    fn run(&self) {
+        // Other threads get ten times as much CPU time. With the lowest priority, logins would starve on a busy machine.
+        #[cfg(target_os = "linux")]
+        if let Err(error) = rustix::process::nice(10) {
+            warn!(%error, "cannot lower the priority of password checks");
+        }
+        loop {
+            let mut waiting = self.waiting.lock();
+            let work = loop {
+                if waiting.is_closed {
+                    return;
+                }
+                match waiting.pop() {
+                    Some(work) => break work,
+                    None => self.changed.wait(&mut waiting),
+                }
+            };
+            drop(waiting);
+            work();
+        }
+    }
+}
+
+/// Checks and hashes passwords.
+pub struct Passwords {
+    queue: Arc<Queue>,
+    cost: u32,
+}
+
+impl Drop for Passwords {
+    fn drop(&mut self) {
+        self.queue.waiting.lock().is_closed = true;
+        self.queue.changed.notify_all();
+    }
+}
+
+impl Passwords {
+    /// Starts the threads. `cost` is bcrypt's, for new hashes.
+    ///
+    /// # Errors
+    ///
+    /// If a thread cannot be started.
+    pub fn start(cost: u32) -> io::Result<Self> {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let queue = Arc::new(Queue::default());
+        for _ in 0..cores.div_ceil(CORES_PER_THREAD) {
+            let queue = Arc::clone(&queue);
+            thread::Builder::new().name("passwords".to_owned()).spawn(move || queue.run())?;
+        }
+        Ok(Self { queue, cost })
+    }
+
+    /// Returns whether a password has this hash.
+    pub async fn check(&self, remote: Option<&Remote>, password: String, hash: String) -> Result<bool, PasswordError> {
+        self.run(remote, move || {
+            bcrypt::verify(password, &hash).map_err(|error| PasswordError::Bcrypt(error.to_string()))
+        })
+        .await
+    }
+
+    /// Returns the hash of a new password.
+    pub async fn hash(&self, remote: Option<&Remote>, password: String) -> Result<String, PasswordError> {
+        if password.len() > PASSWORD_BYTES_MAX {
+            return Err(PasswordError::TooLong);
+        }
+        let cost = self.cost;
+        self.run(remote, move || bcrypt::hash(password, cost).map_err(|error| PasswordError::Bcrypt(error.to_string())))
+            .await
+    }
+
+    async fn run<T: Send + 'static>(
+        &self,
+        remote: Option<&Remote>,
+        work: impl FnOnce() -> Result<T, PasswordError> + Send + 'static,
+    ) -> Result<T, PasswordError> {
+        let (answer, answered) = oneshot::channel();
+        let work = Box::new(move || {
+            // The client may have disconnected.
+            if !answer.is_closed() {
+                let _ = answer.send(work());
+            }
+        });
+        self.queue.waiting.lock().push(remote.and_then(Remote::ip), work)?;
+        self.queue.changed.notify_one();
+        // A thread that panicked drops the sender.
+        answered.await.unwrap_or_else(|_| Err(PasswordError::Bcrypt("the check failed".to_owned())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_take_turns() {
+        let (flooding, other) = (Some(IpAddr::from([10, 0, 0, 1])), Some(IpAddr::from([10, 0, 0, 2])));
+        let done = Arc::new(Mutex::new(Vec::new()));
+        let work = |address: Option<IpAddr>| {
+            let done = Arc::clone(&done);
+            Box::new(move || done.lock().push(address))
+        };
+        let mut waiting = Waiting::default();
+        for _ in 0..WAITING_OF_ADDRESS_MAX {
+            waiting.push(flooding, work(flooding)).expect("there is room");
+        }
+        assert!(matches!(waiting.push(flooding, work(flooding)), Err(PasswordError::TooMany)));
+        waiting.push(other, work(other)).expect("another address has room");
+        while let Some(work) = waiting.pop() {
+            work();
+        }
+        let done = done.lock();
+        assert_eq!((done.len(), &done[..3]), (WAITING_OF_ADDRESS_MAX + 1, &[flooding, other, flooding][..]));
+        assert_eq!((waiting.len, waiting.work.len()), (0, 0));
+    }
+
+    #[tokio::test]
+    async fn hashes_verify_their_password_only() {
+        let passwords = Passwords::start(4).expect("a thread");
+        let hash = passwords.hash(None, "secret".to_owned()).await.expect("a hash");
+        for (password, is_right) in [("secret", true), ("Secret", false), ("", false)] {
+            let checked = passwords.check(None, password.to_owned(), hash.clone()).await;
+            assert_eq!(checked.expect("a check"), is_right, "{password}");
+        }
+        // A hash that etcd (Go) made of "secret".
+        let of_go = "$2a$04$MkTyXm2mQjcGJXcvJ9.Zu.2pqLyzHBXdP7/Yr8MQYRL0tbqiM1p8y".to_owned();
+        assert!(passwords.check(None, "x".to_owned(), of_go).await.is_ok_and(|is_right| !is_right));
+        assert!(matches!(passwords.hash(None, "x".repeat(73)).await, Err(PasswordError::TooLong)));
+        assert!(matches!(
+            passwords.check(None, "x".to_owned(), "no hash".to_owned()).await,
+            Err(PasswordError::Bcrypt(_))
+        ));
+    }
+}

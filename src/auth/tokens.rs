@@ -1,0 +1,155 @@
+//! Tokens. Both kinds are signed, so every instance can verify a token that another one gave, and none is stored.
+//!
+//! A simple token is signed with a key in the database and follows changes of the user's rights. It expires some minutes
+//! after its last use at the instance; at an instance that has not seen it yet, after it was given. In etcd, too, each
+//! member counts the time by itself. A JWT is signed with keys that the operator provides and is good for one auth
+//! revision.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use foldhash::fast::RandomState;
+use parking_lot::RwLock;
+use serde::{Deserialize, Serialize};
+use tonic::Status;
+
+use super::keys::Keys;
+use orlop_core::auth::{Caller, Credential, Identity};
+
+/// Maximum number of tokens that are known without verifying them again.
+const KNOWN_MAX: usize = 10_000;
+
+/// What a token states.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Claims {
+    username: String,
+    /// The auth revision at which the token was given. Other issuers may write a number with a fraction.
+    revision: f64,
+    /// Seconds since 1970 from which the token is no longer valid, and from which it is valid.
+    exp: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    nbf: Option<f64>,
+}
+
+/// Gives and verifies tokens.
+pub struct Tokens {
+    keys: Keys,
+    ttl: Duration,
+    is_simple: bool,
+    started: Instant,
+    /// Verified tokens that have not expired. Only who has the key could choose them, so a fast hash suffices.
+    known: RwLock<HashMap<Box<[u8]>, Known, RandomState>>,
+}
+
+struct Known {
+    caller: Caller,
+    expiry: Expiry,
+}
+
+enum Expiry {
+    /// Milliseconds since the start of the server, moved on by each use.
+    AfterUse(AtomicU64),
+    /// Seconds since 1970; `None`: never.
+    At(Option<f64>),
+}
+
+impl Tokens {
+    /// Creates simple tokens, which are signed with the secret key of the log and expire if they are not used for `ttl`.
+    ///
+    /// # Errors
+    ///
+    /// If the key cannot be used.
+    pub fn simple(key: &[u8], ttl: Duration) -> Result<Self, String> {
+        Ok(Self { is_simple: true, ..Self::jwt(Keys::of_secret(key)?, ttl) })
+    }
+
+    /// Creates JWTs, which expire after `ttl`.
+    pub fn jwt(keys: Keys, ttl: Duration) -> Self {
+        Self { keys, ttl, is_simple: false, started: Instant::now(), known: RwLock::default() }
+    }
+
+    /// Returns a token for a user at an auth revision.
+    ///
+    /// # Errors
+    ///
+    /// If this server has only the public key, with which it can verify tokens but not sign them.
+    pub fn give(&self, user: &str, revision: u64) -> Result<String, Status> {
+        #[expect(clippy::cast_precision_loss, reason = "revisions are below 2^53")]
+        let claims = Claims {
+            username: user.to_owned(),
+            revision: revision as f64,
+            exp: Some((now_secs() + self.ttl.as_secs_f64()).floor()),
+            nbf: None,
+        };
+        self.keys.sign(&claims).map_err(Status::unknown)
+    }
+
+    /// Returns whom a token identifies, or `None` if it is not valid.
+    pub fn verify(&self, token: &[u8]) -> Option<Caller> {
+        if let Some(known) = self.known.read().get(token) {
+            return known.expiry.is_valid(self).then(|| known.caller.clone());
+        }
+        let now = now_secs();
+        let is_current = |claims: &Claims| {
+            claims.exp.is_none_or(|expires| expires > now) && claims.nbf.is_none_or(|begins| begins <= now)
+        };
+        let claims: Claims = self.keys.verify(std::str::from_utf8(token).ok()?).filter(is_current)?;
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a cast of a float saturates")]
+        let revision = claims.revision as u64;
+        let credential = match self.is_simple {
+            true => Credential::SimpleToken { given_at: revision },
+            false => Credential::RevisionToken { revision },
+        };
+        let expiry = match self.is_simple {
+            true => Expiry::AfterUse(AtomicU64::new(self.now_millis() + self.ttl_millis())),
+            false => Expiry::At(claims.exp),
+        };
+        let caller = Caller::User(Arc::new(Identity { user: claims.username, credential }));
+        let mut known = self.known.write();
+        if known.len() >= KNOWN_MAX {
+            known.retain(|_, known| known.expiry.is_valid(self));
+        }
+        // A token that is not added is verified again at its next use.
+        if known.len() < KNOWN_MAX {
+            known.insert(token.into(), Known { caller: caller.clone(), expiry });
+        }
+        Some(caller)
+    }
+
+    fn now_millis(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    fn ttl_millis(&self) -> u64 {
+        u64::try_from(self.ttl.as_millis()).unwrap_or(u64::MAX / 2)
+    }
+}
+
+impl Expiry {
+    /// Returns whether the token has not expired. A use of a simple token moves its expiry on.
+    fn is_valid(&self, tokens: &Tokens) -> bool {
+        match self {
+            Self::AfterUse(expires) => {
+                let now = tokens.now_millis();
+                let is_valid = expires.load(Ordering::Relaxed) > now;
+                if is_valid {
+                    expires.store(now + tokens.ttl_millis(), Ordering::Relaxed);
+                }
+                is_valid
+            }
+            Self::At(expires) => expires.is_none_or(|expires| expires > now_secs()),
+        }
+    }
+}
+
+/// Returns the seconds since 1970, by which claims are dated.
+#[expect(clippy::disallowed_methods, reason = "claims are dated by the wall clock")]
+fn now_secs() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}

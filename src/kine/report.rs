@@ -1,0 +1,106 @@
+//! The report of an import: what was taken, and what kine's table does not say.
+
+use std::fmt::Write as _;
+
+use orlop_core::types::Revision;
+
+use super::{Added, Import, chain::Own};
+
+impl Own {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::CompactRevision => "compact_rev_key",
+            Self::Gap => "gap rows",
+            Self::OldApiserverCompaction => "compact_rev_key_apiserver without a value",
+        }
+    }
+}
+
+/// Returns the report, one fact per line.
+pub(super) fn text(import: &Import, added: Added) -> String {
+    let Import { state, survey, bounds, .. } = import;
+    let mut text = String::new();
+    let mut line = |name: &str, fact: String| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{name:<18} {fact}");
+    };
+    let newest = state.newest.max(state.compact_revision);
+    let given = match bounds.head.0 > newest {
+        true => format!(", above kine's newest {newest}, because a failed write has used the numbers between"),
+        false => String::new(),
+    };
+    line("revision", format!("{}{given}", bounds.head));
+    line("compact revision", bounds.compacted.map_or_else(|| "none".to_owned(), |revision| revision.to_string()));
+    if bounds.compacted > Some(Revision(state.compact_revision)) {
+        for fact in raised(import) {
+            line("", fact);
+        }
+    }
+    line("keys", survey.keys.to_string());
+    line(
+        "rows",
+        format!(
+            "{} of kine's {}: {} live at the compact revision, {} changes after it",
+            added.compacted + added.history,
+            state.rows,
+            added.compacted,
+            added.history
+        ),
+    );
+    let mut own: Vec<String> = survey.own_rows.iter().map(|(name, rows)| format!("{rows} {name}")).collect();
+    own.sort();
+    line("rows of kine", if own.is_empty() { "none".to_owned() } else { format!("{}; not keys", own.join(", ")) });
+    let leases = match survey.leases().len() {
+        0 => "none".to_owned(),
+        leases => format!("{leases}, one for each key with a TTL; they begin when the server starts"),
+    };
+    line("leases", leases);
+    let inexact = match survey.inexact_versions {
+        0 => String::new(),
+        keys => format!("; {keys} keys, whose creation kine has compacted, may have had a higher one"),
+    };
+    line("versions", format!("computed from the rows, because kine stores none{inexact}"));
+    if survey.numeric_names > 0 {
+        let rows = survey.numeric_names;
+        line(
+            "numeric names",
+            format!("{rows} rows: SQLite has stored the name as a number, so 007 became 7; taken as stored"),
+        );
+    }
+    let findings = &survey.findings;
+    let (skipped, repaired) = (findings.skipped, findings.repaired);
+    line(
+        "rows without sense",
+        match findings.total() {
+            0 => "none".to_owned(),
+            total => format!("{total}: {skipped} skipped, {repaired} taken with a change"),
+        },
+    );
+    for finding in &findings.listed {
+        line("", finding.clone());
+    }
+    if findings.listed.len() < findings.total() {
+        line("", format!("and {} more", findings.total() - findings.listed.len()));
+    }
+    text
+}
+
+/// Returns why the compact revision is above kine's, and what that means for clients.
+fn raised(import: &Import) -> Vec<String> {
+    let Import { state, survey, .. } = import;
+    let mut facts = vec![match state.compact_revision {
+        0 => "kine has not compacted".to_owned(),
+        revision => format!("kine's is {revision}"),
+    }];
+    if let Some(last) = survey.last_hole {
+        facts.push(format!("{} revisions above it have no change; the last of them is {last}", survey.holes));
+    }
+    if let Some(row) = survey.history_ends {
+        facts.push(format!("row {row} contradicts the rows before it"));
+    }
+    facts.push(
+        "No key is lost. Clients that ask for an older revision get \"compacted\" and list again, as all".to_owned(),
+    );
+    facts.push("clients of kube-apiserver do after its restart.".to_owned());
+    facts
+}

@@ -1,0 +1,266 @@
+//! The rows of another store, made into those of a log.
+//!
+//! A log keeps more rules than the stores of etcd and kine: above the compact revision every revision has a change, and
+//! every row follows from the one before. Where a store has a revision without a change, everything up to it becomes
+//! compacted, so that no reader sees the hole. Of the compact revision itself a log has all changes; those that the
+//! store's compaction has removed are replaced by deletes of keys that do not exist.
+
+use std::{cmp::Ordering, collections::BTreeMap};
+
+use orlop_core::{
+    auth::AuthState,
+    index::{RowKind, ValidatedColumns},
+    log::{self, AuthMark, Load, LoggedLease, Meta, Position},
+    types::{Change, ChangeKind, Key, Prev, Revision, RowId, shown},
+};
+use orlop_sql::{PostgresLoader, SqliteLoader};
+
+use crate::config::Datastore;
+
+/// Bytes of keys and values after which a batch of rows is added, and the maximum number of its rows.
+const BATCH_BYTES: usize = 1 << 20;
+const BATCH_ROWS: usize = 512;
+/// The lowest revision that can be a compact revision without changes: a delete there needs a revision before it.
+const COMPACTED_MIN: Revision = Revision(3);
+
+/// Creates the empty database of a new server.
+///
+/// # Errors
+///
+/// If the database is not empty, or cannot be written.
+pub async fn empty_database(datastore: &Datastore) -> log::Result<Box<dyn Load>> {
+    Ok(match datastore {
+        Datastore::Sqlite(file) => Box::new(SqliteLoader::database(file).await?),
+        Datastore::Postgres(endpoint) => Box::new(PostgresLoader::open(endpoint).await?),
+    })
+}
+
+/// A row of another store.
+#[derive(Debug)]
+pub struct StoredRow {
+    pub row: RowId,
+    /// `None`: a revision without a change.
+    pub change: Option<(Key, ChangeKind)>,
+}
+
+/// The newest revision of a log, and its compact revision.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bounds {
+    pub head: Revision,
+    pub compacted: Option<Revision>,
+}
+
+impl Bounds {
+    /// Returns the bounds of a log that is made from a store with the newest revision `head`. Everything up to the compact
+    /// revision and up to the last revision without a change is compacted.
+    pub fn new(head: Revision, compacted: Option<Revision>, last_hole: Option<Revision>) -> Self {
+        let mut bounds = Self { head, compacted: compacted.max(last_hole.filter(|hole| Some(*hole) > compacted)) };
+        // The store may have no change at its compact revision.
+        let may_lack_change = bounds.compacted == Some(head) || bounds.compacted == last_hole;
+        if may_lack_change && bounds.compacted.is_some() {
+            bounds.compacted = bounds.compacted.max(Some(COMPACTED_MIN));
+            bounds.head = head.max(COMPACTED_MIN);
+        }
+        bounds
+    }
+
+    /// Returns the state of the log of a new cluster.
+    pub fn meta(self, leases: Vec<LoggedLease>, auth: &AuthState) -> Meta {
+        Meta {
+            cluster_id: 0,
+            member_id: 0,
+            position: Position { head: self.head, epoch: 0, server: 0 },
+            compact_revision: self.compacted.filter(|revision| *revision > Revision(0)),
+            leases,
+            alarms: Vec::new(),
+            auth: AuthMark::of(auth),
+            source: None,
+        }
+    }
+}
+
+/// The newest row of each key. A tree takes less memory than a hash table, which doubles when it grows.
+pub type NewestRows = BTreeMap<Key, ValidatedColumns>;
+
+/// Makes the rows of a log, in order. Below the compact revision these are the rows of the pairs that were live there.
+pub struct Rows {
+    /// The newest row of each key: at the compact revision, until the rows above it are read.
+    newest: NewestRows,
+    compacted: Option<Revision>,
+    /// The newest rows of the keys that the compact revision changes.
+    at_compacted: NewestRows,
+    /// The number of the next change of the compact revision; `None` when it is complete.
+    next_sub: Option<u32>,
+    batch: Vec<Change>,
+    bytes: usize,
+}
+
+impl Rows {
+    pub fn new(newest: NewestRows, compacted: Option<Revision>) -> Self {
+        let next_sub = compacted.filter(|revision| *revision > Revision::EMPTY).map(|_| 0);
+        Self { newest, compacted, at_compacted: NewestRows::new(), next_sub, batch: Vec::new(), bytes: 0 }
+    }
+
+    /// # Errors
+    ///
+    /// If the row contradicts the one before of its key.
+    pub fn add(&mut self, StoredRow { row, change }: StoredRow) -> std::result::Result<(), String> {
+        let Some((key, kind)) = change else { return Ok(()) };
+        let prev = match Some(row.revision).cmp(&self.compacted) {
+            Ordering::Less => {
+                let is_live = self.newest.get(&key).is_some_and(|newest| newest.row == row);
+                if !is_live || matches!(kind, ChangeKind::Delete) {
+                    return Ok(());
+                }
+                self.before_compacted(&key, row, &kind)?
+            }
+            Ordering::Equal => {
+                self.fill(row.sub);
+                self.next_sub = Some(row.sub + 1);
+                self.before_compacted(&key, row, &kind)?
+            }
+            Ordering::Greater => {
+                self.complete();
+                self.before(&key, row, &kind)?
+            }
+        };
+        self.push(row, key, kind, prev);
+        Ok(())
+    }
+
+    fn push(&mut self, row: RowId, key: Key, kind: ChangeKind, prev: Revision) {
+        self.bytes += key.len() + if let ChangeKind::Put { kv, .. } = &kind { kv.len() } else { 0 };
+        let prev = (prev > Revision(0)).then(|| Prev { row: RowId::new(prev, 0), kv: None });
+        self.batch.push(Change { row, key, kind, prev, prev_lease: None });
+    }
+
+    /// Ends the compact revision, which has at least one change. After the last row this makes the revision complete.
+    pub fn complete(&mut self) {
+        if self.next_sub == Some(0) {
+            self.fill(1);
+        }
+        self.next_sub = None;
+    }
+
+    /// Adds the missing changes of the compact revision before a number. Nobody sees them, because they are compacted.
+    fn fill(&mut self, end: u32) {
+        let (Some(revision), Some(start)) = (self.compacted, self.next_sub) else { return };
+        for sub in start..end {
+            let mut key = Vec::new();
+            while self.newest.contains_key(key.as_slice()) || self.at_compacted.contains_key(key.as_slice()) {
+                key.push(0);
+            }
+            let (row, key) = (RowId::new(revision, sub), Key::from(key));
+            self.at_compacted.insert(key.clone(), columns(row, &ChangeKind::Delete, revision.prev()));
+            self.push(row, key, ChangeKind::Delete, revision.prev());
+        }
+    }
+
+    /// Returns the revision of the version that a row at or below the compact revision replaced. It is gone, so any
+    /// revision will do at which it may have been.
+    fn before_compacted(&mut self, key: &Key, row: RowId, kind: &ChangeKind) -> std::result::Result<Revision, String> {
+        let last = self.at_compacted.get(key);
+        let prev = match (last, kind) {
+            (Some(last), _) => last.prev_revision,
+            (None, ChangeKind::Put { create_revision, .. }) if *create_revision < row.revision => *create_revision,
+            (None, ChangeKind::Put { .. }) => Revision(0),
+            (None, ChangeKind::Delete) => row.revision.prev(),
+        };
+        let columns = columns(row, kind, prev);
+        columns.follow(last, self.compacted).map_err(|error| contradiction(key, row, &error))?;
+        if Some(row.revision) == self.compacted {
+            self.at_compacted.insert(key.clone(), columns);
+        }
+        Ok(prev)
+    }
+
+    fn before(&mut self, key: &Key, row: RowId, kind: &ChangeKind) -> std::result::Result<Revision, String> {
+        let last = self.newest.get(key);
+        let prev = last.map_or(Revision(0), |last| match last.kind {
+            _ if last.row.revision == row.revision => last.prev_revision,
+            RowKind::Put { .. } => last.row.revision,
+            RowKind::Delete => Revision(0),
+        });
+        let columns = columns(row, kind, prev);
+        columns.follow(last, self.compacted).map_err(|error| contradiction(key, row, &error))?;
+        match self.newest.get_mut(key) {
+            Some(newest) => *newest = columns,
+            None => drop(self.newest.insert(key.clone(), columns)),
+        }
+        Ok(prev)
+    }
+
+    /// Adds the rows to a database if they are enough for a batch.
+    ///
+    /// # Errors
+    ///
+    /// If the database cannot be written.
+    pub async fn flush_full(&mut self, into: &mut dyn Load) -> log::Result<()> {
+        match self.take_full() {
+            Some(batch) => into.add(&batch).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the rows if they are enough for a batch.
+    pub fn take_full(&mut self) -> Option<Vec<Change>> {
+        (self.bytes >= BATCH_BYTES || self.batch.len() >= BATCH_ROWS).then(|| self.take())
+    }
+
+    /// Adds the last rows to a database.
+    ///
+    /// # Errors
+    ///
+    /// If the database cannot be written.
+    pub async fn finish(mut self, into: &mut dyn Load) -> log::Result<()> {
+        self.complete();
+        into.add(&self.take()).await
+    }
+
+    fn take(&mut self) -> Vec<Change> {
+        self.bytes = 0;
+        std::mem::take(&mut self.batch)
+    }
+}
+
+fn columns(row: RowId, kind: &ChangeKind, prev_revision: Revision) -> ValidatedColumns {
+    let kind = match kind {
+        ChangeKind::Put { create_revision, version, .. } => {
+            RowKind::Put { create_revision: *create_revision, version: *version }
+        }
+        ChangeKind::Delete => RowKind::Delete,
+    };
+    ValidatedColumns { row, kind, prev_revision }
+}
+
+fn contradiction(key: &Key, row: RowId, error: &impl std::fmt::Display) -> String {
+    format!("revision {}, change {}, key \"{}\": {error}", row.revision, row.sub, shown(key))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn revisions_without_a_change_are_compacted() {
+        // Head, compact revision and last hole of the store; head and compact revision of the log; 0: none.
+        for (head, compacted, hole, expected) in [
+            (1, 0, 0, (1, 0)),
+            (9, 0, 0, (9, 0)),
+            (9, 5, 0, (9, 5)),
+            (9, 5, 4, (9, 5)),
+            (9, 5, 7, (9, 7)),
+            (9, 9, 0, (9, 9)),
+            (9, 0, 9, (9, 9)),
+            (9, 2, 0, (9, 2)),
+            (9, 0, 2, (9, 3)),
+            (2, 0, 2, (3, 3)),
+            (1, 1, 0, (3, 3)),
+        ] {
+            let some = |revision: i64| (revision > 0).then_some(Revision(revision));
+            let found = Bounds::new(Revision(head), some(compacted), some(hole));
+            let expected = Bounds { head: Revision(expected.0), compacted: some(expected.1) };
+            assert_eq!(found, expected, "{head} {compacted} {hole}");
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! The copy: a log that gets the rows of the source, with the source's revisions.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use async_trait::async_trait;
+use orlop_wire::proto::client::mvccpb::{Event, event::EventType};
+
+use super::{
+    Failure, Result,
+    source::{self, SourceHash},
+};
+use crate::{
+    config::{Datastore, Settings},
+    load::empty_database,
+    server::open_log,
+};
+use orlop_core::{
+    auth::AuthState,
+    index::{CompactionCursor, TreeIndex},
+    log::{self, Append, Appended, Error, FactChange, LeaseChange, Load, Log, Meta, Position, Reclaim},
+    private,
+    store::{hash, replay},
+    types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version, shown},
+};
+use orlop_sql::{Durability, PostgresLoader, SqliteLoader};
+
+/// Limits of one append; a transaction of the source is never divided.
+const APPEND_ROWS: usize = 512;
+const APPEND_BYTES: usize = 4 << 20;
+/// Keys whose history is compacted, and rows that are deleted, at a time.
+const COMPACT_KEYS: usize = 10_000;
+const DELETE_ROWS: usize = 1_000;
+
+/// Where the copy is.
+pub(super) struct Place<'a> {
+    pub settings: &'a Settings,
+    pub datastore: &'a Datastore,
+}
+
+/// The open copy.
+pub(super) struct Target {
+    log: Arc<dyn Log>,
+    index: TreeIndex,
+    position: Position,
+    /// The newest row that was added since the log was opened.
+    last_row: Option<RowId>,
+    /// The leases of the log with their TTLs in seconds.
+    leases: BTreeMap<LeaseId, i64>,
+    /// The cluster whose unfinished copy this is.
+    pub source: Option<u64>,
+    pub auth_revision: u64,
+}
+
+impl Place<'_> {
+    /// Opens what is there; `None` if that is nothing.
+    ///
+    /// # Errors
+    ///
+    /// If the database cannot be opened, another process uses it, or it is damaged.
+    pub(super) async fn open(&self) -> Result<Option<Target>> {
+        if let Datastore::Sqlite(file) = self.datastore
+            && !file.exists()
+        {
+            return Ok(None);
+        }
+        let log = open_log(self.settings, self.datastore, Vec::new(), Durability::Synced).await?;
+        let replayed = replay(&*log).await?;
+        let auth = log.auth().await?;
+        let meta = replayed.meta;
+        let is_empty = meta.position.head == Revision::EMPTY
+            && meta.compact_revision.is_none()
+            && meta.leases.is_empty()
+            && meta.source.is_none()
+            && auth == AuthState::default();
+        if is_empty {
+            log.close(&[]).await;
+            return Ok(None);
+        }
+        let leases = meta.leases.iter().map(|lease| (lease.id, lease.ttl_secs)).collect();
+        let (source, auth_revision) = (meta.source, auth.revision);
+        Ok(Some(Target {
+            log,
+            index: replayed.index,
+            position: meta.position,
+            last_row: None,
+            leases,
+            source,
+            auth_revision,
+        }))
+    }
+
+    /// Deletes the unfinished copy of a cluster, which is not open.
+    pub(super) async fn discard(&self, source: u64) -> Result<()> {
+        match self.datastore {
+            Datastore::Sqlite(file) => SqliteLoader::discard(file)?,
+            Datastore::Postgres(endpoint) => PostgresLoader::discard(endpoint, source).await?,
+        }
+        Ok(())
+    }
+
+    /// Prepares the empty database for the copy of a cluster. The rows that it gets are counted in `rows`.
+    pub(super) async fn load(&self, source: u64, rows: Arc<AtomicU64>) -> log::Result<Box<dyn Load>> {
+        if let Datastore::Sqlite(file) = self.datastore {
+            // A server that was started and stopped leaves a file without rows.
+            SqliteLoader::discard(file)?;
+        }
+        Ok(Box::new(Marked { inner: empty_database(self.datastore).await?, source, rows }))
+    }
+
+    /// Returns the folder for the snapshot of the source, which exists.
+    pub(super) fn scratch_folder(&self) -> Result<PathBuf> {
+        let folder = match self.datastore {
+            Datastore::Sqlite(file) => match file.parent() {
+                Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
+                _ => Path::new(".").to_owned(),
+            },
+            Datastore::Postgres(_) => std::env::temp_dir(),
+        };
+        let made = private::make_folder(&folder);
+        made.map_err(|error| Failure::Fatal(format!("cannot create folder {}: {error}", folder.display())))?;
+        Ok(folder)
+    }
+}
+
+/// Loads rows as those of a copy, so that nothing but a migration continues with it.
+struct Marked {
+    inner: Box<dyn Load>,
+    source: u64,
+    rows: Arc<AtomicU64>,
+}
+
+#[async_trait]
+impl Load for Marked {
+    async fn add(&mut self, changes: &[Change]) -> log::Result<()> {
+        self.inner.add(changes).await?;
+        self.rows.fetch_add(changes.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    async fn finish(self: Box<Self>, meta: &Meta, auth: &AuthState) -> log::Result<()> {
+        self.inner.finish(&Meta { source: Some(self.source), ..meta.clone() }, auth).await
+    }
+}
+
+impl Target {
+    pub(super) fn head(&self) -> Revision {
+        self.index.head()
+    }
+
+    pub(super) fn compact_revision(&self) -> Option<Revision> {
+        self.index.compact_revision()
+    }
+
+    /// Returns the number of keys.
+    pub(super) fn keys(&self) -> usize {
+        self.index.live()
+    }
+
+    /// Returns the leases with their TTLs in seconds.
+    pub(super) fn leases(&self) -> &BTreeMap<LeaseId, i64> {
+        &self.leases
+    }
+
+    /// Marks the log as the unfinished copy of a cluster, or as finished.
+    pub(super) async fn mark(&mut self, source: Option<u64>) -> Result<()> {
+        self.append(&[], &[], None, Some(FactChange::Source(source))).await?;
+        self.source = source;
+        Ok(())
+    }
+
+    /// Returns whether other instances use the database.
+    pub(super) async fn is_served(&self) -> Result<bool> {
+        match self.log.shared() {
+            Some(shared) => Ok(shared.beat().await?.len() > 1),
+            None => Ok(false),
+        }
+    }
+
+    /// Adds the leases, and the revisions of the events, which follow the head.
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Fatal`] if an event does not follow from the rows before.
+    pub(super) async fn follow(&mut self, events: Vec<Event>, grants: &BTreeMap<LeaseId, i64>) -> Result<()> {
+        self.add_leases(grants).await?;
+        let (mut batch, mut bytes) = (Vec::new(), 0);
+        for event in events {
+            let is_new_revision = source::revision(&event) > self.head();
+            if is_new_revision && (batch.len() >= APPEND_ROWS || bytes >= APPEND_BYTES) {
+                self.append(&std::mem::take(&mut batch), &[], None, None).await?;
+                bytes = 0;
+            }
+            let change = self.change(event)?;
+            bytes += change.key.len() + if let ChangeKind::Put { kv, .. } = &change.kind { kv.len() } else { 0 };
+            batch.push(change);
+        }
+        self.append(&batch, &[], None, None).await
+    }
+
+    /// Converts an event to the next row, and applies it to the index.
+    fn change(&mut self, event: Event) -> Result<Change> {
+        let head = self.index.head();
+        let is_put = event.r#type() == EventType::Put;
+        let kv = event.kv.unwrap_or_default();
+        let revision = Revision(kv.mod_revision);
+        let key = Key::from(kv.key.to_vec());
+        let wrong = |what: &dyn std::fmt::Display| {
+            Failure::Fatal(format!(
+                "the source sends a change that does not follow from the copy: revision {revision}, key \"{}\": {what}; \
+                 the copy is at revision {head}",
+                shown(&key)
+            ))
+        };
+        let row = match self.last_row {
+            Some(last) if last.revision == revision => RowId::new(revision, last.sub + 1),
+            _ if revision == head.next() => RowId::new(revision, 0),
+            _ => return Err(wrong(&"a revision is missing")),
+        };
+        let kind = if is_put {
+            let (create_revision, lease) = (Revision(kv.create_revision), LeaseId::from_wire(kv.lease));
+            let version = Version { row, create_revision, version: kv.version };
+            let kv = EncodedKv::new(&key, version, &kv.value, lease);
+            ChangeKind::Put { kv, create_revision, version: version.version, lease }
+        } else {
+            ChangeKind::Delete
+        };
+        let prev = self.index.get(key.as_slice(), revision.prev());
+        let prev = prev.map(|entry| Prev { row: entry.version.row, kv: None });
+        let change = Change { row, key: key.clone(), kind, prev, prev_lease: None };
+        self.index.restore(&change, self.index.compact_revision()).map_err(|error| wrong(&error))?;
+        self.last_row = Some(row);
+        Ok(change)
+    }
+
+    /// Makes revisions below `revision` unreadable and deletes their rows.
+    pub(super) async fn compact(&mut self, revision: Revision) -> Result<()> {
+        if Some(revision) <= self.compact_revision() || revision > self.head() {
+            return Ok(());
+        }
+        self.append(&[], &[], Some(revision), None).await?;
+        self.index.begin_compaction(revision);
+        let (mut cursor, mut is_unfinished) = (CompactionCursor::default(), true);
+        while is_unfinished {
+            let mut rows = Vec::new();
+            is_unfinished = self.index.compact_step(&mut cursor, COMPACT_KEYS, &mut rows);
+            for rows in rows.chunks(DELETE_ROWS) {
+                let rows = Reclaim::Rows { rows, compacted: revision, server: self.position.server };
+                let _ = self.log.reclaim(rows).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the log exactly these leases, each with its full TTL before it.
+    pub(super) async fn set_leases(&mut self, wanted: &BTreeMap<LeaseId, i64>) -> Result<()> {
+        if let Some(shared) = self.log.shared() {
+            // Deadlines that are set from now on are not moved by the time without a server.
+            shared.beat().await?;
+        }
+        let gone: Vec<LeaseId> = self.leases.keys().copied().collect();
+        for ids in gone.chunks(APPEND_ROWS) {
+            let revokes: Vec<LeaseChange> = ids.iter().map(|id| LeaseChange::Revoke { id: *id }).collect();
+            self.append(&[], &revokes, None, None).await?;
+        }
+        self.leases.clear();
+        self.add_leases(wanted).await
+    }
+
+    async fn add_leases(&mut self, leases: &BTreeMap<LeaseId, i64>) -> Result<()> {
+        let grants: Vec<LeaseChange> =
+            leases.iter().map(|(id, ttl_secs)| LeaseChange::Grant { id: *id, ttl_secs: *ttl_secs }).collect();
+        for grants in grants.chunks(APPEND_ROWS) {
+            self.append(&[], grants, None, None).await?;
+        }
+        self.leases.extend(leases);
+        Ok(())
+    }
+
+    /// Returns whether the log has the hash of the source at the log's head, once it is compacted as the source is.
+    pub(super) async fn has_hash(&self, theirs: &SourceHash) -> Result<bool> {
+        let (own, head) = (self.compact_revision(), self.head());
+        let compacted = theirs.compact_revision.max(own);
+        let history = self.log.freeze().await?;
+        if hash::of_history(&*history, &self.index, head, compacted).await?.hash == theirs.hash {
+            return Ok(true);
+        }
+        // At its compact revision, etcd tells the hash from before the compaction.
+        let may_be_older = theirs.compact_revision == Some(head) && own < compacted;
+        Ok(may_be_older && hash::of_history(&*history, &self.index, head, own).await?.hash == theirs.hash)
+    }
+
+    pub(super) async fn close(self) {
+        self.log.close(&[]).await;
+    }
+
+    async fn append(
+        &mut self,
+        changes: &[Change],
+        leases: &[LeaseChange],
+        compact: Option<Revision>,
+        fact: Option<FactChange>,
+    ) -> Result<()> {
+        let append = Append { expected: self.position, changes, leases, compact, fact, auth: None };
+        if append.is_empty() {
+            return Ok(());
+        }
+        let has_epoch = !leases.is_empty() || compact.is_some() || fact.is_some();
+        match self.log.append(append).await? {
+            Appended::Done => {
+                self.position.head = changes.last().map_or(self.position.head, |change| change.row.revision);
+                self.position.epoch += i64::from(has_epoch);
+                Ok(())
+            }
+            Appended::Conflict => {
+                let found = self.log.meta().await?.position;
+                let is_ours = (found.head, found.epoch) == (self.position.head, self.position.epoch);
+                Err(match is_ours {
+                    true => Failure::Target("another server answers at the database's address".to_owned()),
+                    false => Failure::Fatal("another process writes to the database of the copy; stop it".to_owned()),
+                })
+            }
+        }
+    }
+}
+
+impl From<log::Error> for Failure {
+    fn from(error: log::Error) -> Self {
+        match error {
+            Error::Unavailable(_) | Error::OutcomeUnknown(_) | Error::Full(_) => Self::Target(error.to_string()),
+            Error::Open(_) | Error::Corrupt(_) | Error::Diverged(_) => Self::Fatal(error.to_string()),
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! A snapshot as it is read: a file that etcd or Orlop wrote, or the database of an etcd that has stopped.
+//!
+//! [`crate::load`] makes the rows of a log from those of the file.
+
+use std::{collections::HashSet, fs::File, path::Path};
+
+use bytes::Bytes;
+use foldhash::fast::RandomState;
+use orlop_bolt::{Bucket, Reader};
+
+use super::{
+    Error, Result, Status,
+    buckets::{self, Facts, KEY},
+};
+use crate::load::{Bounds, NewestRows, Rows};
+use orlop_core::{
+    index::{RowKind, ValidatedColumns},
+    log::Load,
+    types::{Change, Key, Revision, RowId},
+};
+
+/// A file that was read once and found sound.
+pub(super) struct Import {
+    reader: Reader<File>,
+    /// The file's name.
+    name: String,
+    rows: Bucket,
+    facts: Facts,
+    survey: Survey,
+}
+
+/// Revisions that a restored store skips, so that revisions of the old store which the snapshot lacks are not used
+/// again. Everything up to its new revision is compacted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bump(pub i64);
+
+/// What the rows of a file say together.
+#[derive(Default)]
+struct Survey {
+    /// etcd's hash of the whole file.
+    hash: u32,
+    rows: usize,
+    last: Option<RowId>,
+    /// The newest revision without a change before the last row.
+    last_hole: Option<Revision>,
+    /// The newest revision that lacks one of its changes.
+    last_gap: Option<Revision>,
+    live: HashSet<Key, RandomState>,
+}
+
+impl Import {
+    /// Reads a file whose first `bytes` bytes are the database.
+    ///
+    /// # Errors
+    ///
+    /// If it is not a database of etcd, or a part of it is damaged.
+    pub(super) fn open(path: &Path, bytes: u64) -> Result<Self> {
+        let name = path.display().to_string();
+        let failed = |error: orlop_bolt::Error| Error::File(format!("{name}: {error}"));
+        let file = File::open(path).map_err(|error| super::file_error("read", path, &error))?;
+        let reader = Reader::open(file, bytes).map_err(failed)?;
+        let buckets = reader.buckets().map_err(failed)?;
+        let rows = buckets.iter().find(|(name, _)| name[..] == *KEY.as_bytes());
+        let rows = rows.map_or_else(Bucket::empty, |(_, bucket)| bucket.clone());
+        let (mut facts, mut survey) = (Facts::default(), Survey::default());
+        // The hash contains the names of all buckets, also of empty ones.
+        let mut names = buckets.iter().map(|(name, _)| name);
+        let mut open: Option<&Bytes> = None;
+        let visited = reader.visit(|bucket, key, value| {
+            while open.is_none_or(|name| *name != bucket) {
+                open = names.next();
+                let Some(name) = open else { break };
+                survey.hash = crc32c::crc32c_append(survey.hash, name);
+            }
+            survey.hash = crc32c::crc32c_append(crc32c::crc32c_append(survey.hash, &key), &value);
+            match bucket == KEY.as_bytes() {
+                true => buckets::read_columns(&key, &value).map(|(row, change)| survey.take(row, change)),
+                false => facts.take(bucket, &key, &value),
+            }
+        });
+        visited.map_err(failed)?;
+        survey.hash = names.fold(survey.hash, |hash, name| crc32c::crc32c_append(hash, name));
+        let import = Self { reader, name, rows, facts, survey };
+        match import.survey.last_gap.filter(|gap| Some(*gap) > import.compacted()) {
+            Some(gap) => Err(import.damaged(&format!("a change of revision {gap} is missing"))),
+            None => Ok(import),
+        }
+    }
+
+    pub(super) fn status(&self) -> Status {
+        Status {
+            hash: self.survey.hash,
+            revision: self.survey.last.map_or(Revision(0), |row| row.revision),
+            compact_revision: self.facts.compacted,
+            keys: self.survey.live.len(),
+            rows: self.survey.rows,
+            leases: self.facts.leases.len(),
+            bytes: self.reader.bytes(),
+            version: self.facts.storage_version.clone(),
+        }
+    }
+
+    /// Returns the last entry of etcd's WAL that the file has.
+    pub(super) fn applied(&self) -> u64 {
+        self.facts.applied
+    }
+
+    /// Returns the compact revision, which is above every revision without a change.
+    fn compacted(&self) -> Option<Revision> {
+        self.facts.compacted.max(self.survey.last_hole.filter(|hole| Some(*hole) > self.facts.compacted))
+    }
+
+    /// Fills an empty database. Returns the head.
+    ///
+    /// # Errors
+    ///
+    /// If the database cannot be written, or a row contradicts the one before.
+    pub(super) async fn load(mut self, bump: Option<Bump>, mut into: Box<dyn Load>) -> Result<Revision> {
+        self.survey.live = HashSet::default();
+        let last = self.survey.last.map_or(Revision::EMPTY, |row| row.revision);
+        let head = last.max(self.facts.compacted.unwrap_or(last));
+        let bounds = match bump {
+            None => Bounds::new(head, self.facts.compacted, self.survey.last_hole),
+            Some(Bump(revisions)) => {
+                let raised = head.0.checked_add(revisions).map(Revision);
+                let raised = raised.ok_or_else(|| self.damaged("no revisions are left"))?;
+                Bounds::new(raised, Some(raised), None)
+            }
+        };
+        let Bounds { head, compacted } = bounds;
+        let mut rows = Rows::new(self.newest_at(compacted)?, compacted);
+        let mut cursor = self.reader.cursor(&self.rows);
+        let mut next = self.batch(&mut rows, &mut cursor)?;
+        while let Some(batch) = next {
+            // The database has a thread of its own, or a process: it writes this batch while the next one is read.
+            let (added, read) = tokio::join!(into.add(&batch), async { self.batch(&mut rows, &mut cursor) });
+            added?;
+            next = read?;
+        }
+        rows.finish(&mut *into).await?;
+        let meta = bounds.meta(std::mem::take(&mut self.facts.leases), &self.facts.auth);
+        into.finish(&meta, &self.facts.auth).await?;
+        Ok(head)
+    }
+
+    /// Reads rows until they are a batch; `None` at the end, when `rows` has the last ones.
+    fn batch(&self, rows: &mut Rows, cursor: &mut orlop_bolt::Cursor) -> Result<Option<Vec<Change>>> {
+        while let Some((key, value)) = self.next(cursor)? {
+            let stored = buckets::read_row(&key, &value).map_err(|what| self.damaged(&what))?;
+            rows.add(stored).map_err(|what| self.damaged(&what))?;
+            if let Some(batch) = rows.take_full() {
+                return Ok(Some(batch));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Returns the newest row of each key at or below the compact revision.
+    fn newest_at(&self, compacted: Option<Revision>) -> Result<NewestRows> {
+        let mut newest = NewestRows::new();
+        let Some(compacted) = compacted else { return Ok(newest) };
+        let mut cursor = self.reader.cursor(&self.rows);
+        while let Some((key, value)) = self.next(&mut cursor)? {
+            let read = buckets::read_columns(&key, &value);
+            let (row, change) = read.map_err(|what| self.damaged(&what))?;
+            if row.revision > compacted {
+                break;
+            }
+            let Some((key, kind)) = change else { continue };
+            newest.insert(key, ValidatedColumns { row, kind, prev_revision: Revision(0) });
+        }
+        Ok(newest)
+    }
+
+    fn next(&self, cursor: &mut orlop_bolt::Cursor) -> Result<Option<(Bytes, Bytes)>> {
+        cursor.next(&self.reader).map_err(|error| Error::File(format!("{}: {error}", self.name)))
+    }
+
+    fn damaged(&self, what: &str) -> Error {
+        Error::File(format!("{} is damaged: {what}", self.name))
+    }
+}
+
+impl Survey {
+    fn take(&mut self, row: RowId, change: Option<(Key, RowKind)>) {
+        self.rows += 1;
+        let before = self.last.map_or(Revision::EMPTY, |last| last.revision);
+        if row.revision > before.next() {
+            self.last_hole = Some(row.revision.prev());
+        }
+        let sub = self.last.filter(|last| last.revision == row.revision).map_or(0, |last| last.sub + 1);
+        if row.sub != sub {
+            self.last_gap = Some(row.revision);
+        }
+        self.last = Some(row);
+        match change {
+            None => self.last_hole = Some(row.revision),
+            Some((key, RowKind::Put { .. })) => drop(self.live.insert(key)),
+            Some((key, RowKind::Delete)) => drop(self.live.remove(&key)),
+        }
+    }
+}

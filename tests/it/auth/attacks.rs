@@ -1,0 +1,137 @@
+//! Attacks by clients with and without an account: they are bounded, and delay nobody else.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use orlop_wire::proto::client::{
+    authpb::Permission,
+    etcdserverpb::{
+        AuthRoleAddRequest, AuthRoleGrantPermissionRequest, AuthUserAddRequest, AuthUserGrantRoleRequest, PutRequest,
+    },
+};
+use tokio::time::Instant;
+use tonic::Code;
+
+use super::{CHEAP, DENIED, INVALID_TOKEN, act_as, check_refused, enable, get, grant_role, password, put};
+use crate::support::{Backend, Client, Random, Server, on_both_backends};
+
+async fn names_are_bounded(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &CHEAP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let refused = (Code::InvalidArgument, "orlop: the name of a user or role has at most 1024 bytes and no zero byte");
+    for name in ["x".repeat(1_025), "x".repeat(200_000), "a\0b".to_owned()] {
+        let user = AuthUserAddRequest { name: name.clone(), password: "p".to_owned(), ..Default::default() };
+        check_refused(client.auth.user_add(user).await, refused, "a user");
+        check_refused(client.auth.role_add(AuthRoleAddRequest { name }).await, refused, "a role");
+    }
+    let name = "x".repeat(1 << 20);
+    let user = AuthUserAddRequest { name: name.clone(), password: "p".to_owned(), ..Default::default() };
+    let refusal = client.auth.user_add(user).await.expect_err("a message that is too long");
+    assert_eq!(refusal.code(), Code::OutOfRange, "{refusal:?}");
+    for name in ["x".repeat(1_024), "\u{1F511} name with 'quotes' and \"others\"".to_owned()] {
+        client.auth.role_add(AuthRoleAddRequest { name: name.clone() }).await.expect("a role");
+        let user = AuthUserAddRequest { name: name.clone(), password: "p".to_owned(), ..Default::default() };
+        client.auth.user_add(user).await.expect("a user");
+        client
+            .auth
+            .user_grant_role(AuthUserGrantRoleRequest { user: name.clone(), role: name })
+            .await
+            .expect("a grant");
+    }
+    // Long ranges are permissions, too.
+    let (key, range_end) = (vec![b'k'; 100_000].into(), vec![b'l'; 100_000].into());
+    let perm = Some(Permission { perm_type: 2, key, range_end });
+    let grant = AuthRoleGrantPermissionRequest { name: "x".repeat(1_024), perm };
+    for _ in 0..2 {
+        client.auth.role_grant_permission(grant.clone()).await.expect("a permission");
+    }
+}
+
+/// Rights are computed once for each auth revision, and looked up in a sorted list.
+async fn ten_thousand_permissions_do_not_slow_requests(backend: Backend) {
+    const PERMISSIONS: usize = 10_000;
+    let Some(server) = Server::orlop_with(backend, &CHEAP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    enable(&mut client).await;
+    let _ = act_as(&mut client, "root").await;
+    client.auth.role_add(AuthRoleAddRequest { name: "many".to_owned() }).await.expect("a role");
+    grant_role(&mut client, "user", "many").await;
+    let begun = Instant::now();
+    for number in 0..PERMISSIONS {
+        let perm = Some(Permission { perm_type: 2, key: format!("m{number:05}").into(), range_end: "".into() });
+        let grant = AuthRoleGrantPermissionRequest { name: "many".to_owned(), perm };
+        client.auth.role_grant_permission(grant).await.expect("a permission");
+    }
+    println!("{PERMISSIONS} permissions granted in {:?}", begun.elapsed());
+    let _ = act_as(&mut client, "user").await;
+    let mut random = Random::new(1);
+    let begun = Instant::now();
+    for _ in 0..1_000 {
+        let key = format!("m{:05}", random.below(PERMISSIONS));
+        let request = PutRequest { key: key.into(), ..Default::default() };
+        client.kv.put(request).await.expect("a permitted put");
+    }
+    println!("1,000 puts of a user with {PERMISSIONS} permissions in {:?}", begun.elapsed());
+    check_refused(put(&mut client, "m00000x").await, DENIED, "a key between two permissions");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn guessed_tokens_are_refused() {
+    let server = Server::orlop_with(Backend::Sqlite, &CHEAP).await.expect("SQLite is always there");
+    let mut client = Client::connect(server.endpoint()).await;
+    enable(&mut client).await;
+    let good = client.log_in("user", &password("user")).await.expect("a login");
+    let mut random = Random::new(7);
+    for guess in 0..2_000 {
+        let mut token = good.clone().into_bytes();
+        let place = random.below(token.len());
+        let before = token[place];
+        token[place] = random.pick(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.");
+        // The last character of a part has bits that do not count.
+        let is_last = token.get(place + 1).is_none_or(|next| *next == b'.');
+        if token[place] == before || is_last {
+            continue;
+        }
+        let token = String::from_utf8(token).expect("ASCII");
+        client.act_with(Some(&token));
+        check_refused(get(&mut client, "a").await, INVALID_TOKEN, &format!("guess {guess}: {token}"));
+    }
+    client.act_with(Some(&good));
+    get(&mut client, "a").await.expect("the token is still good");
+}
+
+/// A hundred wrong passwords at once are checked one after the other, on a thread of their own.
+async fn flood_of_wrong_passwords_delays_nobody(backend: Backend) {
+    // The default cost, with which a check takes about 50 ms.
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    enable(&mut client).await;
+    let _ = act_as(&mut client, "user").await;
+    let attackers = join_all((0..4).map(|_| Client::connect(server.endpoint()))).await;
+    let flood = tokio::spawn(async move {
+        let attempts = (0..100).map(|number| {
+            let mut client = attackers[number % attackers.len()].clone();
+            async move { client.log_in("root", "wrong").await.expect_err("a wrong password").code() }
+        });
+        join_all(attempts).await
+    });
+    let mut slowest = Duration::ZERO;
+    let mut served = 0;
+    while !flood.is_finished() {
+        let begun = Instant::now();
+        get(&mut client, "a").await.expect("a get");
+        put(&mut client, "a").await.expect("a put");
+        slowest = slowest.max(begun.elapsed());
+        served += 1;
+    }
+    println!("{served} gets and puts during the flood; the slowest pair took {slowest:?}");
+    let codes = flood.await.expect("the flood ends");
+    assert!(codes.iter().all(|code| [Code::InvalidArgument, Code::ResourceExhausted].contains(code)), "{codes:?}");
+    assert!(served > 100, "only {served} gets and puts were served during the flood");
+}
+
+on_both_backends!(
+    names_are_bounded,
+    ten_thousand_permissions_do_not_slow_requests,
+    flood_of_wrong_passwords_delays_nobody,
+);

@@ -1,0 +1,343 @@
+//! `orlop migrate`: a store is copied while clients write to it, and clients go on at the copy where they were.
+
+mod moved;
+
+use std::{
+    fs::File,
+    path::PathBuf,
+    process::{Child, Command, ExitStatus},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+};
+
+use orlop_wire::proto::client::etcdserverpb::{
+    AuthEnableRequest, AuthUserAddRequest, AuthUserGrantRoleRequest, CompactionRequest, LeaseGrantRequest, RangeRequest,
+};
+use tempfile::TempDir;
+use tokio::task::JoinSet;
+
+use crate::{
+    snapshot::{
+        self,
+        etcd::{add_users, check_same, seen},
+        put,
+    },
+    support::{Backend, Client, Link, Postgres, Random, Server, eventually, on_both_backends},
+};
+
+const WRITERS: u64 = 16;
+/// Requests between two kills of the migration.
+const WRITES_BETWEEN_KILLS: usize = 400;
+const KILLS: usize = 4;
+
+/// An empty database, and a folder for everything else.
+struct Destination {
+    datastore: String,
+    home: TempDir,
+}
+
+impl Destination {
+    async fn new(backend: Backend) -> Option<Self> {
+        let home = TempDir::new().expect("a folder");
+        let datastore = match backend {
+            Backend::Sqlite => format!("sqlite://{}", home.path().join("copy/orlop.db").display()),
+            Backend::Postgres => Postgres::shared().await?.create_database(),
+        };
+        Some(Self { datastore, home })
+    }
+
+    /// Starts a migration that does not serve.
+    fn migrate(&self, source: &str, flags: &[&str]) -> Migrator {
+        let output = self.home.path().join("output");
+        let file = File::create(&output).expect("a file");
+        let process = Command::new(env!("CARGO_BIN_EXE_orlop"))
+            .args(["migrate", "--from", source, "--datastore-endpoint", &self.datastore])
+            .args(flags)
+            .stdout(file.try_clone().expect("a descriptor"))
+            .stderr(file)
+            .spawn()
+            .expect("orlop is built with the tests");
+        Migrator { process, output }
+    }
+
+    /// Copies the source as it is, and returns what the migration printed.
+    async fn copied(&self, source: &Server, flags: &[&str]) -> String {
+        let mut migrator = self.migrate(source.endpoint(), &[&["--once"], flags].concat());
+        let status = migrator.ended().await;
+        assert!(status.success(), "{}", migrator.output());
+        migrator.output()
+    }
+
+    /// Runs a migration that must fail with all of these texts.
+    async fn check_refused(&self, source: &Server, because: &[&str]) {
+        let mut migrator = self.migrate(source.endpoint(), &["--once"]);
+        let status = migrator.ended().await;
+        let text = migrator.output();
+        assert_eq!(status.code(), Some(1), "{text}");
+        for because in because {
+            assert!(text.contains(because), "no {because:?}: {text}");
+        }
+    }
+
+    /// Starts a server on the copy, which must be sound.
+    async fn server(&self) -> Server {
+        let check = ["check", "--datastore-endpoint", &self.datastore];
+        let checked = Command::new(env!("CARGO_BIN_EXE_orlop")).args(check).output().expect("orlop is built");
+        assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
+        Server::orlop_on(&self.datastore, &[]).await
+    }
+
+    /// Takes over from the source. Returns the server when it serves.
+    async fn cut_over(&self, source: &Server, flags: &[&str]) -> Server {
+        Server::orlop_on(&self.datastore, &[&["migrate", "--from", source.endpoint(), "--cut-over"], flags].concat())
+            .await
+    }
+}
+
+struct Migrator {
+    process: Child,
+    output: PathBuf,
+}
+
+impl Migrator {
+    fn output(&self) -> String {
+        std::fs::read_to_string(&self.output).expect("a file")
+    }
+
+    async fn says(&self, text: &str) {
+        eventually(text, async || match self.output() {
+            output if output.contains(text) => Ok(()),
+            output => Err(output),
+        })
+        .await;
+    }
+
+    async fn ended(&mut self) -> ExitStatus {
+        let what = format!("the end of a migration that prints to {}", self.output.display());
+        eventually(&what, || std::future::ready(self.process.try_wait().expect("our child").ok_or("it runs"))).await
+    }
+
+    fn kill(mut self) {
+        self.process.kill().expect("our child");
+        self.process.wait().expect("our child");
+    }
+
+    async fn terminate(mut self) -> (ExitStatus, String) {
+        let pid = self.process.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().is_ok_and(|status| status.success()));
+        (self.ended().await, self.output())
+    }
+}
+
+impl Drop for Migrator {
+    fn drop(&mut self) {
+        // It has ended already unless the test failed.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Starts the source of a migration: etcd, or Orlop on the other database.
+async fn source(of: Source, backend: Backend) -> Option<Server> {
+    let other = if backend == Backend::Sqlite { Backend::Postgres } else { Backend::Sqlite };
+    match of {
+        Source::Etcd => Server::etcd().await,
+        Source::Orlop => Server::orlop(other).await,
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Source {
+    Etcd,
+    Orlop,
+}
+
+/// Writers that compact as well, a migration that is killed and loses its connection, and at the end equal stores.
+async fn migrates_under_load(of: Source, backend: Backend) {
+    let Some(source) = source(of, backend).await else { return };
+    let Some(destination) = Destination::new(backend).await else { return };
+    let link = Link::to(port(&source)).await;
+    let address = format!("http://127.0.0.1:{}", link.port());
+    add_users(&mut Client::connect(source.endpoint()).await).await;
+    let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::<AtomicUsize>::default());
+    let mut writers = JoinSet::new();
+    for writer in 0..WRITERS {
+        let client = Client::connect(source.endpoint()).await;
+        writers.spawn(snapshot::write(client, writer, Arc::clone(&stop), Arc::clone(&done)));
+    }
+    let written = async |more: usize| {
+        let enough = done.load(Ordering::Relaxed) + more;
+        eventually("the writes", async || (done.load(Ordering::Relaxed) >= enough).then_some(()).ok_or("few")).await;
+    };
+    let mut random = Random::new(7);
+    for _ in 0..KILLS {
+        let migrator = destination.migrate(&address, &[]);
+        written(random.below(WRITES_BETWEEN_KILLS)).await;
+        link.reset();
+        written(random.below(WRITES_BETWEEN_KILLS)).await;
+        migrator.kill();
+    }
+    stop.store(true, Ordering::Relaxed);
+    while let Some(writer) = writers.join_next().await {
+        writer.expect("a writer");
+    }
+    let output = destination.copied(&source, &[]).await;
+    assert!(output.contains("verified"), "{output}");
+    let before = seen(&mut Client::connect(source.endpoint()).await).await;
+    let copy = destination.server().await;
+    check_same(&seen(&mut Client::connect(copy.endpoint()).await).await, &before);
+}
+
+async fn etcd_is_copied_under_load(backend: Backend) {
+    migrates_under_load(Source::Etcd, backend).await;
+}
+
+async fn orlop_is_copied_under_load(backend: Backend) {
+    migrates_under_load(Source::Orlop, backend).await;
+}
+
+async fn writes_at_the_source_after_the_cut_over_are_named(backend: Backend) {
+    let Some(source) = Server::etcd().await else { return };
+    let Some(destination) = Destination::new(backend).await else { return };
+    let mut client = Client::connect(source.endpoint()).await;
+    client.kv.put(put("before".to_owned(), vec![1], 0)).await.expect("a put");
+    let copy = destination.cut_over(&source, &[]).await;
+    client.kv.put(put("after".to_owned(), vec![1], 0)).await.expect("a put");
+    client.lease.lease_grant(LeaseGrantRequest { ttl: 60, id: 0x7007 }).await.expect("a lease");
+    eventually("the names of the writes", async || {
+        let log = copy.log();
+        let is_named = log.contains("\"after\"") && log.contains("7007") && !log.contains("\"before\"");
+        if is_named { Ok(()) } else { Err(log) }
+    })
+    .await;
+}
+
+async fn compacted_source_is_copied_again(backend: Backend) {
+    let Some(source) = Server::etcd().await else { return };
+    let Some(destination) = Destination::new(backend).await else { return };
+    let mut client = Client::connect(source.endpoint()).await;
+    add_users(&mut client).await;
+    let fill = async |client: &mut Client| {
+        for number in 0..20 {
+            let written = client.kv.put(put(format!("key/{}", number % 7), vec![number], 0)).await;
+            written.expect("a put");
+        }
+    };
+    fill(&mut client).await;
+    let migrator = destination.migrate(source.endpoint(), &[]);
+    migrator.says("restored a snapshot").await;
+    migrator.kill();
+    let orlop = [env!("CARGO_BIN_EXE_orlop"), "--datastore-endpoint", &destination.datastore];
+    let refused = Command::new(orlop[0]).args(&orlop[1..]).output().expect("orlop is built with the tests");
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && text.contains("unfinished copy of another store"), "{text}");
+    fill(&mut client).await;
+    client.kv.compact(CompactionRequest { revision: 35, physical: true }).await.expect("a compaction");
+    let output = destination.copied(&source, &[]).await;
+    assert!(output.contains("the source was compacted; starting again with a new snapshot"), "{output}");
+    let copy = destination.server().await;
+    check_same(&seen(&mut Client::connect(copy.endpoint()).await).await, &seen(&mut client).await);
+}
+
+/// A watch does not tell changes of users.
+async fn changed_users_are_copied_again(backend: Backend) {
+    let Some(source) = Server::etcd().await else { return };
+    let Some(destination) = Destination::new(backend).await else { return };
+    let mut client = Client::connect(source.endpoint()).await;
+    add_users(&mut client).await;
+    let migrator = destination.migrate(source.endpoint(), &[]);
+    migrator.says("restored a snapshot").await;
+    let bob = AuthUserAddRequest { name: "bob".to_owned(), password: "late".to_owned(), ..Default::default() };
+    client.auth.user_add(bob).await.expect("a user");
+    let (status, output) = migrator.terminate().await;
+    assert!(status.success() && output.contains("users or roles of the source have changed"), "{output}");
+    let copy = destination.server().await;
+    check_same(&seen(&mut Client::connect(copy.endpoint()).await).await, &seen(&mut client).await);
+}
+
+async fn store_with_auth_is_copied_by_root(backend: Backend) {
+    let Some(source) = Server::etcd().await else { return };
+    let Some(destination) = Destination::new(backend).await else { return };
+    let mut client = Client::connect(source.endpoint()).await;
+    add_users(&mut client).await;
+    let root = AuthUserGrantRoleRequest { user: "root".to_owned(), role: "root".to_owned() };
+    client.auth.user_grant_role(root).await.expect("a role");
+    client.auth.auth_enable(AuthEnableRequest {}).await.expect("users");
+    destination.check_refused(&source, &["the source refuses a request", "user name is empty"]).await;
+    destination.copied(&source, &["--user", "root:wonder"]).await;
+    let copy = destination.server().await;
+    let mut client = Client::connect(copy.endpoint()).await;
+    let range = RangeRequest { key: "a".into(), ..Default::default() };
+    assert!(client.kv.range(range.clone()).await.is_err(), "a login is needed");
+    let token = client.log_in("alice", "wonder").await.expect("the password is copied");
+    client.act_with(Some(&token));
+    client.kv.range(range).await.expect("the rights are copied");
+}
+
+/// What prevents the server from starting is said before anything happens.
+async fn addresses_are_checked_before_the_cut_over(backend: Backend) {
+    let Some(source) = Server::etcd().await else { return };
+    let Some(destination) = Destination::new(backend).await else { return };
+    let flags = ["--cut-over", "--fence", "--listen-client-urls", source.endpoint()];
+    let mut migrator = destination.migrate(source.endpoint(), &flags);
+    assert!(!migrator.ended().await.success(), "{}", migrator.output());
+    assert!(migrator.output().contains("in use"), "{}", migrator.output());
+    let mut client = Client::connect(source.endpoint()).await;
+    client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("the source is not fenced");
+}
+
+/// A finished copy is continued with as long as it contains nothing else.
+async fn databases_with_other_data_are_refused(backend: Backend) {
+    let (Some(source), Some(other)) = (Server::etcd().await, Server::etcd().await) else { return };
+    let Some(destination) = Destination::new(backend).await else { return };
+    for (server, puts) in [(&source, 5), (&other, 3)] {
+        let mut client = Client::connect(server.endpoint()).await;
+        for number in 0..puts {
+            client.kv.put(put(format!("key/{number}"), vec![number], 0)).await.expect("a put");
+        }
+    }
+    destination.copied(&source, &[]).await;
+    // At its compact revision, etcd tells the hash from before the compaction.
+    let mut client = Client::connect(source.endpoint()).await;
+    client.kv.compact(CompactionRequest { revision: 6, physical: true }).await.expect("a compaction");
+    let output = destination.copied(&source, &["--fence"]).await;
+    assert!(output.contains("continuing with"), "{output}");
+    let refused = client.kv.put(put("late".to_owned(), vec![], 0)).await.expect_err("the source is fenced");
+    assert_eq!(refused.message(), "etcdserver: corrupt cluster");
+    destination.check_refused(&other, &["contains other data", "it is at revision 6, and the source at 4"]).await;
+    let mut client = Client::connect(other.endpoint()).await;
+    for number in 3..6 {
+        client.kv.put(put(format!("else/{number}"), vec![number], 0)).await.expect("a put");
+    }
+    destination.check_refused(&other, &["its history up to revision 6 is not the source's"]).await;
+    client.kv.compact(CompactionRequest { revision: 7, physical: true }).await.expect("a compaction");
+    destination.check_refused(&other, &["it is at revision 6, which the source has compacted"]).await;
+    let server = destination.server().await;
+    let in_use = if backend == Backend::Sqlite { "in use by another orlop process" } else { "a server uses it" };
+    destination.check_refused(&source, &[in_use]).await;
+    drop(server);
+
+    let unfinished = Destination::new(backend).await.expect("as before");
+    let migrator = unfinished.migrate(source.endpoint(), &[]);
+    migrator.says("restored a snapshot").await;
+    migrator.kill();
+    unfinished.check_refused(&other, &["it is the unfinished copy of cluster"]).await;
+}
+
+fn port(server: &Server) -> u16 {
+    let port = server.endpoint().rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+    port.expect("an endpoint ends with its port")
+}
+
+on_both_backends!(
+    etcd_is_copied_under_load,
+    orlop_is_copied_under_load,
+    writes_at_the_source_after_the_cut_over_are_named,
+    compacted_source_is_copied_again,
+    changed_users_are_copied_again,
+    databases_with_other_data_are_refused,
+    store_with_auth_is_copied_by_root,
+    addresses_are_checked_before_the_cut_over,
+);

@@ -1,0 +1,316 @@
+//! Snapshots that etcd and Orlop exchange: each restores what the other one saved, with everything that clients see.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use orlop_bolt::{Planner, Writer};
+use orlop_wire::proto::client::{
+    authpb::Permission,
+    etcdserverpb::{
+        AuthRoleAddRequest, AuthRoleGetRequest, AuthRoleGrantPermissionRequest, AuthUserAddRequest, AuthUserGetRequest,
+        AuthUserGrantRoleRequest, AuthUserListRequest,
+    },
+    leasepb,
+};
+use prost::Message as _;
+use sha2::{Digest as _, Sha256};
+
+use super::*;
+use crate::support::Place;
+
+/// Every how many revisions the pairs are compared.
+const STEP: usize = 23;
+
+/// What clients see of a store.
+#[derive(Debug, PartialEq)]
+pub struct Seen {
+    pub revision: i64,
+    hash: u32,
+    /// By revision, from the compact revision on.
+    pairs: BTreeMap<i64, Vec<KeyValue>>,
+    /// The TTL and the keys of each lease.
+    leases: BTreeMap<i64, (i64, BTreeSet<Vec<u8>>)>,
+    /// The roles of each user.
+    users: BTreeMap<String, Vec<String>>,
+    permissions: Vec<Permission>,
+}
+
+pub async fn seen(client: &mut Client) -> Seen {
+    let hashed = client.maintenance.hash_kv(HashKvRequest { revision: 0 }).await.expect("a hash").into_inner();
+    let revision = hashed.header.expect("a header").revision;
+    let mut at: Vec<i64> = (hashed.compact_revision.max(1)..revision).step_by(STEP).collect();
+    at.push(revision);
+    let mut of_store = Seen {
+        revision,
+        hash: hashed.hash,
+        pairs: BTreeMap::new(),
+        leases: BTreeMap::new(),
+        users: BTreeMap::new(),
+        permissions: Vec::new(),
+    };
+    for revision in at {
+        of_store.pairs.insert(revision, pairs(client, revision).await);
+    }
+    for id in leases(client).await {
+        let asked = LeaseTimeToLiveRequest { id, keys: true };
+        let lease = client.lease.lease_time_to_live(asked).await.expect("an answer").into_inner();
+        let keys = lease.keys.iter().map(|key| key.to_vec()).collect();
+        of_store.leases.insert(id, (lease.granted_ttl, keys));
+    }
+    for name in client.auth.user_list(AuthUserListRequest {}).await.expect("users").into_inner().users {
+        let user = client.auth.user_get(AuthUserGetRequest { name: name.clone() }).await.expect("a user");
+        of_store.users.insert(name, user.into_inner().roles);
+    }
+    let role = client.auth.role_get(AuthRoleGetRequest { role: "app".to_owned() }).await.expect("a role");
+    of_store.permissions = role.into_inner().perm;
+    of_store
+}
+
+pub async fn add_users(client: &mut Client) {
+    client.auth.role_add(AuthRoleAddRequest { name: "app".to_owned() }).await.expect("a role");
+    for (key, range_end, perm_type) in [("b", "", 0), ("a", "c", 2), ("x", "\0", 1)] {
+        let perm = Permission { perm_type, key: key.to_owned().into(), range_end: range_end.to_owned().into() };
+        let grant = AuthRoleGrantPermissionRequest { name: "app".to_owned(), perm: Some(perm) };
+        client.auth.role_grant_permission(grant).await.expect("a permission");
+    }
+    for name in ["alice", "root"] {
+        let add = AuthUserAddRequest { name: name.to_owned(), password: "wonder".to_owned(), ..Default::default() };
+        client.auth.user_add(add).await.expect("a user");
+    }
+    let grant = AuthUserGrantRoleRequest { user: "alice".to_owned(), role: "app".to_owned() };
+    client.auth.user_grant_role(grant).await.expect("a role");
+}
+
+/// Fills a store with random changes, leases, compactions and users, and saves a snapshot when nobody writes any more.
+async fn filled(server: &Server, folder: &Path) -> (Seen, PathBuf) {
+    let mut client = Client::connect(server.endpoint()).await;
+    add_users(&mut client).await;
+    let _ = save_under_load(server, folder).await;
+    let file = save(&mut client, folder).await;
+    (seen(&mut client).await, file)
+}
+
+/// Runs etcdutl, which must succeed, and returns its output.
+#[track_caller]
+fn etcdutl(arguments: &[&str]) -> String {
+    let tool = etcd_tool("etcdutl", "ORLOP_ETCDUTL").expect("checked by the test");
+    let output = Command::new(tool).args(arguments).output().expect("etcdutl can be started");
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).expect("text")
+}
+
+/// Starts etcd on what etcdutl restores from a snapshot.
+async fn restored_by_etcd(file: &Path, folder: &Path, flags: &[&str]) -> Option<Server> {
+    let data = folder.join("etcd");
+    etcdutl(&[&["snapshot", "restore", path(file), "--data-dir", path(&data)], flags].concat());
+    Server::etcd_at(Place { data: Some(data), ..Place::default() }).await
+}
+
+/// etcd 3.5 counts all entries of the file as keys, so these are not compared.
+fn check_status(file: &Path) {
+    let theirs = etcdutl(&["snapshot", "status", path(file), "-w", "json"]);
+    let theirs: serde_json::Value = serde_json::from_str(&theirs).expect("JSON");
+    let ours = status(file);
+    for field in ["hash", "revision", "totalSize"] {
+        assert_eq!(ours[field], theirs[field], "{field}");
+    }
+}
+
+#[track_caller]
+pub fn check_same(left: &Seen, right: &Seen) {
+    for (revision, pairs) in &left.pairs {
+        assert_eq!(right.pairs.get(revision), Some(pairs), "at revision {revision}");
+    }
+    assert!(left == right, "{left:?}\n{right:?}");
+}
+
+async fn snapshots_go_from_etcd_to_orlop_and_back(backend: Backend) {
+    let Some(_) = etcd_tool("etcdutl", "ORLOP_ETCDUTL") else { return skip("etcdutl") };
+    let Some(etcd) = Server::etcd().await else { return };
+    let home = TempDir::new().expect("a folder");
+    let (before, file) = filled(&etcd, home.path()).await;
+    check_status(&file);
+    let Some(orlop) = restored(backend, &file, home.path()).await else { return };
+    let mut client = Client::connect(orlop.endpoint()).await;
+    check_same(&seen(&mut client).await, &before);
+
+    let file = save(&mut client, home.path()).await;
+    check_status(&file);
+    let Some(back) = restored_by_etcd(&file, home.path(), &[]).await else { return };
+    let mut back = Client::connect(back.endpoint()).await;
+    check_same(&seen(&mut back).await, &before);
+    for client in [&mut client, &mut back] {
+        let next = client.kv.put(put("new".to_owned(), Vec::new(), 0)).await.expect("a put").into_inner();
+        assert_eq!(next.header.expect("a header").revision, before.revision + 1);
+    }
+}
+
+async fn snapshots_of_orlop_are_restored_by_etcd(backend: Backend) {
+    let Some(_) = etcd_tool("etcdutl", "ORLOP_ETCDUTL") else { return skip("etcdutl") };
+    let Some(orlop) = Server::orlop(backend).await else { return };
+    let home = TempDir::new().expect("a folder");
+    let (before, file) = filled(&orlop, home.path()).await;
+    check_status(&file);
+    let Some(etcd) = restored_by_etcd(&file, home.path(), &[]).await else { return };
+    check_same(&seen(&mut Client::connect(etcd.endpoint()).await).await, &before);
+}
+
+/// `--bump-revision` leaves revisions without changes, so everything at or below the new revision is compacted.
+async fn revisions_are_raised_as_etcdutl_does(backend: Backend) {
+    let Some(_) = etcd_tool("etcdutl", "ORLOP_ETCDUTL") else { return skip("etcdutl") };
+    let Some(source) = Server::etcd().await else { return };
+    let home = TempDir::new().expect("a folder");
+    let mut client = Client::connect(source.endpoint()).await;
+    for key in ["a", "b", "a"] {
+        client.kv.put(put(key.to_owned(), vec![1], 0)).await.expect("a put");
+    }
+    let file = save(&mut client, home.path()).await;
+    let flags = ["--bump-revision", "1000", "--mark-compacted"];
+    let Some(etcd) = restored_by_etcd(&file, home.path(), &flags).await else { return };
+    let datastore = match backend {
+        Backend::Sqlite => format!("sqlite://{}", path(&home.path().join("restored.db"))),
+        Backend::Postgres => match Postgres::shared().await {
+            Some(postgres) => postgres.create_database(),
+            None => return,
+        },
+    };
+    let restore = ["snapshot", "restore", path(&file), "--datastore-endpoint", &datastore];
+    check_refused_flags(&[&restore[..], &flags[..2]].concat());
+    prints(&[&restore[..], &flags].concat());
+    let orlop = Server::orlop_on(&datastore, &[]).await;
+    // What etcdutl raised is raised as well.
+    let raised = save(&mut Client::connect(etcd.endpoint()).await, home.path()).await;
+    let second = TempDir::new().expect("a folder");
+    let Some(again) = restored(backend, &raised, second.path()).await else { return };
+    let third = TempDir::new().expect("a folder");
+    let saved = save(&mut Client::connect(orlop.endpoint()).await, third.path()).await;
+    let Some(back) = restored_by_etcd(&saved, third.path(), &[]).await else { return };
+    for server in [&etcd, &orlop, &again, &back] {
+        let mut client = Client::connect(server.endpoint()).await;
+        let found = pairs(&mut client, 1_004).await;
+        let revisions: Vec<i64> = found.iter().map(|pair| pair.mod_revision).collect();
+        assert_eq!(revisions, [4, 3], "at the head");
+        let range = RangeRequest { key: "a".into(), revision: 1_003, ..Default::default() };
+        let refused = client.kv.range(range).await.expect_err("a compacted revision");
+        assert!(refused.message().contains("has been compacted"), "{refused}");
+        let next = client.kv.put(put("c".to_owned(), Vec::new(), 0)).await.expect("a put").into_inner();
+        assert_eq!(next.header.expect("a header").revision, 1_005);
+    }
+    let checked = prints(&["check", "--datastore-endpoint", &datastore]);
+    assert!(checked.contains("sound"), "{checked}");
+}
+
+/// Of the compact revision, etcd keeps only the changes that a reader may still need.
+async fn compacted_transactions_are_restored(backend: Backend) {
+    let Some(etcd) = Server::etcd().await else { return };
+    let mut client = Client::connect(etcd.endpoint()).await;
+    let puts = |keys: &[&str]| {
+        let operation =
+            |key: &&str| RequestOp { request: Some(Request::RequestPut(put((*key).to_owned(), vec![1], 0))) };
+        TxnRequest { success: keys.iter().map(operation).collect(), ..Default::default() }
+    };
+    for keys in [&["a", "b", "c"][..], &["b"], &["a", "c", "d"]] {
+        client.kv.txn(puts(keys)).await.expect("a transaction");
+    }
+    let delete = DeleteRangeRequest { key: "a".into(), range_end: "c".into(), ..Default::default() };
+    client.kv.delete_range(delete).await.expect("a delete");
+    client.kv.txn(puts(&["a", "d"])).await.expect("a transaction");
+    for revision in 2..=6 {
+        let home = TempDir::new().expect("a folder");
+        client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
+        let file = save(&mut client, home.path()).await;
+        let Some(orlop) = restored(backend, &file, home.path()).await else { return };
+        let mut copy = Client::connect(orlop.endpoint()).await;
+        for at in revision..=6 {
+            assert_eq!(pairs(&mut copy, at).await, pairs(&mut client, at).await, "at {at}, compacted at {revision}");
+        }
+        let file = save(&mut copy, home.path()).await;
+        let second = TempDir::new().expect("a folder");
+        let Some(back) = restored(backend, &file, second.path()).await else { return };
+        let mut back = Client::connect(back.endpoint()).await;
+        assert_eq!(hash(&mut back, 0).await, hash(&mut copy, 0).await, "compacted at {revision}");
+    }
+}
+
+#[track_caller]
+fn check_refused_flags(arguments: &[&str]) {
+    let output = orlop(arguments);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && text.contains("--mark-compacted"), "{text}");
+}
+
+/// etcd saves the remaining time of a lease with a flag, every five minutes.
+async fn leases_continue_with_their_remaining_time(backend: Backend) {
+    let leases = [(1, 3_600, 40, 39..=40), (2, 3_600, 0, 3_595..=3_600)];
+    let stored = leases.clone().map(|(id, ttl, remaining_ttl, _)| {
+        let lease = leasepb::Lease { id, ttl, remaining_ttl };
+        (Bytes::from(id.to_be_bytes().to_vec()), Bytes::from(lease.encode_to_vec()))
+    });
+    let mut planner = Planner::default();
+    planner.bucket("lease").expect("in order");
+    for (key, value) in &stored {
+        planner.add(key.clone(), value.len()).expect("in order");
+    }
+    planner.bucket("meta").expect("in order");
+    let mut writer = Writer::new(planner.finish());
+    writer.bucket("lease").expect("in order");
+    for (key, value) in stored {
+        writer.add(key, value).expect("in order");
+    }
+    writer.bucket("meta").expect("in order");
+    let home = TempDir::new().expect("a folder");
+    let file = home.path().join("written.db");
+    let database = [writer.take(), writer.finish().expect("as planned")].concat();
+    fs::write(&file, [&database[..], &Sha256::digest(&database)].concat()).expect("a file can be written");
+    let Some(server) = restored(backend, &file, home.path()).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for (id, granted, _, left) in leases {
+        let asked = LeaseTimeToLiveRequest { id, keys: false };
+        let lease = client.lease.lease_time_to_live(asked).await.expect("an answer").into_inner();
+        assert!(lease.granted_ttl == granted && left.contains(&lease.ttl), "{lease:?}");
+    }
+}
+
+/// etcd's database lacks the last requests while etcd runs, and after a crash until it has started again.
+async fn data_of_a_stopped_etcd_is_restored(backend: Backend) {
+    // Until it stops, this etcd writes nothing to its database.
+    let lazy = ["--backend-batch-interval", "1h", "--backend-batch-limit", "1000000"];
+    let Some(mut etcd) = Server::etcd_with(&lazy).await else { return };
+    let mut client = Client::connect(etcd.endpoint()).await;
+    for number in 0..300_u16 {
+        client.kv.put(put(format!("key/{number}"), vec![7; 500], 0)).await.expect("a put");
+    }
+    let (folder, file) = (etcd.data_dir(), etcd.data_dir().join("member/snap/db"));
+    check_refused(&["snapshot", "status", path(&folder)], &["an etcd uses"]);
+    etcd.kill();
+    for data in [&folder, &file] {
+        let because = ["was not stopped cleanly", "requests that its database lacks"];
+        check_refused(&["snapshot", "status", path(data), "--skip-hash-check"], &because);
+    }
+    etcd.restart().await;
+    etcd.terminate().await;
+    check_refused(&["snapshot", "status", path(&folder.join("member"))], &["is not a data directory of etcd"]);
+    let home = TempDir::new().expect("a folder");
+    check_refused(&["snapshot", "status", path(&file)], &["--skip-hash-check"]);
+    let datastore = match backend {
+        Backend::Sqlite => format!("sqlite://{}", path(&home.path().join("restored.db"))),
+        Backend::Postgres => match Postgres::shared().await {
+            Some(postgres) => postgres.create_database(),
+            None => return,
+        },
+    };
+    let of_file = prints(&["snapshot", "status", path(&file), "--skip-hash-check"]);
+    assert_eq!(prints(&["snapshot", "status", path(&folder)]), of_file);
+    prints(&["snapshot", "restore", path(&folder), "--datastore-endpoint", &datastore]);
+    let server = Server::orlop_on(&datastore, &[]).await;
+    assert_eq!(pairs(&mut Client::connect(server.endpoint()).await, 301).await.len(), 300);
+}
+
+on_both_backends!(
+    snapshots_go_from_etcd_to_orlop_and_back,
+    snapshots_of_orlop_are_restored_by_etcd,
+    revisions_are_raised_as_etcdutl_does,
+    compacted_transactions_are_restored,
+    leases_continue_with_their_remaining_time,
+    data_of_a_stopped_etcd_is_restored,
+);
