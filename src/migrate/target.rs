@@ -307,7 +307,7 @@ impl Target {
         compact: Option<Revision>,
         fact: Option<FactChange>,
     ) -> Result<()> {
-        let append = Append { expected: self.position, changes, leases, compact, fact, auth: None };
+        let append = Append { expected: self.position, changes, reads: None, leases, compact, fact, auth: None };
         if append.is_empty() {
             return Ok(());
         }
@@ -318,7 +318,8 @@ impl Target {
                 self.position.epoch += i64::from(has_epoch);
                 Ok(())
             }
-            Appended::Conflict => {
+            // The append has no read set, so it is never behind.
+            Appended::Behind(_) | Appended::Conflict => {
                 let found = self.log.meta().await?.position;
                 let is_ours = (found.head, found.epoch) == (self.position.head, self.position.epoch);
                 Err(match is_ours {

@@ -19,7 +19,7 @@ use tokio::{
 };
 
 use crate::support::{
-    Authority, Backend, Client, DEADLINE, Postgres, Server, etcd_tool, eventually, http_get, on_both_backends, skip,
+    Authority, Backend, Client, DEADLINE, Postgres, Server, etcd_tool, eventually, on_both_backends, skip,
 };
 
 fn text(path: &Path) -> &str {
@@ -71,16 +71,10 @@ async fn revision(file: &Path) -> i64 {
     status["revision"].as_i64().expect("a revision")
 }
 
-async fn metric(server: &Server, name: &str) -> f64 {
-    let answer = http_get(server.endpoint(), "/metrics").await.body;
-    let value = answer.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
-    value.unwrap_or_else(|| panic!("no {name}"))
-}
-
 async fn saved_file_is_complete_and_private(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let head = put(server.endpoint(), "a").await;
-    assert_eq!(metric(&server, "orlop_snapshot_last_timestamp_seconds").await, 0.0);
+    assert_eq!(server.metric("orlop_snapshot_last_timestamp_seconds").await, 0.0);
     let home = TempDir::new().expect("a folder");
     let file = home.path().join("saved.db");
     fs::write(&file, "an older snapshot").expect("a file can be written");
@@ -89,8 +83,8 @@ async fn saved_file_is_complete_and_private(backend: Backend) {
     assert_eq!(names(home.path()), BTreeSet::from(["saved.db".to_owned()]), "no temporary file remains");
     assert_eq!(file.metadata().expect("a file").permissions().mode() & 0o777, 0o600);
     assert_eq!(revision(&file).await, head);
-    assert!(metric(&server, "orlop_snapshot_last_timestamp_seconds").await > 0.0);
-    assert_eq!(metric(&server, "orlop_snapshot_failures_total").await, 0.0);
+    assert!(server.metric("orlop_snapshot_last_timestamp_seconds").await > 0.0);
+    assert_eq!(server.metric("orlop_snapshot_failures_total").await, 0.0);
 }
 
 async fn newest_files_in_a_folder_are_kept(backend: Backend) {
@@ -246,9 +240,9 @@ async fn server_saves_snapshots_at_an_interval(backend: Backend) {
     let newest = newest.await;
     assert_eq!(newest.metadata().expect("a file").permissions().mode() & 0o777, 0o600);
     eventually("the deletion of the first snapshot", async || if first.exists() { Err(()) } else { Ok(()) }).await;
-    assert!(metric(&server, "orlop_snapshot_last_timestamp_seconds").await > 1.7e9);
-    assert!(metric(&server, "orlop_snapshot_interval_seconds").await >= 1.0);
-    assert_eq!(metric(&server, "orlop_snapshot_failures_total").await, 0.0);
+    assert!(server.metric("orlop_snapshot_last_timestamp_seconds").await > 1.7e9);
+    assert!(server.metric("orlop_snapshot_interval_seconds").await >= 1.0);
+    assert_eq!(server.metric("orlop_snapshot_failures_total").await, 0.0);
     server.terminate().await;
     assert!(snapshots(&folder).len() <= 2, "{:?}", names(&folder));
 
@@ -270,7 +264,7 @@ async fn failed_scheduled_snapshots_are_logged_and_counted() {
     let flags = ["--snapshot-interval", "1s", "--snapshot-dir", text(&folder)];
     let server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is built in");
     eventually("two failures", async || {
-        let failures = metric(&server, "orlop_snapshot_failures_total").await;
+        let failures = server.metric("orlop_snapshot_failures_total").await;
         if failures >= 2.0 { Ok(()) } else { Err(failures) }
     })
     .await;
@@ -292,7 +286,7 @@ async fn restart_does_not_take_an_additional_snapshot() {
     server.restart().await;
     put(server.endpoint(), "a").await;
     eventually("the time of the snapshot on disk", async || {
-        let last = metric(&server, "orlop_snapshot_last_timestamp_seconds").await;
+        let last = server.metric("orlop_snapshot_last_timestamp_seconds").await;
         if last > 1.7e9 { Ok(()) } else { Err(last) }
     })
     .await;

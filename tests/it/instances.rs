@@ -9,6 +9,7 @@ use orlop_wire::proto::client::etcdserverpb::{
     TxnRequest, WatchProgressRequest, compare::TargetUnion, request_op::Request, watch_request::RequestUnion,
 };
 use sqlx::{Connection as _, PgConnection, postgres::PgListener};
+use tokio::task::JoinSet;
 use tonic::Code;
 
 use crate::support::{Client, Postgres, Server, Stream, eventually, everything};
@@ -143,6 +144,61 @@ async fn concurrent_increments_on_all_instances_are_counted_without_starvation()
     assert_eq!(value_at(&mut first, get("counter")).await.as_deref(), Some("360"));
     let at_361 = RangeRequest { revision: 361, ..get("counter") };
     assert_eq!(value_at(&mut first, at_361).await.as_deref(), Some("359"), "one revision per increment");
+}
+
+/// Each instance writes keys of its own, in all forms, and reads those of the others.
+#[tokio::test]
+async fn writes_of_different_keys_do_not_conflict() {
+    const ROUNDS: i64 = 150;
+    let Some(all) = instances::<3>().await else { return };
+    let mut tasks = JoinSet::new();
+    for (number, (server, client)) in all.into_iter().enumerate() {
+        tasks.spawn(async move {
+            let mut clients = [client.clone(), client.clone(), client];
+            for round in 0..ROUNDS {
+                let key = |kind: &str| format!("{number}/{kind}/{}", round % 10);
+                let last = if round < 10 { String::new() } else { (round - 10).to_string() };
+                let [a, b, c] = &mut clients;
+                let delete = DeleteRangeRequest {
+                    key: format!("{number}/put/").into(),
+                    range_end: format!("{number}/put/5").into(),
+                    prev_kv: true,
+                };
+                let (put, txn, delete) = tokio::join!(
+                    a.kv.put(PutRequest { prev_kv: true, ..put(&key("put"), &round.to_string()) }),
+                    b.kv.txn(swap(&key("swap"), &last, &round.to_string())),
+                    async { if round % 10 == 9 { Some(c.kv.delete_range(delete).await) } else { None } },
+                );
+                let revision = put.expect("a put").into_inner().header.expect("a header").revision;
+                let at = RangeRequest { revision, ..get(&key("put")) };
+                assert_eq!(value_at(a, at).await, Some(round.to_string()), "at the revision of the response");
+                let txn = txn.expect("a transaction").into_inner();
+                if round < 10 {
+                    put_at(b, super::instances::put(&key("swap"), &round.to_string())).await;
+                } else {
+                    assert!(txn.succeeded, "{txn:?}");
+                }
+                delete.map(|deleted| deleted.expect("a delete"));
+            }
+            (server, clients)
+        });
+    }
+    let mut servers = Vec::new();
+    while let Some(done) = tasks.join_next().await {
+        servers.push(done.expect("the writes succeed"));
+    }
+    let mut moved = 0.0;
+    for (server, _) in &servers {
+        assert_eq!(server.metric("orlop_append_conflicts_total").await, 0.0);
+        moved += server.metric("orlop_appends_behind_total").await;
+    }
+    assert!(moved > 0.0, "no append met another");
+    let mut seen = Vec::new();
+    for (_, [client, ..]) in &mut servers {
+        let all = RangeRequest { key: "0".into(), range_end: "4".into(), ..Default::default() };
+        seen.push(client.kv.range(all).await.expect("a range").into_inner().kvs);
+    }
+    assert!(seen.iter().all(|kvs| kvs == &seen[0] && kvs.len() >= 3 * 10), "{seen:?}");
 }
 
 #[tokio::test]

@@ -299,7 +299,8 @@ async fn changes_of_one_append_apply_in_order(backend: Backend) {
     ];
     for (leases, expected) in table {
         let before = log.meta().await.expect("a position").position;
-        let append = Append { expected: before, changes: &[], leases, compact: None, fact: None, auth: None };
+        let append =
+            Append { expected: before, changes: &[], reads: None, leases, compact: None, fact: None, auth: None };
         assert_eq!(log.append(append).await.expect("an append"), Appended::Done, "{leases:?}");
         let meta = log.meta().await.expect("leases");
         let found = meta.leases.first().map(|lease| lease.ttl_secs);

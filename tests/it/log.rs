@@ -3,8 +3,10 @@
 use std::{sync::Arc, time::Duration};
 
 use orlop_core::{
-    log::{Append, Appended, History, LeaseChange, Log, Meta, Position, Reclaim, WithPrev},
-    types::{Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version},
+    log::{Append, Appended, History, LeaseChange, Log, Meta, Position, ReadSet, Reclaim, WithPrev},
+    types::{
+        Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Prev, Rebase, Revision, RowId, Version,
+    },
 };
 use orlop_sql::{Durability, PostgresLog, PostgresSettings, SqliteLog};
 use tempfile::TempDir;
@@ -49,7 +51,7 @@ fn put(key: &'static str, row: RowId, prev: Option<RowId>) -> Change {
 
 async fn append(log: &dyn Log, changes: &[Change], leases: &[LeaseChange], compact: Option<Revision>) {
     let expected = log.meta().await.expect("the log answers").position;
-    let appended = log.append(Append { expected, changes, leases, compact, fact: None, auth: None }).await;
+    let appended = log.append(Append { expected, changes, reads: None, leases, compact, fact: None, auth: None }).await;
     assert_eq!(appended.expect("the log takes rows"), Appended::Done);
 }
 
@@ -108,6 +110,61 @@ async fn frozen_log_does_not_change(backend: Backend) {
     assert_eq!(contents(&*frozen).await, before);
     drop(frozen);
     log.close(&[]).await;
+}
+
+/// Appends of an instance that has read the log up to revision 3, behind the revisions 4 (`b` and `c`) and 5 (`d`) of
+/// another one.
+#[tokio::test]
+async fn append_moves_behind_changes_of_keys_that_it_has_not_read() {
+    let range = |start: &str, end: &str| KeyRange::from_wire(start.as_bytes(), end.as_bytes());
+    let (nothing, before, over, rest) = (range("b", "b"), range("", "b"), range("a", "c"), range("d", "\0"));
+    let behind = [row(4, 0), row(4, 1), row(5, 0)];
+    for (keys, spans, what, moves) in [
+        (&["k"][..], &[][..], "the key that it writes", true),
+        (&["k", "a"], &[&before, &nothing], "keys and ranges beside those that changed", true),
+        (&["k", "b"], &[], "the first key of a revision", false),
+        (&["k", "c"], &[], "the second key of a revision", false),
+        (&["k"], &[&over], "a range", false),
+        (&["k"], &[&before, &rest], "a range without end", false),
+    ] {
+        let home = TempDir::new().expect("a folder");
+        let Some(log) = open(Backend::Postgres, &home).await else { return };
+        append(&*log, &[put("a", row(2, 0), None), put("k", row(3, 0), None)], &[], None).await;
+        let expected = log.meta().await.expect("the log answers").position;
+        append(&*log, &[put("b", row(4, 0), None), put("c", row(4, 1), None), put("d", row(5, 0), None)], &[], None)
+            .await;
+
+        let own =
+            [put("k", row(4, 0), Some(row(3, 0))), put("n", row(5, 0), None), put("k", row(5, 1), Some(row(4, 0)))];
+        let reads = ReadSet { keys: keys.iter().map(|key| key.as_bytes()).collect(), spans: spans.to_vec() };
+        let grant = [LeaseChange::Grant { id: LEASE, ttl_secs: 5_000 }];
+        let of =
+            |reads| Append { expected, changes: &own, reads, leases: &grant, compact: None, fact: None, auth: None };
+        let refused = log.append(of(None)).await.expect("the log answers");
+        assert_eq!(refused, Appended::Conflict, "without a read set");
+        let appended = log.append(of(Some(&reads))).await.expect("the log answers");
+        let now = contents(&*log).await;
+        match appended {
+            Appended::Behind(others) if moves => {
+                assert!(others.iter().map(|change| change.row).eq(behind), "{what}: {others:?}");
+                let rebase = Rebase { base: Revision(3), by: 2 };
+                let mut moved = own.clone();
+                moved.iter_mut().for_each(|change| rebase.change(change));
+                let stored = log.changes(Revision(6), Revision(7), &KeyRange::all(), WithPrev::No).await;
+                assert_eq!(stored.expect("the log answers").changes, moved, "{what}");
+                assert_eq!((now.position.head, now.position.epoch), (Revision(7), expected.epoch + 1), "{what}");
+            }
+            Appended::Conflict if !moves => {
+                assert_eq!((now.position.head, now.leases), (Revision(5), Vec::new()), "{what}");
+            }
+            other => panic!("{what}: {other:?}"),
+        }
+        // The lease and every compaction are at an epoch that the instance has not read.
+        append(&*log, &[], &[LeaseChange::Grant { id: LeaseId(8), ttl_secs: 5_000 }], None).await;
+        let refused = log.append(of(Some(&ReadSet::default()))).await.expect("the log answers");
+        assert_eq!(refused, Appended::Conflict, "{what}: another epoch");
+        log.close(&[]).await;
+    }
 }
 
 on_both_backends!(frozen_log_does_not_change,);

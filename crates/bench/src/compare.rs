@@ -137,7 +137,7 @@ impl Compare {
     ) -> Result<(), Error> {
         let (mut trials, mut elapsed) = (Vec::new(), Vec::new());
         for round in 1..=group.rounds(self.rounds) {
-            for kind in &self.servers {
+            for kind in self.servers.iter().filter(|kind| kind.instances_max() >= group.instances) {
                 let began = Instant::now();
                 let trial = trial::run(test_bed, *kind, group, duration).await?;
                 results.cpu_speeds.push(trial.cpu_speed);

@@ -141,8 +141,8 @@ impl Soak {
         common: &Common,
         interrupt: &Interrupt,
     ) -> Result<ServerResult, Error> {
-        let server = Server::start(test_bed, kind, &[]).await?;
-        let endpoint = server.endpoint().parse().map_err(Error::Flags)?;
+        let server = Server::start(test_bed, kind, &[], 1).await?;
+        let endpoint = server.endpoints().parse().map_err(Error::Flags)?;
         let target = Target { endpoints: vec![endpoint], tls: None, token: None };
         let bench = self.prepare(target, common, interrupt).await?;
         let result = self.server_run(bench, Some(&server)).run(kind.name()).await?;

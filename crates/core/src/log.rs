@@ -7,12 +7,16 @@
 mod inspect;
 #[cfg(test)]
 pub mod memory;
+mod read_set;
 
 use std::time::Duration;
 
 use async_trait::async_trait;
 
-pub use self::inspect::{Depth, Facts, Inspect, StoredLease, StoredMember, StoredRow, Table};
+pub use self::{
+    inspect::{Depth, Facts, Inspect, StoredLease, StoredMember, StoredRow, Table},
+    read_set::ReadSet,
+};
 
 use crate::auth::{AuthChange, AuthState};
 use crate::types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId};
@@ -206,6 +210,9 @@ pub struct Append<'a> {
     pub expected: Position,
     /// In order. Their revisions are dense and start with the one after the expected head.
     pub changes: &'a [Change],
+    /// The keys that the evaluation looked at. If other instances have appended since then, but changed none of these
+    /// keys, a shared log may append behind their changes. `None`: append at the expected position only.
+    pub reads: Option<&'a ReadSet<'a>>,
     pub leases: &'a [LeaseChange],
     /// A compact revision to record. The log ignores a revision that is lower than the recorded one.
     pub compact: Option<Revision>,
@@ -230,6 +237,7 @@ impl<'a> Append<'a> {
         Self {
             expected: Position { head, epoch: 0, server: 0 },
             changes,
+            reads: None,
             leases: &[],
             compact: None,
             fact: None,
@@ -265,11 +273,15 @@ pub enum LeaseChange {
 }
 
 #[must_use]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Appended {
     /// All changes are durable.
     Done,
-    /// Nothing was written: the log was not at the expected position, or a lease to expire was renewed.
+    /// All changes are durable, behind these changes of other instances, which follow the expected position. Apply
+    /// [`Rebase`](crate::types::Rebase) to the own changes.
+    Behind(Vec<Change>),
+    /// Nothing was written: the log was not at the expected position, and the append could not be moved; or a lease to
+    /// expire was renewed.
     Conflict,
 }
 
@@ -372,8 +384,8 @@ pub trait Log: History {
     /// Returns the log as it is now; later appends and deletions are not visible in it.
     async fn freeze(&self) -> Result<Box<dyn History>>;
 
-    /// Appends everything if the log is at the expected position, and nothing otherwise. The append is durable when the
-    /// call returns.
+    /// Appends everything if the log is at the expected position, or if it may append behind the changes of other
+    /// instances ([`Append::reads`]), and nothing otherwise. The append is durable when the call returns.
     ///
     /// # Errors
     ///

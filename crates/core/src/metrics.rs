@@ -109,6 +109,7 @@ metrics! {
         queue: Histogram "orlop_queue_duration_seconds" in doubling(0.0001, 18),
             "Time that the oldest request of a batch waited for the batch.";
         raced: IntCounter "orlop_append_conflicts_total", "Appends that lost the race against another instance.";
+        appended_behind: IntCounter "orlop_appends_behind_total", "Appends behind changes of other instances, which changed none of the keys that the requests used.";
         leases_granted: IntCounter "etcd_debugging_lease_granted_total", "Leases granted.";
         leases_revoked: IntCounter "etcd_debugging_lease_revoked_total", "Leases revoked, including expired ones.";
         leases_renewed: IntCounter "etcd_debugging_lease_renewed_total", "Lease renewals.";

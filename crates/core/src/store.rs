@@ -36,6 +36,7 @@ mod permissions;
 mod queue;
 mod quota;
 mod reader;
+mod rebase;
 mod replay;
 mod replication;
 pub mod request;
@@ -74,6 +75,8 @@ mod generators;
 #[cfg(test)]
 #[path = "../tests/model/mod.rs"]
 mod model;
+#[cfg(test)]
+mod rebase_tests;
 #[cfg(test)]
 mod select_tests;
 #[cfg(test)]

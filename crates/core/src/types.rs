@@ -5,11 +5,13 @@
 
 mod encoded;
 mod key;
+mod rebase;
 
 use std::fmt;
 
 pub use encoded::{EncodedEvent, EncodedKv};
 pub use key::{Key, KeyBounds, KeyRange, shown};
+pub use rebase::Rebase;
 
 /// A revision of the store: the id of a row in `kv_log`. An empty store is at [`Revision::EMPTY`]. Each transaction
 /// that changes something increases the revision by 1.
@@ -93,7 +95,7 @@ pub struct Version {
 }
 
 /// One change of one key, as it is appended to the log and passed to the index, the lease table and the watchers.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
     pub row: RowId,
     pub key: Key,
@@ -104,14 +106,14 @@ pub struct Change {
     pub prev_lease: Option<LeaseId>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChangeKind {
     Put { kv: EncodedKv, create_revision: Revision, version: i64, lease: Option<LeaseId> },
     Delete,
 }
 
 /// The version of a key that was live before a transaction.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prev {
     pub row: RowId,
     /// The pair of this version; `None` if it was not read, although the version has one.

@@ -16,9 +16,10 @@ const SQLITE: [File; 2] = [
     (1, "log", include_str!("../../../migrations/sqlite/0001_log.sql")),
     (2, "auth", include_str!("../../../migrations/sqlite/0002_auth.sql")),
 ];
-const POSTGRES: [File; 2] = [
+const POSTGRES: [File; 3] = [
     (1, "log", include_str!("../../../migrations/postgres/0001_log.sql")),
     (2, "auth", include_str!("../../../migrations/postgres/0002_auth.sql")),
+    (3, "append_behind", include_str!("../../../migrations/postgres/0003_append_behind.sql")),
 ];
 
 pub(crate) fn sqlite() -> Migrator {

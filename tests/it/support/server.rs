@@ -19,7 +19,7 @@ use tokio::{
 
 use tonic::Code;
 
-use super::{Backend, Client, DEADLINE, Postgres, etcd_tool, eventually, skip};
+use super::{Backend, Client, DEADLINE, Postgres, etcd_tool, eventually, http_get, skip};
 
 /// Start of the line that Orlop prints for each listener once it serves; the listener's URL follows.
 const READY: &str = "orlop: serving client requests on ";
@@ -118,6 +118,13 @@ impl Server {
             return None;
         };
         Some(Self::start(Program::Etcd { binary, no_fsync: false }, Vec::new(), place).await)
+    }
+
+    /// Returns the value of a metric without labels.
+    pub async fn metric(&self, name: &str) -> f64 {
+        let page = http_get(&self.endpoint, "/metrics").await.body;
+        let value = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
+        value.unwrap_or_else(|| panic!("no {name}"))
     }
 
     /// `http://127.0.0.1:PORT`

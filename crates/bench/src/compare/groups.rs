@@ -6,6 +6,8 @@ use crate::output::number;
 pub struct Group {
     pub name: &'static str,
     pub title: String,
+    /// Number of instances of the server.
+    pub instances: usize,
     /// Additional flags for Orlop.
     pub flags: &'static [&'static str],
     pub steps: Vec<Step>,
@@ -88,7 +90,7 @@ impl Source {
 
 impl Group {
     fn new(name: &'static str, title: impl Into<String>, steps: Vec<Step>) -> Self {
-        Self { name, title: title.into(), flags: &[], steps, is_measured_once: false }
+        Self { name, title: title.into(), instances: 1, flags: &[], steps, is_measured_once: false }
     }
 
     /// Returns the number of rounds; `default` applies to groups that are measured repeatedly.
@@ -135,6 +137,7 @@ pub fn all() -> Vec<Group> {
     groups.extend([kubernetes(), gets()]);
     groups.extend(lists());
     groups.extend([fan_out(), catch_up(), idle(), million()]);
+    groups.extend(three_instances());
     groups
 }
 
@@ -310,6 +313,37 @@ fn idle() -> Group {
     let metrics = vec![metric("CPU, % of a core", Source::Cpu), metric("memory, MiB", Source::Memory)];
     let step = Step::bench("66 connections, 60 watches", "idle --connections 66 --duration 5s", metrics);
     Group { is_measured_once: true, ..Group::new("idle", "Idle", vec![step]) }
+}
+
+/// The clients are spread over three instances, or over the three members of an etcd cluster.
+fn three_instances() -> Vec<Group> {
+    let group = |name, title, operation: &'static str, unit, per_instance: &[usize]| {
+        let step = |&clients: &usize| {
+            // With more connections than clients some would be idle.
+            let connections = 3 * clients.min(8);
+            let metrics = vec![
+                metric_with_target(unit, Source::PerSec(operation), PerformanceTarget::EtcdRatio(2.0, 2.0)),
+                metric_with_target("p99, ms", Source::P99(operation), PerformanceTarget::NotWorse),
+            ];
+            let flags = format!("--clients {} --connections {connections} {operation}", 3 * clients);
+            Step { duration_factor: 2, ..Step::bench(format!("{operation}, 3 x {clients} clients"), flags, metrics) }
+        };
+        Group { instances: 3, ..Group::new(name, title, per_instance.iter().map(step).collect()) }
+    };
+    let clients = [1, 8, 24, 80];
+    vec![
+        group("three-put", "Puts on three instances, 256 B", "put", "puts/s", &clients),
+        group("three-create", "Creates on three instances, 256 B", "create-txn", "creates/s", &clients),
+        group("three-update", "Updates on three instances, 256 B", "update", "updates/s", &clients),
+        group(
+            "three-kubernetes",
+            "Traffic of a Kubernetes cluster on three instances",
+            "kubernetes",
+            "operations/s",
+            &clients,
+        ),
+        group("three-get", "Linearizable gets on three instances, 256 B", "get", "gets/s", &[8, 80]),
+    ]
 }
 
 /// Each step uses the keys of the previous one.

@@ -27,13 +27,18 @@ const START_TIME_MAX: Duration = Duration::from_secs(120);
 
 const READY_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// A running server. Dropping it kills the process and removes the data.
+/// A running server, of one or several instances. Dropping it kills the processes and removes the data.
 pub struct Server<'a> {
     test_bed: &'a TestBed,
+    datastore: Option<String>,
+    instances: Vec<Instance>,
+}
+
+/// A process of a server.
+struct Instance {
     home: TempDir,
     command: Vec<String>,
     port: u16,
-    datastore: Option<String>,
     process: Child,
 }
 
@@ -47,69 +52,69 @@ pub struct Usage {
 }
 
 impl<'a> Server<'a> {
-    /// Starts a server without data. etcd does not receive `flags`.
-    pub async fn start(test_bed: &'a TestBed, kind: ServerKind, flags: &[&str]) -> Result<Self, Error> {
-        let home = tempfile::Builder::new().prefix("server-").tempdir_in(test_bed.folder())?;
-        let port = free_port()?;
-        let url = format!("http://127.0.0.1:{port}");
-        let data = home.path().join("data").display().to_string();
-        let mut datastore = None;
-        let mut command = match (kind, &test_bed.etcd) {
-            (ServerKind::Etcd, Some(etcd)) => {
-                let peer = format!("http://127.0.0.1:{}", free_port()?);
-                let cluster = format!("default={peer}");
-                let program = etcd.display().to_string();
-                let flags = [
-                    ["--log-level", "error"],
-                    ["--advertise-client-urls", &url],
-                    ["--listen-peer-urls", &peer],
-                    ["--initial-advertise-peer-urls", &peer],
-                    ["--initial-cluster", &cluster],
-                ];
-                std::iter::once(program).chain(flags.concat().into_iter().map(str::to_owned)).collect::<Vec<_>>()
-            }
-            _ => {
-                let program = std::env::current_exe()?.display().to_string();
-                if let (ServerKind::Postgres, Some(postgres)) = (kind, &test_bed.postgres) {
-                    datastore = Some(postgres.create_database().await?);
-                }
-                let datastore = datastore.iter().flat_map(|endpoint| ["--datastore-endpoint", endpoint]);
-                let flags = ["--log-level", "warn"].into_iter().chain(datastore).chain(flags.iter().copied());
-                std::iter::once(program).chain(flags.map(str::to_owned)).collect()
-            }
+    /// Starts a server without data, with this number of instances. etcd does not receive `flags`.
+    pub async fn start(
+        test_bed: &'a TestBed,
+        kind: ServerKind,
+        flags: &[&str],
+        instances: usize,
+    ) -> Result<Self, Error> {
+        let datastore = match (kind, &test_bed.postgres) {
+            (ServerKind::Postgres, Some(postgres)) => Some(postgres.create_database().await?),
+            _ => None,
         };
-        command.extend(["--data-dir", &data, "--listen-client-urls", &url].map(str::to_owned));
-        let process = spawn(&command, home.path())?;
-        let mut server = Self { test_bed, home, command, port, datastore, process };
+        let mut commands = match (kind, &test_bed.etcd) {
+            (ServerKind::Etcd, Some(etcd)) => etcd_commands(&etcd.display().to_string(), instances)?,
+            _ => orlop_commands(datastore.as_deref(), flags, instances)?,
+        };
+        let mut server = Self { test_bed, datastore, instances: Vec::with_capacity(instances) };
+        for command in &mut commands {
+            let home = tempfile::Builder::new().prefix("server-").tempdir_in(test_bed.folder())?;
+            let port = free_port()?;
+            let (data, url) = (home.path().join("data").display().to_string(), url(port));
+            command.extend(["--data-dir", &data, "--listen-client-urls", &url].map(str::to_owned));
+            if kind == ServerKind::Etcd {
+                command.extend(["--advertise-client-urls".to_owned(), url]);
+            }
+            let process = spawn(command, home.path())?;
+            server.instances.push(Instance { home, command: std::mem::take(command), port, process });
+        }
         server.wait_until_ready().await?;
         Ok(server)
     }
 
-    pub fn endpoint(&self) -> String {
-        format!("http://127.0.0.1:{}", self.port)
+    /// Returns the endpoints of all instances, separated by commas.
+    pub fn endpoints(&self) -> String {
+        self.instances.iter().map(|instance| url(instance.port)).collect::<Vec<_>>().join(",")
     }
 
-    /// Stops the server gracefully and starts it again with its data. Returns the time from the start of the process to
-    /// its first response.
+    /// Stops all instances gracefully and starts them again with their data. Returns the time from the start of the
+    /// processes to their first responses.
     pub async fn restart(&mut self) -> Result<Duration, Error> {
-        stop(&mut self.process, Signal::TERM).await;
+        for instance in &mut self.instances {
+            stop(&mut instance.process, Signal::TERM).await;
+        }
         let began = Instant::now();
-        self.process = spawn(&self.command, self.home.path())?;
+        for instance in &mut self.instances {
+            instance.process = spawn(&instance.command, instance.home.path())?;
+        }
         self.wait_until_ready().await?;
         Ok(began.elapsed())
     }
 
     pub async fn stop(mut self) {
-        stop(&mut self.process, Signal::TERM).await;
+        for instance in &mut self.instances {
+            stop(&mut instance.process, Signal::TERM).await;
+        }
         if let (Some(postgres), Some(datastore)) = (&self.test_bed.postgres, &self.datastore) {
             // A database that cannot be dropped is removed with the cluster.
             postgres.drop_database(datastore).await.ok();
         }
     }
 
-    /// Returns the size of the data directory, without that of Postgres.
+    /// Returns the size of the data directories, without that of Postgres.
     pub fn folder_bytes(&self) -> u64 {
-        bytes_below(&self.home.path().join("data"))
+        self.instances.iter().map(|instance| bytes_below(&instance.home.path().join("data"))).sum()
     }
 
     /// Returns the anonymous memory of the Postgres processes; `None` without Postgres.
@@ -119,25 +124,39 @@ impl<'a> Server<'a> {
 
     pub fn usage(&self) -> Result<Usage, Error> {
         let unreadable = |error: procfs::ProcError| Error::Io(io::Error::other(error));
-        let id = self.process.id().and_then(|id| i32::try_from(id).ok()).unwrap_or_default();
-        let process = procfs::process::Process::new(id).map_err(unreadable)?;
-        let stat = process.stat().map_err(unreadable)?;
-        let database = match (&self.datastore, &self.test_bed.postgres) {
+        let mut ticks = match (&self.datastore, &self.test_bed.postgres) {
             (Some(_), Some(postgres)) => postgres.cpu_ticks().map_err(unreadable)?,
             _ => 0,
         };
-        let seconds = (stat.utime + stat.stime + database) as f64 / procfs::ticks_per_second() as f64;
-        let kibibytes = process.status().map_err(unreadable)?.vmrss.unwrap_or_default();
+        let mut kibibytes = 0;
+        for instance in &self.instances {
+            let id = instance.process.id().and_then(|id| i32::try_from(id).ok()).unwrap_or_default();
+            let process = procfs::process::Process::new(id).map_err(unreadable)?;
+            let stat = process.stat().map_err(unreadable)?;
+            ticks += stat.utime + stat.stime;
+            kibibytes += process.status().map_err(unreadable)?.vmrss.unwrap_or_default();
+        }
+        let seconds = ticks as f64 / procfs::ticks_per_second() as f64;
         Ok(Usage { cpu: Duration::from_secs_f64(seconds), memory_mib: kibibytes as f64 / 1024.0 })
     }
 
     /// Returns the size of the database, as reported by the Status method.
     pub async fn size_mib(&self) -> Result<f64, Error> {
-        let status = client(self.port).await?.maintenance().status(StatusRequest::default()).await;
-        let status = status.map_err(|status| self.failed("reading the database size", status.message()))?;
+        let Some(instance) = self.instances.first() else { return Ok(0.0) };
+        let status = client(instance.port).await?.maintenance().status(StatusRequest::default()).await;
+        let status = status.map_err(|status| failed("reading the database size", instance.port, status.message()))?;
         Ok(status.into_inner().db_size as f64 / f64::from(1 << 20))
     }
 
+    async fn wait_until_ready(&mut self) -> Result<(), Error> {
+        for instance in &mut self.instances {
+            instance.wait_until_ready().await?;
+        }
+        Ok(())
+    }
+}
+
+impl Instance {
     async fn wait_until_ready(&mut self) -> Result<(), Error> {
         let port = self.port;
         let ready = async {
@@ -160,12 +179,46 @@ impl<'a> Server<'a> {
         };
         let log = fs::read_to_string(self.home.path().join("log")).unwrap_or_default();
         let tail: Vec<_> = log.lines().rev().take(5).collect();
-        Err(self.failed("starting a server", &format!("{ended}: {}", tail.join("\n"))))
+        Err(failed("starting a server", self.port, &format!("{ended}: {}", tail.join("\n"))))
     }
+}
 
-    fn failed(&self, step: &'static str, error: &str) -> Error {
-        Error::Step { step, endpoint: self.endpoint(), error: error.to_owned() }
-    }
+fn failed(step: &'static str, port: u16, error: &str) -> Error {
+    Error::Step { step, endpoint: url(port), error: error.to_owned() }
+}
+
+fn url(port: u16) -> String {
+    format!("http://127.0.0.1:{port}")
+}
+
+/// Returns the commands of the members of an etcd cluster, without those flags that all servers have.
+fn etcd_commands(program: &str, members: usize) -> Result<Vec<Vec<String>>, Error> {
+    let peers = (0..members).map(|_| Ok(url(free_port()?))).collect::<Result<Vec<_>, Error>>()?;
+    let cluster: Vec<_> = peers.iter().enumerate().map(|(number, peer)| format!("n{number}={peer}")).collect();
+    let cluster = cluster.join(",");
+    let command = |(number, peer): (usize, &String)| {
+        let flags = [
+            ["--log-level", "error"],
+            ["--name", &format!("n{number}")],
+            ["--listen-peer-urls", peer],
+            ["--initial-advertise-peer-urls", peer],
+            ["--initial-cluster", &cluster],
+        ];
+        std::iter::once(program).chain(flags.concat()).map(str::to_owned).collect()
+    };
+    Ok(peers.iter().enumerate().map(command).collect())
+}
+
+fn orlop_commands(datastore: Option<&str>, flags: &[&str], instances: usize) -> Result<Vec<Vec<String>>, Error> {
+    let program = std::env::current_exe()?.display().to_string();
+    let command = |number| {
+        let name = format!("n{number}");
+        let own = ["--log-level", "warn", "--name", &name];
+        let datastore = datastore.into_iter().flat_map(|endpoint| ["--datastore-endpoint", endpoint]);
+        let flags = own.into_iter().chain(datastore).chain(flags.iter().copied());
+        std::iter::once(&*program).chain(flags).map(str::to_owned).collect()
+    };
+    Ok((0..instances).map(command).collect())
 }
 
 /// Returns the total size of the files below the directory. Files that are deleted meanwhile are not counted.

@@ -11,6 +11,14 @@ pub enum ServerKind {
 }
 
 impl ServerKind {
+    /// Returns the maximum number of instances.
+    pub fn instances_max(self) -> usize {
+        match self {
+            Self::Etcd | Self::Postgres => usize::MAX,
+            Self::Sqlite => 1,
+        }
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             Self::Etcd => "etcd",

@@ -28,7 +28,7 @@ struct Measurement {
 /// Runs a trial. The speed of the machine is measured before and after it, while no server runs.
 pub async fn run(test_bed: &TestBed, kind: ServerKind, group: &Group, duration: Duration) -> Result<Trial, Error> {
     let cpu_speed = machine::cpu_speed();
-    let mut server = Server::start(test_bed, kind, group.flags).await?;
+    let mut server = Server::start(test_bed, kind, group.flags, group.instances).await?;
     let mut steps = Vec::with_capacity(group.steps.len());
     for step in &group.steps {
         let measurement = run_step(&mut server, step, duration).await?;
@@ -56,10 +56,10 @@ async fn run_step(server: &mut Server<'_>, step: &Step, duration: Duration) -> R
 
 /// Runs `orlop bench` in a separate process; returns its report.
 async fn bench(server: &Server<'_>, arguments: &str, duration: Duration) -> Result<Value, Error> {
-    let failed = |error: String| Error::Step { step: "running a load", endpoint: server.endpoint(), error };
+    let failed = |error: String| Error::Step { step: "running a load", endpoint: server.endpoints(), error };
     let program = std::env::current_exe()?;
     let mut command = Command::new(program);
-    command.args(["bench", "--json", "--endpoints", &server.endpoint()]);
+    command.args(["bench", "--json", "--endpoints", &server.endpoints()]);
     if !arguments.contains("--total") && !arguments.contains("--duration") {
         command.args(["--duration", &format!("{}ms", duration.as_millis())]);
     }

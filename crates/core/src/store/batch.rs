@@ -12,7 +12,7 @@ use crate::{
     index::{Entry, Lease, TreeIndex},
     lease,
     log::{AlarmChange, LeaseChange},
-    types::{Change, ChangeKind, EncodedKv, Key, KeyBounds, KeyRange, LeaseId, Revision, RowId, Version},
+    types::{Change, ChangeKind, EncodedKv, Key, KeyBounds, KeyRange, LeaseId, Rebase, Revision, RowId, Version},
 };
 
 /// The changes of one commit, in the order in which they were made.
@@ -198,6 +198,13 @@ impl Batch {
     pub fn push_lease(&mut self, change: LeaseChange) {
         self.leases.push(change);
         self.lease_positions.push(self.changes.len());
+    }
+
+    /// Moves the batch behind changes of other instances.
+    pub fn rebase(&mut self, rebase: Rebase) {
+        self.base = rebase.head(self.base);
+        self.head = rebase.head(self.head);
+        self.changes.iter_mut().for_each(|change| rebase.change(change));
     }
 
     /// Returns all changes in the order in which they were made.

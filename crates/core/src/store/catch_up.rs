@@ -33,7 +33,8 @@ use crate::{
     types::{Change, ChangeKind, KeyRange, LeaseId, Revision, RowId},
 };
 
-/// Maximum time to wait for this instance's own append before the log is read instead.
+/// Maximum time to wait for a running append of this instance, which also brings the changes of the other instances
+/// before it. After that time the log is read.
 const OWN_APPEND_MAX: Duration = Duration::from_millis(50);
 /// Pause after a failed read of the log.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
@@ -49,7 +50,15 @@ impl Shared {
     /// Returns whether this instance has applied everything up to `position`.
     fn has_reached(&self, position: Position) -> bool {
         let own = self.position();
-        own.server == position.server && own.head >= position.head && own.epoch >= position.epoch
+        let is_there = own.server == position.server && own.head >= position.head && own.epoch >= position.epoch;
+        is_there && !self.has_pending_compaction()
+    }
+
+    /// Returns whether a compaction was read from the log that is not effective yet. While this instance catches up,
+    /// the epoch that includes the compaction precedes it.
+    pub(super) fn has_pending_compaction(&self) -> bool {
+        let recorded = Revision(self.replication.recorded_compaction.load(Ordering::Relaxed));
+        recorded > self.index.read().compact_revision().unwrap_or(Revision(i64::MIN))
     }
 
     /// Returns whether the log, or this instance, is past `position`.
@@ -67,13 +76,12 @@ impl Shared {
         self.catch_up().await
     }
 
-    /// Waits up to [`OWN_APPEND_MAX`] for this instance's own append, if that leads to `position`. Returns whether
-    /// `position` was reached.
+    /// Waits up to [`OWN_APPEND_MAX`] while an append of this instance is running. Returns whether `position` was
+    /// reached.
     async fn wait_for_own_append(&self, position: Position) -> bool {
-        let is_own = || self.replication.own_append.load(Ordering::Relaxed) >= position.head.0;
         let mut applied = self.replication.applied.subscribe();
         let waiting = async {
-            while is_own() && !self.has_reached(position) {
+            while self.replication.is_appending.load(Ordering::Relaxed) && !self.has_reached(position) {
                 if applied.changed().await.is_err() {
                     return;
                 }
@@ -175,6 +183,15 @@ impl Shared {
         Ok(true)
     }
 
+    /// Applies changes of other instances up to `head`, which the log returned for an append behind them.
+    pub(super) async fn apply_others(&self, mut changes: Vec<Change>, head: Revision) {
+        complete_prev(&self.index.read(), &mut changes);
+        if self.hub.wants_prev() {
+            self.fill_prev(&mut changes).await;
+        }
+        self.apply_logged(&changes, head);
+    }
+
     /// Replaces the state in memory by one rebuilt from the log. Watches continue from the log, or end if the revisions
     /// that they need were compacted.
     async fn rebuild(&self) -> Result<()> {
@@ -254,10 +271,19 @@ impl Shared {
             next = page.next;
         }
         // The newest row of a log is never deleted, so a log that ends here must contain the newest applied revision.
-        if !newest_found && log_head <= newest.row.revision {
+        if !newest_found && self.log_head().await? <= newest.row.revision {
             return Err(diverged(newest.row.revision));
         }
         Ok(())
+    }
+
+    /// Returns the newest revision of the log. Since the position was read before, other instances may have appended to
+    /// it and compacted it.
+    async fn log_head(&self) -> Result<Revision> {
+        match self.log.shared() {
+            Some(log) => Ok(log.position().await?.head),
+            None => Ok(self.log.meta().await?.position.head),
+        }
     }
 
     /// Makes a recorded compaction effective for reads. The instance that recorded it deletes the rows.
@@ -303,14 +329,15 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: 
             let seen = shared.index.read().head();
             let notified_head = log.wait_for_append(seen).await;
             // Most notifications are for this instance's own commits, and arrive shortly before or after it applies
-            // them. They need no read of the log, except once per poll interval.
+            // them, or for changes that a running append brings. They need no read of the log, except once per poll
+            // interval.
             if let Some(notified_head) = notified_head.filter(|_| last_read.elapsed() < poll_interval) {
                 let mut applied = shared.replication.applied.subscribe();
                 if notified_head <= shared.index.read().head() {
                     continue;
                 }
-                if notified_head.0 <= shared.replication.own_append.load(Ordering::Relaxed) {
-                    let _ = timeout(OWN_APPEND_MAX, applied.changed()).await;
+                let is_appending = shared.replication.is_appending.load(Ordering::Relaxed);
+                if is_appending && timeout(OWN_APPEND_MAX, applied.changed()).await.is_ok() {
                     continue;
                 }
             }

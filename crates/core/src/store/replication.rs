@@ -3,13 +3,13 @@
 
 use std::{
     collections::VecDeque,
-    sync::atomic::{AtomicI64, Ordering},
+    sync::atomic::{AtomicBool, AtomicI64, Ordering},
 };
 
 use parking_lot::Mutex;
 use tokio::sync::{Mutex as AsyncMutex, watch};
 
-use crate::types::{Change, ChangeKind, EncodedKv, Revision};
+use crate::types::{Change, ChangeKind, EncodedKv};
 
 /// Maximum number of applied changes kept for comparison with another server's log.
 const TAIL_CHANGES_MAX: usize = 256;
@@ -22,8 +22,8 @@ pub(super) struct ReplicationState {
     pub(super) lock: AsyncMutex<()>,
     /// The database server whose log was last verified to contain the changes that this instance applied.
     pub(super) server: AtomicI64,
-    /// The head after the running append of this instance; 0 if none is running.
-    pub(super) own_append: AtomicI64,
+    /// Whether an append of this instance is running.
+    pub(super) is_appending: AtomicBool,
     /// Notified when changes were applied, and when an append of this instance has ended.
     pub(super) applied: watch::Sender<()>,
     pub(super) tail: Mutex<AppliedTail>,
@@ -39,7 +39,7 @@ impl ReplicationState {
         Self {
             lock: AsyncMutex::new(()),
             server: AtomicI64::new(server),
-            own_append: AtomicI64::new(0),
+            is_appending: AtomicBool::new(false),
             applied: watch::Sender::new(()),
             tail: Mutex::default(),
             recorded_compaction: AtomicI64::new(i64::MIN),
@@ -47,16 +47,16 @@ impl ReplicationState {
         }
     }
 
-    /// Marks an append of this instance that leads to `head` as running until the guard is dropped.
-    pub(super) fn mark_append(&self, head: Revision) -> impl Drop + '_ {
+    /// Marks an append of this instance as running until the guard is dropped.
+    pub(super) fn mark_append(&self) -> impl Drop + '_ {
         struct Appending<'a>(&'a ReplicationState);
         impl Drop for Appending<'_> {
             fn drop(&mut self) {
-                self.0.own_append.store(0, Ordering::Relaxed);
+                self.0.is_appending.store(false, Ordering::Relaxed);
                 self.0.applied.send_replace(());
             }
         }
-        self.own_append.store(head.0, Ordering::Relaxed);
+        self.is_appending.store(true, Ordering::Relaxed);
         Appending(self)
     }
 

@@ -14,10 +14,12 @@
 //! the outcome of an append is unknown, its requests fail as [`Error::OutcomeUnknown`] and the writer reads the log
 //! before it continues.
 //!
-//! If other instances append to the same log, an append can lose a race. The writer then catches up, takes the append
-//! lock, evaluates the requests again and appends while no other instance can. It takes the lock for every batch until
-//! it finds that no other instance has appended since its last batch. A batch that changes nothing is answered only if
-//! the log's position is still the one at which the batch was evaluated.
+//! If other instances append to the same log, they may be first. If they changed no key that the evaluation of a batch
+//! looked at, the log appends the batch behind their changes; the writer applies these, moves its changes and responses
+//! ([`rebase`](super::rebase)) and goes on. Otherwise the append has lost a race: the writer catches up and evaluates
+//! the requests again. After the second loss it takes the append lock first, so that no other instance can append in
+//! between. A batch that changes nothing is answered only if it has missed no write that another instance acknowledged
+//! before the requests arrived.
 
 mod commit;
 mod recovery;
@@ -60,6 +62,8 @@ const BATCH_BYTES_MAX: usize = 4 << 20;
 /// Number of times the writer yields before it evaluates a batch, so that requests that are about to arrive join it.
 /// Measured: batches become one eighth larger. Unlike a timer, yielding costs nothing if no request arrives.
 const COLLECT_YIELDS: usize = 3;
+/// Number of lost races in a row after which the writer takes the append lock before it evaluates a batch.
+const LOSSES_MAX: u32 = 2;
 /// Pause before the log is read again while the database is unavailable.
 const RESYNC_PAUSE: Duration = Duration::from_millis(200);
 
@@ -75,9 +79,10 @@ pub(super) struct Writer {
     close: Arc<Notify>,
     /// Taken from the queue and not yet part of a committed batch.
     pending: VecDeque<Command>,
-    /// Whether another instance appended since this one's last batch. The writer then takes the append lock before it
-    /// evaluates the next batch.
-    is_contended: bool,
+    /// Number of races that were lost since the last append.
+    losses: u32,
+    /// This instance has applied everything that was acknowledged before this time. `None`: it has never caught up.
+    caught_up_since: Option<Instant>,
     /// Whether this instance holds the append lock: no other instance can append before this one has appended.
     holds_append_lock: bool,
     is_closed: bool,
@@ -105,7 +110,8 @@ impl Writer {
             waiting_bytes,
             close,
             pending: VecDeque::new(),
-            is_contended: false,
+            losses: 0,
+            caught_up_since: None,
             holds_append_lock: false,
             is_closed: false,
             busy_poll,
@@ -157,7 +163,7 @@ impl Writer {
 
     /// Evaluates pending requests up to the limits of a batch and commits it. Some requests have a batch of their own.
     async fn serve_batch(&mut self) {
-        if self.is_contended && !self.holds_append_lock {
+        if self.losses >= LOSSES_MAX && !self.holds_append_lock {
             self.lock_appends().await;
         }
         let started = Instant::now();
@@ -165,6 +171,9 @@ impl Writer {
             self.shared.metrics.store.queue.observe((started - oldest.since).as_secs_f64());
         }
         let expected = self.shared.position();
+        if self.shared.has_pending_compaction() {
+            return self.resync().await;
+        }
         let mut batch = Batch::new(expected.head);
         let mut served: Served = Vec::with_capacity(self.pending.len());
         let mut fetched = Fetched::new();
@@ -217,7 +226,6 @@ impl Writer {
     async fn lock_appends(&mut self) {
         let shared = Arc::clone(&self.shared);
         let Some(log) = shared.log.shared() else { return };
-        let before = shared.position();
         if let Err(failure) = log.lock_appends().await {
             warn!(error = %failure, "cannot take the append lock");
             return;
@@ -226,8 +234,6 @@ impl Writer {
         if let Err(failure) = shared.reach_head(log).await {
             warn!(error = %failure, "cannot catch up before an append");
         }
-        // While no other instance appends, appending without the lock is cheaper.
-        self.is_contended = shared.position() != before;
     }
 
     /// Evaluates a request, unless the store is no longer at the position on which the batch is based. The rights of the

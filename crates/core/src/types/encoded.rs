@@ -6,7 +6,11 @@
 use bytes::{Buf, Bytes};
 use prost::encoding::{WireType, decode_key, decode_varint, encode_key, encode_varint, encoded_len_varint};
 
-use super::{LeaseId, Revision, Version};
+use super::{LeaseId, Revision, RowId, Version};
+
+/// Field numbers of `mvccpb.KeyValue`.
+const KEY: u32 = 1;
+const VALUE: u32 = 5;
 
 /// An encoded `mvccpb.KeyValue`. Only [`EncodedKv::new`] creates one, so decoding it cannot fail.
 #[derive(Clone, PartialEq, Eq)]
@@ -52,35 +56,72 @@ impl EncodedKv {
 
     /// Returns the value, which shares the pair's memory.
     pub fn value(&self) -> Bytes {
-        self.value_field().map_or_else(Bytes::new, |field| self.0.slice(field.value))
+        self.bytes_field(VALUE).map_or_else(Bytes::new, |field| self.0.slice(field.bytes))
     }
 
     pub fn value_slice(&self) -> &[u8] {
-        self.value_field().map_or(&[], |field| &self.0[field.value])
+        self.bytes_of(VALUE)
     }
 
     /// Returns the pair with an empty value.
     pub fn without_value(&self) -> Self {
-        let Some(ValueField { whole, .. }) = self.value_field() else { return self.clone() };
+        let Some(Field { whole, .. }) = self.bytes_field(VALUE) else { return self.clone() };
         Self([&self.0[..whole.start], &self.0[whole.end..]].concat().into())
     }
 
-    fn value_field(&self) -> Option<ValueField> {
+    pub fn mod_revision(&self) -> Revision {
+        Revision(self.ints()[1])
+    }
+
+    /// Returns the pair after `change` was applied to its create revision and its mod revision.
+    pub fn with_revisions(&self, change: impl Fn(&mut Revision)) -> Self {
+        let [create, modified, version, lease] = self.ints();
+        let (mut create_revision, mut modified) = (Revision(create), Revision(modified));
+        change(&mut create_revision);
+        change(&mut modified);
+        let version = Version { row: RowId::new(modified, 0), create_revision, version };
+        Self::new(self.bytes_of(KEY), version, self.bytes_of(VALUE), LeaseId::from_wire(lease))
+    }
+
+    /// Returns create revision, mod revision, version and lease.
+    fn ints(&self) -> [i64; 4] {
+        let mut ints = [0; 4];
+        for field in self.fields() {
+            match field.tag {
+                2 => ints[0] = field.number.cast_signed(),
+                3 => ints[1] = field.number.cast_signed(),
+                4 => ints[2] = field.number.cast_signed(),
+                6 => ints[3] = field.number.cast_signed(),
+                _ => {}
+            }
+        }
+        ints
+    }
+
+    fn bytes_of(&self, tag: u32) -> &[u8] {
+        self.bytes_field(tag).map_or(&[], |field| &self.0[field.bytes])
+    }
+
+    fn bytes_field(&self, tag: u32) -> Option<Field> {
+        self.fields().find(|field| field.tag == tag)
+    }
+
+    fn fields(&self) -> impl Iterator<Item = Field> {
         let mut rest: &[u8] = &self.0;
-        while rest.has_remaining() {
+        std::iter::from_fn(move || {
+            if !rest.has_remaining() {
+                return None;
+            }
             let start = self.0.len() - rest.len();
             let (tag, wire) = decode_key(&mut rest).expect("made by EncodedKv::new");
             let number = decode_varint(&mut rest).expect("made by EncodedKv::new");
+            let content = self.0.len() - rest.len();
             if wire == WireType::LengthDelimited {
-                let len = usize::try_from(number).expect("a length of this buffer");
-                rest.advance(len);
-                if tag == 5 {
-                    let end = self.0.len() - rest.len();
-                    return Some(ValueField { whole: start..end, value: end - len..end });
-                }
+                rest.advance(usize::try_from(number).expect("a length of this buffer"));
             }
-        }
-        None
+            let end = self.0.len() - rest.len();
+            Some(Field { tag, number, whole: start..end, bytes: content..end })
+        })
     }
 }
 
@@ -95,10 +136,12 @@ impl<G> AsRef<[u8]> for HeldBy<G> {
     }
 }
 
-/// The position of the value in a pair: with its tag and length, and without.
-struct ValueField {
+/// A field of a pair: its number or its length, and its position with tag and length, and without.
+struct Field {
+    tag: u32,
+    number: u64,
     whole: std::ops::Range<usize>,
-    value: std::ops::Range<usize>,
+    bytes: std::ops::Range<usize>,
 }
 
 impl std::fmt::Debug for EncodedKv {
@@ -201,8 +244,13 @@ mod tests {
             let (kv, plain) = pair(&key, numbers, &value);
             prop_assert_eq!(kv.as_bytes().to_vec(), plain.encode_to_vec());
             prop_assert_eq!(kv.value().to_vec(), value);
-            let bare = mvccpb::KeyValue { value: Bytes::new(), ..plain };
+            let bare = mvccpb::KeyValue { value: Bytes::new(), ..plain.clone() };
             prop_assert_eq!(kv.without_value().as_bytes().to_vec(), bare.encode_to_vec());
+            prop_assert_eq!(kv.mod_revision(), Revision(plain.mod_revision));
+            let halved = kv.with_revisions(|revision| revision.0 /= 2);
+            let [create_revision, mod_revision] = [plain.create_revision / 2, plain.mod_revision / 2];
+            let plain = mvccpb::KeyValue { create_revision, mod_revision, ..plain };
+            prop_assert_eq!(halved.as_bytes().to_vec(), plain.encode_to_vec());
         }
 
         #[test]

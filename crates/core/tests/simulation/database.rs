@@ -18,7 +18,7 @@ use orlop_core::{
         Alarm, AlarmChange, Append, Appended, AuthMark, Cause, FactChange, HEARTBEAT_TIMEOUT, LeaseChange, LoggedLease,
         Member, Meta, Page, Position, Touch, WithPrev,
     },
-    types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId},
+    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Rebase, Revision, RowId},
 };
 
 /// Maximum time between two heartbeats that counts against leases. A longer time moves all deadlines by that time.
@@ -41,6 +41,8 @@ pub(super) struct Faults {
 pub(super) struct Owned {
     expected: Position,
     changes: Vec<Change>,
+    /// The keys and the ranges of a [`ReadSet`](orlop_core::log::ReadSet).
+    reads: Option<Vec<KeyRange>>,
     leases: Vec<LeaseChange>,
     compact: Option<Revision>,
     fact: Option<FactChange>,
@@ -52,6 +54,10 @@ impl From<Append<'_>> for Owned {
         Self {
             expected: append.expected,
             changes: append.changes.to_vec(),
+            reads: append.reads.map(|reads| {
+                let keys = reads.keys.iter().map(|key| KeyRange::Single(Key::from(*key)));
+                keys.chain(reads.spans.iter().map(|span| (*span).clone())).collect()
+            }),
             leases: append.leases.to_vec(),
             compact: append.compact,
             fact: append.fact,
@@ -130,13 +136,15 @@ impl Database {
             Sharing::Shared => position == append.expected,
             Sharing::Own => append.changes.is_empty() || position.head == append.expected.head,
         };
-        if !is_expected {
-            return Appended::Conflict;
-        }
+        let others = if is_expected { Some(Vec::new()) } else { self.others_before(append) };
+        let Some(others) = others else { return Appended::Conflict };
         let Some(leases) = self.leases_after(&append.leases) else { return Appended::Conflict };
         self.leases = leases;
-        self.truth.land(&append.changes, &append.leases, append.compact);
-        self.rows.extend(append.changes.iter().map(|change| (change.row, change.clone())));
+        let mut changes = append.changes.clone();
+        let rebase = Rebase { base: append.expected.head, by: position.head.0 - append.expected.head.0 };
+        changes.iter_mut().for_each(|change| rebase.change(change));
+        self.truth.land(&changes, &append.leases, append.compact);
+        self.rows.extend(changes.into_iter().map(|change| (change.row, change)));
         match append.fact {
             Some(FactChange::Alarm(AlarmChange::Raise { alarm, cause })) => drop(self.alarms.insert(alarm, cause)),
             Some(FactChange::Alarm(AlarmChange::Clear { alarm })) => drop(self.alarms.remove(&alarm)),
@@ -151,7 +159,23 @@ impl Database {
         );
         scheduler::note(self.truth.head.0.cast_unsigned());
         self.notify();
-        Appended::Done
+        if others.is_empty() { Appended::Done } else { Appended::Behind(others) }
+    }
+
+    /// Returns the changes behind which an append may be moved, or `None` if it may not.
+    fn others_before(&self, append: &Owned) -> Option<Vec<Change>> {
+        let position = self.position();
+        let expected = append.expected;
+        let reads = append.reads.as_ref().filter(|_| self.sharing == Sharing::Shared)?;
+        let can_move = (position.epoch, position.server) == (expected.epoch, expected.server)
+            && position.head > expected.head
+            && self.purged <= expected.head
+            // A database may refuse, because the changes are large.
+            && !random::permille(50);
+        let others = self.rows.range(RowId::new(expected.head.next(), 0)..);
+        let others: Vec<Change> = others.map(|(_, change)| self.read(change, WithPrev::No)).collect();
+        let is_read = |change: &Change| reads.iter().any(|range| range.contains(&change.key));
+        (can_move && !others.iter().any(is_read)).then_some(others)
     }
 
     /// Returns the leases after the changes, or `None` if a lease would expire early.

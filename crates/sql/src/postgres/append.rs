@@ -1,26 +1,27 @@
 //! Compare-and-append: one call of a database function per batch of any size.
 //!
-//! An append fails if another instance has appended first. The instance then reads the missing rows and retries. Under
-//! load every retry could fail, so before the retry it takes the lock that every append takes: it opens a transaction
-//! that holds this lock until the append is complete. Postgres grants the lock in request order, and closes a
-//! connection that holds it and is idle for 2 s.
+//! If other instances have appended first, but changed no key that this batch was evaluated on, the function appends
+//! behind their rows and returns these. Otherwise the append fails; the instance reads the missing rows and retries.
+//! Every retry could fail, so an instance that failed twice takes the lock that every append takes: it opens a
+//! transaction that holds this lock until the append is complete. Postgres grants the lock in request order, and closes
+//! a connection that holds it and is idle for 2 s.
 
-use sqlx::{Connection as _, PgConnection};
+use sqlx::{Connection as _, PgConnection, postgres::PgRow};
 use tokio::sync::Mutex;
 use tracing::debug;
 
 use super::connection::{Database, sqlstate, with_timeout};
 use crate::{
     auth::{self, bind_params},
-    rows::describe,
+    rows::{RowColumns, SqlRange, describe},
 };
 use orlop_core::{
     log::{Append, Appended, Error, LeaseChange, Result},
     types::{Change, ChangeKind, LeaseId, Revision, RowId},
 };
 
-const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, \
-    $18, $19, $20, $21, $22, $23, $24, $25)";
+const APPEND: &str = "SELECT * FROM orlop_append_behind($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, \
+    $15, $16, $17, $18, $19, $20, $21, $22, $23, $24, $25, $26, $27, $28)";
 /// Sets or removes any fact.
 const FACT: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
 const ADVANCE_EPOCH: &str = "SELECT orlop_advance_epoch($1, $2, $3, $4)";
@@ -93,15 +94,15 @@ impl Appender {
             Appended::Done
         } else {
             match with_timeout(call(&mut connection, append, self.run)).await {
-                Ok(true) => Appended::Done,
-                Ok(false) => Appended::Conflict,
+                Ok(appended) => appended?,
                 // The transaction was not committed, so nothing was written.
                 Err(error) if in_transaction => return Err(database.refusal(&error)),
                 Err(error) => return Err(append_error(database, &error)),
             }
         };
         if in_transaction {
-            let end = if appended == Appended::Done && !append.is_empty() { "COMMIT" } else { "ROLLBACK" };
+            let is_written = appended != Appended::Conflict && !append.is_empty();
+            let end = if is_written { "COMMIT" } else { "ROLLBACK" };
             with_timeout(sqlx::raw_sql(end).execute(&mut connection))
                 .await
                 .map_err(|error| append_error(database, &error))?;
@@ -176,12 +177,12 @@ impl<'a> Columns<'a> {
     }
 }
 
-async fn call(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sqlx::Result<bool> {
+async fn call(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sqlx::Result<Result<Appended>> {
     if let Some(change) = append.fact {
         let (name, value) = change.fact();
         let expected = append.expected;
         let query = sqlx::query_scalar(FACT).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
-        return query.bind(name).bind(value).bind(run).fetch_one(connection).await;
+        return query.bind(name).bind(value).bind(run).fetch_one(connection).await.map(whether);
     }
     if let Some(auth) = append.auth {
         let expected = append.expected;
@@ -192,7 +193,7 @@ async fn call(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sq
                 bind_params!(statement).execute(&mut *connection).await?;
             }
         }
-        return Ok(advanced);
+        return Ok(whether(advanced));
     }
     let mut first = Columns::with_capacity(append.changes.len());
     let mut more = Columns::default();
@@ -209,17 +210,41 @@ async fn call(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sq
     let Leases { grants, revokes, expires } = Leases::of(append.leases);
     let (grants, ttls): (Vec<i64>, Vec<i64>) = grants.into_iter().unzip();
     let expected = append.expected;
-    let mut query = sqlx::query_scalar(APPEND).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
+    let spans: Vec<SqlRange> =
+        append.reads.iter().flat_map(|reads| &reads.spans).map(|span| SqlRange::of(span)).collect();
+    let mut query = sqlx::query(APPEND).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
     query = bind(query, first).bind(more_ids).bind(more_subs);
-    bind(query, more)
+    let rows = bind(query, more)
         .bind(grants)
         .bind(ttls)
         .bind(revokes)
         .bind(expires)
         .bind(append.compact.map(|revision| revision.0))
         .bind(run)
-        .fetch_one(connection)
-        .await
+        .bind(append.reads.map(|reads| &*reads.keys))
+        .bind(spans.iter().map(|span| &*span.start).collect::<Vec<_>>())
+        .bind(spans.iter().map(|span| (!span.unbounded).then_some(&*span.end)).collect::<Vec<_>>())
+        .fetch_all(connection)
+        .await?;
+    Ok(appended(&rows))
+}
+
+fn whether(is_appended: bool) -> Result<Appended> {
+    Ok(if is_appended { Appended::Done } else { Appended::Conflict })
+}
+
+/// Reads the result of `orlop_append_behind`.
+fn appended(rows: &[PgRow]) -> Result<Appended> {
+    match rows {
+        [] => Ok(Appended::Conflict),
+        [_] => Ok(Appended::Done),
+        [_, others @ ..] => {
+            let change = |row: &PgRow| Ok(RowColumns::read(row, 0)?.into_change(None));
+            let mut others: Vec<Change> = others.iter().map(change).collect::<Result<_>>()?;
+            others.sort_by_key(|change| change.row);
+            Ok(Appended::Behind(others))
+        }
+    }
 }
 
 /// The lease changes of a batch, combined per kind. `orlop_append` deletes leases before it inserts leases.
@@ -257,10 +282,10 @@ impl Leases {
     }
 }
 
-pub(super) type RowsQuery<'q, O> = sqlx::query::QueryScalar<'q, sqlx::Postgres, O, sqlx::postgres::PgArguments>;
+pub(super) type RowsQuery<'q> = sqlx::query::Query<'q, sqlx::Postgres, sqlx::postgres::PgArguments>;
 
 /// Binds the seven arrays of [`Columns`].
-pub(super) fn bind<'q, O>(query: RowsQuery<'q, O>, columns: Columns<'q>) -> RowsQuery<'q, O> {
+pub(super) fn bind<'q>(query: RowsQuery<'q>, columns: Columns<'q>) -> RowsQuery<'q> {
     query
         .bind(columns.keys)
         .bind(columns.values)

@@ -138,7 +138,7 @@ impl PostgresLoader {
             let mut columns = Columns::with_capacity(rows.len());
             rows.iter().for_each(|change| columns.push(change));
             let ids: Vec<i64> = rows.iter().map(|change| change.row.revision.0).collect();
-            let mut query = bind(sqlx::query_scalar::<_, i64>(sql), columns).bind(ids);
+            let mut query = bind(sqlx::query(sql), columns).bind(ids);
             if sql == ADD_MORE {
                 query = query.bind(rows.iter().map(|change| i64::from(change.row.sub)).collect::<Vec<_>>());
             }

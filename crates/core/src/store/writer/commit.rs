@@ -7,12 +7,14 @@ use tracing::{debug, error, info, warn};
 
 use super::{Outage, RESYNC_PAUSE, Served, Writer};
 use crate::{
-    log::{self, Append, Appended, Position},
+    log::{self, Append, Appended, Position, ReadSet},
     store::{
         batch::Batch,
         error::{Error, Result},
+        rebase::{self, Rights},
         timing::PhaseTimes,
     },
+    types::{Change, Rebase},
 };
 
 /// Minimum interval between messages about failed writes.
@@ -30,21 +32,21 @@ enum CommitOutcome {
 
 impl Writer {
     /// Commits a batch and answers its requests. If nothing was written, the requests become pending again.
-    pub(super) async fn commit(&mut self, mut batch: Batch, expected: Position, served: Served, started: Instant) {
+    pub(super) async fn commit(&mut self, mut batch: Batch, expected: Position, mut served: Served, started: Instant) {
         let evaluated = Instant::now();
         let metrics = &self.shared.metrics.store;
         metrics.batch_requests.observe(served.len() as f64);
         metrics.batch_rows.observe(batch.changes().len() as f64);
         self.shared.pulses.writer.beat();
         let committed = if batch.is_empty() {
-            let confirmed = self.confirm_position(expected).await;
+            let confirmed = self.confirm_position(expected, &served).await;
             self.release_append_lock(&batch, expected).await;
             confirmed
         } else {
             if self.shared.hub.wants_prev() {
                 self.shared.fill_prev(batch.changes_mut()).await;
             }
-            self.append(&batch, expected).await
+            self.append(&mut batch, &mut served, expected).await
         };
         match committed {
             Ok(CommitOutcome::Done) => self.reply(served, PhaseTimes { started, evaluated, committed: Instant::now() }),
@@ -80,10 +82,16 @@ impl Writer {
         }
     }
 
-    /// Checks that the log is still at the position at which a batch without changes was evaluated. Otherwise the batch
-    /// may have missed a write that another instance has acknowledged.
-    async fn confirm_position(&mut self, expected: Position) -> Result<CommitOutcome> {
+    /// Checks that a batch without changes has not missed a write that another instance acknowledged before one of the
+    /// requests arrived: the log is still at the position at which the batch was evaluated, or this instance has caught
+    /// up since the requests arrived.
+    async fn confirm_position(&mut self, expected: Position, served: &Served) -> Result<CommitOutcome> {
         let Some(log) = self.shared.log.shared() else { return Ok(CommitOutcome::Done) };
+        if let Some(since) = self.caught_up_since
+            && served.iter().all(|(command, _)| command.since < since)
+        {
+            return Ok(CommitOutcome::Done);
+        }
         match log.position().await {
             Ok(position) if position == expected => Ok(CommitOutcome::Done),
             Ok(_) => Ok(CommitOutcome::Raced),
@@ -100,6 +108,7 @@ impl Writer {
             let nothing = Append {
                 expected,
                 changes: batch.changes(),
+                reads: None,
                 leases: batch.leases(),
                 compact: None,
                 fact: None,
@@ -113,10 +122,12 @@ impl Writer {
     }
 
     /// Appends the batch to the log and applies it.
-    async fn append(&mut self, batch: &Batch, expected: Position) -> Result<CommitOutcome> {
+    async fn append(&mut self, batch: &mut Batch, served: &mut Served, expected: Position) -> Result<CommitOutcome> {
+        let reads = self.read_set(served, expected);
         let append = Append {
             expected,
             changes: batch.changes(),
+            reads: reads.as_ref(),
             leases: batch.leases(),
             compact: batch.compaction(),
             fact: batch.alarm().map(log::FactChange::Alarm),
@@ -125,15 +136,19 @@ impl Writer {
         self.holds_append_lock = false;
         let shared = Arc::clone(&self.shared);
         let metrics = &shared.metrics.store;
-        let _appending = shared.replication.mark_append(batch.head());
+        let _appending = shared.replication.mark_append();
         let begun = Instant::now();
         let is_lone = batch.changes().len() <= 1;
         match self.busy_poll.wait(is_lone, shared.log.append(append)).await {
-            Ok(Appended::Done) => {
+            Ok(appended @ (Appended::Done | Appended::Behind(_))) => {
                 let took = begun.elapsed().as_secs_f64();
                 metrics.fsync.observe(took);
                 self.log_recovery();
-                shared.apply_batch(batch, expected, Instant::now());
+                self.losses = 0;
+                if let Appended::Behind(others) = appended {
+                    self.rebase(batch, served, others).await;
+                }
+                shared.apply_batch(batch, Position { head: batch.base(), ..expected }, Instant::now());
                 if let Some(revision) = batch.compaction() {
                     info!(compact_revision = revision.0, "compaction recorded");
                 }
@@ -142,12 +157,36 @@ impl Writer {
             Ok(Appended::Conflict) => {
                 debug!(revision = expected.head.0, "another instance appended first");
                 metrics.raced.inc();
-                self.is_contended = true;
+                self.losses += 1;
                 // The log also refuses the expiry of a lease that another instance has renewed.
                 shared.refresh_expired_leases(batch.leases()).await;
                 Ok(CommitOutcome::Raced)
             }
             Err(failure) => self.handle_failure(&failure),
+        }
+    }
+
+    /// Returns what the evaluation of the requests looked at, if the batch can be appended behind changes of other
+    /// instances.
+    fn read_set<'a>(&self, served: &'a Served, expected: Position) -> Option<ReadSet<'a>> {
+        if self.shared.log.shared().is_none() || self.holds_append_lock {
+            return None;
+        }
+        let rights = if self.shared.authority.if_enabled().is_some() { Rights::Checked } else { Rights::NotChecked };
+        rebase::read_set(served.iter().map(|(command, _)| &command.request), expected.head, rights)
+    }
+
+    /// Applies the changes of other instances behind which the batch was appended, and moves the batch and the
+    /// responses behind them.
+    async fn rebase(&self, batch: &mut Batch, served: &mut Served, others: Vec<Change>) {
+        let Some(newest) = others.last() else { return };
+        let (base, head) = (batch.base(), newest.row.revision);
+        let rebase = Rebase { base, by: head.0 - base.0 };
+        self.shared.metrics.store.appended_behind.inc();
+        self.shared.apply_others(others, head).await;
+        batch.rebase(rebase);
+        for outcome in served.iter_mut().filter_map(|(_, outcome)| outcome.as_mut().ok()) {
+            rebase::outcome(rebase, outcome);
         }
     }
 

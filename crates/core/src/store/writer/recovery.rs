@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tracing::{error, info};
 
 use super::{RESYNC_PAUSE, Served, Writer};
@@ -24,6 +24,7 @@ impl Writer {
     /// queue is closed, all requests fail.
     pub(super) async fn resync(&mut self) {
         let shared = Arc::clone(&self.shared);
+        let began = Instant::now();
         // The first attempt starts without a pause.
         let attempt = async |pause| {
             sleep(pause).await;
@@ -35,7 +36,10 @@ impl Writer {
             tokio::select! {
                 biased;
                 caught_up = &mut catching_up => match caught_up {
-                    Ok(()) => break,
+                    Ok(()) => {
+                        self.caught_up_since = Some(began);
+                        break;
+                    }
                     Err(failure) => {
                         if !is_failing {
                             error!(error = %failure, "cannot read the log; trying again");
