@@ -342,7 +342,12 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: 
                 }
             }
             last_read = Instant::now();
-            match shared.reach_head(log).await {
+            let caught_up = match notified_head {
+                Some(_) => shared.catch_up().await,
+                // Most polls find nothing, and need no lock then.
+                None => shared.reach_head(log).await,
+            };
+            match caught_up {
                 Ok(()) if is_failing => {
                     is_failing = false;
                     info!("the log can be followed again");
