@@ -5,8 +5,8 @@ use std::path::Path;
 
 use super::{Datastore, variables::nearest};
 
-/// Parameters of a Postgres URL that have an effect; sqlx ignores others.
-const PARAMETERS: [&str; 17] = [
+/// Parameters of a Postgres URL that have an effect.
+const PARAMETERS: [&str; 21] = [
     "sslmode",
     "ssl-mode",
     "sslrootcert",
@@ -23,6 +23,10 @@ const PARAMETERS: [&str; 17] = [
     "dbname",
     "user",
     "password",
+    "passfile",
+    "target_session_attrs",
+    "load_balance_hosts",
+    "connect_timeout",
     "options",
 ];
 

@@ -4,6 +4,7 @@
 
 mod certificates;
 mod client;
+mod cluster;
 mod disk;
 mod http;
 mod link;
@@ -22,6 +23,7 @@ use tokio::time::Instant;
 pub use self::{
     certificates::{Authority, Certificate},
     client::{Client, Connection},
+    cluster::{Cluster, Replication},
     disk::Disk,
     http::{Answer, http, http_bytes, http_get},
     link::{Link, NetworkState},

@@ -10,21 +10,27 @@
 
 mod append;
 mod connection;
+mod hosts;
 mod inspect;
 mod listener;
 mod load;
+mod passfile;
+mod pool;
+mod primary;
 mod read;
 mod space;
 mod view;
 
 use std::{
     hash::{BuildHasher as _, RandomState},
+    pin::pin,
     sync::atomic::{AtomicBool, AtomicI64, Ordering},
     time::Duration,
 };
 
 use async_trait::async_trait;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
+use tokio::{join, sync::Mutex, time::timeout};
 use tracing::warn;
 
 pub(crate) use self::connection::has_unescaped_password;
@@ -32,6 +38,7 @@ use self::{
     append::Appender,
     connection::{Database, Dedicated, read, with_timeout},
     listener::Listener,
+    primary::Timeline,
 };
 pub use self::{load::PostgresLoader, view::PostgresView};
 use crate::{
@@ -72,6 +79,8 @@ pub struct PostgresLog {
     /// A random number that identifies this start of the instance.
     run: i64,
     has_sent_heartbeat: AtomicBool,
+    /// The highest timeline when the connection for appends was used last.
+    append_timeline: Mutex<Timeline>,
     /// Free bytes in the tables, as of the last count.
     free_bytes: AtomicI64,
 }
@@ -105,6 +114,7 @@ impl PostgresLog {
             appender: Appender::new(connection, run),
             position_connection: Dedicated::default(),
             listener: Listener::start(database.clone(), channel),
+            append_timeline: Mutex::new(database.timeline()),
             database,
             poll_interval: settings.poll_interval,
             member,
@@ -112,6 +122,19 @@ impl PostgresLog {
             has_sent_heartbeat: AtomicBool::new(false),
             free_bytes: AtomicI64::new(0),
         })
+    }
+
+    /// Closes the connection for appends if another server has become the primary since its last use. The former
+    /// primary would refuse every append, because it is another server than the one of the position. Returns the
+    /// highest timeline.
+    async fn leave_former_primary(&self) -> Timeline {
+        let mut used = self.append_timeline.lock().await;
+        let newest = self.database.timeline();
+        if *used < newest {
+            self.appender.close().await;
+            *used = newest;
+        }
+        newest
     }
 }
 
@@ -132,6 +155,9 @@ fn position(row: &PgRow) -> Result<Position> {
 fn logged_lease(row: &PgRow) -> sqlx::Result<LoggedLease> {
     Ok(LoggedLease { id: LeaseId(row.try_get(0)?), ttl_secs: row.try_get(1)?, left_secs: Some(row.try_get(2)?) })
 }
+
+/// Time without an answer to a heartbeat after which all hosts are asked which is the primary.
+const HEARTBEAT_ANSWER_MAX: Duration = Duration::from_secs(3);
 
 const POSITION: &str = "SELECT (SELECT coalesce(max(id), 1) FROM kv_log), \
     (SELECT value FROM meta WHERE name = 'epoch'), orlop_server()";
@@ -168,7 +194,14 @@ impl Log for PostgresLog {
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
-        self.appender.append(&self.database, append).await
+        let timeline = self.leave_former_primary().await;
+        tokio::select! {
+            biased;
+            appended = self.appender.append(&self.database, append) => appended,
+            () = self.database.superseded(timeline) => {
+                Err(Error::OutcomeUnknown("another server has become the primary".to_owned()))
+            }
+        }
     }
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
@@ -229,7 +262,8 @@ impl SharedLog for PostgresLog {
         let reading = async {
             let mut connection = self.position_connection.take(&self.database).await?;
             let query = sqlx::query(POSITION);
-            let row = with_timeout(query.fetch_one(&mut connection.connection)).await?;
+            let reading = with_timeout(query.fetch_one(&mut connection.connection));
+            let row = self.database.unless_superseded(connection.timeline, reading).await?;
             connection.keep();
             Ok(row)
         };
@@ -241,6 +275,7 @@ impl SharedLog for PostgresLog {
     }
 
     async fn lock_appends(&self) -> Result<()> {
+        self.leave_former_primary().await;
         self.appender.lock_appends(&self.database).await
     }
 
@@ -252,6 +287,17 @@ impl SharedLog for PostgresLog {
     }
 
     async fn beat(&self) -> Result<Vec<Member>> {
+        let mut beating = pin!(self.send_heartbeat());
+        match timeout(HEARTBEAT_ANSWER_MAX, &mut beating).await {
+            Ok(answer) => answer,
+            // The server may be gone without a trace, or wait for a standby that follows its successor.
+            Err(_) => join!(self.database.look_for_primary(), beating).1,
+        }
+    }
+}
+
+impl PostgresLog {
+    async fn send_heartbeat(&self) -> Result<Vec<Member>> {
         type Row = (i64, String, Vec<String>);
         let (previous_run, rows): (Option<i64>, Vec<Row>) = read!(self.database, connection => async {
             let previous_run = sqlx::query_scalar(HEARTBEAT)

@@ -3,7 +3,10 @@
 
 use std::time::Duration;
 
-use sqlx::postgres::{PgListener, PgPoolOptions};
+use sqlx::{
+    Connection as _,
+    postgres::{PgListener, PgPoolOptions},
+};
 use tokio::{
     sync::watch,
     task::JoinHandle,
@@ -64,12 +67,24 @@ async fn run(database: Database, channel: String, sender: watch::Sender<Revision
     }
 }
 
-/// Listens until the connection fails.
+/// Listens until the connection fails or another server has become the primary.
+///
+/// sqlx's listener opens its connection itself, so the primary is found by another connection before.
 async fn listen(database: &Database, channel: &str, sender: &watch::Sender<Revision>) -> sqlx::Result<()> {
+    let found = database.find().await?;
     let pool = PgPoolOptions::new().max_connections(1).max_lifetime(None).idle_timeout(None);
-    let pool = pool.acquire_timeout(Duration::from_secs(5)).connect_lazy_with(database.options());
+    let pool = pool.acquire_timeout(Duration::from_secs(5)).connect_lazy_with(found.options);
+    // The server may be gone.
+    let _ = timeout(Duration::from_secs(1), found.connection.close()).await;
     let mut listener = PgListener::connect_with(&pool).await?;
+    listener.eager_reconnect(false);
     listener.listen(channel).await?;
+    let receiving = receive(listener, sender);
+    database.unless_superseded(found.timeline, receiving).await
+}
+
+/// Passes on the revisions of notifications until the connection fails.
+async fn receive(mut listener: PgListener, sender: &watch::Sender<Revision>) -> sqlx::Result<()> {
     while let Some(notification) = listener.try_recv().await? {
         if let Ok(head) = notification.payload().parse() {
             sender.send_if_modified(|newest| {

@@ -1,0 +1,315 @@
+//! Failovers of Postgres under load: a primary and two standbys behind a URL with three hosts, and Patroni.
+//!
+//! The clients and the checks are those of the torture tests: every acknowledged write must exist, and no refused one.
+//!
+//! `ORLOP_FAILOVER_LONG` sets the number of failovers of the long form.
+
+use std::{
+    env,
+    hash::{BuildHasher as _, RandomState},
+    sync::Arc,
+    time::Duration,
+};
+
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use tokio::time::{Instant, sleep};
+
+use crate::{
+    foreign::{has_pooler, pooler},
+    support::{Client, Cluster, Link, NetworkState, Replication, Server, eventually},
+    torture::{judge, report::Report, workload::Workload},
+};
+
+/// Maximum time until every client succeeds again after a failover.
+const RECOVERY_TIME_MAX: Duration = Duration::from_secs(30);
+
+/// What happens to the cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Event {
+    /// The primary is killed, and a standby is promoted. The former primary becomes a standby by pg_rewind.
+    Kill,
+    /// As before, but the former primary is started as a primary first.
+    KillAndReturn,
+    /// The primary is stopped, and a standby is promoted. The former primary becomes a standby.
+    Switchover,
+    /// The standbys leave the primary, which runs and can be reached, and one of them is promoted. If the other one
+    /// still followed, the former primary would acknowledge writes that the new one lacks.
+    Split,
+    /// The primary answers nobody any more, and a standby is promoted.
+    Silence,
+    /// The network between the instances and the primary fails.
+    CutFromInstances,
+    /// The network between the primary and its standbys fails.
+    CutFromStandbys,
+    /// Both standbys are killed and started again.
+    LoseStandbys,
+}
+
+const EVENTS: [Event; 8] = [
+    Event::Kill,
+    Event::KillAndReturn,
+    Event::Switchover,
+    Event::Split,
+    Event::Silence,
+    Event::CutFromInstances,
+    Event::CutFromStandbys,
+    Event::LoseStandbys,
+];
+
+/// A cluster, the instances on it, and their clients.
+struct Setting {
+    // A server ends before its database.
+    servers: Vec<Server>,
+    workload: Workload,
+    database: String,
+    cluster: Cluster,
+}
+
+impl Setting {
+    async fn start(replication: Replication, seed: u64) -> Option<Self> {
+        let cluster = Cluster::start(replication).await?;
+        let endpoint = cluster.create_database();
+        let database = endpoint.rsplit_once('/').expect("a URL has a path").1.to_owned();
+        let mut servers = Vec::new();
+        for name in ["a", "b"] {
+            servers.push(Server::orlop_on(&endpoint, &["--name", name]).await);
+        }
+        let endpoints: Vec<String> = servers.iter().map(|server| server.endpoint().to_owned()).collect();
+        let workload = Workload::start(&endpoints, seed);
+        Some(Self { servers, workload, database, cluster })
+    }
+
+    /// Waits until every client has a response to a request sent after this call.
+    async fn wait_for_all_clients(&mut self, after: &str) {
+        let since = self.workload.now();
+        let deadline = Instant::now() + RECOVERY_TIME_MAX;
+        while self.workload.recovered_since(since) < self.workload.clients() {
+            for server in &mut self.servers {
+                assert!(server.runs(), "after {after}, an instance ended; it logged:\n{}", server.log_tail());
+            }
+            assert!(
+                Instant::now() < deadline,
+                "after {after}, {} of {} clients succeed within {RECOVERY_TIME_MAX:?}; the log:\n{}",
+                self.workload.recovered_since(since),
+                self.workload.clients(),
+                self.servers[0].log_tail()
+            );
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Lets the event happen. Returns the time at which it began, and the former primary if it is not a standby yet.
+    async fn inject(&mut self, event: Event) -> (u64, Option<usize>) {
+        let cluster = &self.cluster;
+        let primary = cluster.primary();
+        let since = self.workload.now();
+        let former = match event {
+            Event::Kill | Event::KillAndReturn => {
+                primary.postgres.crash();
+                Some(cluster.promote(cluster.best_standby()))
+            }
+            Event::Switchover => {
+                primary.postgres.shut_down();
+                Some(cluster.promote(cluster.best_standby()))
+            }
+            Event::Split => {
+                primary.replication.set_network(NetworkState::Down);
+                primary.replication.reset();
+                Some(cluster.promote(cluster.best_standby()))
+            }
+            Event::Silence => {
+                primary.link.set_network(NetworkState::Silent);
+                primary.replication.set_network(NetworkState::Silent);
+                Some(cluster.promote(cluster.best_standby()))
+            }
+            Event::CutFromInstances => {
+                let logged = self.log_lengths();
+                primary.link.set_network(NetworkState::Down);
+                primary.link.reset();
+                self.wait_for_log(&logged, "is a primary").await;
+                self.cluster.primary().link.set_network(NetworkState::Normal);
+                None
+            }
+            Event::CutFromStandbys => {
+                primary.replication.set_network(NetworkState::Silent);
+                self.wait_for_waiting_commit().await;
+                self.cluster.primary().replication.set_network(NetworkState::Normal);
+                None
+            }
+            Event::LoseStandbys => {
+                let standbys: Vec<usize> =
+                    (0..cluster.nodes().len()).filter(|number| *number != cluster.primary_number()).collect();
+                standbys.iter().for_each(|number| cluster.nodes()[*number].postgres.crash());
+                self.wait_for_waiting_commit().await;
+                for number in standbys {
+                    self.cluster.nodes()[number].postgres.start_again().await;
+                }
+                None
+            }
+        };
+        (since, former)
+    }
+
+    /// Waits until a commit waits for a standby.
+    async fn wait_for_waiting_commit(&self) {
+        let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'";
+        eventually("a commit that waits for a standby", async || {
+            let found = self.cluster.primary().postgres.psql("postgres", waiting);
+            if found == "0" { Err(found) } else { Ok(()) }
+        })
+        .await;
+    }
+
+    fn log_lengths(&self) -> Vec<usize> {
+        self.servers.iter().map(|server| server.log().len()).collect()
+    }
+
+    /// Waits until every instance has logged a text after the given ends of the logs.
+    async fn wait_for_log(&self, logged: &[usize], text: &str) {
+        for (server, logged) in self.servers.iter().zip(logged) {
+            eventually("a message in the log", async || {
+                if server.log()[*logged..].contains(text) { Ok(()) } else { Err(server.log_tail()) }
+            })
+            .await;
+        }
+    }
+
+    /// Returns the last revision in the database of a server.
+    fn head(&self, number: usize) -> String {
+        let head = format!("SELECT max(id) FROM {0}.kv_log", self.database);
+        self.cluster.nodes()[number].postgres.psql(&self.database, &head)
+    }
+
+    /// Checks that a former primary that accepts writes receives none, although the instances have to connect anew.
+    async fn check_is_avoided(&mut self, former: usize, event: Event) {
+        let (before, logged) = (self.head(former), self.log_lengths());
+        let primary = self.cluster.primary();
+        primary.link.set_network(NetworkState::Down);
+        primary.link.reset();
+        self.wait_for_log(&logged, "is a former primary").await;
+        self.cluster.primary().link.set_network(NetworkState::Normal);
+        self.wait_for_all_clients(&format!("{event:?} with the former primary back")).await;
+        assert_eq!(self.head(former), before, "the former primary receives no rows");
+    }
+
+    /// Makes the former primary a standby.
+    async fn recover(&mut self, former: usize, event: Event) {
+        let node = &self.cluster.nodes()[former];
+        if event == Event::KillAndReturn {
+            node.postgres.start_again().await;
+            self.check_is_avoided(former, event).await;
+        }
+        let node = &self.cluster.nodes()[former];
+        for link in [&node.link, &node.replication] {
+            link.set_network(NetworkState::Normal);
+            link.reset();
+        }
+        if node.postgres.runs() {
+            node.postgres.stop();
+        }
+        self.cluster.rejoin(former).await;
+    }
+
+    /// Ends the clients and checks what they saw.
+    async fn finish(mut self, what: &str, injected: &[u64]) {
+        let endpoints = Arc::clone(self.workload.endpoints());
+        let seen = self.workload.finish().await;
+        let waits = injected.iter().flat_map(|since| seen.waits(*since)).collect();
+        let judged = judge::judge(seen, &endpoints).await;
+        for server in &mut self.servers {
+            assert!(!server.log().contains("panicked"), "{}", server.log());
+            server.terminate().await;
+        }
+        judge::check_store(&self.servers[0]);
+        Report { fault: what, target: "Postgres", times: injected.len(), judged, waits }.publish();
+    }
+}
+
+fn seed() -> u64 {
+    let given = env::var("ORLOP_SEED").ok().map(|text| text.parse().expect("ORLOP_SEED is a number"));
+    let seed = given.unwrap_or_else(|| RandomState::new().hash_one(()) >> 16);
+    println!("seed {seed}");
+    seed
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn acknowledged_write_survives_every_failover() {
+    let seed = seed();
+    let Some(mut setting) = Setting::start(Replication::Synchronous, seed).await else { return };
+    let mut injected = Vec::new();
+    for event in EVENTS {
+        setting.wait_for_all_clients("the start").await;
+        let started = Instant::now();
+        let (since, former) = setting.inject(event).await;
+        let injected_after = started.elapsed();
+        setting.wait_for_all_clients(&format!("{event:?}")).await;
+        println!("{event:?}: injected in {injected_after:.1?}, all clients succeed after {:.1?}", started.elapsed());
+        injected.push(since);
+        if let Some(former) = former {
+            setting.recover(former, event).await;
+            setting.cluster.wait_for_standbys(2).await;
+        }
+    }
+    setting.finish("failovers", &injected).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn asynchronous_failover_that_lost_a_write_stops_the_instance() {
+    let Some(cluster) = Cluster::start(Replication::Asynchronous).await else { return };
+    let endpoint = cluster.create_database();
+    let mut server = Server::orlop_on(&endpoint, &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let put = |value: &str| PutRequest { key: "k".into(), value: value.to_owned().into(), ..Default::default() };
+    client.kv.put(put("kept")).await.expect("a put");
+    let database = endpoint.rsplit_once('/').expect("a URL has a path").1;
+    let head = format!("SELECT max(id) FROM {database}.kv_log");
+    for node in &cluster.nodes()[1..] {
+        eventually("the write on a standby", async || {
+            let found = node.postgres.psql(database, &head);
+            if found == "2" { Ok(()) } else { Err(found) }
+        })
+        .await;
+    }
+    cluster.primary().replication.set_network(NetworkState::Silent);
+    client.kv.put(put("lost")).await.expect("a put");
+    cluster.primary().postgres.crash();
+    cluster.promote(cluster.best_standby());
+    assert!(!server.ended().await.success());
+    let log = server.log_tail();
+    assert!(log.contains("had revision 3") && log.contains("ends at revision 2"), "{log}");
+
+    server.restart().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let found = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await.expect("a range");
+    assert_eq!(&found.into_inner().kvs[0].value[..], b"kept");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn failover_behind_a_pooler_needs_nobody() {
+    if !has_pooler() {
+        return;
+    }
+    let Some(cluster) = Cluster::start(Replication::Synchronous).await else { return };
+    // The address that leads to the current primary.
+    let address = Link::to(cluster.primary().postgres.port()).await;
+    let database = cluster.primary().postgres.create_database();
+    let port = cluster.primary().postgres.port();
+    let database = database.replace(&format!(":{port}/"), &format!(":{}/", address.port()));
+    let home = tempfile::tempdir().expect("a folder");
+    let (_pooler, endpoint) = pooler(home.path(), address.port(), &database, "session").await;
+    let server = Server::orlop_on(&endpoint, &[]).await;
+    let workload = Workload::start(&[server.endpoint().to_owned()], seed());
+    let mut setting = Setting {
+        servers: vec![server],
+        workload,
+        database: database.rsplit_once('/').expect("a path").1.to_owned(),
+        cluster,
+    };
+    setting.wait_for_all_clients("the start").await;
+    let (since, former) = setting.inject(Event::Kill).await;
+    address.set_target(setting.cluster.primary().postgres.port());
+    address.reset();
+    setting.wait_for_all_clients("a failover behind a pooler").await;
+    assert_eq!(former, Some(0));
+    setting.finish("failover behind PgBouncer", &[since]).await;
+}
