@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::{
     foreign::{has_pooler, pooler},
-    support::{Client, Cluster, Link, NetworkState, Replication, Server, eventually},
+    support::{Client, Cluster, Link, NetworkState, Random, Replication, Server, eventually},
     torture::{judge, report::Report, workload::Workload},
 };
 
@@ -56,27 +56,20 @@ const EVENTS: [Event; 8] = [
     Event::LoseStandbys,
 ];
 
-/// A cluster, the instances on it, and their clients.
-struct Setting {
-    // A server ends before its database.
+/// Instances and their clients.
+struct Load {
     servers: Vec<Server>,
     workload: Workload,
-    database: String,
-    cluster: Cluster,
 }
 
-impl Setting {
-    async fn start(replication: Replication, seed: u64) -> Option<Self> {
-        let cluster = Cluster::start(replication).await?;
-        let endpoint = cluster.create_database();
-        let database = endpoint.rsplit_once('/').expect("a URL has a path").1.to_owned();
+impl Load {
+    async fn start(endpoint: &str, names: &[&str], seed: u64) -> Self {
         let mut servers = Vec::new();
-        for name in ["a", "b"] {
-            servers.push(Server::orlop_on(&endpoint, &["--name", name]).await);
+        for name in names {
+            servers.push(Server::orlop_on(endpoint, &["--name", name]).await);
         }
         let endpoints: Vec<String> = servers.iter().map(|server| server.endpoint().to_owned()).collect();
-        let workload = Workload::start(&endpoints, seed);
-        Some(Self { servers, workload, database, cluster })
+        Self { servers, workload: Workload::start(&endpoints, seed) }
     }
 
     /// Waits until every client has a response to a request sent after this call.
@@ -98,11 +91,56 @@ impl Setting {
         }
     }
 
+    fn log_lengths(&self) -> Vec<usize> {
+        self.servers.iter().map(|server| server.log().len()).collect()
+    }
+
+    /// Waits until every instance has logged a text after the given ends of the logs.
+    async fn wait_for_log(&self, logged: &[usize], text: &str) {
+        for (server, logged) in self.servers.iter().zip(logged) {
+            eventually("a message in the log", async || {
+                if server.log()[*logged..].contains(text) { Ok(()) } else { Err(server.log_tail()) }
+            })
+            .await;
+        }
+    }
+
+    /// Ends the clients and checks what they saw.
+    async fn finish(mut self, what: &str, injected: &[u64]) {
+        let endpoints = Arc::clone(self.workload.endpoints());
+        let seen = self.workload.finish().await;
+        let waits = injected.iter().flat_map(|since| seen.waits(*since)).collect();
+        let judged = judge::judge(seen, &endpoints).await;
+        for server in &mut self.servers {
+            assert!(!server.log().contains("panicked"), "{}", server.log());
+            server.terminate().await;
+        }
+        judge::check_store(&self.servers[0]);
+        Report { fault: what, target: "Postgres", times: injected.len(), judged, waits }.publish();
+    }
+}
+
+/// A cluster, and the load on it.
+struct Setting {
+    // An instance ends before its database.
+    load: Load,
+    database: String,
+    cluster: Cluster,
+}
+
+impl Setting {
+    async fn start(replication: Replication, seed: u64) -> Option<Self> {
+        let cluster = Cluster::start(replication).await?;
+        let endpoint = cluster.create_database();
+        let load = Load::start(&endpoint, &["a", "b"], seed).await;
+        Some(Self { load, database: name_of(&endpoint), cluster })
+    }
+
     /// Lets the event happen. Returns the time at which it began, and the former primary if it is not a standby yet.
     async fn inject(&mut self, event: Event) -> (u64, Option<usize>) {
         let cluster = &self.cluster;
         let primary = cluster.primary();
-        let since = self.workload.now();
+        let since = self.load.workload.now();
         let former = match event {
             Event::Kill | Event::KillAndReturn => {
                 primary.postgres.crash();
@@ -123,10 +161,10 @@ impl Setting {
                 Some(cluster.promote(cluster.best_standby()))
             }
             Event::CutFromInstances => {
-                let logged = self.log_lengths();
+                let logged = self.load.log_lengths();
                 primary.link.set_network(NetworkState::Down);
                 primary.link.reset();
-                self.wait_for_log(&logged, "is a primary").await;
+                self.load.wait_for_log(&logged, "is a primary").await;
                 self.cluster.primary().link.set_network(NetworkState::Normal);
                 None
             }
@@ -160,20 +198,6 @@ impl Setting {
         .await;
     }
 
-    fn log_lengths(&self) -> Vec<usize> {
-        self.servers.iter().map(|server| server.log().len()).collect()
-    }
-
-    /// Waits until every instance has logged a text after the given ends of the logs.
-    async fn wait_for_log(&self, logged: &[usize], text: &str) {
-        for (server, logged) in self.servers.iter().zip(logged) {
-            eventually("a message in the log", async || {
-                if server.log()[*logged..].contains(text) { Ok(()) } else { Err(server.log_tail()) }
-            })
-            .await;
-        }
-    }
-
     /// Returns the last revision in the database of a server.
     fn head(&self, number: usize) -> String {
         let head = format!("SELECT max(id) FROM {0}.kv_log", self.database);
@@ -182,13 +206,13 @@ impl Setting {
 
     /// Checks that a former primary that accepts writes receives none, although the instances have to connect anew.
     async fn check_is_avoided(&mut self, former: usize, event: Event) {
-        let (before, logged) = (self.head(former), self.log_lengths());
+        let (before, logged) = (self.head(former), self.load.log_lengths());
         let primary = self.cluster.primary();
         primary.link.set_network(NetworkState::Down);
         primary.link.reset();
-        self.wait_for_log(&logged, "is a former primary").await;
+        self.load.wait_for_log(&logged, "is a former primary").await;
         self.cluster.primary().link.set_network(NetworkState::Normal);
-        self.wait_for_all_clients(&format!("{event:?} with the former primary back")).await;
+        self.load.wait_for_all_clients(&format!("{event:?} with the former primary back")).await;
         assert_eq!(self.head(former), before, "the former primary receives no rows");
     }
 
@@ -209,20 +233,11 @@ impl Setting {
         }
         self.cluster.rejoin(former).await;
     }
+}
 
-    /// Ends the clients and checks what they saw.
-    async fn finish(mut self, what: &str, injected: &[u64]) {
-        let endpoints = Arc::clone(self.workload.endpoints());
-        let seen = self.workload.finish().await;
-        let waits = injected.iter().flat_map(|since| seen.waits(*since)).collect();
-        let judged = judge::judge(seen, &endpoints).await;
-        for server in &mut self.servers {
-            assert!(!server.log().contains("panicked"), "{}", server.log());
-            server.terminate().await;
-        }
-        judge::check_store(&self.servers[0]);
-        Report { fault: what, target: "Postgres", times: injected.len(), judged, waits }.publish();
-    }
+/// Returns the name of the database of an endpoint.
+fn name_of(endpoint: &str) -> String {
+    endpoint.rsplit_once('/').expect("a URL has a path").1.to_owned()
 }
 
 fn seed() -> u64 {
@@ -237,20 +252,29 @@ async fn acknowledged_write_survives_every_failover() {
     let seed = seed();
     let Some(mut setting) = Setting::start(Replication::Synchronous, seed).await else { return };
     let mut injected = Vec::new();
-    for event in EVENTS {
-        setting.wait_for_all_clients("the start").await;
+    for (number, event) in (1..).zip(events(seed)) {
+        setting.load.wait_for_all_clients("the start").await;
         let started = Instant::now();
         let (since, former) = setting.inject(event).await;
         let injected_after = started.elapsed();
-        setting.wait_for_all_clients(&format!("{event:?}")).await;
-        println!("{event:?}: injected in {injected_after:.1?}, all clients succeed after {:.1?}", started.elapsed());
+        setting.load.wait_for_all_clients(&format!("{event:?}")).await;
+        let recovered_after = started.elapsed();
+        println!("{number}: {event:?} takes {injected_after:.1?}, all clients succeed after {recovered_after:.1?}");
         injected.push(since);
         if let Some(former) = former {
             setting.recover(former, event).await;
-            setting.cluster.wait_for_standbys(2).await;
         }
+        setting.cluster.wait_for_standbys(2).await;
     }
-    setting.finish("failovers", &injected).await;
+    setting.load.finish("failovers", &injected).await;
+}
+
+/// Returns each event once, or a random sequence in the long form.
+fn events(seed: u64) -> Vec<Event> {
+    let Some(count) = env::var("ORLOP_FAILOVER_LONG").ok() else { return EVENTS.to_vec() };
+    let count: usize = count.parse().expect("ORLOP_FAILOVER_LONG is a number");
+    let mut random = Random::new(seed);
+    (0..count).map(|_| EVENTS[random.weighted(&[4, 3, 3, 2, 2, 1, 1, 1])]).collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -261,11 +285,11 @@ async fn asynchronous_failover_that_lost_a_write_stops_the_instance() {
     let mut client = Client::connect(server.endpoint()).await;
     let put = |value: &str| PutRequest { key: "k".into(), value: value.to_owned().into(), ..Default::default() };
     client.kv.put(put("kept")).await.expect("a put");
-    let database = endpoint.rsplit_once('/').expect("a URL has a path").1;
+    let database = name_of(&endpoint);
     let head = format!("SELECT max(id) FROM {database}.kv_log");
     for node in &cluster.nodes()[1..] {
         eventually("the write on a standby", async || {
-            let found = node.postgres.psql(database, &head);
+            let found = node.postgres.psql(&database, &head);
             if found == "2" { Ok(()) } else { Err(found) }
         })
         .await;
@@ -297,19 +321,13 @@ async fn failover_behind_a_pooler_needs_nobody() {
     let database = database.replace(&format!(":{port}/"), &format!(":{}/", address.port()));
     let home = tempfile::tempdir().expect("a folder");
     let (_pooler, endpoint) = pooler(home.path(), address.port(), &database, "session").await;
-    let server = Server::orlop_on(&endpoint, &[]).await;
-    let workload = Workload::start(&[server.endpoint().to_owned()], seed());
-    let mut setting = Setting {
-        servers: vec![server],
-        workload,
-        database: database.rsplit_once('/').expect("a path").1.to_owned(),
-        cluster,
-    };
-    setting.wait_for_all_clients("the start").await;
+    let load = Load::start(&endpoint, &["a"], seed()).await;
+    let mut setting = Setting { load, database: name_of(&endpoint), cluster };
+    setting.load.wait_for_all_clients("the start").await;
     let (since, former) = setting.inject(Event::Kill).await;
     address.set_target(setting.cluster.primary().postgres.port());
     address.reset();
-    setting.wait_for_all_clients("a failover behind a pooler").await;
+    setting.load.wait_for_all_clients("a failover behind a pooler").await;
     assert_eq!(former, Some(0));
-    setting.finish("failover behind PgBouncer", &[since]).await;
+    setting.load.finish("failover behind PgBouncer", &[since]).await;
 }

@@ -18,20 +18,24 @@ mod passfile;
 mod pool;
 mod primary;
 mod read;
+mod replication;
 mod space;
 mod view;
 
 use std::{
     hash::{BuildHasher as _, RandomState},
     pin::pin,
-    sync::atomic::{AtomicBool, AtomicI64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicI64, Ordering},
+    },
     time::Duration,
 };
 
 use async_trait::async_trait;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use tokio::{join, sync::Mutex, time::timeout};
-use tracing::warn;
+use tracing::{debug, warn};
 
 pub(crate) use self::connection::has_unescaped_password;
 use self::{
@@ -50,6 +54,7 @@ use orlop_core::log::{
     Append, Appended, Connections, Error, HEARTBEAT_TIMEOUT, History, Log, LoggedLease, Member, Meta, Page, Position,
     Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Touch, Visit, WithPrev,
 };
+use orlop_core::metrics::Metrics;
 use orlop_core::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
 /// Settings of the log.
@@ -81,6 +86,7 @@ pub struct PostgresLog {
     has_sent_heartbeat: AtomicBool,
     /// The highest timeline when the connection for appends was used last.
     append_timeline: Mutex<Timeline>,
+    replication: replication::Monitor,
     /// Free bytes in the tables, as of the last count.
     free_bytes: AtomicI64,
 }
@@ -104,6 +110,9 @@ impl PostgresLog {
             .fetch_one(&mut connection)
             .await
             .map_err(|error| database.open_error("read", &error))?;
+        let state = replication::state(&mut connection).await.map_err(|error| database.open_error("read", &error))?;
+        let replication = replication::Monitor::default();
+        replication.update(state);
         let member = Member {
             id: member_id(cluster_id, &settings.name),
             name: settings.name,
@@ -115,6 +124,7 @@ impl PostgresLog {
             position_connection: Dedicated::default(),
             listener: Listener::start(database.clone(), channel),
             append_timeline: Mutex::new(database.timeline()),
+            replication,
             database,
             poll_interval: settings.poll_interval,
             member,
@@ -122,6 +132,13 @@ impl PostgresLog {
             has_sent_heartbeat: AtomicBool::new(false),
             free_bytes: AtomicI64::new(0),
         })
+    }
+
+    /// Reports the state of the replication in metrics.
+    #[must_use]
+    pub fn with_metrics(mut self, metrics: Arc<Metrics>) -> Self {
+        self.replication.report_to(metrics);
+        self
     }
 
     /// Closes the connection for appends if another server has become the primary since its last use. The former
@@ -288,15 +305,26 @@ impl SharedLog for PostgresLog {
 
     async fn beat(&self) -> Result<Vec<Member>> {
         let mut beating = pin!(self.send_heartbeat());
-        match timeout(HEARTBEAT_ANSWER_MAX, &mut beating).await {
-            Ok(answer) => answer,
+        let live = match timeout(HEARTBEAT_ANSWER_MAX, &mut beating).await {
+            Ok(answer) => answer?,
             // The server may be gone without a trace, or wait for a standby that follows its successor.
-            Err(_) => join!(self.database.look_for_primary(), beating).1,
+            Err(_) => join!(self.database.look_for_primary(), beating).1?,
+        };
+        if self.replication.is_due() {
+            self.check_replication().await;
         }
+        Ok(live)
     }
 }
 
 impl PostgresLog {
+    async fn check_replication(&self) {
+        match read!(self.database, connection => replication::state(connection)) {
+            Ok(state) => self.replication.update(state),
+            Err(error) => debug!(%error, "cannot read the state of the replication; trying again"),
+        }
+    }
+
     async fn send_heartbeat(&self) -> Result<Vec<Member>> {
         type Row = (i64, String, Vec<String>);
         let (previous_run, rows): (Option<i64>, Vec<Row>) = read!(self.database, connection => async {
