@@ -4,6 +4,8 @@
 //!
 //! `ORLOP_FAILOVER_LONG` sets the number of failovers of the long form.
 
+mod patroni;
+
 use std::{
     env,
     hash::{BuildHasher as _, RandomState},
@@ -105,18 +107,19 @@ impl Load {
         }
     }
 
-    /// Ends the clients and checks what they saw.
-    async fn finish(mut self, what: &str, injected: &[u64]) {
+    /// Ends the clients and checks what they saw. `failovers` are the times at which each began, and at which all clients
+    /// had succeeded again.
+    async fn finish(mut self, what: &str, failovers: &[(u64, u64)]) {
         let endpoints = Arc::clone(self.workload.endpoints());
         let seen = self.workload.finish().await;
-        let waits = injected.iter().flat_map(|since| seen.waits(*since)).collect();
+        let waits = failovers.iter().flat_map(|(from, to)| seen.pauses(*from, *to)).collect();
         let judged = judge::judge(seen, &endpoints).await;
         for server in &mut self.servers {
             assert!(!server.log().contains("panicked"), "{}", server.log());
             server.terminate().await;
         }
         judge::check_store(&self.servers[0]);
-        Report { fault: what, target: "Postgres", times: injected.len(), judged, waits }.publish();
+        Report { fault: what, target: "Postgres", times: failovers.len(), judged, waits }.publish();
     }
 }
 
@@ -251,7 +254,7 @@ fn seed() -> u64 {
 async fn acknowledged_write_survives_every_failover() {
     let seed = seed();
     let Some(mut setting) = Setting::start(Replication::Synchronous, seed).await else { return };
-    let mut injected = Vec::new();
+    let mut failovers = Vec::new();
     for (number, event) in (1..).zip(events(seed)) {
         setting.load.wait_for_all_clients("the start").await;
         let started = Instant::now();
@@ -260,13 +263,13 @@ async fn acknowledged_write_survives_every_failover() {
         setting.load.wait_for_all_clients(&format!("{event:?}")).await;
         let recovered_after = started.elapsed();
         println!("{number}: {event:?} takes {injected_after:.1?}, all clients succeed after {recovered_after:.1?}");
-        injected.push(since);
+        failovers.push((since, setting.load.workload.now()));
         if let Some(former) = former {
             setting.recover(former, event).await;
         }
         setting.cluster.wait_for_standbys(2).await;
     }
-    setting.load.finish("failovers", &injected).await;
+    setting.load.finish("failovers", &failovers).await;
 }
 
 /// Returns each event once, or a random sequence in the long form.
@@ -329,5 +332,6 @@ async fn failover_behind_a_pooler_needs_nobody() {
     address.reset();
     setting.load.wait_for_all_clients("a failover behind a pooler").await;
     assert_eq!(former, Some(0));
-    setting.load.finish("failover behind PgBouncer", &[since]).await;
+    let failover = (since, setting.load.workload.now());
+    setting.load.finish("failover behind PgBouncer", &[failover]).await;
 }

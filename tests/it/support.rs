@@ -9,6 +9,7 @@ mod disk;
 mod http;
 mod link;
 mod mariadb;
+mod patroni;
 mod postgres;
 mod proxy;
 mod random;
@@ -28,6 +29,7 @@ pub use self::{
     http::{Answer, http, http_bytes, http_get},
     link::{Link, NetworkState},
     mariadb::MariaDb,
+    patroni::{Patroni, Scope},
     postgres::{Fsync, Postgres, free_port, user},
     proxy::{Cut, Proxy},
     random::Random,

@@ -292,8 +292,14 @@ impl SharedLog for PostgresLog {
     }
 
     async fn lock_appends(&self) -> Result<()> {
-        self.leave_former_primary().await;
-        self.appender.lock_appends(&self.database).await
+        let timeline = self.leave_former_primary().await;
+        tokio::select! {
+            biased;
+            locked = self.appender.lock_appends(&self.database) => locked,
+            () = self.database.superseded(timeline) => {
+                Err(Error::Unavailable("another server has become the primary".to_owned()))
+            }
+        }
     }
 
     async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>> {
@@ -305,15 +311,11 @@ impl SharedLog for PostgresLog {
 
     async fn beat(&self) -> Result<Vec<Member>> {
         let mut beating = pin!(self.send_heartbeat());
-        let live = match timeout(HEARTBEAT_ANSWER_MAX, &mut beating).await {
-            Ok(answer) => answer?,
+        match timeout(HEARTBEAT_ANSWER_MAX, &mut beating).await {
+            Ok(answer) => answer,
             // The server may be gone without a trace, or wait for a standby that follows its successor.
-            Err(_) => join!(self.database.look_for_primary(), beating).1?,
-        };
-        if self.replication.is_due() {
-            self.check_replication().await;
+            Err(_) => join!(self.database.look_for_primary(), beating).1,
         }
-        Ok(live)
     }
 }
 
@@ -326,6 +328,9 @@ impl PostgresLog {
     }
 
     async fn send_heartbeat(&self) -> Result<Vec<Member>> {
+        if self.replication.is_due() {
+            self.check_replication().await;
+        }
         type Row = (i64, String, Vec<String>);
         let (previous_run, rows): (Option<i64>, Vec<Row>) = read!(self.database, connection => async {
             let previous_run = sqlx::query_scalar(HEARTBEAT)
