@@ -7,6 +7,7 @@
 mod patroni;
 
 use std::{
+    collections::BTreeMap,
     env,
     hash::{BuildHasher as _, RandomState},
     sync::Arc,
@@ -15,6 +16,7 @@ use std::{
 
 use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use tokio::time::{Instant, sleep};
+use tonic::Code;
 
 use crate::{
     foreign::{has_pooler, pooler},
@@ -107,20 +109,39 @@ impl Load {
         }
     }
 
-    /// Ends the clients and checks what they saw. `failovers` are the times at which each began, and at which all clients
-    /// had succeeded again.
-    async fn finish(mut self, what: &str, failovers: &[(u64, u64)]) {
+    /// Ends the clients and checks what they saw. Prints the longest pause of each client in each failover.
+    async fn finish(mut self, what: &str, failovers: &[Failover]) {
         let endpoints = Arc::clone(self.workload.endpoints());
         let seen = self.workload.finish().await;
-        let waits = failovers.iter().flat_map(|(from, to)| seen.pauses(*from, *to)).collect();
+        let mut waits: Vec<Duration> = Vec::new();
+        let mut by_event: BTreeMap<&str, (usize, Vec<Duration>)> = BTreeMap::new();
+        for failover in failovers {
+            let pauses = seen.pauses(failover.began, failover.ended);
+            waits.extend(&pauses);
+            let (count, all) = by_event.entry(&failover.event).or_default();
+            *count += 1;
+            all.extend(pauses);
+        }
         let judged = judge::judge(seen, &endpoints).await;
         for server in &mut self.servers {
             assert!(!server.log().contains("panicked"), "{}", server.log());
             server.terminate().await;
         }
         judge::check_store(&self.servers[0]);
+        for (event, (count, mut pauses)) in by_event {
+            pauses.sort_unstable();
+            let [median, longest] = [pauses.len() / 2, pauses.len() - 1].map(|at| pauses[at]);
+            println!("{event}: {count} times, clients paused {median:.1?}, at most {longest:.1?}");
+        }
         Report { fault: what, target: "Postgres", times: failovers.len(), judged, waits }.publish();
     }
+}
+
+/// A failover, with the times on the clients' clock at which it began, and at which all clients had succeeded again.
+struct Failover {
+    event: String,
+    began: u64,
+    ended: u64,
 }
 
 /// A cluster, and the load on it.
@@ -263,7 +284,8 @@ async fn acknowledged_write_survives_every_failover() {
         setting.load.wait_for_all_clients(&format!("{event:?}")).await;
         let recovered_after = started.elapsed();
         println!("{number}: {event:?} takes {injected_after:.1?}, all clients succeed after {recovered_after:.1?}");
-        failovers.push((since, setting.load.workload.now()));
+        let ended = setting.load.workload.now();
+        failovers.push(Failover { event: format!("{event:?}"), began: since, ended });
         if let Some(former) = former {
             setting.recover(former, event).await;
         }
@@ -311,6 +333,32 @@ async fn asynchronous_failover_that_lost_a_write_stops_the_instance() {
     assert_eq!(&found.into_inner().kvs[0].value[..], b"kept");
 }
 
+/// A commit waits for a standby on the server; the client must not take it for done.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn write_that_no_standby_has_is_not_acknowledged() {
+    let Some(cluster) = Cluster::start(Replication::Synchronous).await else { return };
+    let server = Server::orlop_on(&cluster.create_database(), &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let put = |key: &str| PutRequest { key: key.to_owned().into(), value: "1".into(), ..Default::default() };
+    client.kv.put(put("before")).await.expect("a put");
+    let standbys = &cluster.nodes()[1..];
+    standbys.iter().for_each(|node| node.postgres.crash());
+    for (key, text) in [("first", "etcdserver: request timed out"), ("second", "etcdserver: no leader")] {
+        let refused = client.kv.put(put(key)).await.expect_err("no standby has it");
+        assert_eq!((refused.code(), refused.message()), (Code::Unavailable, text), "{key}");
+    }
+    let range = |key: &str| RangeRequest { key: key.to_owned().into(), ..Default::default() };
+    let found = client.kv.range(range("before")).await.expect("a read does not wait for a standby");
+    assert_eq!(found.into_inner().count, 1);
+
+    standbys[0].postgres.start_again().await;
+    eventually("a write after a standby is back", async || client.clone().kv.put(put("after")).await).await;
+    for (key, count) in [("first", 1), ("second", 0), ("after", 1)] {
+        let found = client.kv.range(range(key)).await.expect("a range");
+        assert_eq!(found.into_inner().count, count, "{key}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn failover_behind_a_pooler_needs_nobody() {
     if !has_pooler() {
@@ -332,6 +380,7 @@ async fn failover_behind_a_pooler_needs_nobody() {
     address.reset();
     setting.load.wait_for_all_clients("a failover behind a pooler").await;
     assert_eq!(former, Some(0));
-    let failover = (since, setting.load.workload.now());
+    let ended = setting.load.workload.now();
+    let failover = Failover { event: "Kill behind PgBouncer".to_owned(), began: since, ended };
     setting.load.finish("failover behind PgBouncer", &[failover]).await;
 }

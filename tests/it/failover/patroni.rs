@@ -3,7 +3,7 @@
 
 use std::{env, process::Command};
 
-use super::{Load, seed};
+use super::{Failover, Load, seed};
 use crate::support::{Backend, Patroni, Postgres, Scope, Server, eventually};
 
 const NAMES: [&str; 3] = ["one", "two", "three"];
@@ -57,10 +57,10 @@ async fn switchover_of_patroni_loses_nothing() {
     for _ in 0..times {
         let candidate = synchronous_standby(&nodes).await;
         load.wait_for_all_clients("the start").await;
-        let since = load.workload.now();
+        let began = load.workload.now();
         nodes[primary].switch_over(NAMES[primary], NAMES[candidate]);
         load.wait_for_all_clients("a switchover").await;
-        switchovers.push((since, load.workload.now()));
+        switchovers.push(Failover { event: "switchover".to_owned(), began, ended: load.workload.now() });
         nodes[candidate].wait_for("/primary").await;
         primary = candidate;
     }

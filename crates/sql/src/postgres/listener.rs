@@ -73,6 +73,8 @@ async fn run(database: Database, channel: String, sender: watch::Sender<Revision
 async fn listen(database: &Database, channel: &str, sender: &watch::Sender<Revision>) -> sqlx::Result<()> {
     let found = database.find().await?;
     let pool = PgPoolOptions::new().max_connections(1).max_lifetime(None).idle_timeout(None);
+    // The connection is closed, not checked and kept, because the pool is dropped too.
+    let pool = pool.after_release(|_, _| Box::pin(async { Ok(false) }));
     let pool = pool.acquire_timeout(Duration::from_secs(5)).connect_lazy_with(found.options);
     // The server may be gone.
     let _ = timeout(Duration::from_secs(1), found.connection.close()).await;
