@@ -20,7 +20,7 @@ use tonic::Code;
 
 use crate::{
     foreign::{has_pooler, pooler},
-    support::{Client, Cluster, Link, NetworkState, Random, Replication, Server, eventually},
+    support::{Client, Cluster, Fsync, Link, NetworkState, Postgres, Random, Replication, Server, eventually},
     torture::{judge, report::Report, workload::Workload},
 };
 
@@ -148,7 +148,7 @@ struct Failover {
 struct Setting {
     // An instance ends before its database.
     load: Load,
-    database: String,
+    endpoint: String,
     cluster: Cluster,
 }
 
@@ -157,7 +157,7 @@ impl Setting {
         let cluster = Cluster::start(replication).await?;
         let endpoint = cluster.create_database();
         let load = Load::start(&endpoint, &["a", "b"], seed).await;
-        Some(Self { load, database: name_of(&endpoint), cluster })
+        Some(Self { load, endpoint, cluster })
     }
 
     /// Lets the event happen. Returns the time at which it began, and the former primary if it is not a standby yet.
@@ -224,11 +224,12 @@ impl Setting {
 
     /// Returns the last revision in the database of a server.
     fn head(&self, number: usize) -> String {
-        let head = format!("SELECT max(id) FROM {0}.kv_log", self.database);
-        self.cluster.nodes()[number].postgres.psql(&self.database, &head)
+        let database = name_of(&self.endpoint);
+        self.cluster.nodes()[number].postgres.psql(&database, &format!("SELECT max(id) FROM {database}.kv_log"))
     }
 
-    /// Checks that a former primary that accepts writes receives none, although the instances have to connect anew.
+    /// Checks that a former primary that accepts writes receives none, although the instances have to connect anew, and
+    /// another one starts.
     async fn check_is_avoided(&mut self, former: usize, event: Event) {
         let (before, logged) = (self.head(former), self.load.log_lengths());
         let primary = self.cluster.primary();
@@ -237,6 +238,12 @@ impl Setting {
         self.load.wait_for_log(&logged, "is a former primary").await;
         self.cluster.primary().link.set_network(NetworkState::Normal);
         self.load.wait_for_all_clients(&format!("{event:?} with the former primary back")).await;
+        let newcomer = Server::orlop_on(&self.endpoint, &["--name", "newcomer"]).await;
+        let put = PutRequest { key: "newcomer".into(), value: "1".into(), ..Default::default() };
+        eventually("a write by a new instance", async || {
+            Client::connect(newcomer.endpoint()).await.kv.put(put.clone()).await
+        })
+        .await;
         assert_eq!(self.head(former), before, "the former primary receives no rows");
     }
 
@@ -333,6 +340,31 @@ async fn asynchronous_failover_that_lost_a_write_stops_the_instance() {
     assert_eq!(&found.into_inner().kvs[0].value[..], b"kept");
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn server_of_another_cluster_is_refused() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(other) = Postgres::start(Fsync::Off).await else { return };
+    let address = Link::to(postgres.port()).await;
+    let endpoint = postgres.create_database();
+    assert_eq!(name_of(&other.create_database()), name_of(&endpoint), "the same role and database exist");
+    let endpoint = endpoint.replace(&format!(":{}/", postgres.port()), &format!(":{}/", address.port()));
+    let server = Server::orlop_on(&endpoint, &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let put = PutRequest { key: "k".into(), value: "1".into(), ..Default::default() };
+    client.kv.put(put.clone()).await.expect("a put");
+
+    address.set_target(other.port());
+    address.reset();
+    eventually("the refusal", async || {
+        let log = server.log();
+        if log.contains("belongs to another database cluster") { Ok(()) } else { Err(log) }
+    })
+    .await;
+    address.set_target(postgres.port());
+    address.reset();
+    eventually("a write after the address is right again", async || client.clone().kv.put(put.clone()).await).await;
+}
+
 /// A commit waits for a standby on the server; the client must not take it for done.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn write_that_no_standby_has_is_not_acknowledged() {
@@ -373,7 +405,7 @@ async fn failover_behind_a_pooler_needs_nobody() {
     let home = tempfile::tempdir().expect("a folder");
     let (_pooler, endpoint) = pooler(home.path(), address.port(), &database, "session").await;
     let load = Load::start(&endpoint, &["a"], seed()).await;
-    let mut setting = Setting { load, database: name_of(&endpoint), cluster };
+    let mut setting = Setting { load, endpoint, cluster };
     setting.load.wait_for_all_clients("the start").await;
     let (since, former) = setting.inject(Event::Kill).await;
     address.set_target(setting.cluster.primary().postgres.port());

@@ -75,6 +75,10 @@ async fn postgres_database_of_another_application_or_none_is_refused() {
     let text = refusal(home.path(), &["--datastore-endpoint", &format!("{server}/none")]);
     check_contains(&text, &["database \"none\" does not exist"]);
     assert!(!text.contains("trying again"), "it is not retried: {text}");
+    let address = server.rsplit_once('@').expect("a URL has a user").1;
+    let text = refusal(home.path(), &["--datastore-endpoint", &format!("{server},{address}/none")]);
+    check_contains(&text, &["none of 2 hosts is a primary", &format!("{address}: database \"none\" does not exist")]);
+    assert!(!text.contains("trying again"), "it is not retried: {text}");
 }
 
 #[tokio::test]

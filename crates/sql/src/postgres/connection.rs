@@ -67,11 +67,12 @@ impl Database {
                     .to_owned(),
             ));
         }
-        let primary = Primary::new(endpoint)?;
+        let primary = Arc::new(Primary::new(endpoint)?);
         let options = primary.parse(0).map_err(|error| Error::Open(describe(&error)))?;
         let user = options.get_username().to_owned();
         let name = format!("{} at {}", options.get_database().unwrap_or(&user), primary.names());
-        Ok(Self { primary: Arc::new(primary), pool: Pool::new(connections_max), user, name, durability })
+        let pool = Pool::new(connections_max, Arc::clone(&primary));
+        Ok(Self { primary, pool, user, name, durability })
     }
 
     /// Returns the name of the database for messages.

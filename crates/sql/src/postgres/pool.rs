@@ -15,14 +15,15 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-use super::primary::Timeline;
+use super::primary::{Primary, Timeline};
 use crate::rows::connections;
 use orlop_core::log::Connections;
 
 /// Time after which an unused connection is closed.
 const IDLE_MAX: Duration = Duration::from_secs(600);
-/// Maximum time for a connection to become ready for the next query after a query was cancelled.
-const SETTLE_MAX: Duration = Duration::from_secs(1);
+/// Maximum time for a connection to become ready for the next query after a query was cancelled. The server ends a query
+/// earlier. Until then the connection counts as used, so that cancelled queries are also limited in number.
+const SETTLE_MAX: Duration = Duration::from_secs(12);
 
 pub(super) struct Pool {
     /// The connection used last is at the end.
@@ -30,6 +31,7 @@ pub(super) struct Pool {
     /// One permit per connection in use.
     permits: Arc<Semaphore>,
     connections_max: usize,
+    primary: Arc<Primary>,
 }
 
 struct Idle {
@@ -39,9 +41,14 @@ struct Idle {
 }
 
 impl Pool {
-    pub(super) fn new(connections_max: u32) -> Arc<Self> {
+    pub(super) fn new(connections_max: u32, primary: Arc<Primary>) -> Arc<Self> {
         let connections_max = usize::try_from(connections_max).unwrap_or(usize::MAX).min(Semaphore::MAX_PERMITS);
-        Arc::new(Self { idle: Mutex::default(), permits: Arc::new(Semaphore::new(connections_max)), connections_max })
+        Arc::new(Self {
+            idle: Mutex::default(),
+            permits: Arc::new(Semaphore::new(connections_max)),
+            connections_max,
+            primary,
+        })
     }
 
     /// Waits for the right to use a connection. Returns `None` if the pool is closed or the time is over.
@@ -137,7 +144,12 @@ impl Drop for Pooled {
         // Without a runtime the connection is closed.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         runtime.spawn(async move {
-            if timeout(SETTLE_MAX, connection.ping()).await.is_ok_and(|answer| answer.is_ok()) {
+            let settling = timeout(SETTLE_MAX, connection.ping());
+            let is_ready = tokio::select! {
+                settled = settling => settled.is_ok_and(|answer| answer.is_ok()),
+                () = pool.primary.superseded(timeline) => false,
+            };
+            if is_ready {
                 pool.put_back(connection, timeline);
             }
             drop(permit);

@@ -223,11 +223,7 @@ impl Primary {
         let timeline = candidate.found.timeline;
         let mut known = self.known();
         let highest = self.timeline();
-        let refusal = match (&known.system, &candidate.system) {
-            (Some(known), Some(other)) if known != other => Some(Refusal::OtherSystem(known.clone(), other.clone())),
-            _ if timeline < highest && timeline != Timeline::default() => Some(Refusal::Older(timeline, highest)),
-            _ => None,
-        };
+        let refusal = refusal((&known.system, highest), (&candidate.system, timeline));
         if let Some(refusal) = refusal {
             let text = format!("{name}: {refusal}");
             if known.refusal != text {
@@ -339,6 +335,18 @@ impl Candidate {
     }
 }
 
+/// Returns why a server is not used, from the known and the server's system identifiers and timelines. What a server does
+/// not report is not compared.
+fn refusal(known: (&Option<String>, Timeline), server: (&Option<String>, Timeline)) -> Option<Refusal> {
+    if let (Some(known), Some(other)) = (known.0, server.0)
+        && known != other
+    {
+        return Some(Refusal::OtherSystem(known.clone(), other.clone()));
+    }
+    let is_older = server.1 < known.1 && server.1 != Timeline::default();
+    is_older.then_some(Refusal::Older(server.1, known.1))
+}
+
 /// The reason why a server that answers is not used.
 #[derive(Debug, PartialEq, Eq)]
 enum Refusal {
@@ -393,3 +401,29 @@ impl fmt::Display for NoPrimary {
 }
 
 impl std::error::Error for NoPrimary {}
+
+#[cfg(test)]
+mod tests {
+    use super::{Refusal, Timeline, refusal};
+
+    #[test]
+    fn former_primary_and_other_cluster_are_refused() {
+        let older = |found, highest| Some(Refusal::Older(Timeline(found), Timeline(highest)));
+        let other = |found: &str, expected: &str| Some(Refusal::OtherSystem(expected.to_owned(), found.to_owned()));
+        // 0 and an empty identifier: not known, or not reported.
+        for (known, server, expected) in [
+            (("", 0), ("s", 3), None),
+            (("s", 3), ("s", 3), None),
+            (("s", 3), ("s", 4), None),
+            (("s", 3), ("s", 2), older(2, 3)),
+            (("s", 3), ("t", 3), other("t", "s")),
+            (("s", 3), ("t", 4), other("t", "s")),
+            (("s", 3), ("", 0), None),
+            (("", 3), ("t", 2), older(2, 3)),
+        ] {
+            let system = |text: &str| Some(text.to_owned()).filter(|text| !text.is_empty());
+            let found = refusal((&system(known.0), Timeline(known.1)), (&system(server.0), Timeline(server.1)));
+            assert_eq!(found, expected, "{known:?} {server:?}");
+        }
+    }
+}
