@@ -41,6 +41,8 @@ enum Event {
     Split,
     /// The primary answers nobody any more, and a standby is promoted.
     Silence,
+    /// As before, but the promotion comes only after the instances have noticed the outage, as that of Patroni.
+    LongSilence,
     /// The network between the instances and the primary fails.
     CutFromInstances,
     /// The network between the primary and its standbys fails.
@@ -49,12 +51,13 @@ enum Event {
     LoseStandbys,
 }
 
-const EVENTS: [Event; 8] = [
+const EVENTS: [Event; 9] = [
     Event::Kill,
     Event::KillAndReturn,
     Event::Switchover,
     Event::Split,
     Event::Silence,
+    Event::LongSilence,
     Event::CutFromInstances,
     Event::CutFromStandbys,
     Event::LoseStandbys,
@@ -164,7 +167,7 @@ impl Setting {
     async fn inject(&mut self, event: Event) -> (u64, Option<usize>) {
         let cluster = &self.cluster;
         let primary = cluster.primary();
-        let since = self.load.workload.now();
+        let mut since = self.load.workload.now();
         let former = match event {
             Event::Kill | Event::KillAndReturn => {
                 primary.postgres.crash();
@@ -179,9 +182,14 @@ impl Setting {
                 primary.replication.reset();
                 Some(cluster.promote(cluster.best_standby()))
             }
-            Event::Silence => {
+            Event::Silence | Event::LongSilence => {
+                let logged = self.load.log_lengths();
                 primary.link.set_network(NetworkState::Silent);
                 primary.replication.set_network(NetworkState::Silent);
+                if event == Event::LongSilence {
+                    self.load.wait_for_log(&logged, "cannot send the heartbeat of this member").await;
+                    since = self.load.workload.now();
+                }
                 Some(cluster.promote(cluster.best_standby()))
             }
             Event::CutFromInstances => {
@@ -306,7 +314,7 @@ fn events(seed: u64) -> Vec<Event> {
     let Some(count) = env::var("ORLOP_FAILOVER_LONG").ok() else { return EVENTS.to_vec() };
     let count: usize = count.parse().expect("ORLOP_FAILOVER_LONG is a number");
     let mut random = Random::new(seed);
-    (0..count).map(|_| EVENTS[random.weighted(&[4, 3, 3, 2, 2, 1, 1, 1])]).collect()
+    (0..count).map(|_| EVENTS[random.weighted(&[6, 5, 5, 3, 2, 1, 1, 1, 1])]).collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -34,7 +34,7 @@ use std::{
 
 use async_trait::async_trait;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
-use tokio::{join, sync::Mutex, time::timeout};
+use tokio::{sync::Mutex, time::timeout};
 use tracing::{debug, warn};
 
 pub(crate) use self::connection::has_unescaped_password;
@@ -314,7 +314,10 @@ impl SharedLog for PostgresLog {
         match timeout(HEARTBEAT_ANSWER_MAX, &mut beating).await {
             Ok(answer) => answer,
             // The server may be gone without a trace, or wait for a standby that follows its successor.
-            Err(_) => join!(self.database.look_for_primary(), beating).1,
+            Err(_) => tokio::select! {
+                answer = beating => answer,
+                never = self.database.look_for_primary() => match never {},
+            },
         }
     }
 }

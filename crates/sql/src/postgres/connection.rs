@@ -1,6 +1,7 @@
 //! Connections: opening, session settings, timeouts, retries and error texts.
 
 use std::{
+    convert::Infallible,
     future::Future,
     hash::{BuildHasher as _, RandomState},
     sync::Arc,
@@ -113,10 +114,13 @@ impl Database {
         self.find().await.map(|found| found.connection)
     }
 
-    /// Asks all hosts which is the primary. If it is another one than before, calls that wait for the former one end.
-    pub(super) async fn look_for_primary(&self) {
-        if let Ok(found) = self.primary.survey().await {
-            let _ = timeout(Duration::from_secs(1), found.connection.close()).await;
+    /// Asks all hosts repeatedly which is the primary. If it becomes another one, calls that wait for the former one end.
+    pub(super) async fn look_for_primary(&self) -> Infallible {
+        loop {
+            if let Ok(found) = self.primary.survey().await {
+                let _ = timeout(Duration::from_secs(1), found.connection.close()).await;
+            }
+            sleep(RETRY_PAUSE_MAX).await;
         }
     }
 

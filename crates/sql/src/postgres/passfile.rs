@@ -64,7 +64,7 @@ fn fields(line: &str) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 
     use super::{Wanted, find, fs, password};
 
@@ -90,7 +90,10 @@ mod tests {
     fn file_that_others_can_read_is_refused() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         fs::write(&file, "*:*:*:*:p\n").expect("it can be written");
-        for (mode, is_read) in [(0o600, true), (0o400, true), (0o604, false), (0o660, false)] {
+        let is_of_root = fs::metadata(file.path()).expect("it exists").uid() == 0;
+        for (mode, is_read) in
+            [(0o600, true), (0o400, true), (0o440, is_of_root), (0o640, is_of_root), (0o604, false), (0o660, false)]
+        {
             fs::set_permissions(&file, fs::Permissions::from_mode(mode)).expect("it is ours");
             assert_eq!(password(file.path(), WANTED).is_ok(), is_read, "{mode:o}");
         }
