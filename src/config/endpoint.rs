@@ -48,7 +48,7 @@ pub(super) fn datastore(endpoint: &str, data_dir: &Path) -> Result<Datastore, St
             check_parameters(address)?;
             Ok(Datastore::Postgres(endpoint.to_owned()))
         }
-        _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE"
+        _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT,.../DATABASE"
             .to_owned()),
     }
 }
