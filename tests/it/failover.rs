@@ -317,8 +317,25 @@ fn events(seed: u64) -> Vec<Event> {
     (0..count).map(|_| EVENTS[random.weighted(&[6, 5, 5, 3, 2, 1, 1, 1, 1])]).collect()
 }
 
+/// What becomes of the primary when a standby is promoted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    Killed,
+    /// It runs, and the instance is connected to it.
+    LeftRunning,
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn asynchronous_failover_that_lost_a_write_stops_the_instance() {
+    lose_a_write(Fate::Killed).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn promotion_beside_a_running_primary_is_noticed() {
+    lose_a_write(Fate::LeftRunning).await;
+}
+
+async fn lose_a_write(fate: Fate) {
     let Some(cluster) = Cluster::start(Replication::Asynchronous).await else { return };
     let endpoint = cluster.create_database();
     let mut server = Server::orlop_on(&endpoint, &[]).await;
@@ -336,7 +353,9 @@ async fn asynchronous_failover_that_lost_a_write_stops_the_instance() {
     }
     cluster.primary().replication.set_network(NetworkState::Silent);
     client.kv.put(put("lost")).await.expect("a put");
-    cluster.primary().postgres.crash();
+    if fate == Fate::Killed {
+        cluster.primary().postgres.crash();
+    }
     cluster.promote(cluster.best_standby());
     assert!(!server.ended().await.success());
     let log = server.log_tail();

@@ -34,7 +34,7 @@ use std::{
 
 use async_trait::async_trait;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
-use tokio::{sync::Mutex, time::timeout};
+use tokio::{sync::Mutex, task::JoinHandle, time::timeout};
 use tracing::{debug, warn};
 
 pub(crate) use self::connection::has_unescaped_password;
@@ -55,6 +55,7 @@ use orlop_core::log::{
     Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Touch, Visit, WithPrev,
 };
 use orlop_core::metrics::Metrics;
+use orlop_core::supervise::vital;
 use orlop_core::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
 /// Settings of the log.
@@ -87,6 +88,8 @@ pub struct PostgresLog {
     /// The highest timeline when the connection for appends was used last.
     append_timeline: Mutex<Timeline>,
     replication: replication::Monitor,
+    /// Asks all hosts, if there are several.
+    search: Option<JoinHandle<()>>,
     /// Free bytes in the tables, as of the last count.
     free_bytes: AtomicI64,
 }
@@ -125,6 +128,7 @@ impl PostgresLog {
             listener: Listener::start(database.clone(), channel),
             append_timeline: Mutex::new(database.timeline()),
             replication,
+            search: database.has_several_hosts().then(|| search(database.clone())),
             database,
             poll_interval: settings.poll_interval,
             member,
@@ -132,6 +136,10 @@ impl PostgresLog {
             has_sent_heartbeat: AtomicBool::new(false),
             free_bytes: AtomicI64::new(0),
         })
+    }
+
+    fn stop_search(&self) {
+        self.search.iter().for_each(JoinHandle::abort);
     }
 
     /// Reports the state of the replication in metrics.
@@ -155,6 +163,16 @@ impl PostgresLog {
     }
 }
 
+impl Drop for PostgresLog {
+    fn drop(&mut self) {
+        self.stop_search();
+    }
+}
+
+fn search(database: Database) -> JoinHandle<()> {
+    vital("the search for another primary", async move { match database.look_for_primary(SEARCH_INTERVAL).await {} })
+}
+
 /// Returns the ID of a member: stable for one name in one cluster.
 fn member_id(cluster_id: i64, name: &str) -> u64 {
     // FNV-1a, implemented here so that the result never changes.
@@ -175,6 +193,10 @@ fn logged_lease(row: &PgRow) -> sqlx::Result<LoggedLease> {
 
 /// Time without an answer to a heartbeat after which all hosts are asked which is the primary.
 const HEARTBEAT_ANSWER_MAX: Duration = Duration::from_secs(3);
+/// Pause between two searches while a heartbeat is not answered.
+const SEARCH_PAUSE: Duration = Duration::from_secs(1);
+/// Pause between two searches at all times. A former primary that still answers is left after this time.
+const SEARCH_INTERVAL: Duration = Duration::from_secs(10);
 
 const POSITION: &str = "SELECT (SELECT coalesce(max(id), 1) FROM kv_log), \
     (SELECT value FROM meta WHERE name = 'epoch'), orlop_server()";
@@ -257,6 +279,7 @@ impl Log for PostgresLog {
 
     async fn close(&self, _: &[LoggedLease]) {
         self.listener.stop();
+        self.stop_search();
         let deregistered = read!(self.database, connection => {
             sqlx::query(DEREGISTER).bind(self.member.id.cast_signed()).bind(self.run).execute(connection)
         });
@@ -316,7 +339,7 @@ impl SharedLog for PostgresLog {
             // The server may be gone without a trace, or wait for a standby that follows its successor.
             Err(_) => tokio::select! {
                 answer = beating => answer,
-                never = self.database.look_for_primary() => match never {},
+                never = self.database.look_for_primary(SEARCH_PAUSE) => match never {},
             },
         }
     }

@@ -114,13 +114,17 @@ impl Database {
         self.find().await.map(|found| found.connection)
     }
 
+    pub(super) fn has_several_hosts(&self) -> bool {
+        self.primary.hosts() > 1
+    }
+
     /// Asks all hosts repeatedly which is the primary. If it becomes another one, calls that wait for the former one end.
-    pub(super) async fn look_for_primary(&self) -> Infallible {
+    pub(super) async fn look_for_primary(&self, pause: Duration) -> Infallible {
         loop {
             if let Ok(found) = self.primary.survey().await {
                 let _ = timeout(Duration::from_secs(1), found.connection.close()).await;
             }
-            sleep(RETRY_PAUSE_MAX).await;
+            sleep(pause).await;
         }
     }
 
