@@ -313,7 +313,8 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
     } else {
         Durability::Synced
     };
-    let log = open_log(settings, &datastore, client_urls, durability).await;
+    let metrics = Some(Arc::clone(&store_settings.metrics));
+    let log = open_log(settings, &datastore, client_urls, durability, metrics).await;
     let log = log.map_err(|error| Error(error.to_string()))?;
     // Errors of Postgres already contain the name of the database.
     let location = match &datastore {
@@ -330,6 +331,7 @@ pub(crate) async fn open_log(
     datastore: &Datastore,
     client_urls: Vec<String>,
     durability: Durability,
+    metrics: Option<Arc<Metrics>>,
 ) -> log::Result<Arc<dyn Log>> {
     Ok(match datastore {
         Datastore::Sqlite(file) => Arc::new(SqliteLog::open_with(file, durability).await?),
@@ -342,7 +344,11 @@ pub(crate) async fn open_log(
                 client_urls,
                 durability,
             };
-            Arc::new(PostgresLog::open(settings).await?)
+            let log = PostgresLog::open(settings).await?;
+            match metrics {
+                Some(metrics) => Arc::new(log.with_metrics(metrics)),
+                None => Arc::new(log),
+            }
         }
     })
 }

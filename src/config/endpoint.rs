@@ -5,8 +5,8 @@ use std::path::Path;
 
 use super::{Datastore, variables::nearest};
 
-/// Parameters of a Postgres URL that have an effect; sqlx ignores others.
-const PARAMETERS: [&str; 17] = [
+/// Parameters of a Postgres URL that have an effect.
+const PARAMETERS: [&str; 21] = [
     "sslmode",
     "ssl-mode",
     "sslrootcert",
@@ -23,6 +23,10 @@ const PARAMETERS: [&str; 17] = [
     "dbname",
     "user",
     "password",
+    "passfile",
+    "target_session_attrs",
+    "load_balance_hosts",
+    "connect_timeout",
     "options",
 ];
 
@@ -44,7 +48,7 @@ pub(super) fn datastore(endpoint: &str, data_dir: &Path) -> Result<Datastore, St
             check_parameters(address)?;
             Ok(Datastore::Postgres(endpoint.to_owned()))
         }
-        _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT/DATABASE"
+        _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT,.../DATABASE"
             .to_owned()),
     }
 }

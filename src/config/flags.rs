@@ -395,8 +395,8 @@ pub struct DatastoreFlags {
     #[serde(skip_serializing_if = "Option::is_none")]
     data_dir: Option<PathBuf>,
 
-    /// URL of the database: sqlite://PATH or postgres://USER:PASSWORD@HOST:PORT/DATABASE, with libpq's parameters sslmode
-    /// and sslrootcert [default: orlop.db in the data directory]
+    /// URL of the database: sqlite://PATH or postgres://USER:PASSWORD@HOST:PORT,.../DATABASE, with parameters of libpq
+    /// such as sslmode and sslrootcert [default: orlop.db in the data directory]
     #[arg(help_heading = DATASTORE, long, value_name = "URL", alias = "endpoint")]
     #[serde(skip_serializing_if = "Option::is_none")]
     datastore_endpoint: Option<Secret>,

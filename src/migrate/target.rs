@@ -70,7 +70,7 @@ impl Place<'_> {
         {
             return Ok(None);
         }
-        let log = open_log(self.settings, self.datastore, Vec::new(), Durability::Synced).await?;
+        let log = open_log(self.settings, self.datastore, Vec::new(), Durability::Synced, None).await?;
         let replayed = replay(&*log).await?;
         let auth = log.auth().await?;
         let meta = replayed.meta;

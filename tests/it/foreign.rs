@@ -75,6 +75,10 @@ async fn postgres_database_of_another_application_or_none_is_refused() {
     let text = refusal(home.path(), &["--datastore-endpoint", &format!("{server}/none")]);
     check_contains(&text, &["database \"none\" does not exist"]);
     assert!(!text.contains("trying again"), "it is not retried: {text}");
+    let address = server.rsplit_once('@').expect("a URL has a user").1;
+    let text = refusal(home.path(), &["--datastore-endpoint", &format!("{server},{address}/none")]);
+    check_contains(&text, &["none of 2 hosts is a primary", &format!("{address}: database \"none\" does not exist")]);
+    assert!(!text.contains("trying again"), "it is not retried: {text}");
 }
 
 #[tokio::test]
@@ -89,7 +93,7 @@ async fn connection_limit_of_the_role_is_named() {
 }
 
 /// A running pgbouncer, stopped when dropped.
-struct Pooler(Child);
+pub struct Pooler(Child);
 
 impl Drop for Pooler {
     fn drop(&mut self) {
@@ -99,15 +103,25 @@ impl Drop for Pooler {
     }
 }
 
-/// Starts pgbouncer with a pool mode. Returns the process and the endpoint that connects through it.
-async fn pooler(home: &Path, postgres: &Postgres, endpoint: &str, mode: &str) -> (Pooler, String) {
+/// Returns whether pgbouncer is installed.
+pub fn has_pooler() -> bool {
+    let is_installed = Command::new("pgbouncer").arg("--version").output().is_ok_and(|output| output.status.success());
+    if !is_installed {
+        skip("pgbouncer");
+    }
+    is_installed
+}
+
+/// Starts pgbouncer with a pool mode before the server on a port. Returns the process and the endpoint that connects
+/// through it.
+pub async fn pooler(home: &Path, server_port: u16, endpoint: &str, mode: &str) -> (Pooler, String) {
     let port = crate::support::free_port();
     let name = endpoint.rsplit_once('/').expect("a URL").1;
     fs::write(home.join("users.txt"), format!("\"{name}\" \"pass word\"\n")).expect("a file can be written");
     let settings = format!(
-        "[databases]\n* = host=127.0.0.1 port={}\n[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\n\
-         unix_socket_dir =\nauth_type = plain\nauth_file = {}\npool_mode = {mode}\n",
-        postgres.port(),
+        "[databases]\n* = host=127.0.0.1 port={server_port}\n[pgbouncer]\nlisten_addr = 127.0.0.1\n\
+         listen_port = {port}\nunix_socket_dir =\nauth_type = plain\nauth_file = {}\npool_mode = {mode}\n\
+         server_login_retry = 1\n",
         home.join("users.txt").display()
     );
     let file = home.join("pgbouncer.ini");
@@ -121,25 +135,25 @@ async fn pooler(home: &Path, postgres: &Postgres, endpoint: &str, mode: &str) ->
     let mut lines = log.lines().map_while(Result::ok);
     assert!(lines.any(|line| line.contains("process up")), "pgbouncer starts");
     std::thread::spawn(move || lines.for_each(drop));
-    let direct = format!("127.0.0.1:{}", postgres.port());
+    let direct = format!("127.0.0.1:{server_port}");
     (Pooler(process), endpoint.replace(&direct, &format!("127.0.0.1:{port}")))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn pooler_is_refused_in_transaction_mode_and_serves_in_session_mode() {
     let Some(postgres) = Postgres::shared().await else { return };
-    if !Command::new("pgbouncer").arg("--version").output().is_ok_and(|output| output.status.success()) {
-        return skip("pgbouncer");
+    if !has_pooler() {
+        return;
     }
     let endpoint = postgres.create_database();
     for mode in ["transaction", "statement"] {
         let home = tempfile::tempdir().expect("a folder");
-        let (_pooler, pooled) = pooler(home.path(), postgres, &endpoint, mode).await;
+        let (_pooler, pooled) = pooler(home.path(), postgres.port(), &endpoint, mode).await;
         let text = refusal(home.path(), &["--datastore-endpoint", &pooled]);
         check_contains(&text, &["pool_mode = session", "connect to Postgres directly"]);
     }
     let home = tempfile::tempdir().expect("a folder");
-    let (_pooler, pooled) = pooler(home.path(), postgres, &endpoint, "session").await;
+    let (_pooler, pooled) = pooler(home.path(), postgres.port(), &endpoint, "session").await;
     let server = Server::orlop_on(&pooled, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     for value in ["1", "2"] {

@@ -5,6 +5,9 @@
 //! started again. Then
 //! [`checker`] checks the history of responses, and [`watcher`] checks what the watches received.
 //!
+//! The long form with failovers has a synchronously replicated Postgres, whose primary is killed and replaced by a
+//! standby. It runs if `ORLOP_LINEAR_FAILOVERS` is set.
+//!
 //! `ORLOP_LINEAR_SECS` sets the duration of the run in seconds, `ORLOP_SEED` repeats its choices (not its timing).
 
 mod checker;
@@ -25,7 +28,7 @@ use tokio::{
 };
 
 use self::{connection::Endpoints, watcher::Watcher};
-use crate::support::{Fsync, Postgres, Random, Server};
+use crate::support::{Cluster, Fsync, Postgres, Random, Replication, Server};
 
 const INSTANCES: usize = 3;
 const CLIENTS: usize = 9;
@@ -37,13 +40,51 @@ const POSTGRES_RESTART_INTERVAL: Duration = Duration::from_secs(12);
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn history_is_linearizable_under_faults() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    check(&postgres.create_database(), &Database::Alone(&postgres)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn history_is_linearizable_under_failovers() {
+    if env::var_os("ORLOP_LINEAR_FAILOVERS").is_none() {
+        return println!("skipped: ORLOP_LINEAR_FAILOVERS is not set");
+    }
+    let Some(cluster) = Cluster::start(Replication::Synchronous).await else { return };
+    check(&cluster.create_database(), &Database::Replicated(&cluster)).await;
+}
+
+/// The database of a run.
+enum Database<'a> {
+    Alone(&'a Postgres),
+    Replicated(&'a Cluster),
+}
+
+impl Database<'_> {
+    /// Restarts Postgres, or lets it fail over.
+    async fn disturb(&self, random: &mut Random) {
+        match self {
+            Self::Alone(postgres) => {
+                postgres.stop();
+                sleep(Duration::from_millis(random.next() % 1_000)).await;
+                postgres.start_again().await;
+            }
+            Self::Replicated(cluster) => {
+                cluster.primary().postgres.crash();
+                let former = cluster.promote(cluster.best_standby());
+                sleep(Duration::from_millis(random.next() % 1_000)).await;
+                cluster.rejoin(former).await;
+                cluster.wait_for_standbys(2).await;
+            }
+        }
+    }
+}
+
+async fn check(datastore: &str, database: &Database<'_>) {
     let secs = number("ORLOP_LINEAR_SECS").unwrap_or(if env::var_os("CI").is_some() { 300 } else { 20 });
     let seed = number("ORLOP_SEED").unwrap_or_else(|| RandomState::new().hash_one(()) >> 16);
     println!("seed {seed}, {secs} seconds");
-    let datastore = postgres.create_database();
     let mut servers = Vec::new();
     for name in ["a", "b", "c"] {
-        servers.push(Server::orlop_on(&datastore, &["--name", name]).await);
+        servers.push(Server::orlop_on(datastore, &["--name", name]).await);
     }
     let endpoints: Endpoints = Arc::new(Mutex::new(servers.iter().map(|it| it.endpoint().to_owned()).collect()));
 
@@ -61,7 +102,7 @@ async fn history_is_linearizable_under_faults() {
         .map(|instance| tokio::spawn(Watcher::new(instance, Arc::clone(&endpoints)).run(ends.clone())))
         .collect();
 
-    let faults = inject_faults(&postgres, &mut servers, &endpoints, Duration::from_secs(secs), Random::new(seed)).await;
+    let faults = inject_faults(database, &mut servers, &endpoints, Duration::from_secs(secs), Random::new(seed)).await;
     stop.send_replace(true);
     let mut history = Vec::new();
     for client in clients {
@@ -89,7 +130,7 @@ struct Faults {
 
 /// Injects a fault from time to time. All components run again when this function returns.
 async fn inject_faults(
-    postgres: &Postgres,
+    database: &Database<'_>,
     servers: &mut [Server],
     endpoints: &Endpoints,
     duration: Duration,
@@ -118,9 +159,7 @@ async fn inject_faults(
             }
             _ if postgres_restarted.elapsed() > POSTGRES_RESTART_INTERVAL => {
                 faults.postgres_restarted += 1;
-                postgres.stop();
-                sleep(Duration::from_millis(random.next() % 1_000)).await;
-                postgres.start_again().await;
+                database.disturb(&mut random).await;
                 postgres_restarted = Instant::now();
             }
             _ => {}

@@ -15,6 +15,7 @@ mod differential;
 mod drop_in;
 mod durability;
 mod etcdctl;
+mod failover;
 mod foreign;
 mod gateway;
 mod hashkv;

@@ -193,6 +193,10 @@ fn check_gauges(backend: Backend, before: &BTreeMap<String, f64>, after: &BTreeM
     assert!(after["process_network_receive_bytes_total"] > before["process_network_receive_bytes_total"]);
     let has_disk = after.get("orlop_disk_free_bytes").is_some_and(|free| *free > 0.0);
     assert_eq!(has_disk, backend == Backend::Sqlite, "the disk of Postgres is unknown");
+    for name in ["orlop_postgres_synchronous_replication", "orlop_postgres_standbys"] {
+        let expected = (backend == Backend::Postgres).then_some(&0.0);
+        assert_eq!(after.get(name), expected, "{name}");
+    }
 }
 
 /// The series of etcd's peers exist for the other instances.
@@ -276,14 +280,23 @@ async fn series_of_dashboard_and_alerts_exist() {
     const LABELS: [&str; 6] = ["grpc_service", "grpc_method", "grpc_type", "grpc_code", "alarm_type", "server_id"];
     let flags = ["--metrics", "extensive", "--auto-tls"];
     let Some(server) = Server::orlop_with(Backend::Sqlite, &flags).await else { return };
-    let kinds = kinds(&server).await;
+    let mut kinds = kinds(&server).await;
+    let postgres = Server::orlop(Backend::Postgres).await;
+    if let Some(server) = &postgres {
+        kinds.extend(self::kinds(server).await);
+    }
     let mut queried = 0;
     for (file, text) in [
         ("dashboard", include_str!("../../monitoring/dashboard.json")),
         ("alerts", include_str!("../../monitoring/alerts.yaml")),
     ] {
         for name in expressions(text).iter().flat_map(|expression| words(expression)) {
-            if !name.contains('_') || FUNCTIONS.contains(&name.as_str()) || LABELS.contains(&name.as_str()) {
+            let is_untested = postgres.is_none() && name.starts_with("orlop_postgres_");
+            if is_untested
+                || !name.contains('_')
+                || FUNCTIONS.contains(&name.as_str())
+                || LABELS.contains(&name.as_str())
+            {
                 continue;
             }
             let base = ["_bucket", "_count", "_sum"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);

@@ -1,11 +1,11 @@
 //! The database becomes unavailable and comes back, with the same or with different contents.
 
-use std::process::Command;
+use std::{os::unix::fs::PermissionsExt as _, process::Command};
 
 use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest, StatusRequest};
 use tonic::Code;
 
-use crate::support::{Client, Fsync, Postgres, Server, Stream, eventually, everything};
+use crate::support::{Client, Fsync, Place, Postgres, Server, Stream, eventually, everything};
 
 fn put(key: &str) -> PutRequest {
     PutRequest { key: key.to_owned().into(), value: "value".into(), ..Default::default() }
@@ -155,6 +155,48 @@ async fn error_names_the_missing_privilege() {
     assert!(text.contains("permission denied for schema") && text.contains("CREATE SCHEMA AUTHORIZATION"), "{text}");
     let text = start_refused(&format!("{rest}/no_such_database"));
     assert!(text.contains("no_such_database"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn changed_password_needs_no_restart() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let endpoint = postgres.create_database();
+    let name = endpoint.rsplit_once('/').expect("a URL has a path").1;
+    let rules = "host all postgres 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n";
+    std::fs::write(postgres.data().join("pg_hba.conf"), rules).expect("a file can be written");
+    postgres.psql("postgres", "SELECT pg_reload_conf()");
+    let home = tempfile::tempdir().expect("a folder");
+    let file = home.path().join("passwords");
+    let save = |password: &str| {
+        std::fs::write(&file, format!("*:*:*:{name}:{password}\n")).expect("a file can be written");
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).expect("the file is ours");
+    };
+    save("pass word");
+    let endpoint = endpoint.replace(":pass%20word@", "@");
+    let by_parameter = format!("{endpoint}?passfile={}", file.display());
+    let variable = vec![("PGPASSFILE".to_owned(), file.clone().into_os_string())];
+    let servers = [
+        Server::orlop_on(&by_parameter, &["--name", "one"]).await,
+        Server::orlop_at(Some(endpoint), &["--name", "two"], Place { environment: variable, ..Place::default() }).await,
+    ];
+    for (number, server) in servers.iter().enumerate() {
+        put_at(&mut Client::connect(server.endpoint()).await, &number.to_string()).await;
+    }
+
+    postgres.psql("postgres", &format!("ALTER ROLE {name} PASSWORD 'new:word'"));
+    postgres
+        .psql("postgres", &format!("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = '{name}'"));
+    for server in &servers {
+        eventually("the old password is refused", async || {
+            let log = server.log();
+            if log.contains("password authentication failed") { Ok(()) } else { Err(log) }
+        })
+        .await;
+    }
+    save("new\\:word");
+    for server in &servers {
+        put_with_retries(&Client::connect(server.endpoint()).await, "after").await;
+    }
 }
 
 /// Starts Orlop, which must fail, and returns the error text.

@@ -42,6 +42,21 @@ pub fn check_refused(arguments: &[&str], variables: &[(&str, &str)], named: &[&s
 }
 
 #[test]
+fn errors_name_accepted_values_of_a_url_with_several_hosts() {
+    for (parameter, accepted) in [
+        ("target_session_attrs=standby", "read-write, primary or any"),
+        ("load_balance_hosts=yes", "disable or random"),
+        ("connect_timeout=soon", "1 to 3600 seconds"),
+        ("port=1,2,3", "2 hosts and 3 ports"),
+    ] {
+        let endpoint = format!("postgres://user:secret@a,b/db?{parameter}");
+        check_refused(&["--datastore-endpoint", &endpoint], &[], &[accepted]);
+    }
+    let target = ("PGTARGETSESSIONATTRS", "prefer-standby");
+    check_refused(&["--datastore-endpoint", "postgres://user:secret@a/db"], &[target], &["read-write, primary or any"]);
+}
+
+#[test]
 fn errors_name_invalid_settings_and_accepted_values() {
     check_refused(&["--max-txn-ops", "0"], &[], &["max-txn-ops", "at least 1"]);
     check_refused(&["--max-txn-ops", "many"], &[], &["--max-txn-ops", "many"]);

@@ -4,10 +4,12 @@
 
 mod certificates;
 mod client;
+mod cluster;
 mod disk;
 mod http;
 mod link;
 mod mariadb;
+mod patroni;
 mod postgres;
 mod proxy;
 mod random;
@@ -22,10 +24,12 @@ use tokio::time::Instant;
 pub use self::{
     certificates::{Authority, Certificate},
     client::{Client, Connection},
+    cluster::{Cluster, Replication},
     disk::Disk,
     http::{Answer, http, http_bytes, http_get},
     link::{Link, NetworkState},
     mariadb::MariaDb,
+    patroni::{Patroni, Scope},
     postgres::{Fsync, Postgres, free_port, user},
     proxy::{Cut, Proxy},
     random::Random,

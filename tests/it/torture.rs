@@ -10,12 +10,12 @@
 //! `ORLOP_TORTURE_REPORT` names a file for the figures, `ORLOP_SEED` repeats the choices (not their timing).
 
 mod faults;
-mod judge;
+pub mod judge;
 mod preload;
-mod report;
+pub mod report;
 mod rig;
 mod strike;
-mod workload;
+pub mod workload;
 
 use std::{
     env,

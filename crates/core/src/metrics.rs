@@ -140,6 +140,14 @@ metrics! {
 }
 
 metrics! {
+    /// Updated by the log in Postgres; absent on SQLite.
+    Replication {
+        standbys: IntGaugeVec "orlop_postgres_standbys", "Connections that replicate from the Postgres server.";
+        synchronous: IntGaugeVec "orlop_postgres_synchronous_replication", "1 if a commit waits for a standby.";
+    }
+}
+
+metrics! {
     /// Updated by the API, per call.
     Rpc {
         started: IntCounterVec "grpc_server_started_total" ["grpc_type", "grpc_service", "grpc_method"], "Calls begun.";
@@ -320,6 +328,7 @@ pub struct Metrics {
     registry: Registry,
     pub store: Store,
     pub watch: Watch,
+    pub replication: Replication,
     pub rpc: Rpc,
     /// The duration of each call, by method; `None` with [`Detail::Basic`].
     pub handling: Option<HistogramVec>,
@@ -354,6 +363,7 @@ impl Metrics {
         Self {
             store: Store::new(&registry),
             watch: Watch::new(&registry),
+            replication: Replication::new(&registry),
             rpc: Rpc::new(&registry),
             handling,
             health: Health::new(&registry),

@@ -10,28 +10,39 @@
 
 mod append;
 mod connection;
+mod hosts;
 mod inspect;
 mod listener;
 mod load;
+mod passfile;
+mod pool;
+mod primary;
 mod read;
+mod replication;
 mod space;
 mod view;
 
 use std::{
     hash::{BuildHasher as _, RandomState},
-    sync::atomic::{AtomicBool, AtomicI64, Ordering},
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicI64, Ordering},
+    },
     time::Duration,
 };
 
 use async_trait::async_trait;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
-use tracing::warn;
+use tokio::{sync::Mutex, task::JoinHandle, time::timeout};
+use tracing::{debug, warn};
 
 pub(crate) use self::connection::has_unescaped_password;
 use self::{
     append::Appender,
     connection::{Database, Dedicated, read, with_timeout},
     listener::Listener,
+    primary::Timeline,
 };
 pub use self::{load::PostgresLoader, view::PostgresView};
 use crate::{
@@ -43,6 +54,8 @@ use orlop_core::log::{
     Append, Appended, Connections, Error, HEARTBEAT_TIMEOUT, History, Log, LoggedLease, Member, Meta, Page, Position,
     Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Touch, Visit, WithPrev,
 };
+use orlop_core::metrics::Metrics;
+use orlop_core::supervise::vital;
 use orlop_core::types::{EncodedKv, KeyRange, LeaseId, Revision, RowId};
 
 /// Settings of the log.
@@ -72,6 +85,11 @@ pub struct PostgresLog {
     /// A random number that identifies this start of the instance.
     run: i64,
     has_sent_heartbeat: AtomicBool,
+    /// The highest timeline when the connection for appends was used last.
+    append_timeline: Mutex<Timeline>,
+    replication: replication::Monitor,
+    /// Asks all hosts, if there are several.
+    search: Option<JoinHandle<()>>,
     /// Free bytes in the tables, as of the last count.
     free_bytes: AtomicI64,
 }
@@ -95,6 +113,9 @@ impl PostgresLog {
             .fetch_one(&mut connection)
             .await
             .map_err(|error| database.open_error("read", &error))?;
+        let state = replication::state(&mut connection).await.map_err(|error| database.open_error("read", &error))?;
+        let replication = replication::Monitor::default();
+        replication.update(state);
         let member = Member {
             id: member_id(cluster_id, &settings.name),
             name: settings.name,
@@ -105,6 +126,9 @@ impl PostgresLog {
             appender: Appender::new(connection, run),
             position_connection: Dedicated::default(),
             listener: Listener::start(database.clone(), channel),
+            append_timeline: Mutex::new(database.timeline()),
+            replication,
+            search: database.has_several_hosts().then(|| search(database.clone())),
             database,
             poll_interval: settings.poll_interval,
             member,
@@ -113,6 +137,40 @@ impl PostgresLog {
             free_bytes: AtomicI64::new(0),
         })
     }
+
+    fn stop_search(&self) {
+        self.search.iter().for_each(JoinHandle::abort);
+    }
+
+    /// Reports the state of the replication in metrics.
+    #[must_use]
+    pub fn with_metrics(mut self, metrics: Arc<Metrics>) -> Self {
+        self.replication.report_to(metrics);
+        self
+    }
+
+    /// Closes the connection for appends if another server has become the primary since its last use. The former
+    /// primary would refuse every append, because it is another server than the one of the position. Returns the
+    /// highest timeline.
+    async fn leave_former_primary(&self) -> Timeline {
+        let mut used = self.append_timeline.lock().await;
+        let newest = self.database.timeline();
+        if *used < newest {
+            self.appender.close().await;
+            *used = newest;
+        }
+        newest
+    }
+}
+
+impl Drop for PostgresLog {
+    fn drop(&mut self) {
+        self.stop_search();
+    }
+}
+
+fn search(database: Database) -> JoinHandle<()> {
+    vital("the search for another primary", async move { match database.look_for_primary(SEARCH_INTERVAL).await {} })
 }
 
 /// Returns the ID of a member: stable for one name in one cluster.
@@ -132,6 +190,13 @@ fn position(row: &PgRow) -> Result<Position> {
 fn logged_lease(row: &PgRow) -> sqlx::Result<LoggedLease> {
     Ok(LoggedLease { id: LeaseId(row.try_get(0)?), ttl_secs: row.try_get(1)?, left_secs: Some(row.try_get(2)?) })
 }
+
+/// Time without an answer to a heartbeat after which all hosts are asked which is the primary.
+const HEARTBEAT_ANSWER_MAX: Duration = Duration::from_secs(3);
+/// Pause between two searches while a heartbeat is not answered.
+const SEARCH_PAUSE: Duration = Duration::from_secs(1);
+/// Pause between two searches at all times. A former primary that still answers is left after this time.
+const SEARCH_INTERVAL: Duration = Duration::from_secs(10);
 
 const POSITION: &str = "SELECT (SELECT coalesce(max(id), 1) FROM kv_log), \
     (SELECT value FROM meta WHERE name = 'epoch'), orlop_server()";
@@ -168,7 +233,15 @@ impl Log for PostgresLog {
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
-        self.appender.append(&self.database, append).await
+        self.listener.note_append();
+        let timeline = self.leave_former_primary().await;
+        tokio::select! {
+            biased;
+            appended = self.appender.append(&self.database, append) => appended,
+            () = self.database.superseded(timeline) => {
+                Err(Error::OutcomeUnknown("another server has become the primary".to_owned()))
+            }
+        }
     }
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
@@ -207,6 +280,7 @@ impl Log for PostgresLog {
 
     async fn close(&self, _: &[LoggedLease]) {
         self.listener.stop();
+        self.stop_search();
         let deregistered = read!(self.database, connection => {
             sqlx::query(DEREGISTER).bind(self.member.id.cast_signed()).bind(self.run).execute(connection)
         });
@@ -229,7 +303,8 @@ impl SharedLog for PostgresLog {
         let reading = async {
             let mut connection = self.position_connection.take(&self.database).await?;
             let query = sqlx::query(POSITION);
-            let row = with_timeout(query.fetch_one(&mut connection.connection)).await?;
+            let reading = with_timeout(query.fetch_one(&mut connection.connection));
+            let row = self.database.unless_superseded(connection.timeline, reading).await?;
             connection.keep();
             Ok(row)
         };
@@ -241,7 +316,14 @@ impl SharedLog for PostgresLog {
     }
 
     async fn lock_appends(&self) -> Result<()> {
-        self.appender.lock_appends(&self.database).await
+        let timeline = self.leave_former_primary().await;
+        tokio::select! {
+            biased;
+            locked = self.appender.lock_appends(&self.database) => locked,
+            () = self.database.superseded(timeline) => {
+                Err(Error::Unavailable("another server has become the primary".to_owned()))
+            }
+        }
     }
 
     async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>> {
@@ -252,6 +334,30 @@ impl SharedLog for PostgresLog {
     }
 
     async fn beat(&self) -> Result<Vec<Member>> {
+        let mut beating = pin!(self.send_heartbeat());
+        match timeout(HEARTBEAT_ANSWER_MAX, &mut beating).await {
+            Ok(answer) => answer,
+            // The server may be gone without a trace, or wait for a standby that follows its successor.
+            Err(_) => tokio::select! {
+                answer = beating => answer,
+                never = self.database.look_for_primary(SEARCH_PAUSE) => match never {},
+            },
+        }
+    }
+}
+
+impl PostgresLog {
+    async fn check_replication(&self) {
+        match read!(self.database, connection => replication::state(connection)) {
+            Ok(state) => self.replication.update(state),
+            Err(error) => debug!(%error, "cannot read the state of the replication; trying again"),
+        }
+    }
+
+    async fn send_heartbeat(&self) -> Result<Vec<Member>> {
+        if self.replication.is_due() {
+            self.check_replication().await;
+        }
         type Row = (i64, String, Vec<String>);
         let (previous_run, rows): (Option<i64>, Vec<Row>) = read!(self.database, connection => async {
             let previous_run = sqlx::query_scalar(HEARTBEAT)

@@ -346,10 +346,14 @@ pub(super) fn connections(all: u32, idle: usize) -> Connections {
 /// Returns the text of an error for the operator. For an error of Postgres, sqlx adds a line number of Postgres' source
 /// code, which is omitted.
 pub(super) fn describe(error: &sqlx::Error) -> String {
-    match error.as_database_error().and_then(|error| error.try_downcast_ref::<PgDatabaseError>()) {
-        Some(error) => error.message().to_owned(),
-        None => error.to_string(),
+    if let Some(error) = error.as_database_error().and_then(|error| error.try_downcast_ref::<PgDatabaseError>()) {
+        return error.message().to_owned();
     }
+    // Without sqlx's introductions, which tell an operator nothing.
+    if let sqlx::Error::Configuration(error) = error {
+        return error.to_string();
+    }
+    if let sqlx::Error::Io(error) = error { error.to_string() } else { error.to_string() }
 }
 
 pub(super) fn unavailable(error: sqlx::Error) -> Error {

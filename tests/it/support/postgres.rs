@@ -1,5 +1,5 @@
-//! Postgres clusters, each in its own folder and on its own port. A cluster is removed when the test process ends, even
-//! if the process is killed.
+//! Postgres servers, each in its own folder and on its own port. A server is removed when the test process ends, even if
+//! the process is killed.
 
 use std::{
     fs,
@@ -19,8 +19,8 @@ use tokio::sync::OnceCell;
 
 use super::{eventually, skip};
 
-/// A shell script that runs the server and starts, stops (in immediate mode) or crashes it on the orders that it reads
-/// from its standard input. When the input ends, it stops the server and removes the folder. `$1` is the folder; the
+/// A shell script that runs the server and starts, stops (in immediate or fast mode) or crashes it on the orders that it
+/// reads from its standard input. When the input ends, it stops the server and removes the folder. `$1` is the folder; the
 /// remaining arguments are the server's command.
 const GUARD: &str = r#"
 # The reader of the answers may be gone; SIGPIPE must not end this script before it has removed the folder.
@@ -37,17 +37,18 @@ crash() {
   for gone in $all; do while kill -0 "$gone" 2>/dev/null; do sleep 0.01; done; done
 }
 # Sends the signal repeatedly, because a background job of the shell ignores it until Postgres has set its handler.
-stop() { while runs; do kill -QUIT "$server"; sleep 0.05; done; wait "$server"; }
+stop() { while runs; do kill "-$1" "$server"; sleep 0.05; done; wait "$server"; }
 start "$@"
 while read -r order; do
   case $order in
-    stop) stop ;;
+    stop) stop QUIT ;;
+    shut-down) stop INT ;;
     start) start "$@" ;;
     crash) crash ;;
   esac
   echo done
 done
-stop
+stop QUIT
 rm -rf "$folder"
 "#;
 
@@ -102,25 +103,25 @@ impl Postgres {
             skip("postgres");
             return None;
         };
-        // The guard removes the folder, because it runs even if this process is killed.
-        let home = match folder {
-            Some(folder) => tempfile::tempdir_in(folder).expect("a temporary directory can be made"),
-            None => home(fsync),
-        };
-        let folder = home.keep();
-        let (as_user, user) = user();
-        let chown = Command::new("chown").arg(&user).arg(&folder).status();
-        assert!(chown.is_ok_and(|status| status.success()), "the folder can be given to {user}");
+        let folder = make_folder(fsync, folder);
         let data = folder.join("data");
-        let made = Command::new(as_user[0])
-            .args(&as_user[1..])
-            .arg(programs.join("initdb"))
-            .args(["--no-sync", "--auth=trust", "--username=postgres", "--encoding=UTF8", "--locale=C", "-D"])
-            .arg(&data)
-            .output()
-            .expect("initdb can be started");
-        assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
-        let port = free_port();
+        run_as_user(Command::new(programs.join("initdb")).args(INITDB).arg("-D").arg(&data));
+        Some(Self::launch(programs, folder, free_port(), fsync, environment).await)
+    }
+
+    /// Starts a standby of a server: a copy of its data, which follows it through `port`.
+    pub async fn standby_of(primary: &Self, port: u16, name: &str) -> Self {
+        let folder = make_folder(Fsync::Off, None);
+        let own_port = free_port();
+        let mut copy = Command::new(primary.programs.join("pg_basebackup"));
+        copy.args(["--checkpoint=fast", "--no-sync", "-h", "127.0.0.1", "-p", &primary.port.to_string()]);
+        run_as_user(copy.args(["-U", "postgres", "-D"]).arg(folder.join("data")));
+        follow(&folder.join("data"), port, name);
+        Self::launch(primary.programs.clone(), folder, own_port, Fsync::Off, &[]).await
+    }
+
+    /// Starts the server on existing data.
+    async fn launch(programs: PathBuf, folder: PathBuf, port: u16, fsync: Fsync, environment: &[String]) -> Self {
         let settings = [
             format!("port={port}"),
             "listen_addresses=127.0.0.1".to_owned(),
@@ -132,12 +133,12 @@ impl Postgres {
         let mut process = Command::new("sh")
             .args(["-c", GUARD, "guard"])
             .arg(&folder)
-            .args(&as_user)
+            .args(user().0)
             .arg("env")
             .args(environment)
             .arg(programs.join("postgres"))
             .arg("-D")
-            .arg(&data)
+            .arg(folder.join("data"))
             .args(settings.iter().flat_map(|setting| ["-c", setting]))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -146,9 +147,9 @@ impl Postgres {
         let orders = process.stdin.take().expect("stdin is piped");
         let answers = BufReader::new(process.stdout.take().expect("stdout is piped"));
         let guard = Mutex::new(Guard { _process: process, orders, answers });
-        let cluster = Self { programs, folder, port, guard, databases: AtomicU32::new(0) };
-        cluster.wait_until_ready().await;
-        Some(cluster)
+        let server = Self { programs, folder, port, guard, databases: AtomicU32::new(0) };
+        server.wait_until_ready().await;
+        server
     }
 
     /// Creates a database, and a role that owns a schema in it and nothing else. Returns the endpoint.
@@ -183,6 +184,35 @@ impl Postgres {
     /// Stops the cluster in immediate mode: it does not write a checkpoint, and the next start recovers from the WAL.
     pub fn stop(&self) {
         self.order("stop");
+    }
+
+    /// Stops the server in fast mode: its standbys receive everything before it ends.
+    pub fn shut_down(&self) {
+        self.order("shut-down");
+    }
+
+    /// Makes a primary of this standby.
+    pub fn promote(&self) {
+        let mut promote = Command::new(self.programs.join("pg_ctl"));
+        run_as_user(promote.args(["promote", "-w", "-D"]).arg(self.data()));
+    }
+
+    /// Lets this standby, running or not, follow the server behind `port`.
+    pub fn follow(&self, port: u16, name: &str) {
+        follow(&self.data(), port, name);
+        if self.runs() {
+            self.psql("postgres", "SELECT pg_reload_conf()");
+        }
+    }
+
+    /// Removes the changes that a former primary, which does not run, has and its successor lacks.
+    pub fn rewind(&self, primary: &Self) {
+        // Before the first checkpoint of the new timeline, pg_rewind does not see it.
+        primary.psql("postgres", "CHECKPOINT");
+        let source = format!("host=127.0.0.1 port={} user=postgres dbname=postgres", primary.port);
+        let mut rewind = Command::new(self.programs.join("pg_rewind"));
+        rewind.args(["--no-sync", "--source-server", &source, "--target-pgdata"]);
+        run_as_user(rewind.arg(self.data()));
     }
 
     /// Sends SIGKILL to all processes of the cluster.
@@ -242,9 +272,46 @@ impl Postgres {
         .await;
     }
 
-    fn log(&self) -> String {
+    pub fn log(&self) -> String {
         fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
+}
+
+const INITDB: [&str; 5] = ["--no-sync", "--auth=trust", "--username=postgres", "--encoding=UTF8", "--locale=C"];
+
+/// Creates a server's folder. The guard removes it, because the guard runs even if this process is killed.
+fn make_folder(fsync: Fsync, parent: Option<&Path>) -> PathBuf {
+    let home = match parent {
+        Some(parent) => tempfile::tempdir_in(parent).expect("a temporary directory can be made"),
+        None => home(fsync),
+    };
+    let (folder, (_, user)) = (home.keep(), user());
+    let chown = Command::new("chown").arg(&user).arg(&folder).status();
+    assert!(chown.is_ok_and(|status| status.success()), "the folder can be given to {user}");
+    folder
+}
+
+/// Runs a command as the user of the servers.
+fn run_as_user(command: &Command) {
+    let (as_user, _) = user();
+    let output = Command::new(as_user[0])
+        .args(&as_user[1..])
+        .arg(command.get_program())
+        .args(command.get_args())
+        .output()
+        .expect("the program can be started");
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Makes the data that of a standby, which follows the server behind `port`. The last line of a setting is effective.
+fn follow(data: &Path, port: u16, name: &str) {
+    let line = format!("primary_conninfo = 'host=127.0.0.1 port={port} user=postgres application_name={name}'\n");
+    let mut settings = fs::File::options().append(true).open(data.join("postgresql.auto.conf")).expect("it is there");
+    settings.write_all(line.as_bytes()).expect("a file can be written");
+    fs::write(data.join("standby.signal"), "").expect("a file can be written");
+    let (_, user) = user();
+    let chown = Command::new("chown").arg(&user).arg(data.join("standby.signal")).status();
+    assert!(chown.is_ok_and(|status| status.success()), "the file can be given to {user}");
 }
 
 /// Resumes the processes when dropped.

@@ -133,17 +133,30 @@ impl Workload {
 impl Seen {
     /// Returns, for each client, the time from `since` to its first response to a request sent after `since`.
     pub fn waits(&self, since: u64) -> Vec<Duration> {
-        let shared = self.shared.iter().map(|entries| first_end(entries.iter().map(Entry::span), since));
-        let load = self.load.iter().map(|writes| {
-            let answered = writes.iter().filter(|write| matches!(write.outcome, Outcome::Written(_)));
-            first_end(answered.map(|write| (write.began, write.ended)), since)
-        });
-        shared.chain(load).flatten().map(|end| Duration::from_nanos(end - since)).collect()
+        let first_end = |spans: Vec<(u64, u64)>| spans.into_iter().find(|(began, _)| *began > since);
+        let ends = self.responses().into_iter().filter_map(first_end);
+        ends.map(|(_, end)| Duration::from_nanos(end - since)).collect()
     }
-}
 
-fn first_end(spans: impl Iterator<Item = (u64, u64)>, since: u64) -> Option<u64> {
-    spans.filter(|(began, ended)| *began > since && *ended < u64::MAX).map(|(_, ended)| ended).next()
+    /// Returns, for each client, the longest time between two responses, of which the first one came before `to` and the
+    /// second one after `from`.
+    pub fn pauses(&self, from: u64, to: u64) -> Vec<Duration> {
+        let longest = |spans: Vec<(u64, u64)>| {
+            let pairs = spans.windows(2).map(|pair| (pair[0].1, pair[1].1));
+            pairs.filter(|(first, second)| *first < to && *second > from).map(|(first, second)| second - first).max()
+        };
+        self.responses().into_iter().filter_map(longest).map(Duration::from_nanos).collect()
+    }
+
+    /// Returns, for each client, start and end of each request that succeeded.
+    fn responses(&self) -> Vec<Vec<(u64, u64)>> {
+        let shared = self.shared.iter().map(|entries| entries.iter().map(Entry::span).collect());
+        let written = |write: &&Write| matches!(write.outcome, Outcome::Written(_));
+        let spans =
+            |writes: &Vec<Write>| writes.iter().filter(written).map(|write| (write.began, write.ended)).collect();
+        let all = shared.chain(self.load.iter().map(spans));
+        all.map(|spans: Vec<(u64, u64)>| spans.into_iter().filter(|(_, ended)| *ended < u64::MAX).collect()).collect()
+    }
 }
 
 fn nanoseconds(duration: Duration) -> u64 {

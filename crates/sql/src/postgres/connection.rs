@@ -1,30 +1,30 @@
 //! Connections: opening, session settings, timeouts, retries and error texts.
 
 use std::{
+    convert::Infallible,
     future::Future,
     hash::{BuildHasher as _, RandomState},
-    str::FromStr as _,
+    sync::Arc,
     time::Duration,
 };
 
-use sqlx::{
-    AssertSqlSafe, ConnectOptions as _, Connection as _, PgConnection, PgPool, Postgres, Row as _,
-    migrate::MigrateError,
-    pool::PoolConnection,
-    postgres::{PgConnectOptions, PgPoolOptions},
-};
+use sqlx::{AssertSqlSafe, Connection as _, PgConnection, Row as _, migrate::MigrateError};
 use tokio::{
     sync::{Mutex, MutexGuard},
     time::{Instant, sleep, timeout},
 };
 use tracing::warn;
 
-use crate::rows::{cannot_migrate, connections, describe, foreign_table};
+use super::{
+    pool::{Pool, Pooled},
+    primary::{Found, Primary, Timeline},
+};
+use crate::rows::{cannot_migrate, describe, foreign_table};
 use crate::{Durability, migrations};
 use orlop_core::log::{Connections, Error, Result};
 
-/// Maximum time to open a connection.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum time to set up a new connection.
+const SET_UP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time for which the start waits for a Postgres server that is not running yet.
 const FIRST_CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Client-side timeout of a statement, for a server that does not respond. It is longer than the timeout that the
@@ -35,14 +35,12 @@ const READ_RETRY_MAX: Duration = Duration::from_secs(2);
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(50);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// The first statement on every connection.
+/// The first statement on every connection to the primary.
 ///
 /// It overrides `synchronous_commit = off` of a role, because an acknowledged write must be durable; stricter settings
 /// remain. The idle timeout closes a connection that holds the append lock (see [`super::append`]) while its instance
-/// is paused. A standby is rejected, because its data may be out of date.
+/// is paused.
 const SESSION_SETTINGS: &str = "\
-    DO $$ BEGIN IF pg_is_in_recovery() THEN RAISE 'the server is a standby, which does not accept writes' \
-    USING ERRCODE = '25006'; END IF; END $$; \
     SET default_transaction_isolation = 'read committed'; \
     SET statement_timeout = '10s'; \
     SET lock_timeout = '5s'; \
@@ -53,9 +51,10 @@ const SESSION_SETTINGS: &str = "\
 /// A database, identified by its address. Clones share the pool.
 #[derive(Clone)]
 pub(super) struct Database {
-    options: PgConnectOptions,
-    pool: PgPool,
-    /// Database, host and port for messages, without the password.
+    primary: Arc<Primary>,
+    pool: Arc<Pool>,
+    user: String,
+    /// Database, hosts and ports for messages, without the password.
     name: String,
     durability: Durability,
 }
@@ -69,28 +68,12 @@ impl Database {
                     .to_owned(),
             ));
         }
-        let options = PgConnectOptions::from_str(endpoint)
-            // The error text may contain a part of the address, but not the password: any password is valid, so its
-            // parsing never fails.
-            .map_err(|error| Error::Open(format!("datastore-endpoint is not a Postgres URL: {error}")))?
-            // PgBouncer refuses this parameter, and binary numbers do not depend on it.
-            .extra_float_digits(None)
-            .application_name("orlop")
-            .disable_statement_logging();
-        let address = match options.get_socket() {
-            Some(socket) => socket.display().to_string(),
-            None => format!("{}:{}", options.get_host(), options.get_port()),
-        };
-        let name = format!("{} at {address}", options.get_database().unwrap_or_else(|| options.get_username()));
-        let pool = PgPoolOptions::new()
-            .max_connections(connections_max)
-            .acquire_timeout(READ_RETRY_MAX)
-            .test_before_acquire(false)
-            .idle_timeout(Duration::from_secs(600))
-            .max_lifetime(None)
-            .after_connect(move |connection, _| Box::pin(set_up(connection, durability)))
-            .connect_lazy_with(options.clone());
-        Ok(Self { options, pool, name, durability })
+        let primary = Arc::new(Primary::new(endpoint)?);
+        let options = primary.parse(0).map_err(|error| Error::Open(describe(&error)))?;
+        let user = options.get_username().to_owned();
+        let name = format!("{} at {}", options.get_database().unwrap_or(&user), primary.names());
+        let pool = Pool::new(connections_max, Arc::clone(&primary));
+        Ok(Self { primary, pool, user, name, durability })
     }
 
     /// Returns the name of the database for messages.
@@ -99,11 +82,17 @@ impl Database {
     }
 
     pub(super) fn connections(&self) -> Connections {
-        connections(self.pool.size(), self.pool.num_idle())
+        self.pool.connections()
     }
 
-    pub(super) fn options(&self) -> PgConnectOptions {
-        self.options.clone()
+    /// Returns the highest timeline of the servers that were the primary.
+    pub(super) fn timeline(&self) -> Timeline {
+        self.primary.timeline()
+    }
+
+    /// Waits until a server of a higher timeline is the primary.
+    pub(super) async fn superseded(&self, timeline: Timeline) {
+        self.primary.superseded(timeline).await;
     }
 
     pub(super) fn unavailable(&self, error: &sqlx::Error) -> Error {
@@ -120,14 +109,31 @@ impl Database {
         Error::Open(format!("cannot {action} database {}: {}", self.name, describe(error)))
     }
 
-    /// Opens a separate connection and sets it up.
+    /// Opens a separate connection to the primary and sets it up.
     pub(super) async fn connect(&self) -> sqlx::Result<PgConnection> {
-        let connecting = async {
-            let mut connection = self.options.connect().await?;
-            set_up(&mut connection, self.durability).await?;
-            Ok(connection)
-        };
-        timeout(CONNECT_TIMEOUT, connecting).await.unwrap_or_else(|_| Err(timed_out(CONNECT_TIMEOUT)))
+        self.find().await.map(|found| found.connection)
+    }
+
+    pub(super) fn has_several_hosts(&self) -> bool {
+        self.primary.hosts() > 1
+    }
+
+    /// Asks all hosts repeatedly which is the primary. If it becomes another one, calls that wait for the former one end.
+    pub(super) async fn look_for_primary(&self, pause: Duration) -> Infallible {
+        loop {
+            if let Ok(found) = self.primary.survey().await {
+                let _ = timeout(Duration::from_secs(1), found.connection.close()).await;
+            }
+            sleep(pause).await;
+        }
+    }
+
+    /// The same as [`Database::connect`], with what was learned about the server.
+    pub(super) async fn find(&self) -> sqlx::Result<Found> {
+        let mut found = self.primary.connect().await?;
+        let set_up = timeout(SET_UP_TIMEOUT, set_up(&mut found.connection, self.durability)).await;
+        set_up.unwrap_or_else(|_| Err(timed_out(SET_UP_TIMEOUT)))?;
+        Ok(found)
     }
 
     /// Opens the first connection at the start. Retries while the database is starting.
@@ -156,7 +162,7 @@ impl Database {
             return Err(Error::Open(format!(
                 "no schema in the search path of role {role} exists in database {name}; create one, for example with \
                  CREATE SCHEMA AUTHORIZATION {role}",
-                role = self.options.get_username(),
+                role = self.user,
                 name = self.name,
             )));
         }
@@ -221,13 +227,29 @@ impl Database {
                 format!(
                     "; the role {0} must be able to create tables and functions in its schema: create a schema for it \
                      (CREATE SCHEMA AUTHORIZATION {0}) or GRANT USAGE, CREATE ON SCHEMA ... TO {0}",
-                    self.options.get_username()
+                    self.user
                 )
             } else {
                 String::new()
             };
             Error::Open(cannot_migrate(&self.name, &error) + &hint)
         })
+    }
+
+    /// Runs `work`, which uses a connection of the timeline. Fails if another server has become the primary: the former
+    /// one may never answer.
+    pub(super) async fn unless_superseded<T>(
+        &self,
+        timeline: Timeline,
+        work: impl Future<Output = sqlx::Result<T>>,
+    ) -> sqlx::Result<T> {
+        tokio::select! {
+            biased;
+            done = work => done,
+            () = self.superseded(timeline) => {
+                Err(sqlx::Error::Io(std::io::Error::other("another server has become the primary")))
+            }
+        }
     }
 
     /// Starts the attempts of one query, for [`read`].
@@ -284,8 +306,9 @@ macro_rules! read {
                 Ok(pooled) => pooled,
                 Err(error) => break Err(error),
             };
+            let timeline = pooled.timeline;
             let $connection: &mut PgConnection = &mut pooled;
-            let answer = $crate::postgres::connection::with_timeout($query).await;
+            let answer = attempts.limited(timeline, $query).await;
             if let Some(done) = attempts.outcome_or_retry(pooled, answer) {
                 break done;
             }
@@ -301,59 +324,83 @@ pub(super) struct Attempts<'a> {
 }
 
 impl Attempts<'_> {
-    pub(super) async fn connection(&self) -> Result<PoolConnection<Postgres>> {
-        match self.database.pool.acquire().await {
-            Ok(connection) => Ok(connection),
-            // The error of the pool lacks the cause, so connect again to get it.
-            Err(sqlx::Error::PoolTimedOut) if self.database.pool.num_idle() == 0 => match self.database.connect().await
-            {
-                Err(error) => Err(self.database.unavailable(&error)),
-                Ok(_) => Err(self.database.unavailable(&sqlx::Error::PoolTimedOut)),
-            },
-            Err(error) => Err(self.database.unavailable(&error)),
+    pub(super) async fn connection(&self) -> Result<Pooled> {
+        let database = self.database;
+        let Some(permit) = database.pool.permit(READ_RETRY_MAX).await else {
+            return Err(database.unavailable(&sqlx::Error::PoolTimedOut));
+        };
+        let timeline = database.timeline();
+        if let Some(connection) = database.pool.take_idle(timeline) {
+            return Ok(Pooled::new(connection, timeline, Arc::clone(&database.pool), permit));
+        }
+        let mut pause = RETRY_PAUSE_MIN;
+        loop {
+            match database.find().await {
+                Ok(Found { connection, timeline, .. }) => {
+                    return Ok(Pooled::new(connection, timeline, Arc::clone(&database.pool), permit));
+                }
+                Err(error) if is_refusal(&error) || Instant::now() + pause > self.deadline => {
+                    return Err(database.unavailable(&error));
+                }
+                Err(_) => sleep(pause).await,
+            }
+            pause *= 2;
         }
     }
 
-    /// Returns the result, or `None` to retry.
-    pub(super) fn outcome_or_retry<T>(
+    /// Runs a query with the client-side timeout. Ends it if another server has become the primary.
+    pub(super) async fn limited<T>(
         &self,
-        mut connection: PoolConnection<Postgres>,
-        answer: sqlx::Result<T>,
-    ) -> Option<Result<T>> {
+        timeline: Timeline,
+        query: impl Future<Output = sqlx::Result<T>>,
+    ) -> sqlx::Result<T> {
+        self.database.unless_superseded(timeline, with_timeout(query)).await
+    }
+
+    /// Returns the result, or `None` to retry.
+    pub(super) fn outcome_or_retry<T>(&self, connection: Pooled, answer: sqlx::Result<T>) -> Option<Result<T>> {
         match answer {
-            Ok(found) => Some(Ok(found)),
+            Ok(found) => {
+                connection.keep();
+                Some(Ok(found))
+            }
             Err(error) if is_refusal(&error) => Some(Err(self.database.unavailable(&error))),
             Err(error) => {
-                connection.close_on_drop();
+                connection.discard();
                 (Instant::now() > self.deadline).then(|| Err(self.database.unavailable(&error)))
             }
         }
     }
 }
 
-/// A connection for one purpose. It is opened at the first use, and again after it failed.
+/// A connection for one purpose. It is opened at the first use, and again after it failed or another server has become
+/// the primary.
 #[derive(Default)]
-pub(super) struct Dedicated(Mutex<Option<PgConnection>>);
+pub(super) struct Dedicated(Mutex<Option<(PgConnection, Timeline)>>);
 
 /// Exclusive use of a dedicated connection. When dropped, it closes the connection unless [`InUse::keep`] was called,
 /// so that the next use does not receive a connection in an unknown state.
 pub(super) struct InUse<'a> {
-    slot: MutexGuard<'a, Option<PgConnection>>,
+    slot: MutexGuard<'a, Option<(PgConnection, Timeline)>>,
     pub(super) connection: PgConnection,
+    pub(super) timeline: Timeline,
 }
 
 impl Dedicated {
     pub(super) async fn take(&self, database: &Database) -> sqlx::Result<InUse<'_>> {
         let mut slot = self.0.lock().await;
-        let connection = match slot.take() {
-            Some(connection) => connection,
-            None => database.connect().await?,
+        let (connection, timeline) = match slot.take() {
+            Some((connection, timeline)) if timeline >= database.timeline() => (connection, timeline),
+            Some(_) | None => {
+                let found = database.find().await?;
+                (found.connection, found.timeline)
+            }
         };
-        Ok(InUse { slot, connection })
+        Ok(InUse { slot, connection, timeline })
     }
 
     pub(super) async fn close(&self) {
-        if let Some(connection) = self.0.lock().await.take() {
+        if let Some((connection, _)) = self.0.lock().await.take() {
             let _ = timeout(Duration::from_secs(1), connection.close()).await;
         }
     }
@@ -361,8 +408,8 @@ impl Dedicated {
 
 impl InUse<'_> {
     pub(super) fn keep(self) {
-        let Self { mut slot, connection } = self;
-        *slot = Some(connection);
+        let Self { mut slot, connection, timeline } = self;
+        *slot = Some((connection, timeline));
     }
 }
 
@@ -371,6 +418,6 @@ pub(super) async fn with_timeout<T>(work: impl Future<Output = sqlx::Result<T>>)
     timeout(STATEMENT_TIMEOUT, work).await.unwrap_or_else(|_| Err(timed_out(STATEMENT_TIMEOUT)))
 }
 
-fn timed_out(after: Duration) -> sqlx::Error {
+pub(super) fn timed_out(after: Duration) -> sqlx::Error {
     sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, format!("no response within {after:?}")))
 }

@@ -1,0 +1,368 @@
+//! The URL of a database with one or more hosts, in the form of libpq.
+//!
+//! sqlx's URL has one host. This module divides a URL with several hosts into one URL per host, and takes out the
+//! parameters that concern the choice of a host. It is pure: names are resolved and files are read at each connection
+//! (see [`super::primary`]).
+//!
+//! The source of the rules is <https://www.postgresql.org/docs/current/libpq-connect.html>, sections "Connection URIs"
+//! and "Specifying Multiple Hosts". No error contains a value that may be part of a password.
+
+use std::{net::IpAddr, path::PathBuf, time::Duration};
+
+/// Maximum time to connect to one host, if the URL does not set it.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+const DEFAULT_PORT: u16 = 5432;
+
+/// The order in which hosts are preferred.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum HostOrder {
+    AsListed,
+    Random,
+}
+
+/// One host of a database.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct Host {
+    /// `HOST:PORT` or the folder of a socket, for messages.
+    pub(super) name: String,
+    /// The URL with this host alone. It may contain a password.
+    pub(super) url: String,
+}
+
+/// A parsed URL.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct Hosts {
+    /// At least one.
+    pub(super) hosts: Vec<Host>,
+    pub(super) order: HostOrder,
+    /// Maximum time to connect to one host.
+    pub(super) connect_timeout: Duration,
+    /// A file with passwords, if no password has been set otherwise.
+    pub(super) passfile: Option<PathBuf>,
+}
+
+/// The settings of the process's environment that apply if the URL lacks them.
+pub(super) struct Environment<'a> {
+    /// Returns a variable.
+    pub(super) variable: &'a dyn Fn(&str) -> Option<String>,
+    /// The host, or hosts, if the URL names none.
+    pub(super) default_host: String,
+}
+
+impl Environment<'_> {
+    fn get(&self, name: &str) -> Option<String> {
+        (self.variable)(name).filter(|value| !value.is_empty())
+    }
+}
+
+/// The parameters that are not passed on to sqlx.
+#[derive(Default)]
+struct Own {
+    host: Option<String>,
+    hostaddr: Option<String>,
+    port: Option<String>,
+    target_session_attrs: Option<String>,
+    load_balance_hosts: Option<String>,
+    connect_timeout: Option<String>,
+    passfile: Option<String>,
+    has_password: bool,
+}
+
+impl Own {
+    /// Returns the place of the parameter's value; `None` if the parameter is sqlx's.
+    fn place(&mut self, name: &str) -> Option<&mut Option<String>> {
+        Some(match name {
+            "host" => &mut self.host,
+            "hostaddr" => &mut self.hostaddr,
+            "port" => &mut self.port,
+            "target_session_attrs" => &mut self.target_session_attrs,
+            "load_balance_hosts" => &mut self.load_balance_hosts,
+            "connect_timeout" => &mut self.connect_timeout,
+            "passfile" => &mut self.passfile,
+            _ => return None,
+        })
+    }
+}
+
+impl Hosts {
+    /// Parses a URL.
+    ///
+    /// # Errors
+    ///
+    /// A text that names the parameter and its accepted values.
+    pub(super) fn parse(endpoint: &str, environment: &Environment<'_>) -> Result<Self, String> {
+        let (scheme, rest) = endpoint.split_once("://").ok_or("it has no ://")?;
+        let rest = rest.split('#').next().unwrap_or_default();
+        let (before_query, query) = rest.split_once('?').unwrap_or((rest, ""));
+        let (authority, path) = before_query.split_at(before_query.find('/').unwrap_or(before_query.len()));
+        let (user, listed) = authority.rsplit_once('@').map_or((None, authority), |(user, hosts)| (Some(user), hosts));
+        let (own, passed) = divide(query)?;
+        check_target(own.target_session_attrs.or_else(|| environment.get("PGTARGETSESSIONATTRS")))?;
+        let order = order(own.load_balance_hosts.or_else(|| environment.get("PGLOADBALANCEHOSTS")))?;
+        let connect_timeout = connect_timeout(own.connect_timeout.or_else(|| environment.get("PGCONNECT_TIMEOUT")))?;
+        let places = places(listed, own.hostaddr, own.host, own.port, environment)?;
+        let has_password =
+            own.has_password || user.is_some_and(|user| user.contains(':')) || environment.get("PGPASSWORD").is_some();
+        let user = user.map_or_else(String::new, |user| format!("{user}@"));
+        // sqlx lets the parameters override the host of the authority, which must not be empty if there is a user.
+        let url = |host: &str, port: u16| {
+            format!("{scheme}://{user}host{path}?{passed}host={}&port={port}", percent_encode(host))
+        };
+        let hosts = places.iter().map(|(host, port)| Host { name: name(host, *port), url: url(host, *port) }).collect();
+        let passfile = own.passfile.filter(|_| !has_password).map(PathBuf::from);
+        Ok(Self { hosts, order, connect_timeout, passfile })
+    }
+}
+
+/// Returns the name of a host for messages. A port also names a socket in its folder.
+fn name(host: &str, port: u16) -> String {
+    match (host.starts_with('/'), host.contains(':')) {
+        (true, _) => host.to_owned(),
+        (false, true) => format!("[{host}]:{port}"),
+        (false, false) => format!("{host}:{port}"),
+    }
+}
+
+/// Divides the parameters into those of this module and the text of the others, with an `&` after each.
+fn divide(query: &str) -> Result<(Own, String), String> {
+    let (mut own, mut passed) = (Own::default(), String::new());
+    for parameter in query.split('&').filter(|parameter| !parameter.is_empty()) {
+        let (name, value) = parameter.split_once('=').unwrap_or((parameter, ""));
+        match own.place(name) {
+            Some(place) => *place = Some(percent_decode(value).ok_or_else(|| format!("{name} is not UTF-8"))?),
+            None => {
+                own.has_password |= name == "password";
+                passed.push_str(parameter);
+                passed.push('&');
+            }
+        }
+    }
+    Ok((own, passed))
+}
+
+/// Orlop writes, so it needs the primary, whichever of these values is set.
+fn check_target(value: Option<String>) -> Result<(), String> {
+    match value.as_deref() {
+        None | Some("read-write" | "primary" | "any") => Ok(()),
+        Some(_) => {
+            Err("target_session_attrs must be read-write, primary or any, because Orlop needs the primary; all \
+                        three have the same effect"
+                .to_owned())
+        }
+    }
+}
+
+fn order(value: Option<String>) -> Result<HostOrder, String> {
+    match value.as_deref() {
+        None | Some("disable") => Ok(HostOrder::AsListed),
+        Some("random") => Ok(HostOrder::Random),
+        Some(_) => Err("load_balance_hosts must be disable or random".to_owned()),
+    }
+}
+
+fn connect_timeout(value: Option<String>) -> Result<Duration, String> {
+    let Some(value) = value else { return Ok(CONNECT_TIMEOUT) };
+    match value.parse() {
+        Ok(0) => Ok(CONNECT_TIMEOUT),
+        Ok(secs @ 1..=3600) => Ok(Duration::from_secs(secs)),
+        Ok(_) | Err(_) => {
+            Err(format!("connect_timeout must be 1 to 3600 seconds, or 0 for {CONNECT_TIMEOUT:?}, the default"))
+        }
+    }
+}
+
+/// Returns hosts and ports. As with libpq, parameters override the part of the URL before the path, and one port is the
+/// port of all hosts.
+fn places(
+    listed: &str,
+    hostaddr: Option<String>,
+    host: Option<String>,
+    port: Option<String>,
+    environment: &Environment<'_>,
+) -> Result<Vec<(String, u16)>, String> {
+    let (mut hosts, mut ports) = (Vec::new(), Vec::new());
+    for (number, entry) in (1..).zip(listed.split(',')) {
+        let (host, port) = divide_entry(entry).ok_or_else(|| format!("host {number} has a [ without a ]"))?;
+        hosts.push(percent_decode(host).ok_or_else(|| format!("host {number} is not UTF-8"))?);
+        ports.push(port.to_owned());
+    }
+    let split = |list: String| list.split(',').map(str::to_owned).collect::<Vec<_>>();
+    if let Some(host) = host {
+        hosts = split(host);
+    }
+    if let Some(addresses) = hostaddr {
+        hosts = split(addresses);
+        if hosts.iter().any(|host| host.parse::<IpAddr>().is_err()) {
+            return Err("hostaddr must be a list of IP addresses".to_owned());
+        }
+    } else if hosts.iter().all(String::is_empty) {
+        hosts = split(environment.default_host.clone());
+    }
+    if ports.iter().all(String::is_empty) {
+        ports = split(port.or_else(|| environment.get("PGPORT")).unwrap_or_default());
+    } else if let Some(port) = port {
+        ports = split(port);
+    }
+    if ports.len() == 1 {
+        ports.resize(hosts.len(), ports[0].clone());
+    }
+    if ports.len() != hosts.len() {
+        return Err(format!(
+            "it has {} hosts and {} ports; list one port per host, or one port for all",
+            hosts.len(),
+            ports.len()
+        ));
+    }
+    let first = |list: &str| list.split(',').next().unwrap_or_default().to_owned();
+    let host = |host: String| if host.is_empty() { first(&environment.default_host) } else { host };
+    let place = |(number, (name, port)): (usize, (String, &String))| Ok((host(name), parse_port(number, port)?));
+    (1..).zip(hosts.into_iter().zip(&ports)).map(place).collect()
+}
+
+/// Divides `HOST:PORT`, in which an IPv6 address has brackets. Returns `None` if a bracket is not closed.
+fn divide_entry(entry: &str) -> Option<(&str, &str)> {
+    if let Some(entry) = entry.strip_prefix('[') {
+        let (host, rest) = entry.split_once(']')?;
+        return Some((host, rest.strip_prefix(':').unwrap_or(rest)));
+    }
+    Some(entry.rsplit_once(':').unwrap_or((entry, "")))
+}
+
+fn parse_port(number: usize, text: &str) -> Result<u16, String> {
+    match text.parse() {
+        _ if text.is_empty() => Ok(DEFAULT_PORT),
+        Ok(port @ 1..) => Ok(port),
+        Ok(0) | Err(_) => Err(format!("the port of host {number} must be a number from 1 to 65535")),
+    }
+}
+
+/// Returns `None` if the text is not UTF-8 or an escape is not complete.
+fn percent_decode(text: &str) -> Option<String> {
+    let mut decoded = Vec::with_capacity(text.len());
+    let mut bytes = text.bytes();
+    while let Some(byte) = bytes.next() {
+        decoded.push(if byte == b'%' {
+            let (high, low) = (bytes.next()?, bytes.next()?);
+            let digit = |byte: u8| char::from(byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
+            digit(high)? * 16 + digit(low)?
+        } else {
+            byte
+        });
+    }
+    String::from_utf8(decoded).ok()
+}
+
+fn percent_encode(text: &str) -> String {
+    let encode = |byte: u8| match byte {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'.' | b'-' | b'_' => char::from(byte).to_string(),
+        _ => format!("%{byte:02X}"),
+    };
+    text.bytes().map(encode).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::{Environment, HostOrder, Hosts};
+
+    fn parse(url: &str, variables: &[(&str, &str)]) -> Result<Hosts, String> {
+        let get = |name: &str| variables.iter().find(|(it, _)| *it == name).map(|(_, value)| (*value).to_owned());
+        let default_host = get("PGHOST").unwrap_or_else(|| "localhost".to_owned());
+        Hosts::parse(url, &Environment { variable: &get, default_host })
+    }
+
+    #[test]
+    fn hosts_and_ports_are_those_of_libpq() {
+        type Variables = &'static [(&'static str, &'static str)];
+        let table: [(&str, Variables, &str); 19] = [
+            ("postgres://u:p@a:1/db", &[], "a:1"),
+            ("postgres://u:p@a:1,b:2/db", &[], "a:1 b:2"),
+            ("postgres://u:p@a:1,b,c:3/db", &[], "a:1 b:5432 c:3"),
+            ("postgres://u@a,b/db?port=7", &[], "a:7 b:7"),
+            ("postgres://u@a,b/db?port=7,8", &[], "a:7 b:8"),
+            ("postgres://u@a,b/db?port=7,", &[], "a:7 b:5432"),
+            ("postgres:///db?host=a,b&port=1,2", &[], "a:1 b:2"),
+            ("postgres:///db?host=a%2Cb", &[], "a:5432 b:5432"),
+            ("postgres://x:9/db?host=a&port=1", &[], "a:1"),
+            ("postgresql://[::1]:1,[fe80::2]/db", &[], "[::1]:1 [fe80::2]:5432"),
+            ("postgres://%2Fvar%2Frun,b/db", &[], "/var/run b:5432"),
+            ("postgres:///db?host=/var/run", &[], "/var/run"),
+            ("postgres://a/db?hostaddr=127.0.0.1,::1", &[], "127.0.0.1:5432 [::1]:5432"),
+            ("postgres://u:p@/db", &[], "localhost:5432"),
+            ("postgres:///db", &[("PGHOST", "a,b"), ("PGPORT", "1,2")], "a:1 b:2"),
+            ("postgres://c,d/db", &[("PGHOST", "a,b"), ("PGPORT", "1,2")], "c:1 d:2"),
+            ("postgres://a,,c/db", &[], "a:5432 localhost:5432 c:5432"),
+            ("postgres://u:a,b:1@c/db", &[], "c:5432"),
+            ("postgres://a", &[], "a:5432"),
+        ];
+        for (url, variables, expected) in table {
+            let parsed = parse(url, variables).unwrap_or_else(|error| panic!("{url}: {error}"));
+            let names: Vec<&str> = parsed.hosts.iter().map(|host| host.name.as_str()).collect();
+            assert_eq!(names.join(" "), expected, "{url} {variables:?}");
+        }
+    }
+
+    #[test]
+    fn url_of_one_host_keeps_user_path_and_other_parameters() {
+        let url =
+            "postgres://u%40:p%2Cq@a:1,%2Frun/d%20b?sslmode=require&target_session_attrs=primary&options=-c%20x%3D1#x";
+        let urls = parse(url, &[]).expect("it is valid").hosts;
+        let urls: Vec<&str> = urls.iter().map(|host| host.url.as_str()).collect();
+        let rest = "/d%20b?sslmode=require&options=-c%20x%3D1";
+        assert_eq!(
+            urls,
+            [
+                format!("postgres://u%40:p%2Cq@host{rest}&host=a&port=1"),
+                format!("postgres://u%40:p%2Cq@host{rest}&host=%2Frun&port=5432")
+            ]
+        );
+    }
+
+    #[test]
+    fn settings_come_from_the_url_then_from_the_environment() {
+        let variables = [("PGLOADBALANCEHOSTS", "random"), ("PGCONNECT_TIMEOUT", "2"), ("PGTARGETSESSIONATTRS", "any")];
+        let from = |url: &str| {
+            let parsed = parse(url, &variables).expect("it is valid");
+            (parsed.order, parsed.connect_timeout)
+        };
+        assert_eq!(from("postgres://a,b/db"), (HostOrder::Random, Duration::from_secs(2)));
+        let url = "postgres://a/db?load_balance_hosts=disable&connect_timeout=3&target_session_attrs=read-write";
+        assert_eq!(from(url), (HostOrder::AsListed, Duration::from_secs(3)));
+        assert_eq!(from("postgres://a/db?connect_timeout=0").1, Duration::from_secs(5));
+    }
+
+    #[test]
+    fn file_of_passwords_is_used_unless_a_password_is_set() {
+        for (url, variables, is_used) in [
+            ("postgres://u@a/db?passfile=/x", &[][..], true),
+            ("postgres://u:p@a/db?passfile=/x", &[], false),
+            ("postgres://u@a/db?password=p&passfile=/x", &[], false),
+            ("postgres://u@a/db?passfile=/x", &[("PGPASSWORD", "p")], false),
+        ] {
+            assert_eq!(parse(url, variables).expect("it is valid").passfile.is_some(), is_used, "{url}");
+        }
+    }
+
+    #[test]
+    fn error_names_the_accepted_values_and_no_secret() {
+        let table = [
+            ("postgres://u:secret@a/db?target_session_attrs=standby", "read-write, primary or any"),
+            ("postgres://u:secret@a/db?target_session_attrs=", "read-write, primary or any"),
+            ("postgres://u:secret@a/db?load_balance_hosts=round", "disable or random"),
+            ("postgres://u:secret@a/db?connect_timeout=soon", "1 to 3600 seconds"),
+            ("postgres://u:secret@a/db?connect_timeout=-1", "1 to 3600 seconds"),
+            ("postgres://u:secret@a,b,c/db?port=1,2", "3 hosts and 2 ports"),
+            ("postgres://u:secret@a:0/db", "host 1 must be a number from 1 to 65535"),
+            ("postgres://u:secret@a,b:x/db", "host 2 must be a number"),
+            ("postgres://u:secret@[::1/db", "host 1 has a [ without a ]"),
+            ("postgres://u:secret@a/db?hostaddr=b", "IP addresses"),
+            // A password with an unescaped slash and without a host.
+            ("postgres://u:secret/", "host 1 must be a number"),
+        ];
+        for (url, expected) in table {
+            let error = parse(url, &[]).err().unwrap_or_else(|| panic!("{url} is accepted"));
+            assert!(error.contains(expected) && !error.contains("secret"), "{url}: {error}");
+        }
+    }
+}

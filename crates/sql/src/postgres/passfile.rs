@@ -1,0 +1,102 @@
+//! The file that the URL's parameter `passfile` names, in the form of libpq's `.pgpass`. It is read at each connection,
+//! so a changed password needs no restart.
+//!
+//! As with libpq, other users must not be able to read the file. A file of root that only its group can read is also
+//! accepted, as Postgres accepts it for keys: Kubernetes mounts Secrets in this form.
+
+use std::{fs, io, os::unix::fs::MetadataExt as _, path::Path};
+
+/// The connection for which a password is wanted.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted<'a> {
+    pub(super) host: &'a str,
+    pub(super) port: u16,
+    pub(super) database: &'a str,
+    pub(super) user: &'a str,
+}
+
+/// Returns the password of the first line that matches.
+///
+/// # Errors
+///
+/// If the file cannot be read, or others can read it.
+pub(super) fn password(file: &Path, wanted: Wanted<'_>) -> io::Result<Option<String>> {
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("passfile {}: {error}", file.display()));
+    let metadata = fs::metadata(file).map_err(named)?;
+    let (mode, is_of_root) = (metadata.mode(), metadata.uid() == 0);
+    let excess = if is_of_root { mode & 0o037 } else { mode & 0o077 };
+    if excess != 0 {
+        return Err(named(io::Error::other(format!("its mode is {:o}, but must be 0600 or stricter", mode & 0o777))));
+    }
+    Ok(find(&fs::read_to_string(file).map_err(named)?, wanted))
+}
+
+fn find(text: &str, wanted: Wanted<'_>) -> Option<String> {
+    let port = wanted.port.to_string();
+    let expected = [wanted.host, &port, wanted.database, wanted.user];
+    text.lines().filter(|line| !line.starts_with('#')).find_map(|line| {
+        let fields = fields(line);
+        let is_match = fields.len() > expected.len()
+            && expected.iter().zip(&fields).all(|(expected, field)| field == "*" || field == expected);
+        is_match.then(|| fields[expected.len()].clone())
+    })
+}
+
+/// Divides a line at colons. A backslash escapes the next character.
+fn fields(line: &str) -> Vec<String> {
+    let mut fields = vec![String::new()];
+    let mut characters = line.chars();
+    while let Some(character) = characters.next() {
+        let character = match character {
+            ':' if fields.len() < 5 => {
+                fields.push(String::new());
+                continue;
+            }
+            '\\' => characters.next().unwrap_or('\\'),
+            other => other,
+        };
+        if let Some(field) = fields.last_mut() {
+            field.push(character);
+        }
+    }
+    fields
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+
+    use super::{Wanted, find, fs, password};
+
+    const WANTED: Wanted<'_> = Wanted { host: "a", port: 5432, database: "db", user: "u" };
+
+    #[test]
+    fn first_matching_line_has_the_password() {
+        for (text, expected) in [
+            ("a:5432:db:u:p", Some("p")),
+            ("# a:5432:db:u:x\n*:*:*:*:p\na:5432:db:u:q", Some("p")),
+            ("b:5432:db:u:p\na:*:db:u:q", Some("q")),
+            ("a:5433:db:u:p", None),
+            (r"a:5432:db:u:p\:q\\r", Some(r"p:q\r")),
+            ("a:5432:db:u:p:q", Some("p:q")),
+            ("a:5432:db:u", None),
+            ("", None),
+        ] {
+            assert_eq!(find(text, WANTED).as_deref(), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn file_that_others_can_read_is_refused() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        fs::write(&file, "*:*:*:*:p\n").expect("it can be written");
+        let is_of_root = fs::metadata(file.path()).expect("it exists").uid() == 0;
+        for (mode, is_read) in
+            [(0o600, true), (0o400, true), (0o440, is_of_root), (0o640, is_of_root), (0o604, false), (0o660, false)]
+        {
+            fs::set_permissions(&file, fs::Permissions::from_mode(mode)).expect("it is ours");
+            assert_eq!(password(file.path(), WANTED).is_ok(), is_read, "{mode:o}");
+        }
+        assert!(password(std::path::Path::new("/no/such/file"), WANTED).is_err());
+    }
+}

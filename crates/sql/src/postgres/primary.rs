@@ -1,0 +1,429 @@
+//! Finds the primary among the hosts of a database, for every connection.
+//!
+//! The host of the previous connection is asked first. If the same run of the same server answers, it is used.
+//! Otherwise something has changed, and all hosts are asked at the same time. Of the servers that accept writes, the one
+//! with the highest timeline is used: a promotion starts a new timeline, so a former primary that was started again has
+//! a lower one. The highest timeline is remembered, and a server with a lower one, or with another system identifier,
+//! is refused from then on.
+//!
+//! Known limits: only a server that answers can be compared. A start that reaches nothing but a former primary uses it,
+//! as does an instance that has never reached its successor; synchronous replication and fencing (of Patroni, for
+//! example) protect from that. Two servers that were promoted from one timeline cannot be told apart here; the end of
+//! the log tells (see [`orlop_core::log::Position::server`]).
+//!
+//! Each attempt resolves names and reads files of passwords and certificates anew.
+
+use std::{
+    fmt,
+    hash::{BuildHasher as _, RandomState},
+    io,
+    str::FromStr as _,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
+use sqlx::{ConnectOptions as _, PgConnection, Row as _, postgres::PgConnectOptions};
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout, timeout_at},
+};
+use tracing::{info, warn};
+
+use super::{
+    connection::{is_refusal, sqlstate, timed_out},
+    hosts::{Environment, Host, HostOrder, Hosts},
+    passfile,
+};
+use crate::rows::describe;
+use orlop_core::log::{Error, Result};
+
+/// Time for the previous host to answer before the others are asked too.
+const HEAD_START: Duration = Duration::from_millis(250);
+/// Time for the other hosts to answer after one primary has answered.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// What a server reports about itself. One round trip; it fails on no standby, so that standbys do not log errors.
+const IDENTITY: &str = "SELECT pg_is_in_recovery()::text, current_setting('transaction_read_only'), \
+    (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint::text, \
+    (SELECT system_identifier::text FROM pg_control_system()), \
+    CASE WHEN NOT pg_is_in_recovery() THEN left(pg_walfile_name(pg_current_wal_lsn()), 8) END";
+/// The same for a server that does not permit the last two columns.
+const IDENTITY_WITHOUT_TIMELINE: &str = "SELECT pg_is_in_recovery()::text, current_setting('transaction_read_only'), \
+    (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint::text, NULL::text, NULL::text";
+
+/// A number that increases at each promotion; 0 if the server does not report it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Timeline(u32);
+
+/// A connection to the primary.
+pub(super) struct Found {
+    pub(super) connection: PgConnection,
+    pub(super) timeline: Timeline,
+    /// The options with which the connection was opened.
+    pub(super) options: PgConnectOptions,
+}
+
+/// A server that accepts writes.
+struct Candidate {
+    host: usize,
+    found: Found,
+    /// The start of the server, which identifies one run of it.
+    run: i64,
+    system: Option<String>,
+}
+
+/// A host and what came of the attempt to connect to it.
+type Answer = (usize, sqlx::Result<Candidate>);
+
+/// The server of the newest connection.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Last {
+    host: usize,
+    run: i64,
+    timeline: Timeline,
+}
+
+#[derive(Default)]
+struct Known {
+    last: Option<Last>,
+    system: Option<String>,
+    /// The last refusal that was logged; a repeated one is not.
+    refusal: String,
+}
+
+/// The search for the primary, and what is known from earlier searches.
+pub(super) struct Primary {
+    hosts: Hosts,
+    known: Mutex<Known>,
+    /// The highest timeline seen.
+    timeline: watch::Sender<Timeline>,
+}
+
+impl Primary {
+    /// # Errors
+    ///
+    /// [`Error::Open`] if the URL is invalid. The text does not contain the password.
+    pub(super) fn new(endpoint: &str) -> Result<Self> {
+        let environment = Environment {
+            variable: &|name| std::env::var(name).ok(),
+            default_host: PgConnectOptions::new_without_pgpass().get_host().to_owned(),
+        };
+        let invalid = |error| Error::Open(format!("datastore-endpoint is not a Postgres URL: {error}"));
+        let hosts = Hosts::parse(endpoint, &environment).map_err(invalid)?;
+        let primary = Self { hosts, known: Mutex::default(), timeline: watch::Sender::default() };
+        // The error text may contain a part of the address, but not the password: any password is valid, so its
+        // parsing never fails.
+        primary.parse(0).map_err(|error| invalid(describe(&error)))?;
+        Ok(primary)
+    }
+
+    /// Returns the hosts for messages.
+    pub(super) fn names(&self) -> String {
+        self.hosts.hosts.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(",")
+    }
+
+    pub(super) fn hosts(&self) -> usize {
+        self.hosts.hosts.len()
+    }
+
+    /// Returns the options of a host, without a password from a file.
+    pub(super) fn parse(&self, host: usize) -> sqlx::Result<PgConnectOptions> {
+        let options = PgConnectOptions::from_str(&self.host(host).url)?;
+        // PgBouncer refuses this parameter, and binary numbers do not depend on it.
+        Ok(options.extra_float_digits(None).application_name("orlop").disable_statement_logging())
+    }
+
+    /// Returns the highest timeline seen.
+    pub(super) fn timeline(&self) -> Timeline {
+        *self.timeline.borrow()
+    }
+
+    /// Waits until a server of a higher timeline is known.
+    pub(super) async fn superseded(&self, timeline: Timeline) {
+        // It fails only after the sender, which is in `self`, was dropped.
+        let _ = self.timeline.subscribe().wait_for(|newest| *newest > timeline).await;
+    }
+
+    /// Connects to the primary.
+    ///
+    /// # Errors
+    ///
+    /// The error of the host, or the errors of all.
+    pub(super) async fn connect(&self) -> sqlx::Result<Found> {
+        let Some(last) = self.known().last else { return self.survey().await };
+        let mut answers = Vec::new();
+        let mut attempts = FuturesUnordered::new();
+        attempts.push(self.attempt(last.host));
+        if let Ok(Some((host, answer))) = timeout(HEAD_START, attempts.next()).await {
+            match answer {
+                Ok(candidate) if candidate.is(last) => return self.accept(candidate).map_err(Refusal::into_error),
+                answer => answers.push((host, answer)),
+            }
+        }
+        attempts.extend(self.order().into_iter().filter(|host| *host != last.host).map(|host| self.attempt(host)));
+        self.best_of(answers, attempts).await
+    }
+
+    /// Asks all hosts, and connects to the primary with the highest timeline.
+    pub(super) async fn survey(&self) -> sqlx::Result<Found> {
+        let attempts = self.order().into_iter().map(|host| self.attempt(host)).collect();
+        self.best_of(Vec::new(), attempts).await
+    }
+
+    /// Waits for attempts and chooses among their servers and `answers`.
+    async fn best_of<F>(&self, mut answers: Vec<Answer>, mut attempts: FuturesUnordered<F>) -> sqlx::Result<Found>
+    where
+        F: Future<Output = Answer>,
+    {
+        // Longer than any attempt, until a primary has answered.
+        let mut deadline = Instant::now() + 2 * self.hosts.connect_timeout + GRACE;
+        if answers.iter().any(|(_, answer)| answer.is_ok()) {
+            deadline = Instant::now() + GRACE;
+        }
+        while let Ok(Some((host, answer))) = timeout_at(deadline, attempts.next()).await {
+            if answer.is_ok() {
+                deadline = deadline.min(Instant::now() + GRACE);
+            }
+            answers.push((host, answer));
+        }
+        drop(attempts);
+        self.choose(answers)
+    }
+
+    /// Returns the acceptable server with the highest timeline; of equal ones that of the previous host, or the first
+    /// in order.
+    fn choose(&self, answers: Vec<Answer>) -> sqlx::Result<Found> {
+        let (mut candidates, mut errors) = (Vec::new(), Vec::new());
+        for (host, answer) in answers {
+            match answer {
+                Ok(candidate) => candidates.push(candidate),
+                Err(error) => errors.push((host, error)),
+            }
+        }
+        let (order, last) = (self.order(), self.known().last);
+        let place = |host: usize| {
+            let is_last = last.is_some_and(|last| last.host == host);
+            (!is_last, order.iter().position(|it| *it == host))
+        };
+        candidates.sort_by_key(|candidate| (std::cmp::Reverse(candidate.found.timeline), place(candidate.host)));
+        for candidate in candidates {
+            let host = candidate.host;
+            match self.accept(candidate) {
+                Ok(found) => return Ok(found),
+                Err(refusal) => errors.push((host, refusal.into_error())),
+            }
+        }
+        Err(self.no_primary(errors))
+    }
+
+    /// Accepts a server unless it is another one, or an older one, than an earlier server.
+    fn accept(&self, candidate: Candidate) -> std::result::Result<Found, Refusal> {
+        let name = &self.host(candidate.host).name;
+        let timeline = candidate.found.timeline;
+        let mut known = self.known();
+        let highest = self.timeline();
+        let refusal = refusal((&known.system, highest), (&candidate.system, timeline));
+        if let Some(refusal) = refusal {
+            let text = format!("{name}: {refusal}");
+            if known.refusal != text {
+                warn!(host = name, "a server was refused: {refusal}");
+                known.refusal = text;
+            }
+            return Err(refusal);
+        }
+        if candidate.system.is_some() {
+            known.system = candidate.system;
+        }
+        let current = Last { host: candidate.host, run: candidate.run, timeline };
+        if known.last.is_some_and(|last| last != current) || (known.last.is_none() && self.hosts() > 1) {
+            info!(host = name, timeline = timeline.0, "connected to the primary");
+        }
+        known.last = Some(current);
+        known.refusal.clear();
+        self.timeline.send_if_modified(|highest| std::mem::replace(highest, timeline.max(*highest)) < timeline);
+        Ok(candidate.found)
+    }
+
+    async fn attempt(&self, host: usize) -> Answer {
+        let limit = self.hosts.connect_timeout;
+        let candidate = timeout(limit, self.ask(host)).await;
+        (host, candidate.unwrap_or_else(|_| Err(timed_out(limit))))
+    }
+
+    /// Connects to a host and asks for its state.
+    async fn ask(&self, host: usize) -> sqlx::Result<Candidate> {
+        let options = self.with_password(self.parse(host)?)?;
+        let mut connection = options.connect().await?;
+        let row = match sqlx::raw_sql(IDENTITY).fetch_one(&mut connection).await {
+            Err(error) if matches!(sqlstate(&error).as_deref(), Some("42501" | "42883" | "0A000")) => {
+                sqlx::raw_sql(IDENTITY_WITHOUT_TIMELINE).fetch_one(&mut connection).await?
+            }
+            row => row?,
+        };
+        let text = |column: usize| row.try_get::<Option<String>, _>(column).map(Option::unwrap_or_default);
+        if text(0)? == "true" {
+            return Err(Refusal::Standby.into_error());
+        }
+        if text(1)? == "on" {
+            return Err(Refusal::ReadOnly.into_error());
+        }
+        let run = text(2)?.parse().map_err(|error| sqlx::Error::Decode(Box::new(error)))?;
+        // Eight hexadecimal digits, or nothing.
+        let timeline = Timeline(u32::from_str_radix(&text(4)?, 16).unwrap_or_default());
+        Ok(Candidate { host, found: Found { connection, timeline, options }, run, system: row.try_get(3)? })
+    }
+
+    /// Reads the file that the parameter `passfile` names. sqlx reads `PGPASSFILE` and `~/.pgpass`.
+    fn with_password(&self, options: PgConnectOptions) -> sqlx::Result<PgConnectOptions> {
+        let Some(file) = &self.hosts.passfile else { return Ok(options) };
+        let wanted = passfile::Wanted {
+            host: options.get_socket().map_or(options.get_host(), |_| "localhost"),
+            port: options.get_port(),
+            database: options.get_database().unwrap_or_else(|| options.get_username()),
+            user: options.get_username(),
+        };
+        let password = passfile::password(file, wanted)?;
+        Ok(password.into_iter().fold(options, |options, password| options.password(&password)))
+    }
+
+    fn order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.hosts()).collect();
+        if self.hosts.order == HostOrder::Random {
+            let random = RandomState::new();
+            order.sort_by_key(|host| random.hash_one(host));
+        }
+        order
+    }
+
+    /// Returns the error of a single host as it is, and one text for several hosts. The latter may heal, unless all
+    /// hosts refuse the login.
+    fn no_primary(&self, mut errors: Vec<(usize, sqlx::Error)>) -> sqlx::Error {
+        if self.hosts() == 1
+            && let Some((_, error)) = errors.pop()
+        {
+            return error;
+        }
+        errors.sort_by_key(|(host, _)| *host);
+        let text = |(host, error): &(usize, sqlx::Error)| format!("{}: {}", self.host(*host).name, describe(error));
+        let text = format!(
+            "none of {} hosts is a primary; {}",
+            self.hosts(),
+            errors.iter().map(text).collect::<Vec<_>>().join("; ")
+        );
+        let is_final = |(_, error): &(usize, sqlx::Error)| is_refusal(error) && !is_of_role(error);
+        if errors.len() == self.hosts() && errors.iter().all(is_final) {
+            sqlx::Error::Configuration(text.into())
+        } else {
+            sqlx::Error::Io(io::Error::other(NoPrimary(text)))
+        }
+    }
+
+    fn host(&self, host: usize) -> &Host {
+        &self.hosts.hosts[host]
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Candidate {
+    fn is(&self, last: Last) -> bool {
+        let own = Last { host: self.host, run: self.run, timeline: self.found.timeline };
+        own == last
+    }
+}
+
+/// Returns why a server is not used, from the known and the server's system identifiers and timelines. What a server does
+/// not report is not compared.
+fn refusal(known: (&Option<String>, Timeline), server: (&Option<String>, Timeline)) -> Option<Refusal> {
+    if let (Some(known), Some(other)) = (known.0, server.0)
+        && known != other
+    {
+        return Some(Refusal::OtherSystem(known.clone(), other.clone()));
+    }
+    let is_older = server.1 < known.1 && server.1 != Timeline::default();
+    is_older.then_some(Refusal::Older(server.1, known.1))
+}
+
+/// The reason why a server that answers is not used.
+#[derive(Debug, PartialEq, Eq)]
+enum Refusal {
+    Standby,
+    ReadOnly,
+    /// The expected identifier and the server's.
+    OtherSystem(String, String),
+    /// The server's timeline and the highest.
+    Older(Timeline, Timeline),
+}
+
+impl Refusal {
+    fn into_error(self) -> sqlx::Error {
+        sqlx::Error::Configuration(Box::new(self))
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Standby => f.write_str("the server is a standby, which does not accept writes"),
+            Self::ReadOnly => f.write_str("the server accepts no writes: default_transaction_read_only is on"),
+            Self::OtherSystem(expected, found) => write!(
+                f,
+                "the server belongs to another database cluster: its system identifier is {found}, that of the earlier \
+                 server was {expected}; restart Orlop if the database was replaced on purpose"
+            ),
+            Self::Older(found, highest) => write!(
+                f,
+                "the server is a former primary: its timeline is {}, but the current primary's is {}",
+                found.0, highest.0
+            ),
+        }
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+/// Returns whether the server refused because of its current role, which may change.
+fn is_of_role(error: &sqlx::Error) -> bool {
+    matches!(error, sqlx::Error::Configuration(error) if error.is::<Refusal>())
+}
+
+/// No host is a primary at the moment.
+#[derive(Debug)]
+struct NoPrimary(String);
+
+impl fmt::Display for NoPrimary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for NoPrimary {}
+
+#[cfg(test)]
+mod tests {
+    use super::{Refusal, Timeline, refusal};
+
+    #[test]
+    fn former_primary_and_other_cluster_are_refused() {
+        let older = |found, highest| Some(Refusal::Older(Timeline(found), Timeline(highest)));
+        let other = |found: &str, expected: &str| Some(Refusal::OtherSystem(expected.to_owned(), found.to_owned()));
+        // 0 and an empty identifier: not known, or not reported.
+        for (known, server, expected) in [
+            (("", 0), ("s", 3), None),
+            (("s", 3), ("s", 3), None),
+            (("s", 3), ("s", 4), None),
+            (("s", 3), ("s", 2), older(2, 3)),
+            (("s", 3), ("t", 3), other("t", "s")),
+            (("s", 3), ("t", 4), other("t", "s")),
+            (("s", 3), ("", 0), None),
+            (("", 3), ("t", 2), older(2, 3)),
+        ] {
+            let system = |text: &str| Some(text.to_owned()).filter(|text| !text.is_empty());
+            let found = refusal((&system(known.0), Timeline(known.1)), (&system(server.0), Timeline(server.1)));
+            assert_eq!(found, expected, "{known:?} {server:?}");
+        }
+    }
+}
