@@ -2,10 +2,12 @@
 --
 -- Returns no row and adds nothing if the log is not at the expected position, unless all appends since then were
 -- changes of keys, none of which the caller looked at. Then it adds the caller's rows behind them: each revision above
--- the expected head increases by the number of revisions in between.
+-- the expected head increases by the number of revisions in between. It also returns no row if there are too many
+-- changes to compare, and if a lease to expire was renewed.
 --
 -- The first row that it returns has the head before the caller's rows in id and NULL in all other columns. The rows of
--- the other instances above the expected head follow.
+-- the other instances above the expected head follow if they are few: the lock is held until the client has received
+-- them. Otherwise the caller reads them from the log.
 --
 -- read_keys are the keys that the caller looked at, and read_starts and read_ends the ranges; an end that is NULL is
 -- unbounded. If read_keys is NULL, the log has to be at the expected position.
@@ -32,16 +34,20 @@ CREATE FUNCTION orlop_append_behind(
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
-    -- An instance that is further behind reads the log instead.
-    revisions_max CONSTANT bigint := 1000;
-    bytes_max     CONSTANT bigint := 4 * 1024 * 1024;
+    -- Maximum numbers of revisions, and of further changes of transactions, that are compared.
+    revisions_max CONSTANT bigint := 5000;
+    more_max      CONSTANT bigint := 5000;
+    -- Maximum bytes of the returned rows; this much fits into the buffers of a connection whose client does not read.
+    bytes_max     CONSTANT bigint := 64 * 1024;
+    row_bytes     CONSTANT bigint := 100;      -- of a row without key and value
     head      bigint;
     epoch     bigint;
     server    bigint;
     moved     bigint;
     others    bytea[];
     size      bigint;
-    has_more  boolean;
+    more_size bigint;
+    more      bigint;
     due       bigint;
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
@@ -62,15 +68,16 @@ BEGIN
         IF (SELECT m.value FROM meta m WHERE m.name = 'purged_revision') > expected_head THEN
             RETURN;
         END IF;
-        SELECT array_agg(l.key), coalesce(sum(octet_length(l.value)), 0) INTO others, size
-        FROM kv_log l WHERE l.id > expected_head;
-        has_more := EXISTS (SELECT 1 FROM kv_log_more l WHERE l.id > expected_head);
-        IF has_more THEN
-            SELECT others || array_agg(l.key), size + coalesce(sum(octet_length(l.value)), 0) INTO others, size
-            FROM kv_log_more l WHERE l.id > expected_head;
-        END IF;
-        IF size > bytes_max THEN
+        SELECT array_agg(l.key), sum(octet_length(l.key) + coalesce(octet_length(l.value), 0) + row_bytes)
+        INTO others, size FROM kv_log l WHERE l.id > expected_head;
+        SELECT count(*) INTO more FROM (SELECT 1 FROM kv_log_more l WHERE l.id > expected_head LIMIT more_max + 1) m;
+        IF more > more_max THEN
             RETURN;
+        END IF;
+        IF more > 0 THEN
+            SELECT others || array_agg(l.key), sum(octet_length(l.key) + coalesce(octet_length(l.value), 0) + row_bytes)
+            INTO others, more_size FROM kv_log_more l WHERE l.id > expected_head;
+            size := size + more_size;
         END IF;
         -- A set operation is hashed or sorted, so its time does not grow with the product of the two numbers of keys.
         IF EXISTS (SELECT unnest(others) INTERSECT SELECT unnest(read_keys)) THEN
@@ -96,11 +103,11 @@ BEGIN
     END IF;
     id := head;
     RETURN NEXT;
-    IF moved > 0 THEN
+    IF moved > 0 AND size <= bytes_max THEN
         RETURN QUERY SELECT l.id, 0::bigint, l.key, l.value, l.lease, l.version, l.create_revision, l.prev_revision,
             l.deleted::int::bigint
         FROM kv_log l WHERE l.id > expected_head ORDER BY l.id;
-        IF has_more THEN
+        IF more > 0 THEN
             RETURN QUERY SELECT l.id, l.sub, l.key, l.value, l.lease, l.version, l.create_revision, l.prev_revision,
                 l.deleted::int::bigint
             FROM kv_log_more l WHERE l.id > expected_head ORDER BY l.id, l.sub;

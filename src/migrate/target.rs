@@ -319,7 +319,7 @@ impl Target {
                 Ok(())
             }
             // The append has no read set, so it is never behind.
-            Appended::Behind(_) | Appended::Conflict => {
+            Appended::Behind { .. } | Appended::Conflict => {
                 let found = self.log.meta().await?.position;
                 let is_ours = (found.head, found.epoch) == (self.position.head, self.position.epoch);
                 Err(match is_ours {

@@ -145,7 +145,8 @@ async fn append_moves_behind_changes_of_keys_that_it_has_not_read() {
         let appended = log.append(of(Some(&reads))).await.expect("the log answers");
         let now = contents(&*log).await;
         match appended {
-            Appended::Behind(others) if moves => {
+            Appended::Behind { base, others } if moves => {
+                assert_eq!(base, Revision(5), "{what}");
                 assert!(others.iter().map(|change| change.row).eq(behind), "{what}: {others:?}");
                 let rebase = Rebase { base: Revision(3), by: 2 };
                 let mut moved = own.clone();
@@ -165,6 +166,24 @@ async fn append_moves_behind_changes_of_keys_that_it_has_not_read() {
         assert_eq!(refused, Appended::Conflict, "{what}: another epoch");
         log.close(&[]).await;
     }
+}
+
+/// The append lock is held until the response has been received, so the response is small.
+#[tokio::test]
+async fn large_changes_of_others_are_left_in_the_log() {
+    let home = TempDir::new().expect("a folder");
+    let Some(log) = open(Backend::Postgres, &home).await else { return };
+    let expected = log.meta().await.expect("the log answers").position;
+    let others: Vec<Change> = (2..600).map(|revision| put("other", row(revision, 0), None)).collect();
+    append(&*log, &others, &[], None).await;
+    let own = [put("k", row(2, 0), None)];
+    let reads = ReadSet { keys: vec![b"k"], spans: Vec::new() };
+    let append =
+        Append { expected, changes: &own, reads: Some(&reads), leases: &[], compact: None, fact: None, auth: None };
+    let appended = log.append(append).await.expect("the log answers");
+    assert_eq!(appended, Appended::Behind { base: Revision(599), others: Vec::new() });
+    assert_eq!(log.meta().await.expect("the log answers").position.head, Revision(600));
+    log.close(&[]).await;
 }
 
 on_both_backends!(frozen_log_does_not_change,);

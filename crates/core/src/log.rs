@@ -277,9 +277,14 @@ pub enum LeaseChange {
 pub enum Appended {
     /// All changes are durable.
     Done,
-    /// All changes are durable, behind these changes of other instances, which follow the expected position. Apply
-    /// [`Rebase`](crate::types::Rebase) to the own changes.
-    Behind(Vec<Change>),
+    /// All changes are durable, behind those of other instances: apply [`Rebase`](crate::types::Rebase) to them.
+    Behind {
+        /// The head before the own changes.
+        base: Revision,
+        /// The changes of the other instances from the expected head to `base`. Empty if they are in the log only,
+        /// because they are large.
+        others: Vec<Change>,
+    },
     /// Nothing was written: the log was not at the expected position, and the append could not be moved; or a lease to
     /// expire was renewed.
     Conflict,
@@ -445,7 +450,7 @@ pub trait SharedLog: Send + Sync {
     async fn wait_for_append(&self, seen: Revision) -> Option<Revision>;
 
     /// Acquires the lock under which all instances append, and holds it until the next [`Log::append`]. Used by an
-    /// instance that has lost a race. If the append does not follow soon, the lock is lost and the append fails.
+    /// instance that has lost races. If the append does not follow soon, the lock is lost and the append fails.
     async fn lock_appends(&self) -> Result<()>;
 
     /// Returns the TTL and the remaining time of each of these leases that exists. Renewal sets a lease to its full TTL

@@ -1,7 +1,7 @@
 //! The log in a Postgres database, to which any number of Orlop instances append.
 //!
 //! Connections: one for appends, one for position queries, one that listens for notifications, and a pool for all other
-//! reads. A batch is one call of the function `orlop_append`, which the migration creates. It is a compare-and-append
+//! reads. A batch is one call of the function `orlop_append_behind`, which the migration creates. It is a compare-and-append
 //! under an advisory lock, in one round trip and one commit. A read of rows that compaction may delete concurrently
 //! also returns, from the same snapshot, the revision below which rows may be missing.
 //!

@@ -16,7 +16,7 @@ impl<'a> ReadSet<'a> {
     pub fn add(&mut self, range: &'a KeyRange) {
         match range {
             KeyRange::Single(key) => self.keys.push(key),
-            KeyRange::Span { .. } if range.is_empty() => {}
+            KeyRange::Span { .. } if range.is_empty() || self.spans.contains(&range) => {}
             KeyRange::Span { .. } => self.spans.push(range),
         }
     }

@@ -112,11 +112,6 @@ impl Shared {
     /// out, as etcd leaves out a compacted one.
     pub(super) async fn fill_prev(&self, changes: &mut [Change]) {
         let without_pair = |prev: &&Prev| prev.kv.is_none();
-        for prev in changes.iter_mut().filter_map(|change| change.prev.as_mut()) {
-            if prev.kv.is_none() {
-                prev.kv = self.values.get(prev.row);
-            }
-        }
         let rows: Vec<RowId> =
             changes.iter().filter_map(|c| c.prev.as_ref()).filter(without_pair).map(|p| p.row).collect();
         if rows.is_empty() {

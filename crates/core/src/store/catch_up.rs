@@ -35,7 +35,7 @@ use crate::{
 
 /// Maximum time to wait for a running append of this instance, which also brings the changes of the other instances
 /// before it. After that time the log is read.
-const OWN_APPEND_MAX: Duration = Duration::from_millis(50);
+const OWN_APPEND_MAX: Duration = Duration::from_millis(10);
 /// Pause after a failed read of the log.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
@@ -183,13 +183,38 @@ impl Shared {
         Ok(true)
     }
 
-    /// Applies changes of other instances up to `head`, which the log returned for an append behind them.
-    pub(super) async fn apply_others(&self, mut changes: Vec<Change>, head: Revision) {
+    /// Applies changes of other instances up to `head`, behind which an append of this instance was added. Without
+    /// `changes`, reads them from the log.
+    pub(super) async fn apply_others(&self, mut changes: Vec<Change>, head: Revision) -> Result<()> {
+        if changes.is_empty() {
+            let _lock = self.replication.lock.lock().await;
+            while self.index.read().head() < head {
+                if !self.read_page(head).await? {
+                    self.rebuild().await?;
+                }
+            }
+            return Ok(());
+        }
         complete_prev(&self.index.read(), &mut changes);
         if self.hub.wants_prev() {
+            self.fill_cached_prev(&mut changes);
             self.fill_prev(&mut changes).await;
         }
         self.apply_logged(&changes, head);
+        Ok(())
+    }
+
+    /// Fills in the previous pairs that are in memory.
+    fn fill_cached_prev(&self, changes: &mut [Change]) {
+        let mut earlier = HashMap::new();
+        for change in changes {
+            if let Some(prev) = &mut change.prev {
+                prev.kv = earlier.get(&prev.row).cloned().or_else(|| self.values.get(prev.row));
+            }
+            if let ChangeKind::Put { kv, .. } = &change.kind {
+                earlier.insert(change.row, kv.clone());
+            }
+        }
     }
 
     /// Replaces the state in memory by one rebuilt from the log. Watches continue from the log, or end if the revisions

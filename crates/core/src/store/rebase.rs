@@ -25,16 +25,16 @@ const SPANS_MAX: usize = 16;
 /// Whether the rights of callers are checked. A caller who attaches a key to a lease needs rights on all keys of that
 /// lease, which the read set does not contain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Rights {
-    Checked,
-    NotChecked,
+pub(super) enum RightsCheck {
+    On,
+    Off,
 }
 
 /// Returns what the evaluation of these requests at `base` looked at, or `None` if the batch cannot move.
 pub(super) fn read_set<'a>(
     requests: impl Iterator<Item = &'a Request>,
     base: Revision,
-    rights: Rights,
+    rights: RightsCheck,
 ) -> Option<ReadSet<'a>> {
     let mut collector = Collector { set: ReadSet::default(), base, rights };
     for request in requests {
@@ -47,7 +47,7 @@ pub(super) fn read_set<'a>(
 struct Collector<'a> {
     set: ReadSet<'a>,
     base: Revision,
-    rights: Rights,
+    rights: RightsCheck,
 }
 
 impl<'a> Collector<'a> {
@@ -67,7 +67,7 @@ impl<'a> Collector<'a> {
     }
 
     fn put(&mut self, put: &'a PutRequest) -> Option<()> {
-        let looks_at_lease = matches!(put.lease, PutLease::Set(Some(_))) && self.rights == Rights::Checked;
+        let looks_at_lease = matches!(put.lease, PutLease::Set(Some(_))) && self.rights == RightsCheck::On;
         self.set.keys.push(&put.key);
         (!looks_at_lease).then_some(())
     }

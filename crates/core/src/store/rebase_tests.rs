@@ -9,7 +9,7 @@ use super::{
     error::Error,
     fixtures::shared,
     generators::{self, anchored, requests},
-    rebase::{self, Rights},
+    rebase::{self, RightsCheck},
     request::{
         Compare, CompareTarget, Consistency, Op, Projection, PutLease, PutRequest, PutValue, RangeRequest, Relation,
         RevisionFilter, TxnRequest,
@@ -110,7 +110,7 @@ proptest! {
         let (mut moved, mut served) = evaluate_all(&shared, own);
         let others = {
             let requests = served.iter().map(|(request, _)| request);
-            let Some(reads) = rebase::read_set(requests, base, Rights::NotChecked) else { return Ok(()) };
+            let Some(reads) = rebase::read_set(requests, base, RightsCheck::Off) else { return Ok(()) };
             evaluate_others(&shared, &others, &reads)
         };
         apply(&shared, &others);
@@ -155,21 +155,21 @@ fn range(at: ReadAt, mod_max: Option<Revision>) -> Request {
 fn batches_move_unless_a_request_depends_on_revisions_or_on_keys_of_a_lease() {
     let base = Revision(10);
     for (request, rights, moves) in [
-        (Request::Put(put(None)), Rights::Checked, true),
-        (Request::Put(put(Some(LeaseId(1)))), Rights::NotChecked, true),
-        (Request::Put(put(Some(LeaseId(1)))), Rights::Checked, false),
-        (Request::Grant { id: LeaseId(1), ttl_secs: 1 }, Rights::Checked, true),
-        (Request::Revoke(LeaseId(1)), Rights::NotChecked, false),
-        (Request::Expire(LeaseId(1)), Rights::NotChecked, false),
-        (Request::Compact(Revision(1)), Rights::NotChecked, false),
-        (compare(CompareTarget::ModRevision(10)), Rights::Checked, true),
-        (compare(CompareTarget::ModRevision(11)), Rights::Checked, false),
-        (compare(CompareTarget::CreateRevision(11)), Rights::Checked, false),
-        (compare(CompareTarget::Version(11)), Rights::Checked, true),
-        (range(ReadAt::Latest, None), Rights::Checked, true),
-        (range(ReadAt::Latest, Some(Revision(10))), Rights::Checked, true),
-        (range(ReadAt::Latest, Some(Revision(11))), Rights::Checked, false),
-        (range(ReadAt::Revision(Revision(1)), None), Rights::Checked, false),
+        (Request::Put(put(None)), RightsCheck::On, true),
+        (Request::Put(put(Some(LeaseId(1)))), RightsCheck::Off, true),
+        (Request::Put(put(Some(LeaseId(1)))), RightsCheck::On, false),
+        (Request::Grant { id: LeaseId(1), ttl_secs: 1 }, RightsCheck::On, true),
+        (Request::Revoke(LeaseId(1)), RightsCheck::Off, false),
+        (Request::Expire(LeaseId(1)), RightsCheck::Off, false),
+        (Request::Compact(Revision(1)), RightsCheck::Off, false),
+        (compare(CompareTarget::ModRevision(10)), RightsCheck::On, true),
+        (compare(CompareTarget::ModRevision(11)), RightsCheck::On, false),
+        (compare(CompareTarget::CreateRevision(11)), RightsCheck::On, false),
+        (compare(CompareTarget::Version(11)), RightsCheck::On, true),
+        (range(ReadAt::Latest, None), RightsCheck::On, true),
+        (range(ReadAt::Latest, Some(Revision(10))), RightsCheck::On, true),
+        (range(ReadAt::Latest, Some(Revision(11))), RightsCheck::On, false),
+        (range(ReadAt::Revision(Revision(1)), None), RightsCheck::On, false),
     ] {
         assert_eq!(rebase::read_set([&request].into_iter(), base, rights).is_some(), moves, "{request:?}");
     }

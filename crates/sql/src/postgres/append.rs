@@ -13,7 +13,7 @@ use tracing::debug;
 use super::connection::{Database, sqlstate, with_timeout};
 use crate::{
     auth::{self, bind_params},
-    rows::{RowColumns, SqlRange, describe},
+    rows::{LogRow as _, RowColumns, SqlRange, describe},
 };
 use orlop_core::{
     log::{Append, Appended, Error, LeaseChange, Result},
@@ -195,6 +195,11 @@ async fn call(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sq
         }
         return Ok(whether(advanced));
     }
+    rows(connection, append, run).await
+}
+
+/// Appends rows and changes of leases.
+async fn rows(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sqlx::Result<Result<Appended>> {
     let mut first = Columns::with_capacity(append.changes.len());
     let mut more = Columns::default();
     let (mut more_ids, mut more_subs) = (Vec::new(), Vec::new());
@@ -226,7 +231,7 @@ async fn call(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sq
         .bind(spans.iter().map(|span| (!span.unbounded).then_some(&*span.end)).collect::<Vec<_>>())
         .fetch_all(connection)
         .await?;
-    Ok(appended(&rows))
+    Ok(appended(&rows, append.expected.head))
 }
 
 fn whether(is_appended: bool) -> Result<Appended> {
@@ -234,20 +239,19 @@ fn whether(is_appended: bool) -> Result<Appended> {
 }
 
 /// Reads the result of `orlop_append_behind`.
-fn appended(rows: &[PgRow]) -> Result<Appended> {
-    match rows {
-        [] => Ok(Appended::Conflict),
-        [_] => Ok(Appended::Done),
-        [_, others @ ..] => {
-            let change = |row: &PgRow| Ok(RowColumns::read(row, 0)?.into_change(None));
-            let mut others: Vec<Change> = others.iter().map(change).collect::<Result<_>>()?;
-            others.sort_by_key(|change| change.row);
-            Ok(Appended::Behind(others))
-        }
+fn appended(rows: &[PgRow], expected: Revision) -> Result<Appended> {
+    let Some((first, others)) = rows.split_first() else { return Ok(Appended::Conflict) };
+    let base = Revision(first.int(0)?);
+    if base == expected {
+        return Ok(Appended::Done);
     }
+    let change = |row: &PgRow| Ok(RowColumns::read(row, 0)?.into_change(None));
+    let mut others: Vec<Change> = others.iter().map(change).collect::<Result<_>>()?;
+    others.sort_by_key(|change| change.row);
+    Ok(Appended::Behind { base, others })
 }
 
-/// The lease changes of a batch, combined per kind. `orlop_append` deletes leases before it inserts leases.
+/// The lease changes of a batch, combined per kind. `orlop_append_behind` deletes leases before it inserts leases.
 #[derive(Default)]
 struct Leases {
     /// IDs and TTLs in seconds.

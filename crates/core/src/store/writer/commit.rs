@@ -11,10 +11,10 @@ use crate::{
     store::{
         batch::Batch,
         error::{Error, Result},
-        rebase::{self, Rights},
+        rebase::{self, RightsCheck},
         timing::PhaseTimes,
     },
-    types::{Change, Rebase},
+    types::{Change, Rebase, Revision},
 };
 
 /// Minimum interval between messages about failed writes.
@@ -39,7 +39,12 @@ impl Writer {
         metrics.batch_rows.observe(batch.changes().len() as f64);
         self.shared.pulses.writer.beat();
         let committed = if batch.is_empty() {
-            let confirmed = self.confirm_position(expected, &served).await;
+            let (since, phases) = (self.caught_up_since, PhaseTimes { started, evaluated, committed: evaluated });
+            let (covered, rest) = served.into_iter().partition(|(command, _)| Some(command.since) < since);
+            self.reply(covered, phases);
+            served = rest;
+            let confirmed =
+                if served.is_empty() { Ok(CommitOutcome::Done) } else { self.confirm_position(expected).await };
             self.release_append_lock(&batch, expected).await;
             confirmed
         } else {
@@ -49,7 +54,10 @@ impl Writer {
             self.append(&mut batch, &mut served, expected).await
         };
         match committed {
-            Ok(CommitOutcome::Done) => self.reply(served, PhaseTimes { started, evaluated, committed: Instant::now() }),
+            Ok(CommitOutcome::Done) => {
+                self.losses = 0;
+                self.reply(served, PhaseTimes { started, evaluated, committed: Instant::now() });
+            }
             Ok(CommitOutcome::Raced) => {
                 self.requeue(served);
                 self.resync().await;
@@ -82,16 +90,10 @@ impl Writer {
         }
     }
 
-    /// Checks that a batch without changes has not missed a write that another instance acknowledged before one of the
-    /// requests arrived: the log is still at the position at which the batch was evaluated, or this instance has caught
-    /// up since the requests arrived.
-    async fn confirm_position(&mut self, expected: Position, served: &Served) -> Result<CommitOutcome> {
+    /// Checks that the log is still at the position at which a batch without changes was evaluated. Otherwise the batch
+    /// may have missed a write that another instance has acknowledged.
+    async fn confirm_position(&mut self, expected: Position) -> Result<CommitOutcome> {
         let Some(log) = self.shared.log.shared() else { return Ok(CommitOutcome::Done) };
-        if let Some(since) = self.caught_up_since
-            && served.iter().all(|(command, _)| command.since < since)
-        {
-            return Ok(CommitOutcome::Done);
-        }
         match log.position().await {
             Ok(position) if position == expected => Ok(CommitOutcome::Done),
             Ok(_) => Ok(CommitOutcome::Raced),
@@ -136,17 +138,16 @@ impl Writer {
         self.holds_append_lock = false;
         let shared = Arc::clone(&self.shared);
         let metrics = &shared.metrics.store;
-        let _appending = shared.replication.mark_append();
+        let _appending = reads.is_some().then(|| shared.replication.mark_append());
         let begun = Instant::now();
         let is_lone = batch.changes().len() <= 1;
         match self.busy_poll.wait(is_lone, shared.log.append(append)).await {
-            Ok(appended @ (Appended::Done | Appended::Behind(_))) => {
+            Ok(appended @ (Appended::Done | Appended::Behind { .. })) => {
                 let took = begun.elapsed().as_secs_f64();
                 metrics.fsync.observe(took);
                 self.log_recovery();
-                self.losses = 0;
-                if let Appended::Behind(others) = appended {
-                    self.rebase(batch, served, others).await;
+                if let Appended::Behind { base, others } = appended {
+                    self.rebase(batch, served, base, others).await?;
                 }
                 shared.apply_batch(batch, Position { head: batch.base(), ..expected }, Instant::now());
                 if let Some(revision) = batch.compaction() {
@@ -172,22 +173,35 @@ impl Writer {
         if self.shared.log.shared().is_none() || self.holds_append_lock {
             return None;
         }
-        let rights = if self.shared.authority.if_enabled().is_some() { Rights::Checked } else { Rights::NotChecked };
+        let is_checked = self.shared.authority.if_enabled().is_some();
+        let rights = if is_checked { RightsCheck::On } else { RightsCheck::Off };
         rebase::read_set(served.iter().map(|(command, _)| &command.request), expected.head, rights)
     }
 
     /// Applies the changes of other instances behind which the batch was appended, and moves the batch and the
     /// responses behind them.
-    async fn rebase(&self, batch: &mut Batch, served: &mut Served, others: Vec<Change>) {
-        let Some(newest) = others.last() else { return };
-        let (base, head) = (batch.base(), newest.row.revision);
-        let rebase = Rebase { base, by: head.0 - base.0 };
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutcomeUnknown`] if the changes cannot be read from the log. The batch is appended nevertheless.
+    async fn rebase(
+        &mut self,
+        batch: &mut Batch,
+        served: &mut Served,
+        base: Revision,
+        others: Vec<Change>,
+    ) -> Result<()> {
         self.shared.metrics.store.appended_behind.inc();
-        self.shared.apply_others(others, head).await;
+        if let Err(failure) = self.shared.apply_others(others, base).await {
+            self.log_failure(&log::Error::OutcomeUnknown(failure.to_string()));
+            return Err(Error::OutcomeUnknown);
+        }
+        let rebase = Rebase { base: batch.base(), by: base.0 - batch.base().0 };
         batch.rebase(rebase);
         for outcome in served.iter_mut().filter_map(|(_, outcome)| outcome.as_mut().ok()) {
             rebase::outcome(rebase, outcome);
         }
+        Ok(())
     }
 
     /// Decides what happens to a batch whose append failed.
