@@ -86,6 +86,9 @@ async fn standby_is_neither_read_nor_accepted_at_start() {
     std::fs::remove_file(&signal).expect("the file can be removed");
     postgres.start_again().await;
     assert_eq!(put_with_retries(&client, "after").await, 3);
+    let role = datastore.rsplit_once('/').expect("a URL has a path").1;
+    postgres.psql("postgres", &format!("ALTER ROLE {role} SET default_transaction_read_only = on"));
+    assert!(start_refused(&datastore).contains("accepts no writes"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
