@@ -160,6 +160,17 @@ async fn error_names_the_missing_privilege() {
     assert!(text.contains("no_such_database"), "{text}");
 }
 
+/// Some hosted databases do not permit the functions by which a former primary is recognized.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn server_that_hides_its_timeline_is_served() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let database = datastore.rsplit_once('/').expect("a URL has a path").1;
+    postgres.psql(database, "REVOKE EXECUTE ON FUNCTION pg_control_system, pg_walfile_name FROM PUBLIC");
+    let server = Server::orlop_on(&datastore, &[]).await;
+    assert_eq!(put_at(&mut Client::connect(server.endpoint()).await, "k").await, 2);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn changed_password_needs_no_restart() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
