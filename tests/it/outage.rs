@@ -167,8 +167,12 @@ async fn server_that_hides_its_timeline_is_served() {
     let datastore = postgres.create_database();
     let database = datastore.rsplit_once('/').expect("a URL has a path").1;
     postgres.psql(database, "REVOKE EXECUTE ON FUNCTION pg_control_system, pg_walfile_name FROM PUBLIC");
-    let server = Server::orlop_on(&datastore, &[]).await;
-    assert_eq!(put_at(&mut Client::connect(server.endpoint()).await, "k").await, 2);
+    let address = format!("127.0.0.1:{}", postgres.port());
+    for (hosts, revision, is_warned) in [(address.clone(), 2, false), (format!("{address},{address}"), 3, true)] {
+        let server = Server::orlop_on(&datastore.replace(&address, &hosts), &[]).await;
+        assert_eq!(put_at(&mut Client::connect(server.endpoint()).await, "k").await, revision);
+        assert_eq!(server.log().contains("a former primary cannot be recognized"), is_warned, "{}", server.log());
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

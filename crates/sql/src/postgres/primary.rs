@@ -238,6 +238,12 @@ impl Primary {
             known.system = candidate.system;
         }
         let current = Last { host: candidate.host, run: candidate.run, timeline };
+        if known.last.is_none() && self.hosts() > 1 && timeline == Timeline::default() {
+            warn!(
+                host = name,
+                "the role may not call pg_control_system and pg_walfile_name: a former primary cannot be recognized"
+            );
+        }
         if known.last.is_some_and(|last| last != current) || (known.last.is_none() && self.hosts() > 1) {
             info!(host = name, timeline = timeline.0, "connected to the primary");
         }
