@@ -142,14 +142,13 @@ fn divide(query: &str) -> Result<(Own, String), String> {
 
 /// Orlop writes, so it needs the primary, whichever of these values is set.
 fn check_target(value: Option<String>) -> Result<(), String> {
-    match value.as_deref() {
-        None | Some("read-write" | "primary" | "any") => Ok(()),
-        Some(_) => {
-            Err("target_session_attrs must be read-write, primary or any, because Orlop needs the primary; all \
-                        three have the same effect"
-                .to_owned())
-        }
-    }
+    const ACCEPTED: [&str; 3] = ["read-write", "primary", "any"];
+    let is_accepted = value.is_none_or(|value| ACCEPTED.contains(&value.as_str()));
+    is_accepted.then_some(()).ok_or_else(|| {
+        "target_session_attrs must be read-write, primary or any; Orlop needs the primary, so all three have the same \
+         effect"
+            .to_owned()
+    })
 }
 
 fn order(value: Option<String>) -> Result<HostOrder, String> {
