@@ -81,6 +81,10 @@ torture times="300":
     cargo build --release
     ORLOP_TEST_SERVER=$PWD/target/release/orlop ORLOP_TORTURE={{ times }} ORLOP_TORTURE_REPORT=target/torture.tsv cargo test --test it torture:: -- --nocapture --test-threads=1
 
+# Let Postgres fail over under load a number of times, Patroni ten times, and check linearizability meanwhile: `just failover 200`.
+failover times="200":
+    ORLOP_FAILOVER_LONG={{ times }} ORLOP_LINEAR_FAILOVERS=1 cargo test --test it failover -- --nocapture --test-threads=1
+
 # Run the attacks of docs/explanation/overload.md and print its table.
 hostile:
     cargo build --release

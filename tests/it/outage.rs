@@ -86,6 +86,9 @@ async fn standby_is_neither_read_nor_accepted_at_start() {
     std::fs::remove_file(&signal).expect("the file can be removed");
     postgres.start_again().await;
     assert_eq!(put_with_retries(&client, "after").await, 3);
+    let role = datastore.rsplit_once('/').expect("a URL has a path").1;
+    postgres.psql("postgres", &format!("ALTER ROLE {role} SET default_transaction_read_only = on"));
+    assert!(start_refused(&datastore).contains("accepts no writes"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -155,6 +158,21 @@ async fn error_names_the_missing_privilege() {
     assert!(text.contains("permission denied for schema") && text.contains("CREATE SCHEMA AUTHORIZATION"), "{text}");
     let text = start_refused(&format!("{rest}/no_such_database"));
     assert!(text.contains("no_such_database"), "{text}");
+}
+
+/// Some hosted databases do not permit the functions by which a former primary is recognized.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn server_that_hides_its_timeline_is_served() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let database = datastore.rsplit_once('/').expect("a URL has a path").1;
+    postgres.psql(database, "REVOKE EXECUTE ON FUNCTION pg_control_system, pg_walfile_name FROM PUBLIC");
+    let address = format!("127.0.0.1:{}", postgres.port());
+    for (hosts, revision, is_warned) in [(address.clone(), 2, false), (format!("{address},{address}"), 3, true)] {
+        let server = Server::orlop_on(&datastore.replace(&address, &hosts), &[]).await;
+        assert_eq!(put_at(&mut Client::connect(server.endpoint()).await, "k").await, revision);
+        assert_eq!(server.log().contains("a former primary cannot be recognized"), is_warned, "{}", server.log());
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -129,6 +129,8 @@ impl Postgres {
             format!("fsync={}", if fsync == Fsync::On { "on" } else { "off" }),
             "max_connections=300".to_owned(),
             "shared_buffers=64MB".to_owned(),
+            // By default a killed server leaves its segments in /dev/shm.
+            "dynamic_shared_memory_type=mmap".to_owned(),
         ];
         let mut process = Command::new("sh")
             .args(["-c", GUARD, "guard"])

@@ -23,6 +23,8 @@ use crate::rows::{cannot_migrate, describe, foreign_table};
 use crate::{Durability, migrations};
 use orlop_core::log::{Connections, Error, Result};
 
+/// Maximum time for a host to answer a search in the background. It is short, because the search is repeated.
+const SEARCH_ANSWER_MAX: Duration = Duration::from_secs(2);
 /// Maximum time to set up a new connection.
 const SET_UP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time for which the start waits for a Postgres server that is not running yet.
@@ -121,7 +123,7 @@ impl Database {
     /// Asks all hosts repeatedly which is the primary. If it becomes another one, calls that wait for the former one end.
     pub(super) async fn look_for_primary(&self, pause: Duration) -> Infallible {
         loop {
-            if let Ok(found) = self.primary.survey().await {
+            if let Ok(found) = self.primary.survey(SEARCH_ANSWER_MAX).await {
                 let _ = timeout(Duration::from_secs(1), found.connection.close()).await;
             }
             sleep(pause).await;
@@ -130,7 +132,15 @@ impl Database {
 
     /// The same as [`Database::connect`], with what was learned about the server.
     pub(super) async fn find(&self) -> sqlx::Result<Found> {
-        let mut found = self.primary.connect().await?;
+        let mut found = loop {
+            let timeline = self.timeline();
+            tokio::select! {
+                biased;
+                found = self.primary.connect() => break found?,
+                // Another search has found the successor of a server that this one may still wait for.
+                () = self.superseded(timeline) => {}
+            }
+        };
         let set_up = timeout(SET_UP_TIMEOUT, set_up(&mut found.connection, self.durability)).await;
         set_up.unwrap_or_else(|_| Err(timed_out(SET_UP_TIMEOUT)))?;
         Ok(found)

@@ -97,10 +97,10 @@ impl Hosts {
         let (authority, path) = before_query.split_at(before_query.find('/').unwrap_or(before_query.len()));
         let (user, listed) = authority.rsplit_once('@').map_or((None, authority), |(user, hosts)| (Some(user), hosts));
         let (own, passed) = divide(query)?;
+        let places = places(listed, &own, environment)?;
         check_target(own.target_session_attrs.or_else(|| environment.get("PGTARGETSESSIONATTRS")))?;
         let order = order(own.load_balance_hosts.or_else(|| environment.get("PGLOADBALANCEHOSTS")))?;
         let connect_timeout = connect_timeout(own.connect_timeout.or_else(|| environment.get("PGCONNECT_TIMEOUT")))?;
-        let places = places(listed, own.hostaddr, own.host, own.port, environment)?;
         let has_password =
             own.has_password || user.is_some_and(|user| user.contains(':')) || environment.get("PGPASSWORD").is_some();
         let user = user.map_or_else(String::new, |user| format!("{user}@"));
@@ -142,14 +142,13 @@ fn divide(query: &str) -> Result<(Own, String), String> {
 
 /// Orlop writes, so it needs the primary, whichever of these values is set.
 fn check_target(value: Option<String>) -> Result<(), String> {
-    match value.as_deref() {
-        None | Some("read-write" | "primary" | "any") => Ok(()),
-        Some(_) => {
-            Err("target_session_attrs must be read-write, primary or any, because Orlop needs the primary; all \
-                        three have the same effect"
-                .to_owned())
-        }
-    }
+    const ACCEPTED: [&str; 3] = ["read-write", "primary", "any"];
+    let is_accepted = value.is_none_or(|value| ACCEPTED.contains(&value.as_str()));
+    is_accepted.then_some(()).ok_or_else(|| {
+        "target_session_attrs must be read-write, primary or any; Orlop needs the primary, so all three have the same \
+         effect"
+            .to_owned()
+    })
 }
 
 fn order(value: Option<String>) -> Result<HostOrder, String> {
@@ -173,35 +172,18 @@ fn connect_timeout(value: Option<String>) -> Result<Duration, String> {
 
 /// Returns hosts and ports. As with libpq, parameters override the part of the URL before the path, and one port is the
 /// port of all hosts.
-fn places(
-    listed: &str,
-    hostaddr: Option<String>,
-    host: Option<String>,
-    port: Option<String>,
-    environment: &Environment<'_>,
-) -> Result<Vec<(String, u16)>, String> {
+fn places(listed: &str, own: &Own, environment: &Environment<'_>) -> Result<Vec<(String, u16)>, String> {
     let (mut hosts, mut ports) = (Vec::new(), Vec::new());
     for (number, entry) in (1..).zip(listed.split(',')) {
         let (host, port) = divide_entry(entry).ok_or_else(|| format!("host {number} has a [ without a ]"))?;
         hosts.push(percent_decode(host).ok_or_else(|| format!("host {number} is not UTF-8"))?);
         ports.push(port.to_owned());
     }
-    let split = |list: String| list.split(',').map(str::to_owned).collect::<Vec<_>>();
-    if let Some(host) = host {
-        hosts = split(host);
-    }
-    if let Some(addresses) = hostaddr {
-        hosts = split(addresses);
-        if hosts.iter().any(|host| host.parse::<IpAddr>().is_err()) {
-            return Err("hostaddr must be a list of IP addresses".to_owned());
-        }
-    } else if hosts.iter().all(String::is_empty) {
-        hosts = split(environment.default_host.clone());
-    }
-    if ports.iter().all(String::is_empty) {
-        ports = split(port.or_else(|| environment.get("PGPORT")).unwrap_or_default());
-    } else if let Some(port) = port {
+    let hosts = effective_hosts(hosts, own, environment)?;
+    if let Some(port) = &own.port {
         ports = split(port);
+    } else if ports.iter().all(String::is_empty) {
+        ports = split(&environment.get("PGPORT").unwrap_or_default());
     }
     if ports.len() == 1 {
         ports.resize(hosts.len(), ports[0].clone());
@@ -213,10 +195,29 @@ fn places(
             ports.len()
         ));
     }
-    let first = |list: &str| list.split(',').next().unwrap_or_default().to_owned();
-    let host = |host: String| if host.is_empty() { first(&environment.default_host) } else { host };
-    let place = |(number, (name, port)): (usize, (String, &String))| Ok((host(name), parse_port(number, port)?));
+    let place = |(number, (host, port)): (usize, (String, &String))| Ok((host, parse_port(number, port)?));
     (1..).zip(hosts.into_iter().zip(&ports)).map(place).collect()
+}
+
+/// Returns the hosts of the parameters, else those before the path, else those of the environment.
+fn effective_hosts(listed: Vec<String>, own: &Own, environment: &Environment<'_>) -> Result<Vec<String>, String> {
+    if let Some(addresses) = &own.hostaddr {
+        let addresses = split(addresses);
+        let are_valid = addresses.iter().all(|address| address.parse::<IpAddr>().is_ok());
+        return if are_valid { Ok(addresses) } else { Err("hostaddr must be a list of IP addresses".to_owned()) };
+    }
+    let defaults = split(&environment.default_host);
+    let hosts = own.host.as_deref().map_or(listed, split);
+    if hosts.iter().all(String::is_empty) {
+        return Ok(defaults);
+    }
+    // An empty place in a list.
+    let first = defaults.into_iter().next().unwrap_or_default();
+    Ok(hosts.into_iter().map(|host| if host.is_empty() { first.clone() } else { host }).collect())
+}
+
+fn split(list: &str) -> Vec<String> {
+    list.split(',').map(str::to_owned).collect()
 }
 
 /// Divides `HOST:PORT`, in which an IPv6 address has brackets. Returns `None` if a bracket is not closed.

@@ -151,23 +151,25 @@ impl Primary {
     ///
     /// The error of the host, or the errors of all.
     pub(super) async fn connect(&self) -> sqlx::Result<Found> {
-        let Some(last) = self.known().last else { return self.survey().await };
+        let limit = self.hosts.connect_timeout;
+        let Some(last) = self.known().last else { return self.survey(limit).await };
         let mut answers = Vec::new();
         let mut attempts = FuturesUnordered::new();
-        attempts.push(self.attempt(last.host));
+        attempts.push(self.attempt(last.host, limit));
         if let Ok(Some((host, answer))) = timeout(HEAD_START, attempts.next()).await {
             match answer {
                 Ok(candidate) if candidate.is(last) => return self.accept(candidate).map_err(Refusal::into_error),
                 answer => answers.push((host, answer)),
             }
         }
-        attempts.extend(self.order().into_iter().filter(|host| *host != last.host).map(|host| self.attempt(host)));
+        let others = self.order().into_iter().filter(|host| *host != last.host);
+        attempts.extend(others.map(|host| self.attempt(host, limit)));
         self.best_of(answers, attempts).await
     }
 
-    /// Asks all hosts, and connects to the primary with the highest timeline.
-    pub(super) async fn survey(&self) -> sqlx::Result<Found> {
-        let attempts = self.order().into_iter().map(|host| self.attempt(host)).collect();
+    /// Asks all hosts, and connects to the primary with the highest timeline. `limit` is the time for each host.
+    pub(super) async fn survey(&self, limit: Duration) -> sqlx::Result<Found> {
+        let attempts = self.order().into_iter().map(|host| self.attempt(host, limit)).collect();
         self.best_of(Vec::new(), attempts).await
     }
 
@@ -236,6 +238,12 @@ impl Primary {
             known.system = candidate.system;
         }
         let current = Last { host: candidate.host, run: candidate.run, timeline };
+        if known.last.is_none() && self.hosts() > 1 && timeline == Timeline::default() {
+            warn!(
+                host = name,
+                "the role may not call pg_control_system and pg_walfile_name: a former primary cannot be recognized"
+            );
+        }
         if known.last.is_some_and(|last| last != current) || (known.last.is_none() && self.hosts() > 1) {
             info!(host = name, timeline = timeline.0, "connected to the primary");
         }
@@ -245,8 +253,7 @@ impl Primary {
         Ok(candidate.found)
     }
 
-    async fn attempt(&self, host: usize) -> Answer {
-        let limit = self.hosts.connect_timeout;
+    async fn attempt(&self, host: usize, limit: Duration) -> Answer {
         let candidate = timeout(limit, self.ask(host)).await;
         (host, candidate.unwrap_or_else(|_| Err(timed_out(limit))))
     }
