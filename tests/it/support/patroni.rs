@@ -117,12 +117,17 @@ impl Patroni {
 }
 
 impl Drop for Patroni {
-    /// Stops Patroni, which stops its Postgres.
+    /// Stops Patroni, which stops its Postgres, unless it was just starting it.
     fn drop(&mut self) {
         if let Some(pid) = i32::try_from(self.process.id()).ok().and_then(Pid::from_raw) {
             // It may have ended already.
             let _ = kill_process(pid, Signal::TERM);
         }
         let _ = self.process.wait();
+        let (Some(programs), (as_user, _)) = (Postgres::programs(), user()) else { return };
+        let mut stop = Command::new(as_user[0]);
+        stop.args(&as_user[1..]).arg(programs.join("pg_ctl")).args(["stop", "-s", "-m", "immediate", "-D"]);
+        // It fails if Postgres has ended, which is the usual case.
+        let _ = stop.arg(self.folder.path().join("data")).stderr(Stdio::null()).status();
     }
 }
