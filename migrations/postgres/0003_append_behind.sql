@@ -1,4 +1,5 @@
--- Compare-and-append, also behind changes of other instances.
+-- Compare-and-append, also behind changes of other instances. An instance without others calls orlop_append, which takes
+-- less time.
 --
 -- Returns no row and adds nothing if the log is not at the expected position, unless all appends since then were
 -- changes of keys, none of which the caller looked at. Then it adds the caller's rows behind them: each revision above
@@ -10,7 +11,7 @@
 -- them. Otherwise the caller reads them from the log.
 --
 -- read_keys are the keys that the caller looked at, and read_starts and read_ends the ranges; an end that is NULL is
--- unbounded. If read_keys is NULL, the log has to be at the expected position.
+-- unbounded.
 --
 -- The advisory lock excludes other appends until this transaction has committed, and the statements after it see all
 -- that they committed: a VOLATILE function takes a snapshot for each of its statements, but only at READ COMMITTED.
@@ -59,8 +60,7 @@ BEGIN
         (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint
     INTO head, epoch, server;
     moved := head - expected_head;
-    IF (epoch, server) <> (expected_epoch, expected_server) OR moved < 0 OR moved > revisions_max
-        OR (moved > 0 AND read_keys IS NULL) THEN
+    IF (epoch, server) <> (expected_epoch, expected_server) OR moved < 0 OR moved > revisions_max THEN
         RETURN;
     END IF;
     IF moved > 0 THEN
@@ -144,20 +144,5 @@ BEGIN
     IF EXISTS (SELECT 1 FROM member m WHERE m.run <> own_run AND m.beat > clock_timestamp() - interval '1 minute') THEN
         PERFORM pg_notify('orlop_' || 'kv_log'::regclass::oid, (head + cardinality(keys))::text);
     END IF;
-END
-$$;
-
--- Instances of an older version call this while they are being replaced; so do orlop_alarm and orlop_advance_epoch.
-CREATE OR REPLACE FUNCTION orlop_append(
-    expected_head bigint, expected_epoch bigint, expected_server bigint,
-    keys bytea[], vals bytea[], leases bigint[], versions bigint[], creates bigint[], prevs bigint[], deletes boolean[],
-    more_ids bigint[], more_subs bigint[], more_keys bytea[], more_vals bytea[], more_leases bigint[],
-    more_versions bigint[], more_creates bigint[], more_prevs bigint[], more_deletes boolean[],
-    grants bigint[], ttls bigint[], revokes bigint[], expires bigint[], compact bigint, own_run bigint
-) RETURNS boolean LANGUAGE plpgsql AS $$
-BEGIN
-    RETURN EXISTS (SELECT 1 FROM orlop_append_behind(expected_head, expected_epoch, expected_server, keys, vals, leases,
-        versions, creates, prevs, deletes, more_ids, more_subs, more_keys, more_vals, more_leases, more_versions,
-        more_creates, more_prevs, more_deletes, grants, ttls, revokes, expires, compact, own_run, NULL, NULL, NULL));
 END
 $$;

@@ -151,6 +151,13 @@ async fn concurrent_increments_on_all_instances_are_counted_without_starvation()
 async fn writes_of_different_keys_do_not_conflict() {
     const ROUNDS: i64 = 150;
     let Some(all) = instances::<3>().await else { return };
+    for (server, _) in &all {
+        eventually("an instance knows the others", async || match server.metric("orlop_instances").await {
+            3.0 => Ok(()),
+            known => Err(known),
+        })
+        .await;
+    }
     let mut tasks = JoinSet::new();
     for (number, (server, client)) in all.into_iter().enumerate() {
         tasks.spawn(async move {

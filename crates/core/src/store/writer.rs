@@ -36,7 +36,7 @@ use std::{
 use tokio::{
     sync::{Notify, mpsc},
     task::yield_now,
-    time::Instant,
+    time::{Instant, timeout_at},
 };
 use tracing::{error, warn};
 
@@ -62,6 +62,8 @@ const BATCH_BYTES_MAX: usize = 4 << 20;
 /// Number of times the writer yields before it evaluates a batch, so that requests that are about to arrive join it.
 /// Measured: batches become one eighth larger. Unlike a timer, yielding costs nothing if no request arrives.
 const COLLECT_YIELDS: usize = 3;
+/// Maximum time to wait for a batch as large as the last one, if that was appended behind changes of other instances.
+const JOIN_MAX: Duration = Duration::from_millis(1);
 /// Number of lost races in a row after which the writer takes the append lock before it evaluates a batch.
 const LOSSES_MAX: u32 = 2;
 /// Pause before the log is read again while the database is unavailable.
@@ -81,6 +83,8 @@ pub(super) struct Writer {
     pending: VecDeque<Command>,
     /// Number of races that were lost since the last append.
     losses: u32,
+    /// Number of requests for which the next batch waits.
+    requests_wanted: usize,
     /// This instance has applied everything that was acknowledged before this time. `None`: it has never caught up.
     caught_up_since: Option<Instant>,
     /// Whether this instance holds the append lock: no other instance can append before this one has appended.
@@ -111,6 +115,7 @@ impl Writer {
             close,
             pending: VecDeque::new(),
             losses: 0,
+            requests_wanted: 0,
             caught_up_since: None,
             holds_append_lock: false,
             is_closed: false,
@@ -152,7 +157,21 @@ impl Writer {
             let Ok(command) = self.commands.try_recv() else { break };
             self.enqueue(command);
         }
+        if self.pending.len() < self.requests_wanted {
+            self.wait_for_joining().await;
+        }
         true
+    }
+
+    /// Waits until the batch is as large as the last one. The appends of other instances precede the next one anyway,
+    /// and requests that arrive while it waits for the append lock do not join it. Clients that wait for one response
+    /// before they send the next request would otherwise be divided into ever smaller batches.
+    async fn wait_for_joining(&mut self) {
+        let deadline = Instant::now() + JOIN_MAX;
+        while self.pending.len() < self.requests_wanted {
+            let Ok(Some(command)) = timeout_at(deadline, self.commands.recv()).await else { return };
+            self.enqueue(command);
+        }
     }
 
     /// Moves a request from the queue to the pending ones.

@@ -6,7 +6,7 @@
 //! transaction that holds this lock until the append is complete. Postgres grants the lock in request order, and closes
 //! a connection that holds it and is idle for 2 s.
 
-use sqlx::{Connection as _, PgConnection, postgres::PgRow};
+use sqlx::{Connection as _, PgConnection, Row as _, postgres::PgRow};
 use tokio::sync::Mutex;
 use tracing::debug;
 
@@ -20,7 +20,10 @@ use orlop_core::{
     types::{Change, ChangeKind, LeaseId, Revision, RowId},
 };
 
-const APPEND: &str = "SELECT * FROM orlop_append_behind($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, \
+const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, \
+    $18, $19, $20, $21, $22, $23, $24, $25)";
+/// Returns rows, see [`appended`].
+const APPEND_BEHIND: &str = "SELECT * FROM orlop_append_behind($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, \
     $15, $16, $17, $18, $19, $20, $21, $22, $23, $24, $25, $26, $27, $28)";
 /// Sets or removes any fact.
 const FACT: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
@@ -215,18 +218,22 @@ async fn rows(connection: &mut PgConnection, append: Append<'_>, run: i64) -> sq
     let Leases { grants, revokes, expires } = Leases::of(append.leases);
     let (grants, ttls): (Vec<i64>, Vec<i64>) = grants.into_iter().unzip();
     let expected = append.expected;
-    let spans: Vec<SqlRange> =
-        append.reads.iter().flat_map(|reads| &reads.spans).map(|span| SqlRange::of(span)).collect();
-    let mut query = sqlx::query(APPEND).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
+    let sql = if append.reads.is_some() { APPEND_BEHIND } else { APPEND };
+    let mut query = sqlx::query(sql).bind(expected.head.0).bind(expected.epoch).bind(expected.server);
     query = bind(query, first).bind(more_ids).bind(more_subs);
-    let rows = bind(query, more)
+    query = bind(query, more)
         .bind(grants)
         .bind(ttls)
         .bind(revokes)
         .bind(expires)
         .bind(append.compact.map(|revision| revision.0))
-        .bind(run)
-        .bind(append.reads.map(|reads| &*reads.keys))
+        .bind(run);
+    let Some(reads) = append.reads else {
+        return query.fetch_one(connection).await?.try_get(0).map(whether);
+    };
+    let spans: Vec<SqlRange> = reads.spans.iter().map(|span| SqlRange::of(span)).collect();
+    let rows = query
+        .bind(&*reads.keys)
         .bind(spans.iter().map(|span| &*span.start).collect::<Vec<_>>())
         .bind(spans.iter().map(|span| (!span.unbounded).then_some(&*span.end)).collect::<Vec<_>>())
         .fetch_all(connection)

@@ -125,7 +125,9 @@ impl Writer {
 
     /// Appends the batch to the log and applies it.
     async fn append(&mut self, batch: &mut Batch, served: &mut Served, expected: Position) -> Result<CommitOutcome> {
-        let reads = self.read_set(served, expected);
+        // Without other instances, nobody else appends.
+        let is_alone = self.shared.members.is_alone();
+        let reads = if is_alone { None } else { self.read_set(served, expected) };
         let append = Append {
             expected,
             changes: batch.changes(),
@@ -138,7 +140,7 @@ impl Writer {
         self.holds_append_lock = false;
         let shared = Arc::clone(&self.shared);
         let metrics = &shared.metrics.store;
-        let _appending = reads.is_some().then(|| shared.replication.mark_append());
+        let _appending = (is_alone || reads.is_some()).then(|| shared.replication.mark_append());
         let begun = Instant::now();
         let is_lone = batch.changes().len() <= 1;
         match self.busy_poll.wait(is_lone, shared.log.append(append)).await {
@@ -146,6 +148,7 @@ impl Writer {
                 let took = begun.elapsed().as_secs_f64();
                 metrics.fsync.observe(took);
                 self.log_recovery();
+                self.requests_wanted = 0;
                 if let Appended::Behind { base, others } = appended {
                     self.rebase(batch, served, base, others).await?;
                 }
@@ -192,6 +195,7 @@ impl Writer {
         others: Vec<Change>,
     ) -> Result<()> {
         self.shared.metrics.store.appended_behind.inc();
+        self.requests_wanted = served.len();
         if let Err(failure) = self.shared.apply_others(others, base).await {
             self.log_failure(&log::Error::OutcomeUnknown(failure.to_string()));
             return Err(Error::OutcomeUnknown);
