@@ -22,7 +22,7 @@ use orlop_wire::proto::client::{
 use tonic::Code;
 
 use super::{
-    auth::{AuthOp, is_empty_range},
+    auth::is_empty_range,
     op::{Answer, Op},
 };
 
@@ -42,7 +42,6 @@ const EXCEPTIONS: &[Exception] = &[
     Exception { reason: "etcd before 3.6 answers these requests without a check of rights", allow: unchecked },
     Exception { reason: "etcd answers a transaction without operations without a check of rights", allow: empty_txn },
     Exception { reason: "Orlop looks at the size of a request before its user", allow: too_large },
-    Exception { reason: "etcd still finds a user that was deleted a moment ago", allow: deleted_user },
     Exception { reason: "an empty range needs no rights, except sometimes in etcd", allow: empty_range },
     Exception { reason: "etcd before 3.6 treats an unknown sort order as no order", allow: unknown_sort_order },
 ];
@@ -174,17 +173,6 @@ fn empty_txn(op: &Op, etcd: &Answer, ours: &mut Answer) {
 fn too_large(_: &Op, etcd: &Answer, ours: &mut Answer) {
     let is_too_large = matches!(ours, Answer::Refused { message, .. } if message == "etcdserver: request is too large");
     if is_too_large && is_refusal_of_rights(etcd) {
-        *ours = etcd.clone();
-    }
-}
-
-/// etcd reads the user of a login without the deletes since its last commit to the disk, at most 100 ms ago.
-fn deleted_user(op: &Op, etcd: &Answer, ours: &mut Answer) {
-    let says = |answer: &Answer, text: &str| matches!(answer, Answer::Refused { message, .. } if message == text);
-    if let Op::Auth(AuthOp::LogIn { .. }) = op
-        && says(etcd, "auth: authentication failed, password was given for no password user")
-        && says(ours, "etcdserver: authentication failed, invalid user ID or password")
-    {
         *ours = etcd.clone();
     }
 }
