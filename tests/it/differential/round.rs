@@ -7,8 +7,6 @@ use orlop_wire::proto::client::{
     mvccpb::Event,
 };
 
-use tokio::time::{Duration, Instant};
-
 use super::{
     auth::{AuthOp, Caller, PASSWORDS, ROOT, first_ops, log_ins},
     exceptions,
@@ -22,10 +20,6 @@ use super::{
 const SEQUENCE_OPS: usize = 400;
 /// Number of operations that a failure report shows.
 const TAIL_OPS: usize = 20;
-/// etcd reads the user of a login from a state that may lack the changes since its last commit to the disk, usually
-/// 100 ms ago. A login with different answers is therefore repeated on both servers.
-const STALE_LOG_IN: &str = "etcd reads the user of a login from an older state";
-const STALE_LOG_IN_MAX: Duration = Duration::from_secs(5);
 
 pub struct Round {
     seed: u64,
@@ -92,24 +86,13 @@ impl Round {
         if waits_for_events {
             self.catch_up(&op).await?;
         }
-        let (mut etcd, mut ours) = self.perform(caller, &op).await;
-        let deadline = Instant::now() + STALE_LOG_IN_MAX;
-        while etcd != ours && matches!(op, Op::Auth(AuthOp::LogIn { .. })) && Instant::now() < deadline {
-            *self.used.entry(STALE_LOG_IN).or_default() += 1;
-            (etcd, ours) = self.perform(caller, &op).await;
-        }
+        let (etcd, mut ours) = tokio::join!(self.etcd.perform(caller, &op), self.ours.perform(caller, &op));
+        exceptions::allow(&op, &etcd, &mut ours, &mut self.used);
         if etcd != ours || etcd.is_failure() {
             return Err(self.mismatch(&op, &etcd, &ours));
         }
         self.learn(&op, &etcd);
         Ok(())
-    }
-
-    /// Performs an operation on both servers and returns their answers, ours with the permitted differences removed.
-    async fn perform(&mut self, caller: Caller, op: &Op) -> (Answer, Answer) {
-        let (etcd, mut ours) = tokio::join!(self.etcd.perform(caller, op), self.ours.perform(caller, op));
-        exceptions::allow(op, &etcd, &mut ours, &mut self.used);
-        (etcd, ours)
     }
 
     /// Updates the known state of the store from a response, which was the same on both servers.
