@@ -9,6 +9,7 @@ mod cluster;
 pub mod convert;
 mod election;
 pub mod grpc;
+mod history;
 pub mod interval_check;
 mod kv;
 mod lease;
@@ -26,7 +27,9 @@ use tonic::{Status, service::Routes};
 
 use self::grpc::metering::Meter;
 pub use self::grpc::router::Router;
-use self::{election::ElectionService, lock::LockService, snapshot::Snapshots, status::from_store};
+use self::{
+    election::ElectionService, history::HistoryService, lock::LockService, snapshot::Snapshots, status::from_store,
+};
 use crate::{
     auth::{Authenticator, Credentials},
     telemetry::Exporter,
@@ -44,6 +47,7 @@ use orlop_wire::proto::{
             self as pb, auth_server::AuthServer, cluster_server::ClusterServer, lease_server::LeaseServer,
             maintenance_server::MaintenanceServer,
         },
+        orlopb::history_server::HistoryServer,
         v3electionpb::election_server::ElectionServer,
         v3lockpb::lock_server::LockServer,
     },
@@ -172,6 +176,7 @@ pub fn services(
         .add_service(AuthServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
         .add_service(MaintenanceServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
         .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(long))
+        .add_service(HistoryServer::new(HistoryService(Arc::clone(&context))).max_decoding_message_size(small))
         .add_service(ElectionServer::new(ElectionService(context)).max_decoding_message_size(long))
         .add_service(health.max_decoding_message_size(small))
         .add_service(reflection().build_v1()?.max_decoding_message_size(small))

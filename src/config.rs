@@ -86,6 +86,11 @@ pub struct Settings {
     pub snapshot_retention: usize,
     /// Empty: `snapshots` in the data directory.
     pub snapshot_dir: PathBuf,
+    /// Zero: compacted rows are not kept.
+    pub history_retention: Interval,
+    /// Bytes; 0: no limit.
+    #[serde(deserialize_with = "values::bytes")]
+    pub history_bytes: u64,
     pub max_concurrent_streams: u32,
     pub grpc_keepalive_interval: Interval,
     pub grpc_keepalive_timeout: Interval,
@@ -158,6 +163,8 @@ impl Default for Settings {
             snapshot_interval: Interval(Duration::ZERO),
             snapshot_retention: 7,
             snapshot_dir: PathBuf::new(),
+            history_retention: Interval(Duration::ZERO),
+            history_bytes: 0,
             max_concurrent_streams: u32::MAX,
             grpc_keepalive_interval: Interval(Duration::from_secs(2 * 60 * 60)),
             grpc_keepalive_timeout: Interval(Duration::from_secs(20)),

@@ -26,10 +26,10 @@ use crate::{
     telemetry::{self, Exporter},
 };
 use orlop_core::{
-    log::{self, Log},
+    log::{self, Archive, History as _, Log},
     metrics::{self, Metrics},
     overload::{PartialRequests, Steps},
-    store::{self, AutoCompaction, CompactionRate, SlowThresholds, Store},
+    store::{self, AutoCompaction, CompactionRate, HistorySettings, Keep, SlowThresholds, Store},
     supervise::vital,
     watchdog::{Pulse, Watching},
 };
@@ -304,6 +304,7 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
         busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
         watchdog: Arc::default(),
+        history: None,
     };
     let datastore = settings.datastore().map_err(Error)?;
     store_settings.metrics.state.database.with_label_values(&[datastore.kind()]).set(1);
@@ -314,8 +315,9 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
         Durability::Synced
     };
     let metrics = Some(Arc::clone(&store_settings.metrics));
-    let log = open_log(settings, &datastore, client_urls, durability, metrics).await;
-    let log = log.map_err(|error| Error(error.to_string()))?;
+    let opened = open_with_archive(settings, &datastore, client_urls, durability, metrics, keep(settings)).await;
+    let (log, history) = opened.map_err(|error| Error(error.to_string()))?;
+    let store_settings = store::Settings { history, ..store_settings };
     // Errors of Postgres already contain the name of the database.
     let location = match &datastore {
         Datastore::Sqlite(file) => format!(" {}", file.display()),
@@ -325,16 +327,30 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
     Store::open(log, store_settings).await.map_err(read)
 }
 
-/// Opens the log of a server with these settings.
-pub(crate) async fn open_log(
+/// Returns which compacted rows a server with these settings keeps.
+fn keep(settings: &Settings) -> Keep {
+    match (settings.history_retention.0, settings.history_bytes) {
+        (Duration::ZERO, _) => Keep::Nothing,
+        (retention, 0) => Keep::Rows { retention, bytes_max: u64::MAX },
+        (retention, bytes_max) => Keep::Rows { retention, bytes_max },
+    }
+}
+
+/// Opens the log of a server with these settings, and its archive.
+pub(crate) async fn open_with_archive(
     settings: &Settings,
     datastore: &Datastore,
     client_urls: Vec<String>,
     durability: Durability,
     metrics: Option<Arc<Metrics>>,
-) -> log::Result<Arc<dyn Log>> {
-    Ok(match datastore {
-        Datastore::Sqlite(file) => Arc::new(SqliteLog::open_with(file, durability).await?),
+    keep: Keep,
+) -> log::Result<(Arc<dyn Log>, Option<HistorySettings>)> {
+    let (log, archive): (Arc<dyn Log>, Option<Arc<dyn Archive>>) = match datastore {
+        Datastore::Sqlite(file) => {
+            let log = SqliteLog::open_with(file, durability).await?;
+            let archive = log.archive(&log.meta().await?, keep != Keep::Nothing).await?;
+            (Arc::new(log), archive.map(|archive| Arc::new(archive) as _))
+        }
         Datastore::Postgres(endpoint) => {
             let settings = PostgresSettings {
                 endpoint: endpoint.clone(),
@@ -345,12 +361,15 @@ pub(crate) async fn open_log(
                 durability,
             };
             let log = PostgresLog::open(settings).await?;
-            match metrics {
-                Some(metrics) => Arc::new(log.with_metrics(metrics)),
-                None => Arc::new(log),
-            }
+            let archive = log.archive();
+            let log = match metrics {
+                Some(metrics) => log.with_metrics(metrics),
+                None => log,
+            };
+            (Arc::new(log), Some(Arc::new(archive)))
         }
-    })
+    };
+    Ok((log, archive.map(|archive| HistorySettings { archive, keep })))
 }
 
 /// Returns when the server takes snapshots of itself; `None`: never.

@@ -9,21 +9,24 @@ use std::{env, error::Error, path::PathBuf};
 use prost::Message as _;
 use prost_types::{FileDescriptorSet, field_descriptor_proto::Type};
 
-const PROTOS: [&str; 6] = [
+const PROTOS: [&str; 7] = [
     "mvccpb/kv.proto",
     "authpb/auth.proto",
     "leasepb/lease.proto",
     "etcdserverpb/rpc.proto",
     "v3lockpb/v3lock.proto",
     "v3electionpb/v3election.proto",
+    "orlopb/history.proto",
 ];
 
-/// Fields of the server set that contain encoded messages: (message of `etcdserverpb`, field).
-const ENCODED_FIELDS: [(&str, &str); 4] = [
+/// Fields of the server set that contain encoded messages: (message, field).
+const ENCODED_FIELDS: [(&str, &str); 6] = [
     ("RangeResponse", "kvs"),
     ("PutResponse", "prev_kv"),
     ("DeleteRangeResponse", "prev_kvs"),
     ("WatchResponse", "events"),
+    ("HistoryPairsResponse", "kvs"),
+    ("HistoryChange", "event"),
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -50,7 +53,7 @@ fn with_encoded_fields(mut set: FileDescriptorSet) -> FileDescriptorSet {
     let messages = set
         .file
         .iter_mut()
-        .filter(|file| file.package() == "etcdserverpb")
+        .filter(|file| ["etcdserverpb", "orlopb"].contains(&file.package()))
         .flat_map(|file| file.message_type.iter_mut());
     let mut changed = 0;
     for message in messages {

@@ -72,7 +72,7 @@ fn bound(revision: i64) -> Option<Revision> {
     (revision != 0).then_some(Revision(revision))
 }
 
-fn key_range(key: &[u8], range_end: &[u8]) -> Checked<KeyRange> {
+pub(super) fn key_range(key: &[u8], range_end: &[u8]) -> Checked<KeyRange> {
     if key.is_empty() { Err(Invalid::KeyMissing) } else { Ok(KeyRange::from_wire(key, range_end)) }
 }
 

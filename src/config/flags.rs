@@ -181,6 +181,17 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     snapshot_dir: Option<PathBuf>,
 
+    /// Time for which compacted rows are kept for orlop history, diff, get and rewind, such as 7d; 0: not at all
+    /// [default: 0]
+    #[arg(help_heading = DATASTORE, long, value_name = "DURATION")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    history_retention: Option<Interval>,
+
+    /// Maximum size of these rows, for example 10GiB; the oldest are deleted first. 0: no limit [default: 0]
+    #[arg(help_heading = DATASTORE, long, value_name = "BYTES", value_parser = parse_bytes::<u64>)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    history_bytes: Option<u64>,
+
     /// Maximum number of concurrent calls on one connection [default: 4294967295]
     #[arg(help_heading = REQUESTS, long, value_name = "COUNT")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -19,14 +19,14 @@ use super::{
 use crate::{
     config::{Datastore, Settings},
     load::empty_database,
-    server::open_log,
+    server::open_with_archive,
 };
 use orlop_core::{
     auth::AuthState,
     index::{CompactionCursor, TreeIndex},
     log::{self, Append, Appended, Error, FactChange, LeaseChange, Load, Log, Meta, Position, Reclaim},
     private,
-    store::{hash, replay},
+    store::{Keep, hash, replay},
     types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version, shown},
 };
 use orlop_sql::{Durability, PostgresLoader, SqliteLoader};
@@ -70,7 +70,9 @@ impl Place<'_> {
         {
             return Ok(None);
         }
-        let log = open_log(self.settings, self.datastore, Vec::new(), Durability::Synced, None).await?;
+        let (log, _) =
+            open_with_archive(self.settings, self.datastore, Vec::new(), Durability::Synced, None, Keep::Nothing)
+                .await?;
         let replayed = replay(&*log).await?;
         let auth = log.auth().await?;
         let meta = replayed.meta;
@@ -250,6 +252,7 @@ impl Target {
         while is_unfinished {
             let mut rows = Vec::new();
             is_unfinished = self.index.compact_step(&mut cursor, COMPACT_KEYS, &mut rows);
+            let rows: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
             for rows in rows.chunks(DELETE_ROWS) {
                 let rows = Reclaim::Rows { rows, compacted: revision, server: self.position.server };
                 let _ = self.log.reclaim(rows).await?;

@@ -18,11 +18,11 @@ use std::{
 
 use self::key_index::{Fate, KeyIndex};
 pub use self::{
-    key_index::{Entry, Lease},
+    key_index::{Entry, IndexedRow, Lease},
     row_validation::{Contradiction, RowKind, ValidatedColumns},
 };
 
-use crate::types::{Change, ChangeKind, Key, KeyBounds, Revision, RowId};
+use crate::types::{Change, ChangeKind, Key, KeyBounds, Revision, Superseded};
 
 /// The revision to read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -163,6 +163,11 @@ impl TreeIndex {
         self.keys.get(key)?.at(at)
     }
 
+    /// Returns the rows of a key that no compaction has removed, oldest first.
+    pub fn rows(&self, key: &[u8]) -> Vec<IndexedRow> {
+        self.keys.get(key).map(KeyIndex::rows).unwrap_or_default()
+    }
+
     /// Returns the keys within `bounds` that were live at `at`, in order.
     pub fn range(
         &self,
@@ -203,7 +208,12 @@ impl TreeIndex {
 
     /// Frees the history that no read at or above the compact revision needs, for at most `budget` keys, and adds its
     /// rows to `removed`. Returns whether keys are left.
-    pub fn compact_step(&mut self, cursor: &mut CompactionCursor, budget: usize, removed: &mut Vec<RowId>) -> bool {
+    pub fn compact_step(
+        &mut self,
+        cursor: &mut CompactionCursor,
+        budget: usize,
+        removed: &mut Vec<Superseded>,
+    ) -> bool {
         let Some(revision) = self.compact_revision else { return false };
         let start = cursor.after.take().map_or(Bound::Unbounded, Bound::Excluded);
         let mut dropped = Vec::new();

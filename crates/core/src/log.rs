@@ -4,6 +4,7 @@
 //! [`Log`] is the interface that the store needs from a database, in the domain's terms. A log knows nothing about the
 //! state of keys: it appends rows and returns them.
 
+mod archive;
 mod inspect;
 #[cfg(test)]
 pub mod memory;
@@ -14,6 +15,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 pub use self::{
+    archive::{
+        ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Moment,
+        Order, PastRow, Rest, Time,
+    },
     inspect::{Depth, Facts, Inspect, StoredLease, StoredMember, StoredRow, Table},
     read_set::ReadSet,
 };

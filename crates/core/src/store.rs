@@ -29,6 +29,7 @@ mod expiry;
 mod handle;
 pub mod hash;
 mod heartbeat;
+mod history;
 mod leases;
 mod members;
 mod open;
@@ -57,6 +58,7 @@ pub use self::{
     compactor::CompactionRate,
     error::{Error, Result},
     handle::Store,
+    history::{HistorySettings, HistoryState, Keep, PastChange, PastChanges, PastError, PastPairs},
     open::Settings,
     reader::RangePieces,
     replay::{Replayed, replay},

@@ -21,6 +21,7 @@ pub struct Revision(pub i64);
 impl Revision {
     /// The revision of an empty store.
     pub const EMPTY: Self = Self(1);
+    pub const MAX: Self = Self(i64::MAX);
 
     pub const fn next(self) -> Self {
         Self(self.0 + 1)
@@ -54,6 +55,15 @@ impl RowId {
     pub const fn new(revision: Revision, sub: u32) -> Self {
         Self { revision, sub }
     }
+}
+
+/// A row and the revision at which it was superseded.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Superseded {
+    pub row: RowId,
+    /// The first revision, at or after that of the row, whose state does not contain the row: the revision of the next
+    /// change of its key, or its own if it is a tombstone.
+    pub end: Revision,
 }
 
 /// A lease's ID. Clients may choose any number but 0, including negative ones.

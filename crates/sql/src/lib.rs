@@ -4,6 +4,7 @@
 //! which fills an empty database, and a view, which is a read-only snapshot of a log. A view can be opened even if the
 //! database may be damaged. [`KineTable`] reads the table of kine, for an import.
 
+mod archive;
 mod auth;
 mod kine;
 mod migrations;
@@ -21,6 +22,6 @@ pub enum Durability {
 
 pub use self::{
     kine::{APISERVER_COMPACTION, KineRow, KineState, KineTable, Values},
-    postgres::{PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
-    sqlite::{Defragmented, SqliteLoader, SqliteLog, SqliteView},
+    postgres::{PostgresArchive, PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
+    sqlite::{Defragmented, SqliteArchive, SqliteLoader, SqliteLog, SqliteView},
 };

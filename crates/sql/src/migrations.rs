@@ -16,14 +16,20 @@ const SQLITE: [File; 2] = [
     (1, "log", include_str!("../../../migrations/sqlite/0001_log.sql")),
     (2, "auth", include_str!("../../../migrations/sqlite/0002_auth.sql")),
 ];
-const POSTGRES: [File; 3] = [
+const SQLITE_ARCHIVE: [File; 1] = [(1, "archive", include_str!("../../../migrations/sqlite-archive/0001_archive.sql"))];
+const POSTGRES: [File; 4] = [
     (1, "log", include_str!("../../../migrations/postgres/0001_log.sql")),
     (2, "auth", include_str!("../../../migrations/postgres/0002_auth.sql")),
     (3, "append_behind", include_str!("../../../migrations/postgres/0003_append_behind.sql")),
+    (4, "archive", include_str!("../../../migrations/postgres/0004_archive.sql")),
 ];
 
 pub(crate) fn sqlite() -> Migrator {
     migrator(&SQLITE)
+}
+
+pub(crate) fn sqlite_archive() -> Migrator {
+    migrator(&SQLITE_ARCHIVE)
 }
 
 pub(crate) fn postgres() -> Migrator {
@@ -45,7 +51,7 @@ mod tests {
 
     #[test]
     fn every_migration_is_embedded() {
-        for (folder, files) in [("sqlite", &SQLITE[..]), ("postgres", &POSTGRES)] {
+        for (folder, files) in [("sqlite", &SQLITE[..]), ("sqlite-archive", &SQLITE_ARCHIVE), ("postgres", &POSTGRES)] {
             let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../migrations").join(folder);
             let mut names: Vec<String> = fs::read_dir(path)
                 .expect("the folder exists")

@@ -9,6 +9,7 @@
 //! the log before the next append.
 
 mod append;
+mod archive;
 mod connection;
 mod hosts;
 mod inspect;
@@ -44,7 +45,7 @@ use self::{
     listener::Listener,
     primary::Timeline,
 };
-pub use self::{load::PostgresLoader, view::PostgresView};
+pub use self::{archive::PostgresArchive, load::PostgresLoader, view::PostgresView};
 use crate::{
     Durability, auth,
     rows::{LogRow as _, corrupt},
@@ -136,6 +137,11 @@ impl PostgresLog {
             has_sent_heartbeat: AtomicBool::new(false),
             free_bytes: AtomicI64::new(0),
         })
+    }
+
+    /// Returns the archive of this log. It uses the same connections.
+    pub fn archive(&self) -> PostgresArchive {
+        PostgresArchive::new(self.database.clone())
     }
 
     fn stop_search(&self) {

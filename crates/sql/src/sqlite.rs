@@ -8,6 +8,7 @@
 //! never as part of a write.
 
 mod append;
+mod archive;
 mod checkpoint;
 mod defragment;
 mod inspect;
@@ -32,8 +33,8 @@ use sqlx::{
 };
 use tracing::warn;
 
+pub use self::{archive::SqliteArchive, defragment::Defragmented, load::SqliteLoader, view::SqliteView};
 use self::{checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum, writer::Writer};
-pub use self::{defragment::Defragmented, load::SqliteLoader, view::SqliteView};
 pub(crate) use self::{integrity::refuse_damage, view::may_be_immutable};
 use crate::rows::{cannot_migrate, connections, foreign_table, unavailable};
 use crate::{Durability, auth, migrations};

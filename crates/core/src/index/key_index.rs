@@ -14,7 +14,7 @@
 //! as version 2 from 9 on. Most keys have one version, so the newest is stored inline and the rest behind one pointer.
 
 use super::{RowKind, ValidatedColumns};
-use crate::types::{Change, ChangeKind, LeaseId, Revision, RowId, Version};
+use crate::types::{Change, ChangeKind, LeaseId, Revision, RowId, Superseded, Version};
 
 /// The state of a live key at a revision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -42,6 +42,13 @@ pub(super) enum Fate {
 pub(super) struct KeyIndex {
     newest: Newest,
     history: Option<Box<History>>,
+}
+
+/// A row of a key. The end of the newest put is [`Revision::MAX`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct IndexedRow {
+    pub superseded: Superseded,
+    pub is_delete: bool,
 }
 
 /// The newest row of the key, packed: version 0 is a tombstone, lease 0 is no lease.
@@ -145,7 +152,40 @@ impl KeyIndex {
     /// Removes the rows that no read at or above `revision` needs. Of the rows at or below `revision`, reads need only
     /// the newest, and not even that one if it is a tombstone below `revision`. Every row of exactly `revision` stays,
     /// because a watch may start there and because the log reads its head from the first row of the newest revision.
-    pub(super) fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) -> Fate {
+    pub(super) fn compact(&mut self, revision: Revision, removed: &mut Vec<Superseded>) -> Fate {
+        if self.history.is_none() && (self.is_live() || self.newest.row.revision >= revision) {
+            return Fate::Keep;
+        }
+        let rows = self.rows();
+        let mut gone = Vec::new();
+        let fate = self.remove_before(revision, &mut gone);
+        gone.sort_unstable();
+        let removed_rows = rows.iter().filter(|it| gone.binary_search(&it.superseded.row).is_ok());
+        removed.extend(removed_rows.map(|it| it.superseded));
+        fate
+    }
+
+    /// Returns all rows, oldest first.
+    pub(super) fn rows(&self) -> Vec<IndexedRow> {
+        let mut rows: Vec<(RowId, bool)> = Vec::new();
+        let history = self.history.as_deref();
+        for generation in history.iter().flat_map(|history| &history.closed) {
+            rows.extend(generation.puts.iter().map(|row| (*row, false)));
+            rows.push((generation.tombstone, true));
+        }
+        rows.extend(history.iter().flat_map(|history| &history.earlier).map(|row| (*row, false)));
+        if rows.last().is_none_or(|(row, _)| *row != self.newest.row) {
+            rows.push((self.newest.row, self.newest.is_tombstone()));
+        }
+        let next = rows.iter().skip(1).map(|(row, _)| row.revision).chain([Revision::MAX]);
+        let indexed = rows.iter().zip(next).map(|(&(row, is_delete), next)| {
+            let end = if is_delete { row.revision } else { next };
+            IndexedRow { superseded: Superseded { row, end }, is_delete }
+        });
+        indexed.collect()
+    }
+
+    fn remove_before(&mut self, revision: Revision, removed: &mut Vec<RowId>) -> Fate {
         if self.has_row_at(revision) {
             self.drop_before(revision, removed);
             return Fate::Keep;
@@ -374,12 +414,23 @@ mod tests {
             let mut key = whole.clone();
             let mut removed = Vec::new();
             assert_eq!(key.compact(Revision(revision), &mut removed), Fate::Keep);
-            removed.sort_unstable();
-            assert_eq!(removed, expected.iter().map(|r| row(*r)).collect::<Vec<_>>(), "compacted at {revision}");
+            let rows: Vec<RowId> = removed.iter().map(|superseded| superseded.row).collect();
+            assert_eq!(rows, expected.iter().map(|r| row(*r)).collect::<Vec<_>>(), "compacted at {revision}");
             for at in revision..12 {
                 assert_eq!(seen(&key, at), seen(&whole, at), "compacted at {revision}, read at {at}");
             }
         }
+    }
+
+    #[test]
+    fn put_is_superseded_by_the_next_change_and_a_tombstone_at_once() {
+        let ends = |key: &KeyIndex| -> Vec<(i64, i64)> {
+            key.rows().iter().map(|it| (it.superseded.row.revision.0, it.superseded.end.0)).collect()
+        };
+        let mut key = worked_history();
+        assert_eq!(ends(&key), [(2, 4), (4, 5), (5, 5), (7, 9), (9, i64::MAX)]);
+        key.delete(row(10));
+        assert_eq!(ends(&key), [(2, 4), (4, 5), (5, 5), (7, 9), (9, 10), (10, 10)]);
     }
 
     #[test]
@@ -411,7 +462,7 @@ mod tests {
         }
         let mut removed = Vec::new();
         compacted.compact(Revision(4), &mut removed);
-        assert_eq!(removed, [row(3)]);
+        assert_eq!(removed, [Superseded { row: row(3), end: Revision(3) }]);
         assert_eq!(compacted, KeyIndex::created(row(5), Revision(5), 1, None));
     }
 }

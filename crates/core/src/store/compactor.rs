@@ -22,8 +22,8 @@ use tracing::{info, warn};
 use super::shared::Shared;
 use crate::{
     index::CompactionCursor,
-    log::Reclaim,
-    types::{Revision, RowId},
+    log::{self, Reclaim},
+    types::{Revision, RowId, Superseded},
 };
 
 /// Keys visited per step while the index is locked.
@@ -53,7 +53,7 @@ impl Default for CompactionRate {
 pub(super) async fn run(
     shared: Arc<Shared>,
     rate: CompactionRate,
-    mut garbage: Vec<RowId>,
+    mut garbage: Vec<Superseded>,
     mut stop: watch::Receiver<bool>,
 ) {
     let work = async {
@@ -137,7 +137,7 @@ pub(super) enum PurgeOwner {
 pub(super) async fn purge(
     shared: &Shared,
     rate: CompactionRate,
-    garbage: &mut Vec<RowId>,
+    garbage: &mut Vec<Superseded>,
     compacted: Revision,
     owner: PurgeOwner,
 ) {
@@ -147,9 +147,8 @@ pub(super) async fn purge(
         shared.pulses.compactor.beat();
         let (now, later) = rows.split_at(rows.len().min(rate.rows));
         let begun = Instant::now();
-        let step = Reclaim::Rows { rows: now, compacted, server: shared.position().server };
-        match shared.log.reclaim(step).await {
-            Ok(_) => {
+        match delete(shared, now, compacted).await {
+            Ok(()) => {
                 if owner == PurgeOwner::ThisInstance {
                     shared.metrics.store.compaction_pause.observe(elapsed_ms(begun));
                     shared.metrics.store.compacted_rows.inc_by(now.len() as u64);
@@ -164,6 +163,22 @@ pub(super) async fn purge(
         }
     }
     garbage.clear();
+    if let Some(history) = &shared.history {
+        while let Err(error) = history.finish(compacted).await {
+            warn!(%error, "cannot record that compacted rows were kept; trying again");
+            sleep(RETRY_PAUSE).await;
+        }
+    }
+}
+
+/// Copies rows to the archive, if they are to be kept, and deletes them from the log.
+async fn delete(shared: &Shared, rows: &[Superseded], compacted: Revision) -> log::Result<()> {
+    if let Some(history) = &shared.history {
+        history.keep(rows, compacted).await?;
+    }
+    let rows: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
+    let step = Reclaim::Rows { rows: &rows, compacted, server: shared.position().server };
+    shared.log.reclaim(step).await.map(|_| ())
 }
 
 #[expect(clippy::disallowed_methods, reason = "a timestamp for monitoring")]

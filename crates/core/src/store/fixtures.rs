@@ -41,6 +41,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         compaction: Notify::new(),
         is_purge_owner: AtomicBool::new(false),
         rows_left_to_others: Mutex::default(),
+        history: None,
         compaction_done: watch::Sender::new(None),
         hash_before_compaction: Mutex::default(),
         pulses: Default::default(),

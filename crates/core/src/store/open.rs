@@ -21,6 +21,7 @@ use super::{
     expiry,
     handle::Store,
     heartbeat,
+    history::{self, History, HistorySettings},
     leases::lease_table,
     members::Members,
     queue::WriteQueue,
@@ -66,6 +67,8 @@ pub struct Settings {
     /// Whether the writer polls the commit of a single client instead of sleeping. This needs another core for the
     /// database.
     pub busy_poll: bool,
+    /// Keeps compacted rows; `None`: they are only deleted.
+    pub history: Option<HistorySettings>,
     /// Observes the loops of the store.
     pub watchdog: Arc<Watchdog>,
 }
@@ -83,6 +86,7 @@ impl Default for Settings {
             auto_compaction: None,
             compaction: CompactionRate::default(),
             busy_poll: false,
+            history: None,
             watchdog: Arc::default(),
         }
     }
@@ -114,6 +118,9 @@ impl Store {
         shared.space.set_alarms(&meta);
         shared.authority.set(shared.log.auth().await?);
         shared.fill_tail().await?;
+        if let Some(history) = &shared.history {
+            history.begin(meta.compact_revision).await?;
+        }
         let (writer, queue) =
             Writer::new(Arc::clone(&shared), settings.slow_thresholds, BusyPoll::new(settings.busy_poll));
         let mut tasks = vec![
@@ -122,6 +129,9 @@ impl Store {
             vital("the quota task", quota::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
             vital("the expiry of leases", expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
+        if shared.history.is_some() {
+            tasks.push(vital("the history", history::run(Arc::clone(&shared), stopped.clone())));
+        }
         if let Some(policy) = settings.auto_compaction {
             let compacting = auto_compact::run(Arc::clone(&shared), queue.clone(), policy, stopped.clone());
             tasks.push(vital("auto compaction", compacting));
@@ -178,6 +188,7 @@ impl Shared {
             is_purge_owner: AtomicBool::new(false),
             rows_left_to_others: Mutex::default(),
             pulses: Pulses::default(),
+            history: settings.history.clone().map(History::new),
             log,
         }
     }

@@ -4,7 +4,7 @@
 //! waits until each step is granted ([`Steps`](crate::overload::Steps)), so it never delays the writer. If a compaction
 //! overtakes it, a read at the latest revision starts again; any other read fails as compacted.
 
-mod pairs;
+pub(super) mod pairs;
 mod pieces;
 mod read_txn;
 

@@ -7,7 +7,7 @@ use tracing::info;
 use crate::{
     index::{CompactionCursor, Contradiction, TreeIndex},
     log::{Error, History, Meta, Result},
-    types::{Change, Revision, RowId, shown},
+    types::{Change, Revision, RowId, Superseded, shown},
 };
 
 /// Interval of progress messages while the log is read.
@@ -19,7 +19,7 @@ pub struct Replayed {
     pub index: TreeIndex,
     pub rows: usize,
     /// Rows that a compaction made unreadable and that are not deleted yet.
-    pub garbage: Vec<RowId>,
+    pub garbage: Vec<Superseded>,
 }
 
 /// Reads a whole log and rebuilds the index from it.

@@ -9,8 +9,8 @@ use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, watch};
 
 use super::{
-    authority::CurrentAuthority, hash::Hashed, members::Members, replication::ReplicationState, space::Space,
-    values::ValueCache,
+    authority::CurrentAuthority, hash::Hashed, history::History, members::Members, replication::ReplicationState,
+    space::Space, values::ValueCache,
 };
 use crate::{
     index::TreeIndex,
@@ -19,7 +19,7 @@ use crate::{
     metrics::Metrics,
     overload::{ReadMemory, Steps},
     supervise::Lock,
-    types::{Revision, RowId},
+    types::{Revision, Superseded},
     watch::Hub,
     watchdog::Pulse,
 };
@@ -58,7 +58,9 @@ pub(super) struct Shared {
     /// Whether this instance recorded the newest compaction and therefore deletes its rows.
     pub(super) is_purge_owner: AtomicBool,
     /// Rows that the newest compaction made unreadable and that another instance has to delete.
-    pub(super) rows_left_to_others: Mutex<Vec<RowId>>,
+    pub(super) rows_left_to_others: Mutex<Vec<Superseded>>,
+    /// Keeps compacted rows; `None`: they are only deleted.
+    pub(super) history: Option<History>,
     /// The newest revision whose compaction has finished.
     pub(super) compaction_done: watch::Sender<Option<Revision>>,
     /// The hash at the compact revision, computed before that compaction.

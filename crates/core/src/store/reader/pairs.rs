@@ -40,7 +40,7 @@ const CONCURRENT_READS_MAX: usize = 2;
 /// Counts the steps of a read: the first [`UNPACED_STEPS_MAX`] only yield to other tasks, later ones wait to be
 /// granted.
 #[derive(Default)]
-pub(super) struct StepCount(usize);
+pub(in crate::store) struct StepCount(usize);
 
 impl StepCount {
     /// Waits before the next step.
@@ -56,7 +56,7 @@ impl StepCount {
 
 impl Shared {
     /// Returns the pairs that a read at `at` selected, in the order of `selected`.
-    pub(super) async fn pairs(
+    pub(in crate::store) async fn pairs(
         &self,
         selected: &[Selected],
         projection: Projection,
@@ -120,7 +120,7 @@ impl Shared {
     }
 
     /// Reads the pairs of a list in parts, [`CONCURRENT_READS_MAX`] concurrently. Each part is a step.
-    pub(super) async fn read_list(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+    pub(in crate::store) async fn read_list(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         let read = async |rows| {
             self.steps.request().await;
             self.read_few(rows).await

@@ -1,0 +1,131 @@
+//! The archive: rows that compactions removed from the log, kept for people.
+//!
+//! A compaction copies rows to the archive before it deletes them from the log, so each row is in the log, in the
+//! archive, or, for a moment, in both. Clients of etcd's API never read the archive: for them a compacted revision is
+//! unreadable, with an archive and without. The oldest rows leave the archive first, when they are older than the
+//! retention or when the archive is too large.
+//!
+//! The archive also records times: which revision was the head at which moment.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::{Reclaimed, Result};
+use crate::types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded};
+
+/// Bytes that a row counts in [`ArchiveState::bytes`], in addition to its key and value.
+pub const ARCHIVED_ROW_BYTES: usize = 64;
+/// Maximum number of rows in one response of an archive.
+pub const ARCHIVE_PAGE_ROWS: usize = 500;
+/// Bytes of keys and values after which a response of an archive ends.
+pub const ARCHIVE_PAGE_BYTES: usize = 1 << 20;
+
+/// What an archive contains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ArchiveState {
+    /// The first revision that is complete: its state, and its changes and all later ones, are in the log and the
+    /// archive. [`Revision::MAX`]: the archive was never begun.
+    pub first: Revision,
+    /// The newest compaction whose rows were all copied. Rows of a later one may still be on their way.
+    pub copied: Revision,
+    /// Bytes of all keys and values, and [`ARCHIVED_ROW_BYTES`] per row. The files or tables are larger.
+    pub bytes: u64,
+    pub rows: u64,
+}
+
+/// A moment at which a revision was the head of the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Moment {
+    pub revision: Revision,
+    pub unix_ms: i64,
+}
+
+/// A time, by the clock of the archive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Time {
+    UnixMs(i64),
+    /// This long ago.
+    Ago(Duration),
+}
+
+/// Whether there are more rows after those of a response.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rest {
+    More,
+    None,
+}
+
+/// The order of rows in a response.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    OldestFirst,
+    NewestFirst,
+}
+
+/// A change of the past.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PastRow {
+    pub row: RowId,
+    pub key: Key,
+    /// The pair that was put; `None`: the key was deleted.
+    pub kv: Option<EncodedKv>,
+}
+
+/// Archived changes of a range of keys.
+#[derive(Debug, Clone)]
+pub struct ArchivedChanges<'a> {
+    pub range: &'a KeyRange,
+    /// The first and the last row, both included.
+    pub rows: (RowId, RowId),
+    pub order: Order,
+}
+
+/// Rows that compactions removed from the log.
+#[async_trait]
+pub trait Archive: Send + Sync + 'static {
+    /// Begins the archive of a log with this compact revision, unless it was begun before.
+    async fn begin(&self, compacted: Option<Revision>) -> Result<()>;
+
+    async fn state(&self) -> Result<ArchiveState>;
+
+    /// Copies rows of the log, which the caller then deletes there. Rows that are in the archive, or no longer in the
+    /// log, are skipped. The copies are durable when the call returns.
+    ///
+    /// # Errors
+    ///
+    /// [`super::Error::Full`] if there is no space for them.
+    async fn copy(&self, rows: &[Superseded]) -> Result<()>;
+
+    /// Records that all rows which the compaction at this revision removes were copied ([`ArchiveState::copied`]).
+    async fn finish_copy(&self, compacted: Revision) -> Result<()>;
+
+    /// Deletes some rows, oldest first: those that no revision from `first` on needs, and as many as it takes to have at
+    /// most `bytes_max`. [`ArchiveState::first`] is raised before anything is deleted.
+    async fn prune(&self, first: Revision, bytes_max: u64) -> Result<Reclaimed>;
+
+    /// Records that `head` is the head now, unless that is recorded.
+    async fn note_time(&self, head: Revision) -> Result<()>;
+
+    /// Returns the first recorded moment, which is the lower limit of all times.
+    async fn first_moment(&self) -> Result<Option<Moment>>;
+
+    /// Returns the newest moment at or before a time.
+    async fn moment_at(&self, time: Time) -> Result<Option<Moment>>;
+
+    /// Returns the times at which these revisions were written, in the same order: milliseconds since 1970, exact to about
+    /// a second; `None` for a revision that is not newer than the first recorded moment, or not recorded yet.
+    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<i64>>>;
+
+    /// Returns archived changes, at most [`ARCHIVE_PAGE_ROWS`], and whether there are more.
+    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Rest)>;
+
+    /// Returns the archived pairs that are the state of the keys of `range` after `after` at a revision, in the order of
+    /// keys, at most [`ARCHIVE_PAGE_ROWS`], and whether there are more.
+    async fn pairs_at(
+        &self,
+        range: &KeyRange,
+        after: Option<&Key>,
+        at: Revision,
+    ) -> Result<(Vec<(Key, EncodedKv)>, Rest)>;
+}

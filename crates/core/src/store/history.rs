@@ -1,0 +1,146 @@
+//! The history that outlasts compactions: keeps compacted rows in an archive for some time, and reads past states.
+//!
+//! The compactor copies rows to the archive before it deletes them ([`History::keep`]). One task, on the leader, records
+//! times and deletes what is too old or too much. [`past`] reads a state or changes at any revision that is complete.
+//! Requests of etcd's API do not use any of this.
+
+mod past;
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::{
+    sync::watch,
+    time::{Instant, MissedTickBehavior, interval, sleep},
+};
+use tracing::warn;
+
+pub use self::past::{HistoryState, PastChange, PastChanges, PastError, PastPairs};
+use super::shared::Shared;
+use crate::{
+    log::{self, Archive, Error, Reclaimed, Time},
+    types::{Revision, Superseded},
+};
+
+/// Interval at which the time of the head is recorded, so that the time of each revision is known to the second.
+const TIME_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval at which old rows are deleted.
+const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
+/// Pause between two deletions.
+const PRUNE_PAUSE: Duration = Duration::from_millis(10);
+
+/// An archive and what is kept in it.
+#[derive(Clone)]
+pub struct HistorySettings {
+    pub archive: Arc<dyn Archive>,
+    pub keep: Keep,
+}
+
+/// Which compacted rows are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keep {
+    /// None. Rows that the archive has from earlier are deleted at the next compaction, because the rows between them
+    /// and the log are missing.
+    Nothing,
+    /// Those that were superseded within `retention`; of these, the newest of at most `bytes_max` (see
+    /// [`crate::log::ArchiveState::bytes`]).
+    Rows { retention: Duration, bytes_max: u64 },
+}
+
+impl std::fmt::Debug for HistorySettings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HistorySettings").field("keep", &self.keep).finish_non_exhaustive()
+    }
+}
+
+/// The history of a store.
+pub(super) struct History {
+    archive: Arc<dyn Archive>,
+    keep: Keep,
+}
+
+impl History {
+    pub(super) fn new(settings: HistorySettings) -> Self {
+        let HistorySettings { archive, keep } = settings;
+        Self { archive, keep }
+    }
+
+    /// Begins to keep rows, if they are to be kept.
+    pub(super) async fn begin(&self, compacted: Option<Revision>) -> log::Result<()> {
+        if self.keep == Keep::Nothing { Ok(()) } else { self.archive.begin(compacted).await }
+    }
+
+    /// Copies rows that the compaction at `compacted` removes, unless they are not to be kept. If the disk is full, the
+    /// rows are given up, because their deletion from the log is what frees space.
+    pub(super) async fn keep(&self, rows: &[Superseded], compacted: Revision) -> log::Result<()> {
+        if self.keep != Keep::Nothing {
+            match self.archive.copy(rows).await {
+                Err(Error::Full(reason)) => warn!(
+                    reason,
+                    compact_revision = compacted.0,
+                    "no space to keep compacted rows; the history begins at the compact revision now"
+                ),
+                copied => return copied,
+            }
+        }
+        self.archive.prune(compacted, u64::MAX).await.map(|_| ())
+    }
+
+    /// Records that all rows of a compaction were copied or given up.
+    pub(super) async fn finish(&self, compacted: Revision) -> log::Result<()> {
+        self.archive.finish_copy(compacted).await
+    }
+
+    /// Deletes the rows that are no longer to be kept.
+    async fn prune(&self) -> log::Result<()> {
+        let (first, bytes_max) = match self.keep {
+            Keep::Nothing => (Revision::EMPTY, u64::MAX),
+            Keep::Rows { retention, bytes_max } => {
+                let oldest = self.archive.moment_at(Time::Ago(retention)).await?;
+                (oldest.map_or(Revision::EMPTY, |moment| moment.revision), bytes_max)
+            }
+        };
+        while self.archive.prune(first, bytes_max).await? == Reclaimed::More {
+            sleep(PRUNE_PAUSE).await;
+        }
+        Ok(())
+    }
+}
+
+/// Records times and deletes old rows, until stopped.
+pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
+    let Some(history) = &shared.history else { return };
+    let work = async {
+        let mut ticks = interval(TIME_INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (mut noted, mut pruned_at, mut is_failing) = (Revision::EMPTY, None::<Instant>, false);
+        loop {
+            ticks.tick().await;
+            if !shared.members.is_leader() {
+                continue;
+            }
+            let is_due = pruned_at.is_none_or(|at| at.elapsed() >= PRUNE_INTERVAL);
+            let done = async {
+                let head = shared.index.read().head();
+                if head > noted && history.keep != Keep::Nothing {
+                    history.archive.note_time(head).await?;
+                    noted = head;
+                }
+                if is_due {
+                    pruned_at = Some(Instant::now());
+                    history.prune().await?;
+                }
+                log::Result::Ok(())
+            };
+            let done = done.await;
+            if let (Err(error), false) = (&done, is_failing) {
+                warn!(%error, "cannot maintain the history; trying again");
+            }
+            is_failing = done.is_err();
+        }
+    };
+    tokio::select! {
+        biased;
+        () = work => {}
+        _ = stop.wait_for(|stop| *stop) => {}
+    }
+}

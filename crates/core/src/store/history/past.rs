@@ -1,0 +1,396 @@
+//! Reads past states and changes, from the log and the archive.
+//!
+//! A row leaves the index first, then it is copied to the archive, then it is deleted from the log. So a read looks at
+//! the index and the log before the archive, and only if the archive has the rows of every compaction that the index
+//! knows. A row that was found in both counts once.
+
+use std::collections::{BTreeMap, HashMap};
+
+use tokio::time::{Duration, Instant, sleep};
+
+use super::{History, Keep};
+use crate::{
+    auth::Caller,
+    index::{Entry, IndexedRow, ReadAt, Unreadable},
+    log::{ArchivedChanges, Moment, Order, PastRow, Rest, Time, WithPrev},
+    store::{
+        error::Error, handle::Store, reader::pairs::StepCount, request::Projection, select::Selected, shared::Shared,
+    },
+    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, Revision, RowId},
+};
+
+/// Keys visited for one page of a state.
+const PAGE_KEYS: usize = 200;
+/// Maximum number of changes of a single key in one page.
+const PAGE_CHANGES: usize = 200;
+/// Maximum time for a compaction to copy its rows.
+const COPY_TIME_MAX: Duration = Duration::from_secs(10);
+const COPY_POLL_PAUSE: Duration = Duration::from_millis(50);
+
+/// Why a past state cannot be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PastError {
+    #[error(transparent)]
+    Store(#[from] Error),
+    #[error("the history begins at revision {first}: older rows were compacted")]
+    Begins { first: Revision },
+    #[error("the rows of the compaction at revision {compacted} are being copied to the history; try again")]
+    Copying { compacted: Revision },
+}
+
+impl From<crate::log::Error> for PastError {
+    fn from(error: crate::log::Error) -> Self {
+        Self::Store(error.into())
+    }
+}
+
+type PastResult<T> = std::result::Result<T, PastError>;
+
+/// What the history contains.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HistoryState {
+    pub head: Revision,
+    pub compact_revision: Option<Revision>,
+    /// The first revision that can be read.
+    pub first: Revision,
+    /// Rows in the archive, and their bytes (see [`crate::log::ArchiveState::bytes`]).
+    pub rows: u64,
+    pub bytes: u64,
+    /// Times of revisions after this one are known.
+    pub first_moment: Option<Moment>,
+    /// `None`: compacted rows are not kept.
+    pub retention: Option<Duration>,
+}
+
+/// A part of a past state, in the order of keys.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PastPairs {
+    pub pairs: Vec<EncodedKv>,
+    /// The key after which the next part begins; `None`: this is the last part.
+    pub after: Option<Key>,
+}
+
+/// A change and when it was written.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PastChange {
+    pub row: PastRow,
+    /// Milliseconds since 1970; `None`: not known.
+    pub unix_ms: Option<i64>,
+}
+
+/// A part of the changes of a range.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PastChanges {
+    pub changes: Vec<PastChange>,
+    /// The row with which the next part begins; `None`: this is the last part.
+    pub next: Option<RowId>,
+}
+
+impl Store {
+    /// Returns what the history contains.
+    pub async fn history(&self) -> PastResult<HistoryState> {
+        self.confirm().await?;
+        let (head, compact_revision) = self.shared.revisions();
+        let log_begins = compact_revision.unwrap_or(Revision::EMPTY);
+        let mut state = HistoryState {
+            head,
+            compact_revision,
+            first: log_begins,
+            rows: 0,
+            bytes: 0,
+            first_moment: None,
+            retention: None,
+        };
+        if let Some(History { archive, keep }) = &self.shared.history {
+            let archived = archive.state().await?;
+            state.first = archived.first.min(log_begins);
+            (state.rows, state.bytes) = (archived.rows, archived.bytes);
+            state.first_moment = archive.first_moment().await?;
+            if let Keep::Rows { retention, .. } = keep {
+                state.retention = Some(*retention);
+            }
+        }
+        Ok(state)
+    }
+
+    /// Returns the newest recorded moment at or before a time; `None` if there is none.
+    pub async fn moment_at(&self, time: Time) -> PastResult<Option<Moment>> {
+        match &self.shared.history {
+            Some(history) => Ok(history.archive.moment_at(time).await?),
+            None => Ok(None),
+        }
+    }
+
+    /// Returns a part of the state of a range at a revision, after the key `after`. Unlike a range of etcd's API it also
+    /// reads compacted revisions, as far as they were kept.
+    pub async fn past_pairs(
+        &self,
+        caller: &Caller,
+        range: &KeyRange,
+        after: Option<&Key>,
+        at: Revision,
+    ) -> PastResult<PastPairs> {
+        self.confirm().await?;
+        self.shared.check_read(caller, range).map_err(Error::from)?;
+        let deadline = Instant::now() + COPY_TIME_MAX;
+        loop {
+            match self.shared.past_pairs(range, after, at).await {
+                // Rows were moved to the archive meanwhile.
+                Err(PastError::Copying { .. } | PastError::Store(Error::Compacted)) if Instant::now() < deadline => {
+                    sleep(COPY_POLL_PAUSE).await;
+                }
+                read => return read,
+            }
+        }
+    }
+
+    /// Returns a part of the changes of a range, between two rows, both included. Only changes of a single key can be
+    /// read newest first.
+    pub async fn past_changes(
+        &self,
+        caller: &Caller,
+        range: &KeyRange,
+        rows: (RowId, RowId),
+        order: Order,
+    ) -> PastResult<PastChanges> {
+        self.confirm().await?;
+        self.shared.check_read(caller, range).map_err(Error::from)?;
+        let deadline = Instant::now() + COPY_TIME_MAX;
+        loop {
+            match self.shared.past_changes(range, rows, order).await {
+                Err(PastError::Copying { .. } | PastError::Store(Error::Compacted)) if Instant::now() < deadline => {
+                    sleep(COPY_POLL_PAUSE).await;
+                }
+                read => return read,
+            }
+        }
+    }
+}
+
+/// Rows found so far. A row may be found in the log and in the archive.
+type Found = BTreeMap<RowId, PastRow>;
+
+impl Shared {
+    fn revisions(&self) -> (Revision, Option<Revision>) {
+        let index = self.index.read();
+        (index.head(), index.compact_revision())
+    }
+
+    async fn past_pairs(&self, range: &KeyRange, after: Option<&Key>, at: Revision) -> PastResult<PastPairs> {
+        let Visited { entries, last, compacted } = self.visit(range, after, at)?;
+        let mut page = BTreeMap::new();
+        let mut last = last;
+        // Only states below the compact revision need rows that it removed.
+        let archived = match (&self.history, compacted) {
+            (Some(History { archive, .. }), Some(compacted)) if at < compacted => {
+                let (pairs, rest) = archive.pairs_at(range, after, at).await?;
+                self.check_complete(at, compacted).await?;
+                if rest == Rest::More {
+                    let read_until = pairs.last().map(|(key, _)| key.clone());
+                    last = match (last, read_until) {
+                        (Some(last), Some(until)) => Some(last.min(until)),
+                        (last, until) => last.or(until),
+                    };
+                }
+                pairs
+            }
+            (None, Some(compacted)) if at < compacted => return Err(PastError::Begins { first: compacted }),
+            _ => Vec::new(),
+        };
+        let is_within = |key: &Key| last.as_ref().is_none_or(|last| key <= last);
+        page.extend(archived.into_iter().filter(|(key, _)| is_within(key)));
+        let entries: Vec<(Key, Entry)> = entries.into_iter().filter(|(key, _)| is_within(key)).collect();
+        let selected: Vec<Selected> = entries.iter().map(|(_, entry)| Selected { entry: *entry, key: None }).collect();
+        let pairs = self.pairs(&selected, Projection::Full, at, &mut StepCount::default()).await?;
+        page.extend(entries.into_iter().map(|(key, _)| key).zip(pairs));
+        Ok(PastPairs { pairs: page.into_values().collect(), after: last })
+    }
+
+    /// Visits the keys of a range in the index that were live at a revision, even one below the compact revision.
+    fn visit(&self, range: &KeyRange, after: Option<&Key>, at: Revision) -> PastResult<Visited> {
+        let index = self.index.read();
+        if index.resolve(ReadAt::Revision(at)) == Err(Unreadable::Future) {
+            return Err(Error::FutureRevision.into());
+        }
+        let mut visited = Visited { entries: Vec::new(), last: None, compacted: index.compact_revision() };
+        if let KeyRange::Single(key) = range {
+            visited.entries.extend(index.get(key, at).map(|entry| (key.clone(), entry)));
+        } else if !range.is_empty() {
+            let bounds = after.map_or_else(|| range.bounds(), |after| range.bounds_after(after));
+            visited.last = index.walk(bounds, at, PAGE_KEYS, |key, entry| visited.entries.push((key.clone(), entry)));
+        }
+        Ok(visited)
+    }
+
+    /// Checks that the archive has all rows that compactions up to `compacted` removed and that `from` needs.
+    async fn check_complete(&self, from: Revision, compacted: Revision) -> PastResult<()> {
+        let Some(history) = &self.history else { return Err(PastError::Begins { first: compacted }) };
+        let state = history.archive.state().await?;
+        if from < state.first {
+            return Err(PastError::Begins { first: state.first });
+        }
+        if state.copied < compacted {
+            return Err(PastError::Copying { compacted });
+        }
+        Ok(())
+    }
+
+    async fn past_changes(&self, range: &KeyRange, rows: (RowId, RowId), order: Order) -> PastResult<PastChanges> {
+        let (found, next) = match range {
+            KeyRange::Single(key) => self.changes_of_key(key, range, rows, order).await?,
+            KeyRange::Span { .. } => self.changes_of_span(range, rows).await?,
+        };
+        let mut rows: Vec<PastRow> = found.into_values().collect();
+        if order == Order::NewestFirst {
+            rows.reverse();
+        }
+        let revisions: Vec<Revision> = rows.iter().map(|past| past.row.revision).collect();
+        let times = match &self.history {
+            Some(history) => history.archive.times(&revisions).await?,
+            None => vec![None; revisions.len()],
+        };
+        let changes = rows.into_iter().zip(times).map(|(row, unix_ms)| PastChange { row, unix_ms }).collect();
+        Ok(PastChanges { changes, next })
+    }
+
+    /// Returns changes of a single key: those that the index knows, and archived ones.
+    async fn changes_of_key(
+        &self,
+        key: &Key,
+        range: &KeyRange,
+        (from, to): (RowId, RowId),
+        order: Order,
+    ) -> PastResult<(Found, Option<RowId>)> {
+        let (mut indexed, compacted) = {
+            let index = self.index.read();
+            (index.rows(key), index.compact_revision().unwrap_or(Revision::EMPTY))
+        };
+        indexed.retain(|it| (from..=to).contains(&it.superseded.row));
+        let mut page = PageEnd { order, last: None };
+        if order == Order::NewestFirst {
+            indexed.reverse();
+        }
+        if indexed.len() > PAGE_CHANGES {
+            indexed.truncate(PAGE_CHANGES);
+            page.end_at(indexed.last().map(|it| it.superseded.row));
+        }
+        let mut found = self.indexed_changes(key, &indexed).await?;
+        if from.revision < compacted {
+            let history = self.history.as_ref().ok_or(PastError::Begins { first: compacted })?;
+            let wanted = ArchivedChanges { range, rows: (from, to), order };
+            let (archived, rest) = history.archive.changes(wanted).await?;
+            self.check_complete(from.revision, compacted).await?;
+            if rest == Rest::More {
+                page.end_at(archived.last().map(|past| past.row));
+            }
+            found.extend(archived.into_iter().map(|past| (past.row, past)));
+        }
+        found.retain(|row, _| page.contains(*row));
+        let rows = indexed.iter().map(|it| it.superseded.row).filter(|row| page.contains(*row));
+        if rows.into_iter().any(|row| !found.contains_key(&row)) {
+            // A compaction has removed rows since the index was read.
+            return Err(Error::Compacted.into());
+        }
+        Ok((found, page.next()))
+    }
+
+    /// Reads the changes of a key from the log. Omits puts that are no longer there.
+    async fn indexed_changes(&self, key: &Key, rows: &[IndexedRow]) -> PastResult<Found> {
+        let puts: Vec<RowId> = rows.iter().filter(|it| !it.is_delete).map(|it| it.superseded.row).collect();
+        let mut pairs: HashMap<RowId, EncodedKv> = self.read_list(&puts).await?.into_iter().collect();
+        let changes = rows.iter().filter_map(|it| {
+            let row = it.superseded.row;
+            let kv = if it.is_delete { None } else { Some(pairs.remove(&row)?) };
+            Some((row, PastRow { row, key: key.clone(), kv }))
+        });
+        Ok(changes.collect())
+    }
+
+    /// Returns changes of a range, oldest first: a page of the log, and the archived rows of the same revisions.
+    async fn changes_of_span(
+        &self,
+        range: &KeyRange,
+        (from, to): (RowId, RowId),
+    ) -> PastResult<(Found, Option<RowId>)> {
+        let (head, compacted) = self.revisions();
+        let compacted = compacted.unwrap_or(Revision::EMPTY);
+        let to = to.min(RowId::new(head, u32::MAX));
+        if from > to {
+            return Ok((Found::new(), None));
+        }
+        let of_log = self.log.changes(from.revision, to.revision, range, WithPrev::No).await?;
+        let mut page = PageEnd { order: Order::OldestFirst, last: None };
+        let read_until = RowId::new(of_log.next.prev(), u32::MAX);
+        if read_until < to {
+            page.end_at(Some(read_until));
+        }
+        let mut found: Found = of_log.changes.into_iter().map(past_row).map(|past| (past.row, past)).collect();
+        if from.revision < compacted {
+            let history = self.history.as_ref().ok_or(PastError::Begins { first: compacted })?;
+            let wanted = ArchivedChanges { range, rows: (from, read_until.min(to)), order: Order::OldestFirst };
+            let (archived, rest) = history.archive.changes(wanted).await?;
+            // Rows that are not copied yet were in the log when it was read.
+            let first = history.archive.state().await?.first;
+            if from.revision < first {
+                return Err(PastError::Begins { first });
+            }
+            if rest == Rest::More {
+                page.end_at(archived.last().map(|past| past.row));
+            }
+            found.extend(archived.into_iter().map(|past| (past.row, past)));
+        }
+        found.retain(|row, _| (from..=to).contains(row) && page.contains(*row));
+        Ok((found, page.next()))
+    }
+}
+
+/// The end of a page of changes.
+struct PageEnd {
+    order: Order,
+    /// The last row that the page may contain; `None`: it is the last page.
+    last: Option<RowId>,
+}
+
+impl PageEnd {
+    /// Ends the page at a row, or earlier.
+    fn end_at(&mut self, row: Option<RowId>) {
+        let Some(row) = row else { return };
+        self.last = Some(match (self.last, self.order) {
+            (None, _) => row,
+            (Some(last), Order::OldestFirst) => last.min(row),
+            (Some(last), Order::NewestFirst) => last.max(row),
+        });
+    }
+
+    fn contains(&self, row: RowId) -> bool {
+        self.last.is_none_or(|last| if self.order == Order::OldestFirst { row <= last } else { row >= last })
+    }
+
+    /// Returns the row with which the next page begins.
+    fn next(&self) -> Option<RowId> {
+        let RowId { revision, sub } = self.last?;
+        Some(match self.order {
+            Order::OldestFirst if sub == u32::MAX => RowId::new(revision.next(), 0),
+            Order::OldestFirst => RowId::new(revision, sub + 1),
+            Order::NewestFirst if sub == 0 => RowId::new(revision.prev(), u32::MAX),
+            Order::NewestFirst => RowId::new(revision, sub - 1),
+        })
+    }
+}
+
+/// A part of the index.
+struct Visited {
+    entries: Vec<(Key, Entry)>,
+    /// The last visited key, if there are more.
+    last: Option<Key>,
+    /// The compact revision at that moment.
+    compacted: Option<Revision>,
+}
+
+fn past_row(change: Change) -> PastRow {
+    let kv = match change.kind {
+        ChangeKind::Put { kv, .. } => Some(kv),
+        ChangeKind::Delete => None,
+    };
+    PastRow { row: change.row, key: change.key, kv }
+}

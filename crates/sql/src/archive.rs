@@ -1,0 +1,65 @@
+//! Code that the archives of both databases share.
+
+use futures_util::{Stream, TryStreamExt as _};
+use orlop_core::{
+    log::{ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_ROWS, ArchiveState, PastRow, Rest, Result},
+    types::{EncodedKv, Key, LeaseId, Revision, Version},
+};
+
+use crate::rows::{LogRow, consume_budget_for, row_id};
+
+/// The columns that [`page`] reads.
+macro_rules! archive_columns {
+    () => {
+        "id, sub, key, value, lease, version, create_revision"
+    };
+}
+pub(crate) use archive_columns;
+
+/// Builds the state from the facts `first`, `copied`, `bytes` and `rows`, in this order; `None`: it was not begun.
+pub(crate) fn state(facts: [Option<i64>; 4]) -> ArchiveState {
+    let [first, copied, bytes, rows] = facts;
+    ArchiveState {
+        first: first.map_or(Revision::MAX, Revision),
+        copied: Revision(copied.unwrap_or(0)),
+        bytes: bytes.unwrap_or(0).max(0).cast_unsigned(),
+        rows: rows.unwrap_or(0).max(0).cast_unsigned(),
+    }
+}
+
+/// Reads rows until a page is full. Version 0 is a delete.
+pub(crate) async fn page<R: LogRow>(
+    mut rows: impl Stream<Item = sqlx::Result<R>> + Unpin,
+) -> sqlx::Result<Result<(Vec<PastRow>, Rest)>> {
+    let (mut page, mut bytes) = (Vec::new(), 0);
+    while let Some(row) = rows.try_next().await? {
+        let past = match past_row(&row) {
+            Ok(past) => past,
+            Err(error) => return Ok(Err(error)),
+        };
+        let len = past.key.len() + past.kv.as_ref().map_or(0, EncodedKv::len);
+        consume_budget_for(1, len).await;
+        bytes += len;
+        page.push(past);
+        if page.len() == ARCHIVE_PAGE_ROWS || bytes >= ARCHIVE_PAGE_BYTES {
+            return Ok(Ok((page, Rest::More)));
+        }
+    }
+    Ok(Ok((page, Rest::None)))
+}
+
+fn past_row(row: &impl LogRow) -> Result<PastRow> {
+    let id = row_id(row.int(0)?, row.int(1)?)?;
+    let (key, version) = (row.slice(2)?, row.int(5)?);
+    let pair = || -> Result<EncodedKv> {
+        let version = Version { row: id, create_revision: Revision(row.int(6)?), version };
+        Ok(EncodedKv::new(key, version, row.slice(3)?, LeaseId::from_wire(row.int(4)?)))
+    };
+    let kv = if version == 0 { None } else { Some(pair()?) };
+    Ok(PastRow { row: id, key: Key::from(key), kv })
+}
+
+/// Returns the pairs of a page with their keys.
+pub(crate) fn pairs((rows, rest): (Vec<PastRow>, Rest)) -> (Vec<(Key, EncodedKv)>, Rest) {
+    (rows.into_iter().filter_map(|past| Some((past.key, past.kv?))).collect(), rest)
+}

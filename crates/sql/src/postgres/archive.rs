@@ -1,0 +1,210 @@
+//! The archive in Postgres: tables beside the log.
+
+use async_trait::async_trait;
+use orlop_core::{
+    log::{
+        ARCHIVE_PAGE_ROWS, Archive, ArchiveState, ArchivedChanges, Error, Moment, Order, PastRow, Reclaimed, Rest,
+        Result, Time,
+    },
+    types::{EncodedKv, Key, KeyRange, Revision, Superseded},
+};
+use sqlx::PgConnection;
+
+use super::connection::{Database, read, sqlstate};
+use crate::{
+    archive::{self, archive_columns},
+    rows::SqlRange,
+};
+
+const BEGIN: &str = "INSERT INTO meta (name, value) VALUES ('archive_first', $1), ('archive_copied', $1), \
+    ('archive_bytes', 0), ('archive_rows', 0) ON CONFLICT DO NOTHING";
+const STATE: &str = "SELECT max(value) FILTER (WHERE name = 'archive_first'), \
+    max(value) FILTER (WHERE name = 'archive_copied'), max(value) FILTER (WHERE name = 'archive_bytes'), \
+    max(value) FILTER (WHERE name = 'archive_rows') FROM meta WHERE name LIKE 'archive\\_%'";
+const FINISH_COPY: &str = "UPDATE meta SET value = greatest(value, $1) WHERE name = 'archive_copied'";
+/// Number of rows that one call of `orlop_prune_archive` deletes.
+const PRUNE_ROWS: i64 = 500;
+const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
+const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= $1 ORDER BY id DESC LIMIT 1";
+const MOMENT_AGO: &str = "SELECT id, at FROM kv_time \
+    WHERE at <= (extract(epoch FROM clock_timestamp()) * 1000)::bigint - $1 ORDER BY id DESC LIMIT 1";
+const TIMES: &str = "SELECT CASE WHEN r.id > (SELECT min(f.id) FROM kv_time f) \
+    THEN (SELECT t.at FROM kv_time t WHERE t.id >= r.id ORDER BY t.id LIMIT 1) END \
+    FROM unnest($1) WITH ORDINALITY AS r (id, place) ORDER BY r.place";
+
+/// `$order` is the direction of both columns.
+macro_rules! changes_of_key {
+    ($order:literal) => {
+        concat!(
+            "SELECT ",
+            archive_columns!(),
+            " FROM kv_archive WHERE substr(key, 1, 256) = substr($1, 1, 256) AND key = $1 \
+             AND (id, sub) >= ($2, $3) AND (id, sub) <= ($4, $5) ORDER BY id ",
+            $order,
+            ", sub ",
+            $order,
+            " LIMIT $6"
+        )
+    };
+}
+
+const CHANGES_OF_SPAN: &str = concat!(
+    "SELECT ",
+    archive_columns!(),
+    " FROM kv_archive WHERE key >= $1 AND ($7 OR key < $8) AND (id, sub) >= ($2, $3) AND (id, sub) <= ($4, $5) \
+     ORDER BY id, sub LIMIT $6"
+);
+
+/// `$end` is the condition for the end of the range, which the index needs in its own terms.
+macro_rules! pairs_at {
+    ($end:literal) => {
+        concat!(
+            "SELECT ",
+            archive_columns!(),
+            " FROM kv_archive WHERE substr(key, 1, 256) >= substr($1, 1, 256) AND key >= $1 AND ($2 IS NULL OR key > $2) \
+             AND id <= $3 AND end_revision > $3 AND NOT deleted",
+            $end,
+            " ORDER BY substr(key, 1, 256), key LIMIT $4"
+        )
+    };
+}
+
+/// The archive of a log in Postgres. All instances on the database share it.
+pub struct PostgresArchive {
+    database: Database,
+}
+
+impl PostgresArchive {
+    pub(super) fn new(database: Database) -> Self {
+        Self { database }
+    }
+}
+
+#[async_trait]
+impl Archive for PostgresArchive {
+    async fn begin(&self, compacted: Option<Revision>) -> Result<()> {
+        let compacted = compacted.unwrap_or(Revision::EMPTY).0;
+        read!(self.database, connection => sqlx::query(BEGIN).bind(compacted).execute(connection)).map(|_| ())
+    }
+
+    async fn state(&self) -> Result<ArchiveState> {
+        type Facts = (Option<i64>, Option<i64>, Option<i64>, Option<i64>);
+        let facts: Facts = read!(self.database, connection => sqlx::query_as(STATE).fetch_one(connection))?;
+        Ok(archive::state(facts.into()))
+    }
+
+    async fn copy(&self, rows: &[Superseded]) -> Result<()> {
+        read!(self.database, connection => copy(connection, rows))?
+    }
+
+    async fn finish_copy(&self, compacted: Revision) -> Result<()> {
+        read!(self.database, connection => sqlx::query(FINISH_COPY).bind(compacted.0).execute(connection)).map(|_| ())
+    }
+
+    async fn prune(&self, first: Revision, bytes_max: u64) -> Result<Reclaimed> {
+        let bytes_max = i64::try_from(bytes_max).unwrap_or(i64::MAX);
+        let has_more: bool = read!(self.database, connection =>
+            sqlx::query_scalar("SELECT orlop_prune_archive($1, $2, $3)")
+                .bind(first.0).bind(bytes_max).bind(PRUNE_ROWS).fetch_one(connection))?;
+        Ok(if has_more { Reclaimed::More } else { Reclaimed::All })
+    }
+
+    /// Records the head of the database, which may be newer than that of this instance.
+    async fn note_time(&self, _head: Revision) -> Result<()> {
+        read!(self.database, connection => sqlx::query("SELECT orlop_note_time()").execute(connection)).map(|_| ())
+    }
+
+    async fn first_moment(&self) -> Result<Option<Moment>> {
+        let found = read!(self.database, connection => sqlx::query_as(FIRST_MOMENT).fetch_optional(connection))?;
+        Ok(found.map(moment))
+    }
+
+    async fn moment_at(&self, time: Time) -> Result<Option<Moment>> {
+        let (sql, ms) = match time {
+            Time::UnixMs(ms) => (MOMENT_AT, ms),
+            Time::Ago(age) => (MOMENT_AGO, i64::try_from(age.as_millis()).unwrap_or(i64::MAX)),
+        };
+        let found = read!(self.database, connection => sqlx::query_as(sql).bind(ms).fetch_optional(connection))?;
+        Ok(found.map(moment))
+    }
+
+    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<i64>>> {
+        let ids: Vec<i64> = revisions.iter().map(|revision| revision.0).collect();
+        read!(self.database, connection => sqlx::query_scalar(TIMES).bind(&ids).fetch_all(connection))
+    }
+
+    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Rest)> {
+        read!(self.database, connection => changes(connection, &wanted))?
+    }
+
+    async fn pairs_at(
+        &self,
+        range: &KeyRange,
+        after: Option<&Key>,
+        at: Revision,
+    ) -> Result<(Vec<(Key, EncodedKv)>, Rest)> {
+        let page = read!(self.database, connection => pairs_at(connection, range, after, at))??;
+        Ok(archive::pairs(page))
+    }
+}
+
+fn moment((id, unix_ms): (i64, i64)) -> Moment {
+    Moment { revision: Revision(id), unix_ms }
+}
+
+async fn copy(connection: &mut PgConnection, rows: &[Superseded]) -> sqlx::Result<Result<()>> {
+    let copied = sqlx::query("SELECT orlop_archive($1, $2, $3)")
+        .bind(rows.iter().map(|it| it.row.revision.0).collect::<Vec<_>>())
+        .bind(rows.iter().map(|it| i64::from(it.row.sub)).collect::<Vec<_>>())
+        .bind(rows.iter().map(|it| it.end.0).collect::<Vec<_>>())
+        .execute(connection)
+        .await;
+    match copied {
+        // The disk is full.
+        Err(error) if sqlstate(&error).as_deref() == Some("53100") => Ok(Err(Error::Full(error.to_string()))),
+        copied => copied.map(|_| Ok(())),
+    }
+}
+
+async fn changes(
+    connection: &mut PgConnection,
+    wanted: &ArchivedChanges<'_>,
+) -> sqlx::Result<Result<(Vec<PastRow>, Rest)>> {
+    let range = SqlRange::of(wanted.range);
+    let (from, to) = wanted.rows;
+    let sql = match (wanted.range, wanted.order) {
+        (KeyRange::Single(_), Order::OldestFirst) => changes_of_key!("ASC"),
+        (KeyRange::Single(_), Order::NewestFirst) => changes_of_key!("DESC"),
+        (KeyRange::Span { .. }, _) => CHANGES_OF_SPAN,
+    };
+    let query = sqlx::query(sql)
+        .bind(&range.start)
+        .bind(from.revision.0)
+        .bind(i64::from(from.sub))
+        .bind(to.revision.0)
+        .bind(i64::from(to.sub))
+        .bind(ARCHIVE_PAGE_ROWS as i64);
+    let query = match wanted.range {
+        KeyRange::Single(_) => query,
+        KeyRange::Span { .. } => query.bind(range.unbounded).bind(&range.end),
+    };
+    archive::page(query.fetch(connection)).await
+}
+
+async fn pairs_at(
+    connection: &mut PgConnection,
+    range: &KeyRange,
+    after: Option<&Key>,
+    at: Revision,
+) -> sqlx::Result<Result<(Vec<PastRow>, Rest)>> {
+    let bounds = SqlRange::of(range);
+    let start = after.map_or(bounds.start.as_slice(), |after| after.as_slice());
+    let sql = if bounds.unbounded {
+        pairs_at!("")
+    } else {
+        pairs_at!(" AND substr(key, 1, 256) <= substr($5, 1, 256) AND key < $5")
+    };
+    let query = sqlx::query(sql).bind(start).bind(after.map(Key::as_slice)).bind(at.0).bind(ARCHIVE_PAGE_ROWS as i64);
+    let query = if bounds.unbounded { query } else { query.bind(&bounds.end) };
+    archive::page(query.fetch(connection)).await
+}

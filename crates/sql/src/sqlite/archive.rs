@@ -1,0 +1,488 @@
+//! The archive in a SQLite file of its own, beside the database.
+//!
+//! In a file of its own it costs nothing elsewhere: the page check of a start, the quota, defragmentation and the
+//! connection for writes do not see it, and damage to it does not affect the store. The two files are not committed
+//! together; a row is committed here before it is deleted there.
+
+use std::{
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use async_trait::async_trait;
+use orlop_core::{
+    log::{
+        ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, Meta, Moment, Order,
+        PastRow, Reclaimed, Rest, Result, Time,
+    },
+    private,
+    types::{EncodedKv, Key, KeyRange, Revision, Superseded},
+};
+use sqlx::{
+    ConnectOptions as _, Connection as _, Row as _, SqliteConnection, SqlitePool,
+    sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteRow, SqliteSynchronous},
+};
+use tracing::warn;
+
+use super::{
+    BUSY_TIMEOUT, CODE_FULL, SqliteLog, has_code, integrity,
+    load::with_suffix,
+    read::json_list,
+    writer::{Writer, WriterGuard},
+};
+use crate::{
+    archive::{self, archive_columns},
+    migrations,
+    rows::{SqlRange, cannot_migrate, unavailable},
+};
+
+/// Maximum number of connections for reads.
+const READERS_MAX: u32 = 2;
+/// Number of rows that are copied in one transaction, because all of them are in memory meanwhile.
+const COPY_ROWS: usize = 100;
+/// Number of rows that one call of [`Archive::prune`] deletes.
+const PRUNE_ROWS: i64 = 500;
+
+const COLUMNS_OF_LOG: &str = "key, value, lease, version, create_revision, prev_revision, deleted";
+const INSERT: &str = "INSERT OR IGNORE INTO kv_archive (id, sub, key, value, lease, version, create_revision, \
+    prev_revision, deleted, end_revision) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)";
+const ADD: &str =
+    "UPDATE meta SET value = value + CASE name WHEN 'rows' THEN ? ELSE ? END WHERE name IN ('rows', 'bytes')";
+const BEGIN: &str = "INSERT OR IGNORE INTO meta (name, value) \
+    VALUES ('first_revision', ?1), ('copied_revision', ?1), ('bytes', 0), ('rows', 0)";
+const STATE: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
+    (SELECT value FROM meta WHERE name = 'copied_revision'), (SELECT value FROM meta WHERE name = 'bytes'), \
+    (SELECT value FROM meta WHERE name = 'rows')";
+const RAISE: &str = "UPDATE meta SET value = max(value, ?) WHERE name = ?";
+const DELETE_OLD: &str = "DELETE FROM kv_archive WHERE (id, sub) IN (SELECT id, sub FROM kv_archive \
+    WHERE end_revision <= ?1 AND id < ?1 ORDER BY end_revision LIMIT ?2) \
+    RETURNING length(key) + coalesce(length(value), 0)";
+const DELETE_TIMES: &str = "DELETE FROM kv_time WHERE id < (SELECT max(id) FROM kv_time WHERE id <= ?)";
+const OLDEST: &str = "SELECT max(end_revision, id + 1), length(key) + coalesce(length(value), 0) FROM kv_archive \
+    ORDER BY end_revision, id, sub LIMIT ?";
+const NOTE_TIME: &str = "INSERT INTO kv_time (id, at) \
+    SELECT ?1, max(?2, coalesce((SELECT at FROM kv_time ORDER BY id DESC LIMIT 1), 0)) \
+    WHERE ?1 > coalesce((SELECT max(id) FROM kv_time), 0)";
+const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
+const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= ? ORDER BY id DESC LIMIT 1";
+const TIME_OF: &str =
+    "SELECT at FROM kv_time WHERE id >= ?1 AND ?1 > (SELECT min(id) FROM kv_time) ORDER BY id LIMIT 1";
+
+/// `$order` is the direction of both columns.
+macro_rules! changes_of_key {
+    ($order:literal) => {
+        concat!(
+            "SELECT ",
+            archive_columns!(),
+            " FROM kv_archive WHERE key = ?1 AND (id, sub) >= (?2, ?3) AND (id, sub) <= (?4, ?5) ORDER BY id ",
+            $order,
+            ", sub ",
+            $order,
+            " LIMIT ?6"
+        )
+    };
+}
+
+/// The unary plus keeps SQLite from using the index on keys, which would need a sort.
+const CHANGES_OF_SPAN: &str = concat!(
+    "SELECT ",
+    archive_columns!(),
+    " FROM kv_archive WHERE (id, sub) >= (?2, ?3) AND (id, sub) <= (?4, ?5) AND +key >= ?1 AND (?7 OR +key < ?8) \
+     ORDER BY id, sub LIMIT ?6"
+);
+
+/// `$end` is the condition for the end of the range.
+macro_rules! pairs_at {
+    ($end:literal) => {
+        concat!(
+            "SELECT ",
+            archive_columns!(),
+            " FROM kv_archive WHERE key >= ?1 AND (?2 IS NULL OR key > ?2) AND id <= ?3 AND end_revision > ?3 \
+             AND deleted = 0",
+            $end,
+            " ORDER BY key LIMIT ?4"
+        )
+    };
+}
+
+/// The archive of a log in SQLite.
+pub struct SqliteArchive {
+    writer: Writer,
+    readers: SqlitePool,
+    /// Connections for reads of the log.
+    log: SqlitePool,
+}
+
+/// Returns the archive's file of a database file.
+fn archive_file(database: &Path) -> PathBuf {
+    with_suffix(database, "-archive")
+}
+
+impl SqliteLog {
+    /// Opens the archive beside the database, or creates it if `create`; `None`: there is none. An archive that is
+    /// damaged, or belongs to another log or to a later state of this one, is set aside with a warning.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Open`] if the file cannot be opened for another reason.
+    pub async fn archive(&self, meta: &Meta, create: bool) -> Result<Option<SqliteArchive>> {
+        let file = archive_file(self.options.get_filename());
+        if !create && !file.exists() {
+            return Ok(None);
+        }
+        let reason = match SqliteArchive::open(&file, self.readers.clone()).await {
+            Ok(archive) => match archive.refusal(meta).await? {
+                None => return Ok(Some(archive)),
+                Some(reason) => {
+                    archive.close().await;
+                    reason
+                }
+            },
+            Err(OpenError::Damaged(reason)) => reason,
+            Err(OpenError::Other(error)) => return Err(error),
+        };
+        let aside = with_suffix(&file, ".unused");
+        warn!(file = %file.display(), moved_to = %aside.display(), reason, "the archive of the history is not used");
+        let failed = |error| Error::Open(format!("cannot rename {}: {error}", file.display()));
+        for suffix in ["-wal", "-shm"] {
+            // They exist only after a crash.
+            let _ = std::fs::rename(with_suffix(&file, suffix), with_suffix(&aside, suffix));
+        }
+        std::fs::rename(&file, &aside).map_err(failed)?;
+        if !create {
+            return Ok(None);
+        }
+        let archive = SqliteArchive::open(&file, self.readers.clone()).await.map_err(OpenError::into_error)?;
+        // It records the cluster.
+        archive.refusal(meta).await?;
+        Ok(Some(archive))
+    }
+}
+
+enum OpenError {
+    Damaged(String),
+    Other(Error),
+}
+
+impl OpenError {
+    fn into_error(self) -> Error {
+        match self {
+            Self::Damaged(reason) => Error::Open(reason),
+            Self::Other(error) => error,
+        }
+    }
+}
+
+impl SqliteArchive {
+    async fn open(file: &Path, log: SqlitePool) -> std::result::Result<Self, OpenError> {
+        const NOT_A_DATABASE: i32 = 26;
+        let name = file.display();
+        let failed = |error: sqlx::Error| {
+            let text = format!("cannot open archive {name}: {error}");
+            if integrity::is_damage(&error) || has_code(&error, NOT_A_DATABASE) {
+                OpenError::Damaged(text)
+            } else {
+                OpenError::Other(Error::Open(text))
+            }
+        };
+        private::make_file(file).map_err(|error| failed(error.into()))?;
+        let options = SqliteConnectOptions::new()
+            .filename(file)
+            .create_if_missing(true)
+            .journal_mode(SqliteJournalMode::Wal)
+            .synchronous(SqliteSynchronous::Full)
+            .busy_timeout(BUSY_TIMEOUT)
+            .pragma("cache_size", "-2048")
+            .disable_statement_logging();
+        let mut writer = options.connect().await.map_err(failed)?;
+        migrations::sqlite_archive()
+            .run(&mut writer)
+            .await
+            .map_err(|error| OpenError::Other(Error::Open(cannot_migrate(&name.to_string(), &error))))?;
+        let readers = SqlitePoolOptions::new()
+            .max_connections(READERS_MAX)
+            .min_connections(0)
+            .connect_with(options.clone().pragma("query_only", "ON"))
+            .await
+            .map_err(failed)?;
+        Ok(Self { writer: Writer::new(options, writer), readers, log })
+    }
+
+    /// Returns why this archive does not belong to the log. A new archive belongs to it.
+    async fn refusal(&self, meta: &Meta) -> Result<Option<String>> {
+        let cluster = meta.cluster_id.cast_signed();
+        let mut writer = self.lock().await?;
+        let known: (i64, i64, i64) = async {
+            sqlx::query("INSERT OR IGNORE INTO meta (name, value) VALUES ('cluster_id', ?)")
+                .bind(cluster)
+                .execute(writer.connection())
+                .await?;
+            sqlx::query_as(
+                "SELECT (SELECT value FROM meta WHERE name = 'cluster_id'), \
+                 coalesce((SELECT value FROM meta WHERE name = 'copied_revision'), 0), \
+                 coalesce((SELECT max(id) FROM kv_time), 0)",
+            )
+            .fetch_one(writer.connection())
+            .await
+        }
+        .await
+        .map_err(unavailable)?;
+        writer.keep();
+        let compacted = meta.compact_revision.unwrap_or(Revision::EMPTY);
+        let head = meta.position.head;
+        Ok(match known {
+            (other, _, _) if other != cluster => Some("it belongs to another store".to_owned()),
+            (_, copied, noted) if copied > compacted.0 || noted > head.0 => Some(format!(
+                "it is of a later state than the database, which may have been restored: the head is {head}, the archive \
+                 knows revision {}",
+                copied.max(noted)
+            )),
+            _ => None,
+        })
+    }
+
+    async fn close(&self) {
+        self.readers.close().await;
+    }
+
+    async fn lock(&self) -> Result<WriterGuard<'_>> {
+        self.writer.lock().await.map_err(unavailable)
+    }
+
+    /// Reads rows of the log, in any order.
+    async fn rows_of_log(&self, rows: &[Superseded]) -> sqlx::Result<Vec<(SqliteRow, Superseded)>> {
+        let mut found = Vec::with_capacity(rows.len());
+        let mut log = self.log.acquire().await?;
+        for table in ["kv_log", "kv_log_more"] {
+            let is_first = table == "kv_log";
+            let wanted = rows.iter().filter(|it| (it.row.sub == 0) == is_first);
+            let list: Vec<String> =
+                wanted.map(|it| format!("[{},{},{}]", it.row.revision.0, it.row.sub, it.end.0)).collect();
+            let Some(list) = json_list(list.into_iter()) else { continue };
+            let condition = if is_first { "" } else { " AND l.sub = w.value ->> 1" };
+            let sql = format!(
+                "SELECT w.value ->> 0, w.value ->> 1, w.value ->> 2, {COLUMNS_OF_LOG} FROM json_each(?) w \
+                 JOIN {table} l ON l.id = w.value ->> 0{condition}"
+            );
+            // The text is safe: it has no parts from outside.
+            let sql = sqlx::AssertSqlSafe(sql);
+            for row in sqlx::query(sql).bind(list).fetch_all(&mut *log).await? {
+                let id = orlop_core::types::RowId::new(
+                    Revision(row.get(0)),
+                    u32::try_from(row.get::<i64, _>(1)).unwrap_or_default(),
+                );
+                let end = Revision(row.get(2));
+                found.push((row, Superseded { row: id, end }));
+            }
+        }
+        Ok(found)
+    }
+
+    async fn insert(&self, rows: Vec<(SqliteRow, Superseded)>) -> sqlx::Result<()> {
+        let mut writer = self.writer.lock().await?;
+        // The next line of [`Archive::note_time`] may have changed it.
+        sqlx::query("PRAGMA synchronous = FULL").execute(writer.connection()).await?;
+        let mut transaction = writer.connection().begin().await?;
+        let (mut added, mut bytes) = (0_i64, 0_i64);
+        for (row, Superseded { row: id, end }) in rows {
+            let (key, value): (&[u8], Option<&[u8]>) = (row.try_get(3)?, row.try_get(4)?);
+            let len = key.len() + value.map_or(0, <[u8]>::len) + ARCHIVED_ROW_BYTES;
+            let inserted = sqlx::query(INSERT)
+                .bind(id.revision.0)
+                .bind(i64::from(id.sub))
+                .bind(key)
+                .bind(value)
+                .bind(row.try_get::<i64, _>(5)?)
+                .bind(row.try_get::<i64, _>(6)?)
+                .bind(row.try_get::<i64, _>(7)?)
+                .bind(row.try_get::<i64, _>(8)?)
+                .bind(row.try_get::<i64, _>(9)?)
+                .bind(end.0)
+                .execute(&mut *transaction)
+                .await?;
+            if inserted.rows_affected() > 0 {
+                added += 1;
+                bytes += i64::try_from(len).unwrap_or(i64::MAX);
+            }
+        }
+        sqlx::query(ADD).bind(added).bind(bytes).execute(&mut *transaction).await?;
+        transaction.commit().await?;
+        writer.keep();
+        Ok(())
+    }
+}
+
+/// Deletes rows that no revision from `first` on needs. Returns their number.
+async fn delete_old(connection: &mut SqliteConnection, first: i64) -> sqlx::Result<usize> {
+    let lengths: Vec<i64> =
+        sqlx::query_scalar(DELETE_OLD).bind(first).bind(PRUNE_ROWS).fetch_all(&mut *connection).await?;
+    let rows = i64::try_from(lengths.len()).unwrap_or(i64::MAX);
+    let bytes = lengths.iter().sum::<i64>() + rows * ARCHIVED_ROW_BYTES as i64;
+    sqlx::query(ADD).bind(-rows).bind(-bytes).execute(connection).await?;
+    Ok(lengths.len())
+}
+
+/// Returns the first revision that remains complete if the oldest rows, of at least `bytes`, are deleted.
+async fn first_without(connection: &mut SqliteConnection, bytes: i64) -> sqlx::Result<i64> {
+    let oldest: Vec<(i64, i64)> = sqlx::query_as(OLDEST).bind(PRUNE_ROWS).fetch_all(connection).await?;
+    let (mut first, mut freed) = (0, 0);
+    for (needed_until, len) in oldest {
+        if freed >= bytes {
+            break;
+        }
+        freed += len + ARCHIVED_ROW_BYTES as i64;
+        first = first.max(needed_until);
+    }
+    Ok(first)
+}
+
+async fn prune(connection: &mut SqliteConnection, first: Revision, bytes_max: u64) -> sqlx::Result<Reclaimed> {
+    let mut transaction = connection.begin().await?;
+    sqlx::query(RAISE).bind(first.0).bind("first_revision").execute(&mut *transaction).await?;
+    let facts = sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(facts)?;
+    if facts.first == Revision::MAX {
+        return Ok(Reclaimed::All);
+    }
+    let deleted = delete_old(&mut transaction, facts.first.0).await?;
+    let mut reclaimed = Reclaimed::More;
+    if deleted < PRUNE_ROWS as usize {
+        sqlx::query(DELETE_TIMES).bind(facts.first.0).execute(&mut *transaction).await?;
+        let facts = sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(self::facts)?;
+        let excess = facts.bytes.saturating_sub(bytes_max);
+        if excess == 0 {
+            reclaimed = Reclaimed::All;
+        } else {
+            let first = first_without(&mut transaction, i64::try_from(excess).unwrap_or(i64::MAX)).await?;
+            sqlx::query(RAISE).bind(first).bind("first_revision").execute(&mut *transaction).await?;
+        }
+    }
+    transaction.commit().await?;
+    Ok(reclaimed)
+}
+
+fn facts((first, copied, bytes, rows): (Option<i64>, Option<i64>, Option<i64>, Option<i64>)) -> ArchiveState {
+    archive::state([first, copied, bytes, rows])
+}
+
+#[async_trait]
+impl Archive for SqliteArchive {
+    async fn begin(&self, compacted: Option<Revision>) -> Result<()> {
+        let mut writer = self.lock().await?;
+        let compacted = compacted.unwrap_or(Revision::EMPTY).0;
+        sqlx::query(BEGIN).bind(compacted).execute(writer.connection()).await.map_err(unavailable)?;
+        writer.keep();
+        Ok(())
+    }
+
+    async fn state(&self) -> Result<ArchiveState> {
+        sqlx::query_as(STATE).fetch_one(&self.readers).await.map(facts).map_err(unavailable)
+    }
+
+    async fn copy(&self, rows: &[Superseded]) -> Result<()> {
+        for rows in rows.chunks(COPY_ROWS) {
+            let rows = self.rows_of_log(rows).await.map_err(unavailable)?;
+            self.insert(rows).await.map_err(|error| {
+                if has_code(&error, CODE_FULL) { Error::Full(error.to_string()) } else { unavailable(error) }
+            })?;
+        }
+        Ok(())
+    }
+
+    async fn finish_copy(&self, compacted: Revision) -> Result<()> {
+        let mut writer = self.lock().await?;
+        let query = sqlx::query(RAISE).bind(compacted.0).bind("copied_revision");
+        query.execute(writer.connection()).await.map_err(unavailable)?;
+        writer.keep();
+        Ok(())
+    }
+
+    async fn prune(&self, first: Revision, bytes_max: u64) -> Result<Reclaimed> {
+        let mut writer = self.lock().await?;
+        let reclaimed = prune(writer.connection(), first, bytes_max).await.map_err(unavailable)?;
+        writer.keep();
+        Ok(reclaimed)
+    }
+
+    /// Does not sync: a crash of the machine may lose the last moments.
+    async fn note_time(&self, head: Revision) -> Result<()> {
+        let mut writer = self.lock().await?;
+        let noted = async {
+            sqlx::query("PRAGMA synchronous = NORMAL").execute(writer.connection()).await?;
+            sqlx::query(NOTE_TIME).bind(head.0).bind(now_ms()).execute(writer.connection()).await
+        };
+        noted.await.map_err(unavailable)?;
+        writer.keep();
+        Ok(())
+    }
+
+    async fn first_moment(&self) -> Result<Option<Moment>> {
+        let found = sqlx::query_as(FIRST_MOMENT).fetch_optional(&self.readers).await.map_err(unavailable)?;
+        Ok(found.map(moment))
+    }
+
+    async fn moment_at(&self, time: Time) -> Result<Option<Moment>> {
+        let ms = match time {
+            Time::UnixMs(ms) => ms,
+            Time::Ago(age) => now_ms().saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX)),
+        };
+        let found = sqlx::query_as(MOMENT_AT).bind(ms).fetch_optional(&self.readers).await.map_err(unavailable)?;
+        Ok(found.map(moment))
+    }
+
+    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<i64>>> {
+        let mut reader = self.readers.acquire().await.map_err(unavailable)?;
+        let mut times = Vec::with_capacity(revisions.len());
+        for revision in revisions {
+            let time = sqlx::query_scalar(TIME_OF).bind(revision.0).fetch_optional(&mut *reader).await;
+            times.push(time.map_err(unavailable)?);
+        }
+        Ok(times)
+    }
+
+    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Rest)> {
+        let range = SqlRange::of(wanted.range);
+        let (from, to) = wanted.rows;
+        let sql = match (wanted.range, wanted.order) {
+            (KeyRange::Single(_), Order::OldestFirst) => changes_of_key!("ASC"),
+            (KeyRange::Single(_), Order::NewestFirst) => changes_of_key!("DESC"),
+            (KeyRange::Span { .. }, _) => CHANGES_OF_SPAN,
+        };
+        let query = sqlx::query(sql)
+            .bind(&range.start)
+            .bind(from.revision.0)
+            .bind(i64::from(from.sub))
+            .bind(to.revision.0)
+            .bind(i64::from(to.sub))
+            .bind(ARCHIVE_PAGE_ROWS as i64);
+        let query = match wanted.range {
+            KeyRange::Single(_) => query,
+            KeyRange::Span { .. } => query.bind(range.unbounded).bind(&range.end),
+        };
+        archive::page(query.fetch(&self.readers)).await.map_err(unavailable)?
+    }
+
+    async fn pairs_at(
+        &self,
+        range: &KeyRange,
+        after: Option<&Key>,
+        at: Revision,
+    ) -> Result<(Vec<(Key, EncodedKv)>, Rest)> {
+        let bounds = SqlRange::of(range);
+        let start = after.map_or(bounds.start.as_slice(), |after| after.as_slice());
+        let sql = if bounds.unbounded { pairs_at!("") } else { pairs_at!(" AND key < ?5") };
+        let query =
+            sqlx::query(sql).bind(start).bind(after.map(Key::as_slice)).bind(at.0).bind(ARCHIVE_PAGE_ROWS as i64);
+        let query = if bounds.unbounded { query } else { query.bind(&bounds.end) };
+        Ok(archive::pairs(archive::page(query.fetch(&self.readers)).await.map_err(unavailable)??))
+    }
+}
+
+fn moment((id, unix_ms): (i64, i64)) -> Moment {
+    Moment { revision: Revision(id), unix_ms }
+}
+
+#[expect(clippy::disallowed_methods, reason = "times are recorded for people")]
+fn now_ms() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX))
+}
