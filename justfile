@@ -90,7 +90,7 @@ hostile:
     cargo build --release
     ORLOP_HOSTILE_LONG=1 ORLOP_TEST_SERVER=$PWD/target/release/orlop cargo test --test it hostile -- --nocapture --test-threads 1 | grep -o '| .* |$'
 
-# Fuzz a target (requests, txn, gateway, settings, snapshot) for a number of seconds; needs a nightly Rust and cargo-fuzz.
+# Fuzz a target (requests, txn, gateway, settings, snapshot, objects) for a number of seconds; needs a nightly Rust and cargo-fuzz.
 fuzz target secs="600":
     cargo test -p orlop-fuzz seeds_are_written -- --ignored
     cargo +nightly fuzz run --features libfuzzer --sanitizer none {{ target }} -- -max_total_time={{ secs }} -print_final_stats=1

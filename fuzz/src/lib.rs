@@ -5,6 +5,7 @@
 //! Each target checks a property in addition to the absence of panics: re-encoding a decoded message preserves it, a
 //! fast check decides like a slow one, or a damaged file is refused with an error that names the file.
 
+pub mod objects;
 mod snapshot;
 
 use std::{sync::LazyLock, time::Duration};
@@ -52,13 +53,14 @@ pub struct Target {
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
-pub const TARGETS: [Target; 6] = [
+pub const TARGETS: [Target; 7] = [
     Target { name: "requests", run: requests, seeds: request_seeds },
     Target { name: "txn", run: txn, seeds: txn_seeds },
     Target { name: "gateway", run: gateway, seeds: gateway_seeds },
     Target { name: "token", run: token, seeds: token_seeds },
     Target { name: "settings", run: settings, seeds: settings_seeds },
     Target { name: "snapshot", run: snapshot::run, seeds: snapshot::seeds },
+    Target { name: "objects", run: objects::run, seeds: objects::seeds },
 ];
 
 macro_rules! decoders {

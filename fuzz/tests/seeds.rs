@@ -100,6 +100,11 @@ fn error_of_a_damaged_snapshot_names_the_file() {
 }
 
 #[test]
+fn arbitrary_values_are_shown_within_bounds() {
+    check_target("objects", 20_000);
+}
+
+#[test]
 #[ignore = "writes the initial corpus of the fuzzers"]
 fn seeds_are_written_for_the_fuzzers() {
     for Target { name, seeds, .. } in TARGETS {

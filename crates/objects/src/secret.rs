@@ -1,0 +1,97 @@
+//! Masks the data of Secrets in a tree, wherever in it they are.
+//!
+//! Masked are the values of `data` and `stringData`, and the same in the copy of the object that `kubectl apply` keeps
+//! in an annotation. What cannot be read well enough to know is masked as a whole.
+
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+
+use crate::node::{Masked, Node};
+
+const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
+/// The envelope of an object in protobuf, in base64, as an object in a list would have it.
+const ENVELOPE_BASE64: &str = "azhzA";
+
+/// Reports whether objects of this kind contain data to mask.
+pub(crate) fn is_secret_kind(kind: &str) -> bool {
+    matches!(kind, "Secret" | "SecretList")
+}
+
+/// Reports whether a value that is no valid object could be a damaged Secret or a manifest of one.
+pub(crate) fn may_contain_secret(text: &str) -> bool {
+    let json = text.trim_start().starts_with(['{', '[']);
+    let manifest =
+        || text.contains("kind: Secret") || text.contains("kind: \"Secret") || text.contains("kind: 'Secret");
+    json && text.contains("Secret") || manifest()
+}
+
+/// Masks all Secrets in a tree and returns the number of masked values.
+pub(crate) fn mask(node: &mut Node) -> usize {
+    let kind = node.get("kind").and_then(Node::as_text).unwrap_or_default().to_owned();
+    match node {
+        Node::Map(map) => {
+            let own = match (kind.as_str(), map.get_mut("items")) {
+                ("Secret", _) => mask_secret(node),
+                ("SecretList", Some(Node::List(items))) => items.iter_mut().map(mask_secret).sum(),
+                _ => 0,
+            };
+            own + children(node)
+        }
+        Node::List(_) => children(node),
+        Node::Text(text) if text.starts_with(ENVELOPE_BASE64) => mask_value(node),
+        Node::Null | Node::Bool(_) | Node::Number(_) | Node::Text(_) | Node::Masked(_) => 0,
+    }
+}
+
+fn children(node: &mut Node) -> usize {
+    match node {
+        Node::Map(map) => map.values_mut().map(mask).sum(),
+        Node::List(items) => items.iter_mut().map(mask).sum(),
+        Node::Null | Node::Bool(_) | Node::Number(_) | Node::Text(_) | Node::Masked(_) => 0,
+    }
+}
+
+fn mask_secret(secret: &mut Node) -> usize {
+    let Node::Map(map) = secret else { return mask_value(secret) };
+    let mut masked = 0;
+    for name in ["data", "stringData"] {
+        masked += match map.get_mut(name) {
+            None | Some(Node::Null) => 0,
+            Some(Node::Map(values)) => values.values_mut().map(|value| mask_data(value, name)).sum(),
+            Some(other) => mask_value(other),
+        };
+    }
+    let copy = secret.get_mut("metadata").and_then(|metadata| metadata.get_mut("annotations"));
+    masked + copy.and_then(|annotations| annotations.get_mut(LAST_APPLIED)).map_or(0, mask_copy)
+}
+
+/// Masks the values in an annotation with a copy of the Secret as JSON.
+fn mask_copy(copy: &mut Node) -> usize {
+    let Some(original) = copy.as_text().map(str::to_owned) else { return mask_value(copy) };
+    let parsed = serde_json::from_str(&original).map(|value: serde_json::Value| Node::from(value));
+    let Ok(mut object @ Node::Map(_)) = parsed else { return mask_value(copy) };
+    let masked = mask_secret(&mut object);
+    let shown = object.to_json().to_string() + if original.ends_with('\n') { "\n" } else { "" };
+    *copy = Node::Masked(Masked { shown, ..Masked::new(0, original.as_bytes()) });
+    masked
+}
+
+/// Masks one value; the length shown is that of the bytes, not of their base64.
+fn mask_data(value: &mut Node, field: &str) -> usize {
+    let decoded = value.as_text().filter(|_| field == "data").and_then(|text| BASE64_STANDARD.decode(text).ok());
+    match decoded {
+        Some(bytes) => {
+            *value = Node::Masked(Masked::new(bytes.len(), &bytes));
+            1
+        }
+        None => mask_value(value),
+    }
+}
+
+fn mask_value(value: &mut Node) -> usize {
+    if matches!(value, Node::Masked(_)) {
+        return 0;
+    }
+    let original = value.as_text().map_or_else(|| value.to_json().to_string(), str::to_owned);
+    *value = Node::Masked(Masked::new(original.len(), original.as_bytes()));
+    1
+}
