@@ -26,7 +26,7 @@ const ENCODED_FIELDS: [(&str, &str); 6] = [
     ("DeleteRangeResponse", "prev_kvs"),
     ("WatchResponse", "events"),
     ("HistoryPairsResponse", "kvs"),
-    ("HistoryChange", "event"),
+    ("HistoryChange", "kv"),
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use bytes::Bytes;
 use futures_util::stream::{self, BoxStream, StreamExt as _};
 use tonic::{Request, Response, Status};
 
@@ -11,7 +10,7 @@ use orlop_core::{
     auth::Caller,
     log::{Moment, Order, PastRow, Time},
     store::{PastChange, PastError},
-    types::{EncodedEvent, EncodedKv, Key, KeyRange, Revision, RowId},
+    types::{EncodedKv, Key, KeyRange, Revision, RowId, Version},
 };
 use orlop_wire::proto::server::orlopb::{self as pb, history_server::History};
 
@@ -190,11 +189,12 @@ fn moment(moment: Moment) -> pb::HistoryMoment {
 
 fn change(change: PastChange) -> pb::HistoryChange {
     let PastChange { row: PastRow { row, key, kv }, unix_ms } = change;
-    let event = match kv {
-        Some(kv) => EncodedEvent::put(&kv, None),
-        None => EncodedEvent::delete(&key, row.revision, None),
-    };
-    pb::HistoryChange { event: Bytes::copy_from_slice(event.as_bytes()), unix_ms: unix_ms.unwrap_or(0) }
+    let deleted = kv.is_none();
+    let kv = kv.unwrap_or_else(|| {
+        let version = Version { row, create_revision: Revision(0), version: 0 };
+        EncodedKv::new(&key, version, &[], None)
+    });
+    pb::HistoryChange { kv: kv.into_bytes(), deleted, unix_ms: unix_ms.unwrap_or(0) }
 }
 
 fn from_past(error: PastError) -> Status {

@@ -20,6 +20,7 @@ mod foreign;
 mod gateway;
 mod hashkv;
 mod health;
+mod history;
 mod hostile;
 mod instances;
 mod kine;

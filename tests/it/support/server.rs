@@ -219,6 +219,12 @@ impl Server {
             launch(&self.program, &self.arguments, &self.environment, self.home.path()).await;
     }
 
+    /// Like [`Server::restart`], with other arguments.
+    pub async fn restart_with(&mut self, arguments: &[&str]) {
+        self.arguments = arguments.iter().map(Into::into).collect();
+        self.restart().await;
+    }
+
     async fn start(program: Program, arguments: Vec<OsString>, place: Place) -> Self {
         let home = place
             .folder

@@ -12,7 +12,7 @@ use std::{
 use proptest::{collection::vec, prelude::*, sample::Index};
 
 use super::{CompactionCursor, Entry, Lease, ReadAt, TreeIndex, Unreadable};
-use crate::types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId, Version};
+use crate::types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId, Superseded, Version};
 
 const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "ba", "c"];
 
@@ -227,7 +227,7 @@ fn check_compaction(index: &mut TreeIndex, model: &mut Model, revision: Revision
 }
 
 /// Checks that a compaction removed exactly the rows that the model removes, each once.
-fn check_removed(removed: &[RowId], model: &mut Model) -> Checked {
+fn check_removed(removed: &[Superseded], model: &mut Model) -> Checked {
     let mut removed = removed.to_vec();
     removed.sort_unstable();
     prop_assert_eq!(removed, model.remove_garbage(), "removed by the compaction at {:?}", model.compact_revision);
@@ -247,7 +247,7 @@ fn check_rebuilt(index: &TreeIndex, model: &Model) -> Checked {
     Ok(())
 }
 
-fn compact_to_the_end(index: &mut TreeIndex, budget: usize) -> Vec<RowId> {
+fn compact_to_the_end(index: &mut TreeIndex, budget: usize) -> Vec<Superseded> {
     let (mut cursor, mut removed) = (CompactionCursor::default(), Vec::new());
     while index.compact_step(&mut cursor, budget, &mut removed) {}
     removed
@@ -354,11 +354,20 @@ impl Model {
     }
 
     /// Removes the garbage rows that were not removed before, and returns them in order.
-    fn remove_garbage(&mut self) -> Vec<RowId> {
-        let garbage = self.changes.iter().filter(|change| self.is_garbage(change)).map(|change| change.row);
-        let garbage: Vec<_> = garbage.filter(|row| !self.compacted_rows.contains(row)).collect();
-        self.compacted_rows.extend(&garbage);
+    fn remove_garbage(&mut self) -> Vec<Superseded> {
+        let garbage = self.changes.iter().filter(|change| self.is_garbage(change));
+        let garbage = garbage.filter(|change| !self.compacted_rows.contains(&change.row));
+        let garbage: Vec<Superseded> =
+            garbage.map(|change| Superseded { row: change.row, end: self.end(change) }).collect();
+        self.compacted_rows.extend(garbage.iter().map(|it| it.row));
         garbage
+    }
+
+    /// Returns the first revision whose state does not contain a row.
+    fn end(&self, change: &Change) -> Revision {
+        let next = self.changes.iter().find(|other| other.key == change.key && other.row > change.row);
+        let own = change.row.revision;
+        if change.is_delete() { own } else { next.map_or(Revision::MAX, |next| next.row.revision) }
     }
 
     /// A row below the compact revision is garbage if it is a tombstone, or if its key has a newer row at or below the

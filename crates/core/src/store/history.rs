@@ -6,7 +6,13 @@
 
 mod past;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
 
 use tokio::{
     sync::watch,
@@ -25,6 +31,8 @@ use crate::{
 const TIME_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which old rows are deleted.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
+/// Number of attempts to copy rows, one a second, before they are given up.
+const COPY_ATTEMPTS: u32 = 10;
 /// Pause between two deletions.
 const PRUNE_PAUSE: Duration = Duration::from_millis(10);
 
@@ -56,31 +64,45 @@ impl std::fmt::Debug for HistorySettings {
 pub(super) struct History {
     archive: Arc<dyn Archive>,
     keep: Keep,
+    /// Number of copies that failed since the last one that succeeded.
+    failures: AtomicU32,
 }
 
 impl History {
     pub(super) fn new(settings: HistorySettings) -> Self {
         let HistorySettings { archive, keep } = settings;
-        Self { archive, keep }
+        Self { archive, keep, failures: AtomicU32::new(0) }
     }
 
-    /// Begins to keep rows, if they are to be kept.
-    pub(super) async fn begin(&self, compacted: Option<Revision>) -> log::Result<()> {
-        if self.keep == Keep::Nothing { Ok(()) } else { self.archive.begin(compacted).await }
+    /// Begins to keep rows, if they are to be kept, and records the time of the head.
+    pub(super) async fn begin(&self, compacted: Option<Revision>, head: Revision) -> log::Result<()> {
+        if self.keep == Keep::Nothing {
+            return Ok(());
+        }
+        self.archive.begin(compacted).await?;
+        self.archive.note_time(head).await
     }
 
-    /// Copies rows that the compaction at `compacted` removes, unless they are not to be kept. If the disk is full, the
-    /// rows are given up, because their deletion from the log is what frees space.
+    /// Copies rows that the compaction at `compacted` removes, unless they are not to be kept. If the disk is full, or
+    /// copying fails again and again, the rows are given up: their deletion from the log frees space that the store
+    /// needs.
     pub(super) async fn keep(&self, rows: &[Superseded], compacted: Revision) -> log::Result<()> {
         if self.keep != Keep::Nothing {
-            match self.archive.copy(rows).await {
-                Err(Error::Full(reason)) => warn!(
-                    reason,
-                    compact_revision = compacted.0,
-                    "no space to keep compacted rows; the history begins at the compact revision now"
-                ),
-                copied => return copied,
+            let Err(error) = self.archive.copy(rows).await else {
+                self.failures.store(0, Ordering::Relaxed);
+                return Ok(());
+            };
+            let failures = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
+            if !matches!(error, Error::Full(_)) && failures < COPY_ATTEMPTS {
+                return Err(error);
             }
+            self.archive.prune(compacted, u64::MAX).await?;
+            warn!(
+                %error,
+                compact_revision = compacted.0,
+                "compacted rows cannot be kept; the history begins at the compact revision now"
+            );
+            return Ok(());
         }
         self.archive.prune(compacted, u64::MAX).await.map(|_| ())
     }
@@ -112,7 +134,7 @@ pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
     let work = async {
         let mut ticks = interval(TIME_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut noted, mut pruned_at, mut is_failing) = (Revision::EMPTY, None::<Instant>, false);
+        let (mut noted, mut pruned_at, mut is_failing) = (Revision(0), None::<Instant>, false);
         loop {
             ticks.tick().await;
             if !shared.members.is_leader() {

@@ -234,7 +234,8 @@ impl World {
             index.begin_compaction(revision);
             while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
         }
-        self.shared.log.reclaim(Reclaim::Rows { rows: &removed, compacted: revision, server: 0 }).await.unwrap();
+        let rows: Vec<_> = removed.iter().map(|superseded| superseded.row).collect();
+        self.shared.log.reclaim(Reclaim::Rows { rows: &rows, compacted: revision, server: 0 }).await.unwrap();
         self.model.compact_revision = self.model.compact_revision.max(Some(revision));
         self.committed.compact_revision = self.model.compact_revision;
     }

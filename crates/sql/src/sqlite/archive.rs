@@ -43,7 +43,7 @@ const COPY_ROWS: usize = 100;
 /// Number of rows that one call of [`Archive::prune`] deletes.
 const PRUNE_ROWS: i64 = 500;
 
-const COLUMNS_OF_LOG: &str = "key, value, lease, version, create_revision, prev_revision, deleted";
+const COLUMNS_OF_LOG: &str = "l.key, l.value, l.lease, l.version, l.create_revision, l.prev_revision, l.deleted";
 const INSERT: &str = "INSERT OR IGNORE INTO kv_archive (id, sub, key, value, lease, version, create_revision, \
     prev_revision, deleted, end_revision) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)";
 const ADD: &str =

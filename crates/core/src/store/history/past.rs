@@ -101,7 +101,7 @@ impl Store {
             first_moment: None,
             retention: None,
         };
-        if let Some(History { archive, keep }) = &self.shared.history {
+        if let Some(History { archive, keep, .. }) = &self.shared.history {
             let archived = archive.state().await?;
             state.first = archived.first.min(log_begins);
             (state.rows, state.bytes) = (archived.rows, archived.bytes);
@@ -131,7 +131,7 @@ impl Store {
         at: Revision,
     ) -> PastResult<PastPairs> {
         self.confirm().await?;
-        self.shared.check_read(caller, range).map_err(Error::from)?;
+        self.shared.check_read(caller, range)?;
         let deadline = Instant::now() + COPY_TIME_MAX;
         loop {
             match self.shared.past_pairs(range, after, at).await {
@@ -154,7 +154,7 @@ impl Store {
         order: Order,
     ) -> PastResult<PastChanges> {
         self.confirm().await?;
-        self.shared.check_read(caller, range).map_err(Error::from)?;
+        self.shared.check_read(caller, range)?;
         let deadline = Instant::now() + COPY_TIME_MAX;
         loop {
             match self.shared.past_changes(range, rows, order).await {
@@ -226,8 +226,9 @@ impl Shared {
     async fn check_complete(&self, from: Revision, compacted: Revision) -> PastResult<()> {
         let Some(history) = &self.history else { return Err(PastError::Begins { first: compacted }) };
         let state = history.archive.state().await?;
-        if from < state.first {
-            return Err(PastError::Begins { first: state.first });
+        let first = state.first.min(compacted);
+        if from < first {
+            return Err(PastError::Begins { first });
         }
         if state.copied < compacted {
             return Err(PastError::Copying { compacted });
@@ -330,7 +331,7 @@ impl Shared {
             let wanted = ArchivedChanges { range, rows: (from, read_until.min(to)), order: Order::OldestFirst };
             let (archived, rest) = history.archive.changes(wanted).await?;
             // Rows that are not copied yet were in the log when it was read.
-            let first = history.archive.state().await?.first;
+            let first = history.archive.state().await?.first.min(compacted);
             if from.revision < first {
                 return Err(PastError::Begins { first });
             }

@@ -206,6 +206,7 @@ async fn compact(log: &MemoryLog, hub: &Hub, history: &mut History, back: i64, p
         let mut removed = Vec::new();
         history.index.begin_compaction(revision);
         while history.index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
-        log.reclaim(Reclaim::Rows { rows: &removed, compacted: revision, server: 0 }).await.unwrap();
+        let rows: Vec<_> = removed.iter().map(|superseded| superseded.row).collect();
+        log.reclaim(Reclaim::Rows { rows: &rows, compacted: revision, server: 0 }).await.unwrap();
     }
 }
