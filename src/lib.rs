@@ -25,6 +25,7 @@ pub mod api;
 pub mod auth;
 pub mod check;
 pub mod config;
+pub mod history;
 pub mod http;
 pub mod kine;
 pub mod load;

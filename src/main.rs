@@ -9,7 +9,7 @@ use orlop::{
     config::{
         Flags, Settings, deprecated_flags, deprecation, ignored_flag_definitions, ignored_flags, with_two_dashes,
     },
-    kine, logging, migrate, offline, output, server, snapshot, status,
+    history, kine, logging, migrate, offline, output, server, snapshot, status,
 };
 use orlop_bench as bench;
 use orlop_core::supervise;
@@ -19,7 +19,8 @@ use tokio::{
 };
 use tracing::warn;
 
-/// Exit status of a check that could not run; clap uses the same for invalid flags.
+/// Exit status of a check that could not run and of an error in a command whose status 1 is an answer; clap uses the same
+/// for invalid flags.
 const CANNOT_CHECK: u8 = 2;
 
 #[global_allocator]
@@ -67,6 +68,32 @@ enum Command {
     /// The data are those of Maintenance.Status and /metrics of the endpoint. What the server does not report is unknown.
     Status(status::Args),
 
+    /// Print the versions of a key, or of all keys with a prefix, and what changed from each to the next
+    ///
+    /// Compacted versions are printed if the server runs with --history-retention. The store is that of a running server
+    /// (--endpoints) or, with --data-dir or --datastore-endpoint, of a stopped one.
+    ///
+    /// Exit status: 0 there are versions, 1 there are none, 2 an error.
+    History(Box<history::HistoryArgs>),
+
+    /// Print what changed in a range of keys between two points in time
+    ///
+    /// Exit status: 0 nothing changed, 1 something changed, 2 an error.
+    Diff(Box<history::DiffArgs>),
+
+    /// Print pairs as of a revision or a time
+    ///
+    /// Exit status: 0 there are pairs, 1 there are none, 2 an error.
+    Get(Box<history::GetArgs>),
+
+    /// Write a past state of a range of keys again, as new revisions
+    ///
+    /// Shows what it would write and asks. The writes are one transaction or, if that is too large, several; after an
+    /// interruption the same command continues. A key that somebody changes meanwhile is named and not written.
+    ///
+    /// Exit status: 0 the state is as it was, 1 conflicts or, with --dry-run, something to write, 2 an error.
+    Rewind(Box<history::RewindArgs>),
+
     /// Check the integrity of a store, running or not, without writing to it
     ///
     /// Reads the database: every row of every table, with SQLite also the whole file and its WAL. It finds the database as
@@ -111,6 +138,10 @@ fn main() -> ExitCode {
         Some(Command::Migrate(args)) => migrate(*args),
         Some(Command::Import(args)) => on_one_thread(async { Box::pin(kine::run(args)).await }),
         Some(Command::Status(args)) => on_one_thread(async { status::run(args).await }),
+        Some(Command::History(args)) => return past(history::history(*args)),
+        Some(Command::Diff(args)) => return past(history::diff(*args)),
+        Some(Command::Get(args)) => return past(history::get(*args)),
+        Some(Command::Rewind(args)) => return past(history::rewind(*args)),
         Some(Command::Check(args)) => return check_store(args),
         Some(Command::Defrag(args)) => on_one_thread(async { offline::defrag(args).await }),
         Some(Command::Hashkv(args)) => on_one_thread(async { offline::hashkv(args).await }),
@@ -125,6 +156,14 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&*error, ExitCode::FAILURE),
+    }
+}
+
+/// Runs a command about the past and returns its exit status.
+fn past(command: impl Future<Output = Outcome<history::Ending>>) -> ExitCode {
+    match on_one_thread(async { Box::pin(command).await }) {
+        Ok(ending) => ending.into(),
+        Err(error) => failed(&*error, ExitCode::from(CANNOT_CHECK)),
     }
 }
 

@@ -19,7 +19,7 @@ use tracing::{info, warn};
 use crate::{
     api,
     auth::{Authenticator, BCRYPT_COST, BCRYPT_COSTS, Keys, Passwords, SignMethod, Tokens},
-    config::{AuthToken, Datastore, ListenUrl, MetricsDetail, Retention, Scheme, Settings, Tls, Urls},
+    config::{AuthToken, Datastore, Interval, List, ListenUrl, MetricsDetail, Retention, Scheme, Settings, Tls, Urls},
     http::{self, Pprof},
     net::{self, ConnectionLimit, Listener, tls},
     snapshot::{DatedFolder, Schedule},
@@ -61,6 +61,53 @@ impl std::error::Error for Error {}
 ///
 /// If an address cannot be bound or the database cannot be opened or read.
 pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
+    let keep = keep(&settings);
+    serve_as(settings, Role::Server, keep, shutdown).await
+}
+
+/// Serves a database to this process alone, at a socket, until `shutdown` completes. Does nothing else that a server does
+/// by schedule or announces.
+///
+/// # Errors
+///
+/// The same as [`serve`].
+pub(crate) async fn serve_locally(
+    settings: Settings,
+    socket: PathBuf,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), Error> {
+    let settings = Settings {
+        name: format!("orlop-{}", std::process::id()),
+        listen_client_urls: List(vec![ListenUrl::Unix(socket, Scheme::Plain)]),
+        listen_client_http_urls: List::default(),
+        listen_metrics_urls: List::default(),
+        listen_address: String::new(),
+        auto_compaction_retention: "0".to_owned(),
+        snapshot_interval: Interval(Duration::ZERO),
+        enable_distributed_tracing: false,
+        ..settings
+    };
+    serve_as(settings, Role::Local, Keep::AsBefore, shutdown).await
+}
+
+/// Why a process serves.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Role {
+    Server,
+    /// For a command in the same process.
+    Local,
+}
+
+impl Role {
+    /// Notifies systemd about a server.
+    fn notify(self, state: &str) {
+        if self == Self::Server {
+            notify_service_manager(state);
+        }
+    }
+}
+
+async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
     let tls = match settings.tls().map_err(Error)? {
         Some(files) => Some(Arc::new(tls::Acceptor::new(files).map_err(Error)?)),
         None => None,
@@ -68,7 +115,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
     let listeners = Listeners::bind(&settings, tls.as_ref()).await.map_err(Error)?;
     let metrics = new_metrics(&settings);
     let mut shutdown = pin!(shutdown);
-    let opening = open_store(&settings, advertised_urls(&settings, &listeners.clients), metrics);
+    let opening = open_store(&settings, advertised_urls(&settings, &listeners.clients), metrics, keep);
     let Some(store) = unless(shutdown.as_mut(), opening).await else { return Ok(()) };
     let store = Arc::new(store?);
     let _watching = start_watchdog(&store)?;
@@ -91,8 +138,11 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     log_start(&settings, &listeners, &store).await?;
     let mut servers = JoinSet::new();
+    if role == Role::Server {
+        listeners.clients.iter().flat_map(|listener| &listener.urls).for_each(announce);
+    }
     listeners.serve(&settings, &endpoints, services.with(routes.main), routes.http, &stopping, &mut servers);
-    notify_service_manager("READY=1");
+    role.notify("READY=1");
 
     let mut outcome = Ok(());
     tokio::select! {
@@ -105,7 +155,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
             Err(error) => format!("a listener failed: {error}"),
         })),
     }
-    notify_service_manager("STOPPING=1");
+    role.notify("STOPPING=1");
     stop.send_replace(true);
     if timeout(DRAIN_MAX, async { while servers.join_next().await.is_some() {} }).await.is_err() {
         warn!("some clients did not finish in time; closing their connections");
@@ -232,7 +282,6 @@ impl Listeners {
     ) {
         let clients = connections(settings, ConnectionLimit::for_clients(), endpoints.store.steps());
         for listener in self.clients {
-            listener.urls.iter().for_each(announce);
             servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
         }
         for listener in self.http {
@@ -280,7 +329,12 @@ fn new_metrics(settings: &Settings) -> Arc<Metrics> {
 }
 
 /// Opens and reads the log.
-async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<Metrics>) -> Result<Store, Error> {
+async fn open_store(
+    settings: &Settings,
+    client_urls: Vec<String>,
+    metrics: Arc<Metrics>,
+    keep: Keep,
+) -> Result<Store, Error> {
     let store_settings = store::Settings {
         value_cache_bytes: settings.value_cache_bytes,
         poll_interval: settings.datastore_poll_interval.0,
@@ -315,7 +369,7 @@ async fn open_store(settings: &Settings, client_urls: Vec<String>, metrics: Arc<
         Durability::Synced
     };
     let metrics = Some(Arc::clone(&store_settings.metrics));
-    let opened = open_with_archive(settings, &datastore, client_urls, durability, metrics, keep(settings)).await;
+    let opened = open_with_archive(settings, &datastore, client_urls, durability, metrics, keep).await;
     let (log, history) = opened.map_err(|error| Error(error.to_string()))?;
     let store_settings = store::Settings { history, ..store_settings };
     // Errors of Postgres already contain the name of the database.
@@ -348,7 +402,7 @@ pub(crate) async fn open_with_archive(
     let (log, archive): (Arc<dyn Log>, Option<Arc<dyn Archive>>) = match datastore {
         Datastore::Sqlite(file) => {
             let log = SqliteLog::open_with(file, durability).await?;
-            let archive = log.archive(&log.meta().await?, keep != Keep::Nothing).await?;
+            let archive = log.archive(&log.meta().await?, matches!(keep, Keep::Rows { .. })).await?;
             (Arc::new(log), archive.map(|archive| Arc::new(archive) as _))
         }
         Datastore::Postgres(endpoint) => {

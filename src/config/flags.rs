@@ -413,6 +413,13 @@ pub struct DatastoreFlags {
     datastore_endpoint: Option<Secret>,
 }
 
+impl DatastoreFlags {
+    /// Returns whether one of these flags is given.
+    pub fn is_given(&self) -> bool {
+        self.config_file.is_some() || self.data_dir.is_some() || self.datastore_endpoint.is_some()
+    }
+}
+
 impl From<DatastoreFlags> for Flags {
     fn from(datastore: DatastoreFlags) -> Self {
         Self { datastore, ..Self::default() }

@@ -1,5 +1,6 @@
 //! History that outlasts compactions: states and changes of the past, retention, and restarts.
 
+mod commands;
 mod model;
 
 use orlop_wire::proto::client::{

@@ -41,6 +41,7 @@ use orlop_wire::proto::client::etcdserverpb::{
     AuthenticateRequest, auth_client::AuthClient, kv_client::KvClient, lease_client::LeaseClient,
     maintenance_client::MaintenanceClient,
 };
+use orlop_wire::proto::client::orlopb::history_client::HistoryClient;
 use orlop_wire::proto::client::v3lockpb::lock_client::LockClient;
 use orlop_wire::write_coalescing::{Flusher, coalesce_writes};
 
@@ -119,6 +120,10 @@ impl Client {
 
     pub fn kv(&self) -> KvClient<Connection> {
         KvClient::with_origin(self.connection.clone(), self.origin.clone()).max_decoding_message_size(usize::MAX)
+    }
+
+    pub fn history(&self) -> HistoryClient<Connection> {
+        HistoryClient::with_origin(self.connection.clone(), self.origin.clone()).max_decoding_message_size(usize::MAX)
     }
 
     pub fn maintenance(&self) -> MaintenanceClient<Connection> {

@@ -180,6 +180,16 @@ impl ServerFlags {
         Client::connect(&self.endpoints, &target).await
     }
 
+    /// Returns the same flags for another endpoint.
+    ///
+    /// # Errors
+    ///
+    /// If the text is not an endpoint.
+    pub fn at(&self, endpoint: &str) -> Result<Self, Error> {
+        let endpoints = parse_one(endpoint).map_err(Error::Flags)?;
+        Ok(Self { endpoints, ..self.clone() })
+    }
+
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoints
     }

@@ -52,6 +52,8 @@ pub enum Keep {
     /// Those that were superseded within `retention`; of these, the newest of at most `bytes_max` (see
     /// [`crate::log::ArchiveState::bytes`]).
     Rows { retention: Duration, bytes_max: u64 },
+    /// Those that an archive which was begun needs to stay complete; none is deleted. For a process that only looks.
+    AsBefore,
 }
 
 impl std::fmt::Debug for HistorySettings {
@@ -76,7 +78,7 @@ impl History {
 
     /// Begins to keep rows, if they are to be kept, and records the time of the head.
     pub(super) async fn begin(&self, compacted: Option<Revision>, head: Revision) -> log::Result<()> {
-        if self.keep == Keep::Nothing {
+        if !matches!(self.keep, Keep::Rows { .. }) {
             return Ok(());
         }
         self.archive.begin(compacted).await?;
@@ -87,7 +89,8 @@ impl History {
     /// copying fails again and again, the rows are given up: their deletion from the log frees space that the store
     /// needs.
     pub(super) async fn keep(&self, rows: &[Superseded], compacted: Revision) -> log::Result<()> {
-        if self.keep != Keep::Nothing {
+        let is_begun = self.keep != Keep::AsBefore || self.archive.state().await?.first < Revision::MAX;
+        if self.keep != Keep::Nothing && is_begun {
             let Err(error) = self.archive.copy(rows).await else {
                 self.failures.store(0, Ordering::Relaxed);
                 return Ok(());
@@ -115,6 +118,7 @@ impl History {
     /// Deletes the rows that are no longer to be kept.
     async fn prune(&self) -> log::Result<()> {
         let (first, bytes_max) = match self.keep {
+            Keep::AsBefore => return Ok(()),
             Keep::Nothing => (Revision::EMPTY, u64::MAX),
             Keep::Rows { retention, bytes_max } => {
                 let oldest = self.archive.moment_at(Time::Ago(retention)).await?;
@@ -143,7 +147,7 @@ pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
             let is_due = pruned_at.is_none_or(|at| at.elapsed() >= PRUNE_INTERVAL);
             let done = async {
                 let head = shared.index.read().head();
-                if head > noted && history.keep != Keep::Nothing {
+                if head > noted && matches!(history.keep, Keep::Rows { .. }) {
                     history.archive.note_time(head).await?;
                     noted = head;
                 }

@@ -1,0 +1,156 @@
+//! `orlop diff`: what changed in a range between two points in time.
+
+use std::cmp::Ordering;
+
+use orlop_objects::{Shown, diff};
+use orlop_wire::proto::client::mvccpb::KeyValue;
+use serde_json::{Value, json};
+
+use super::{
+    Ending, Format, Result,
+    selection::{Selection, shown_key},
+    source::{PairStream, Source, SourceFlags},
+    text::{OutputFlags, indented, key_json, pair_json},
+    time::Point,
+};
+use crate::output::print;
+
+/// Lines around a change.
+const CONTEXT_LINES: usize = 2;
+
+#[derive(Debug, clap::Args)]
+pub struct DiffArgs {
+    #[command(flatten)]
+    selection: Selection,
+
+    /// First point: a revision, a duration before now (2h), a time in UTC or now
+    #[arg(long, value_name = "REV|TIME")]
+    from: Point,
+
+    /// Second point
+    #[arg(long, default_value = "now", value_name = "REV|TIME")]
+    to: Point,
+
+    /// Only the keys, without what changed in their values
+    #[arg(long)]
+    keys_only: bool,
+
+    #[command(flatten)]
+    output: OutputFlags,
+
+    #[command(flatten)]
+    source: SourceFlags,
+}
+
+pub(super) async fn run(args: DiffArgs) -> Result<Ending> {
+    let source = args.source.open().await?;
+    let ending = show(&args, &source).await;
+    source.close().await?;
+    ending
+}
+
+async fn show(args: &DiffArgs, source: &Source) -> Result<Ending> {
+    let (from, to) = (source.revision_at(args.from).await?, source.revision_at(args.to).await?);
+    let range = args.selection.range();
+    let (old, new) = (source.pairs(range.clone(), from).await?, source.pairs(range, to).await?);
+    let mut differences = Differences::new(old, new).await?;
+    let mut ending = Ending::Success;
+    while let Some(difference) = differences.next().await? {
+        ending = Ending::Otherwise;
+        print(described(&difference, args.output, args.keys_only).as_bytes())?;
+    }
+    Ok(ending)
+}
+
+/// A key with different pairs in two states. At least one of the two is present.
+pub(super) struct Difference {
+    pub(super) old: Option<KeyValue>,
+    pub(super) new: Option<KeyValue>,
+}
+
+impl Difference {
+    pub(super) fn key(&self) -> &[u8] {
+        self.old.as_ref().or(self.new.as_ref()).map_or(&[], |pair| &pair.key)
+    }
+
+    pub(super) fn verb(&self) -> &'static str {
+        match (&self.old, &self.new) {
+            (None, _) => "added",
+            (_, None) => "deleted",
+            (Some(_), Some(_)) => "changed",
+        }
+    }
+}
+
+/// The differences of two states, in the order of keys.
+pub(super) struct Differences {
+    old: PairStream,
+    new: PairStream,
+    next: (Option<KeyValue>, Option<KeyValue>),
+}
+
+impl Differences {
+    pub(super) async fn new(mut old: PairStream, mut new: PairStream) -> Result<Self> {
+        let next = (old.next().await?, new.next().await?);
+        Ok(Self { old, new, next })
+    }
+
+    /// Returns the next key that was put or deleted in between, even if its value is the same again.
+    pub(super) async fn next(&mut self) -> Result<Option<Difference>> {
+        loop {
+            let order = match &self.next {
+                (None, None) => return Ok(None),
+                (Some(_), None) => Ordering::Less,
+                (None, Some(_)) => Ordering::Greater,
+                (Some(old), Some(new)) => old.key.cmp(&new.key),
+            };
+            let mut difference = Difference { old: None, new: None };
+            if order != Ordering::Greater {
+                difference.old = std::mem::replace(&mut self.next.0, self.old.next().await?);
+            }
+            if order != Ordering::Less {
+                difference.new = std::mem::replace(&mut self.next.1, self.new.next().await?);
+            }
+            let revision = |pair: &Option<KeyValue>| pair.as_ref().map(|pair| pair.mod_revision);
+            if revision(&difference.old) != revision(&difference.new) {
+                return Ok(Some(difference));
+            }
+        }
+    }
+}
+
+/// Describes a difference.
+pub(super) fn described(difference: &Difference, output: OutputFlags, keys_only: bool) -> String {
+    let shown = |pair: &Option<KeyValue>| pair.as_ref().map(|pair| Shown::of(&pair.value, output.view()));
+    let (old, new) = (shown(&difference.old), shown(&difference.new));
+    if output.write_out == Format::Json {
+        let pair = |pair: &Option<KeyValue>, shown: &Option<Shown>| match (pair, shown) {
+            (Some(pair), Some(shown)) => {
+                let mut object = pair_json(pair, shown);
+                if keys_only {
+                    object.remove("value");
+                }
+                Value::from(object)
+            }
+            _ => Value::Null,
+        };
+        let mut object = key_json(difference.key());
+        object.insert("type".to_owned(), json!(difference.verb()));
+        object.insert("old".to_owned(), pair(&difference.old, &old));
+        object.insert("new".to_owned(), pair(&difference.new, &new));
+        return format!("{}\n", Value::from(object));
+    }
+    let revision =
+        |pair: &Option<KeyValue>| pair.as_ref().map_or_else(|| "-".to_owned(), |it| it.mod_revision.to_string());
+    let heading = format!(
+        "{:7}  {}  revision {} -> {}\n",
+        difference.verb(),
+        shown_key(difference.key()),
+        revision(&difference.old),
+        revision(&difference.new)
+    );
+    if keys_only {
+        return heading;
+    }
+    heading + &indented(&diff(old.as_ref(), new.as_ref(), CONTEXT_LINES).render(output.style()))
+}

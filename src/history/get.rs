@@ -1,0 +1,85 @@
+//! `orlop get`: pairs as of a revision or a time.
+
+use std::io::Write as _;
+
+use orlop_objects::Shown;
+use orlop_wire::proto::client::mvccpb::KeyValue;
+
+use super::{
+    Ending, Format, Result,
+    selection::{Selection, shown_key},
+    source::{Source, SourceFlags},
+    text::{OutputFlags, pair_json},
+    time::Point,
+};
+use crate::output::print;
+
+#[derive(Debug, clap::Args)]
+pub struct GetArgs {
+    #[command(flatten)]
+    selection: Selection,
+
+    /// Point in time: a revision, a duration before now (2h), a time in UTC or now
+    #[arg(long, default_value = "now", value_name = "REV|TIME")]
+    at: Point,
+
+    /// Only the keys
+    #[arg(long)]
+    keys_only: bool,
+
+    /// The bytes of the value of a single key, unchanged
+    #[arg(long, conflicts_with_all = ["prefix", "keys_only", "write_out"])]
+    raw: bool,
+
+    #[command(flatten)]
+    output: OutputFlags,
+
+    #[command(flatten)]
+    source: SourceFlags,
+}
+
+pub(super) async fn run(args: GetArgs) -> Result<Ending> {
+    if args.raw && args.selection.is_prefix() {
+        return Err("--raw is for a single key".into());
+    }
+    let source = args.source.open().await?;
+    let ending = show(&args, &source).await;
+    source.close().await?;
+    ending
+}
+
+async fn show(args: &GetArgs, source: &Source) -> Result<Ending> {
+    let revision = source.revision_at(args.at).await?;
+    let mut pairs = source.pairs(args.selection.range(), revision).await?;
+    let mut found = 0;
+    while let Some(pair) = pairs.next().await? {
+        if args.raw {
+            std::io::stdout().write_all(&pair.value)?;
+        } else {
+            print(text(args, &pair, found).as_bytes())?;
+        }
+        found += 1;
+    }
+    Ok(if found == 0 { Ending::Otherwise } else { Ending::Success })
+}
+
+fn text(args: &GetArgs, pair: &KeyValue, number: usize) -> String {
+    if args.keys_only && args.output.write_out == Format::Simple {
+        return format!("{}\n", shown_key(&pair.key));
+    }
+    let shown = Shown::of(&pair.value, args.output.view());
+    match args.output.write_out {
+        Format::Json => {
+            let mut object = pair_json(pair, &shown);
+            if args.keys_only {
+                object.remove("value");
+            }
+            format!("{}\n", serde_json::Value::from(object))
+        }
+        Format::Simple if args.selection.is_prefix() => {
+            let separator = if number == 0 { "" } else { "---\n" };
+            format!("{separator}# {}  revision {}\n{}", shown_key(&pair.key), pair.mod_revision, shown.text())
+        }
+        Format::Simple => shown.text(),
+    }
+}

@@ -1,0 +1,306 @@
+//! `orlop rewind`: writes a past state of a range again, as new revisions.
+//!
+//! Two streams, of the newest state and of the past one, are compared twice: to show what would be done, and to do it. So
+//! memory does not depend on the number of keys. Each write compares the mod_revision that the plan saw, so that a key
+//! which somebody has changed since then is not overwritten. Nothing is taken out of the log.
+
+use std::{
+    collections::HashSet,
+    io::{IsTerminal as _, Write as _},
+};
+
+use orlop_client::describe;
+use orlop_wire::proto::client::{
+    etcdserverpb::{
+        Compare, DeleteRangeRequest, LeaseLeasesRequest, PutRequest, RangeRequest, RequestOp, TxnRequest,
+        compare::{CompareResult, CompareTarget, TargetUnion},
+        request_op::Request,
+        response_op::Response,
+    },
+    mvccpb::KeyValue,
+};
+use serde_json::{Value, json};
+
+use super::{
+    Ending, Format, Result,
+    compare::{Difference, Differences, described},
+    selection::{Selection, shown_key},
+    source::{Source, SourceFlags},
+    text::{OutputFlags, key_json},
+    time::Point,
+};
+use crate::output::print;
+
+/// Bytes of keys and values after which a transaction ends; etcd's servers accept 1.5 MiB.
+const TXN_BYTES: usize = 1 << 20;
+
+#[derive(Debug, clap::Args)]
+pub struct RewindArgs {
+    #[command(flatten)]
+    selection: Selection,
+
+    /// Point in time: a revision, a duration before now (2h) or a time in UTC
+    #[arg(long, value_name = "REV|TIME")]
+    to: Point,
+
+    /// Only show what would be written
+    #[arg(long)]
+    dry_run: bool,
+
+    /// Write without asking
+    #[arg(short, long, conflicts_with = "dry_run")]
+    yes: bool,
+
+    /// Only the keys, without what changes in their values
+    #[arg(long)]
+    keys_only: bool,
+
+    /// Maximum number of operations in a transaction, at most the server's --max-txn-ops
+    #[arg(long, default_value_t = 128, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    txn_ops: u32,
+
+    #[command(flatten)]
+    output: OutputFlags,
+
+    #[command(flatten)]
+    source: SourceFlags,
+}
+
+pub(super) async fn run(args: RewindArgs) -> Result<Ending> {
+    let source = args.source.open().await?;
+    let ending = Rewind::new(&args, &source).await;
+    let ending = match ending {
+        Ok(rewind) => rewind.run().await,
+        Err(error) => Err(error),
+    };
+    source.close().await?;
+    ending
+}
+
+struct Rewind<'a> {
+    args: &'a RewindArgs,
+    source: &'a Source,
+    /// The revision whose state is written again.
+    to: i64,
+    /// The revision of the state that is replaced.
+    head: i64,
+    /// The leases that exist.
+    leases: HashSet<i64>,
+}
+
+/// What a rewind would do or did.
+#[derive(Default)]
+struct Count {
+    puts: usize,
+    deletes: usize,
+    conflicts: usize,
+    /// The revision of the last transaction.
+    revision: i64,
+}
+
+impl<'a> Rewind<'a> {
+    async fn new(args: &'a RewindArgs, source: &'a Source) -> Result<Self> {
+        let to = source.revision_at(args.to).await?;
+        let head = source.state().await?.revision;
+        let leases = source.client().leases().lease_leases(LeaseLeasesRequest {}).await;
+        let leases = leases.map_err(|status| describe(&status))?.into_inner().leases;
+        Ok(Self { args, source, to, head, leases: leases.into_iter().map(|lease| lease.id).collect() })
+    }
+
+    async fn run(self) -> Result<Ending> {
+        let planned = self.plan().await?;
+        let Count { puts, deletes, .. } = planned;
+        if puts + deletes == 0 {
+            self.report(&format!("nothing to do: the state is that of revision {}", self.to), &planned)?;
+            return Ok(Ending::Success);
+        }
+        let what = format!("{puts} puts and {deletes} deletes bring back the state of revision {}", self.to);
+        if self.args.dry_run {
+            self.report(&what, &planned)?;
+            return Ok(Ending::Otherwise);
+        }
+        if !self.args.yes && !confirmed(&what)? {
+            return Err("nothing was written".into());
+        }
+        let done = self.write().await?;
+        let text = format!("{} puts and {} deletes written, up to revision {}", done.puts, done.deletes, done.revision);
+        if done.conflicts == 0 {
+            self.report(&text, &done)?;
+            return Ok(Ending::Success);
+        }
+        let conflicts = done.conflicts;
+        self.report(&format!("{text}; {conflicts} keys were changed meanwhile: run the command again"), &done)?;
+        Ok(Ending::Otherwise)
+    }
+
+    fn report(&self, text: &str, count: &Count) -> Result<()> {
+        let line = match self.args.output.write_out {
+            Format::Simple => format!("{text}\n"),
+            Format::Json => {
+                let Count { puts, deletes, conflicts, revision } = count;
+                let object = json!({
+                    "type": "summary", "to": self.to, "puts": puts, "deletes": deletes, "conflicts": conflicts,
+                    "revision": if *revision == 0 { self.head } else { *revision },
+                });
+                format!("{object}\n")
+            }
+        };
+        Ok(print(line.as_bytes())?)
+    }
+
+    /// Compares the newest state with the past one.
+    async fn differences(&self) -> Result<Differences> {
+        let range = self.args.selection.range();
+        let now = self.source.pairs(range.clone(), self.head).await?;
+        Differences::new(now, self.source.pairs(range, self.to).await?).await
+    }
+
+    /// Returns the lease with which a pair is written: its own one, if that still exists.
+    fn lease(&self, pair: &KeyValue) -> i64 {
+        if self.leases.contains(&pair.lease) { pair.lease } else { 0 }
+    }
+
+    fn needs_write(&self, difference: &Difference) -> bool {
+        match (&difference.old, &difference.new) {
+            (Some(now), Some(wanted)) => now.value != wanted.value || now.lease != self.lease(wanted),
+            _ => true,
+        }
+    }
+
+    /// Shows what is to be written, and counts it.
+    async fn plan(&self) -> Result<Count> {
+        let mut count = Count::default();
+        let mut differences = self.differences().await?;
+        while let Some(difference) = differences.next().await? {
+            if !self.needs_write(&difference) {
+                continue;
+            }
+            if difference.new.is_some() {
+                count.puts += 1;
+            } else {
+                count.deletes += 1;
+            }
+            print(described(&difference, self.args.output, self.args.keys_only).as_bytes())?;
+        }
+        Ok(count)
+    }
+
+    async fn write(&self) -> Result<Count> {
+        let mut count = Count::default();
+        let mut differences = self.differences().await?;
+        let (mut batch, mut bytes) = (Vec::new(), 0);
+        while let Some(difference) = differences.next().await? {
+            if !self.needs_write(&difference) {
+                continue;
+            }
+            let len = difference.key().len() * 2 + difference.new.as_ref().map_or(0, |pair| pair.value.len());
+            if batch.len() == self.args.txn_ops as usize || (bytes + len > TXN_BYTES && !batch.is_empty()) {
+                self.commit(std::mem::take(&mut batch), &mut count).await?;
+                bytes = 0;
+            }
+            bytes += len;
+            batch.push(difference);
+        }
+        if !batch.is_empty() {
+            self.commit(batch, &mut count).await?;
+        }
+        Ok(count)
+    }
+
+    /// Writes some keys in one transaction, or none of them if one was changed since the plan.
+    async fn commit(&self, batch: Vec<Difference>, count: &mut Count) -> Result<()> {
+        let compare = batch.iter().map(|difference| Compare {
+            result: CompareResult::Equal.into(),
+            target: CompareTarget::Mod.into(),
+            key: difference.key().to_vec().into(),
+            target_union: Some(TargetUnion::ModRevision(difference.old.as_ref().map_or(0, |pair| pair.mod_revision))),
+            ..Default::default()
+        });
+        let success = batch.iter().map(|difference| match &difference.new {
+            Some(pair) => Request::RequestPut(PutRequest {
+                key: pair.key.clone(),
+                value: pair.value.clone(),
+                lease: self.lease(pair),
+                ..Default::default()
+            }),
+            None => Request::RequestDeleteRange(DeleteRangeRequest {
+                key: difference.key().to_vec().into(),
+                ..Default::default()
+            }),
+        });
+        let failure = batch.iter().map(|difference| {
+            let key = difference.key().to_vec().into();
+            Request::RequestRange(RangeRequest { key, keys_only: true, ..Default::default() })
+        });
+        let op = |request| RequestOp { request: Some(request) };
+        let request = TxnRequest {
+            compare: compare.collect(),
+            success: success.map(op).collect(),
+            failure: failure.map(op).collect(),
+        };
+        let answer = self.source.client().kv().txn(request).await;
+        let answer = answer.map_err(|status| self.interrupted(&describe(&status), count))?.into_inner();
+        if answer.succeeded {
+            let puts = batch.iter().filter(|difference| difference.new.is_some()).count();
+            count.puts += puts;
+            count.deletes += batch.len() - puts;
+            count.revision = answer.header.map_or(0, |header| header.revision);
+            return Ok(());
+        }
+        for (difference, answer) in batch.iter().zip(answer.responses) {
+            let found = match answer.response {
+                Some(Response::ResponseRange(range)) => range.kvs.first().map_or(0, |pair| pair.mod_revision),
+                _ => 0,
+            };
+            let planned = difference.old.as_ref().map_or(0, |pair| pair.mod_revision);
+            if found != planned {
+                count.conflicts += 1;
+                print(self.conflict(difference.key(), planned, found).as_bytes())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn interrupted(&self, error: &str, count: &Count) -> String {
+        let hint = if error.contains("too many operations") { " (see --txn-ops)" } else { "" };
+        format!(
+            "{error}{hint}; {} puts and {} deletes were written before: run the command again to continue",
+            count.puts, count.deletes
+        )
+    }
+
+    /// Describes a key that was changed since the plan. Revision 0: the key does not exist.
+    fn conflict(&self, key: &[u8], planned: i64, found: i64) -> String {
+        let shown = |revision: i64| if revision == 0 { "absent".to_owned() } else { format!("revision {revision}") };
+        match self.args.output.write_out {
+            Format::Simple => {
+                let key = shown_key(key);
+                format!(
+                    "conflict  {key}  was {}, now {}: it and its transaction are not written\n",
+                    shown(planned),
+                    shown(found)
+                )
+            }
+            Format::Json => {
+                let mut object = key_json(key);
+                object.insert("type".to_owned(), json!("conflict"));
+                object.insert("plannedRevision".to_owned(), json!(planned));
+                object.insert("foundRevision".to_owned(), json!(found));
+                format!("{}\n", Value::from(object))
+            }
+        }
+    }
+}
+
+/// Asks on the terminal.
+fn confirmed(what: &str) -> Result<bool> {
+    if !std::io::stdin().is_terminal() {
+        return Err("standard input is no terminal: use --yes to write, or --dry-run".into());
+    }
+    let mut stderr = std::io::stderr();
+    write!(stderr, "{what}. Write them as new revisions? [y/N] ")?;
+    stderr.flush()?;
+    let mut answer = String::new();
+    std::io::stdin().read_line(&mut answer)?;
+    Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
+}

@@ -1,0 +1,120 @@
+//! The keys of a command.
+
+/// A key or a prefix.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct Selection {
+    /// Key; one that ends with / is a prefix. Escapes: \xNN for a byte, \\ for a backslash
+    #[arg(id = "selected_key", value_name = "KEY", value_parser = parse_key)]
+    key: Key,
+
+    /// All keys that begin with KEY
+    #[arg(long)]
+    prefix: bool,
+
+    /// Only KEY, although it ends with /
+    #[arg(long, conflicts_with = "prefix")]
+    exact: bool,
+}
+
+/// The bytes of a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Key(Vec<u8>);
+
+impl Selection {
+    /// Returns key and range end of requests.
+    pub(super) fn range(&self) -> (Vec<u8>, Vec<u8>) {
+        let Key(key) = &self.key;
+        if !self.is_prefix() {
+            return (key.clone(), Vec::new());
+        }
+        if key.is_empty() {
+            return (vec![0], vec![0]);
+        }
+        (key.clone(), prefix_end(key))
+    }
+
+    pub(super) fn is_prefix(&self) -> bool {
+        let Key(key) = &self.key;
+        self.prefix || key.is_empty() || (key.ends_with(b"/") && !self.exact)
+    }
+}
+
+/// Returns the first key after all keys with this prefix; `"\0"`: there is none, as in etcd's requests.
+pub(crate) fn prefix_end(prefix: &[u8]) -> Vec<u8> {
+    let kept = prefix.iter().rposition(|byte| *byte < 0xff);
+    kept.map_or_else(
+        || vec![0],
+        |last| {
+            let mut end = prefix[..=last].to_vec();
+            end[last] += 1;
+            end
+        },
+    )
+}
+
+fn parse_key(text: &str) -> Result<Key, String> {
+    let mut key = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        if byte != b'\\' {
+            key.push(byte);
+            continue;
+        }
+        let digit = |byte: Option<u8>| byte.and_then(|byte| char::from(byte).to_digit(16));
+        match rest.next() {
+            Some(b'\\') => key.push(b'\\'),
+            Some(b'x') => match (digit(rest.next()), digit(rest.next())) {
+                (Some(high), Some(low)) => key.push((high * 16 + low) as u8),
+                _ => return Err("\\x needs two hexadecimal digits".to_owned()),
+            },
+            _ => return Err("the escapes are \\xNN and \\\\".to_owned()),
+        }
+    }
+    Ok(Key(key))
+}
+
+/// Formats a key so that [`Selection`] reads it again and a terminal is not controlled by it.
+pub(crate) fn shown_key(key: &[u8]) -> String {
+    let mut shown = String::with_capacity(key.len());
+    for chunk in key.utf8_chunks() {
+        for character in chunk.valid().chars() {
+            match character {
+                '\\' => shown.push_str("\\\\"),
+                character if character.is_control() => {
+                    let mut buffer = [0; 4];
+                    character
+                        .encode_utf8(&mut buffer)
+                        .bytes()
+                        .for_each(|byte| shown.push_str(&format!("\\x{byte:02x}")));
+                }
+                character => shown.push(character),
+            }
+        }
+        chunk.invalid().iter().for_each(|byte| shown.push_str(&format!("\\x{byte:02x}")));
+    }
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_read_as_they_are_shown() {
+        for key in [&b"/registry/pods"[..], b"a\\b", b"\x00\x1b[31m", "\u{fc}\u{85}".as_bytes(), b"\xff\xfe a"] {
+            let shown = shown_key(key);
+            assert!(!shown.chars().any(char::is_control), "{shown:?}");
+            assert_eq!(parse_key(&shown), Ok(Key(key.to_vec())), "{shown}");
+        }
+        for invalid in ["\\", "\\x1", "\\xzz", "\\n"] {
+            assert!(parse_key(invalid).is_err(), "{invalid}");
+        }
+    }
+
+    #[test]
+    fn prefixes_have_these_ends() {
+        for (prefix, end) in [(&b"a/"[..], &b"a0"[..]), (b"a\xff", b"b"), (b"\xff\xff", b"\0")] {
+            assert_eq!(prefix_end(prefix), end, "{prefix:?}");
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! Where a command reads: a running server, or a database that a server in this process serves.
+
+use std::{path::PathBuf, thread::JoinHandle};
+
+use orlop_client::{Client, ServerFlags, describe};
+use orlop_sql::{PostgresView, SqliteView};
+use orlop_wire::proto::client::{
+    mvccpb::KeyValue,
+    orlopb::{
+        HistoryChangesRequest, HistoryChangesResponse, HistoryMoment, HistoryMomentRequest, HistoryPairsRequest,
+        HistoryPairsResponse, HistoryStateRequest, HistoryStateResponse,
+    },
+};
+use tokio::{runtime::Builder, sync::oneshot, time::sleep};
+use tonic::{Code, Status, Streaming};
+
+use super::{
+    Result,
+    time::{Point, shown_time},
+};
+use crate::{
+    config::{Datastore, DatastoreFlags, Flags, Settings},
+    server,
+};
+
+/// The flags for the store of a command.
+#[derive(Debug, clap::Args)]
+pub(super) struct SourceFlags {
+    #[command(flatten)]
+    server: ServerFlags,
+
+    #[command(flatten)]
+    datastore: DatastoreFlags,
+}
+
+impl SourceFlags {
+    /// Connects to the server or, if a database is named, opens it and serves it to this process alone.
+    pub(super) async fn open(&self) -> Result<Source> {
+        if !self.datastore.is_given() {
+            return Ok(Source { client: self.server.connect().await?, local: None });
+        }
+        let settings = Settings::load(&Flags::from(self.datastore.clone()))?;
+        // A server would create a database that does not exist.
+        match settings.datastore()? {
+            Datastore::Sqlite(file) => drop(SqliteView::of_database(&file).await?),
+            Datastore::Postgres(endpoint) => drop(PostgresView::of_database(&endpoint).await?),
+        }
+        let local = Local::start(settings)?;
+        match local.connect(&self.server).await {
+            Ok(client) => Ok(Source { client, local: Some(local) }),
+            // If the server could not start, its error tells why.
+            Err(error) => Err(local.close().await.err().unwrap_or(error)),
+        }
+    }
+}
+
+/// The store of a command.
+pub(super) struct Source {
+    client: Client,
+    local: Option<Local>,
+}
+
+/// A server in this process.
+struct Local {
+    stop: oneshot::Sender<()>,
+    server: JoinHandle<std::result::Result<(), String>>,
+    socket: PathBuf,
+    /// Contains the socket; other users cannot enter it.
+    _folder: tempfile::TempDir,
+}
+
+impl Local {
+    fn start(settings: Settings) -> Result<Self> {
+        let folder = tempfile::tempdir().map_err(|error| format!("cannot create a temporary folder: {error}"))?;
+        let socket = folder.path().join("orlop.sock");
+        let (stop, stopped) = oneshot::channel();
+        let listen_at = socket.clone();
+        let server = std::thread::spawn(move || {
+            let runtime = Builder::new_current_thread().enable_all().build().map_err(|error| error.to_string())?;
+            let serving = server::serve_locally(settings, listen_at, async {
+                // The sender is dropped when the command ends.
+                let _ = stopped.await;
+            });
+            runtime.block_on(serving).map_err(|error| error.to_string())
+        });
+        Ok(Self { stop, server, socket, _folder: folder })
+    }
+
+    /// Connects when the server is ready.
+    async fn connect(&self, flags: &ServerFlags) -> Result<Client> {
+        const PAUSE: std::time::Duration = std::time::Duration::from_millis(20);
+        let endpoint = format!("unix://{}", self.socket.display());
+        let flags = flags.at(&endpoint)?;
+        while !self.socket.exists() && !self.server.is_finished() {
+            sleep(PAUSE).await;
+        }
+        loop {
+            match flags.connect().await {
+                Err(orlop_client::Error::Connect { .. }) if !self.server.is_finished() => sleep(PAUSE).await,
+                client => return Ok(client?),
+            }
+        }
+    }
+
+    /// Ends the server.
+    async fn close(self) -> Result<()> {
+        drop(self.stop);
+        let ended = tokio::task::spawn_blocking(|| self.server.join()).await?;
+        Ok(ended.map_err(|_| "the server in this process has failed")??)
+    }
+}
+
+impl Source {
+    pub(super) fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// Ends the server in this process, if there is one.
+    pub(super) async fn close(self) -> Result<()> {
+        drop(self.client);
+        match self.local {
+            Some(local) => local.close().await,
+            None => Ok(()),
+        }
+    }
+
+    pub(super) async fn state(&self) -> Result<HistoryStateResponse> {
+        let answer = self.client.history().state(HistoryStateRequest {}).await;
+        Ok(answer.map_err(|status| failed(&status))?.into_inner())
+    }
+
+    /// Returns the revision of a point in time, which exists and can be read.
+    pub(super) async fn revision_at(&self, point: Point) -> Result<i64> {
+        let state = self.state().await?;
+        let Some(unix_ms) = point.unix_ms() else {
+            let Point::Revision(revision) = point else { return Ok(state.revision) };
+            check_readable(&state, revision)?;
+            return Ok(revision);
+        };
+        if point == Point::Now {
+            return Ok(state.revision);
+        }
+        let request = HistoryMomentRequest { unix_ms };
+        let answer = self.client.history().moment(request).await.map_err(|status| failed(&status))?.into_inner();
+        let moment = answer.moment.ok_or_else(|| too_early(unix_ms, state.first_moment))?;
+        check_readable(&state, moment.revision)?;
+        Ok(moment.revision)
+    }
+
+    /// Returns the pairs of a range as of a revision.
+    pub(super) async fn pairs(&self, range: (Vec<u8>, Vec<u8>), revision: i64) -> Result<PairStream> {
+        let request = HistoryPairsRequest { key: range.0.into(), range_end: range.1.into(), revision };
+        let stream = self.client.history().pairs(request).await.map_err(|status| failed(&status))?.into_inner();
+        Ok(PairStream { stream, page: Vec::new().into_iter() })
+    }
+
+    /// Returns one pair as of a revision.
+    pub(super) async fn pair(&self, key: &[u8], revision: i64) -> Result<Option<KeyValue>> {
+        self.pairs((key.to_vec(), Vec::new()), revision).await?.next().await
+    }
+
+    pub(super) async fn changes(&self, request: HistoryChangesRequest) -> Result<Streaming<HistoryChangesResponse>> {
+        Ok(self.client.history().changes(request).await.map_err(|status| failed(&status))?.into_inner())
+    }
+}
+
+/// Pairs in the order of keys.
+pub(super) struct PairStream {
+    stream: Streaming<HistoryPairsResponse>,
+    page: std::vec::IntoIter<KeyValue>,
+}
+
+impl PairStream {
+    pub(super) async fn next(&mut self) -> Result<Option<KeyValue>> {
+        loop {
+            if let Some(pair) = self.page.next() {
+                return Ok(Some(pair));
+            }
+            match self.stream.message().await.map_err(|status| failed(&status))? {
+                Some(page) => self.page = page.kvs.into_iter(),
+                None => return Ok(None),
+            }
+        }
+    }
+}
+
+/// Returns the text of a failed call.
+pub(super) fn failed(status: &Status) -> String {
+    if status.code() == Code::Unimplemented {
+        return "the server has no history service: it is not Orlop, or an older version of it".to_owned();
+    }
+    describe(status)
+}
+
+fn check_readable(state: &HistoryStateResponse, revision: i64) -> Result<()> {
+    if revision > state.revision {
+        return Err(format!("revision {revision} does not exist; the newest one is {}", state.revision).into());
+    }
+    if revision < state.first_revision {
+        let hint = if state.retention_seconds == 0 {
+            "; the server keeps compacted rows if it runs with --history-retention"
+        } else {
+            ""
+        };
+        return Err(format!(
+            "revision {revision} is older than the history, which begins at revision {}{hint}",
+            state.first_revision
+        )
+        .into());
+    }
+    Ok(())
+}
+
+fn too_early(unix_ms: i64, first: Option<HistoryMoment>) -> String {
+    let time = shown_time(unix_ms);
+    match first {
+        Some(first) => format!(
+            "no revision is known for {time}; times are known since {}, when revision {} was the newest one",
+            shown_time(first.unix_ms),
+            first.revision
+        ),
+        None => format!(
+            "no revision is known for {time}: the server records no times; it does if it runs with --history-retention"
+        ),
+    }
+}

@@ -1,0 +1,345 @@
+//! `orlop history`, `diff`, `get` and `rewind` as processes: their output and exit statuses.
+
+use std::process::Output;
+
+use orlop_wire::proto::client::authpb::Permission;
+use orlop_wire::proto::client::etcdserverpb::{
+    AuthEnableRequest, AuthRoleAddRequest, AuthRoleGrantPermissionRequest, AuthUserAddRequest,
+    AuthUserGrantRoleRequest, CompactionRequest, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RangeRequest,
+};
+use serde_json::Value;
+use tokio::{
+    io::{AsyncBufReadExt as _, BufReader},
+    process::Command,
+    time::timeout,
+};
+
+use crate::support::{Backend, Client, DEADLINE, Server, eventually, on_both_backends};
+
+const KEEP: [&str; 2] = ["--history-retention", "1h"];
+
+fn command(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_orlop"));
+    command.args(arguments).env_remove("NO_COLOR").kill_on_drop(true);
+    command.stdin(std::process::Stdio::null());
+    command
+}
+
+/// Runs a command. Returns its exit status, its standard output and its error.
+async fn run(arguments: &[&str]) -> (i32, String, String) {
+    let Output { status, stdout, stderr } = command(arguments).output().await.expect("orlop runs");
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("the output is UTF-8");
+    (status.code().expect("an exit status"), text(stdout), text(stderr))
+}
+
+/// Runs a command on a running server.
+async fn at(server: &Server, arguments: &[&str]) -> (i32, String, String) {
+    run(&[arguments, &["--endpoints", server.endpoint()]].concat()).await
+}
+
+async fn put(client: &mut Client, key: &str, value: &str) {
+    let request = PutRequest { key: key.to_owned().into(), value: value.to_owned().into(), ..Default::default() };
+    client.kv.put(request).await.expect("a put");
+}
+
+/// Revisions 2 to 6; everything before 6 is compacted.
+async fn fill(client: &mut Client) {
+    put(client, "/a/1", "one\ntwo").await;
+    put(client, "/a/2", r#"{"b": 1}"#).await;
+    put(client, "/a/1", "one\nthree").await;
+    let delete = DeleteRangeRequest { key: "/a/2".into(), ..Default::default() };
+    client.kv.delete_range(delete).await.expect("a delete");
+    put(client, "/c", "\u{1b}[31mred").await;
+    client.kv.compact(CompactionRequest { revision: 6, physical: true }).await.expect("a compaction");
+}
+
+/// Removes the times, which differ.
+fn without_times(text: &str) -> String {
+    let line = |line: &str| match line.split_once("  ") {
+        Some((revision, rest)) if revision.starts_with("revision ") => {
+            let rest = rest.split_once("  ").map_or(rest, |(_, rest)| rest);
+            format!("{revision}  {rest}\n")
+        }
+        _ => format!("{line}\n"),
+    };
+    text.lines().map(line).collect()
+}
+
+const VERSIONS: &str = "\
+revision 2  created  7 bytes  /a/1
+    one
+    two
+revision 3  created  8 bytes  /a/2
+    {
+      \"b\": 1
+    }
+revision 4  version 2  9 bytes  /a/1
+    @@ -1,2 +1,2 @@
+     one
+    -two
+    +three
+revision 5  deleted  /a/2
+";
+
+async fn commands_show_the_past(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    fill(&mut client).await;
+    let brief = "revision 2  created  7 bytes  /a/1\nrevision 4  version 2  9 bytes  /a/1\n";
+    // Arguments, exit status, output.
+    let table: &[(&[&str], i32, &str)] = &[
+        (&["history", "/a/"], 0, VERSIONS),
+        (&["history", "--prefix", "/a", "--since", "1h"], 0, VERSIONS),
+        (&["history", "/a/1", "--brief"], 0, brief),
+        (&["history", "/a/1", "--brief", "--limit", "1"], 0, "revision 4  version 2  9 bytes  /a/1\n"),
+        (&["history", "/a/1", "--since", "3", "--brief"], 0, "revision 4  version 2  9 bytes  /a/1\n"),
+        (&["history", "/none"], 1, ""),
+        (&["get", "/a/1", "--at", "2"], 0, "one\ntwo\n"),
+        (&["get", "/a/1", "--at", "2", "--raw"], 0, "one\ntwo\n"),
+        (&["get", "/a/1"], 0, "one\nthree\n"),
+        (&["get", "/a/2"], 1, ""),
+        (&["get", "/a/", "--at", "4", "--keys-only"], 0, "/a/1\n/a/2\n"),
+        (&["get", "/c"], 0, "\\x1b[31mred\n"),
+        (&["diff", "/a/", "--from", "4", "--to", "4"], 0, ""),
+        (
+            &["diff", "/a/", "--from", "3", "--keys-only"],
+            1,
+            "\
+changed  /a/1  revision 2 -> 4
+deleted  /a/2  revision 3 -> -
+",
+        ),
+        (&["diff", "/a/1", "--from", "2", "--color", "always"], 1, "changed  /a/1  revision 2 -> 4\n"),
+        (
+            &["rewind", "/a/", "--to", "3", "--dry-run", "--keys-only"],
+            1,
+            "\
+changed  /a/1  revision 4 -> 2
+added    /a/2  revision - -> 3
+2 puts and 0 deletes bring back the state of revision 3
+",
+        ),
+    ];
+    for (arguments, status, expected) in table {
+        let (found, text, error) = at(&server, arguments).await;
+        assert_eq!((found, &*error), (*status, ""), "{arguments:?}: {text}");
+        match arguments {
+            // Colours only: the lines are as above.
+            [.., "always"] => assert!(text.starts_with(expected) && text.contains("\u{1b}[3"), "{text:?}"),
+            [.., "--raw"] => assert_eq!(format!("{text}\n"), *expected),
+            _ => assert_eq!(without_times(&text), *expected, "{arguments:?}"),
+        }
+    }
+}
+
+async fn json_is_one_object_per_line(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    fill(&mut client).await;
+    let objects = async |arguments: &[&str]| -> Vec<Value> {
+        let (_, text, error) = at(&server, &[arguments, &["-w", "json"]].concat()).await;
+        assert_eq!(error, "");
+        text.lines().map(|line| serde_json::from_str(line).expect("a line is JSON")).collect()
+    };
+    // Times are recorded once a second.
+    let versions = eventually("the time of the last change", async || {
+        let versions = objects(&["history", "/a/2"]).await;
+        if versions[1]["time"].is_string() { Ok(versions) } else { Err(versions) }
+    })
+    .await;
+    assert_eq!(versions.len(), 2);
+    assert_eq!((&versions[0]["value"]["b"], &versions[0]["form"]), (&Value::from(1), &Value::from("json")));
+    assert_eq!((&versions[1]["type"], &versions[1]["modRevision"]), (&Value::from("delete"), &Value::from(5)));
+    assert!(versions[0]["time"].as_str().is_some_and(|time| time.ends_with('Z')), "{versions:?}");
+    let differences = objects(&["diff", "/a/", "--from", "3"]).await;
+    assert_eq!((&differences[1]["key"], &differences[1]["new"]), (&Value::from("/a/2"), &Value::Null));
+    let plan = objects(&["rewind", "/a/", "--to", "3", "--dry-run"]).await;
+    assert_eq!((&plan[2]["type"], &plan[2]["puts"]), (&Value::from("summary"), &Value::from(2)));
+}
+
+async fn invalid_arguments_are_refused(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &[]).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    fill(&mut client).await;
+    let keep = "the server keeps compacted rows if it runs with --history-retention";
+    let table: &[(&[&str], &[&str])] = &[
+        (&["get", "/a/1", "--at", "5"], &["revision 5 is older than the history, which begins at revision 6", keep]),
+        (&["get", "/a/1", "--at", "99"], &["revision 99 does not exist; the newest one is 6"]),
+        (&["get", "/a/1", "--at", "yesterday"], &["use a revision (1234), a duration before now (2h, 30m)"]),
+        (&["get", "/a/1", "--at", "1h"], &["the server records no times", "--history-retention"]),
+        (&["get", "/a/", "--raw"], &["--raw is for a single key"]),
+        (&["get", "a\\q"], &["the escapes are \\xNN and \\\\"]),
+        (&["history", "/a/", "--limit", "1"], &["--limit is for a single key; use --since for a prefix"]),
+        (&["rewind", "/a/1", "--to", "7"], &["revision 7 does not exist"]),
+        (&["get", "/a", "--data-dir", "/nowhere"], &["/nowhere/orlop.db"]),
+    ];
+    for (arguments, texts) in table {
+        let (status, text, error) = at(&server, arguments).await;
+        assert_eq!((status, &*text), (2, ""), "{arguments:?}: {error}");
+        assert!(texts.iter().all(|part| error.contains(part)), "{arguments:?}: {error}");
+    }
+}
+
+async fn rewind_writes_the_past_state(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let lease = client.lease.lease_grant(LeaseGrantRequest { id: 7, ttl: 600 }).await.expect("a lease").into_inner().id;
+    let attached = PutRequest { key: "/k/0".into(), value: "leased".into(), lease, ..Default::default() };
+    client.kv.put(attached).await.expect("a put");
+    for number in 1..300 {
+        put(&mut client, &format!("/k/{number}"), &number.to_string()).await;
+    }
+    let past = server_pairs(&mut client).await;
+    let revision = head(&mut client).await.to_string();
+    let all = DeleteRangeRequest { key: "/k/".into(), range_end: "/k0".into(), ..Default::default() };
+    client.kv.delete_range(all).await.expect("a delete");
+    put(&mut client, "/k/new", "new").await;
+    let newest = head(&mut client).await;
+    client.kv.compact(CompactionRequest { revision: newest, physical: true }).await.expect("a compaction");
+
+    let refused = at(&server, &["rewind", "/k/", "--to", &revision]).await;
+    assert!(refused.0 == 2 && refused.2.contains("use --yes to write, or --dry-run"), "{refused:?}");
+    assert_eq!(head(&mut client).await, newest, "nothing was written");
+    // 301 operations are three transactions.
+    let done = at(&server, &["rewind", "/k/", "--to", &revision, "--yes", "--keys-only"]).await;
+    let last = format!("300 puts and 1 deletes written, up to revision {}\n", newest + 3);
+    assert!(done.0 == 0 && done.1.ends_with(&last), "{done:?}");
+    assert_eq!(server_pairs(&mut client).await, past);
+    let again = at(&server, &["rewind", "/k/", "--to", &revision, "--yes"]).await;
+    assert_eq!(again, (0, format!("nothing to do: the state is that of revision {revision}\n"), String::new()));
+}
+
+/// Returns key, value and lease of all pairs.
+async fn server_pairs(client: &mut Client) -> Vec<(Vec<u8>, Vec<u8>, i64)> {
+    let all = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
+    let kvs = client.kv.range(all).await.expect("a range").into_inner().kvs;
+    kvs.into_iter().map(|kv| (kv.key.to_vec(), kv.value.to_vec(), kv.lease)).collect()
+}
+
+async fn head(client: &mut Client) -> i64 {
+    let get = RangeRequest { key: "\0".into(), ..Default::default() };
+    client.kv.range(get).await.expect("a range").into_inner().header.expect("a header").revision
+}
+
+/// While a rewind runs, others write: each of their writes is there afterwards, or the rewind came after it and saw it.
+async fn rewind_overwrites_no_change_of_others(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let key = |number: usize| format!("/k/{number:03}");
+    for number in 0..200 {
+        put(&mut client, &key(number), "old").await;
+    }
+    let revision = head(&mut client).await.to_string();
+    for number in 0..200 {
+        put(&mut client, &key(number), "new").await;
+    }
+    let arguments = ["rewind", "/k/", "--to", &revision, "--yes", "--keys-only", "--txn-ops", "2"];
+    let rewinding = at(&server, &arguments);
+    let writing = async {
+        let mut client = Client::connect(server.endpoint()).await;
+        for number in (0..200).rev() {
+            put(&mut client, &key(number), "other").await;
+        }
+    };
+    let ((status, text, error), ()) = tokio::join!(rewinding, writing);
+    assert_eq!(error, "");
+    let conflicts: Vec<&str> = text.lines().filter(|line| line.starts_with("conflict")).collect();
+    assert_eq!(status, i32::from(!conflicts.is_empty()), "{text}");
+    for conflict in conflicts {
+        let key = conflict.split_whitespace().nth(1).expect("a key");
+        let get = RangeRequest { key: key.to_owned().into(), ..Default::default() };
+        let kvs = client.kv.range(get).await.expect("a range").into_inner().kvs;
+        assert_eq!(&kvs[0].value[..], b"other", "{conflict}");
+    }
+    // A key is "old" only if the rewind saw its last change.
+    let get = RangeRequest { key: "/k/".into(), range_end: "/k0".into(), ..Default::default() };
+    for kv in client.kv.range(get).await.expect("a range").into_inner().kvs {
+        assert!([&b"old"[..], b"other"].contains(&&kv.value[..]) || kv.value == "new", "{kv:?}");
+        assert!(kv.value != "new" || status == 1, "a key of a refused transaction may be new: {kv:?}");
+    }
+}
+
+async fn stopped_database_is_read(backend: Backend) {
+    let Some(mut server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    fill(&mut client).await;
+    let place = match server.datastore() {
+        Some(datastore) => ["--datastore-endpoint".to_owned(), datastore.to_owned()],
+        None => ["--data-dir".to_owned(), server.data_dir().display().to_string()],
+    };
+    let place: Vec<&str> = place.iter().map(String::as_str).collect();
+    server.terminate().await;
+    let (status, text, error) = run(&[&["history", "/a/"], &place[..]].concat()).await;
+    assert_eq!((status, &*error, &*without_times(&text)), (0, "", VERSIONS));
+    let (status, text, error) = run(&[&["rewind", "/a/", "--to", "3", "-y", "--keys-only"], &place[..]].concat()).await;
+    assert_eq!((status, &*error), (0, ""), "{text}");
+    assert!(text.ends_with("2 puts and 0 deletes written, up to revision 7\n"), "{text}");
+    let (status, text, _) = run(&[&["get", "/a/2"], &place[..]].concat()).await;
+    assert_eq!((status, &*text), (0, "{\n  \"b\": 1\n}\n"));
+    // The history goes on where it was.
+    server.restart().await;
+    let (status, text, _) = at(&server, &["get", "/a/1", "--at", "2"]).await;
+    assert_eq!((status, &*text), (0, "one\ntwo\n"));
+}
+
+async fn followed_history_prints_new_versions(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &[]).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    put(&mut client, "/a/1", "one").await;
+    let mut process = command(&["history", "/a/", "--follow", "--brief", "--endpoints", server.endpoint()]);
+    let mut process = process.stdout(std::process::Stdio::piped()).spawn().expect("orlop starts");
+    let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
+    let mut line = async || {
+        let line = timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("a line").expect("a line");
+        without_times(&line)
+    };
+    assert_eq!(line().await, "revision 2  created  3 bytes  /a/1\n");
+    put(&mut client, "/b", "elsewhere").await;
+    put(&mut client, "/a/1", "three").await;
+    assert_eq!(line().await, "revision 4  version 2  5 bytes  /a/1\n");
+}
+
+async fn past_needs_the_right_to_read(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &[&KEEP[..], &["--bcrypt-cost", "4"]].concat()).await else {
+        return;
+    };
+    let mut client = Client::connect(server.endpoint()).await;
+    fill(&mut client).await;
+    for name in ["root", "user"] {
+        let user = AuthUserAddRequest { name: name.to_owned(), password: "secret".to_owned(), ..Default::default() };
+        client.auth.user_add(user).await.expect("a user");
+        client.auth.role_add(AuthRoleAddRequest { name: name.to_owned() }).await.expect("a role");
+        let grant = AuthUserGrantRoleRequest { user: name.to_owned(), role: name.to_owned() };
+        client.auth.user_grant_role(grant).await.expect("a grant");
+    }
+    let perm = Some(Permission { perm_type: 0, key: "/a/".into(), range_end: "/a0".into() });
+    let grant = AuthRoleGrantPermissionRequest { name: "user".to_owned(), perm };
+    client.auth.role_grant_permission(grant).await.expect("a permission");
+    client.auth.auth_enable(AuthEnableRequest {}).await.expect("authentication is enabled");
+    let table: &[(&[&str], i32, &str)] = &[
+        (&["get", "/a/1", "--at", "2"], 2, "user name is empty"),
+        (&["get", "/a/1", "--at", "2", "--user", "user:wrong"], 2, "authentication failed"),
+        (&["get", "/a/1", "--at", "2", "--user", "user:secret"], 0, ""),
+        (&["history", "/a/", "--user", "user:secret"], 0, ""),
+        (&["diff", "/a/", "--from", "2", "--user", "user:secret"], 1, ""),
+        (&["get", "/c", "--user", "user:secret"], 2, "permission denied"),
+        (&["history", "/", "--user", "user:secret"], 2, "permission denied"),
+        (&["rewind", "/a/", "--to", "2", "-y", "--user", "user:secret"], 2, "permission denied"),
+        (&["rewind", "/a/", "--to", "2", "-y", "--user", "root:secret"], 0, ""),
+    ];
+    for (arguments, status, error) in table {
+        let found = at(&server, arguments).await;
+        assert!(found.0 == *status && found.2.contains(error), "{arguments:?}: {found:?}");
+    }
+}
+
+on_both_backends!(
+    commands_show_the_past,
+    json_is_one_object_per_line,
+    invalid_arguments_are_refused,
+    rewind_writes_the_past_state,
+    rewind_overwrites_no_change_of_others,
+    stopped_database_is_read,
+    followed_history_prints_new_versions,
+    past_needs_the_right_to_read,
+);
