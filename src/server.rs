@@ -1,14 +1,12 @@
 //! The composition root: opens the log and the store, binds listeners, serves, and drains. The only module that depends
 //! on all others.
 
-use std::{
-    fmt, io::Write as _, num::NonZeroUsize, path::PathBuf, pin::pin, sync::Arc, thread::available_parallelism,
-    time::Duration,
-};
+mod datastore;
+
+use std::{fmt, io::Write as _, num::NonZeroUsize, path::PathBuf, pin::pin, sync::Arc, time::Duration};
 
 use hyper_util::service::TowerToHyperService;
 use tokio::{
-    runtime::{Handle, RuntimeFlavor},
     sync::watch,
     task::JoinSet,
     time::{sleep, timeout},
@@ -19,21 +17,22 @@ use tracing::{info, warn};
 use crate::{
     api,
     auth::{Authenticator, BCRYPT_COST, BCRYPT_COSTS, Keys, Passwords, SignMethod, Tokens},
-    config::{AuthToken, Datastore, Interval, List, ListenUrl, MetricsDetail, Retention, Scheme, Settings, Tls, Urls},
+    config::{AuthToken, Interval, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls, Urls},
     http::{self, Pprof},
     net::{self, ConnectionLimit, Listener, tls},
     snapshot::{DatedFolder, Schedule},
     telemetry::{self, Exporter},
 };
 use orlop_core::{
-    log::{self, Archive, History as _, Log},
     metrics::{self, Metrics},
     overload::{PartialRequests, Steps},
-    store::{self, AutoCompaction, CompactionRate, HistorySettings, Keep, SlowThresholds, Store},
+    store::{Keep, Store},
     supervise::vital,
     watchdog::{Pulse, Watching},
 };
-use orlop_sql::{Durability, PostgresLog, PostgresSettings, SqliteLog};
+
+pub(crate) use self::datastore::open_with_archive;
+use self::datastore::{keep, open_store};
 
 /// Maximum time for clients to finish their requests when the server stops.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
@@ -326,104 +325,6 @@ fn new_metrics(settings: &Settings) -> Arc<Metrics> {
         MetricsDetail::Basic => metrics::Detail::Basic,
         MetricsDetail::Extensive => metrics::Detail::Extensive,
     }))
-}
-
-/// Opens and reads the log.
-async fn open_store(
-    settings: &Settings,
-    client_urls: Vec<String>,
-    metrics: Arc<Metrics>,
-    keep: Keep,
-) -> Result<Store, Error> {
-    let store_settings = store::Settings {
-        value_cache_bytes: settings.value_cache_bytes,
-        poll_interval: settings.datastore_poll_interval.0,
-        name: settings.member_name(),
-        client_urls: client_urls.clone(),
-        metrics,
-        slow_thresholds: SlowThresholds {
-            apply: settings.warning_apply_duration.0,
-            request: settings.warning_unary_request_duration.0,
-        },
-        quota_bytes: settings.quota_backend_bytes,
-        auto_compaction: settings.auto_compaction().map_err(Error)?.map(|retention| match retention {
-            Retention::Time(time) => AutoCompaction::Periodic(time),
-            Retention::Revisions(revisions) => AutoCompaction::Revision(revisions),
-        }),
-        compaction: CompactionRate {
-            rows: settings.compaction_batch_limit,
-            pause: settings.compaction_sleep_interval.0,
-        },
-        // On a runtime with several threads, busy polling would wake the other threads.
-        busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
-            && available_parallelism().is_ok_and(|cores| cores.get() > 1),
-        watchdog: Arc::default(),
-        history: None,
-    };
-    let datastore = settings.datastore().map_err(Error)?;
-    store_settings.metrics.state.database.with_label_values(&[datastore.kind()]).set(1);
-    let durability = if settings.unsafe_no_fsync {
-        warn!("unsafe-no-fsync: commits are not synced; a crash of the machine loses acknowledged writes");
-        Durability::Unsynced
-    } else {
-        Durability::Synced
-    };
-    let metrics = Some(Arc::clone(&store_settings.metrics));
-    let opened = open_with_archive(settings, &datastore, client_urls, durability, metrics, keep).await;
-    let (log, history) = opened.map_err(|error| Error(error.to_string()))?;
-    let store_settings = store::Settings { history, ..store_settings };
-    // Errors of Postgres already contain the name of the database.
-    let location = match &datastore {
-        Datastore::Sqlite(file) => format!(" {}", file.display()),
-        Datastore::Postgres(_) => String::new(),
-    };
-    let read = |error| Error(format!("cannot read the database{location}: {error}"));
-    Store::open(log, store_settings).await.map_err(read)
-}
-
-/// Returns which compacted rows a server with these settings keeps.
-fn keep(settings: &Settings) -> Keep {
-    match (settings.history_retention.0, settings.history_bytes) {
-        (Duration::ZERO, _) => Keep::Nothing,
-        (retention, 0) => Keep::Rows { retention, bytes_max: u64::MAX },
-        (retention, bytes_max) => Keep::Rows { retention, bytes_max },
-    }
-}
-
-/// Opens the log of a server with these settings, and its archive.
-pub(crate) async fn open_with_archive(
-    settings: &Settings,
-    datastore: &Datastore,
-    client_urls: Vec<String>,
-    durability: Durability,
-    metrics: Option<Arc<Metrics>>,
-    keep: Keep,
-) -> log::Result<(Arc<dyn Log>, Option<HistorySettings>)> {
-    let (log, archive): (Arc<dyn Log>, Option<Arc<dyn Archive>>) = match datastore {
-        Datastore::Sqlite(file) => {
-            let log = SqliteLog::open_with(file, durability).await?;
-            let archive = log.archive(&log.meta().await?, matches!(keep, Keep::Rows { .. })).await?;
-            (Arc::new(log), archive.map(|archive| Arc::new(archive) as _))
-        }
-        Datastore::Postgres(endpoint) => {
-            let settings = PostgresSettings {
-                endpoint: endpoint.clone(),
-                poll_interval: settings.datastore_poll_interval.0,
-                connections_max: settings.datastore_connections,
-                name: settings.member_name(),
-                client_urls,
-                durability,
-            };
-            let log = PostgresLog::open(settings).await?;
-            let archive = log.archive();
-            let log = match metrics {
-                Some(metrics) => log.with_metrics(metrics),
-                None => log,
-            };
-            (Arc::new(log), Some(Arc::new(archive)))
-        }
-    };
-    Ok((log, archive.map(|archive| HistorySettings { archive, keep })))
 }
 
 /// Returns when the server takes snapshots of itself; `None`: never.

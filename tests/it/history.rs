@@ -231,6 +231,11 @@ async fn oldest_rows_are_deleted_above_the_limit(backend: Backend) {
         if state.archived_bytes <= 20_000 { Ok(state) } else { Err(state) }
     })
     .await;
+    eventually("the metrics of the history", async || {
+        let metrics = (server.metric("orlop_history_rows").await, server.metric("orlop_history_bytes").await);
+        if metrics == (state.archived_rows as f64, state.archived_bytes as f64) { Ok(()) } else { Err(metrics) }
+    })
+    .await;
     assert!(state.archived_rows >= 30 && state.first_revision > 140, "{state:?}");
     compare(&mut client, &model, state.first_revision, &mut random).await;
     let refused = pairs(&mut client, (b"a", b""), state.first_revision - 1).await.expect_err("a deleted revision");

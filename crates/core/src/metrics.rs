@@ -185,6 +185,8 @@ metrics! {
         snapshot_last: IntGauge "orlop_snapshot_last_timestamp_seconds",
             "Unix time of the last snapshot that this instance has stored or sent completely; 0: none.";
         snapshot_interval: IntGauge "orlop_snapshot_interval_seconds", "Interval of scheduled snapshots; 0: none.";
+        history_rows: IntGauge "orlop_history_rows", "Compacted rows that are kept.";
+        history_bytes: IntGauge "orlop_history_bytes", "Bytes of keys and values of compacted rows that are kept, and 64 for each.";
         snapshot_failures: IntCounter "orlop_snapshot_failures_total", "Snapshots that could not be taken.";
         snapshot: Histogram "etcd_disk_backend_snapshot_duration_seconds" in doubling(0.01, 17),
             "Duration of a snapshot.";

@@ -154,6 +154,9 @@ pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
                 if is_due {
                     pruned_at = Some(Instant::now());
                     history.prune().await?;
+                    let state = history.archive.state().await?;
+                    shared.metrics.maintenance.history_rows.set(state.rows.cast_signed());
+                    shared.metrics.maintenance.history_bytes.set(state.bytes.cast_signed());
                 }
                 log::Result::Ok(())
             };

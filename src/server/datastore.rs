@@ -1,0 +1,113 @@
+//! Opens the database of a server: its log, its archive, and the store on them.
+
+use std::{sync::Arc, thread::available_parallelism, time::Duration};
+
+use tokio::runtime::{Handle, RuntimeFlavor};
+use tracing::warn;
+
+use super::Error;
+use crate::config::{Datastore, Retention, Settings};
+use orlop_core::{
+    log::{self, Archive, History as _, Log},
+    metrics::Metrics,
+    store::{self, AutoCompaction, CompactionRate, HistorySettings, Keep, SlowThresholds, Store},
+};
+use orlop_sql::{Durability, PostgresLog, PostgresSettings, SqliteLog};
+
+/// Opens and reads the log.
+pub(super) async fn open_store(
+    settings: &Settings,
+    client_urls: Vec<String>,
+    metrics: Arc<Metrics>,
+    keep: Keep,
+) -> Result<Store, Error> {
+    let store_settings = store::Settings {
+        value_cache_bytes: settings.value_cache_bytes,
+        poll_interval: settings.datastore_poll_interval.0,
+        name: settings.member_name(),
+        client_urls: client_urls.clone(),
+        metrics,
+        slow_thresholds: SlowThresholds {
+            apply: settings.warning_apply_duration.0,
+            request: settings.warning_unary_request_duration.0,
+        },
+        quota_bytes: settings.quota_backend_bytes,
+        auto_compaction: settings.auto_compaction().map_err(Error)?.map(|retention| match retention {
+            Retention::Time(time) => AutoCompaction::Periodic(time),
+            Retention::Revisions(revisions) => AutoCompaction::Revision(revisions),
+        }),
+        compaction: CompactionRate {
+            rows: settings.compaction_batch_limit,
+            pause: settings.compaction_sleep_interval.0,
+        },
+        // On a runtime with several threads, busy polling would wake the other threads.
+        busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
+            && available_parallelism().is_ok_and(|cores| cores.get() > 1),
+        watchdog: Arc::default(),
+        history: None,
+    };
+    let datastore = settings.datastore().map_err(Error)?;
+    store_settings.metrics.state.database.with_label_values(&[datastore.kind()]).set(1);
+    let durability = if settings.unsafe_no_fsync {
+        warn!("unsafe-no-fsync: commits are not synced; a crash of the machine loses acknowledged writes");
+        Durability::Unsynced
+    } else {
+        Durability::Synced
+    };
+    let metrics = Some(Arc::clone(&store_settings.metrics));
+    let opened = open_with_archive(settings, &datastore, client_urls, durability, metrics, keep).await;
+    let (log, history) = opened.map_err(|error| Error(error.to_string()))?;
+    let store_settings = store::Settings { history, ..store_settings };
+    // Errors of Postgres already contain the name of the database.
+    let location = match &datastore {
+        Datastore::Sqlite(file) => format!(" {}", file.display()),
+        Datastore::Postgres(_) => String::new(),
+    };
+    let read = |error| Error(format!("cannot read the database{location}: {error}"));
+    Store::open(log, store_settings).await.map_err(read)
+}
+
+/// Returns which compacted rows a server with these settings keeps.
+pub(super) fn keep(settings: &Settings) -> Keep {
+    match (settings.history_retention.0, settings.history_bytes) {
+        (Duration::ZERO, _) => Keep::Nothing,
+        (retention, 0) => Keep::Rows { retention, bytes_max: u64::MAX },
+        (retention, bytes_max) => Keep::Rows { retention, bytes_max },
+    }
+}
+
+/// Opens the log of a server with these settings, and its archive.
+pub(crate) async fn open_with_archive(
+    settings: &Settings,
+    datastore: &Datastore,
+    client_urls: Vec<String>,
+    durability: Durability,
+    metrics: Option<Arc<Metrics>>,
+    keep: Keep,
+) -> log::Result<(Arc<dyn Log>, Option<HistorySettings>)> {
+    let (log, archive): (Arc<dyn Log>, Option<Arc<dyn Archive>>) = match datastore {
+        Datastore::Sqlite(file) => {
+            let log = SqliteLog::open_with(file, durability).await?;
+            let archive = log.archive(&log.meta().await?, matches!(keep, Keep::Rows { .. })).await?;
+            (Arc::new(log), archive.map(|archive| Arc::new(archive) as _))
+        }
+        Datastore::Postgres(endpoint) => {
+            let settings = PostgresSettings {
+                endpoint: endpoint.clone(),
+                poll_interval: settings.datastore_poll_interval.0,
+                connections_max: settings.datastore_connections,
+                name: settings.member_name(),
+                client_urls,
+                durability,
+            };
+            let log = PostgresLog::open(settings).await?;
+            let archive = log.archive();
+            let log = match metrics {
+                Some(metrics) => log.with_metrics(metrics),
+                None => log,
+            };
+            (Arc::new(log), Some(Arc::new(archive)))
+        }
+    };
+    Ok((log, archive.map(|archive| HistorySettings { archive, keep })))
+}
