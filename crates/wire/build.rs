@@ -9,13 +9,14 @@ use std::{env, error::Error, path::PathBuf};
 use prost::Message as _;
 use prost_types::{FileDescriptorSet, field_descriptor_proto::Type};
 
-const PROTOS: [&str; 6] = [
+const PROTOS: &[&str] = &[
     "mvccpb/kv.proto",
     "authpb/auth.proto",
     "leasepb/lease.proto",
     "etcdserverpb/rpc.proto",
     "v3lockpb/v3lock.proto",
     "v3electionpb/v3election.proto",
+    "orlopb/insight.proto",
 ];
 
 /// Fields of the server set that contain encoded messages: (message of `etcdserverpb`, field).

@@ -21,6 +21,7 @@ mod gateway;
 mod hashkv;
 mod health;
 mod hostile;
+mod insight;
 mod instances;
 mod kine;
 mod kube_trace;

@@ -18,9 +18,9 @@ macro_rules! packages {
 }
 
 pub mod server {
-    packages!("server", mvccpb, authpb, leasepb, etcdserverpb, v3lockpb, v3electionpb);
+    packages!("server", mvccpb, authpb, leasepb, etcdserverpb, v3lockpb, v3electionpb, orlopb);
 }
 
 pub mod client {
-    packages!("client", mvccpb, authpb, leasepb, etcdserverpb, v3lockpb, v3electionpb);
+    packages!("client", mvccpb, authpb, leasepb, etcdserverpb, v3lockpb, v3electionpb, orlopb);
 }

@@ -7,6 +7,7 @@ use orlop_wire::proto::client::{
         AuthenticateRequest, auth_client::AuthClient, cluster_client::ClusterClient, kv_client::KvClient,
         lease_client::LeaseClient, maintenance_client::MaintenanceClient, watch_client::WatchClient,
     },
+    orlopb::insight_client::InsightClient,
     v3electionpb::election_client::ElectionClient,
     v3lockpb::lock_client::LockClient,
 };
@@ -31,6 +32,7 @@ pub struct Client {
     pub auth: AuthClient<Connection>,
     pub lock: LockClient<Connection>,
     pub election: ElectionClient<Connection>,
+    pub insight: InsightClient<Connection>,
     token: Token,
 }
 
@@ -66,6 +68,7 @@ impl Client {
             auth: AuthClient::new(channel.clone()),
             lock: LockClient::new(channel.clone()),
             election: ElectionClient::new(channel.clone()),
+            insight: InsightClient::new(channel.clone()),
             cluster: ClusterClient::new(channel).max_decoding_message_size(usize::MAX),
             token,
         })

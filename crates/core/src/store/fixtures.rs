@@ -43,6 +43,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         rows_left_to_others: Mutex::default(),
         compaction_done: watch::Sender::new(None),
         hash_before_compaction: Mutex::default(),
+        sizes: Default::default(),
         pulses: Default::default(),
     }
 }

@@ -29,6 +29,7 @@ use super::{
     replication::ReplicationState,
     shared::{Identity, Pulses, Shared},
     shared_query::SharedQuery,
+    sizes::SizesCache,
     space::Space,
     tasks::vital,
     timing::SlowThresholds,
@@ -177,6 +178,7 @@ impl Shared {
             compaction: Notify::new(),
             is_purge_owner: AtomicBool::new(false),
             rows_left_to_others: Mutex::default(),
+            sizes: SizesCache::default(),
             pulses: Pulses::default(),
             log,
         }

@@ -9,8 +9,8 @@ use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, watch};
 
 use super::{
-    authority::CurrentAuthority, hash::Hashed, members::Members, replication::ReplicationState, space::Space,
-    values::ValueCache,
+    authority::CurrentAuthority, hash::Hashed, members::Members, replication::ReplicationState, sizes::SizesCache,
+    space::Space, values::ValueCache,
 };
 use crate::{
     index::TreeIndex,
@@ -63,6 +63,7 @@ pub(super) struct Shared {
     pub(super) compaction_done: watch::Sender<Option<Revision>>,
     /// The hash at the compact revision, computed before that compaction.
     pub(super) hash_before_compaction: Mutex<Option<Hashed>>,
+    pub(super) sizes: SizesCache,
     pub(super) pulses: Pulses,
 }
 
