@@ -90,15 +90,15 @@ impl Source {
     /// Cancel safe.
     pub async fn read(&mut self, wanted: &Wanted) -> Result<Snapshot, Error> {
         let endpoint = self.endpoint();
-        let lost = |error: String| Error::Connect { endpoint, source: std::io::Error::other(error) };
+        let failed = |error: String| Error::Request { endpoint, error };
         let client = match self.client.take().filter(|client| !client.is_lost()) {
             Some(client) => client,
             None => self.flags.connect().await?,
         };
         let mut snapshot = match timeout(READ_MAX, read(&client, wanted)).await {
             Ok(Ok(snapshot)) => snapshot,
-            Ok(Err(status)) => return Err(lost(describe(&status))),
-            Err(_) => return Err(lost(format!("no answer within {} s", READ_MAX.as_secs()))),
+            Ok(Err(status)) => return Err(failed(describe(&status))),
+            Err(_) => return Err(failed(format!("no answer within {} s", READ_MAX.as_secs()))),
         };
         let has_insight = snapshot.missing.get("watchers").is_none_or(|reason| reason != NOT_IN_ETCD);
         match self.sizes.read(&client, wanted, has_insight).await {

@@ -7,7 +7,7 @@
 mod survey;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     sync::{Arc, Weak},
 };
 
@@ -51,7 +51,7 @@ struct State {
     /// Watches whose start revision is above head + 1.
     future: BTreeMap<Revision, Vec<(Arc<Outbox>, WatchId)>>,
     /// Watches that read the log, by their outbox and id. Only [`Hub::survey`] uses it.
-    behind: HashMap<BehindKey, BehindWatch>,
+    behind: BTreeMap<BehindKey, BehindWatch>,
     /// Streams that wait for a progress notification at or above this revision.
     progress: Vec<(Revision, Arc<Outbox>)>,
     /// Number of synced watches that requested previous pairs.
@@ -119,7 +119,7 @@ impl Hub {
                 groups: Vec::new(),
                 free_groups: Vec::new(),
                 future: BTreeMap::new(),
-                behind: HashMap::new(),
+                behind: BTreeMap::new(),
                 progress: Vec::new(),
                 prev_kv_members: 0,
             }),
@@ -430,7 +430,7 @@ impl Member {
     }
 
     /// Notifies the session that the watch must catch up from `next`.
-    fn fall_behind(&self, range: &KeyRange, next: Revision, behind: &mut HashMap<BehindKey, BehindWatch>) {
+    fn fall_behind(&self, range: &KeyRange, next: Revision, behind: &mut BTreeMap<BehindKey, BehindWatch>) {
         self.outbox.mark_lagging(self.id, next);
         let watch = BehindWatch { outbox: Arc::downgrade(&self.outbox), range: range.clone(), next };
         behind.insert(behind_key(&self.outbox, self.id), watch);

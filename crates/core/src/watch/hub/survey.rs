@@ -1,13 +1,13 @@
 //! Surveys the watches: how many each range has, and how far behind they are.
 //!
-//! The hub's lock is held for a bounded number of watches at a time. Queued events are counted without it, one stream
+//! The hub's lock is held for a bounded number of watches, or for those of one range, at a time. Queued events are counted without it, one stream
 //! at a time. So a survey is not one moment: watches that are created or canceled meanwhile may be missing.
 //!
 //! Known limit: at most [`EXAMINED_MAX`] watches and [`RANGES_MAX`] ranges are examined, which bounds its memory.
 
-use std::{cmp::Reverse, collections::HashMap, sync::Arc};
+use std::{cmp::Reverse, collections::HashMap, ops::Bound, sync::Arc};
 
-use super::{BehindWatch, Hub, RangeGroup, State};
+use super::{BehindKey, BehindWatch, Hub, RangeGroup, State};
 use crate::{
     overload::Steps,
     types::{KeyRange, Revision, WatchId},
@@ -76,7 +76,11 @@ impl Hub {
             next = collected.add_groups(&self.state.lock(), group);
             steps.request().await;
         }
-        collected.add_behind(&self.state.lock(), head);
+        let mut next = Some(Bound::Unbounded);
+        while let Some(from) = next {
+            next = collected.add_behind(&self.state.lock(), from, head);
+            steps.request().await;
+        }
         let mut examined = std::mem::take(&mut collected.examined);
         // Watches of one stream become neighbours, so each stream's queue is read once.
         examined.sort_unstable_by_key(|watch| (Arc::as_ptr(&watch.outbox), watch.id));
@@ -119,9 +123,14 @@ impl Collected {
         watches.min(free)
     }
 
-    /// Adds the watches that read the log. Their events queued before count as well.
-    fn add_behind(&mut self, state: &State, head: Revision) {
-        for ((_, id), BehindWatch { outbox, range, next }) in &state.behind {
+    /// Adds watches that read the log, from a bound on; their queued events count as well. Returns the bound of the
+    /// next step, or `None` at the end.
+    fn add_behind(&mut self, state: &State, from: Bound<BehindKey>, head: Revision) -> Option<Bound<BehindKey>> {
+        let mut last = None;
+        for (key, BehindWatch { outbox, range, next }) in
+            state.behind.range((from, Bound::Unbounded)).take(STEP_WATCHES)
+        {
+            last = Some(Bound::Excluded(*key));
             self.survey.watches_total += 1;
             let before = self.ranges.len();
             let Some(number) = self.range(range) else { continue };
@@ -132,12 +141,13 @@ impl Collected {
             range.revision_lag = range.revision_lag.max(head.0 - next.0 + 1);
             match outbox.upgrade() {
                 Some(outbox) if self.examined.len() < EXAMINED_MAX => {
-                    self.examined.push(Examined { outbox, id: *id, range: number });
+                    self.examined.push(Examined { outbox, id: key.1, range: number });
                 }
                 Some(_) => self.survey.is_partial = true,
                 None => {}
             }
         }
+        last
     }
 
     /// Adds the queued events of one stream. Returns whether there were any.
