@@ -31,7 +31,7 @@ use super::{
 /// Maximum time of a read, without sizes.
 const READ_MAX: Duration = Duration::from_secs(5);
 /// Maximum time to wait for sizes if they are awaited.
-const SIZES_WAIT_MAX: Duration = Duration::from_secs(60);
+const SIZES_WAIT_MAX: Duration = Duration::from_secs(120);
 /// Time between two reads of the sizes. The server caches them for longer if they are expensive.
 const SIZES_PAUSE: Duration = Duration::from_secs(10);
 /// Maximum number of keys that are listed to count them by prefix.
@@ -51,7 +51,7 @@ pub struct Wanted {
     pub rows_max: u32,
     /// The prefix whose sizes are read.
     pub prefix: Vec<u8>,
-    /// Whether a read waits for the sizes, for at most a minute.
+    /// Whether a read waits for the sizes, for at most two minutes.
     pub wait_for_sizes: bool,
 }
 

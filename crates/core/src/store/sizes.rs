@@ -39,7 +39,7 @@ const BATCH_KEYS: usize = 1_000;
 /// Number of first batches without a pause.
 const UNPACED_BATCHES: usize = 20;
 /// After each further batch, the pause in multiples of the batch's duration.
-const PAUSE_FACTOR: u32 = 4;
+const PAUSE_FACTOR: u32 = 2;
 /// Minimum time for which figures are reused.
 const REUSE_MIN: Duration = Duration::from_secs(10);
 /// Time for which figures are reused, in multiples of the time that they took.
