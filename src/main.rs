@@ -9,7 +9,7 @@ use orlop::{
     config::{
         Flags, Settings, deprecated_flags, deprecation, ignored_flag_definitions, ignored_flags, with_two_dashes,
     },
-    history, kine, logging, migrate, offline, output, server, snapshot, status,
+    history, kine, logging, migrate, offline, output, server, snapshot, status, top,
 };
 use orlop_bench as bench;
 use orlop_core::supervise;
@@ -94,6 +94,11 @@ enum Command {
     /// Exit status: 0 the state is as it was, 1 conflicts or, with --dry-run, something to write, 2 an error.
     Rewind(Box<history::RewindArgs>),
 
+    /// Show the load and the state of a running server, Orlop or etcd, in the terminal, refreshed in place
+    ///
+    /// Without a terminal, or with --once, it prints one screen as text and exits.
+    Top(top::Args),
+
     /// Check the integrity of a store, running or not, without writing to it
     ///
     /// Reads the database: every row of every table, with SQLite also the whole file and its WAL. It finds the database as
@@ -142,6 +147,7 @@ fn main() -> ExitCode {
         Some(Command::Diff(args)) => return past(history::diff(*args)),
         Some(Command::Get(args)) => return past(history::get(*args)),
         Some(Command::Rewind(args)) => return past(history::rewind(*args)),
+        Some(Command::Top(args)) => on_one_thread(async { Box::pin(top::run(args)).await }),
         Some(Command::Check(args)) => return check_store(args),
         Some(Command::Defrag(args)) => on_one_thread(async { offline::defrag(args).await }),
         Some(Command::Hashkv(args)) => on_one_thread(async { offline::hashkv(args).await }),

@@ -37,7 +37,7 @@ use orlop_wire::proto::{
     DESCRIPTORS,
     server::{
         etcdserverpb::{self as pb, request_op::Request},
-        v3electionpb, v3lockpb,
+        orlopb, v3electionpb, v3lockpb,
     },
 };
 
@@ -72,7 +72,7 @@ macro_rules! decoders {
 type Decoder = (fn(&[u8]), &'static str);
 
 /// One decoder per request type.
-const DECODERS: [Decoder; 52] = decoders! {
+const DECODERS: &[Decoder] = &decoders! {
     pb: RangeRequest PutRequest DeleteRangeRequest TxnRequest CompactionRequest WatchRequest LeaseGrantRequest
         LeaseRevokeRequest LeaseKeepAliveRequest LeaseTimeToLiveRequest LeaseLeasesRequest MemberAddRequest
         MemberRemoveRequest MemberUpdateRequest MemberListRequest MemberPromoteRequest AlarmRequest StatusRequest
@@ -83,6 +83,7 @@ const DECODERS: [Decoder; 52] = decoders! {
         AuthRoleGrantPermissionRequest AuthRoleRevokePermissionRequest WatchCreateRequest WatchCancelRequest
         WatchProgressRequest RequestOp;
     v3lockpb: LockRequest UnlockRequest;
+    orlopb: WatchersRequest SlowRequestsRequest ExpiringLeasesRequest SizesRequest MembersRequest;
     v3electionpb: CampaignRequest ProclaimRequest LeaderRequest ResignRequest LeaderKey;
 };
 

@@ -75,7 +75,9 @@ impl Source {
 
     async fn connect_to(&self, endpoint: &Endpoint) -> Result<Session> {
         let failed = |error: orlop_client::Error| match error {
-            orlop_client::Error::Connect { .. } => Failure::Source(error.to_string()),
+            orlop_client::Error::Connect { .. } | orlop_client::Error::Request { .. } => {
+                Failure::Source(error.to_string())
+            }
             orlop_client::Error::Flags(_) | orlop_client::Error::LogIn { .. } => Failure::Fatal(error.to_string()),
         };
         let target = Target::new(vec![endpoint.clone()], &self.credentials).await.map_err(failed)?;

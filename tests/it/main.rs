@@ -22,6 +22,7 @@ mod hashkv;
 mod health;
 mod history;
 mod hostile;
+mod insight;
 mod instances;
 mod kine;
 mod kube_trace;

@@ -149,7 +149,9 @@ async fn health_is_serving_and_reflection_lists_the_services(backend: Backend) {
     let answer = answers.message().await.expect("an answer").expect("an answer").message_response;
     let Some(MessageResponse::ListServicesResponse(list)) = answer else { panic!("{answer:?}") };
     let names: Vec<String> = list.service.into_iter().map(|service| service.name).collect();
-    for name in ["etcdserverpb.KV", "etcdserverpb.Watch", "etcdserverpb.Lease", "grpc.health.v1.Health"] {
+    for name in
+        ["etcdserverpb.KV", "etcdserverpb.Watch", "etcdserverpb.Lease", "orlopb.Insight", "grpc.health.v1.Health"]
+    {
         assert!(names.iter().any(|listed| listed == name), "{name} is in {names:?}");
     }
 }

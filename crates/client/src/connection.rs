@@ -16,14 +16,17 @@ use http::{HeaderValue, Request, Response, Uri, uri::PathAndQuery};
 use http_body_util::BodyExt as _;
 use hyper::{
     body::Incoming,
-    client::conn::http2::{self, SendRequest},
+    client::conn::{
+        http1,
+        http2::{self, SendRequest},
+    },
 };
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpStream, UnixStream},
-    task::AbortHandle,
+    task::{AbortHandle, JoinHandle},
     time::timeout,
 };
 use tokio_rustls::{
@@ -34,14 +37,15 @@ use tonic::{Code, Status, body::Body};
 use tower_service::Service;
 
 use crate::{
-    Error, describe,
+    Error, MetricsPage, describe,
     endpoint::{Address, Endpoint, Target},
 };
 use orlop_wire::proto::client::etcdserverpb::{
-    AuthenticateRequest, auth_client::AuthClient, kv_client::KvClient, lease_client::LeaseClient,
-    maintenance_client::MaintenanceClient,
+    AuthenticateRequest, auth_client::AuthClient, cluster_client::ClusterClient, kv_client::KvClient,
+    lease_client::LeaseClient, maintenance_client::MaintenanceClient,
 };
 use orlop_wire::proto::client::orlopb::history_client::HistoryClient;
+use orlop_wire::proto::client::orlopb::insight_client::InsightClient;
 use orlop_wire::proto::client::v3lockpb::lock_client::LockClient;
 use orlop_wire::write_coalescing::{Flusher, coalesce_writes};
 
@@ -50,6 +54,7 @@ const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+const METRICS: &str = "/metrics";
 
 /// etcd's services over one shared connection.
 #[derive(Clone)]
@@ -134,8 +139,33 @@ impl Client {
         LeaseClient::with_origin(self.connection.clone(), self.origin.clone())
     }
 
+    pub fn cluster(&self) -> ClusterClient<Connection> {
+        ClusterClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
+    /// Returns the service that only Orlop has.
+    pub fn insight(&self) -> InsightClient<Connection> {
+        InsightClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
     pub fn locks(&self) -> LockClient<Connection> {
         LockClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
+    /// Returns the metrics of the server. etcd without TLS serves them at this address only to clients of HTTP/1.
+    ///
+    /// # Errors
+    ///
+    /// If the connection is lost or the server has no metrics at this address.
+    pub async fn metrics(&self) -> Result<MetricsPage, Status> {
+        let page = match self.get(METRICS).await {
+            Err(status) => match &self.endpoint.address {
+                Address::Tcp(authority) if !self.endpoint.has_tls => get_over_http1(authority, METRICS).await?,
+                Address::Tcp(_) | Address::Unix(_) => return Err(status),
+            },
+            Ok(page) => page,
+        };
+        Ok(MetricsPage::new(page))
     }
 
     /// Sends an HTTP GET request; returns the body of the response.
@@ -165,6 +195,35 @@ impl Client {
     /// Returns whether the connection is closed. It is not reopened.
     pub fn is_lost(&self) -> bool {
         self.connection.sender.is_closed()
+    }
+}
+
+/// Sends an HTTP/1 GET request over a new connection; returns the body of the response.
+async fn get_over_http1(authority: &str, path: &'static str) -> Result<String, Status> {
+    let exchange = async {
+        let stream = TcpStream::connect(authority).await?;
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(io::Error::other)?;
+        let driver = AbortOnDropHandle(tokio::spawn(connection));
+        let request = Request::get(path).header(http::header::HOST, authority).body(Body::empty());
+        let response = sender.send_request(request.map_err(io::Error::other)?).await.map_err(io::Error::other)?;
+        if !response.status().is_success() {
+            return Err(io::Error::other(format!("GET {path} returned {}", response.status())));
+        }
+        let text = response.into_body().collect().await.map_err(io::Error::other)?.to_bytes();
+        drop(driver);
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    };
+    let exchanged = timeout(CONNECT_TIMEOUT, exchange).await;
+    let exchanged = exchanged.unwrap_or_else(|_| Err(io::Error::from(io::ErrorKind::TimedOut)));
+    exchanged.map_err(|error| Status::unavailable(error.to_string()))
+}
+
+/// Aborts a task when dropped.
+struct AbortOnDropHandle<T>(JoinHandle<T>);
+
+impl<T> Drop for AbortOnDropHandle<T> {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 

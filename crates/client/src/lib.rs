@@ -23,6 +23,9 @@ pub enum Error {
     Flags(String),
     #[error("cannot connect: {source}, endpoint=`{endpoint}`")]
     Connect { endpoint: String, source: io::Error },
+    /// A request failed, or was not answered in time.
+    #[error("cannot read the state of the server: {error}, endpoint=`{endpoint}`")]
+    Request { endpoint: String, error: String },
     #[error("logging in failed: {error}, endpoint=`{endpoint}`")]
     LogIn { endpoint: String, error: String },
 }

@@ -177,6 +177,13 @@ impl TreeIndex {
         self.keys.range::<[u8], _>(bounds).filter_map(move |(key, index)| Some((key, index.at(at)?)))
     }
 
+    /// Returns the first and the last key within `bounds` that have any history.
+    pub fn ends(&self, bounds: KeyBounds<'_>) -> (Option<&Key>, Option<&Key>) {
+        let mut keys = self.keys.range::<[u8], _>(bounds).map(|(key, _)| key);
+        let first = keys.next();
+        (first, keys.next_back().or(first))
+    }
+
     /// Visits at most `budget` keys within `bounds` that have any history, and passes those that were live at `at` to
     /// `visit`. Returns the last visited key if the budget ended the walk, so that the caller can release the index and
     /// continue later.

@@ -44,6 +44,7 @@ pub mod request;
 mod select;
 mod shared;
 pub mod shared_query;
+pub mod sizes;
 mod space;
 mod state;
 pub mod tasks;
