@@ -7,7 +7,10 @@ use orlop_wire::proto::{
     client::{
         authpb::Permission,
         etcdserverpb::{compare::TargetUnion, request_op::Request, watch_request::RequestUnion, *},
-        orlopb::{ExpiringLeasesRequest, MembersRequest, SizesRequest, SlowRequestsRequest, WatchersRequest},
+        orlopb::{
+            ExpiringLeasesRequest, HistoryChangesRequest, HistoryMomentRequest, HistoryPairsRequest,
+            HistoryStateRequest, MembersRequest, SizesRequest, SlowRequestsRequest, WatchersRequest,
+        },
         v3electionpb::{CampaignRequest, LeaderKey, LeaderRequest, ProclaimRequest, ResignRequest},
         v3lockpb::{LockRequest, UnlockRequest},
     },
@@ -85,6 +88,14 @@ async fn keep_alive(client: &mut Client, id: i64) -> Result<(), Status> {
 async fn lock_and_unlock(client: &mut Client) -> Result<(), Status> {
     let key = client.lock.lock(LockRequest { name: "a/lock".into(), lease: 0 }).await?.into_inner().key;
     client.lock.unlock(UnlockRequest { key }).await.map(drop)
+}
+
+fn past_pairs(key: &'static str, range_end: &'static str) -> HistoryPairsRequest {
+    HistoryPairsRequest { key: key.into(), range_end: range_end.into(), ..Default::default() }
+}
+
+fn past_changes(key: &'static str, range_end: &'static str) -> HistoryChangesRequest {
+    HistoryChangesRequest { key: key.into(), range_end: range_end.into(), ..Default::default() }
 }
 
 async fn first<T>(stream: Result<tonic::Response<tonic::Streaming<T>>, Status>) -> Result<(), Status> {
@@ -197,6 +208,14 @@ async fn send_all(client: &mut Client) -> Vec<(&'static str, Level, &'static str
         "Election/Leader", Keys, "": c.election.leader(LeaderRequest { name: "z".into() });
         "Election/Observe", Keys, "": async { first(c.election.observe(LeaderRequest { name: "z".into() }).await).await };
         "Election/Resign", Keys, "": c.election.resign(ResignRequest { leader: leader() });
+        "History/State", User, "": c.history.state(HistoryStateRequest {});
+        "History/Moment", User, "": c.history.moment(HistoryMomentRequest { unix_ms: 1 });
+        "History/Pairs", Keys, "another key": first(c.history.pairs(past_pairs("x", "")).await);
+        "History/Pairs", Keys, "more than the own range": first(c.history.pairs(past_pairs("a", "b\0")).await);
+        "History/Pairs", OwnKeys, "the own range": first(c.history.pairs(past_pairs("a", "b")).await);
+        "History/Changes", Keys, "another key": first(c.history.changes(past_changes("x", "")).await);
+        "History/Changes", Keys, "more than the own range": first(c.history.changes(past_changes("a", "b\0")).await);
+        "History/Changes", OwnKeys, "the own range": first(c.history.changes(past_changes("a", "b")).await);
         "Insight/Watchers", Root, "": c.insight.watchers(WatchersRequest::default());
         "Insight/SlowRequests", Root, "": c.insight.slow_requests(SlowRequestsRequest {});
         "Insight/ExpiringLeases", Root, "": c.insight.expiring_leases(ExpiringLeasesRequest::default());
