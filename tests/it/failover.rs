@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// Maximum time until every client succeeds again after a failover.
-const RECOVERY_TIME_MAX: Duration = Duration::from_secs(30);
+const RECOVERY_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// What happens to the cluster. A promotion beside a primary that still answers is not among it: until an instance has
 /// noticed it, its linearizable reads may be stale (see `promotion_beside_a_running_primary_is_noticed`).

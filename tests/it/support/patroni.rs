@@ -99,6 +99,18 @@ impl Patroni {
         listens && http_get(&format!("http://{address}"), role).await.status == 200
     }
 
+    /// Kills Patroni and Postgres without a chance to tell the others.
+    pub fn crash(&mut self) {
+        let postmaster = fs::read_to_string(self.folder.path().join("data/postmaster.pid")).expect("Postgres runs");
+        let postmaster: Option<i32> = postmaster.lines().next().and_then(|pid| pid.parse().ok());
+        let patroni = i32::try_from(self.process.id()).ok();
+        for pid in [patroni, postmaster] {
+            let pid = pid.and_then(Pid::from_raw).expect("a process ID");
+            kill_process(pid, Signal::KILL).expect("the process runs");
+        }
+        let _ = self.process.wait();
+    }
+
     /// Moves the role of the primary from one node to another.
     pub fn switch_over(&self, from: &str, to: &str) {
         let (as_user, _) = user();

@@ -1,7 +1,9 @@
 //! Connections for reads, opened on demand.
 //!
-//! sqlx's pool opens every connection to one fixed address; this one opens each connection to the current primary (see
-//! [`super::primary`]), and closes the connections to a former one.
+//! sqlx's pool opens every connection with the options that it was given last. It does not ask for them when it needs a
+//! connection, which is when the primary has to be searched and the password read, and it does not know to which server
+//! an idle connection leads. This pool opens each connection to the current primary (see [`super::primary`]), and closes
+//! those to a former one.
 
 use std::{
     ops::{Deref, DerefMut},
