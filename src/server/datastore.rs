@@ -8,7 +8,7 @@ use tracing::warn;
 use super::Error;
 use crate::config::{Datastore, Retention, Settings};
 use orlop_core::{
-    log::{self, Archive, History as _, Log},
+    log::{self, Archive, Log},
     metrics::Metrics,
     store::{self, AutoCompaction, CompactionRate, HistorySettings, Keep, SlowThresholds, Store},
 };
@@ -88,7 +88,7 @@ pub(crate) async fn open_with_archive(
     let (log, archive): (Arc<dyn Log>, Option<Arc<dyn Archive>>) = match datastore {
         Datastore::Sqlite(file) => {
             let log = SqliteLog::open_with(file, durability).await?;
-            let archive = log.archive(&log.meta().await?, matches!(keep, Keep::Rows { .. })).await?;
+            let archive = log.archive(matches!(keep, Keep::Rows { .. })).await?;
             (Arc::new(log), archive.map(|archive| Arc::new(archive) as _))
         }
         Datastore::Postgres(endpoint) => {

@@ -156,12 +156,15 @@ impl KeyIndex {
         if self.history.is_none() && (self.is_live() || self.newest.row.revision >= revision) {
             return Fate::Keep;
         }
-        let rows = self.rows();
-        let mut gone = Vec::new();
-        let fate = self.remove_before(revision, &mut gone);
-        gone.sort_unstable();
-        let removed_rows = rows.iter().filter(|it| gone.binary_search(&it.superseded.row).is_ok());
-        removed.extend(removed_rows.map(|it| it.superseded));
+        let before = removed.len();
+        let fate = self.remove_before(revision, removed);
+        // They are the oldest rows of the key, so the next change of each is the next of them, or the oldest that is left.
+        let own = &mut removed[before..];
+        own.sort_unstable();
+        for at in 0..own.len() {
+            let next = own.get(at + 1).map_or_else(|| self.oldest_row(), |next| next.row);
+            own[at].end = own[at].end.min(next.revision);
+        }
         fate
     }
 
@@ -185,7 +188,17 @@ impl KeyIndex {
         indexed.collect()
     }
 
-    fn remove_before(&mut self, revision: Revision, removed: &mut Vec<RowId>) -> Fate {
+    fn oldest_row(&self) -> RowId {
+        let history = self.history.as_deref();
+        let in_history = history.and_then(|history| match history.closed.first() {
+            Some(generation) => Some(*generation.puts.first().unwrap_or(&generation.tombstone)),
+            None => history.earlier.first().copied(),
+        });
+        in_history.unwrap_or(self.newest.row)
+    }
+
+    /// Removes rows as [`KeyIndex::compact`] describes. The end of a removed put is not set yet.
+    fn remove_before(&mut self, revision: Revision, removed: &mut Vec<Superseded>) -> Fate {
         if self.has_row_at(revision) {
             self.drop_before(revision, removed);
             return Fate::Keep;
@@ -198,16 +211,16 @@ impl KeyIndex {
             return Fate::Keep;
         }
         if let Some(history) = self.history.take() {
-            removed.extend(history.earlier);
+            removed.extend(history.earlier.into_iter().map(removed_put));
             for generation in history.closed {
-                removed.extend(generation.puts);
+                removed.extend(generation.puts.into_iter().map(removed_put));
                 if generation.tombstone != self.newest.row {
-                    removed.push(generation.tombstone);
+                    removed.push(removed_tombstone(generation.tombstone));
                 }
             }
         }
         if self.newest.is_tombstone() && self.newest.row.revision < revision {
-            removed.push(self.newest.row);
+            removed.push(removed_tombstone(self.newest.row));
             return Fate::Drop;
         }
         Fate::Keep
@@ -221,7 +234,7 @@ impl KeyIndex {
         self.newest.row.revision == revision || self.history.as_deref().is_some_and(in_history)
     }
 
-    fn drop_before(&mut self, revision: Revision, removed: &mut Vec<RowId>) {
+    fn drop_before(&mut self, revision: Revision, removed: &mut Vec<Superseded>) {
         let Some(history) = &mut self.history else { return };
         history.drop_before(revision, removed);
         if let [only] = history.closed.as_slice()
@@ -285,14 +298,14 @@ impl History {
     }
 
     /// Removes all rows before `revision`, for a key with a row at `revision`, which supersedes them.
-    fn drop_before(&mut self, revision: Revision, removed: &mut Vec<RowId>) {
+    fn drop_before(&mut self, revision: Revision, removed: &mut Vec<Superseded>) {
         let older = count_until(&self.earlier, revision.prev());
-        removed.extend(self.earlier.drain(..older));
+        removed.extend(self.earlier.drain(..older).map(removed_put));
         let older = self.closed.partition_point(|generation| generation.tombstone.revision < revision);
         removed.extend(self.closed.drain(..older).flat_map(Generation::into_rows));
         if let Some(generation) = self.closed.first_mut() {
             let older = count_until(&generation.puts, revision.prev());
-            removed.extend(generation.puts.drain(..older));
+            removed.extend(generation.puts.drain(..older).map(removed_put));
             generation.first_version += older as i64;
             if generation.puts.is_empty() {
                 *generation = Generation::only_tombstone(generation.tombstone);
@@ -301,10 +314,10 @@ impl History {
     }
 
     /// Compacts a key whose newest row is above `revision` and that has no row at `revision`.
-    fn compact(&mut self, revision: Revision, removed: &mut Vec<RowId>) {
+    fn compact(&mut self, revision: Revision, removed: &mut Vec<Superseded>) {
         let puts = count_until(&self.earlier, revision);
         if puts > 0 {
-            removed.extend(self.earlier.drain(..puts - 1));
+            removed.extend(self.earlier.drain(..puts - 1).map(removed_put));
             removed.extend(self.closed.drain(..).flat_map(Generation::into_rows));
             return;
         }
@@ -318,7 +331,7 @@ impl History {
             removed.extend(self.closed.remove(0).into_rows());
         } else {
             let puts = count_until(&generation.puts, revision);
-            removed.extend(generation.puts.drain(..puts - 1));
+            removed.extend(generation.puts.drain(..puts - 1).map(removed_put));
             generation.first_version += puts as i64 - 1;
         }
     }
@@ -334,9 +347,18 @@ impl Generation {
         self.puts.first().unwrap_or(&self.tombstone).revision <= revision
     }
 
-    fn into_rows(self) -> impl Iterator<Item = RowId> {
-        self.puts.into_iter().chain([self.tombstone])
+    fn into_rows(self) -> impl Iterator<Item = Superseded> {
+        self.puts.into_iter().map(removed_put).chain([removed_tombstone(self.tombstone)])
     }
+}
+
+/// Returns a put whose end is not known yet.
+fn removed_put(row: RowId) -> Superseded {
+    Superseded { row, end: Revision::MAX }
+}
+
+fn removed_tombstone(row: RowId) -> Superseded {
+    Superseded { row, end: row.revision }
 }
 
 fn has_row_at(rows: &[RowId], revision: Revision) -> bool {

@@ -12,8 +12,8 @@ use std::{
 use async_trait::async_trait;
 use orlop_core::{
     log::{
-        ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, Meta, Moment, Order,
-        PastRow, Reclaimed, Rest, Result, Time,
+        ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, History as _, Meta,
+        Moment, Order, PastRow, Reclaimed, Rest, Result, Time,
     },
     private,
     types::{EncodedKv, Key, KeyRange, Revision, Superseded},
@@ -124,12 +124,16 @@ impl SqliteLog {
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if the file cannot be opened for another reason.
-    pub async fn archive(&self, meta: &Meta, create: bool) -> Result<Option<SqliteArchive>> {
-        let file = archive_file(self.options.get_filename());
+    /// [`Error::Open`] if the database cannot be read, or the file not be opened for another reason.
+    pub async fn archive(&self, create: bool) -> Result<Option<SqliteArchive>> {
+        let database = self.options.get_filename();
+        let file = archive_file(database);
         if !create && !file.exists() {
             return Ok(None);
         }
+        let meta = self.meta().await;
+        let meta =
+            &meta.map_err(|error| Error::Open(format!("cannot read database {}: {error}", database.display())))?;
         let reason = match SqliteArchive::open(&file, self.readers.clone()).await {
             Ok(archive) => match archive.refusal(meta).await? {
                 None => return Ok(Some(archive)),
