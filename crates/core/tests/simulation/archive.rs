@@ -1,7 +1,10 @@
 //! The simulated archive: naive tables in the database, read and written by calls that fail as those of the log do. Each
 //! copy and each deletion from the log is checked against the truth.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use async_trait::async_trait;
 
@@ -13,8 +16,8 @@ use super::{
 };
 use orlop_core::{
     log::{
-        ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, Moment, Order, PastRow, Reclaimed, Rest,
-        Result, Time,
+        ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, Moment, Order, PastRow, Reclaimed, Result,
+        Time,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -56,8 +59,12 @@ impl Tables {
         self.facts.map_or(Revision::MAX, |(first, _)| first)
     }
 
-    pub fn begin(&mut self, compacted: Option<Revision>) {
-        let compacted = compacted.unwrap_or(Revision::EMPTY);
+    pub fn copied(&self) -> Option<Revision> {
+        self.facts.map(|(_, copied)| copied)
+    }
+
+    pub fn begin(&mut self, compacted: Option<Revision>, truth: &Truth) {
+        let compacted = compacted.max(truth.compact_revision).unwrap_or(Revision::EMPTY);
         self.facts.get_or_insert((compacted, compacted));
     }
 
@@ -69,6 +76,9 @@ impl Tables {
 
     /// Copies a row of the log.
     fn copy(&mut self, past: PastRow, end: Revision, truth: &Truth) {
+        if self.facts.is_none() {
+            return;
+        }
         let place = truth.place_of_row(past.row);
         let row = &truth.rows[place];
         assert!(truth.is_garbage(row), "{:?} is archived although it can still be read", past.row);
@@ -84,6 +94,10 @@ impl Tables {
         let Some((_, copied)) = &mut self.facts else { return };
         *copied = compacted.max(*copied);
         self.check(truth);
+    }
+
+    fn give_up(&mut self, first: Revision) {
+        self.facts = self.facts.map(|(known, copied)| (known.max(first), copied));
     }
 
     fn prune(&mut self, first: Revision, bytes_max: u64) -> Reclaimed {
@@ -136,30 +150,30 @@ impl Tables {
         is_known.then_some(moment.unix_ms)
     }
 
-    fn changes(&self, wanted: &ArchivedChanges<'_>) -> (Vec<PastRow>, Rest) {
+    fn changes(&self, wanted: &ArchivedChanges<'_>) -> (Vec<PastRow>, Option<RowId>) {
         let (from, to) = wanted.rows;
         let mut rows: Vec<&PastRow> = if from > to {
             Vec::new()
         } else {
             self.rows.range(from..=to).map(|(_, archived)| &archived.past).collect()
         };
-        rows.retain(|past| wanted.range.contains(&past.key));
         if wanted.order == Order::NewestFirst {
             rows.reverse();
         }
-        page(rows.into_iter().cloned().collect())
+        let visited = visit(&mut rows).map(|past| past.row);
+        rows.retain(|past| wanted.range.contains(&past.key));
+        (rows.into_iter().cloned().collect(), visited)
     }
 
-    fn pairs_at(&self, range: &KeyRange, after: Option<&Key>, at: Revision) -> (Vec<(Key, EncodedKv)>, Rest) {
-        let is_wanted = |archived: &&Archived| {
-            let key = &archived.past.key;
-            let is_live = archived.past.row.revision <= at && at < archived.end;
-            is_live && range.contains(key) && after.is_none_or(|after| key > after)
-        };
-        let rows = self.rows.values().filter(is_wanted);
-        let mut pairs: Vec<_> = rows.filter_map(|it| Some((it.past.key.clone(), it.past.kv.clone()?))).collect();
-        pairs.sort_by(|(left, _), (right, _)| left.cmp(right));
-        page(pairs)
+    fn pairs_at(&self, range: &KeyRange, after: Option<&Key>, at: Revision) -> (Vec<(Key, EncodedKv)>, Option<Key>) {
+        let keys: BTreeSet<&Key> = self.rows.values().map(|archived| &archived.past.key).collect();
+        let mut keys: Vec<&Key> =
+            keys.into_iter().filter(|key| range.contains(key) && after.is_none_or(|after| *key > after)).collect();
+        let visited = visit(&mut keys).cloned();
+        let is_live = |archived: &&Archived| archived.past.row.revision <= at && at < archived.end;
+        let of_key = |key: &Key| self.rows.values().filter(is_live).find(|archived| archived.past.key == *key);
+        let pairs = keys.into_iter().filter_map(|key| Some((key.clone(), of_key(key)?.past.kv.clone()?)));
+        (pairs.collect(), visited)
     }
 
     // Checks.
@@ -187,12 +201,12 @@ impl Tables {
     }
 }
 
-/// Returns a page of a random length.
-fn page<T>(mut rows: Vec<T>) -> (Vec<T>, Rest) {
-    let len = random::below(24) + 1;
-    let rest = if rows.len() > len { Rest::More } else { Rest::None };
-    rows.truncate(len);
-    (rows, rest)
+/// Reduces what is visited to a random number. Returns the last if there is more.
+fn visit<T: Copy>(visited: &mut Vec<T>) -> Option<T> {
+    let max = random::below(24) + 1;
+    let is_cut = visited.len() > max;
+    visited.truncate(max);
+    visited.last().copied().filter(|_| is_cut)
 }
 
 fn now_ms() -> i64 {
@@ -217,7 +231,7 @@ impl SimulatedArchive {
 #[async_trait]
 impl Archive for SimulatedArchive {
     async fn begin(&self, compacted: Option<Revision>) -> Result<()> {
-        self.change(move |database| database.archive.begin(compacted)).await
+        self.change(move |database| database.archive.begin(compacted, &database.truth)).await
     }
 
     async fn state(&self) -> Result<ArchiveState> {
@@ -243,8 +257,19 @@ impl Archive for SimulatedArchive {
         Ok(())
     }
 
-    async fn finish_copy(&self, compacted: Revision) -> Result<()> {
-        self.change(move |database| database.archive.finish_copy(compacted, &database.truth)).await
+    async fn finish_copy(&self, compacted: Revision, server: i64) -> Result<()> {
+        let finish = move |database: &mut Database| {
+            let is_same = database.server == server;
+            if is_same {
+                database.archive.finish_copy(compacted, &database.truth);
+            }
+            is_same
+        };
+        if self.change(finish).await? { Ok(()) } else { Err(Error::Unavailable("another server".to_owned())) }
+    }
+
+    async fn give_up(&self, first: Revision) -> Result<()> {
+        self.change(move |database| database.archive.give_up(first)).await
     }
 
     async fn prune(&self, first: Revision, bytes_max: u64) -> Result<Reclaimed> {
@@ -271,7 +296,7 @@ impl Archive for SimulatedArchive {
         self.0.ask(|database| revisions.iter().map(|revision| database.archive.time_of(*revision)).collect()).await
     }
 
-    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Rest)> {
+    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Option<RowId>)> {
         self.0.ask(|database| database.archive.changes(&wanted)).await
     }
 
@@ -280,7 +305,7 @@ impl Archive for SimulatedArchive {
         range: &KeyRange,
         after: Option<&Key>,
         at: Revision,
-    ) -> Result<(Vec<(Key, EncodedKv)>, Rest)> {
+    ) -> Result<(Vec<(Key, EncodedKv)>, Option<Key>)> {
         self.0.ask(|database| database.archive.pairs_at(range, after, at)).await
     }
 }

@@ -140,6 +140,11 @@ impl Database {
         self.archive.first().min(self.truth.compact_revision.unwrap_or(Revision::EMPTY))
     }
 
+    /// Returns whether the rows of the newest compaction are not in the archive yet.
+    pub fn is_copying(&self) -> bool {
+        self.archive.copied().is_some_and(|copied| Some(copied) < self.truth.compact_revision)
+    }
+
     pub fn append(&mut self, append: &Owned) -> Appended {
         let position = self.position();
         let is_expected = match self.sharing {

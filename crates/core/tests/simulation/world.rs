@@ -37,6 +37,8 @@ use orlop_core::{
 
 /// After the last fault, the cluster must recover within this time.
 const SETTLE_MAX: Duration = Duration::from_secs(60);
+/// Maximum time until another instance copies the rows that one left.
+const COPY_MAX: Duration = Duration::from_secs(90);
 /// Longer than the store's own timeout of a request.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -307,6 +309,11 @@ impl World {
 
     /// Reads the past at every instance, at the first revision, before it, and at random ones.
     async fn check_past(&self) {
+        let copies_until = Instant::now() + COPY_MAX;
+        while self.database.lock().is_copying() {
+            assert!(Instant::now() < copies_until, "{COPY_MAX:?} after the last fault, rows were not copied");
+            sleep(Duration::from_secs(1)).await;
+        }
         self.ledger.borrow_mut().is_calm = true;
         for place in 0..self.instances.len() {
             let (first, head) = {

@@ -5,35 +5,39 @@
 //! together; a row is committed here before it is deleted there.
 
 use std::{
+    io::ErrorKind,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicI64, Ordering},
     time::{SystemTime, UNIX_EPOCH},
 };
 
 use async_trait::async_trait;
 use orlop_core::{
     log::{
-        ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, Meta, Moment, Order,
-        PastRow, Reclaimed, Rest, Result, Time,
+        ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState,
+        ArchivedChanges, Error, Meta, Moment, Order, PastRow, Reclaimed, Result, Time,
     },
     private,
-    types::{EncodedKv, Key, KeyRange, Revision, Superseded},
+    types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
+use parking_lot::Mutex;
 use sqlx::{
     ConnectOptions as _, Connection as _, Row as _, SqliteConnection, SqlitePool,
     sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteRow, SqliteSynchronous},
 };
+use tokio::{runtime::Handle, task::spawn_blocking};
 use tracing::warn;
 
 use super::{
-    BUSY_TIMEOUT, CODE_FULL, SqliteLog, has_code, integrity,
+    BUSY_TIMEOUT, CODE_FULL, SqliteLog, has_code,
     load::with_suffix,
     read::json_list,
     writer::{Writer, WriterGuard},
 };
 use crate::{
-    archive::{self, archive_columns},
+    archive::{self, archive_columns, visited_columns},
     migrations,
-    rows::{SqlRange, cannot_migrate, unavailable},
+    rows::{SqlRange, cannot_migrate, row_id, unavailable},
 };
 
 /// Maximum number of connections for reads.
@@ -50,6 +54,7 @@ const ADD: &str =
     "UPDATE meta SET value = value + CASE name WHEN 'rows' THEN ? ELSE ? END WHERE name IN ('rows', 'bytes')";
 const BEGIN: &str = "INSERT OR IGNORE INTO meta (name, value) \
     VALUES ('first_revision', ?1), ('copied_revision', ?1), ('bytes', 0), ('rows', 0)";
+const CLUSTER: &str = "INSERT OR IGNORE INTO meta (name, value) VALUES ('cluster_id', ?)";
 const STATE: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
     (SELECT value FROM meta WHERE name = 'copied_revision'), (SELECT value FROM meta WHERE name = 'bytes'), \
     (SELECT value FROM meta WHERE name = 'rows')";
@@ -64,7 +69,7 @@ const NOTE_TIME: &str = "INSERT INTO kv_time (id, at) \
     SELECT ?1, max(?2, coalesce((SELECT at FROM kv_time ORDER BY id DESC LIMIT 1), 0)) \
     WHERE ?1 > coalesce((SELECT max(id) FROM kv_time), 0)";
 const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
-const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= ? ORDER BY id DESC LIMIT 1";
+const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= ? ORDER BY at DESC, id DESC LIMIT 1";
 const TIME_OF: &str =
     "SELECT at FROM kv_time WHERE id >= ?1 AND ?1 > (SELECT min(id) FROM kv_time) ORDER BY id LIMIT 1";
 
@@ -91,16 +96,29 @@ const CHANGES_OF_SPAN: &str = concat!(
      ORDER BY id, sub LIMIT ?6"
 );
 
-/// `$end` is the condition for the end of the range.
+/// The row that ends a visit.
+const BOUND_OF_VISIT: &str = "SELECT id, sub FROM kv_archive WHERE (id, sub) >= (?1, ?2) AND (id, sub) <= (?3, ?4) \
+    ORDER BY id, sub LIMIT 1 OFFSET ?5";
+
+/// Visits one key after the other, so that a key with many versions costs no more than others. `$start` is the condition
+/// for the first key, `$end` that for the end of the range.
 macro_rules! pairs_at {
-    ($end:literal) => {
+    ($start:literal, $end:literal) => {
         concat!(
-            "SELECT ",
-            archive_columns!(),
-            " FROM kv_archive WHERE key >= ?1 AND (?2 IS NULL OR key > ?2) AND id <= ?3 AND end_revision > ?3 \
-             AND deleted = 0",
+            "WITH RECURSIVE v (key, number) AS (\
+                 SELECT (SELECT key FROM kv_archive WHERE key ",
+            $start,
             $end,
-            " ORDER BY key LIMIT ?4"
+            " ORDER BY key LIMIT 1), 1 \
+                 UNION ALL \
+                 SELECT (SELECT h.key FROM kv_archive h WHERE h.key > v.key",
+            $end,
+            " ORDER BY h.key LIMIT 1), v.number + 1 FROM v WHERE v.key IS NOT NULL AND v.number < ?3\
+             ) SELECT ",
+            visited_columns!(),
+            " FROM v LEFT JOIN kv_archive a ON a.rowid = (\
+                 SELECT h.rowid FROM kv_archive h WHERE h.key = v.key AND h.id <= ?2 ORDER BY h.id DESC, h.sub DESC LIMIT 1\
+             ) AND a.end_revision > ?2 AND a.deleted = 0 WHERE v.key IS NOT NULL ORDER BY v.number"
         )
     };
 }
@@ -108,9 +126,11 @@ macro_rules! pairs_at {
 /// The archive of a log in SQLite.
 pub struct SqliteArchive {
     writer: Writer,
-    readers: SqlitePool,
+    /// Replaced when the file is ([`SqliteArchive::replace_file`]).
+    readers: Mutex<SqlitePool>,
     /// Connections for reads of the log.
     log: SqlitePool,
+    cluster: AtomicI64,
 }
 
 /// Returns the archive's file of a database file.
@@ -119,27 +139,31 @@ fn archive_file(database: &Path) -> PathBuf {
 }
 
 impl SqliteLog {
-    /// Opens the archive beside the database, or creates it if `create`; `None`: there is none. An archive that is
-    /// damaged, or belongs to another log or to a later state of this one, is set aside with a warning.
+    /// Opens the archive beside the database, or creates it if `create`; `None`: there is none. An archive that cannot be
+    /// read, for example because it is damaged, or that belongs to another log or to a later state of this one, is set
+    /// aside with a warning.
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if the file cannot be opened for another reason.
+    /// [`Error::Open`] if it cannot be set aside, or another file cannot be created.
     pub async fn archive(&self, meta: &Meta, create: bool) -> Result<Option<SqliteArchive>> {
         let file = archive_file(self.options.get_filename());
         if !create && !file.exists() {
             return Ok(None);
         }
         let reason = match SqliteArchive::open(&file, self.readers.clone()).await {
-            Ok(archive) => match archive.refusal(meta).await? {
-                None => return Ok(Some(archive)),
-                Some(reason) => {
+            Ok(archive) => match archive.refusal(meta).await {
+                Ok(None) => return Ok(Some(archive)),
+                Ok(Some(reason)) => {
                     archive.close().await;
                     reason
                 }
+                Err(error) => {
+                    archive.close().await;
+                    error.to_string()
+                }
             },
-            Err(OpenError::Damaged(reason)) => reason,
-            Err(OpenError::Other(error)) => return Err(error),
+            Err(error) => error.to_string(),
         };
         let aside = with_suffix(&file, ".unused");
         warn!(file = %file.display(), moved_to = %aside.display(), reason, "the archive of the history is not used");
@@ -152,40 +176,44 @@ impl SqliteLog {
         if !create {
             return Ok(None);
         }
-        let archive = SqliteArchive::open(&file, self.readers.clone()).await.map_err(OpenError::into_error)?;
+        let archive = SqliteArchive::open(&file, self.readers.clone()).await?;
         // It records the cluster.
         archive.refusal(meta).await?;
         Ok(Some(archive))
     }
 }
 
-enum OpenError {
-    Damaged(String),
-    Other(Error),
+/// Creates or opens the file, and connects to it.
+async fn connect(options: SqliteConnectOptions) -> Result<(SqliteConnection, SqlitePool)> {
+    let file = options.get_filename();
+    let name = file.display().to_string();
+    let failed = |error: sqlx::Error| Error::Open(format!("cannot open archive {name}: {error}"));
+    private::make_file(file).map_err(|error| failed(error.into()))?;
+    let mut writer = options.connect().await.map_err(failed)?;
+    migrations::sqlite_archive().run(&mut writer).await.map_err(|error| Error::Open(cannot_migrate(&name, &error)))?;
+    let readers = SqlitePoolOptions::new()
+        .max_connections(READERS_MAX)
+        .min_connections(0)
+        .connect_with(options.clone().pragma("query_only", "ON"))
+        .await
+        .map_err(failed)?;
+    Ok((writer, readers))
 }
 
-impl OpenError {
-    fn into_error(self) -> Error {
-        match self {
-            Self::Damaged(reason) => Error::Open(reason),
-            Self::Other(error) => error,
-        }
-    }
+/// Creates an archive that begins at `first`.
+async fn create(
+    options: SqliteConnectOptions,
+    cluster: i64,
+    first: Revision,
+) -> Result<(SqliteConnection, SqlitePool)> {
+    let (mut writer, readers) = connect(options).await?;
+    sqlx::query(CLUSTER).bind(cluster).execute(&mut writer).await.map_err(unavailable)?;
+    sqlx::query(BEGIN).bind(first.0).execute(&mut writer).await.map_err(unavailable)?;
+    Ok((writer, readers))
 }
 
 impl SqliteArchive {
-    async fn open(file: &Path, log: SqlitePool) -> std::result::Result<Self, OpenError> {
-        const NOT_A_DATABASE: i32 = 26;
-        let name = file.display();
-        let failed = |error: sqlx::Error| {
-            let text = format!("cannot open archive {name}: {error}");
-            if integrity::is_damage(&error) || has_code(&error, NOT_A_DATABASE) {
-                OpenError::Damaged(text)
-            } else {
-                OpenError::Other(Error::Open(text))
-            }
-        };
-        private::make_file(file).map_err(|error| failed(error.into()))?;
+    async fn open(file: &Path, log: SqlitePool) -> Result<Self> {
         let options = SqliteConnectOptions::new()
             .filename(file)
             .create_if_missing(true)
@@ -194,29 +222,54 @@ impl SqliteArchive {
             .busy_timeout(BUSY_TIMEOUT)
             .pragma("cache_size", "-2048")
             .disable_statement_logging();
-        let mut writer = options.connect().await.map_err(failed)?;
-        migrations::sqlite_archive()
-            .run(&mut writer)
-            .await
-            .map_err(|error| OpenError::Other(Error::Open(cannot_migrate(&name.to_string(), &error))))?;
-        let readers = SqlitePoolOptions::new()
-            .max_connections(READERS_MAX)
-            .min_connections(0)
-            .connect_with(options.clone().pragma("query_only", "ON"))
-            .await
-            .map_err(failed)?;
-        Ok(Self { writer: Writer::new(options, writer), readers, log })
+        let (writer, readers) = connect(options.clone()).await?;
+        Ok(Self { writer: Writer::new(options, writer), readers: Mutex::new(readers), log, cluster: AtomicI64::new(0) })
+    }
+
+    fn readers(&self) -> SqlitePool {
+        self.readers.lock().clone()
+    }
+
+    /// Deletes the file, which frees its space, and creates another that begins at `first`. Unless the file can be
+    /// created, the archive fails until the next start.
+    async fn replace_file(&self, first: Revision) -> Result<()> {
+        let mut slot = self.writer.block().await;
+        let options = self.writer.options();
+        let file = options.get_filename();
+        if let Some(connection) = slot.take() {
+            // It may be unable to close properly, and is dropped then.
+            let _ = connection.close().await;
+        }
+        self.readers().close().await;
+        for path in [file.to_path_buf(), with_suffix(file, "-wal"), with_suffix(file, "-shm")] {
+            match std::fs::remove_file(&path) {
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    return Err(Error::Unavailable(format!("cannot delete {}: {error}", path.display())));
+                }
+                Ok(()) | Err(_) => {}
+            }
+        }
+        let (options, cluster) = (options.clone(), self.cluster.load(Ordering::Relaxed));
+        // On a thread of its own, because the future that migrates the schema cannot move between threads.
+        let runtime = Handle::current();
+        let created = spawn_blocking(move || runtime.block_on(create(options, cluster, first))).await;
+        match created.unwrap_or_else(|error| Err(Error::Unavailable(error.to_string()))) {
+            Ok((writer, readers)) => {
+                slot.put(writer);
+                *self.readers.lock() = readers;
+            }
+            Err(error) => warn!(%error, "there is no archive of the history now"),
+        }
+        Ok(())
     }
 
     /// Returns why this archive does not belong to the log. A new archive belongs to it.
     async fn refusal(&self, meta: &Meta) -> Result<Option<String>> {
         let cluster = meta.cluster_id.cast_signed();
+        self.cluster.store(cluster, Ordering::Relaxed);
         let mut writer = self.lock().await?;
         let known: (i64, i64, i64) = async {
-            sqlx::query("INSERT OR IGNORE INTO meta (name, value) VALUES ('cluster_id', ?)")
-                .bind(cluster)
-                .execute(writer.connection())
-                .await?;
+            sqlx::query(CLUSTER).bind(cluster).execute(writer.connection()).await?;
             sqlx::query_as(
                 "SELECT (SELECT value FROM meta WHERE name = 'cluster_id'), \
                  coalesce((SELECT value FROM meta WHERE name = 'copied_revision'), 0), \
@@ -242,11 +295,23 @@ impl SqliteArchive {
     }
 
     async fn close(&self) {
-        self.readers.close().await;
+        self.readers().close().await;
+        if let Some(connection) = self.writer.block().await.take() {
+            let _ = connection.close().await;
+        }
     }
 
     async fn lock(&self) -> Result<WriterGuard<'_>> {
         self.writer.lock().await.map_err(unavailable)
+    }
+
+    /// Raises a fact.
+    async fn raise(&self, name: &'static str, revision: Revision) -> Result<()> {
+        let mut writer = self.lock().await?;
+        let query = sqlx::query(RAISE).bind(revision.0).bind(name);
+        query.execute(writer.connection()).await.map_err(unavailable)?;
+        writer.keep();
+        Ok(())
     }
 
     /// Reads rows of the log, in any order.
@@ -283,6 +348,11 @@ impl SqliteArchive {
         // The next line of [`Archive::note_time`] may have changed it.
         sqlx::query("PRAGMA synchronous = FULL").execute(writer.connection()).await?;
         let mut transaction = writer.connection().begin().await?;
+        if sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(facts)?.first == Revision::MAX {
+            transaction.rollback().await?;
+            writer.keep();
+            return Ok(());
+        }
         let (mut added, mut bytes) = (0_i64, 0_i64);
         for (row, Superseded { row: id, end }) in rows {
             let (key, value): (&[u8], Option<&[u8]>) = (row.try_get(3)?, row.try_get(4)?);
@@ -322,16 +392,17 @@ async fn delete_old(connection: &mut SqliteConnection, first: i64) -> sqlx::Resu
     Ok(lengths.len())
 }
 
-/// Returns the first revision that remains complete if the oldest rows, of at least `bytes`, are deleted.
-async fn first_without(connection: &mut SqliteConnection, bytes: i64) -> sqlx::Result<i64> {
+/// Returns the first revision that remains complete if the oldest rows, of at least `bytes`, are deleted; `None`: there are
+/// no rows, so the fact `bytes` is wrong.
+async fn first_without(connection: &mut SqliteConnection, bytes: i64) -> sqlx::Result<Option<i64>> {
     let oldest: Vec<(i64, i64)> = sqlx::query_as(OLDEST).bind(PRUNE_ROWS).fetch_all(connection).await?;
-    let (mut first, mut freed) = (0, 0);
+    let (mut first, mut freed) = (None, 0);
     for (needed_until, len) in oldest {
         if freed >= bytes {
             break;
         }
         freed += len + ARCHIVED_ROW_BYTES as i64;
-        first = first.max(needed_until);
+        first = first.max(Some(needed_until));
     }
     Ok(first)
 }
@@ -349,11 +420,12 @@ async fn prune(connection: &mut SqliteConnection, first: Revision, bytes_max: u6
         sqlx::query(DELETE_TIMES).bind(facts.first.0).execute(&mut *transaction).await?;
         let facts = sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(self::facts)?;
         let excess = facts.bytes.saturating_sub(bytes_max);
-        if excess == 0 {
-            reclaimed = Reclaimed::All;
-        } else {
-            let first = first_without(&mut transaction, i64::try_from(excess).unwrap_or(i64::MAX)).await?;
-            sqlx::query(RAISE).bind(first).bind("first_revision").execute(&mut *transaction).await?;
+        let excess = i64::try_from(excess).unwrap_or(i64::MAX);
+        match if excess == 0 { None } else { first_without(&mut transaction, excess).await? } {
+            None => reclaimed = Reclaimed::All,
+            Some(first) => {
+                sqlx::query(RAISE).bind(first).bind("first_revision").execute(&mut *transaction).await?;
+            }
         }
     }
     transaction.commit().await?;
@@ -375,7 +447,7 @@ impl Archive for SqliteArchive {
     }
 
     async fn state(&self) -> Result<ArchiveState> {
-        sqlx::query_as(STATE).fetch_one(&self.readers).await.map(facts).map_err(unavailable)
+        sqlx::query_as(STATE).fetch_one(&self.readers()).await.map(facts).map_err(unavailable)
     }
 
     async fn copy(&self, rows: &[Superseded]) -> Result<()> {
@@ -388,12 +460,15 @@ impl Archive for SqliteArchive {
         Ok(())
     }
 
-    async fn finish_copy(&self, compacted: Revision) -> Result<()> {
-        let mut writer = self.lock().await?;
-        let query = sqlx::query(RAISE).bind(compacted.0).bind("copied_revision");
-        query.execute(writer.connection()).await.map_err(unavailable)?;
-        writer.keep();
-        Ok(())
+    async fn finish_copy(&self, compacted: Revision, _: i64) -> Result<()> {
+        self.raise("copied_revision", compacted).await
+    }
+
+    /// If the fact cannot be written, because the disk is full or the file is damaged, replaces the file.
+    async fn give_up(&self, first: Revision) -> Result<()> {
+        let Err(error) = self.raise("first_revision", first).await else { return Ok(()) };
+        warn!(%error, "cannot write to the archive of the history; replacing it");
+        self.replace_file(first).await
     }
 
     async fn prune(&self, first: Revision, bytes_max: u64) -> Result<Reclaimed> {
@@ -416,7 +491,7 @@ impl Archive for SqliteArchive {
     }
 
     async fn first_moment(&self) -> Result<Option<Moment>> {
-        let found = sqlx::query_as(FIRST_MOMENT).fetch_optional(&self.readers).await.map_err(unavailable)?;
+        let found = sqlx::query_as(FIRST_MOMENT).fetch_optional(&self.readers()).await.map_err(unavailable)?;
         Ok(found.map(moment))
     }
 
@@ -425,12 +500,12 @@ impl Archive for SqliteArchive {
             Time::UnixMs(ms) => ms,
             Time::Ago(age) => now_ms().saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX)),
         };
-        let found = sqlx::query_as(MOMENT_AT).bind(ms).fetch_optional(&self.readers).await.map_err(unavailable)?;
+        let found = sqlx::query_as(MOMENT_AT).bind(ms).fetch_optional(&self.readers()).await.map_err(unavailable)?;
         Ok(found.map(moment))
     }
 
     async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<i64>>> {
-        let mut reader = self.readers.acquire().await.map_err(unavailable)?;
+        let mut reader = self.readers().acquire().await.map_err(unavailable)?;
         let mut times = Vec::with_capacity(revisions.len());
         for revision in revisions {
             let time = sqlx::query_scalar(TIME_OF).bind(revision.0).fetch_optional(&mut *reader).await;
@@ -439,14 +514,27 @@ impl Archive for SqliteArchive {
         Ok(times)
     }
 
-    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Rest)> {
+    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Option<RowId>)> {
         let range = SqlRange::of(wanted.range);
-        let (from, to) = wanted.rows;
+        let (from, mut to) = wanted.rows;
         let sql = match (wanted.range, wanted.order) {
             (KeyRange::Single(_), Order::OldestFirst) => changes_of_key!("ASC"),
             (KeyRange::Single(_), Order::NewestFirst) => changes_of_key!("DESC"),
             (KeyRange::Span { .. }, _) => CHANGES_OF_SPAN,
         };
+        let readers = self.readers();
+        let mut bound = None;
+        if matches!(wanted.range, KeyRange::Span { .. }) {
+            let query = sqlx::query_as(BOUND_OF_VISIT)
+                .bind(from.revision.0)
+                .bind(i64::from(from.sub))
+                .bind(to.revision.0)
+                .bind(i64::from(to.sub))
+                .bind(ARCHIVE_VISITED_ROWS as i64 - 1);
+            let found: Option<(i64, i64)> = query.fetch_optional(&readers).await.map_err(unavailable)?;
+            bound = found.map(|(id, sub)| row_id(id, sub)).transpose()?;
+            to = bound.unwrap_or(to);
+        }
         let query = sqlx::query(sql)
             .bind(&range.start)
             .bind(from.revision.0)
@@ -458,7 +546,8 @@ impl Archive for SqliteArchive {
             KeyRange::Single(_) => query,
             KeyRange::Span { .. } => query.bind(range.unbounded).bind(&range.end),
         };
-        archive::page(query.fetch(&self.readers)).await.map_err(unavailable)?
+        let page = archive::page(query.fetch(&readers), ARCHIVE_PAGE_ROWS).await.map_err(unavailable)??;
+        Ok(archive::changes(page, bound))
     }
 
     async fn pairs_at(
@@ -466,14 +555,19 @@ impl Archive for SqliteArchive {
         range: &KeyRange,
         after: Option<&Key>,
         at: Revision,
-    ) -> Result<(Vec<(Key, EncodedKv)>, Rest)> {
+    ) -> Result<(Vec<(Key, EncodedKv)>, Option<Key>)> {
         let bounds = SqlRange::of(range);
         let start = after.map_or(bounds.start.as_slice(), |after| after.as_slice());
-        let sql = if bounds.unbounded { pairs_at!("") } else { pairs_at!(" AND key < ?5") };
-        let query =
-            sqlx::query(sql).bind(start).bind(after.map(Key::as_slice)).bind(at.0).bind(ARCHIVE_PAGE_ROWS as i64);
+        let sql = match (after.is_some(), bounds.unbounded) {
+            (true, true) => pairs_at!("> ?1", ""),
+            (true, false) => pairs_at!("> ?1", " AND key < ?4"),
+            (false, true) => pairs_at!(">= ?1", ""),
+            (false, false) => pairs_at!(">= ?1", " AND key < ?4"),
+        };
+        let query = sqlx::query(sql).bind(start).bind(at.0).bind(ARCHIVE_PAGE_KEYS as i64);
         let query = if bounds.unbounded { query } else { query.bind(&bounds.end) };
-        Ok(archive::pairs(archive::page(query.fetch(&self.readers)).await.map_err(unavailable)??))
+        let page = archive::page(query.fetch(&self.readers()), ARCHIVE_PAGE_KEYS).await.map_err(unavailable)??;
+        Ok(archive::pairs(page))
     }
 }
 
