@@ -2,7 +2,7 @@
 
 use futures_util::{Stream, TryStreamExt as _};
 use orlop_core::{
-    log::{ARCHIVE_PAGE_BYTES, ArchiveState, PastRow, Result},
+    log::{ARCHIVE_PAGE_BYTES, ArchiveState, PastRow, Result, StoredArchivedRow},
     types::{EncodedKv, Key, LeaseId, Revision, RowId, Version},
 };
 
@@ -86,4 +86,16 @@ pub(crate) fn changes((rows, fill): (Vec<PastRow>, Fill), bound: Option<RowId>) 
 pub(crate) fn pairs((rows, fill): (Vec<PastRow>, Fill)) -> (Vec<(Key, EncodedKv)>, Option<Key>) {
     let visited = if fill == Fill::Full { rows.last().map(|past| past.key.clone()) } else { None };
     (rows.into_iter().filter_map(|past| Some((past.key, past.kv?))).collect(), visited)
+}
+
+/// Reads the columns `id, sub, key`, the bytes of key and value, `deleted, end_revision`.
+pub(crate) fn stored_archived_row(row: &impl LogRow) -> Result<StoredArchivedRow> {
+    Ok(StoredArchivedRow {
+        id: row.int(0)?,
+        sub: row.int(1)?,
+        key: row.bytes(2)?,
+        bytes: row.int(3)?,
+        deleted: row.int(4)?,
+        end_revision: row.int(5)?,
+    })
 }

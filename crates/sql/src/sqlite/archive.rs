@@ -134,7 +134,7 @@ pub struct SqliteArchive {
 }
 
 /// Returns the archive's file of a database file.
-fn archive_file(database: &Path) -> PathBuf {
+pub(super) fn archive_file(database: &Path) -> PathBuf {
     with_suffix(database, "-archive")
 }
 
