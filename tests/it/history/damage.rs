@@ -2,6 +2,13 @@
 
 use std::{fs, path::PathBuf};
 
+use orlop_core::{
+    log::{Archive as _, History as _, Meta},
+    types::Revision,
+};
+use orlop_sql::SqliteLog;
+use sqlx::{ConnectOptions as _, Connection as _, Executor as _, sqlite::SqliteConnectOptions};
+
 use super::*;
 
 /// Returns a stopped server with archived rows, and what it had.
@@ -15,6 +22,7 @@ async fn stopped() -> (Server, Model, PathBuf) {
     compact(&mut client, model.head() - 5).await;
     assert!(server.terminate().await.success());
     let archive = server.data_dir().join("orlop.db-archive");
+    assert!(!archive.with_file_name("orlop.db-archive-wal").exists(), "a stop closes the archive");
     (server, model, archive)
 }
 
@@ -70,9 +78,6 @@ async fn damaged_page_fails_reads_of_the_past_only() {
         let mut damaged = bytes.clone();
         damaged[page * 4_096..][..4_096].fill(0xa5);
         fs::write(&archive, &damaged).expect("a file can be written");
-        for suffix in ["-wal", "-shm"] {
-            let _ = fs::remove_file(archive.with_file_name(format!("orlop.db-archive{suffix}")));
-        }
         server.restart().await;
         let mut client = Client::connect(server.endpoint()).await;
         for revision in [1, model.head() / 2] {
@@ -91,4 +96,31 @@ async fn damaged_page_fails_reads_of_the_past_only() {
     server.restart().await;
     let mut client = Client::connect(server.endpoint()).await;
     compact(&mut client, model.head()).await;
+}
+
+/// Nothing can be written any more, as on a full disk.
+#[tokio::test]
+async fn archive_that_cannot_be_written_is_replaced() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let log = SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a log");
+    let meta = log.meta().await.expect("facts");
+    let archive = log.archive(&meta, true).await.expect("an archive").expect("it was created");
+    archive.begin(None).await.expect("the archive begins");
+    archive.note_time(Revision(2)).await.expect("a time is recorded");
+    assert_eq!(archive.state().await.expect("a state").first, Revision::EMPTY);
+    let options = SqliteConnectOptions::new().filename(folder.path().join("orlop.db-archive"));
+    let mut connection = options.connect().await.expect("the archive opens");
+    connection.execute("DROP TABLE meta").await.expect("the table is dropped");
+    connection.close().await.expect("the connection closes");
+    assert!(archive.state().await.is_err() && archive.copy(&[]).await.is_err());
+    archive.give_up(Revision(9)).await.expect("another file is created");
+    let state = archive.state().await.expect("a state");
+    assert_eq!((state.first, state.copied, state.rows), (Revision(9), Revision(9), 0));
+    archive.copy(&[]).await.expect("rows can be copied");
+    archive.finish_copy(Revision(10), 0).await.expect("a fact can be written");
+    archive.close().await;
+    // The next start uses it.
+    let archive = log.archive(&Meta { compact_revision: Some(Revision(10)), ..meta }, true).await;
+    let archive = archive.expect("an archive").expect("there is one");
+    assert_eq!(archive.state().await.expect("a state").copied, Revision(10));
 }

@@ -84,6 +84,9 @@ pub trait Archive: Send + Sync + 'static {
     /// Begins the archive of a log with this compact revision, or a newer one of the log, unless it was begun before.
     async fn begin(&self, compacted: Option<Revision>) -> Result<()>;
 
+    /// Closes connections that are only for the archive.
+    async fn close(&self) {}
+
     async fn state(&self) -> Result<ArchiveState>;
 
     /// Copies rows of the log, which the caller then deletes there. Rows that are in the archive, or no longer in the

@@ -94,7 +94,10 @@ impl History {
     /// needs.
     pub(super) async fn keep(&self, rows: &[Superseded], compacted: Revision) -> log::Result<()> {
         if self.keep == Keep::Nothing {
-            return self.archive.give_up(compacted).await;
+            self.archive.give_up(compacted).await?;
+            // What is left is deleted in the background.
+            let _ = self.archive.prune(compacted, u64::MAX).await;
+            return Ok(());
         }
         let Err(error) = self.archive.copy(rows).await else {
             self.failures.store(0, Ordering::Relaxed);
@@ -125,6 +128,10 @@ impl History {
     /// Returns whether the rows of a compaction were not copied yet.
     pub(super) async fn lacks(&self, compacted: Revision) -> bool {
         self.keep != Keep::Nothing && self.archive.state().await.is_ok_and(|state| state.copied < compacted)
+    }
+
+    pub(super) async fn close(&self) {
+        self.archive.close().await;
     }
 
     /// Deletes the rows that are no longer to be kept.

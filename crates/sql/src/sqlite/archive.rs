@@ -23,6 +23,7 @@ use orlop_core::{
 use parking_lot::Mutex;
 use sqlx::{
     ConnectOptions as _, Connection as _, Row as _, SqliteConnection, SqlitePool,
+    migrate::MigrateError,
     sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteRow, SqliteSynchronous},
 };
 use tokio::{runtime::Handle, task::spawn_blocking};
@@ -42,8 +43,10 @@ use crate::{
 
 /// Maximum number of connections for reads.
 const READERS_MAX: u32 = 2;
-/// Number of rows that are copied in one transaction, because all of them are in memory meanwhile.
+/// Number of rows that are in memory at a time while they are copied.
 const COPY_ROWS: usize = 100;
+/// Size to which SQLite truncates a WAL that has grown beyond it.
+const WAL_BYTES_MAX: &str = "67108864";
 /// Number of rows that one call of [`Archive::prune`] deletes.
 const PRUNE_ROWS: i64 = 500;
 
@@ -145,7 +148,7 @@ impl SqliteLog {
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if it cannot be set aside, or another file cannot be created.
+    /// [`Error::Open`] if it cannot be set aside, or another file cannot be created; [`Error::Full`] if the disk is full.
     pub async fn archive(&self, meta: &Meta, create: bool) -> Result<Option<SqliteArchive>> {
         let file = archive_file(self.options.get_filename());
         if !create && !file.exists() {
@@ -160,10 +163,10 @@ impl SqliteLog {
                 }
                 Err(error) => {
                     archive.close().await;
-                    error.to_string()
+                    usable_later(error)?
                 }
             },
-            Err(error) => error.to_string(),
+            Err(error) => usable_later(error)?,
         };
         let aside = with_suffix(&file, ".unused");
         warn!(file = %file.display(), moved_to = %aside.display(), reason, "the archive of the history is not used");
@@ -183,14 +186,29 @@ impl SqliteLog {
     }
 }
 
+/// Returns the text of an error that makes the archive unusable.
+///
+/// # Errors
+///
+/// The same error, if the archive can be used later.
+fn usable_later(error: Error) -> Result<String> {
+    if matches!(error, Error::Full(_)) { Err(error) } else { Ok(error.to_string()) }
+}
+
 /// Creates or opens the file, and connects to it.
 async fn connect(options: SqliteConnectOptions) -> Result<(SqliteConnection, SqlitePool)> {
     let file = options.get_filename();
     let name = file.display().to_string();
-    let failed = |error: sqlx::Error| Error::Open(format!("cannot open archive {name}: {error}"));
+    let failed = |error: sqlx::Error| {
+        let text = format!("cannot open archive {name}: {error}");
+        if has_code(&error, CODE_FULL) { Error::Full(text) } else { Error::Open(text) }
+    };
     private::make_file(file).map_err(|error| failed(error.into()))?;
     let mut writer = options.connect().await.map_err(failed)?;
-    migrations::sqlite_archive().run(&mut writer).await.map_err(|error| Error::Open(cannot_migrate(&name, &error)))?;
+    migrations::sqlite_archive().run(&mut writer).await.map_err(|error| match error {
+        MigrateError::Execute(error) if has_code(&error, CODE_FULL) => failed(error),
+        error => Error::Open(cannot_migrate(&name, &error)),
+    })?;
     let readers = SqlitePoolOptions::new()
         .max_connections(READERS_MAX)
         .min_connections(0)
@@ -220,6 +238,7 @@ impl SqliteArchive {
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(SqliteSynchronous::Full)
             .busy_timeout(BUSY_TIMEOUT)
+            .pragma("journal_size_limit", WAL_BYTES_MAX)
             .pragma("cache_size", "-2048")
             .disable_statement_logging();
         let (writer, readers) = connect(options.clone()).await?;
@@ -279,7 +298,7 @@ impl SqliteArchive {
             .await
         }
         .await
-        .map_err(unavailable)?;
+        .map_err(not_written)?;
         writer.keep();
         let compacted = meta.compact_revision.unwrap_or(Revision::EMPTY);
         let head = meta.position.head;
@@ -292,13 +311,6 @@ impl SqliteArchive {
             )),
             _ => None,
         })
-    }
-
-    async fn close(&self) {
-        self.readers().close().await;
-        if let Some(connection) = self.writer.block().await.take() {
-            let _ = connection.close().await;
-        }
     }
 
     async fn lock(&self) -> Result<WriterGuard<'_>> {
@@ -343,43 +355,59 @@ impl SqliteArchive {
         Ok(found)
     }
 
-    async fn insert(&self, rows: Vec<(SqliteRow, Superseded)>) -> sqlx::Result<()> {
-        let mut writer = self.writer.lock().await?;
+    /// Copies rows in one transaction, which costs one sync.
+    async fn copy_rows(&self, rows: &[Superseded]) -> Result<()> {
+        let mut writer = self.lock().await?;
         // The next line of [`Archive::note_time`] may have changed it.
-        sqlx::query("PRAGMA synchronous = FULL").execute(writer.connection()).await?;
-        let mut transaction = writer.connection().begin().await?;
-        if sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(facts)?.first == Revision::MAX {
-            transaction.rollback().await?;
+        sqlx::query("PRAGMA synchronous = FULL").execute(writer.connection()).await.map_err(not_written)?;
+        let mut transaction = writer.connection().begin().await.map_err(not_written)?;
+        if sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(facts).map_err(not_written)?.first
+            == Revision::MAX
+        {
+            transaction.rollback().await.map_err(not_written)?;
             writer.keep();
             return Ok(());
         }
-        let (mut added, mut bytes) = (0_i64, 0_i64);
-        for (row, Superseded { row: id, end }) in rows {
-            let (key, value): (&[u8], Option<&[u8]>) = (row.try_get(3)?, row.try_get(4)?);
-            let len = key.len() + value.map_or(0, <[u8]>::len) + ARCHIVED_ROW_BYTES;
-            let inserted = sqlx::query(INSERT)
-                .bind(id.revision.0)
-                .bind(i64::from(id.sub))
-                .bind(key)
-                .bind(value)
-                .bind(row.try_get::<i64, _>(5)?)
-                .bind(row.try_get::<i64, _>(6)?)
-                .bind(row.try_get::<i64, _>(7)?)
-                .bind(row.try_get::<i64, _>(8)?)
-                .bind(row.try_get::<i64, _>(9)?)
-                .bind(end.0)
-                .execute(&mut *transaction)
-                .await?;
-            if inserted.rows_affected() > 0 {
-                added += 1;
-                bytes += i64::try_from(len).unwrap_or(i64::MAX);
-            }
+        for rows in rows.chunks(COPY_ROWS) {
+            let found = self.rows_of_log(rows).await.map_err(unavailable)?;
+            insert(&mut transaction, found).await.map_err(not_written)?;
         }
-        sqlx::query(ADD).bind(added).bind(bytes).execute(&mut *transaction).await?;
-        transaction.commit().await?;
+        transaction.commit().await.map_err(not_written)?;
         writer.keep();
         Ok(())
     }
+}
+
+/// Inserts rows of the log, unless they are in the archive.
+async fn insert(transaction: &mut SqliteConnection, rows: Vec<(SqliteRow, Superseded)>) -> sqlx::Result<()> {
+    let (mut added, mut bytes) = (0_i64, 0_i64);
+    for (row, Superseded { row: id, end }) in rows {
+        let (key, value): (&[u8], Option<&[u8]>) = (row.try_get(3)?, row.try_get(4)?);
+        let len = key.len() + value.map_or(0, <[u8]>::len) + ARCHIVED_ROW_BYTES;
+        let inserted = sqlx::query(INSERT)
+            .bind(id.revision.0)
+            .bind(i64::from(id.sub))
+            .bind(key)
+            .bind(value)
+            .bind(row.try_get::<i64, _>(5)?)
+            .bind(row.try_get::<i64, _>(6)?)
+            .bind(row.try_get::<i64, _>(7)?)
+            .bind(row.try_get::<i64, _>(8)?)
+            .bind(row.try_get::<i64, _>(9)?)
+            .bind(end.0)
+            .execute(&mut *transaction)
+            .await?;
+        if inserted.rows_affected() > 0 {
+            added += 1;
+            bytes += i64::try_from(len).unwrap_or(i64::MAX);
+        }
+    }
+    sqlx::query(ADD).bind(added).bind(bytes).execute(transaction).await?;
+    Ok(())
+}
+
+fn not_written(error: sqlx::Error) -> Error {
+    if has_code(&error, CODE_FULL) { Error::Full(error.to_string()) } else { unavailable(error) }
 }
 
 /// Deletes rows that no revision from `first` on needs. Returns their number.
@@ -438,6 +466,16 @@ fn facts((first, copied, bytes, rows): (Option<i64>, Option<i64>, Option<i64>, O
 
 #[async_trait]
 impl Archive for SqliteArchive {
+    /// The last connection moves the WAL into the file.
+    async fn close(&self) {
+        self.readers().close().await;
+        if let Some(connection) = self.writer.block().await.take()
+            && let Err(error) = connection.close().await
+        {
+            warn!(%error, "cannot close the archive of the history");
+        }
+    }
+
     async fn begin(&self, compacted: Option<Revision>) -> Result<()> {
         let mut writer = self.lock().await?;
         let compacted = compacted.unwrap_or(Revision::EMPTY).0;
@@ -451,13 +489,7 @@ impl Archive for SqliteArchive {
     }
 
     async fn copy(&self, rows: &[Superseded]) -> Result<()> {
-        for rows in rows.chunks(COPY_ROWS) {
-            let rows = self.rows_of_log(rows).await.map_err(unavailable)?;
-            self.insert(rows).await.map_err(|error| {
-                if has_code(&error, CODE_FULL) { Error::Full(error.to_string()) } else { unavailable(error) }
-            })?;
-        }
-        Ok(())
+        self.copy_rows(rows).await
     }
 
     async fn finish_copy(&self, compacted: Revision, _: i64) -> Result<()> {
