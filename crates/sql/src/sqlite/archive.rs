@@ -4,9 +4,10 @@
 //! connection for writes do not see it, and damage to it does not affect the store. The two files are not committed
 //! together; a row is committed here before it is deleted there.
 
+mod file;
+mod sql;
+
 use std::{
-    io::ErrorKind,
-    path::{Path, PathBuf},
     sync::atomic::{AtomicI64, Ordering},
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -17,114 +18,28 @@ use orlop_core::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState,
         ArchivedChanges, Error, Meta, Moment, Order, PastRow, Reclaimed, Result, Time,
     },
-    private,
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
 use parking_lot::Mutex;
-use sqlx::{
-    ConnectOptions as _, Connection as _, Row as _, SqliteConnection, SqlitePool,
-    migrate::MigrateError,
-    sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteRow, SqliteSynchronous},
-};
-use tokio::{runtime::Handle, task::spawn_blocking};
+use sqlx::{Connection as _, Row as _, SqliteConnection, SqlitePool, sqlite::SqliteRow};
 use tracing::warn;
 
+pub(super) use self::file::archive_file;
+use self::sql::*;
 use super::{
-    BUSY_TIMEOUT, CODE_FULL, SqliteLog, has_code,
-    load::with_suffix,
+    CODE_FULL, has_code,
     read::json_list,
     writer::{Writer, WriterGuard},
 };
 use crate::{
     archive::{self, archive_columns, visited_columns},
-    migrations,
-    rows::{SqlRange, cannot_migrate, row_id, unavailable},
+    rows::{SqlRange, row_id, unavailable},
 };
 
-/// Maximum number of connections for reads.
-const READERS_MAX: u32 = 2;
 /// Number of rows that are in memory at a time while they are copied.
 const COPY_ROWS: usize = 100;
-/// Size to which SQLite truncates a WAL that has grown beyond it.
-const WAL_BYTES_MAX: &str = "67108864";
 /// Number of rows that one call of [`Archive::prune`] deletes.
 const PRUNE_ROWS: i64 = 500;
-
-const COLUMNS_OF_LOG: &str = "l.key, l.value, l.lease, l.version, l.create_revision, l.prev_revision, l.deleted";
-const INSERT: &str = "INSERT OR IGNORE INTO kv_archive (id, sub, key, value, lease, version, create_revision, \
-    prev_revision, deleted, end_revision) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)";
-const ADD: &str =
-    "UPDATE meta SET value = value + CASE name WHEN 'rows' THEN ? ELSE ? END WHERE name IN ('rows', 'bytes')";
-const BEGIN: &str = "INSERT OR IGNORE INTO meta (name, value) \
-    VALUES ('first_revision', ?1), ('copied_revision', ?1), ('bytes', 0), ('rows', 0)";
-const CLUSTER: &str = "INSERT OR IGNORE INTO meta (name, value) VALUES ('cluster_id', ?)";
-const STATE: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
-    (SELECT value FROM meta WHERE name = 'copied_revision'), (SELECT value FROM meta WHERE name = 'bytes'), \
-    (SELECT value FROM meta WHERE name = 'rows')";
-const RAISE: &str = "UPDATE meta SET value = max(value, ?) WHERE name = ?";
-const DELETE_OLD: &str = "DELETE FROM kv_archive WHERE (id, sub) IN (SELECT id, sub FROM kv_archive \
-    WHERE end_revision <= ?1 AND id < ?1 ORDER BY end_revision LIMIT ?2) \
-    RETURNING length(key) + coalesce(length(value), 0)";
-const DELETE_TIMES: &str = "DELETE FROM kv_time WHERE id < (SELECT max(id) FROM kv_time WHERE id <= ?)";
-const OLDEST: &str = "SELECT max(end_revision, id + 1), length(key) + coalesce(length(value), 0) FROM kv_archive \
-    ORDER BY end_revision, id, sub LIMIT ?";
-const NOTE_TIME: &str = "INSERT INTO kv_time (id, at) \
-    SELECT ?1, max(?2, coalesce((SELECT at FROM kv_time ORDER BY id DESC LIMIT 1), 0)) \
-    WHERE ?1 > coalesce((SELECT max(id) FROM kv_time), 0)";
-const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
-const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= ? ORDER BY at DESC, id DESC LIMIT 1";
-const TIME_OF: &str =
-    "SELECT at FROM kv_time WHERE id >= ?1 AND ?1 > (SELECT min(id) FROM kv_time) ORDER BY id LIMIT 1";
-
-/// `$order` is the direction of both columns.
-macro_rules! changes_of_key {
-    ($order:literal) => {
-        concat!(
-            "SELECT ",
-            archive_columns!(),
-            " FROM kv_archive WHERE key = ?1 AND (id, sub) >= (?2, ?3) AND (id, sub) <= (?4, ?5) ORDER BY id ",
-            $order,
-            ", sub ",
-            $order,
-            " LIMIT ?6"
-        )
-    };
-}
-
-/// The unary plus keeps SQLite from using the index on keys, which would need a sort.
-const CHANGES_OF_SPAN: &str = concat!(
-    "SELECT ",
-    archive_columns!(),
-    " FROM kv_archive WHERE (id, sub) >= (?2, ?3) AND (id, sub) <= (?4, ?5) AND +key >= ?1 AND (?7 OR +key < ?8) \
-     ORDER BY id, sub LIMIT ?6"
-);
-
-/// The row that ends a visit.
-const BOUND_OF_VISIT: &str = "SELECT id, sub FROM kv_archive WHERE (id, sub) >= (?1, ?2) AND (id, sub) <= (?3, ?4) \
-    ORDER BY id, sub LIMIT 1 OFFSET ?5";
-
-/// Visits one key after the other, so that a key with many versions costs no more than others. `$start` is the condition
-/// for the first key, `$end` that for the end of the range.
-macro_rules! pairs_at {
-    ($start:literal, $end:literal) => {
-        concat!(
-            "WITH RECURSIVE v (key, number) AS (\
-                 SELECT (SELECT key FROM kv_archive WHERE key ",
-            $start,
-            $end,
-            " ORDER BY key LIMIT 1), 1 \
-                 UNION ALL \
-                 SELECT (SELECT h.key FROM kv_archive h WHERE h.key > v.key",
-            $end,
-            " ORDER BY h.key LIMIT 1), v.number + 1 FROM v WHERE v.key IS NOT NULL AND v.number < ?3\
-             ) SELECT ",
-            visited_columns!(),
-            " FROM v LEFT JOIN kv_archive a ON a.rowid = (\
-                 SELECT h.rowid FROM kv_archive h WHERE h.key = v.key AND h.id <= ?2 ORDER BY h.id DESC, h.sub DESC LIMIT 1\
-             ) AND a.end_revision > ?2 AND a.deleted = 0 WHERE v.key IS NOT NULL ORDER BY v.number"
-        )
-    };
-}
 
 /// The archive of a log in SQLite.
 pub struct SqliteArchive {
@@ -136,150 +51,9 @@ pub struct SqliteArchive {
     cluster: AtomicI64,
 }
 
-/// Returns the archive's file of a database file.
-pub(super) fn archive_file(database: &Path) -> PathBuf {
-    with_suffix(database, "-archive")
-}
-
-impl SqliteLog {
-    /// Opens the archive beside the database, or creates it if `create`; `None`: there is none. An archive that cannot be
-    /// read, for example because it is damaged, or that belongs to another log or to a later state of this one, is set
-    /// aside with a warning.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Open`] if it cannot be set aside, or another file cannot be created; [`Error::Full`] if the disk is full.
-    pub async fn archive(&self, meta: &Meta, create: bool) -> Result<Option<SqliteArchive>> {
-        let file = archive_file(self.options.get_filename());
-        if !create && !file.exists() {
-            return Ok(None);
-        }
-        let reason = match SqliteArchive::open(&file, self.readers.clone()).await {
-            Ok(archive) => match archive.refusal(meta).await {
-                Ok(None) => return Ok(Some(archive)),
-                Ok(Some(reason)) => {
-                    archive.close().await;
-                    reason
-                }
-                Err(error) => {
-                    archive.close().await;
-                    usable_later(error)?
-                }
-            },
-            Err(error) => usable_later(error)?,
-        };
-        let aside = with_suffix(&file, ".unused");
-        warn!(file = %file.display(), moved_to = %aside.display(), reason, "the archive of the history is not used");
-        let failed = |error| Error::Open(format!("cannot rename {}: {error}", file.display()));
-        for suffix in ["-wal", "-shm"] {
-            // They exist only after a crash.
-            let _ = std::fs::rename(with_suffix(&file, suffix), with_suffix(&aside, suffix));
-        }
-        std::fs::rename(&file, &aside).map_err(failed)?;
-        if !create {
-            return Ok(None);
-        }
-        let archive = SqliteArchive::open(&file, self.readers.clone()).await?;
-        // It records the cluster.
-        archive.refusal(meta).await?;
-        Ok(Some(archive))
-    }
-}
-
-/// Returns the text of an error that makes the archive unusable.
-///
-/// # Errors
-///
-/// The same error, if the archive can be used later.
-fn usable_later(error: Error) -> Result<String> {
-    if matches!(error, Error::Full(_)) { Err(error) } else { Ok(error.to_string()) }
-}
-
-/// Creates or opens the file, and connects to it.
-async fn connect(options: SqliteConnectOptions) -> Result<(SqliteConnection, SqlitePool)> {
-    let file = options.get_filename();
-    let name = file.display().to_string();
-    let failed = |error: sqlx::Error| {
-        let text = format!("cannot open archive {name}: {error}");
-        if has_code(&error, CODE_FULL) { Error::Full(text) } else { Error::Open(text) }
-    };
-    private::make_file(file).map_err(|error| failed(error.into()))?;
-    let mut writer = options.connect().await.map_err(failed)?;
-    migrations::sqlite_archive().run(&mut writer).await.map_err(|error| match error {
-        MigrateError::Execute(error) if has_code(&error, CODE_FULL) => failed(error),
-        error => Error::Open(cannot_migrate(&name, &error)),
-    })?;
-    let readers = SqlitePoolOptions::new()
-        .max_connections(READERS_MAX)
-        .min_connections(0)
-        .connect_with(options.clone().pragma("query_only", "ON"))
-        .await
-        .map_err(failed)?;
-    Ok((writer, readers))
-}
-
-/// Creates an archive that begins at `first`.
-async fn create(
-    options: SqliteConnectOptions,
-    cluster: i64,
-    first: Revision,
-) -> Result<(SqliteConnection, SqlitePool)> {
-    let (mut writer, readers) = connect(options).await?;
-    sqlx::query(CLUSTER).bind(cluster).execute(&mut writer).await.map_err(unavailable)?;
-    sqlx::query(BEGIN).bind(first.0).execute(&mut writer).await.map_err(unavailable)?;
-    Ok((writer, readers))
-}
-
 impl SqliteArchive {
-    async fn open(file: &Path, log: SqlitePool) -> Result<Self> {
-        let options = SqliteConnectOptions::new()
-            .filename(file)
-            .create_if_missing(true)
-            .journal_mode(SqliteJournalMode::Wal)
-            .synchronous(SqliteSynchronous::Full)
-            .busy_timeout(BUSY_TIMEOUT)
-            .pragma("journal_size_limit", WAL_BYTES_MAX)
-            .pragma("cache_size", "-2048")
-            .disable_statement_logging();
-        let (writer, readers) = connect(options.clone()).await?;
-        Ok(Self { writer: Writer::new(options, writer), readers: Mutex::new(readers), log, cluster: AtomicI64::new(0) })
-    }
-
     fn readers(&self) -> SqlitePool {
         self.readers.lock().clone()
-    }
-
-    /// Deletes the file, which frees its space, and creates another that begins at `first`. Unless the file can be
-    /// created, the archive fails until the next start.
-    async fn replace_file(&self, first: Revision) -> Result<()> {
-        let mut slot = self.writer.block().await;
-        let options = self.writer.options();
-        let file = options.get_filename();
-        if let Some(connection) = slot.take() {
-            // It may be unable to close properly, and is dropped then.
-            let _ = connection.close().await;
-        }
-        self.readers().close().await;
-        for path in [file.to_path_buf(), with_suffix(file, "-wal"), with_suffix(file, "-shm")] {
-            match std::fs::remove_file(&path) {
-                Err(error) if error.kind() != ErrorKind::NotFound => {
-                    return Err(Error::Unavailable(format!("cannot delete {}: {error}", path.display())));
-                }
-                Ok(()) | Err(_) => {}
-            }
-        }
-        let (options, cluster) = (options.clone(), self.cluster.load(Ordering::Relaxed));
-        // On a thread of its own, because the future that migrates the schema cannot move between threads.
-        let runtime = Handle::current();
-        let created = spawn_blocking(move || runtime.block_on(create(options, cluster, first))).await;
-        match created.unwrap_or_else(|error| Err(Error::Unavailable(error.to_string()))) {
-            Ok((writer, readers)) => {
-                slot.put(writer);
-                *self.readers.lock() = readers;
-            }
-            Err(error) => warn!(%error, "there is no archive of the history now"),
-        }
-        Ok(())
     }
 
     /// Returns why this archive does not belong to the log. A new archive belongs to it.
