@@ -125,9 +125,10 @@ impl History {
         self.archive.finish_copy(compacted, server).await
     }
 
-    /// Returns whether the rows of a compaction were not copied yet.
+    /// Returns whether there is an archive, and the rows of a compaction were not copied yet or given up.
     pub(super) async fn lacks(&self, compacted: Revision) -> bool {
-        self.keep != Keep::Nothing && self.archive.state().await.is_ok_and(|state| state.copied < compacted)
+        let lacks = |state: log::ArchiveState| state.first < Revision::MAX && state.copied < compacted;
+        self.archive.state().await.is_ok_and(lacks)
     }
 
     pub(super) async fn close(&self) {

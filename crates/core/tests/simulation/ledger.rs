@@ -248,11 +248,7 @@ impl Ledger {
 
     /// Checks a read of the past. `first` is the first revision that can be read now.
     fn check_past(&mut self, number: usize, call: Call, answer: Answer, first: Revision, truth: &Truth) {
-        let from = match &call {
-            Call::PastPairs(_, at) => *at,
-            Call::PastChanges(_, (from, _), _) => *from,
-            _ => unreachable!("a read of the past"),
-        };
+        let (Call::PastPairs(_, from) | Call::PastChanges(_, (from, _), _)) = call else { unreachable!("a past") };
         self.past[0] += 1;
         if let Answer::NotPast(refused) = &answer {
             self.past[1] += 1;
