@@ -2,7 +2,7 @@
 //! snapshot of the whole store and writes nothing.
 //!
 //! A violation is a state that cannot be the result of requests, compactions, stops and crashes. [`rows`] compares rows
-//! with each other, [`facts`] and [`auth`] check the other data, and [`orlop_core::index`] validates the rows of each key. If there
+//! with each other, [`facts`] and [`auth`] check the other data, [`archive`] checks the archive of the history, and [`orlop_core::index`] validates the rows of each key. If there
 //! are no violations, the store is then read as at the start of a server, and the resulting index is compared with the
 //! rows.
 //!
@@ -11,8 +11,9 @@
 //!
 //! Known limits: changed bytes in values are not found, because values have no checksum. Rows missing at the end of the
 //! log are not found. Below the compact revision, missing rows and wrong numbers that are possible after a compaction
-//! are not found. The newest row of each key is kept in memory.
+//! are not found. The oldest and the newest row of each key, in the log and in the archive, are kept in memory.
 
+mod archive;
 mod auth;
 mod command;
 mod facts;
@@ -20,6 +21,7 @@ mod progress;
 mod rows;
 
 use std::{
+    collections::HashMap,
     fmt,
     time::{Duration, Instant},
 };
@@ -54,6 +56,8 @@ pub struct Report {
     pub revisions: Option<(i64, i64)>,
     pub compact_revision: Option<i64>,
     pub leases: usize,
+    /// Number of rows in the archive; `None`: there is no archive, or it cannot be read.
+    pub archived_rows: Option<u64>,
     /// Number of compacted rows that still exist; the next start deletes them. `None`: not counted, because the store
     /// is damaged.
     pub rows_to_purge: Option<usize>,
@@ -165,12 +169,14 @@ async fn run_checks(
     auth::check(&store.auth().await?, &mut report.findings);
 
     let mut rows = Rows::new(&facts, compacted);
-    let checked = check_rows(store, &facts, &mut rows, &mut report.findings, progress).await;
+    let mut oldest = HashMap::new();
+    let checked = check_rows(store, &facts, (&mut rows, &mut oldest), &mut report.findings, progress).await;
     report.rows = rows.count();
     report.keys = rows.newest().len();
     report.live_keys = rows.live().count();
     checked?;
     rows.finish(&facts, &mut report.findings);
+    report.archived_rows = archive::check(store, (plan.depth, plan.limit), &oldest, &mut report.findings).await?;
     if report.findings.is_empty() {
         let replayed = replay(store).await?;
         compare(&replayed, &rows, &mut report.findings);
@@ -182,7 +188,7 @@ async fn run_checks(
 async fn check_rows(
     store: &dyn Inspect,
     facts: &Facts,
-    rows: &mut Rows,
+    (rows, oldest): (&mut Rows, &mut HashMap<Vec<u8>, i64>),
     findings: &mut Findings,
     progress: &mut impl FnMut(Revision, Revision),
 ) -> Result<()> {
@@ -198,7 +204,12 @@ async fn check_rows(
         };
         let Some(last) = page.last() else { return Ok(()) };
         place = last.place();
-        page.iter().for_each(|row| rows.check(row, findings));
+        for row in &page {
+            rows.check(row, findings);
+            if !oldest.contains_key(&row.key) {
+                oldest.insert(row.key.clone(), row.id);
+            }
+        }
         progress(Revision(place.0), head);
     }
 }

@@ -26,14 +26,38 @@ CREATE INDEX kv_archive_end ON kv_archive (end_revision);
 -- Moments: id was the newest revision at this time. At most one a second.
 CREATE TABLE kv_time (
     id bigint PRIMARY KEY,
-    at bigint NOT NULL                         -- milliseconds since 1970, by this server's clock
+    at bigint NOT NULL                         -- milliseconds since 1970, by this server's clock; never decreases
 );
+
+CREATE INDEX kv_time_at ON kv_time (at);
 
 -- Facts about the archive in meta, present once it was begun: archive_first, from which revision on everything is in the
 -- log or the archive; archive_copied, the newest compaction whose rows are all copied; archive_bytes, archive_rows.
 
--- Copies rows of the log. Rows that are in the archive already, or not in the log, are skipped.
-CREATE FUNCTION orlop_archive(ids bigint[], subs bigint[], ends bigint[]) RETURNS void LANGUAGE sql AS $$
+-- Begins the archive at the compact revision, unless it was begun before. The lock keeps a compaction from being recorded
+-- meanwhile: its rows might be deleted by an instance that finds no archive.
+CREATE FUNCTION orlop_begin_archive(compacted bigint) RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    begins bigint;
+BEGIN
+    IF EXISTS (SELECT FROM meta WHERE name = 'archive_first') THEN
+        RETURN;
+    END IF;
+    PERFORM orlop_lock();
+    SELECT greatest(compacted, (SELECT value FROM meta WHERE name = 'compact_revision')) INTO begins;
+    INSERT INTO meta (name, value) VALUES ('archive_first', begins), ('archive_copied', begins), ('archive_bytes', 0),
+        ('archive_rows', 0) ON CONFLICT DO NOTHING;
+END
+$$;
+
+-- Copies rows of the log, if the archive was begun. Rows that are in the archive already, or not in the log, are skipped.
+-- The first statement makes copies and deletions wait for one another, so that they change the facts in one order.
+CREATE FUNCTION orlop_archive(ids bigint[], subs bigint[], ends bigint[]) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM FROM meta WHERE name = 'archive_first' FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
     WITH wanted AS (
         SELECT * FROM unnest(ids, subs, ends) AS w (id, sub, end_revision)
     ), copied AS (
@@ -49,7 +73,49 @@ CREATE FUNCTION orlop_archive(ids bigint[], subs bigint[], ends bigint[]) RETURN
         SELECT count(*) AS rows, coalesce(sum(bytes), 0) AS bytes FROM copied
     )
     UPDATE meta SET value = value + CASE name WHEN 'archive_rows' THEN added.rows ELSE added.bytes END
-    FROM added WHERE name IN ('archive_rows', 'archive_bytes')
+    FROM added WHERE name IN ('archive_rows', 'archive_bytes');
+END
+$$;
+
+-- Deletes compacted rows that were copied or given up. Otherwise the same as orlop_purge was.
+CREATE FUNCTION orlop_purge_copied(
+    expected_server bigint, compacted bigint, ids bigint[], more_ids bigint[], more_subs bigint[]
+) RETURNS boolean LANGUAGE plpgsql AS $$
+BEGIN
+    IF orlop_server() <> expected_server
+        OR NOT EXISTS (SELECT 1 FROM meta WHERE name = 'compact_revision' AND value >= compacted) THEN
+        RETURN false;
+    END IF;
+    UPDATE meta SET value = compacted WHERE name = 'purged_revision' AND value < compacted;
+    DELETE FROM kv_log l WHERE l.id = ANY (ids) AND l.id <= compacted;
+    DELETE FROM kv_log_more l USING unnest(more_ids, more_subs) AS m (id, sub)
+    WHERE l.id = m.id AND l.sub = m.sub AND l.id <= compacted;
+    RETURN true;
+END
+$$;
+
+-- Called only by instances of a version that knows no archive, while the others are upgraded: the rows were not copied.
+CREATE OR REPLACE FUNCTION orlop_purge(
+    expected_server bigint, compacted bigint, ids bigint[], more_ids bigint[], more_subs bigint[]
+) RETURNS boolean LANGUAGE plpgsql AS $$
+BEGIN
+    IF NOT orlop_purge_copied(expected_server, compacted, ids, more_ids, more_subs) THEN
+        RETURN false;
+    END IF;
+    UPDATE meta SET value = compacted WHERE name = 'archive_first' AND value < compacted;
+    RETURN true;
+END
+$$;
+
+-- Records that all rows of a compaction were copied. Returns false on another server, which may lack the copies.
+CREATE FUNCTION orlop_finish_copy(expected_server bigint, compacted bigint) RETURNS boolean LANGUAGE plpgsql AS $$
+BEGIN
+    IF orlop_server() <> expected_server THEN
+        RETURN false;
+    END IF;
+    UPDATE meta SET value = compacted WHERE name = 'archive_copied' AND value < compacted;
+    RETURN true;
+END
 $$;
 
 -- Records the head and the time. A crash of the server may lose it, so that it costs no sync.
@@ -97,11 +163,15 @@ BEGIN
         RETURN false;
     END IF;
     SELECT max(greatest(o.end_revision, o.id + 1)) INTO reached FROM (
-        SELECT a.id, a.end_revision,
-            sum(octet_length(a.key) + coalesce(octet_length(a.value), 0) + 64) OVER (ORDER BY a.end_revision, a.id, a.sub)
-                - (octet_length(a.key) + coalesce(octet_length(a.value), 0) + 64) AS before
-        FROM (SELECT * FROM kv_archive ORDER BY end_revision LIMIT row_limit) a
+        SELECT a.id, a.end_revision, sum(a.bytes) OVER (ORDER BY a.end_revision, a.id, a.sub) - a.bytes AS before
+        FROM (
+            SELECT id, sub, end_revision, octet_length(key) + coalesce(octet_length(value), 0) + 64 AS bytes
+            FROM kv_archive ORDER BY end_revision LIMIT row_limit
+        ) a
     ) o WHERE o.before < too_many;
+    IF reached IS NULL THEN
+        RETURN false;                          -- no rows: the fact is wrong
+    END IF;
     UPDATE meta SET value = greatest(value, reached) WHERE name = 'archive_first';
     RETURN true;
 END

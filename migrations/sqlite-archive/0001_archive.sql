@@ -24,8 +24,10 @@ CREATE INDEX kv_archive_end ON kv_archive (end_revision);
 -- Moments: id was the newest revision at this time. At most one a second.
 CREATE TABLE kv_time (
     id INTEGER PRIMARY KEY,
-    at INTEGER NOT NULL                        -- milliseconds since 1970
+    at INTEGER NOT NULL                        -- milliseconds since 1970; never decreases
 ) STRICT;
+
+CREATE INDEX kv_time_at ON kv_time (at);
 
 -- Facts about the archive: cluster_id; first_revision, from which on everything is in the log or here; copied_revision,
 -- the newest compaction whose rows are all here; bytes and rows.

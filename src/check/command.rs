@@ -95,6 +95,7 @@ fn as_text(report: &Report) -> String {
          compact revision  {}\n\
          rows to purge     {to_purge}\n\
          leases            {}\n\
+         archived rows     {}\n\
          bytes             {}\n\
          seconds           {:.1}\n\
          violations        {}\n",
@@ -104,6 +105,7 @@ fn as_text(report: &Report) -> String {
         report.live_keys,
         number(report.compact_revision),
         report.leases,
+        number(report.archived_rows.map(u64::cast_signed)),
         report.bytes,
         report.took.as_secs_f64(),
         report.findings.total,
@@ -139,6 +141,7 @@ fn as_json(report: &Report) -> serde_json::Value {
         "compactRevision": report.compact_revision,
         "rowsToPurge": report.rows_to_purge,
         "leases": report.leases,
+        "archivedRows": report.archived_rows,
         "bytes": report.bytes,
         "seconds": report.took.as_secs_f64(),
         "violationsTotal": report.findings.total,

@@ -8,7 +8,7 @@ use orlop_core::{
 
 const FACTS: &str = "meta";
 /// Known facts and their minimum values.
-const KNOWN_FACTS: [(&str, i64); 9] = [
+const KNOWN_FACTS: [(&str, i64); 13] = [
     ("cluster_id", 1),
     ("member_id", 1),
     ("compact_revision", 0),
@@ -19,6 +19,10 @@ const KNOWN_FACTS: [(&str, i64); 9] = [
     (log::MIGRATION_SOURCE, i64::MIN),
     ("auth_enabled", 0),
     ("auth_revision", 1),
+    ("archive_first", 0),
+    ("archive_copied", 0),
+    ("archive_bytes", 0),
+    ("archive_rows", 0),
 ];
 
 /// Checks the facts, leases and members. Returns the compact revision.

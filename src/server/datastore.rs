@@ -8,7 +8,7 @@ use tracing::warn;
 use super::Error;
 use crate::config::{Datastore, Retention, Settings};
 use orlop_core::{
-    log::{self, Archive, Log},
+    log::{self, Archive, History as _, Log},
     metrics::Metrics,
     store::{self, AutoCompaction, CompactionRate, HistorySettings, Keep, SlowThresholds, Store},
 };
@@ -88,7 +88,14 @@ pub(crate) async fn open_with_archive(
     let (log, archive): (Arc<dyn Log>, Option<Arc<dyn Archive>>) = match datastore {
         Datastore::Sqlite(file) => {
             let log = SqliteLog::open_with(file, durability).await?;
-            let archive = log.archive(matches!(keep, Keep::Rows { .. })).await?;
+            let create = matches!(keep, Keep::Rows { .. });
+            let archive = if create || log.has_archive() {
+                let unreadable = |error| log::Error::Open(format!("cannot read database {}: {error}", file.display()));
+                let meta = log.meta().await.map_err(unreadable)?;
+                log.archive(&meta, create).await?
+            } else {
+                None
+            };
             (Arc::new(log), archive.map(|archive| Arc::new(archive) as _))
         }
         Datastore::Postgres(endpoint) => {

@@ -1,6 +1,7 @@
 //! `orlop check`: reports no violation in a store that a server wrote, even if the server was killed, and reports every
 //! injected violation.
 
+mod archive;
 mod corruptions;
 
 use std::{

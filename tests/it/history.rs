@@ -1,7 +1,9 @@
 //! History that outlasts compactions: states and changes of the past, retention, and restarts.
 
 mod commands;
+mod damage;
 mod model;
+mod shared;
 
 use orlop_wire::proto::client::{
     etcdserverpb::{
@@ -286,7 +288,56 @@ async fn invalid_requests_are_refused(backend: Backend) {
     assert_eq!(changes(&mut client, request).await.expect_err("a range").code(), Code::InvalidArgument);
 }
 
+/// More keys than one page has, some longer than the part of a key in an index of Postgres, and more rows than one
+/// page of changes visits.
+async fn long_pasts_are_read_in_pages(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut model = Model::new();
+    let long = "l".repeat(280);
+    let mut keys: Vec<String> = (0..250).map(|number| format!("key/{number:03}")).collect();
+    keys.extend((0..220).map(|number| format!("{long}/{number:03}")));
+    // The keys of the last round but one are deleted, and exist again.
+    for round in 0..13 {
+        for keys in keys.chunks(100) {
+            let value = (round != 11).then_some("value");
+            let writes: Vec<(&str, Option<&str>)> = keys.iter().map(|key| (key.as_str(), value)).collect();
+            let success = keys.iter().map(|key| {
+                let key = key.clone().into();
+                RequestOp {
+                    request: Some(match value {
+                        Some(value) => {
+                            Request::RequestPut(PutRequest { key, value: value.into(), ..Default::default() })
+                        }
+                        None => Request::RequestDeleteRange(DeleteRangeRequest { key, ..Default::default() }),
+                    }),
+                }
+            });
+            client
+                .kv
+                .txn(TxnRequest { success: success.collect(), ..Default::default() })
+                .await
+                .expect("a transaction");
+            model.write(&writes);
+        }
+    }
+    compact(&mut client, model.head()).await;
+    assert!(state(&mut client).await.archived_rows > 5_000);
+    for revision in [1, 3, 7, 55, 58, 61, model.head()] {
+        for range in [&b"\0"[..], b"key/1", long.as_bytes()].map(|start| (start, &b"\0"[..])) {
+            let within = |key: &[u8]| contains(range, key);
+            let found = pairs(&mut client, range, revision).await.expect("a state");
+            assert_eq!(found, model.pairs(revision, within), "at {revision}");
+        }
+    }
+    for range in [(&b"nothing"[..], &b"nowhere"[..]), (b"key/007", b"key/009"), (b"\0", b"\0")] {
+        let found = changes(&mut client, changes_of(range, 1, model.head())).await.expect("changes").0;
+        assert_eq!(found.len(), model.changes(1, model.head(), |key| contains(range, key)).len(), "{range:?}");
+    }
+}
+
 on_both_backends!(
+    long_pasts_are_read_in_pages,
     past_equals_a_model_over_compactions_and_restarts,
     history_begins_where_rows_were_not_kept,
     oldest_rows_are_deleted_above_the_limit,

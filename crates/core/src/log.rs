@@ -16,10 +16,10 @@ use async_trait::async_trait;
 
 pub use self::{
     archive::{
-        ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Moment,
-        Order, PastRow, Rest, Time,
+        ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive,
+        ArchiveState, ArchivedChanges, Moment, Order, PastRow, Time,
     },
-    inspect::{Depth, Facts, Inspect, StoredLease, StoredMember, StoredRow, Table},
+    inspect::{Depth, Facts, Inspect, StoredArchive, StoredArchivedRow, StoredLease, StoredMember, StoredRow, Table},
     read_set::ReadSet,
 };
 

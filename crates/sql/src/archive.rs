@@ -2,8 +2,8 @@
 
 use futures_util::{Stream, TryStreamExt as _};
 use orlop_core::{
-    log::{ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_ROWS, ArchiveState, PastRow, Rest, Result},
-    types::{EncodedKv, Key, LeaseId, Revision, Version},
+    log::{ARCHIVE_PAGE_BYTES, ArchiveState, PastRow, Result, StoredArchivedRow},
+    types::{EncodedKv, Key, LeaseId, Revision, RowId, Version},
 };
 
 use crate::rows::{LogRow, consume_budget_for, row_id};
@@ -27,10 +27,27 @@ pub(crate) fn state(facts: [Option<i64>; 4]) -> ArchiveState {
     }
 }
 
-/// Reads rows until a page is full. Version 0 is a delete.
+/// The columns that [`page`] reads for a visited key `v.key`, of its row `a`, which may be absent.
+macro_rules! visited_columns {
+    () => {
+        "coalesce(a.id, 0), coalesce(a.sub, 0), v.key, a.value, coalesce(a.lease, 0), coalesce(a.version, 0), \
+         coalesce(a.create_revision, 0)"
+    };
+}
+pub(crate) use visited_columns;
+
+/// Whether a page is full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fill {
+    Full,
+    Rest,
+}
+
+/// Reads rows until a page is full: at most `rows_max`. Version 0 is a delete.
 pub(crate) async fn page<R: LogRow>(
     mut rows: impl Stream<Item = sqlx::Result<R>> + Unpin,
-) -> sqlx::Result<Result<(Vec<PastRow>, Rest)>> {
+    rows_max: usize,
+) -> sqlx::Result<Result<(Vec<PastRow>, Fill)>> {
     let (mut page, mut bytes) = (Vec::new(), 0);
     while let Some(row) = rows.try_next().await? {
         let past = match past_row(&row) {
@@ -41,11 +58,11 @@ pub(crate) async fn page<R: LogRow>(
         consume_budget_for(1, len).await;
         bytes += len;
         page.push(past);
-        if page.len() == ARCHIVE_PAGE_ROWS || bytes >= ARCHIVE_PAGE_BYTES {
-            return Ok(Ok((page, Rest::More)));
+        if page.len() == rows_max || bytes >= ARCHIVE_PAGE_BYTES {
+            return Ok(Ok((page, Fill::Full)));
         }
     }
-    Ok(Ok((page, Rest::None)))
+    Ok(Ok((page, Fill::Rest)))
 }
 
 fn past_row(row: &impl LogRow) -> Result<PastRow> {
@@ -59,7 +76,26 @@ fn past_row(row: &impl LogRow) -> Result<PastRow> {
     Ok(PastRow { row: id, key: Key::from(key), kv })
 }
 
-/// Returns the pairs of a page with their keys.
-pub(crate) fn pairs((rows, rest): (Vec<PastRow>, Rest)) -> (Vec<(Key, EncodedKv)>, Rest) {
-    (rows.into_iter().filter_map(|past| Some((past.key, past.kv?))).collect(), rest)
+/// Returns the changes of a page, and the last row that was visited: that of a full page, or else `bound`.
+pub(crate) fn changes((rows, fill): (Vec<PastRow>, Fill), bound: Option<RowId>) -> (Vec<PastRow>, Option<RowId>) {
+    let visited = if fill == Fill::Full { rows.last().map(|past| past.row) } else { bound };
+    (rows, visited)
+}
+
+/// Returns the pairs of a page of visited keys, and the last of these if the page is full.
+pub(crate) fn pairs((rows, fill): (Vec<PastRow>, Fill)) -> (Vec<(Key, EncodedKv)>, Option<Key>) {
+    let visited = if fill == Fill::Full { rows.last().map(|past| past.key.clone()) } else { None };
+    (rows.into_iter().filter_map(|past| Some((past.key, past.kv?))).collect(), visited)
+}
+
+/// Reads the columns `id, sub, key`, the bytes of key and value, `deleted, end_revision`.
+pub(crate) fn stored_archived_row(row: &impl LogRow) -> Result<StoredArchivedRow> {
+    Ok(StoredArchivedRow {
+        id: row.int(0)?,
+        sub: row.int(1)?,
+        key: row.bytes(2)?,
+        bytes: row.int(3)?,
+        deleted: row.int(4)?,
+        end_revision: row.int(5)?,
+    })
 }

@@ -16,8 +16,12 @@ use crate::types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded};
 
 /// Bytes that a row counts in [`ArchiveState::bytes`], in addition to its key and value.
 pub const ARCHIVED_ROW_BYTES: usize = 64;
-/// Maximum number of rows in one response of an archive.
+/// Maximum number of changes in one response of an archive.
 pub const ARCHIVE_PAGE_ROWS: usize = 500;
+/// Maximum number of keys that an archive visits for one response, whether they were live or not.
+pub const ARCHIVE_PAGE_KEYS: usize = 200;
+/// Maximum number of rows that an archive visits for one response with the changes of a span, matching or not.
+pub const ARCHIVE_VISITED_ROWS: usize = 5_000;
 /// Bytes of keys and values after which a response of an archive ends.
 pub const ARCHIVE_PAGE_BYTES: usize = 1 << 20;
 
@@ -49,13 +53,6 @@ pub enum Time {
     Ago(Duration),
 }
 
-/// Whether there are more rows after those of a response.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rest {
-    More,
-    None,
-}
-
 /// The order of rows in a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
@@ -84,8 +81,11 @@ pub struct ArchivedChanges<'a> {
 /// Rows that compactions removed from the log.
 #[async_trait]
 pub trait Archive: Send + Sync + 'static {
-    /// Begins the archive of a log with this compact revision, unless it was begun before.
+    /// Begins the archive of a log with this compact revision, or a newer one of the log, unless it was begun before.
     async fn begin(&self, compacted: Option<Revision>) -> Result<()>;
+
+    /// Closes connections that are only for the archive.
+    async fn close(&self) {}
 
     async fn state(&self) -> Result<ArchiveState>;
 
@@ -98,7 +98,16 @@ pub trait Archive: Send + Sync + 'static {
     async fn copy(&self, rows: &[Superseded]) -> Result<()>;
 
     /// Records that all rows which the compaction at this revision removes were copied ([`ArchiveState::copied`]).
-    async fn finish_copy(&self, compacted: Revision) -> Result<()>;
+    ///
+    /// # Errors
+    ///
+    /// [`super::Error::Unavailable`] if another server than `server` answers ([`super::Position::server`]): it may lack
+    /// the copies.
+    async fn finish_copy(&self, compacted: Revision, server: i64) -> Result<()>;
+
+    /// Raises [`ArchiveState::first`], because rows will be missing. Needs no space, and works in a damaged archive: if
+    /// nothing else helps, all that the archive has is deleted, and it begins again at `first`.
+    async fn give_up(&self, first: Revision) -> Result<()>;
 
     /// Deletes some rows, oldest first: those that no revision from `first` on needs, and as many as it takes to have at
     /// most `bytes_max`. [`ArchiveState::first`] is raised before anything is deleted.
@@ -117,15 +126,17 @@ pub trait Archive: Send + Sync + 'static {
     /// a second; `None` for a revision that is not newer than the first recorded moment, or not recorded yet.
     async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<i64>>>;
 
-    /// Returns archived changes, at most [`ARCHIVE_PAGE_ROWS`], and whether there are more.
-    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Rest)>;
+    /// Returns archived changes, at most [`ARCHIVE_PAGE_ROWS`], and the last row that was visited, which may be none of
+    /// them; `None`: there are no more.
+    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Option<RowId>)>;
 
     /// Returns the archived pairs that are the state of the keys of `range` after `after` at a revision, in the order of
-    /// keys, at most [`ARCHIVE_PAGE_ROWS`], and whether there are more.
+    /// keys, and the last key that was visited ([`ARCHIVE_PAGE_KEYS`]), which may be none of theirs; `None`: there are
+    /// no more.
     async fn pairs_at(
         &self,
         range: &KeyRange,
         after: Option<&Key>,
         at: Revision,
-    ) -> Result<(Vec<(Key, EncodedKv)>, Rest)>;
+    ) -> Result<(Vec<(Key, EncodedKv)>, Option<Key>)>;
 }

@@ -78,6 +78,32 @@ pub struct Facts {
     pub bytes: i64,
 }
 
+/// What an archive contains besides its rows, unchecked.
+#[derive(Debug, Clone, Default)]
+pub struct StoredArchive {
+    /// The damage that the database finds in a file of the archive. If there is any, nothing else was read.
+    pub damage: Vec<String>,
+    /// The compact revision of the log at the same moment or later.
+    pub compact_revision: Option<i64>,
+    pub first: Option<i64>,
+    pub copied: Option<i64>,
+    pub bytes: Option<i64>,
+    pub rows: Option<i64>,
+}
+
+/// A row of an archive, unchecked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredArchivedRow {
+    pub id: i64,
+    pub sub: i64,
+    pub key: Vec<u8>,
+    /// Bytes of key and value.
+    pub bytes: i64,
+    /// 0 or 1.
+    pub deleted: i64,
+    pub end_revision: i64,
+}
+
 /// The extent of a database's check of its own file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Depth {
@@ -100,6 +126,12 @@ pub trait Inspect: History {
     /// Returns the next few thousand rows after `place` ([`StoredRow::place`]), in order. Returns no rows at the end of
     /// the log.
     async fn rows_after(&self, place: (i64, i64)) -> Result<Vec<StoredRow>>;
+
+    /// Returns the archive; `None`: there is none, or it was never begun. It is read after the log.
+    async fn archive(&self, depth: Depth, limit: usize) -> Result<Option<StoredArchive>>;
+
+    /// Returns the next few thousand rows of the archive after `id` and `sub`, in order.
+    async fn archived_after(&self, place: (i64, i64)) -> Result<Vec<StoredArchivedRow>>;
 
     /// Ends the read and checks that no other process can have written in the meantime.
     ///

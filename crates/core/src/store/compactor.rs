@@ -15,7 +15,7 @@ use std::{
 use tokio::{
     sync::watch,
     task::yield_now,
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 use tracing::{info, warn};
 
@@ -33,6 +33,10 @@ const RETRY_PAUSE: Duration = Duration::from_secs(1);
 /// Time for other instances to read rows before they are deleted. An instance that takes longer must rebuild its index
 /// from the whole log.
 const OTHERS_READ_TIME: Duration = Duration::from_millis(500);
+
+/// Time for the instance that recorded a compaction to copy its rows to the archive. Then the leader does it, because
+/// past states cannot be read before.
+const LEFT_ROWS_TIME: Duration = Duration::from_secs(60);
 
 /// The rate at which compacted rows are deleted.
 #[derive(Clone, Copy, Debug)]
@@ -64,8 +68,11 @@ pub(super) async fn run(
         loop {
             compact(&shared, rate).await;
             shared.pulses.compactor.rest();
-            shared.compaction.notified().await;
+            let notified = timeout(LEFT_ROWS_TIME, shared.compaction.notified()).await;
             shared.pulses.compactor.beat();
+            if notified.is_err() {
+                purge_left_rows(&shared, rate).await;
+            }
         }
     };
     tokio::select! {
@@ -123,6 +130,15 @@ async fn compact(shared: &Shared, rate: CompactionRate) {
     }
 }
 
+/// Deletes the rows of the newest compaction that another instance did not copy to the archive. That instance was killed.
+async fn purge_left_rows(shared: &Shared, rate: CompactionRate) {
+    let (Some(history), Some(compacted)) = (&shared.history, *shared.compaction_done.borrow()) else { return };
+    if shared.members.is_leader() && history.lacks(compacted).await {
+        let mut left = std::mem::take(&mut *shared.rows_left_to_others.lock());
+        purge(shared, rate, &mut left, compacted, PurgeOwner::OtherInstance).await;
+    }
+}
+
 /// The instance that has to delete rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PurgeOwner {
@@ -142,12 +158,20 @@ pub(super) async fn purge(
     owner: PurgeOwner,
 ) {
     garbage.sort_unstable();
+    let mut server = shared.position().server;
     let mut rows = garbage.as_slice();
-    while !rows.is_empty() {
+    loop {
         shared.pulses.compactor.beat();
         let (now, later) = rows.split_at(rows.len().min(rate.rows));
         let begun = Instant::now();
-        match delete(shared, now, compacted).await {
+        let is_last = rows.is_empty();
+        let done = if is_last {
+            finish(shared, compacted, server).await
+        } else {
+            delete(shared, now, compacted, server).await
+        };
+        match done {
+            Ok(()) if is_last => break,
             Ok(()) => {
                 if owner == PurgeOwner::ThisInstance {
                     shared.metrics.store.compaction_pause.observe(elapsed_ms(begun));
@@ -161,24 +185,31 @@ pub(super) async fn purge(
                 sleep(RETRY_PAUSE).await;
             }
         }
-    }
-    garbage.clear();
-    if let Some(history) = &shared.history {
-        while let Err(error) = history.finish(compacted).await {
-            warn!(%error, "cannot record that compacted rows were kept; trying again");
-            sleep(RETRY_PAUSE).await;
+        let current = shared.position().server;
+        if current != server {
+            // Another server may lack the copies, and may still have the rows.
+            (server, rows) = (current, garbage.as_slice());
         }
     }
+    garbage.clear();
 }
 
-/// Copies rows to the archive, if they are to be kept, and deletes them from the log.
-async fn delete(shared: &Shared, rows: &[Superseded], compacted: Revision) -> log::Result<()> {
+/// Copies rows to the archive, if they are to be kept, and deletes them from the log. Both happens on the same server.
+async fn delete(shared: &Shared, rows: &[Superseded], compacted: Revision, server: i64) -> log::Result<()> {
     if let Some(history) = &shared.history {
         history.keep(rows, compacted).await?;
     }
     let rows: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
-    let step = Reclaim::Rows { rows: &rows, compacted, server: shared.position().server };
+    let step = Reclaim::Rows { rows: &rows, compacted, server };
     shared.log.reclaim(step).await.map(|_| ())
+}
+
+/// Records that the rows of a compaction were copied.
+async fn finish(shared: &Shared, compacted: Revision, server: i64) -> log::Result<()> {
+    match &shared.history {
+        Some(history) => history.finish(compacted, server).await,
+        None => Ok(()),
+    }
 }
 
 #[expect(clippy::disallowed_methods, reason = "a timestamp for monitoring")]

@@ -191,6 +191,9 @@ impl Store {
             }
         }
         let leases = self.shared.leases.lock().with_times(Instant::now());
+        if let Some(history) = &self.shared.history {
+            history.close().await;
+        }
         self.shared.log.close(&leases).await;
     }
 }

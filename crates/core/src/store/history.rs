@@ -76,43 +76,74 @@ impl History {
         Self { archive, keep, failures: AtomicU32::new(0) }
     }
 
-    /// Begins to keep rows, if they are to be kept, and records the time of the head.
-    pub(super) async fn begin(&self, compacted: Option<Revision>, head: Revision) -> log::Result<()> {
+    /// Begins to keep rows, if they are to be kept, and records the time of the head. A store must start even if this
+    /// is impossible, for example because the disk is full.
+    pub(super) async fn begin(&self, compacted: Option<Revision>, head: Revision) {
         if !matches!(self.keep, Keep::Rows { .. }) {
-            return Ok(());
+            return;
         }
-        self.archive.begin(compacted).await?;
-        self.archive.note_time(head).await
+        let begun = async {
+            self.archive.begin(compacted).await?;
+            self.archive.note_time(head).await
+        };
+        if let Err(error) = begun.await {
+            warn!(%error, "cannot begin the history; the next compaction tries again");
+        }
+    }
+
+    /// Returns whether compacted rows are kept.
+    async fn keeps(&self) -> log::Result<bool> {
+        Ok(match self.keep {
+            Keep::Nothing => false,
+            Keep::Rows { .. } => true,
+            Keep::AsBefore => self.archive.state().await?.first < Revision::MAX,
+        })
     }
 
     /// Copies rows that the compaction at `compacted` removes, unless they are not to be kept. If the disk is full, or
     /// copying fails again and again, the rows are given up: their deletion from the log frees space that the store
     /// needs.
     pub(super) async fn keep(&self, rows: &[Superseded], compacted: Revision) -> log::Result<()> {
-        let is_begun = self.keep != Keep::AsBefore || self.archive.state().await?.first < Revision::MAX;
-        if self.keep != Keep::Nothing && is_begun {
-            let Err(error) = self.archive.copy(rows).await else {
-                self.failures.store(0, Ordering::Relaxed);
-                return Ok(());
-            };
-            let failures = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
-            if !matches!(error, Error::Full(_)) && failures < COPY_ATTEMPTS {
-                return Err(error);
-            }
-            self.archive.prune(compacted, u64::MAX).await?;
-            warn!(
-                %error,
-                compact_revision = compacted.0,
-                "compacted rows cannot be kept; the history begins at the compact revision now"
-            );
+        if !self.keeps().await? {
+            self.archive.give_up(compacted).await?;
+            // What is left is deleted in the background.
+            let _ = self.archive.prune(compacted, u64::MAX).await;
             return Ok(());
         }
-        self.archive.prune(compacted, u64::MAX).await.map(|_| ())
+        let Err(error) = self.archive.copy(rows).await else {
+            self.failures.store(0, Ordering::Relaxed);
+            return Ok(());
+        };
+        let failures = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
+        if !matches!(error, Error::Full(_)) && failures < COPY_ATTEMPTS {
+            return Err(error);
+        }
+        self.archive.give_up(compacted).await?;
+        warn!(
+            %error,
+            compact_revision = compacted.0,
+            "compacted rows cannot be kept; the history begins at the compact revision now"
+        );
+        Ok(())
     }
 
-    /// Records that all rows of a compaction were copied or given up.
-    pub(super) async fn finish(&self, compacted: Revision) -> log::Result<()> {
-        self.archive.finish_copy(compacted).await
+    /// Records that all rows of a compaction were copied or given up, on this server. An archive that could not be begun
+    /// at the start begins here.
+    pub(super) async fn finish(&self, compacted: Revision, server: i64) -> log::Result<()> {
+        if matches!(self.keep, Keep::Rows { .. }) {
+            self.archive.begin(Some(compacted)).await?;
+        }
+        self.archive.finish_copy(compacted, server).await
+    }
+
+    /// Returns whether there is an archive, and the rows of a compaction were not copied yet or given up.
+    pub(super) async fn lacks(&self, compacted: Revision) -> bool {
+        let lacks = |state: log::ArchiveState| state.first < Revision::MAX && state.copied < compacted;
+        self.archive.state().await.is_ok_and(lacks)
+    }
+
+    pub(super) async fn close(&self) {
+        self.archive.close().await;
     }
 
     /// Deletes the rows that are no longer to be kept.

@@ -120,7 +120,7 @@ impl Store {
         shared.authority.set(shared.log.auth().await?);
         shared.fill_tail().await?;
         if let Some(history) = &shared.history {
-            history.begin(meta.compact_revision, meta.position.head).await?;
+            history.begin(meta.compact_revision, meta.position.head).await;
         }
         let (writer, queue) =
             Writer::new(Arc::clone(&shared), settings.slow_thresholds, BusyPoll::new(settings.busy_poll));

@@ -78,7 +78,7 @@ impl AuthTruth {
             // An instance that has not read yet that Auth was enabled renews leases without asking the log.
             Call::KeepAlive(_) => self.states.iter().any(|state| !state.authority.state().enabled),
             Call::Put(_) | Call::Delete(_) | Call::Grant(..) | Call::Revoke(_) | Call::Leases => false,
-            Call::Compact(..) | Call::Auth(_) => false,
+            Call::Compact(..) | Call::Auth(_) | Call::PastPairs(..) | Call::PastChanges(..) => false,
         };
         if is_stale { &self.states } else { self.possible(since) }
     }
@@ -170,6 +170,7 @@ fn permits(authority: &Authority, caller: &Caller, call: &Call) -> Result<(), Er
         Call::Delete(delete) => permits_op(authority.rights(caller)?, &Op::Delete(delete.clone())),
         Call::Txn(txn) => permits_txn(authority.rights(caller)?, txn),
         Call::Range(range) => authority.rights(caller)?.check_read(&range.range),
+        Call::PastPairs(range, _) | Call::PastChanges(range, ..) => authority.rights(caller)?.check_read(range),
         Call::KeepAlive(_) | Call::Leases => authority.rights(caller).map(drop),
         Call::Grant(..) | Call::Revoke(_) => authority.check_user(caller),
         Call::Compact(..) | Call::Auth(_) => authority.check_root(caller),

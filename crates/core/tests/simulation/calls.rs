@@ -10,15 +10,16 @@ use super::{
 use orlop_core::{
     auth::{AuthChange, Caller},
     index::ReadAt,
+    log::{Order, PastRow},
     store::{
-        Error, Store,
+        Error, PastError, Store,
         request::{
             CompactionWait, Compare, CompareTarget, Consistency, DeleteRequest, DeleteResponse, Op, Projection,
             PutLease, PutRequest, PutResponse, PutValue, RangeRequest, RangeResponse, Relation, TxnRequest,
             TxnResponse,
         },
     },
-    types::{KeyRange, LeaseId, Revision},
+    types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
 
 const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "c", "d"];
@@ -36,6 +37,9 @@ pub(super) enum Call {
     Leases,
     Compact(Revision, CompactionWait),
     Auth(AuthChange),
+    PastPairs(KeyRange, Revision),
+    /// Changes between two revisions, both included.
+    PastChanges(KeyRange, (Revision, Revision), Order),
 }
 
 #[derive(Debug)]
@@ -48,9 +52,26 @@ pub(super) enum Answer {
     /// The TTL in seconds; 0 if the lease does not exist.
     Lease(i64),
     Leases(Vec<LeaseId>),
+    PastPairs(Vec<EncodedKv>),
+    PastChanges(Vec<PastRow>),
+    /// The past that was asked for is not readable.
+    NotPast(PastError),
 }
 
 impl Call {
+    /// Returns a random request for the past, with revisions from just before `first` until `head`, which a client has
+    /// seen. A state may be asked for at a later revision.
+    pub fn draw_past(first: Revision, head: Revision) -> Self {
+        let from = between((first.0 - 2).clamp(1, head.0), head.0);
+        if percent(60) {
+            return Self::PastPairs(range(), Revision(from + i64::from(percent(5))));
+        }
+        let (range, to) = (range(), between(from, head.0));
+        let is_single = matches!(range, KeyRange::Single(_));
+        let order = if is_single && percent(50) { Order::NewestFirst } else { Order::OldestFirst };
+        Self::PastChanges(range, (Revision(from), Revision(to)), order)
+    }
+
     /// Returns a random request. Its values start with `number`, and `head` is near the current revision.
     pub fn draw(number: usize, head: Revision, has_auth: bool) -> Self {
         if has_auth && percent(8) {
@@ -89,7 +110,7 @@ impl Call {
         match self {
             Self::Put(_) | Self::Delete(_) | Self::Txn(_) | Self::Revoke(_) => true,
             Self::Range(_) | Self::Grant(..) | Self::KeepAlive(_) | Self::Leases => false,
-            Self::Compact(..) | Self::Auth(_) => false,
+            Self::Compact(..) | Self::Auth(_) | Self::PastPairs(..) | Self::PastChanges(..) => false,
         }
     }
 
@@ -105,7 +126,64 @@ impl Call {
             Self::Leases => Answer::Leases(store.leases(caller).await?),
             Self::Compact(revision, wait) => Answer::Revision(store.compact(caller, revision, wait).await?),
             Self::Auth(change) => Answer::Revision(store.change_auth(caller, change).await?),
+            Self::PastPairs(range, at) => past(past_pairs(store, caller, &range, at).await.map(Answer::PastPairs))?,
+            Self::PastChanges(range, revisions, order) => {
+                past(past_changes(store, caller, &range, revisions, order).await.map(Answer::PastChanges))?
+            }
         })
+    }
+}
+
+fn past(answer: Result<Answer, PastError>) -> Result<Answer, Error> {
+    match answer {
+        Err(PastError::Store(error)) => Err(error),
+        Err(refused) => Ok(Answer::NotPast(refused)),
+        Ok(answer) => Ok(answer),
+    }
+}
+
+/// Reads a past state, page by page.
+async fn past_pairs(
+    store: &Store,
+    caller: &Caller,
+    range: &KeyRange,
+    at: Revision,
+) -> Result<Vec<EncodedKv>, PastError> {
+    let (mut all, mut after) = (Vec::new(), None);
+    loop {
+        let page = store.past_pairs(caller, range, after.as_ref(), at).await?;
+        all.extend(page.pairs);
+        assert!(page.after.is_none() || page.after > after, "a page ends at {:?}, after {after:?}", page.after);
+        after = page.after;
+        if after.is_none() {
+            return Ok(all);
+        }
+    }
+}
+
+/// Reads changes, page by page.
+async fn past_changes(
+    store: &Store,
+    caller: &Caller,
+    range: &KeyRange,
+    revisions: (Revision, Revision),
+    order: Order,
+) -> Result<Vec<PastRow>, PastError> {
+    let mut all = Vec::new();
+    let (mut from, mut to) = (RowId::new(revisions.0, 0), RowId::new(revisions.1, u32::MAX));
+    loop {
+        let page = store.past_changes(caller, range, (from, to), order).await?;
+        let known: Vec<i64> = page.changes.iter().filter_map(|change| change.unix_ms).collect();
+        let is_in_order =
+            if order == Order::OldestFirst { known.is_sorted() } else { known.is_sorted_by(|a, b| a >= b) };
+        assert!(is_in_order, "times go back: {known:?}");
+        all.extend(page.changes.into_iter().map(|change| change.row));
+        match (page.next, order) {
+            (None, _) => return Ok(all),
+            (Some(next), Order::OldestFirst) if next > from => from = next,
+            (Some(next), Order::NewestFirst) if next < to => to = next,
+            (Some(next), _) => panic!("a page of {from:?} to {to:?} continues at {next:?}"),
+        }
     }
 }
 

@@ -32,11 +32,15 @@ pub(super) async fn call(world: Rc<World>) {
             sleep(millis(50, 500)).await;
         }
         let (number, has_auth) = (world.ledger.borrow().next(), world.profile.has_auth);
-        let (head, caller) = {
-            let truth = &world.database.lock().truth;
-            (truth.head, if has_auth { truth.auth.draw_caller() } else { Caller::Server })
+        let (head, first, caller) = {
+            let database = world.database.lock();
+            let truth = &database.truth;
+            (truth.head, database.first(), if has_auth { truth.auth.draw_caller() } else { Caller::Server })
         };
-        world.call(place, caller, Call::draw(number, head, has_auth), request_timeout).await;
+        let is_past = percent(world.profile.past);
+        let shown = world.ledger.borrow().shown().max(Revision::EMPTY);
+        let call = if is_past { Call::draw_past(first, shown) } else { Call::draw(number, head, has_auth) };
+        world.call(place, caller, call, request_timeout).await;
     }
     world.busy.set(world.busy.get() - 1);
 }

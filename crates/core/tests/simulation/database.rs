@@ -9,6 +9,7 @@ use tokio::{
 };
 
 use super::{
+    archive::Tables,
     random, scheduler,
     truth::{Sharing, Truth},
 };
@@ -16,7 +17,7 @@ use orlop_core::{
     auth::{AuthChange, AuthState},
     log::{
         Alarm, AlarmChange, Append, Appended, AuthMark, Cause, FactChange, HEARTBEAT_TIMEOUT, LeaseChange, LoggedLease,
-        Member, Meta, Page, Position, Touch, WithPrev,
+        Member, Meta, Page, PastRow, Position, Touch, WithPrev,
     },
     types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Rebase, Revision, RowId},
 };
@@ -35,6 +36,8 @@ pub(super) struct Faults {
     pub slow: usize,
     /// A notification is lost.
     pub unheard: usize,
+    /// There is no space for a copy of rows.
+    pub full: usize,
 }
 
 /// An [`Append`] that owns its data, because the caller may end before the append is applied.
@@ -82,6 +85,7 @@ struct MemberRow {
 
 pub(super) struct Database {
     pub truth: Truth,
+    pub archive: Tables,
     pub sharing: Sharing,
     pub faults: Faults,
     pub is_up: bool,
@@ -103,6 +107,7 @@ impl Database {
     pub fn new(sharing: Sharing, faults: Faults, auth: AuthState) -> Self {
         Self {
             truth: Truth::new(sharing, auth),
+            archive: Tables::default(),
             sharing,
             faults,
             is_up: true,
@@ -128,6 +133,16 @@ impl Database {
     pub fn position(&self) -> Position {
         let head = self.rows.last_key_value().map_or(Revision::EMPTY, |(row, _)| row.revision);
         Position { head, epoch: if self.sharing == Sharing::Own { 0 } else { self.epoch }, server: self.server }
+    }
+
+    /// Returns the first revision that can be read, from the log or the archive.
+    pub fn first(&self) -> Revision {
+        self.archive.first().min(self.truth.compact_revision.unwrap_or(Revision::EMPTY))
+    }
+
+    /// Returns whether the rows of the newest compaction are not in the archive yet.
+    pub fn is_copying(&self) -> bool {
+        self.archive.copied().is_some_and(|copied| Some(copied) < self.truth.compact_revision)
     }
 
     pub fn append(&mut self, append: &Owned) -> Appended {
@@ -287,6 +302,16 @@ impl Database {
         }
     }
 
+    /// Returns a row of the log as an archive keeps it.
+    pub fn past_row(&self, row: RowId) -> Option<PastRow> {
+        let change = self.rows.get(&row)?;
+        let kv = match &change.kind {
+            ChangeKind::Put { kv, .. } => Some(kv.clone()),
+            ChangeKind::Delete => None,
+        };
+        Some(PastRow { row, key: change.key.clone(), kv })
+    }
+
     /// Deletes compacted rows. Returns false, without deleting, if the rows were found on another server, or if this
     /// server does not have the compaction.
     pub fn purge(&mut self, rows: &[RowId], compacted: Revision, server: i64) -> bool {
@@ -296,9 +321,11 @@ impl Database {
         }
         self.purged = self.purged.max(compacted);
         for id in rows.iter().filter(|row| row.revision <= compacted) {
-            let place = self.truth.rows.binary_search_by_key(id, |row| row.id).expect("a row that was appended");
+            let place = self.truth.place_of_row(*id);
             assert!(self.truth.is_garbage(&self.truth.rows[place]), "{id:?} is deleted although it can still be read");
-            self.rows.remove(id);
+            if self.rows.remove(id).is_some() {
+                self.archive.check_deleted(place, &self.truth);
+            }
         }
         true
     }

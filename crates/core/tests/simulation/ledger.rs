@@ -14,8 +14,9 @@ use crate::model::{Model, Row, select};
 use orlop_core::{
     auth::Caller,
     index::ReadAt,
+    log::Order,
     store::{
-        Error,
+        Error, PastError,
         request::{Consistency, Op, PutLease, PutRequest, RangeRequest, RangeResponse, TxnRequest, TxnResponse},
     },
     types::{Key, LeaseId, Revision},
@@ -32,6 +33,10 @@ pub(super) struct Ledger {
     claims: BTreeMap<Revision, usize>,
     /// Number of requests per [`RequestOutcome`].
     pub answers: [usize; 3],
+    /// Number of reads of the past, and of those that were refused.
+    pub past: [usize; 2],
+    /// Whether there are no more faults, so that no read of the past may be refused in vain.
+    pub is_calm: bool,
 }
 
 /// A request, with the time and the values of the ledger when it was sent.
@@ -41,6 +46,8 @@ struct Asked {
     at: Instant,
     shown: Revision,
     compacted: Option<Revision>,
+    /// The first revision that could be read, from the log or the archive.
+    first: Revision,
     request_outcome: RequestOutcome,
 }
 
@@ -65,9 +72,9 @@ impl Ledger {
     }
 
     /// Records a request that is about to be sent, and returns its number.
-    pub fn ask(&mut self, caller: Caller, call: Call) -> usize {
+    pub fn ask(&mut self, caller: Caller, call: Call, first: Revision) -> usize {
         let (at, shown, compacted) = (Instant::now(), self.shown, self.compacted);
-        self.asked.push(Asked { caller, call, at, shown, compacted, request_outcome: RequestOutcome::Unknown });
+        self.asked.push(Asked { caller, call, at, shown, compacted, first, request_outcome: RequestOutcome::Unknown });
         self.asked.len() - 1
     }
 
@@ -77,7 +84,13 @@ impl Ledger {
     }
 
     /// Checks the response to a request; `None` means that the outcome is unknown.
-    pub fn answered(&mut self, number: usize, outcome: Option<Result<Answer, Error>>, truth: &mut Truth) {
+    pub fn answered(
+        &mut self,
+        number: usize,
+        outcome: Option<Result<Answer, Error>>,
+        first: Revision,
+        truth: &mut Truth,
+    ) {
         let request_outcome = match outcome {
             None | Some(Err(Error::OutcomeUnknown)) => RequestOutcome::Unknown,
             Some(Err(error)) => {
@@ -85,7 +98,7 @@ impl Ledger {
                 RequestOutcome::Refused
             }
             Some(Ok(answer)) => {
-                self.check_answer(number, answer, truth);
+                self.check_answer(number, answer, first, truth);
                 RequestOutcome::Done
             }
         };
@@ -99,8 +112,12 @@ impl Ledger {
         if let Error::Auth(error) = error {
             return truth.auth.check_refused(&asked.caller, call, *error, asked.at);
         }
+        let is_past = matches!(call, Call::PastPairs(..) | Call::PastChanges(..));
         let is_right = match (error, call) {
             (Error::Corrupt, _) => false,
+            (Error::FutureRevision, Call::PastPairs(_, at)) => *at > asked.shown,
+            // A compaction overtook the read until it gave up.
+            (Error::Compacted | Error::Unavailable, _) if is_past => !self.is_calm,
             (Error::Unavailable | Error::Stopped | Error::TooManyRequests, _) | (_, Call::Txn(_)) => true,
             (Error::KeyNotFound, Call::Put(put)) => truth.was_absent_since(&Key::from(&put.key[..]), asked.shown),
             (Error::LeaseNotFound, Call::Put(PutRequest { lease: PutLease::Set(Some(id)), .. }) | Call::Revoke(id)) => {
@@ -120,7 +137,7 @@ impl Ledger {
         assert!(is_right, "{call:?} is refused by {error:?}");
     }
 
-    fn check_answer(&mut self, number: usize, answer: Answer, truth: &mut Truth) {
+    fn check_answer(&mut self, number: usize, answer: Answer, first: Revision, truth: &mut Truth) {
         let (call, since) = (self.asked[number].call.clone(), self.asked[number].at);
         truth.auth.check_served(&self.asked[number].caller, &call, since);
         let revision = match (call, answer) {
@@ -165,6 +182,9 @@ impl Ledger {
             (Call::Auth(change), Answer::Revision(revision)) => {
                 truth.auth.acknowledged(&change, since);
                 revision
+            }
+            (call @ (Call::PastPairs(..) | Call::PastChanges(..)), answer) => {
+                return self.check_past(number, call, answer, first, truth);
             }
             (call, answer) => panic!("{answer:?} is not a response to {call:?}"),
         };
@@ -224,6 +244,40 @@ impl Ledger {
         let live = truth.live_at(at).into_iter().filter(|pair| request.range.contains(&pair.key)).collect();
         assert_eq!(answer, select(live, request, answer.revision), "{request:?}");
         self.show(answer.revision, truth);
+    }
+
+    /// Checks a read of the past. `first` is the first revision that can be read now.
+    fn check_past(&mut self, number: usize, call: Call, answer: Answer, first: Revision, truth: &Truth) {
+        let (Call::PastPairs(_, from) | Call::PastChanges(_, (from, _), _)) = call else { unreachable!("a past") };
+        self.past[0] += 1;
+        if let Answer::NotPast(refused) = &answer {
+            self.past[1] += 1;
+            let is_right = match refused {
+                PastError::Begins { first: named } => from < first && *named <= first,
+                PastError::Copying { .. } => !self.is_calm,
+                PastError::Store(_) => false,
+            };
+            assert!(is_right, "{call:?} is refused by {refused:?}, the first revision is {first}");
+            return;
+        }
+        // A compaction that was not acknowledged may not have reached the instance.
+        let asked = &self.asked[number];
+        let known = asked.first.min(asked.compacted.unwrap_or(Revision::EMPTY));
+        assert!(from >= known, "{call:?} is served, the first revision is {first}");
+        match (&call, answer) {
+            (Call::PastPairs(range, at), Answer::PastPairs(found)) => {
+                let live = truth.live_at(*at).into_iter().filter(|pair| range.contains(&pair.key));
+                assert_eq!(found, live.map(|pair| pair.encoded()).collect::<Vec<_>>(), "{call:?}");
+            }
+            (Call::PastChanges(range, (from, to), order), Answer::PastChanges(found)) => {
+                let mut expected = truth.changes(range, *from, *to);
+                if *order == Order::NewestFirst {
+                    expected.reverse();
+                }
+                assert_eq!(found, expected, "{call:?}");
+            }
+            (call, answer) => panic!("{answer:?} is not a response to {call:?}"),
+        }
     }
 
     /// Checks at the end that every change in the log was requested and not refused.

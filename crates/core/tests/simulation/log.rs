@@ -83,7 +83,37 @@ impl SimulatedLog {
         }
     }
 
-    async fn ask<T>(&self, query: impl FnOnce(&mut Database) -> T) -> Result<T> {
+    pub fn sharing(&self) -> Sharing {
+        self.sharing
+    }
+
+    /// Returns whether there is no space for a copy of rows.
+    pub fn is_full(&self) -> bool {
+        random::permille(self.database.lock().faults.full)
+    }
+
+    /// Changes tables other than the log. If the answer is lost, the change is made at once, later or never.
+    pub async fn write<T: Send + 'static>(
+        &self,
+        change: impl FnOnce(&mut Database) -> T + Send + 'static,
+    ) -> Result<T> {
+        let fate = self.fate();
+        if fate != Fate::Lost || self.sharing == Sharing::Own {
+            return self.ask(change).await;
+        }
+        let server = self.database.lock().server;
+        let database = Arc::clone(&self.database);
+        scheduler::spawn_in(scheduler::DATABASE, async move {
+            sleep(random::millis(0, 4_000)).await;
+            let mut database = database.lock();
+            if database.server == server && random::percent(70) {
+                change(&mut database);
+            }
+        });
+        Err(unavailable("answer lost"))
+    }
+
+    pub async fn ask<T>(&self, query: impl FnOnce(&mut Database) -> T) -> Result<T> {
         timeout(ANSWER_MAX, async {
             self.network_delay().await;
             let (answer, server) = {

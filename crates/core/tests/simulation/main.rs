@@ -13,6 +13,7 @@
 //!
 //! A failed run prints its seed, and `ORLOP_SEED=N just simulate` repeats it with a trace.
 
+mod archive;
 mod auth;
 mod breaks;
 mod calls;

@@ -17,6 +17,8 @@ pub(super) struct Tally {
     /// Number of requests per outcome: done, refused, unknown.
     pub answers: [usize; 3],
     pub events: usize,
+    /// Number of reads of the past, and of those that were refused.
+    pub past: [usize; 2],
 }
 
 /// Executes a whole run.
@@ -40,6 +42,7 @@ pub(super) async fn run(tally: Rc<Cell<Tally>>) {
     tally.set(Tally {
         revisions: world.database.lock().truth.head.0,
         answers: world.ledger.borrow().answers,
+        past: world.ledger.borrow().past,
         events: world.watches.iter().map(|watches| watches.borrow().events).sum(),
     });
 }
@@ -48,6 +51,7 @@ impl std::ops::AddAssign for Tally {
     fn add_assign(&mut self, other: Self) {
         self.revisions += other.revisions;
         self.events += other.events;
+        self.past.iter_mut().zip(other.past).for_each(|(sum, count)| *sum += count);
         self.answers.iter_mut().zip(other.answers).for_each(|(sum, count)| *sum += count);
     }
 }

@@ -10,7 +10,7 @@ use crate::model::{Model, Pair, Row};
 use orlop_core::{
     auth::AuthState,
     index::{Lease, TreeIndex},
-    log::LeaseChange,
+    log::{LeaseChange, PastRow},
     types::{Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
@@ -207,11 +207,41 @@ impl Truth {
     /// Returns whether the row may be deleted: no read at or above the compact revision and no watch from there needs
     /// it.
     pub fn is_garbage(&self, row: &Row) -> bool {
-        let Some(compacted) = self.compact_revision.filter(|compacted| row.id.revision < *compacted) else {
+        self.compact_revision.is_some_and(|compacted| self.is_garbage_at(row, compacted))
+    }
+
+    /// Returns whether a compaction at this revision, or an earlier one, removes the row.
+    pub fn is_garbage_at(&self, row: &Row, compacted: Revision) -> bool {
+        if row.id.revision >= compacted {
             return false;
-        };
+        }
         let newer = |place: &usize| self.rows[*place].id > row.id && self.rows[*place].id.revision <= compacted;
         row.pair.is_none() || self.keys[&row.key].iter().any(newer)
+    }
+
+    /// Returns the index of a row in `rows`.
+    pub fn place_of_row(&self, row: RowId) -> usize {
+        self.rows.binary_search_by_key(&row, |row| row.id).expect("a row that was appended")
+    }
+
+    /// Returns the first revision, at or after that of a row, whose state does not contain the row.
+    pub fn end_of(&self, place: usize) -> Revision {
+        let row = &self.rows[place];
+        let places = &self.keys[&row.key];
+        let next = places.get(places.partition_point(|other| *other <= place));
+        match (&row.pair, next) {
+            (None, _) => row.id.revision,
+            (Some(_), Some(next)) => self.rows[*next].id.revision,
+            (Some(_), None) => Revision::MAX,
+        }
+    }
+
+    /// Returns the changes of a range between two revisions, both included.
+    pub fn changes(&self, range: &KeyRange, from: Revision, to: Revision) -> Vec<PastRow> {
+        let rows = &self.rows[self.place_of(from)..self.place_of(to.next())];
+        let rows = rows.iter().filter(|row| range.contains(&row.key));
+        let kv = |row: &Row| row.pair.as_ref().map(Pair::encoded);
+        rows.map(|row| PastRow { row: row.id, key: row.key.clone(), kv: kv(row) }).collect()
     }
 
     /// Checks that an index agrees with the truth at a revision.

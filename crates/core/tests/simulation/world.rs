@@ -16,6 +16,7 @@ use tokio::{
 };
 
 use super::{
+    archive::SimulatedArchive,
     auth::first_state,
     calls::{Answer, Call},
     database::{Database, Faults},
@@ -28,19 +29,48 @@ use super::{
 };
 use orlop_core::{
     auth::{AuthState, Caller},
-    log::{Error as LogError, Member},
+    log::{Error as LogError, Member, Order},
     metrics::Metrics,
-    store::{AutoCompaction, CompactionRate, Error, Settings, Store, replay},
-    types::Revision,
+    store::{AutoCompaction, CompactionRate, Error, HistorySettings, Keep, Settings, Store, replay},
+    types::{KeyRange, Revision},
 };
 
 /// After the last fault, the cluster must recover within this time.
 const SETTLE_MAX: Duration = Duration::from_secs(60);
+/// Maximum time until another instance copies the rows that one left.
+const COPY_MAX: Duration = Duration::from_secs(90);
 /// Longer than the store's own timeout of a request.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Metrics are not under test.
 static METRICS: LazyLock<Arc<Metrics>> = LazyLock::new(Arc::default);
+
+/// Which instances have an archive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ArchiveUse {
+    Nobody,
+    Everybody(Keep),
+    /// Each instance draws it at each start.
+    Random,
+}
+
+impl ArchiveUse {
+    fn draw() -> Self {
+        match below(10) {
+            0..3 => Self::Nobody,
+            3..5 => Self::Everybody(KEEP_ALL),
+            5..7 => Self::Everybody(draw_keep()),
+            _ => Self::Random,
+        }
+    }
+}
+
+const KEEP_ALL: Keep = Keep::Rows { retention: Duration::from_secs(3_600), bytes_max: u64::MAX };
+
+fn draw_keep() -> Keep {
+    let retention = Duration::from_secs(pick(&[1, 5, 3_600]));
+    if percent(30) { Keep::Nothing } else { Keep::Rows { retention, bytes_max: pick(&[600, 4_000, u64::MAX]) } }
+}
 
 /// The parameters of a run.
 #[derive(Debug, Clone, Copy)]
@@ -58,6 +88,9 @@ pub(super) struct Profile {
     cache_bytes: u64,
     poll_interval: Duration,
     auto_compaction: Option<AutoCompaction>,
+    /// Chance of a call to read the past.
+    pub past: usize,
+    archive: ArchiveUse,
     /// Whether the run begins with users and roles, and Auth enabled.
     pub(super) has_auth: bool,
 }
@@ -74,6 +107,7 @@ impl Profile {
                 lost: below(faults_max + 1),
                 slow: below(faults_max / 3 + 1),
                 unheard: below(10 * faults_max + 1),
+                full: pick(&[0, 0, faults_max]),
             },
             clients: below(4) + 1,
             calls: below(80) + 20,
@@ -84,6 +118,8 @@ impl Profile {
             poll_interval: Duration::from_millis(pick(&[100, 400, 1_000])),
             auto_compaction: percent(20).then_some(AutoCompaction::Periodic(Duration::from_secs(3))),
             has_auth: percent(40),
+            past: pick(&[0, 10, 30]),
+            archive: ArchiveUse::draw(),
         }
     }
 }
@@ -147,7 +183,8 @@ impl World {
     /// nothing if the instance is down.
     pub async fn call(&self, place: usize, caller: Caller, call: Call, request_timeout: Duration) -> Option<Revision> {
         let (group, store) = self.instance(place)?;
-        let number = self.ledger.borrow_mut().ask(caller.clone(), call.clone());
+        let first = self.database.lock().first();
+        let number = self.ledger.borrow_mut().ask(caller.clone(), call.clone(), first);
         super::trace(|| format!("instance {place}: request {number} {call:?} by {caller:?}"));
         let (answer, answered) = oneshot::channel();
         let handler = spawn_in(group, async move {
@@ -162,7 +199,9 @@ impl World {
             Some(Ok(Answer::Put(answer))) => Some(answer.revision),
             _ => None,
         };
-        self.ledger.borrow_mut().answered(number, outcome, &mut self.database.lock().truth);
+        let mut database = self.database.lock();
+        let first = database.first();
+        self.ledger.borrow_mut().answered(number, outcome, first, &mut database.truth);
         revision
     }
 
@@ -203,7 +242,9 @@ impl World {
     async fn open(&self, place: usize, run: u64) -> Result<Store, LogError> {
         let name = format!("instance {place}");
         let member = Member { id: place as u64 + 1, name: name.clone(), client_urls: Vec::new() };
-        let log = SimulatedLog::new(&self.database, member, run, self.profile.poll_interval);
+        let log = Arc::new(SimulatedLog::new(&self.database, member, run, self.profile.poll_interval));
+        let history = self.history(&log);
+        super::trace(|| format!("{name} keeps {:?}", history.as_ref().map(|history| history.keep)));
         let settings = Settings {
             value_cache_bytes: self.profile.cache_bytes,
             poll_interval: self.profile.poll_interval,
@@ -212,9 +253,24 @@ impl World {
             quota_bytes: -1,
             auto_compaction: self.profile.auto_compaction,
             compaction: CompactionRate { rows: 3, pause: Duration::from_millis(10) },
+            history,
             ..Settings::default()
         };
-        Store::open(Arc::new(log), settings).await
+        Store::open(log, settings).await
+    }
+
+    /// Returns the history settings of an instance that starts. An archive in a file of its own is created by the first
+    /// instance that keeps rows.
+    fn history(&self, log: &Arc<SimulatedLog>) -> Option<HistorySettings> {
+        let keep = match self.profile.archive {
+            ArchiveUse::Nobody => return None,
+            ArchiveUse::Everybody(keep) => keep,
+            ArchiveUse::Random => draw_keep(),
+        };
+        let database = &mut *self.database.lock();
+        database.archive.exists |= keep != Keep::Nothing || database.sharing == Sharing::Shared;
+        let archive = Arc::new(SimulatedArchive(Arc::clone(log)));
+        database.archive.exists.then_some(HistorySettings { archive, keep })
     }
 
     // Checks.
@@ -246,8 +302,38 @@ impl World {
         }
         self.settle().await;
         self.check_indexes();
+        self.check_past().await;
         let truth = &self.database.lock().truth;
         self.ledger.borrow().check_all(truth);
+    }
+
+    /// Reads the past at every instance, at the first revision, before it, and at random ones.
+    async fn check_past(&self) {
+        let copies_until = Instant::now() + COPY_MAX;
+        while self.database.lock().is_copying() {
+            assert!(Instant::now() < copies_until, "{COPY_MAX:?} after the last fault, rows were not copied");
+            sleep(Duration::from_secs(1)).await;
+        }
+        self.ledger.borrow_mut().is_calm = true;
+        for place in 0..self.instances.len() {
+            let (first, head) = {
+                let database = self.database.lock();
+                (database.first(), database.truth.head)
+            };
+            let at = [first, first.prev().max(Revision::EMPTY), Revision(between(first.0.min(head.0), head.0)), head];
+            let mut calls: Vec<Call> = at.map(|at| Call::PastPairs(KeyRange::all(), at)).to_vec();
+            calls.push(Call::PastChanges(KeyRange::all(), (first, head), Order::OldestFirst));
+            calls.extend((0..4).map(|_| Call::draw_past(first, head)));
+            for call in calls {
+                self.call(place, Caller::Server, call, Duration::from_secs(15)).await;
+            }
+        }
+        let database = self.database.lock();
+        database.archive.check(&database.truth);
+        let Profile { archive, faults, .. } = self.profile;
+        if archive == ArchiveUse::Everybody(KEEP_ALL) && faults.full + faults.refused + faults.lost == 0 {
+            assert_eq!(database.first(), Revision::EMPTY, "nothing is lost without a reason");
+        }
     }
 
     async fn settle(&self) {

@@ -28,7 +28,7 @@ const APPEND_BEHIND: &str = "SELECT * FROM orlop_append_behind($1, $2, $3, $4, $
 /// Sets or removes any fact.
 const FACT: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
 const ADVANCE_EPOCH: &str = "SELECT orlop_advance_epoch($1, $2, $3, $4)";
-const PURGE: &str = "SELECT orlop_purge($1, $2, $3, $4, $5)";
+const PURGE: &str = "SELECT orlop_purge_copied($1, $2, $3, $4, $5)";
 
 /// Number of rows above which the buffers of the connection are freed after a call. Only a delete of many keys has more
 /// rows. Its statement can take hundreds of megabytes, which the connection would otherwise keep allocated.

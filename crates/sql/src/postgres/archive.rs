@@ -3,31 +3,29 @@
 use async_trait::async_trait;
 use orlop_core::{
     log::{
-        ARCHIVE_PAGE_ROWS, Archive, ArchiveState, ArchivedChanges, Error, Moment, Order, PastRow, Reclaimed, Rest,
-        Result, Time,
+        ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, Archive, ArchiveState, ArchivedChanges, Error,
+        Moment, Order, PastRow, Reclaimed, Result, Time,
     },
-    types::{EncodedKv, Key, KeyRange, Revision, Superseded},
+    types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
 use sqlx::PgConnection;
 
 use super::connection::{Database, read, sqlstate};
 use crate::{
-    archive::{self, archive_columns},
-    rows::SqlRange,
+    archive::{self, Fill, archive_columns, visited_columns},
+    rows::{SqlRange, row_id},
 };
 
-const BEGIN: &str = "INSERT INTO meta (name, value) VALUES ('archive_first', $1), ('archive_copied', $1), \
-    ('archive_bytes', 0), ('archive_rows', 0) ON CONFLICT DO NOTHING";
 const STATE: &str = "SELECT max(value) FILTER (WHERE name = 'archive_first'), \
     max(value) FILTER (WHERE name = 'archive_copied'), max(value) FILTER (WHERE name = 'archive_bytes'), \
     max(value) FILTER (WHERE name = 'archive_rows') FROM meta WHERE name LIKE 'archive\\_%'";
-const FINISH_COPY: &str = "UPDATE meta SET value = greatest(value, $1) WHERE name = 'archive_copied'";
+const GIVE_UP: &str = "UPDATE meta SET value = $1 WHERE name = 'archive_first' AND value < $1";
 /// Number of rows that one call of `orlop_prune_archive` deletes.
 const PRUNE_ROWS: i64 = 500;
 const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
-const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= $1 ORDER BY id DESC LIMIT 1";
+const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= $1 ORDER BY at DESC, id DESC LIMIT 1";
 const MOMENT_AGO: &str = "SELECT id, at FROM kv_time \
-    WHERE at <= (extract(epoch FROM clock_timestamp()) * 1000)::bigint - $1 ORDER BY id DESC LIMIT 1";
+    WHERE at <= (extract(epoch FROM clock_timestamp()) * 1000)::bigint - $1 ORDER BY at DESC, id DESC LIMIT 1";
 const TIMES: &str = "SELECT CASE WHEN r.id > (SELECT min(f.id) FROM kv_time f) \
     THEN (SELECT t.at FROM kv_time t WHERE t.id >= r.id ORDER BY t.id LIMIT 1) END \
     FROM unnest($1) WITH ORDINALITY AS r (id, place) ORDER BY r.place";
@@ -55,16 +53,43 @@ const CHANGES_OF_SPAN: &str = concat!(
      ORDER BY id, sub LIMIT $6"
 );
 
-/// `$end` is the condition for the end of the range, which the index needs in its own terms.
+/// The row that ends a visit.
+const BOUND_OF_VISIT: &str = "SELECT id, sub FROM kv_archive WHERE (id, sub) >= ($1, $2) AND (id, sub) <= ($3, $4) \
+    ORDER BY id, sub OFFSET $5 LIMIT 1";
+
+/// Visits `$4` keys one after the other, so that a key with many versions costs no more than others. `$start` is the condition
+/// for the first key, `$end` that for the end of the range. The index contains the beginnings of keys; keys that are
+/// longer than a beginning, and share it, are visited together and not counted.
 macro_rules! pairs_at {
-    ($end:literal) => {
+    ($start:literal, $end:literal) => {
         concat!(
-            "SELECT ",
-            archive_columns!(),
-            " FROM kv_archive WHERE substr(key, 1, 256) >= substr($1, 1, 256) AND key >= $1 AND ($2 IS NULL OR key > $2) \
-             AND id <= $3 AND end_revision > $3 AND NOT deleted",
+            "WITH RECURSIVE visited (part, number) AS (\
+                 (SELECT substr(key, 1, 256), (length(substr(key, 1, 256)) < 256)::int FROM kv_archive WHERE substr(key, 1, 256) ",
+            $start,
             $end,
-            " ORDER BY substr(key, 1, 256), key LIMIT $4"
+            " ORDER BY substr(key, 1, 256) LIMIT 1) \
+                 UNION ALL \
+                 SELECT n.part, v.number + (length(n.part) < 256)::int FROM visited v CROSS JOIN LATERAL (\
+                     SELECT substr(key, 1, 256) AS part FROM kv_archive WHERE substr(key, 1, 256) > v.part",
+            $end,
+            " ORDER BY substr(key, 1, 256) LIMIT 1) n \
+                 WHERE v.number < $4\
+             ), v AS (\
+                 SELECT part AS key, number, NULL::bigint AS id, NULL::bigint AS sub FROM visited \
+                 WHERE length(part) < 256 \
+                 UNION ALL \
+                 SELECT a.key, v.number, a.id, a.sub FROM visited v JOIN kv_archive a \
+                     ON substr(a.key, 1, 256) = v.part AND a.id <= $3 AND a.end_revision > $3 \
+                 WHERE length(v.part) = 256\
+             ) SELECT ",
+            visited_columns!(),
+            " FROM v LEFT JOIN LATERAL (\
+                 (SELECT * FROM kv_archive h WHERE v.id IS NULL AND substr(h.key, 1, 256) = v.key AND h.id <= $3 \
+                     ORDER BY h.id DESC, h.sub DESC LIMIT 1) \
+                 UNION ALL \
+                 (SELECT * FROM kv_archive h WHERE h.id = v.id AND h.sub = v.sub)\
+             ) a ON a.end_revision > $3 AND NOT a.deleted \
+             WHERE v.key >= $1 AND ($2 IS NULL OR v.key > $2) AND ($5 OR v.key < $6) ORDER BY v.number, v.key"
         )
     };
 }
@@ -84,7 +109,8 @@ impl PostgresArchive {
 impl Archive for PostgresArchive {
     async fn begin(&self, compacted: Option<Revision>) -> Result<()> {
         let compacted = compacted.unwrap_or(Revision::EMPTY).0;
-        read!(self.database, connection => sqlx::query(BEGIN).bind(compacted).execute(connection)).map(|_| ())
+        let query = "SELECT orlop_begin_archive($1)";
+        read!(self.database, connection => sqlx::query(query).bind(compacted).execute(connection)).map(|_| ())
     }
 
     async fn state(&self) -> Result<ArchiveState> {
@@ -97,8 +123,16 @@ impl Archive for PostgresArchive {
         read!(self.database, connection => copy(connection, rows))?
     }
 
-    async fn finish_copy(&self, compacted: Revision) -> Result<()> {
-        read!(self.database, connection => sqlx::query(FINISH_COPY).bind(compacted.0).execute(connection)).map(|_| ())
+    async fn finish_copy(&self, compacted: Revision, server: i64) -> Result<()> {
+        let query = "SELECT orlop_finish_copy($1, $2)";
+        let is_same: bool = read!(self.database, connection =>
+            sqlx::query_scalar(query).bind(server).bind(compacted.0).fetch_one(connection))?;
+        if is_same { Ok(()) } else { Err(Error::Unavailable("another server is connected to the database".to_owned())) }
+    }
+
+    /// The rows are deleted by [`Self::prune`].
+    async fn give_up(&self, first: Revision) -> Result<()> {
+        read!(self.database, connection => sqlx::query(GIVE_UP).bind(first.0).execute(connection)).map(|_| ())
     }
 
     async fn prune(&self, first: Revision, bytes_max: u64) -> Result<Reclaimed> {
@@ -133,7 +167,7 @@ impl Archive for PostgresArchive {
         read!(self.database, connection => sqlx::query_scalar(TIMES).bind(&ids).fetch_all(connection))
     }
 
-    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Rest)> {
+    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Option<RowId>)> {
         read!(self.database, connection => changes(connection, &wanted))?
     }
 
@@ -142,7 +176,7 @@ impl Archive for PostgresArchive {
         range: &KeyRange,
         after: Option<&Key>,
         at: Revision,
-    ) -> Result<(Vec<(Key, EncodedKv)>, Rest)> {
+    ) -> Result<(Vec<(Key, EncodedKv)>, Option<Key>)> {
         let page = read!(self.database, connection => pairs_at(connection, range, after, at))??;
         Ok(archive::pairs(page))
     }
@@ -169,14 +203,30 @@ async fn copy(connection: &mut PgConnection, rows: &[Superseded]) -> sqlx::Resul
 async fn changes(
     connection: &mut PgConnection,
     wanted: &ArchivedChanges<'_>,
-) -> sqlx::Result<Result<(Vec<PastRow>, Rest)>> {
+) -> sqlx::Result<Result<(Vec<PastRow>, Option<RowId>)>> {
     let range = SqlRange::of(wanted.range);
-    let (from, to) = wanted.rows;
+    let (from, mut to) = wanted.rows;
     let sql = match (wanted.range, wanted.order) {
         (KeyRange::Single(_), Order::OldestFirst) => changes_of_key!("ASC"),
         (KeyRange::Single(_), Order::NewestFirst) => changes_of_key!("DESC"),
         (KeyRange::Span { .. }, _) => CHANGES_OF_SPAN,
     };
+    let mut bound = None;
+    if matches!(wanted.range, KeyRange::Span { .. }) {
+        let found: Option<(i64, i64)> = sqlx::query_as(BOUND_OF_VISIT)
+            .bind(from.revision.0)
+            .bind(i64::from(from.sub))
+            .bind(to.revision.0)
+            .bind(i64::from(to.sub))
+            .bind(ARCHIVE_VISITED_ROWS as i64 - 1)
+            .fetch_optional(&mut *connection)
+            .await?;
+        bound = match found.map(|(id, sub)| row_id(id, sub)).transpose() {
+            Ok(bound) => bound,
+            Err(error) => return Ok(Err(error)),
+        };
+        to = bound.unwrap_or(to);
+    }
     let query = sqlx::query(sql)
         .bind(&range.start)
         .bind(from.revision.0)
@@ -188,7 +238,8 @@ async fn changes(
         KeyRange::Single(_) => query,
         KeyRange::Span { .. } => query.bind(range.unbounded).bind(&range.end),
     };
-    archive::page(query.fetch(connection)).await
+    let page = archive::page(query.fetch(connection), ARCHIVE_PAGE_ROWS).await?;
+    Ok(page.map(|page| archive::changes(page, bound)))
 }
 
 async fn pairs_at(
@@ -196,15 +247,21 @@ async fn pairs_at(
     range: &KeyRange,
     after: Option<&Key>,
     at: Revision,
-) -> sqlx::Result<Result<(Vec<PastRow>, Rest)>> {
+) -> sqlx::Result<Result<(Vec<PastRow>, Fill)>> {
     let bounds = SqlRange::of(range);
     let start = after.map_or(bounds.start.as_slice(), |after| after.as_slice());
-    let sql = if bounds.unbounded {
-        pairs_at!("")
-    } else {
-        pairs_at!(" AND substr(key, 1, 256) <= substr($5, 1, 256) AND key < $5")
+    let sql = match (after.is_some_and(|after| after.len() < 256), bounds.unbounded) {
+        (true, true) => pairs_at!("> substr($1, 1, 256)", ""),
+        (true, false) => pairs_at!("> substr($1, 1, 256)", " AND substr(key, 1, 256) <= substr($6, 1, 256)"),
+        (false, true) => pairs_at!(">= substr($1, 1, 256)", ""),
+        (false, false) => pairs_at!(">= substr($1, 1, 256)", " AND substr(key, 1, 256) <= substr($6, 1, 256)"),
     };
-    let query = sqlx::query(sql).bind(start).bind(after.map(Key::as_slice)).bind(at.0).bind(ARCHIVE_PAGE_ROWS as i64);
-    let query = if bounds.unbounded { query } else { query.bind(&bounds.end) };
-    archive::page(query.fetch(connection)).await
+    let query = sqlx::query(sql)
+        .bind(start)
+        .bind(after.map(Key::as_slice))
+        .bind(at.0)
+        .bind(ARCHIVE_PAGE_KEYS as i64)
+        .bind(bounds.unbounded)
+        .bind(&bounds.end);
+    archive::page(query.fetch(connection), ARCHIVE_PAGE_KEYS).await
 }

@@ -8,8 +8,13 @@ use super::{
     space,
     view::PostgresView,
 };
-use crate::rows::{REPLAY_ROWS, corrupt, merge, stored_row};
-use orlop_core::log::{Depth, Error, Facts, Inspect, Result, StoredLease, StoredMember, StoredRow, Table};
+use crate::{
+    archive::stored_archived_row,
+    rows::{REPLAY_ROWS, corrupt, merge, stored_row},
+};
+use orlop_core::log::{
+    Depth, Error, Facts, Inspect, Result, StoredArchive, StoredArchivedRow, StoredLease, StoredMember, StoredRow, Table,
+};
 
 /// `value || ''` makes the server read values that are stored out of line, so that damage is detected. It returns only
 /// their lengths.
@@ -56,6 +61,31 @@ impl Inspect for PostgresView {
         let more = rows(connection, MORE, place).await.map_err(|error| self.unreadable(error))?;
         let read = |table, rows: Vec<_>| rows.iter().map(|row| stored_row(table, row)).collect::<Result<Vec<_>>>();
         Ok(merge(read(Table::First, first)?, read(Table::More, more)?, REPLAY_ROWS, StoredRow::place))
+    }
+
+    async fn archive(&self, _: Depth, _: usize) -> Result<Option<StoredArchive>> {
+        if !self.has_archive() {
+            return Ok(None);
+        }
+        let named = self.facts().await?.named;
+        let fact = |wanted| named.iter().find(|(name, _)| name == wanted).map(|(_, value)| *value);
+        let first = fact("archive_first");
+        Ok(first.map(|first| StoredArchive {
+            damage: Vec::new(),
+            compact_revision: fact("compact_revision"),
+            first: Some(first),
+            copied: fact("archive_copied"),
+            bytes: fact("archive_bytes"),
+            rows: fact("archive_rows"),
+        }))
+    }
+
+    async fn archived_after(&self, (id, sub): (i64, i64)) -> Result<Vec<StoredArchivedRow>> {
+        const ROWS: &str = "SELECT id, sub, key, (octet_length(key) + coalesce(octet_length(value || ''::bytea), 0))::bigint, \
+            deleted::int::bigint, end_revision FROM kv_archive WHERE (id, sub) > ($1, $2) ORDER BY id, sub LIMIT $3";
+        let connection = &mut *self.connection.lock().await;
+        let found = rows(connection, ROWS, (id, sub)).await.map_err(|error| self.unreadable(error))?;
+        found.iter().map(stored_archived_row).collect()
     }
 
     /// Ends the transaction, because the server logs a connection that is closed inside one. Nothing else is checked,

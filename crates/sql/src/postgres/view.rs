@@ -19,6 +19,9 @@ use orlop_core::{
 const BEGIN: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT 1 FROM meta";
 
+/// The migration that created the archive.
+const ARCHIVE_SCHEMA: i64 = 4;
+
 /// A connection with a read-only transaction, and so a fixed snapshot of the database.
 pub struct PostgresView {
     pub(super) connection: Mutex<PgConnection>,
@@ -44,6 +47,11 @@ impl PostgresView {
             .map_err(|error| Error::Open(format!("{name} contains no Orlop log: {error}")))?;
         let schema = check_schema(&name, &versions, &migrations::postgres())?;
         Self::begin(connection, &database, 0, schema).await
+    }
+
+    /// Returns whether the database has the tables of an archive.
+    pub(super) fn has_archive(&self) -> bool {
+        self.schema >= ARCHIVE_SCHEMA
     }
 
     pub(super) async fn now(database: &Database, member_id: u64) -> Result<Self> {

@@ -4,223 +4,65 @@
 //! connection for writes do not see it, and damage to it does not affect the store. The two files are not committed
 //! together; a row is committed here before it is deleted there.
 
+mod file;
+mod sql;
+
 use std::{
-    path::{Path, PathBuf},
+    sync::atomic::{AtomicI64, Ordering},
     time::{SystemTime, UNIX_EPOCH},
 };
 
 use async_trait::async_trait;
 use orlop_core::{
     log::{
-        ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, History as _, Meta,
-        Moment, Order, PastRow, Reclaimed, Rest, Result, Time,
+        ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState,
+        ArchivedChanges, Error, Meta, Moment, Order, PastRow, Reclaimed, Result, Time,
     },
-    private,
-    types::{EncodedKv, Key, KeyRange, Revision, Superseded},
+    types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
-use sqlx::{
-    ConnectOptions as _, Connection as _, Row as _, SqliteConnection, SqlitePool,
-    sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteRow, SqliteSynchronous},
-};
+use parking_lot::Mutex;
+use sqlx::{Connection as _, Row as _, SqliteConnection, SqlitePool, sqlite::SqliteRow};
 use tracing::warn;
 
+pub(super) use self::file::archive_file;
+use self::sql::*;
 use super::{
-    BUSY_TIMEOUT, CODE_FULL, SqliteLog, has_code, integrity,
-    load::with_suffix,
+    CODE_FULL, has_code,
     read::json_list,
     writer::{Writer, WriterGuard},
 };
 use crate::{
-    archive::{self, archive_columns},
-    migrations,
-    rows::{SqlRange, cannot_migrate, unavailable},
+    archive::{self, archive_columns, visited_columns},
+    rows::{SqlRange, row_id, unavailable},
 };
 
-/// Maximum number of connections for reads.
-const READERS_MAX: u32 = 2;
-/// Number of rows that are copied in one transaction, because all of them are in memory meanwhile.
+/// Number of rows that are in memory at a time while they are copied.
 const COPY_ROWS: usize = 100;
 /// Number of rows that one call of [`Archive::prune`] deletes.
 const PRUNE_ROWS: i64 = 500;
 
-const COLUMNS_OF_LOG: &str = "l.key, l.value, l.lease, l.version, l.create_revision, l.prev_revision, l.deleted";
-const INSERT: &str = "INSERT OR IGNORE INTO kv_archive (id, sub, key, value, lease, version, create_revision, \
-    prev_revision, deleted, end_revision) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)";
-const ADD: &str =
-    "UPDATE meta SET value = value + CASE name WHEN 'rows' THEN ? ELSE ? END WHERE name IN ('rows', 'bytes')";
-const BEGIN: &str = "INSERT OR IGNORE INTO meta (name, value) \
-    VALUES ('first_revision', ?1), ('copied_revision', ?1), ('bytes', 0), ('rows', 0)";
-const STATE: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
-    (SELECT value FROM meta WHERE name = 'copied_revision'), (SELECT value FROM meta WHERE name = 'bytes'), \
-    (SELECT value FROM meta WHERE name = 'rows')";
-const RAISE: &str = "UPDATE meta SET value = max(value, ?) WHERE name = ?";
-const DELETE_OLD: &str = "DELETE FROM kv_archive WHERE (id, sub) IN (SELECT id, sub FROM kv_archive \
-    WHERE end_revision <= ?1 AND id < ?1 ORDER BY end_revision LIMIT ?2) \
-    RETURNING length(key) + coalesce(length(value), 0)";
-const DELETE_TIMES: &str = "DELETE FROM kv_time WHERE id < (SELECT max(id) FROM kv_time WHERE id <= ?)";
-const OLDEST: &str = "SELECT max(end_revision, id + 1), length(key) + coalesce(length(value), 0) FROM kv_archive \
-    ORDER BY end_revision, id, sub LIMIT ?";
-const NOTE_TIME: &str = "INSERT INTO kv_time (id, at) \
-    SELECT ?1, max(?2, coalesce((SELECT at FROM kv_time ORDER BY id DESC LIMIT 1), 0)) \
-    WHERE ?1 > coalesce((SELECT max(id) FROM kv_time), 0)";
-const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
-const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= ? ORDER BY id DESC LIMIT 1";
-const TIME_OF: &str =
-    "SELECT at FROM kv_time WHERE id >= ?1 AND ?1 > (SELECT min(id) FROM kv_time) ORDER BY id LIMIT 1";
-
-/// `$order` is the direction of both columns.
-macro_rules! changes_of_key {
-    ($order:literal) => {
-        concat!(
-            "SELECT ",
-            archive_columns!(),
-            " FROM kv_archive WHERE key = ?1 AND (id, sub) >= (?2, ?3) AND (id, sub) <= (?4, ?5) ORDER BY id ",
-            $order,
-            ", sub ",
-            $order,
-            " LIMIT ?6"
-        )
-    };
-}
-
-/// The unary plus keeps SQLite from using the index on keys, which would need a sort.
-const CHANGES_OF_SPAN: &str = concat!(
-    "SELECT ",
-    archive_columns!(),
-    " FROM kv_archive WHERE (id, sub) >= (?2, ?3) AND (id, sub) <= (?4, ?5) AND +key >= ?1 AND (?7 OR +key < ?8) \
-     ORDER BY id, sub LIMIT ?6"
-);
-
-/// `$end` is the condition for the end of the range.
-macro_rules! pairs_at {
-    ($end:literal) => {
-        concat!(
-            "SELECT ",
-            archive_columns!(),
-            " FROM kv_archive WHERE key >= ?1 AND (?2 IS NULL OR key > ?2) AND id <= ?3 AND end_revision > ?3 \
-             AND deleted = 0",
-            $end,
-            " ORDER BY key LIMIT ?4"
-        )
-    };
-}
-
 /// The archive of a log in SQLite.
 pub struct SqliteArchive {
     writer: Writer,
-    readers: SqlitePool,
+    /// Replaced when the file is ([`SqliteArchive::replace_file`]).
+    readers: Mutex<SqlitePool>,
     /// Connections for reads of the log.
     log: SqlitePool,
-}
-
-/// Returns the archive's file of a database file.
-fn archive_file(database: &Path) -> PathBuf {
-    with_suffix(database, "-archive")
-}
-
-impl SqliteLog {
-    /// Opens the archive beside the database, or creates it if `create`; `None`: there is none. An archive that is
-    /// damaged, or belongs to another log or to a later state of this one, is set aside with a warning.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Open`] if the database cannot be read, or the file not be opened for another reason.
-    pub async fn archive(&self, create: bool) -> Result<Option<SqliteArchive>> {
-        let database = self.options.get_filename();
-        let file = archive_file(database);
-        if !create && !file.exists() {
-            return Ok(None);
-        }
-        let meta = self.meta().await;
-        let meta =
-            &meta.map_err(|error| Error::Open(format!("cannot read database {}: {error}", database.display())))?;
-        let reason = match SqliteArchive::open(&file, self.readers.clone()).await {
-            Ok(archive) => match archive.refusal(meta).await? {
-                None => return Ok(Some(archive)),
-                Some(reason) => {
-                    archive.close().await;
-                    reason
-                }
-            },
-            Err(OpenError::Damaged(reason)) => reason,
-            Err(OpenError::Other(error)) => return Err(error),
-        };
-        let aside = with_suffix(&file, ".unused");
-        warn!(file = %file.display(), moved_to = %aside.display(), reason, "the archive of the history is not used");
-        let failed = |error| Error::Open(format!("cannot rename {}: {error}", file.display()));
-        for suffix in ["-wal", "-shm"] {
-            // They exist only after a crash.
-            let _ = std::fs::rename(with_suffix(&file, suffix), with_suffix(&aside, suffix));
-        }
-        std::fs::rename(&file, &aside).map_err(failed)?;
-        if !create {
-            return Ok(None);
-        }
-        let archive = SqliteArchive::open(&file, self.readers.clone()).await.map_err(OpenError::into_error)?;
-        // It records the cluster.
-        archive.refusal(meta).await?;
-        Ok(Some(archive))
-    }
-}
-
-enum OpenError {
-    Damaged(String),
-    Other(Error),
-}
-
-impl OpenError {
-    fn into_error(self) -> Error {
-        match self {
-            Self::Damaged(reason) => Error::Open(reason),
-            Self::Other(error) => error,
-        }
-    }
+    cluster: AtomicI64,
 }
 
 impl SqliteArchive {
-    async fn open(file: &Path, log: SqlitePool) -> std::result::Result<Self, OpenError> {
-        const NOT_A_DATABASE: i32 = 26;
-        let name = file.display();
-        let failed = |error: sqlx::Error| {
-            let text = format!("cannot open archive {name}: {error}");
-            if integrity::is_damage(&error) || has_code(&error, NOT_A_DATABASE) {
-                OpenError::Damaged(text)
-            } else {
-                OpenError::Other(Error::Open(text))
-            }
-        };
-        private::make_file(file).map_err(|error| failed(error.into()))?;
-        let options = SqliteConnectOptions::new()
-            .filename(file)
-            .create_if_missing(true)
-            .journal_mode(SqliteJournalMode::Wal)
-            .synchronous(SqliteSynchronous::Full)
-            .busy_timeout(BUSY_TIMEOUT)
-            .pragma("cache_size", "-2048")
-            .disable_statement_logging();
-        let mut writer = options.connect().await.map_err(failed)?;
-        migrations::sqlite_archive()
-            .run(&mut writer)
-            .await
-            .map_err(|error| OpenError::Other(Error::Open(cannot_migrate(&name.to_string(), &error))))?;
-        let readers = SqlitePoolOptions::new()
-            .max_connections(READERS_MAX)
-            .min_connections(0)
-            .connect_with(options.clone().pragma("query_only", "ON"))
-            .await
-            .map_err(failed)?;
-        Ok(Self { writer: Writer::new(options, writer), readers, log })
+    fn readers(&self) -> SqlitePool {
+        self.readers.lock().clone()
     }
 
     /// Returns why this archive does not belong to the log. A new archive belongs to it.
     async fn refusal(&self, meta: &Meta) -> Result<Option<String>> {
         let cluster = meta.cluster_id.cast_signed();
+        self.cluster.store(cluster, Ordering::Relaxed);
         let mut writer = self.lock().await?;
         let known: (i64, i64, i64) = async {
-            sqlx::query("INSERT OR IGNORE INTO meta (name, value) VALUES ('cluster_id', ?)")
-                .bind(cluster)
-                .execute(writer.connection())
-                .await?;
+            sqlx::query(CLUSTER).bind(cluster).execute(writer.connection()).await?;
             sqlx::query_as(
                 "SELECT (SELECT value FROM meta WHERE name = 'cluster_id'), \
                  coalesce((SELECT value FROM meta WHERE name = 'copied_revision'), 0), \
@@ -230,7 +72,7 @@ impl SqliteArchive {
             .await
         }
         .await
-        .map_err(unavailable)?;
+        .map_err(not_written)?;
         writer.keep();
         let compacted = meta.compact_revision.unwrap_or(Revision::EMPTY);
         let head = meta.position.head;
@@ -245,12 +87,17 @@ impl SqliteArchive {
         })
     }
 
-    async fn close(&self) {
-        self.readers.close().await;
-    }
-
     async fn lock(&self) -> Result<WriterGuard<'_>> {
         self.writer.lock().await.map_err(unavailable)
+    }
+
+    /// Raises a fact.
+    async fn raise(&self, name: &'static str, revision: Revision) -> Result<()> {
+        let mut writer = self.lock().await?;
+        let query = sqlx::query(RAISE).bind(revision.0).bind(name);
+        query.execute(writer.connection()).await.map_err(unavailable)?;
+        writer.keep();
+        Ok(())
     }
 
     /// Reads rows of the log, in any order.
@@ -282,38 +129,59 @@ impl SqliteArchive {
         Ok(found)
     }
 
-    async fn insert(&self, rows: Vec<(SqliteRow, Superseded)>) -> sqlx::Result<()> {
-        let mut writer = self.writer.lock().await?;
+    /// Copies rows in one transaction, which costs one sync.
+    async fn copy_rows(&self, rows: &[Superseded]) -> Result<()> {
+        let mut writer = self.lock().await?;
         // The next line of [`Archive::note_time`] may have changed it.
-        sqlx::query("PRAGMA synchronous = FULL").execute(writer.connection()).await?;
-        let mut transaction = writer.connection().begin().await?;
-        let (mut added, mut bytes) = (0_i64, 0_i64);
-        for (row, Superseded { row: id, end }) in rows {
-            let (key, value): (&[u8], Option<&[u8]>) = (row.try_get(3)?, row.try_get(4)?);
-            let len = key.len() + value.map_or(0, <[u8]>::len) + ARCHIVED_ROW_BYTES;
-            let inserted = sqlx::query(INSERT)
-                .bind(id.revision.0)
-                .bind(i64::from(id.sub))
-                .bind(key)
-                .bind(value)
-                .bind(row.try_get::<i64, _>(5)?)
-                .bind(row.try_get::<i64, _>(6)?)
-                .bind(row.try_get::<i64, _>(7)?)
-                .bind(row.try_get::<i64, _>(8)?)
-                .bind(row.try_get::<i64, _>(9)?)
-                .bind(end.0)
-                .execute(&mut *transaction)
-                .await?;
-            if inserted.rows_affected() > 0 {
-                added += 1;
-                bytes += i64::try_from(len).unwrap_or(i64::MAX);
-            }
+        sqlx::query("PRAGMA synchronous = FULL").execute(writer.connection()).await.map_err(not_written)?;
+        let mut transaction = writer.connection().begin().await.map_err(not_written)?;
+        if sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(facts).map_err(not_written)?.first
+            == Revision::MAX
+        {
+            transaction.rollback().await.map_err(not_written)?;
+            writer.keep();
+            return Ok(());
         }
-        sqlx::query(ADD).bind(added).bind(bytes).execute(&mut *transaction).await?;
-        transaction.commit().await?;
+        for rows in rows.chunks(COPY_ROWS) {
+            let found = self.rows_of_log(rows).await.map_err(unavailable)?;
+            insert(&mut transaction, found).await.map_err(not_written)?;
+        }
+        transaction.commit().await.map_err(not_written)?;
         writer.keep();
         Ok(())
     }
+}
+
+/// Inserts rows of the log, unless they are in the archive.
+async fn insert(transaction: &mut SqliteConnection, rows: Vec<(SqliteRow, Superseded)>) -> sqlx::Result<()> {
+    let (mut added, mut bytes) = (0_i64, 0_i64);
+    for (row, Superseded { row: id, end }) in rows {
+        let (key, value): (&[u8], Option<&[u8]>) = (row.try_get(3)?, row.try_get(4)?);
+        let len = key.len() + value.map_or(0, <[u8]>::len) + ARCHIVED_ROW_BYTES;
+        let inserted = sqlx::query(INSERT)
+            .bind(id.revision.0)
+            .bind(i64::from(id.sub))
+            .bind(key)
+            .bind(value)
+            .bind(row.try_get::<i64, _>(5)?)
+            .bind(row.try_get::<i64, _>(6)?)
+            .bind(row.try_get::<i64, _>(7)?)
+            .bind(row.try_get::<i64, _>(8)?)
+            .bind(row.try_get::<i64, _>(9)?)
+            .bind(end.0)
+            .execute(&mut *transaction)
+            .await?;
+        if inserted.rows_affected() > 0 {
+            added += 1;
+            bytes += i64::try_from(len).unwrap_or(i64::MAX);
+        }
+    }
+    sqlx::query(ADD).bind(added).bind(bytes).execute(transaction).await?;
+    Ok(())
+}
+
+fn not_written(error: sqlx::Error) -> Error {
+    if has_code(&error, CODE_FULL) { Error::Full(error.to_string()) } else { unavailable(error) }
 }
 
 /// Deletes rows that no revision from `first` on needs. Returns their number.
@@ -326,16 +194,17 @@ async fn delete_old(connection: &mut SqliteConnection, first: i64) -> sqlx::Resu
     Ok(lengths.len())
 }
 
-/// Returns the first revision that remains complete if the oldest rows, of at least `bytes`, are deleted.
-async fn first_without(connection: &mut SqliteConnection, bytes: i64) -> sqlx::Result<i64> {
+/// Returns the first revision that remains complete if the oldest rows, of at least `bytes`, are deleted; `None`: there are
+/// no rows, so the fact `bytes` is wrong.
+async fn first_without(connection: &mut SqliteConnection, bytes: i64) -> sqlx::Result<Option<i64>> {
     let oldest: Vec<(i64, i64)> = sqlx::query_as(OLDEST).bind(PRUNE_ROWS).fetch_all(connection).await?;
-    let (mut first, mut freed) = (0, 0);
+    let (mut first, mut freed) = (None, 0);
     for (needed_until, len) in oldest {
         if freed >= bytes {
             break;
         }
         freed += len + ARCHIVED_ROW_BYTES as i64;
-        first = first.max(needed_until);
+        first = first.max(Some(needed_until));
     }
     Ok(first)
 }
@@ -353,11 +222,12 @@ async fn prune(connection: &mut SqliteConnection, first: Revision, bytes_max: u6
         sqlx::query(DELETE_TIMES).bind(facts.first.0).execute(&mut *transaction).await?;
         let facts = sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(self::facts)?;
         let excess = facts.bytes.saturating_sub(bytes_max);
-        if excess == 0 {
-            reclaimed = Reclaimed::All;
-        } else {
-            let first = first_without(&mut transaction, i64::try_from(excess).unwrap_or(i64::MAX)).await?;
-            sqlx::query(RAISE).bind(first).bind("first_revision").execute(&mut *transaction).await?;
+        let excess = i64::try_from(excess).unwrap_or(i64::MAX);
+        match if excess == 0 { None } else { first_without(&mut transaction, excess).await? } {
+            None => reclaimed = Reclaimed::All,
+            Some(first) => {
+                sqlx::query(RAISE).bind(first).bind("first_revision").execute(&mut *transaction).await?;
+            }
         }
     }
     transaction.commit().await?;
@@ -370,6 +240,16 @@ fn facts((first, copied, bytes, rows): (Option<i64>, Option<i64>, Option<i64>, O
 
 #[async_trait]
 impl Archive for SqliteArchive {
+    /// The last connection moves the WAL into the file.
+    async fn close(&self) {
+        self.readers().close().await;
+        if let Some(connection) = self.writer.block().await.take()
+            && let Err(error) = connection.close().await
+        {
+            warn!(%error, "cannot close the archive of the history");
+        }
+    }
+
     async fn begin(&self, compacted: Option<Revision>) -> Result<()> {
         let mut writer = self.lock().await?;
         let compacted = compacted.unwrap_or(Revision::EMPTY).0;
@@ -379,25 +259,22 @@ impl Archive for SqliteArchive {
     }
 
     async fn state(&self) -> Result<ArchiveState> {
-        sqlx::query_as(STATE).fetch_one(&self.readers).await.map(facts).map_err(unavailable)
+        sqlx::query_as(STATE).fetch_one(&self.readers()).await.map(facts).map_err(unavailable)
     }
 
     async fn copy(&self, rows: &[Superseded]) -> Result<()> {
-        for rows in rows.chunks(COPY_ROWS) {
-            let rows = self.rows_of_log(rows).await.map_err(unavailable)?;
-            self.insert(rows).await.map_err(|error| {
-                if has_code(&error, CODE_FULL) { Error::Full(error.to_string()) } else { unavailable(error) }
-            })?;
-        }
-        Ok(())
+        self.copy_rows(rows).await
     }
 
-    async fn finish_copy(&self, compacted: Revision) -> Result<()> {
-        let mut writer = self.lock().await?;
-        let query = sqlx::query(RAISE).bind(compacted.0).bind("copied_revision");
-        query.execute(writer.connection()).await.map_err(unavailable)?;
-        writer.keep();
-        Ok(())
+    async fn finish_copy(&self, compacted: Revision, _: i64) -> Result<()> {
+        self.raise("copied_revision", compacted).await
+    }
+
+    /// If the fact cannot be written, because the disk is full or the file is damaged, replaces the file.
+    async fn give_up(&self, first: Revision) -> Result<()> {
+        let Err(error) = self.raise("first_revision", first).await else { return Ok(()) };
+        warn!(%error, "cannot write to the archive of the history; replacing it");
+        self.replace_file(first).await
     }
 
     async fn prune(&self, first: Revision, bytes_max: u64) -> Result<Reclaimed> {
@@ -420,7 +297,7 @@ impl Archive for SqliteArchive {
     }
 
     async fn first_moment(&self) -> Result<Option<Moment>> {
-        let found = sqlx::query_as(FIRST_MOMENT).fetch_optional(&self.readers).await.map_err(unavailable)?;
+        let found = sqlx::query_as(FIRST_MOMENT).fetch_optional(&self.readers()).await.map_err(unavailable)?;
         Ok(found.map(moment))
     }
 
@@ -429,12 +306,12 @@ impl Archive for SqliteArchive {
             Time::UnixMs(ms) => ms,
             Time::Ago(age) => now_ms().saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX)),
         };
-        let found = sqlx::query_as(MOMENT_AT).bind(ms).fetch_optional(&self.readers).await.map_err(unavailable)?;
+        let found = sqlx::query_as(MOMENT_AT).bind(ms).fetch_optional(&self.readers()).await.map_err(unavailable)?;
         Ok(found.map(moment))
     }
 
     async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<i64>>> {
-        let mut reader = self.readers.acquire().await.map_err(unavailable)?;
+        let mut reader = self.readers().acquire().await.map_err(unavailable)?;
         let mut times = Vec::with_capacity(revisions.len());
         for revision in revisions {
             let time = sqlx::query_scalar(TIME_OF).bind(revision.0).fetch_optional(&mut *reader).await;
@@ -443,14 +320,27 @@ impl Archive for SqliteArchive {
         Ok(times)
     }
 
-    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Rest)> {
+    async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Option<RowId>)> {
         let range = SqlRange::of(wanted.range);
-        let (from, to) = wanted.rows;
+        let (from, mut to) = wanted.rows;
         let sql = match (wanted.range, wanted.order) {
             (KeyRange::Single(_), Order::OldestFirst) => changes_of_key!("ASC"),
             (KeyRange::Single(_), Order::NewestFirst) => changes_of_key!("DESC"),
             (KeyRange::Span { .. }, _) => CHANGES_OF_SPAN,
         };
+        let readers = self.readers();
+        let mut bound = None;
+        if matches!(wanted.range, KeyRange::Span { .. }) {
+            let query = sqlx::query_as(BOUND_OF_VISIT)
+                .bind(from.revision.0)
+                .bind(i64::from(from.sub))
+                .bind(to.revision.0)
+                .bind(i64::from(to.sub))
+                .bind(ARCHIVE_VISITED_ROWS as i64 - 1);
+            let found: Option<(i64, i64)> = query.fetch_optional(&readers).await.map_err(unavailable)?;
+            bound = found.map(|(id, sub)| row_id(id, sub)).transpose()?;
+            to = bound.unwrap_or(to);
+        }
         let query = sqlx::query(sql)
             .bind(&range.start)
             .bind(from.revision.0)
@@ -462,7 +352,8 @@ impl Archive for SqliteArchive {
             KeyRange::Single(_) => query,
             KeyRange::Span { .. } => query.bind(range.unbounded).bind(&range.end),
         };
-        archive::page(query.fetch(&self.readers)).await.map_err(unavailable)?
+        let page = archive::page(query.fetch(&readers), ARCHIVE_PAGE_ROWS).await.map_err(unavailable)??;
+        Ok(archive::changes(page, bound))
     }
 
     async fn pairs_at(
@@ -470,14 +361,19 @@ impl Archive for SqliteArchive {
         range: &KeyRange,
         after: Option<&Key>,
         at: Revision,
-    ) -> Result<(Vec<(Key, EncodedKv)>, Rest)> {
+    ) -> Result<(Vec<(Key, EncodedKv)>, Option<Key>)> {
         let bounds = SqlRange::of(range);
         let start = after.map_or(bounds.start.as_slice(), |after| after.as_slice());
-        let sql = if bounds.unbounded { pairs_at!("") } else { pairs_at!(" AND key < ?5") };
-        let query =
-            sqlx::query(sql).bind(start).bind(after.map(Key::as_slice)).bind(at.0).bind(ARCHIVE_PAGE_ROWS as i64);
+        let sql = match (after.is_some(), bounds.unbounded) {
+            (true, true) => pairs_at!("> ?1", ""),
+            (true, false) => pairs_at!("> ?1", " AND key < ?4"),
+            (false, true) => pairs_at!(">= ?1", ""),
+            (false, false) => pairs_at!(">= ?1", " AND key < ?4"),
+        };
+        let query = sqlx::query(sql).bind(start).bind(at.0).bind(ARCHIVE_PAGE_KEYS as i64);
         let query = if bounds.unbounded { query } else { query.bind(&bounds.end) };
-        Ok(archive::pairs(archive::page(query.fetch(&self.readers)).await.map_err(unavailable)??))
+        let page = archive::page(query.fetch(&self.readers()), ARCHIVE_PAGE_KEYS).await.map_err(unavailable)??;
+        Ok(archive::pairs(page))
     }
 }
 

@@ -1,15 +1,24 @@
 //! Reads the tables row by row for `orlop check`.
 
+use std::path::Path;
+
 use async_trait::async_trait;
-use sqlx::SqliteConnection;
+use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 
 use super::{
+    archive::archive_file,
+    has_code,
     integrity::{find_damage, unreadable},
     read,
-    view::{SqliteView, has_wal},
+    view::{SqliteView, has_wal, may_be_immutable},
 };
-use crate::rows::{REPLAY_ROWS, merge, stored_row};
-use orlop_core::log::{Depth, Error, Facts, Inspect, Result, StoredLease, StoredRow, Table};
+use crate::{
+    archive::stored_archived_row,
+    rows::{REPLAY_ROWS, merge, stored_row},
+};
+use orlop_core::log::{
+    Depth, Error, Facts, Inspect, Result, StoredArchive, StoredArchivedRow, StoredLease, StoredRow, Table,
+};
 
 #[async_trait]
 impl Inspect for SqliteView {
@@ -60,6 +69,38 @@ impl Inspect for SqliteView {
         Ok(merge(first, more, REPLAY_ROWS, StoredRow::place))
     }
 
+    async fn archive(&self, depth: Depth, limit: usize) -> Result<Option<StoredArchive>> {
+        let file = archive_file(Path::new(&self.name));
+        if !file.exists() {
+            return Ok(None);
+        }
+        let opened = match open_archive(&file, depth, limit).await {
+            Ok(opened) => opened,
+            Err(Error::Corrupt(what)) => {
+                return Ok(Some(StoredArchive { damage: vec![what], ..StoredArchive::default() }));
+            }
+            Err(error) => return Err(error),
+        };
+        let Some((connection, stored)) = opened else { return Ok(None) };
+        *self.archive.lock().await = connection;
+        // A compaction may have been recorded since the log was read.
+        let options = SqliteConnectOptions::new().filename(&self.name).read_only(true);
+        let options = options.immutable(may_be_immutable(Path::new(&self.name)));
+        let mut now = options.disable_statement_logging().connect().await.map_err(unreadable)?;
+        let compacted = "SELECT max(value) FROM meta WHERE name = 'compact_revision'";
+        let compact_revision = sqlx::query_scalar(compacted).fetch_one(&mut now).await.map_err(unreadable)?;
+        Ok(Some(StoredArchive { compact_revision, ..stored }))
+    }
+
+    async fn archived_after(&self, (id, sub): (i64, i64)) -> Result<Vec<StoredArchivedRow>> {
+        const ROWS: &str = "SELECT id, sub, key, length(key) + coalesce(length(value), 0), deleted, end_revision \
+            FROM kv_archive WHERE (id, sub) > (?1, ?2) ORDER BY id, sub LIMIT ?3";
+        let mut archive = self.archive.lock().await;
+        let Some(connection) = &mut *archive else { return Ok(Vec::new()) };
+        let rows = sqlx::query(ROWS).bind(id).bind(sub).bind(REPLAY_ROWS as i64).fetch_all(connection).await;
+        rows.map_err(unreadable)?.iter().map(stored_archived_row).collect()
+    }
+
     async fn finish(&self) -> Result<()> {
         match &self.file_without_wal {
             Some(file) if has_wal(file) => {
@@ -68,6 +109,36 @@ impl Inspect for SqliteView {
             Some(_) | None => Ok(()),
         }
     }
+}
+
+/// Opens an archive, and begins a transaction, unless it is damaged; `None`: it was never begun.
+async fn open_archive(
+    file: &Path,
+    depth: Depth,
+    limit: usize,
+) -> Result<Option<(Option<SqliteConnection>, StoredArchive)>> {
+    const NOT_A_DATABASE: i32 = 26;
+    const FACTS: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
+        (SELECT value FROM meta WHERE name = 'copied_revision'), (SELECT value FROM meta WHERE name = 'bytes'), \
+        (SELECT value FROM meta WHERE name = 'rows')";
+    let failed = |error: sqlx::Error| {
+        if has_code(&error, NOT_A_DATABASE) { Error::Corrupt(error.to_string()) } else { unreadable(error) }
+    };
+    let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(may_be_immutable(file));
+    let mut connection = options.disable_statement_logging().connect().await.map_err(failed)?;
+    sqlx::raw_sql("BEGIN; SELECT 1 FROM sqlite_master").execute(&mut connection).await.map_err(failed)?;
+    let damage = find_damage(&mut connection, depth, limit).await?;
+    if !damage.is_empty() {
+        return Ok(Some((None, StoredArchive { damage, ..StoredArchive::default() })));
+    }
+    type Facts = (Option<i64>, Option<i64>, Option<i64>, Option<i64>);
+    let (first, copied, bytes, rows): Facts = match sqlx::query_as(FACTS).fetch_one(&mut connection).await {
+        // It was just created.
+        Err(sqlx::Error::Database(error)) if error.message().contains("no such table") => return Ok(None),
+        facts => facts.map_err(failed)?,
+    };
+    let stored = StoredArchive { first, copied, bytes, rows, ..StoredArchive::default() };
+    Ok(first.map(|_| (Some(connection), stored)))
 }
 
 async fn rows(

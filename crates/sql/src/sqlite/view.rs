@@ -28,6 +28,8 @@ const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 /// A connection with a read transaction, or with a file that no process writes.
 pub struct SqliteView {
     pub(super) connection: Mutex<SqliteConnection>,
+    /// A read transaction of the archive, for `orlop check`.
+    pub(super) archive: Mutex<Option<SqliteConnection>>,
     /// The file's name.
     pub(super) name: String,
     /// The file, if it was opened without a WAL. If a WAL exists later, a server has started to write.
@@ -46,7 +48,7 @@ impl SqliteView {
         let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(true);
         let name = file.display().to_string();
         let (connection, schema) = open(&name, options).await?;
-        Ok(Self { connection: Mutex::new(connection), name, file_without_wal: None, schema })
+        Ok(Self { connection: Mutex::new(connection), archive: Mutex::default(), name, file_without_wal: None, schema })
     }
 
     /// Opens the database of a server, which may be running, including its WAL. Writes nothing to the database.
@@ -67,7 +69,7 @@ impl SqliteView {
         let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
         begin.map_err(unreadable)?;
         let file_without_wal = immutable.then(|| file.to_owned());
-        Ok(Self { connection: Mutex::new(connection), name, file_without_wal, schema })
+        Ok(Self { connection: Mutex::new(connection), archive: Mutex::default(), name, file_without_wal, schema })
     }
 
     /// Checks every page of the file.
@@ -87,7 +89,13 @@ impl SqliteView {
         // The first read of the transaction takes the snapshot of the log.
         let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
         begin.map_err(unavailable)?;
-        Ok(Self { connection: Mutex::new(connection), name, file_without_wal: None, schema: auth::SCHEMA })
+        Ok(Self {
+            connection: Mutex::new(connection),
+            archive: Mutex::default(),
+            name,
+            file_without_wal: None,
+            schema: auth::SCHEMA,
+        })
     }
 }
 

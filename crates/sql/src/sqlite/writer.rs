@@ -43,9 +43,24 @@ impl Writer {
         Ok(WriterGuard(slot))
     }
 
+    pub(super) fn options(&self) -> &SqliteConnectOptions {
+        &self.options
+    }
+
     /// Blocks all writes until the guard is dropped.
     pub(super) async fn block(&self) -> MutexGuard<'_, Slot> {
         self.slot.lock().await
+    }
+}
+
+impl Slot {
+    /// Takes the connection, to close it.
+    pub(super) fn take(&mut self) -> Option<SqliteConnection> {
+        self.connection.take()
+    }
+
+    pub(super) fn put(&mut self, connection: SqliteConnection) {
+        (self.connection, self.is_usable) = (Some(connection), true);
     }
 }
 

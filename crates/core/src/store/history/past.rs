@@ -1,8 +1,10 @@
 //! Reads past states and changes, from the log and the archive.
 //!
 //! A row leaves the index first, then it is copied to the archive, then it is deleted from the log. So a read looks at
-//! the index and the log before the archive, and only if the archive has the rows of every compaction that the index
-//! knows. A row that was found in both counts once.
+//! the index and the log before the archive. A read that looks at the index must find that the rows of every compaction
+//! that the index knows were copied ([`Shared::check_copied`]), before it looks at the archive. Rows can leave the archive
+//! at any time. So each read checks afterwards that the archive still has what it needs ([`Shared::check_kept`]). A row
+//! that was found in both counts once.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -12,7 +14,7 @@ use super::{History, Keep};
 use crate::{
     auth::Caller,
     index::{Entry, IndexedRow, ReadAt, Unreadable},
-    log::{ArchivedChanges, Moment, Order, PastRow, Rest, Time, WithPrev},
+    log::{ArchiveState, ArchivedChanges, Moment, Order, PastRow, Time, WithPrev},
     store::{
         error::Error, handle::Store, reader::pairs::StepCount, request::Projection, select::Selected, shared::Shared,
     },
@@ -181,21 +183,18 @@ impl Shared {
         let mut page = BTreeMap::new();
         let mut last = last;
         // Only states below the compact revision need rows that it removed.
-        let archived = match (&self.history, compacted) {
-            (Some(History { archive, .. }), Some(compacted)) if at < compacted => {
-                let (pairs, rest) = archive.pairs_at(range, after, at).await?;
-                self.check_complete(at, compacted).await?;
-                if rest == Rest::More {
-                    let read_until = pairs.last().map(|(key, _)| key.clone());
-                    last = match (last, read_until) {
-                        (Some(last), Some(until)) => Some(last.min(until)),
-                        (last, until) => last.or(until),
-                    };
-                }
+        let archived = match compacted.filter(|compacted| at < *compacted) {
+            Some(compacted) => {
+                let History { archive, .. } = self.check_copied(at, compacted).await?;
+                let (pairs, visited) = archive.pairs_at(range, after, at).await?;
+                self.check_kept(at, compacted).await?;
+                last = match (last, visited) {
+                    (Some(last), Some(visited)) => Some(last.min(visited)),
+                    (last, visited) => last.or(visited),
+                };
                 pairs
             }
-            (None, Some(compacted)) if at < compacted => return Err(PastError::Begins { first: compacted }),
-            _ => Vec::new(),
+            None => Vec::new(),
         };
         let is_within = |key: &Key| last.as_ref().is_none_or(|last| key <= last);
         page.extend(archived.into_iter().filter(|(key, _)| is_within(key)));
@@ -222,18 +221,21 @@ impl Shared {
         Ok(visited)
     }
 
-    /// Checks that the archive has all rows that compactions up to `compacted` removed and that `from` needs.
-    async fn check_complete(&self, from: Revision, compacted: Revision) -> PastResult<()> {
-        let Some(history) = &self.history else { return Err(PastError::Begins { first: compacted }) };
-        let state = history.archive.state().await?;
-        let first = state.first.min(compacted);
-        if from < first {
-            return Err(PastError::Begins { first });
-        }
+    /// Returns the history if its archive has the rows that compactions up to `compacted` removed, from `from` on.
+    async fn check_copied(&self, from: Revision, compacted: Revision) -> PastResult<&History> {
+        let (history, state) = self.check_kept(from, compacted).await?;
         if state.copied < compacted {
             return Err(PastError::Copying { compacted });
         }
-        Ok(())
+        Ok(history)
+    }
+
+    /// Returns the history if its archive has not deleted anything that a read from `from` on needs.
+    async fn check_kept(&self, from: Revision, compacted: Revision) -> PastResult<(&History, ArchiveState)> {
+        let history = self.history.as_ref().ok_or(PastError::Begins { first: compacted })?;
+        let state = history.archive.state().await?;
+        let first = state.first.min(compacted);
+        if from < first { Err(PastError::Begins { first }) } else { Ok((history, state)) }
     }
 
     async fn past_changes(&self, range: &KeyRange, rows: (RowId, RowId), order: Order) -> PastResult<PastChanges> {
@@ -277,13 +279,11 @@ impl Shared {
         }
         let mut found = self.indexed_changes(key, &indexed).await?;
         if from.revision < compacted {
-            let history = self.history.as_ref().ok_or(PastError::Begins { first: compacted })?;
+            let History { archive, .. } = self.check_copied(from.revision, compacted).await?;
             let wanted = ArchivedChanges { range, rows: (from, to), order };
-            let (archived, rest) = history.archive.changes(wanted).await?;
-            self.check_complete(from.revision, compacted).await?;
-            if rest == Rest::More {
-                page.end_at(archived.last().map(|past| past.row));
-            }
+            let (archived, visited) = archive.changes(wanted).await?;
+            self.check_kept(from.revision, compacted).await?;
+            page.end_at(visited);
             found.extend(archived.into_iter().map(|past| (past.row, past)));
         }
         found.retain(|row, _| page.contains(*row));
@@ -313,8 +313,7 @@ impl Shared {
         range: &KeyRange,
         (from, to): (RowId, RowId),
     ) -> PastResult<(Found, Option<RowId>)> {
-        let (head, compacted) = self.revisions();
-        let compacted = compacted.unwrap_or(Revision::EMPTY);
+        let (head, _) = self.revisions();
         let to = to.min(RowId::new(head, u32::MAX));
         if from > to {
             return Ok((Found::new(), None));
@@ -326,18 +325,15 @@ impl Shared {
             page.end_at(Some(read_until));
         }
         let mut found: Found = of_log.changes.into_iter().map(past_row).map(|past| (past.row, past)).collect();
+        // The newest compaction that had deleted rows when the log was read. This instance may not have heard of it.
+        let compacted = self.revisions().1.max(of_log.purged).unwrap_or(Revision::EMPTY);
         if from.revision < compacted {
-            let history = self.history.as_ref().ok_or(PastError::Begins { first: compacted })?;
+            let (History { archive, .. }, _) = self.check_kept(from.revision, compacted).await?;
             let wanted = ArchivedChanges { range, rows: (from, read_until.min(to)), order: Order::OldestFirst };
-            let (archived, rest) = history.archive.changes(wanted).await?;
             // Rows that are not copied yet were in the log when it was read.
-            let first = history.archive.state().await?.first.min(compacted);
-            if from.revision < first {
-                return Err(PastError::Begins { first });
-            }
-            if rest == Rest::More {
-                page.end_at(archived.last().map(|past| past.row));
-            }
+            let (archived, visited) = archive.changes(wanted).await?;
+            self.check_kept(from.revision, compacted).await?;
+            page.end_at(visited);
             found.extend(archived.into_iter().map(|past| (past.row, past)));
         }
         found.retain(|row, _| (from..=to).contains(row) && page.contains(*row));

@@ -1,0 +1,82 @@
+//! The SQL of the archive in SQLite.
+
+use crate::archive::archive_columns;
+
+pub(super) const COLUMNS_OF_LOG: &str =
+    "l.key, l.value, l.lease, l.version, l.create_revision, l.prev_revision, l.deleted";
+pub(super) const INSERT: &str = "INSERT OR IGNORE INTO kv_archive (id, sub, key, value, lease, version, create_revision, \
+    prev_revision, deleted, end_revision) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)";
+pub(super) const ADD: &str =
+    "UPDATE meta SET value = value + CASE name WHEN 'rows' THEN ? ELSE ? END WHERE name IN ('rows', 'bytes')";
+pub(super) const BEGIN: &str = "INSERT OR IGNORE INTO meta (name, value) \
+    VALUES ('first_revision', ?1), ('copied_revision', ?1), ('bytes', 0), ('rows', 0)";
+pub(super) const CLUSTER: &str = "INSERT OR IGNORE INTO meta (name, value) VALUES ('cluster_id', ?)";
+pub(super) const STATE: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
+    (SELECT value FROM meta WHERE name = 'copied_revision'), (SELECT value FROM meta WHERE name = 'bytes'), \
+    (SELECT value FROM meta WHERE name = 'rows')";
+pub(super) const RAISE: &str = "UPDATE meta SET value = max(value, ?) WHERE name = ?";
+pub(super) const DELETE_OLD: &str = "DELETE FROM kv_archive WHERE (id, sub) IN (SELECT id, sub FROM kv_archive \
+    WHERE end_revision <= ?1 AND id < ?1 ORDER BY end_revision LIMIT ?2) \
+    RETURNING length(key) + coalesce(length(value), 0)";
+pub(super) const DELETE_TIMES: &str = "DELETE FROM kv_time WHERE id < (SELECT max(id) FROM kv_time WHERE id <= ?)";
+pub(super) const OLDEST: &str = "SELECT max(end_revision, id + 1), length(key) + coalesce(length(value), 0) FROM kv_archive \
+    ORDER BY end_revision, id, sub LIMIT ?";
+pub(super) const NOTE_TIME: &str = "INSERT INTO kv_time (id, at) \
+    SELECT ?1, max(?2, coalesce((SELECT at FROM kv_time ORDER BY id DESC LIMIT 1), 0)) \
+    WHERE ?1 > coalesce((SELECT max(id) FROM kv_time), 0)";
+pub(super) const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
+pub(super) const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= ? ORDER BY at DESC, id DESC LIMIT 1";
+pub(super) const TIME_OF: &str =
+    "SELECT at FROM kv_time WHERE id >= ?1 AND ?1 > (SELECT min(id) FROM kv_time) ORDER BY id LIMIT 1";
+
+/// `$order` is the direction of both columns.
+macro_rules! changes_of_key {
+    ($order:literal) => {
+        concat!(
+            "SELECT ",
+            archive_columns!(),
+            " FROM kv_archive WHERE key = ?1 AND (id, sub) >= (?2, ?3) AND (id, sub) <= (?4, ?5) ORDER BY id ",
+            $order,
+            ", sub ",
+            $order,
+            " LIMIT ?6"
+        )
+    };
+}
+pub(super) use changes_of_key;
+
+/// The unary plus keeps SQLite from using the index on keys, which would need a sort.
+pub(super) const CHANGES_OF_SPAN: &str = concat!(
+    "SELECT ",
+    archive_columns!(),
+    " FROM kv_archive WHERE (id, sub) >= (?2, ?3) AND (id, sub) <= (?4, ?5) AND +key >= ?1 AND (?7 OR +key < ?8) \
+     ORDER BY id, sub LIMIT ?6"
+);
+
+/// The row that ends a visit.
+pub(super) const BOUND_OF_VISIT: &str = "SELECT id, sub FROM kv_archive WHERE (id, sub) >= (?1, ?2) AND (id, sub) <= (?3, ?4) \
+    ORDER BY id, sub LIMIT 1 OFFSET ?5";
+
+/// Visits one key after the other, so that a key with many versions costs no more than others. `$start` is the condition
+/// for the first key, `$end` that for the end of the range.
+macro_rules! pairs_at {
+    ($start:literal, $end:literal) => {
+        concat!(
+            "WITH RECURSIVE v (key, number) AS (\
+                 SELECT (SELECT key FROM kv_archive WHERE key ",
+            $start,
+            $end,
+            " ORDER BY key LIMIT 1), 1 \
+                 UNION ALL \
+                 SELECT (SELECT h.key FROM kv_archive h WHERE h.key > v.key",
+            $end,
+            " ORDER BY h.key LIMIT 1), v.number + 1 FROM v WHERE v.key IS NOT NULL AND v.number < ?3\
+             ) SELECT ",
+            visited_columns!(),
+            " FROM v LEFT JOIN kv_archive a ON a.rowid = (\
+                 SELECT h.rowid FROM kv_archive h WHERE h.key = v.key AND h.id <= ?2 ORDER BY h.id DESC, h.sub DESC LIMIT 1\
+             ) AND a.end_revision > ?2 AND a.deleted = 0 WHERE v.key IS NOT NULL ORDER BY v.number"
+        )
+    };
+}
+pub(super) use pairs_at;
