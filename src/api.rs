@@ -10,12 +10,14 @@ pub mod convert;
 mod election;
 pub mod grpc;
 mod history;
+mod insight;
 pub mod interval_check;
 mod kv;
 mod lease;
 mod lock;
 mod maintenance;
 mod queue;
+mod slow_requests;
 mod snapshot;
 pub mod status;
 pub mod watch;
@@ -28,7 +30,8 @@ use tonic::{Status, service::Routes};
 use self::grpc::metering::Meter;
 pub use self::grpc::router::Router;
 use self::{
-    election::ElectionService, history::HistoryService, lock::LockService, snapshot::Snapshots, status::from_store,
+    election::ElectionService, history::HistoryService, lock::LockService, slow_requests::SlowRequests,
+    snapshot::Snapshots, status::from_store,
 };
 use crate::{
     auth::{Authenticator, Credentials},
@@ -47,7 +50,7 @@ use orlop_wire::proto::{
             self as pb, auth_server::AuthServer, cluster_server::ClusterServer, lease_server::LeaseServer,
             maintenance_server::MaintenanceServer,
         },
-        orlopb::history_server::HistoryServer,
+        orlopb::{history_server::HistoryServer, insight_server::InsightServer},
         v3electionpb::election_server::ElectionServer,
         v3lockpb::lock_server::LockServer,
     },
@@ -100,6 +103,7 @@ struct Context {
     settings: Arc<Settings>,
     authenticator: Arc<Authenticator>,
     snapshots: Snapshots,
+    slow_requests: Arc<SlowRequests>,
     /// True once the server stops.
     stopping: watch_channel::Receiver<bool>,
 }
@@ -153,13 +157,15 @@ pub fn services(
 ) -> Result<Router, tonic_reflection::server::Error> {
     let (small, long) = (settings.small_message_bytes(), settings.max_message_bytes());
     let (metrics, exporter) = (Arc::clone(store.metrics()), settings.exporter.clone());
-    let meter = Meter::new(metrics, partial_requests, settings.slow_threshold, exporter)?;
+    let slow_requests = Arc::<SlowRequests>::default();
+    let meter = Meter::new(metrics, partial_requests, settings.slow_threshold, &slow_requests, exporter)?;
     let snapshots = Snapshots::new(&store);
     let context = Arc::new(Context {
         store,
         settings: Arc::new(settings),
         authenticator: Arc::new(authenticator),
         snapshots,
+        slow_requests,
         stopping,
     });
     let (_, health) = tonic_health::server::health_reporter();
@@ -175,6 +181,7 @@ pub fn services(
         .add_service(ClusterServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
         .add_service(AuthServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
         .add_service(MaintenanceServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
+        .add_service(InsightServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
         .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(long))
         .add_service(HistoryServer::new(HistoryService(Arc::clone(&context))).max_decoding_message_size(small))
         .add_service(ElectionServer::new(ElectionService(context)).max_decoding_message_size(long))

@@ -13,6 +13,8 @@
 //! - [`migrate`]: copies a running etcd or Orlop and takes over from it
 //! - [`kine`]: imports the table of a kine that has stopped; [`load`]: the rows of another store, made into those of a log
 //! - [`status`], [`offline`]: the state of a running server on one screen; commands on a store without its server
+//! - [`insight`], [`top`]: figures about a running server; `orlop top`, which shows them in a terminal
+//! - [`console`]: the web page: load, sizes, keys and their history, events
 //! - [`output`]: output of commands
 
 /// The commit of the source.
@@ -25,7 +27,9 @@ pub mod api;
 pub mod auth;
 pub mod check;
 pub mod config;
+pub mod console;
 pub mod http;
+pub mod insight;
 pub mod kine;
 pub mod load;
 pub mod logging;
@@ -37,3 +41,4 @@ pub mod server;
 pub mod snapshot;
 pub mod status;
 pub mod telemetry;
+pub mod top;

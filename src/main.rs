@@ -9,7 +9,7 @@ use orlop::{
     config::{
         Flags, Settings, deprecated_flags, deprecation, ignored_flag_definitions, ignored_flags, with_two_dashes,
     },
-    kine, logging, migrate, offline, output, server, snapshot, status,
+    console, kine, logging, migrate, offline, output, server, snapshot, status, top,
 };
 use orlop_bench as bench;
 use orlop_core::supervise;
@@ -67,6 +67,17 @@ enum Command {
     /// The data are those of Maintenance.Status and /metrics of the endpoint. What the server does not report is unknown.
     Status(status::Args),
 
+    /// Show the load and the state of a running server, Orlop or etcd, in the terminal, refreshed in place
+    ///
+    /// Without a terminal, or with --once, it prints one screen as text and exits.
+    Top(top::Args),
+
+    /// Serve a web page about a running server, Orlop or etcd: load, sizes, keys and their history, events
+    ///
+    /// Browsers log in with a name and a password of the server if it has authentication enabled; a user in the flags is
+    /// only suggested. A server can serve the same page itself: see its flag --console-listen-url.
+    Console(Box<console::command::Args>),
+
     /// Check the integrity of a store, running or not, without writing to it
     ///
     /// Reads the database: every row of every table, with SQLite also the whole file and its WAL. It finds the database as
@@ -111,6 +122,8 @@ fn main() -> ExitCode {
         Some(Command::Migrate(args)) => migrate(*args),
         Some(Command::Import(args)) => on_one_thread(async { Box::pin(kine::run(args)).await }),
         Some(Command::Status(args)) => on_one_thread(async { status::run(args).await }),
+        Some(Command::Console(args)) => serve_console(*args),
+        Some(Command::Top(args)) => on_one_thread(async { Box::pin(top::run(args)).await }),
         Some(Command::Check(args)) => return check_store(args),
         Some(Command::Defrag(args)) => on_one_thread(async { offline::defrag(args).await }),
         Some(Command::Hashkv(args)) => on_one_thread(async { offline::hashkv(args).await }),
@@ -191,6 +204,19 @@ fn migrate(args: migrate::Args) -> Outcome {
     let outcome = runtime.block_on(async {
         let shutdown = shutdown_signal()?;
         Box::pin(migrate::run(args, settings, shutdown)).await
+    });
+    runtime.shutdown_background();
+    outcome
+}
+
+fn serve_console(args: console::command::Args) -> Outcome {
+    // Standard output has the address of the page; the log contains what the page wrote.
+    logging::start(&Settings::default())?;
+    supervise::log_panics();
+    let runtime = runtime(1)?;
+    let outcome = runtime.block_on(async {
+        let shutdown = shutdown_signal()?;
+        Box::pin(console::command::run(args, shutdown)).await
     });
     runtime.shutdown_background();
     outcome

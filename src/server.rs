@@ -20,6 +20,7 @@ use crate::{
     api,
     auth::{Authenticator, BCRYPT_COST, BCRYPT_COSTS, Keys, Passwords, SignMethod, Tokens},
     config::{AuthToken, Datastore, ListenUrl, MetricsDetail, Retention, Scheme, Settings, Tls, Urls},
+    console::embedded::Page,
     http::{self, Pprof},
     net::{self, ConnectionLimit, Listener, tls},
     snapshot::{DatedFolder, Schedule},
@@ -65,7 +66,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         Some(files) => Some(Arc::new(tls::Acceptor::new(files).map_err(Error)?)),
         None => None,
     };
-    let listeners = Listeners::bind(&settings, tls.as_ref()).await.map_err(Error)?;
+    let mut listeners = Listeners::bind(&settings, tls.as_ref()).await.map_err(Error)?;
     let metrics = new_metrics(&settings);
     let mut shutdown = pin!(shutdown);
     let opening = open_store(&settings, advertised_urls(&settings, &listeners.clients), metrics);
@@ -91,6 +92,7 @@ pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Re
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     log_start(&settings, &listeners, &store).await?;
     let mut servers = JoinSet::new();
+    listeners.serve_console(&settings, &endpoints, &services, &stopping, &mut servers).map_err(Error)?;
     listeners.serve(&settings, &endpoints, services.with(routes.main), routes.http, &stopping, &mut servers);
     notify_service_manager("READY=1");
 
@@ -208,6 +210,8 @@ struct Listeners {
     clients: Vec<Listener>,
     http: Vec<Listener>,
     metrics: Vec<Listener>,
+    /// The web page.
+    console: Vec<Listener>,
 }
 
 impl Listeners {
@@ -217,10 +221,28 @@ impl Listeners {
             clients: bind(&settings.listen_client_urls).await?,
             http: bind(&settings.listen_client_http_urls).await?,
             metrics: bind(&settings.listen_metrics_urls).await?,
+            console: bind(&settings.console_listen_url).await?,
         })
     }
 
-    /// Serves at all addresses until `stopping` becomes true.
+    /// Serves the web page at its addresses, if there are any, until `stopping` becomes true.
+    fn serve_console(
+        &mut self,
+        settings: &Settings,
+        endpoints: &http::Settings,
+        services: &api::Router,
+        stopping: &watch::Receiver<bool>,
+        servers: &mut JoinSet<()>,
+    ) -> Result<(), String> {
+        let listeners = std::mem::take(&mut self.console);
+        let about = self.clients.first().and_then(|listener| listener.urls.first()).cloned();
+        let services = services.clone().with(http::console_routes(services.routes(), endpoints));
+        let page = Page { services: &services, about, allowed_hosts: &settings.console_allowed_hosts.0 };
+        let settings = connections(settings, ConnectionLimit::for_probes(), endpoints.store.steps());
+        page.serve(listeners, &settings, stopping, servers)
+    }
+
+    /// Serves at all other addresses until `stopping` becomes true.
     fn serve(
         self,
         settings: &Settings,

@@ -75,8 +75,8 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
 
 async fn read(client: &Client) -> Result<Status, String> {
     let answer = client.maintenance().status(StatusRequest {}).await.map_err(|status| describe(&status))?;
-    // A server may have no metrics at this address: etcd serves them only without gRPC.
-    let page = MetricsPage::new(client.get("/metrics").await.unwrap_or_default());
+    // A server may have no metrics at this address.
+    let page = client.metrics().await.unwrap_or_default();
     Ok(status_of(client.endpoint().to_string(), answer.into_inner(), &page))
 }
 

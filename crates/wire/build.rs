@@ -9,7 +9,7 @@ use std::{env, error::Error, path::PathBuf};
 use prost::Message as _;
 use prost_types::{FileDescriptorSet, field_descriptor_proto::Type};
 
-const PROTOS: [&str; 7] = [
+const PROTOS: &[&str] = &[
     "mvccpb/kv.proto",
     "authpb/auth.proto",
     "leasepb/lease.proto",
@@ -17,6 +17,7 @@ const PROTOS: [&str; 7] = [
     "v3lockpb/v3lock.proto",
     "v3electionpb/v3election.proto",
     "orlopb/history.proto",
+    "orlopb/insight.proto",
 ];
 
 /// Fields of the server set that contain encoded messages: (message, field).

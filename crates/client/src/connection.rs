@@ -16,14 +16,17 @@ use http::{HeaderValue, Request, Response, Uri, uri::PathAndQuery};
 use http_body_util::BodyExt as _;
 use hyper::{
     body::Incoming,
-    client::conn::http2::{self, SendRequest},
+    client::conn::{
+        http1,
+        http2::{self, SendRequest},
+    },
 };
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpStream, UnixStream},
-    task::AbortHandle,
+    task::{AbortHandle, JoinHandle},
     time::timeout,
 };
 use tokio_rustls::{
@@ -34,13 +37,14 @@ use tonic::{Code, Status, body::Body};
 use tower_service::Service;
 
 use crate::{
-    Error, describe,
+    Error, MetricsPage, describe,
     endpoint::{Address, Endpoint, Target},
 };
 use orlop_wire::proto::client::etcdserverpb::{
-    AuthenticateRequest, auth_client::AuthClient, kv_client::KvClient, lease_client::LeaseClient,
-    maintenance_client::MaintenanceClient,
+    AuthenticateRequest, auth_client::AuthClient, cluster_client::ClusterClient, kv_client::KvClient,
+    lease_client::LeaseClient, maintenance_client::MaintenanceClient, watch_client::WatchClient,
 };
+use orlop_wire::proto::client::orlopb::{history_client::HistoryClient, insight_client::InsightClient};
 use orlop_wire::proto::client::v3lockpb::lock_client::LockClient;
 use orlop_wire::write_coalescing::{Flusher, coalesce_writes};
 
@@ -49,6 +53,7 @@ const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+const METRICS: &str = "/metrics";
 
 /// etcd's services over one shared connection.
 #[derive(Clone)]
@@ -87,6 +92,28 @@ impl Client {
         let origin = Uri::builder().scheme(scheme).authority(authority).path_and_query("/").build();
         let origin = origin.map_err(io::Error::other)?;
         Ok(Self { connection, origin, endpoint: Arc::new(endpoint.clone()) })
+    }
+
+    /// Connects over an open stream without TLS, for example to a server in the same process. `endpoint` is the name of
+    /// the server in errors.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Connect`].
+    pub async fn over<S>(stream: S, endpoint: &Endpoint) -> Result<Self, Error>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let connection = Connection::open(stream, None).await;
+        let connection = connection.map_err(|source| Error::Connect { endpoint: endpoint.to_string(), source })?;
+        let origin = Uri::from_static("http://localhost/");
+        Ok(Self { connection, origin, endpoint: Arc::new(endpoint.clone()) })
+    }
+
+    /// Returns a client of the same connection that sends another token with every request, or none.
+    pub fn with_token(&self, token: Option<HeaderValue>) -> Self {
+        let connection = Connection { token, ..self.connection.clone() };
+        Self { connection, ..self.clone() }
     }
 
     /// Returns a token for the user; `None` if authentication is disabled.
@@ -129,8 +156,42 @@ impl Client {
         LeaseClient::with_origin(self.connection.clone(), self.origin.clone())
     }
 
+    pub fn cluster(&self) -> ClusterClient<Connection> {
+        ClusterClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
+    /// Returns the service that only Orlop has.
+    pub fn insight(&self) -> InsightClient<Connection> {
+        InsightClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
+    /// Returns the service that only Orlop has.
+    pub fn history(&self) -> HistoryClient<Connection> {
+        HistoryClient::with_origin(self.connection.clone(), self.origin.clone()).max_decoding_message_size(usize::MAX)
+    }
+
+    pub fn watch(&self) -> WatchClient<Connection> {
+        WatchClient::with_origin(self.connection.clone(), self.origin.clone()).max_decoding_message_size(usize::MAX)
+    }
+
     pub fn locks(&self) -> LockClient<Connection> {
         LockClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
+    /// Returns the metrics of the server. etcd without TLS serves them at this address only to clients of HTTP/1.
+    ///
+    /// # Errors
+    ///
+    /// If the connection is lost or the server has no metrics at this address.
+    pub async fn metrics(&self) -> Result<MetricsPage, Status> {
+        let page = match self.get(METRICS).await {
+            Err(status) => match &self.endpoint.address {
+                Address::Tcp(authority) if !self.endpoint.has_tls => get_over_http1(authority, METRICS).await?,
+                Address::Tcp(_) | Address::Unix(_) => return Err(status),
+            },
+            Ok(page) => page,
+        };
+        Ok(MetricsPage::new(page))
     }
 
     /// Sends an HTTP GET request; returns the body of the response.
@@ -160,6 +221,35 @@ impl Client {
     /// Returns whether the connection is closed. It is not reopened.
     pub fn is_lost(&self) -> bool {
         self.connection.sender.is_closed()
+    }
+}
+
+/// Sends an HTTP/1 GET request over a new connection; returns the body of the response.
+async fn get_over_http1(authority: &str, path: &'static str) -> Result<String, Status> {
+    let exchange = async {
+        let stream = TcpStream::connect(authority).await?;
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(io::Error::other)?;
+        let driver = AbortOnDropHandle(tokio::spawn(connection));
+        let request = Request::get(path).header(http::header::HOST, authority).body(Body::empty());
+        let response = sender.send_request(request.map_err(io::Error::other)?).await.map_err(io::Error::other)?;
+        if !response.status().is_success() {
+            return Err(io::Error::other(format!("GET {path} returned {}", response.status())));
+        }
+        let text = response.into_body().collect().await.map_err(io::Error::other)?.to_bytes();
+        drop(driver);
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    };
+    let exchanged = timeout(CONNECT_TIMEOUT, exchange).await;
+    let exchanged = exchanged.unwrap_or_else(|_| Err(io::Error::from(io::ErrorKind::TimedOut)));
+    exchanged.map_err(|error| Status::unavailable(error.to_string()))
+}
+
+/// Aborts a task when dropped.
+struct AbortOnDropHandle<T>(JoinHandle<T>);
+
+impl<T> Drop for AbortOnDropHandle<T> {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 

@@ -6,7 +6,7 @@
 
 pub mod table;
 
-pub use table::{Remaining, Renewal, Table};
+pub use table::{Expiring, Remaining, Renewal, Table};
 
 /// Minimum TTL in seconds; shorter ones are raised to it. etcd's minimum with its default election timeout.
 pub const TTL_SECS_MIN: i64 = 2;

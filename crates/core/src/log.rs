@@ -409,6 +409,10 @@ pub trait Log: History {
     /// Returns the pairs in these rows, in any order. Omits rows that contain a delete or were compacted.
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>>;
 
+    /// Returns the lengths of the values in these rows in bytes, in any order, without reading the values. Omits rows
+    /// that contain a delete or were compacted.
+    async fn value_lengths(&self, rows: &[RowId]) -> Result<Vec<(RowId, u64)>>;
+
     /// Returns the secret key that signs tokens. It is random, belongs to this log alone, and never changes.
     async fn token_key(&self) -> Result<Vec<u8>>;
 

@@ -382,6 +382,7 @@ impl Metrics {
     /// If a metric is inconsistent.
     pub fn text(&self) -> Result<Vec<u8>, prometheus::Error> {
         let mut families = self.registry.gather();
+        process::set_cpu_time(&mut families);
         for (name, original, help) in COPIES {
             let Some(mut copy) = families.iter().find(|family| family.name() == original).cloned() else { continue };
             copy.set_name(name.to_owned());

@@ -27,7 +27,7 @@ mod spec;
 
 pub use self::{
     chunk::Chunk,
-    hub::Hub,
+    hub::{Hub, Survey, WatchedRange},
     message::{End, Message},
     outbox::{Messages, Outbox},
     session::Session,

@@ -254,6 +254,10 @@ impl Log for PostgresLog {
         read!(self.database, connection => read::values(connection, rows))?
     }
 
+    async fn value_lengths(&self, rows: &[RowId]) -> Result<Vec<(RowId, u64)>> {
+        read!(self.database, connection => read::value_lengths(connection, rows))
+    }
+
     async fn token_key(&self) -> Result<Vec<u8>> {
         read!(self.database, connection => sqlx::query_scalar(auth::SELECT_TOKEN_KEY).fetch_one(connection))
     }

@@ -288,6 +288,10 @@ impl Log for SqliteLog {
         read::values(&mut *self.reader().await?, rows).await
     }
 
+    async fn value_lengths(&self, rows: &[RowId]) -> Result<Vec<(RowId, u64)>> {
+        read::value_lengths(&mut *self.reader().await?, rows).await.map_err(unavailable)
+    }
+
     async fn token_key(&self) -> Result<Vec<u8>> {
         sqlx::query_scalar(auth::SELECT_TOKEN_KEY).fetch_one(&mut *self.reader().await?).await.map_err(unavailable)
     }

@@ -30,7 +30,11 @@ use tower::{Layer, Service};
 
 pub use self::body::{ReceivedBody, SentBody};
 use self::call::{CallGuard, Method, add_request_id};
-use crate::{api::status::panicked, net::Remote, telemetry::Exporter};
+use crate::{
+    api::{slow_requests::SlowRequests, status::panicked},
+    net::Remote,
+    telemetry::Exporter,
+};
 use orlop_core::{metrics::Metrics, overload::PartialRequests, supervise, trace};
 use orlop_wire::proto::DESCRIPTORS;
 
@@ -54,7 +58,7 @@ struct Counters {
 }
 
 impl Meter {
-    /// Creates the counters. Calls that take longer than `slow_threshold` are logged.
+    /// Creates the counters. Calls that take longer than `slow_threshold` are logged and added to `slow_requests`.
     ///
     /// # Errors
     ///
@@ -63,6 +67,7 @@ impl Meter {
         metrics: Arc<Metrics>,
         partial_requests: Arc<PartialRequests>,
         slow_threshold: Duration,
+        slow_requests: &Arc<SlowRequests>,
         exporter: Option<Arc<Exporter>>,
     ) -> Result<Self, prost::DecodeError> {
         let descriptors = FileDescriptorSet::decode(DESCRIPTORS)?;
@@ -77,7 +82,7 @@ impl Meter {
                         (true, false) => ("client_stream", "stream"),
                         (true, true) => ("bidi_stream", "stream"),
                     };
-                    let counted = Method::new(&metrics, [grpc, &service_name, method.name()], kind);
+                    let counted = Method::new(&metrics, slow_requests, [grpc, &service_name, method.name()], kind);
                     methods.insert(counted.path.clone(), Arc::new(counted));
                 }
             }
@@ -244,7 +249,10 @@ mod tests {
             .route(RANGE, post(async || -> Body { panic!("before the response") }))
             .route(PUT, post(panics_late))
             .route("/other", post(async || -> Body { panic!("not counted by method") }))
-            .layer(Meter::new(Arc::clone(&metrics), Arc::default(), Duration::from_secs(9), None).unwrap());
+            .layer(
+                Meter::new(Arc::clone(&metrics), Arc::default(), Duration::from_secs(9), &Arc::default(), None)
+                    .unwrap(),
+            );
         for (path, want) in [
             (RANGE, (Some(13), None, 1, 1)),
             (RANGE, (Some(13), None, 2, 2)),

@@ -7,6 +7,9 @@ use orlop_wire::proto::{
     client::{
         authpb::Permission,
         etcdserverpb::{compare::TargetUnion, request_op::Request, watch_request::RequestUnion, *},
+        orlopb::{
+            ChildrenRequest, ExpiringLeasesRequest, MembersRequest, SizesRequest, SlowRequestsRequest, WatchersRequest,
+        },
         v3electionpb::{CampaignRequest, LeaderKey, LeaderRequest, ProclaimRequest, ResignRequest},
         v3lockpb::{LockRequest, UnlockRequest},
     },
@@ -196,6 +199,12 @@ async fn send_all(client: &mut Client) -> Vec<(&'static str, Level, &'static str
         "Election/Leader", Keys, "": c.election.leader(LeaderRequest { name: "z".into() });
         "Election/Observe", Keys, "": async { first(c.election.observe(LeaderRequest { name: "z".into() }).await).await };
         "Election/Resign", Keys, "": c.election.resign(ResignRequest { leader: leader() });
+        "Insight/Watchers", Root, "": c.insight.watchers(WatchersRequest::default());
+        "Insight/SlowRequests", Root, "": c.insight.slow_requests(SlowRequestsRequest {});
+        "Insight/ExpiringLeases", Root, "": c.insight.expiring_leases(ExpiringLeasesRequest::default());
+        "Insight/Sizes", Root, "": c.insight.sizes(SizesRequest::default());
+        "Insight/Children", Keys, "": c.insight.children(ChildrenRequest { prefix: "x".into(), ..Default::default() });
+        "Insight/Members", Root, "": c.insight.members(MembersRequest {});
         // The last one, because it would end the checks.
         "Auth/AuthDisable", Root, "": async { Err::<(), _>(c.auth.auth_disable(AuthDisableRequest {}).await.err().unwrap_or_else(|| Status::ok(""))) };
     }

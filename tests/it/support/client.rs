@@ -7,7 +7,7 @@ use orlop_wire::proto::client::{
         AuthenticateRequest, auth_client::AuthClient, cluster_client::ClusterClient, kv_client::KvClient,
         lease_client::LeaseClient, maintenance_client::MaintenanceClient, watch_client::WatchClient,
     },
-    orlopb::history_client::HistoryClient,
+    orlopb::{history_client::HistoryClient, insight_client::InsightClient},
     v3electionpb::election_client::ElectionClient,
     v3lockpb::lock_client::LockClient,
 };
@@ -33,6 +33,7 @@ pub struct Client {
     pub lock: LockClient<Connection>,
     pub election: ElectionClient<Connection>,
     pub history: HistoryClient<Connection>,
+    pub insight: InsightClient<Connection>,
     token: Token,
 }
 
@@ -69,6 +70,7 @@ impl Client {
             lock: LockClient::new(channel.clone()),
             election: ElectionClient::new(channel.clone()),
             history: HistoryClient::new(channel.clone()).max_decoding_message_size(usize::MAX),
+            insight: InsightClient::new(channel.clone()),
             cluster: ClusterClient::new(channel).max_decoding_message_size(usize::MAX),
             token,
         })

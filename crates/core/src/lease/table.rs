@@ -50,6 +50,16 @@ pub struct Remaining {
     pub keys: Vec<Key>,
 }
 
+/// A lease and the time until it expires.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Expiring {
+    pub id: LeaseId,
+    pub ttl_secs: i64,
+    pub left: Duration,
+    /// Number of attached keys.
+    pub keys: usize,
+}
+
 impl Table {
     pub fn len(&self) -> usize {
         self.leases.len()
@@ -129,6 +139,16 @@ impl Table {
     /// Returns the leases that have not expired, in the order of their deadlines.
     pub fn list(&self, now: Instant) -> Vec<LeaseId> {
         self.deadlines.iter().filter(|(deadline, _)| *deadline > now).map(|(_, id)| *id).collect()
+    }
+
+    /// Returns at most `limit` leases, the earliest deadline first. An expired lease has no time left.
+    pub fn soonest(&self, now: Instant, limit: usize) -> Vec<Expiring> {
+        let expiring = |(deadline, id): &(Instant, LeaseId)| {
+            let lease = &self.leases[id];
+            let left = deadline.saturating_duration_since(now);
+            Expiring { id: *id, ttl_secs: lease.ttl_secs, left, keys: lease.keys.len() }
+        };
+        self.deadlines.iter().take(limit).map(expiring).collect()
     }
 
     /// Returns at most `limit` expired leases.
@@ -231,6 +251,9 @@ mod tests {
         table.grant(LeaseId(1), 10, start);
         table.grant(LeaseId(2), 5, start);
         assert_eq!(table.list(start), [LeaseId(2), LeaseId(1)]);
+        let soonest =
+            |limit| table.soonest(at(4), limit).iter().map(|lease| (lease.id.0, lease.left.as_secs())).collect();
+        assert_eq!((soonest(9), soonest(1)), (vec![(2, 1), (1, 6)], vec![(2, 1)]));
         assert_eq!(table.renew(LeaseId(2), at(4)), Renewal::Renewed { ttl_secs: 5 });
         assert_eq!(table.next_deadline(), Some(at(9)));
         assert_eq!(table.expired(at(8), 9), []);

@@ -44,6 +44,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         history: None,
         compaction_done: watch::Sender::new(None),
         hash_before_compaction: Mutex::default(),
+        sizes: Default::default(),
         pulses: Default::default(),
     }
 }

@@ -1,6 +1,6 @@
 //! The heartbeat of this instance, and the members that the database reports in return.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use tokio::{
     sync::watch,
@@ -31,6 +31,13 @@ impl Store {
             warn!(%error, "cannot read the members; returning the last known ones");
         }
         self.shared.members.live()
+    }
+
+    /// Returns the live members as of the last heartbeat, and the time since then; `None` if no other instance can use
+    /// the log, so there are no heartbeats.
+    pub fn last_members(&self) -> (Vec<Member>, Option<Duration>) {
+        let members = &self.shared.members;
+        (members.live(), self.shared.log.shared().map(|_| members.since_last_beat()))
     }
 
     /// Returns the id of the leader.

@@ -4,7 +4,7 @@
 //! receives it and before the lease is expired. If the log is not shared, the deadlines are only in memory.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     hash::{BuildHasher as _, RandomState},
 };
 
@@ -22,10 +22,13 @@ use super::{
 use crate::{
     auth::{AuthState, Caller},
     index::{Lease, TreeIndex},
-    lease::{self, Remaining, Renewal},
+    lease::{self, Expiring, Remaining, Renewal},
     log::{self, LeaseChange, LoggedLease, Meta, Touch},
     types::{KeyRange, LeaseId, Revision},
 };
+
+/// Maximum number of reads of the log to find the leases that expire next.
+const SOONEST_READS_MAX: usize = 4;
 
 impl Store {
     /// Grants a lease with the given id, or with a free one. A TTL below the minimum is raised to the minimum.
@@ -140,6 +143,30 @@ impl Store {
             leases.all_keys().try_for_each(|key| rights.check_read_key(key))?;
         }
         Ok(leases.list(Instant::now()))
+    }
+
+    /// Returns the number of all leases, and at most `limit` of them, those that expire next first.
+    ///
+    /// Leases that other instances renewed since this one read their deadlines may be missing or, after
+    /// [`SOONEST_READS_MAX`] reads of the log, have deadlines that are too early.
+    pub async fn soonest_leases(&self, limit: usize) -> Result<(usize, Vec<Expiring>)> {
+        let read = || {
+            let leases = self.shared.leases.lock();
+            (leases.len(), leases.soonest(Instant::now(), limit))
+        };
+        let (mut total, mut soonest) = read();
+        let mut refreshed = HashSet::new();
+        for _ in 0..SOONEST_READS_MAX {
+            // A renewed lease moves back, and others take its place.
+            let unread: Vec<LeaseId> =
+                soonest.iter().map(|lease| lease.id).filter(|id| refreshed.insert(*id)).collect();
+            if self.renewal_query.is_none() || unread.is_empty() {
+                break;
+            }
+            self.refresh_leases(&unread).await?;
+            (total, soonest) = read();
+        }
+        Ok((total, soonest))
     }
 
     /// Refreshes the deadlines of these leases from the log, if the log stores deadlines.

@@ -10,7 +10,7 @@ use tokio::sync::{Notify, watch};
 
 use super::{
     authority::CurrentAuthority, hash::Hashed, history::History, members::Members, replication::ReplicationState,
-    space::Space, values::ValueCache,
+    sizes::SizesCache, space::Space, values::ValueCache,
 };
 use crate::{
     index::TreeIndex,
@@ -65,6 +65,7 @@ pub(super) struct Shared {
     pub(super) compaction_done: watch::Sender<Option<Revision>>,
     /// The hash at the compact revision, computed before that compaction.
     pub(super) hash_before_compaction: Mutex<Option<Hashed>>,
+    pub(super) sizes: SizesCache,
     pub(super) pulses: Pulses,
 }
 

@@ -33,6 +33,11 @@ impl ValueCache {
         self.0.get(&row)
     }
 
+    /// Returns the length of the value of a pair. Does not count as a use of the pair.
+    pub fn value_len(&self, row: RowId) -> Option<u64> {
+        self.0.peek(&row).map(|kv| kv.value_slice().len() as u64)
+    }
+
     /// Returns the approximate size in bytes.
     pub fn bytes(&self) -> u64 {
         self.0.weight()

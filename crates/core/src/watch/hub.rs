@@ -4,10 +4,16 @@
 //! revision, and a progress notification is queued after all events that it covers. Publishing encodes an event once
 //! per range and flavor, regardless of the number of watches that share it.
 
-use std::{collections::BTreeMap, sync::Arc};
+mod survey;
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{Arc, Weak},
+};
 
 use tokio::sync::Semaphore;
 
+pub use self::survey::{Survey, WatchedRange};
 use super::{
     chunk::{CHUNK_BYTES_MAX, Chunk},
     intervals::Intervals,
@@ -44,10 +50,27 @@ struct State {
     free_groups: Vec<usize>,
     /// Watches whose start revision is above head + 1.
     future: BTreeMap<Revision, Vec<(Arc<Outbox>, WatchId)>>,
+    /// Watches that read the log, by their outbox and id. Only [`Hub::survey`] uses it.
+    behind: HashMap<BehindKey, BehindWatch>,
     /// Streams that wait for a progress notification at or above this revision.
     progress: Vec<(Revision, Arc<Outbox>)>,
     /// Number of synced watches that requested previous pairs.
     prev_kv_members: usize,
+}
+
+/// A watch that reads the log.
+struct BehindWatch {
+    outbox: Weak<Outbox>,
+    range: KeyRange,
+    /// The first revision that was not queued.
+    next: Revision,
+}
+
+/// The address of an outbox, which exists as long as the watch, and the id of a watch of its stream.
+type BehindKey = (usize, WatchId);
+
+fn behind_key(outbox: &Arc<Outbox>, id: WatchId) -> BehindKey {
+    (Arc::as_ptr(outbox).addr(), id)
 }
 
 /// The synced watches of one range.
@@ -96,6 +119,7 @@ impl Hub {
                 groups: Vec::new(),
                 free_groups: Vec::new(),
                 future: BTreeMap::new(),
+                behind: HashMap::new(),
                 progress: Vec::new(),
                 prev_kv_members: 0,
             }),
@@ -135,9 +159,10 @@ impl Hub {
         apply();
         let next = state.head.next();
         state.compact_revision = state.compact_revision.max(compact_revision);
-        for group in state.groups.drain(..).flatten() {
-            for member in group.flavors.into_iter().flat_map(|flavor_group| flavor_group.members) {
-                member.outbox.mark_lagging(member.id, next);
+        let State { groups, behind, .. } = &mut *state;
+        for RangeGroup { range, flavors } in groups.drain(..).flatten() {
+            for member in flavors.into_iter().flat_map(|flavor_group| flavor_group.members) {
+                member.fall_behind(&range, next, behind);
             }
         }
         state.ranges = Intervals::new();
@@ -179,6 +204,7 @@ impl Hub {
     pub(super) fn remove(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
         let mut state = self.state.lock();
         state.remove(outbox, id, &spec.range, spec.flavor);
+        state.forget_behind(outbox, id);
         if let Some(start) = spec.start
             && let Some(waiting) = state.future.get_mut(&start)
         {
@@ -236,6 +262,23 @@ impl Hub {
 
 impl State {
     fn join(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> JoinOutcome {
+        let outcome = self.join_at(outbox, id, spec, next);
+        if outcome == JoinOutcome::Behind {
+            let watch = || BehindWatch { outbox: Arc::downgrade(outbox), range: spec.range.clone(), next };
+            self.behind.entry(behind_key(outbox, id)).or_insert_with(watch).next = next;
+        } else {
+            self.forget_behind(outbox, id);
+        }
+        outcome
+    }
+
+    fn forget_behind(&mut self, outbox: &Arc<Outbox>, id: WatchId) {
+        if !self.behind.is_empty() {
+            self.behind.remove(&behind_key(outbox, id));
+        }
+    }
+
+    fn join_at(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> JoinOutcome {
         if let Some(compacted) = self.compact_revision.filter(|compacted| next < *compacted) {
             return JoinOutcome::Compacted(compacted);
         }
@@ -345,8 +388,9 @@ impl State {
 
     /// Sends changes to the watches of a group. Watches whose outbox is full leave the group.
     fn publish_to(&mut self, number: usize, changes: &[&Change], head: Revision) {
-        let group = self.groups[number].as_mut().expect("every group number in `ranges` is in use");
-        for FlavorGroup { flavor, members, tail } in &mut group.flavors {
+        let Self { groups, behind, .. } = self;
+        let RangeGroup { range, flavors } = groups[number].as_mut().expect("every group number in `ranges` is in use");
+        for FlavorGroup { flavor, members, tail } in flavors {
             if members.is_empty() {
                 continue;
             }
@@ -362,7 +406,11 @@ impl State {
             let chunks: Vec<ChunkRef> = chunks.into_iter().map(|chunk| tail.append(chunk, head)).collect();
             let before = members.len();
             members.retain_mut(|member| {
-                chunks.iter().all(|chunk| member.send(chunk)) && member.keeps_receiving(incomplete)
+                let missed = chunks.iter().find(|chunk| !member.send(chunk)).map(|chunk| chunk.first).or(incomplete);
+                if let Some(next) = missed {
+                    member.fall_behind(range, next, behind);
+                }
+                missed.is_none()
             });
             if flavor.prev_kv {
                 self.prev_kv_members -= before - members.len();
@@ -381,21 +429,18 @@ impl Member {
         self.id == id && Arc::ptr_eq(&self.outbox, outbox)
     }
 
-    /// Returns true if `incomplete` is `None`. Otherwise the watch must catch up from that revision.
-    fn keeps_receiving(&self, incomplete: Option<Revision>) -> bool {
-        if let Some(next) = incomplete {
-            self.outbox.mark_lagging(self.id, next);
-        }
-        incomplete.is_none()
+    /// Notifies the session that the watch must catch up from `next`.
+    fn fall_behind(&self, range: &KeyRange, next: Revision, behind: &mut HashMap<BehindKey, BehindWatch>) {
+        self.outbox.mark_lagging(self.id, next);
+        let watch = BehindWatch { outbox: Arc::downgrade(&self.outbox), range: range.clone(), next };
+        behind.insert(behind_key(&self.outbox, self.id), watch);
     }
 
-    /// Returns false if the outbox is full; the watch then catches up from the log.
+    /// Returns false if the outbox is full.
     fn send(&mut self, chunk: &ChunkRef) -> bool {
         let taken = self.outbox.push_chunk(self.id, chunk, self.fragment);
         if taken {
             self.sent = Some(chunk.revision);
-        } else {
-            self.outbox.mark_lagging(self.id, chunk.first);
         }
         taken
     }

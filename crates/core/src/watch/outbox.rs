@@ -20,7 +20,7 @@ use tokio::sync::Notify;
 
 use super::{
     message::{End, Message},
-    queue::{MessageQueue, Pending},
+    queue::{MessageQueue, Pending, Queued},
     run::ChunkRef,
 };
 use crate::types::{Revision, WatchId};
@@ -125,6 +125,11 @@ impl Outbox {
     /// Otherwise no requests are served and no watch catches up.
     pub fn has_capacity(&self) -> bool {
         self.inner.lock().has_capacity(OUTBOX_BYTES_MAX / 2)
+    }
+
+    /// Returns what waits for each watch, or `None` if nothing waits.
+    pub(super) fn queued(&self) -> Option<Queued> {
+        self.inner.lock().queue.queued()
     }
 
     /// Ends the stream after the waiting messages are sent.

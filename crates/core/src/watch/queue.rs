@@ -1,7 +1,7 @@
 //! The message queue of one stream: its memory use, and the merging of queued events into messages.
 
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, VecDeque},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -64,6 +64,18 @@ pub(super) struct MessageQueue {
     queue: VecDeque<Slot>,
     bytes: usize,
     pending: Option<Pending>,
+}
+
+/// Maximum number of slots that [`MessageQueue::queued`] visits while the queue is locked.
+const QUEUED_SLOTS_MAX: usize = 10_000;
+
+/// The events that wait in a queue.
+#[derive(Debug)]
+pub(super) struct Queued {
+    /// Number of chunks and oldest revision for each watch.
+    pub(super) watches: HashMap<WatchId, (usize, Revision)>,
+    /// Whether the queue is longer than [`QUEUED_SLOTS_MAX`].
+    pub(super) is_partial: bool,
 }
 
 /// An entry of the queue.
@@ -135,6 +147,25 @@ impl MessageQueue {
         }
         let chunks = Chunks { id, run: Arc::clone(run), first: *number, last: *number, is_counted };
         self.push_slot(Slot::Chunks(chunks), SLOT_BYTES + if is_counted { 0 } else { *len });
+    }
+
+    /// Returns the events that wait, or `None` if the queue is empty.
+    pub fn queued(&self) -> Option<Queued> {
+        if self.queue.is_empty() {
+            return None;
+        }
+        let mut watches = HashMap::new();
+        for slot in self.queue.iter().take(QUEUED_SLOTS_MAX) {
+            let (id, count, oldest) = match slot {
+                Slot::Chunks(chunks) => (chunks.id, chunks.len(), chunks.run.first_revision(chunks.first)),
+                Slot::Other(other) => {
+                    let Message::Events { id, revision, .. } = &other.0 else { continue };
+                    (*id, 1, *revision)
+                }
+            };
+            watches.entry(id).or_insert((0, oldest)).0 += count;
+        }
+        Some(Queued { watches, is_partial: self.queue.len() > QUEUED_SLOTS_MAX })
     }
 
     fn push_slot(&mut self, slot: Slot, cost: usize) {

@@ -72,6 +72,11 @@ impl ChunkRun {
         self.with(number, |published| (published.chunk.bytes().clone(), published.revision))
     }
 
+    /// Returns the oldest revision of the chunk with this number.
+    pub fn first_revision(&self, number: u16) -> Revision {
+        self.with(number, |published| published.chunk.first())
+    }
+
     fn with<T>(&self, number: u16, f: impl FnOnce(&Published) -> T) -> T {
         match number.checked_sub(1) {
             None => f(&self.first),

@@ -180,7 +180,9 @@ impl Session {
         match joined {
             None | Some(JoinOutcome::Behind) => self.behind.push_back(id),
             Some(JoinOutcome::Compacted(compact_revision)) => {
-                self.watches.remove(&id);
+                if let Some(watch) = self.watches.remove(&id) {
+                    self.hub.remove(&self.outbox, id, &watch.spec);
+                }
                 self.outbox.push(Message::Compacted { id, compact_revision });
             }
             Some(JoinOutcome::Synced) => self.set_state(id, State::Synced),

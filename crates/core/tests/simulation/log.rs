@@ -237,6 +237,10 @@ impl Log for SimulatedLog {
         self.ask(|database| rows.iter().filter_map(|row| Some((*row, database.value(*row)?))).collect()).await
     }
 
+    async fn value_lengths(&self, _: &[RowId]) -> Result<Vec<(RowId, u64)>> {
+        Err(unavailable("sizes are not simulated"))
+    }
+
     async fn token_key(&self) -> Result<Vec<u8>> {
         Err(unavailable("tokens are not simulated"))
     }

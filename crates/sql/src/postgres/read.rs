@@ -95,6 +95,31 @@ pub(super) async fn values(
     Ok(Ok(found))
 }
 
+/// Implements [`orlop_core::log::Log::value_lengths`]. `octet_length` does not read a value that is stored outside of
+/// its row.
+pub(super) async fn value_lengths(connection: &mut PgConnection, rows: &[RowId]) -> sqlx::Result<Vec<(RowId, u64)>> {
+    const FIRST: &str = "SELECT coalesce(array_agg(id), '{}'), coalesce(array_agg(0::bigint), '{}'), \
+        coalesce(array_agg(octet_length(value)::bigint), '{}') FROM kv_log WHERE id = ANY ($1) AND NOT deleted";
+    const MORE: &str = "SELECT coalesce(array_agg(id), '{}'), coalesce(array_agg(sub::bigint), '{}'), \
+        coalesce(array_agg(octet_length(value)::bigint), '{}') FROM kv_log_more \
+        JOIN unnest($1, $2) AS wanted (wanted_id, wanted_sub) ON id = wanted_id AND sub = wanted_sub WHERE NOT deleted";
+    let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
+    let ids = |rows: &[RowId]| rows.iter().map(|row| row.revision.0).collect::<Vec<i64>>();
+    let subs: Vec<i64> = more.iter().map(|row| i64::from(row.sub)).collect();
+    let queries = [
+        (!first.is_empty()).then(|| sqlx::query_as(FIRST).bind(ids(&first))),
+        (!more.is_empty()).then(|| sqlx::query_as(MORE).bind(ids(&more)).bind(subs)),
+    ];
+    let mut found = Vec::with_capacity(rows.len());
+    for query in queries.into_iter().flatten() {
+        let (ids, subs, lengths): (Vec<i64>, Vec<i64>, Vec<i64>) = query.fetch_one(&mut *connection).await?;
+        found.extend(ids.into_iter().zip(subs).zip(lengths).map(|((id, sub), length)| {
+            (RowId::new(Revision(id), u32::try_from(sub).unwrap_or(u32::MAX)), length.cast_unsigned())
+        }));
+    }
+    Ok(found)
+}
+
 /// Columns 0 and 1 describe the whole page: the revision below which rows may be missing, and whether the second table
 /// has rows of these revisions. If no row matches, one row with only these columns is returned. Rows beyond the byte
 /// limit stay on the server, which knows the lengths without reading the values.

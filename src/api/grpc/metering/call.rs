@@ -9,7 +9,10 @@ use tonic::Code;
 use tracing::{debug, warn};
 
 use crate::{
-    api::grpc::frame::FRAME_HEADER_BYTES,
+    api::{
+        grpc::frame::FRAME_HEADER_BYTES,
+        slow_requests::{SlowRequest, SlowRequests},
+    },
     net::Remote,
     telemetry::{Exporter, FinishedCall, Parent},
 };
@@ -53,11 +56,12 @@ pub struct Method {
     pub path: String,
     /// Whether calls are traced: only if their duration does not depend on other clients.
     pub is_traced: bool,
+    slow_requests: Arc<SlowRequests>,
 }
 
 impl Method {
     /// Creates the counters. `labels` are the kind of the method, the service and the method.
-    pub fn new(metrics: &Metrics, labels: [&str; 3], kind: &'static str) -> Self {
+    pub fn new(metrics: &Metrics, slow_requests: &Arc<SlowRequests>, labels: [&str; 3], kind: &'static str) -> Self {
         let rpc = &metrics.rpc;
         let [grpc, service, method] = labels;
         Self {
@@ -73,6 +77,7 @@ impl Method {
             path: format!("/{service}/{method}"),
             // A call that waits for a lock or an election waits for another client.
             is_traced: grpc == "unary" && service.starts_with("etcdserverpb."),
+            slow_requests: Arc::clone(slow_requests),
         }
     }
 }
@@ -145,7 +150,7 @@ impl CallGuard {
         }
     }
 
-    /// Exports the call, and logs it if it was slow.
+    /// Exports the call. Logs and keeps it if it was slow.
     fn report(&self, trace: &Trace, took: Duration, code: Code) {
         let path = &self.method.path;
         if let Some((parent, exporter)) = &self.exported {
@@ -153,6 +158,10 @@ impl CallGuard {
         }
         if took > self.slow_threshold {
             self.log_slow(trace, took, code);
+            let (method, bytes) =
+                (path.trim_start_matches('/'), self.response_bytes.saturating_sub(FRAME_HEADER_BYTES));
+            let slow = SlowRequest::ending_now(method, CODES[code as usize], took, bytes, trace);
+            self.method.slow_requests.add(slow);
         }
         if trace::are_requests_logged() {
             self.log_statistics(trace, took);

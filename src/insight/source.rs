@@ -1,0 +1,483 @@
+//! Reads snapshots from an endpoint.
+//!
+//! Sizes can take seconds with a million keys, so they are read by a task of their own; a snapshot contains the last
+//! result. Known limits: against etcd, the sizes are the numbers of keys in a listing of at most [`LISTED_KEYS_MAX`]
+//! keys, once in [`LISTING_PAUSE`], because a listing costs etcd as much as reading the pairs.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, SystemTime},
+};
+
+use orlop_client::{Client, Error, MetricsPage, ServerFlags, describe};
+use orlop_wire::proto::client::{
+    etcdserverpb::{MemberListRequest, RangeRequest, StatusRequest, StatusResponse},
+    orlopb as pb,
+};
+use tokio::{
+    task::JoinHandle,
+    time::{Instant, timeout},
+};
+use tonic::{Code, Status};
+
+use super::{
+    Counters,
+    parts::{
+        KeyName, Lease, Leases, Member, Members, PairSizes, Phase, ServerState, Sized, Sizes, SlowRequest,
+        SlowRequests, Snapshot, WatchedRange, Watchers, printable,
+    },
+};
+
+/// Maximum time of a read, without sizes.
+const READ_MAX: Duration = Duration::from_secs(5);
+/// Maximum time to wait for sizes if they are awaited.
+const SIZES_WAIT_MAX: Duration = Duration::from_secs(60);
+/// Time between two reads of the sizes. The server caches them for longer if they are expensive.
+const SIZES_PAUSE: Duration = Duration::from_secs(10);
+/// Maximum number of keys that are listed to count them by prefix.
+const LISTED_KEYS_MAX: usize = 200_000;
+/// Number of keys per request of a listing.
+const LISTED_KEYS_PAGE: i64 = 5_000;
+/// Time between two listings.
+const LISTING_PAUSE: Duration = Duration::from_secs(300);
+
+/// Time to wait for sizes otherwise. Small stores answer at once.
+const SIZES_WAIT: Duration = Duration::from_millis(50);
+/// Why sizes are missing at first.
+pub const BEING_COLLECTED: &str = "being collected";
+/// Why a part is missing if the user is not root.
+const ONLY_ROOT: &str = "only a user with the role root may read this";
+/// Why a part is missing if the server is not an Orlop that has the service `orlopb.Insight`.
+const NOT_IN_ETCD: &str = "not reported by etcd";
+
+/// What a read returns.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// Maximum number of ranges with watchers, leases, and children of the prefix, each.
+    pub rows_max: u32,
+    /// The prefix whose sizes are read; `None`: sizes are not read.
+    pub prefix: Option<Vec<u8>>,
+    /// Whether a read waits for the sizes, for at most a minute.
+    pub wait_for_sizes: bool,
+}
+
+impl Default for Wanted {
+    fn default() -> Self {
+        Self { rows_max: 100, prefix: Some(Vec::new()), wait_for_sizes: false }
+    }
+}
+
+/// Reads snapshots from one endpoint. Connects when it is needed, and again after an error.
+pub struct Source {
+    flags: Option<ServerFlags>,
+    client: Option<Client>,
+    endpoint: String,
+    sizes: SizesReader,
+}
+
+impl Source {
+    pub fn new(flags: ServerFlags) -> Self {
+        let endpoint = flags.endpoint().to_string();
+        Self { flags: Some(flags), client: None, endpoint, sizes: SizesReader::default() }
+    }
+
+    /// Returns a source that reads over an open connection, and does not connect again.
+    pub fn over(client: Client) -> Self {
+        let endpoint = client.endpoint().to_string();
+        Self { flags: None, client: Some(client), endpoint, sizes: SizesReader::default() }
+    }
+
+    /// Returns the URL of the endpoint.
+    pub fn endpoint(&self) -> String {
+        self.endpoint.clone()
+    }
+
+    /// Returns whether a source over an open connection has lost it.
+    pub fn is_lost(&self) -> bool {
+        self.flags.is_none() && self.client.as_ref().is_none_or(Client::is_lost)
+    }
+
+    /// Reads a snapshot. After an error, the next read opens a new connection and logs in again.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Flags`] if the flags name a file that cannot be used; then every further read fails, too. Otherwise if
+    /// the endpoint does not answer within 5 seconds or refuses the user.
+    ///
+    /// # Cancel safety
+    ///
+    /// Cancel safe.
+    pub async fn read(&mut self, wanted: &Wanted) -> Result<Snapshot, Error> {
+        let endpoint = self.endpoint();
+        let lost = |error: String| Error::Connect { endpoint, source: std::io::Error::other(error) };
+        let client = match (self.client.take().filter(|client| !client.is_lost()), &self.flags) {
+            (Some(client), _) => client,
+            (None, Some(flags)) => flags.connect().await?,
+            (None, None) => return Err(lost("the connection is closed".to_owned())),
+        };
+        let mut snapshot = match timeout(READ_MAX, read(&client, wanted)).await {
+            Ok(Ok(snapshot)) => snapshot,
+            Ok(Err(status)) => return Err(lost(describe(&status))),
+            Err(_) => return Err(lost(format!("no answer within {} s", READ_MAX.as_secs()))),
+        };
+        if let Some(prefix) = &wanted.prefix {
+            let wait_max = if wanted.wait_for_sizes { SIZES_WAIT_MAX } else { SIZES_WAIT };
+            match self.sizes.read(&client, prefix, wanted.rows_max, wait_max).await {
+                Some(Ok(sizes)) => snapshot.sizes = Some(sizes),
+                Some(Err(reason)) => drop(snapshot.missing.insert("sizes", reason)),
+                None => drop(snapshot.missing.insert("sizes", BEING_COLLECTED.to_owned())),
+            }
+        }
+        // A token that has expired is renewed by a new connection.
+        let is_logged_out = snapshot.missing.values().any(|reason| reason.starts_with("Unauthenticated"));
+        self.client = Some(client).filter(|_| !is_logged_out);
+        Ok(snapshot)
+    }
+}
+
+async fn read(client: &Client, wanted: &Wanted) -> Result<Snapshot, Status> {
+    let (mut maintenance, mut cluster) = (client.maintenance(), client.cluster());
+    let (mut insight, mut second, mut third, mut fourth) =
+        (client.insight(), client.insight(), client.insight(), client.insight());
+    let limit = wanted.rows_max;
+    let (status, page, listed, watchers, slow, leases, members) = tokio::join!(
+        maintenance.status(StatusRequest {}),
+        client.metrics(),
+        cluster.member_list(MemberListRequest::default()),
+        insight.watchers(pb::WatchersRequest { limit }),
+        second.slow_requests(pb::SlowRequestsRequest {}),
+        third.expiring_leases(pb::ExpiringLeasesRequest { limit }),
+        fourth.members(pb::MembersRequest {}),
+    );
+    let status = status?.into_inner();
+    let mut missing = BTreeMap::new();
+    let page = page.map_err(|error| missing.insert("operations", describe(&error))).ok();
+    let mut part = |name: &'static str, status: &Status| {
+        let reason = if status.code() == Code::Unimplemented {
+            NOT_IN_ETCD.to_owned()
+        } else if status.code() == Code::PermissionDenied {
+            ONLY_ROOT.to_owned()
+        } else {
+            describe(status)
+        };
+        missing.insert(name, reason);
+    };
+    let own = status.header.as_ref().map_or(0, |header| header.member_id);
+    let members = match (members, listed) {
+        (Ok(members), _) => Some(orlop_members(members.into_inner(), own)),
+        (Err(_), Ok(listed)) => Some(etcd_members(listed.into_inner().members, status.leader, own)),
+        (Err(error), Err(_)) => {
+            part("members", &error);
+            None
+        }
+    };
+    let watchers = watchers.map_err(|error| part("watchers", &error)).ok();
+    let slow = slow.map_err(|error| part("slowRequests", &error)).ok();
+    let leases = leases.map_err(|error| part("leases", &error)).ok();
+    Ok(Snapshot {
+        taken_at: Instant::now(),
+        unix_ms: unix_ms(),
+        endpoint: client.endpoint().to_string(),
+        server: server_state(status, page.as_ref()),
+        counters: page.as_ref().map(Counters::of),
+        members,
+        watchers: watchers.map(|response| watched(response.into_inner())),
+        leases: leases.map(|response| expiring(response.into_inner())),
+        slow_requests: slow.map(|response| slow_requests(response.into_inner())),
+        sizes: None,
+        missing,
+    })
+}
+
+#[expect(clippy::disallowed_methods, reason = "the time is only shown")]
+fn unix_ms() -> i64 {
+    let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since_epoch.as_millis()).unwrap_or(i64::MAX)
+}
+
+fn hex(id: u64) -> String {
+    format!("{id:x}")
+}
+
+fn server_state(answer: StatusResponse, page: Option<&MetricsPage>) -> ServerState {
+    let number = |name: &str| page?.value(name).map(|value| value as i64);
+    let label = |metric: &str, label: &str| {
+        let (labels, _) = page?.series(metric).find(|(_, value)| *value > 0.0)?;
+        labels.get(label).map(|value| printable(value))
+    };
+    let header = answer.header.unwrap_or_default();
+    // etcd before 3.6 does not report its quota in the response.
+    let quota =
+        number("etcd_server_quota_backend_bytes").or((answer.db_size_quota > 0).then_some(answer.db_size_quota));
+    ServerState {
+        orlop_version: label("orlop_build_info", "version"),
+        version: printable(&answer.version),
+        database: label("orlop_database_info", "kind"),
+        member_id: hex(header.member_id),
+        leader_id: hex(answer.leader),
+        revision: header.revision,
+        compact_revision: number("etcd_debugging_mvcc_compact_revision"),
+        keys: number("etcd_debugging_mvcc_keys_total"),
+        db_size: answer.db_size,
+        db_size_in_use: answer.db_size_in_use,
+        db_size_quota: quota,
+        watchers: number("etcd_debugging_mvcc_watcher_total"),
+        slow_watchers: number("etcd_debugging_mvcc_slow_watcher_total"),
+        watch_streams: number("etcd_debugging_mvcc_watch_stream_total"),
+        leases: number("orlop_leases"),
+        alarms: answer.errors.iter().map(|error| printable(error.trim())).collect(),
+    }
+}
+
+fn orlop_members(response: pb::MembersResponse, own: u64) -> Members {
+    let member = |member: pb::InsightMember| Member {
+        id: hex(member.id),
+        name: printable(&member.name),
+        client_urls: member.client_urls.iter().map(|url| printable(url)).collect(),
+        leads_expiry: member.leads_expiry,
+        responds: member.id == own,
+    };
+    let members = response.members.into_iter().map(member).collect();
+    Members { members, since_heartbeat_ms: response.since_heartbeat_ms }
+}
+
+fn etcd_members(listed: Vec<orlop_wire::proto::client::etcdserverpb::Member>, leader: u64, own: u64) -> Members {
+    let members = listed.into_iter().map(|member| Member {
+        id: hex(member.id),
+        name: printable(&member.name),
+        client_urls: member.client_ur_ls.iter().map(|url| printable(url)).collect(),
+        leads_expiry: member.id == leader,
+        responds: member.id == own,
+    });
+    Members { members: members.collect(), since_heartbeat_ms: None }
+}
+
+fn watched(response: pb::WatchersResponse) -> Watchers {
+    let range = |range: pb::WatchedRange| {
+        let (key, range_end) = (KeyName(range.key.into()), KeyName(range.range_end.into()));
+        WatchedRange {
+            text: WatchedRange::describe(&key, &range_end),
+            key,
+            range_end,
+            watchers: range.watchers,
+            catching_up: range.catching_up,
+            queued: range.queued,
+            revision_lag: range.revision_lag,
+        }
+    };
+    Watchers {
+        ranges: response.ranges.into_iter().map(range).collect(),
+        ranges_total: response.ranges_total,
+        watchers_total: response.watchers_total,
+        is_partial: response.is_partial,
+    }
+}
+
+fn expiring(response: pb::ExpiringLeasesResponse) -> Leases {
+    let lease = |lease: pb::ExpiringLease| Lease {
+        id: format!("{:x}", lease.id),
+        ttl_secs: lease.ttl_secs,
+        remaining_ms: lease.remaining_ms,
+        keys: lease.keys,
+    };
+    Leases { leases: response.leases.into_iter().map(lease).collect(), total: response.total }
+}
+
+fn slow_requests(response: pb::SlowRequestsResponse) -> SlowRequests {
+    let phase = |phase: pb::Phase| Phase { name: printable(&phase.name), took_us: phase.took_us };
+    let request = |request: pb::SlowRequest| SlowRequest {
+        id: printable(&request.id),
+        ended_unix_ms: request.ended_unix_ms,
+        method: printable(&request.method),
+        request: printable(&request.request),
+        code: printable(&request.code),
+        took_us: request.took_us,
+        phases: request.phases.into_iter().map(phase).collect(),
+        response_bytes: request.response_bytes,
+        pairs: request.pairs,
+    };
+    SlowRequests {
+        requests: response.requests.into_iter().map(request).collect(),
+        total: response.total,
+        threshold_us: response.threshold_us,
+    }
+}
+
+pub type SizesResult = Result<Sizes, String>;
+
+/// Reads sizes in the background and keeps the last result.
+#[derive(Default)]
+pub struct SizesReader {
+    prefix: Vec<u8>,
+    running: Option<JoinHandle<SizesResult>>,
+    last: Option<(Instant, SizesResult)>,
+}
+
+impl SizesReader {
+    /// Returns the sizes below a prefix, with at most `rows_max` children; `None` if the first ones are not complete
+    /// within `wait_max`.
+    pub async fn read(
+        &mut self,
+        client: &Client,
+        prefix: &[u8],
+        rows_max: u32,
+        wait_max: Duration,
+    ) -> Option<SizesResult> {
+        if self.prefix != prefix {
+            *self = Self { prefix: prefix.to_vec(), running: None, last: None };
+        }
+        let is_listing = matches!(&self.last, Some((_, Ok(sizes))) if sizes.cost_us.is_none());
+        let pause = if is_listing { LISTING_PAUSE } else { SIZES_PAUSE };
+        if self.running.is_none() && self.last.as_ref().is_none_or(|(read_at, _)| read_at.elapsed() >= pause) {
+            let (client, prefix) = (client.clone(), self.prefix.clone());
+            self.running = Some(tokio::spawn(async move { read_sizes(&client, prefix, rows_max).await }));
+        }
+        if let Some(running) = &mut self.running
+            && let Ok(read) = timeout(wait_max, running).await
+        {
+            self.running = None;
+            self.last = Some((Instant::now(), read.unwrap_or_else(|error| Err(error.to_string()))));
+        }
+        let (read_at, last) = self.last.as_ref()?;
+        let age_ms = u64::try_from(read_at.elapsed().as_millis()).unwrap_or(u64::MAX);
+        Some(last.clone().map(|sizes| Sizes { age_ms: sizes.age_ms.saturating_add(age_ms), ..sizes }))
+    }
+}
+
+impl Drop for SizesReader {
+    fn drop(&mut self) {
+        if let Some(running) = &self.running {
+            running.abort();
+        }
+    }
+}
+
+async fn read_sizes(client: &Client, prefix: Vec<u8>, limit: u32) -> SizesResult {
+    let request = pb::SizesRequest { prefix: prefix.clone().into(), limit, skip_common: true };
+    let response = match client.insight().max_decoding_message_size(16 << 20).sizes(request).await {
+        Ok(response) => response.into_inner(),
+        Err(status) if status.code() == Code::Unimplemented => return list_keys(client, prefix).await,
+        Err(status) if status.code() == Code::PermissionDenied => return Err(ONLY_ROOT.to_owned()),
+        Err(status) => return Err(describe(&status)),
+    };
+    let sizes = |sizes: Option<pb::PairSizes>| {
+        let pb::PairSizes { keys, key_bytes, value_bytes } = sizes.unwrap_or_default();
+        PairSizes { keys, key_bytes, value_bytes: Some(value_bytes) }
+    };
+    let child = |child: pb::SizedChild| Sized {
+        name: KeyName(child.name.into()),
+        is_prefix: child.is_prefix,
+        sizes: sizes(child.sizes),
+    };
+    Ok(Sizes {
+        prefix: KeyName(response.prefix.into()),
+        total: sizes(response.total),
+        children: response.children.into_iter().map(child).collect(),
+        children_total: response.children_total,
+        largest_keys: response.largest_keys.into_iter().map(child).collect(),
+        age_ms: response.age_ms,
+        cost_us: Some(response.cost_us),
+        is_partial: false,
+    })
+}
+
+/// Counts the keys below a prefix by path segment, from a listing.
+async fn list_keys(client: &Client, prefix: Vec<u8>) -> SizesResult {
+    let range_end = range_end(&prefix);
+    let mut start = if prefix.is_empty() { vec![0] } else { prefix.clone() };
+    let mut keys: Vec<Vec<u8>> = Vec::new();
+    let is_partial = loop {
+        let request = RangeRequest {
+            key: start.into(),
+            range_end: range_end.clone().into(),
+            limit: LISTED_KEYS_PAGE,
+            keys_only: true,
+            serializable: true,
+            ..RangeRequest::default()
+        };
+        let response = client.kv().range(request).await.map_err(|status| describe(&status))?.into_inner();
+        keys.extend(response.kvs.into_iter().map(|kv| kv.key.to_vec()));
+        match keys.last().filter(|_| response.more) {
+            Some(_) if keys.len() >= LISTED_KEYS_MAX => break true,
+            Some(last) => start = [last, &[0][..]].concat(),
+            None => break false,
+        }
+    };
+    Ok(count_by_segment(&keys, prefix, is_partial))
+}
+
+/// Counts sorted keys by the path segment below the prefix, or below the longest path that they share.
+fn count_by_segment(keys: &[Vec<u8>], prefix: Vec<u8>, is_partial: bool) -> Sizes {
+    let shared = match (keys.first(), keys.last()) {
+        (Some(first), Some(last)) => {
+            let equal = first.iter().zip(last).take_while(|(a, b)| a == b).count();
+            first[..equal].iter().rposition(|byte| *byte == b'/').map(|slash| first[..=slash].to_vec())
+        }
+        _ => None,
+    };
+    let prefix = shared.filter(|shared| shared.len() > prefix.len()).unwrap_or(prefix);
+    let mut children: BTreeMap<(&[u8], bool), PairSizes> = BTreeMap::new();
+    let mut total = PairSizes::default();
+    for key in keys {
+        let slash = key[prefix.len()..].iter().position(|byte| *byte == b'/');
+        let name = slash.map_or(key.as_slice(), |slash| &key[..=prefix.len() + slash]);
+        for sizes in [&mut total, children.entry((name, slash.is_some())).or_default()] {
+            sizes.keys += 1;
+            sizes.key_bytes += key.len() as u64;
+        }
+    }
+    let child = |((name, is_prefix), sizes): ((&[u8], bool), PairSizes)| Sized {
+        name: KeyName(name.to_vec()),
+        is_prefix,
+        sizes,
+    };
+    let mut children: Vec<Sized> = children.into_iter().map(child).collect();
+    let children_total = children.len() as u64;
+    children.sort_by_key(|child| std::cmp::Reverse(child.sizes.keys));
+    children.truncate(256);
+    Sizes {
+        prefix: KeyName(prefix),
+        total,
+        children,
+        children_total,
+        largest_keys: Vec::new(),
+        age_ms: 0,
+        cost_us: None,
+        is_partial,
+    }
+}
+
+/// Returns the end of the range of all keys with the prefix, as in a request.
+fn range_end(prefix: &[u8]) -> Vec<u8> {
+    let mut end = prefix.to_vec();
+    while let Some(last) = end.pop() {
+        if last < u8::MAX {
+            end.push(last + 1);
+            return end;
+        }
+    }
+    vec![0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn listed_keys_are_counted_below_their_common_path() {
+        for (keys, prefix, want_prefix, want) in [
+            (&[][..], "", "", &[][..]),
+            (&["/r/a/1", "/r/a/2", "/r/b"], "", "/r/", &[("/r/a/", true, 2), ("/r/b", false, 1)]),
+            (&["a", "b/1"], "", "", &[("a", false, 1), ("b/", true, 1)]),
+            (&["/r/a"], "/r", "/r/", &[("/r/a", false, 1)]),
+        ] {
+            let keys: Vec<Vec<u8>> = keys.iter().map(|key| key.as_bytes().to_vec()).collect();
+            let sizes = count_by_segment(&keys, prefix.into(), false);
+            let children: Vec<_> =
+                (sizes.children.iter()).map(|child| (child.name.text(), child.is_prefix, child.sizes.keys)).collect();
+            let want: Vec<_> =
+                want.iter().map(|(name, is_prefix, keys)| ((*name).to_owned(), *is_prefix, *keys)).collect();
+            assert_eq!((sizes.prefix.text(), children), (want_prefix.to_owned(), want));
+        }
+    }
+}
