@@ -341,7 +341,19 @@ impl Settings {
         }
         self.auto_compaction()?;
         self.tls()?;
+        self.check_console()?;
         self.datastore().map(drop)
+    }
+
+    /// Checks that the web page does not let in those who need a certificate everywhere else.
+    fn check_console(&self) -> Result<(), String> {
+        let is_open = |url: &&ListenUrl| matches!(url, ListenUrl::Tcp(_, Scheme::Plain));
+        match self.console_listen_url.0.iter().find(is_open) {
+            Some(url) if !self.trusted_ca_file.as_os_str().is_empty() => Err(format!(
+                "console-listen-url {url} must be https, because trusted-ca-file requires a certificate of every client"
+            )),
+            Some(_) | None => Ok(()),
+        }
     }
 
     /// Returns the TLS settings of https and unixs addresses, if there are any.

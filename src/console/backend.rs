@@ -261,9 +261,18 @@ pub(super) fn range_end(prefix: &[u8]) -> Vec<u8> {
 
 /// Returns the pair of a key at a revision, 0: the newest one; `None` if it does not exist there.
 pub(super) async fn pair(client: &Client, key: &[u8], revision: i64) -> Result<Option<KeyValue>, Failure> {
+    Ok(pair_at(client, key, revision).await?.0)
+}
+
+/// Returns the pair, and the revision that was read.
+async fn pair_at(client: &Client, key: &[u8], revision: i64) -> Result<(Option<KeyValue>, i64), Failure> {
     let request = RangeRequest { key: key.to_vec().into(), revision, ..RangeRequest::default() };
     match within(client.kv().range(request)).await {
-        Ok(answer) => Ok(answer.into_inner().kvs.into_iter().next()),
+        Ok(answer) => {
+            let answer = answer.into_inner();
+            let head = answer.header.map_or(0, |header| header.revision);
+            Ok((answer.kvs.into_iter().next(), if revision == 0 { head } else { revision }))
+        }
         // Compacted revisions may be in the history.
         Err(compacted) if compacted.code() == Code::OutOfRange && revision > 0 => {
             let request = HistoryPairsRequest { key: key.to_vec().into(), range_end: Vec::new().into(), revision };
@@ -274,7 +283,7 @@ pub(super) async fn pair(client: &Client, key: &[u8], revision: i64) -> Result<O
             };
             match within(read).await {
                 Err(status) if status.code() == Code::Unimplemented => Err(compacted.into()),
-                read => Ok(read?),
+                read => Ok((read?, revision)),
             }
         }
         Err(status) => Err(status.into()),
@@ -286,6 +295,8 @@ pub(super) async fn pair(client: &Client, key: &[u8], revision: i64) -> Result<O
 pub(super) struct Version {
     pub kv: KeyValue,
     pub is_delete: bool,
+    /// A revision at which it is the newest version and can be read. Its own revision may be compacted.
+    pub read_at: i64,
     /// Unix time in milliseconds; `None`: not known.
     pub unix_ms: Option<i64>,
 }
@@ -320,12 +331,23 @@ pub(super) async fn timeline(client: &Client, key: &[u8], to: i64, limit: usize)
         changes => changes?,
     };
     let more = changes.len() > limit;
-    let version = |change: HistoryChange| Version {
-        kv: change.kv.unwrap_or_default(),
-        is_delete: change.deleted,
-        unix_ms: (change.unix_ms > 0).then_some(change.unix_ms),
+    let version = |change: HistoryChange| {
+        let kv = change.kv.unwrap_or_default();
+        let read_at = kv.mod_revision;
+        Version { kv, is_delete: change.deleted, read_at, unix_ms: (change.unix_ms > 0).then_some(change.unix_ms) }
     };
-    Ok(Timeline { versions: changes.into_iter().take(limit).map(version).collect(), more, since_creation: false })
+    let mut versions: Vec<Version> = changes.into_iter().take(limit).map(version).collect();
+    let is_complete = versions.last().is_some_and(|last| last.kv.version == 1);
+    if !more && !is_complete {
+        // The change that made the first readable version is compacted, but not the version.
+        let before = versions.last().map_or(to, |last| last.kv.mod_revision - 1);
+        match pair_at(client, key, before).await {
+            Ok((Some(kv), read_at)) => versions.push(Version { kv, is_delete: false, read_at, unix_ms: None }),
+            Ok((None, _)) | Err(Failure::Missing(_)) => {}
+            Err(failure) => return Err(failure),
+        }
+    }
+    Ok(Timeline { versions, more, since_creation: false })
 }
 
 /// Reads the versions of a key one by one.
@@ -333,18 +355,18 @@ async fn walk_back(client: &Client, key: &[u8], to: i64, limit: usize) -> Result
     let mut versions: Vec<Version> = Vec::new();
     let (mut at, mut more) = (to, false);
     loop {
-        match pair(client, key, at).await {
-            Ok(Some(kv)) => {
+        match pair_at(client, key, at).await {
+            Ok((Some(kv), read_at)) => {
                 let is_first = kv.mod_revision <= kv.create_revision;
                 at = kv.mod_revision - 1;
-                versions.push(Version { kv, is_delete: false, unix_ms: None });
+                versions.push(Version { kv, is_delete: false, read_at, unix_ms: None });
                 more = !is_first && versions.len() == limit;
                 if is_first || more {
                     break;
                 }
             }
             // Older versions were compacted.
-            Ok(None) | Err(Failure::Missing(_)) => break,
+            Ok((None, _)) | Err(Failure::Missing(_)) => break,
             Err(failure) => return Err(failure),
         }
     }

@@ -244,6 +244,16 @@ pub(super) fn key_text(key: &[u8]) -> String {
     }
 }
 
+/// Returns the field of a form in which a prefix is typed. It is empty if the prefix cannot be shown as it is.
+fn prefix_field(prefix: &[u8]) -> Markup {
+    let text = std::str::from_utf8(prefix).ok().filter(|text| escaped(text) == *text);
+    html! {
+        label for="prefix" { "Prefix" }
+        input id="prefix" name="prefix" value=(text.unwrap_or_default()) autocapitalize="none" autocomplete="off"
+            spellcheck="false" placeholder="/registry/pods/";
+    }
+}
+
 /// Returns a link to the page of a key.
 pub(super) fn key_link(key: &[u8]) -> Markup {
     html! { a.key href=(format!("/key?key={}", encoded(key))) { (key_text(key)) } }
@@ -254,8 +264,8 @@ fn key_field(key: &[u8]) -> Markup {
     html! { input type="hidden" name="key64" value=(base64(key)); }
 }
 
-/// Returns links to the prefixes of a key.
-fn path(key: &[u8]) -> Markup {
+/// Returns links from a key to the pages of its prefixes at `place`, which is `/keys` or `/sizes`.
+fn path(place: &str, key: &[u8]) -> Markup {
     let slashes = key.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(at, _)| at + 1);
     let mut start = 0;
     let mut steps: Vec<(&[u8], &[u8])> = Vec::new();
@@ -265,9 +275,9 @@ fn path(key: &[u8]) -> Markup {
     }
     html! {
         nav.path aria-label="Prefixes" {
-            a href="/keys" { "all keys" }
+            a href=(place) { "all keys" }
             @for (prefix, segment) in steps {
-                " " a.key href=(format!("/keys?prefix={}", encoded(prefix))) { (key_text(segment)) }
+                " " a.key href=(format!("{place}?prefix={}", encoded(prefix))) { (key_text(segment)) }
             }
             @if start < key.len() { " " span.key { (key_text(&key[start..])) } }
         }

@@ -1,6 +1,8 @@
 //! The web page: every view, who may see and write what, hostile requests and values; and in a real browser.
 
+mod browser;
 mod page;
+mod webdriver;
 
 use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, DeleteRangeRequest, RangeRequest};
 
@@ -37,21 +39,22 @@ async fn every_page_answers_with_a_full_store(backend: Backend) {
         .unwrap_or_else(|mismatch| panic!("{mismatch}"));
     let page = Page::about(server.endpoint(), &[]);
     for mut visitor in [Visitor::new(&url), page.visitor()] {
-        let names = visitor.open("/keys?prefix=/registry/pods/kube-system/").await;
+        let names = visitor.open("/keys?prefix=/registry/namespaces/").await;
         let key = link(&names, "/key?key=");
         let object = visitor.open(&key).await;
         let revision = value_of(&object[object.find("class=\"timeline\"").expect("a history")..], "from");
         let back = format!("{}&revision={revision}", key.replacen("/key", "/put-back", 1));
-        let diff = format!("{}&from=1&to={revision}", key.replacen("/key", "/diff", 1));
+        let diff = format!("{}&from={revision}&to={revision}", key.replacen("/key", "/diff", 1));
         for (path, wanted) in [
             ("/", "Requests"),
             ("/overview/live", "Revision"),
             ("/sizes", "Sizes"),
-            ("/keys", "/keys?prefix=/registry/pods/"),
-            ("/keys?prefix=/registry/pods", "/keys?prefix=/registry/pods/kube-system/"),
+            ("/keys", "/keys?prefix=/registry/\">"),
+            ("/keys?prefix=/registry/", "/keys?prefix=/registry/namespaces/"),
+            ("/keys?prefix=/registry/names", "/key?key=/registry/namespaces/default"),
             ("/keys?prefix=nothing", "There are no keys"),
             (&key, "apiVersion: v1"),
-            (&diff, "apiVersion: v1"),
+            (&diff, "Both versions are equal."),
             (&back, "Put revision"),
             ("/events?prefix=/registry/", "data-events=\"/events/stream?prefix=/registry/\""),
             ("/assets/style.css", "prefers-color-scheme"),
@@ -85,7 +88,7 @@ async fn every_page_answers_with_a_full_store(backend: Backend) {
         });
         let sizes = sizes.await;
         assert!(
-            sizes.contains("<svg class=\"treemap wide\"") && sizes.contains("/sizes?prefix=/registry/pods/"),
+            sizes.contains("<svg class=\"treemap wide\"") && sizes.contains("/sizes?prefix=/registry/namespaces/"),
             "{sizes}"
         );
     }

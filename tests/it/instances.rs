@@ -385,7 +385,7 @@ async fn compaction_applies_to_all_instances_and_cancels_older_watches() {
 async fn instance_killed_before_purging_does_not_revive_deleted_keys() {
     for _ in 0..10 {
         let Some(pair) = instances().await else { return };
-        if kill_between_compaction_and_deletion(pair).await {
+        if Box::pin(kill_between_compaction_and_deletion(pair)).await {
             return;
         }
     }

@@ -36,7 +36,7 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     let place = format!("/diff?key={}&from={from}&to={to}", encoded(&key));
     let put_back = format!("/put-back?key={}&revision={from}{}", encoded(&key), secrets_parameter(secrets));
     Ok(html! {
-        (path(&key))
+        (path("/keys", &key))
         h1 { "Revision " (from) " and revision " (to) }
         p { (key_link(&key)) }
         div.head {
@@ -52,7 +52,7 @@ pub(super) fn difference(old: Option<&Shown>, new: Option<&Shown>) -> Markup {
     let found = diff(old, new, CONTEXT_LINES);
     let (removed, added) = found.counts();
     html! {
-        p { (removed) " lines removed, " (added) " lines added." }
+        p { "Removed lines: " (removed) ", added lines: " (added) "." }
         @if old.is_none() { p.notice { "The key does not exist at the old revision." } }
         @if new.is_none() { p.notice { "The key does not exist at the new revision." } }
         @if found.hunks.is_empty() {

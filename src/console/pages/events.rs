@@ -3,7 +3,7 @@
 use axum::response::Response;
 use maud::html;
 
-use super::{Tab, Visit, table};
+use super::{Tab, Visit, prefix_field, table};
 use crate::console::query::encoded;
 
 pub(in crate::console) async fn page(visit: Visit) -> Response {
@@ -11,9 +11,7 @@ pub(in crate::console) async fn page(visit: Visit) -> Response {
     let content = html! {
         h1 { "Events" }
         form.search method="get" action="/events" role="search" {
-            label for="prefix" { "Prefix" }
-            input id="prefix" name="prefix" value=(String::from_utf8_lossy(&prefix)) autocapitalize="none"
-                spellcheck="false" placeholder="/registry/pods/";
+            (prefix_field(&prefix))
             button type="submit" { "Filter" }
         }
         div.events data-events=(format!("/events/stream?prefix={}", encoded(&prefix))) {

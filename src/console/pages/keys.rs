@@ -2,17 +2,20 @@
 
 use axum::response::Response;
 use maud::{Markup, html};
+use orlop_client::Client;
 
-use super::{Tab, Visit, key_text, path};
+use super::{Tab, Visit, key_text, path, prefix_field};
 use crate::console::{
-    backend::{Failure, Names, names},
+    backend::{Failure, Name, Names, names},
     query::encoded,
 };
 
 /// Number of names on a page.
 const NAMES_MAX: u32 = 200;
-/// Maximum number of prefixes with a single name that are skipped, such as `/` and `/registry/`.
-const SKIPPED_MAX: usize = 3;
+/// A prefix with a single name that is a prefix is replaced by that one, at most this many times: `/` by `/registry/`.
+const SKIPPED_MAX: usize = 4;
+/// Only on pages with at most this number of names, because each needs a request.
+const SKIPPING_NAMES_MAX: usize = 8;
 
 pub(in crate::console) async fn page(visit: Visit) -> Response {
     let content = content(&visit).await;
@@ -21,29 +24,41 @@ pub(in crate::console) async fn page(visit: Visit) -> Response {
 
 async fn content(visit: &Visit) -> Result<Markup, Failure> {
     let (typed, after) = (visit.query.bytes("prefix"), visit.query.bytes("after"));
+    let client = &visit.visitor.client;
     let mut prefix = typed.clone();
-    let mut page = names(&visit.visitor.client, &prefix, &after, NAMES_MAX).await?;
-    if after.is_empty() {
-        for _ in 0..SKIPPED_MAX {
-            let [only] = page.names.as_slice() else { break };
-            if !only.is_prefix {
-                break;
-            }
-            prefix = only.name.clone();
-            page = names(&visit.visitor.client, &prefix, &after, NAMES_MAX).await?;
+    let mut page = names(client, &prefix, &after, NAMES_MAX).await?;
+    if page.names.len() <= SKIPPING_NAMES_MAX {
+        for name in page.names.iter_mut().filter(|name| name.is_prefix) {
+            skip_single(client, name).await?;
         }
+    }
+    if let ([only], true) = (page.names.as_slice(), after.is_empty())
+        && only.is_prefix
+    {
+        prefix = only.name.clone();
+        page = names(client, &prefix, &after, NAMES_MAX).await?;
     }
     Ok(html! {
         h1 { "Keys" }
         form.search method="get" action="/keys" role="search" {
-            label for="prefix" { "Prefix" }
-            input id="prefix" name="prefix" value=(String::from_utf8_lossy(&typed)) autocapitalize="none"
-                spellcheck="false" placeholder="/registry/pods/";
+            (prefix_field(&typed))
             button type="submit" { "Search" }
         }
-        (path(&prefix))
+        (path("/keys", &prefix))
         (list(&prefix, &after, &page))
     })
+}
+
+/// Replaces a prefix with a single name, which is a prefix, by that one.
+async fn skip_single(client: &Client, name: &mut Name) -> Result<(), Failure> {
+    for _ in 0..SKIPPED_MAX {
+        let below = names(client, &name.name, &[], 1).await?;
+        match below.names.as_slice() {
+            [only] if only.is_prefix && !below.more => *name = only.clone(),
+            _ => break,
+        }
+    }
+    Ok(())
 }
 
 fn list(prefix: &[u8], after: &[u8], page: &Names) -> Markup {

@@ -3,6 +3,7 @@
 use axum::{body::Bytes, extract::State, response::Response};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use maud::html;
+use orlop_objects::escaped;
 
 use super::{Frame, Visit};
 use crate::console::{
@@ -91,7 +92,8 @@ pub(in crate::console) async fn log_out(visit: Visit, body: Bytes) -> Response {
 
 /// Returns the path if it is one of this page, otherwise the first page.
 fn local(path: &str) -> &str {
-    let is_local = path.starts_with('/') && !path.starts_with("//") && !path.contains(['\\', '\r', '\n', '\t']);
+    let is_local =
+        path.starts_with('/') && !path.starts_with("//") && !path.contains(['\\', '\t']) && escaped(path) == path;
     if is_local { path } else { "/" }
 }
 
@@ -118,6 +120,8 @@ mod tests {
             ("//evil.example/", "/"),
             ("/\\evil.example", "/"),
             ("https://evil.example/", "/"),
+            ("/a\x1b", "/"),
+            ("/a\tb", "/"),
             ("", "/"),
         ] {
             assert_eq!(local(path), want);

@@ -37,7 +37,7 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     let secrets = visit.secrets();
     let written = visit.query.number("written");
     Ok(html! {
-        (path(&key))
+        (path("/keys", &key))
         h1.key { (key_text(&key)) }
         @if written > 0 {
             p.success role="status" { "The version was put back, at revision " (written) "." }
@@ -149,7 +149,7 @@ fn versions(key: &[u8], timeline: &Timeline, newest: i64, secrets: Secrets) -> M
 
 fn entry(encoded_key: &str, at: usize, version: &Version, newest: i64, secrets: Secrets) -> Markup {
     let kv = &version.kv;
-    let revision = kv.mod_revision;
+    let (revision, read_at) = (kv.mod_revision, version.read_at);
     let what = if version.is_delete {
         "deleted"
     } else if kv.version == 1 {
@@ -160,8 +160,8 @@ fn entry(encoded_key: &str, at: usize, version: &Version, newest: i64, secrets: 
     html! {
         li {
             span.choice {
-                label { input type="radio" name="from" value=(revision) checked[at == 1]; " old" }
-                label { input type="radio" name="to" value=(revision) checked[at == 0]; " new" }
+                label { input type="radio" name="from" value=(read_at) checked[at == 1]; " old" }
+                label { input type="radio" name="to" value=(read_at) checked[at == 0]; " new" }
             }
             span class=(format!("badge {what}")) { (what) }
             " revision " (revision) " "
@@ -169,11 +169,9 @@ fn entry(encoded_key: &str, at: usize, version: &Version, newest: i64, secrets: 
             @if !version.is_delete {
                 span.muted { " version " (kv.version) ", " (bytes(kv.value.len() as u64)) }
                 span.actions {
-                    a href=(format!("/key?key={encoded_key}&revision={revision}{}", secrets_parameter(secrets)))
-                        aria-label=(format!("Show revision {revision}")) { "Show" }
+                    a href=(format!("/key?key={encoded_key}&revision={read_at}{}", secrets_parameter(secrets))) { "Show" span.hidden { " revision " (revision) } }
                     @if revision != newest {
-                        a href=(format!("/put-back?key={encoded_key}&revision={revision}{}", secrets_parameter(secrets)))
-                            aria-label=(format!("Put revision {revision} back")) { "Put back" }
+                        a href=(format!("/put-back?key={encoded_key}&revision={read_at}{}", secrets_parameter(secrets))) { "Put back" span.hidden { " revision " (revision) } }
                     }
                 }
             }

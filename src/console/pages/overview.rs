@@ -4,15 +4,16 @@ use axum::response::Response;
 use maud::{Markup, html};
 use orlop_objects::escaped;
 
-use super::{Tab, Visit, bytes, table, time};
+use super::{Tab, Visit, table};
 use crate::{
     console::{backend::Failure, chart, figures::Shown, query::encoded},
     insight::{Figures, Leases, Members, Operation, ServerState, SlowRequest, SlowRequests, WatchedRange, Watchers},
-    top::format::{micros, rate, secs},
+    top::format::{micros, rate, secs, time_of_day},
 };
 
 /// Number of rows of each table.
 const ROWS_MAX: usize = 20;
+const SLOW_MAX: usize = 12;
 /// Width of the bar of a slow request's parts.
 const BAR_WIDTH: f64 = 160.0;
 
@@ -125,12 +126,12 @@ fn tiles(figures: &Figures) -> Markup {
                 dt { "Server" }
                 dd.text { (escaped(&version)) }
                 dd.muted {
-                    @if let Some(database) = &server.database { (escaped(database)) ", " }
+                    @if let Some(database) = &server.database { (escaped(database)) } @else { "etcd" }
                     @if let Some(cores) = figures.rates.and_then(|rates| rates.cpu_cores) {
-                        (format!("{:.1} % of a core", cores * 100.0))
+                        (format!(", {:.1} % of a core", cores * 100.0))
                     }
                     @if let Some(resident) = figures.rates.and_then(|rates| rates.resident_bytes) {
-                        ", " (bytes(resident as u64))
+                        ", " (crate::output::bytes(resident as i64))
                     }
                 }
             }
@@ -237,13 +238,13 @@ fn slow_requests(slow: &SlowRequests) -> Markup {
     if slow.requests.is_empty() {
         return html! { p.muted { "None took longer than " (micros(slow.threshold_us)) "." } };
     }
-    let longest = slow.requests.iter().take(ROWS_MAX).map(|request| request.took_us).max().unwrap_or(1);
+    let longest = slow.requests.iter().take(SLOW_MAX).map(|request| request.took_us).max().unwrap_or(1);
     let rows = html! {
-        @for request in slow.requests.iter().take(ROWS_MAX) {
+        @for request in slow.requests.iter().take(SLOW_MAX) {
             tr {
-                td { (time(request.ended_unix_ms)) }
+                td.number { (time_of_day(request.ended_unix_ms)) }
                 td.wide {
-                    (escaped(&request.method)) " " span.muted { (escaped(&request.request)) }
+                    (escaped(request.method.rsplit('.').next().unwrap_or_default())) " " span.muted { (escaped(&request.request)) }
                     @if !request.code.eq_ignore_ascii_case("ok") { " " span.badge.deleted { (escaped(&request.code)) } }
                 }
                 td.number { (micros(request.took_us)) }
@@ -251,7 +252,9 @@ fn slow_requests(slow: &SlowRequests) -> Markup {
             }
         }
     };
-    table("Slow requests", &["Time", "Request", "Took", "Parts"], rows)
+    let more = slow.requests.len().saturating_sub(SLOW_MAX);
+    let table = table("Slow requests", &["Time (UTC)", "Request", "Took", "Parts"], rows);
+    html! { (table) @if more > 0 { p.muted { (more) " more are not shown." } } }
 }
 
 /// Returns the phases as a bar and as text.

@@ -32,7 +32,7 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     let place = format!("/put-back?key={}&revision={revision}", encoded(&key));
     let is_same = newest.as_ref().is_some_and(|kv| kv.value == version.value);
     Ok(html! {
-        (path(&key))
+        (path("/keys", &key))
         h1 { "Put revision " (revision) " back?" }
         p { (key_link(&key)) }
         @match &newest {

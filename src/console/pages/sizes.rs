@@ -56,7 +56,7 @@ fn shown(sizes: &Sizes) -> Markup {
     let rest = sizes.children_total.saturating_sub(sizes.children.len() as u64);
     html! {
         div data-complete {
-            (path(&sizes.prefix.0))
+            (path("/sizes", &sizes.prefix.0))
             p {
                 strong { (weight(total)) } " in " (total.keys) " keys"
                 @if sizes.is_partial { ", of the first keys only" }
@@ -150,9 +150,10 @@ fn treemap(sizes: &Sizes, (class, width, height, text): (&str, f64, f64, f64)) -
 
 /// Cuts a label to about a width.
 fn cut(label: &str, width: f64, text: f64) -> String {
-    let fits = (width / (text * 0.58)) as usize;
-    if label.chars().count() <= fits {
+    let letter = text * 0.58;
+    if label.chars().count() as f64 * letter <= width {
         return label.to_owned();
     }
-    label.chars().take(fits.saturating_sub(1)).chain(['…']).collect()
+    let fits = |(at, _): &(usize, char)| (at + 2) as f64 * letter <= width;
+    label.chars().enumerate().take_while(fits).map(|(_, letter)| letter).chain(['…']).collect()
 }

@@ -8,7 +8,8 @@ use orlop_wire::proto::{
         authpb::Permission,
         etcdserverpb::{compare::TargetUnion, request_op::Request, watch_request::RequestUnion, *},
         orlopb::{
-            ChildrenRequest, ExpiringLeasesRequest, MembersRequest, SizesRequest, SlowRequestsRequest, WatchersRequest,
+            ChildrenRequest, ExpiringLeasesRequest, HistoryChangesRequest, HistoryMomentRequest, HistoryPairsRequest,
+            HistoryStateRequest, MembersRequest, SizesRequest, SlowRequestsRequest, WatchersRequest,
         },
         v3electionpb::{CampaignRequest, LeaderKey, LeaderRequest, ProclaimRequest, ResignRequest},
         v3lockpb::{LockRequest, UnlockRequest},
@@ -199,6 +200,10 @@ async fn send_all(client: &mut Client) -> Vec<(&'static str, Level, &'static str
         "Election/Leader", Keys, "": c.election.leader(LeaderRequest { name: "z".into() });
         "Election/Observe", Keys, "": async { first(c.election.observe(LeaderRequest { name: "z".into() }).await).await };
         "Election/Resign", Keys, "": c.election.resign(ResignRequest { leader: leader() });
+        "History/State", User, "": c.history.state(HistoryStateRequest {});
+        "History/Moment", User, "": c.history.moment(HistoryMomentRequest { unix_ms: 1 });
+        "History/Pairs", Keys, "": async { first(c.history.pairs(HistoryPairsRequest { key: "x".into(), ..Default::default() }).await).await };
+        "History/Changes", Keys, "": async { first(c.history.changes(HistoryChangesRequest { key: "x".into(), ..Default::default() }).await).await };
         "Insight/Watchers", Root, "": c.insight.watchers(WatchersRequest::default());
         "Insight/SlowRequests", Root, "": c.insight.slow_requests(SlowRequestsRequest {});
         "Insight/ExpiringLeases", Root, "": c.insight.expiring_leases(ExpiringLeasesRequest::default());

@@ -38,10 +38,6 @@ impl Page {
         Self { process, url }
     }
 
-    pub fn pid(&self) -> u32 {
-        self.process.id()
-    }
-
     pub fn visitor(&self) -> Visitor {
         Visitor::new(&self.url)
     }

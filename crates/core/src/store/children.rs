@@ -148,13 +148,7 @@ mod tests {
             index.apply(&Change { row, key: name.into(), kind, prev: None, prev_lease: None });
             if key.starts_with('-') {
                 let row = RowId::new(Revision(revision + 1), 0);
-                index.apply(&Change {
-                    row,
-                    key: name.into(),
-                    kind: ChangeKind::Delete,
-                    prev: Some(RowId::new(Revision(revision), 0)),
-                    prev_lease: None,
-                });
+                index.apply(&Change { row, key: name.into(), kind: ChangeKind::Delete, prev: None, prev_lease: None });
             }
         }
         index
