@@ -53,6 +53,10 @@ pub struct Settings {
     pub unix_socket_mode: FileMode,
     /// Additional addresses for metrics and health.
     pub listen_metrics_urls: Urls,
+    /// Addresses of the web page. Empty: none.
+    pub console_listen_url: Urls,
+    /// Names under which browsers may request the page, in addition to its addresses.
+    pub console_allowed_hosts: List<String>,
     /// Empty: the listen addresses.
     pub advertise_client_urls: Urls,
     /// Bytes.
@@ -144,6 +148,8 @@ impl Default for Settings {
             listen_client_http_urls: List::default(),
             listen_address: String::new(),
             unix_socket_mode: FileMode(0o600),
+            console_listen_url: List::default(),
+            console_allowed_hosts: List::default(),
             advertise_client_urls: List::default(),
             max_request_bytes: 1_572_864,
             max_txn_ops: 128,
@@ -335,7 +341,19 @@ impl Settings {
         }
         self.auto_compaction()?;
         self.tls()?;
+        self.check_console()?;
         self.datastore().map(drop)
+    }
+
+    /// Checks that the web page does not let in those who need a certificate everywhere else.
+    fn check_console(&self) -> Result<(), String> {
+        let is_open = |url: &&ListenUrl| matches!(url, ListenUrl::Tcp(_, Scheme::Plain));
+        match self.console_listen_url.0.iter().find(is_open) {
+            Some(url) if !self.trusted_ca_file.as_os_str().is_empty() => Err(format!(
+                "console-listen-url {url} must be https, because trusted-ca-file requires a certificate of every client"
+            )),
+            Some(_) | None => Ok(()),
+        }
     }
 
     /// Returns the TLS settings of https and unixs addresses, if there are any.

@@ -63,6 +63,11 @@ pub fn routes(
     Ok(ClientRoutes { main: main.fallback(unknown_path).into(), http: http.fallback(unknown_path).into() })
 }
 
+/// Returns the services that the web page of this server uses: gRPC, metrics and health.
+pub fn console_routes(grpc: Routes, settings: &Settings) -> Routes {
+    grpc.into_axum_router().merge(http(settings)).fallback(unknown_path).into()
+}
+
 /// Returns the endpoints for probes and Prometheus, for a separate address.
 pub fn probe_routes(settings: &Settings) -> Routes {
     Routes::from(http(settings).fallback(unknown_path))

@@ -19,5 +19,5 @@ pub use self::{
         KeyName, Lease, Leases, Member, Members, PairSizes, Phase, ServerState, Sized, Sizes, SlowRequest,
         SlowRequests, Snapshot, WatchedRange, Watchers,
     },
-    source::{Source, Wanted},
+    source::{BEING_COLLECTED, SizesReader, Source, Wanted},
 };

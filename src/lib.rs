@@ -14,6 +14,7 @@
 //! - [`kine`]: imports the table of a kine that has stopped; [`load`]: the rows of another store, made into those of a log
 //! - [`status`], [`offline`]: the state of a running server on one screen; commands on a store without its server
 //! - [`insight`], [`top`]: figures about a running server; `orlop top`, which shows them in a terminal
+//! - [`console`]: the web page: load, sizes, keys and their history, events
 //! - [`output`]: output of commands
 
 /// The commit of the source.
@@ -26,6 +27,7 @@ pub mod api;
 pub mod auth;
 pub mod check;
 pub mod config;
+pub mod console;
 pub mod history;
 pub mod http;
 pub mod insight;

@@ -9,7 +9,7 @@ use orlop::{
     config::{
         Flags, Settings, deprecated_flags, deprecation, ignored_flag_definitions, ignored_flags, with_two_dashes,
     },
-    history, kine, logging, migrate, offline, output, server, snapshot, status, top,
+    console, history, kine, logging, migrate, offline, output, server, snapshot, status, top,
 };
 use orlop_bench as bench;
 use orlop_core::supervise;
@@ -99,6 +99,12 @@ enum Command {
     /// Without a terminal, or with --once, it prints one screen as text and exits.
     Top(top::Args),
 
+    /// Serve a web page about a running server, Orlop or etcd: load, sizes, keys and their history, events
+    ///
+    /// Browsers log in with a name and a password of the server if it has authentication enabled; a user in the flags is
+    /// only suggested. A server can serve the same page itself: see its flag --console-listen-url.
+    Console(Box<console::command::Args>),
+
     /// Check the integrity of a store, running or not, without writing to it
     ///
     /// Reads the database: every row of every table, with SQLite also the whole file and its WAL. It finds the database as
@@ -147,6 +153,7 @@ fn main() -> ExitCode {
         Some(Command::Diff(args)) => return past(history::diff(*args)),
         Some(Command::Get(args)) => return past(history::get(*args)),
         Some(Command::Rewind(args)) => return past(history::rewind(*args)),
+        Some(Command::Console(args)) => serve_console(*args),
         Some(Command::Top(args)) => on_one_thread(async { Box::pin(top::run(args)).await }),
         Some(Command::Check(args)) => return check_store(args),
         Some(Command::Defrag(args)) => on_one_thread(async { offline::defrag(args).await }),
@@ -236,6 +243,19 @@ fn migrate(args: migrate::Args) -> Outcome {
     let outcome = runtime.block_on(async {
         let shutdown = shutdown_signal()?;
         Box::pin(migrate::run(args, settings, shutdown)).await
+    });
+    runtime.shutdown_background();
+    outcome
+}
+
+fn serve_console(args: console::command::Args) -> Outcome {
+    // Standard output has the address of the page; the log contains what the page wrote.
+    logging::start(&Settings::default())?;
+    supervise::log_panics();
+    let runtime = runtime(1)?;
+    let outcome = runtime.block_on(async {
+        let shutdown = shutdown_signal()?;
+        Box::pin(console::command::run(args, shutdown)).await
     });
     runtime.shutdown_background();
     outcome

@@ -18,6 +18,7 @@ use crate::{
     api,
     auth::{Authenticator, BCRYPT_COST, BCRYPT_COSTS, Keys, Passwords, SignMethod, Tokens},
     config::{AuthToken, Interval, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls, Urls},
+    console::embedded::Page,
     http::{self, Pprof},
     net::{self, ConnectionLimit, Listener, tls},
     snapshot::{DatedFolder, Schedule},
@@ -111,7 +112,7 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
         Some(files) => Some(Arc::new(tls::Acceptor::new(files).map_err(Error)?)),
         None => None,
     };
-    let listeners = Listeners::bind(&settings, tls.as_ref()).await.map_err(Error)?;
+    let mut listeners = Listeners::bind(&settings, tls.as_ref()).await.map_err(Error)?;
     let metrics = new_metrics(&settings);
     let mut shutdown = pin!(shutdown);
     let opening = open_store(&settings, advertised_urls(&settings, &listeners.clients), metrics, keep);
@@ -140,6 +141,7 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
     if role == Role::Server {
         listeners.clients.iter().flat_map(|listener| &listener.urls).for_each(announce);
     }
+    listeners.serve_console(&settings, &endpoints, &services, &stopping, &mut servers).map_err(Error)?;
     listeners.serve(&settings, &endpoints, services.with(routes.main), routes.http, &stopping, &mut servers);
     role.notify("READY=1");
 
@@ -257,6 +259,8 @@ struct Listeners {
     clients: Vec<Listener>,
     http: Vec<Listener>,
     metrics: Vec<Listener>,
+    /// The web page.
+    console: Vec<Listener>,
 }
 
 impl Listeners {
@@ -266,10 +270,28 @@ impl Listeners {
             clients: bind(&settings.listen_client_urls).await?,
             http: bind(&settings.listen_client_http_urls).await?,
             metrics: bind(&settings.listen_metrics_urls).await?,
+            console: bind(&settings.console_listen_url).await?,
         })
     }
 
-    /// Serves at all addresses until `stopping` becomes true.
+    /// Serves the web page at its addresses, if there are any, until `stopping` becomes true.
+    fn serve_console(
+        &mut self,
+        settings: &Settings,
+        endpoints: &http::Settings,
+        services: &api::Router,
+        stopping: &watch::Receiver<bool>,
+        servers: &mut JoinSet<()>,
+    ) -> Result<(), String> {
+        let listeners = std::mem::take(&mut self.console);
+        let about = self.clients.first().and_then(|listener| listener.urls.first()).cloned();
+        let services = services.clone().with(http::console_routes(services.routes(), endpoints));
+        let page = Page { services: &services, about, allowed_hosts: &settings.console_allowed_hosts.0 };
+        let settings = connections(settings, ConnectionLimit::for_probes(), endpoints.store.steps());
+        page.serve(listeners, &settings, stopping, servers)
+    }
+
+    /// Serves at all other addresses until `stopping` becomes true.
     fn serve(
         self,
         settings: &Settings,

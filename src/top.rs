@@ -4,7 +4,7 @@
 //! - [`screen`]: draws the tables with ratatui
 //! - [`terminal`]: keys, signals, and the loop that reads figures and draws
 
-mod format;
+pub(crate) mod format;
 mod screen;
 mod table;
 mod terminal;

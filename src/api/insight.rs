@@ -1,5 +1,5 @@
 //! The Insight service, which etcd does not have: watchers, slow requests, leases, sizes and members of one instance.
-//! All calls need the role root.
+//! All calls but `Children` need the role root.
 
 use std::time::{Duration, SystemTime};
 
@@ -8,6 +8,7 @@ use tonic::{Request, Response, Status};
 use super::{Context, slow_requests::SlowRequest, status::from_store};
 use orlop_core::{
     lease::Expiring,
+    store::children::NamedChild,
     store::sizes::{CHILDREN_MAX, Child, ChildKind, CommonPrefix, NAME_BYTES_MAX, PairSizes},
     watch::WatchedRange,
 };
@@ -21,6 +22,7 @@ const RANGES_MAX: usize = 1_000;
 const LEASES_DEFAULT: usize = 20;
 const LEASES_MAX: usize = 1_000;
 const CHILDREN_DEFAULT: usize = 100;
+const NAMES_MAX: usize = 1_000;
 
 /// Returns the limit of a request.
 fn limit(requested: u32, default: usize, max: usize) -> usize {
@@ -107,6 +109,20 @@ impl Insight for Context {
             largest_keys: first(&sizes.largest_keys),
             age_ms: millis(sizes.collected_at.elapsed()),
             cost_us: micros(sizes.cost),
+        }))
+    }
+
+    async fn children(&self, request: Request<pb::ChildrenRequest>) -> Result<Response<pb::ChildrenResponse>, Status> {
+        let caller = self.caller_of(&request).await?;
+        let request = request.into_inner();
+        let limit = limit(request.limit, CHILDREN_DEFAULT, NAMES_MAX);
+        let page = self.store.children(&caller, &request.prefix, &request.after, limit).await.map_err(from_store)?;
+        let child =
+            |child: NamedChild| pb::NamedChild { name: child.name.into(), is_prefix: child.kind == ChildKind::Prefix };
+        Ok(Response::new(pb::ChildrenResponse {
+            header: self.current_header(),
+            children: page.children.into_iter().map(child).collect(),
+            more: page.more,
         }))
     }
 

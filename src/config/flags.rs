@@ -82,6 +82,16 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     listen_client_http_urls: Option<Urls>,
 
+    /// Addresses of the web page about this server, separated by commas, for example http://127.0.0.1:2382 [default: none]
+    #[arg(help_heading = ADDRESSES, long, value_name = "URLS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    console_listen_url: Option<Urls>,
+
+    /// Names under which browsers may request the web page, in addition to localhost and its address, separated by commas
+    #[arg(help_heading = ADDRESSES, long, value_name = "HOSTS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    console_allowed_hosts: Option<List<String>>,
+
     /// Maximum size of a write request, in bytes or with a unit such as 4MiB [default: 1572864]
     #[arg(help_heading = REQUESTS, long, value_name = "BYTES", value_parser = parse_bytes::<usize>)]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -41,6 +41,12 @@ const LISTED_KEYS_PAGE: i64 = 5_000;
 /// Time between two listings.
 const LISTING_PAUSE: Duration = Duration::from_secs(300);
 
+/// Time to wait for sizes otherwise. Small stores answer at once.
+const SIZES_WAIT: Duration = Duration::from_millis(50);
+/// Why sizes are missing at first.
+pub const BEING_COLLECTED: &str = "being collected";
+/// Why a part is missing if the user is not root.
+const ONLY_ROOT: &str = "only a user with the role root may read this";
 /// Why a part is missing if the server is not an Orlop that has the service `orlopb.Insight`.
 const NOT_IN_ETCD: &str = "not reported by etcd";
 
@@ -49,33 +55,46 @@ const NOT_IN_ETCD: &str = "not reported by etcd";
 pub struct Wanted {
     /// Maximum number of ranges with watchers, leases, and children of the prefix, each.
     pub rows_max: u32,
-    /// The prefix whose sizes are read.
-    pub prefix: Vec<u8>,
-    /// Whether a read waits for the sizes, for at most two minutes.
+    /// The prefix whose sizes are read; `None`: sizes are not read.
+    pub prefix: Option<Vec<u8>>,
+    /// Whether a read waits for the sizes, for at most a minute.
     pub wait_for_sizes: bool,
 }
 
 impl Default for Wanted {
     fn default() -> Self {
-        Self { rows_max: 100, prefix: Vec::new(), wait_for_sizes: false }
+        Self { rows_max: 100, prefix: Some(Vec::new()), wait_for_sizes: false }
     }
 }
 
 /// Reads snapshots from one endpoint. Connects when it is needed, and again after an error.
 pub struct Source {
-    flags: ServerFlags,
+    flags: Option<ServerFlags>,
     client: Option<Client>,
+    endpoint: String,
     sizes: SizesReader,
 }
 
 impl Source {
     pub fn new(flags: ServerFlags) -> Self {
-        Self { flags, client: None, sizes: SizesReader::default() }
+        let endpoint = flags.endpoint().to_string();
+        Self { flags: Some(flags), client: None, endpoint, sizes: SizesReader::default() }
+    }
+
+    /// Returns a source that reads over an open connection, and does not connect again.
+    pub fn over(client: Client) -> Self {
+        let endpoint = client.endpoint().to_string();
+        Self { flags: None, client: Some(client), endpoint, sizes: SizesReader::default() }
     }
 
     /// Returns the URL of the endpoint.
     pub fn endpoint(&self) -> String {
-        self.flags.endpoint().to_string()
+        self.endpoint.clone()
+    }
+
+    /// Returns whether a source over an open connection has lost it.
+    pub fn is_lost(&self) -> bool {
+        self.flags.is_none() && self.client.as_ref().is_none_or(Client::is_lost)
     }
 
     /// Reads a snapshot. After an error, the next read opens a new connection and logs in again.
@@ -91,20 +110,23 @@ impl Source {
     pub async fn read(&mut self, wanted: &Wanted) -> Result<Snapshot, Error> {
         let endpoint = self.endpoint();
         let failed = |error: String| Error::Request { endpoint, error };
-        let client = match self.client.take().filter(|client| !client.is_lost()) {
-            Some(client) => client,
-            None => self.flags.connect().await?,
+        let client = match (self.client.take().filter(|client| !client.is_lost()), &self.flags) {
+            (Some(client), _) => client,
+            (None, Some(flags)) => flags.connect().await?,
+            (None, None) => return Err(failed("the connection is closed".to_owned())),
         };
         let mut snapshot = match timeout(READ_MAX, read(&client, wanted)).await {
             Ok(Ok(snapshot)) => snapshot,
             Ok(Err(status)) => return Err(failed(describe(&status))),
             Err(_) => return Err(failed(format!("no answer within {} s", READ_MAX.as_secs()))),
         };
-        let has_insight = snapshot.missing.get("watchers").is_none_or(|reason| reason != NOT_IN_ETCD);
-        match self.sizes.read(&client, wanted, has_insight).await {
-            Some(Ok(sizes)) => snapshot.sizes = Some(sizes),
-            Some(Err(reason)) => drop(snapshot.missing.insert("sizes", reason)),
-            None => drop(snapshot.missing.insert("sizes", "being collected".to_owned())),
+        if let Some(prefix) = &wanted.prefix {
+            let wait_max = if wanted.wait_for_sizes { SIZES_WAIT_MAX } else { SIZES_WAIT };
+            match self.sizes.read(&client, prefix, wanted.rows_max, wait_max).await {
+                Some(Ok(sizes)) => snapshot.sizes = Some(sizes),
+                Some(Err(reason)) => drop(snapshot.missing.insert("sizes", reason)),
+                None => drop(snapshot.missing.insert("sizes", BEING_COLLECTED.to_owned())),
+            }
         }
         // A token that has expired is renewed by a new connection.
         let is_logged_out = snapshot.missing.values().any(|reason| reason.starts_with("Unauthenticated"));
@@ -134,7 +156,7 @@ async fn read(client: &Client, wanted: &Wanted) -> Result<Snapshot, Status> {
         let reason = if status.code() == Code::Unimplemented {
             NOT_IN_ETCD.to_owned()
         } else if status.code() == Code::PermissionDenied {
-            "only a user with the role root may read this".to_owned()
+            ONLY_ROOT.to_owned()
         } else {
             describe(status)
         };
@@ -281,33 +303,37 @@ fn slow_requests(response: pb::SlowRequestsResponse) -> SlowRequests {
     }
 }
 
-type SizesResult = Result<Sizes, String>;
+pub type SizesResult = Result<Sizes, String>;
 
 /// Reads sizes in the background and keeps the last result.
 #[derive(Default)]
-struct SizesReader {
+pub struct SizesReader {
     prefix: Vec<u8>,
     running: Option<JoinHandle<SizesResult>>,
     last: Option<(Instant, SizesResult)>,
 }
 
 impl SizesReader {
-    /// Returns the sizes below a prefix; `None` while the first ones are being read.
-    async fn read(&mut self, client: &Client, wanted: &Wanted, has_insight: bool) -> Option<SizesResult> {
-        if self.prefix != wanted.prefix {
-            *self = Self { prefix: wanted.prefix.clone(), running: None, last: None };
+    /// Returns the sizes below a prefix, with at most `rows_max` children; `None` if the first ones are not complete
+    /// within `wait_max`.
+    pub async fn read(
+        &mut self,
+        client: &Client,
+        prefix: &[u8],
+        rows_max: u32,
+        wait_max: Duration,
+    ) -> Option<SizesResult> {
+        if self.prefix != prefix {
+            *self = Self { prefix: prefix.to_vec(), running: None, last: None };
         }
-        let pause = if has_insight { SIZES_PAUSE } else { LISTING_PAUSE };
+        let is_listing = matches!(&self.last, Some((_, Ok(sizes))) if sizes.cost_us.is_none());
+        let pause = if is_listing { LISTING_PAUSE } else { SIZES_PAUSE };
         if self.running.is_none() && self.last.as_ref().is_none_or(|(read_at, _)| read_at.elapsed() >= pause) {
-            let (client, prefix, limit) = (client.clone(), self.prefix.clone(), wanted.rows_max);
-            self.running = Some(tokio::spawn(async move {
-                if has_insight { read_sizes(&client, prefix, limit).await } else { list_keys(&client, prefix).await }
-            }));
+            let (client, prefix) = (client.clone(), self.prefix.clone());
+            self.running = Some(tokio::spawn(async move { read_sizes(&client, prefix, rows_max).await }));
         }
-        // Small stores answer at once.
-        let wait = if wanted.wait_for_sizes { SIZES_WAIT_MAX } else { Duration::from_millis(50) };
         if let Some(running) = &mut self.running
-            && let Ok(read) = timeout(wait, running).await
+            && let Ok(read) = timeout(wait_max, running).await
         {
             self.running = None;
             self.last = Some((Instant::now(), read.unwrap_or_else(|error| Err(error.to_string()))));
@@ -327,9 +353,13 @@ impl Drop for SizesReader {
 }
 
 async fn read_sizes(client: &Client, prefix: Vec<u8>, limit: u32) -> SizesResult {
-    let request = pb::SizesRequest { prefix: prefix.into(), limit, skip_common: true };
-    let response = client.insight().max_decoding_message_size(16 << 20).sizes(request).await;
-    let response = response.map_err(|status| describe(&status))?.into_inner();
+    let request = pb::SizesRequest { prefix: prefix.clone().into(), limit, skip_common: true };
+    let response = match client.insight().max_decoding_message_size(16 << 20).sizes(request).await {
+        Ok(response) => response.into_inner(),
+        Err(status) if status.code() == Code::Unimplemented => return list_keys(client, prefix).await,
+        Err(status) if status.code() == Code::PermissionDenied => return Err(ONLY_ROOT.to_owned()),
+        Err(status) => return Err(describe(&status)),
+    };
     let sizes = |sizes: Option<pb::PairSizes>| {
         let pb::PairSizes { keys, key_bytes, value_bytes } = sizes.unwrap_or_default();
         PairSizes { keys, key_bytes, value_bytes: Some(value_bytes) }

@@ -1,7 +1,7 @@
 //! Numbers as short texts.
 
 /// Formats a duration in seconds with three digits.
-pub(super) fn secs(secs: f64) -> String {
+pub(crate) fn secs(secs: f64) -> String {
     match secs {
         secs if secs < 0.000_999_5 => format!("{:.0} us", secs * 1e6),
         secs if secs < 0.009_995 => format!("{:.2} ms", secs * 1e3),
@@ -13,16 +13,16 @@ pub(super) fn secs(secs: f64) -> String {
 }
 
 /// Formats a number per second.
-pub(super) fn rate(rate: f64) -> String {
+pub(crate) fn rate(rate: f64) -> String {
     if rate >= 99.95 || rate == 0.0 { format!("{rate:.0}") } else { format!("{rate:.1}") }
 }
 
-pub(super) fn micros(micros: u64) -> String {
+pub(crate) fn micros(micros: u64) -> String {
     secs(micros as f64 / 1e6)
 }
 
 /// Formats the time of the day in UTC.
-pub(super) fn time_of_day(unix_ms: i64) -> String {
+pub(crate) fn time_of_day(unix_ms: i64) -> String {
     let secs = unix_ms.div_euclid(1000).rem_euclid(86_400);
     format!("{:02}:{:02}:{:02}", secs / 3600, secs / 60 % 60, secs % 60)
 }

@@ -19,7 +19,7 @@ use tonic::{Code, Status};
 use crate::support::Client;
 
 /// Checks of passwords take long on purpose; most tests do not need that.
-const CHEAP: [&str; 2] = ["--bcrypt-cost", "4"];
+pub const CHEAP: [&str; 2] = ["--bcrypt-cost", "4"];
 
 const DENIED: (Code, &str) = (Code::PermissionDenied, "etcdserver: permission denied");
 const INVALID_TOKEN: (Code, &str) = (Code::Unauthenticated, "etcdserver: invalid auth token");
@@ -32,7 +32,7 @@ async fn add_user(client: &mut Client, name: &str) {
     client.auth.user_add(user).await.expect("a user");
 }
 
-fn password(user: &str) -> String {
+pub fn password(user: &str) -> String {
     format!("{user}'s password")
 }
 
@@ -50,7 +50,7 @@ async fn add_role(client: &mut Client, role: &str, key: &str, range_end: &str) {
 }
 
 /// Adds root and the user `user`, who may read and write keys that begin with `a`, and enables Auth.
-async fn enable(client: &mut Client) {
+pub async fn enable(client: &mut Client) {
     add_user(client, "root").await;
     grant_role(client, "root", "root").await;
     add_role(client, "role", "a", "b").await;
@@ -60,7 +60,7 @@ async fn enable(client: &mut Client) {
 }
 
 /// Logs in and acts as the user from now on.
-async fn act_as(client: &mut Client, user: &str) -> String {
+pub async fn act_as(client: &mut Client, user: &str) -> String {
     let token = client.log_in(user, &password(user)).await.expect("a login");
     client.act_with(Some(&token));
     token

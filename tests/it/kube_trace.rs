@@ -6,8 +6,8 @@
 //!
 //! If a real etcd is installed, the same replay runs against it: a comparison that fails with etcd proves nothing.
 
-mod compare;
-mod replay;
+pub mod compare;
+pub mod replay;
 pub mod trace;
 mod watched;
 

@@ -9,6 +9,7 @@ mod backup;
 mod bench;
 mod check;
 mod commands;
+mod console;
 mod damaged;
 mod debug;
 mod differential;

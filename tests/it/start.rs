@@ -57,6 +57,24 @@ fn errors_name_accepted_values_of_a_url_with_several_hosts() {
 }
 
 #[test]
+fn page_must_be_https_where_clients_need_certificates() {
+    check_refused(
+        &[
+            "--console-listen-url",
+            "http://127.0.0.1:0",
+            "--trusted-ca-file",
+            "a",
+            "--cert-file",
+            "b",
+            "--key-file",
+            "c",
+        ],
+        &[],
+        &["console-listen-url http://127.0.0.1:0 must be https", "trusted-ca-file"],
+    );
+}
+
+#[test]
 fn errors_name_invalid_settings_and_accepted_values() {
     check_refused(&["--max-txn-ops", "0"], &[], &["max-txn-ops", "at least 1"]);
     check_refused(&["--max-txn-ops", "many"], &[], &["--max-txn-ops", "many"]);

@@ -42,10 +42,9 @@ use crate::{
 };
 use orlop_wire::proto::client::etcdserverpb::{
     AuthenticateRequest, auth_client::AuthClient, cluster_client::ClusterClient, kv_client::KvClient,
-    lease_client::LeaseClient, maintenance_client::MaintenanceClient,
+    lease_client::LeaseClient, maintenance_client::MaintenanceClient, watch_client::WatchClient,
 };
-use orlop_wire::proto::client::orlopb::history_client::HistoryClient;
-use orlop_wire::proto::client::orlopb::insight_client::InsightClient;
+use orlop_wire::proto::client::orlopb::{history_client::HistoryClient, insight_client::InsightClient};
 use orlop_wire::proto::client::v3lockpb::lock_client::LockClient;
 use orlop_wire::write_coalescing::{Flusher, coalesce_writes};
 
@@ -93,6 +92,28 @@ impl Client {
         let origin = Uri::builder().scheme(scheme).authority(authority).path_and_query("/").build();
         let origin = origin.map_err(io::Error::other)?;
         Ok(Self { connection, origin, endpoint: Arc::new(endpoint.clone()) })
+    }
+
+    /// Connects over an open stream without TLS, for example to a server in the same process. `endpoint` is the name of
+    /// the server in errors.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Connect`].
+    pub async fn over<S>(stream: S, endpoint: &Endpoint) -> Result<Self, Error>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let connection = Connection::open(stream, None).await;
+        let connection = connection.map_err(|source| Error::Connect { endpoint: endpoint.to_string(), source })?;
+        let origin = Uri::from_static("http://localhost/");
+        Ok(Self { connection, origin, endpoint: Arc::new(endpoint.clone()) })
+    }
+
+    /// Returns a client of the same connection that sends another token with every request, or none.
+    pub fn with_token(&self, token: Option<HeaderValue>) -> Self {
+        let connection = Connection { token, ..self.connection.clone() };
+        Self { connection, ..self.clone() }
     }
 
     /// Returns a token for the user; `None` if authentication is disabled.
@@ -146,6 +167,11 @@ impl Client {
     /// Returns the service that only Orlop has.
     pub fn insight(&self) -> InsightClient<Connection> {
         InsightClient::with_origin(self.connection.clone(), self.origin.clone())
+    }
+
+    /// Returns the service that only Orlop has.
+    pub fn watch(&self) -> WatchClient<Connection> {
+        WatchClient::with_origin(self.connection.clone(), self.origin.clone()).max_decoding_message_size(usize::MAX)
     }
 
     pub fn locks(&self) -> LockClient<Connection> {

@@ -190,6 +190,22 @@ impl ServerFlags {
         Ok(Self { endpoints, ..self.clone() })
     }
 
+    /// Connects to the server and does not log in.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be used or the server cannot be reached.
+    pub async fn connect_without_login(&self) -> Result<Client, Error> {
+        let credentials = Credentials { user: None, password: None, ..self.credentials.clone() };
+        let target = Target::new(vec![self.endpoints.clone()], &credentials).await?;
+        Client::connect(&self.endpoints, &target).await
+    }
+
+    /// Returns the name of the user in the flags.
+    pub fn user(&self) -> Option<String> {
+        self.credentials.login().map(|(name, _)| name)
+    }
+
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoints
     }

@@ -50,6 +50,14 @@ pub struct TreeIndex {
     compact_revision: Option<Revision>,
 }
 
+/// The result of [`TreeIndex::first`].
+pub enum First<'a> {
+    Found(&'a Key),
+    /// The budget is used up; this key was visited last.
+    Paused(&'a Key),
+    End,
+}
+
 /// The position of a compaction among the keys.
 #[derive(Debug, Default)]
 pub struct CompactionCursor {
@@ -182,6 +190,21 @@ impl TreeIndex {
         let mut keys = self.keys.range::<[u8], _>(bounds).map(|(key, _)| key);
         let first = keys.next();
         (first, keys.next_back().or(first))
+    }
+
+    /// Returns the first key within `bounds` that was live at `at`. Visits at most `budget` keys that have any history,
+    /// and subtracts their number.
+    pub fn first(&self, bounds: KeyBounds<'_>, at: Revision, budget: &mut usize) -> First<'_> {
+        for (key, index) in self.keys.range::<[u8], _>(bounds) {
+            if index.at(at).is_some() {
+                return First::Found(key);
+            }
+            *budget = budget.saturating_sub(1);
+            if *budget == 0 {
+                return First::Paused(key);
+            }
+        }
+        First::End
     }
 
     /// Visits at most `budget` keys within `bounds` that have any history, and passes those that were live at `at` to

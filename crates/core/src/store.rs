@@ -23,6 +23,7 @@ mod auto_compact;
 pub mod batch;
 mod busy_poll;
 mod catch_up;
+pub mod children;
 mod compactor;
 mod error;
 mod expiry;

@@ -58,10 +58,13 @@ use base64::{Engine as _, prelude::BASE64_STANDARD};
 use serde::Serialize;
 use serde_json::Value;
 
-pub use self::diff::{Change, Diff, DiffLine, Hunk, Style, diff};
+pub use self::{
+    diff::{Change, Diff, DiffLine, Hunk, Style, diff},
+    lines::escaped,
+};
 use self::{
     envelope::{Envelope, MAGIC},
-    lines::{Line, Lines, escaped},
+    lines::{Line, Lines},
     node::{Digest, Masked, Node},
 };
 

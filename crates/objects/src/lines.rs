@@ -77,7 +77,7 @@ pub(crate) fn push_escape(out: &mut String, c: char) {
 }
 
 /// Returns a line with all hazardous characters but tabs escaped.
-pub(crate) fn escaped(text: &str) -> String {
+pub fn escaped(text: &str) -> String {
     if !text.contains(|c| is_hazard(c) && c != '\t') {
         return text.to_owned();
     }

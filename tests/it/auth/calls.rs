@@ -8,7 +8,7 @@ use orlop_wire::proto::{
         authpb::Permission,
         etcdserverpb::{compare::TargetUnion, request_op::Request, watch_request::RequestUnion, *},
         orlopb::{
-            ExpiringLeasesRequest, HistoryChangesRequest, HistoryMomentRequest, HistoryPairsRequest,
+            ChildrenRequest, ExpiringLeasesRequest, HistoryChangesRequest, HistoryMomentRequest, HistoryPairsRequest,
             HistoryStateRequest, MembersRequest, SizesRequest, SlowRequestsRequest, WatchersRequest,
         },
         v3electionpb::{CampaignRequest, LeaderKey, LeaderRequest, ProclaimRequest, ResignRequest},
@@ -220,6 +220,7 @@ async fn send_all(client: &mut Client) -> Vec<(&'static str, Level, &'static str
         "Insight/SlowRequests", Root, "": c.insight.slow_requests(SlowRequestsRequest {});
         "Insight/ExpiringLeases", Root, "": c.insight.expiring_leases(ExpiringLeasesRequest::default());
         "Insight/Sizes", Root, "": c.insight.sizes(SizesRequest::default());
+        "Insight/Children", Keys, "": c.insight.children(ChildrenRequest { prefix: "x".into(), ..Default::default() });
         "Insight/Members", Root, "": c.insight.members(MembersRequest {});
         // The last one, because it would end the checks.
         "Auth/AuthDisable", Root, "": async { Err::<(), _>(c.auth.auth_disable(AuthDisableRequest {}).await.err().unwrap_or_else(|| Status::ok(""))) };

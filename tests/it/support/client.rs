@@ -7,8 +7,7 @@ use orlop_wire::proto::client::{
         AuthenticateRequest, auth_client::AuthClient, cluster_client::ClusterClient, kv_client::KvClient,
         lease_client::LeaseClient, maintenance_client::MaintenanceClient, watch_client::WatchClient,
     },
-    orlopb::history_client::HistoryClient,
-    orlopb::insight_client::InsightClient,
+    orlopb::{history_client::HistoryClient, insight_client::InsightClient},
     v3electionpb::election_client::ElectionClient,
     v3lockpb::lock_client::LockClient,
 };

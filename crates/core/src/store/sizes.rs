@@ -315,7 +315,7 @@ impl Largest {
 }
 
 /// Returns the range of all keys with the prefix.
-fn prefix_range(prefix: &[u8]) -> KeyRange {
+pub(super) fn prefix_range(prefix: &[u8]) -> KeyRange {
     let mut end = prefix.to_vec();
     while let Some(last) = end.pop() {
         if last < u8::MAX {

@@ -1,0 +1,404 @@
+//! What the pages need from a server, Orlop or etcd, over one shared connection.
+//!
+//! Orlop's own services are used where they exist. etcd has no names below a prefix, so keys are listed and the rest of
+//! each segment is skipped; and no history, so the versions of a key are read one by one, back to its creation or the
+//! compact revision.
+
+use std::{future::Future, sync::Arc, time::Duration};
+
+use http::HeaderValue;
+use orlop_client::{Client, Endpoint, Error, ServerFlags, describe};
+use orlop_wire::proto::client::{
+    etcdserverpb::{
+        AuthStatusRequest, AuthenticateRequest, Compare, PutRequest, RangeRequest, RequestOp, TxnRequest,
+        auth_client::AuthClient,
+        compare::{CompareResult, CompareTarget, TargetUnion},
+        request_op::Request,
+    },
+    mvccpb::KeyValue,
+    orlopb::{ChildrenRequest, HistoryChange, HistoryChangesRequest, HistoryPairsRequest},
+};
+use tokio::{io::DuplexStream, sync::Mutex, time::timeout};
+use tonic::{Code, Status};
+
+/// Maximum time of a request to the server.
+const REQUEST_MAX: Duration = Duration::from_secs(10);
+/// Bytes that the pipe to a server in the same process buffers.
+const PIPE_BYTES: usize = 64 << 10;
+/// Keys per request of a listing, and the maximum number of requests for one page of names, for etcd.
+const LISTED_KEYS: i64 = 200;
+const LISTINGS_MAX: usize = 60;
+
+/// Why a page cannot be shown.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Failure {
+    /// The user has to log in, for the first time or again.
+    LoggedOut,
+    /// The user's rights do not suffice; the server's text.
+    Denied(String),
+    /// The request is not valid.
+    Invalid(String),
+    /// The server does not answer.
+    Unavailable(String),
+    /// What was requested does not exist, or not any more.
+    Missing(String),
+    /// The form is not from a page of this process, or the session has changed.
+    Forged,
+    /// Too many event streams are open.
+    TooMany,
+}
+
+impl From<Status> for Failure {
+    fn from(status: Status) -> Self {
+        let text = status.message().to_owned();
+        // etcd's answers to a request without a user, and to one with a token of before a change of the users.
+        let is_logged_out = ["user name is empty", "revision of auth store is old"];
+        if status.code() == Code::Unauthenticated || is_logged_out.iter().any(|known| text.contains(known)) {
+            return Self::LoggedOut;
+        }
+        if status.code() == Code::PermissionDenied {
+            return Self::Denied(text);
+        }
+        if status.code() == Code::OutOfRange {
+            return Self::Missing(text);
+        }
+        if status.code() == Code::InvalidArgument {
+            return Self::Invalid(text);
+        }
+        Self::Unavailable(describe(&status))
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Unavailable(error.to_string())
+    }
+}
+
+/// The server that the pages are about.
+pub(super) struct Backend {
+    place: Place,
+    /// Opened when it is needed, and again when it is lost.
+    shared: Mutex<Option<Client>>,
+}
+
+/// Serves a connection in the same process.
+pub type ServePipe = Arc<dyn Fn(DuplexStream) + Send + Sync>;
+
+pub(super) enum Place {
+    Remote(Box<ServerFlags>),
+    /// The server of this process.
+    Local(Endpoint, ServePipe),
+}
+
+impl Backend {
+    pub fn new(place: Place) -> Self {
+        Self { place, shared: Mutex::default() }
+    }
+
+    /// Returns the URL of the server.
+    pub fn endpoint(&self) -> String {
+        match &self.place {
+            Place::Remote(flags) => flags.endpoint().to_string(),
+            Place::Local(endpoint, _) => endpoint.to_string(),
+        }
+    }
+
+    /// Returns the name that the form to log in suggests.
+    pub fn user(&self) -> Option<String> {
+        match &self.place {
+            Place::Remote(flags) => flags.user(),
+            Place::Local(..) => None,
+        }
+    }
+
+    /// Returns a client without a token.
+    pub async fn client(&self) -> Result<Client, Failure> {
+        let mut shared = self.shared.lock().await;
+        if let Some(client) = shared.as_ref().filter(|client| !client.is_lost()) {
+            return Ok(client.clone());
+        }
+        let client = match &self.place {
+            Place::Remote(flags) => flags.connect_without_login().await?,
+            Place::Local(endpoint, serve) => {
+                let (ours, theirs) = tokio::io::duplex(PIPE_BYTES);
+                serve(theirs);
+                Client::over(ours, endpoint).await?
+            }
+        };
+        Ok(shared.insert(client).clone())
+    }
+
+    /// Returns whether users have to log in.
+    pub async fn is_auth_enabled(&self, client: &Client) -> Result<bool, Failure> {
+        let mut auth = AuthClient::with_origin(client.connection().clone(), client.origin().clone());
+        let failure = match within(auth.auth_status(AuthStatusRequest {})).await {
+            Ok(status) => return Ok(status.into_inner().enabled),
+            // etcd before 3.5 tells it only to somebody who logs in.
+            Err(status) if status.code() == Code::Unimplemented => {
+                match within(auth.authenticate(AuthenticateRequest::default())).await {
+                    Err(status) if status.code() == Code::FailedPrecondition => return Ok(false),
+                    Err(status) => status,
+                    Ok(_) => return Ok(true),
+                }
+            }
+            Err(status) => status,
+        };
+        // If authentication is enabled, the server answers that there is no user.
+        if failure.code() == Code::Unavailable { Err(failure.into()) } else { Ok(true) }
+    }
+
+    /// Returns a token for a user; `None` if authentication is disabled.
+    pub async fn log_in(&self, name: String, password: String) -> Result<Option<HeaderValue>, LogInError> {
+        let client = self.client().await.map_err(LogInError::Failed)?;
+        let mut auth = AuthClient::with_origin(client.connection().clone(), client.origin().clone());
+        match within(auth.authenticate(AuthenticateRequest { name, password })).await {
+            Ok(response) => match HeaderValue::try_from(response.into_inner().token) {
+                Ok(token) => Ok(Some(token)),
+                Err(error) => Err(LogInError::Failed(Failure::Unavailable(error.to_string()))),
+            },
+            Err(status) if status.code() == Code::FailedPrecondition => Ok(None),
+            Err(status) if status.code() == Code::Unavailable => Err(LogInError::Failed(status.into())),
+            Err(status) => Err(LogInError::Refused(status.message().to_owned())),
+        }
+    }
+}
+
+pub(super) enum LogInError {
+    /// The server's reason.
+    Refused(String),
+    Failed(Failure),
+}
+
+/// Limits the time of a request.
+async fn within<T>(request: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+    let answer = timeout(REQUEST_MAX, request).await;
+    answer.unwrap_or_else(|_| Err(Status::unavailable(format!("no answer within {} s", REQUEST_MAX.as_secs()))))
+}
+
+/// A path segment below a prefix.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Name {
+    pub name: Vec<u8>,
+    pub is_prefix: bool,
+}
+
+/// A page of names.
+pub(super) struct Names {
+    pub names: Vec<Name>,
+    pub more: bool,
+}
+
+/// Returns names below a prefix, after one of them.
+pub(super) async fn names(client: &Client, prefix: &[u8], after: &[u8], limit: u32) -> Result<Names, Failure> {
+    let request = ChildrenRequest { prefix: prefix.to_vec().into(), after: after.to_vec().into(), limit };
+    match within(client.insight().max_decoding_message_size(usize::MAX).children(request)).await {
+        Ok(page) => {
+            let page = page.into_inner();
+            let name = |child: orlop_wire::proto::client::orlopb::NamedChild| Name {
+                name: child.name.into(),
+                is_prefix: child.is_prefix,
+            };
+            Ok(Names { names: page.children.into_iter().map(name).collect(), more: page.more })
+        }
+        Err(status) if status.code() == Code::Unimplemented => list_names(client, prefix, after, limit as usize).await,
+        Err(status) => Err(status.into()),
+    }
+}
+
+async fn list_names(client: &Client, prefix: &[u8], after: &[u8], limit: usize) -> Result<Names, Failure> {
+    let end = range_end(prefix);
+    let mut start = match after {
+        [] => prefix.to_vec(),
+        [.., b'/'] => range_end(after),
+        _ => [after, &[0]].concat(),
+    };
+    let mut names: Vec<Name> = Vec::new();
+    for _ in 0..LISTINGS_MAX {
+        if start == [0] && !prefix.is_empty() || start == end && end != [0] {
+            return Ok(Names { names, more: false });
+        }
+        let request = RangeRequest {
+            key: if start.is_empty() { vec![0].into() } else { start.clone().into() },
+            range_end: end.clone().into(),
+            limit: LISTED_KEYS,
+            keys_only: true,
+            serializable: true,
+            ..RangeRequest::default()
+        };
+        let page = within(client.kv().range(request)).await?.into_inner();
+        for kv in &page.kvs {
+            let slash = kv.key[prefix.len()..].iter().position(|byte| *byte == b'/');
+            let name = slash.map_or(&kv.key[..], |slash| &kv.key[..=prefix.len() + slash]);
+            if names.last().is_none_or(|last| last.name != name) {
+                names.push(Name { name: name.to_vec(), is_prefix: slash.is_some() });
+            }
+        }
+        if names.len() > limit {
+            names.truncate(limit);
+            return Ok(Names { names, more: true });
+        }
+        match names.last().filter(|_| page.more) {
+            Some(last) if last.is_prefix => start = range_end(&last.name),
+            Some(last) => start = [&last.name, &[0][..]].concat(),
+            None => return Ok(Names { names, more: false }),
+        }
+    }
+    Ok(Names { names, more: true })
+}
+
+/// Returns the end of the range of all keys with the prefix, as in a request.
+pub(super) fn range_end(prefix: &[u8]) -> Vec<u8> {
+    let mut end = prefix.to_vec();
+    while let Some(last) = end.pop() {
+        if last < u8::MAX {
+            end.push(last + 1);
+            return end;
+        }
+    }
+    vec![0]
+}
+
+/// Returns the pair of a key at a revision, 0: the newest one; `None` if it does not exist there.
+pub(super) async fn pair(client: &Client, key: &[u8], revision: i64) -> Result<Option<KeyValue>, Failure> {
+    Ok(pair_at(client, key, revision).await?.0)
+}
+
+/// Returns the pair, and the revision that was read.
+async fn pair_at(client: &Client, key: &[u8], revision: i64) -> Result<(Option<KeyValue>, i64), Failure> {
+    let request = RangeRequest { key: key.to_vec().into(), revision, ..RangeRequest::default() };
+    match within(client.kv().range(request)).await {
+        Ok(answer) => {
+            let answer = answer.into_inner();
+            let head = answer.header.map_or(0, |header| header.revision);
+            Ok((answer.kvs.into_iter().next(), if revision == 0 { head } else { revision }))
+        }
+        // Compacted revisions may be in the history.
+        Err(compacted) if compacted.code() == Code::OutOfRange && revision > 0 => {
+            let request = HistoryPairsRequest { key: key.to_vec().into(), range_end: Vec::new().into(), revision };
+            let read = async {
+                let mut pages = client.history().pairs(request).await?.into_inner();
+                let page = pages.message().await?;
+                Ok(page.and_then(|page| page.kvs.into_iter().next()))
+            };
+            match within(read).await {
+                Err(status) if status.code() == Code::Unimplemented => Err(compacted.into()),
+                read => Ok((read?, revision)),
+            }
+        }
+        Err(status) => Err(status.into()),
+    }
+}
+
+/// One change of a key.
+#[derive(Debug)]
+pub(super) struct Version {
+    pub kv: KeyValue,
+    pub is_delete: bool,
+    /// A revision at which it is the newest version and can be read. Its own revision may be compacted.
+    pub read_at: i64,
+    /// Unix time in milliseconds; `None`: not known.
+    pub unix_ms: Option<i64>,
+}
+
+/// The changes of a key, the newest first.
+pub(super) struct Timeline {
+    pub versions: Vec<Version>,
+    pub more: bool,
+    /// Whether the server has no history, so that versions before the key's last deletion are not found.
+    pub since_creation: bool,
+}
+
+/// Returns the changes of a key up to a revision, 0: the newest one.
+pub(super) async fn timeline(client: &Client, key: &[u8], to: i64, limit: usize) -> Result<Timeline, Failure> {
+    let request = HistoryChangesRequest {
+        key: key.to_vec().into(),
+        to_revision: to,
+        newest_first: true,
+        limit: limit as i64 + 1,
+        ..HistoryChangesRequest::default()
+    };
+    let read = async {
+        let mut pages = client.history().changes(request).await?.into_inner();
+        let mut changes: Vec<HistoryChange> = Vec::new();
+        while let Some(page) = pages.message().await? {
+            changes.extend(page.changes);
+        }
+        Ok(changes)
+    };
+    let changes = match within(read).await {
+        Err(status) if status.code() == Code::Unimplemented => return walk_back(client, key, to, limit).await,
+        changes => changes?,
+    };
+    let more = changes.len() > limit;
+    let version = |change: HistoryChange| {
+        let kv = change.kv.unwrap_or_default();
+        let read_at = kv.mod_revision;
+        Version { kv, is_delete: change.deleted, read_at, unix_ms: (change.unix_ms > 0).then_some(change.unix_ms) }
+    };
+    let mut versions: Vec<Version> = changes.into_iter().take(limit).map(version).collect();
+    let is_complete = versions.last().is_some_and(|last| last.kv.version == 1);
+    if !more && !is_complete {
+        // The change that made the first readable version is compacted, but not the version.
+        let before = versions.last().map_or(to, |last| last.kv.mod_revision - 1);
+        match pair_at(client, key, before).await {
+            Ok((Some(kv), read_at)) => versions.push(Version { kv, is_delete: false, read_at, unix_ms: None }),
+            Ok((None, _)) | Err(Failure::Missing(_)) => {}
+            Err(failure) => return Err(failure),
+        }
+    }
+    Ok(Timeline { versions, more, since_creation: false })
+}
+
+/// Reads the versions of a key one by one.
+async fn walk_back(client: &Client, key: &[u8], to: i64, limit: usize) -> Result<Timeline, Failure> {
+    let mut versions: Vec<Version> = Vec::new();
+    let (mut at, mut more) = (to, false);
+    loop {
+        match pair_at(client, key, at).await {
+            Ok((Some(kv), read_at)) => {
+                let is_first = kv.mod_revision <= kv.create_revision;
+                at = kv.mod_revision - 1;
+                versions.push(Version { kv, is_delete: false, read_at, unix_ms: None });
+                more = !is_first && versions.len() == limit;
+                if is_first || more {
+                    break;
+                }
+            }
+            // Older versions were compacted.
+            Ok((None, _)) | Err(Failure::Missing(_)) => break,
+            Err(failure) => return Err(failure),
+        }
+    }
+    Ok(Timeline { versions, more, since_creation: true })
+}
+
+/// The result of a conditional write.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Written {
+    At(i64),
+    /// Nothing was written, because the key has changed.
+    Changed,
+}
+
+/// Writes a value if the newest change of the key is `expected`; 0: if it does not exist. The key keeps its lease.
+pub(super) async fn put_if(client: &Client, key: &[u8], value: &[u8], expected: i64) -> Result<Written, Failure> {
+    let compare = Compare {
+        result: CompareResult::Equal.into(),
+        target: CompareTarget::Mod.into(),
+        key: key.to_vec().into(),
+        target_union: Some(TargetUnion::ModRevision(expected)),
+        ..Compare::default()
+    };
+    let put = PutRequest {
+        key: key.to_vec().into(),
+        value: value.to_vec().into(),
+        ignore_lease: expected > 0,
+        ..PutRequest::default()
+    };
+    let success = vec![RequestOp { request: Some(Request::RequestPut(put)) }];
+    let txn = TxnRequest { compare: vec![compare], success, failure: Vec::new() };
+    let answer = within(client.kv().txn(txn)).await?.into_inner();
+    let revision = answer.header.map_or(0, |header| header.revision);
+    Ok(if answer.succeeded { Written::At(revision) } else { Written::Changed })
+}

@@ -1,0 +1,98 @@
+//! Figures of one visitor: read while somebody looks, at most once a second.
+
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+use orlop_client::Client;
+use tokio::{sync::Mutex, time::Instant};
+
+use super::backend::Failure;
+use crate::insight::{Figures, Sizes, SizesReader, Snapshot, Source, Wanted};
+
+/// Minimum time between two reads. Earlier requests get the figures of the last one.
+const READ_PAUSE: Duration = Duration::from_millis(900);
+/// Maximum time between two reads that belong together. After a longer one, rates and the chart begin again.
+const GAP_MAX: Duration = Duration::from_secs(20);
+/// Number of points of the chart.
+const POINTS_MAX: usize = 120;
+/// Number of rows of each table.
+const ROWS_MAX: u32 = 20;
+/// Time to wait for sizes before a page says that they are being collected.
+const SIZES_WAIT: Duration = Duration::from_millis(40);
+/// Number of children whose sizes are shown.
+const CHILDREN_MAX: u32 = 100;
+
+/// The figures of one visitor. Nothing runs between the requests, except a read of sizes that was begun.
+#[derive(Default)]
+pub(super) struct Live {
+    state: Mutex<State>,
+    sizes: Mutex<SizesReader>,
+}
+
+#[derive(Default)]
+struct State {
+    source: Option<Source>,
+    last: Option<(Instant, Snapshot, Shown)>,
+    points: VecDeque<Point>,
+}
+
+/// Rates between two reads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Point {
+    pub operations_per_sec: f64,
+    pub failures_per_sec: f64,
+    /// The slowest of the methods, in seconds.
+    pub p99_secs: Option<f64>,
+}
+
+/// What the overview shows.
+#[derive(Clone)]
+pub(super) struct Shown {
+    pub figures: Arc<Figures>,
+    /// The oldest first.
+    pub points: Vec<Point>,
+}
+
+impl Live {
+    /// Returns the figures, with rates since the last read.
+    pub async fn figures(&self, client: &Client) -> Result<Shown, Failure> {
+        let mut state = self.state.lock().await;
+        match &state.last {
+            Some((read_at, _, shown)) if read_at.elapsed() < READ_PAUSE => return Ok(shown.clone()),
+            Some((read_at, ..)) if read_at.elapsed() > GAP_MAX => *state = State::default(),
+            Some(_) | None => {}
+        }
+        if state.source.as_ref().is_none_or(Source::is_lost) {
+            state.source = Some(Source::over(client.clone()));
+        }
+        let State { source: Some(source), last, points } = &mut *state else {
+            return Err(Failure::Unavailable("no source".to_owned()));
+        };
+        let wanted = Wanted { rows_max: ROWS_MAX, prefix: None, wait_for_sizes: false };
+        let snapshot = source.read(&wanted).await?;
+        let figures = Figures::new(last.as_ref().map(|(_, before, _)| before), &snapshot);
+        if let Some(point) = Point::of(&figures) {
+            if points.len() == POINTS_MAX {
+                points.pop_front();
+            }
+            points.push_back(point);
+        }
+        let shown = Shown { figures: Arc::new(figures), points: points.iter().copied().collect() };
+        *last = Some((Instant::now(), snapshot, shown.clone()));
+        Ok(shown)
+    }
+
+    /// Returns the sizes below a prefix; `None` while they are being collected.
+    pub async fn sizes(&self, client: &Client, prefix: &[u8]) -> Option<Result<Sizes, String>> {
+        self.sizes.lock().await.read(client, prefix, CHILDREN_MAX, SIZES_WAIT).await
+    }
+}
+
+impl Point {
+    fn of(figures: &Figures) -> Option<Self> {
+        let rates = figures.rates?;
+        let methods = figures.operations.as_deref().unwrap_or_default();
+        let p99_secs = methods.iter().filter_map(|method| method.p99_secs).max_by(f64::total_cmp);
+        let (operations_per_sec, failures_per_sec) = (rates.operations_per_sec, rates.failures_per_sec);
+        Some(Self { operations_per_sec, failures_per_sec, p99_secs })
+    }
+}

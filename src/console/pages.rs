@@ -1,0 +1,322 @@
+//! The pages: HTML made by a macro that escapes all text. Texts of keys and values are also freed from control characters.
+
+pub(super) mod diff;
+pub(super) mod events;
+pub(super) mod keys;
+pub(super) mod login;
+pub(super) mod object;
+pub(super) mod overview;
+pub(super) mod put_back;
+pub(super) mod sizes;
+
+use std::time::{Duration, SystemTime};
+
+use axum::{
+    extract::{FromRequestParts, State},
+    response::{Html, IntoResponse as _, Response},
+};
+use http::{HeaderMap, StatusCode, header, request::Parts};
+use maud::{DOCTYPE, Markup, html};
+use orlop_objects::{ManagedFields, Secrets, Shown, View, escaped};
+
+use super::{
+    backend::Failure,
+    query::{Query, base64, encoded},
+    server::Console,
+    session::{FormToken, Visitor},
+};
+
+/// Maximum number of lines of a value or of a difference on a page.
+const LINES_MAX: usize = 20_000;
+
+/// The views in the order of the navigation.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tab {
+    Overview,
+    Sizes,
+    Keys,
+    Events,
+}
+
+impl Tab {
+    const ALL: [(Self, &str, &str); 4] = [
+        (Self::Overview, "/", "Overview"),
+        (Self::Sizes, "/sizes", "Sizes"),
+        (Self::Keys, "/keys", "Keys"),
+        (Self::Events, "/events", "Events"),
+    ];
+}
+
+/// A request of a visitor who may see pages.
+pub(super) struct Visit {
+    pub console: Console,
+    pub visitor: Visitor,
+    pub query: Query,
+    pub headers: HeaderMap,
+    /// Path and query of a request for a page, to return to after a log in.
+    path: String,
+}
+
+impl FromRequestParts<Console> for Visit {
+    type Rejection = Response;
+
+    async fn from_request_parts(parts: &mut Parts, console: &Console) -> Result<Self, Response> {
+        let visitor = Visitor::from_request_parts(parts, console).await?;
+        let query = Query::parse(parts.uri.query().unwrap_or_default().as_bytes());
+        let path = path_of(parts);
+        Ok(Self { console: console.clone(), visitor, query, headers: parts.headers.clone(), path })
+    }
+}
+
+impl Visit {
+    /// Returns a whole page.
+    pub fn page(self, tab: Tab, title: &str, content: Result<Markup, Failure>) -> Response {
+        match content {
+            Ok(content) => self.page_with(StatusCode::OK, tab, title, content),
+            Err(Failure::LoggedOut) => {
+                login::form(&self.console, &self.headers, StatusCode::UNAUTHORIZED, &self.path, login::Notice::None)
+            }
+            Err(failure) => self.page_with(failure.status(), tab, title, failure.markup()),
+        }
+    }
+
+    pub fn page_with(self, status: StatusCode, tab: Tab, title: &str, content: Markup) -> Response {
+        let Visitor { user, form, .. } = self.visitor;
+        let frame = Frame { tab: Some(tab), title, endpoint: &self.console.backend.endpoint(), user: user.as_deref() };
+        frame.respond(status, form, content)
+    }
+
+    /// Returns a part of a page, which the script inserts.
+    pub fn fragment(self, content: Result<Markup, Failure>) -> Response {
+        match content {
+            Ok(content) => Html(content.0).into_response(),
+            Err(failure) => (failure.status(), Html(failure.markup().0)).into_response(),
+        }
+    }
+
+    /// Returns the fields of a form that a page of this process made for this browser.
+    pub fn form(&self, body: &[u8]) -> Result<Query, Failure> {
+        let form = Query::parse(body);
+        let is_ours = self.console.sessions.is_form_token(&self.headers, &form.text("token"));
+        if is_ours { Ok(form) } else { Err(Failure::Forged) }
+    }
+
+    /// Returns whether the data of Secrets is shown.
+    pub fn secrets(&self) -> Secrets {
+        if self.query.raw("secrets") == b"show" { Secrets::Show } else { Secrets::Mask }
+    }
+}
+
+/// Returns a part of the query string that keeps the choice of [`Visit::secrets`].
+pub(super) fn secrets_parameter(secrets: Secrets) -> &'static str {
+    match secrets {
+        Secrets::Mask => "",
+        Secrets::Show => "&secrets=show",
+    }
+}
+
+fn path_of(parts: &Parts) -> String {
+    let is_page = parts.method == http::Method::GET;
+    parts.uri.path_and_query().filter(|_| is_page).map_or("/", http::uri::PathAndQuery::as_str).to_owned()
+}
+
+/// What surrounds the content of every page.
+struct Frame<'a> {
+    tab: Option<Tab>,
+    title: &'a str,
+    endpoint: &'a str,
+    user: Option<&'a str>,
+}
+
+impl Frame<'_> {
+    fn respond(&self, status: StatusCode, form: FormToken, content: Markup) -> Response {
+        let page = self.render(&form.token, content);
+        let mut response = (status, Html(page.0)).into_response();
+        if let Some(cookie) = form.cookie {
+            response.headers_mut().append(header::SET_COOKIE, cookie);
+        }
+        response
+    }
+
+    fn render(&self, token: &str, content: Markup) -> Markup {
+        html! {
+            (DOCTYPE)
+            html lang="en" {
+                head {
+                    meta charset="utf-8";
+                    meta name="viewport" content="width=device-width, initial-scale=1";
+                    meta name="color-scheme" content="light dark";
+                    title { (self.title) " - Orlop" }
+                    link rel="stylesheet" href="/assets/style.css";
+                    link rel="icon" type="image/svg+xml" href="/assets/icon.svg";
+                    script src="/assets/script.js" defer {}
+                }
+                body {
+                    a.skip href="#main" { "Skip to the content" }
+                    header {
+                        span.brand { "Orlop" }
+                        nav aria-label="Views" {
+                            @for (tab, path, name) in Tab::ALL {
+                                a href=(path) aria-current=[(self.tab == Some(tab)).then_some("page")] { (name) }
+                            }
+                        }
+                        span.endpoint { (self.endpoint) }
+                        @if let Some(user) = self.user {
+                            form method="post" action="/logout" {
+                                input type="hidden" name="token" value=(token);
+                                span.muted { (escaped(user)) }
+                                button type="submit" { "Log out" }
+                            }
+                        }
+                    }
+                    main id="main" tabindex="-1" { (content) }
+                }
+            }
+        }
+    }
+}
+
+impl Failure {
+    fn status(&self) -> StatusCode {
+        match self {
+            Self::LoggedOut => StatusCode::UNAUTHORIZED,
+            Self::Denied(_) | Self::Forged => StatusCode::FORBIDDEN,
+            Self::Invalid(_) => StatusCode::BAD_REQUEST,
+            Self::Unavailable(_) => StatusCode::BAD_GATEWAY,
+            Self::Missing(_) => StatusCode::NOT_FOUND,
+            Self::TooMany => StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+
+    /// Returns what happened, and the text of the server.
+    fn texts(&self) -> (&'static str, &str) {
+        match self {
+            Self::LoggedOut => ("You are not logged in.", "Log in and try again."),
+            Self::Denied(text) => ("Your user does not have the right to do this.", text),
+            Self::Invalid(text) => ("This request is not valid.", text),
+            Self::Unavailable(text) => ("The server does not answer.", text),
+            Self::Missing(text) => ("This does not exist, or not any more.", text),
+            Self::Forged => {
+                ("This form was not made for this session. Nothing was done.", "Open the page again and repeat it.")
+            }
+            Self::TooMany => ("Too many pages show events.", "Close one and try again."),
+        }
+    }
+
+    fn markup(&self) -> Markup {
+        let (what, text) = self.texts();
+        html! {
+            div.failure role="alert" {
+                h1 { (what) }
+                p { (escaped(text)) }
+            }
+        }
+    }
+}
+
+/// Returns the page for a failure before there is a visitor.
+pub(super) fn failed(console: &Console, parts: &Parts, failure: &Failure) -> Response {
+    if *failure == Failure::LoggedOut {
+        return login::form(console, &parts.headers, StatusCode::UNAUTHORIZED, &path_of(parts), login::Notice::None);
+    }
+    let frame = Frame { tab: None, title: "Failed", endpoint: &console.backend.endpoint(), user: None };
+    frame.respond(failure.status(), console.sessions.form_token(&parts.headers), failure.markup())
+}
+
+/// Returns a failure as text, for requests of the script.
+pub(super) fn plain(failure: &Failure) -> Response {
+    let (what, text) = failure.texts();
+    (failure.status(), format!("{what} {}\n", escaped(text))).into_response()
+}
+
+/// Responds to a request for an unknown path.
+pub(super) async fn unknown(State(console): State<Console>, headers: HeaderMap) -> Response {
+    let frame = Frame { tab: None, title: "Not found", endpoint: &console.backend.endpoint(), user: None };
+    let content = html! { h1 { "There is no such page." } };
+    frame.respond(StatusCode::NOT_FOUND, console.sessions.form_token(&headers), content)
+}
+
+/// Returns a key as text without control characters; bytes that are not UTF-8 are escaped.
+pub(super) fn key_text(key: &[u8]) -> String {
+    match std::str::from_utf8(key) {
+        Ok(text) => escaped(text).replace('\t', "\\t"),
+        Err(_) => key.escape_ascii().to_string(),
+    }
+}
+
+/// Returns the field of a form in which a prefix is typed. It is empty if the prefix cannot be shown as it is.
+fn prefix_field(prefix: &[u8]) -> Markup {
+    let text = std::str::from_utf8(prefix).ok().filter(|text| escaped(text) == *text);
+    html! {
+        label for="prefix" { "Prefix" }
+        input id="prefix" name="prefix" value=(text.unwrap_or_default()) autocapitalize="none" autocomplete="off"
+            spellcheck="false" placeholder="/registry/pods/";
+    }
+}
+
+/// Returns a link to the page of a key.
+pub(super) fn key_link(key: &[u8]) -> Markup {
+    html! { a.key href=(format!("/key?key={}", encoded(key))) { (key_text(key)) } }
+}
+
+/// Returns a hidden field with a key.
+fn key_field(key: &[u8]) -> Markup {
+    html! { input type="hidden" name="key64" value=(base64(key)); }
+}
+
+/// Returns links from a key to the pages of its prefixes at `place`, which is `/keys` or `/sizes`.
+fn path(place: &str, key: &[u8]) -> Markup {
+    let slashes = key.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(at, _)| at + 1);
+    let mut start = 0;
+    let mut steps: Vec<(&[u8], &[u8])> = Vec::new();
+    for end in slashes {
+        steps.push((&key[..end], &key[start..end]));
+        start = end;
+    }
+    html! {
+        nav.path aria-label="Prefixes" {
+            a href=(place) { "all keys" }
+            @for (prefix, segment) in steps {
+                " " a.key href=(format!("{place}?prefix={}", encoded(prefix))) { (key_text(segment)) }
+            }
+            @if start < key.len() { " " span.key { (key_text(&key[start..])) } }
+        }
+    }
+}
+
+pub(super) fn bytes(bytes: u64) -> String {
+    crate::output::bytes(i64::try_from(bytes).unwrap_or(i64::MAX))
+}
+
+/// Returns a time in UTC, to seconds.
+fn time(unix_ms: i64) -> Markup {
+    let since = Duration::from_millis(u64::try_from(unix_ms).unwrap_or(0));
+    let at = SystemTime::UNIX_EPOCH.checked_add(since).unwrap_or(SystemTime::UNIX_EPOCH);
+    let text = humantime::format_rfc3339_seconds(at).to_string();
+    html! { time datetime=(text) { (text.replace('T', " ").replace('Z', " UTC")) } }
+}
+
+/// Returns a table that scrolls by itself if it is wider than the page.
+fn table(name: &str, head: &[&str], rows: Markup) -> Markup {
+    html! {
+        div.scroll role="region" aria-label=(name) tabindex="0" {
+            table {
+                caption.hidden { (name) }
+                thead { tr { @for title in head { th scope="col" { (title) } } } }
+                tbody { (rows) }
+            }
+        }
+    }
+}
+
+fn shown(value: &[u8], secrets: Secrets) -> Shown {
+    Shown::of(value, View { secrets, managed_fields: ManagedFields::Hide })
+}
+
+/// Returns a link that shows or hides the data of Secrets; `path` is the page without the choice.
+fn secrets_link(path: &str, secrets: Secrets) -> Markup {
+    match secrets {
+        Secrets::Mask => html! { a.button href=(format!("{path}&secrets=show")) { "Show secrets" } },
+        Secrets::Show => html! { a.button href=(path) { "Hide secrets" } },
+    }
+}

@@ -1,0 +1,94 @@
+//! The keys as a tree: the names below a prefix, page by page.
+
+use axum::response::Response;
+use maud::{Markup, html};
+use orlop_client::Client;
+
+use super::{Tab, Visit, key_text, path, prefix_field};
+use crate::console::{
+    backend::{Failure, Name, Names, names},
+    query::encoded,
+};
+
+/// Number of names on a page.
+const NAMES_MAX: u32 = 200;
+/// A prefix with a single name that is a prefix is replaced by that one, at most this many times: `/` by `/registry/`.
+const SKIPPED_MAX: usize = 4;
+/// Only on pages with at most this number of names, because each needs a request.
+const SKIPPING_NAMES_MAX: usize = 8;
+
+pub(in crate::console) async fn page(visit: Visit) -> Response {
+    let content = content(&visit).await;
+    visit.page(Tab::Keys, "Keys", content)
+}
+
+async fn content(visit: &Visit) -> Result<Markup, Failure> {
+    let (typed, after) = (visit.query.bytes("prefix"), visit.query.bytes("after"));
+    let client = &visit.visitor.client;
+    let mut prefix = typed.clone();
+    let mut page = names(client, &prefix, &after, NAMES_MAX).await?;
+    if page.names.len() <= SKIPPING_NAMES_MAX {
+        for name in page.names.iter_mut().filter(|name| name.is_prefix) {
+            skip_single(client, name).await?;
+        }
+    }
+    if let ([only], true) = (page.names.as_slice(), after.is_empty())
+        && only.is_prefix
+    {
+        prefix = only.name.clone();
+        page = names(client, &prefix, &after, NAMES_MAX).await?;
+    }
+    Ok(html! {
+        h1 { "Keys" }
+        form.search method="get" action="/keys" role="search" {
+            (prefix_field(&typed))
+            button type="submit" { "Search" }
+        }
+        (path("/keys", &prefix))
+        (list(&prefix, &after, &page))
+    })
+}
+
+/// Replaces a prefix with a single name, which is a prefix, by that one.
+async fn skip_single(client: &Client, name: &mut Name) -> Result<(), Failure> {
+    for _ in 0..SKIPPED_MAX {
+        let below = names(client, &name.name, &[], 1).await?;
+        match below.names.as_slice() {
+            [only] if only.is_prefix && !below.more => *name = only.clone(),
+            _ => break,
+        }
+    }
+    Ok(())
+}
+
+fn list(prefix: &[u8], after: &[u8], page: &Names) -> Markup {
+    html! {
+        @if page.names.is_empty() {
+            p { "There are no keys " @if !after.is_empty() { "after this one " } "with this prefix." }
+        } @else {
+            ul.names {
+                @for name in &page.names {
+                    li {
+                        @let text = key_text(&name.name[prefix.len().min(name.name.len())..]);
+                        @let text = if text.is_empty() { "(the prefix itself)".to_owned() } else { text };
+                        @if name.is_prefix {
+                            a.key.folder href=(format!("/keys?prefix={}", encoded(&name.name))) { (text) }
+                        } @else {
+                            a.key href=(format!("/key?key={}", encoded(&name.name))) { (text) }
+                        }
+                    }
+                }
+            }
+        }
+        nav.pages aria-label="Pages" {
+            @if !after.is_empty() {
+                a.button href=(format!("/keys?prefix={}", encoded(prefix))) { "First page" }
+            }
+            @if let Some(last) = page.names.last().filter(|_| page.more) {
+                a.button rel="next" href=(format!("/keys?prefix={}&after={}", encoded(prefix), encoded(&last.name))) {
+                    "Next page"
+                }
+            }
+        }
+    }
+}

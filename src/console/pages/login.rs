@@ -1,0 +1,130 @@
+//! The form to log in.
+
+use axum::{body::Bytes, extract::State, response::Response};
+use http::{HeaderMap, HeaderValue, StatusCode, header};
+use maud::html;
+use orlop_objects::escaped;
+
+use super::{Frame, Visit};
+use crate::console::{
+    backend::{Failure, LogInError},
+    query::Query,
+    server::Console,
+};
+
+/// What the form says.
+pub(in crate::console) enum Notice {
+    None,
+    Refused(String),
+    Forged,
+}
+
+/// Returns the form. `next` is the page to return to.
+pub(in crate::console) fn form(
+    console: &Console,
+    headers: &HeaderMap,
+    status: StatusCode,
+    next: &str,
+    notice: Notice,
+) -> Response {
+    let form = console.sessions.form_token(headers);
+    let user = console.backend.user().unwrap_or_default();
+    let notice = match notice {
+        Notice::None => None,
+        Notice::Refused(reason) => Some(reason),
+        Notice::Forged => Some("The form was too old. Try again.".to_owned()),
+    };
+    let content = html! {
+        form.login method="post" action="/login" {
+            h1 { "Log in" }
+            p { "Use a name and a password of the server." }
+            @if let Some(notice) = notice { p.failure role="alert" { (notice) } }
+            input type="hidden" name="token" value=(form.token);
+            input type="hidden" name="next" value=(next);
+            label for="name" { "Name" }
+            input id="name" name="name" value=(user) autocomplete="username" autocapitalize="none" required autofocus;
+            label for="password" { "Password" }
+            input id="password" name="password" type="password" autocomplete="current-password";
+            button type="submit" { "Log in" }
+        }
+    };
+    let frame = Frame { tab: None, title: "Log in", endpoint: &console.backend.endpoint(), user: None };
+    frame.respond(status, form, content)
+}
+
+pub(in crate::console) async fn page(State(console): State<Console>, headers: HeaderMap, query: Query) -> Response {
+    match console.visitor(&headers).await {
+        Ok(_) => redirect("/", None),
+        Err(_) => form(&console, &headers, StatusCode::OK, local(&query.text("next")), Notice::None),
+    }
+}
+
+pub(in crate::console) async fn log_in(State(console): State<Console>, headers: HeaderMap, body: Bytes) -> Response {
+    let fields = Query::parse(&body);
+    let next = fields.text("next");
+    let next = local(&next);
+    if !console.sessions.is_form_token(&headers, &fields.text("token")) {
+        return form(&console, &headers, StatusCode::FORBIDDEN, next, Notice::Forged);
+    }
+    let Ok(_permit) = console.log_ins.acquire().await else {
+        return super::plain(&Failure::Unavailable("the process stops".to_owned()));
+    };
+    let name = fields.text("name");
+    match console.backend.log_in(name.clone(), fields.text("password")).await {
+        Ok(None) => redirect(next, None),
+        Ok(Some(token)) => {
+            console.sessions.end(&headers);
+            redirect(next, Some(console.sessions.begin(name, token)))
+        }
+        Err(LogInError::Refused(reason)) => {
+            form(&console, &headers, StatusCode::UNAUTHORIZED, next, Notice::Refused(reason))
+        }
+        Err(LogInError::Failed(failure)) => super::plain(&failure),
+    }
+}
+
+pub(in crate::console) async fn log_out(visit: Visit, body: Bytes) -> Response {
+    match visit.form(&body) {
+        Ok(_) => redirect("/login", Some(visit.console.sessions.end(&visit.headers))),
+        Err(failure) => super::plain(&failure),
+    }
+}
+
+/// Returns the path if it is one of this page, otherwise the first page.
+fn local(path: &str) -> &str {
+    let is_local =
+        path.starts_with('/') && !path.starts_with("//") && !path.contains(['\\', '\t']) && escaped(path) == path;
+    if is_local { path } else { "/" }
+}
+
+/// Returns a redirection after a form.
+pub(super) fn redirect(path: &str, cookie: Option<HeaderValue>) -> Response {
+    let mut response = Response::new(axum::body::Body::empty());
+    *response.status_mut() = StatusCode::SEE_OTHER;
+    let location = HeaderValue::try_from(path).unwrap_or_else(|_| HeaderValue::from_static("/"));
+    response.headers_mut().insert(header::LOCATION, location);
+    if let Some(cookie) = cookie {
+        response.headers_mut().append(header::SET_COOKIE, cookie);
+    }
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_local_pages_follow_a_log_in() {
+        for (path, want) in [
+            ("/key?key=/a", "/key?key=/a"),
+            ("//evil.example/", "/"),
+            ("/\\evil.example", "/"),
+            ("https://evil.example/", "/"),
+            ("/a\x1b", "/"),
+            ("/a\tb", "/"),
+            ("", "/"),
+        ] {
+            assert_eq!(local(path), want);
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! Writes an old version of a key again: shows what would change, and then writes it unless the key has changed meanwhile.
+
+use axum::{body::Bytes, response::Response};
+use http::StatusCode;
+use maud::{Markup, html};
+use orlop_objects::Secrets;
+use orlop_wire::proto::client::mvccpb::KeyValue;
+
+use super::{
+    Tab, Visit, diff::difference, key_field, key_link, key_text, login::redirect, path, secrets_link,
+    secrets_parameter, shown,
+};
+use crate::console::{
+    backend::{Failure, Written, pair, put_if},
+    query::encoded,
+};
+
+const TITLE: &str = "Put back";
+
+pub(in crate::console) async fn page(visit: Visit) -> Response {
+    let content = content(&visit).await;
+    visit.page(Tab::Keys, TITLE, content)
+}
+
+async fn content(visit: &Visit) -> Result<Markup, Failure> {
+    let (key, revision) = (visit.query.bytes("key"), visit.query.number("revision"));
+    let version = version(visit, &key, revision).await?;
+    let newest = pair(&visit.visitor.client, &key, 0).await?;
+    let secrets = visit.secrets();
+    let (now, then) = (newest.as_ref().map(|kv| shown(&kv.value, secrets)), shown(&version.value, secrets));
+    let masked = now.iter().chain([&then]).any(|shown| shown.masked > 0);
+    let place = format!("/put-back?key={}&revision={revision}", encoded(&key));
+    let is_same = newest.as_ref().is_some_and(|kv| kv.value == version.value);
+    Ok(html! {
+        (path("/keys", &key))
+        h1 { "Put revision " (revision) " back?" }
+        p { (key_link(&key)) }
+        @match &newest {
+            Some(kv) => p { "This writes the value of revision " (revision) " over the newest one, of revision "
+                (kv.mod_revision) ". The key keeps its lease. Other versions stay in the history." },
+            None => p { "The key does not exist now. This creates it again, without a lease." }
+        }
+        form.actions method="post" action="/put-back" {
+            input type="hidden" name="token" value=(visit.visitor.form.token);
+            (key_field(&key))
+            input type="hidden" name="revision" value=(revision);
+            input type="hidden" name="expected" value=(newest.as_ref().map_or(0, |kv| kv.mod_revision));
+            @if !is_same { button.danger type="submit" { "Put this version back" } }
+            a.button href=(format!("/key?key={}{}", encoded(&key), secrets_parameter(secrets))) { "Cancel" }
+            @if masked || secrets == Secrets::Show { (secrets_link(&place, secrets)) }
+        }
+        h2 { "What changes" }
+        (difference(now.as_ref(), Some(&then)))
+    })
+}
+
+/// Returns the version that is put back.
+async fn version(visit: &Visit, key: &[u8], revision: i64) -> Result<KeyValue, Failure> {
+    if key.is_empty() || revision == 0 {
+        return Err(Failure::Invalid("there is no key or no revision".to_owned()));
+    }
+    let version = pair(&visit.visitor.client, key, revision).await?;
+    version.ok_or_else(|| Failure::Missing(format!("{} does not exist at revision {revision}", key_text(key))))
+}
+
+pub(in crate::console) async fn write(visit: Visit, body: Bytes) -> Response {
+    let form = match visit.form(&body) {
+        Ok(form) => form,
+        Err(failure) => return visit.page(Tab::Keys, TITLE, Err(failure)),
+    };
+    let (key, revision) = (form.bytes("key"), form.number("revision"));
+    let written = async {
+        let version = version(&visit, &key, revision).await?;
+        put_if(&visit.visitor.client, &key, &version.value, form.number("expected")).await
+    };
+    match written.await {
+        Ok(Written::At(written)) => {
+            let user = visit.visitor.user.as_deref().unwrap_or_default();
+            tracing::info!(key = orlop_core::types::shown(&key), revision, written, user, "put a version back");
+            redirect(&format!("/key?key={}&written={written}", encoded(&key)), None)
+        }
+        Ok(Written::Changed) => {
+            let again = format!("/put-back?key={}&revision={revision}", encoded(&key));
+            let content = html! {
+                div.failure role="alert" {
+                    h1 { "The key has changed meanwhile. Nothing was written." }
+                    p { a.button href=(again) { "Look at the difference again" } }
+                }
+            };
+            visit.page_with(StatusCode::CONFLICT, Tab::Keys, TITLE, content)
+        }
+        Err(failure) => visit.page(Tab::Keys, TITLE, Err(failure)),
+    }
+}

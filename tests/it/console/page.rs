@@ -1,0 +1,192 @@
+//! The web page of a server, and a visitor who sends the requests of a browser and keeps cookies.
+
+use std::{
+    collections::BTreeMap,
+    io::{BufRead as _, BufReader},
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use orlop_wire::proto::client::etcdserverpb::PutRequest;
+use percent_encoding::{NON_ALPHANUMERIC, percent_encode};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    time::timeout,
+};
+
+use crate::support::{Answer, Client, DEADLINE};
+
+/// Start of the line with the address of the page.
+const READY: &str = "orlop: the web page is at ";
+
+/// `orlop console`; dropping it ends the process.
+pub struct Page {
+    process: Child,
+    pub url: String,
+}
+
+impl Page {
+    /// Starts `orlop console` about the server at `endpoint`.
+    pub fn about(endpoint: &str, arguments: &[&str]) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_orlop"));
+        command.args(["console", "--endpoints", endpoint, "--listen-url", "http://127.0.0.1:0"]).args(arguments);
+        let mut process = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("orlop starts");
+        let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
+        let line = lines.next().expect("a line").expect("text");
+        let url = line.strip_prefix(READY).unwrap_or_else(|| panic!("not an address: {line}")).to_owned();
+        Self { process, url }
+    }
+
+    pub fn visitor(&self) -> Visitor {
+        Visitor::new(&self.url)
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        self.process.kill().ok();
+        self.process.wait().ok();
+    }
+}
+
+/// A browser without scripts.
+#[derive(Clone)]
+pub struct Visitor {
+    address: String,
+    cookies: BTreeMap<String, String>,
+}
+
+impl Visitor {
+    pub fn new(url: &str) -> Self {
+        let address = url.strip_prefix("http://").expect("an http address").to_owned();
+        Self { address, cookies: BTreeMap::new() }
+    }
+
+    pub async fn get(&mut self, path: &str) -> Answer {
+        self.send("GET", path, &[], "").await
+    }
+
+    /// Opens a page that must answer 200. Returns its text.
+    pub async fn open(&mut self, path: &str) -> String {
+        let answer = self.get(path).await;
+        assert_eq!(answer.status, 200, "{path}: {}", answer.body);
+        answer.body
+    }
+
+    /// Sends a form from this page.
+    pub async fn post(&mut self, path: &str, fields: &[(&str, &str)]) -> Answer {
+        let origin = format!("http://{}", self.address);
+        self.send("POST", path, &[("Origin", &origin)], &form(fields)).await
+    }
+
+    /// Sends a request over HTTP/1.0. A `Host` in `headers` replaces the visitor's.
+    pub async fn send(&mut self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
+        let text = timeout(DEADLINE, self.exchange(method, path, headers, body)).await.expect("an answer");
+        let answer = Answer::parse(&text).unwrap_or_else(|| panic!("not an HTTP response: {text}"));
+        for (_, cookie) in answer.headers.iter().filter(|(name, _)| name == "set-cookie") {
+            let pair = cookie.split(';').next().expect("a pair");
+            let (name, value) = pair.split_once('=').expect("a pair");
+            self.cookies.insert(name.to_owned(), value.to_owned());
+        }
+        answer
+    }
+
+    fn head(&self, method: &str, path: &str, headers: &[(&str, &str)], length: usize) -> String {
+        let cookies: Vec<String> = self.cookies.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let host = headers.iter().find(|(name, _)| *name == "Host").map_or(self.address.as_str(), |(_, host)| *host);
+        let mut head = format!("{method} {path} HTTP/1.0\r\nHost: {host}\r\nContent-Length: {length}\r\n");
+        for (name, value) in headers.iter().filter(|(name, _)| *name != "Host") {
+            head.push_str(&format!("{name}: {value}\r\n"));
+        }
+        head.push_str(&format!("Cookie: {}\r\n\r\n", cookies.join("; ")));
+        head
+    }
+
+    async fn exchange(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> String {
+        let mut stream = TcpStream::connect(&self.address).await.expect("the page accepts connections");
+        let request = self.head(method, path, headers, body.len()) + body;
+        stream.write_all(request.as_bytes()).await.expect("the page reads");
+        let mut text = Vec::new();
+        stream.read_to_end(&mut text).await.expect("the page answers");
+        String::from_utf8_lossy(&text).into_owned()
+    }
+
+    /// Opens a stream of events. The visitor's next reads are of [`Events::until`].
+    pub async fn events(&self, prefix: &str) -> Events {
+        let mut stream = TcpStream::connect(&self.address).await.expect("the page accepts connections");
+        let path = format!("/events/stream?prefix={}", encoded(prefix.as_bytes()));
+        stream.write_all(self.head("GET", &path, &[], 0).as_bytes()).await.expect("the page reads");
+        let mut events = Events { stream, text: String::new() };
+        events.until(": alive").await;
+        events
+    }
+
+    /// Logs in with the form, and follows to the page that it returns to.
+    pub async fn log_in(&mut self, name: &str, password: &str) -> Answer {
+        let form = self.get("/login").await.body;
+        let fields =
+            [("token", value_of(&form, "token")), ("name", name.to_owned()), ("password", password.to_owned())];
+        let fields: Vec<(&str, &str)> = fields.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        self.post("/login", &fields).await
+    }
+
+    /// Sends the form of a page that puts a version back, with some fields replaced.
+    pub async fn confirm(&mut self, page: &str, replaced: &[(&str, &str)]) -> Answer {
+        let names = ["token", "key64", "revision", "expected"];
+        let value = |name: &str| {
+            let given = replaced.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
+            given.unwrap_or_else(|| value_of(page, name))
+        };
+        let fields: Vec<(&str, String)> = names.iter().map(|name| (*name, value(name))).collect();
+        let fields: Vec<(&str, &str)> = fields.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        self.post("/put-back", &fields).await
+    }
+}
+
+/// An open stream of events.
+pub struct Events {
+    stream: TcpStream,
+    text: String,
+}
+
+impl Events {
+    /// Reads until a text has arrived. Returns everything that has arrived.
+    pub async fn until(&mut self, wanted: &str) -> &str {
+        let read = async {
+            while !self.text.contains(wanted) {
+                let mut part = [0; 4096];
+                let bytes = self.stream.read(&mut part).await.expect("the page answers");
+                assert!(bytes > 0, "the stream ended: {}", self.text);
+                self.text.push_str(&String::from_utf8_lossy(&part[..bytes]));
+            }
+        };
+        if timeout(Duration::from_secs(20), read).await.is_err() {
+            panic!("no {wanted}: {}", self.text);
+        }
+        &self.text
+    }
+}
+
+/// Returns the value of a hidden field.
+pub fn value_of(page: &str, name: &str) -> String {
+    let field = format!("name=\"{name}\" value=\"");
+    let rest = page.split_once(&field).unwrap_or_else(|| panic!("no field {name}: {page}")).1;
+    rest.split('"').next().expect("a value").to_owned()
+}
+
+pub fn encoded(bytes: &[u8]) -> String {
+    percent_encode(bytes, NON_ALPHANUMERIC).to_string()
+}
+
+fn form(fields: &[(&str, &str)]) -> String {
+    let fields: Vec<String> =
+        fields.iter().map(|(name, value)| format!("{name}={}", encoded(value.as_bytes()))).collect();
+    fields.join("&")
+}
+
+/// Puts a value. Returns its revision.
+pub async fn put(client: &mut Client, key: &str, value: &[u8]) -> i64 {
+    let request = PutRequest { key: key.to_owned().into(), value: value.to_vec().into(), ..Default::default() };
+    client.kv.put(request).await.expect("a put").into_inner().header.expect("a header").revision
+}
