@@ -134,7 +134,7 @@ impl Backend {
         let mut auth = AuthClient::with_origin(client.connection().clone(), client.origin().clone());
         let failure = match within(auth.auth_status(AuthStatusRequest {})).await {
             Ok(status) => return Ok(status.into_inner().enabled),
-            // etcd before 3.5 tells it only to somebody who logs in.
+            // etcd before 3.5 reports it only in the answer to a login.
             Err(status) if status.code() == Code::Unimplemented => {
                 match within(auth.authenticate(AuthenticateRequest::default())).await {
                     Err(status) if status.code() == Code::FailedPrecondition => return Ok(false),

@@ -1,4 +1,4 @@
-//! Figures of one visitor: read while somebody looks, at most once a second.
+//! Figures of one visitor. They are read when the page requests them, at most once a second.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 

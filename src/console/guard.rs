@@ -1,4 +1,4 @@
-//! What every request must pass, and the headers of every response.
+//! Checks of every request, and the headers of every response.
 //!
 //! A page in the same browser, but from elsewhere, can send requests here. It cannot read the responses, unless its name
 //! was rebound to this address (DNS rebinding), so `Host` must be a known name. `Origin` and `Sec-Fetch-Site` name the

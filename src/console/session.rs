@@ -1,4 +1,4 @@
-//! Who looks: sessions, their cookies, and the tokens against cross-site requests.
+//! Sessions of visitors, their cookies, and the tokens against cross-site requests.
 //!
 //! A browser that logged in has a cookie with 256 random bits. The server's token stays here. Where authentication is
 //! disabled, nobody logs in and there are no sessions.
@@ -26,9 +26,9 @@ use crate::config::Scheme;
 
 /// Maximum number of sessions. The one that was used least recently ends when there is another.
 const SESSIONS_MAX: usize = 256;
-/// A session ends when it was not used for this time,
+/// Maximum time between two requests of a session.
 const IDLE_MAX: Duration = Duration::from_secs(30 * 60);
-/// and always after this time.
+/// Maximum time of a session.
 const AGE_MAX: Duration = Duration::from_secs(12 * 60 * 60);
 
 /// The sessions of one process.
@@ -40,7 +40,7 @@ pub(super) struct Sessions {
     form_cookie: String,
     /// `; Secure` under TLS.
     secure: &'static str,
-    /// By the HMAC of the cookie, so that the time of a search tells nothing about it.
+    /// By the HMAC of the cookie, so that the duration of a search reveals nothing about it.
     open: Mutex<HashMap<Vec<u8>, Session>>,
     /// The figures that are shown where nobody logs in.
     shared: Arc<Live>,
@@ -54,7 +54,7 @@ struct Session {
     live: Arc<Live>,
 }
 
-/// Who sent a request, and what is needed to answer.
+/// The sender of a request, and what is needed for the response.
 pub(super) struct Visitor {
     /// `None`: authentication is disabled.
     pub user: Option<String>,
