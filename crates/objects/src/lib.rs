@@ -11,7 +11,7 @@
 //! | UTF-8 | text |
 //! | anything else | a hex dump |
 //!
-//! [`diff`] compares two rendered values line by line.
+//! [`diff()`] compares two rendered values line by line.
 //!
 //! The crate knows nothing of keys, revisions or etcd. Values are untrusted: nothing in them causes a panic, all output
 //! is bounded, and what could control a terminal is escaped. The data of Secrets is masked unless it is asked for; a
@@ -115,7 +115,7 @@ pub enum Form {
 }
 
 /// A value as it is shown. It contains no data of Secrets if it was made with [`Secrets::Mask`], only digests whose key
-/// is the process's own, by which [`diff`] finds changes.
+/// is the process's own, by which [`diff()`] finds changes.
 #[derive(Clone, Debug)]
 pub struct Shown {
     pub form: Form,
