@@ -10,7 +10,7 @@ mod rewind;
 mod selection;
 mod source;
 mod text;
-mod time;
+pub(crate) mod time;
 mod versions;
 
 use std::process::ExitCode;

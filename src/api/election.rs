@@ -9,7 +9,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     Context,
-    queue::{Queue, Watch, oldest_entry, prefix, prefix_range, remove_entry, to_unknown, txn_if_create_revision},
+    queue::{Queue, Watch, oldest_entry, prefix, remove_entry, to_unknown, txn_if_create_revision},
 };
 use orlop_core::{
     auth::Caller,
@@ -139,7 +139,7 @@ impl Observer {
     }
 
     async fn wait_for_entry(&self, head: Revision) -> Result<(i64, KeyValue), Status> {
-        let mut watch = Watch::new(&self.context, prefix_range(&self.prefix), head.next());
+        let mut watch = Watch::new(&self.context, KeyRange::of_prefix(&self.prefix), head.next());
         loop {
             let event = watch.next().await?;
             if let (EventType::Put, Some(kv)) = (event.r#type(), event.kv) {

@@ -18,7 +18,7 @@ use orlop_core::{
     auth::Caller,
     store,
     supervise::{catch_panics, log_request_panic},
-    types::{KeyRange, Revision},
+    types::{KeyRange, Revision, prefix_end},
     watch::{Flavor, Message, Messages, Outbox, Session, Spec},
 };
 use orlop_wire::proto::server::{
@@ -168,28 +168,12 @@ pub(super) fn prefix(name: &[u8]) -> Vec<u8> {
 fn entry_request(prefix: &[u8], order: SortOrder) -> pb::RangeRequest {
     pb::RangeRequest {
         key: Bytes::copy_from_slice(prefix),
-        range_end: prefix_end(prefix),
+        range_end: prefix_end(prefix).into(),
         limit: 1,
         sort_order: order.into(),
         sort_target: SortTarget::Create.into(),
         ..Default::default()
     }
-}
-
-/// Returns the range of all keys with this prefix.
-pub(super) fn prefix_range(prefix: &[u8]) -> KeyRange {
-    KeyRange::from_wire(prefix, &prefix_end(prefix))
-}
-
-fn prefix_end(prefix: &[u8]) -> Bytes {
-    let mut end = prefix.to_vec();
-    while let Some(last) = end.pop() {
-        if last < u8::MAX {
-            end.push(last + 1);
-            return end.into();
-        }
-    }
-    Bytes::from_static(&[0])
 }
 
 /// Returns the header of the read, and the first entry.
@@ -309,16 +293,4 @@ fn decode_events(encoded: &[Bytes]) -> Result<Vec<Event>, Status> {
         }
     }
     Ok(events)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn prefix_end_is_the_smallest_key_above_the_prefix() {
-        for (prefix, end) in [(&b"a/"[..], &b"a0"[..]), (b"a\xff", b"b"), (b"\xff\xff", b"\0")] {
-            assert_eq!(prefix_end(prefix), end);
-        }
-    }
 }

@@ -8,6 +8,7 @@ use std::{future::Future, sync::Arc, time::Duration};
 
 use http::HeaderValue;
 use orlop_client::{Client, Endpoint, Error, ServerFlags, describe};
+use orlop_core::types::prefix_end;
 use orlop_wire::proto::client::{
     etcdserverpb::{
         AuthStatusRequest, AuthenticateRequest, Compare, PutRequest, RangeRequest, RequestOp, TxnRequest,
@@ -207,10 +208,10 @@ pub(super) async fn names(client: &Client, prefix: &[u8], after: &[u8], limit: u
 }
 
 async fn list_names(client: &Client, prefix: &[u8], after: &[u8], limit: usize) -> Result<Names, Failure> {
-    let end = range_end(prefix);
+    let end = prefix_end(prefix);
     let mut start = match after {
         [] => prefix.to_vec(),
-        [.., b'/'] => range_end(after),
+        [.., b'/'] => prefix_end(after),
         _ => [after, &[0]].concat(),
     };
     let mut names: Vec<Name> = Vec::new();
@@ -239,24 +240,12 @@ async fn list_names(client: &Client, prefix: &[u8], after: &[u8], limit: usize) 
             return Ok(Names { names, more: true });
         }
         match names.last().filter(|_| page.more) {
-            Some(last) if last.is_prefix => start = range_end(&last.name),
+            Some(last) if last.is_prefix => start = prefix_end(&last.name),
             Some(last) => start = [&last.name, &[0][..]].concat(),
             None => return Ok(Names { names, more: false }),
         }
     }
     Ok(Names { names, more: true })
-}
-
-/// Returns the end of the range of all keys with the prefix, as in a request.
-pub(super) fn range_end(prefix: &[u8]) -> Vec<u8> {
-    let mut end = prefix.to_vec();
-    while let Some(last) = end.pop() {
-        if last < u8::MAX {
-            end.push(last + 1);
-            return end;
-        }
-    }
-    vec![0]
 }
 
 /// Returns the pair of a key at a revision, 0: the newest one; `None` if it does not exist there.

@@ -14,6 +14,7 @@ use axum::{
 use futures_util::stream;
 use http::{HeaderMap, header};
 use maud::html;
+use orlop_core::types::prefix_end;
 use orlop_wire::proto::client::{
     etcdserverpb::{WatchCreateRequest, WatchRequest, WatchResponse, watch_request::RequestUnion},
     mvccpb::{Event, event::EventType},
@@ -25,13 +26,7 @@ use tokio::{
 use tokio_stream::StreamExt as _;
 use tonic::Streaming;
 
-use super::{
-    backend::{Failure, range_end},
-    pages,
-    query::Query,
-    server::Console,
-    session::Visitor,
-};
+use super::{backend::Failure, pages, query::Query, server::Console, session::Visitor};
 
 /// Maximum number of rows per message.
 const ROWS_MAX: usize = 50;
@@ -83,7 +78,7 @@ async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Q
     let prefix = query.bytes("prefix");
     let create = WatchCreateRequest {
         key: if prefix.is_empty() { vec![0].into() } else { prefix.clone().into() },
-        range_end: range_end(&prefix).into(),
+        range_end: prefix_end(&prefix).into(),
         ..WatchCreateRequest::default()
     };
     let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };

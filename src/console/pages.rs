@@ -9,8 +9,6 @@ pub(super) mod overview;
 pub(super) mod put_back;
 pub(super) mod sizes;
 
-use std::time::{Duration, SystemTime};
-
 use axum::{
     extract::{FromRequestParts, State},
     response::{Html, IntoResponse as _, Response},
@@ -25,6 +23,7 @@ use super::{
     server::Console,
     session::{FormToken, Visitor},
 };
+use crate::history::time::shown_time;
 
 /// Maximum number of lines of a value or of a difference on a page.
 const LINES_MAX: usize = 20_000;
@@ -290,9 +289,7 @@ pub(super) fn bytes(bytes: u64) -> String {
 
 /// Returns a time in UTC, to seconds.
 fn time(unix_ms: i64) -> Markup {
-    let since = Duration::from_millis(u64::try_from(unix_ms).unwrap_or(0));
-    let at = SystemTime::UNIX_EPOCH.checked_add(since).unwrap_or(SystemTime::UNIX_EPOCH);
-    let text = humantime::format_rfc3339_seconds(at).to_string();
+    let text = shown_time(unix_ms);
     html! { time datetime=(text) { (text.replace('T', " ").replace('Z', " UTC")) } }
 }
 

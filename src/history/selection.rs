@@ -1,5 +1,7 @@
 //! The keys of a command.
 
+use orlop_core::types::prefix_end;
+
 /// A key or a prefix.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Selection {
@@ -37,19 +39,6 @@ impl Selection {
         let Key(key) = &self.key;
         self.prefix || key.is_empty() || (key.ends_with(b"/") && !self.exact)
     }
-}
-
-/// Returns the first key after all keys with this prefix; `"\0"`: there is none, as in etcd's requests.
-pub(crate) fn prefix_end(prefix: &[u8]) -> Vec<u8> {
-    let kept = prefix.iter().rposition(|byte| *byte < 0xff);
-    kept.map_or_else(
-        || vec![0],
-        |last| {
-            let mut end = prefix[..=last].to_vec();
-            end[last] += 1;
-            end
-        },
-    )
 }
 
 fn parse_key(text: &str) -> Result<Key, String> {
@@ -108,13 +97,6 @@ mod tests {
         }
         for invalid in ["\\", "\\x1", "\\xzz", "\\n"] {
             assert!(parse_key(invalid).is_err(), "{invalid}");
-        }
-    }
-
-    #[test]
-    fn prefixes_have_these_ends() {
-        for (prefix, end) in [(&b"a/"[..], &b"a0"[..]), (b"a\xff", b"b"), (b"\xff\xff", b"\0")] {
-            assert_eq!(prefix_end(prefix), end, "{prefix:?}");
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
+use orlop_core::types::prefix_end;
 use serde::{Serialize, Serializer};
 use tokio::time::Instant;
 
@@ -225,22 +226,10 @@ impl WatchedRange {
             (_, []) => key.text(),
             ([] | [0], [0]) => "all keys".to_owned(),
             (_, [0]) => format!("from {}", key.text()),
-            (start, end) if is_prefix_end(start, end) => format!("{}*", key.text()),
+            (start, end) if prefix_end(start) == end => format!("{}*", key.text()),
             _ => format!("[{}, {})", key.text(), range_end.text()),
         }
     }
-}
-
-/// Returns whether `end` is the end of the range of all keys that begin with `start`.
-fn is_prefix_end(start: &[u8], end: &[u8]) -> bool {
-    let mut next = start.to_vec();
-    while let Some(last) = next.pop() {
-        if last < u8::MAX {
-            next.push(last + 1);
-            return next == end;
-        }
-    }
-    false
 }
 
 #[cfg(test)]

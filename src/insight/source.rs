@@ -10,6 +10,7 @@ use std::{
 };
 
 use orlop_client::{Client, Error, MetricsPage, ServerFlags, describe};
+use orlop_core::types::prefix_end;
 use orlop_wire::proto::client::{
     etcdserverpb::{MemberListRequest, RangeRequest, StatusRequest, StatusResponse},
     orlopb as pb,
@@ -57,7 +58,7 @@ pub struct Wanted {
     pub rows_max: u32,
     /// The prefix whose sizes are read; `None`: sizes are not read.
     pub prefix: Option<Vec<u8>>,
-    /// Whether a read waits for the sizes, for at most a minute.
+    /// Whether a read waits for the sizes, for at most two minutes.
     pub wait_for_sizes: bool,
 }
 
@@ -383,7 +384,7 @@ async fn read_sizes(client: &Client, prefix: Vec<u8>, limit: u32) -> SizesResult
 
 /// Counts the keys below a prefix by path segment, from a listing.
 async fn list_keys(client: &Client, prefix: Vec<u8>) -> SizesResult {
-    let range_end = range_end(&prefix);
+    let range_end = prefix_end(&prefix);
     let mut start = if prefix.is_empty() { vec![0] } else { prefix.clone() };
     let mut keys: Vec<Vec<u8>> = Vec::new();
     let is_partial = loop {
@@ -445,18 +446,6 @@ fn count_by_segment(keys: &[Vec<u8>], prefix: Vec<u8>, is_partial: bool) -> Size
         cost_us: None,
         is_partial,
     }
-}
-
-/// Returns the end of the range of all keys with the prefix, as in a request.
-fn range_end(prefix: &[u8]) -> Vec<u8> {
-    let mut end = prefix.to_vec();
-    while let Some(last) = end.pop() {
-        if last < u8::MAX {
-            end.push(last + 1);
-            return end;
-        }
-    }
-    vec![0]
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ mod rebase;
 use std::fmt;
 
 pub use encoded::{EncodedEvent, EncodedKv};
-pub use key::{Key, KeyBounds, KeyRange, shown};
+pub use key::{Key, KeyBounds, KeyRange, prefix_end, shown};
 pub use rebase::Rebase;
 
 /// A revision of the store: the id of a row in `kv_log`. An empty store is at [`Revision::EMPTY`]. Each transaction

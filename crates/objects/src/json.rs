@@ -2,7 +2,7 @@
 
 use crate::{
     lines::{Lines, is_hazard},
-    node::{Digest, Node},
+    node::Node,
 };
 
 pub(crate) fn write(out: &mut Lines, node: &Node) {
@@ -42,21 +42,9 @@ fn block(out: &mut Lines, node: &Node, depth: usize, lead: &str, tail: &str) {
         | Node::Masked(_)
         | Node::List(_)
         | Node::Map(_) => {
-            let (text, hidden) = inline(node);
+            let (text, hidden) = node.inline(quoted);
             out.push(&format!("{lead}{text}{tail}"), hidden);
         }
-    }
-}
-
-fn inline(node: &Node) -> (String, Option<Digest>) {
-    match node {
-        Node::Null => ("null".to_owned(), None),
-        Node::Bool(is) => (is.to_string(), None),
-        Node::Number(number) => (number.to_string(), None),
-        Node::Text(text) => (quoted(text), None),
-        Node::Masked(masked) => (quoted(&masked.shown), Some(masked.original)),
-        Node::List(_) => ("[]".to_owned(), None),
-        Node::Map(_) => ("{}".to_owned(), None),
     }
 }
 

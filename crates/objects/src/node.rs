@@ -71,6 +71,20 @@ impl Node {
         }
     }
 
+    /// Returns a scalar, or an empty list or map, on one line, and the digest of what it masks. JSON and YAML differ only in
+    /// how they quote a text.
+    pub fn inline(&self, quoted: fn(&str) -> String) -> (String, Option<Digest>) {
+        match self {
+            Self::Null => ("null".to_owned(), None),
+            Self::Bool(is) => (is.to_string(), None),
+            Self::Number(number) => (number.to_string(), None),
+            Self::Text(text) => (quoted(text), None),
+            Self::Masked(masked) => (quoted(&masked.shown), Some(masked.original)),
+            Self::List(_) => ("[]".to_owned(), None),
+            Self::Map(_) => ("{}".to_owned(), None),
+        }
+    }
+
     pub fn to_json(&self) -> Value {
         match self {
             Self::Null => Value::Null,

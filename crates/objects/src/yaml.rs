@@ -2,7 +2,7 @@
 
 use crate::{
     lines::{Lines, is_hazard, push_escape},
-    node::{Digest, Node},
+    node::Node,
 };
 
 /// Writes a tree that is a map or a list at the top level; anything else becomes one line.
@@ -41,7 +41,7 @@ fn block(out: &mut Lines, node: &Node, depth: usize, lead: &str) {
         | Node::Masked(_)
         | Node::List(_)
         | Node::Map(_) => {
-            let (text, hidden) = inline(node);
+            let (text, hidden) = node.inline(quoted);
             out.push(&format!("{lead}{text}"), hidden);
         }
     }
@@ -65,21 +65,9 @@ fn entry(out: &mut Lines, key: &str, child: &Node, depth: usize) {
         | Node::Masked(_)
         | Node::List(_)
         | Node::Map(_) => {
-            let (text, hidden) = inline(child);
+            let (text, hidden) = child.inline(quoted);
             out.push(&format!("{key} {text}"), hidden);
         }
-    }
-}
-
-fn inline(node: &Node) -> (String, Option<Digest>) {
-    match node {
-        Node::Null => ("null".to_owned(), None),
-        Node::Bool(is) => (is.to_string(), None),
-        Node::Number(number) => (number.to_string(), None),
-        Node::Text(text) => (quoted(text), None),
-        Node::Masked(masked) => (quoted(&masked.shown), Some(masked.original)),
-        Node::List(_) => ("[]".to_owned(), None),
-        Node::Map(_) => ("{}".to_owned(), None),
     }
 }
 

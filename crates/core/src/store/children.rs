@@ -6,11 +6,7 @@
 
 use std::ops::Bound;
 
-use super::{
-    error::Result,
-    handle::Store,
-    sizes::{ChildKind, prefix_range},
-};
+use super::{error::Result, handle::Store, sizes::ChildKind};
 use crate::{
     auth::Caller,
     index::{First, TreeIndex},
@@ -70,7 +66,7 @@ impl Search {
             Some([.., b'/']) => behind(after),
             Some(_) => Bound::Excluded(after.to_vec()),
         };
-        Self { prefix_len: prefix.len(), range: prefix_range(prefix), start, limit, found: Vec::new() }
+        Self { prefix_len: prefix.len(), range: KeyRange::of_prefix(prefix), start, limit, found: Vec::new() }
     }
 
     /// Visits at most `budget` keys. Returns whether the search has ended.
@@ -125,7 +121,7 @@ impl Search {
 
 /// Returns the start of the keys behind all those with this prefix.
 fn behind(prefix: &[u8]) -> Bound<Vec<u8>> {
-    match prefix_range(prefix) {
+    match KeyRange::of_prefix(prefix) {
         KeyRange::Span { end: Some(end), .. } => Bound::Included(end.to_vec()),
         KeyRange::Span { end: None, .. } | KeyRange::Single(_) => Bound::Unbounded,
     }

@@ -160,7 +160,7 @@ impl Store {
 
 impl Shared {
     async fn scan(&self, prefix: Vec<u8>) -> Result<Sizes> {
-        let range = prefix_range(&prefix);
+        let range = KeyRange::of_prefix(&prefix);
         let mut scan = Scan::new(prefix);
         let (mut after, mut batches) = (None::<Key>, 0);
         let mut cost = Duration::ZERO;
@@ -314,21 +314,9 @@ impl Largest {
     }
 }
 
-/// Returns the range of all keys with the prefix.
-pub(super) fn prefix_range(prefix: &[u8]) -> KeyRange {
-    let mut end = prefix.to_vec();
-    while let Some(last) = end.pop() {
-        if last < u8::MAX {
-            end.push(last + 1);
-            return KeyRange::Span { start: prefix.into(), end: Some(end.into()) };
-        }
-    }
-    KeyRange::Span { start: prefix.into(), end: None }
-}
-
 /// Returns the longest prefix ending in `/` that all keys below `prefix` share, or `prefix` if there is none.
 fn common_prefix(index: &TreeIndex, prefix: &[u8]) -> Vec<u8> {
-    let range = prefix_range(prefix);
+    let range = KeyRange::of_prefix(prefix);
     let (Some(first), Some(last)) = index.ends(range.bounds()) else { return prefix.to_vec() };
     let shared = first.iter().zip(last.iter()).take_while(|(a, b)| a == b).count();
     match first[..shared].iter().rposition(|byte| *byte == b'/') {

@@ -55,6 +55,19 @@ impl fmt::Debug for Key {
 /// Bounds of a range in an ordered map.
 pub type KeyBounds<'a> = (Bound<&'a [u8]>, Bound<&'a [u8]>);
 
+/// Returns the range end of all keys that begin with `prefix`, as in a request of etcd: the first key after them, or `"\0"`
+/// if there is none.
+pub fn prefix_end(prefix: &[u8]) -> Vec<u8> {
+    let mut end = prefix.to_vec();
+    while let Some(last) = end.pop() {
+        if last < u8::MAX {
+            end.push(last + 1);
+            return end;
+        }
+    }
+    vec![0]
+}
+
 /// The keys that a request refers to.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub enum KeyRange {
@@ -84,6 +97,11 @@ impl KeyRange {
             Self::Span { start, end: None } => (start, b"\0"),
             Self::Span { start, end: Some(end) } => (start, end),
         }
+    }
+
+    /// Returns the range of all keys that begin with `prefix`.
+    pub fn of_prefix(prefix: &[u8]) -> Self {
+        Self::from_wire(prefix, &prefix_end(prefix))
     }
 
     /// Returns the range of all keys.
@@ -140,6 +158,15 @@ mod tests {
         }
         for key in outside {
             assert!(!range.contains(key), "{range:?} does not contain {key:?}");
+        }
+    }
+
+    #[test]
+    fn prefix_end_is_the_first_key_after_the_prefix() {
+        for (prefix, end) in
+            [(&b"a/"[..], &b"a0"[..]), (b"a\xff", b"b"), (b"a\xff\xff", b"b"), (b"\xff\xff", b"\0"), (b"", b"\0")]
+        {
+            assert_eq!(prefix_end(prefix), end, "{prefix:?}");
         }
     }
 

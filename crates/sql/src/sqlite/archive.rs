@@ -33,7 +33,7 @@ use super::{
 };
 use crate::{
     archive::{self, archive_columns, visited_columns},
-    rows::{SqlRange, row_id, unavailable},
+    rows::{LogRow as _, SqlRange, row_id, unavailable},
 };
 
 /// Number of rows that are in memory at a time while they are copied.
@@ -101,9 +101,9 @@ impl SqliteArchive {
     }
 
     /// Reads rows of the log, in any order.
-    async fn rows_of_log(&self, rows: &[Superseded]) -> sqlx::Result<Vec<(SqliteRow, Superseded)>> {
+    async fn rows_of_log(&self, rows: &[Superseded]) -> Result<Vec<(SqliteRow, Superseded)>> {
         let mut found = Vec::with_capacity(rows.len());
-        let mut log = self.log.acquire().await?;
+        let mut log = self.log.acquire().await.map_err(unavailable)?;
         for table in ["kv_log", "kv_log_more"] {
             let is_first = table == "kv_log";
             let wanted = rows.iter().filter(|it| (it.row.sub == 0) == is_first);
@@ -117,38 +117,12 @@ impl SqliteArchive {
             );
             // The text is safe: it has no parts from outside.
             let sql = sqlx::AssertSqlSafe(sql);
-            for row in sqlx::query(sql).bind(list).fetch_all(&mut *log).await? {
-                let id = orlop_core::types::RowId::new(
-                    Revision(row.get(0)),
-                    u32::try_from(row.get::<i64, _>(1)).unwrap_or_default(),
-                );
-                let end = Revision(row.get(2));
-                found.push((row, Superseded { row: id, end }));
+            for row in sqlx::query(sql).bind(list).fetch_all(&mut *log).await.map_err(unavailable)? {
+                let superseded = Superseded { row: row_id(row.int(0)?, row.int(1)?)?, end: Revision(row.int(2)?) };
+                found.push((row, superseded));
             }
         }
         Ok(found)
-    }
-
-    /// Copies rows in one transaction, which costs one sync.
-    async fn copy_rows(&self, rows: &[Superseded]) -> Result<()> {
-        let mut writer = self.lock().await?;
-        // The next line of [`Archive::note_time`] may have changed it.
-        sqlx::query("PRAGMA synchronous = FULL").execute(writer.connection()).await.map_err(not_written)?;
-        let mut transaction = writer.connection().begin().await.map_err(not_written)?;
-        if sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(facts).map_err(not_written)?.first
-            == Revision::MAX
-        {
-            transaction.rollback().await.map_err(not_written)?;
-            writer.keep();
-            return Ok(());
-        }
-        for rows in rows.chunks(COPY_ROWS) {
-            let found = self.rows_of_log(rows).await.map_err(unavailable)?;
-            insert(&mut transaction, found).await.map_err(not_written)?;
-        }
-        transaction.commit().await.map_err(not_written)?;
-        writer.keep();
-        Ok(())
     }
 }
 
@@ -262,8 +236,26 @@ impl Archive for SqliteArchive {
         sqlx::query_as(STATE).fetch_one(&self.readers()).await.map(facts).map_err(unavailable)
     }
 
+    /// Copies all rows in one transaction, which costs one sync.
     async fn copy(&self, rows: &[Superseded]) -> Result<()> {
-        self.copy_rows(rows).await
+        let mut writer = self.lock().await?;
+        // [`Archive::note_time`] lowers it.
+        sqlx::query("PRAGMA synchronous = FULL").execute(writer.connection()).await.map_err(not_written)?;
+        let mut transaction = writer.connection().begin().await.map_err(not_written)?;
+        if sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(facts).map_err(not_written)?.first
+            == Revision::MAX
+        {
+            transaction.rollback().await.map_err(not_written)?;
+            writer.keep();
+            return Ok(());
+        }
+        for rows in rows.chunks(COPY_ROWS) {
+            let found = self.rows_of_log(rows).await?;
+            insert(&mut transaction, found).await.map_err(not_written)?;
+        }
+        transaction.commit().await.map_err(not_written)?;
+        writer.keep();
+        Ok(())
     }
 
     async fn finish_copy(&self, compacted: Revision, _: i64) -> Result<()> {

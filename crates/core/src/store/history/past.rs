@@ -134,16 +134,7 @@ impl Store {
     ) -> PastResult<PastPairs> {
         self.confirm().await?;
         self.shared.check_read(caller, range)?;
-        let deadline = Instant::now() + COPY_TIME_MAX;
-        loop {
-            match self.shared.past_pairs(range, after, at).await {
-                // Rows were moved to the archive meanwhile.
-                Err(PastError::Copying { .. } | PastError::Store(Error::Compacted)) if Instant::now() < deadline => {
-                    sleep(COPY_POLL_PAUSE).await;
-                }
-                read => return read,
-            }
-        }
+        when_copied(|| self.shared.past_pairs(range, after, at)).await
     }
 
     /// Returns a part of the changes of a range, between two rows, both included. Only changes of a single key can be
@@ -157,14 +148,22 @@ impl Store {
     ) -> PastResult<PastChanges> {
         self.confirm().await?;
         self.shared.check_read(caller, range)?;
-        let deadline = Instant::now() + COPY_TIME_MAX;
-        loop {
-            match self.shared.past_changes(range, rows, order).await {
-                Err(PastError::Copying { .. } | PastError::Store(Error::Compacted)) if Instant::now() < deadline => {
-                    sleep(COPY_POLL_PAUSE).await;
-                }
-                read => return read,
+        when_copied(|| self.shared.past_changes(range, rows, order)).await
+    }
+}
+
+/// Repeats a read while rows that it needs are on their way to the archive.
+async fn when_copied<T, F>(read: impl Fn() -> F) -> PastResult<T>
+where
+    F: Future<Output = PastResult<T>>,
+{
+    let deadline = Instant::now() + COPY_TIME_MAX;
+    loop {
+        match read().await {
+            Err(PastError::Copying { .. } | PastError::Store(Error::Compacted)) if Instant::now() < deadline => {
+                sleep(COPY_POLL_PAUSE).await;
             }
+            read => return read,
         }
     }
 }
