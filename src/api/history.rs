@@ -8,7 +8,7 @@ use tonic::{Request, Response, Status};
 use super::{Context, convert::key_range, status::from_store};
 use orlop_core::{
     auth::Caller,
-    log::{Moment, Order, PastRow, Time},
+    log::{Moment, Order, PastRow, Time, Written},
     store::{PastChange, PastError},
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Version},
 };
@@ -188,13 +188,14 @@ fn moment(moment: Moment) -> pb::HistoryMoment {
 }
 
 fn change(change: PastChange) -> pb::HistoryChange {
-    let PastChange { row: PastRow { row, key, kv }, unix_ms } = change;
+    let PastChange { row: PastRow { row, key, kv }, written } = change;
     let deleted = kv.is_none();
     let kv = kv.unwrap_or_else(|| {
         let version = Version { row, create_revision: Revision(0), version: 0 };
         EncodedKv::new(&key, version, &[], None)
     });
-    pb::HistoryChange { kv: kv.into_bytes(), deleted, unix_ms: unix_ms.unwrap_or(0) }
+    let Written { unix_ms, is_latest } = written.unwrap_or(Written { unix_ms: 0, is_latest: false });
+    pb::HistoryChange { kv: kv.into_bytes(), deleted, unix_ms, time_is_latest: is_latest }
 }
 
 fn from_past(error: PastError) -> Status {

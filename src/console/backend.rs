@@ -288,6 +288,8 @@ pub(super) struct Version {
     pub read_at: i64,
     /// Unix time in milliseconds; `None`: not known.
     pub unix_ms: Option<i64>,
+    /// Whether it was written then or before.
+    pub time_is_latest: bool,
 }
 
 /// The changes of a key, the newest first.
@@ -323,7 +325,8 @@ pub(super) async fn timeline(client: &Client, key: &[u8], to: i64, limit: usize)
     let version = |change: HistoryChange| {
         let kv = change.kv.unwrap_or_default();
         let read_at = kv.mod_revision;
-        Version { kv, is_delete: change.deleted, read_at, unix_ms: (change.unix_ms > 0).then_some(change.unix_ms) }
+        let unix_ms = (change.unix_ms > 0).then_some(change.unix_ms);
+        Version { kv, is_delete: change.deleted, read_at, unix_ms, time_is_latest: change.time_is_latest }
     };
     let mut versions: Vec<Version> = changes.into_iter().take(limit).map(version).collect();
     let is_complete = versions.last().is_some_and(|last| last.kv.version == 1);
@@ -331,7 +334,9 @@ pub(super) async fn timeline(client: &Client, key: &[u8], to: i64, limit: usize)
         // The change that made the first readable version is compacted, but not the version.
         let before = versions.last().map_or(to, |last| last.kv.mod_revision - 1);
         match pair_at(client, key, before).await {
-            Ok((Some(kv), read_at)) => versions.push(Version { kv, is_delete: false, read_at, unix_ms: None }),
+            Ok((Some(kv), read_at)) => {
+                versions.push(Version { kv, is_delete: false, read_at, unix_ms: None, time_is_latest: false })
+            }
             Ok((None, _)) | Err(Failure::Missing(_)) => {}
             Err(failure) => return Err(failure),
         }
@@ -348,7 +353,7 @@ async fn walk_back(client: &Client, key: &[u8], to: i64, limit: usize) -> Result
             Ok((Some(kv), read_at)) => {
                 let is_first = kv.mod_revision <= kv.create_revision;
                 at = kv.mod_revision - 1;
-                versions.push(Version { kv, is_delete: false, read_at, unix_ms: None });
+                versions.push(Version { kv, is_delete: false, read_at, unix_ms: None, time_is_latest: false });
                 more = !is_first && versions.len() == limit;
                 if is_first || more {
                     break;

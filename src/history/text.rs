@@ -4,7 +4,7 @@ use std::io::IsTerminal as _;
 
 use clap::ValueEnum;
 use orlop_objects::{Secrets, Shown, Style, View};
-use orlop_wire::proto::client::mvccpb::KeyValue;
+use orlop_wire::proto::client::{mvccpb::KeyValue, orlopb::HistoryChange};
 use serde_json::{Map, Value, json};
 
 use super::{selection::shown_key, time::shown_time};
@@ -75,10 +75,14 @@ pub(super) fn key_json(key: &[u8]) -> Map<String, Value> {
 }
 
 /// Returns one line about a version.
-pub(super) fn heading(pair: &KeyValue, is_delete: bool, unix_ms: i64) -> String {
-    let time = if unix_ms == 0 { "time unknown".to_owned() } else { shown_time(unix_ms) };
+pub(super) fn heading(pair: &KeyValue, change: &HistoryChange) -> String {
+    let time = match change.unix_ms {
+        0 => "time unknown".to_owned(),
+        time if change.time_is_latest => format!("by {}", shown_time(time)),
+        time => shown_time(time),
+    };
     let key = shown_key(&pair.key);
-    if is_delete {
+    if change.deleted {
         return format!("revision {}  {time}  deleted  {key}\n", pair.mod_revision);
     }
     let what = if pair.version == 1 { "created".to_owned() } else { format!("version {}", pair.version) };

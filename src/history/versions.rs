@@ -148,19 +148,19 @@ impl Printer<'_> {
             }
             for event in answer.events {
                 let deleted = event.r#type() == EventType::Delete;
-                self.print(HistoryChange { kv: event.kv, deleted, unix_ms: super::time::now_ms() }).await?;
+                let unix_ms = super::time::now_ms();
+                self.print(HistoryChange { kv: event.kv, deleted, unix_ms, time_is_latest: false }).await?;
             }
         }
         Ok(())
     }
 
-    async fn print(&mut self, change: HistoryChange) -> Result<()> {
-        let HistoryChange { kv, deleted, unix_ms } = change;
-        let Some(pair) = kv else { return Ok(()) };
-        let shown = (!deleted).then(|| Shown::of(&pair.value, self.args.output.view()));
+    async fn print(&mut self, mut change: HistoryChange) -> Result<()> {
+        let Some(pair) = change.kv.take() else { return Ok(()) };
+        let shown = (!change.deleted).then(|| Shown::of(&pair.value, self.args.output.view()));
         let text = match self.args.output.write_out {
-            Format::Json => format!("{}\n", version_json(&pair, shown.as_ref(), unix_ms)),
-            Format::Simple if self.args.brief => heading(&pair, deleted, unix_ms),
+            Format::Json => format!("{}\n", version_json(&pair, shown.as_ref(), &change)),
+            Format::Simple if self.args.brief => heading(&pair, &change),
             Format::Simple => {
                 let before = self.before(&pair).await?;
                 let changed = match (&before, &shown) {
@@ -170,7 +170,7 @@ impl Printer<'_> {
                         diff(Some(old), Some(new), CONTEXT_LINES).render(self.args.output.style())
                     }
                 };
-                heading(&pair, deleted, unix_ms) + &indented(&changed)
+                heading(&pair, &change) + &indented(&changed)
             }
         };
         if self.known.len() == KNOWN_MAX {
@@ -194,7 +194,7 @@ impl Printer<'_> {
     }
 }
 
-fn version_json(pair: &KeyValue, shown: Option<&Shown>, unix_ms: i64) -> serde_json::Value {
+fn version_json(pair: &KeyValue, shown: Option<&Shown>, change: &HistoryChange) -> serde_json::Value {
     let mut object = match shown {
         Some(shown) => pair_json(pair, shown),
         None => {
@@ -204,8 +204,11 @@ fn version_json(pair: &KeyValue, shown: Option<&Shown>, unix_ms: i64) -> serde_j
         }
     };
     object.insert("type".to_owned(), json!(if shown.is_some() { "put" } else { "delete" }));
-    if unix_ms != 0 {
-        object.insert("time".to_owned(), json!(super::time::shown_time(unix_ms)));
+    if change.unix_ms != 0 {
+        object.insert("time".to_owned(), json!(super::time::shown_time(change.unix_ms)));
+    }
+    if change.time_is_latest {
+        object.insert("timeIsLatest".to_owned(), json!(true));
     }
     object.into()
 }

@@ -5,6 +5,8 @@ mod damage;
 mod model;
 mod shared;
 
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
 use orlop_wire::proto::client::{
     etcdserverpb::{
         CompactionRequest, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
@@ -14,10 +16,11 @@ use orlop_wire::proto::client::{
         HistoryChangesRequest, HistoryMomentRequest, HistoryPairsRequest, HistoryStateRequest, HistoryStateResponse,
     },
 };
+use tokio::time::sleep;
 use tonic::{Code, Status};
 
 use self::model::{Model, ModelChange};
-use crate::support::{Backend, Client, Postgres, Random, Server, eventually, on_both_backends};
+use crate::support::{Backend, Client, DEADLINE, Postgres, Random, Server, eventually, on_both_backends};
 
 const KEYS: [&str; 7] = ["a", "a/1", "a/2", "a/\u{ff}", "b", "b/1", "c"];
 const KEEP: [&str; 2] = ["--history-retention", "1h"];
@@ -48,7 +51,7 @@ async fn pairs(client: &mut Client, range: (&[u8], &[u8]), revision: i64) -> Res
     Ok(all)
 }
 
-/// Returns the changes and their times.
+/// Returns the changes and their times; 0: not known exactly.
 async fn changes(client: &mut Client, request: HistoryChangesRequest) -> Result<(Vec<ModelChange>, Vec<i64>), Status> {
     let mut stream = client.history.changes(request).await?.into_inner();
     let (mut all, mut times) = (Vec::new(), Vec::new());
@@ -56,7 +59,7 @@ async fn changes(client: &mut Client, request: HistoryChangesRequest) -> Result<
         for change in page.changes {
             let kv = change.kv.expect("a change has a pair");
             all.push((kv.mod_revision, kv.key.to_vec(), (!change.deleted).then_some(kv)));
-            times.push(change.unix_ms);
+            times.push(if change.time_is_latest { 0 } else { change.unix_ms });
         }
     }
     Ok((all, times))
@@ -244,6 +247,55 @@ async fn oldest_rows_are_deleted_above_the_limit(backend: Backend) {
     assert_eq!(refused.code(), Code::OutOfRange);
 }
 
+/// Returns the time of a change of `a`; 0: not known exactly.
+async fn time_of(client: &Client, revision: i64) -> i64 {
+    changes(&mut client.clone(), changes_of((b"a", b""), revision, revision)).await.expect("changes").1[0]
+}
+
+async fn recorded_time(client: &Client, revision: i64) -> i64 {
+    eventually("the time of a revision", async || match time_of(client, revision).await {
+        0 => Err("not recorded"),
+        time => Ok(time),
+    })
+    .await
+}
+
+/// Puts until the time of a put is known: another leader may take some seconds to begin.
+async fn put_until_recorded(client: &mut Client, model: &mut Model) {
+    let begins = Instant::now();
+    while {
+        put(client, model, "a", "value").await;
+        sleep(Duration::from_millis(200)).await;
+        time_of(client, model.head()).await == 0 && time_of(client, model.head() - 1).await == 0
+    } {
+        assert!(begins.elapsed() < DEADLINE, "no time is recorded");
+    }
+}
+
+async fn times_are_not_of_a_later_start(backend: Backend) {
+    let Some(mut server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut model = Model::new();
+    put(&mut client, &mut model, "a", "first").await;
+    for is_crash in [true, false, true, false] {
+        put_until_recorded(&mut client, &mut model).await;
+        put(&mut client, &mut model, "a", "the last one").await;
+        let last = model.head();
+        if is_crash {
+            server.kill();
+        } else {
+            server.terminate().await;
+        }
+        #[expect(clippy::disallowed_methods, reason = "it is compared with a time of the wall clock")]
+        let stopped_at = SystemTime::now().duration_since(UNIX_EPOCH).expect("a time after 1970").as_millis() as i64;
+        server.restart().await;
+        client = Client::connect(server.endpoint()).await;
+        put_until_recorded(&mut client, &mut model).await;
+        let time = time_of(&client, last).await;
+        assert!(time <= stopped_at && (is_crash || time != 0), "{time}, stopped at {stopped_at}, crash: {is_crash}");
+    }
+}
+
 async fn revisions_have_times(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -252,13 +304,7 @@ async fn revisions_have_times(backend: Backend) {
     // The first moment is recorded at the start; each put is recorded before the next one.
     for number in 0..3 {
         put(&mut client, &mut model, "a", &number.to_string()).await;
-        let time = eventually("the time of a revision", async || {
-            let request = changes_of((b"a", b""), model.head(), model.head());
-            let times = changes(&mut client.clone(), request).await.expect("changes").1;
-            if times[0] == 0 { Err("not recorded") } else { Ok(times[0]) }
-        })
-        .await;
-        noted.push(time);
+        noted.push(recorded_time(&client, model.head()).await);
     }
     assert!(noted.is_sorted(), "{noted:?}");
     for (revision, unix_ms) in (2..).zip(noted) {
@@ -342,5 +388,6 @@ on_both_backends!(
     history_begins_where_rows_were_not_kept,
     oldest_rows_are_deleted_above_the_limit,
     revisions_have_times,
+    times_are_not_of_a_later_start,
     invalid_requests_are_refused,
 );

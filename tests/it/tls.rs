@@ -157,6 +157,18 @@ async fn bench_command_uses_certificate_and_root() {
     }
 }
 
+/// The certificate that `openssl req -x509` creates by default.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn commands_say_what_is_wrong_with_the_certificate_of_an_authority() {
+    let Some(authority) = Authority::new() else { return };
+    let server = server(&authority.certificate(), &[]).await;
+    let mut status = Command::new(env!("CARGO_BIN_EXE_orlop"));
+    let ended =
+        output(status.args(["status", "--endpoints", server.endpoint(), "--cacert", text(&authority.root())])).await;
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(said.contains("the server's certificate is one of a certificate authority; use a"), "{said}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unix_sockets_support_tls() {
     let (Some(authority), true) = (Authority::new(), has_curl()) else { return };

@@ -323,7 +323,7 @@ impl Connection {
         let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let name = ServerName::try_from(host).map_err(io::Error::other)?;
-        let stream = TlsConnector::from(Arc::clone(tls)).connect(name, stream).await?;
+        let stream = TlsConnector::from(Arc::clone(tls)).connect(name, stream).await.map_err(explained)?;
         Self::open(stream, token).await
     }
 
@@ -361,6 +361,16 @@ impl Service<Request<Body>> for Connection {
         }
         Box::pin(self.sender.send_request(request))
     }
+}
+
+/// Says what to do about the certificate that `openssl req -x509` creates by default, which Go's clients accept.
+fn explained(error: io::Error) -> io::Error {
+    if error.to_string().contains("CaUsedAsEndEntity") {
+        let text = "the server's certificate is one of a certificate authority; use a certificate that an authority has \
+                    signed, or create it with `-addext basicConstraints=critical,CA:FALSE`";
+        return io::Error::new(error.kind(), text);
+    }
+    error
 }
 
 #[cfg(test)]

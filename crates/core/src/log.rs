@@ -17,7 +17,7 @@ use async_trait::async_trait;
 pub use self::{
     archive::{
         ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive,
-        ArchiveState, ArchivedChanges, Moment, Order, PastRow, Time,
+        ArchiveState, ArchivedChanges, Moment, Order, PastRow, Time, Written,
     },
     inspect::{Depth, Facts, Inspect, StoredArchive, StoredArchivedRow, StoredLease, StoredMember, StoredRow, Table},
     read_set::ReadSet,

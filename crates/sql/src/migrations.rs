@@ -16,12 +16,16 @@ const SQLITE: [File; 2] = [
     (1, "log", include_str!("../../../migrations/sqlite/0001_log.sql")),
     (2, "auth", include_str!("../../../migrations/sqlite/0002_auth.sql")),
 ];
-const SQLITE_ARCHIVE: [File; 1] = [(1, "archive", include_str!("../../../migrations/sqlite-archive/0001_archive.sql"))];
-const POSTGRES: [File; 4] = [
+const SQLITE_ARCHIVE: [File; 2] = [
+    (1, "archive", include_str!("../../../migrations/sqlite-archive/0001_archive.sql")),
+    (2, "gap", include_str!("../../../migrations/sqlite-archive/0002_gap.sql")),
+];
+const POSTGRES: [File; 5] = [
     (1, "log", include_str!("../../../migrations/postgres/0001_log.sql")),
     (2, "auth", include_str!("../../../migrations/postgres/0002_auth.sql")),
     (3, "append_behind", include_str!("../../../migrations/postgres/0003_append_behind.sql")),
     (4, "archive", include_str!("../../../migrations/postgres/0004_archive.sql")),
+    (5, "gap", include_str!("../../../migrations/postgres/0005_gap.sql")),
 ];
 
 pub(crate) fn sqlite() -> Migrator {

@@ -165,6 +165,7 @@ fn entry(encoded_key: &str, at: usize, version: &Version, newest: i64, secrets: 
             }
             span class=(format!("badge {what}")) { (what) }
             " revision " (revision) " "
+            @if version.time_is_latest { "by " }
             @if let Some(unix_ms) = version.unix_ms { (time(unix_ms)) }
             @if !version.is_delete {
                 span.muted { " version " (kv.version) ", " (bytes(kv.value.len() as u64)) }

@@ -62,6 +62,11 @@ fn picture(name: &str) -> Option<PathBuf> {
 /// Checks what every view must have, and takes a picture.
 async fn look(browser: &Browser, name: &str) {
     browser.check_console(name).await;
+    look_without_console(browser, name).await;
+}
+
+/// The same for a view with an error status, which the browser reports in its console.
+async fn look_without_console(browser: &Browser, name: &str) {
     browser.check_width(name).await;
     if let Some(file) = picture(name) {
         browser.picture(&file).await;
@@ -190,11 +195,4 @@ async fn person_logs_in_and_out() {
     browser.wait_for("Log in").await;
     browser.go(&format!("{}/key?key=a/1", page.url)).await;
     browser.wait_for("Use a name and a password of the server.").await;
-}
-
-async fn look_without_console(browser: &Browser, name: &str) {
-    browser.check_width(name).await;
-    if let Some(file) = picture(name) {
-        browser.picture(&file).await;
-    }
 }

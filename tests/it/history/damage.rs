@@ -106,7 +106,7 @@ async fn archive_that_cannot_be_written_is_replaced() {
     let meta = log.meta().await.expect("facts");
     let archive = log.archive(&meta, true).await.expect("an archive").expect("it was created");
     archive.begin(None).await.expect("the archive begins");
-    archive.note_time(Revision(2)).await.expect("a time is recorded");
+    archive.note_time(Revision(2), true).await.expect("a time is recorded");
     assert_eq!(archive.state().await.expect("a state").first, Revision::EMPTY);
     let options = SqliteConnectOptions::new().filename(folder.path().join("orlop.db-archive"));
     let mut connection = options.connect().await.expect("the archive opens");

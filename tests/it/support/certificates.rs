@@ -38,6 +38,11 @@ impl Authority {
         self.folder.path().join("authority.pem")
     }
 
+    /// Returns the root certificate and its key.
+    pub fn certificate(&self) -> Certificate {
+        Certificate { cert: self.root(), key: self.folder.path().join("authority.key") }
+    }
+
     /// Creates a certificate for 127.0.0.1 and localhost, for servers and clients. It is valid for `days` days; if
     /// `days` is negative, it has expired.
     pub fn sign(&self, name: &str, days: i32) -> Certificate {

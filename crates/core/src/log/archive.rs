@@ -45,6 +45,15 @@ pub struct Moment {
     pub unix_ms: i64,
 }
 
+/// When a revision was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Written {
+    /// Milliseconds since 1970, exact to about a second.
+    pub unix_ms: i64,
+    /// It was written at this time or before: nobody recorded times then.
+    pub is_latest: bool,
+}
+
 /// A time, by the clock of the archive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Time {
@@ -113,8 +122,9 @@ pub trait Archive: Send + Sync + 'static {
     /// most `bytes_max`. [`ArchiveState::first`] is raised before anything is deleted.
     async fn prune(&self, first: Revision, bytes_max: u64) -> Result<Reclaimed>;
 
-    /// Records that `head` is the head now, unless that is recorded.
-    async fn note_time(&self, head: Revision) -> Result<()>;
+    /// Records that `head` is the head now, unless that is recorded. With `has_gap`, nobody has recorded times for a while
+    /// ([`Written::is_latest`]).
+    async fn note_time(&self, head: Revision, has_gap: bool) -> Result<()>;
 
     /// Returns the first recorded moment, which is the lower limit of all times.
     async fn first_moment(&self) -> Result<Option<Moment>>;
@@ -122,9 +132,9 @@ pub trait Archive: Send + Sync + 'static {
     /// Returns the newest moment at or before a time.
     async fn moment_at(&self, time: Time) -> Result<Option<Moment>>;
 
-    /// Returns the times at which these revisions were written, in the same order: milliseconds since 1970, exact to about
-    /// a second; `None` for a revision that is not newer than the first recorded moment, or not recorded yet.
-    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<i64>>>;
+    /// Returns when these revisions were written, in the same order; `None` for a revision that is not newer than the first
+    /// recorded moment, or not recorded yet.
+    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<Written>>>;
 
     /// Returns archived changes, at most [`ARCHIVE_PAGE_ROWS`], and the last row that was visited, which may be none of
     /// them; `None`: there are no more.

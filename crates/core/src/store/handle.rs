@@ -192,7 +192,8 @@ impl Store {
         }
         let leases = self.shared.leases.lock().with_times(Instant::now());
         if let Some(history) = &self.shared.history {
-            history.close().await;
+            let head = self.shared.index.read().head();
+            history.close(head).await;
         }
         self.shared.log.close(&leases).await;
     }

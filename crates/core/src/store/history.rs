@@ -14,6 +14,7 @@ use std::{
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use tokio::{
     sync::watch,
     time::{Instant, MissedTickBehavior, interval, sleep},
@@ -29,10 +30,14 @@ use crate::{
 
 /// Interval at which the time of the head is recorded, so that the time of each revision is known to the second.
 const TIME_INTERVAL: Duration = Duration::from_secs(1);
+/// Time without a record after which the times of revisions in between are not known.
+const GAP_MIN: Duration = Duration::from_secs(3);
 /// Interval at which old rows are deleted.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 /// Number of attempts to copy rows, one a second, before they are given up.
 const COPY_ATTEMPTS: u32 = 10;
+/// Time for deletions, so that times are recorded in between.
+const PRUNE_TIME: Duration = Duration::from_millis(500);
 /// Pause between two deletions.
 const PRUNE_PAUSE: Duration = Duration::from_millis(10);
 
@@ -68,23 +73,36 @@ pub(super) struct History {
     keep: Keep,
     /// Number of copies that failed since the last one that succeeded.
     failures: AtomicU32,
+    clock: Mutex<Clock>,
+}
+
+/// What this process has recorded of times.
+#[derive(Default)]
+struct Clock {
+    /// The newest recorded head.
+    noted: Revision,
+    /// When this process last knew that no revision lacked a time.
+    known_at: Option<Instant>,
 }
 
 impl History {
     pub(super) fn new(settings: HistorySettings) -> Self {
         let HistorySettings { archive, keep } = settings;
-        Self { archive, keep, failures: AtomicU32::new(0) }
+        Self { archive, keep, failures: AtomicU32::new(0), clock: Mutex::default() }
     }
 
-    /// Begins to keep rows, if they are to be kept, and records the time of the head. A store must start even if this
-    /// is impossible, for example because the disk is full.
+    /// Begins to keep rows, if they are to be kept, and records the first moment. A store must start even if this is
+    /// impossible, for example because the disk is full.
     pub(super) async fn begin(&self, compacted: Option<Revision>, head: Revision) {
         if !matches!(self.keep, Keep::Rows { .. }) {
             return;
         }
         let begun = async {
             self.archive.begin(compacted).await?;
-            self.archive.note_time(head).await
+            match self.archive.first_moment().await? {
+                Some(_) => Ok(()),
+                None => self.note_time(head).await,
+            }
         };
         if let Err(error) = begun.await {
             warn!(%error, "cannot begin the history; the next compaction tries again");
@@ -142,24 +160,49 @@ impl History {
         self.archive.state().await.is_ok_and(lacks)
     }
 
-    pub(super) async fn close(&self) {
+    /// Records the time of the head, if it is new.
+    async fn note_time(&self, head: Revision) -> log::Result<()> {
+        if !matches!(self.keep, Keep::Rows { .. }) {
+            return Ok(());
+        }
+        let (is_new, has_gap) = {
+            let clock = self.clock.lock();
+            (head > clock.noted, clock.known_at.is_none_or(|at| at.elapsed() > GAP_MIN))
+        };
+        if is_new {
+            self.archive.note_time(head, has_gap).await?;
+        }
+        *self.clock.lock() = Clock { noted: head, known_at: Some(Instant::now()) };
+        Ok(())
+    }
+
+    /// Ends the history of a store whose last revision is `head`.
+    pub(super) async fn close(&self, head: Revision) {
+        // Otherwise the next start finds a gap. Another instance may be the one that records times.
+        if self.clock.lock().known_at.is_some_and(|at| at.elapsed() <= GAP_MIN) {
+            let _ = self.note_time(head).await;
+        }
         self.archive.close().await;
     }
 
-    /// Deletes the rows that are no longer to be kept.
-    async fn prune(&self) -> log::Result<()> {
+    /// Deletes rows that are no longer to be kept, for [`PRUNE_TIME`].
+    async fn prune(&self) -> log::Result<Reclaimed> {
         let (first, bytes_max) = match self.keep {
-            Keep::AsBefore => return Ok(()),
+            Keep::AsBefore => return Ok(Reclaimed::All),
             Keep::Nothing => (Revision::EMPTY, u64::MAX),
             Keep::Rows { retention, bytes_max } => {
                 let oldest = self.archive.moment_at(Time::Ago(retention)).await?;
                 (oldest.map_or(Revision::EMPTY, |moment| moment.revision), bytes_max)
             }
         };
-        while self.archive.prune(first, bytes_max).await? == Reclaimed::More {
+        let began = Instant::now();
+        loop {
+            let reclaimed = self.archive.prune(first, bytes_max).await?;
+            if reclaimed == Reclaimed::All || began.elapsed() >= PRUNE_TIME {
+                return Ok(reclaimed);
+            }
             sleep(PRUNE_PAUSE).await;
         }
-        Ok(())
     }
 }
 
@@ -169,7 +212,7 @@ pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
     let work = async {
         let mut ticks = interval(TIME_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut noted, mut pruned_at, mut is_failing) = (Revision(0), None::<Instant>, false);
+        let (mut pruned_at, mut is_failing) = (None::<Instant>, false);
         loop {
             ticks.tick().await;
             if !shared.members.is_leader() {
@@ -178,13 +221,11 @@ pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
             let is_due = pruned_at.is_none_or(|at| at.elapsed() >= PRUNE_INTERVAL);
             let done = async {
                 let head = shared.index.read().head();
-                if head > noted && matches!(history.keep, Keep::Rows { .. }) {
-                    history.archive.note_time(head).await?;
-                    noted = head;
-                }
+                history.note_time(head).await?;
                 if is_due {
-                    pruned_at = Some(Instant::now());
-                    history.prune().await?;
+                    if history.prune().await? == Reclaimed::All {
+                        pruned_at = Some(Instant::now());
+                    }
                     let state = history.archive.state().await?;
                     shared.metrics.maintenance.history_rows.set(state.rows.cast_signed());
                     shared.metrics.maintenance.history_bytes.set(state.bytes.cast_signed());

@@ -2,7 +2,7 @@
 //! copy and each deletion from the log is checked against the truth.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     sync::Arc,
 };
 
@@ -17,7 +17,7 @@ use super::{
 use orlop_core::{
     log::{
         ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, Moment, Order, PastRow, Reclaimed, Result,
-        Time,
+        Time, Written,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -38,6 +38,8 @@ pub(super) struct Tables {
     facts: Option<(Revision, Revision)>,
     rows: BTreeMap<RowId, Archived>,
     moments: Vec<Moment>,
+    /// Revisions of moments before which times are not known.
+    gaps: HashSet<Revision>,
 }
 
 struct Archived {
@@ -130,8 +132,11 @@ impl Tables {
         Reclaimed::More
     }
 
-    fn note_time(&mut self, head: Revision) {
+    fn note_time(&mut self, head: Revision, has_gap: bool) {
         if self.moments.last().is_none_or(|last| last.revision < head) {
+            if has_gap {
+                self.gaps.insert(head);
+            }
             self.moments.push(Moment { revision: head, unix_ms: now_ms() });
         }
     }
@@ -144,10 +149,11 @@ impl Tables {
         self.moments.iter().rfind(|moment| moment.unix_ms <= until).copied()
     }
 
-    fn time_of(&self, revision: Revision) -> Option<i64> {
+    fn time_of(&self, revision: Revision) -> Option<Written> {
         let is_known = self.moments.first().is_some_and(|first| revision > first.revision);
         let moment = self.moments.iter().find(|moment| moment.revision >= revision)?;
-        is_known.then_some(moment.unix_ms)
+        let is_latest = self.gaps.contains(&moment.revision);
+        is_known.then_some(Written { unix_ms: moment.unix_ms, is_latest })
     }
 
     fn changes(&self, wanted: &ArchivedChanges<'_>) -> (Vec<PastRow>, Option<RowId>) {
@@ -276,10 +282,10 @@ impl Archive for SimulatedArchive {
         self.change(move |database| database.archive.prune(first, bytes_max)).await
     }
 
-    async fn note_time(&self, head: Revision) -> Result<()> {
+    async fn note_time(&self, head: Revision, has_gap: bool) -> Result<()> {
         self.change(move |database| {
             let head = if database.sharing == Sharing::Own { head } else { database.position().head };
-            database.archive.note_time(head);
+            database.archive.note_time(head, has_gap);
         })
         .await
     }
@@ -292,7 +298,7 @@ impl Archive for SimulatedArchive {
         self.0.ask(|database| database.archive.moment_at(time)).await
     }
 
-    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<i64>>> {
+    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<Written>>> {
         self.0.ask(|database| revisions.iter().map(|revision| database.archive.time_of(*revision)).collect()).await
     }
 

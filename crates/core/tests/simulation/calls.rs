@@ -173,7 +173,8 @@ async fn past_changes(
     let (mut from, mut to) = (RowId::new(revisions.0, 0), RowId::new(revisions.1, u32::MAX));
     loop {
         let page = store.past_changes(caller, range, (from, to), order).await?;
-        let known: Vec<i64> = page.changes.iter().filter_map(|change| change.unix_ms).collect();
+        let known: Vec<i64> =
+            page.changes.iter().filter_map(|change| change.written.map(|written| written.unix_ms)).collect();
         let is_in_order =
             if order == Order::OldestFirst { known.is_sorted() } else { known.is_sorted_by(|a, b| a >= b) };
         assert!(is_in_order, "times go back: {known:?}");

@@ -4,7 +4,7 @@ use async_trait::async_trait;
 use orlop_core::{
     log::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, Archive, ArchiveState, ArchivedChanges, Error,
-        Moment, Order, PastRow, Reclaimed, Result, Time,
+        Moment, Order, PastRow, Reclaimed, Result, Time, Written,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -26,9 +26,9 @@ const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
 const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= $1 ORDER BY at DESC, id DESC LIMIT 1";
 const MOMENT_AGO: &str = "SELECT id, at FROM kv_time \
     WHERE at <= (extract(epoch FROM clock_timestamp()) * 1000)::bigint - $1 ORDER BY at DESC, id DESC LIMIT 1";
-const TIMES: &str = "SELECT CASE WHEN r.id > (SELECT min(f.id) FROM kv_time f) \
-    THEN (SELECT t.at FROM kv_time t WHERE t.id >= r.id ORDER BY t.id LIMIT 1) END \
-    FROM unnest($1) WITH ORDINALITY AS r (id, place) ORDER BY r.place";
+const TIMES: &str = "SELECT w.at, w.gap FROM unnest($1) WITH ORDINALITY AS r (id, place) \
+    LEFT JOIN LATERAL (SELECT t.at, t.gap FROM kv_time t \
+    WHERE t.id >= r.id AND r.id > (SELECT min(f.id) FROM kv_time f) ORDER BY t.id LIMIT 1) w ON true ORDER BY r.place";
 
 /// `$order` is the direction of both columns.
 macro_rules! changes_of_key {
@@ -144,8 +144,10 @@ impl Archive for PostgresArchive {
     }
 
     /// Records the head of the database, which may be newer than that of this instance.
-    async fn note_time(&self, _head: Revision) -> Result<()> {
-        read!(self.database, connection => sqlx::query("SELECT orlop_note_time()").execute(connection)).map(|_| ())
+    async fn note_time(&self, _head: Revision, has_gap: bool) -> Result<()> {
+        let noted = read!(self.database, connection =>
+            sqlx::query("SELECT orlop_note_time($1)").bind(has_gap).execute(connection));
+        noted.map(|_| ())
     }
 
     async fn first_moment(&self) -> Result<Option<Moment>> {
@@ -162,9 +164,12 @@ impl Archive for PostgresArchive {
         Ok(found.map(moment))
     }
 
-    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<i64>>> {
+    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<Written>>> {
         let ids: Vec<i64> = revisions.iter().map(|revision| revision.0).collect();
-        read!(self.database, connection => sqlx::query_scalar(TIMES).bind(&ids).fetch_all(connection))
+        let times: Vec<(Option<i64>, Option<bool>)> =
+            read!(self.database, connection => sqlx::query_as(TIMES).bind(&ids).fetch_all(connection))?;
+        let written = |(at, gap): (Option<i64>, Option<bool>)| Some(Written { unix_ms: at?, is_latest: gap? });
+        Ok(times.into_iter().map(written).collect())
     }
 
     async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Option<RowId>)> {

@@ -16,7 +16,7 @@ use async_trait::async_trait;
 use orlop_core::{
     log::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState,
-        ArchivedChanges, Error, Meta, Moment, Order, PastRow, Reclaimed, Result, Time,
+        ArchivedChanges, Error, Meta, Moment, Order, PastRow, Reclaimed, Result, Time, Written,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -277,11 +277,11 @@ impl Archive for SqliteArchive {
     }
 
     /// Does not sync: a crash of the machine may lose the last moments.
-    async fn note_time(&self, head: Revision) -> Result<()> {
+    async fn note_time(&self, head: Revision, has_gap: bool) -> Result<()> {
         let mut writer = self.lock().await?;
         let noted = async {
             sqlx::query("PRAGMA synchronous = NORMAL").execute(writer.connection()).await?;
-            sqlx::query(NOTE_TIME).bind(head.0).bind(now_ms()).execute(writer.connection()).await
+            sqlx::query(NOTE_TIME).bind(head.0).bind(now_ms()).bind(has_gap).execute(writer.connection()).await
         };
         noted.await.map_err(unavailable)?;
         writer.keep();
@@ -302,12 +302,12 @@ impl Archive for SqliteArchive {
         Ok(found.map(moment))
     }
 
-    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<i64>>> {
+    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<Written>>> {
         let mut reader = self.readers().acquire().await.map_err(unavailable)?;
         let mut times = Vec::with_capacity(revisions.len());
         for revision in revisions {
-            let time = sqlx::query_scalar(TIME_OF).bind(revision.0).fetch_optional(&mut *reader).await;
-            times.push(time.map_err(unavailable)?);
+            let time = sqlx::query_as(TIME_OF).bind(revision.0).fetch_optional(&mut *reader).await;
+            times.push(time.map_err(unavailable)?.map(|(unix_ms, is_latest)| Written { unix_ms, is_latest }));
         }
         Ok(times)
     }

@@ -6,7 +6,10 @@
 //! at any time. So each read checks afterwards that the archive still has what it needs ([`Shared::check_kept`]). A row
 //! that was found in both counts once.
 
-use std::collections::{BTreeMap, HashMap};
+use std::{
+    collections::{BTreeMap, HashMap},
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use tokio::time::{Duration, Instant, sleep};
 
@@ -14,7 +17,7 @@ use super::{History, Keep};
 use crate::{
     auth::Caller,
     index::{Entry, IndexedRow, ReadAt, Unreadable},
-    log::{ArchiveState, ArchivedChanges, Moment, Order, PastRow, Time, WithPrev},
+    log::{self, Archive, ArchiveState, ArchivedChanges, Moment, Order, PastRow, Time, WithPrev, Written},
     store::{
         error::Error, handle::Store, reader::pairs::StepCount, request::Projection, select::Selected, shared::Shared,
     },
@@ -76,8 +79,8 @@ pub struct PastPairs {
 #[derive(Debug, Clone, PartialEq)]
 pub struct PastChange {
     pub row: PastRow,
-    /// Milliseconds since 1970; `None`: not known.
-    pub unix_ms: Option<i64>,
+    /// `None`: not known.
+    pub written: Option<Written>,
 }
 
 /// A part of the changes of a range.
@@ -150,6 +153,24 @@ impl Store {
         self.shared.check_read(caller, range)?;
         when_copied(|| self.shared.past_changes(range, rows, order)).await
     }
+}
+
+/// Returns when revisions were written. What was written since the last record was written by now.
+async fn times_until_now(archive: &dyn Archive, revisions: &[Revision]) -> log::Result<Vec<Option<Written>>> {
+    let mut times = archive.times(revisions).await?;
+    if times.contains(&None)
+        && let Some(first) = archive.first_moment().await?
+    {
+        #[expect(clippy::disallowed_methods, reason = "people want the time of the wall clock")]
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+        let by_now = Written { unix_ms: i64::try_from(now).unwrap_or(i64::MAX), is_latest: true };
+        for (time, revision) in times.iter_mut().zip(revisions) {
+            if *revision > first.revision {
+                time.get_or_insert(by_now);
+            }
+        }
+    }
+    Ok(times)
 }
 
 /// Repeats a read while rows that it needs are on their way to the archive.
@@ -248,10 +269,13 @@ impl Shared {
         }
         let revisions: Vec<Revision> = rows.iter().map(|past| past.row.revision).collect();
         let times = match &self.history {
-            Some(history) => history.archive.times(&revisions).await?,
+            Some(History { archive, keep: Keep::Rows { .. }, .. }) => {
+                times_until_now(archive.as_ref(), &revisions).await?
+            }
+            Some(History { archive, .. }) => archive.times(&revisions).await?,
             None => vec![None; revisions.len()],
         };
-        let changes = rows.into_iter().zip(times).map(|(row, unix_ms)| PastChange { row, unix_ms }).collect();
+        let changes = rows.into_iter().zip(times).map(|(row, written)| PastChange { row, written }).collect();
         Ok(PastChanges { changes, next })
     }
 

@@ -21,13 +21,13 @@ pub(super) const DELETE_OLD: &str = "DELETE FROM kv_archive WHERE (id, sub) IN (
 pub(super) const DELETE_TIMES: &str = "DELETE FROM kv_time WHERE id < (SELECT max(id) FROM kv_time WHERE id <= ?)";
 pub(super) const OLDEST: &str = "SELECT max(end_revision, id + 1), length(key) + coalesce(length(value), 0) FROM kv_archive \
     ORDER BY end_revision, id, sub LIMIT ?";
-pub(super) const NOTE_TIME: &str = "INSERT INTO kv_time (id, at) \
-    SELECT ?1, max(?2, coalesce((SELECT at FROM kv_time ORDER BY id DESC LIMIT 1), 0)) \
+pub(super) const NOTE_TIME: &str = "INSERT INTO kv_time (id, at, gap) \
+    SELECT ?1, max(?2, coalesce((SELECT at FROM kv_time ORDER BY id DESC LIMIT 1), 0)), ?3 \
     WHERE ?1 > coalesce((SELECT max(id) FROM kv_time), 0)";
 pub(super) const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
 pub(super) const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= ? ORDER BY at DESC, id DESC LIMIT 1";
 pub(super) const TIME_OF: &str =
-    "SELECT at FROM kv_time WHERE id >= ?1 AND ?1 > (SELECT min(id) FROM kv_time) ORDER BY id LIMIT 1";
+    "SELECT at, gap FROM kv_time WHERE id >= ?1 AND ?1 > (SELECT min(id) FROM kv_time) ORDER BY id LIMIT 1";
 
 /// `$order` is the direction of both columns.
 macro_rules! changes_of_key {
