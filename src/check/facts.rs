@@ -8,7 +8,7 @@ use orlop_core::{
 
 const FACTS: &str = "meta";
 /// Known facts and their minimum values.
-const KNOWN_FACTS: [(&str, i64); 13] = [
+const KNOWN_FACTS: [(&str, i64); 14] = [
     ("cluster_id", 1),
     ("member_id", 1),
     ("compact_revision", 0),
@@ -17,6 +17,8 @@ const KNOWN_FACTS: [(&str, i64); 13] = [
     ("last_beat", 0),
     // The ID of a cluster, of which all bits are used.
     (log::MIGRATION_SOURCE, i64::MIN),
+    // A random number.
+    (log::SAVED_INDEX_MARK, i64::MIN),
     ("auth_enabled", 0),
     ("auth_revision", 1),
     ("archive_first", 0),

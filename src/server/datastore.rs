@@ -43,8 +43,7 @@ pub(super) async fn open_store(
         // On a runtime with several threads, busy polling would wake the other threads.
         busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
-        watchdog: Arc::default(),
-        history: None,
+        ..store::Settings::default()
     };
     let datastore = settings.datastore().map_err(Error)?;
     store_settings.metrics.state.database.with_label_values(&[datastore.kind()]).set(1);

@@ -75,7 +75,7 @@ async fn contents(log: &dyn History) -> Contents {
         replayed.extend(changes.into_iter().map(|change| (change.row, change.key)));
         Ok(())
     };
-    log.replay(&mut visit).await.expect("the log answers");
+    log.replay(Revision::EMPTY, &mut visit).await.expect("the log answers");
     Contents {
         position: meta.position,
         compact_revision: meta.compact_revision,

@@ -36,6 +36,7 @@ mod metrics;
 mod migrate;
 mod outage;
 mod private;
+mod saved_index;
 mod services;
 mod size;
 mod slow_watch;

@@ -10,6 +10,7 @@ mod key_index;
 #[cfg(test)]
 mod model_tests;
 mod row_validation;
+mod saved;
 
 use std::{
     collections::BTreeMap,
@@ -20,6 +21,7 @@ use self::key_index::{Fate, KeyIndex};
 pub use self::{
     key_index::{Entry, IndexedRow, Lease},
     row_validation::{Contradiction, RowKind, ValidatedColumns},
+    saved::{InvalidBlock, SavedIndexLoader},
 };
 
 use crate::types::{Change, ChangeKind, Key, KeyBounds, Revision, Superseded};
@@ -119,7 +121,8 @@ impl TreeIndex {
         }
     }
 
-    /// Like [`TreeIndex::apply`], for a change read from a log whose compact revision is `compacted`.
+    /// Like [`TreeIndex::apply`], for a change read from a log whose compact revision is `compacted`. Skips a change that its
+    /// key already has ([`TreeIndex::save_step`]).
     ///
     /// # Errors
     ///
@@ -128,6 +131,7 @@ impl TreeIndex {
         self.advance_head(change);
         let columns = ValidatedColumns::of(change);
         match self.keys.get_mut(&change.key) {
+            Some(key) if change.row <= key.newest.row => {}
             Some(key) => {
                 let last = key.newest_columns(&columns);
                 match columns.follow(Some(&last), compacted) {

@@ -9,6 +9,7 @@ mod inspect;
 #[cfg(test)]
 pub mod memory;
 mod read_set;
+mod saved_index;
 
 use std::time::Duration;
 
@@ -21,6 +22,7 @@ pub use self::{
     },
     inspect::{Depth, Facts, Inspect, StoredArchive, StoredArchivedRow, StoredLease, StoredMember, StoredRow, Table},
     read_set::ReadSet,
+    saved_index::{SAVED_INDEX_MARK, SavedIndex, SavedIndexReader, SavedIndexState, SavedIndexWriter},
 };
 
 use crate::auth::{AuthChange, AuthState};
@@ -368,8 +370,8 @@ pub trait History: Send + Sync + 'static {
     /// Returns users and roles as of one moment, which may be later than that of an earlier call of [`History::meta`].
     async fn auth(&self) -> Result<AuthState>;
 
-    /// Visits all rows as of one moment, without values: the pair of every put has an empty value.
-    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta>;
+    /// Visits the rows from revision `from` on, as of one moment, without values: the pair of every put has an empty value.
+    async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta>;
 
     /// Returns the changes within `range` at revisions from `from` to at most `to`, whole revisions only. A page is
     /// limited in bytes and visited rows; it may be empty before `to` is reached.
@@ -422,6 +424,20 @@ pub trait Log: History {
     async fn size(&self, precision: Precision) -> Result<Size>;
 
     fn connections(&self) -> Connections;
+
+    /// Returns where the index can be saved; `None`: each start reads the whole log.
+    fn saved_index(&self) -> Option<&dyn SavedIndex> {
+        None
+    }
+
+    /// Checks what reading the rows does not show. May read the whole database.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Corrupt`] if it is damaged.
+    async fn check(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// Finishes running work and closes the database.
     ///

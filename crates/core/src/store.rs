@@ -34,6 +34,7 @@ mod history;
 mod leases;
 mod members;
 mod open;
+mod page_check;
 mod permissions;
 mod queue;
 mod quota;
@@ -42,6 +43,7 @@ mod rebase;
 mod replay;
 mod replication;
 pub mod request;
+mod saved_index;
 mod select;
 mod shared;
 pub mod shared_query;
@@ -64,6 +66,7 @@ pub use self::{
     open::Settings,
     reader::RangePieces,
     replay::{Replayed, replay},
+    saved_index::Saving,
     shared::Identity,
     timing::SlowThresholds,
 };

@@ -223,8 +223,8 @@ impl History for PostgresLog {
         read!(self.database, connection => read::auth(connection))?
     }
 
-    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
-        self.freeze().await?.replay(visit).await
+    async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
+        self.freeze().await?.replay(from, visit).await
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {

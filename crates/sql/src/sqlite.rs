@@ -18,6 +18,7 @@ mod load;
 mod lock;
 mod packed;
 mod read;
+mod saved_index;
 mod vacuum;
 mod view;
 mod wal;
@@ -40,7 +41,7 @@ use crate::rows::{cannot_migrate, connections, foreign_table, unavailable};
 use crate::{Durability, auth, migrations};
 use orlop_core::log::{
     Append, Appended, Connections, Error, History, Log, LoggedLease, Meta, Page, Precision, Reclaim, Reclaimed, Result,
-    SharedLog, Size, Visit, WithPrev,
+    SavedIndex, SharedLog, Size, Visit, WithPrev,
 };
 use orlop_core::{
     auth::AuthState,
@@ -252,11 +253,8 @@ impl History for SqliteLog {
         read::auth(&mut *self.reader().await?).await
     }
 
-    /// Reads the rows and checks the pages concurrently, on two connections. The check is shorter than the read unless
-    /// values are long. No other process writes during the start, so several reads return consistent rows.
-    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
-        let (mut rows, mut pages) = (self.reader().await?, self.reader().await?);
-        let (mut meta, ()) = tokio::try_join!(read::replay(&mut rows, visit), integrity::refuse_damage(&mut pages))?;
+    async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
+        let mut meta = read::replay(&mut *self.reader().await?, from, visit).await?;
         for lease in &mut meta.leases {
             lease.left_secs = self.lease_times.get(&lease.id).copied();
         }
@@ -310,6 +308,20 @@ impl Log for SqliteLog {
 
     fn connections(&self) -> Connections {
         connections(self.readers.size(), self.readers.num_idle())
+    }
+
+    fn saved_index(&self) -> Option<&dyn SavedIndex> {
+        Some(self)
+    }
+
+    /// Checks all pages, on a connection of its own: a damaged page may hide rows, and the log without these rows may still
+    /// be consistent.
+    async fn check(&self) -> Result<()> {
+        let mut pages = self.options.connect().await.map_err(unavailable)?;
+        let _stop = integrity::stop_when_dropped(&mut pages).await.map_err(unavailable)?;
+        let checked = integrity::refuse_damage(&mut pages).await;
+        let _ = pages.close().await;
+        checked
     }
 
     async fn close(&self, leases: &[LoggedLease]) {

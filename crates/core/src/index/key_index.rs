@@ -40,8 +40,8 @@ pub(super) enum Fate {
 
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct KeyIndex {
-    newest: Newest,
-    history: Option<Box<History>>,
+    pub(super) newest: Newest,
+    pub(super) history: Option<Box<History>>,
 }
 
 /// A row of a key. The end of the newest put is [`Revision::MAX`].
@@ -53,31 +53,31 @@ pub struct IndexedRow {
 
 /// The newest row of the key, packed: version 0 is a tombstone, lease 0 is no lease.
 #[derive(Clone, PartialEq, Eq, Debug)]
-struct Newest {
-    row: RowId,
-    create_revision: Revision,
-    version: i64,
-    lease: i64,
+pub(super) struct Newest {
+    pub(super) row: RowId,
+    pub(super) create_revision: Revision,
+    pub(super) version: i64,
+    pub(super) lease: i64,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-struct History {
+pub(super) struct History {
     /// Closed generations, oldest first. While the newest row is a tombstone, the last generation ends with that
     /// tombstone. If a compaction removed all rows except that tombstone, `KeyIndex::history` is `None`.
-    closed: Vec<Generation>,
+    pub(super) closed: Vec<Generation>,
     /// The puts of the open generation except the newest, oldest first. Versions are consecutive, so only the newest
     /// put's version is stored.
-    earlier: Vec<RowId>,
+    pub(super) earlier: Vec<RowId>,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
-struct Generation {
-    create_revision: Revision,
+pub(super) struct Generation {
+    pub(super) create_revision: Revision,
     /// The version of `puts[0]`: 1 until a compaction removes the first put.
-    first_version: i64,
+    pub(super) first_version: i64,
     /// Empty after a compaction at exactly the revision of the tombstone.
-    puts: Vec<RowId>,
-    tombstone: RowId,
+    pub(super) puts: Vec<RowId>,
+    pub(super) tombstone: RowId,
 }
 
 impl KeyIndex {

@@ -11,7 +11,7 @@ use std::{
 
 use proptest::{collection::vec, prelude::*, sample::Index};
 
-use super::{CompactionCursor, Entry, Lease, ReadAt, TreeIndex, Unreadable};
+use super::{CompactionCursor, Entry, Lease, ReadAt, SavedIndexLoader, TreeIndex, Unreadable};
 use crate::types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId, Superseded, Version};
 
 const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "ba", "c"];
@@ -127,6 +127,58 @@ proptest! {
         check_removed(&removed, &mut model)?;
         check_reads(&index, &model)?;
         check_rebuilt(&index, &model)?;
+    }
+
+    #[test]
+    fn index_saved_between_changes_equals_the_model(
+        histories in vec(histories(8), 1..4),
+        compacted in any::<Index>(),
+        keys_max in 1..4_usize,
+    ) {
+        let mut model = Model::of(&histories[0]);
+        let mut index = model.index();
+        let readable: Vec<_> = model.readable().collect();
+        check_compaction(&mut index, &mut model, *compacted.get(&readable), usize::MAX)?;
+        let (head, mut later) = (index.head(), histories[1..].iter().flatten());
+        let (mut loader, mut after) = (SavedIndexLoader::new(0), None);
+        loop {
+            let mut block = Vec::new();
+            after = index.save_step(after.as_ref(), keys_max, &mut block);
+            loader.add(&block)?;
+            if after.is_none() {
+                break;
+            }
+            let known = model.changes.len();
+            later.next().into_iter().for_each(|ops| model.commit(ops));
+            model.changes[known..].iter().for_each(|change| index.apply(change));
+        }
+        let mut loaded = loader.finish(head, index.compact_revision());
+        for change in model.changes.iter().filter(|change| change.row.revision >= head) {
+            // Like `restore`; the changes of the model have no previous revision.
+            loaded.advance_head(change);
+            if loaded.rows(&change.key).last().is_none_or(|last| last.superseded.row < change.row) {
+                loaded.apply(change);
+            }
+        }
+        prop_assert_eq!(&loaded, &index);
+        check_reads(&loaded, &model)?;
+    }
+
+    #[test]
+    fn parts_of_blocks_and_other_bytes_are_refused_or_have_fewer_keys(
+        history in histories(8),
+        at in any::<Index>(),
+        bytes in vec(any::<u8>(), 0..40),
+    ) {
+        let index = Model::of(&history).index();
+        let mut block = vec![];
+        index.save_step(None, usize::MAX, &mut block);
+        let mut loader = SavedIndexLoader::new(0);
+        if !block.is_empty() && loader.add(&block[..at.index(block.len())]).is_ok() {
+            prop_assert!(loader.finish(index.head(), None).len() < index.len());
+        }
+        // Any bytes: no panic.
+        let _ = SavedIndexLoader::new(0).add(&bytes);
     }
 }
 

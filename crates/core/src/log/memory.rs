@@ -83,10 +83,11 @@ impl History for MemoryLog {
         Ok(self.0.lock().auth.clone())
     }
 
-    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
+    async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
         let meta = self.meta().await?;
         let state = self.0.lock();
-        for rows in state.rows.chunks(PAGE_ROWS_MAX) {
+        let begin = state.rows.partition_point(|change| change.row.revision < from);
+        for rows in state.rows[begin..].chunks(PAGE_ROWS_MAX) {
             visit(&meta, rows.iter().map(|change| state.read(change, WithPrev::No)).collect())?;
         }
         Ok(meta)

@@ -65,6 +65,7 @@ pub(super) async fn run(
         if let Some(compacted) = compacted {
             purge(&shared, rate, &mut garbage, compacted, PurgeOwner::ThisInstance).await;
         }
+        shared.is_garbage_purged.store(true, Ordering::Relaxed);
         loop {
             compact(&shared, rate).await;
             shared.pulses.compactor.rest();

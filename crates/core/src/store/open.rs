@@ -24,10 +24,12 @@ use super::{
     history::{self, History, HistorySettings},
     leases::lease_table,
     members::Members,
+    page_check::PageCheck,
     queue::WriteQueue,
     quota,
-    replay::{Replayed, replay},
+    replay::Replayed,
     replication::ReplicationState,
+    saved_index::{self, Saving, Unread, replay_with_saved},
     shared::{Identity, Pulses, Shared},
     shared_query::SharedQuery,
     sizes::SizesCache,
@@ -70,6 +72,7 @@ pub struct Settings {
     pub busy_poll: bool,
     /// Keeps compacted rows; `None`: they are only deleted.
     pub history: Option<HistorySettings>,
+    pub saving: Saving,
     /// Observes the loops of the store.
     pub watchdog: Arc<Watchdog>,
 }
@@ -88,13 +91,14 @@ impl Default for Settings {
             compaction: CompactionRate::default(),
             busy_poll: false,
             history: None,
+            saving: Saving::default(),
             watchdog: Arc::default(),
         }
     }
 }
 
 impl Store {
-    /// Reads the log, which takes about 2 seconds per million rows, and starts serving it.
+    /// Reads the log, which takes about 2 seconds per million rows without a saved index, and starts serving it.
     ///
     /// # Errors
     ///
@@ -111,7 +115,8 @@ impl Store {
             // before the deadlines are read.
             shared.beat().await?;
         }
-        let Replayed { meta, index, garbage, .. } = replay(&*log).await?;
+        let mut pages = PageCheck::begin(&log);
+        let (Replayed { meta, index, garbage, rows }, saved_head) = pages.beside(replay_with_saved(&*log)).await?;
         let (stop_background, stopped) = watch::channel(false);
         let (steps, grant_steps) = Steps::new();
         vital("the step scheduler", grant_steps);
@@ -129,7 +134,13 @@ impl Store {
             vital("the compactor", compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
             vital("the quota task", quota::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
             vital("the expiry of leases", expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
+            vital("the check of pages", pages.finish(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
+        if shared.log.saved_index().is_some() {
+            let unread = Unread::after_start(saved_head, rows);
+            let saving = saved_index::run(Arc::clone(&shared), settings.saving, unread, stopped.clone());
+            tasks.push(vital("the saved index", saving));
+        }
         if shared.history.is_some() {
             tasks.push(vital("the history", history::run(Arc::clone(&shared), stopped.clone())));
         }
@@ -187,6 +198,7 @@ impl Shared {
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
             is_purge_owner: AtomicBool::new(false),
+            is_garbage_purged: AtomicBool::new(false),
             rows_left_to_others: Mutex::default(),
             sizes: SizesCache::default(),
             pulses: Pulses::default(),

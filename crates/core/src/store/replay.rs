@@ -28,13 +28,20 @@ pub struct Replayed {
 ///
 /// [`Error::Corrupt`] if the log is inconsistent.
 pub async fn replay(log: &dyn History) -> Result<Replayed> {
+    replay_onto(log, TreeIndex::new()).await
+}
+
+/// Reads a log from the head of an index on, and brings the index up to date.
+pub(super) async fn replay_onto(log: &dyn History, mut index: TreeIndex) -> Result<Replayed> {
     let started = StdInstant::now();
     let mut reported = started;
-    let mut index = TreeIndex::new();
     let mut rows = 0_usize;
-    let mut last = RowId::new(Revision::EMPTY, 0);
+    // The changes of the index's head may be in it in part. A whole log is read from below its first revision, so that
+    // rows that do not belong there are found.
+    let from = if index.is_empty() { Revision(i64::MIN) } else { index.head() };
+    let mut last = RowId::new(index.head().prev().max(Revision::EMPTY), 0);
     let meta = log
-        .replay(&mut |meta, changes| {
+        .replay(from, &mut |meta, changes| {
             for change in &changes {
                 check_order(meta, last, change.row)?;
                 index.restore(change, meta.compact_revision).map_err(|error| inconsistent_row(change, error))?;

@@ -10,7 +10,9 @@ use tokio::{
 
 use super::{
     archive::Tables,
-    random, scheduler,
+    random,
+    saved_index::Saved,
+    scheduler,
     truth::{Sharing, Truth},
 };
 use orlop_core::{
@@ -86,6 +88,7 @@ struct MemberRow {
 pub(super) struct Database {
     pub truth: Truth,
     pub archive: Tables,
+    pub saved_index: Saved,
     pub sharing: Sharing,
     pub faults: Faults,
     pub is_up: bool,
@@ -108,6 +111,7 @@ impl Database {
         Self {
             truth: Truth::new(sharing, auth),
             archive: Tables::default(),
+            saved_index: Saved::default(),
             sharing,
             faults,
             is_up: true,

@@ -19,7 +19,7 @@ use orlop_core::{
     auth::AuthState,
     log::{
         Append, Appended, Connections, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision,
-        Reclaim, Reclaimed, Result, SharedLog, Size, Touch, Visit, WithPrev,
+        Reclaim, Reclaimed, Result, SavedIndex, SharedLog, Size, Touch, Visit, WithPrev,
     },
     types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
@@ -73,7 +73,7 @@ impl SimulatedLog {
     }
 
     /// The network delay in one direction.
-    async fn network_delay(&self) {
+    pub async fn network_delay(&self) {
         let is_slow = random::permille(self.database.lock().faults.slow);
         match random::below(10) {
             _ if is_slow => sleep(random::millis(200, 6_000)).await,
@@ -226,9 +226,10 @@ impl History for SimulatedLog {
         self.ask(|database| database.truth.auth.newest().clone()).await
     }
 
-    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
+    async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
         let (meta, rows) = self.ask(|database| (database.meta(), database.rows())).await?;
-        for rows in rows.chunks(7) {
+        let begin = rows.partition_point(|change| change.row.revision < from);
+        for rows in rows[begin..].chunks(7) {
             visit(&meta, rows.to_vec())?;
         }
         Ok(Meta { member_id: self.member.id, ..meta })
@@ -290,6 +291,10 @@ impl Log for SimulatedLog {
 
     fn connections(&self) -> Connections {
         Connections { idle: 0, used: 0 }
+    }
+
+    fn saved_index(&self) -> Option<&dyn SavedIndex> {
+        (self.sharing == Sharing::Own).then_some(self)
     }
 
     async fn close(&self, _: &[LoggedLease]) {

@@ -25,6 +25,7 @@ mod log;
 mod model;
 mod random;
 mod run;
+mod saved_index;
 mod scheduler;
 mod truth;
 mod watches;

@@ -19,6 +19,8 @@ pub(super) struct Tally {
     pub events: usize,
     /// Number of reads of the past, and of those that were refused.
     pub past: [usize; 2],
+    /// Number of starts that opened a saved index.
+    pub saved_indexes: u64,
 }
 
 /// Executes a whole run.
@@ -39,10 +41,15 @@ pub(super) async fn run(tally: Rc<Cell<Tally>>) {
         world.check_indexes();
     }
     world.finish().await;
+    let (revisions, saved_indexes) = {
+        let database = world.database.lock();
+        (database.truth.head.0, database.saved_index.opened)
+    };
     tally.set(Tally {
-        revisions: world.database.lock().truth.head.0,
+        revisions,
         answers: world.ledger.borrow().answers,
         past: world.ledger.borrow().past,
+        saved_indexes,
         events: world.watches.iter().map(|watches| watches.borrow().events).sum(),
     });
 }
@@ -51,6 +58,7 @@ impl std::ops::AddAssign for Tally {
     fn add_assign(&mut self, other: Self) {
         self.revisions += other.revisions;
         self.events += other.events;
+        self.saved_indexes += other.saved_indexes;
         self.past.iter_mut().zip(other.past).for_each(|(sum, count)| *sum += count);
         self.answers.iter_mut().zip(other.answers).for_each(|(sum, count)| *sum += count);
     }

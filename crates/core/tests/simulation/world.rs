@@ -31,7 +31,7 @@ use orlop_core::{
     auth::{AuthState, Caller},
     log::{Error as LogError, Member, Order},
     metrics::Metrics,
-    store::{AutoCompaction, CompactionRate, Error, HistorySettings, Keep, Settings, Store, replay},
+    store::{AutoCompaction, CompactionRate, Error, HistorySettings, Keep, Saving, Settings, Store, replay},
     types::{KeyRange, Revision},
 };
 
@@ -254,6 +254,7 @@ impl World {
             auto_compaction: self.profile.auto_compaction,
             compaction: CompactionRate { rows: 3, pause: Duration::from_millis(10) },
             history,
+            saving: Saving { rows_min: 2 + below(19), step_keys: 1 + below(4) },
             ..Settings::default()
         };
         Store::open(log, settings).await

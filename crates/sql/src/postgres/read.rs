@@ -34,12 +34,17 @@ pub(super) async fn auth(connection: &mut PgConnection) -> sqlx::Result<Result<A
 }
 
 /// Implements [`orlop_core::log::History::replay`], inside a snapshot.
-pub(super) async fn replay(connection: &mut PgConnection, meta: &Meta, visit: &mut Visit<'_>) -> Result<()> {
+pub(super) async fn replay(
+    connection: &mut PgConnection,
+    meta: &Meta,
+    from: Revision,
+    visit: &mut Visit<'_>,
+) -> Result<()> {
     const FIRST: &str = "SELECT id, 0::bigint, key, NULL::bytea, lease, version, create_revision, prev_revision, \
         deleted::int::bigint FROM kv_log WHERE id >= $1 + ($2 > 0)::int ORDER BY id LIMIT $3";
     const MORE: &str = "SELECT id, sub, key, NULL::bytea, lease, version, create_revision, prev_revision, \
         deleted::int::bigint FROM kv_log_more WHERE (id, sub) >= ($1, $2) ORDER BY id, sub LIMIT $3";
-    let mut next = RowId::new(Revision(0), 0);
+    let mut next = RowId::new(from, 0);
     loop {
         let mut tables = [Vec::new(), Vec::new()];
         for (sql, changes) in [FIRST, MORE].into_iter().zip(&mut tables) {

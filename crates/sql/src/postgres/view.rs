@@ -82,9 +82,9 @@ impl History for PostgresView {
         state.map_err(|error| self.database.unavailable(&error))?
     }
 
-    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
+    async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
         let meta = self.meta().await?;
-        read::replay(&mut *self.connection.lock().await, &meta, visit).await?;
+        read::replay(&mut *self.connection.lock().await, &meta, from, visit).await?;
         Ok(meta)
     }
 

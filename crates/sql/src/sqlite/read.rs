@@ -41,10 +41,10 @@ pub(super) async fn auth(connection: &mut SqliteConnection) -> Result<AuthState>
 }
 
 /// Implements [`orlop_core::log::History::replay`].
-pub(super) async fn replay(connection: &mut SqliteConnection, visit: &mut Visit<'_>) -> Result<Meta> {
+pub(super) async fn replay(connection: &mut SqliteConnection, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
     // No other process writes during the start, so several reads return consistent rows.
     let meta = meta(&mut *connection).await?;
-    let mut packed = packed_rows(&mut *connection, RowId::new(Revision(i64::MIN), 0)).await?;
+    let mut packed = packed_rows(&mut *connection, RowId::new(from, 0)).await?;
     loop {
         let changes = unpacked(packed)?;
         let Some(last) = changes.last() else { return Ok(meta) };

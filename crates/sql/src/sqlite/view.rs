@@ -144,8 +144,8 @@ impl History for SqliteView {
         read::auth(&mut *self.connection.lock().await).await
     }
 
-    async fn replay(&self, visit: &mut Visit<'_>) -> Result<Meta> {
-        read::replay(&mut *self.connection.lock().await, visit).await
+    async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
+        read::replay(&mut *self.connection.lock().await, from, visit).await
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {

@@ -1,0 +1,149 @@
+//! The index as bytes, in blocks of whole keys, so that a start need not read the whole log.
+//!
+//! The keys of a block are saved in one step, and changes may be applied between two steps. So the blocks show no single
+//! revision: each key is as it was at the head of the first step or later. [`TreeIndex::restore`] skips the changes that a
+//! key already has, so the index is exact once the log was read from that head on.
+//!
+//! ```text
+//! key:        length, bytes
+//! newest:     row, create_revision, version, lease
+//! history:    number of closed generations, each: create_revision, first_version, number of puts, rows, tombstone;
+//!             number of earlier puts, rows
+//! row:        revision, sub
+//! ```
+//!
+//! All numbers are varints, as in protobuf.
+
+use std::{collections::BTreeMap, ops::Bound};
+
+use prost::encoding::{decode_varint, encode_varint};
+
+use super::{
+    TreeIndex,
+    key_index::{Generation, History, KeyIndex, Newest},
+};
+use crate::types::{Key, Revision, RowId};
+
+/// The bytes are no block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("a block of the saved index is damaged")]
+pub struct InvalidBlock;
+
+impl TreeIndex {
+    /// Appends the keys after `after` to `block`, at most `keys_max`. Returns the last one if there may be more.
+    pub fn save_step(&self, after: Option<&Key>, keys_max: usize, block: &mut Vec<u8>) -> Option<Key> {
+        let start = after.map_or(Bound::Unbounded, |after| Bound::Excluded(after.as_slice()));
+        for (number, (key, index)) in (1..).zip(self.keys.range::<[u8], _>((start, Bound::Unbounded))) {
+            encode_varint(key.len() as u64, block);
+            block.extend_from_slice(key);
+            encode(index, block);
+            if number == keys_max {
+                return Some(key.clone());
+            }
+        }
+        None
+    }
+}
+
+/// Builds an index from blocks.
+#[derive(Debug)]
+pub struct SavedIndexLoader {
+    keys: Vec<(Key, KeyIndex)>,
+}
+
+impl SavedIndexLoader {
+    /// Expects about this number of keys.
+    pub fn new(keys: usize) -> Self {
+        Self { keys: Vec::with_capacity(keys) }
+    }
+
+    /// Adds the keys of the next block.
+    ///
+    /// # Errors
+    ///
+    /// If the bytes are not what [`TreeIndex::save_step`] appended after the block before.
+    pub fn add(&mut self, mut block: &[u8]) -> Result<(), InvalidBlock> {
+        while !block.is_empty() {
+            let len = usize::try_from(number(&mut block)?).map_err(|_| InvalidBlock)?;
+            let key = Key::from(block.split_off(..len).ok_or(InvalidBlock)?);
+            if self.keys.last().is_some_and(|(last, _)| *last >= key) {
+                return Err(InvalidBlock);
+            }
+            self.keys.push((key, decode(&mut block)?));
+        }
+        Ok(())
+    }
+
+    /// Returns the index, whose head is that of the first step, or lower.
+    pub fn finish(self, head: Revision, compact_revision: Option<Revision>) -> TreeIndex {
+        let live = self.keys.iter().filter(|(_, index)| index.is_live()).count();
+        // The keys are sorted, so this builds the tree from full nodes.
+        let keys: BTreeMap<Key, KeyIndex> = self.keys.into_iter().collect();
+        TreeIndex { keys, live, head, compact_revision }
+    }
+}
+
+fn encode(index: &KeyIndex, block: &mut Vec<u8>) {
+    let Newest { row, create_revision, version, lease } = index.newest;
+    encode_row(row, block);
+    for number in [create_revision.0, version, lease] {
+        encode_varint(number.cast_unsigned(), block);
+    }
+    let (closed, earlier): (&[Generation], &[RowId]) =
+        index.history.as_deref().map_or((&[], &[]), |history| (&history.closed, &history.earlier));
+    encode_varint(closed.len() as u64, block);
+    for generation in closed {
+        encode_varint(generation.create_revision.0.cast_unsigned(), block);
+        encode_varint(generation.first_version.cast_unsigned(), block);
+        encode_rows(&generation.puts, block);
+        encode_row(generation.tombstone, block);
+    }
+    encode_rows(earlier, block);
+}
+
+fn encode_rows(rows: &[RowId], block: &mut Vec<u8>) {
+    encode_varint(rows.len() as u64, block);
+    for row in rows {
+        encode_row(*row, block);
+    }
+}
+
+fn encode_row(row: RowId, block: &mut Vec<u8>) {
+    encode_varint(row.revision.0.cast_unsigned(), block);
+    encode_varint(u64::from(row.sub), block);
+}
+
+fn decode(block: &mut &[u8]) -> Result<KeyIndex, InvalidBlock> {
+    let newest = Newest {
+        row: row(block)?,
+        create_revision: Revision(number(block)?),
+        version: number(block)?,
+        lease: number(block)?,
+    };
+    let mut closed = Vec::new();
+    for _ in 0..number(block)? {
+        closed.push(Generation {
+            create_revision: Revision(number(block)?),
+            first_version: number(block)?,
+            puts: rows(block)?,
+            tombstone: row(block)?,
+        });
+    }
+    let earlier = rows(block)?;
+    let has_history = !closed.is_empty() || !earlier.is_empty();
+    Ok(KeyIndex { newest, history: has_history.then(|| Box::new(History { closed, earlier })) })
+}
+
+fn rows(block: &mut &[u8]) -> Result<Vec<RowId>, InvalidBlock> {
+    let len = number(block)?;
+    (0..len).map(|_| row(block)).collect()
+}
+
+fn row(block: &mut &[u8]) -> Result<RowId, InvalidBlock> {
+    let revision = Revision(number(block)?);
+    Ok(RowId::new(revision, u32::try_from(number(block)?).map_err(|_| InvalidBlock)?))
+}
+
+fn number(block: &mut &[u8]) -> Result<i64, InvalidBlock> {
+    decode_varint(block).map(u64::cast_signed).map_err(|_| InvalidBlock)
+}

@@ -1,0 +1,202 @@
+//! Saves the index beside the log ([`SavedIndex`]), and starts with it.
+//!
+//! A saved index can be used as long as no compaction above its head was recorded: such a compaction deletes tombstones
+//! that the index has not seen. So the index is saved after a compaction, and again when much was written since.
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use tokio::{
+    sync::watch,
+    time::{Instant, MissedTickBehavior, interval, sleep},
+};
+use tracing::{info, warn};
+
+use super::{
+    replay::{Replayed, replay, replay_onto},
+    shared::Shared,
+};
+use crate::{
+    index::{SavedIndexLoader, TreeIndex},
+    log::{self, Error, Log, Result, SavedIndex, SavedIndexState},
+    types::{Key, Revision},
+};
+
+/// Interval at which the task looks whether the index should be saved.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// When and how the index is saved.
+#[derive(Clone, Copy, Debug)]
+pub struct Saving {
+    /// Number of rows that a start reads rather than that the index is saved.
+    pub rows_min: usize,
+    /// Keys that are saved while the index is locked.
+    pub step_keys: usize,
+}
+
+impl Default for Saving {
+    fn default() -> Self {
+        // A start reads the rows in about 0.1 s.
+        Self { rows_min: 100_000, step_keys: 1_000 }
+    }
+}
+
+/// Reads the log, from the head of the saved index on if there is one.
+///
+/// # Errors
+///
+/// [`Error::Corrupt`] if the log is inconsistent.
+pub(super) async fn replay_with_saved(log: &dyn Log) -> Result<(Replayed, Option<Revision>)> {
+    let Some(saved) = log.saved_index() else { return Ok((replay(log).await?, None)) };
+    match load(log, saved).await {
+        Ok(Some(index)) => {
+            let head = index.head();
+            match replay_onto(log, index).await {
+                Err(Error::Corrupt(reason)) => {
+                    warn!(reason, "the saved index contradicts the log; reading the whole log")
+                }
+                replayed => return Ok((replayed?, Some(head))),
+            }
+        }
+        Ok(None) => {}
+        Err(error) => warn!(%error, "cannot use the saved index; reading the whole log"),
+    }
+    Ok((replay(log).await?, None))
+}
+
+/// Loads the saved index; `None` if there is none that the log's rows from its head on bring up to date.
+async fn load(log: &dyn Log, saved: &dyn SavedIndex) -> Result<Option<TreeIndex>> {
+    let began = Instant::now();
+    let Some(mut reader) = saved.open().await? else { return Ok(None) };
+    let state = reader.state();
+    let meta = log.meta().await?;
+    let is_current = (state.compact_revision..=Some(state.head)).contains(&meta.compact_revision);
+    if !is_current || state.head > meta.position.head {
+        return Ok(None);
+    }
+    let mut loader = SavedIndexLoader::new(state.keys);
+    while let Some(block) = reader.next().await? {
+        loader.add(&block).map_err(|error| Error::Corrupt(error.to_string()))?;
+    }
+    let index = loader.finish(state.head, state.compact_revision);
+    info!(
+        keys = index.len(),
+        revision = state.head.0,
+        head = meta.position.head.0,
+        elapsed_ms = began.elapsed().as_millis(),
+        "saved index loaded"
+    );
+    Ok(Some(index))
+}
+
+/// What a start would have to do with the index that was saved last.
+#[derive(Clone, Copy)]
+pub(super) struct Unread {
+    /// The head of the saved index, if there is one.
+    head: Option<Revision>,
+    /// The counter of applied changes at which a start had nothing to read.
+    read_at: i64,
+}
+
+impl Unread {
+    /// After a start that used the index saved at `head`, and read `rows` rows.
+    pub(super) fn after_start(head: Option<Revision>, rows: usize) -> Self {
+        Self { head, read_at: i64::try_from(rows).map_or(i64::MIN, |rows| -rows) }
+    }
+
+    /// Returns whether a start would have to read the whole log, of at least `rows` rows, or `more` rows in addition to them.
+    fn exceeds(&self, shared: &Shared, rows: usize, more: usize) -> bool {
+        let (keys, compacted) = {
+            let index = shared.index.read();
+            (index.len(), index.compact_revision())
+        };
+        let is_usable = self.head.is_some_and(|head| compacted <= Some(head));
+        let unread = usize::try_from(changes(shared).saturating_sub(self.read_at)).unwrap_or(0);
+        unread >= rows.saturating_add(more) || (!is_usable && keys >= rows)
+    }
+}
+
+/// Returns the number of changes that were applied since the start.
+fn changes(shared: &Shared) -> i64 {
+    shared.metrics.store.events.get().cast_signed()
+}
+
+/// Saves the index from time to time, and when the store stops.
+pub(super) async fn run(shared: Arc<Shared>, saving: Saving, mut unread: Unread, mut stop: watch::Receiver<bool>) {
+    let work = async {
+        let mut ticks = interval(INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            // Saving takes a time that is proportional to the number of keys.
+            let keys = shared.index.read().len();
+            if unread.exceeds(&shared, saving.rows_min, keys / 2) {
+                match save(&shared, saving.step_keys, Pace::BesideWrites).await {
+                    Ok(saved) => unread = saved.unwrap_or(unread),
+                    Err(error) => warn!(%error, "cannot save the index; the next start reads more of the log"),
+                }
+            }
+        }
+    };
+    tokio::select! {
+        biased;
+        () = work => {}
+        _ = stop.wait_for(|stop| *stop) => {}
+    }
+    if unread.exceeds(&shared, saving.rows_min, 0)
+        && let Err(error) = save(&shared, saving.step_keys, Pace::Fast).await
+    {
+        warn!(%error, "cannot save the index; the next start reads more of the log");
+    }
+}
+
+/// How fast the index is saved.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pace {
+    /// Half of the time is left to syncs of the log.
+    BesideWrites,
+    Fast,
+}
+
+/// Saves the index. Returns `None` if a compaction is at work: it removes rows from the index, and rows that it has
+/// not deleted from the log yet are found by a start only because they are still in the index.
+async fn save(shared: &Shared, step_keys: usize, pace: Pace) -> log::Result<Option<Unread>> {
+    let Some(saved) = shared.log.saved_index() else { return Ok(None) };
+    let (began, read_at) = (Instant::now(), changes(shared));
+    let state = {
+        let index = shared.index.read();
+        SavedIndexState { head: index.head(), compact_revision: index.compact_revision(), keys: index.len() }
+    };
+    let is_compacting = || shared.index.read().compact_revision() != state.compact_revision;
+    let is_purged = shared.is_garbage_purged.load(Ordering::Relaxed);
+    if !is_purged || *shared.compaction_done.borrow() != state.compact_revision {
+        return Ok(None);
+    }
+    let mut writer = saved.create(state).await?;
+    let mut after: Option<Key> = None;
+    loop {
+        let mut block = Vec::new();
+        after = shared.index.read().save_step(after.as_ref(), step_keys, &mut block);
+        let writing = Instant::now();
+        writer.add(block).await?;
+        if is_compacting() {
+            return Ok(None);
+        }
+        if after.is_none() {
+            break;
+        }
+        if pace == Pace::BesideWrites {
+            sleep(writing.elapsed()).await;
+        }
+    }
+    // What was applied to the index is durable in the log.
+    writer.finish().await?;
+    if is_compacting() {
+        // The state of the file tells a start that it cannot be used.
+        return Ok(None);
+    }
+    info!(keys = state.keys, revision = state.head.0, elapsed_ms = began.elapsed().as_millis(), "index saved");
+    Ok(Some(Unread { head: Some(state.head), read_at }))
+}
