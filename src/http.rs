@@ -6,6 +6,7 @@ mod debug;
 pub mod gateway;
 mod health;
 mod metrics;
+mod starting;
 mod version;
 
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use axum::{
 };
 use tonic::{Status, service::Routes};
 
-pub use self::debug::Pprof;
+pub use self::{debug::Pprof, starting::Starting};
 use crate::net::tls::Acceptor;
 use orlop_core::{
     overload::PartialRequests,

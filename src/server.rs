@@ -19,7 +19,7 @@ use crate::{
     auth::{Authenticator, BCRYPT_COST, BCRYPT_COSTS, Keys, Passwords, SignMethod, Tokens},
     config::{AuthToken, Interval, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls, Urls},
     console::embedded::Page,
-    http::{self, Pprof},
+    http::{self, Pprof, Starting},
     net::{self, ConnectionLimit, Listener, tls},
     snapshot::{DatedFolder, Schedule},
     telemetry::{self, Exporter},
@@ -115,12 +115,16 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
     let mut listeners = Listeners::bind(&settings, tls.as_ref()).await.map_err(Error)?;
     let metrics = new_metrics(&settings);
     let mut shutdown = pin!(shutdown);
-    let opening = open_store(&settings, advertised_urls(&settings, &listeners.clients), metrics, keep);
+    let (stop, stopping) = watch::channel(false);
+    let mut servers = JoinSet::new();
+    let starting = Starting::default();
+    listeners.serve_probes(&settings, &starting, &stopping, &mut servers);
+    let progress = Arc::clone(&starting.progress);
+    let opening = open_store(&settings, advertised_urls(&settings, &listeners.clients), metrics, keep, progress);
     let Some(store) = unless(shutdown.as_mut(), opening).await else { return Ok(()) };
     let store = Arc::new(store?);
     let _watching = start_watchdog(&store)?;
 
-    let (stop, stopping) = watch::channel(false);
     if let Some(schedule) = snapshot_schedule(&settings) {
         vital("the schedule of snapshots", schedule.run(Arc::clone(&store), stopping.clone()));
     }
@@ -137,7 +141,7 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
     let routes = http::routes(services.routes(), &endpoints, partial_requests, has_http_urls)
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
     log_start(&settings, &listeners, &store).await?;
-    let mut servers = JoinSet::new();
+    starting.is_ready(http::probe_routes(&endpoints));
     if role == Role::Server {
         listeners.clients.iter().flat_map(|listener| &listener.urls).for_each(announce);
     }
@@ -199,7 +203,7 @@ async fn log_start(settings: &Settings, listeners: &Listeners, store: &Store) ->
         bytes = size,
         "listen-client-urls" = urls(&listeners.clients),
         "listen-client-http-urls" = urls(&listeners.http),
-        "listen-metrics-urls" = urls(&listeners.metrics),
+        "listen-metrics-urls" = listeners.metrics_urls,
         tls,
         "started"
     );
@@ -259,6 +263,7 @@ struct Listeners {
     clients: Vec<Listener>,
     http: Vec<Listener>,
     metrics: Vec<Listener>,
+    metrics_urls: String,
     /// The web page.
     console: Vec<Listener>,
 }
@@ -266,10 +271,12 @@ struct Listeners {
 impl Listeners {
     async fn bind(settings: &Settings, tls: Option<&Arc<tls::Acceptor>>) -> Result<Self, String> {
         let bind = async |urls: &Urls| Listener::bind_all(&urls.0, tls, settings.unix_socket_mode).await;
+        let metrics = bind(&settings.listen_metrics_urls).await?;
         Ok(Self {
             clients: bind(&settings.listen_client_urls).await?,
             http: bind(&settings.listen_client_http_urls).await?,
-            metrics: bind(&settings.listen_metrics_urls).await?,
+            metrics_urls: urls(&metrics),
+            metrics,
             console: bind(&settings.console_listen_url).await?,
         })
     }
@@ -309,12 +316,22 @@ impl Listeners {
             let service = TowerToHyperService::new(http.clone());
             servers.spawn(listener.serve(service, clients.clone(), stopping.clone()));
         }
+    }
+
+    /// Serves probes and metrics at their addresses, from the beginning of a start on, until `stopping` becomes true.
+    fn serve_probes(
+        &mut self,
+        settings: &Settings,
+        starting: &Starting,
+        stopping: &watch::Receiver<bool>,
+        servers: &mut JoinSet<()>,
+    ) {
         // Probes have a separate queue, so that the load of clients does not delay them.
         let (probe_steps, grant_steps) = Steps::new();
         vital("the step scheduler for probes", grant_steps);
-        for listener in self.metrics {
+        for listener in std::mem::take(&mut self.metrics) {
             let probes = connections(settings, ConnectionLimit::for_probes(), &probe_steps);
-            let service = TowerToHyperService::new(http::probe_routes(endpoints));
+            let service = TowerToHyperService::new(starting.routes());
             servers.spawn(listener.serve(service, probes, stopping.clone()));
         }
     }

@@ -25,7 +25,7 @@ use orlop_core::{
 /// Maximum time of a check. It is shorter than the 7 s for which requests wait for the database, so that a prober
 /// receives the result before its own timeout.
 const CHECK_MAX: Duration = Duration::from_secs(5);
-const NO_SNIFF: (HeaderName, &str) = (HeaderName::from_static("x-content-type-options"), "nosniff");
+pub(super) const NO_SNIFF: (HeaderName, &str) = (HeaderName::from_static("x-content-type-options"), "nosniff");
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Check {
@@ -88,8 +88,12 @@ async fn health(State(store): State<Arc<Store>>, Query(parameters): Parameters) 
             StatusCode::SERVICE_UNAVAILABLE
         }
     };
-    let body = format!("{{\"health\":\"{}\",\"reason\":{:?}}}", reason.is_none(), reason.unwrap_or_default());
-    (status, [NO_SNIFF], body).into_response()
+    (status, [NO_SNIFF], body(reason.as_deref())).into_response()
+}
+
+/// Returns the body of `/health`, with the reason why the server is not healthy.
+pub(super) fn body(reason: Option<&str>) -> String {
+    format!("{{\"health\":\"{}\",\"reason\":{:?}}}", reason.is_none(), reason.unwrap_or_default())
 }
 
 /// Returns the reason why the server is not healthy.

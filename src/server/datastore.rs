@@ -10,7 +10,7 @@ use crate::config::{Datastore, Retention, Settings};
 use orlop_core::{
     log::{self, Archive, History as _, Log},
     metrics::Metrics,
-    store::{self, AutoCompaction, CompactionRate, HistorySettings, Keep, SlowThresholds, Store},
+    store::{self, AutoCompaction, CompactionRate, HistorySettings, Keep, ReadProgress, SlowThresholds, Store},
 };
 use orlop_sql::{Durability, PostgresLog, PostgresSettings, SqliteLog};
 
@@ -20,6 +20,7 @@ pub(super) async fn open_store(
     client_urls: Vec<String>,
     metrics: Arc<Metrics>,
     keep: Keep,
+    progress: Arc<ReadProgress>,
 ) -> Result<Store, Error> {
     let store_settings = store::Settings {
         value_cache_bytes: settings.value_cache_bytes,
@@ -43,6 +44,7 @@ pub(super) async fn open_store(
         // On a runtime with several threads, busy polling would wake the other threads.
         busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
+        progress,
         ..store::Settings::default()
     };
     let datastore = settings.datastore().map_err(Error)?;

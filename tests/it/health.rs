@@ -1,10 +1,20 @@
 //! The endpoints for probes.
 
-use std::time::{Duration, Instant};
+use std::{
+    pin::pin,
+    time::{Duration, Instant},
+};
 
 use orlop_wire::proto::client::etcdserverpb::PutRequest;
 
-use crate::support::{Backend, Client, Fsync, Postgres, Server, eventually, http, http_get, on_both_backends};
+use sqlx::{
+    ConnectOptions as _,
+    sqlite::{SqliteConnectOptions, SqliteJournalMode},
+};
+
+use crate::support::{
+    Backend, Client, Fsync, Place, Postgres, Server, eventually, free_port, home, http, http_get, on_both_backends,
+};
 
 async fn probes_respond_as_in_etcd(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
@@ -39,6 +49,58 @@ async fn probes_respond_as_in_etcd(backend: Backend) {
     for check in ["data_corruption", "serializable_read", "linearizable_read"] {
         assert!(ready.contains(&format!("[+]{check} ok\n")), "{ready}");
     }
+}
+
+/// Starts a server, whose database does not answer until `release` is called, and checks its probes before and after.
+async fn check_start(mut start: impl Future<Output = Server> + Unpin, probes: &str, release: impl FnOnce()) {
+    let asked = async {
+        eventually("an answer while the server starts", async || {
+            let connected = tokio::net::TcpStream::connect(probes.trim_start_matches("http://")).await;
+            connected.map(drop)
+        })
+        .await;
+        for (path, status, body) in [
+            ("/livez", 200, "ok\n"),
+            ("/livez/progress", 200, "ok\n"),
+            ("/readyz", 503, "[-]start failed: the server starts: it opens the database\nreadyz check failed\n"),
+            ("/health", 503, "{\"health\":\"false\",\"reason\":\"the server starts: it opens the database\"}"),
+            ("/metrics", 503, "the server starts: it opens the database\n"),
+        ] {
+            let answer = http_get(probes, path).await;
+            assert_eq!((answer.status, answer.body.as_str()), (status, body), "{path}");
+        }
+    };
+    tokio::select! {
+        _ = &mut start => panic!("the server has started without its database"),
+        () = asked => release(),
+    }
+    let server = start.await;
+    for path in ["/livez", "/readyz", "/health", "/metrics", "/version"] {
+        assert_eq!(http_get(probes, path).await.status, 200, "{path}");
+    }
+    assert_eq!(http_get(server.endpoint(), "/readyz").await.status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn probes_are_answered_while_the_server_starts_on_postgres() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let (datastore, probes) = (postgres.create_database(), format!("http://127.0.0.1:{}", free_port()));
+    let paused = postgres.pause();
+    let flags = ["--listen-metrics-urls", &probes];
+    check_start(pin!(Server::orlop_on(&datastore, &flags)), &probes, || drop(paused)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn probes_are_answered_while_the_server_starts_on_sqlite() {
+    let folder = home();
+    let file = SqliteConnectOptions::new().filename(folder.path().join("orlop.db")).create_if_missing(true);
+    let locked = file.journal_mode(SqliteJournalMode::Wal).pragma("locking_mode", "EXCLUSIVE");
+    let mut lock = locked.connect().await.expect("the database is created");
+    sqlx::query("BEGIN EXCLUSIVE").execute(&mut lock).await.expect("a lock");
+    let probes = format!("http://127.0.0.1:{}", free_port());
+    let place = Place { data: Some(folder.path().to_owned()), ..Place::default() };
+    let flags = ["--listen-metrics-urls", &probes];
+    check_start(pin!(Server::orlop_at(None, &flags, place)), &probes, || drop(lock)).await;
 }
 
 /// If the database is down, /livez succeeds and /readyz fails.

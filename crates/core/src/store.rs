@@ -65,7 +65,7 @@ pub use self::{
     history::{HistorySettings, HistoryState, Keep, PastChange, PastChanges, PastError, PastPairs},
     open::Settings,
     reader::RangePieces,
-    replay::{Replayed, replay},
+    replay::{ReadProgress, Replayed, replay},
     saved_index::Saving,
     shared::Identity,
     timing::SlowThresholds,

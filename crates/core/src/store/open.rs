@@ -27,7 +27,7 @@ use super::{
     page_check::PageCheck,
     queue::WriteQueue,
     quota,
-    replay::Replayed,
+    replay::{ReadProgress, Replayed},
     replication::ReplicationState,
     saved_index::{self, Saving, Unread, replay_with_saved},
     shared::{Identity, Pulses, Shared},
@@ -73,6 +73,8 @@ pub struct Settings {
     /// Keeps compacted rows; `None`: they are only deleted.
     pub history: Option<HistorySettings>,
     pub saving: Saving,
+    /// Set while the log is read.
+    pub progress: Arc<ReadProgress>,
     /// Observes the loops of the store.
     pub watchdog: Arc<Watchdog>,
 }
@@ -92,6 +94,7 @@ impl Default for Settings {
             busy_poll: false,
             history: None,
             saving: Saving::default(),
+            progress: Arc::default(),
             watchdog: Arc::default(),
         }
     }
@@ -116,7 +119,8 @@ impl Store {
             shared.beat().await?;
         }
         let mut pages = PageCheck::begin(&log);
-        let (Replayed { meta, index, garbage, rows }, saved_head) = pages.beside(replay_with_saved(&*log)).await?;
+        let (Replayed { meta, index, garbage, rows }, saved_head) =
+            pages.beside(replay_with_saved(&*log, &settings.progress)).await?;
         let (stop_background, stopped) = watch::channel(false);
         let (steps, grant_steps) = Steps::new();
         vital("the step scheduler", grant_steps);

@@ -1,6 +1,10 @@
 //! Rebuilds the index from the log and checks that the log is consistent.
 
-use std::time::{Duration, Instant as StdInstant};
+use std::{
+    fmt,
+    sync::atomic::{AtomicI64, Ordering},
+    time::{Duration, Instant as StdInstant},
+};
 
 use tracing::info;
 
@@ -12,6 +16,22 @@ use crate::{
 
 /// Interval of progress messages while the log is read.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+
+/// How far a start has read the log.
+#[derive(Debug, Default)]
+pub struct ReadProgress {
+    revision: AtomicI64,
+    head: AtomicI64,
+}
+
+impl fmt::Display for ReadProgress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match [&self.revision, &self.head].map(|number| number.load(Ordering::Relaxed)) {
+            [_, 0] => f.write_str("it opens the database"),
+            [revision, head] => write!(f, "it has read the log up to revision {revision} of {head}"),
+        }
+    }
+}
 
 /// The state that is rebuilt from a log.
 pub struct Replayed {
@@ -28,11 +48,11 @@ pub struct Replayed {
 ///
 /// [`Error::Corrupt`] if the log is inconsistent.
 pub async fn replay(log: &dyn History) -> Result<Replayed> {
-    replay_onto(log, TreeIndex::new()).await
+    replay_onto(log, TreeIndex::new(), &ReadProgress::default()).await
 }
 
 /// Reads a log from the head of an index on, and brings the index up to date.
-pub(super) async fn replay_onto(log: &dyn History, mut index: TreeIndex) -> Result<Replayed> {
+pub(super) async fn replay_onto(log: &dyn History, mut index: TreeIndex, progress: &ReadProgress) -> Result<Replayed> {
     let started = StdInstant::now();
     let mut reported = started;
     let mut rows = 0_usize;
@@ -48,6 +68,8 @@ pub(super) async fn replay_onto(log: &dyn History, mut index: TreeIndex) -> Resu
                 last = change.row;
             }
             rows += changes.len();
+            progress.revision.store(index.head().0, Ordering::Relaxed);
+            progress.head.store(meta.position.head.0, Ordering::Relaxed);
             if reported.elapsed() > PROGRESS_INTERVAL {
                 reported = StdInstant::now();
                 info!(rows, revision = index.head().0, head = meta.position.head.0, "reading the log");

@@ -15,7 +15,7 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::{
-    replay::{Replayed, replay, replay_onto},
+    replay::{ReadProgress, Replayed, replay_onto},
     shared::Shared,
 };
 use crate::{
@@ -48,12 +48,13 @@ impl Default for Saving {
 /// # Errors
 ///
 /// [`Error::Corrupt`] if the log is inconsistent.
-pub(super) async fn replay_with_saved(log: &dyn Log) -> Result<(Replayed, Option<Revision>)> {
-    let Some(saved) = log.saved_index() else { return Ok((replay(log).await?, None)) };
+pub(super) async fn replay_with_saved(log: &dyn Log, progress: &ReadProgress) -> Result<(Replayed, Option<Revision>)> {
+    let whole = || replay_onto(log, TreeIndex::new(), progress);
+    let Some(saved) = log.saved_index() else { return Ok((whole().await?, None)) };
     match load(log, saved).await {
         Ok(Some(index)) => {
             let head = index.head();
-            match replay_onto(log, index).await {
+            match replay_onto(log, index, progress).await {
                 Err(Error::Corrupt(reason)) => {
                     warn!(reason, "the saved index contradicts the log; reading the whole log")
                 }
@@ -63,7 +64,7 @@ pub(super) async fn replay_with_saved(log: &dyn Log) -> Result<(Replayed, Option
         Ok(None) => {}
         Err(error) => warn!(%error, "cannot use the saved index; reading the whole log"),
     }
-    Ok((replay(log).await?, None))
+    Ok((whole().await?, None))
 }
 
 /// Loads the saved index; `None` if there is none that the log's rows from its head on bring up to date.
