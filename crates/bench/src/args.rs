@@ -145,15 +145,24 @@ impl Common {
 
 const CONNECTIONS_DEFAULT_MAX: usize = 8;
 
-/// Maximum of every count. One process cannot run more clients, and the product of two counts cannot overflow.
+/// Maximum number of clients, connections and so on. One process cannot run more.
 const COUNT_MAX: usize = 1_000_000;
+/// Maximum number of keys and operations. Its product with another count cannot overflow.
+const KEYS_MAX: usize = 1_000_000_000;
 
-/// Parses a number of clients, connections, keys and so on.
+/// Parses a number of clients, connections and so on.
 pub fn parse_count(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(count @ 1..=COUNT_MAX) => Ok(count),
-        _ => Err(format!("must be a number from 1 to {COUNT_MAX}")),
-    }
+    parse_up_to(text, COUNT_MAX)
+}
+
+/// Parses a number of keys or operations.
+pub fn parse_keys(text: &str) -> Result<usize, String> {
+    parse_up_to(text, KEYS_MAX)
+}
+
+fn parse_up_to(text: &str, max: usize) -> Result<usize, String> {
+    let count = text.parse().ok().filter(|count| (1..=max).contains(count));
+    count.ok_or_else(|| format!("must be a number from 1 to {max}"))
 }
 
 /// Maximum size of a value in bytes. etcd accepts requests of up to 1.5 MiB by default; operators can raise this limit.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tonic::Status;
 
 use crate::{
-    args::{parse_count, parse_value_size},
+    args::{parse_count, parse_keys, parse_value_size},
     bench::Bench,
     closed_loop::{Limits, OpCounts, Worker},
     connection::Client,
@@ -30,7 +30,7 @@ pub struct CatchUp {
     value_size: usize,
 
     /// Number of keys, written in order
-    #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
+    #[arg(long, default_value = "10000", value_parser = parse_keys, value_name = "N")]
     key_space: usize,
 }
 

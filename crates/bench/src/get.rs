@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tonic::Status;
 
 use crate::{
-    args::{parse_count, parse_value_size},
+    args::{parse_keys, parse_value_size},
     bench::Bench,
     closed_loop::{OpCounts, Worker},
     connection::Client,
@@ -21,7 +21,7 @@ pub struct Get {
     value_size: usize,
 
     /// Number of keys, read in order
-    #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
+    #[arg(long, default_value = "10000", value_parser = parse_keys, value_name = "N")]
     key_space: usize,
 
     /// Send serializable requests: the server may answer with stale data

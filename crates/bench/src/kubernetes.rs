@@ -12,7 +12,7 @@ use tonic::{Status, Streaming};
 use orlop_client::describe;
 
 use crate::{
-    args::parse_count,
+    args::{parse_count, parse_keys},
     bench::Bench,
     closed_loop::{OpCounts, Recorder, Run, Worker},
     connection::Client,
@@ -43,11 +43,11 @@ pub const EMPTY: usize = 2;
 #[derive(Clone, Debug, clap::Args)]
 pub struct Kubernetes {
     /// Number of nodes; each has a lease
-    #[arg(long, default_value = "500", value_parser = parse_count, value_name = "N")]
+    #[arg(long, default_value = "500", value_parser = parse_keys, value_name = "N")]
     nodes: usize,
 
     /// Number of pods; each has 2 KiB
-    #[arg(long, default_value = "5000", value_parser = parse_count, value_name = "N")]
+    #[arg(long, default_value = "5000", value_parser = parse_keys, value_name = "N")]
     pods: usize,
 
     /// Number of watches, each on its own stream: a third on the pods, a third on the leases, the rest on a prefix

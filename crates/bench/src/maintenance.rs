@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep, timeout};
 use orlop_client::describe;
 
 use crate::{
-    args::{parse_count, parse_value_size},
+    args::{parse_keys, parse_value_size},
     bench::Bench,
     closed_loop::{Limits, Recorder, Run},
     error::Error,
@@ -27,7 +27,7 @@ pub struct Maintenance {
     value_size: usize,
 
     /// Number of keys, divided among the clients and written repeatedly
-    #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
+    #[arg(long, default_value = "10000", value_parser = parse_keys, value_name = "N")]
     key_space: usize,
 }
 

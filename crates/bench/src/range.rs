@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tonic::Status;
 
 use crate::{
-    args::{parse_count, parse_value_size},
+    args::{parse_count, parse_keys, parse_value_size},
     bench::Bench,
     closed_loop::{OpCounts, Worker},
     connection::Client,
@@ -22,7 +22,7 @@ pub struct Range {
     value_size: usize,
 
     /// Number of keys in the range
-    #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
+    #[arg(long, default_value = "10000", value_parser = parse_keys, value_name = "N")]
     keys: usize,
 
     /// Number of keys per page; all pages of a list are read at one revision and count as one operation [default: all

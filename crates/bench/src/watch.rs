@@ -22,7 +22,7 @@ use tonic::{Status, Streaming};
 use orlop_client::describe;
 
 use crate::{
-    args::{parse_count, parse_value_size},
+    args::{parse_count, parse_keys, parse_value_size},
     bench::Bench,
     closed_loop::{OpCounts, Recorder, Run, Worker},
     connection::{Client, Pool},
@@ -61,7 +61,7 @@ pub struct Watch {
     value_size: usize,
 
     /// Number of keys, divided among the clients and written repeatedly
-    #[arg(long, default_value = "1000", value_parser = parse_count, value_name = "N", conflicts_with = "own_key")]
+    #[arg(long, default_value = "1000", value_parser = parse_keys, value_name = "N", conflicts_with = "own_key")]
     key_space: usize,
 
     /// Let each watcher watch its own key instead of all keys

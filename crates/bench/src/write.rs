@@ -6,7 +6,7 @@ use bytes::Bytes;
 use tonic::Status;
 
 use crate::{
-    args::{parse_count, parse_value_size},
+    args::{parse_keys, parse_value_size},
     bench::Bench,
     closed_loop::{OpCounts, Worker},
     connection::Client,
@@ -27,7 +27,7 @@ pub struct Put {
     value_size: usize,
 
     /// Number of keys, divided among the clients and written repeatedly
-    #[arg(long, default_value = "10000", value_parser = parse_count, value_name = "N")]
+    #[arg(long, default_value = "10000", value_parser = parse_keys, value_name = "N")]
     key_space: usize,
 }
 
@@ -76,7 +76,7 @@ pub struct Update {
     value_size: usize,
 
     /// Number of keys, divided among the clients and updated repeatedly; the first update of a key creates it
-    #[arg(long, default_value = "1000", value_parser = parse_count, value_name = "N")]
+    #[arg(long, default_value = "1000", value_parser = parse_keys, value_name = "N")]
     key_space: usize,
 }
 
