@@ -24,20 +24,25 @@ use super::{
 };
 use crate::types::{Key, Revision, RowId};
 
+/// Bytes at which a step ends. A key with a long history may exceed them.
+const STEP_BYTES: usize = 1 << 18;
+/// Maximum number of keys for which memory is reserved, because the number comes from a file.
+const RESERVED_KEYS_MAX: usize = 1 << 24;
+
 /// The bytes are no block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("a block of the saved index is damaged")]
 pub struct InvalidBlock;
 
 impl TreeIndex {
-    /// Appends the keys after `after` to `block`, at most `keys_max`. Returns the last one if there may be more.
+    /// Appends some of the keys after `after` to `block`, at most `keys_max`. Returns the last one if there may be more.
     pub fn save_step(&self, after: Option<&Key>, keys_max: usize, block: &mut Vec<u8>) -> Option<Key> {
         let start = after.map_or(Bound::Unbounded, |after| Bound::Excluded(after.as_slice()));
         for (number, (key, index)) in (1..).zip(self.keys.range::<[u8], _>((start, Bound::Unbounded))) {
             encode_varint(key.len() as u64, block);
             block.extend_from_slice(key);
             encode(index, block);
-            if number == keys_max {
+            if number == keys_max || block.len() >= STEP_BYTES {
                 return Some(key.clone());
             }
         }
@@ -49,12 +54,14 @@ impl TreeIndex {
 #[derive(Debug)]
 pub struct SavedIndexLoader {
     keys: Vec<(Key, KeyIndex)>,
+    /// The newest revision of all keys.
+    newest: Revision,
 }
 
 impl SavedIndexLoader {
     /// Expects about this number of keys.
     pub fn new(keys: usize) -> Self {
-        Self { keys: Vec::with_capacity(keys) }
+        Self { keys: Vec::with_capacity(keys.min(RESERVED_KEYS_MAX)), newest: Revision::EMPTY }
     }
 
     /// Adds the keys of the next block.
@@ -69,9 +76,16 @@ impl SavedIndexLoader {
             if self.keys.last().is_some_and(|(last, _)| *last >= key) {
                 return Err(InvalidBlock);
             }
-            self.keys.push((key, decode(&mut block)?));
+            let index = decode(&mut block)?;
+            self.newest = self.newest.max(index.newest.row.revision);
+            self.keys.push((key, index));
         }
         Ok(())
+    }
+
+    /// Returns the newest revision of the keys so far.
+    pub fn newest(&self) -> Revision {
+        self.newest
     }
 
     /// Returns the index, whose head is that of the first step, or lower.

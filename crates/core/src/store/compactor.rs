@@ -96,7 +96,8 @@ async fn compact(shared: &Shared, rate: CompactionRate) {
         if Some(target) <= *shared.compaction_done.borrow() {
             return;
         }
-        let is_own = shared.is_purge_owner.swap(false, Ordering::Relaxed);
+        // Without other instances nobody else deletes them, even if it is unknown who recorded the compaction.
+        let is_own = shared.is_purge_owner.swap(false, Ordering::Relaxed) || shared.log.shared().is_none();
         let metrics = &shared.metrics.store;
         let begun = Instant::now();
         let mut cursor = CompactionCursor::default();

@@ -244,4 +244,9 @@ pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
         () = work => {}
         _ = stop.wait_for(|stop| *stop) => {}
     }
+    if shared.members.is_leader() {
+        // Otherwise the next start finds a gap. The last writes are recorded when the history is closed.
+        let head = shared.index.read().head();
+        let _ = history.note_time(head).await;
+    }
 }

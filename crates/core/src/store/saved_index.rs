@@ -10,7 +10,7 @@ use std::{
 
 use tokio::{
     sync::watch,
-    time::{Instant, MissedTickBehavior, interval, sleep},
+    time::{Instant, MissedTickBehavior, interval, sleep, timeout},
 };
 use tracing::{info, warn};
 
@@ -58,7 +58,12 @@ pub(super) async fn replay_with_saved(log: &dyn Log, progress: &ReadProgress) ->
                 Err(Error::Corrupt(reason)) => {
                     warn!(reason, "the saved index contradicts the log; reading the whole log")
                 }
-                replayed => return Ok((replayed?, Some(head))),
+                replayed => {
+                    let replayed = replayed?;
+                    // A later start would find the same garbage again, and should not use this index.
+                    let is_current = replayed.garbage.is_empty();
+                    return Ok((replayed, is_current.then_some(head)));
+                }
             }
         }
         Ok(None) => {}
@@ -81,7 +86,17 @@ async fn load(log: &dyn Log, saved: &dyn SavedIndex) -> Result<Option<TreeIndex>
     while let Some(block) = reader.next().await? {
         loader.add(&block).map_err(|error| Error::Corrupt(error.to_string()))?;
     }
+    if loader.newest() > meta.position.head {
+        return Err(Error::Corrupt(format!(
+            "it has revision {}, the log ends at {}",
+            loader.newest(),
+            meta.position.head
+        )));
+    }
     let index = loader.finish(state.head, state.compact_revision);
+    if index.is_empty() {
+        return Ok(None);
+    }
     info!(
         keys = index.len(),
         revision = state.head.0,
@@ -92,6 +107,13 @@ async fn load(log: &dyn Log, saved: &dyn SavedIndex) -> Result<Option<TreeIndex>
     Ok(Some(index))
 }
 
+/// Pause after the index could not be saved, for example because the disk is almost full.
+const RETRY_PAUSE: Duration = Duration::from_secs(300);
+/// Maximum time to save the index when the store stops. Without it, the next start reads more of the log.
+const LAST_SAVE_MAX: Duration = Duration::from_secs(10);
+/// Bytes of a saved index per row that is not worth saving it again.
+const BYTES_PER_ROW: usize = 64;
+
 /// What a start would have to do with the index that was saved last.
 #[derive(Clone, Copy)]
 pub(super) struct Unread {
@@ -99,12 +121,14 @@ pub(super) struct Unread {
     head: Option<Revision>,
     /// The counter of applied changes at which a start had nothing to read.
     read_at: i64,
+    /// Number of rows that a start may read in addition, because saving takes a time in proportion to the index.
+    more: usize,
 }
 
 impl Unread {
     /// After a start that used the index saved at `head`, and read `rows` rows.
     pub(super) fn after_start(head: Option<Revision>, rows: usize) -> Self {
-        Self { head, read_at: i64::try_from(rows).map_or(i64::MIN, |rows| -rows) }
+        Self { head, read_at: i64::try_from(rows).map_or(i64::MIN, |rows| -rows), more: 0 }
     }
 
     /// Returns whether a start would have to read the whole log, of at least `rows` rows, or `more` rows in addition to them.
@@ -131,12 +155,13 @@ pub(super) async fn run(shared: Arc<Shared>, saving: Saving, mut unread: Unread,
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            // Saving takes a time that is proportional to the number of keys.
-            let keys = shared.index.read().len();
-            if unread.exceeds(&shared, saving.rows_min, keys / 2) {
+            if unread.exceeds(&shared, saving.rows_min, unread.more) {
                 match save(&shared, saving.step_keys, Pace::BesideWrites).await {
                     Ok(saved) => unread = saved.unwrap_or(unread),
-                    Err(error) => warn!(%error, "cannot save the index; the next start reads more of the log"),
+                    Err(error) => {
+                        warn!(%error, "cannot save the index; the next start reads more of the log");
+                        sleep(RETRY_PAUSE).await;
+                    }
                 }
             }
         }
@@ -146,10 +171,12 @@ pub(super) async fn run(shared: Arc<Shared>, saving: Saving, mut unread: Unread,
         () = work => {}
         _ = stop.wait_for(|stop| *stop) => {}
     }
-    if unread.exceeds(&shared, saving.rows_min, 0)
-        && let Err(error) = save(&shared, saving.step_keys, Pace::Fast).await
-    {
-        warn!(%error, "cannot save the index; the next start reads more of the log");
+    if unread.exceeds(&shared, saving.rows_min, 0) {
+        match timeout(LAST_SAVE_MAX, save(&shared, saving.step_keys, Pace::Fast)).await {
+            Ok(Ok(_)) => {}
+            Ok(Err(error)) => warn!(%error, "cannot save the index; the next start reads more of the log"),
+            Err(_) => warn!("saving the index takes too long; the next start reads more of the log"),
+        }
     }
 }
 
@@ -176,10 +203,11 @@ async fn save(shared: &Shared, step_keys: usize, pace: Pace) -> log::Result<Opti
         return Ok(None);
     }
     let mut writer = saved.create(state).await?;
-    let mut after: Option<Key> = None;
+    let (mut after, mut bytes): (Option<Key>, usize) = (None, 0);
     loop {
         let mut block = Vec::new();
         after = shared.index.read().save_step(after.as_ref(), step_keys, &mut block);
+        bytes += block.len();
         let writing = Instant::now();
         writer.add(block).await?;
         if is_compacting() {
@@ -199,5 +227,5 @@ async fn save(shared: &Shared, step_keys: usize, pace: Pace) -> log::Result<Opti
         return Ok(None);
     }
     info!(keys = state.keys, revision = state.head.0, elapsed_ms = began.elapsed().as_millis(), "index saved");
-    Ok(Some(Unread { head: Some(state.head), read_at }))
+    Ok(Some(Unread { head: Some(state.head), read_at, more: bytes / BYTES_PER_ROW }))
 }

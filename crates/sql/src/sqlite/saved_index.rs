@@ -34,6 +34,10 @@ const MAGIC: &[u8; 20] = b"orlop saved index 1\n";
 const STATE_BYTES: usize = 32;
 /// Bytes that are synced at once. The sync of a commit may have to wait for it.
 const UNSYNCED_BYTES_MAX: usize = 1 << 20;
+/// Bytes of the disk that a saved index leaves to commits.
+const DISK_FREE_MIN: u64 = 256 << 20;
+/// Expected bytes of a key, its length included.
+const KEY_BYTES: u64 = 256;
 /// A longer block is none of ours.
 const BLOCK_BYTES_MAX: u32 = 1 << 30;
 
@@ -65,6 +69,10 @@ impl SavedIndex for SqliteLog {
     }
 
     async fn create(&self, state: SavedIndexState) -> Result<Box<dyn SavedIndexWriter + '_>> {
+        let needed = DISK_FREE_MIN.saturating_add(KEY_BYTES.saturating_mul(state.keys as u64));
+        if self.disk_free().is_some_and(|free| free < needed) {
+            return Err(Error::Full(format!("less than {needed} bytes are free for a saved index")));
+        }
         let target = with_suffix(self.options.get_filename(), "-index");
         let temporary = with_suffix(&target, ".new");
         let mark: i64 =
@@ -201,7 +209,8 @@ fn open(name: &Path) -> io::Result<Option<BufReader<File>>> {
 }
 
 fn write_block(file: &mut File, block: &[u8]) -> io::Result<()> {
-    let len = u32::try_from(block.len()).map_err(io::Error::other)?;
+    let len = u32::try_from(block.len()).ok().filter(|len| *len <= BLOCK_BYTES_MAX);
+    let len = len.ok_or_else(|| io::Error::other("the history of a key is too long"))?;
     let mut head = [0; 8];
     head[..4].copy_from_slice(&len.to_le_bytes());
     head[4..].copy_from_slice(&crc32c::crc32c(block).to_le_bytes());
