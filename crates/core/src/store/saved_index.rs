@@ -111,8 +111,8 @@ async fn load(log: &dyn Log, saved: &dyn SavedIndex) -> Result<Option<TreeIndex>
 const RETRY_PAUSE: Duration = Duration::from_secs(300);
 /// Maximum time to save the index when the store stops. Without it, the next start reads more of the log.
 const LAST_SAVE_MAX: Duration = Duration::from_secs(10);
-/// Bytes of a saved index per row that is not worth saving it again.
-const BYTES_PER_ROW: usize = 64;
+/// Saving the index is worth it when this many of its bytes spare a start one row.
+const BYTES_PER_ROW: usize = 256;
 
 /// What a start would have to do with the index that was saved last.
 #[derive(Clone, Copy)]
