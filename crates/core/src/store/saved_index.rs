@@ -26,6 +26,12 @@ use crate::{
 
 /// Interval at which the task looks whether the index should be saved.
 const INTERVAL: Duration = Duration::from_secs(10);
+/// Pause after the index could not be saved, for example because the disk is almost full.
+const RETRY_PAUSE: Duration = Duration::from_secs(300);
+/// Maximum time to save the index when the store stops. If it takes longer, the next start reads more of the log.
+const LAST_SAVE_MAX: Duration = Duration::from_secs(10);
+/// A saved index of this many bytes is not saved again to spare a start the read of one row.
+const BYTES_PER_ROW: usize = 256;
 
 /// When and how the index is saved.
 #[derive(Clone, Copy, Debug)]
@@ -106,13 +112,6 @@ async fn load(log: &dyn Log, saved: &dyn SavedIndex) -> Result<Option<TreeIndex>
     );
     Ok(Some(index))
 }
-
-/// Pause after the index could not be saved, for example because the disk is almost full.
-const RETRY_PAUSE: Duration = Duration::from_secs(300);
-/// Maximum time to save the index when the store stops. Without it, the next start reads more of the log.
-const LAST_SAVE_MAX: Duration = Duration::from_secs(10);
-/// Saving the index is worth it when this many of its bytes spare a start one row.
-const BYTES_PER_ROW: usize = 256;
 
 /// What a start would have to do with the index that was saved last.
 #[derive(Clone, Copy)]
