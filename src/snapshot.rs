@@ -105,8 +105,19 @@ fn open(file: &Path, check: HashCheck) -> Result<Option<Import>> {
         Some(data_dir) if file.is_dir() => (data_dir.database(), HashCheck::Skip),
         Some(_) | None => (file.to_owned(), check),
     };
-    let (Form::Etcd, bytes) = checksum::verify(&file, check)? else { return Ok(None) };
-    let import = Import::open(&file, bytes)?;
+    let (form, bytes) = checksum::examine(&file, check)?;
+    let verify = || if check == HashCheck::Verify { checksum::verify(&file) } else { Ok(()) };
+    if form == Form::Sqlite {
+        return verify().map(|()| None);
+    }
+    // Both read the whole file, so they run at the same time. The checksum explains other errors.
+    let (verified, import) = std::thread::scope(|scope| {
+        let verified = scope.spawn(verify);
+        let import = Import::open(&file, bytes);
+        (verified.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), import)
+    });
+    verified?;
+    let import = import?;
     if let Some(data_dir) = data_dir {
         data_dir.refuse_unapplied(import.applied())?;
     }

@@ -53,7 +53,7 @@ pub(super) fn verify_received(path: &Path) -> Result<()> {
 fn checksum_matches(mut file: impl Read, size: u64) -> std::io::Result<bool> {
     let mut hash = Sha256::new();
     let mut buffer = vec![0; READ_BYTES];
-    let mut left = size - CHECKSUM_BYTES;
+    let mut left = size.saturating_sub(CHECKSUM_BYTES);
     while left > 0 {
         let len = usize::try_from(left).map_or(READ_BYTES, |left| left.min(READ_BYTES));
         file.read_exact(&mut buffer[..len])?;
@@ -65,14 +65,14 @@ fn checksum_matches(mut file: impl Read, size: u64) -> std::io::Result<bool> {
     Ok(hash.finalize()[..] == stored)
 }
 
-/// Checks that a file is a complete snapshot. Returns its form, and its size without the checksum in bytes.
-pub(super) fn verify(path: &Path, check: HashCheck) -> Result<(Form, u64)> {
+/// Checks the beginning and the size of a snapshot. Returns its form, and its size without the checksum in bytes.
+pub(super) fn examine(path: &Path, check: HashCheck) -> Result<(Form, u64)> {
     let unreadable = |error: std::io::Error| file_error("read", path, &error);
     let name = path.display();
-    let mut file = File::open(path).map_err(unreadable)?;
+    let file = File::open(path).map_err(unreadable)?;
     let size = file.metadata().map_err(unreadable)?.len();
     let mut head = Vec::new();
-    (&mut file).take(BLOCK_BYTES).read_to_end(&mut head).map_err(unreadable)?;
+    file.take(BLOCK_BYTES).read_to_end(&mut head).map_err(unreadable)?;
     let form = if head.starts_with(SQLITE_MAGIC) { Form::Sqlite } else { Form::Etcd };
     // The first page of a copied database may be damaged, while the second one is valid.
     if form == Form::Etcd && check == HashCheck::Verify && head.get(16..20) != Some(BBOLT_MAGIC) {
@@ -90,10 +90,18 @@ pub(super) fn verify(path: &Path, check: HashCheck) -> Result<(Form, u64)> {
             "{name} has no checksum at its end: it is truncated, or a copy of a database file, which can be used with --skip-hash-check"
         )));
     }
-    if !checksum_matches(head.chain(file), size).map_err(unreadable)? {
-        return Err(Error::File(format!("{name} is damaged: its checksum does not match")));
-    }
     Ok((form, size - CHECKSUM_BYTES))
+}
+
+/// Checks the checksum of a snapshot that [`examine`] accepted. Reads the whole file.
+pub(super) fn verify(path: &Path) -> Result<()> {
+    let unreadable = |error: std::io::Error| file_error("read", path, &error);
+    let file = File::open(path).map_err(unreadable)?;
+    let size = file.metadata().map_err(unreadable)?.len();
+    match checksum_matches(file, size).map_err(unreadable)? {
+        true => Ok(()),
+        false => Err(Error::File(format!("{} is damaged: its checksum does not match", path.display()))),
+    }
 }
 
 /// Rejects a copied database file that has a WAL, because the commits in the WAL would be missing.

@@ -65,6 +65,14 @@ impl Place {
         }
     }
 
+    /// Returns the location of the rows that a server keeps after a compaction.
+    pub fn archive_of(server: &Server) -> Self {
+        match server.datastore() {
+            Some(endpoint) => Self(endpoint.to_owned()),
+            None => Self::sqlite(&server.data_dir().join("orlop.db-archive")),
+        }
+    }
+
     fn file(&self) -> Option<PathBuf> {
         self.0.strip_prefix("sqlite://").map(PathBuf::from)
     }
@@ -111,7 +119,7 @@ impl Place {
             .collect()
     }
 
-    async fn execute(&self, sql: &str) {
+    pub async fn execute(&self, sql: &str) {
         let sql = sqlx::raw_sql(AssertSqlSafe(sql.to_owned()));
         match self.file() {
             Some(file) => {

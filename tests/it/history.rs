@@ -20,7 +20,10 @@ use tokio::time::sleep;
 use tonic::{Code, Status};
 
 use self::model::{Model, ModelChange};
-use crate::support::{Backend, Client, DEADLINE, Postgres, Random, Server, eventually, on_both_backends};
+use crate::{
+    check::Place,
+    support::{Backend, Client, DEADLINE, Postgres, Random, Server, eventually, on_both_backends},
+};
 
 const KEYS: [&str; 7] = ["a", "a/1", "a/2", "a/\u{ff}", "b", "b/1", "c"];
 const KEEP: [&str; 2] = ["--history-retention", "1h"];
@@ -296,6 +299,24 @@ async fn times_are_not_of_a_later_start(backend: Backend) {
     }
 }
 
+/// Otherwise no time would be known until the wrong one has come, and no row would be deleted because of its age.
+async fn clock_that_was_set_back_is_believed(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut model = Model::new();
+    put(&mut client, &mut model, "a", "first").await;
+    put_until_recorded(&mut client, &mut model).await;
+    let begin = recorded_time(&client, model.head()).await;
+    // As if the clock had been ten years ahead.
+    Place::archive_of(&server).execute("UPDATE kv_time SET at = at + 315360000000").await;
+    put(&mut client, &mut model, "a", "later").await;
+    let time = recorded_time(&client, model.head()).await;
+    assert!((begin..begin + 600_000).contains(&time), "{time}, expected a time soon after {begin}");
+    let request = HistoryMomentRequest { unix_ms: time + 1_000 };
+    let moment = client.history.moment(request).await.expect("a moment").into_inner().moment;
+    assert_eq!(moment.map(|moment| moment.revision), Some(model.head()));
+}
+
 async fn revisions_have_times(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -389,5 +410,6 @@ on_both_backends!(
     oldest_rows_are_deleted_above_the_limit,
     revisions_have_times,
     times_are_not_of_a_later_start,
+    clock_that_was_set_back_is_believed,
     invalid_requests_are_refused,
 );

@@ -5,7 +5,7 @@ use std::{fs::File, io};
 use bytes::Bytes;
 
 use crate::{
-    format::{BUCKET_BYTES, FIRST_PAGE, HEADER_BYTES, LEAF, META_END, Meta, header, u64_at},
+    format::{BUCKET_BYTES, FIRST_PAGE, LEAF, META_END, Meta, header, u64_at},
     page::{Header, Kind, Page, Stored},
 };
 
@@ -164,9 +164,10 @@ impl<S: Source> Reader<S> {
             return Err(Error::page(id, format!("is not between {FIRST_PAGE} and {}", self.high_water)));
         }
         let offset = id * u64::from(self.page_bytes);
-        let mut header = [0; HEADER_BYTES];
-        self.source.read_exact_at(&mut header, offset)?;
-        let header = Header::read(&header, id, id)?;
+        let first = self.page_bytes as usize;
+        let mut page = vec![0; first];
+        self.source.read_exact_at(&mut page, offset)?;
+        let header = Header::read(&page, id, id)?;
         let pages = u64::from(header.overflow) + 1;
         if pages > self.high_water - id {
             return Err(Error::page(id, format!("is longer than the file: it has {pages} pages")));
@@ -174,8 +175,11 @@ impl<S: Source> Reader<S> {
         let bytes = pages * u64::from(self.page_bytes);
         let len = usize::try_from(bytes).ok().filter(|_| bytes <= PAGE_BYTES_MAX);
         let len = len.ok_or_else(|| Error::page(id, format!("is longer than {} MiB", PAGE_BYTES_MAX >> 20)))?;
-        let mut page = vec![0; len];
-        self.source.read_exact_at(&mut page, offset)?;
+        if len > first {
+            page.reserve_exact(len - first);
+            page.resize(len, 0);
+            self.source.read_exact_at(&mut page[first..], offset + first as u64)?;
+        }
         Ok((Page::new(header, id, page.into())?, header.overflow))
     }
 }

@@ -1,4 +1,5 @@
-//! The log in SQLite ([`SqliteLog`]) and in Postgres ([`PostgresLog`]). The only crate that uses sqlx.
+//! The log in SQLite ([`SqliteLog`]) and in Postgres ([`PostgresLog`]). The only crate that uses sqlx and
+//! rusqlite.
 //!
 //! Each log implements [`orlop_core::log::Log`] (append, read, reclaim). For each database there are also a loader,
 //! which fills an empty database, and a view, which is a read-only snapshot of a log. A view can be opened even if the

@@ -34,8 +34,8 @@ use sqlx::{
 };
 use tracing::warn;
 
+use self::{append::Batch, checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum, writer::Writer};
 pub use self::{archive::SqliteArchive, defragment::Defragmented, load::SqliteLoader, view::SqliteView};
-use self::{checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum, writer::Writer};
 pub(crate) use self::{integrity::refuse_damage, view::may_be_immutable};
 use crate::rows::{cannot_migrate, connections, foreign_table, unavailable};
 use crate::{Durability, auth, migrations};
@@ -51,6 +51,13 @@ use orlop_core::{
 
 /// Maximum time to wait for a lock of SQLite, which another process may hold.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Settings of every connection to the log.
+const PRAGMAS: [(&str, &str); 4] = [
+    ("wal_autocheckpoint", "0"),
+    ("journal_size_limit", wal::FILE_BYTES_MAX),
+    ("temp_store", "MEMORY"),
+    ("cache_size", "-8192"),
+];
 /// Maximum number of connections for reads. Further reads wait.
 const READERS_MAX: u32 = 4;
 
@@ -97,12 +104,17 @@ impl SqliteLog {
         refuse_other_tables(file).await?;
         // Only this connection sets auto_vacuum: the pragma always writes to the file, which fails on later connections
         // if the disk is full.
-        let mut writer = Self::creation_options(file).synchronous(synchronous).connect().await.map_err(open)?;
+        let mut creator = Self::creation_options(file).synchronous(synchronous).connect().await.map_err(open)?;
         migrations::sqlite()
-            .run(&mut writer)
+            .run(&mut creator)
             .await
             .map_err(|error| Error::Open(cannot_migrate(&name.to_string(), &error)))?;
-        let lease_times = lease_times::take(&mut writer).await.map_err(open)?;
+        let settings = writer::Settings { file: file.to_owned(), durability };
+        let open_writer = |error: rusqlite::Error| Error::Open(format!("cannot open database {name}: {error}"));
+        let mut writer = settings.connect().map_err(open_writer)?;
+        // Not before: the last connection to a database deletes its WAL.
+        creator.close().await.map_err(open)?;
+        let lease_times = lease_times::take(&mut writer).map_err(open_writer)?;
         if let Err(error) = wal::preallocate(file) {
             warn!(%error, database = %name, "cannot preallocate the WAL; writes are slower while it grows");
         }
@@ -114,7 +126,7 @@ impl SqliteLog {
             .connect_with(read_only.clone())
             .await
             .map_err(open)?;
-        let writer = Arc::new(Writer::new(options.clone(), writer));
+        let writer = Arc::new(Writer::new(settings, writer));
         let checkpointer = Checkpointer::start(options.connect().await.map_err(open)?, Arc::clone(&writer));
         let checkpointer = Arc::new(checkpointer);
         let vacuum = Vacuum::start(Arc::clone(&writer), Arc::clone(&checkpointer));
@@ -131,24 +143,37 @@ impl SqliteLog {
     }
 
     fn options(file: &Path) -> SqliteConnectOptions {
-        SqliteConnectOptions::new()
+        let options = SqliteConnectOptions::new()
             .filename(file)
             .create_if_missing(true)
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(SqliteSynchronous::Full)
             .busy_timeout(BUSY_TIMEOUT)
-            .pragma("wal_autocheckpoint", "0")
-            .pragma("journal_size_limit", wal::FILE_BYTES_MAX)
-            .pragma("temp_store", "MEMORY")
-            .pragma("cache_size", "-8192")
-            .disable_statement_logging()
+            .disable_statement_logging();
+        PRAGMAS.into_iter().fold(options, |options, (name, value)| options.pragma(name, value))
+    }
+}
+
+/// An error of SQLite with its extended result code.
+trait ResultCode {
+    fn result_code(&self) -> Option<i32>;
+}
+
+impl ResultCode for sqlx::Error {
+    fn result_code(&self) -> Option<i32> {
+        self.as_database_error()?.code()?.parse().ok()
+    }
+}
+
+impl ResultCode for rusqlite::Error {
+    fn result_code(&self) -> Option<i32> {
+        self.sqlite_error().map(|error| error.extended_code)
     }
 }
 
 /// Returns whether an error has this primary result code of SQLite, which is the low byte of the extended code.
-fn has_code(error: &sqlx::Error, primary: i32) -> bool {
-    let code = error.as_database_error().and_then(|error| error.code()?.parse::<i32>().ok());
-    code.is_some_and(|code| code & 0xff == primary)
+fn has_code(error: &impl ResultCode, primary: i32) -> bool {
+    error.result_code().is_some_and(|code| code & 0xff == primary)
 }
 
 /// Creates the directory of a database file and locks the file.
@@ -273,13 +298,11 @@ impl Log for SqliteLog {
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
-        let mut writer = self.writer.lock().await.map_err(|error| self.refusal(error))?;
-        let appended = append::append(writer.connection(), append).await.map_err(|error| self.failure(&error));
-        if appended.is_ok() {
-            writer.keep();
-        }
+        let writer = self.writer.lock().await.map_err(|error| self.refusal(error))?;
+        let batch = Batch::of(&append);
+        let appended = writer.run(move |writer| batch.append(writer)).await;
         self.checkpointer.appended(append.changes);
-        appended
+        appended.map_err(|error| self.failure(&error))
     }
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
@@ -334,8 +357,8 @@ impl Log for SqliteLog {
         // Copies the whole WAL into the database file, so that the file alone can be copied while the server is
         // stopped.
         let truncated = async {
-            let mut writer = self.writer.lock().await?;
-            sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(writer.connection()).await
+            let writer = self.writer.lock().await?;
+            writer.run(|writer| writer.execute_batch("PRAGMA wal_checkpoint(TRUNCATE)")).await
         };
         if let Err(error) = truncated.await {
             warn!(%error, "cannot truncate the WAL; the next start uses it");
@@ -361,7 +384,7 @@ impl SqliteLog {
     /// the WAL, and then a start after a crash recovers it, so the outcome is unknown. A failed sync does not affect
     /// earlier commits: the next commit overwrites the WAL from the end of the last successful commit, and the next
     /// checkpoint copies all pages again.
-    fn failure(&self, error: &sqlx::Error) -> Error {
+    fn failure(&self, error: &rusqlite::Error) -> Error {
         let file = self.options.get_filename().display();
         if has_code(error, CODE_FULL) {
             return Error::Full(format!("{file}: {error}"));
@@ -377,16 +400,14 @@ impl SqliteLog {
     }
 
     /// Maps an error of opening the connection for writes. Nothing was written.
-    fn refusal(&self, error: sqlx::Error) -> Error {
+    fn refusal(&self, error: rusqlite::Error) -> Error {
         let failure = self.failure(&error);
-        if matches!(failure, Error::Full(_)) { failure } else { unavailable(error) }
+        if matches!(failure, Error::Full(_)) { failure } else { writer::unavailable(error) }
     }
 
-    async fn record_lease_times(&self, leases: &[LoggedLease]) -> sqlx::Result<()> {
-        let mut writer = self.writer.lock().await?;
-        lease_times::record(writer.connection(), leases).await?;
-        writer.keep();
-        Ok(())
+    async fn record_lease_times(&self, leases: &[LoggedLease]) -> rusqlite::Result<()> {
+        let leases = leases.to_vec();
+        self.writer.lock().await?.run(move |writer| lease_times::record(writer, &leases)).await
     }
 
     /// Returns the bytes that this process may still write to the disk of the database.
@@ -399,17 +420,20 @@ impl SqliteLog {
         let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
         let first = read::json_list(first.iter().map(|row| row.revision.0.to_string()));
         let more = read::json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)));
-        let mut writer = self.writer.lock().await.map_err(unavailable)?;
-        let mut transaction = writer.connection().begin().await.map_err(unavailable)?;
-        for (sql, list) in [
-            ("DELETE FROM kv_log WHERE id IN (SELECT value FROM json_each(?))", first),
-            ("DELETE FROM kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?))", more),
-        ] {
-            let Some(list) = list else { continue };
-            sqlx::query(sql).bind(list).execute(&mut *transaction).await.map_err(unavailable)?;
-        }
-        transaction.commit().await.map_err(unavailable)?;
-        writer.keep();
+        const DELETE_FIRST: &str = "DELETE FROM kv_log WHERE id IN (SELECT value FROM json_each(?))";
+        const DELETE_MORE: &str =
+            "DELETE FROM kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?))";
+        let writer = self.writer.lock().await.map_err(writer::unavailable)?;
+        let deleted = writer.run(move |writer| {
+            let transaction = writer.transaction()?;
+            for (sql, list) in [(DELETE_FIRST, first), (DELETE_MORE, more)] {
+                if let Some(list) = list {
+                    transaction.prepare_cached(sql)?.execute([list])?;
+                }
+            }
+            transaction.commit()
+        });
+        deleted.await.map_err(writer::unavailable)?;
         self.checkpointer.purged(rows.len());
         self.vacuum.freed();
         Ok(())

@@ -11,7 +11,8 @@
 //! ```
 //!
 //! reads as absent at 1, as version 1 at 2 and 3, as version 2 at 4, as absent at 5 and 6, as version 1 at 7 and 8, and
-//! as version 2 from 9 on. Most keys have one version, so the newest is stored inline and the rest behind one pointer.
+//! as version 2 from 9 on. Most keys have one version and no lease, so the newest row is stored inline, and the rest and
+//! the lease behind one pointer.
 
 use super::{RowKind, ValidatedColumns};
 use crate::types::{Change, ChangeKind, LeaseId, Revision, RowId, Superseded, Version};
@@ -51,17 +52,19 @@ pub struct IndexedRow {
     pub is_delete: bool,
 }
 
-/// The newest row of the key, packed: version 0 is a tombstone, lease 0 is no lease.
+/// The newest row of the key, packed: version 0 is a tombstone.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Newest {
     pub(super) row: RowId,
     pub(super) create_revision: Revision,
     pub(super) version: i64,
-    pub(super) lease: i64,
 }
 
+/// Never empty.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct History {
+    /// The lease of the newest row.
+    pub(super) lease: Option<LeaseId>,
     /// Closed generations, oldest first. While the newest row is a tombstone, the last generation ends with that
     /// tombstone. If a compaction removed all rows except that tombstone, `KeyIndex::history` is `None`.
     pub(super) closed: Vec<Generation>,
@@ -82,8 +85,8 @@ pub(super) struct Generation {
 
 impl KeyIndex {
     pub(super) fn created(row: RowId, create_revision: Revision, version: i64, lease: Option<LeaseId>) -> Self {
-        let lease = LeaseId::to_wire(lease);
-        Self { newest: Newest { row, create_revision, version, lease }, history: None }
+        let history = lease.is_some().then(|| Box::new(History { lease, ..History::default() }));
+        Self { newest: Newest { row, create_revision, version }, history }
     }
 
     pub(super) fn deleted(row: RowId) -> Self {
@@ -97,8 +100,8 @@ impl KeyIndex {
             // Only a tombstone at the compact revision was left. Its row stays in the log until the next compaction.
             self.history.get_or_insert_default().closed.push(Generation::only_tombstone(self.newest.row));
         }
-        let lease = LeaseId::to_wire(lease);
-        self.newest = Newest { row, create_revision, version, lease };
+        self.newest = Newest { row, create_revision, version };
+        self.history.get_or_insert_default().lease = lease;
     }
 
     pub(super) fn delete(&mut self, row: RowId) {
@@ -107,6 +110,7 @@ impl KeyIndex {
             return;
         }
         let history = self.history.get_or_insert_default();
+        history.lease = None;
         let mut puts = std::mem::take(&mut history.earlier);
         puts.push(newest.row);
         history.closed.push(Generation {
@@ -143,8 +147,8 @@ impl KeyIndex {
     pub(super) fn at(&self, at: Revision) -> Option<Entry> {
         let newest = &self.newest;
         if newest.row.revision <= at {
-            return (!newest.is_tombstone())
-                .then(|| Entry { version: newest.version(), lease: Lease::Known(LeaseId::from_wire(newest.lease)) });
+            let lease = Lease::Known(self.history.as_ref().and_then(|history| history.lease));
+            return (!newest.is_tombstone()).then(|| Entry { version: newest.version(), lease });
         }
         self.history.as_ref()?.at(newest, at)
     }
@@ -153,7 +157,7 @@ impl KeyIndex {
     /// the newest, and not even that one if it is a tombstone below `revision`. Every row of exactly `revision` stays,
     /// because a watch may start there and because the log reads its head from the first row of the newest revision.
     pub(super) fn compact(&mut self, revision: Revision, removed: &mut Vec<Superseded>) -> Fate {
-        if self.history.is_none() && (self.is_live() || self.newest.row.revision >= revision) {
+        if self.has_one_row() && (self.is_live() || self.newest.row.revision >= revision) {
             return Fate::Keep;
         }
         let before = removed.len();
@@ -188,6 +192,10 @@ impl KeyIndex {
         indexed.collect()
     }
 
+    fn has_one_row(&self) -> bool {
+        self.history.as_ref().is_none_or(|history| history.closed.is_empty() && history.earlier.is_empty())
+    }
+
     fn oldest_row(&self) -> RowId {
         let history = self.history.as_deref();
         let in_history = history.and_then(|history| match history.closed.first() {
@@ -210,15 +218,16 @@ impl KeyIndex {
             self.forget_empty_history();
             return Fate::Keep;
         }
-        if let Some(history) = self.history.take() {
-            removed.extend(history.earlier.into_iter().map(removed_put));
-            for generation in history.closed {
+        if let Some(history) = &mut self.history {
+            removed.extend(std::mem::take(&mut history.earlier).into_iter().map(removed_put));
+            for generation in std::mem::take(&mut history.closed) {
                 removed.extend(generation.puts.into_iter().map(removed_put));
                 if generation.tombstone != self.newest.row {
                     removed.push(removed_tombstone(generation.tombstone));
                 }
             }
         }
+        self.forget_empty_history();
         if self.newest.is_tombstone() && self.newest.row.revision < revision {
             removed.push(removed_tombstone(self.newest.row));
             return Fate::Drop;
@@ -247,7 +256,7 @@ impl KeyIndex {
     }
 
     fn forget_empty_history(&mut self) {
-        if self.history.as_ref().is_some_and(|history| history.closed.is_empty() && history.earlier.is_empty()) {
+        if self.has_one_row() && self.history.as_ref().is_some_and(|history| history.lease.is_none()) {
             self.history = None;
         }
     }
@@ -255,7 +264,7 @@ impl KeyIndex {
 
 impl Newest {
     fn tombstone(row: RowId) -> Self {
-        Self { row, create_revision: Revision(0), version: 0, lease: 0 }
+        Self { row, create_revision: Revision(0), version: 0 }
     }
 
     fn is_tombstone(&self) -> bool {

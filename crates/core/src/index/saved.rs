@@ -22,7 +22,7 @@ use super::{
     TreeIndex,
     key_index::{Generation, History, KeyIndex, Newest},
 };
-use crate::types::{Key, Revision, RowId};
+use crate::types::{Key, LeaseId, Revision, RowId};
 
 /// Bytes at which a step ends. A key with a long history may exceed them.
 const STEP_BYTES: usize = 1 << 18;
@@ -98,13 +98,13 @@ impl SavedIndexLoader {
 }
 
 fn encode(index: &KeyIndex, block: &mut Vec<u8>) {
-    let Newest { row, create_revision, version, lease } = index.newest;
+    let Newest { row, create_revision, version } = index.newest;
+    let none = History::default();
+    let History { lease, closed, earlier } = index.history.as_deref().unwrap_or(&none);
     encode_row(row, block);
-    for number in [create_revision.0, version, lease] {
+    for number in [create_revision.0, version, LeaseId::to_wire(*lease)] {
         encode_varint(number.cast_unsigned(), block);
     }
-    let (closed, earlier): (&[Generation], &[RowId]) =
-        index.history.as_deref().map_or((&[], &[]), |history| (&history.closed, &history.earlier));
     encode_varint(closed.len() as u64, block);
     for generation in closed {
         encode_varint(generation.create_revision.0.cast_unsigned(), block);
@@ -128,12 +128,8 @@ fn encode_row(row: RowId, block: &mut Vec<u8>) {
 }
 
 fn decode(block: &mut &[u8]) -> Result<KeyIndex, InvalidBlock> {
-    let newest = Newest {
-        row: row(block)?,
-        create_revision: Revision(number(block)?),
-        version: number(block)?,
-        lease: number(block)?,
-    };
+    let newest = Newest { row: row(block)?, create_revision: Revision(number(block)?), version: number(block)? };
+    let lease = LeaseId::from_wire(number(block)?);
     let mut closed = Vec::new();
     for _ in 0..number(block)? {
         closed.push(Generation {
@@ -144,8 +140,8 @@ fn decode(block: &mut &[u8]) -> Result<KeyIndex, InvalidBlock> {
         });
     }
     let earlier = rows(block)?;
-    let has_history = !closed.is_empty() || !earlier.is_empty();
-    Ok(KeyIndex { newest, history: has_history.then(|| Box::new(History { closed, earlier })) })
+    let has_history = lease.is_some() || !closed.is_empty() || !earlier.is_empty();
+    Ok(KeyIndex { newest, history: has_history.then(|| Box::new(History { lease, closed, earlier })) })
 }
 
 fn rows(block: &mut &[u8]) -> Result<Vec<RowId>, InvalidBlock> {

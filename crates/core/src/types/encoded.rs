@@ -59,6 +59,10 @@ impl EncodedKv {
         self.bytes_field(VALUE).map_or_else(Bytes::new, |field| self.0.slice(field.bytes))
     }
 
+    pub fn key_slice(&self) -> &[u8] {
+        self.bytes_of(KEY)
+    }
+
     pub fn value_slice(&self) -> &[u8] {
         self.bytes_of(VALUE)
     }

@@ -1,172 +1,198 @@
-//! Compare-and-append: one statement and one commit per batch of any size.
+//! Compare-and-append: one transaction per batch of any size.
 
-use std::sync::LazyLock;
-
-use sqlx::{Connection as _, Sqlite, SqliteConnection, query::Query, sqlite::SqliteArguments};
-
-use crate::auth::{self, bind_params};
-use orlop_core::{
-    log::{Append, Appended, LeaseChange},
-    types::{Change, ChangeKind, LeaseId},
+use rusqlite::{
+    CachedStatement, Connection, ErrorCode, Result, TransactionBehavior, ffi,
+    types::{Null, Value},
 };
 
-/// Maximum number of rows in one statement; larger batches use several statements in one transaction.
-const STATEMENT_ROWS_MAX: usize = 512;
+use crate::auth::{self, Param, Statement};
+use orlop_core::{
+    log::{Append, Appended, FactChange, LeaseChange},
+    types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId},
+};
 
-/// Statements for 1, 2, 4, ... rows. There are few, so all stay prepared. A batch uses the smallest statement that is
-/// large enough; the unused rows are NULL and are not inserted.
-static FIRST: LazyLock<Vec<String>> = LazyLock::new(|| statements(first_sql));
-static MORE: LazyLock<Vec<String>> = LazyLock::new(|| statements(more_sql));
+const INSERT_FIRST: &str = "INSERT INTO kv_log (id, key, value, lease, version, create_revision, prev_revision, deleted) \
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?)";
+const INSERT_MORE: &str = "INSERT INTO kv_log_more (id, key, value, lease, version, create_revision, prev_revision, deleted, sub) \
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)";
+/// The parameter `sub`.
+const SUB: usize = 9;
+pub(super) const SET_FACT: &str = "INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)";
 
-fn statements(sql: fn(usize) -> String) -> Vec<String> {
-    (0..=STATEMENT_ROWS_MAX.ilog2()).map(|power| sql(1 << power)).collect()
+/// A change on its way to the thread of the connection. It shares the memory of its value.
+pub(super) struct Row {
+    row: RowId,
+    prev: Revision,
+    content: Content,
 }
 
-/// Returns a statement that inserts rows if the head is the expected one, which is the last parameter.
-fn first_sql(rows: usize) -> String {
-    let values = vec!["(?,?,?,?,?,?,?,?)"; rows].join(",");
-    format!(
-        "INSERT INTO kv_log (id, key, value, lease, version, create_revision, prev_revision, deleted) \
-         SELECT * FROM (VALUES {values}) \
-         WHERE column1 IS NOT NULL AND (SELECT coalesce(max(id), 1) FROM kv_log) = ?"
-    )
+enum Content {
+    Put { kv: EncodedKv, create_revision: Revision, version: i64, lease: Option<LeaseId> },
+    Delete { key: Key },
 }
 
-fn more_sql(rows: usize) -> String {
-    let values = vec!["(?,?,?,?,?,?,?,?,?)"; rows].join(",");
-    format!(
-        "INSERT INTO kv_log_more (sub, id, key, value, lease, version, create_revision, prev_revision, deleted) \
-         SELECT * FROM (VALUES {values}) WHERE column1 IS NOT NULL"
-    )
-}
-
-pub(super) async fn append(writer: &mut SqliteConnection, append: Append<'_>) -> sqlx::Result<Appended> {
-    let (first, more): (Vec<&Change>, Vec<&Change>) = append.changes.iter().partition(|change| change.row.sub == 0);
-    let rows_alone =
-        append.leases.is_empty() && append.compact.is_none() && append.fact.is_none() && append.auth.is_none();
-    let outcome = if rows_alone && more.is_empty() && first.len() <= STATEMENT_ROWS_MAX {
-        insert_first(writer, &first, append.expected.head.0).await
-    } else {
-        append_all(writer, &first, &more, append).await
-    };
-    match outcome {
-        // A row with one of these ids exists: another process wrote to the file.
-        Err(sqlx::Error::Database(error)) if error.is_unique_violation() => Ok(Appended::Conflict),
-        outcome => outcome,
-    }
-}
-
-async fn append_all(
-    writer: &mut SqliteConnection,
-    first: &[&Change],
-    more: &[&Change],
-    append: Append<'_>,
-) -> sqlx::Result<Appended> {
-    let mut transaction = writer.begin_with("BEGIN IMMEDIATE").await?;
-    if insert(&mut transaction, first, more, append.expected.head.0).await? == Appended::Conflict {
-        transaction.rollback().await?;
-        return Ok(Appended::Conflict);
-    }
-    for change in append.leases {
-        let query = match change {
-            LeaseChange::Grant { id, ttl_secs } => {
-                sqlx::query("INSERT INTO lease (id, ttl) VALUES (?, ?)").bind(id.0).bind(ttl_secs)
+impl Row {
+    pub(super) fn of(change: &Change) -> Self {
+        let content = match &change.kind {
+            ChangeKind::Put { kv, create_revision, version, lease } => {
+                Content::Put { kv: kv.clone(), create_revision: *create_revision, version: *version, lease: *lease }
             }
-            // Only this process has the deadlines, so the store's writer has already checked that the lease has
-            // expired.
-            LeaseChange::Revoke { id } | LeaseChange::Expire { id } => {
-                sqlx::query("DELETE FROM lease WHERE id = ?").bind(id.0)
-            }
+            ChangeKind::Delete => Content::Delete { key: change.key.clone() },
         };
-        query.execute(&mut *transaction).await?;
+        let prev = change.prev.as_ref().map_or(Revision(0), |prev| prev.row.revision);
+        Self { row: change.row, prev, content }
     }
-    if let Some(revision) = append.compact {
-        sqlx::query(
-            "INSERT INTO meta (name, value) VALUES ('compact_revision', ?) \
-             ON CONFLICT (name) DO UPDATE SET value = max(value, excluded.value)",
-        )
-        .bind(revision.0)
-        .execute(&mut *transaction)
-        .await?;
-    }
-    if let Some(change) = append.fact {
-        let query = match change.fact() {
-            (name, Some(value)) => {
-                sqlx::query("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)").bind(name).bind(value)
-            }
-            (name, None) => sqlx::query("DELETE FROM meta WHERE name = ?").bind(name),
-        };
-        query.execute(&mut *transaction).await?;
-    }
-    if let Some(auth) = append.auth {
-        for statement in auth::change(auth) {
-            bind_params!(statement).execute(&mut *transaction).await?;
+}
+
+/// Everything that one transaction appends.
+pub(super) struct Batch {
+    expected: Revision,
+    rows: Vec<Row>,
+    leases: Vec<LeaseChange>,
+    compact: Option<Revision>,
+    fact: Option<FactChange>,
+    auth: Vec<OwnedStatement>,
+}
+
+impl Batch {
+    pub(super) fn of(append: &Append<'_>) -> Self {
+        Self {
+            expected: append.expected.head,
+            rows: append.changes.iter().map(Row::of).collect(),
+            leases: append.leases.to_vec(),
+            compact: append.compact,
+            fact: append.fact,
+            auth: append.auth.map(|append| OwnedStatement::all(auth::change(append))).unwrap_or_default(),
         }
     }
-    transaction.commit().await?;
-    Ok(Appended::Done)
-}
 
-/// Inserts rows into both tables inside a transaction, if the head is `newest`.
-pub(super) async fn insert(
-    writer: &mut SqliteConnection,
-    first: &[&Change],
-    more: &[&Change],
-    mut newest: i64,
-) -> sqlx::Result<Appended> {
-    for chunk in first.chunks(STATEMENT_ROWS_MAX) {
-        if insert_first(writer, chunk, newest).await? == Appended::Conflict {
+    /// Appends the batch if the head is the expected one, and nothing otherwise.
+    pub(super) fn append(self, writer: &mut Connection) -> Result<Appended> {
+        match self.try_append(writer) {
+            // A row with one of these ids exists: another process wrote to the file.
+            Err(error) if is_duplicate(&error) => Ok(Appended::Conflict),
+            outcome => outcome,
+        }
+    }
+
+    fn try_append(self, writer: &mut Connection) -> Result<Appended> {
+        let transaction = writer.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        if insert(&transaction, &self.rows, self.expected)? == Appended::Conflict {
             return Ok(Appended::Conflict);
         }
-        newest = chunk[chunk.len() - 1].row.revision.0;
+        for change in &self.leases {
+            match change {
+                LeaseChange::Grant { id, ttl_secs } => add_lease(&transaction, *id, *ttl_secs)?,
+                // Only this process has the deadlines, so the store's writer has already checked that the lease has
+                // expired.
+                LeaseChange::Revoke { id } | LeaseChange::Expire { id } => {
+                    transaction.prepare_cached("DELETE FROM lease WHERE id = ?")?.execute([id.0])?;
+                }
+            }
+        }
+        if let Some(revision) = self.compact {
+            const RAISE: &str = "INSERT INTO meta (name, value) VALUES ('compact_revision', ?) \
+                ON CONFLICT (name) DO UPDATE SET value = max(value, excluded.value)";
+            transaction.execute(RAISE, [revision.0])?;
+        }
+        if let Some((name, value)) = self.fact.map(|change| change.fact()) {
+            match value {
+                Some(value) => transaction.execute(SET_FACT, (name, value))?,
+                None => transaction.execute("DELETE FROM meta WHERE name = ?", [name])?,
+            };
+        }
+        for statement in &self.auth {
+            statement.execute(&transaction)?;
+        }
+        transaction.commit()?;
+        Ok(Appended::Done)
     }
-    for chunk in more.chunks(STATEMENT_ROWS_MAX) {
-        let (mut query, padding) = statement(&MORE, chunk.len());
-        for change in chunk {
-            query = bind_row(query.bind(i64::from(change.row.sub)), change);
+}
+
+/// Inserts rows in the transaction of the caller, if the head is `expected`.
+pub(super) fn insert(transaction: &Connection, rows: &[Row], expected: Revision) -> Result<Appended> {
+    let mut head = transaction.prepare_cached("SELECT coalesce(max(id), 1) FROM kv_log")?;
+    if head.query_row([], |row| row.get::<_, i64>(0))? != expected.0 {
+        return Ok(Appended::Conflict);
+    }
+    let mut first = transaction.prepare_cached(INSERT_FIRST)?;
+    let mut more = transaction.prepare_cached(INSERT_MORE)?;
+    for row in rows {
+        let statement = if row.row.sub == 0 { &mut first } else { &mut more };
+        bind(statement, row)?;
+        if row.row.sub != 0 {
+            statement.raw_bind_parameter(SUB, row.row.sub)?;
         }
-        for _ in 0..padding * 9 {
-            query = query.bind(None::<i64>);
-        }
-        query.execute(&mut *writer).await?;
+        statement.raw_execute()?;
     }
     Ok(Appended::Done)
 }
 
-async fn insert_first(writer: &mut SqliteConnection, rows: &[&Change], expected: i64) -> sqlx::Result<Appended> {
-    if rows.is_empty() {
-        return Ok(Appended::Done);
+/// Binds all parameters but [`SUB`].
+fn bind(statement: &mut CachedStatement<'_>, row: &Row) -> Result<()> {
+    statement.raw_bind_parameter(1, row.row.revision.0)?;
+    statement.raw_bind_parameter(7, row.prev.0)?;
+    match &row.content {
+        Content::Put { kv, create_revision, version, lease } => {
+            statement.raw_bind_parameter(2, kv.key_slice())?;
+            statement.raw_bind_parameter(3, kv.value_slice())?;
+            statement.raw_bind_parameter(4, LeaseId::to_wire(*lease))?;
+            statement.raw_bind_parameter(5, *version)?;
+            statement.raw_bind_parameter(6, create_revision.0)?;
+            statement.raw_bind_parameter(8, 0)
+        }
+        Content::Delete { key } => {
+            statement.raw_bind_parameter(2, key.as_slice())?;
+            statement.raw_bind_parameter(3, Null)?;
+            for (number, value) in [(4, 0), (5, 0), (6, 0), (8, 1)] {
+                statement.raw_bind_parameter(number, value)?;
+            }
+            Ok(())
+        }
     }
-    let (mut query, padding) = statement(&FIRST, rows.len());
-    for change in rows {
-        query = bind_row(query, change);
-    }
-    for _ in 0..padding * 8 {
-        query = query.bind(None::<i64>);
-    }
-    let inserted = query.bind(expected).execute(writer).await?.rows_affected();
-    Ok(if inserted == rows.len() as u64 { Appended::Done } else { Appended::Conflict })
 }
 
-type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
-
-/// Returns the statement for a number of rows, and the number of its unused rows.
-fn statement(statements: &'static [String], rows: usize) -> (SqliteQuery, usize) {
-    let size = rows.next_power_of_two();
-    (sqlx::query(&*statements[size.ilog2() as usize]), size - rows)
+pub(super) fn add_lease(transaction: &Connection, id: LeaseId, ttl_secs: i64) -> Result<()> {
+    transaction.prepare_cached("INSERT INTO lease (id, ttl) VALUES (?, ?)")?.execute((id.0, ttl_secs)).map(drop)
 }
 
-fn bind_row(query: SqliteQuery, change: &Change) -> SqliteQuery {
-    let query = query.bind(change.row.revision.0).bind(change.key.as_slice());
-    let prev = change.prev.as_ref().map_or(0, |prev| prev.row.revision.0);
-    match &change.kind {
-        ChangeKind::Put { kv, create_revision, version, lease } => query
-            .bind(kv.value_slice())
-            .bind(LeaseId::to_wire(*lease))
-            .bind(*version)
-            .bind(create_revision.0)
-            .bind(prev)
-            .bind(0),
-        ChangeKind::Delete => query.bind(None::<Vec<u8>>).bind(0).bind(0).bind(0).bind(prev).bind(1),
+fn is_duplicate(error: &rusqlite::Error) -> bool {
+    const DUPLICATES: [i32; 2] = [ffi::SQLITE_CONSTRAINT_PRIMARYKEY, ffi::SQLITE_CONSTRAINT_UNIQUE];
+    let error = error.sqlite_error();
+    error.is_some_and(|error| error.code == ErrorCode::ConstraintViolation && DUPLICATES.contains(&error.extended_code))
+}
+
+/// A statement of [`auth`] on its way to the thread of the connection.
+pub(super) struct OwnedStatement {
+    sql: &'static str,
+    params: Vec<Value>,
+}
+
+impl OwnedStatement {
+    pub(super) fn all(statements: Vec<Statement<'_>>) -> Vec<Self> {
+        statements
+            .into_iter()
+            .map(|(sql, params)| Self { sql, params: params.into_iter().map(value).collect() })
+            .collect()
+    }
+
+    pub(super) fn execute(&self, connection: &Connection) -> Result<()> {
+        let mut statement = connection.prepare(self.sql)?;
+        for (number, value) in (1..).zip(&self.params) {
+            // SQLite numbers `$1`, `$2` in the order in which they first occur.
+            if let Some(index) = statement.parameter_index(&format!("${number}"))? {
+                statement.raw_bind_parameter(index, value)?;
+            }
+        }
+        statement.raw_execute().map(drop)
+    }
+}
+
+fn value(param: Param<'_>) -> Value {
+    match param {
+        Param::Text(text) => text.to_owned().into(),
+        Param::MaybeText(text) => text.map(str::to_owned).into(),
+        Param::Bytes(bytes) => bytes.to_vec().into(),
+        Param::Int(number) => number.into(),
     }
 }

@@ -6,6 +6,7 @@
 
 mod file;
 mod sql;
+mod writer;
 
 use std::{
     sync::atomic::{AtomicI64, Ordering},
@@ -25,12 +26,11 @@ use sqlx::{Connection as _, Row as _, SqliteConnection, SqlitePool, sqlite::Sqli
 use tracing::warn;
 
 pub(super) use self::file::archive_file;
-use self::sql::*;
-use super::{
-    CODE_FULL, has_code,
-    read::json_list,
+use self::{
+    sql::*,
     writer::{Writer, WriterGuard},
 };
+use super::{CODE_FULL, has_code, read::json_list};
 use crate::{
     archive::{self, archive_columns, visited_columns},
     rows::{LogRow as _, SqlRange, row_id, unavailable},

@@ -6,38 +6,38 @@
 
 use std::collections::HashMap;
 
-use sqlx::{Connection as _, SqliteConnection};
+use rusqlite::{Connection, Result};
 
+use super::append::SET_FACT;
 use orlop_core::{
     log::{LoggedLease, lease_left_fact, lease_of_fact},
     types::LeaseId,
 };
 
 /// Removes the recorded times from the database and returns the remaining seconds of each lease.
-pub(super) async fn take(connection: &mut SqliteConnection) -> sqlx::Result<HashMap<LeaseId, f64>> {
-    let facts: Vec<(String, i64)> = sqlx::query_as("SELECT name, value FROM meta").fetch_all(&mut *connection).await?;
+pub(super) fn take(connection: &mut Connection) -> Result<HashMap<LeaseId, f64>> {
+    let transaction = connection.transaction()?;
+    let facts: Vec<(String, i64)> = transaction
+        .prepare("SELECT name, value FROM meta")?
+        .query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?
+        .collect::<Result<_>>()?;
     let times = facts.iter().filter_map(|(name, secs)| Some((lease_of_fact(name)?, *secs as f64)));
     let times: HashMap<LeaseId, f64> = times.collect();
-    let mut transaction = connection.begin().await?;
     for id in times.keys() {
-        sqlx::query("DELETE FROM meta WHERE name = ?").bind(lease_left_fact(*id)).execute(&mut *transaction).await?;
+        transaction.prepare_cached("DELETE FROM meta WHERE name = ?")?.execute([lease_left_fact(*id)])?;
     }
-    transaction.commit().await?;
+    transaction.commit()?;
     Ok(times)
 }
 
 /// Records the remaining times.
-pub(super) async fn record(connection: &mut SqliteConnection, leases: &[LoggedLease]) -> sqlx::Result<()> {
-    let mut transaction = connection.begin().await?;
+pub(super) fn record(connection: &mut Connection, leases: &[LoggedLease]) -> Result<()> {
+    let transaction = connection.transaction()?;
     for LoggedLease { id, left_secs, .. } in leases {
         let Some(left) = left_secs else { continue };
         // Rounded up, because a lease must not end early.
         let left = left.max(0.0).ceil() as i64;
-        sqlx::query("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)")
-            .bind(lease_left_fact(*id))
-            .bind(left)
-            .execute(&mut *transaction)
-            .await?;
+        transaction.prepare_cached(SET_FACT)?.execute((lease_left_fact(*id), left))?;
     }
-    transaction.commit().await
+    transaction.commit()
 }

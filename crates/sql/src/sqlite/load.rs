@@ -6,30 +6,33 @@ use std::{
 };
 
 use async_trait::async_trait;
+use rusqlite::Connection;
 use sqlx::{
-    ConnectOptions as _, Connection as _, SqliteConnection,
+    ConnectOptions as _, Connection as _,
     sqlite::{SqliteJournalMode, SqliteSynchronous},
 };
 
-use super::{FileLock, SqliteLog, append, lease_times, lock_file, refuse_etcd};
-use crate::{
-    auth::{self, bind_params},
-    migrations,
+use super::{
+    FileLock, SqliteLog,
+    append::{self, OwnedStatement, Row, SET_FACT},
+    lease_times, lock_file, refuse_etcd, writer,
 };
+use crate::{auth, migrations};
 use orlop_core::{
     auth::AuthState,
-    log::{Appended, Error, FactChange, Load, Meta, Result},
+    log::{Appended, Error, FactChange, Load, LoggedLease, Meta, Result},
     private,
-    types::Change,
+    types::{Change, Revision},
 };
 
 /// Fills a new database file in one transaction. It writes to a temporary file and renames that file at the end, so an
 /// incomplete file never has the name of the database.
 pub struct SqliteLoader {
-    connection: SqliteConnection,
+    /// `None` after an error.
+    connection: Option<Connection>,
     destination: Destination,
     /// The newest revision in the first table.
-    newest: i64,
+    newest: Revision,
 }
 
 struct Destination {
@@ -49,18 +52,22 @@ impl Drop for Destination {
 
 impl SqliteLoader {
     /// Creates a database file without a journal and without syncs, which a crash may damage.
-    async fn scratch(file: &Path) -> Result<SqliteConnection> {
-        let failed = |error: sqlx::Error| Error::Open(format!("cannot write {}: {error}", file.display()));
-        private::make_file(file).map_err(|error| failed(error.into()))?;
+    async fn scratch(file: &Path) -> Result<Connection> {
+        let failed = |error: &dyn std::fmt::Display| Error::Open(format!("cannot write {}: {error}", file.display()));
+        private::make_file(file).map_err(|error| failed(&error))?;
         let options =
             SqliteLog::creation_options(file).journal_mode(SqliteJournalMode::Off).synchronous(SqliteSynchronous::Off);
-        let mut connection = options.connect().await.map_err(failed)?;
-        migrations::sqlite()
-            .run_direct(None, &mut connection, false)
-            .await
-            .map_err(|error| Error::Open(format!("cannot write {}: {error}", file.display())))?;
-        sqlx::raw_sql("BEGIN").execute(&mut connection).await.map_err(failed)?;
-        Ok(connection)
+        let mut creator = options.connect().await.map_err(|error| failed(&error))?;
+        migrations::sqlite().run_direct(None, &mut creator, false).await.map_err(|error| failed(&error))?;
+        creator.close().await.map_err(|error| failed(&error))?;
+        let open = || {
+            let connection = Connection::open(file)?;
+            connection.execute_batch(
+                "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -8192; BEGIN",
+            )?;
+            Ok(connection)
+        };
+        open().map_err(|error: rusqlite::Error| failed(&error))
     }
 
     /// Creates the database file of a new instance, with a new cluster ID.
@@ -89,7 +96,11 @@ impl SqliteLoader {
             Ok(()) | Err(_) => {}
         }
         let connection = Self::scratch(&scratch).await?;
-        Ok(Self { connection, destination: Destination { file: file.to_owned(), scratch, _lock: lock }, newest: 1 })
+        Ok(Self {
+            connection: Some(connection),
+            destination: Destination { file: file.to_owned(), scratch, _lock: lock },
+            newest: Revision::EMPTY,
+        })
     }
 
     /// Deletes a database file that no process uses, with its WAL, whatever it contains.
@@ -111,51 +122,68 @@ impl SqliteLoader {
         Ok(())
     }
 
-    fn failed(&self) -> impl Fn(sqlx::Error) -> Error + use<> {
+    fn failed(&self) -> impl Fn(rusqlite::Error) -> Error + use<> {
         let file = self.destination.scratch.clone();
         move |error| Error::Unavailable(format!("cannot write {}: {error}", file.display()))
     }
 
-    async fn add_facts(&mut self, meta: &Meta, auth: &AuthState) -> sqlx::Result<()> {
-        for statement in auth::all(auth) {
-            bind_params!(statement).execute(&mut self.connection).await?;
-        }
-        for lease in &meta.leases {
-            let insert = sqlx::query("INSERT INTO lease (id, ttl) VALUES (?, ?)").bind(lease.id.0).bind(lease.ttl_secs);
-            insert.execute(&mut self.connection).await?;
-        }
-        if let Some(revision) = meta.compact_revision {
-            let insert = sqlx::query("INSERT OR REPLACE INTO meta (name, value) VALUES ('compact_revision', ?)");
-            insert.bind(revision.0).execute(&mut self.connection).await?;
-        }
-        if let Some((name, Some(value))) = meta.source.map(|source| FactChange::Source(Some(source)).fact()) {
-            let insert = sqlx::query("INSERT INTO meta (name, value) VALUES (?, ?)").bind(name).bind(value);
-            insert.execute(&mut self.connection).await?;
-        }
-        sqlx::raw_sql("COMMIT").execute(&mut self.connection).await?;
-        lease_times::record(&mut self.connection, &meta.leases).await
+    /// Runs work on the connection.
+    async fn run<T, W>(&mut self, work: W) -> Result<T>
+    where
+        T: Send + 'static,
+        W: FnOnce(&mut Connection) -> rusqlite::Result<T> + Send + 'static,
+    {
+        let failed = self.failed();
+        let connection = self.connection.take().ok_or_else(|| failed(rusqlite::Error::InvalidQuery))?;
+        let (connection, done) = writer::run(connection, work).await.map_err(failed)?;
+        self.connection = Some(connection);
+        Ok(done)
     }
+}
+
+fn add_facts(
+    connection: &mut Connection,
+    leases: &[LoggedLease],
+    facts: &[(String, i64)],
+    auth: &[OwnedStatement],
+) -> rusqlite::Result<()> {
+    for statement in auth {
+        statement.execute(connection)?;
+    }
+    for lease in leases {
+        append::add_lease(connection, lease.id, lease.ttl_secs)?;
+    }
+    for fact in facts {
+        connection.execute(SET_FACT, (&fact.0, fact.1))?;
+    }
+    connection.execute_batch("COMMIT")?;
+    lease_times::record(connection, leases)
 }
 
 #[async_trait]
 impl Load for SqliteLoader {
     async fn add(&mut self, changes: &[Change]) -> Result<()> {
-        let failed = self.failed();
-        let (first, more): (Vec<&Change>, Vec<&Change>) = changes.iter().partition(|change| change.row.sub == 0);
-        let appended = append::insert(&mut self.connection, &first, &more, self.newest).await.map_err(failed)?;
-        if appended == Appended::Conflict {
-            return Err(Error::Corrupt(format!("rows after revision {} are out of order", self.newest)));
+        let (rows, newest): (Vec<Row>, _) = (changes.iter().map(Row::of).collect(), self.newest);
+        if self.run(move |connection| append::insert(connection, &rows, newest)).await? == Appended::Conflict {
+            return Err(Error::Corrupt(format!("rows after revision {newest} are out of order")));
         }
-        self.newest = first.last().map_or(self.newest, |change| change.row.revision.0);
+        let first = changes.iter().rev().find(|change| change.row.sub == 0);
+        self.newest = first.map_or(newest, |change| change.row.revision);
         Ok(())
     }
 
     async fn finish(mut self: Box<Self>, meta: &Meta, auth: &AuthState) -> Result<()> {
+        let compacted = meta.compact_revision.map(|revision| ("compact_revision".to_owned(), revision.0));
+        let source = meta.source.map(|source| FactChange::Source(Some(source)).fact());
+        let source = source.and_then(|(name, value)| Some((name, value?)));
+        let facts: Vec<(String, i64)> = compacted.into_iter().chain(source).collect();
+        let (leases, auth) = (meta.leases.clone(), OwnedStatement::all(auth::all(auth)));
+        self.run(move |connection| add_facts(connection, &leases, &facts, &auth)).await?;
         let failed = self.failed();
-        self.add_facts(meta, auth).await.map_err(&failed)?;
         let Self { connection, destination, .. } = *self;
-        connection.close().await.map_err(&failed)?;
-        move_file(&destination.scratch, &destination.file).map_err(|error| failed(error.into()))
+        connection.map_or(Ok(()), |connection| connection.close().map_err(|(_, error)| failed(error)))?;
+        move_file(&destination.scratch, &destination.file)
+            .map_err(|error| Error::Unavailable(format!("cannot write {}: {error}", destination.file.display())))
     }
 }
 

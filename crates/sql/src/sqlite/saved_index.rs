@@ -27,7 +27,7 @@ use orlop_core::{
 use tokio::task::spawn_blocking;
 use tracing::info;
 
-use super::{SqliteLog, load::with_suffix};
+use super::{SqliteLog, append::SET_FACT, load::with_suffix, writer};
 use crate::rows::unavailable;
 
 const MAGIC: &[u8; 20] = b"orlop saved index 1\n";
@@ -172,15 +172,10 @@ impl SavedIndexWriter for Writer<'_> {
             File::open(folder)?.sync_all()
         })
         .await?;
-        let mut writer = self.log.writer.lock().await.map_err(unavailable)?;
-        sqlx::query("INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)")
-            .bind(SAVED_INDEX_MARK)
-            .bind(self.mark)
-            .execute(writer.connection())
-            .await
-            .map_err(unavailable)?;
-        writer.keep();
-        Ok(())
+        let writer = self.log.writer.lock().await.map_err(writer::unavailable)?;
+        let mark = self.mark;
+        let marked = writer.run(move |writer| writer.execute(SET_FACT, (SAVED_INDEX_MARK, mark)));
+        marked.await.map(drop).map_err(writer::unavailable)
     }
 }
 

@@ -6,6 +6,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use rusqlite::Connection;
 use tokio::{
     sync::{Mutex, Notify},
     task::JoinHandle,
@@ -13,8 +14,10 @@ use tokio::{
 };
 use tracing::warn;
 
-use super::{checkpoint::Checkpointer, read, writer::Writer};
-use crate::rows::unavailable;
+use super::{
+    checkpoint::Checkpointer,
+    writer::{Writer, unavailable},
+};
 use orlop_core::{log::Result, supervise::vital};
 
 /// Returns up to 64 pages, while other writes wait.
@@ -89,11 +92,10 @@ async fn run(shared: Arc<Shared>) {
 
 impl Shared {
     async fn shrink(&self) -> Result<()> {
-        let mut writer = self.writer.lock().await.map_err(unavailable)?;
-        let pages = read::pages(writer.connection()).await?;
-        writer.keep();
-        let keep = KEEP_PAGES.max(pages.all / KEEP_DIVISOR);
-        let mut free = pages.free;
+        let writer = self.writer.lock().await.map_err(unavailable)?;
+        let pages = writer.run(|writer| Ok((pragma(writer, "page_count")?, pragma(writer, "freelist_count")?)));
+        let (all, mut free) = pages.await.map_err(unavailable)?;
+        let keep = KEEP_PAGES.max(all / KEEP_DIVISOR);
         while free > keep {
             free = self.step().await?;
             sleep(STEP_PAUSE).await;
@@ -102,12 +104,18 @@ impl Shared {
     }
 
     async fn step(&self) -> Result<i64> {
-        let mut writer = self.writer.lock().await.map_err(unavailable)?;
-        sqlx::query(STEP_SQL).execute(writer.connection()).await.map_err(unavailable)?;
-        let free = sqlx::query_scalar("PRAGMA freelist_count").fetch_one(writer.connection()).await;
-        let free = free.map_err(unavailable)?;
-        writer.keep();
+        let writer = self.writer.lock().await.map_err(unavailable)?;
+        let step = writer.run(|writer| {
+            // It returns a row for each page.
+            writer.prepare_cached(STEP_SQL)?.query_map([], |_| Ok(()))?.try_for_each(|page| page)?;
+            pragma(writer, "freelist_count")
+        });
+        let free = step.await.map_err(unavailable)?;
         self.checkpointer.purged(STEP_PAGES);
         Ok(free)
     }
+}
+
+fn pragma(connection: &Connection, name: &str) -> rusqlite::Result<i64> {
+    connection.pragma_query_value(None, name, |row| row.get(0))
 }

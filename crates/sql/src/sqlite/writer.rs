@@ -1,76 +1,119 @@
-//! The connection for writes, used by one caller at a time.
+//! The connection for writes to the log, used by one caller at a time.
 //!
-//! After a failure the next caller closes it and opens a new one. On some errors, for example of the disk, SQLite rolls
-//! the transaction back by itself, so it is unknown whether the failed connection is still in a transaction.
+//! It is one of rusqlite, which binds values without copying them twice and steps a prepared statement for each row
+//! (docs/adr/0013). All other connections are sqlx's.
+//!
+//! After a failure the next caller opens a new connection. On some errors, for example of the disk, SQLite rolls the
+//! transaction back by itself, so it is unknown whether the failed connection is still in a transaction.
 
-use sqlx::{ConnectOptions as _, Connection as _, SqliteConnection, sqlite::SqliteConnectOptions};
-use tokio::sync::{Mutex, MutexGuard};
-use tracing::debug;
+use std::{path::PathBuf, sync::Arc};
+
+use rusqlite::{Connection, OpenFlags, Result};
+use tokio::{
+    sync::{Mutex, MutexGuard},
+    task::spawn_blocking,
+};
+
+use super::{BUSY_TIMEOUT, PRAGMAS};
+use crate::Durability;
+use orlop_core::log;
+
+/// How the connection is opened.
+pub(super) struct Settings {
+    pub(super) file: PathBuf,
+    pub(super) durability: Durability,
+}
 
 pub(super) struct Writer {
-    options: SqliteConnectOptions,
-    slot: Mutex<Slot>,
+    settings: Arc<Settings>,
+    /// `None` after a failure.
+    connection: Mutex<Option<Connection>>,
 }
 
-pub(super) struct Slot {
-    connection: Option<SqliteConnection>,
-    /// Whether the previous caller completed its work without an error.
-    is_usable: bool,
-}
+/// Exclusive use of the connection.
+pub(super) struct WriterGuard<'a>(MutexGuard<'a, Option<Connection>>);
 
-/// Exclusive use of the connection. Unless [`Self::keep`] is called, the next caller closes the connection and opens a
-/// new one.
-pub(super) struct WriterGuard<'a>(MutexGuard<'a, Slot>);
+impl Settings {
+    /// Opens a connection to an existing database.
+    pub(super) fn connect(&self) -> Result<Connection> {
+        let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+        let connection = Connection::open_with_flags(&self.file, flags)?;
+        connection.busy_timeout(BUSY_TIMEOUT)?;
+        connection.pragma_update(None, "synchronous", self.synchronous())?;
+        for (name, value) in PRAGMAS {
+            // Some of these return their new value.
+            connection.execute_batch(&format!("PRAGMA {name} = {value}"))?;
+        }
+        Ok(connection)
+    }
+
+    fn synchronous(&self) -> &'static str {
+        match self.durability {
+            Durability::Synced => "FULL",
+            Durability::Unsynced => "OFF",
+        }
+    }
+}
 
 impl Writer {
-    pub(super) fn new(options: SqliteConnectOptions, connection: SqliteConnection) -> Self {
-        Self { options, slot: Mutex::new(Slot { connection: Some(connection), is_usable: true }) }
+    pub(super) fn new(settings: Settings, connection: Connection) -> Self {
+        Self { settings: Arc::new(settings), connection: Mutex::new(Some(connection)) }
     }
 
     /// Waits for exclusive use of the connection. Fails if a new connection cannot be opened.
-    pub(super) async fn lock(&self) -> sqlx::Result<WriterGuard<'_>> {
-        let mut slot = self.slot.lock().await;
-        if !slot.is_usable
-            && let Some(failed) = slot.connection.take()
-            && let Err(error) = failed.close().await
-        {
-            debug!(%error, "cannot close a connection after a failure");
+    pub(super) async fn lock(&self) -> Result<WriterGuard<'_>> {
+        let mut connection = self.connection.lock().await;
+        if connection.is_none() {
+            let settings = Arc::clone(&self.settings);
+            *connection = Some(blocking(move || settings.connect()).await?);
         }
-        if slot.connection.is_none() {
-            slot.connection = Some(self.options.connect().await?);
-        }
-        slot.is_usable = false;
-        Ok(WriterGuard(slot))
-    }
-
-    pub(super) fn options(&self) -> &SqliteConnectOptions {
-        &self.options
+        Ok(WriterGuard(connection))
     }
 
     /// Blocks all writes until the guard is dropped.
-    pub(super) async fn block(&self) -> MutexGuard<'_, Slot> {
-        self.slot.lock().await
-    }
-}
-
-impl Slot {
-    /// Takes the connection, to close it.
-    pub(super) fn take(&mut self) -> Option<SqliteConnection> {
-        self.connection.take()
-    }
-
-    pub(super) fn put(&mut self, connection: SqliteConnection) {
-        (self.connection, self.is_usable) = (Some(connection), true);
+    pub(super) async fn block(&self) -> WriterGuard<'_> {
+        WriterGuard(self.connection.lock().await)
     }
 }
 
 impl WriterGuard<'_> {
-    pub(super) fn connection(&mut self) -> &mut SqliteConnection {
-        self.0.connection.as_mut().expect("`Writer::lock` opens the connection")
+    /// Runs work on the connection.
+    ///
+    /// # Cancel safety
+    ///
+    /// The work goes on if the future is dropped. The next caller opens a new connection then, and SQLite's lock makes it
+    /// wait for the end of the work.
+    pub(super) async fn run<T, W>(mut self, work: W) -> Result<T>
+    where
+        T: Send + 'static,
+        W: FnOnce(&mut Connection) -> Result<T> + Send + 'static,
+    {
+        let connection = self.0.take().expect("`Writer::lock` opens the connection");
+        let (connection, done) = run(connection, work).await?;
+        *self.0 = Some(connection);
+        Ok(done)
     }
+}
 
-    /// Keeps the connection for the next caller. Call it when all statements and transactions have ended.
-    pub(super) fn keep(mut self) {
-        self.0.is_usable = true;
+/// Runs work on a connection, on a thread where it may block, and returns the connection with the result. After an error
+/// the connection is closed.
+pub(super) async fn run<T, W>(mut connection: Connection, work: W) -> Result<(Connection, T)>
+where
+    T: Send + 'static,
+    W: FnOnce(&mut Connection) -> Result<T> + Send + 'static,
+{
+    blocking(move || work(&mut connection).map(|done| (connection, done))).await
+}
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    match spawn_blocking(work).await {
+        Ok(done) => done,
+        Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
+        // The runtime ends.
+        Err(error) => Err(rusqlite::Error::ToSqlConversionFailure(error.into())),
     }
+}
+
+pub(super) fn unavailable(error: rusqlite::Error) -> log::Error {
+    log::Error::Unavailable(error.to_string())
 }

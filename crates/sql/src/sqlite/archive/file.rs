@@ -23,11 +23,12 @@ use tracing::warn;
 use super::{
     SqliteArchive,
     sql::{BEGIN, CLUSTER},
+    writer::Writer,
 };
 use crate::{
     migrations,
     rows::{cannot_migrate, unavailable},
-    sqlite::{BUSY_TIMEOUT, CODE_FULL, SqliteLog, has_code, load::with_suffix, writer::Writer},
+    sqlite::{BUSY_TIMEOUT, CODE_FULL, SqliteLog, has_code, load::with_suffix},
 };
 
 /// Maximum number of connections for reads.

@@ -21,9 +21,10 @@ pub(super) const DELETE_OLD: &str = "DELETE FROM kv_archive WHERE (id, sub) IN (
 pub(super) const DELETE_TIMES: &str = "DELETE FROM kv_time WHERE id < (SELECT max(id) FROM kv_time WHERE id <= ?)";
 pub(super) const OLDEST: &str = "SELECT max(end_revision, id + 1), length(key) + coalesce(length(value), 0) FROM kv_archive \
     ORDER BY end_revision, id, sub LIMIT ?";
+/// A clock that was set back by more than a minute was wrong before.
 pub(super) const NOTE_TIME: &str = "INSERT INTO kv_time (id, at, gap) \
-    SELECT ?1, max(?2, coalesce((SELECT at FROM kv_time ORDER BY id DESC LIMIT 1), 0)), ?3 \
-    WHERE ?1 > coalesce((SELECT max(id) FROM kv_time), 0)";
+    SELECT ?1, iif(last.at BETWEEN ?2 AND ?2 + 60000, last.at, ?2), ?3 \
+    FROM (SELECT coalesce(max(id), 0) AS id, at FROM kv_time) last WHERE ?1 > last.id";
 pub(super) const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
 pub(super) const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= ? ORDER BY at DESC, id DESC LIMIT 1";
 pub(super) const TIME_OF: &str =
