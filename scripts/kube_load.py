@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Load on a Kubernetes API server, with the standard library alone: configmaps are created, listed and updated.
+"""Load on a Kubernetes API server, with the standard library alone: objects are created, listed and updated.
 
-    kube_load.py measure SERVER TOKEN CAFILE   throughput and latencies, one row of a table per operation
-    kube_load.py write SERVER TOKEN CAFILE DIR  writes until DIR/stop exists, then verifies that nothing acknowledged is lost
+    kube_load.py measure URL TOKEN CAFILE    throughput and latencies, one line per operation
+    kube_load.py write URL TOKEN CAFILE DIR  writes until DIR/stop exists, then verifies that nothing acknowledged is lost
 
+URL is that of the configmaps of a namespace, or of its objects of the kind Lamp, which scripts/try-kube-apiserver defines.
 `write` replaces DIR/acknowledged with the number of acknowledged writes while it runs. A write that fails is not repeated:
 whether it was applied is unknown, so both are accepted.
 """
@@ -31,19 +32,34 @@ TIMEOUT_SECS = 30
 class Api:
     """A client with one connection, which is opened again after a failure."""
 
-    def __init__(self, server: str, token: str, cafile: str) -> None:
-        self.address = urlsplit(server).netloc
+    def __init__(self, url: str, token: str, cafile: str) -> None:
+        parts = urlsplit(url)
+        self.address, self.path = parts.netloc, parts.path
         self.context = ssl.create_default_context(cafile=cafile)
-        self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self.headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
         self.connection: http.client.HTTPSConnection | None = None
 
-    def call(self, method: str, path: str, body: dict | None = None, accept: str = "application/json") -> bytes:
+    def create(self, name: str, value: str) -> None:
+        self.call("POST", "", self.encoded(name, value), {"Content-Type": "application/json"})
+
+    def replace(self, name: str, value: str) -> None:
+        self.call("PUT", f"/{name}", self.encoded(name, value), {"Content-Type": "application/json"})
+
+    def patch(self, name: str, value: str) -> None:
+        body = json.dumps({"data": {"value": value}}).encode()
+        self.call("PATCH", f"/{name}", body, {"Content-Type": "application/merge-patch+json"})
+
+    def encoded(self, name: str, value: str) -> bytes:
+        version, kind = ("v1", "ConfigMap") if self.path.endswith("/configmaps") else ("example.com/v1", "Lamp")
+        form = {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "data": {"value": value}}
+        return json.dumps(form).encode()
+
+    def call(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> bytes:
         """Returns the body of the answer. Raises OSError if there is none, or one that reports a failure."""
         if not self.connection:
             self.connection = http.client.HTTPSConnection(self.address, context=self.context, timeout=TIMEOUT_SECS)
         try:
-            encoded = json.dumps(body).encode() if body else None
-            self.connection.request(method, path, encoded, {**self.headers, "Accept": accept})
+            self.connection.request(method, self.path + path, body, {**self.headers, **(headers or {})})
             answer = self.connection.getresponse()
             content = answer.read()
         except (OSError, http.client.HTTPException) as error:
@@ -55,27 +71,20 @@ class Api:
         return content
 
 
-def configmap(name: str, value: str) -> dict:
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"value": value}}
-
-
-def in_new_namespace(api: Api) -> str:
-    """Creates a namespace and returns the path of its configmaps."""
-    name = "load-" + "".join(random.choices(string.ascii_lowercase, k=8))
-    api.call("POST", "/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
-    return f"/api/v1/namespaces/{name}/configmaps"
+def random_name() -> str:
+    return "load-" + "".join(random.choices(string.ascii_lowercase, k=8))
 
 
 def measure(connect) -> int:
-    path = in_new_namespace(connect())
+    prefix = random_name()
     apis = [connect() for _ in range(CLIENTS)]
     value = "".join(random.choices(string.ascii_letters, k=VALUE_BYTES))
-    protobuf = "application/vnd.kubernetes.protobuf"
+    protobuf = {"Accept": "application/vnd.kubernetes.protobuf"}
     loads = {
-        "creates": (OBJECTS, lambda api, i: api.call("POST", path, configmap(f"c{i}", value))),
+        "creates": (OBJECTS, lambda api, i: api.create(f"{prefix}-{i}", value)),
         # Without a resource version: the API server reads the store, not its cache.
-        "lists": (LISTS, lambda api, _: api.call("GET", path, accept=protobuf)),
-        "updates": (OBJECTS, lambda api, i: api.call("PUT", f"{path}/c{i}", configmap(f"c{i}", f"{i} {value}"))),
+        "lists": (LISTS, lambda api, _: api.call("GET", "", headers=protobuf)),
+        "updates": (OBJECTS, lambda api, i: api.replace(f"{prefix}-{i}", f"{i} {value}")),
     }
     for name, (total, operation) in loads.items():
         latencies: list[float] = []
@@ -97,10 +106,10 @@ def measure(connect) -> int:
 
 
 class Writer:
-    """Creates configmaps w0, w1, ... and stores the number of the last one in a counter. One thread's share of the load."""
+    """Creates objects with the names NAME-0, NAME-1, ... and stores the number of the last one in the object NAME."""
 
-    def __init__(self, connect, path: str, name: str) -> None:
-        self.api, self.path, self.name = connect(), path, name
+    def __init__(self, api: Api, name: str) -> None:
+        self.api, self.name = api, name
         self.created: set[str] = set()
         # The last value of the counter that was acknowledged, and the last that was sent.
         self.counted = self.sent = -1
@@ -109,23 +118,23 @@ class Writer:
         self.pause = 0.0
 
     def run(self, stop: Path) -> None:
-        self.attempt("POST", self.path, configmap(self.name, "-1"))
+        self.attempt(self.api.create, self.name, "-1")
         number = 0
         last = time.monotonic()
         while not stop.exists():
             name = f"{self.name}-{number}"
-            if self.attempt("POST", self.path, configmap(name, name)):
+            if self.attempt(self.api.create, name, name):
                 self.created.add(name)
             self.sent = number
-            if self.attempt("PUT", f"{self.path}/{self.name}", configmap(self.name, str(number))):
+            if self.attempt(self.api.patch, self.name, str(number)):
                 self.counted = number
                 self.pause = max(self.pause, time.monotonic() - last)
                 last = time.monotonic()
             number += 1
 
-    def attempt(self, method: str, path: str, body: dict) -> bool:
+    def attempt(self, write, name: str, value: str) -> bool:
         try:
-            self.api.call(method, path, body)
+            write(name, value)
         except OSError as error:
             self.failures.append(str(error))
             time.sleep(0.1)
@@ -141,16 +150,16 @@ class Writer:
 
 
 def write(connect, folder: Path) -> int:
-    path = in_new_namespace(connect())
-    writers = [Writer(connect, path, f"w{i}") for i in range(4)]
+    prefix = random_name()
+    writers = [Writer(connect(), f"{prefix}-w{i}") for i in range(4)]
     threads = [threading.Thread(target=writer.run, args=[folder / "stop"]) for writer in writers]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         report(folder / "acknowledged", sum(writer.acknowledged for writer in writers))
         time.sleep(0.1)
-    items = json.loads(connect().call("GET", path))["items"]
-    found = {item["metadata"]["name"]: item["data"].get("value") for item in items}
+    items = json.loads(connect().call("GET", ""))["items"]
+    found = {item["metadata"]["name"]: item.get("data", {}).get("value") for item in items}
     lost = [name for writer in writers for name in writer.lost(found)]
     failures = [failure for writer in writers for failure in writer.failures]
     for line in [*lost[:5], *sorted(set(failures))[:5]]:
@@ -170,10 +179,10 @@ def report(file: Path, number: int) -> None:
 
 
 def main() -> int:
-    mode, server, token, cafile, *rest = sys.argv[1:]
+    mode, url, token, cafile, *rest = sys.argv[1:]
 
     def connect() -> Api:
-        return Api(server, token, cafile)
+        return Api(url, token, cafile)
 
     return measure(connect) if mode == "measure" else write(connect, Path(rest[0]))
 

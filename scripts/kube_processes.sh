@@ -18,16 +18,29 @@ prepare() {
     openssl genrsa -out accounts.key 2048
   ) 2>"$work/openssl.log"
   token_of_admin=$(openssl rand -hex 16)
+  as_admin=(--cacert "$work/ca.crt" -H "Authorization: Bearer $token_of_admin")
   echo "$token_of_admin,admin,admin,system:masters" >"$work/tokens.csv"
 }
 
+# Not from the range of outgoing connections, one of which could take the port of a server that is restarted.
 free_port() {
-  python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+  python3 -c '
+import random, socket
+while True:
+    port = random.randrange(20000, 32000)
+    with socket.socket() as listener:
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+    print(port)
+    break'
 }
 
 # The port of a named server, the same at each start.
 port_of() {
   local file=$work/$part/$1.port
+  mkdir -p "$work/$part"
   [[ -f $file ]] || free_port >"$file"
   cat "$file"
 }
@@ -54,13 +67,18 @@ start() {
   echo $! >"$work/$part/$name.pid"
 }
 
-# stop NAME [SIGNAL]: the process may have been started by another shell, because each check runs in one of its own.
+# stop NAME [SIGNAL]: each check runs in a shell of its own, so the process need not be a child of this one.
 stop() {
   local file=$work/$part/$1.pid pid
   pid=$(cat "$file")
   kill "-${2:-TERM}" "$pid" 2>/dev/null || true
-  while [[ -d /proc/$pid && $(awk '{print $3}' "/proc/$pid/stat" 2>/dev/null) != Z ]]; do sleep 0.05; done
+  while holds_its_files "$pid"; do sleep 0.05; done
   rm "$file"
+}
+
+# A process that nobody waits for stays as a zombie. The threads of a killed one may end later, and its port with them.
+holds_its_files() {
+  [[ -d /proc/$1 && ($(awk '{print $3}' "/proc/$1/stat" 2>/dev/null) != Z || $(ls "/proc/$1/task" 2>/dev/null | wc -l) -gt 1) ]]
 }
 
 all_run() {
@@ -73,7 +91,7 @@ all_run() {
 stop_all() {
   local file
   # In the order in which they depend on each other, so that none logs errors about the end of another.
-  for file in kube-scheduler kube-controller-manager kube-apiserver; do
+  for file in watch kube-scheduler kube-controller-manager kube-apiserver-extensions kube-apiserver; do
     [[ ! -f $work/$part/$file.pid ]] || stop "$file"
   done
   for file in "$work/$part"/*.pid; do
@@ -89,6 +107,7 @@ start_api_server() {
   local endpoints=$1
   shift
   server=https://127.0.0.1:$(port_of api-server)
+  collection=/api/v1/namespaces/default/configmaps
   kubeconfig=$work/$part/kubeconfig
   etcdctl=(--endpoints "$endpoints" --cacert "$work/ca.crt" --cert "$work/peer.crt" --key "$work/peer.key")
   cat >"$kubeconfig" <<END
@@ -109,6 +128,22 @@ END
     --service-account-issuer=https://kubernetes.default.svc --service-account-signing-key-file="$work/accounts.key" \
     --service-account-key-file="$work/accounts.key"
   eventually 120 k get --raw /readyz
+}
+
+# The API server for custom resources, in front of which the started API server stays for authentication.
+start_extensions_server() {
+  local core=$kubeconfig address
+  address=https://127.0.0.1:$(port_of extensions)
+  kubeconfig=$work/$part/extensions.kubeconfig
+  sed "s#$server#$address#" "$core" >"$kubeconfig"
+  server=$address
+  # The older API server does not have the objects of the disabled features.
+  start kube-apiserver-extensions apiextensions-apiserver --etcd-servers="$store" --etcd-compaction-interval=10s \
+    --bind-address=127.0.0.1 --secure-port="$(port_of extensions)" --tls-cert-file="$work/peer.crt" \
+    --tls-private-key-file="$work/peer.key" --kubeconfig="$core" --authentication-kubeconfig="$core" \
+    --authentication-skip-lookup --authorization-kubeconfig="$core" --enable-priority-and-fairness=false \
+    --disable-admission-plugins=MutatingAdmissionPolicy,ValidatingAdmissionPolicy
+  eventually 60 k get --raw /readyz
 }
 
 # The whole control plane. Without a kubelet, the one node stays ready because its grace period does not end.
@@ -162,22 +197,56 @@ run_primary() {
   run_postgres primary -c "synchronous_standby_names=*"
 }
 
-# A primary with a synchronous standby, and three instances that know both.
-start_instances() {
-  local name i
-  for name in primary standby; do
-    install -d -m 700 "$work/$part/$name"
-    [[ $EUID != 0 ]] || chown postgres: "$work/$part/$name"
-  done
-  postgres primary initdb --no-sync --auth=trust --username=postgres --encoding=UTF8 --locale=C >/dev/null
-  run_postgres primary
-  postgres primary psql -q -h 127.0.0.1 -p "$(port_of primary)" -U postgres -c "CREATE ROLE orlop LOGIN" \
-    -c "CREATE DATABASE orlop OWNER orlop"
+# start_sqlite SCHEME: one Orlop; with https it accepts only clients with a certificate.
+start_sqlite() {
+  store=$1://127.0.0.1:$(port_of orlop)
+  run_sqlite
+}
+
+run_sqlite() {
+  local tls=()
+  [[ $store == http:* ]] || tls=(--cert-file "$work/peer.crt" --key-file "$work/peer.key" --trusted-ca-file "$work/ca.crt" --client-cert-auth)
+  start orlop "$orlop" --data-dir "$work/$part/data" --listen-client-urls "$store" --advertise-client-urls "$store" "${tls[@]}"
+}
+
+restart_sqlite() {
+  stop orlop KILL
+  run_sqlite
+}
+
+start_etcd() {
+  store=http://127.0.0.1:$(port_of etcd)
+  start etcd etcd --data-dir "$work/$part/data" --listen-client-urls "$store" --advertise-client-urls "$store" \
+    --listen-peer-urls "http://127.0.0.1:$(port_of peers)"
+}
+
+# A Postgres with a synchronous standby.
+start_postgres() {
+  start_primary
+  install_data standby
   postgres standby pg_basebackup --checkpoint=fast --no-sync --write-recovery-conf -D "$work/$part/standby" \
     -d "host=127.0.0.1 port=$(port_of primary) user=postgres application_name=standby"
   run_postgres standby
   postgres primary pg_ctl stop -s -m fast
   run_primary
+}
+
+start_primary() {
+  install_data primary
+  postgres primary initdb --no-sync --auth=trust --username=postgres --encoding=UTF8 --locale=C >/dev/null
+  run_postgres primary
+  postgres primary psql -q -h 127.0.0.1 -p "$(port_of primary)" -U postgres -c "CREATE ROLE orlop LOGIN" \
+    -c "CREATE DATABASE orlop OWNER orlop"
+}
+
+install_data() {
+  install -d -m 700 "$work/$part/$1"
+  [[ $EUID != 0 ]] || chown postgres: "$work/$part/$1"
+}
+
+# Three instances, which know both servers of Postgres.
+start_instances() {
+  local i
   store=
   for i in 1 2 3; do
     run_instance $i
