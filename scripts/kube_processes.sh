@@ -261,6 +261,12 @@ run_instance() {
     --datastore-endpoint "postgres://orlop@127.0.0.1:$(port_of primary),127.0.0.1:$(port_of standby)/orlop"
 }
 
+run_events() {
+  local address
+  address=http://127.0.0.1:$(port_of events)
+  start orlop-events "$orlop" --data-dir "$work/$part/events" --listen-client-urls "$address" --advertise-client-urls "$address"
+}
+
 restart_instance() {
   stop "orlop-$1" KILL
   run_instance "$1"
