@@ -3,6 +3,10 @@
 
 # Empties the folder of the run, makes a CA with one certificate for all servers and clients, and stops everything at the end.
 prepare() {
+  if [[ -n $(ls -A "$work" 2>/dev/null) && ! -f $work/tokens.csv ]]; then
+    echo "try-kube-apiserver: $work contains files that are not of an earlier run" >&2
+    exit 2
+  fi
   rm -rf "$work"
   mkdir -p "$work"
   # Postgres's user must reach its data below.
@@ -210,7 +214,7 @@ run_sqlite() {
 }
 
 restart_sqlite() {
-  stop orlop KILL
+  stop orlop "$1"
   run_sqlite
 }
 
