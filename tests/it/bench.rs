@@ -120,6 +120,124 @@ async fn maintenance_runs_under_load_and_idle_connections_make_no_revision() {
     assert_eq!(keys(&mut client).await.1, head);
 }
 
+/// Flags of a short step with two watches.
+const STEP: [&str; 7] = ["--json", "--warmup", "0s", "--duration", "500ms", "--watches", "2"];
+
+/// Servers of all kinds that the machine has.
+async fn servers() -> Vec<Server> {
+    let mut servers = Vec::new();
+    for backend in [Backend::Sqlite, Backend::Postgres] {
+        servers.extend(Server::orlop(backend).await);
+    }
+    servers.extend(Server::etcd().await);
+    servers
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn leases_are_renewed_at_the_rate_of_the_nodes() {
+    for server in servers().await {
+        let renewals = ["kubernetes", "--renewals", "--nodes", "300", "--endpoints", server.endpoint()];
+        let (pid, purge) = (server.pid().to_string(), ["--purge", "--prefix", "/registry/"]);
+        // 300 nodes renew every 10 s: 30 renewals are due per second, and 15 within the step. They are the only kind.
+        let expected = [("kubernetes, sum of its kinds", 15), ("event", 30)];
+        let report = orlop_bench(&[&renewals[..], &STEP, &["--keep", "--server-pid", &pid]].concat());
+        assert_eq!((counts(&report), &report["first_error"]), (expected.to_vec(), &Value::Null), "{report}");
+        assert_eq!((&report["nodes"], &report["events_missing"]), (&300.0.into(), &0.0.into()), "{report}");
+        let (used, threads) = (&report["server_cpu"], &report["server_cpu"]["threads"]);
+        assert_eq!(used["operations"], 15, "{report}");
+        assert!(threads.as_array().is_some_and(|threads| threads.len() <= 100), "{report}");
+
+        let mut client = Client::connect(server.endpoint()).await;
+        let (kept, head) = keys(&mut client).await;
+        assert_eq!(kept.len(), 600);
+        assert_eq!(kept[0], "/registry/leases/kube-node-lease/node-0000000");
+        assert_eq!(kept[599], "/registry/minions/node-0000299");
+        // The leases have the revisions of the first run, so no renewal is repeated.
+        let report = orlop_bench(&[&renewals[..], &STEP, &["--existing", "--keep", "--prefix", "/registry/"]].concat());
+        assert_eq!(counts(&report), expected, "{report}");
+        assert_eq!(keys(&mut client).await, (kept, head + 15));
+        let report = orlop_bench(&[&renewals[..], &STEP, &purge].concat());
+        assert_eq!(counts(&report), expected, "{report}");
+        assert!(keys(&mut client).await.0.is_empty());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn search_finds_the_number_of_nodes_that_meet_the_limit() {
+    for server in servers().await {
+        for (nodes, limit, measured, found) in [
+            ("1500", "1m", &[(1_000, true), (1_500, true)][..], 1_500),
+            // No server answers within a microsecond. Each number is measured twice.
+            ("4", "1us", &[(4, false), (4, false), (2, false), (2, false), (1, false), (1, false)], 0),
+        ] {
+            let search = ["kubernetes", "--find-nodes", "--nodes", nodes, "--p99-max", limit];
+            let report = orlop_bench(&[&search[..], &STEP, &["--endpoints", server.endpoint()]].concat());
+            assert_eq!(
+                (&report["nodes"], &report["first_error"]),
+                (&f64::from(found).into(), &Value::Null),
+                "{report}"
+            );
+            let steps = report["steps"].as_array().expect("a list of steps");
+            let steps: Vec<_> = steps.iter().map(|step| (step["nodes"].as_u64(), step["held"].as_bool())).collect();
+            let measured: Vec<_> = measured.iter().map(|(nodes, held)| (Some(*nodes), Some(*held))).collect();
+            assert_eq!(steps, measured, "{report}");
+            assert!(keys(&mut Client::connect(server.endpoint()).await).await.0.is_empty());
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn invalid_flags_of_renewals_are_refused() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    for (flags, expected) in [
+        (&["--find-nodes", "--renewals"][..], "cannot be used with"),
+        (&["--find-nodes", "--pods", "5"], "cannot be used with"),
+        (&["--p99-max", "1s"], "--find-nodes"),
+        (&["--find-nodes", "--p99-max", "0s"], "must be more than 0"),
+        (&["--find-nodes", "--nodes", "0"], "must be a number from 1"),
+        (&["--renewals", "--nodes", "1000001"], "--nodes must be at most 1000000, nodes=1000001"),
+        (&["--renewals", "--total", "5"], "--total has no effect on renewals"),
+        (&["--renewals", "--purge"], "confirm it with --prefix /registry/"),
+        (&["--renewals", "--existing"], "confirm it with --prefix /registry/"),
+        (&["--renewals", "--nodes", "3", "--existing", "--keep", "--prefix", "a/"], "leases=0 nodes=3"),
+        (&["--server-pid", "0"], "0 is not in 1.."),
+        (&["--server-pid", "2147483647"], "--server-pid: no such process, pid=2147483647"),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_orlop"))
+            .args(["bench", "kubernetes", "--endpoints", server.endpoint()])
+            .args(flags)
+            .output()
+            .expect("orlop is built with the tests");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains(expected), "{flags:?}: {text}");
+    }
+}
+
+/// A load that keeps the server busy: the threads that worked are listed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn cpu_time_of_the_server_is_reported_by_thread() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let pid = server.pid().to_string();
+    let flags = ["--endpoints", server.endpoint(), "--total", "3000", "--server-pid", &pid];
+    for load in ["put", "kubernetes"] {
+        let report = orlop_bench(&[&[load, "--json"][..], &flags].concat());
+        let used = &report["server_cpu"];
+        let threads = used["threads"].as_array().expect("a list of threads");
+        let names: Vec<_> = threads.iter().filter_map(|thread| thread["name"].as_str()).collect();
+        assert!(names.contains(&"sqlx-sqlite-wor"), "{report}");
+        let figures = |field: &str| threads.iter().filter_map(|thread| thread[field].as_f64()).collect::<Vec<_>>();
+        let (secs, micros) = (figures("cpu_secs"), figures("micros_per_operation"));
+        assert!(secs.is_sorted_by(|a, b| a >= b) && secs.iter().all(|secs| *secs > 0.0), "{report}");
+        assert!((secs.iter().sum::<f64>() - used["cpu_secs"].as_f64().expect("a sum")).abs() < 1e-6, "{report}");
+        assert!((micros[0] - secs[0] * 1e6 / 3000.0).abs() < 0.01 && used["operations"] == 3000, "{report}");
+    }
+    let text = Command::new(env!("CARGO_BIN_EXE_orlop")).args(["bench", "put"]).args(flags).output();
+    let text = text.expect("orlop is built with the tests").stdout;
+    assert!(String::from_utf8_lossy(&text).contains("server thread"), "{text:?}");
+    let report = bench(&server, &["put"]);
+    assert!(report.get("server_cpu").is_none(), "{report}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn keys_of_an_earlier_run_can_be_reused() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");

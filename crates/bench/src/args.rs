@@ -39,9 +39,10 @@ pub struct Common {
     #[arg(long, global = true, value_parser = parse_duration, value_name = "TIME")]
     warmup: Option<Duration>,
 
-    /// Prefix of all keys; the run fails if keys with this prefix exist
-    #[arg(long, global = true, default_value = "orlop-bench/")]
-    pub prefix: String,
+    /// Prefix of all keys; the run fails if keys with this prefix exist [default: orlop-bench/; kubernetes with
+    /// --renewals or --find-nodes: /registry/]
+    #[arg(long, global = true)]
+    prefix: Option<String>,
 
     /// Delete all keys with the prefix first
     #[arg(long, global = true)]
@@ -55,11 +56,17 @@ pub struct Common {
     #[arg(long, global = true, conflicts_with = "purge")]
     pub existing: bool,
 
+    /// Also print the CPU time that each thread of the server used per operation; the processes must run on this
+    /// machine. Add the PID of Postgres for a server that uses it: child processes are included
+    #[arg(long, global = true, value_delimiter = ',', value_parser = clap::value_parser!(i32).range(1..), value_name = "PIDS")]
+    pub server_pid: Vec<i32>,
+
     /// Print the results as one JSON object instead of a table
     #[arg(long, global = true)]
     pub json: bool,
 }
 
+const PREFIX_DEFAULT: &str = "orlop-bench/";
 const DURATION_DEFAULT: Duration = Duration::from_secs(10);
 const WARMUP_DEFAULT: Duration = Duration::from_secs(1);
 
@@ -69,6 +76,8 @@ pub struct Plan {
     pub clients: usize,
     pub connections: usize,
     pub limits: Limits,
+    /// The prefix of the keys unless `--prefix` is given.
+    pub prefix_default: &'static str,
 }
 
 impl Common {
@@ -86,7 +95,7 @@ impl Common {
     /// Completes the flags with defaults. `streams` is the number of streams if the scenario distributes streams over
     /// the connections, and `None` if it distributes clients.
     pub fn plan(&self, clients_default: usize, streams: Option<usize>) -> Result<Plan, Error> {
-        if self.prefix.is_empty() {
+        if self.prefix.as_deref() == Some("") {
             return Err(Error::Flags(
                 "--prefix must not be empty: the run deletes all keys with the prefix".to_owned(),
             ));
@@ -101,7 +110,27 @@ impl Common {
         }
         let duration = self.duration.or(if self.total.is_some() { None } else { Some(DURATION_DEFAULT) });
         let limits = Limits { total: self.total, duration, warmup: self.warmup.unwrap_or(WARMUP_DEFAULT) };
-        Ok(Plan { clients, connections, limits })
+        Ok(Plan { clients, connections, limits, prefix_default: PREFIX_DEFAULT })
+    }
+
+    pub fn prefix(&self, plan: &Plan) -> String {
+        self.prefix.clone().unwrap_or_else(|| plan.prefix_default.to_owned())
+    }
+
+    pub fn has_prefix(&self) -> bool {
+        self.prefix.is_some()
+    }
+
+    pub fn has_total(&self) -> bool {
+        self.total.is_some()
+    }
+
+    /// Rejects `--server-pid`, for a command that does not measure CPU time.
+    fn reject_server_pid(&self) -> Result<(), Error> {
+        if self.server_pid.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Flags("--server-pid has no effect here".to_owned()))
     }
 
     /// Rejects the flags that limit a run, keep its keys or use existing keys. They have no effect in a command that
@@ -118,7 +147,7 @@ impl Common {
             Some((flag, _)) => Err(Error::Flags(format!(
                 "{flag} has no effect here: {instead} sets the duration, and keys are never kept or reused"
             ))),
-            None => Ok(()),
+            None => self.reject_server_pid(),
         }
     }
 
@@ -138,7 +167,7 @@ impl Common {
             Some((flag, _)) => {
                 Err(Error::Flags(format!("{flag} has no effect here: --servers and --groups select servers and loads")))
             }
-            None => Ok(()),
+            None => self.reject_server_pid(),
         }
     }
 }
@@ -178,7 +207,8 @@ pub fn parse_value_size(text: &str) -> Result<usize, String> {
 
 const DURATION_MAX: Duration = Duration::from_secs(24 * 3600);
 
-fn parse_duration(text: &str) -> Result<Duration, String> {
+/// Parses a duration such as 500ms, 10s or 2m.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let duration = humantime::parse_duration(text).map_err(|error| error.to_string())?;
     if duration > DURATION_MAX { Err("must be at most 24h".to_owned()) } else { Ok(duration) }
 }

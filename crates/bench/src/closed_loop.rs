@@ -1,5 +1,8 @@
 //! The closed loop: each client is a task that starts its next operation when the previous one is answered.
 //!
+//! With a [`Pace`] it is an open loop: operations are due at a fixed rate, and latencies count from the due time. If the
+//! server is too slow, operations wait for a free client, and the wait is part of their latency.
+//!
 //! All clients record into one [`Recorder`] behind a lock, so that the progress can be read at any time. The lock is
 //! never contended on the current-thread runtime. Lock order: the recorder is the only lock, and is never held across
 //! an await.
@@ -17,7 +20,7 @@ use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 use tokio::{
     task::JoinSet,
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep, sleep_until, timeout},
 };
 use tonic::Status;
 
@@ -62,9 +65,25 @@ pub struct Limits {
     pub warmup: Duration,
 }
 
-/// One run of the closed loop, shared by all clients.
+/// The rate of an open loop, and when to give it up.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pace {
+    pub per_sec: f64,
+    /// Operations that take longer are late.
+    pub latency_max: Duration,
+    /// Number of late operations after which the run ends early.
+    pub late_max: u64,
+}
+
+/// One run of the loop, shared by all clients.
 pub struct Run {
     limits: Limits,
+    /// `None` in a closed loop.
+    pace: Option<Pace>,
+    /// Number of operations of the open loop that have a due time.
+    scheduled: AtomicU64,
+    /// Number of late operations.
+    late: AtomicU64,
     began: Instant,
     measured_from: Instant,
     deadline: Option<Instant>,
@@ -83,11 +102,23 @@ enum Phase {
 impl Run {
     /// Returns a run that starts now.
     pub fn begin(limits: Limits) -> Arc<Self> {
+        Self::begin_at(None, limits)
+    }
+
+    /// Returns an open loop that starts now.
+    pub fn begin_paced(pace: Pace, limits: Limits) -> Arc<Self> {
+        Self::begin_at(Some(pace), limits)
+    }
+
+    fn begin_at(pace: Option<Pace>, limits: Limits) -> Arc<Self> {
         debug_assert!(limits.total.is_some() || limits.duration.is_some(), "a run has a limit");
         let began = Instant::now();
         let measured_from = began + limits.warmup;
         Arc::new(Self {
             limits,
+            pace,
+            scheduled: AtomicU64::new(0),
+            late: AtomicU64::new(0),
             began,
             measured_from,
             deadline: limits.duration.map(|duration| measured_from + duration),
@@ -109,12 +140,24 @@ impl Run {
             () = self.wait_for_deadline() => DRAIN_TIME_MAX,
             () = interrupt.wait() => DRAIN_TIME_INTERRUPTED_MAX,
         };
-        self.stop();
+        // The open loop also sends the operations that were due before the deadline and have not been sent yet.
+        if self.pace.is_none() || drain_time == DRAIN_TIME_INTERRUPTED_MAX {
+            self.stop();
+        }
         if timeout(drain_time, join_all(&mut clients)).await.is_err() && drain_time == DRAIN_TIME_MAX {
             self.recorder.lock().fail(clients.len() as u64, || {
                 format!("no response within {DRAIN_TIME_MAX:?} after the end of the run")
             });
         }
+    }
+
+    pub fn began(&self) -> Instant {
+        self.began
+    }
+
+    /// Whether the open loop ended early because too many operations were late.
+    pub fn is_given_up(&self) -> bool {
+        self.pace.is_some_and(|pace| self.late.load(Relaxed) > pace.late_max)
     }
 
     /// Returns the time since the start of the run, in nanoseconds.
@@ -159,11 +202,13 @@ impl Run {
 
     async fn run_client<W: Worker>(self: Arc<Self>, mut worker: W) {
         loop {
-            let started = Instant::now();
+            let Some(started) = self.next_start().await else { return };
             let Some(phase) = self.admit(started) else { return };
             let outcome = worker.step(self.nanos_at(started)).await;
             if phase == Phase::Measured {
-                self.recorder.lock().record(started, Instant::now(), &outcome);
+                let ended = Instant::now();
+                self.recorder.lock().record(started, ended, &outcome);
+                self.count_late(ended - started);
             }
             if outcome.is_err() {
                 if worker.client().is_lost() {
@@ -174,7 +219,30 @@ impl Run {
         }
     }
 
-    /// Returns the phase of an operation that starts now; `None` if the run is over.
+    /// Waits until the next operation is due. Returns its due time, which is now in a closed loop; `None` if it is due
+    /// after the end of the run.
+    async fn next_start(&self) -> Option<Instant> {
+        let Some(pace) = self.pace else { return Some(Instant::now()) };
+        let sequence = self.scheduled.fetch_add(1, Relaxed);
+        let due = self.began + Duration::from_secs_f64(sequence as f64 / pace.per_sec);
+        if self.deadline.is_some_and(|deadline| due >= deadline) {
+            return None;
+        }
+        if due > Instant::now() {
+            sleep_until(due).await;
+        }
+        Some(due)
+    }
+
+    /// Ends the open loop when too many operations are late.
+    fn count_late(&self, took: Duration) {
+        let Some(pace) = self.pace else { return };
+        if took > pace.latency_max && self.late.fetch_add(1, Relaxed) >= pace.late_max {
+            self.stop();
+        }
+    }
+
+    /// Returns the phase of an operation that starts at `now`; `None` if the run is over.
     fn admit(&self, now: Instant) -> Option<Phase> {
         if self.stopping.load(Relaxed) || self.deadline.is_some_and(|deadline| now >= deadline) {
             return None;
@@ -188,7 +256,7 @@ impl Run {
 
     async fn wait_for_deadline(&self) {
         match self.deadline {
-            Some(deadline) => tokio::time::sleep_until(deadline).await,
+            Some(deadline) => sleep_until(deadline).await,
             None => std::future::pending().await,
         }
     }
@@ -296,6 +364,35 @@ mod tests {
         let run = Run::begin(Limits { total: Some(9), duration: None, warmup: Duration::ZERO });
         run.finish();
         assert_eq!(run.admit(Instant::now()), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn operations_of_an_open_loop_are_due_at_the_rate() {
+        let pace = Pace { per_sec: 4.0, latency_max: SECOND, late_max: 1 };
+        let run = Run::begin_paced(pace, Limits { total: None, duration: Some(SECOND), warmup: SECOND });
+        // The third operation starts when the clients are free, three seconds late.
+        let mut due = Vec::new();
+        for sequence in 0.. {
+            let Some(moment) = run.next_start().await else { break };
+            due.push((run.nanos_at(moment) / 1_000_000, run.admit(moment)));
+            if sequence == 2 {
+                sleep(3 * SECOND).await;
+            }
+        }
+        let warmup = [0, 250, 500, 750].map(|due| (due, Some(Phase::Warmup)));
+        let measured = [1_000, 1_250, 1_500, 1_750].map(|due| (due, Some(Phase::Measured)));
+        assert_eq!(due, [warmup, measured].concat());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn open_loop_is_given_up_when_too_many_operations_are_late() {
+        let pace = Pace { per_sec: 4.0, latency_max: SECOND, late_max: 1 };
+        let run = Run::begin_paced(pace, Limits { total: None, duration: Some(SECOND), warmup: Duration::ZERO });
+        for (took, is_given_up) in [(SECOND, false), (2 * SECOND, false), (SECOND, false), (2 * SECOND, true)] {
+            run.count_late(took);
+            assert_eq!(run.is_given_up(), is_given_up);
+        }
+        assert_eq!(run.admit(run.began()), None);
     }
 
     #[tokio::test(start_paused = true)]

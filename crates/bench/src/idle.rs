@@ -48,7 +48,7 @@ impl Idle {
         let run = Run::begin(bench.plan.limits);
         let until = Instant::now() + bench.plan.limits.warmup + duration;
         bench
-            .with_progress(&run, async {
+            .observe(&run, async {
                 tokio::select! {
                     () = sleep_until(until) => {}
                     () = bench.interrupt.wait() => {}

@@ -11,6 +11,7 @@ use std::{
 };
 
 use bytes::Bytes;
+use sha2::{Digest as _, Sha256};
 use tokio::time::timeout;
 use tonic::{Response, Status};
 
@@ -42,6 +43,10 @@ impl KeySpace {
     /// `prefix` must not be empty.
     pub fn new(prefix: String) -> Self {
         Self { prefix }
+    }
+
+    pub fn prefix(&self) -> &str {
+        &self.prefix
     }
 
     /// Returns the key with this sequence number in the client's part of the key space.
@@ -147,6 +152,13 @@ pub async fn setup_request<T>(
 /// Returns a value of `len` bytes.
 pub fn filler_value(len: usize) -> Bytes {
     vec![b'x'; len].into()
+}
+
+/// Returns a value that cannot be compressed. Postgres compresses large values, and a hundred compressible ones would
+/// take the space of one.
+pub fn incompressible_value(len: usize) -> Bytes {
+    let blocks = (0_u64..).flat_map(|block| Sha256::digest(block.to_be_bytes()));
+    blocks.take(len).collect()
 }
 
 struct Loader {

@@ -1,6 +1,12 @@
 //! The scenario `kubernetes`: the requests that kube-apiserver sends for a cluster. Nodes renew their leases, which are
 //! Kubernetes objects and not etcd's leases, and update their pods. Both are compare-and-swap transactions. Other
 //! requests list pods in pages, count them and read the current revision. Watches receive all changes.
+//!
+//! With `--renewals` or `--find-nodes` it only renews leases, in an open loop ([`renewals`]).
+
+mod objects;
+mod renewals;
+mod search;
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -11,8 +17,9 @@ use tonic::{Status, Streaming};
 
 use orlop_client::describe;
 
+use self::renewals::Renewals;
 use crate::{
-    args::{parse_count, parse_keys},
+    args::{Common, Plan, parse_count, parse_keys},
     bench::Bench,
     closed_loop::{OpCounts, Recorder, Run, Worker},
     connection::Client,
@@ -39,21 +46,51 @@ const LEASES: usize = 1;
 /// A part without keys.
 pub const EMPTY: usize = 2;
 
+const NODES_DEFAULT: usize = 500;
+const WATCHES_DEFAULT: usize = 60;
+
+/// The scenario: all requests of kube-apiserver, or lease renewals only.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Scenario {
+    #[command(flatten)]
+    cluster: Kubernetes,
+
+    #[command(flatten)]
+    renewals: Renewals,
+}
+
+impl Scenario {
+    pub fn plan(&self, common: &Common) -> Result<Plan, Error> {
+        if self.renewals.is_requested() {
+            self.renewals.plan(common, self.cluster.nodes)
+        } else {
+            common.plan(64, None)
+        }
+    }
+
+    pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
+        if self.renewals.is_requested() {
+            return self.renewals.measure(bench, self.cluster.nodes, self.cluster.watches).await;
+        }
+        self.cluster.measure(bench).await
+    }
+}
+
 /// The size of the cluster.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Kubernetes {
-    /// Number of nodes; each has a lease
-    #[arg(long, default_value = "500", value_parser = parse_keys, value_name = "N")]
-    nodes: usize,
+    /// Number of nodes; each has a lease [default: 500]
+    #[arg(long, value_parser = parse_keys, value_name = "N")]
+    nodes: Option<usize>,
 
     /// Number of pods; each has 2 KiB
     #[arg(long, default_value = "5000", value_parser = parse_keys, value_name = "N")]
     pods: usize,
 
     /// Number of watches, each on its own stream: a third on the pods, a third on the leases, the rest on a prefix
-    /// without keys
-    #[arg(long, default_value = "60", value_parser = parse_count, value_name = "N")]
-    watches: usize,
+    /// without keys [default: 60]
+    #[arg(long, value_parser = parse_count, value_name = "N")]
+    watches: Option<usize>,
 }
 
 /// The kinds of operations.
@@ -125,14 +162,14 @@ impl Kubernetes {
             mix: OperationMix::new(bench, self, values.clone(), number),
             by_kind: Arc::clone(&by_kind),
         };
-        bench.with_progress(&run, run.drive(bench.workers(worker), &bench.interrupt)).await;
+        bench.observe(&run, run.drive(bench.workers(worker), &bench.interrupt)).await;
         let all = run.finish();
 
         let received = events.lock();
         let extra = BTreeMap::from([
-            ("nodes", self.nodes as f64),
+            ("nodes", self.nodes() as f64),
             ("pods", self.pods as f64),
-            ("watches", self.watches as f64),
+            ("watches", self.watches() as f64),
             ("events", received.count as f64),
         ]);
         let mut report = bench.report("kubernetes", POD_BYTES, &all, extra);
@@ -150,7 +187,15 @@ impl Kubernetes {
         let pods_max = operations * OperationKind::UpdatePod.share() / 100 / writes_per_pod_min;
         let pods_max = usize::try_from(pods_max).unwrap_or(usize::MAX).max(pods_min);
         let pods = self.pods.min(pods_max);
-        Self { pods, nodes: (self.nodes * pods / self.pods).max(1), watches: self.watches }
+        Self { pods, nodes: Some((self.nodes() * pods / self.pods).max(1)), watches: self.watches }
+    }
+
+    fn nodes(&self) -> usize {
+        self.nodes.unwrap_or(NODES_DEFAULT)
+    }
+
+    fn watches(&self) -> usize {
+        self.watches.unwrap_or(WATCHES_DEFAULT)
     }
 
     pub fn pods(&self) -> usize {
@@ -165,14 +210,14 @@ impl Kubernetes {
     /// Opens the watches and starts their readers. The readers are aborted when the set is dropped.
     pub async fn start_watches(&self, bench: &Bench, events: &Arc<Mutex<Events>>) -> Result<JoinSet<()>, Error> {
         let mut readers = JoinSet::new();
-        for number in 0..self.watches {
+        for number in 0..self.watches() {
             readers.spawn(count_events(self.open_watch(bench, number).await?, Arc::clone(events)));
         }
         Ok(readers)
     }
 
     async fn open_watch(&self, bench: &Bench, number: usize) -> Result<Streaming<WatchSummary>, Error> {
-        let part = [PODS, LEASES, EMPTY][number * 3 / self.watches.max(1) % 3];
+        let part = [PODS, LEASES, EMPTY][number * 3 / self.watches().max(1) % 3];
         let create = WatchCreateRequest {
             key: bench.keys.key(part, 0),
             range_end: bench.keys.key(part + 1, 0),
@@ -258,7 +303,7 @@ impl OperationMix {
         Self {
             swap: CompareAndSwap::new(bench.pool.client(number)),
             keys: Arc::clone(&bench.keys),
-            cluster: Cluster { nodes: cluster.nodes, pods: cluster.pods, clients: bench.plan.clients },
+            cluster: Cluster { nodes: cluster.nodes(), pods: cluster.pods, clients: bench.plan.clients },
             number,
             sequence: 0,
             values,

@@ -26,6 +26,7 @@ mod output;
 mod progress;
 mod range;
 mod report;
+mod server_cpu;
 mod soak;
 mod summary;
 mod watch;
@@ -87,7 +88,7 @@ enum Scenario {
     /// Put keys while the server compacts and defragments
     Maintenance(maintenance::Maintenance),
     /// Send the requests of kube-apiserver: lease renewals, pod updates, paged lists, counts, probes and watches
-    Kubernetes(kubernetes::Kubernetes),
+    Kubernetes(kubernetes::Scenario),
 }
 
 /// Hides the common flags without effect in the help of `compare`, which starts its own servers.
@@ -131,10 +132,10 @@ async fn run_scenario(common: &Common, scenario: &Scenario) -> Result<(), Error>
 impl Scenario {
     fn plan(&self, common: &Common) -> Result<Plan, Error> {
         match self {
-            Self::Put(_) | Self::CreateTxn(_) | Self::Update(_) | Self::Get(_) | Self::Kubernetes(_) => {
+            Self::Put(_) | Self::CreateTxn(_) | Self::Update(_) | Self::Get(_) | Self::Maintenance(_) => {
                 common.plan(64, None)
             }
-            Self::Maintenance(_) => common.plan(64, None),
+            Self::Kubernetes(kubernetes) => kubernetes.plan(common),
             Self::Range(_) | Self::CatchUp(_) => common.plan(1, None),
             Self::Idle(idle) => common.plan(1, Some(idle.streams())),
             Self::Watch(watch) => {

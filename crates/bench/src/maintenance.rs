@@ -44,7 +44,7 @@ impl Maintenance {
             return Err(Error::Flags("the first phase needs a duration: use --duration instead of --total".to_owned()));
         };
         self.run_phase(bench, wait(bench.plan.limits.warmup)).await?;
-        let baseline = self.run_phase(bench, wait(duration)).await?;
+        let baseline = bench.measure_cpu(self.run_phase(bench, wait(duration))).await?;
         let compacting = self.run_phase(bench, compact(bench)).await?;
         let defragmenting = self.run_phase(bench, defragment(bench)).await?;
 

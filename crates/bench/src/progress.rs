@@ -1,14 +1,19 @@
 //! The progress bar of a run, on standard error.
 
-use std::time::Duration;
+use std::{
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    time::Duration,
+};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::closed_loop::{Limits, Progress, Run};
 
 /// Interval between redraws. Redrawing uses CPU time of the machine under test.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(250);
+/// Interval between lines if standard error is not a terminal.
+const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Shows the progress until the future is dropped. Shows nothing if standard error is not a terminal.
 pub async fn show(run: &Run) {
@@ -26,6 +31,43 @@ pub async fn show(run: &Run) {
         bar.0.set_position(permille(&progress, run.limits()));
         bar.0.set_message(message(&progress));
     }
+}
+
+/// Shows how many of `total` objects are created until `driven` completes: a bar in a terminal, otherwise a line every few
+/// seconds.
+pub async fn show_count(what: &str, total: u64, created: &AtomicU64, driven: impl Future<Output = ()>) {
+    let bar = ClearOnDrop(ProgressBar::new(total));
+    let style = ProgressStyle::with_template("{bar:32} {msg}");
+    bar.0.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let is_hidden = bar.0.is_hidden();
+    let began = Instant::now();
+    let message = || created_message(what, created.load(Relaxed), total, began.elapsed());
+    let shown = async {
+        let mut ticks = interval(if is_hidden { LINE_INTERVAL } else { REDRAW_INTERVAL });
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        ticks.tick().await;
+        loop {
+            ticks.tick().await;
+            if is_hidden {
+                eprintln!("{}", message());
+            } else {
+                bar.0.set_position(created.load(Relaxed));
+                bar.0.set_message(message());
+            }
+        }
+    };
+    tokio::select! {
+        () = driven => {}
+        () = shown => {}
+    }
+    if is_hidden {
+        eprintln!("{}", message());
+    }
+}
+
+fn created_message(what: &str, created: u64, total: u64, elapsed: Duration) -> String {
+    let per_sec = created as f64 / elapsed.as_secs_f64().max(f64::MIN_POSITIVE);
+    format!("created {created} of {total} {what}, {per_sec:.0}/s")
 }
 
 /// Removes the progress bar from the terminal when dropped.
@@ -72,6 +114,8 @@ mod tests {
             assert_eq!(permille(&progress, limits), want);
         }
         assert_eq!(message(&progress), "50 done, 25/s, p99 2.50 ms");
+        let created = created_message("nodes", 500, 1_000, Duration::from_secs(2));
+        assert_eq!(created, "created 500 of 1000 nodes, 250/s");
         assert_eq!(message(&Progress { elapsed: Duration::ZERO, ..progress }), "warming up");
     }
 }

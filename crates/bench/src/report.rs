@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fmt, time::Duration};
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-use crate::closed_loop::Recorder;
+use crate::{closed_loop::Recorder, output::number, server_cpu::ServerCpu};
 
 /// The results of one scenario.
 #[derive(Debug, Serialize)]
@@ -21,6 +21,12 @@ pub struct Report {
     /// Additional metrics of the scenario, by name. A name ends with the unit, if there is one.
     #[serde(flatten)]
     pub extra: BTreeMap<&'static str, f64>,
+    /// The steps of a search, in order.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub steps: Vec<Step>,
+    /// CPU time of the server, with `--server-pid`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub server_cpu: Option<ServerCpu>,
     pub first_error: Option<String>,
 }
 
@@ -37,6 +43,41 @@ pub struct Row {
     pub max_ms: f64,
     pub errors: u64,
     pub histogram: Vec<Bucket>,
+}
+
+/// A step of the search for the number of nodes that a server holds.
+#[derive(Clone, Debug, Serialize)]
+pub struct Step {
+    pub nodes: usize,
+    pub held: bool,
+    /// Number of renewals that were answered.
+    pub count: u64,
+    pub p50_ms: f64,
+    pub p99_ms: f64,
+    pub max_ms: f64,
+    /// Quantile of the time from the due time of a renewal to its event.
+    pub event_p99_ms: f64,
+    pub events_missing: u64,
+    pub errors: u64,
+}
+
+impl Step {
+    const TITLES: [&str; 9] =
+        ["nodes", "held", "count", "p50 ms", "p99 ms", "max ms", "event p99 ms", "missing", "errors"];
+
+    fn cells(&self) -> [String; 9] {
+        [
+            number(self.nodes as f64),
+            if self.held { "yes" } else { "no" }.to_owned(),
+            self.count.to_string(),
+            format!("{:.3}", self.p50_ms),
+            format!("{:.3}", self.p99_ms),
+            format!("{:.3}", self.max_ms),
+            format!("{:.3}", self.event_p99_ms),
+            self.events_missing.to_string(),
+            self.errors.to_string(),
+        ]
+    }
 }
 
 /// A histogram bucket: the number of operations that took at most `up_to_ms` and longer than the previous bucket's
@@ -140,8 +181,16 @@ impl fmt::Display for Report {
         for row in &self.results {
             row.write_histogram(f)?;
         }
+        if !self.steps.is_empty() {
+            let mut lines = vec![Step::TITLES.map(str::to_owned)];
+            lines.extend(self.steps.iter().map(Step::cells));
+            write_table(f, &lines)?;
+        }
         for (name, value) in &self.extra {
             writeln!(f, "{name}: {value}")?;
+        }
+        if let Some(cpu) = &self.server_cpu {
+            write!(f, "{cpu}")?;
         }
         if let Some(error) = &self.first_error {
             writeln!(f, "first error: {error}")?;
@@ -193,6 +242,8 @@ mod tests {
             interrupted: true,
             results: vec![Row::new("update", &recorder)],
             extra: BTreeMap::from([("retries", 7.0)]),
+            steps: Vec::new(),
+            server_cpu: None,
             first_error: recorder.first_error,
         }
     }

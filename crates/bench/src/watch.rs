@@ -115,7 +115,7 @@ impl Watch {
             deliveries: Arc::clone(&deliveries),
             deliveries_expected: if self.pace == Pace::Delivered { self.watchers_per_key() } else { 0 },
         };
-        bench.with_progress(&run, run.drive(bench.workers(putter), &bench.interrupt)).await;
+        bench.observe(&run, run.drive(bench.workers(putter), &bench.interrupt)).await;
         let rounds = run.finish();
         let expected = rounds.latency.len() * self.watchers_per_key() as u64;
         deliveries.drain(expected, bench).await;

@@ -186,19 +186,33 @@ impl CompareAndSwap {
         let mut expected = self.mod_revisions.get(&key).copied().unwrap_or_default();
         let mut counts = OpCounts::default();
         loop {
-            let mut request = put_if_unchanged(key.clone(), expected, value.clone());
-            let range = RangeRequest { key: key.clone(), ..RangeRequest::default() };
-            request.failure.push(RequestOp { request: Some(request_op::Request::RequestRange(range)) });
-            let response = self.client.kv.txn(request).await?.into_inner();
-            if response.succeeded {
-                let revision = response.header.map_or(0, |header| header.revision);
-                self.mod_revisions.insert(key, revision);
-                return Ok(counts);
+            let request = swap(key.clone(), expected, value.clone());
+            match swap_result(&self.client.kv.txn(request).await?.into_inner()) {
+                Ok(revision) => {
+                    self.mod_revisions.insert(key, revision);
+                    return Ok(counts);
+                }
+                Err(revision) => expected = revision,
             }
-            expected = found_mod_revision(&response);
             counts.retries += 1;
         }
     }
+}
+
+/// Returns kube-apiserver's update: a put on the condition that the key has this mod revision, otherwise a read.
+pub fn swap(key: Bytes, mod_revision: i64, value: Bytes) -> TxnRequest {
+    let range = RangeRequest { key: key.clone(), ..RangeRequest::default() };
+    let mut request = put_if_unchanged(key, mod_revision, value);
+    request.failure.push(RequestOp { request: Some(request_op::Request::RequestRange(range)) });
+    request
+}
+
+/// Returns the key's new mod revision; `Err` with its current one if it was not the expected one.
+pub fn swap_result(response: &TxnResponse) -> Result<i64, i64> {
+    if response.succeeded {
+        return Ok(response.header.as_ref().map_or(0, |header| header.revision));
+    }
+    Err(found_mod_revision(response))
 }
 
 /// Returns a put on the condition that the key has this mod revision; 0 means that the key does not exist.

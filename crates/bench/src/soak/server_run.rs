@@ -2,8 +2,6 @@
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
-use bytes::Bytes;
-use sha2::{Digest as _, Sha256};
 use tokio::{
     task::JoinSet,
     time::{Instant, MissedTickBehavior, interval_at, sleep, sleep_until},
@@ -23,6 +21,7 @@ use crate::{
     compare::server::Server,
     error::Error,
     interrupt::Interrupt,
+    keyspace::incompressible_value,
     kubernetes::{Kubernetes, OperationMix, Values},
 };
 use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, SnapshotRequest};
@@ -159,13 +158,6 @@ async fn wait_for_release(
         }
         sleep(RELEASE_POLL_INTERVAL).await;
     }
-}
-
-/// Returns a value that cannot be compressed. Postgres compresses large values, and a hundred compressible ones would
-/// take the space of one.
-fn incompressible_value(len: usize) -> Bytes {
-    let blocks = (0_u64..).flat_map(|block| Sha256::digest(block.to_be_bytes()));
-    blocks.take(len).collect()
 }
 
 /// Runs the operations of one client at fixed intervals. If an operation takes longer than the interval, the missed
