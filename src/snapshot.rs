@@ -108,7 +108,7 @@ fn open(file: &Path, check: HashCheck) -> Result<Option<Import>> {
     let (Form::Etcd, bytes) = checksum::verify(&file, check)? else { return Ok(None) };
     let import = Import::open(&file, bytes)?;
     if let Some(data_dir) = data_dir {
-        data_dir.refuse_unapplied(import.applied())?;
+        data_dir.refuse_unapplied(import.facts())?;
     }
     Ok(Some(import))
 }
