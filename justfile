@@ -15,7 +15,7 @@ run *args:
 test *args:
     cargo test {{ args }}
 
-# Unpack etcd and etcdctl from Debian's packages into target/tools, for the tests and benches.
+# Unpack three versions of etcd and etcdctl from Debian's packages into target/tools, for the tests and benches.
 etcd:
     scripts/fetch-etcd
 

@@ -282,7 +282,8 @@ impl Migration {
         if at > head {
             return Ok(Some(format!("it is at revision {at}, and the source at {head}")));
         }
-        let theirs = match session.hash(at).await {
+        let compacted = target.compact_revision().filter(|_| at == head);
+        let theirs = match session.hash(at, compacted).await {
             Ok(theirs) => theirs,
             Err(Failure::Compacted(_)) => {
                 return Ok(Some(format!("it is at revision {at}, which the source has compacted")));

@@ -119,7 +119,7 @@ fn open(file: &Path, check: HashCheck) -> Result<Option<Import>> {
     verified?;
     let import = import?;
     if let Some(data_dir) = data_dir {
-        data_dir.refuse_unapplied(import.applied())?;
+        data_dir.refuse_unapplied(import.facts())?;
     }
     Ok(Some(import))
 }

@@ -108,7 +108,7 @@ impl Migration {
         let leases = session.leases(&BTreeMap::new()).await?;
         target.set_leases(&leases).await?;
         let at = target.head();
-        let theirs = session.hash(at).await?;
+        let theirs = session.hash(at, target.compact_revision()).await?;
         if !target.has_hash(&theirs).await? {
             return Err(Failure::Fatal(format!(
                 "source and copy differ at revision {at}: the source has another hash, {}, with the compact revision {}; \

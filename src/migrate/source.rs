@@ -166,12 +166,29 @@ impl Session {
         }
     }
 
-    /// Returns the hash of the history up to a revision.
-    pub(super) async fn hash(&self, revision: Revision) -> Result<SourceHash> {
-        let request = HashKvRequest { revision: revision.0 };
+    /// Returns the hash of the history up to a revision. `compacted` is a revision that the source has compacted.
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Compacted`] also if the source tells no such hash of its compact revision: etcd 3.4 refuses it, and
+    /// later versions tell the one from before the compaction, unless the head is asked for without its number.
+    pub(super) async fn hash(&self, revision: Revision, compacted: Option<Revision>) -> Result<SourceHash> {
+        match self.hash_kv(revision.0).await {
+            Ok((hash, _)) if compacted != Some(revision) || hash.compact_revision >= compacted => return Ok(hash),
+            Ok(_) | Err(Failure::Compacted(_)) => {}
+            Err(failure) => return Err(failure),
+        }
+        let (hash, head) = self.hash_kv(0).await?;
+        if head == revision { Ok(hash) } else { Err(Failure::Compacted(Revision(0))) }
+    }
+
+    /// Returns the hash with the head of the source; revision 0: up to the head.
+    async fn hash_kv(&self, revision: i64) -> Result<(SourceHash, Revision)> {
+        let request = HashKvRequest { revision };
         let hashed = answer_within(HASH_MAX, self.client.maintenance().hash_kv(request)).await?;
         let compact_revision = Some(Revision(hashed.compact_revision)).filter(|compacted| *compacted > Revision(0));
-        Ok(SourceHash { hash: hashed.hash, compact_revision })
+        let head = hashed.header.map_or(0, |header| header.revision);
+        Ok((SourceHash { hash: hashed.hash, compact_revision }, Revision(head)))
     }
 
     /// Returns the number of changes of users and roles; `None` if the source does not tell it, as etcd before 3.5.

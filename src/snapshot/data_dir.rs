@@ -2,14 +2,16 @@
 //!
 //! etcd acknowledges a request when it is in the WAL, and writes it to the database up to 100 ms later. After a clean stop
 //! the database has everything. After a crash the WAL may have requests that the database lacks; etcd applies them when
-//! it starts.
+//! it starts. The database contains the index of the last entry that it has. etcd 3.4 updates this index only with
+//! changes of keys, so for compactions and leases the content of the database decides. Whether it has other requests after
+//! the index cannot be told.
 //!
 //! A file of the WAL is a sequence of records, each a `walpb.Record` behind its length in 8 bytes, little-endian: the
 //! lower 56 bits are the length; if the highest bit is set, the lower 3 bits of the last byte are the number of bytes that
 //! follow to fill up. A length of 0 ends the file, which etcd creates longer than its content.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashSet},
     fs::{File, TryLockError},
     path::{Path, PathBuf},
 };
@@ -17,7 +19,9 @@ use std::{
 use bytes::Bytes;
 use prost::Message as _;
 
-use super::{Error, Result, file_error};
+use super::{Error, Result, buckets::Facts, file_error};
+use orlop_core::types::{LeaseId, Revision};
+use orlop_wire::proto::server::etcdserverpb::{CompactionRequest, LeaseGrantRequest, LeaseRevokeRequest};
 
 /// Place of the database in a data directory.
 const DATABASE: &str = "member/snap/db";
@@ -52,19 +56,44 @@ struct Entry {
 }
 
 /// The fields of `etcdserverpb.InternalRaftRequest` that change nothing of what a snapshot contains: what members publish
-/// of themselves, remaining times of leases, versions of the cluster.
+/// of themselves, alarms, remaining times of leases, logins, versions of the cluster.
 #[derive(Clone, PartialEq, prost::Message)]
 struct OfMembers {
     #[prost(bytes = "bytes", optional, tag = "2")]
     v2: Option<Bytes>,
+    #[prost(bytes = "bytes", optional, tag = "10")]
+    alarm: Option<Bytes>,
     #[prost(bytes = "bytes", optional, tag = "11")]
     lease_checkpoint: Option<Bytes>,
+    #[prost(bytes = "bytes", optional, tag = "1012")]
+    authenticate: Option<Bytes>,
     #[prost(bytes = "bytes", optional, tag = "1300")]
     cluster_version: Option<Bytes>,
     #[prost(bytes = "bytes", optional, tag = "1301")]
     member_attributes: Option<Bytes>,
     #[prost(bytes = "bytes", optional, tag = "1302")]
     downgrade: Option<Bytes>,
+}
+
+/// The fields of `etcdserverpb.InternalRaftRequest` whose effect is seen in the database.
+#[derive(Clone, PartialEq, prost::Message)]
+struct Visible {
+    #[prost(message, optional, tag = "7")]
+    compaction: Option<CompactionRequest>,
+    #[prost(message, optional, tag = "8")]
+    lease_grant: Option<LeaseGrantRequest>,
+    #[prost(message, optional, tag = "9")]
+    lease_revoke: Option<LeaseRevokeRequest>,
+}
+
+/// What the requests after the index of the database do together.
+#[derive(Debug, Default, PartialEq)]
+struct Unapplied {
+    compaction: Option<Revision>,
+    /// Whether the lease exists afterwards.
+    leases: BTreeMap<LeaseId, bool>,
+    /// Number of requests whose effect is not seen in the database.
+    others: usize,
 }
 
 /// A data directory that no etcd uses as long as this exists.
@@ -110,12 +139,12 @@ impl DataDir {
         self.folder.join(DATABASE)
     }
 
-    /// Checks that the WAL has no request after the entry `applied`, the last one that the database has.
+    /// Checks that the database, which contains `facts`, has all requests of the WAL.
     ///
     /// # Errors
     ///
-    /// If there is such a request, or no WAL.
-    pub(super) fn refuse_unapplied(&self, applied: u64) -> Result<()> {
+    /// If it may lack one, or there is no WAL.
+    pub(super) fn refuse_unapplied(&self, facts: &Facts) -> Result<()> {
         let wal = self.folder.join("member/wal");
         let unreadable = |error: std::io::Error| file_error("read", &wal, &error);
         let advice = format!("to restore the database as it is, copy {DATABASE} to another folder");
@@ -138,19 +167,47 @@ impl DataDir {
             for entry in entries(bytes.into()) {
                 // An entry replaces those at its index and after it, which no majority had.
                 unapplied.split_off(&entry.index);
-                if entry.index > applied {
-                    unapplied.insert(entry.index, changes_content(&entry));
+                if entry.index > facts.applied {
+                    unapplied.insert(entry.index, entry);
                 }
             }
         }
-        match unapplied.values().filter(|changes| **changes).count() {
+        match Unapplied::of(unapplied.values()).lacking(facts) {
             0 => Ok(()),
             requests => Err(Error::File(format!(
                 "{} was not stopped cleanly: its WAL has {requests} requests that its database lacks; start this etcd and \
-                 stop it with SIGTERM, which applies them; {advice}",
+                 stop it with SIGTERM, which applies them (with etcd 3.4, write a key before you stop it: it does not \
+                 note that it has applied changes of users and roles, and requests that change nothing); {advice}",
                 self.folder.display()
             ))),
         }
+    }
+}
+
+impl Unapplied {
+    fn of<'a>(entries: impl Iterator<Item = &'a Entry>) -> Self {
+        let mut all = Self::default();
+        for entry in entries.filter(|entry| changes_content(entry)) {
+            match Visible::decode(entry.data.clone()).unwrap_or_default() {
+                Visible { compaction: Some(compaction), .. } => {
+                    all.compaction = all.compaction.max(Some(Revision(compaction.revision)));
+                }
+                Visible { lease_revoke: Some(revoke), .. } => drop(all.leases.insert(LeaseId(revoke.id), false)),
+                // After a revocation of the same lease, the database could have the lease from before.
+                Visible { lease_grant: Some(grant), .. } if all.leases.get(&LeaseId(grant.id)) != Some(&false) => {
+                    all.leases.insert(LeaseId(grant.id), true);
+                }
+                Visible { .. } => all.others += 1,
+            }
+        }
+        all
+    }
+
+    /// Returns the number of requests that a database with `facts` lacks, as far as can be seen.
+    fn lacking(&self, facts: &Facts) -> usize {
+        let stored: HashSet<LeaseId> = facts.leases.iter().map(|lease| lease.id).collect();
+        let leases = self.leases.iter().filter(|(id, exists)| stored.contains(id) != **exists).count();
+        self.others + leases + usize::from(self.compaction > facts.compacted)
     }
 }
 
@@ -196,6 +253,7 @@ fn take_record(rest: &mut Bytes) -> Option<Record> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use orlop_core::log::LoggedLease;
 
     fn frame(record: &Record) -> Vec<u8> {
         let data = record.encode_to_vec();
@@ -245,5 +303,38 @@ mod tests {
         }
         let changes: Vec<bool> = entries(whole.into()).iter().map(changes_content).collect();
         assert_eq!(changes, [false, true, false], "nothing, a request, a publication of version 2");
+    }
+
+    #[test]
+    fn effects_are_looked_for_in_the_database() {
+        let compact = |revision| {
+            let compaction = Some(CompactionRequest { revision, physical: false });
+            Visible { compaction, ..Default::default() }
+        };
+        let grant = |id| Visible { lease_grant: Some(LeaseGrantRequest { ttl: 60, id }), ..Default::default() };
+        let revoke = |id| Visible { lease_revoke: Some(LeaseRevokeRequest { id }), ..Default::default() };
+        let stored = [7].map(|id| LoggedLease { id: LeaseId(id), ttl_secs: 60, left_secs: None });
+        let facts = Facts { leases: stored.to_vec(), compacted: Some(Revision(100)), ..Default::default() };
+        for (requests, lacking) in [
+            (vec![compact(100), grant(7), revoke(8)], 0),
+            (vec![grant(8), revoke(8), grant(7), compact(50)], 0),
+            (vec![compact(90), compact(101)], 1),
+            (vec![grant(8)], 1),
+            (vec![revoke(7)], 1),
+            // The lease that is stored may be the one from before.
+            (vec![revoke(7), grant(7)], 2),
+            // A change of keys or users.
+            (vec![grant(7), Visible::default()], 1),
+        ] {
+            let entries: Vec<Entry> = requests
+                .iter()
+                .map(|request| {
+                    // The request's own number precedes it.
+                    let data = [&[0x08, 1][..], &request.encode_to_vec()].concat();
+                    Entry { kind: REQUEST, index: 1, data: data.into() }
+                })
+                .collect();
+            assert_eq!(Unapplied::of(entries.iter()).lacking(&facts), lacking, "{requests:?}");
+        }
     }
 }

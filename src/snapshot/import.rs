@@ -100,9 +100,8 @@ impl Import {
         }
     }
 
-    /// Returns the last entry of etcd's WAL that the file has.
-    pub(super) fn applied(&self) -> u64 {
-        self.facts.applied
+    pub(super) fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     /// Returns the compact revision, which is above every revision without a change.

@@ -6,7 +6,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 };
 use tonic::Code;
 
-use crate::support::{Backend, Client, Postgres, Random, Server, eventually, on_both_backends};
+use crate::support::{Backend, Client, Etcd, Postgres, Random, Server, eventually, on_both_backends};
 
 fn put(key: &str, value: String, lease: i64) -> PutRequest {
     PutRequest { key: key.to_owned().into(), value: value.into(), lease, ..Default::default() }
@@ -112,8 +112,16 @@ async fn worked_example_has_the_hash_of_etcd(backend: Backend) {
 }
 
 async fn hashes_equal_those_of_etcd(backend: Backend) {
-    let (Some(etcd), Some(mut server)) = (Server::etcd().await, Server::orlop(backend).await) else { return };
-    let (mut theirs, mut ours) = (Client::connect(etcd.endpoint()).await, Client::connect(server.endpoint()).await);
+    for etcd in Etcd::ALL {
+        println!("{etcd}");
+        hashes_equal_those_of(etcd, backend).await;
+    }
+}
+
+async fn hashes_equal_those_of(etcd: Etcd, backend: Backend) {
+    let Some(source) = Server::etcd_of(etcd, &[], None).await else { return };
+    let Some(mut server) = Server::orlop(backend).await else { return };
+    let (mut theirs, mut ours) = (Client::connect(source.endpoint()).await, Client::connect(server.endpoint()).await);
     for client in [&mut theirs, &mut ours] {
         client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 7 }).await.expect("a lease");
     }
@@ -132,11 +140,12 @@ async fn hashes_equal_those_of_etcd(backend: Backend) {
             compact(client, target).await;
         }
         for revision in [0, target - 1, target, target + 1, head] {
-            assert_eq!(
-                hash(&mut ours, revision).await,
-                hash(&mut theirs, revision).await,
-                "compacted at {target}, at {revision}"
-            );
+            let expected = match hash(&mut theirs, revision).await {
+                // etcd 3.4 has no hash at its compact revision, later versions the one from before the compaction.
+                Err((Code::OutOfRange, _)) if etcd == Etcd::V3_4 && revision == target => continue,
+                answer => answer,
+            };
+            assert_eq!(hash(&mut ours, revision).await, expected, "compacted at {target}, at {revision}");
         }
     }
     let before = hash(&mut ours, 0).await;

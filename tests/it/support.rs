@@ -35,7 +35,7 @@ pub use self::{
     random::Random,
     server::{Place, Server, home},
     stream::{Stream, everything},
-    tools::etcd_tool,
+    tools::{Etcd, etcd_tool},
 };
 
 /// The database that stores a server's log.

@@ -28,7 +28,7 @@ use tonic::Status;
 use super::{Destination, Source, WRITERS, port, source};
 use crate::{
     snapshot::put,
-    support::{Backend, Client, DEADLINE, Link, everything, on_both_backends},
+    support::{Backend, Client, DEADLINE, Etcd, Link, everything, on_both_backends},
 };
 
 /// Writes of each client after it was moved.
@@ -179,7 +179,10 @@ async fn clients_go_on_at_the_copy_of(of: Source, backend: Backend) {
 }
 
 async fn clients_of_etcd_go_on_at_the_copy(backend: Backend) {
-    clients_go_on_at_the_copy_of(Source::Etcd, backend).await;
+    for etcd in Etcd::ALL {
+        println!("{etcd}");
+        clients_go_on_at_the_copy_of(Source::Etcd(etcd), backend).await;
+    }
 }
 
 async fn clients_of_orlop_go_on_at_the_copy(backend: Backend) {

@@ -19,7 +19,7 @@ use tokio::{
 
 use tonic::Code;
 
-use super::{Backend, Client, DEADLINE, Postgres, etcd_tool, eventually, http_get, skip};
+use super::{Backend, Client, DEADLINE, Etcd, Postgres, eventually, http_get, skip};
 
 /// Start of the line that Orlop prints for each listener once it serves; the listener's URL follows.
 const READY: &str = "orlop: serving client requests on ";
@@ -100,23 +100,23 @@ impl Server {
 
     /// Starts the same server as [`Server::etcd`], with additional flags.
     pub async fn etcd_with(arguments: &[&str]) -> Option<Self> {
-        let Some(binary) = etcd_tool("etcd", "ORLOP_ETCD") else {
-            skip("etcd");
-            return None;
-        };
+        Self::etcd_of(Etcd::Reference, arguments, None).await
+    }
+
+    /// Starts an etcd of one version, if the machine has it, on `data` or on a new folder. It does not sync to the disk.
+    pub async fn etcd_of(etcd: Etcd, arguments: &[&str], data: Option<PathBuf>) -> Option<Self> {
+        let binary = found(etcd)?;
         let help = Command::new(&binary).arg("--help").output().expect("etcd prints its flags");
         let help = [help.stdout, help.stderr].concat();
         let no_fsync = String::from_utf8_lossy(&help).contains("--unsafe-no-fsync");
         let arguments = arguments.iter().map(OsString::from).collect();
-        Some(Self::start(Program::Etcd { binary, no_fsync }, arguments, Place::default()).await)
+        let place = Place { data, ..Place::default() };
+        Some(Self::start(Program::Etcd { binary, no_fsync }, arguments, place).await)
     }
 
     /// Starts a real etcd that syncs to the disk, as Orlop does.
     pub async fn etcd_at(place: Place) -> Option<Self> {
-        let Some(binary) = etcd_tool("etcd", "ORLOP_ETCD") else {
-            skip("etcd");
-            return None;
-        };
+        let binary = found(Etcd::Reference)?;
         Some(Self::start(Program::Etcd { binary, no_fsync: false }, Vec::new(), place).await)
     }
 
@@ -241,6 +241,15 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Returns the server's program, or prints that the test is skipped.
+fn found(etcd: Etcd) -> Option<PathBuf> {
+    let binary = etcd.server();
+    if binary.is_none() {
+        skip(&etcd.to_string());
+    }
+    binary
 }
 
 /// Creates a folder in memory if possible, because most tests do not need a disk, which is slow and shared.
