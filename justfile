@@ -76,6 +76,10 @@ linearizability secs="1800":
 simulate seeds="10000":
     ORLOP_SIM_SEEDS={{ seeds }} cargo test -p orlop-core --test simulation every -- --nocapture
 
+# Run the threads of the core under schedules of their locks; a number multiplies them: `just races 100`.
+races factor="1":
+    ORLOP_SCHEDULES={{ factor }} cargo test -p orlop-core --features shuttle --lib races::
+
 # Inject faults into Orlop and etcd: `just torture 300` kills each 300 times, which takes hours.
 torture times="300":
     cargo build --release

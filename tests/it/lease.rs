@@ -96,11 +96,11 @@ async fn keys_expire_with_the_lease_of_their_last_put(backend: Backend) {
 async fn lease_expires_only_without_renewal(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
+    let started = tokio::time::Instant::now();
     for (id, key) in [(1, "kept"), (2, "left")] {
         client.lease.lease_grant(LeaseGrantRequest { ttl: 2, id }).await.expect("a grant");
         put(&mut client, key, id).await;
     }
-    let started = tokio::time::Instant::now();
     let mut keeper = client.clone();
     let keeping = tokio::spawn(async move {
         loop {

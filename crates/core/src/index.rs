@@ -64,7 +64,16 @@ pub enum First<'a> {
 /// The position of a compaction among the keys.
 #[derive(Debug, Default)]
 pub struct CompactionCursor {
+    /// `None`: the compact revision at each step.
+    revision: Option<Revision>,
     after: Option<Key>,
+}
+
+impl CompactionCursor {
+    /// Frees what is unreadable after a compaction at `revision`, even if a later compaction is recorded meanwhile.
+    pub fn at(revision: Revision) -> Self {
+        Self { revision: Some(revision), after: None }
+    }
 }
 
 impl TreeIndex {
@@ -249,7 +258,7 @@ impl TreeIndex {
         budget: usize,
         removed: &mut Vec<Superseded>,
     ) -> bool {
-        let Some(revision) = self.compact_revision else { return false };
+        let Some(revision) = cursor.revision.or(self.compact_revision) else { return false };
         let start = cursor.after.take().map_or(Bound::Unbounded, Bound::Excluded);
         let mut dropped = Vec::new();
         let mut last = None;

@@ -25,6 +25,7 @@
 //! - [`overload`]: limits on time and memory under attack
 //! - [`metrics`], [`trace`], [`supervise`], [`watchdog`], [`mod@private`]: counters, request tracing, panics, stuck
 //!   loops, file modes
+//! - [`sync`]: locks, which a scheduler replaces in tests of races
 //!
 //! Invariants:
 //!
@@ -44,6 +45,7 @@ pub mod overload;
 pub mod private;
 pub mod store;
 pub mod supervise;
+mod sync;
 pub mod trace;
 pub mod types;
 pub mod watch;

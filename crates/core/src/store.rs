@@ -15,7 +15,8 @@
 //! ([`Store::confirm`]; concurrent reads share one query). [`catch_up`] applies the changes that other instances
 //! append.
 //!
-//! Lock order: the hub, then the index, then the lease table, then users and roles. No lock is held across an await.
+//! Lock order: the hub, then the index, then the lease table, then alarms or users and roles. No lock is held across an
+//! await. docs/explanation/internals.md lists what threads share.
 
 mod applier;
 mod authority;
@@ -82,6 +83,8 @@ mod generators;
 #[cfg(test)]
 #[path = "../tests/model/mod.rs"]
 mod model;
+#[cfg(all(test, feature = "shuttle"))]
+mod races;
 #[cfg(test)]
 mod rebase_tests;
 #[cfg(test)]

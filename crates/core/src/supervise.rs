@@ -18,10 +18,11 @@ use std::{
     thread,
 };
 
-use parking_lot::{Mutex, MutexGuard};
 use prometheus::IntCounter;
 use tokio::task::JoinHandle;
 use tracing::error;
+
+use crate::sync::{Mutex, MutexGuard};
 
 /// Exit status of a process that a panic ended: EX_SOFTWARE of sysexits.h.
 pub const EXIT_PANICKED: i32 = 70;

@@ -5,14 +5,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use async_trait::async_trait;
-use parking_lot::Mutex;
 use tokio::task::yield_now;
 
 use super::{
     Alarm, AlarmChange, Append, Appended, AuthMark, AuthState, Cause, Connections, FactChange, History, LeaseChange,
     Log, LoggedLease, Meta, Page, Position, Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Visit, WithPrev,
 };
-use crate::types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId};
+use crate::{
+    sync::Mutex,
+    types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId},
+};
 
 /// Maximum number of revisions in a page of [`History::changes`].
 const PAGE_REVISIONS_MAX: usize = 6;

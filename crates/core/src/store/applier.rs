@@ -10,6 +10,7 @@ use super::{
     shared::Shared,
 };
 use crate::{
+    lease,
     log::{LeaseChange, Position},
     types::{Change, ChangeKind, Prev, Revision, RowId},
 };
@@ -20,28 +21,30 @@ impl Shared {
     pub(super) fn apply_batch(&self, batch: &Batch, expected: Position, now: Instant) {
         let epoch = if batch.advances_epoch() { expected.epoch + 1 } else { expected.epoch };
         self.hub.publish(batch.changes(), batch.head(), |changes| {
-            self.apply_to_index(changes);
-            let first = changes.first().map(|change| change.row);
-            let mut leases = self.leases.lock();
-            let is_epoch_new = epoch > leases.epoch;
-            for change in batch.in_order() {
-                match change {
-                    BatchChange::Key(change) if first.is_some_and(|first| change.row >= first) => leases.apply(change),
-                    BatchChange::Key(_) => {}
-                    BatchChange::Lease(change) if is_epoch_new => match change {
-                        LeaseChange::Grant { id, ttl_secs } => leases.grant(id, ttl_secs, now),
-                        LeaseChange::Revoke { id } | LeaseChange::Expire { id } => leases.revoke(id),
-                    },
-                    BatchChange::Lease(_) => {}
+            self.apply_changes(changes, |leases| {
+                let first = changes.first().map(|change| change.row);
+                let is_epoch_new = epoch > leases.epoch;
+                for change in batch.in_order() {
+                    match change {
+                        BatchChange::Key(change) if first.is_some_and(|first| change.row >= first) => {
+                            leases.apply(change)
+                        }
+                        BatchChange::Key(_) => {}
+                        BatchChange::Lease(change) if is_epoch_new => match change {
+                            LeaseChange::Grant { id, ttl_secs } => leases.grant(id, ttl_secs, now),
+                            LeaseChange::Revoke { id } | LeaseChange::Expire { id } => leases.revoke(id),
+                        },
+                        BatchChange::Lease(_) => {}
+                    }
                 }
-            }
-            leases.epoch = leases.epoch.max(epoch);
-            if let Some(change) = batch.alarm().filter(|_| is_epoch_new) {
-                self.space.apply(change);
-            }
-            if let Some(update) = batch.auth().filter(|_| is_epoch_new) {
-                self.authority.set(update.state.clone());
-            }
+                leases.epoch = leases.epoch.max(epoch);
+                if let Some(change) = batch.alarm().filter(|_| is_epoch_new) {
+                    self.space.apply(change);
+                }
+                if let Some(update) = batch.auth().filter(|_| is_epoch_new) {
+                    self.authority.set(update.state.clone());
+                }
+            });
         });
         if !batch.leases().is_empty() {
             self.count_leases(batch.leases());
@@ -56,19 +59,21 @@ impl Shared {
     /// Applies changes that were read from the log, all up to `head`.
     pub(super) fn apply_logged(&self, changes: &[Change], head: Revision) {
         self.hub.publish(changes, head, |changes| {
-            self.apply_to_index(changes);
-            let mut leases = self.leases.lock();
-            changes.iter().for_each(|change| leases.apply(change));
+            self.apply_changes(changes, |leases| changes.iter().for_each(|change| leases.apply(change)));
         });
     }
 
-    /// Applies changes to the index and the value cache, and keeps the newest for comparison with another server's log.
-    fn apply_to_index(&self, changes: &[Change]) {
+    /// Applies changes to the index, the lease table and the value cache, and keeps the newest for comparison with
+    /// another server's log. Index and lease table advance under both locks: the writer, on another thread, evaluates
+    /// requests at the head of the index and must find the keys of a lease as of that head.
+    fn apply_changes(&self, changes: &[Change], apply_to_leases: impl FnOnce(&mut lease::Table)) {
         let mut index = self.index.write();
+        let mut leases = self.leases.lock();
         for change in changes {
             index.apply(change);
         }
-        drop(index);
+        apply_to_leases(&mut leases);
+        drop((leases, index));
         for change in changes {
             self.values.apply(change);
         }

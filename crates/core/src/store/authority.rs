@@ -1,16 +1,12 @@
 //! Users and roles as of the last applied change, and the requests that change and read them.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
-};
-
-use parking_lot::RwLock;
+use std::sync::{Arc, atomic::Ordering};
 
 use super::{error::Result, handle::Store, shared::Shared, write_request::Request};
 use crate::{
     auth::{AuthChange, AuthState, Authority, Caller},
     log::AuthMark,
+    sync::{AtomicBool, RwLock},
     types::{KeyRange, LeaseId, Revision},
 };
 

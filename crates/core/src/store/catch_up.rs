@@ -235,8 +235,9 @@ impl Shared {
         // The swaps leave the old state here, so that it is dropped after the locks are released.
         let mut rebuilt = (replayed.index, leases);
         self.hub.reset_to(head, compacted, || {
-            std::mem::swap(&mut *self.index.write(), &mut rebuilt.0);
+            let mut index = self.index.write();
             let mut leases = self.leases.lock();
+            std::mem::swap(&mut *index, &mut rebuilt.0);
             std::mem::swap(&mut *leases, &mut rebuilt.1);
             self.space.set_alarms(&replayed.meta);
             if let Some(auth) = auth {

@@ -89,7 +89,7 @@ fn elapsed_ms(since: Instant) -> f64 {
 }
 
 /// Compacts until the newest recorded compaction is done: first the index, then the rows.
-async fn compact(shared: &Shared, rate: CompactionRate) {
+pub(super) async fn compact(shared: &Shared, rate: CompactionRate) {
     let mut garbage = Vec::new();
     loop {
         let Some(target) = shared.index.read().compact_revision() else { return };
@@ -100,7 +100,8 @@ async fn compact(shared: &Shared, rate: CompactionRate) {
         let is_own = shared.is_purge_owner.swap(false, Ordering::Relaxed) || shared.log.shared().is_none();
         let metrics = &shared.metrics.store;
         let begun = Instant::now();
-        let mut cursor = CompactionCursor::default();
+        // The rows are deleted as those of this compaction, so they must not contain any of a later one.
+        let mut cursor = CompactionCursor::at(target);
         while shared.index.write().compact_step(&mut cursor, INDEX_STEP_KEYS, &mut garbage) {
             shared.pulses.compactor.beat();
             yield_now().await;

@@ -63,3 +63,18 @@ fn created_and_deleted(keys: usize) -> Vec<Change> {
     }
     changes
 }
+
+/// Other instances learn up to which compaction rows are deleted, so rows of a later one must not be among them.
+#[test]
+fn pass_of_a_compaction_frees_no_row_of_a_later_one() {
+    let mut index = TreeIndex::new();
+    created_and_deleted(1).iter().for_each(|change| index.apply(change));
+    index.begin_compaction(Revision(3));
+    let mut cursor = CompactionCursor::at(Revision(3));
+    // A client compacts again before the pass begins.
+    index.begin_compaction(Revision(7));
+    let mut freed = Vec::new();
+    while index.compact_step(&mut cursor, usize::MAX, &mut freed) {}
+    let rows: Vec<Revision> = freed.iter().map(|superseded| superseded.row.revision).collect();
+    assert_eq!(rows, [Revision(2)]);
+}

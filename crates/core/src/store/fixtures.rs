@@ -1,8 +1,7 @@
 //! A store without tasks, over a log in memory, for unit tests.
 
-use std::sync::{Arc, atomic::AtomicBool};
+use std::sync::Arc;
 
-use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, watch};
 
 use super::{
@@ -18,6 +17,7 @@ use crate::{
     log::{Member, memory::MemoryLog},
     overload::{ReadMemory, Steps},
     supervise::Lock,
+    sync::{AtomicBool, Mutex, RwLock},
     types::Revision,
     watch::Hub,
 };

@@ -2,7 +2,6 @@
 
 use std::{sync::Arc, time::Duration};
 
-use parking_lot::Mutex;
 use prometheus::Histogram;
 use tokio::{
     sync::watch,
@@ -23,6 +22,7 @@ use crate::{
     index::TreeIndex,
     log::{self, Log, LoggedLease, Precision, Size},
     overload::Steps,
+    sync::Mutex,
     trace::{self, Part},
     types::{LeaseId, Revision},
     watch::Hub,

@@ -14,7 +14,6 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use tokio::{
     sync::watch,
     time::{Instant, MissedTickBehavior, interval, sleep},
@@ -25,6 +24,7 @@ pub use self::past::{HistoryState, PastChange, PastChanges, PastError, PastPairs
 use super::shared::Shared;
 use crate::{
     log::{self, Archive, Error, Reclaimed, Time},
+    sync::Mutex,
     types::{Revision, Superseded},
 };
 

@@ -2,11 +2,10 @@
 
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tokio::time::Instant;
 use tracing::info;
 
-use crate::log::Member;
+use crate::{log::Member, sync::Mutex};
 
 /// The members of the cluster.
 pub(super) struct Members {

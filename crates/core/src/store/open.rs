@@ -1,12 +1,7 @@
 //! Opens a store: rebuilds the index and the leases from the log, then starts the tasks.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
-use parking_lot::{Mutex, RwLock};
 use tokio::{
     sync::{Notify, watch},
     time::Instant,
@@ -45,6 +40,7 @@ use crate::{
     metrics::Metrics,
     overload::{ReadMemory, Steps},
     supervise::Lock,
+    sync::{AtomicBool, Mutex, RwLock},
     types::LeaseId,
     watch::Hub,
     watchdog::Watchdog,

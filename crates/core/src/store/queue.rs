@@ -1,9 +1,6 @@
 //! The queue of write requests. It is limited by requests and by bytes; when it is full, requests fail immediately.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicUsize, Ordering},
-};
+use std::sync::{Arc, atomic::Ordering};
 
 use tokio::{
     sync::{Notify, mpsc, oneshot},
@@ -15,13 +12,14 @@ use super::{
     timing::Times,
     write_request::{Outcome, Request},
 };
-use crate::auth::Caller;
+use crate::{auth::Caller, sync::AtomicUsize};
 
 /// Maximum number of waiting requests, as in etcd. Further requests fail with "too many requests".
 pub(super) const QUEUE_REQUESTS_MAX: usize = 5_000;
 
-/// Maximum bytes of keys and values in waiting requests. Further requests fail with "too many requests".
-const QUEUE_BYTES_MAX: usize = 256 << 20;
+/// Maximum bytes of keys and values in waiting requests. Further requests fail with "too many requests". Small in tests of
+/// races.
+const QUEUE_BYTES_MAX: usize = if cfg!(feature = "shuttle") { 1 << 10 } else { 256 << 20 };
 
 /// The handle through which one request is answered, exactly once.
 #[must_use]

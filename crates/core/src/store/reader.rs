@@ -65,7 +65,7 @@ impl Store {
 
 impl Shared {
     /// Reads a range at one revision.
-    async fn range_once(&self, caller: &Caller, request: &RangeRequest) -> Result<RangeResponse> {
+    pub(super) async fn range_once(&self, caller: &Caller, request: &RangeRequest) -> Result<RangeResponse> {
         // Both are read under one lock, so that a read of the latest state is at the revision in its header. A watch
         // from the next revision then misses no change.
         let (revision, at) = {

@@ -1,15 +1,14 @@
 //! The state of this instance relative to the log: the server that it follows, its running append, and the changes that
 //! it applied last.
 
-use std::{
-    collections::VecDeque,
-    sync::atomic::{AtomicBool, AtomicI64, Ordering},
-};
+use std::{collections::VecDeque, sync::atomic::Ordering};
 
-use parking_lot::Mutex;
 use tokio::sync::{Mutex as AsyncMutex, watch};
 
-use crate::types::{Change, ChangeKind, EncodedKv};
+use crate::{
+    sync::{AtomicBool, AtomicI64, Mutex},
+    types::{Change, ChangeKind, EncodedKv},
+};
 
 /// Maximum number of applied changes kept for comparison with another server's log.
 const TAIL_CHANGES_MAX: usize = 256;

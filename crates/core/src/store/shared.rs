@@ -1,11 +1,7 @@
 //! The state that the writer, the readers and the background tasks share.
 
-use std::{
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
-use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Notify, watch};
 
 use super::{
@@ -19,6 +15,7 @@ use crate::{
     metrics::Metrics,
     overload::{ReadMemory, Steps},
     supervise::Lock,
+    sync::{AtomicBool, Mutex, RwLock},
     types::{Revision, Superseded},
     watch::Hub,
     watchdog::Pulse,

@@ -19,12 +19,12 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use tokio::time::{Instant, sleep};
 
 use super::{error::Result, handle::Store, shared::Shared};
 use crate::{
     index::TreeIndex,
+    sync::Mutex,
     types::{Key, KeyRange, RowId},
 };
 

@@ -8,18 +8,15 @@
 //! Between measurements, the used space is the last measured size plus the bytes written since. The size is measured
 //! again before a write is rejected, unless NOSPACE is raised or is about to be raised.
 
-use std::{
-    collections::BTreeMap,
-    sync::atomic::{AtomicBool, AtomicI64, Ordering},
-};
+use std::{collections::BTreeMap, sync::atomic::Ordering};
 
-use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tracing::{error, info};
 
 use super::error::{Error, Result};
 use crate::{
     log::{Alarm, AlarmChange, AlarmKind, Cause, Meta},
+    sync::{AtomicBool, AtomicI64, Mutex},
     types::Change,
 };
 

@@ -26,10 +26,7 @@ mod recovery;
 
 use std::{
     collections::VecDeque,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
@@ -51,7 +48,7 @@ use super::{
     txn::{Evaluation, Fetched, Stop},
     write_request::{Outcome, Request},
 };
-use crate::{log::Position, types::RowId};
+use crate::{log::Position, sync::AtomicUsize, types::RowId};
 
 /// Number of pending requests at which the writer takes no more from the queue. Larger batches only add latency.
 const BATCH_REQUESTS_MAX: usize = 512;

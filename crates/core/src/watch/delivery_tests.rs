@@ -6,6 +6,8 @@
 //! receive, and checks every message. At the end all messages are read, and none may be missing.
 
 mod history;
+#[cfg(feature = "shuttle")]
+mod races;
 mod reader;
 mod schedule;
 mod world;

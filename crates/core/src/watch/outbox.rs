@@ -15,7 +15,6 @@ use std::{
 };
 
 use futures_util::Stream;
-use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::{
@@ -23,7 +22,10 @@ use super::{
     queue::{MessageQueue, Pending, Queued},
     run::ChunkRef,
 };
-use crate::types::{Revision, WatchId};
+use crate::{
+    sync::{Mutex, MutexGuard},
+    types::{Revision, WatchId},
+};
 
 /// Maximum bytes waiting on one stream. Small in unit tests.
 const OUTBOX_BYTES_MAX: usize = if cfg!(test) { 1 << 10 } else { 8 << 20 };
@@ -179,7 +181,7 @@ impl Default for Outbox {
 }
 
 /// Releases the lock, then wakes the connection.
-fn wake(mut inner: parking_lot::MutexGuard<'_, Inner>) {
+fn wake(mut inner: MutexGuard<'_, Inner>) {
     let reader = inner.reader.take();
     drop(inner);
     if let Some(reader) = reader {

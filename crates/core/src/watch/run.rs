@@ -6,10 +6,9 @@
 use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
-use parking_lot::Mutex;
 
 use super::chunk::Chunk;
-use crate::types::Revision;
+use crate::{sync::Mutex, types::Revision};
 
 /// Maximum number of chunks per run. A stream that waits for one chunk of a run keeps all of them in memory.
 const RUN_CHUNKS_MAX: u16 = 256;
