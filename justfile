@@ -19,6 +19,16 @@ test *args:
 etcd:
     scripts/fetch-etcd
 
+# Run test modules on Postgres 13, 17 or 18 of another Debian: `just postgres 18 instances:: failover::`.
+postgres version *modules:
+    scripts/fetch-database postgres-{{ version }}
+    ORLOP_TEST_POSTGRES_BIN=$PWD/target/tools/postgres-{{ version }}/usr/lib/postgresql/{{ version }}/bin cargo test --test it -- {{ modules }}
+
+# Run the tests of `orlop import kine` on MySQL instead of MariaDB.
+mysql:
+    scripts/fetch-database mysql
+    ORLOP_TEST_MYSQL=$PWD/target/tools/mysql/usr/sbin/mysqld cargo test --test it kine::
+
 # Format the code.
 fmt:
     cargo fmt

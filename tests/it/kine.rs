@@ -274,9 +274,9 @@ async fn narrow_columns_of_old_tables_are_read(backend: Backend) {
     }
 }
 
-/// MariaDB's addresses in both forms; the path of a file; a file with a WAL that a killed process has left.
+/// MySQL's addresses in both forms; the path of a file; a file with a WAL that a killed process has left.
 async fn every_form_of_address_is_accepted(backend: Backend) {
-    if let Some(source) = Source::of(Kind::MariaDb, &live_example()).await {
+    if let Some(source) = Source::of(Kind::MySql, &live_example()).await {
         let url = source.own.clone();
         let Some(imported) = Imported::from(backend, &url).await else { return };
         assert!(imported.report.starts_with("imported mysql://127.0.0.1:"), "{}", imported.report);

@@ -8,7 +8,7 @@ mod cluster;
 mod disk;
 mod http;
 mod link;
-mod mariadb;
+mod mysql;
 mod patroni;
 mod postgres;
 mod proxy;
@@ -28,7 +28,7 @@ pub use self::{
     disk::Disk,
     http::{Answer, http, http_bytes, http_get},
     link::{Link, NetworkState},
-    mariadb::MariaDb,
+    mysql::MySql,
     patroni::{Patroni, Scope},
     postgres::{Fsync, Postgres, free_port, user},
     proxy::{Cut, Proxy},

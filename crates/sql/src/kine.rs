@@ -99,6 +99,9 @@ const POSTGRES_SEQUENCE: &str =
 const MYSQL_SEQUENCE: &str = "SELECT CAST(LEAST(COALESCE(MAX(auto_increment), 1), 9223372036854775807) AS SIGNED) - 1 \
     FROM information_schema.tables WHERE table_schema = DATABASE() AND table_name = 'kine'";
 
+const NEEDS_TLS: &str =
+    "the user can log in only over TLS: the server must offer it, and the address must not disable it";
+
 /// Whether a page contains the values of all rows, or only those of [`APISERVER_COMPACTION`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Values {
@@ -240,7 +243,8 @@ impl KineTable {
 
     async fn begin(address: Address) -> Result<Self> {
         let failed = |error: &sqlx::Error| {
-            Error::Open(format!("cannot open {}, the database of kine: {}", address.name(), describe(error)))
+            let why = if needs_tls(error) { NEEDS_TLS.to_owned() } else { describe(error) };
+            Error::Open(format!("cannot open {}, the database of kine: {why}", address.name()))
         };
         let connecting = Connection::open(&address);
         let mut connection = match timeout(CONNECT_TIMEOUT, connecting).await {
@@ -280,6 +284,11 @@ impl KineTable {
     fn unreadable(&self, error: &sqlx::Error) -> Error {
         Error::Open(format!("cannot read kine's table in {}: {}", self.name(), describe(error)))
     }
+}
+
+/// Returns whether sqlx was to encrypt the password of a user of MySQL itself, which it is built without.
+fn needs_tls(error: &sqlx::Error) -> bool {
+    matches!(error, sqlx::Error::Configuration(text) if text.to_string().starts_with("RSA auth backend disabled"))
 }
 
 impl Connection {

@@ -1,6 +1,7 @@
 //! Tables with revisions that have no change, with rows that make no sense, and tables that are refused.
 
 use super::*;
+use crate::support::MySql;
 
 /// A table, and what is served after its import.
 struct Case<'a> {
@@ -206,7 +207,7 @@ async fn revisions_without_a_change_are_compacted(backend: Backend) {
 }
 
 async fn unused_sequence_values_are_not_given_again(backend: Backend) {
-    for kind in [Kind::Postgres, Kind::MariaDb] {
+    for kind in [Kind::Postgres, Kind::MySql] {
         let rows = rows(&[Row::create(3, "/b", 0, "1")]);
         let sql = match kind {
             Kind::Postgres => "SELECT setval('kine_id_seq', 5)",
@@ -246,7 +247,7 @@ async fn names_that_differ_in_case_are_different_keys(backend: Backend) {
         Row::update(4, "/case", 3, 3, "lower"),
         Row::create(5, "/b", 0, "1"),
     ]);
-    let Some(source) = Source::of(Kind::MariaDb, &table).await else { return };
+    let Some(source) = Source::of(Kind::MySql, &table).await else { return };
     let Some(mut imported) = Imported::from(backend, &source.url).await else { return };
     let pairs = [("/Case", 3, 3, 1, "upper"), A, ("/b", 5, 5, 1, "1"), ("/case", 3, 4, 2, "lower")];
     Imported::check_pairs(&imported.range(0).await.0, &pairs, &imported.report);
@@ -261,7 +262,8 @@ async fn refused(backend: Backend, url: &str) -> Option<String> {
     let output = orlop(&["import", "kine", "--from", url, "--datastore-endpoint", &datastore]);
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && output.stdout.is_empty(), "{text}");
-    assert!(!text.contains("pass"), "no password: {text}");
+    let passwords = [":pass", "wo@rd", "wo%40rd", "pass%20word"];
+    assert!(!passwords.iter().any(|password| text.contains(password)), "no password: {text}");
     let server = Server::orlop_on(&datastore, &[]).await;
     let range = RangeRequest { key: "k".into(), ..Default::default() };
     let answer = Client::connect(server.endpoint()).await.kv.range(range).await.expect("a range").into_inner();
@@ -285,7 +287,7 @@ async fn tables_that_are_not_sound_are_refused(backend: Backend) {
     let Some(text) = refused(backend, &source.url).await else { return };
     assert!(text.contains("row 1: it is a key"), "{text}");
 
-    let Some(source) = Source::of(Kind::MariaDb, &rows(&[])).await else { return };
+    let Some(source) = Source::of(Kind::MySql, &rows(&[])).await else { return };
     source.sql("INSERT INTO kine (id, name, created) VALUES (9223372036854775808, '/b', 1)").await;
     let Some(text) = refused(backend, &source.url).await else { return };
     assert!(text.contains("1 rows have an id above 9223372036854775807"), "{text}");
@@ -325,7 +327,7 @@ async fn running_kine_is_detected(backend: Backend) {
     let Some(text) = refused(backend, &source.url).await else { return };
     assert!(text.contains("is in use by another process: stop kine or k3s first"), "{text}");
 
-    for kind in [Kind::Postgres, Kind::MariaDb] {
+    for kind in [Kind::Postgres, Kind::MySql] {
         let Some(source) = Source::of(kind, &live_example()).await else { continue };
         let session = source.session().await;
         let Some(text) = refused(backend, &source.url).await else { return };
@@ -339,6 +341,34 @@ async fn running_kine_is_detected(backend: Backend) {
         })
         .await;
     }
+}
+
+/// MySQL checks the first password of a user only over TLS, which it has without settings; MariaDB has no TLS here.
+async fn users_of_mysql_log_in(backend: Backend) {
+    let Some(server) = MySql::shared().await else { return };
+    let go = |source: &Source, parameters: &str| format!("{}{parameters}", source.url);
+    if server.is_mariadb() {
+        let Some(source) = Source::of(Kind::MySql, &live_example()).await else { return };
+        let Some(_) = Imported::from(backend, &go(&source, "?tls=false")).await else { return };
+        let Some(text) = refused(backend, &go(&source, "?tls=skip-verify")).await else { return };
+        assert!(text.contains("server does not support TLS"), "{text}");
+        return;
+    }
+    let Some(unknown) = Source::empty(Kind::MySql).await else { return };
+    let Some(text) = refused(backend, &go(&unknown, "?tls=false")).await else { return };
+    assert!(text.contains("can log in only over TLS") && !text.contains("feature"), "{text}");
+    let Some(text) = refused(backend, &go(&unknown, "?tls=true")).await else { return };
+    assert!(text.contains("certificate"), "{text}");
+    let Some(text) = refused(backend, &unknown.url.replace("pass/", "sap/")).await else { return };
+    assert!(text.contains("Access denied for user"), "{text}");
+    for parameters in ["", "?tls=preferred", "?tls=skip-verify"] {
+        let Some(source) = Source::of(Kind::MySql, &live_example()).await else { return };
+        let Some(_) = Imported::from(backend, &go(&source, parameters)).await else { return };
+    }
+    let Some(source) = Source::of(Kind::MySql, &live_example()).await else { return };
+    let authority = server.authority();
+    let url = format!("{}?ssl-mode=VERIFY_CA&ssl-ca={}", source.own, authority.display());
+    let Some(_) = Imported::from(backend, &url).await else { return };
 }
 
 async fn target_with_content_is_refused(backend: Backend) {
@@ -364,5 +394,6 @@ on_both_backends!(
     tables_that_are_not_sound_are_refused,
     foreign_databases_are_refused,
     running_kine_is_detected,
+    users_of_mysql_log_in,
     target_with_content_is_refused,
 );

@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use sqlx::{AssertSqlSafe, Connection as _, MySqlConnection, PgConnection, SqliteConnection};
 use tempfile::TempDir;
 
-use crate::support::{MariaDb, Postgres, home};
+use crate::support::{MySql, Postgres, home};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Sqlite,
     Postgres,
-    MariaDb,
+    /// Of MySQL or MariaDB.
+    MySql,
 }
 
 /// The version of kine that created the table.
@@ -23,7 +24,7 @@ pub enum Schema {
 }
 
 impl Kind {
-    pub const ALL: [Self; 3] = [Self::Sqlite, Self::Postgres, Self::MariaDb];
+    pub const ALL: [Self; 3] = [Self::Sqlite, Self::Postgres, Self::MySql];
 
     fn ddl(self, schema: Schema) -> String {
         let [id, name, revision, number, bytes] = match (self, schema) {
@@ -37,14 +38,14 @@ impl Kind {
                 ["BIGSERIAL PRIMARY KEY", "text COLLATE \"C\"", "BIGINT", "INTEGER", "bytea"]
             }
             (Self::Postgres, Schema::Old) => ["SERIAL PRIMARY KEY", "VARCHAR(630)", "INTEGER", "INTEGER", "bytea"],
-            (Self::MariaDb, Schema::Current) => [
+            (Self::MySql, Schema::Current) => [
                 "BIGINT UNSIGNED AUTO_INCREMENT PRIMARY KEY",
                 "VARCHAR(630) CHARACTER SET ascii",
                 "BIGINT UNSIGNED",
                 "INTEGER",
                 "MEDIUMBLOB",
             ],
-            (Self::MariaDb, Schema::Old) => [
+            (Self::MySql, Schema::Old) => [
                 "INTEGER AUTO_INCREMENT PRIMARY KEY",
                 "VARCHAR(630) CHARACTER SET ascii",
                 "INTEGER",
@@ -108,13 +109,13 @@ impl Row {
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let bytes = |bytes: &[u8]| match kind {
             Kind::Postgres => format!("'\\x{}'::bytea", hex(bytes)),
-            Kind::Sqlite | Kind::MariaDb => format!("X'{}'", hex(bytes)),
+            Kind::Sqlite | Kind::MySql => format!("X'{}'", hex(bytes)),
         };
         let name = match kind {
             _ if self.name.is_empty() => "NULL".to_owned(),
             Kind::Sqlite => format!("CAST({} AS TEXT)", bytes(&self.name)),
             Kind::Postgres => format!("convert_from({}, 'UTF8')", bytes(&self.name)),
-            Kind::MariaDb => bytes(&self.name),
+            Kind::MySql => bytes(&self.name),
         };
         // kine itself writes 0; tables that other tools have filled may have NULL.
         let number = |number: i64| if number == 0 && self.id % 2 == 0 { "NULL".to_owned() } else { number.to_string() };
@@ -163,8 +164,8 @@ impl Source {
                 let url = Postgres::shared().await?.create_database();
                 (url.clone(), url, None)
             }
-            Kind::MariaDb => {
-                let database = MariaDb::shared().await?.create_database().await;
+            Kind::MySql => {
+                let database = MySql::shared().await?.create_database().await;
                 (database.go_url(), database.url(), None)
             }
         };
@@ -193,7 +194,7 @@ impl Source {
             match self.kind {
                 Kind::Sqlite => execute::<SqliteConnection>(&self.own, sql, "SELECT 1").await,
                 Kind::Postgres => execute::<PgConnection>(&self.own, sql, "SELECT 1").await,
-                Kind::MariaDb => execute::<MySqlConnection>(&self.own, sql, "USE information_schema").await,
+                Kind::MySql => execute::<MySqlConnection>(&self.own, sql, "USE information_schema").await,
             },
         );
         done.unwrap_or_else(|error| panic!("{own}: {sql}: {error}"));
@@ -204,7 +205,7 @@ impl Source {
         SqliteConnection::connect(&self.own).await.expect("the file is opened")
     }
 
-    /// Opens a session of the Postgres or MariaDB database, and reads the table as kine does.
+    /// Opens a session of the Postgres or MySQL database, and reads the table as kine does.
     pub async fn session(&self) -> Box<dyn std::any::Any + Send> {
         match self.kind {
             Kind::Postgres => Box::new(polling::<PgConnection>(&self.own).await),
@@ -226,7 +227,9 @@ where
     for sql in [sql, last] {
         sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(&mut connection).await?;
     }
-    connection.close().await
+    // MySQL closes the connection before the end of TLS is sent.
+    let _ = connection.close().await;
+    Ok(())
 }
 
 /// Reads the table as kine does, and returns the connection.

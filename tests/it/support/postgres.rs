@@ -332,8 +332,14 @@ impl Drop for Paused {
     }
 }
 
-/// Returns the folder of Postgres's programs: that of the initdb on the PATH, or Debian's folder of the newest version.
+/// Returns the folder of Postgres's programs: the one that `ORLOP_TEST_POSTGRES_BIN` names, else that of the initdb on the
+/// PATH, else Debian's folder of the newest version.
 fn programs() -> Option<PathBuf> {
+    if let Some(folder) = std::env::var_os("ORLOP_TEST_POSTGRES_BIN") {
+        let folder = PathBuf::from(folder);
+        assert!(folder.join("initdb").is_file(), "ORLOP_TEST_POSTGRES_BIN names {}: no initdb", folder.display());
+        return Some(folder);
+    }
     let path = std::env::var_os("PATH").unwrap_or_default();
     let versions = fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
     let mut debian: Vec<PathBuf> = versions.map(|version| version.path().join("bin")).collect();
