@@ -99,7 +99,7 @@ torture times="300":
 failover times="200":
     ORLOP_FAILOVER_LONG={{ times }} ORLOP_LINEAR_FAILOVERS=1 cargo test --test it failover -- --nocapture --test-threads=1
 
-# Run a Kubernetes control plane on Orlop; the first time this builds Kubernetes for 20 minutes: `just kubernetes http`.
+# Run a Kubernetes control plane on Orlop; the first time this builds Kubernetes, which takes long: `just kubernetes http`.
 kubernetes *args:
     cargo build --bin orlop
     scripts/try-kube-apiserver {{ args }}
