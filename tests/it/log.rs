@@ -186,4 +186,26 @@ async fn large_changes_of_others_are_left_in_the_log() {
     log.close(&[]).await;
 }
 
-on_both_backends!(frozen_log_does_not_change,);
+/// The primary key alone would accept revision 3 again after its row was deleted, and a revision after a gap.
+async fn append_at_another_position_adds_nothing(backend: Backend) {
+    let home = TempDir::new().expect("a folder");
+    let Some(log) = open(backend, &home).await else { return };
+    let rows = [put("a", row(2, 0), None), put("b", row(3, 0), None), put("b", row(4, 0), Some(row(3, 0)))];
+    append(&*log, &rows, &[], None).await;
+    append(&*log, &[], &[], Some(Revision(4))).await;
+    let now = log.meta().await.expect("the log answers").position;
+    let unreadable = Reclaim::Rows { rows: &[row(3, 0)], compacted: Revision(4), server: now.server };
+    log.reclaim(unreadable).await.expect("the row is deleted");
+    let before = contents(&*log).await;
+    for head in [2, 3, 5, 9] {
+        let changes = [put("c", row(head + 1, 0), None)];
+        let expected = Position { head: Revision(head), ..now };
+        let stale =
+            Append { expected, changes: &changes, reads: None, leases: &[], compact: None, fact: None, auth: None };
+        assert_eq!(log.append(stale).await.expect("the log answers"), Appended::Conflict, "expected head {head}");
+        assert_eq!(contents(&*log).await, before, "expected head {head}");
+    }
+    log.close(&[]).await;
+}
+
+on_both_backends!(frozen_log_does_not_change, append_at_another_position_adds_nothing,);
