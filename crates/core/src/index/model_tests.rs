@@ -134,13 +134,14 @@ proptest! {
         histories in vec(histories(8), 1..4),
         compacted in any::<Index>(),
         keys_max in 1..4_usize,
+        part_keys in 1..6_usize,
     ) {
         let mut model = Model::of(&histories[0]);
         let mut index = model.index();
         let readable: Vec<_> = model.readable().collect();
         check_compaction(&mut index, &mut model, *compacted.get(&readable), usize::MAX)?;
         let (head, mut later) = (index.head(), histories[1..].iter().flatten());
-        let (mut loader, mut after) = (SavedIndexLoader::new(0), None);
+        let (mut loader, mut after) = (SavedIndexLoader::in_parts_of(part_keys), None);
         loop {
             let mut block = Vec::new();
             after = index.save_step(after.as_ref(), keys_max, &mut block);

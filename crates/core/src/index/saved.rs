@@ -26,8 +26,11 @@ use crate::types::{Key, LeaseId, Revision, RowId};
 
 /// Bytes at which a step ends. A key with a long history may exceed them.
 const STEP_BYTES: usize = 1 << 18;
-/// Maximum number of keys for which memory is reserved, because the number comes from a file.
-const RESERVED_KEYS_MAX: usize = 1 << 24;
+/// Each part copies the tree before it, so more parts need less memory and more time.
+const PARTS: usize = 4;
+const PART_KEYS_MIN: usize = 1 << 16;
+/// The expected number of keys comes from a file, so it may be wrong.
+const PART_KEYS_MAX: usize = 1 << 24;
 
 /// The bytes are no block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -51,9 +54,16 @@ impl TreeIndex {
 }
 
 /// Builds an index from blocks.
+///
+/// A tree of full nodes is built from a sorted list, and a list of all keys would need as much memory again as the tree.
+/// Therefore the keys move to the tree in [`PARTS`] parts.
 #[derive(Debug)]
 pub struct SavedIndexLoader {
-    keys: Vec<(Key, KeyIndex)>,
+    tree: BTreeMap<Key, KeyIndex>,
+    /// The next part: keys behind those of the tree.
+    part: Vec<(Key, KeyIndex)>,
+    part_keys: usize,
+    live: usize,
     /// The newest revision of all keys.
     newest: Revision,
 }
@@ -61,7 +71,12 @@ pub struct SavedIndexLoader {
 impl SavedIndexLoader {
     /// Expects about this number of keys.
     pub fn new(keys: usize) -> Self {
-        Self { keys: Vec::with_capacity(keys.min(RESERVED_KEYS_MAX)), newest: Revision::EMPTY }
+        Self::in_parts_of((keys / PARTS + 1).clamp(PART_KEYS_MIN, PART_KEYS_MAX))
+    }
+
+    pub(super) fn in_parts_of(part_keys: usize) -> Self {
+        let part = Vec::with_capacity(part_keys);
+        Self { tree: BTreeMap::new(), part, part_keys, live: 0, newest: Revision::EMPTY }
     }
 
     /// Adds the keys of the next block.
@@ -73,12 +88,17 @@ impl SavedIndexLoader {
         while !block.is_empty() {
             let len = usize::try_from(number(&mut block)?).map_err(|_| InvalidBlock)?;
             let key = Key::from(block.split_off(..len).ok_or(InvalidBlock)?);
-            if self.keys.last().is_some_and(|(last, _)| *last >= key) {
+            let last = self.part.last().map(|(last, _)| last);
+            if last.or_else(|| Some(self.tree.last_key_value()?.0)).is_some_and(|last| *last >= key) {
                 return Err(InvalidBlock);
             }
             let index = decode(&mut block)?;
             self.newest = self.newest.max(index.newest.row.revision);
-            self.keys.push((key, index));
+            self.live += usize::from(index.is_live());
+            self.part.push((key, index));
+            if self.part.len() == self.part_keys {
+                self.move_part();
+            }
         }
         Ok(())
     }
@@ -89,11 +109,19 @@ impl SavedIndexLoader {
     }
 
     /// Returns the index, whose head is that of the first step, or lower.
-    pub fn finish(self, head: Revision, compact_revision: Option<Revision>) -> TreeIndex {
-        let live = self.keys.iter().filter(|(_, index)| index.is_live()).count();
-        // The keys are sorted, so this builds the tree from full nodes.
-        let keys: BTreeMap<Key, KeyIndex> = self.keys.into_iter().collect();
-        TreeIndex { keys, live, head, compact_revision }
+    pub fn finish(mut self, head: Revision, compact_revision: Option<Revision>) -> TreeIndex {
+        self.move_part();
+        TreeIndex { keys: self.tree, live: self.live, head, compact_revision }
+    }
+
+    fn move_part(&mut self) {
+        let part = std::mem::replace(&mut self.part, Vec::with_capacity(self.part_keys));
+        let mut part: BTreeMap<Key, KeyIndex> = part.into_iter().collect();
+        if self.tree.is_empty() {
+            self.tree = part;
+        } else {
+            self.tree.append(&mut part);
+        }
     }
 }
 
