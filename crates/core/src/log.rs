@@ -408,7 +408,8 @@ pub trait Log: History {
     /// Not cancel safe: the append may still happen after the future was dropped.
     async fn append(&self, append: Append<'_>) -> Result<Appended>;
 
-    /// Returns the pairs in these rows, in any order. Omits rows that contain a delete or were compacted.
+    /// Returns the pairs in these rows, in their order. Omits rows that contain a delete or were compacted. A row that
+    /// occurs twice may be omitted once.
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>>;
 
     /// Returns the lengths of the values in these rows in bytes, in any order, without reading the values. Omits rows

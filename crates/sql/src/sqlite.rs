@@ -1,6 +1,7 @@
 //! The log in one SQLite file, owned by one Orlop process.
 //!
-//! Connections: one for writes, [`READERS_MAX`] for reads, one for checkpoints. The mode is WAL with
+//! Connections: one for writes, [`READERS_MAX`] for reads of the history, as many for reads of values ([`readers`]), one
+//! for checkpoints. The mode is WAL with
 //! `synchronous=FULL`, so a commit returns when the WAL is on disk. Other processes may read the database with SQL
 //! while Orlop runs. A lock on a separate file prevents a second Orlop process on the same database ([`lock`]).
 //!
@@ -18,8 +19,10 @@ mod load;
 mod lock;
 mod packed;
 mod read;
+mod readers;
 mod saved_index;
 mod vacuum;
+mod values;
 mod view;
 mod wal;
 mod writer;
@@ -34,7 +37,7 @@ use sqlx::{
 };
 use tracing::warn;
 
-use self::{append::Batch, checkpoint::Checkpointer, lock::FileLock, vacuum::Vacuum, writer::Writer};
+use self::{append::Batch, checkpoint::Checkpointer, lock::FileLock, readers::Readers, vacuum::Vacuum, writer::Writer};
 pub use self::{archive::SqliteArchive, defragment::Defragmented, load::SqliteLoader, view::SqliteView};
 pub(crate) use self::{integrity::refuse_damage, view::may_be_immutable};
 use crate::rows::{cannot_migrate, connections, foreign_table, unavailable};
@@ -64,7 +67,10 @@ const READERS_MAX: u32 = 4;
 /// The log in SQLite.
 pub struct SqliteLog {
     writer: Arc<Writer>,
+    /// For reads of the history.
     readers: SqlitePool,
+    /// For reads of single rows.
+    values: Readers,
     /// Options for another connection for reads, outside the pool.
     options: SqliteConnectOptions,
     checkpointer: Arc<Checkpointer>,
@@ -126,11 +132,13 @@ impl SqliteLog {
             .connect_with(read_only.clone())
             .await
             .map_err(open)?;
+        let settings = Arc::new(settings);
+        let values = Readers::new(Arc::clone(&settings));
         let writer = Arc::new(Writer::new(settings, writer));
         let checkpointer = Checkpointer::start(options.connect().await.map_err(open)?, Arc::clone(&writer));
         let checkpointer = Arc::new(checkpointer);
         let vacuum = Vacuum::start(Arc::clone(&writer), Arc::clone(&checkpointer));
-        Ok(Self { writer, readers, options: read_only, checkpointer, vacuum, lease_times, _lock: lock })
+        Ok(Self { writer, readers, values, options: read_only, checkpointer, vacuum, lease_times, _lock: lock })
     }
 
     async fn reader(&self) -> Result<PoolConnection<Sqlite>> {
@@ -306,11 +314,13 @@ impl Log for SqliteLog {
     }
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
-        read::values(&mut *self.reader().await?, rows).await
+        let rows = rows.to_vec();
+        self.values.run(move |connection| values::values(connection, &rows)).await
     }
 
     async fn value_lengths(&self, rows: &[RowId]) -> Result<Vec<(RowId, u64)>> {
-        read::value_lengths(&mut *self.reader().await?, rows).await.map_err(unavailable)
+        let rows = rows.to_vec();
+        self.values.run(move |connection| values::value_lengths(connection, &rows)).await
     }
 
     async fn token_key(&self) -> Result<Vec<u8>> {
@@ -330,7 +340,8 @@ impl Log for SqliteLog {
     }
 
     fn connections(&self) -> Connections {
-        connections(self.readers.size(), self.readers.num_idle())
+        let (history, values) = (connections(self.readers.size(), self.readers.num_idle()), self.values.connections());
+        Connections { idle: history.idle + values.idle, used: history.used + values.used }
     }
 
     fn saved_index(&self) -> Option<&dyn SavedIndex> {
@@ -349,6 +360,7 @@ impl Log for SqliteLog {
 
     async fn close(&self, leases: &[LoggedLease]) {
         self.readers.close().await;
+        self.values.close().await;
         self.vacuum.finish().await;
         self.checkpointer.finish().await;
         if let Err(error) = self.record_lease_times(leases).await {

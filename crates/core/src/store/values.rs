@@ -38,6 +38,11 @@ impl ValueCache {
         self.0.peek(&row).map(|kv| kv.value_slice().len() as u64)
     }
 
+    /// Returns whether pairs of this many bytes fit into the cache.
+    pub fn fits(&self, bytes: usize) -> bool {
+        bytes as u64 <= self.0.capacity()
+    }
+
     /// Returns the approximate size in bytes.
     pub fn bytes(&self) -> u64 {
         self.0.weight()

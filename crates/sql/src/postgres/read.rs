@@ -1,5 +1,7 @@
 //! Reads rows.
 
+use std::collections::HashMap;
+
 use futures_util::TryStreamExt as _;
 use sqlx::PgConnection;
 
@@ -77,6 +79,7 @@ pub(super) async fn values(
         WHERE NOT deleted";
     let mut found = Vec::with_capacity(rows.len());
     for chunk in rows.chunks(VALUES_ROWS_MAX) {
+        let mut unordered = HashMap::with_capacity(chunk.len());
         let (first, more): (Vec<RowId>, Vec<RowId>) = chunk.iter().partition(|row| row.sub == 0);
         let ids = |rows: &[RowId]| rows.iter().map(|row| row.revision.0).collect::<Vec<i64>>();
         let subs: Vec<i64> = more.iter().map(|row| i64::from(row.sub)).collect();
@@ -87,15 +90,16 @@ pub(super) async fn values(
         for query in queries.into_iter().flatten() {
             let mut fetched = query.fetch(&mut *connection);
             while let Some(row) = fetched.try_next().await? {
-                let pair = match rows::pair(&row) {
+                let (row, kv) = match rows::pair(&row) {
                     Ok(pair) => pair,
                     Err(error) => return Ok(Err(error)),
                 };
                 // If all rows are in memory, nothing else in this loop yields to other tasks.
-                rows::consume_budget_for(ROW_UNITS, pair.1.len()).await;
-                found.push(pair);
+                rows::consume_budget_for(ROW_UNITS, kv.len()).await;
+                unordered.insert(row, kv);
             }
         }
+        found.extend(chunk.iter().filter_map(|row| unordered.remove_entry(row)));
     }
     Ok(Ok(found))
 }

@@ -1,14 +1,11 @@
-//! Reads rows.
+//! Reads the history: rows in the order of revisions.
 
 use std::{pin::pin, task::Poll};
 
 use futures_util::{TryStreamExt as _, poll};
 use sqlx::{SqliteConnection, sqlite::SqliteRow};
 
-use super::{
-    has_code,
-    packed::{self, packed_columns},
-};
+use super::packed::{self, packed_columns};
 use crate::auth::{self, AuthRow};
 use crate::rows::{
     self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
@@ -17,13 +14,8 @@ use crate::rows::{
 use orlop_core::{
     auth::AuthState,
     log::{Meta, Page, Result, Size, Visit, WithPrev},
-    types::{Change, EncodedKv, KeyRange, Revision, RowId},
+    types::{Change, KeyRange, Revision, RowId},
 };
-
-/// Maximum number of rows that [`values`] reads in one statement.
-const VALUES_ROWS: usize = 256;
-/// Result code of SQLite: a value is longer than the maximum.
-const SQLITE_TOOBIG: i32 = 18;
 
 /// Implements [`orlop_core::log::History::meta`].
 pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
@@ -58,81 +50,6 @@ pub(super) async fn replay(connection: &mut SqliteConnection, from: Revision, vi
             Poll::Pending => reading.await?,
         };
     }
-}
-
-/// Implements [`orlop_core::log::Log::values`].
-pub(super) async fn values(connection: &mut SqliteConnection, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
-    let mut found = Vec::with_capacity(rows.len());
-    let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
-    for (table, rows) in [(Table::First, first), (Table::More, more)] {
-        let mut parts: Vec<&[RowId]> = rows.chunks(VALUES_ROWS).rev().collect();
-        while let Some(part) = parts.pop() {
-            match packed(&mut *connection, table, part).await {
-                Ok(packed) => {
-                    for row in packed::rows(&packed)? {
-                        let row = row?;
-                        let kv = row.kv();
-                        // All rows are in memory, so nothing else in this loop yields to other tasks.
-                        rows::consume_budget_for(1, kv.len()).await;
-                        found.push((row.row, kv));
-                    }
-                }
-                Err(error) if part.len() > 1 && has_code(&error, SQLITE_TOOBIG) => {
-                    let (first_half, second_half) = part.split_at(part.len() / 2);
-                    parts.extend([second_half, first_half]);
-                }
-                Err(error) => return Err(unavailable(error)),
-            }
-        }
-    }
-    Ok(found)
-}
-
-/// Implements [`orlop_core::log::Log::value_lengths`]. `length` of a column reads only the header of its row, not the
-/// pages that contain the rest of a long value. One string per statement is faster than a row for each length.
-pub(super) async fn value_lengths(
-    connection: &mut SqliteConnection,
-    rows: &[RowId],
-) -> sqlx::Result<Vec<(RowId, u64)>> {
-    const FIRST: &str = "SELECT group_concat(id || ' 0 ' || length(value), ' ') FROM kv_log \
-        WHERE id IN (SELECT value FROM json_each(?)) AND deleted = 0";
-    const MORE: &str = "SELECT group_concat(id || ' ' || sub || ' ' || length(value), ' ') FROM kv_log_more \
-        WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?)) AND deleted = 0";
-    let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
-    let mut found = Vec::with_capacity(rows.len());
-    for (sql, list) in [
-        (FIRST, json_list(first.iter().map(|row| row.revision.0.to_string()))),
-        (MORE, json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)))),
-    ] {
-        let Some(list) = list else { continue };
-        let text: Option<String> = sqlx::query_scalar(sql).bind(list).fetch_one(&mut *connection).await?;
-        let text = text.unwrap_or_default();
-        let mut numbers = text.split_ascii_whitespace().map(str::parse::<i64>);
-        while let (Some(Ok(id)), Some(Ok(sub)), Some(Ok(length))) = (numbers.next(), numbers.next(), numbers.next()) {
-            let row = RowId::new(Revision(id), u32::try_from(sub).unwrap_or(u32::MAX));
-            found.push((row, length.cast_unsigned()));
-        }
-    }
-    Ok(found)
-}
-
-/// Reads rows with their values, in any order, packed.
-async fn packed(connection: &mut SqliteConnection, table: Table, rows: &[RowId]) -> sqlx::Result<SqliteRow> {
-    const FIRST: &str = concat!(
-        "SELECT ",
-        packed_columns!("0", "value"),
-        " FROM kv_log WHERE id IN (SELECT value FROM json_each(?)) AND deleted = 0"
-    );
-    const MORE: &str = concat!(
-        "SELECT ",
-        packed_columns!("sub", "value"),
-        " FROM kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?)) AND deleted = 0"
-    );
-    let (sql, list) = match table {
-        Table::First => (FIRST, json_list(rows.iter().map(|row| row.revision.0.to_string()))),
-        Table::More => (MORE, json_list(rows.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)))),
-    };
-    sqlx::query(sql).bind(list).fetch_one(connection).await
 }
 
 /// Implements [`orlop_core::log::History::changes`].
@@ -216,13 +133,13 @@ async fn page_rows(
 async fn packed_rows(connection: &mut SqliteConnection, from: RowId) -> Result<[SqliteRow; 2]> {
     const FIRST: &str = concat!(
         "SELECT ",
-        packed_columns!("0", "NULL"),
+        packed_columns!("0"),
         " FROM (SELECT id, key, lease, version, create_revision, prev_revision, deleted FROM kv_log \
          WHERE (id, 0) >= (?, ?) ORDER BY id LIMIT ?)"
     );
     const MORE: &str = concat!(
         "SELECT ",
-        packed_columns!("sub", "NULL"),
+        packed_columns!("sub"),
         " FROM (SELECT id, sub, key, lease, version, create_revision, prev_revision, deleted FROM kv_log_more \
          WHERE (id, sub) >= (?, ?) ORDER BY id, sub LIMIT ?)"
     );

@@ -47,6 +47,13 @@ impl Settings {
         Ok(connection)
     }
 
+    /// Opens a connection that cannot write.
+    pub(super) fn connect_to_read(&self) -> Result<Connection> {
+        let connection = self.connect()?;
+        connection.pragma_update(None, "query_only", "ON")?;
+        Ok(connection)
+    }
+
     fn synchronous(&self) -> &'static str {
         match self.durability {
             Durability::Synced => "FULL",
@@ -56,8 +63,8 @@ impl Settings {
 }
 
 impl Writer {
-    pub(super) fn new(settings: Settings, connection: Connection) -> Self {
-        Self { settings: Arc::new(settings), connection: Mutex::new(Some(connection)) }
+    pub(super) fn new(settings: Arc<Settings>, connection: Connection) -> Self {
+        Self { settings, connection: Mutex::new(Some(connection)) }
     }
 
     /// Waits for exclusive use of the connection. Fails if a new connection cannot be opened.
@@ -105,7 +112,7 @@ where
     blocking(move || work(&mut connection).map(|done| (connection, done))).await
 }
 
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     match spawn_blocking(work).await {
         Ok(done) => done,
         Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),

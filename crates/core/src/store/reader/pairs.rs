@@ -1,13 +1,11 @@
 //! Collects the pairs of a read, from the index, the cache and the log.
 
-use std::collections::HashMap;
-
-use futures_util::{StreamExt as _, stream::FuturesUnordered};
+use futures_util::{StreamExt as _, stream::FuturesOrdered};
 use tokio::task::yield_now;
 use tracing::error;
 
 use crate::{
-    index::{Lease, ReadAt},
+    index::{Entry, Lease, ReadAt},
     overload::Steps,
     store::{
         error::{Error, Result},
@@ -27,9 +25,9 @@ const STEP_VALUES: usize = 500;
 /// A read of more than this number of rows is a list. Lists are limited separately.
 pub(super) const FEW_ROWS_MAX: usize = 100;
 /// Target size of one read of the log, in bytes. 1 MiB would not be faster and would block other reads for longer.
-const READ_BYTES_TARGET: usize = 128 << 10;
+const READ_BYTES_TARGET: usize = 512 << 10;
 /// Maximum number of rows of one read of the log, because large values can follow small ones.
-const READ_ROWS_MAX: usize = 250;
+const READ_ROWS_MAX: usize = 500;
 /// Minimum number of rows of one read of the log.
 const READ_ROWS_MIN: usize = 2;
 /// Number of rows of the first read, when the size of the values is unknown.
@@ -101,7 +99,7 @@ impl Shared {
             }
             for selected in chunk {
                 let row = selected.entry.version.row;
-                let kv = selected.pair_without_value(projection).or_else(|| self.values.get(row));
+                let kv = selected.pair_without_value(projection).or_else(|| self.cached_pair(&selected.entry));
                 if kv.is_none() {
                     pairs.missing.push(row);
                 }
@@ -114,12 +112,21 @@ impl Shared {
         pairs
     }
 
+    /// Returns the pair if it is cached. Only the newest version of a key is, and only its lease is known to the index.
+    fn cached_pair(&self, entry: &Entry) -> Option<EncodedKv> {
+        match entry.lease {
+            Lease::Known(_) => self.values.get(entry.version.row),
+            Lease::InRow => None,
+        }
+    }
+
     /// Reads pairs as [`crate::log::Log::values`] does, and counts their memory.
     pub(super) async fn read_few(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         Ok(self.read_memory.count(self.log.values(rows).await?))
     }
 
-    /// Reads the pairs of a list in parts, [`CONCURRENT_READS_MAX`] concurrently. Each part is a step.
+    /// Reads the pairs of a list in parts, [`CONCURRENT_READS_MAX`] concurrently, and returns them in the order of the rows.
+    /// Each part is a step.
     pub(in crate::store) async fn read_list(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         let read = async |rows| {
             self.steps.request().await;
@@ -127,11 +134,11 @@ impl Shared {
         };
         let (mut found, mut bytes) = (Vec::with_capacity(rows.len()), 0);
         let (mut rest, mut part) = (rows, READ_ROWS_FIRST);
-        let mut reads = FuturesUnordered::new();
+        let mut reads = FuturesOrdered::new();
         loop {
             while reads.len() < CONCURRENT_READS_MAX && !rest.is_empty() {
                 let (next, later) = rest.split_at(part.min(rest.len()));
-                reads.push(read(next));
+                reads.push_back(read(next));
                 rest = later;
             }
             let Some(values) = reads.next().await else { return Ok(found) };
@@ -141,37 +148,30 @@ impl Shared {
         }
     }
 
-    /// Moves pairs that were read from the log into the response, and into the cache if they are the newest versions.
+    /// Moves pairs that were read from the log into the response, and into the cache if they are the newest versions and all
+    /// of them fit: a larger list would replace everything that is cached, and then its own first pairs.
     async fn put_in_place(
         &self,
         selected: &[Selected],
         pairs: &mut Pairs,
-        mut read: Vec<(RowId, EncodedKv)>,
+        read: Vec<(RowId, EncodedKv)>,
         at: Revision,
         step: &mut StepCount,
     ) -> Result<()> {
-        let mut found = HashMap::with_capacity(read.len());
-        loop {
-            found.extend(read.drain(read.len().saturating_sub(STEP_VALUES)..));
-            if read.is_empty() {
-                break;
-            }
-            step.next(&self.steps).await;
+        if read.len() < pairs.missing.len() {
+            return Err(self.missing_rows_error(at, pairs.missing.len() - read.len()).await);
         }
-        if found.len() < pairs.missing.len() {
-            return Err(self.missing_rows_error(at, pairs.missing.len() - found.len()).await);
-        }
+        let may_cache = self.values.fits(read.iter().map(|(_, kv)| kv.len()).sum());
         let absent = selected.iter().zip(&mut pairs.in_order).filter(|(_, pair)| pair.is_none());
-        for (number, (selected, pair)) in absent.enumerate() {
+        for (number, ((selected, pair), (row, kv))) in absent.zip(read).enumerate() {
             if number % STEP_VALUES == STEP_VALUES - 1 {
                 step.next(&self.steps).await;
             }
-            let row = selected.entry.version.row;
-            *pair = found.remove(&row);
-            // Only the newest version of a key is cached. Only its lease is known to the index.
-            if let (Some(kv), Lease::Known(_)) = (&pair, selected.entry.lease) {
+            assert_eq!(row, selected.entry.version.row, "the log returns pairs in the order of the rows");
+            if let (true, Lease::Known(_)) = (may_cache, selected.entry.lease) {
                 self.values.insert(row, kv.clone());
             }
+            *pair = Some(kv);
         }
         Ok(())
     }
@@ -214,7 +214,7 @@ mod tests {
     use futures_util::FutureExt as _;
 
     use super::*;
-    use crate::{index::Entry, store::fixtures::shared, types::Version};
+    use crate::{store::fixtures::shared, types::Version};
 
     fn selected(number: u32) -> Selected {
         let row = RowId::new(Revision(2), number);
