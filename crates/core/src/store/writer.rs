@@ -26,6 +26,7 @@ mod recovery;
 
 use std::{
     collections::VecDeque,
+    mem::Discriminant,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -48,7 +49,11 @@ use super::{
     txn::{Evaluation, Fetched, Stop},
     write_request::{Outcome, Request},
 };
-use crate::{log::Position, sync::AtomicUsize, types::RowId};
+use crate::{
+    log::{self, Position},
+    sync::AtomicUsize,
+    types::RowId,
+};
 
 /// Number of pending requests at which the writer takes no more from the queue. Larger batches only add latency.
 const BATCH_REQUESTS_MAX: usize = 512;
@@ -94,7 +99,8 @@ pub(super) struct Writer {
 /// A period in which the log accepts no writes.
 struct Outage {
     since: Instant,
-    logged: Instant,
+    /// The time and the kind of the last failure that was logged.
+    logged: Option<(Instant, Discriminant<log::Error>)>,
 }
 
 impl Writer {

@@ -1,6 +1,6 @@
 //! Commits a batch and answers its requests.
 
-use std::{sync::Arc, time::Duration};
+use std::{mem::discriminant, sync::Arc, time::Duration};
 
 use tokio::time::{Instant, sleep};
 use tracing::{debug, error, info, warn};
@@ -225,14 +225,14 @@ impl Writer {
         }
     }
 
-    /// Logs a failed write, at most every [`FAILURE_LOG_INTERVAL`].
+    /// Logs a failed write, at most every [`FAILURE_LOG_INTERVAL`] while the failures are of one kind.
     fn log_failure(&mut self, failure: &log::Error) {
-        let now = Instant::now();
-        let outage = self.outage.get_or_insert(Outage { since: now, logged: now });
-        if outage.logged != now && now - outage.logged < FAILURE_LOG_INTERVAL {
+        let (now, kind) = (Instant::now(), discriminant(failure));
+        let outage = self.outage.get_or_insert(Outage { since: now, logged: None });
+        if outage.logged.is_some_and(|(logged, of)| of == kind && now - logged < FAILURE_LOG_INTERVAL) {
             return debug!(error = %failure, "writes still fail");
         }
-        outage.logged = now;
+        outage.logged = Some((now, kind));
         match failure {
             log::Error::Unavailable(_) => {
                 warn!(error = %failure, "the database accepts no writes; trying again");
