@@ -223,6 +223,24 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn list_that_exceeds_the_cache_is_not_cached() {
+        let shared = shared(1 << 20);
+        for (count, is_cached) in [(2_000, false), (100, true)] {
+            let selected: Vec<Selected> = (0..count).map(selected).collect();
+            let version = |selected: &Selected| selected.entry.version;
+            let missing: Vec<RowId> = selected.iter().map(|selected| version(selected).row).collect();
+            let pair = |selected: &Selected| EncodedKv::new(b"k", version(selected), &[7; 1_000], None);
+            let read = missing.iter().copied().zip(selected.iter().map(pair)).collect();
+            let mut pairs = Pairs { in_order: vec![None; selected.len()], missing: missing.clone() };
+            let mut step = StepCount::default();
+            let placed = shared.put_in_place(&selected, &mut pairs, read, Revision(2), &mut step);
+            placed.await.expect("no row is missing");
+            assert_eq!(pairs.present().len(), selected.len(), "{count} pairs");
+            assert!(missing.iter().all(|row| shared.values.get(*row).is_some() == is_cached), "{count} pairs");
+        }
+    }
+
+    #[tokio::test]
     async fn list_that_waits_holds_no_values() {
         let shared = shared(1 << 20);
         let selected: Vec<Selected> = (0..=FEW_ROWS_MAX as u32 + 1).map(selected).collect();
