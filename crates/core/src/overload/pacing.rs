@@ -166,10 +166,9 @@ mod tests {
         let (steps, grant) = Steps::new();
         let read = Arc::new(Mutex::new(Vec::new()));
         let (mut reader, pacer) = paced(Endless { time: READ_TIME_MAX, read: Arc::clone(&read) }, &steps);
-        let connection = tokio::spawn(pacer.run(async move {
-            let mut buffer = vec![0; 1 << 20];
-            while reader.read(&mut buffer).await.is_ok() {}
-        }));
+        // Not allocated by the connection: a page fault may take as long as its first read may.
+        let mut buffer = vec![1; 1 << 15];
+        let connection = tokio::spawn(pacer.run(async move { while reader.read(&mut buffer).await.is_ok() {} }));
         tokio::task::yield_now().await;
         assert_eq!(*read.lock(), [READ_BYTES_MAX], "one read uses up the time, and no step is granted");
         tokio::spawn(grant);
