@@ -74,6 +74,7 @@ impl SavedIndexLoader {
         Self::in_parts_of((keys / PARTS + 1).clamp(PART_KEYS_MIN, PART_KEYS_MAX))
     }
 
+    /// Moves the keys to the tree whenever there are this many.
     pub(super) fn in_parts_of(part_keys: usize) -> Self {
         let part = Vec::with_capacity(part_keys);
         Self { tree: BTreeMap::new(), part, part_keys, live: 0, newest: Revision::EMPTY }
@@ -98,6 +99,7 @@ impl SavedIndexLoader {
             self.part.push((key, index));
             if self.part.len() == self.part_keys {
                 self.move_part();
+                self.part.reserve_exact(self.part_keys);
             }
         }
         Ok(())
@@ -115,8 +117,7 @@ impl SavedIndexLoader {
     }
 
     fn move_part(&mut self) {
-        let part = std::mem::replace(&mut self.part, Vec::with_capacity(self.part_keys));
-        let mut part: BTreeMap<Key, KeyIndex> = part.into_iter().collect();
+        let mut part: BTreeMap<Key, KeyIndex> = std::mem::take(&mut self.part).into_iter().collect();
         if self.tree.is_empty() {
             self.tree = part;
         } else {

@@ -24,7 +24,8 @@ const UNPACED_STEPS_MAX: usize = 5;
 const STEP_VALUES: usize = 500;
 /// A read of more than this number of rows is a list. Lists are limited separately.
 pub(super) const FEW_ROWS_MAX: usize = 100;
-/// Target size of one read of the log, in bytes. 1 MiB would not be faster and would block other reads for longer.
+/// Target size of one read of the log, in bytes. With less, a list changes threads more often (docs/adr/0013); more would
+/// block other reads for longer.
 const READ_BYTES_TARGET: usize = 512 << 10;
 /// Maximum number of rows of one read of the log, because large values can follow small ones.
 const READ_ROWS_MAX: usize = 500;
