@@ -35,6 +35,7 @@ use self::{
 };
 use crate::{
     auth::{Authenticator, Credentials},
+    snapshot::Content,
     telemetry::Exporter,
 };
 use orlop_core::{
@@ -103,6 +104,7 @@ struct Context {
     settings: Arc<Settings>,
     authenticator: Arc<Authenticator>,
     snapshots: Snapshots,
+    snapshots_with_archive: Snapshots,
     slow_requests: Arc<SlowRequests>,
     /// True once the server stops.
     stopping: watch_channel::Receiver<bool>,
@@ -159,12 +161,14 @@ pub fn services(
     let (metrics, exporter) = (Arc::clone(store.metrics()), settings.exporter.clone());
     let slow_requests = Arc::<SlowRequests>::default();
     let meter = Meter::new(metrics, partial_requests, settings.slow_threshold, &slow_requests, exporter)?;
-    let snapshots = Snapshots::new(&store);
+    let snapshots = Snapshots::new(&store, Content::Log);
+    let snapshots_with_archive = Snapshots::new(&store, Content::LogAndArchive);
     let context = Arc::new(Context {
         store,
         settings: Arc::new(settings),
         authenticator: Arc::new(authenticator),
         snapshots,
+        snapshots_with_archive,
         slow_requests,
         stopping,
     });

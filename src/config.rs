@@ -90,6 +90,8 @@ pub struct Settings {
     pub snapshot_retention: usize,
     /// Empty: `snapshots` in the data directory.
     pub snapshot_dir: PathBuf,
+    #[serde(deserialize_with = "values::switch")]
+    pub snapshot_history: bool,
     /// Zero: compacted rows are not kept.
     pub history_retention: Interval,
     /// Bytes; 0: no limit.
@@ -169,6 +171,7 @@ impl Default for Settings {
             snapshot_interval: Interval(Duration::ZERO),
             snapshot_retention: 7,
             snapshot_dir: PathBuf::new(),
+            snapshot_history: false,
             history_retention: Interval(Duration::ZERO),
             history_bytes: 0,
             max_concurrent_streams: u32::MAX,

@@ -44,7 +44,7 @@ use crate::{
     config::Settings,
     output::bytes,
     server,
-    snapshot::{self, HashCheck},
+    snapshot::{self, Content, HashCheck},
 };
 use orlop_core::types::{LeaseId, Revision};
 
@@ -303,7 +303,8 @@ impl Migration {
     async fn copy(&mut self, session: &Session, place: &Place<'_>, stop: &Stop) -> Result<Target> {
         let stopped = || Err(Failure::Fatal("stopped before the copy was complete".to_owned()));
         let folder = place.scratch_folder()?;
-        let receiving = session.snapshot(&folder, |received, to_come| {
+        let content = if place.keeps_history() { Content::LogAndArchive } else { Content::Log };
+        let receiving = session.snapshot(content, &folder, |received, to_come| {
             let text = || format!("receiving a snapshot: {}", bytes(i64::try_from(received).unwrap_or(i64::MAX)));
             self.progress.show(received, received + to_come, text);
         });
@@ -321,6 +322,7 @@ impl Migration {
                 () = stop.clone(), if self.goal != Goal::Once => return stopped(),
                 restored = &mut restoring => break restored.map_err(|error| match error {
                     snapshot::Error::File(_) | snapshot::Error::Server(_) => Failure::Fatal(error.to_string()),
+                    snapshot::Error::History(_) => Failure::Fatal(error.to_string()),
                     snapshot::Error::Log(error) => error.into(),
                 })?,
                 _ = ticks.tick() => {

@@ -21,7 +21,7 @@ use crate::{
     console::embedded::Page,
     http::{self, Pprof, Starting},
     net::{self, ConnectionLimit, Listener, tls},
-    snapshot::{DatedFolder, Schedule},
+    snapshot::{Content, DatedFolder, Schedule},
     telemetry::{self, Exporter},
 };
 use orlop_core::{
@@ -32,8 +32,8 @@ use orlop_core::{
     watchdog::{Pulse, Watching},
 };
 
-pub(crate) use self::datastore::open_with_archive;
-use self::datastore::{keep, open_store};
+use self::datastore::open_store;
+pub(crate) use self::datastore::{keep, open_with_archive};
 
 /// Maximum time for clients to finish their requests when the server stops.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
@@ -375,7 +375,8 @@ fn snapshot_schedule(settings: &Settings) -> Option<Schedule> {
     } else {
         settings.snapshot_dir.clone()
     };
-    Some(Schedule { interval, folder: DatedFolder::new(folder), keep })
+    let content = if settings.snapshot_history { Content::LogAndArchive } else { Content::Log };
+    Some(Schedule { interval, folder: DatedFolder::new(folder), keep, content })
 }
 
 fn exporter(settings: &Settings) -> Result<Option<Arc<Exporter>>, Error> {

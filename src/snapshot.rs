@@ -1,5 +1,6 @@
 //! Snapshots: a log in one file, as etcd writes it: a database of bbolt, followed by its SHA-256 checksum of 32 bytes.
 
+mod archive_bucket;
 mod buckets;
 mod checksum;
 mod command;
@@ -27,7 +28,7 @@ pub use self::{
 };
 use orlop_core::{
     log::{self, History, Load, WithPrev},
-    store::replay,
+    store::{PastError, replay},
     types::{KeyRange, Revision},
 };
 use orlop_sql::SqliteView;
@@ -46,9 +47,20 @@ pub enum Error {
     Server(Box<tonic::Status>),
     #[error(transparent)]
     Log(#[from] log::Error),
+    #[error(transparent)]
+    History(#[from] PastError),
 }
 
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// What a snapshot contains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content {
+    /// What those of etcd do.
+    Log,
+    /// In addition what the server keeps of the time before the compact revision.
+    LogAndArchive,
+}
 
 /// Creates a temporary file that only its owner can read.
 fn new_file_in(folder: &Path) -> Result<NamedTempFile> {
@@ -90,6 +102,8 @@ pub struct Status {
     /// Live keys.
     pub keys: usize,
     pub rows: usize,
+    /// Rows of the archive; `None`: there is none.
+    pub archived_rows: Option<usize>,
     pub leases: usize,
     /// Bytes without the checksum.
     pub bytes: u64,

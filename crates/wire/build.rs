@@ -16,18 +16,20 @@ const PROTOS: &[&str] = &[
     "etcdserverpb/rpc.proto",
     "v3lockpb/v3lock.proto",
     "v3electionpb/v3election.proto",
+    "orlopb/archive.proto",
     "orlopb/history.proto",
     "orlopb/insight.proto",
 ];
 
 /// Fields of the server set that contain encoded messages: (message, field).
-const ENCODED_FIELDS: [(&str, &str); 6] = [
+const ENCODED_FIELDS: [(&str, &str); 7] = [
     ("RangeResponse", "kvs"),
     ("PutResponse", "prev_kv"),
     ("DeleteRangeResponse", "prev_kvs"),
     ("WatchResponse", "events"),
     ("HistoryPairsResponse", "kvs"),
     ("HistoryChange", "kv"),
+    ("ArchivedRow", "kv"),
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -3,20 +3,21 @@
 use std::{
     path::Path,
     sync::{Arc, LazyLock},
+    time::Duration,
 };
 
 use tokio::runtime::{Builder, Runtime};
 
 use async_trait::async_trait;
-use orlop::snapshot::{self, Export, HashCheck};
+use orlop::snapshot::{self, Content, Export, HashCheck};
 use orlop_core::{
     auth::{AuthState, Caller},
-    log::{self, Load, Log, Meta},
+    log::{self, ArchivePart, History as _, Load, Meta},
     store::{
-        self, Store,
-        request::{PutLease, PutRequest, PutValue},
+        self, HistorySettings, Keep, Store,
+        request::{CompactionWait, PutLease, PutRequest, PutValue},
     },
-    types::Change,
+    types::{Change, Revision},
 };
 use orlop_sql::SqliteLog;
 use sha2::{Digest as _, Sha256};
@@ -28,14 +29,20 @@ static RUNTIME: LazyLock<Runtime> =
 static DATABASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let folder = tempfile::tempdir().expect("a folder can be made");
     RUNTIME.block_on(async {
-        let log: Arc<dyn Log> = Arc::new(SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a database"));
-        let store = Store::open(Arc::clone(&log), store::Settings::default()).await.expect("an empty store");
+        let log = SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a database");
+        let meta = log.meta().await.expect("an empty log");
+        let archive = log.archive(&meta, true).await.expect("an archive").expect("it was created");
+        let keep = Keep::Rows { retention: Duration::from_secs(3_600), bytes_max: u64::MAX };
+        let history = Some(HistorySettings { archive: Arc::new(archive), keep });
+        let settings = store::Settings { history, ..store::Settings::default() };
+        let store = Store::open(Arc::new(log), settings).await.expect("an empty store");
         for number in 0..120_u8 {
             let (key, value) = (vec![b'a' + number % 20].into(), PutValue::New(vec![number; 50].into()));
             let request = PutRequest { key, value, lease: PutLease::Set(None), prev_kv: false };
             store.put(&Caller::Server, request).await.expect("a put");
         }
-        let mut export = Export::new(log.freeze().await.expect("a view")).await.expect("a snapshot");
+        store.compact(&Caller::Server, Revision(60), CompactionWait::ForRows).await.expect("a compaction");
+        let mut export = Export::of(&store, Content::LogAndArchive).await.expect("a snapshot");
         let (len, mut bytes) = (usize::try_from(export.bytes()).expect("a small file"), Vec::new());
         while let Some(piece) = export.next().await.expect("a piece") {
             bytes.extend_from_slice(&piece);
@@ -52,6 +59,10 @@ struct Nowhere;
 #[async_trait]
 impl Load for Nowhere {
     async fn add(&mut self, _: &[Change]) -> log::Result<()> {
+        Ok(())
+    }
+
+    async fn add_archive(&mut self, _: ArchivePart) -> log::Result<()> {
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use futures_util::stream::{self, BoxStream, StreamExt as _};
 use tonic::{Request, Response, Status};
 
-use super::{Context, convert::key_range, status::from_store};
+use super::{Context, convert::key_range, snapshot::SnapshotStream, status::from_store};
 use orlop_core::{
     auth::Caller,
     log::{Moment, Order, PastRow, Time, Written},
@@ -87,6 +87,16 @@ impl History for HistoryService {
         let left = usize::try_from(request.limit).ok().filter(|limit| *limit > 0).unwrap_or(usize::MAX);
         let walk = Changes { context: Arc::clone(&self.0), caller, range, rows: Some(rows), order, left };
         Ok(Response::new(stream::try_unfold(walk, Changes::next).boxed()))
+    }
+
+    type SnapshotStream = SnapshotStream<pb::HistorySnapshotResponse>;
+
+    async fn snapshot(
+        &self,
+        request: Request<pb::HistorySnapshotRequest>,
+    ) -> Result<Response<Self::SnapshotStream>, Status> {
+        self.0.check_root(&request).await?;
+        self.0.snapshots_with_archive.send().await
     }
 }
 

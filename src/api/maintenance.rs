@@ -107,11 +107,11 @@ impl Maintenance for Context {
         }))
     }
 
-    type SnapshotStream = SnapshotStream;
+    type SnapshotStream = SnapshotStream<pb::SnapshotResponse>;
 
-    async fn snapshot(&self, request: Request<pb::SnapshotRequest>) -> Result<Response<SnapshotStream>, Status> {
+    async fn snapshot(&self, request: Request<pb::SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
         self.check_root(&request).await?;
-        self.send_snapshot().await.map(Response::new)
+        self.snapshots.send().await
     }
 
     /// Every instance accepts writes, so there is no leader to move. The error text is that of etcd for a member that

@@ -1,4 +1,4 @@
-//! The Snapshot call: streams the log in the form of etcd's snapshots.
+//! The Snapshot calls: stream the store in the form of etcd's snapshots, with its archive or without.
 //!
 //! Clients that request a snapshot while one is being started share the next one, which is read from the database once
 //! for all of them. At most [`EXPORTS_MAX`] are read at a time. A client that reads too slowly is disconnected, because
@@ -12,19 +12,18 @@ use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, mpsc},
     time::{Instant, timeout},
 };
-use tonic::Status;
+use tonic::{Response, Status};
 use tracing::{error, info, warn};
 
-use super::{Context, STORAGE_VERSION};
-use crate::snapshot::{self, Export, now};
+use super::STORAGE_VERSION;
+use crate::snapshot::{self, Content, Export, now};
 use orlop_core::{
     metrics::Metrics,
     store::{Store, shared_query::SharedQuery},
     supervise::{catch_panics, log_request_panic, vital},
 };
-use orlop_wire::proto::server::etcdserverpb::SnapshotResponse;
+use orlop_wire::proto::server::{etcdserverpb::SnapshotResponse, orlopb::HistorySnapshotResponse};
 
-const METHOD: &str = "/etcdserverpb.Maintenance/Snapshot";
 /// Maximum size of a chunk; the same as in etcd.
 const BLOB_BYTES: usize = 32 << 10;
 /// Number of snapshots that are read from the database at a time.
@@ -33,11 +32,18 @@ const EXPORTS_MAX: usize = 4;
 /// slowest of them.
 const PIECE_WAIT_MAX: Duration = Duration::from_secs(10);
 
-pub(super) type SnapshotStream = Pin<Box<dyn Stream<Item = Result<SnapshotResponse, Status>> + Send>>;
+pub(super) type SnapshotStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 /// The snapshots of a server.
 #[derive(Clone)]
 pub(super) struct Snapshots(Arc<SharedQuery<(), Result<Pieces, String>>>);
+
+fn method(content: Content) -> &'static str {
+    match content {
+        Content::Log => "/etcdserverpb.Maintenance/Snapshot",
+        Content::LogAndArchive => "/orlopb.History/Snapshot",
+    }
+}
 
 /// A snapshot for one client.
 struct Pieces {
@@ -50,20 +56,20 @@ type Client = mpsc::Sender<Result<Bytes, String>>;
 
 impl Snapshots {
     /// Starts the task that starts snapshots. It ends when the last handle is dropped.
-    pub(super) fn new(store: &Arc<Store>) -> Self {
+    pub(super) fn new(store: &Arc<Store>, content: Content) -> Self {
         let (store, permits) = (Arc::clone(store), Arc::new(Semaphore::new(EXPORTS_MAX)));
         let start = move |waiting: Vec<()>| {
-            let (log, metrics) = (Arc::clone(store.log()), Arc::clone(store.metrics()));
+            let (store, metrics) = (Arc::clone(&store), Arc::clone(store.metrics()));
             let permits = Arc::clone(&permits);
             async move {
                 let permit = permits.acquire_owned().await.expect("the semaphore is never closed");
                 let begun = Instant::now();
-                let begin = async { Export::new(log.freeze().await?).await };
+                let begin = Export::of(&store, content);
                 let failed = match catch_panics(begin).await {
-                    Ok(Ok(export)) => return share(export, waiting.len(), metrics, begun, permit),
+                    Ok(Ok(export)) => return share(export, content, waiting.len(), metrics, begun, permit),
                     Ok(Err(error)) => snapshot_failed(&metrics, &error),
                     Err(panic) => {
-                        log_request_panic(&metrics.rpc.panics, METHOD, &panic);
+                        log_request_panic(&metrics.rpc.panics, method(content), &panic);
                         metrics.maintenance.snapshot_failures.inc();
                         "internal error; see the server's log".to_owned()
                     }
@@ -87,6 +93,7 @@ fn snapshot_failed(metrics: &Metrics, error: &snapshot::Error) -> String {
 /// Starts to send a snapshot to a number of clients.
 fn share(
     export: Export,
+    content: Content,
     clients: usize,
     metrics: Arc<Metrics>,
     begun: Instant,
@@ -98,7 +105,7 @@ fn share(
     let sending = send(export, senders, Arc::clone(&metrics), begun);
     tokio::spawn(async move {
         if let Err(panic) = catch_panics(sending).await {
-            log_request_panic(&metrics.rpc.panics, METHOD, &panic);
+            log_request_panic(&metrics.rpc.panics, method(content), &panic);
         }
         drop(permit);
     });
@@ -130,21 +137,39 @@ async fn send(mut export: Export, mut clients: Vec<Client>, metrics: Arc<Metrics
     metrics.maintenance.set_last_snapshot(now());
 }
 
-impl Context {
-    /// Sends a snapshot. Each chunk contains the number of remaining bytes, so the whole log is read once before the
+impl Snapshots {
+    /// Sends a snapshot. Each chunk contains the number of remaining bytes, so the whole store is read once before the
     /// first one.
-    pub(super) async fn send_snapshot(&self) -> Result<SnapshotStream, Status> {
-        let started = self.snapshots.0.query(()).await.unwrap_or_else(|| Err("the server is stopping".to_owned()));
+    pub(super) async fn send<T: From<Chunk> + 'static>(&self) -> Result<Response<SnapshotStream<T>>, Status> {
+        let started = self.0.query(()).await.unwrap_or_else(|| Err("the server is stopping".to_owned()));
         let pieces = started.map_err(failed)?;
         let state = Some((Sent { pieces, bytes: 0 }, Bytes::new()));
-        Ok(Box::pin(stream::unfold(state, async |state| {
+        Ok(Response::new(Box::pin(stream::unfold(state, async |state| {
             let (mut sent, piece) = state?;
             match sent.chunk(piece).await {
-                Ok(Some((chunk, rest))) => Some((Ok(chunk), Some((sent, rest)))),
+                Ok(Some((chunk, rest))) => Some((Ok(chunk.into()), Some((sent, rest)))),
                 Ok(None) => None,
                 Err(status) => Some((Err(status), None)),
             }
-        })))
+        }))))
+    }
+}
+
+/// A part of the file.
+pub(super) struct Chunk {
+    blob: Bytes,
+    remaining_bytes: u64,
+}
+
+impl From<Chunk> for SnapshotResponse {
+    fn from(Chunk { blob, remaining_bytes }: Chunk) -> Self {
+        Self { header: None, remaining_bytes, blob, version: STORAGE_VERSION.to_owned() }
+    }
+}
+
+impl From<Chunk> for HistorySnapshotResponse {
+    fn from(Chunk { blob, remaining_bytes }: Chunk) -> Self {
+        Self { remaining_bytes, blob }
     }
 }
 
@@ -160,7 +185,7 @@ struct Sent {
 
 impl Sent {
     /// Returns the next chunk and what remains of its piece; `None` after the checksum.
-    async fn chunk(&mut self, mut piece: Bytes) -> Result<Option<(SnapshotResponse, Bytes)>, Status> {
+    async fn chunk(&mut self, mut piece: Bytes) -> Result<Option<(Chunk, Bytes)>, Status> {
         while piece.is_empty() {
             piece = match self.pieces.receiver.recv().await {
                 Some(piece) => piece.map_err(failed)?,
@@ -171,7 +196,6 @@ impl Sent {
         let blob = piece.split_to(BLOB_BYTES.min(piece.len()));
         self.bytes += blob.len() as u64;
         let remaining_bytes = self.pieces.bytes.saturating_sub(self.bytes);
-        let version = STORAGE_VERSION.to_owned();
-        Ok(Some((SnapshotResponse { header: None, remaining_bytes, blob, version }, piece)))
+        Ok(Some((Chunk { blob, remaining_bytes }, piece)))
     }
 }

@@ -191,6 +191,11 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     snapshot_dir: Option<PathBuf>,
 
+    /// Include the history in these snapshots (history-retention)
+    #[arg(help_heading = SNAPSHOTS, long, value_name = "BOOL", value_parser = parse_switch, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshot_history: Option<bool>,
+
     /// Time for which compacted rows are kept for orlop history, diff, get and rewind, such as 7d; 0: not at all
     /// [default: 0]
     #[arg(help_heading = DATASTORE, long, value_name = "DURATION")]

@@ -49,6 +49,9 @@ impl Migration {
                 }
                 () = sleep_until(ask) => {
                     head = session.head().await?;
+                    if target.head() >= head {
+                        target.note_time().await?;
+                    }
                     ask = Instant::now() + if self.is_verified { CUT_INTERVAL } else { HEAD_INTERVAL };
                 }
                 _ = compactions.tick() => {

@@ -19,7 +19,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
 use super::{Failure, Result};
-use crate::snapshot;
+use crate::snapshot::{self, Content};
 use orlop_core::types::{LeaseId, Revision};
 
 /// Maximum time for the answer to a request that reads no more than a few pairs.
@@ -96,13 +96,26 @@ impl Session {
         Ok(Revision(response.header.unwrap_or_default().revision))
     }
 
-    /// Saves a snapshot to a temporary file.
-    pub(super) async fn snapshot(&self, folder: &Path, progress: impl FnMut(u64, u64)) -> Result<NamedTempFile> {
-        let saved = snapshot::receive(&self.client, folder, progress).await;
+    /// Saves a snapshot to a temporary file. It has no archive if the source has none.
+    pub(super) async fn snapshot(
+        &self,
+        content: Content,
+        folder: &Path,
+        mut progress: impl FnMut(u64, u64),
+    ) -> Result<NamedTempFile> {
+        let saved = match snapshot::receive(&self.client, content, folder, &mut progress).await {
+            Err(snapshot::Error::Server(status))
+                if status.code() == Code::Unimplemented && content == Content::LogAndArchive =>
+            {
+                snapshot::receive(&self.client, Content::Log, folder, progress).await
+            }
+            saved => saved,
+        };
         saved.map_err(|error| match error {
             snapshot::Error::Server(status) => failure(&status),
             snapshot::Error::File(text) => Failure::Fatal(text),
             snapshot::Error::Log(error) => error.into(),
+            snapshot::Error::History(error) => Failure::Fatal(error.to_string()),
         })
     }
 

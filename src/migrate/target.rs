@@ -19,14 +19,14 @@ use super::{
 use crate::{
     config::{Datastore, Settings},
     load::empty_database,
-    server::open_with_archive,
+    server,
 };
 use orlop_core::{
     auth::AuthState,
     index::{CompactionCursor, TreeIndex},
-    log::{self, Append, Appended, Error, FactChange, LeaseChange, Load, Log, Meta, Position, Reclaim},
+    log::{self, Append, Appended, ArchivePart, Error, FactChange, LeaseChange, Load, Log, Meta, Position, Reclaim},
     private,
-    store::{Keep, hash, replay},
+    store::{History, Keep, hash, replay},
     types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version, shown},
 };
 use orlop_sql::{Durability, PostgresLoader, SqliteLoader};
@@ -47,6 +47,8 @@ pub(super) struct Place<'a> {
 /// The open copy.
 pub(super) struct Target {
     log: Arc<dyn Log>,
+    /// `None`: there is no archive.
+    history: Option<History>,
     index: TreeIndex,
     position: Position,
     /// The newest row that was added since the log was opened.
@@ -70,9 +72,11 @@ impl Place<'_> {
         {
             return Ok(None);
         }
-        let (log, _) =
-            open_with_archive(self.settings, self.datastore, Vec::new(), Durability::Synced, None, Keep::Nothing)
+        let keep = server::keep(self.settings);
+        let (log, history) =
+            server::open_with_archive(self.settings, self.datastore, Vec::new(), Durability::Synced, None, keep)
                 .await?;
+        let history = history.map(History::new);
         let replayed = replay(&*log).await?;
         let auth = log.auth().await?;
         let meta = replayed.meta;
@@ -82,13 +86,17 @@ impl Place<'_> {
             && meta.source.is_none()
             && auth == AuthState::default();
         if is_empty {
-            log.close(&[]).await;
+            close(&*log, history, meta.position.head).await;
             return Ok(None);
         }
         let leases = meta.leases.iter().map(|lease| (lease.id, lease.ttl_secs)).collect();
         let (source, auth_revision) = (meta.source, auth.revision);
+        if let Some(history) = &history {
+            history.begin(meta.compact_revision, meta.position.head).await;
+        }
         Ok(Some(Target {
             log,
+            history,
             index: replayed.index,
             position: meta.position,
             last_row: None,
@@ -96,6 +104,11 @@ impl Place<'_> {
             source,
             auth_revision,
         }))
+    }
+
+    /// Returns whether the server will keep compacted rows.
+    pub(super) fn keeps_history(&self) -> bool {
+        server::keep(self.settings) != Keep::Nothing
     }
 
     /// Deletes the unfinished copy of a cluster, which is not open.
@@ -144,6 +157,10 @@ impl Load for Marked {
         self.inner.add(changes).await?;
         self.rows.fetch_add(changes.len() as u64, Ordering::Relaxed);
         Ok(())
+    }
+
+    async fn add_archive(&mut self, part: ArchivePart) -> log::Result<()> {
+        self.inner.add_archive(part).await
     }
 
     async fn finish(self: Box<Self>, meta: &Meta, auth: &AuthState) -> log::Result<()> {
@@ -252,13 +269,19 @@ impl Target {
         while is_unfinished {
             let mut rows = Vec::new();
             is_unfinished = self.index.compact_step(&mut cursor, COMPACT_KEYS, &mut rows);
-            let rows: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
             for rows in rows.chunks(DELETE_ROWS) {
-                let rows = Reclaim::Rows { rows, compacted: revision, server: self.position.server };
+                if let Some(history) = &self.history {
+                    history.keep(rows, revision).await?;
+                }
+                let rows: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
+                let rows = Reclaim::Rows { rows: &rows, compacted: revision, server: self.position.server };
                 let _ = self.log.reclaim(rows).await?;
             }
         }
-        Ok(())
+        match &self.history {
+            Some(history) => Ok(history.finish(revision, self.position.server).await?),
+            None => Ok(()),
+        }
     }
 
     /// Gives the log exactly these leases, each with its full TTL before it.
@@ -299,8 +322,17 @@ impl Target {
         Ok(may_be_older && hash::of_history(&*history, &self.index, head, own).await?.hash == theirs.hash)
     }
 
+    /// Records the time of the head. Call it about once a second while the copy has the newest revision of the source.
+    pub(super) async fn note_time(&self) -> Result<()> {
+        match &self.history {
+            Some(history) => Ok(history.note_time(self.head()).await?),
+            None => Ok(()),
+        }
+    }
+
     pub(super) async fn close(self) {
-        self.log.close(&[]).await;
+        let head = self.head();
+        close(&*self.log, self.history, head).await;
     }
 
     async fn append(
@@ -332,6 +364,13 @@ impl Target {
             }
         }
     }
+}
+
+async fn close(log: &dyn Log, history: Option<History>, head: Revision) {
+    if let Some(history) = history {
+        history.close(head).await;
+    }
+    log.close(&[]).await;
 }
 
 impl From<log::Error> for Failure {

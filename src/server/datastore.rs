@@ -69,7 +69,7 @@ pub(super) async fn open_store(
 }
 
 /// Returns which compacted rows a server with these settings keeps.
-pub(super) fn keep(settings: &Settings) -> Keep {
+pub(crate) fn keep(settings: &Settings) -> Keep {
     match (settings.history_retention.0, settings.history_bytes) {
         (Duration::ZERO, _) => Keep::Nothing,
         (retention, 0) => Keep::Rows { retention, bytes_max: u64::MAX },

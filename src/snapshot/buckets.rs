@@ -79,17 +79,20 @@ pub(super) fn rows(changes: Vec<Change>, target: &mut impl Target) -> Result<(),
         let key = row_key(change.row, change.is_delete());
         let value = match change.kind {
             ChangeKind::Put { kv, .. } => kv.into_bytes(),
-            ChangeKind::Delete => {
-                mvccpb::KeyValue { key: change.key.to_vec().into(), ..Default::default() }.encode_to_vec().into()
-            }
+            ChangeKind::Delete => delete_value(&change.key),
         };
         target.add(key, value)?;
     }
     Ok(())
 }
 
-/// Writes the buckets after that of the rows.
-pub(super) fn end(
+/// Returns the value of a delete's row.
+pub(super) fn delete_value(key: &Key) -> Bytes {
+    mvccpb::KeyValue { key: key.to_vec().into(), ..Default::default() }.encode_to_vec().into()
+}
+
+/// Writes the buckets of etcd after that of the rows.
+pub(super) fn facts(
     meta: &Meta,
     storage_version: &'static str,
     target: &mut impl Target,
@@ -110,7 +113,7 @@ pub(super) fn end(
     target.add(Bytes::from_static(STORAGE_VERSION), Bytes::from_static(storage_version.as_bytes()))
 }
 
-fn row_key(row: RowId, is_delete: bool) -> Bytes {
+pub(super) fn row_key(row: RowId, is_delete: bool) -> Bytes {
     let mut key = Vec::with_capacity(ROW_BYTES + 1);
     key.extend(row.revision.0.to_be_bytes());
     key.push(b'_');
@@ -154,7 +157,7 @@ impl Facts {
     ///
     /// A text for the operator.
     pub(super) fn take(&mut self, bucket: &[u8], key: &[u8], value: &Bytes) -> Result<(), String> {
-        let wrong = |what: &str| format!("the {what} {:?} is invalid", shown(key));
+        let wrong = |what: &str| format!("the {what} \"{}\" is invalid", shown(key));
         match str::from_utf8(bucket) {
             Ok(AUTH) if key == AUTH_ENABLED => self.auth.enabled = value[..] == [1],
             Ok(AUTH) if key == AUTH_REVISION => {
@@ -223,18 +226,21 @@ fn lease(value: &Bytes) -> Option<LoggedLease> {
 /// A text for the operator.
 pub(super) fn read_row(key: &[u8], value: &Bytes) -> Result<StoredRow, String> {
     let (row, pair) = decode_row(key, value)?;
-    let change = pair.map(|(kv, is_delete)| {
-        let kind = if is_delete {
-            ChangeKind::Delete
-        } else {
-            let lease = LeaseId::from_wire(kv.lease);
-            let (create_revision, version) = (Revision(kv.create_revision), kv.version);
-            let kv = EncodedKv::new(&kv.key, Version { row, create_revision, version }, &kv.value, lease);
-            ChangeKind::Put { kv, create_revision, version, lease }
-        };
-        (Key::from(&kv.key[..]), kind)
-    });
+    let change = pair.map(|(kv, is_delete)| change(row, is_delete, &kv));
     Ok(StoredRow { row, change })
+}
+
+/// Returns the key and the change that a pair of a row means.
+fn change(row: RowId, is_delete: bool, kv: &mvccpb::KeyValue) -> (Key, ChangeKind) {
+    let kind = if is_delete {
+        ChangeKind::Delete
+    } else {
+        let lease = LeaseId::from_wire(kv.lease);
+        let (create_revision, version) = (Revision(kv.create_revision), kv.version);
+        let kv = EncodedKv::new(&kv.key, Version { row, create_revision, version }, &kv.value, lease);
+        ChangeKind::Put { kv, create_revision, version, lease }
+    };
+    (Key::from(&kv.key[..]), kind)
 }
 
 /// Like [`read_row`], without the value.
@@ -254,16 +260,25 @@ pub(super) fn read_columns(key: &[u8], value: &Bytes) -> Result<(RowId, Option<(
 /// Returns the row, its pair, and whether it is a delete; no pair: a revision without a change, which
 /// `etcdutl snapshot restore --bump-revision` makes.
 fn decode_row(key: &[u8], value: &Bytes) -> Result<(RowId, Option<(mvccpb::KeyValue, bool)>), String> {
-    let wrong = || format!("the row {:?} is invalid", shown(key));
+    let wrong = || format!("the row \"{}\" is invalid", shown(key));
     let (row, is_delete) = parse_row_key(key).ok_or_else(wrong)?;
     if value.is_empty() {
         return Ok((row, None));
     }
     let kv = mvccpb::KeyValue::decode(value.clone()).map_err(|_| wrong())?;
-    if !is_delete && kv.mod_revision != row.revision.0 {
+    if !is_of(row, is_delete, &kv) {
         return Err(wrong());
     }
     Ok((row, Some((kv, is_delete))))
+}
+
+fn is_of(row: RowId, is_delete: bool, kv: &mvccpb::KeyValue) -> bool {
+    is_delete || kv.mod_revision == row.revision.0
+}
+
+/// Returns the key and the change of an archived row; `None`: the pair is not that of the row.
+pub(super) fn read_pair(row: RowId, is_delete: bool, kv: &mvccpb::KeyValue) -> Option<(Key, ChangeKind)> {
+    is_of(row, is_delete, kv).then(|| change(row, is_delete, kv))
 }
 
 /// Returns the row of a key, and whether it is a delete.

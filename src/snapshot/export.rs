@@ -1,4 +1,4 @@
-//! A snapshot of a log as it is written: a stream from the first byte to the last, without a copy on disk.
+//! A snapshot of a store as it is written: a stream from the first byte to the last, without a copy on disk.
 
 use bytes::Bytes;
 use orlop_bolt::{Layout, Planner, Unordered, Writer};
@@ -6,28 +6,27 @@ use sha2::{Digest as _, Sha256};
 use tokio::task::spawn_blocking;
 
 use super::{
-    Error, Result,
+    Content, Error, Result, archive_bucket,
     buckets::{self, Target},
 };
 use crate::api::STORAGE_VERSION;
 use orlop_core::{
-    log::{self, History, Meta, WithPrev},
-    types::{Change, KeyRange, Revision},
+    log::{self, ArchivePart, Meta, WithPrev},
+    store::{Frozen, Store},
+    types::{Change, KeyRange, Revision, RowId},
 };
 
-/// A snapshot of one moment of a log. The log is read twice: to compute where everything will be in the file, and to
-/// write it.
+/// A snapshot of a store. The store is read twice: to compute where everything will be in the file, and to write it.
 pub struct Export {
-    history: Box<dyn History>,
-    meta: Meta,
+    store: Frozen,
     layout: Layout,
-    /// The next revision to write.
-    next: Revision,
+    /// Where the next part begins.
+    place: Place,
     stage: Stage,
 }
 
 enum Stage {
-    Rows(Box<Output>),
+    Parts(Box<Output>),
     Checksum(Bytes),
     Complete,
 }
@@ -38,26 +37,57 @@ struct Output {
     hash: Sha256,
 }
 
+/// A part of the content.
+enum Part {
+    Rows(Vec<Change>),
+    /// What follows the rows of the log.
+    Facts(Meta),
+    Archive(ArchivePart),
+}
+
+/// Where a part begins, in the order of the file.
+#[derive(Clone, Copy)]
+enum Place {
+    Rows(Revision),
+    Archive,
+    ArchivedRows(RowId),
+    Moments(Revision),
+    End,
+}
+
 impl Export {
-    /// Computes the layout of a log that does not change.
+    /// Computes the layout of a store as it is now.
     ///
     /// # Errors
     ///
-    /// If the log cannot be read.
-    pub async fn new(history: Box<dyn History>) -> Result<Self> {
-        let (meta, auth) = (history.meta().await?, history.auth().await?);
+    /// The same as [`Export::new`], and if the rows of a compaction are being copied to the archive.
+    pub async fn of(store: &Store, content: Content) -> Result<Self> {
+        Self::new(match content {
+            Content::Log => store.freeze().await?,
+            Content::LogAndArchive => store.freeze_with_archive().await?,
+        })
+        .await
+    }
+
+    /// Computes the layout.
+    ///
+    /// # Errors
+    ///
+    /// If the store cannot be read.
+    async fn new(store: Frozen) -> Result<Self> {
+        let auth = store.log.auth().await?;
         let mut planner = Planner::default();
         buckets::begin(&auth, &mut planner)?;
-        let mut next = Revision::EMPTY.next();
-        while let Some(changes) = page(&*history, &meta, &mut next).await? {
-            planner = on_blocking_thread(move || planned(planner, changes)).await?;
+        let mut place = Place::first();
+        while let Some((part, next)) = part(&store, place).await? {
+            planner = on_blocking_thread(move || add(part, planner)).await?;
+            place = next;
         }
-        buckets::end(&meta, STORAGE_VERSION, &mut planner)?;
         let layout = planner.finish();
         let mut writer = Writer::new(layout);
         buckets::begin(&auth, &mut writer)?;
-        let stage = Stage::Rows(Box::new(Output { writer, hash: Sha256::new() }));
-        Ok(Self { history, meta, layout, next: Revision::EMPTY.next(), stage })
+        let stage = Stage::Parts(Box::new(Output { writer, hash: Sha256::new() }));
+        Ok(Self { store, layout, place: Place::first(), stage })
     }
 
     /// Returns the size in bytes, without the checksum.
@@ -69,19 +99,19 @@ impl Export {
     ///
     /// # Errors
     ///
-    /// If the log cannot be read. There are no further pieces then.
+    /// If the store cannot be read. There are no further pieces then.
     pub async fn next(&mut self) -> Result<Option<Bytes>> {
         match std::mem::replace(&mut self.stage, Stage::Complete) {
             Stage::Complete => Ok(None),
             Stage::Checksum(checksum) => Ok(Some(checksum)),
-            Stage::Rows(output) => match page(&*self.history, &self.meta, &mut self.next).await? {
-                Some(changes) => {
-                    let (output, piece) = on_blocking_thread(move || output.rows(changes)).await?;
-                    self.stage = Stage::Rows(output);
+            Stage::Parts(output) => match part(&self.store, self.place).await? {
+                Some((part, next)) => {
+                    let (output, piece) = on_blocking_thread(move || output.part(part)).await?;
+                    (self.stage, self.place) = (Stage::Parts(output), next);
                     Ok(Some(piece))
                 }
                 None => {
-                    let (piece, checksum) = output.end(&self.meta)?;
+                    let (piece, checksum) = output.end()?;
                     self.stage = Stage::Checksum(checksum);
                     Ok(Some(piece))
                 }
@@ -90,37 +120,70 @@ impl Export {
     }
 }
 
-fn planned(mut planner: Planner, changes: Vec<Change>) -> Result<Planner> {
-    buckets::rows(changes, &mut planner)?;
-    Ok(planner)
+impl Place {
+    fn first() -> Self {
+        Self::Rows(Revision::EMPTY.next())
+    }
 }
 
 impl Output {
-    fn rows(mut self: Box<Self>, changes: Vec<Change>) -> Result<(Box<Self>, Bytes)> {
-        buckets::rows(changes, &mut self.writer)?;
+    fn part(mut self: Box<Self>, part: Part) -> Result<(Box<Self>, Bytes)> {
+        self.writer = add(part, self.writer)?;
         let piece = self.writer.take();
         self.hash.update(&piece);
         Ok((self, piece))
     }
 
-    fn end(mut self: Box<Self>, meta: &Meta) -> Result<(Bytes, Bytes)> {
-        buckets::end(meta, STORAGE_VERSION, &mut self.writer)?;
+    fn end(self: Box<Self>) -> Result<(Bytes, Bytes)> {
+        let Self { writer, mut hash } = *self;
         let failed = |error| Error::Log(log::Error::Corrupt(format!("{error}")));
-        let piece = self.writer.finish().map_err(failed)?;
-        self.hash.update(&piece);
-        Ok((piece, self.hash.finalize().to_vec().into()))
+        let piece = writer.finish().map_err(failed)?;
+        hash.update(&piece);
+        Ok((piece, hash.finalize().to_vec().into()))
     }
 }
 
-/// Reads the next rows; `None` at the end.
-async fn page(history: &dyn History, meta: &Meta, next: &mut Revision) -> Result<Option<Vec<Change>>> {
-    let head = meta.position.head;
-    if *next > head {
-        return Ok(None);
+/// Reads the part that begins at a place, and returns where the next one begins; `None` at the end.
+async fn part(store: &Frozen, place: Place) -> Result<Option<(Part, Place)>> {
+    let Frozen { log, meta, archive } = store;
+    let (head, compacted) = (meta.position.head, meta.compact_revision.unwrap_or(Revision::EMPTY));
+    Ok(match (place, archive) {
+        (Place::Rows(next), _) if next <= head => {
+            let page = log.changes(next, head, &KeyRange::all(), WithPrev::No).await?;
+            Some((Part::Rows(page.changes), Place::Rows(page.next)))
+        }
+        (Place::Rows(_), _) => Some((Part::Facts(meta.clone()), Place::Archive)),
+        (Place::Archive, Some(archive)) => {
+            let first = archive.state().await?.first;
+            let part = ArchivePart::Begin { first, copied: compacted };
+            Some((Part::Archive(part), Place::ArchivedRows(RowId::new(Revision(0), 0))))
+        }
+        (Place::ArchivedRows(from), Some(archive)) => {
+            let mut rows = archive.rows(from).await?;
+            let last = rows.last().map(|last| last.change.row);
+            rows.retain(|row| row.is_below(compacted));
+            let next = last.filter(|last| last.revision < compacted);
+            let next = next.map(|last| Place::ArchivedRows(RowId::new(last.revision, last.sub + 1)));
+            Some((Part::Archive(ArchivePart::Rows(rows)), next.unwrap_or(Place::Moments(Revision(0)))))
+        }
+        (Place::Moments(after), Some(archive)) => {
+            let mut moments = archive.moments(after).await?;
+            let last = moments.last().map(|last| last.moment.revision);
+            moments.retain(|it| it.moment.revision <= head);
+            let next = last.map_or(Place::End, Place::Moments);
+            Some((Part::Archive(ArchivePart::Moments(moments)), next))
+        }
+        (Place::Archive | Place::ArchivedRows(_) | Place::Moments(_), None) | (Place::End, _) => None,
+    })
+}
+
+fn add<T: Target>(part: Part, mut target: T) -> Result<T> {
+    match part {
+        Part::Rows(changes) => buckets::rows(changes, &mut target)?,
+        Part::Facts(meta) => buckets::facts(&meta, STORAGE_VERSION, &mut target)?,
+        Part::Archive(part) => archive_bucket::add(part, &mut target)?,
     }
-    let page = history.changes(*next, head, &KeyRange::all(), WithPrev::No).await?;
-    *next = page.next;
-    Ok(Some(page.changes))
+    Ok(target)
 }
 
 /// Runs what takes milliseconds, such as encoding a page, or waits for the disk.

@@ -10,6 +10,7 @@ use orlop_bolt::{Bucket, Reader};
 
 use super::{
     Error, Result, Status,
+    archive_bucket::{ARCHIVE, Parts, Survey as ArchiveSurvey},
     buckets::{self, Facts, KEY},
 };
 use crate::load::{Bounds, NewestRows, Rows};
@@ -25,6 +26,7 @@ pub(super) struct Import {
     /// The file's name.
     name: String,
     rows: Bucket,
+    archive: Bucket,
     facts: Facts,
     survey: Survey,
 }
@@ -46,6 +48,8 @@ struct Survey {
     /// The newest revision that lacks one of its changes.
     last_gap: Option<Revision>,
     live: HashSet<Key, RandomState>,
+    /// `None`: the file has no archive.
+    archive: Option<ArchiveSurvey>,
 }
 
 impl Import {
@@ -60,8 +64,11 @@ impl Import {
         let file = File::open(path).map_err(|error| super::file_error("read", path, &error))?;
         let reader = Reader::open(file, bytes).map_err(failed)?;
         let buckets = reader.buckets().map_err(failed)?;
-        let rows = buckets.iter().find(|(name, _)| name[..] == *KEY.as_bytes());
-        let rows = rows.map_or_else(Bucket::empty, |(_, bucket)| bucket.clone());
+        let bucket = |wanted: &str| {
+            let found = buckets.iter().find(|(name, _)| name[..] == *wanted.as_bytes());
+            found.map_or_else(Bucket::empty, |(_, bucket)| bucket.clone())
+        };
+        let (rows, archive) = (bucket(KEY), bucket(ARCHIVE));
         let (mut facts, mut survey) = (Facts::default(), Survey::default());
         // The hash contains the names of all buckets, also of empty ones.
         let mut names = buckets.iter().map(|(name, _)| name);
@@ -73,14 +80,20 @@ impl Import {
                 survey.hash = crc32c::crc32c_append(survey.hash, name);
             }
             survey.hash = crc32c::crc32c_append(crc32c::crc32c_append(survey.hash, &key), &value);
-            match bucket == KEY.as_bytes() {
-                true => buckets::read_columns(&key, &value).map(|(row, change)| survey.take(row, change)),
-                false => facts.take(bucket, &key, &value),
+            if bucket == KEY.as_bytes() {
+                buckets::read_columns(&key, &value).map(|(row, change)| survey.take(row, change))
+            } else if bucket == ARCHIVE.as_bytes() {
+                ArchiveSurvey::take(&mut survey.archive, &key, &value)
+            } else {
+                facts.take(bucket, &key, &value)
             }
         });
         visited.map_err(failed)?;
         survey.hash = names.fold(survey.hash, |hash, name| crc32c::crc32c_append(hash, name));
-        let import = Self { reader, name, rows, facts, survey };
+        let import = Self { reader, name, rows, archive, facts, survey };
+        if let Some(archive) = &import.survey.archive {
+            archive.check(import.head(), import.facts.compacted).map_err(|what| import.damaged(&what))?;
+        }
         match import.survey.last_gap.filter(|gap| Some(*gap) > import.compacted()) {
             Some(gap) => Err(import.damaged(&format!("a change of revision {gap} is missing"))),
             None => Ok(import),
@@ -94,6 +107,7 @@ impl Import {
             compact_revision: self.facts.compacted,
             keys: self.survey.live.len(),
             rows: self.survey.rows,
+            archived_rows: self.survey.archive.map(|archive| archive.rows),
             leases: self.facts.leases.len(),
             bytes: self.reader.bytes(),
             version: self.facts.storage_version.clone(),
@@ -109,15 +123,21 @@ impl Import {
         self.facts.compacted.max(self.survey.last_hole.filter(|hole| Some(*hole) > self.facts.compacted))
     }
 
-    /// Fills an empty database. Returns the head.
+    /// Returns the newest revision, which may have no row.
+    fn head(&self) -> Revision {
+        let last = self.survey.last.map_or(Revision::EMPTY, |row| row.revision);
+        last.max(self.facts.compacted.unwrap_or(last))
+    }
+
+    /// Fills an empty database. Returns the head. The archive is left out if the database is compacted at a later revision
+    /// than the file, because it would lack the rows in between.
     ///
     /// # Errors
     ///
     /// If the database cannot be written, or a row contradicts the one before.
     pub(super) async fn load(mut self, bump: Option<Bump>, mut into: Box<dyn Load>) -> Result<Revision> {
         self.survey.live = HashSet::default();
-        let last = self.survey.last.map_or(Revision::EMPTY, |row| row.revision);
-        let head = last.max(self.facts.compacted.unwrap_or(last));
+        let head = self.head();
         let bounds = match bump {
             None => Bounds::new(head, self.facts.compacted, self.survey.last_hole),
             Some(Bump(revisions)) => {
@@ -137,6 +157,12 @@ impl Import {
             next = read?;
         }
         rows.finish(&mut *into).await?;
+        if compacted == self.facts.compacted {
+            let mut parts = Parts::new(&self.reader, &self.archive, compacted.unwrap_or(Revision::EMPTY));
+            while let Some(part) = parts.next(&self.reader).map_err(|what| self.damaged(&what))? {
+                into.add_archive(part).await?;
+            }
+        }
         let meta = bounds.meta(std::mem::take(&mut self.facts.leases), &self.facts.auth);
         into.finish(&meta, &self.facts.auth).await?;
         Ok(head)

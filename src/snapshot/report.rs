@@ -1,4 +1,5 @@
-//! The status of a snapshot as `etcdutl snapshot status` of etcd 3.6 prints it.
+//! The status of a snapshot as `etcdutl snapshot status` of etcd 3.6 prints it. JSON and fields also have the number of
+//! archived rows, if the snapshot has an archive.
 
 use clap::ValueEnum;
 
@@ -15,17 +16,22 @@ pub(super) enum Format {
 }
 
 pub(super) fn text(status: &Status, format: Format) -> String {
-    let Status { hash, revision, keys, bytes, version, .. } = status;
+    let Status { hash, revision, keys, bytes, version, archived_rows, .. } = status;
     match format {
         Format::Simple => format!("{hash:x}, {revision}, {keys}, {}, {version}", size(*bytes)),
-        Format::Json => serde_json::json!({
-            "hash": hash,
-            "revision": revision.0,
-            "totalKey": keys,
-            "totalSize": bytes,
-            "version": version,
-        })
-        .to_string(),
+        Format::Json => {
+            let mut json = serde_json::json!({
+                "hash": hash,
+                "revision": revision.0,
+                "totalKey": keys,
+                "totalSize": bytes,
+                "version": version,
+            });
+            if let Some(rows) = archived_rows {
+                json["archivedRows"] = (*rows).into();
+            }
+            json.to_string()
+        }
         Format::Table => table(&[
             ("HASH", format!("{hash:x}")),
             ("REVISION", revision.to_string()),
@@ -33,9 +39,13 @@ pub(super) fn text(status: &Status, format: Format) -> String {
             ("TOTAL SIZE", size(*bytes)),
             ("STORAGE VERSION", version.clone()),
         ]),
-        Format::Fields => format!(
-            "\"Hash\" : {hash}\n\"Revision\" : {revision}\n\"Keys\" : {keys}\n\"Size\" : {bytes}\n\"Version\" : {version:?}"
-        ),
+        Format::Fields => {
+            let archived = archived_rows.map_or_else(String::new, |rows| format!("\n\"Archived rows\" : {rows}"));
+            format!(
+                "\"Hash\" : {hash}\n\"Revision\" : {revision}\n\"Keys\" : {keys}\n\"Size\" : {bytes}\n\
+                 \"Version\" : {version:?}{archived}"
+            )
+        }
     }
 }
 

@@ -7,15 +7,18 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
+use futures_util::{Stream, TryStreamExt as _};
 use orlop_client::{Client, ServerFlags};
-use orlop_wire::proto::client::etcdserverpb::SnapshotRequest;
+use orlop_wire::proto::client::{etcdserverpb::SnapshotRequest, orlopb::HistorySnapshotRequest};
 use tempfile::NamedTempFile;
 use tokio::{
     signal::unix::{SignalKind, signal},
     time::timeout,
 };
+use tonic::{Code, Status};
 
-use super::{Error, Result, checksum, dated::DatedFolder, file_error, new_file_in, now, publish};
+use super::{Content, Error, Result, checksum, dated::DatedFolder, file_error, new_file_in, now, publish};
 
 /// Maximum time between two pieces of a snapshot. A server writes the whole snapshot to a file before it sends the
 /// first one.
@@ -31,8 +34,18 @@ pub struct SaveArgs {
     #[arg(long, value_name = "N")]
     keep: Option<NonZeroUsize>,
 
+    /// Include the compacted rows that the server keeps (history-retention), and the times of revisions
+    #[arg(long)]
+    history: bool,
+
     #[command(flatten)]
     server: ServerFlags,
+}
+
+impl SaveArgs {
+    fn content(&self) -> Content {
+        if self.history { Content::LogAndArchive } else { Content::Log }
+    }
 }
 
 /// Saves a snapshot. Returns the path of the file.
@@ -50,8 +63,15 @@ pub(super) async fn save(args: &SaveArgs) -> std::result::Result<PathBuf, Box<dy
     let client = args.server.connect().await?;
     let endpoint = args.server.endpoint();
     tokio::select! {
-        file = receive(&client, target.folder(), |_, _| {}) => {
-            let file = file.map_err(|error| format!("cannot save a snapshot of {endpoint}: {error}"))?;
+        file = receive(&client, args.content(), target.folder(), |_, _| {}) => {
+            let file = file.map_err(|error| match &error {
+                Error::Server(status) if status.code() == Code::Unimplemented => format!(
+                    "cannot save the history of {endpoint}: the server keeps no history: it is etcd or an older version of Orlop"
+                ),
+                Error::Server(_) | Error::File(_) | Error::Log(_) | Error::History(_) => {
+                    format!("cannot save a snapshot of {endpoint}: {error}")
+                }
+            })?;
             publish(file, &target.file)?;
         }
         () = interrupted()? => return Err("interrupted; nothing was saved".into()),
@@ -101,25 +121,53 @@ impl Target {
 ///
 /// # Errors
 ///
-/// If the server does not send it completely, or the file cannot be written.
-pub async fn receive(client: &Client, folder: &Path, mut progress: impl FnMut(u64, u64)) -> Result<NamedTempFile> {
-    let failed = |status: tonic::Status| Error::Server(Box::new(status));
-    let late = |_| {
-        failed(tonic::Status::deadline_exceeded(format!("nothing was sent for {} seconds", PIECE_WAIT_MAX.as_secs())))
-    };
+/// If the server does not send it completely, or the file cannot be written. The code is `Unimplemented` if the server
+/// keeps no history: it is etcd, or an older Orlop.
+pub async fn receive(
+    client: &Client,
+    content: Content,
+    folder: &Path,
+    progress: impl FnMut(u64, u64),
+) -> Result<NamedTempFile> {
+    let failed = |status: Status| Error::Server(Box::new(status));
+    match content {
+        Content::Log => {
+            let mut maintenance = client.maintenance();
+            let pieces = in_time(maintenance.snapshot(SnapshotRequest {})).await.map_err(failed)?.into_inner();
+            let pieces = pieces.map_ok(|piece| (piece.blob, piece.remaining_bytes));
+            write(pieces, folder, progress).await
+        }
+        Content::LogAndArchive => {
+            let mut history = client.history();
+            let pieces = in_time(history.snapshot(HistorySnapshotRequest {})).await.map_err(failed)?.into_inner();
+            let pieces = pieces.map_ok(|piece| (piece.blob, piece.remaining_bytes));
+            write(pieces, folder, progress).await
+        }
+    }
+}
+
+/// Writes pieces, each with the bytes to come, to a temporary file.
+async fn write(
+    mut pieces: impl Stream<Item = std::result::Result<(Bytes, u64), Status>> + Unpin,
+    folder: &Path,
+    mut progress: impl FnMut(u64, u64),
+) -> Result<NamedTempFile> {
     let mut file = new_file_in(folder)?;
-    let mut maintenance = client.maintenance();
-    let answer = timeout(PIECE_WAIT_MAX, maintenance.snapshot(SnapshotRequest {})).await.map_err(late)?;
-    let mut pieces = answer.map_err(failed)?.into_inner();
     let mut received = 0;
-    while let Some(piece) = timeout(PIECE_WAIT_MAX, pieces.message()).await.map_err(late)?.map_err(failed)? {
-        let written = file.write_all(&piece.blob);
+    let failed = |status: Status| Error::Server(Box::new(status));
+    while let Some((blob, remaining_bytes)) = in_time(pieces.try_next()).await.map_err(failed)? {
+        let written = file.write_all(&blob);
         written.map_err(|error| file_error("write a file in", folder, &error))?;
-        received += piece.blob.len() as u64;
-        progress(received, piece.remaining_bytes);
+        received += blob.len() as u64;
+        progress(received, remaining_bytes);
     }
     checksum::verify_received(file.path())?;
     Ok(file)
+}
+
+async fn in_time<T>(answer: impl Future<Output = std::result::Result<T, Status>>) -> std::result::Result<T, Status> {
+    let late = |_| Status::deadline_exceeded(format!("nothing was sent for {} seconds", PIECE_WAIT_MAX.as_secs()));
+    timeout(PIECE_WAIT_MAX, answer).await.unwrap_or_else(|elapsed| Err(late(elapsed)))
 }
 
 /// Completes when the process shall end.

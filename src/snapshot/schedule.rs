@@ -19,8 +19,10 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{Export, Result, dated::DatedFolder, export::on_blocking_thread, file_error, new_file_in, now, publish};
-use orlop_core::{log::Log, private, store::Store, supervise::catch_panics};
+use super::{
+    Content, Export, Result, dated::DatedFolder, export::on_blocking_thread, file_error, new_file_in, now, publish,
+};
+use orlop_core::{private, store::Store, supervise::catch_panics};
 
 /// Maximum time until a failed snapshot is repeated.
 const RETRY_MAX: Duration = Duration::from_secs(10 * 60);
@@ -33,6 +35,7 @@ pub struct Schedule {
     pub interval: Duration,
     pub folder: DatedFolder,
     pub keep: NonZeroUsize,
+    pub content: Content,
 }
 
 impl Schedule {
@@ -63,7 +66,7 @@ impl Schedule {
                 continue;
             }
             let started = Instant::now();
-            let taken = match catch_panics(self.take(&**store.log())).await {
+            let taken = match catch_panics(self.take(store)).await {
                 Ok(taken) => taken.map_err(|error| error.to_string()),
                 Err(panic) => Err(panic.to_string()),
             };
@@ -103,9 +106,9 @@ impl Schedule {
     }
 
     /// Takes a snapshot and deletes old ones. Returns its path and its size in bytes.
-    async fn take(&self, log: &dyn Log) -> Result<(PathBuf, u64)> {
+    async fn take(&self, store: &Store) -> Result<(PathBuf, u64)> {
         let time = now();
-        let mut export = Export::new(log.freeze().await?).await?;
+        let mut export = Export::of(store, self.content).await?;
         let folder = self.folder.path().to_owned();
         let mut file = on_blocking_thread(move || {
             private::make_folder(&folder).map_err(|error| file_error("create", &folder, &error))?;

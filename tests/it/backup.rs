@@ -217,7 +217,8 @@ async fn broken_relay(endpoint: &str) -> String {
 async fn server_saves_snapshots_at_an_interval(backend: Backend) {
     let home = TempDir::new().expect("a folder");
     let folder = home.path().join("new/backup");
-    let flags = ["--snapshot-interval", "1s", "--snapshot-retention", "2", "--snapshot-dir", text(&folder)];
+    let schedule = ["--snapshot-interval", "1s", "--snapshot-retention", "2", "--snapshot-dir", text(&folder)];
+    let flags = [&schedule[..], &["--snapshot-history", "--history-retention", "1h"]].concat();
     let Some(mut server) = Server::orlop_with(backend, &flags).await else { return };
     let head = put(server.endpoint(), "a").await;
     // The clock was set back after this snapshot.
@@ -247,6 +248,8 @@ async fn server_saves_snapshots_at_an_interval(backend: Backend) {
     assert!(snapshots(&folder).len() <= 2, "{:?}", names(&folder));
 
     let file = snapshots(&folder).pop().expect("a snapshot");
+    let status = prints(&["snapshot", "status", text(&file), "--write-out", "fields"]).await;
+    assert!(status.contains("\"Archived rows\" : 0"), "{status}");
     let data = home.path().join("data");
     prints(&["snapshot", "restore", text(&file), "--data-dir", text(&data)]).await;
     let copy = Server::orlop_on(&format!("sqlite://{}", data.join("orlop.db").display()), &[]).await;

@@ -3,6 +3,7 @@
 mod commands;
 mod damage;
 mod model;
+mod moved;
 mod shared;
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};

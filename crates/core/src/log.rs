@@ -17,8 +17,9 @@ use async_trait::async_trait;
 
 pub use self::{
     archive::{
-        ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive,
-        ArchiveState, ArchivedChanges, Moment, Order, PastRow, Time, Written,
+        ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_MOMENTS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS,
+        ARCHIVED_ROW_BYTES, Archive, ArchivePart, ArchiveState, ArchivedChanges, ArchivedMoment, ArchivedRow,
+        FrozenArchive, Moment, Order, PastRow, Time, Written,
     },
     inspect::{Depth, Facts, Inspect, StoredArchive, StoredArchivedRow, StoredLease, StoredMember, StoredRow, Table},
     read_set::ReadSet,
@@ -384,6 +385,9 @@ pub trait History: Send + Sync + 'static {
 pub trait Load: Send {
     /// Adds rows in order.
     async fn add(&mut self, changes: &[Change]) -> Result<()>;
+
+    /// Adds a part of the archive. Without any, there is no archive.
+    async fn add_archive(&mut self, part: ArchivePart) -> Result<()>;
 
     /// Adds the leases of `meta`, each with its remaining time if it is known and its full TTL otherwise, the compact
     /// revision, the source of a migration, and users and roles. Makes everything durable.

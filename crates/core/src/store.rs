@@ -63,7 +63,7 @@ pub use self::{
     compactor::CompactionRate,
     error::{Error, Result},
     handle::Store,
-    history::{HistorySettings, HistoryState, Keep, PastChange, PastChanges, PastError, PastPairs},
+    history::{Frozen, History, HistorySettings, HistoryState, Keep, PastChange, PastChanges, PastError, PastPairs},
     open::Settings,
     reader::RangePieces,
     replay::{ReadProgress, Replayed, replay},

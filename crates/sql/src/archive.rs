@@ -2,11 +2,14 @@
 
 use futures_util::{Stream, TryStreamExt as _};
 use orlop_core::{
-    log::{ARCHIVE_PAGE_BYTES, ArchiveState, PastRow, Result, StoredArchivedRow},
-    types::{EncodedKv, Key, LeaseId, Revision, RowId, Version},
+    log::{
+        ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, ArchiveState, ArchivedRow, PastRow, Result,
+        StoredArchivedRow,
+    },
+    types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId, Version},
 };
 
-use crate::rows::{LogRow, consume_budget_for, row_id};
+use crate::rows::{LogRow, RowColumns, consume_budget_for, row_id};
 
 /// The columns that [`page`] reads.
 macro_rules! archive_columns {
@@ -45,24 +48,56 @@ pub(crate) enum Fill {
 
 /// Reads rows until a page is full: at most `rows_max`. Version 0 is a delete.
 pub(crate) async fn page<R: LogRow>(
-    mut rows: impl Stream<Item = sqlx::Result<R>> + Unpin,
+    rows: impl Stream<Item = sqlx::Result<R>> + Unpin,
     rows_max: usize,
 ) -> sqlx::Result<Result<(Vec<PastRow>, Fill)>> {
+    let sized = |row: &R| {
+        let past = past_row(row)?;
+        Ok((past.key.len() + past.kv.as_ref().map_or(0, EncodedKv::len), past))
+    };
+    fill(rows, rows_max, sized).await
+}
+
+/// Reads rows with the columns of [`RowColumns`] and `end_revision` until a page is full.
+pub(crate) async fn archived_rows<R: LogRow>(
+    rows: impl Stream<Item = sqlx::Result<R>> + Unpin,
+) -> sqlx::Result<Result<Vec<ArchivedRow>>> {
+    let sized = |row: &R| {
+        let (columns, end) = (RowColumns::read(row, 0)?, Revision(row.int(9)?));
+        Ok((columns.len(), ArchivedRow { change: columns.into_change(None), end }))
+    };
+    Ok(fill(rows, ARCHIVE_PAGE_ROWS, sized).await?.map(|(rows, _)| rows))
+}
+
+/// Reads rows until a page is full: at most `rows_max`. `sized` reads a row and its bytes.
+async fn fill<R: LogRow, T>(
+    mut rows: impl Stream<Item = sqlx::Result<R>> + Unpin,
+    rows_max: usize,
+    sized: impl Fn(&R) -> Result<(usize, T)>,
+) -> sqlx::Result<Result<(Vec<T>, Fill)>> {
     let (mut page, mut bytes) = (Vec::new(), 0);
     while let Some(row) = rows.try_next().await? {
-        let past = match past_row(&row) {
-            Ok(past) => past,
+        let (len, item) = match sized(&row) {
+            Ok(sized) => sized,
             Err(error) => return Ok(Err(error)),
         };
-        let len = past.key.len() + past.kv.as_ref().map_or(0, EncodedKv::len);
         consume_budget_for(1, len).await;
         bytes += len;
-        page.push(past);
+        page.push(item);
         if page.len() == rows_max || bytes >= ARCHIVE_PAGE_BYTES {
             return Ok(Ok((page, Fill::Full)));
         }
     }
     Ok(Ok((page, Fill::Rest)))
+}
+
+/// Returns what a row counts in [`ArchiveState::bytes`].
+pub(crate) fn counted_bytes(change: &Change) -> i64 {
+    let value_len = match &change.kind {
+        ChangeKind::Put { kv, .. } => kv.value_slice().len(),
+        ChangeKind::Delete => 0,
+    };
+    i64::try_from(change.key.len() + value_len + ARCHIVED_ROW_BYTES).unwrap_or(i64::MAX)
 }
 
 fn past_row(row: &impl LogRow) -> Result<PastRow> {

@@ -10,6 +10,7 @@ pub type Pairs = BTreeMap<Vec<u8>, KeyValue>;
 pub type ModelChange = (i64, Vec<u8>, Option<KeyValue>);
 
 /// The pairs and the changes of each revision.
+#[derive(Clone)]
 pub struct Model {
     states: Vec<Pairs>,
     changes: Vec<ModelChange>,

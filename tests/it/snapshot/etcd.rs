@@ -162,19 +162,27 @@ async fn snapshots_go_from_etcd_to_orlop_and_back(backend: Backend) {
 }
 
 async fn snapshots_of_orlop_are_restored_by_etcd(backend: Backend) {
-    let Some(orlop) = Server::orlop(backend).await else { return };
+    let Some(orlop) = Server::orlop_with(backend, &["--history-retention", "1h"]).await else { return };
     let home = TempDir::new().expect("a folder");
     let before = fill(&orlop, home.path()).await;
     let file = save(&mut Client::connect(orlop.endpoint()).await, home.path()).await;
+    // etcd ignores the history.
+    let with_history = home.path().join("history.db");
+    prints(&["snapshot", "save", "--history", path(&with_history), "--endpoints", orlop.endpoint()]);
+    assert_eq!(status(&file)["archivedRows"], serde_json::Value::Null);
+    assert!(status(&with_history)["archivedRows"].as_u64() > Some(0));
     for etcd in Etcd::ALL {
         println!("{etcd}");
         if etcd.server().is_none() {
             skip(&etcd.to_string());
             continue;
         }
-        check_status(etcd, &file);
-        let Some(copy) = restored_by(etcd, &file, home.path(), &[]).await else { return };
-        check_same(&seen(&mut Client::connect(copy.endpoint()).await).await, &before);
+        for file in [&file, &with_history] {
+            check_status(etcd, file);
+            let folder = TempDir::new_in(home.path()).expect("a folder");
+            let Some(copy) = restored_by(etcd, file, folder.path(), &[]).await else { return };
+            check_same(&seen(&mut Client::connect(copy.endpoint()).await).await, &before);
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::{Reclaimed, Result};
-use crate::types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded};
+use crate::types::{Change, EncodedKv, Key, KeyRange, Revision, RowId, Superseded};
 
 /// Bytes that a row counts in [`ArchiveState::bytes`], in addition to its key and value.
 pub const ARCHIVED_ROW_BYTES: usize = 64;
@@ -22,6 +22,8 @@ pub const ARCHIVE_PAGE_ROWS: usize = 500;
 pub const ARCHIVE_PAGE_KEYS: usize = 200;
 /// Maximum number of rows that an archive visits for one response with the changes of a span, matching or not.
 pub const ARCHIVE_VISITED_ROWS: usize = 5_000;
+/// Maximum number of moments in one response of an archive.
+pub const ARCHIVE_PAGE_MOMENTS: usize = 10_000;
 /// Bytes of keys and values after which a response of an archive ends.
 pub const ARCHIVE_PAGE_BYTES: usize = 1 << 20;
 
@@ -78,6 +80,55 @@ pub struct PastRow {
     pub kv: Option<EncodedKv>,
 }
 
+/// A row of an archive, with all that a copy of the archive needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ArchivedRow {
+    /// Without the pair that it replaced.
+    pub change: Change,
+    /// See [`Superseded::end`].
+    pub end: Revision,
+}
+
+impl ArchivedRow {
+    /// Returns whether a compaction at this revision has removed the row from the log.
+    pub fn is_below(&self, compacted: Revision) -> bool {
+        self.change.row.revision < compacted && self.end <= compacted
+    }
+}
+
+/// A recorded moment of an archive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ArchivedMoment {
+    pub moment: Moment,
+    /// See [`Archive::note_time`].
+    pub has_gap: bool,
+}
+
+/// A part of an archive on its way into another one. An archive is its beginning, all rows in order, and all moments in
+/// order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ArchivePart {
+    /// [`ArchiveState::first`] and [`ArchiveState::copied`].
+    Begin {
+        first: Revision,
+        copied: Revision,
+    },
+    Rows(Vec<ArchivedRow>),
+    Moments(Vec<ArchivedMoment>),
+}
+
+/// An archive as of one moment.
+#[async_trait]
+pub trait FrozenArchive: Send + Sync + 'static {
+    async fn state(&self) -> Result<ArchiveState>;
+
+    /// Returns the rows from `from` on, in order: at most [`ARCHIVE_PAGE_ROWS`], and none at the end.
+    async fn rows(&self, from: RowId) -> Result<Vec<ArchivedRow>>;
+
+    /// Returns the moments of later revisions than `after`, in order: at most [`ARCHIVE_PAGE_MOMENTS`], and none at the end.
+    async fn moments(&self, after: Revision) -> Result<Vec<ArchivedMoment>>;
+}
+
 /// Archived changes of a range of keys.
 #[derive(Debug, Clone)]
 pub struct ArchivedChanges<'a> {
@@ -97,6 +148,9 @@ pub trait Archive: Send + Sync + 'static {
     async fn close(&self) {}
 
     async fn state(&self) -> Result<ArchiveState>;
+
+    /// Returns the archive as it is now; later changes are not visible in it.
+    async fn freeze(&self) -> Result<Box<dyn FrozenArchive>>;
 
     /// Copies rows of the log, which the caller then deletes there. Rows that are in the archive, or no longer in the
     /// log, are skipped. The copies are durable when the call returns.

@@ -4,6 +4,7 @@
 //! times and deletes what is too old or too much. [`past`] reads a state or changes at any revision that is complete.
 //! Requests of etcd's API do not use any of this.
 
+mod frozen;
 mod past;
 
 use std::{
@@ -20,6 +21,7 @@ use tokio::{
 };
 use tracing::warn;
 
+pub use self::frozen::Frozen;
 pub use self::past::{HistoryState, PastChange, PastChanges, PastError, PastPairs};
 use super::shared::Shared;
 use crate::{
@@ -68,7 +70,7 @@ impl std::fmt::Debug for HistorySettings {
 }
 
 /// The history of a store.
-pub(super) struct History {
+pub struct History {
     archive: Arc<dyn Archive>,
     keep: Keep,
     /// Number of copies that failed since the last one that succeeded.
@@ -86,14 +88,14 @@ struct Clock {
 }
 
 impl History {
-    pub(super) fn new(settings: HistorySettings) -> Self {
+    pub fn new(settings: HistorySettings) -> Self {
         let HistorySettings { archive, keep } = settings;
         Self { archive, keep, failures: AtomicU32::new(0), clock: Mutex::default() }
     }
 
     /// Begins to keep rows, if they are to be kept, and records the first moment. A store must start even if this is
     /// impossible, for example because the disk is full.
-    pub(super) async fn begin(&self, compacted: Option<Revision>, head: Revision) {
+    pub async fn begin(&self, compacted: Option<Revision>, head: Revision) {
         if !matches!(self.keep, Keep::Rows { .. }) {
             return;
         }
@@ -121,7 +123,7 @@ impl History {
     /// Copies rows that the compaction at `compacted` removes, unless they are not to be kept. If the disk is full, or
     /// copying fails again and again, the rows are given up: their deletion from the log frees space that the store
     /// needs.
-    pub(super) async fn keep(&self, rows: &[Superseded], compacted: Revision) -> log::Result<()> {
+    pub async fn keep(&self, rows: &[Superseded], compacted: Revision) -> log::Result<()> {
         if !self.keeps().await? {
             self.archive.give_up(compacted).await?;
             // What is left is deleted in the background.
@@ -147,7 +149,7 @@ impl History {
 
     /// Records that all rows of a compaction were copied or given up, on this server. An archive that could not be begun
     /// at the start begins here.
-    pub(super) async fn finish(&self, compacted: Revision, server: i64) -> log::Result<()> {
+    pub async fn finish(&self, compacted: Revision, server: i64) -> log::Result<()> {
         if matches!(self.keep, Keep::Rows { .. }) {
             self.archive.begin(Some(compacted)).await?;
         }
@@ -161,7 +163,7 @@ impl History {
     }
 
     /// Records the time of the head, if it is new.
-    async fn note_time(&self, head: Revision) -> log::Result<()> {
+    pub async fn note_time(&self, head: Revision) -> log::Result<()> {
         if !matches!(self.keep, Keep::Rows { .. }) {
             return Ok(());
         }
@@ -177,7 +179,7 @@ impl History {
     }
 
     /// Ends the history of a store whose last revision is `head`.
-    pub(super) async fn close(&self, head: Revision) {
+    pub async fn close(&self, head: Revision) {
         // Otherwise the next start finds a gap. Another instance may be the one that records times.
         if self.clock.lock().known_at.is_some_and(|at| at.elapsed() <= GAP_MIN) {
             let _ = self.note_time(head).await;

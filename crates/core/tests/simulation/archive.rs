@@ -16,8 +16,8 @@ use super::{
 };
 use orlop_core::{
     log::{
-        ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, Moment, Order, PastRow, Reclaimed, Result,
-        Time, Written,
+        ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, FrozenArchive, Moment, Order, PastRow,
+        Reclaimed, Result, Time, Written,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -242,6 +242,10 @@ impl Archive for SimulatedArchive {
 
     async fn state(&self) -> Result<ArchiveState> {
         self.0.ask(|database| database.archive.state()).await
+    }
+
+    async fn freeze(&self) -> Result<Box<dyn FrozenArchive>> {
+        Err(Error::Unavailable("snapshots are not simulated".to_owned()))
     }
 
     async fn copy(&self, rows: &[Superseded]) -> Result<()> {

@@ -1,16 +1,21 @@
 //! The archive in Postgres: tables beside the log.
 
 use async_trait::async_trait;
+use futures_util::TryStreamExt as _;
 use orlop_core::{
     log::{
-        ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, Archive, ArchiveState, ArchivedChanges, Error,
-        Moment, Order, PastRow, Reclaimed, Result, Time, Written,
+        ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_MOMENTS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, Archive, ArchiveState,
+        ArchivedChanges, ArchivedMoment, ArchivedRow, Error, FrozenArchive, Moment, Order, PastRow, Reclaimed, Result,
+        Time, Written,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
 use sqlx::PgConnection;
 
-use super::connection::{Database, read, sqlstate};
+use super::{
+    connection::{Database, read, sqlstate},
+    view::PostgresView,
+};
 use crate::{
     archive::{self, Fill, archive_columns, visited_columns},
     rows::{SqlRange, row_id},
@@ -19,6 +24,9 @@ use crate::{
 const STATE: &str = "SELECT max(value) FILTER (WHERE name = 'archive_first'), \
     max(value) FILTER (WHERE name = 'archive_copied'), max(value) FILTER (WHERE name = 'archive_bytes'), \
     max(value) FILTER (WHERE name = 'archive_rows') FROM meta WHERE name LIKE 'archive\\_%'";
+const ROWS: &str = "SELECT id, sub, key, value, lease, version, create_revision, prev_revision, deleted::int::bigint, \
+    end_revision FROM kv_archive WHERE (id, sub) >= ($1, $2) ORDER BY id, sub LIMIT $3";
+const MOMENTS: &str = "SELECT id, at, gap FROM kv_time WHERE id > $1 ORDER BY id LIMIT $2";
 const GIVE_UP: &str = "UPDATE meta SET value = $1 WHERE name = 'archive_first' AND value < $1";
 /// Number of rows that one call of `orlop_prune_archive` deletes.
 const PRUNE_ROWS: i64 = 500;
@@ -94,6 +102,9 @@ macro_rules! pairs_at {
     };
 }
 
+/// The columns of [`STATE`].
+type Facts = (Option<i64>, Option<i64>, Option<i64>, Option<i64>);
+
 /// The archive of a log in Postgres. All instances on the database share it.
 pub struct PostgresArchive {
     database: Database,
@@ -114,9 +125,13 @@ impl Archive for PostgresArchive {
     }
 
     async fn state(&self) -> Result<ArchiveState> {
-        type Facts = (Option<i64>, Option<i64>, Option<i64>, Option<i64>);
         let facts: Facts = read!(self.database, connection => sqlx::query_as(STATE).fetch_one(connection))?;
         Ok(archive::state(facts.into()))
+    }
+
+    async fn freeze(&self) -> Result<Box<dyn FrozenArchive>> {
+        // The member ID is not read.
+        Ok(Box::new(PostgresView::now(&self.database, 0).await?))
     }
 
     async fn copy(&self, rows: &[Superseded]) -> Result<()> {
@@ -184,6 +199,28 @@ impl Archive for PostgresArchive {
     ) -> Result<(Vec<(Key, EncodedKv)>, Option<Key>)> {
         let page = read!(self.database, connection => pairs_at(connection, range, after, at))??;
         Ok(archive::pairs(page))
+    }
+}
+
+#[async_trait]
+impl FrozenArchive for PostgresView {
+    async fn state(&self) -> Result<ArchiveState> {
+        let facts: sqlx::Result<Facts> = sqlx::query_as(STATE).fetch_one(&mut *self.connection.lock().await).await;
+        facts.map(|facts| archive::state(facts.into())).map_err(|error| self.database.unavailable(&error))
+    }
+
+    async fn rows(&self, from: RowId) -> Result<Vec<ArchivedRow>> {
+        let connection = &mut *self.connection.lock().await;
+        let query = sqlx::query(ROWS).bind(from.revision.0).bind(i64::from(from.sub)).bind(ARCHIVE_PAGE_ROWS as i64);
+        archive::archived_rows(query.fetch(connection)).await.map_err(|error| self.database.unavailable(&error))?
+    }
+
+    async fn moments(&self, after: Revision) -> Result<Vec<ArchivedMoment>> {
+        let connection = &mut *self.connection.lock().await;
+        let query = sqlx::query_as(MOMENTS).bind(after.0).bind(ARCHIVE_PAGE_MOMENTS as i64);
+        let moment = |(id, unix_ms, has_gap)| ArchivedMoment { moment: moment((id, unix_ms)), has_gap };
+        let moments = query.fetch(connection).map_ok(moment).try_collect().await;
+        moments.map_err(|error| self.database.unavailable(&error))
     }
 }
 

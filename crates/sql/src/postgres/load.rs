@@ -9,11 +9,12 @@ use super::{
 };
 use crate::{
     Durability,
+    archive::counted_bytes,
     auth::{self, bind_params},
 };
 use orlop_core::{
     auth::AuthState,
-    log::{Error, FactChange, HEARTBEAT_TIMEOUT, Load, LoggedLease, MIGRATION_SOURCE, Meta, Result},
+    log::{ArchivePart, Error, FactChange, HEARTBEAT_TIMEOUT, Load, LoggedLease, MIGRATION_SOURCE, Meta, Result},
     types::Change,
 };
 
@@ -43,7 +44,19 @@ const NEW_CLUSTER: &str = "DELETE FROM meta WHERE name LIKE 'alarm/%'; \
     UPDATE meta SET value = ('x' || substr(md5(random()::text || clock_timestamp()::text), 1, 15))::bit(60)::bigint \
     WHERE name = 'cluster_id'";
 
-/// Empties the log. The secret key and the cluster ID stay.
+/// A server that was started on the empty database may have begun an archive.
+const EMPTY_ARCHIVE: &str = "TRUNCATE kv_archive, kv_time; DELETE FROM meta WHERE name LIKE 'archive\\_%'";
+const BEGIN_ARCHIVE: &str = "INSERT INTO meta (name, value) VALUES ('archive_first', $1), ('archive_copied', $2), \
+    ('archive_bytes', 0), ('archive_rows', 0)";
+/// The last three parameters are the ids, subs and ends.
+const ADD_ARCHIVED: &str = "INSERT INTO kv_archive \
+    (key, value, lease, version, create_revision, prev_revision, deleted, id, sub, end_revision) \
+    SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)";
+const COUNT_ARCHIVED: &str = "UPDATE meta SET value = value + CASE name WHEN 'archive_rows' THEN $1 ELSE $2 END \
+    WHERE name IN ('archive_rows', 'archive_bytes')";
+const ADD_MOMENTS: &str = "INSERT INTO kv_time (id, at, gap) SELECT * FROM unnest($1, $2, $3)";
+
+/// Empties the log and the archive. The secret key and the cluster ID stay.
 const EMPTY: &str = "TRUNCATE kv_log, kv_log_more, lease, auth_user, auth_role, auth_user_role, auth_permission; \
     DELETE FROM meta WHERE name IN ('compact_revision', 'auth_enabled', 'auth_revision', 'migration_source'); \
     UPDATE meta SET value = 0 WHERE name = 'purged_revision'; UPDATE meta SET value = value + 1 WHERE name = 'epoch'";
@@ -74,6 +87,8 @@ impl PostgresLoader {
         }
         let mut loader = Self { database, connection };
         loader.refuse_if_served().await?;
+        let emptied = sqlx::raw_sql(EMPTY_ARCHIVE).execute(&mut loader.connection).await;
+        emptied.map_err(|error| loader.database.unavailable(&error))?;
         Ok(loader)
     }
 
@@ -94,8 +109,10 @@ impl PostgresLoader {
         }
         let mut loader = Self { database, connection };
         loader.refuse_if_served().await?;
-        let emptied = sqlx::raw_sql(EMPTY).execute(&mut loader.connection).await;
-        emptied.map_err(|error| loader.database.unavailable(&error))?;
+        for sql in [EMPTY, EMPTY_ARCHIVE] {
+            let emptied = sqlx::raw_sql(sql).execute(&mut loader.connection).await;
+            emptied.map_err(|error| loader.database.unavailable(&error))?;
+        }
         loader.commit().await
     }
 
@@ -147,6 +164,35 @@ impl PostgresLoader {
         Ok(())
     }
 
+    async fn add_part(&mut self, part: &ArchivePart) -> sqlx::Result<()> {
+        match part {
+            ArchivePart::Begin { first, copied } => {
+                let query = sqlx::query(BEGIN_ARCHIVE).bind(first.0).bind(copied.0);
+                query.execute(&mut self.connection).await.map(drop)
+            }
+            ArchivePart::Rows(rows) => {
+                let mut columns = Columns::with_capacity(rows.len());
+                rows.iter().for_each(|row| columns.push(&row.change));
+                bind(sqlx::query(ADD_ARCHIVED), columns)
+                    .bind(rows.iter().map(|row| row.change.row.revision.0).collect::<Vec<_>>())
+                    .bind(rows.iter().map(|row| i64::from(row.change.row.sub)).collect::<Vec<_>>())
+                    .bind(rows.iter().map(|row| row.end.0).collect::<Vec<_>>())
+                    .execute(&mut self.connection)
+                    .await?;
+                let bytes: i64 = rows.iter().map(|row| counted_bytes(&row.change)).sum();
+                let query = sqlx::query(COUNT_ARCHIVED).bind(rows.len() as i64).bind(bytes);
+                query.execute(&mut self.connection).await.map(drop)
+            }
+            ArchivePart::Moments(moments) => {
+                let query = sqlx::query(ADD_MOMENTS)
+                    .bind(moments.iter().map(|it| it.moment.revision.0).collect::<Vec<_>>())
+                    .bind(moments.iter().map(|it| it.moment.unix_ms).collect::<Vec<_>>())
+                    .bind(moments.iter().map(|it| it.has_gap).collect::<Vec<_>>());
+                query.execute(&mut self.connection).await.map(drop)
+            }
+        }
+    }
+
     async fn add_facts(&mut self, meta: &Meta, auth: &AuthState) -> sqlx::Result<()> {
         for statement in auth::all(auth) {
             bind_params!(statement).execute(&mut self.connection).await?;
@@ -170,6 +216,10 @@ impl PostgresLoader {
 impl Load for PostgresLoader {
     async fn add(&mut self, changes: &[Change]) -> Result<()> {
         self.add_rows(changes).await.map_err(|error| self.database.unavailable(&error))
+    }
+
+    async fn add_archive(&mut self, part: ArchivePart) -> Result<()> {
+        self.add_part(&part).await.map_err(|error| self.database.unavailable(&error))
     }
 
     async fn finish(mut self: Box<Self>, meta: &Meta, auth: &AuthState) -> Result<()> {

@@ -16,7 +16,7 @@ const INSERT_FIRST: &str = "INSERT INTO kv_log (id, key, value, lease, version, 
 const INSERT_MORE: &str = "INSERT INTO kv_log_more (id, key, value, lease, version, create_revision, prev_revision, deleted, sub) \
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)";
 /// The parameter `sub`.
-const SUB: usize = 9;
+pub(super) const SUB: usize = 9;
 pub(super) const SET_FACT: &str = "INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)";
 
 /// A change on its way to the thread of the connection. It shares the memory of its value.
@@ -129,7 +129,7 @@ pub(super) fn insert(transaction: &Connection, rows: &[Row], expected: Revision)
 }
 
 /// Binds all parameters but [`SUB`].
-fn bind(statement: &mut CachedStatement<'_>, row: &Row) -> Result<()> {
+pub(super) fn bind(statement: &mut CachedStatement<'_>, row: &Row) -> Result<()> {
     statement.raw_bind_parameter(1, row.row.revision.0)?;
     statement.raw_bind_parameter(7, row.prev.0)?;
     match &row.content {

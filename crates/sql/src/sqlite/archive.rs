@@ -5,6 +5,8 @@
 //! together; a row is committed here before it is deleted there.
 
 mod file;
+mod frozen;
+mod load;
 mod sql;
 mod writer;
 
@@ -17,7 +19,7 @@ use async_trait::async_trait;
 use orlop_core::{
     log::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState,
-        ArchivedChanges, Error, Meta, Moment, Order, PastRow, Reclaimed, Result, Time, Written,
+        ArchivedChanges, Error, FrozenArchive, Meta, Moment, Order, PastRow, Reclaimed, Result, Time, Written,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -25,8 +27,9 @@ use parking_lot::Mutex;
 use sqlx::{Connection as _, Row as _, SqliteConnection, SqlitePool, sqlite::SqliteRow};
 use tracing::warn;
 
-pub(super) use self::file::archive_file;
+pub(super) use self::{file::archive_file, load::Loader};
 use self::{
+    frozen::Frozen,
     sql::*,
     writer::{Writer, WriterGuard},
 };
@@ -234,6 +237,10 @@ impl Archive for SqliteArchive {
 
     async fn state(&self) -> Result<ArchiveState> {
         sqlx::query_as(STATE).fetch_one(&self.readers()).await.map(facts).map_err(unavailable)
+    }
+
+    async fn freeze(&self) -> Result<Box<dyn FrozenArchive>> {
+        Ok(Box::new(Frozen::now(self.writer.options()).await?))
     }
 
     /// Copies all rows in one transaction, which costs one sync.

@@ -9,67 +9,104 @@ use async_trait::async_trait;
 use rusqlite::Connection;
 use sqlx::{
     ConnectOptions as _, Connection as _,
+    migrate::Migrator,
     sqlite::{SqliteJournalMode, SqliteSynchronous},
 };
 
 use super::{
     FileLock, SqliteLog,
     append::{self, OwnedStatement, Row, SET_FACT},
-    lease_times, lock_file, refuse_etcd, writer,
+    archive, lease_times, lock_file, refuse_etcd, writer,
 };
 use crate::{auth, migrations};
 use orlop_core::{
     auth::AuthState,
-    log::{Appended, Error, FactChange, Load, LoggedLease, Meta, Result},
+    log::{Appended, ArchivePart, Error, FactChange, Load, LoggedLease, Meta, Result},
     private,
     types::{Change, Revision},
 };
 
-/// Fills a new database file in one transaction. It writes to a temporary file and renames that file at the end, so an
-/// incomplete file never has the name of the database.
+/// Fills a new database file, and that of its archive, each in one transaction.
 pub struct SqliteLoader {
-    /// `None` after an error.
-    connection: Option<Connection>,
-    destination: Destination,
+    database: Scratch,
+    archive: Option<archive::Loader>,
     /// The newest revision in the first table.
     newest: Revision,
+    _lock: FileLock,
 }
 
-struct Destination {
+/// A new file. Its content is written to a temporary file that is renamed at the end, so an incomplete file never has the
+/// name.
+pub(super) struct Scratch {
     /// The final path.
     file: PathBuf,
     /// The temporary file, removed unless it was renamed.
     scratch: PathBuf,
-    _lock: FileLock,
+    /// `None` after an error.
+    connection: Option<Connection>,
 }
 
-impl Drop for Destination {
+impl Drop for Scratch {
     fn drop(&mut self) {
         // If this fails, the next restore removes the file.
         let _ = std::fs::remove_file(&self.scratch);
     }
 }
 
-impl SqliteLoader {
-    /// Creates a database file without a journal and without syncs, which a crash may damage.
-    async fn scratch(file: &Path) -> Result<Connection> {
-        let failed = |error: &dyn std::fmt::Display| Error::Open(format!("cannot write {}: {error}", file.display()));
-        private::make_file(file).map_err(|error| failed(&error))?;
-        let options =
-            SqliteLog::creation_options(file).journal_mode(SqliteJournalMode::Off).synchronous(SqliteSynchronous::Off);
+impl Scratch {
+    /// Creates the temporary file and begins a transaction in it, without a journal and without syncs.
+    pub(super) async fn new(file: &Path, schema: &Migrator) -> Result<Self> {
+        let scratch = with_suffix(file, ".restoring");
+        remove(&scratch)?;
+        let failed =
+            |error: &dyn std::fmt::Display| Error::Open(format!("cannot write {}: {error}", scratch.display()));
+        private::make_file(&scratch).map_err(|error| failed(&error))?;
+        let options = SqliteLog::creation_options(&scratch)
+            .journal_mode(SqliteJournalMode::Off)
+            .synchronous(SqliteSynchronous::Off);
         let mut creator = options.connect().await.map_err(|error| failed(&error))?;
-        migrations::sqlite().run_direct(None, &mut creator, false).await.map_err(|error| failed(&error))?;
+        schema.run_direct(None, &mut creator, false).await.map_err(|error| failed(&error))?;
         creator.close().await.map_err(|error| failed(&error))?;
         let open = || {
-            let connection = Connection::open(file)?;
+            let connection = Connection::open(&scratch)?;
             connection.execute_batch(
                 "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -8192; BEGIN",
             )?;
             Ok(connection)
         };
-        open().map_err(|error: rusqlite::Error| failed(&error))
+        let connection = open().map_err(|error: rusqlite::Error| failed(&error))?;
+        Ok(Self { file: file.to_owned(), scratch, connection: Some(connection) })
     }
 
+    fn failed(&self) -> impl Fn(rusqlite::Error) -> Error + use<> {
+        let file = self.scratch.clone();
+        move |error| Error::Unavailable(format!("cannot write {}: {error}", file.display()))
+    }
+
+    /// Runs work on the connection.
+    pub(super) async fn run<T, W>(&mut self, work: W) -> Result<T>
+    where
+        T: Send + 'static,
+        W: FnOnce(&mut Connection) -> rusqlite::Result<T> + Send + 'static,
+    {
+        let failed = self.failed();
+        let connection = self.connection.take().ok_or_else(|| failed(rusqlite::Error::InvalidQuery))?;
+        let (connection, done) = writer::run(connection, work).await.map_err(failed)?;
+        self.connection = Some(connection);
+        Ok(done)
+    }
+
+    /// Gives the file its name, after the transaction was committed.
+    pub(super) fn publish(mut self) -> Result<()> {
+        let failed = self.failed();
+        let connection = self.connection.take();
+        connection.map_or(Ok(()), |connection| connection.close().map_err(|(_, error)| failed(error)))?;
+        move_file(&self.scratch, &self.file)
+            .map_err(|error| Error::Unavailable(format!("cannot write {}: {error}", self.file.display())))
+    }
+}
+
+impl SqliteLoader {
     /// Creates the database file of a new instance, with a new cluster ID.
     ///
     /// # Errors
@@ -88,56 +125,32 @@ impl SqliteLoader {
                 )));
             }
         }
-        let scratch = with_suffix(file, ".restoring");
-        match std::fs::remove_file(&scratch) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                return Err(Error::Open(format!("cannot remove {}: {error}", scratch.display())));
-            }
-            Ok(()) | Err(_) => {}
-        }
-        let connection = Self::scratch(&scratch).await?;
-        Ok(Self {
-            connection: Some(connection),
-            destination: Destination { file: file.to_owned(), scratch, _lock: lock },
-            newest: Revision::EMPTY,
-        })
+        let database = Scratch::new(file, &migrations::sqlite()).await?;
+        Ok(Self { database, archive: None, newest: Revision::EMPTY, _lock: lock })
     }
 
-    /// Deletes a database file that no process uses, with its WAL, whatever it contains.
+    /// Deletes a database file that no process uses, with its WAL and its archive, whatever they contain.
     ///
     /// # Errors
     ///
     /// [`Error::Open`] if another process uses the file, or it cannot be deleted.
     pub fn discard(file: &Path) -> Result<()> {
         let _lock = lock_file(file)?;
-        for suffix in ["-wal", "-shm", "-journal", ""] {
-            let path = with_suffix(file, suffix);
-            match std::fs::remove_file(&path) {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(Error::Open(format!("cannot remove {}: {error}", path.display())));
-                }
-                Ok(()) | Err(_) => {}
-            }
+        // An archive without a database is that of another one.
+        if file.exists() {
+            archive::Loader::files(file).iter().try_for_each(|path| remove(path))?;
         }
-        Ok(())
+        ["-wal", "-shm", "-journal", ""].iter().try_for_each(|suffix| remove(&with_suffix(file, suffix)))
     }
+}
 
-    fn failed(&self) -> impl Fn(rusqlite::Error) -> Error + use<> {
-        let file = self.destination.scratch.clone();
-        move |error| Error::Unavailable(format!("cannot write {}: {error}", file.display()))
-    }
-
-    /// Runs work on the connection.
-    async fn run<T, W>(&mut self, work: W) -> Result<T>
-    where
-        T: Send + 'static,
-        W: FnOnce(&mut Connection) -> rusqlite::Result<T> + Send + 'static,
-    {
-        let failed = self.failed();
-        let connection = self.connection.take().ok_or_else(|| failed(rusqlite::Error::InvalidQuery))?;
-        let (connection, done) = writer::run(connection, work).await.map_err(failed)?;
-        self.connection = Some(connection);
-        Ok(done)
+/// Removes a file, if it exists.
+fn remove(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(Error::Open(format!("cannot remove {}: {error}", path.display())))
+        }
+        Ok(()) | Err(_) => Ok(()),
     }
 }
 
@@ -164,12 +177,26 @@ fn add_facts(
 impl Load for SqliteLoader {
     async fn add(&mut self, changes: &[Change]) -> Result<()> {
         let (rows, newest): (Vec<Row>, _) = (changes.iter().map(Row::of).collect(), self.newest);
-        if self.run(move |connection| append::insert(connection, &rows, newest)).await? == Appended::Conflict {
+        let inserted = self.database.run(move |connection| append::insert(connection, &rows, newest)).await?;
+        if inserted == Appended::Conflict {
             return Err(Error::Corrupt(format!("rows after revision {newest} are out of order")));
         }
         let first = changes.iter().rev().find(|change| change.row.sub == 0);
         self.newest = first.map_or(newest, |change| change.row.revision);
         Ok(())
+    }
+
+    async fn add_archive(&mut self, part: ArchivePart) -> Result<()> {
+        match (&mut self.archive, part) {
+            (Some(archive), part) => archive.add(part).await,
+            (None, ArchivePart::Begin { first, copied }) => {
+                self.archive = Some(archive::Loader::new(&self.database.file, first, copied).await?);
+                Ok(())
+            }
+            (None, ArchivePart::Rows(_) | ArchivePart::Moments(_)) => {
+                Err(Error::Corrupt("the archive has no beginning".to_owned()))
+            }
+        }
     }
 
     async fn finish(mut self: Box<Self>, meta: &Meta, auth: &AuthState) -> Result<()> {
@@ -178,12 +205,15 @@ impl Load for SqliteLoader {
         let source = source.and_then(|(name, value)| Some((name, value?)));
         let facts: Vec<(String, i64)> = compacted.into_iter().chain(source).collect();
         let (leases, auth) = (meta.leases.clone(), OwnedStatement::all(auth::all(auth)));
-        self.run(move |connection| add_facts(connection, &leases, &facts, &auth)).await?;
-        let failed = self.failed();
-        let Self { connection, destination, .. } = *self;
-        connection.map_or(Ok(()), |connection| connection.close().map_err(|(_, error)| failed(error)))?;
-        move_file(&destination.scratch, &destination.file)
-            .map_err(|error| Error::Unavailable(format!("cannot write {}: {error}", destination.file.display())))
+        self.database.run(move |connection| add_facts(connection, &leases, &facts, &auth)).await?;
+        if let Some(archive) = self.archive.take() {
+            archive.finish().await?;
+        }
+        let file = self.database.file.clone();
+        // An archive without its database would be refused by the next restore.
+        self.database
+            .publish()
+            .inspect_err(|_| archive::Loader::files(&file).iter().for_each(|path| drop(remove(path))))
     }
 }
 

@@ -174,7 +174,7 @@ async fn times_until_now(archive: &dyn Archive, revisions: &[Revision]) -> log::
 }
 
 /// Repeats a read while rows that it needs are on their way to the archive.
-async fn when_copied<T, F>(read: impl Fn() -> F) -> PastResult<T>
+pub(super) async fn when_copied<T, F>(read: impl Fn() -> F) -> PastResult<T>
 where
     F: Future<Output = PastResult<T>>,
 {

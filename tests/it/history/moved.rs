@@ -1,0 +1,178 @@
+//! History on its way into another database: by a snapshot, and by a migration.
+
+use std::{
+    path::Path,
+    process::{Command, Output},
+};
+
+use tempfile::TempDir;
+
+use super::*;
+
+fn orlop(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_orlop")).args(arguments).output().expect("orlop is built with the tests")
+}
+
+/// Runs Orlop, which must succeed, and returns its output.
+#[track_caller]
+fn prints(arguments: &[&str]) -> String {
+    let output = orlop(arguments);
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(output.status.success(), "{arguments:?}: {}{}", text(&output.stdout), text(&output.stderr));
+    text(&output.stdout)
+}
+
+async fn empty_database(backend: Backend, folder: &Path, name: &str) -> Option<String> {
+    Some(match backend {
+        Backend::Sqlite => format!("sqlite://{}", folder.join(name).display()),
+        Backend::Postgres => Postgres::shared().await?.create_database(),
+    })
+}
+
+/// Starts a server with retention on a database that was filled, and which must be sound.
+async fn started(datastore: &str) -> (Server, Client) {
+    prints(&["check", "--datastore-endpoint", datastore]);
+    let server = Server::orlop_on(datastore, &KEEP).await;
+    let client = Client::connect(server.endpoint()).await;
+    (server, client)
+}
+
+/// Writes and compacts, so that rows are archived.
+async fn fill(client: &mut Client, model: &mut Model, random: &mut Random) {
+    for _ in 0..4 {
+        for _ in 0..random.between(30, 80) {
+            write(client, model, random).await;
+        }
+        compact(client, random.between(model.head() - 10, model.head())).await;
+    }
+    for _ in 0..10 {
+        write(client, model, random).await;
+    }
+}
+
+/// The whole history: rows as they are stored, and all times.
+async fn whole(client: &mut Client, model: &Model) -> (HistoryStateResponse, Vec<(ModelChange, i64)>) {
+    let all = changes_of((b"\0", b"\0"), 1, model.head());
+    let (found, times) = changes(client, all).await.expect("changes");
+    (state(client).await, found.into_iter().zip(times).collect())
+}
+
+async fn snapshot_takes_the_history_along(backend: Backend) {
+    let Some(source) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(source.endpoint()).await;
+    let (mut model, mut random) = (Model::new(), Random::new(31));
+    fill(&mut client, &mut model, &mut random).await;
+    put(&mut client, &mut model, "a", "the last one").await;
+    recorded_time(&client, model.head()).await;
+    let of_source = whole(&mut client, &model).await;
+    let home = TempDir::new().expect("a folder");
+    let file = home.path().join("with.db");
+    let file = file.to_str().expect("a path in UTF-8");
+    prints(&["snapshot", "save", "--history", file, "--endpoints", source.endpoint()]);
+    let status = prints(&["snapshot", "status", file, "--write-out", "json"]);
+    let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
+    assert_eq!(status["archivedRows"], of_source.0.archived_rows);
+
+    for into in [Backend::Sqlite, Backend::Postgres] {
+        let Some(datastore) = empty_database(into, home.path(), "restored.db").await else { return };
+        prints(&["snapshot", "restore", file, "--datastore-endpoint", &datastore]);
+        let (_server, mut client) = started(&datastore).await;
+        assert_eq!(whole(&mut client, &model).await, of_source, "into {into:?}");
+        compare(&mut client, &model, 1, &mut random).await;
+        // It goes on from there.
+        let mut model = model.clone();
+        fill(&mut client, &mut model, &mut random).await;
+        compare(&mut client, &model, 1, &mut random).await;
+        assert!(state(&mut client).await.archived_rows > of_source.0.archived_rows);
+        prints(&["check", "--datastore-endpoint", &datastore]);
+    }
+}
+
+async fn snapshot_without_history_begins_at_the_compact_revision(backend: Backend) {
+    let Some(source) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(source.endpoint()).await;
+    let (mut model, mut random) = (Model::new(), Random::new(32));
+    fill(&mut client, &mut model, &mut random).await;
+    let compacted = state(&mut client).await.compact_revision;
+    let home = TempDir::new().expect("a folder");
+    let (plain, with) = (home.path().join("plain.db"), home.path().join("with.db"));
+    let path = |file: &Path| file.to_str().expect("a path in UTF-8").to_owned();
+    prints(&["snapshot", "save", &path(&plain), "--endpoints", source.endpoint()]);
+    prints(&["snapshot", "save", "--history", &path(&with), "--endpoints", source.endpoint()]);
+    let raised = ["--bump-revision", "1000", "--mark-compacted"];
+    for (name, file, flags, first) in [
+        ("plain", &plain, &[][..], compacted),
+        // The rows between the compact revision and the raised one are dropped.
+        ("raised", &with, &raised, model.head() + 1000),
+    ] {
+        let Some(datastore) = empty_database(backend, home.path(), name).await else { return };
+        if backend == Backend::Postgres {
+            // A server has begun an archive on the empty database. It is of no use for the restored store.
+            let mut server = Server::orlop_on(&datastore, &KEEP).await;
+            server.terminate().await;
+        }
+        prints(&[&["snapshot", "restore", &path(file), "--datastore-endpoint", &datastore], flags].concat());
+        let (_server, mut client) = started(&datastore).await;
+        let state = state(&mut client).await;
+        assert_eq!((state.first_revision, state.archived_rows), (first, 0), "{name}");
+    }
+}
+
+async fn migration_takes_the_history_along(backend: Backend) {
+    let other = if backend == Backend::Sqlite { Backend::Postgres } else { Backend::Sqlite };
+    let Some(source) = Server::orlop_with(other, &KEEP).await else { return };
+    let mut client = Client::connect(source.endpoint()).await;
+    let (mut model, mut random) = (Model::new(), Random::new(33));
+    let home = TempDir::new().expect("a folder");
+    let Some(datastore) = empty_database(backend, home.path(), "copy.db").await else { return };
+    let migrate = ["migrate", "--from", source.endpoint(), "--once", "--datastore-endpoint", &datastore];
+    fill(&mut client, &mut model, &mut random).await;
+    prints(&[&migrate[..], &KEEP].concat());
+    // The second migration follows what was written and compacted after the first one.
+    let copied = model.head();
+    for _ in 0..50 {
+        write(&mut client, &mut model, &mut random).await;
+    }
+    compact(&mut client, copied).await;
+    prints(&[&migrate[..], &KEEP].concat());
+    let of_source = state(&mut client).await;
+    let (_server, mut client) = started(&datastore).await;
+    compare(&mut client, &model, 1, &mut random).await;
+    let of_copy = state(&mut client).await;
+    assert_eq!((of_copy.first_revision, of_copy.archived_rows), (1, of_source.archived_rows));
+    assert_eq!(of_copy.first_moment, of_source.first_moment);
+}
+
+async fn history_of_etcd_is_refused(backend: Backend) {
+    let Some(etcd) = Server::etcd().await else { return };
+    let home = TempDir::new().expect("a folder");
+    let file = home.path().join("none.db");
+    let file = file.to_str().expect("a path in UTF-8");
+    let output = orlop(&["snapshot", "save", "--history", file, "--endpoints", etcd.endpoint()]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("the server keeps no history: it is etcd or an older version of Orlop"), "{text}");
+    // A migration begins the history at the copy.
+    let Some(datastore) = empty_database(backend, home.path(), "copy.db").await else { return };
+    let mut client = Client::connect(etcd.endpoint()).await;
+    let mut model = Model::new();
+    for number in 0..10 {
+        put(&mut client, &mut model, "a", &number.to_string()).await;
+    }
+    compact(&mut client, 5).await;
+    let migrate = ["migrate", "--from", etcd.endpoint(), "--once", "--datastore-endpoint", &datastore];
+    prints(&[&migrate[..], &KEEP].concat());
+    compact(&mut client, 8).await;
+    prints(&[&migrate[..], &KEEP].concat());
+    let (_server, mut client) = started(&datastore).await;
+    let state = state(&mut client).await;
+    assert_eq!((state.first_revision, state.compact_revision, state.archived_rows), (5, 8, 3));
+    compare(&mut client, &model, 5, &mut Random::new(34)).await;
+}
+
+on_both_backends!(
+    snapshot_takes_the_history_along,
+    snapshot_without_history_begins_at_the_compact_revision,
+    migration_takes_the_history_along,
+    history_of_etcd_is_refused,
+);
