@@ -4,23 +4,31 @@
 //! was rebound to this address (DNS rebinding), so `Host` must be a known name. `Origin` and `Sec-Fetch-Site` name the
 //! page that sent a request: only this one may, except that others may link here.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use axum::{
     extract::{Request, State},
     middleware::Next,
     response::{IntoResponse as _, Response},
 };
+use base64::{Engine as _, engine::general_purpose::STANDARD};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, uri::Authority};
+use sha2::{Digest as _, Sha256};
 
+use super::pages::STYLE;
 use crate::config::ListenUrl;
 
-/// Scripts, styles and requests only from here; nothing in frames; forms only to here.
-const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; \
-     connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'";
+/// Scripts and requests only from here, and only our style sheet; nothing in frames; forms only to here.
+static CONTENT_SECURITY_POLICY: LazyLock<HeaderValue> = LazyLock::new(|| {
+    let style = STANDARD.encode(Sha256::digest(STYLE));
+    let policy = format!(
+        "default-src 'none'; script-src 'self'; style-src 'sha256-{style}'; img-src 'self'; connect-src 'self'; \
+         form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    );
+    HeaderValue::from_maybe_shared(policy).expect("the policy is visible ASCII")
+});
 
-const HEADERS: [(HeaderName, HeaderValue); 7] = [
-    (header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(CONTENT_SECURITY_POLICY)),
+const HEADERS: [(HeaderName, HeaderValue); 6] = [
     (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
     (header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY")),
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),
@@ -69,7 +77,9 @@ pub(super) async fn guard(State(hosts): State<Arc<Hosts>>, request: Request, nex
         Ok(()) => next.run(request).await,
         Err(reason) => (StatusCode::FORBIDDEN, format!("{reason}\n")).into_response(),
     };
-    response.headers_mut().extend(HEADERS);
+    let headers = response.headers_mut();
+    headers.extend(HEADERS);
+    headers.insert(header::CONTENT_SECURITY_POLICY, CONTENT_SECURITY_POLICY.clone());
     response
 }
 

@@ -14,7 +14,7 @@ use axum::{
     response::{Html, IntoResponse as _, Response},
 };
 use http::{HeaderMap, StatusCode, header, request::Parts};
-use maud::{DOCTYPE, Markup, html};
+use maud::{DOCTYPE, Markup, PreEscaped, html};
 use orlop_objects::{ManagedFields, Secrets, Shown, View, escaped};
 
 use super::{
@@ -25,6 +25,8 @@ use super::{
 };
 use crate::history::time::shown_time;
 
+/// The style sheet. It is a part of each page, because a browser paints nothing before it has the style sheet.
+pub(super) const STYLE: &str = include_str!("assets/style.css");
 /// Maximum number of lines of a value or of a difference on a page.
 const LINES_MAX: usize = 20_000;
 
@@ -146,7 +148,7 @@ impl Frame<'_> {
                     meta name="viewport" content="width=device-width, initial-scale=1";
                     meta name="color-scheme" content="light dark";
                     title { (self.title) " - Orlop" }
-                    link rel="stylesheet" href="/assets/style.css";
+                    style { (PreEscaped(STYLE)) }
                     link rel="icon" type="image/svg+xml" href="/assets/icon.svg";
                     script src="/assets/script.js" defer {}
                 }

@@ -21,7 +21,6 @@ use super::{
 };
 use crate::config::ListenUrl;
 
-const STYLE: &str = include_str!("assets/style.css");
 const SCRIPT: &str = include_str!("assets/script.js");
 const ICON: &str = include_str!("assets/icon.svg");
 
@@ -96,7 +95,6 @@ pub(super) fn routes(console: Console) -> Router {
         .route("/events/stream", get(events::stream))
         .route("/login", get(pages::login::page).post(pages::login::log_in))
         .route("/logout", post(pages::login::log_out))
-        .route("/assets/style.css", get(|| asset("text/css; charset=utf-8", STYLE)))
         .route("/assets/script.js", get(|| asset("text/javascript; charset=utf-8", SCRIPT)))
         .route("/assets/icon.svg", get(|| asset("image/svg+xml", ICON)))
         .fallback(pages::unknown)

@@ -47,6 +47,7 @@ async fn every_page_answers_with_a_full_store(backend: Backend) {
         let diff = format!("{}&from={revision}&to={revision}", key.replacen("/key", "/diff", 1));
         for (path, wanted) in [
             ("/", "Requests"),
+            ("/keys?prefix=none", "prefers-color-scheme"),
             ("/overview/live", "Revision"),
             ("/sizes", "Sizes"),
             ("/keys", "/keys?prefix=/registry/\">"),
@@ -57,7 +58,6 @@ async fn every_page_answers_with_a_full_store(backend: Backend) {
             (&diff, "Both versions are equal."),
             (&back, "Put revision"),
             ("/events?prefix=/registry/", "data-events=\"/events/stream?prefix=/registry/\""),
-            ("/assets/style.css", "prefers-color-scheme"),
             ("/assets/script.js", "EventSource"),
             ("/assets/icon.svg", "<svg"),
         ] {
