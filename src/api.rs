@@ -24,7 +24,7 @@ pub mod watch;
 
 use std::{sync::Arc, time::Duration};
 
-use tokio::sync::watch as watch_channel;
+use tokio::sync::{Semaphore, watch as watch_channel};
 use tonic::{Status, service::Routes};
 
 use self::grpc::metering::Meter;
@@ -161,8 +161,9 @@ pub fn services(
     let (metrics, exporter) = (Arc::clone(store.metrics()), settings.exporter.clone());
     let slow_requests = Arc::<SlowRequests>::default();
     let meter = Meter::new(metrics, partial_requests, settings.slow_threshold, &slow_requests, exporter)?;
-    let snapshots = Snapshots::new(&store, Content::Log);
-    let snapshots_with_archive = Snapshots::new(&store, Content::LogAndArchive);
+    let exports = Arc::new(Semaphore::new(snapshot::EXPORTS_MAX));
+    let snapshots = Snapshots::new(&store, Content::Log, Arc::clone(&exports));
+    let snapshots_with_archive = Snapshots::new(&store, Content::LogAndArchive, exports);
     let context = Arc::new(Context {
         store,
         settings: Arc::new(settings),

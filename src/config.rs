@@ -324,6 +324,11 @@ impl Settings {
                 self.snapshot_interval
             ));
         }
+        if self.snapshot_history && self.history_retention.0.is_zero() {
+            return Err(
+                "snapshot-history requires history-retention, the time for which the history is kept".to_owned()
+            );
+        }
         if self.datastore_poll_interval.0 < Interval::POLL_MIN {
             return Err(format!("datastore-poll-interval must be at least 1ms, got {}", self.datastore_poll_interval));
         }

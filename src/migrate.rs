@@ -44,7 +44,7 @@ use crate::{
     config::Settings,
     output::bytes,
     server,
-    snapshot::{self, Content, HashCheck},
+    snapshot::{self, Content, HashCheck, Restored},
 };
 use orlop_core::types::{LeaseId, Revision};
 
@@ -241,7 +241,10 @@ impl Migration {
             Some(target) => self.resume(target, session, place).await?,
             None => Box::pin(self.copy(session, place, stop)).await?,
         };
-        let followed = self.follow(session, &mut target, stop).await;
+        let followed = match target.begin().await {
+            Ok(()) => self.follow(session, &mut target, stop).await,
+            Err(failure) => Err(failure),
+        };
         let marked = match &followed {
             Ok(()) => target.mark(None).await,
             Err(_) => Ok(()),
@@ -315,9 +318,9 @@ impl Migration {
         let rows = Arc::new(AtomicU64::new(0));
         let source = session.cluster_id;
         let load = async { Ok::<_, snapshot::Error>(place.load(source, Arc::clone(&rows)).await?) };
-        let mut restoring = pin!(snapshot::restore(file.path(), HashCheck::Verify, None, load));
+        let mut restoring = pin!(snapshot::restore(file.path(), HashCheck::Verify, content, None, load));
         let mut ticks = interval(RESTORE_INTERVAL);
-        let head = loop {
+        let Restored { head, history } = loop {
             tokio::select! {
                 () = stop.clone(), if self.goal != Goal::Once => return stopped(),
                 restored = &mut restoring => break restored.map_err(|error| match error {
@@ -332,7 +335,7 @@ impl Migration {
             }
         };
         let rows = rows.load(Ordering::Relaxed);
-        self.progress.say(&format!("restored a snapshot of the source: revision {head}, {rows} rows"));
+        self.progress.say(&format!("restored a snapshot of the source: revision {head}, {rows} rows{history}"));
         match place.open().await? {
             Some(target) => Ok(target),
             None => Err(Failure::Fatal("the copy is gone".to_owned())),

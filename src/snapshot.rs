@@ -113,7 +113,7 @@ pub struct Status {
 
 /// Opens and verifies a snapshot, or the data directory of an etcd that has stopped; `None` if the file is a SQLite
 /// database.
-fn open(file: &Path, check: HashCheck) -> Result<Option<Import>> {
+fn open(file: &Path, check: HashCheck, content: Content) -> Result<Option<Import>> {
     let data_dir = DataDir::of(file)?;
     let (file, check) = match &data_dir {
         Some(data_dir) if file.is_dir() => (data_dir.database(), HashCheck::Skip),
@@ -127,7 +127,7 @@ fn open(file: &Path, check: HashCheck) -> Result<Option<Import>> {
     // Both read the whole file, so they run at the same time. The checksum explains other errors.
     let (verified, import) = std::thread::scope(|scope| {
         let verified = scope.spawn(verify);
-        let import = Import::open(&file, bytes);
+        let import = Import::open(&file, bytes, content);
         (verified.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), import)
     });
     verified?;
@@ -144,7 +144,7 @@ fn open(file: &Path, check: HashCheck) -> Result<Option<Import>> {
 ///
 /// If the file is incomplete, not a snapshot, or damaged.
 pub fn status(file: &Path, check: HashCheck) -> Result<Status> {
-    match open(file, check)? {
+    match open(file, check, Content::LogAndArchive)? {
         Some(import) => Ok(import.status()),
         None => Err(Error::File(format!(
             "{} is a SQLite database, the form of snapshots of Orlop 0.2.0 and before: `orlop snapshot restore` accepts \
@@ -154,8 +154,36 @@ pub fn status(file: &Path, check: HashCheck) -> Result<Status> {
     }
 }
 
-/// Restores a snapshot into an empty database, which `create` creates when the snapshot has been verified. Returns the
-/// newest revision.
+/// What was restored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Restored {
+    /// The newest revision.
+    pub head: Revision,
+    pub history: RestoredHistory,
+}
+
+/// What was restored of an archive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RestoredHistory {
+    /// The snapshot has no archive, or it was not wanted.
+    None,
+    /// The history from this revision on.
+    From(Revision),
+    /// Nothing, because the restored store is compacted at a later revision than that of the archive.
+    LeftOut,
+}
+
+impl std::fmt::Display for RestoredHistory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::None => Ok(()),
+            Self::From(first) => write!(f, ", with the history from revision {first} on"),
+            Self::LeftOut => f.write_str(", without the history, which is that of an earlier compaction"),
+        }
+    }
+}
+
+/// Restores a snapshot into an empty database, which `create` creates when the snapshot has been verified.
 ///
 /// # Errors
 ///
@@ -163,10 +191,11 @@ pub fn status(file: &Path, check: HashCheck) -> Result<Status> {
 pub async fn restore<E: From<Error> + From<log::Error>>(
     file: &Path,
     check: HashCheck,
+    content: Content,
     bump: Option<Bump>,
     create: impl Future<Output = std::result::Result<Box<dyn Load>, E>>,
-) -> std::result::Result<Revision, E> {
-    match open(file, check)? {
+) -> std::result::Result<Restored, E> {
+    match open(file, check, content)? {
         Some(import) => Ok(import.load(bump, create.await?).await?),
         None if bump.is_some() => Err(Error::File(format!(
             "{} is a SQLite database, whose revisions cannot be raised with --bump-revision",
@@ -175,7 +204,8 @@ pub async fn restore<E: From<Error> + From<log::Error>>(
         .into()),
         None => {
             let database = open_sqlite(file).await?;
-            Ok(copy(&database, create.await?).await?)
+            let head = copy(&database, create.await?).await?;
+            Ok(Restored { head, history: RestoredHistory::None })
         }
     }
 }

@@ -116,11 +116,11 @@ pub(super) fn run(data: &[u8]) {
     std::fs::write(&file, &bytes).expect("a file can be written");
     let check = if damage.flags & UNCHECKED == 0 { HashCheck::Verify } else { HashCheck::Skip };
     let create = async { Ok::<Box<dyn Load>, snapshot::Error>(Box::new(Nowhere)) };
-    let restored = RUNTIME.block_on(snapshot::restore(&file, check, None, create));
+    let restored = RUNTIME.block_on(snapshot::restore(&file, check, Content::LogAndArchive, None, create));
     let is_whole = bytes.starts_with(&DATABASE);
     match restored {
-        Ok(head) => {
-            assert!(is_whole || check == HashCheck::Skip || damage.flags & REHASHED != 0, "undetected: {head:?}");
+        Ok(restored) => {
+            assert!(is_whole || check == HashCheck::Skip || damage.flags & REHASHED != 0, "undetected: {restored:?}");
         }
         Err(error) => {
             assert!(!is_whole, "{error}");

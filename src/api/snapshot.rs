@@ -19,7 +19,7 @@ use super::STORAGE_VERSION;
 use crate::snapshot::{self, Content, Export, now};
 use orlop_core::{
     metrics::Metrics,
-    store::{Store, shared_query::SharedQuery},
+    store::{PastError, Store, shared_query::SharedQuery},
     supervise::{catch_panics, log_request_panic, vital},
 };
 use orlop_wire::proto::server::{etcdserverpb::SnapshotResponse, orlopb::HistorySnapshotResponse};
@@ -27,7 +27,7 @@ use orlop_wire::proto::server::{etcdserverpb::SnapshotResponse, orlopb::HistoryS
 /// Maximum size of a chunk; the same as in etcd.
 const BLOB_BYTES: usize = 32 << 10;
 /// Number of snapshots that are read from the database at a time.
-const EXPORTS_MAX: usize = 4;
+pub(super) const EXPORTS_MAX: usize = 4;
 /// Maximum time in which a client must accept a piece of about 1 MiB. The clients that share a snapshot wait for the
 /// slowest of them.
 const PIECE_WAIT_MAX: Duration = Duration::from_secs(10);
@@ -36,7 +36,7 @@ pub(super) type SnapshotStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>>
 
 /// The snapshots of a server.
 #[derive(Clone)]
-pub(super) struct Snapshots(Arc<SharedQuery<(), Result<Pieces, String>>>);
+pub(super) struct Snapshots(Arc<SharedQuery<(), Result<Pieces, Status>>>);
 
 fn method(content: Content) -> &'static str {
     match content {
@@ -55,9 +55,10 @@ struct Pieces {
 type Client = mpsc::Sender<Result<Bytes, String>>;
 
 impl Snapshots {
-    /// Starts the task that starts snapshots. It ends when the last handle is dropped.
-    pub(super) fn new(store: &Arc<Store>, content: Content) -> Self {
-        let (store, permits) = (Arc::clone(store), Arc::new(Semaphore::new(EXPORTS_MAX)));
+    /// Starts the task that starts snapshots. It ends when the last handle is dropped. All that share `permits` read at most
+    /// so many snapshots from the database at a time.
+    pub(super) fn new(store: &Arc<Store>, content: Content, permits: Arc<Semaphore>) -> Self {
+        let store = Arc::clone(store);
         let start = move |waiting: Vec<()>| {
             let (store, metrics) = (Arc::clone(&store), Arc::clone(store.metrics()));
             let permits = Arc::clone(&permits);
@@ -67,11 +68,14 @@ impl Snapshots {
                 let begin = Export::of(&store, content);
                 let failed = match catch_panics(begin).await {
                     Ok(Ok(export)) => return share(export, content, waiting.len(), metrics, begun, permit),
-                    Ok(Err(error)) => snapshot_failed(&metrics, &error),
+                    Ok(Err(snapshot::Error::History(PastError::Copying { compacted }))) => {
+                        Status::unavailable(format!("orlop: {}", PastError::Copying { compacted }))
+                    }
+                    Ok(Err(error)) => failed(snapshot_failed(&metrics, &error)),
                     Err(panic) => {
                         log_request_panic(&metrics.rpc.panics, method(content), &panic);
                         metrics.maintenance.snapshot_failures.inc();
-                        "internal error; see the server's log".to_owned()
+                        failed("internal error; see the server's log".to_owned())
                     }
                 };
                 waiting.iter().map(|()| Err(failed.clone())).collect()
@@ -98,7 +102,7 @@ fn share(
     metrics: Arc<Metrics>,
     begun: Instant,
     permit: OwnedSemaphorePermit,
-) -> Vec<Result<Pieces, String>> {
+) -> Vec<Result<Pieces, Status>> {
     let bytes = export.bytes();
     // One piece is in the channel while the client receives the one before.
     let (senders, receivers): (Vec<Client>, Vec<_>) = (0..clients).map(|_| mpsc::channel(1)).unzip();
@@ -141,8 +145,7 @@ impl Snapshots {
     /// Sends a snapshot. Each chunk contains the number of remaining bytes, so the whole store is read once before the
     /// first one.
     pub(super) async fn send<T: From<Chunk> + 'static>(&self) -> Result<Response<SnapshotStream<T>>, Status> {
-        let started = self.0.query(()).await.unwrap_or_else(|| Err("the server is stopping".to_owned()));
-        let pieces = started.map_err(failed)?;
+        let pieces = self.0.query(()).await.unwrap_or_else(|| Err(failed("the server is stopping".to_owned())))?;
         let state = Some((Sent { pieces, bytes: 0 }, Bytes::new()));
         Ok(Response::new(Box::pin(stream::unfold(state, async |state| {
             let (mut sent, piece) = state?;

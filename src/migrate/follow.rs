@@ -17,6 +17,8 @@ use orlop_core::types::{LeaseId, Revision};
 const HEAD_INTERVAL: Duration = Duration::from_secs(1);
 /// The same while a cut over waits for a moment at which the copy has every revision.
 const CUT_INTERVAL: Duration = Duration::from_millis(20);
+/// Interval at which the time of the copy's head is recorded.
+const TIME_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which the copy is compacted as the source is.
 const COMPACT_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -26,6 +28,8 @@ impl Migration {
         let mut watch = session.watch(target.head().next()).await?;
         let mut compactions = interval(COMPACT_INTERVAL);
         compactions.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut times = interval(TIME_INTERVAL);
+        times.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut speed = Speed::new();
         let mut head = session.head().await?;
         let mut ask = Instant::now() + HEAD_INTERVAL;
@@ -49,10 +53,12 @@ impl Migration {
                 }
                 () = sleep_until(ask) => {
                     head = session.head().await?;
-                    if target.head() >= head {
-                        target.note_time().await?;
-                    }
                     ask = Instant::now() + if self.is_verified { CUT_INTERVAL } else { HEAD_INTERVAL };
+                }
+                _ = times.tick() => {
+                    if target.head() >= head {
+                        target.note_time().await;
+                    }
                 }
                 _ = compactions.tick() => {
                     if let Some(revision) = session.compact_revision().await? {

@@ -7,10 +7,12 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
 use async_trait::async_trait;
 use orlop_wire::proto::client::mvccpb::{Event, event::EventType};
+use tokio::time::sleep;
 
 use super::{
     Failure, Result,
@@ -26,8 +28,8 @@ use orlop_core::{
     index::{CompactionCursor, TreeIndex},
     log::{self, Append, Appended, ArchivePart, Error, FactChange, LeaseChange, Load, Log, Meta, Position, Reclaim},
     private,
-    store::{History, Keep, hash, replay},
-    types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version, shown},
+    store::{HistoryKeeper, Keep, hash, replay},
+    types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Superseded, Version, shown},
 };
 use orlop_sql::{Durability, PostgresLoader, SqliteLoader};
 
@@ -37,6 +39,9 @@ const APPEND_BYTES: usize = 4 << 20;
 /// Keys whose history is compacted, and rows that are deleted, at a time.
 const COMPACT_KEYS: usize = 10_000;
 const DELETE_ROWS: usize = 1_000;
+/// Attempts to copy rows to the archive, of which one of the last gives them up, and the pause between two.
+const KEEP_ATTEMPTS: u32 = 12;
+const KEEP_PAUSE: Duration = Duration::from_secs(1);
 
 /// Where the copy is.
 pub(super) struct Place<'a> {
@@ -48,8 +53,10 @@ pub(super) struct Place<'a> {
 pub(super) struct Target {
     log: Arc<dyn Log>,
     /// `None`: there is no archive.
-    history: Option<History>,
+    history: Option<HistoryKeeper>,
     index: TreeIndex,
+    /// Rows that a compaction has left which was interrupted.
+    garbage: Vec<Superseded>,
     position: Position,
     /// The newest row that was added since the log was opened.
     last_row: Option<RowId>,
@@ -76,7 +83,7 @@ impl Place<'_> {
         let (log, history) =
             server::open_with_archive(self.settings, self.datastore, Vec::new(), Durability::Synced, None, keep)
                 .await?;
-        let history = history.map(History::new);
+        let history = history.map(HistoryKeeper::new);
         let replayed = replay(&*log).await?;
         let auth = log.auth().await?;
         let meta = replayed.meta;
@@ -91,13 +98,11 @@ impl Place<'_> {
         }
         let leases = meta.leases.iter().map(|lease| (lease.id, lease.ttl_secs)).collect();
         let (source, auth_revision) = (meta.source, auth.revision);
-        if let Some(history) = &history {
-            history.begin(meta.compact_revision, meta.position.head).await;
-        }
         Ok(Some(Target {
             log,
             history,
             index: replayed.index,
+            garbage: replayed.garbage,
             position: meta.position,
             last_row: None,
             leases,
@@ -258,6 +263,20 @@ impl Target {
         Ok(change)
     }
 
+    /// Begins the archive, if rows are to be kept, and finishes a compaction that was interrupted. Call it before anything is
+    /// written, and only if the database is a copy of the source: it deletes rows.
+    pub(super) async fn begin(&mut self) -> Result<()> {
+        let compacted = self.compact_revision();
+        if let Some(history) = &self.history {
+            history.begin(compacted, self.head()).await;
+        }
+        let garbage = std::mem::take(&mut self.garbage);
+        match compacted {
+            Some(compacted) => self.purge(garbage, compacted).await,
+            None => Ok(()),
+        }
+    }
+
     /// Makes revisions below `revision` unreadable and deletes their rows.
     pub(super) async fn compact(&mut self, revision: Revision) -> Result<()> {
         if Some(revision) <= self.compact_revision() || revision > self.head() {
@@ -265,23 +284,37 @@ impl Target {
         }
         self.append(&[], &[], Some(revision), None).await?;
         self.index.begin_compaction(revision);
-        let (mut cursor, mut is_unfinished) = (CompactionCursor::default(), true);
-        while is_unfinished {
-            let mut rows = Vec::new();
-            is_unfinished = self.index.compact_step(&mut cursor, COMPACT_KEYS, &mut rows);
-            for rows in rows.chunks(DELETE_ROWS) {
-                if let Some(history) = &self.history {
-                    history.keep(rows, revision).await?;
-                }
-                let rows: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
-                let rows = Reclaim::Rows { rows: &rows, compacted: revision, server: self.position.server };
-                let _ = self.log.reclaim(rows).await?;
-            }
+        let (mut cursor, mut garbage) = (CompactionCursor::default(), Vec::new());
+        while self.index.compact_step(&mut cursor, COMPACT_KEYS, &mut garbage) {}
+        self.purge(garbage, revision).await
+    }
+
+    /// Deletes the rows that a compaction removes, after they were copied to the archive. They are deleted in their order:
+    /// without its tombstone, a key whose puts are left would exist again.
+    async fn purge(&self, mut garbage: Vec<Superseded>, compacted: Revision) -> Result<()> {
+        garbage.sort_unstable();
+        for rows in garbage.chunks(DELETE_ROWS) {
+            self.keep(rows, compacted).await?;
+            let rows: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
+            let rows = Reclaim::Rows { rows: &rows, compacted, server: self.position.server };
+            let _ = self.log.reclaim(rows).await?;
         }
         match &self.history {
-            Some(history) => Ok(history.finish(revision, self.position.server).await?),
+            Some(history) => Ok(history.finish(compacted, self.position.server).await?),
             None => Ok(()),
         }
+    }
+
+    /// Copies rows to the archive, or gives them up, if there is one.
+    async fn keep(&self, rows: &[Superseded], compacted: Revision) -> Result<()> {
+        let Some(history) = &self.history else { return Ok(()) };
+        for _ in 1..KEEP_ATTEMPTS {
+            match history.keep(rows, compacted).await {
+                Ok(()) => return Ok(()),
+                Err(_) => sleep(KEEP_PAUSE).await,
+            }
+        }
+        Ok(history.keep(rows, compacted).await?)
     }
 
     /// Gives the log exactly these leases, each with its full TTL before it.
@@ -322,11 +355,11 @@ impl Target {
         Ok(may_be_older && hash::of_history(&*history, &self.index, head, own).await?.hash == theirs.hash)
     }
 
-    /// Records the time of the head. Call it about once a second while the copy has the newest revision of the source.
-    pub(super) async fn note_time(&self) -> Result<()> {
-        match &self.history {
-            Some(history) => Ok(history.note_time(self.head()).await?),
-            None => Ok(()),
+    /// Records the time of the head. Call it about once a second while the copy has the newest revision of the source. If it
+    /// fails, the revisions count as written when the next time is recorded.
+    pub(super) async fn note_time(&self) {
+        if let Some(history) = &self.history {
+            let _ = history.note_time(self.head()).await;
         }
     }
 
@@ -366,7 +399,7 @@ impl Target {
     }
 }
 
-async fn close(log: &dyn Log, history: Option<History>, head: Revision) {
+async fn close(log: &dyn Log, history: Option<HistoryKeeper>, head: Revision) {
     if let Some(history) = history {
         history.close(head).await;
     }

@@ -1,6 +1,7 @@
 //! The bucket of a snapshot that contains the archive. etcd ignores it.
 //!
 //! ```text
+//!   copied           the compact revision whose rows it has
 //!   first            the first complete revision
 //!   row REVISION     orlopb.ArchivedRow; REVISION as in the bucket of the log's rows
 //!   time REVISION    milliseconds since 1970, and 1 if times before are not known
@@ -22,6 +23,7 @@ use orlop_wire::proto::{client, server::orlopb};
 /// The name. Buckets are in the order of their names, so it is behind those of etcd that a snapshot has.
 pub(super) const ARCHIVE: &str = "orlopArchive";
 
+const COPIED: &[u8] = b"copied";
 const FIRST: &[u8] = b"first";
 const ROW: &[u8] = b"row";
 const TIME: &[u8] = b"time";
@@ -33,9 +35,9 @@ const PART_BYTES: usize = 1 << 20;
 /// Writes a part. The first one begins the bucket.
 pub(super) fn add(part: ArchivePart, target: &mut impl Target) -> Result<(), Unordered> {
     match part {
-        // The bounds of the log state up to where rows were copied.
-        ArchivePart::Begin { first, copied: _ } => {
+        ArchivePart::Begin { first, copied } => {
             target.bucket(ARCHIVE)?;
+            target.add(Bytes::from_static(COPIED), copied.0.to_be_bytes().to_vec().into())?;
             target.add(Bytes::from_static(FIRST), first.0.to_be_bytes().to_vec().into())
         }
         ArchivePart::Rows(rows) => rows.into_iter().try_for_each(|row| {
@@ -61,6 +63,7 @@ fn stored(ArchivedRow { change, end }: ArchivedRow) -> orlopb::ArchivedRow {
 
 /// An entry of the bucket.
 enum Entry {
+    Copied(Revision),
     First(Revision),
     Row(ArchivedRow),
     Moment(ArchivedMoment),
@@ -69,12 +72,11 @@ enum Entry {
 /// What the bucket contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Survey {
+    /// The compact revision whose rows it has.
+    pub(super) copied: Revision,
     /// The first complete revision.
     pub(super) first: Revision,
     pub(super) rows: usize,
-    /// The newest revision of a row, of an end of a row, and of a moment.
-    newest_row: Revision,
-    newest_end: Revision,
     newest_moment: Revision,
 }
 
@@ -85,39 +87,40 @@ impl Survey {
     ///
     /// A text for the operator.
     pub(super) fn take(known: &mut Option<Self>, key: &[u8], value: &Bytes) -> Result<(), String> {
-        let entry = read(key, value).ok_or_else(|| format!("the archived row \"{}\" is invalid", shown(key)))?;
-        match (entry, known) {
-            (Entry::First(first), known) => {
-                let nothing = Revision(0);
-                let survey = Self { first, rows: 0, newest_row: nothing, newest_end: nothing, newest_moment: nothing };
-                *known = Some(survey);
+        match (read(key, value)?, known) {
+            (Entry::Copied(copied), known) => {
+                // A first revision has to follow.
+                *known = Some(Self { copied, first: Revision::MAX, rows: 0, newest_moment: Revision(0) });
             }
+            (Entry::First(first), Some(known)) => known.first = first,
             (Entry::Row(row), Some(known)) => {
+                if !row.is_below(known.copied) {
+                    return Err(format!(
+                        "a row at or above the compact revision {} of the archive is archived: \"{}\"",
+                        known.copied,
+                        shown(key)
+                    ));
+                }
                 known.rows += 1;
-                known.newest_row = row.change.row.revision;
-                known.newest_end = known.newest_end.max(row.end);
             }
             (Entry::Moment(it), Some(known)) => known.newest_moment = it.moment.revision,
-            (Entry::Row(_) | Entry::Moment(_), None) => return Err("the archive has no first revision".to_owned()),
+            (Entry::First(_) | Entry::Row(_) | Entry::Moment(_), None) => {
+                return Err("the archive has no compact revision".to_owned());
+            }
         }
         Ok(())
     }
 
-    /// Checks that the archive is that of a log with these bounds.
+    /// Checks that the archive is that of a log with this head, or of an earlier state of it.
     ///
     /// # Errors
     ///
     /// A text for the operator.
-    pub(super) fn check(&self, head: Revision, compacted: Option<Revision>) -> Result<(), String> {
-        let compacted = compacted.unwrap_or(Revision::EMPTY);
-        let newest = self.newest_row.next().max(self.newest_end);
-        if self.rows > 0 && newest > compacted {
-            return Err(format!("a row at or above the compact revision {compacted} is archived"));
+    pub(super) fn check(&self, head: Revision) -> Result<(), String> {
+        match self.newest_moment.max(self.first).max(self.copied) {
+            newest if newest > head => Err(format!("the archive states a later revision than {head}, the last one")),
+            _ => Ok(()),
         }
-        if self.newest_moment.max(self.first) > head {
-            return Err(format!("the archive states a later revision than {head}, the last one"));
-        }
-        Ok(())
     }
 }
 
@@ -130,9 +133,8 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// `copied` is the compact revision of the log.
-    pub(super) fn new<S: Source>(reader: &Reader<S>, bucket: &Bucket, copied: Revision) -> Self {
-        Self { cursor: reader.cursor(bucket), copied, next: None }
+    pub(super) fn new<S: Source>(reader: &Reader<S>, bucket: &Bucket) -> Self {
+        Self { cursor: reader.cursor(bucket), copied: Revision::EMPTY, next: None }
     }
 
     /// Returns the next part; `None` at the end.
@@ -145,6 +147,7 @@ impl Parts {
         while rows.len().max(moments.len()) < PART_ENTRIES && bytes < PART_BYTES {
             let Some(entry) = self.entry(reader, &mut bytes)? else { break };
             match entry {
+                Entry::Copied(copied) => self.copied = copied,
                 Entry::First(first) => return Ok(Some(ArchivePart::Begin { first, copied: self.copied })),
                 Entry::Row(row) => rows.push(row),
                 entry @ Entry::Moment(_) if !rows.is_empty() => {
@@ -167,17 +170,21 @@ impl Parts {
         }
         let Some((key, value)) = self.cursor.next(reader).map_err(|error| error.to_string())? else { return Ok(None) };
         *bytes += value.len();
-        read(&key, &value).map(Some).ok_or_else(|| format!("the archived row \"{}\" is invalid", shown(&key)))
+        read(&key, &value).map(Some)
     }
 }
 
-fn read(key: &[u8], value: &Bytes) -> Option<Entry> {
-    if key == FIRST {
-        return Some(Entry::First(revision(value)?));
-    }
-    if let Some(key) = key.strip_prefix(ROW) {
-        return read_row(key, value).map(Entry::Row);
-    }
+fn read(key: &[u8], value: &Bytes) -> Result<Entry, String> {
+    let entry = match key {
+        COPIED => revision(value).map(Entry::Copied),
+        FIRST => revision(value).map(Entry::First),
+        _ if key.starts_with(ROW) => read_row(&key[ROW.len()..], value).map(Entry::Row),
+        _ => read_moment(key, value).map(Entry::Moment),
+    };
+    entry.ok_or_else(|| format!("the entry \"{}\" of the archive is invalid", shown(key)))
+}
+
+fn read_moment(key: &[u8], value: &Bytes) -> Option<ArchivedMoment> {
     let (ms, gap) = value.split_first_chunk()?;
     let has_gap = match gap {
         [0] => false,
@@ -185,7 +192,7 @@ fn read(key: &[u8], value: &Bytes) -> Option<Entry> {
         _ => return None,
     };
     let moment = Moment { revision: revision(key.strip_prefix(TIME)?)?, unix_ms: i64::from_be_bytes(*ms) };
-    Some(Entry::Moment(ArchivedMoment { moment, has_gap }))
+    Some(ArchivedMoment { moment, has_gap })
 }
 
 fn revision(bytes: &[u8]) -> Option<Revision> {
@@ -200,7 +207,12 @@ fn read_row(key: &[u8], value: &Bytes) -> Option<ArchivedRow> {
     let prev =
         (stored.prev_revision > 0).then(|| Prev { row: RowId::new(Revision(stored.prev_revision), 0), kv: None });
     let end = Revision(stored.end_revision);
-    let is_sound = if is_delete { end == row.revision } else { end >= row.revision };
+    let is_sound = match &kind {
+        ChangeKind::Delete => end == row.revision,
+        ChangeKind::Put { create_revision, version, .. } => {
+            end >= row.revision && *version > 0 && (Revision::EMPTY..=row.revision).contains(create_revision)
+        }
+    };
     is_sound.then_some(ArchivedRow { change: Change { row, key, kind, prev, prev_lease: None }, end })
 }
 
@@ -254,7 +266,7 @@ mod tests {
             Survey::take(&mut known, &key, &value)?;
         }
         let known = known.ok_or("it is empty")?;
-        known.check(Revision(10), Some(Revision(9))).map(|()| known.rows)
+        known.check(Revision(10)).map(|()| known.rows)
     }
 
     #[test]
@@ -262,21 +274,22 @@ mod tests {
         let rows = |rows: &[(i64, i64, bool)]| {
             ArchivePart::Rows(rows.iter().map(|(revision, end, is_delete)| row(*revision, *end, *is_delete)).collect())
         };
-        let above = Err("a row at or above the compact revision 9 is archived".to_owned());
-        let invalid = |key: &str| Err(format!("the archived row \"{key}\" is invalid"));
-        let of_5 = format!("row{}\\x05_{}", r"\x00".repeat(7), r"\x00".repeat(8));
+        let key = |revision: &str| format!("row{}{revision}_{}", r"\x00".repeat(7), r"\x00".repeat(8));
+        let above =
+            |key: &str| Err(format!("a row at or above the compact revision 9 of the archive is archived: \"{key}\""));
+        let invalid = |key: &str| Err(format!("the entry \"{key}\" of the archive is invalid"));
         let later = Err("the archive states a later revision than 10, the last one".to_owned());
         for (parts, expected) in [
             (vec![begin(2), rows(&[(2, 4, false), (5, 5, true), (8, 9, false)]), moment(10)], Ok(3)),
             (vec![begin(2)], Ok(0)),
-            (vec![begin(2), rows(&[(8, 10, false)])], above.clone()),
-            (vec![begin(2), rows(&[(9, 9, false)])], above),
+            (vec![begin(2), rows(&[(8, 10, false)])], above(&key(r"\x08"))),
+            (vec![begin(2), rows(&[(9, 9, false)])], above(&key(r"\t"))),
             (vec![begin(2), moment(11)], later.clone()),
             (vec![begin(11)], later),
             // A row cannot end before it begins, and a delete ends where it begins.
-            (vec![begin(2), rows(&[(5, 4, false)])], invalid(&of_5)),
-            (vec![begin(2), rows(&[(5, 6, true)])], invalid(&format!("{of_5}t"))),
-            (vec![rows(&[(2, 4, false)])], Err("the archive has no first revision".to_owned())),
+            (vec![begin(2), rows(&[(5, 4, false)])], invalid(&key(r"\x05"))),
+            (vec![begin(2), rows(&[(5, 6, true)])], invalid(&format!("{}t", key(r"\x05")))),
+            (vec![rows(&[(2, 4, false)])], Err("the archive has no compact revision".to_owned())),
         ] {
             assert_eq!(survey(parts.clone()), expected, "{parts:?}");
         }
@@ -295,7 +308,7 @@ mod tests {
             (&time[..10], &[0; 9]),
             (b"row", b""),
         ] {
-            assert!(read(key, &Bytes::copy_from_slice(value)).is_none(), "{key:?} {value:?}");
+            assert!(read(key, &Bytes::copy_from_slice(value)).is_err(), "{key:?} {value:?}");
         }
     }
 }

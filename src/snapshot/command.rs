@@ -5,7 +5,7 @@ use std::{io::Write as _, path::PathBuf};
 use clap::Subcommand;
 
 use super::{
-    Bump, HashCheck,
+    Bump, Content, HashCheck, Restored,
     report::{self, Format},
     restore,
     save::{SaveArgs, save},
@@ -59,6 +59,10 @@ enum Command {
         #[arg(long, requires = "bump_revision")]
         mark_compacted: bool,
 
+        /// Leave out the history that the snapshot contains
+        #[arg(long)]
+        without_history: bool,
+
         #[command(flatten)]
         datastore: DatastoreFlags,
     },
@@ -97,13 +101,14 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
             let status = status(&snapshot.file, snapshot.check())?;
             Ok(writeln!(std::io::stdout(), "{}", report::text(&status, write_out))?)
         }
-        Command::Restore { snapshot, bump_revision, mark_compacted: _, datastore } => {
+        Command::Restore { snapshot, bump_revision, mark_compacted: _, without_history, datastore } => {
             let settings = Settings::load(&Flags::from(datastore))?;
             let datastore = settings.datastore()?;
             let bump = bump_revision.map(Bump);
             let create = async { Ok::<_, Box<dyn std::error::Error>>(empty_database(&datastore).await?) };
-            let head = restore(&snapshot.file, snapshot.check(), bump, create).await?;
-            Ok(writeln!(std::io::stdout(), "restored into {}: revision {head}", datastore.name())?)
+            let content = if without_history { Content::Log } else { Content::LogAndArchive };
+            let Restored { head, history } = restore(&snapshot.file, snapshot.check(), content, bump, create).await?;
+            Ok(writeln!(std::io::stdout(), "restored into {}: revision {head}{history}", datastore.name())?)
         }
     }
 }

@@ -12,13 +12,13 @@ use super::{
 use crate::api::STORAGE_VERSION;
 use orlop_core::{
     log::{self, ArchivePart, Meta, WithPrev},
-    store::{Frozen, Store},
+    store::{FrozenStore, Store},
     types::{Change, KeyRange, Revision, RowId},
 };
 
 /// A snapshot of a store. The store is read twice: to compute where everything will be in the file, and to write it.
 pub struct Export {
-    store: Frozen,
+    store: FrozenStore,
     layout: Layout,
     /// Where the next part begins.
     place: Place,
@@ -74,7 +74,7 @@ impl Export {
     /// # Errors
     ///
     /// If the store cannot be read.
-    async fn new(store: Frozen) -> Result<Self> {
+    async fn new(store: FrozenStore) -> Result<Self> {
         let auth = store.log.auth().await?;
         let mut planner = Planner::default();
         buckets::begin(&auth, &mut planner)?;
@@ -144,8 +144,8 @@ impl Output {
 }
 
 /// Reads the part that begins at a place, and returns where the next one begins; `None` at the end.
-async fn part(store: &Frozen, place: Place) -> Result<Option<(Part, Place)>> {
-    let Frozen { log, meta, archive } = store;
+async fn part(store: &FrozenStore, place: Place) -> Result<Option<(Part, Place)>> {
+    let FrozenStore { log, meta, archive } = store;
     let (head, compacted) = (meta.position.head, meta.compact_revision.unwrap_or(Revision::EMPTY));
     Ok(match (place, archive) {
         (Place::Rows(next), _) if next <= head => {
@@ -154,7 +154,8 @@ async fn part(store: &Frozen, place: Place) -> Result<Option<(Part, Place)>> {
         }
         (Place::Rows(_), _) => Some((Part::Facts(meta.clone()), Place::Archive)),
         (Place::Archive, Some(archive)) => {
-            let first = archive.state().await?.first;
+            // The log is complete from its compact revision on.
+            let first = archive.state().await?.first.min(compacted);
             let part = ArchivePart::Begin { first, copied: compacted };
             Some((Part::Archive(part), Place::ArchivedRows(RowId::new(Revision(0), 0))))
         }

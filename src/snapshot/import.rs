@@ -9,7 +9,7 @@ use foldhash::fast::RandomState;
 use orlop_bolt::{Bucket, Reader};
 
 use super::{
-    Error, Result, Status,
+    Content, Error, Restored, RestoredHistory, Result, Status,
     archive_bucket::{ARCHIVE, Parts, Survey as ArchiveSurvey},
     buckets::{self, Facts, KEY},
 };
@@ -53,12 +53,12 @@ struct Survey {
 }
 
 impl Import {
-    /// Reads a file whose first `bytes` bytes are the database.
+    /// Reads a file whose first `bytes` bytes are the database, with its archive or without.
     ///
     /// # Errors
     ///
     /// If it is not a database of etcd, or a part of it is damaged.
-    pub(super) fn open(path: &Path, bytes: u64) -> Result<Self> {
+    pub(super) fn open(path: &Path, bytes: u64, content: Content) -> Result<Self> {
         let name = path.display().to_string();
         let failed = |error: orlop_bolt::Error| Error::File(format!("{name}: {error}"));
         let file = File::open(path).map_err(|error| super::file_error("read", path, &error))?;
@@ -83,6 +83,9 @@ impl Import {
             if bucket == KEY.as_bytes() {
                 buckets::read_columns(&key, &value).map(|(row, change)| survey.take(row, change))
             } else if bucket == ARCHIVE.as_bytes() {
+                if content == Content::Log {
+                    return Ok(());
+                }
                 ArchiveSurvey::take(&mut survey.archive, &key, &value)
             } else {
                 facts.take(bucket, &key, &value)
@@ -92,7 +95,7 @@ impl Import {
         survey.hash = names.fold(survey.hash, |hash, name| crc32c::crc32c_append(hash, name));
         let import = Self { reader, name, rows, archive, facts, survey };
         if let Some(archive) = &import.survey.archive {
-            archive.check(import.head(), import.facts.compacted).map_err(|what| import.damaged(&what))?;
+            archive.check(import.head()).map_err(|what| import.damaged(&what))?;
         }
         match import.survey.last_gap.filter(|gap| Some(*gap) > import.compacted()) {
             Some(gap) => Err(import.damaged(&format!("a change of revision {gap} is missing"))),
@@ -129,13 +132,12 @@ impl Import {
         last.max(self.facts.compacted.unwrap_or(last))
     }
 
-    /// Fills an empty database. Returns the head. The archive is left out if the database is compacted at a later revision
-    /// than the file, because it would lack the rows in between.
+    /// Fills an empty database.
     ///
     /// # Errors
     ///
     /// If the database cannot be written, or a row contradicts the one before.
-    pub(super) async fn load(mut self, bump: Option<Bump>, mut into: Box<dyn Load>) -> Result<Revision> {
+    pub(super) async fn load(mut self, bump: Option<Bump>, mut into: Box<dyn Load>) -> Result<Restored> {
         self.survey.live = HashSet::default();
         let head = self.head();
         let bounds = match bump {
@@ -157,15 +159,21 @@ impl Import {
             next = read?;
         }
         rows.finish(&mut *into).await?;
-        if compacted == self.facts.compacted {
-            let mut parts = Parts::new(&self.reader, &self.archive, compacted.unwrap_or(Revision::EMPTY));
-            while let Some(part) = parts.next(&self.reader).map_err(|what| self.damaged(&what))? {
-                into.add_archive(part).await?;
+        let history = match self.survey.archive {
+            None => RestoredHistory::None,
+            // The rows between the two compactions are neither in the archive nor in the database.
+            Some(archive) if archive.copied != compacted.unwrap_or(Revision::EMPTY) => RestoredHistory::LeftOut,
+            Some(archive) => {
+                let mut parts = Parts::new(&self.reader, &self.archive);
+                while let Some(part) = parts.next(&self.reader).map_err(|what| self.damaged(&what))? {
+                    into.add_archive(part).await?;
+                }
+                RestoredHistory::From(archive.first)
             }
-        }
+        };
         let meta = bounds.meta(std::mem::take(&mut self.facts.leases), &self.facts.auth);
         into.finish(&meta, &self.facts.auth).await?;
-        Ok(head)
+        Ok(Restored { head, history })
     }
 
     /// Reads rows until they are a batch; `None` at the end, when `rows` has the last ones.

@@ -34,7 +34,8 @@ pub struct SaveArgs {
     #[arg(long, value_name = "N")]
     keep: Option<NonZeroUsize>,
 
-    /// Include the compacted rows that the server keeps (history-retention), and the times of revisions
+    /// Include the compacted rows that the server keeps (history-retention), and the times of revisions; snapshot status
+    /// --write-out json prints their number
     #[arg(long)]
     history: bool,
 
@@ -65,8 +66,9 @@ pub(super) async fn save(args: &SaveArgs) -> std::result::Result<PathBuf, Box<dy
     tokio::select! {
         file = receive(&client, args.content(), target.folder(), |_, _| {}) => {
             let file = file.map_err(|error| match &error {
-                Error::Server(status) if status.code() == Code::Unimplemented => format!(
-                    "cannot save the history of {endpoint}: the server keeps no history: it is etcd or an older version of Orlop"
+                Error::Server(status) if status.code() == Code::Unimplemented && args.history => format!(
+                    "cannot save the history of {endpoint}: the server does not send it: it is etcd or an older version of \
+                     Orlop"
                 ),
                 Error::Server(_) | Error::File(_) | Error::Log(_) | Error::History(_) => {
                     format!("cannot save a snapshot of {endpoint}: {error}")
@@ -122,7 +124,7 @@ impl Target {
 /// # Errors
 ///
 /// If the server does not send it completely, or the file cannot be written. The code is `Unimplemented` if the server
-/// keeps no history: it is etcd, or an older Orlop.
+/// sends no archives: it is etcd, or an older Orlop.
 pub async fn receive(
     client: &Client,
     content: Content,

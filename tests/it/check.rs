@@ -54,6 +54,11 @@ impl Place {
         })
     }
 
+    /// Returns the location of a store with this endpoint.
+    pub fn at(datastore: &str) -> Self {
+        Self(datastore.to_owned())
+    }
+
     fn sqlite(file: &Path) -> Self {
         Self(format!("sqlite://{}", file.display()))
     }

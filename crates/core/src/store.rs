@@ -63,7 +63,9 @@ pub use self::{
     compactor::CompactionRate,
     error::{Error, Result},
     handle::Store,
-    history::{Frozen, History, HistorySettings, HistoryState, Keep, PastChange, PastChanges, PastError, PastPairs},
+    history::{
+        FrozenStore, HistoryKeeper, HistorySettings, HistoryState, Keep, PastChange, PastChanges, PastError, PastPairs,
+    },
     open::Settings,
     reader::RangePieces,
     replay::{ReadProgress, Replayed, replay},

@@ -92,12 +92,12 @@ async fn fill<R: LogRow, T>(
 }
 
 /// Returns what a row counts in [`ArchiveState::bytes`].
-pub(crate) fn counted_bytes(change: &Change) -> i64 {
+pub(crate) fn counted_bytes(change: &Change) -> u64 {
     let value_len = match &change.kind {
         ChangeKind::Put { kv, .. } => kv.value_slice().len(),
         ChangeKind::Delete => 0,
     };
-    i64::try_from(change.key.len() + value_len + ARCHIVED_ROW_BYTES).unwrap_or(i64::MAX)
+    (change.key.len() + value_len + ARCHIVED_ROW_BYTES) as u64
 }
 
 fn past_row(row: &impl LogRow) -> Result<PastRow> {

@@ -141,7 +141,7 @@ impl PostgresLog {
 
     /// Returns the archive of this log. It uses the same connections.
     pub fn archive(&self) -> PostgresArchive {
-        PostgresArchive::new(self.database.clone())
+        PostgresArchive::new(self.database.clone(), self.member.id)
     }
 
     fn stop_search(&self) {

@@ -9,7 +9,8 @@ use orlop_wire::proto::{
         etcdserverpb::{compare::TargetUnion, request_op::Request, watch_request::RequestUnion, *},
         orlopb::{
             ChildrenRequest, ExpiringLeasesRequest, HistoryChangesRequest, HistoryMomentRequest, HistoryPairsRequest,
-            HistoryStateRequest, MembersRequest, SizesRequest, SlowRequestsRequest, WatchersRequest,
+            HistorySnapshotRequest, HistoryStateRequest, MembersRequest, SizesRequest, SlowRequestsRequest,
+            WatchersRequest,
         },
         v3electionpb::{CampaignRequest, LeaderKey, LeaderRequest, ProclaimRequest, ResignRequest},
         v3lockpb::{LockRequest, UnlockRequest},
@@ -216,6 +217,7 @@ async fn send_all(client: &mut Client) -> Vec<(&'static str, Level, &'static str
         "History/Changes", Keys, "another key": first(c.history.changes(past_changes("x", "")).await);
         "History/Changes", Keys, "more than the own range": first(c.history.changes(past_changes("a", "b\0")).await);
         "History/Changes", OwnKeys, "the own range": first(c.history.changes(past_changes("a", "b")).await);
+        "History/Snapshot", Root, "": first(c.history.snapshot(HistorySnapshotRequest {}).await);
         "Insight/Watchers", Root, "": c.insight.watchers(WatchersRequest::default());
         "Insight/SlowRequests", Root, "": c.insight.slow_requests(SlowRequestsRequest {});
         "Insight/ExpiringLeases", Root, "": c.insight.expiring_leases(ExpiringLeasesRequest::default());

@@ -143,6 +143,43 @@ async fn migration_takes_the_history_along(backend: Backend) {
     assert_eq!(of_copy.first_moment, of_source.first_moment);
 }
 
+/// As if a migration had been killed after it had recorded a compaction, and before it deleted rows.
+async fn interrupted_compaction_of_a_copy_is_finished(backend: Backend) {
+    let other = if backend == Backend::Sqlite { Backend::Postgres } else { Backend::Sqlite };
+    let Some(source) = Server::orlop_with(other, &KEEP).await else { return };
+    let mut client = Client::connect(source.endpoint()).await;
+    let mut model = Model::new();
+    let home = TempDir::new().expect("a folder");
+    let Some(datastore) = empty_database(backend, home.path(), "copy.db").await else { return };
+    let migrate = ["migrate", "--from", source.endpoint(), "--once", "--datastore-endpoint", &datastore];
+    let migrate = [&migrate[..], &KEEP].concat();
+    for (key, value) in [("a", "1"), ("a", "2"), ("b", "1")] {
+        put(&mut client, &mut model, key, value).await;
+    }
+    prints(&migrate);
+    let interrupted = "INSERT INTO meta (name, value) VALUES ('compact_revision', 3) \
+        ON CONFLICT (name) DO UPDATE SET value = 3";
+    Place::at(&datastore).execute(interrupted).await;
+    compact(&mut client, 3).await;
+    let delete = DeleteRangeRequest { key: "a".into(), ..Default::default() };
+    client.kv.delete_range(delete).await.expect("a delete");
+    model.write(&[("a", None)]);
+    for value in ["2", "3"] {
+        put(&mut client, &mut model, "b", value).await;
+    }
+    prints(&migrate);
+    // It removes the delete.
+    compact(&mut client, 6).await;
+    prints(&migrate);
+    let (_server, mut client) = started(&datastore).await;
+    let found = client.kv.range(RangeRequest { key: "a".into(), ..Default::default() }).await.expect("a range");
+    assert_eq!(found.into_inner().count, 0, "a deleted key");
+    compare(&mut client, &model, 1, &mut Random::new(36)).await;
+    let of_source = state(&mut Client::connect(source.endpoint()).await).await;
+    let of_copy = state(&mut client).await;
+    assert_eq!((of_copy.first_revision, of_copy.archived_rows), (1, of_source.archived_rows));
+}
+
 async fn history_of_etcd_is_refused(backend: Backend) {
     let Some(etcd) = Server::etcd().await else { return };
     let home = TempDir::new().expect("a folder");
@@ -151,7 +188,7 @@ async fn history_of_etcd_is_refused(backend: Backend) {
     let output = orlop(&["snapshot", "save", "--history", file, "--endpoints", etcd.endpoint()]);
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(text.contains("the server keeps no history: it is etcd or an older version of Orlop"), "{text}");
+    assert!(text.contains("the server does not send it: it is etcd or an older version of Orlop"), "{text}");
     // A migration begins the history at the copy.
     let Some(datastore) = empty_database(backend, home.path(), "copy.db").await else { return };
     let mut client = Client::connect(etcd.endpoint()).await;
@@ -174,5 +211,6 @@ on_both_backends!(
     snapshot_takes_the_history_along,
     snapshot_without_history_begins_at_the_compact_revision,
     migration_takes_the_history_along,
+    interrupted_compaction_of_a_copy_is_finished,
     history_of_etcd_is_refused,
 );

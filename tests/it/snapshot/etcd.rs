@@ -186,6 +186,42 @@ async fn snapshots_of_orlop_are_restored_by_etcd(backend: Backend) {
     }
 }
 
+/// etcd keeps the history of a snapshot, and does not add what it compacts itself.
+async fn history_in_etcd_is_taken_only_if_it_is_complete(backend: Backend) {
+    let Some(_) = etcd_tool("etcdutl", "ORLOP_ETCDUTL") else { return skip("etcdutl") };
+    let Some(orlop) = Server::orlop_with(backend, &["--history-retention", "1h"]).await else { return };
+    let mut client = Client::connect(orlop.endpoint()).await;
+    for value in 1..=6 {
+        client.kv.put(put("a".to_owned(), vec![value], 0)).await.expect("a put");
+    }
+    client.kv.compact(CompactionRequest { revision: 4, physical: true }).await.expect("a compaction");
+    let home = TempDir::new().expect("a folder");
+    let file = home.path().join("history.db");
+    prints(&["snapshot", "save", "--history", path(&file), "--endpoints", orlop.endpoint()]);
+    let Some(etcd) = restored_by(Etcd::Reference, &file, home.path(), &[]).await else { return };
+    let mut client = Client::connect(etcd.endpoint()).await;
+    let taken = ", with the history from revision 1 on\n";
+    let left_out = ", without the history, which is that of an earlier compaction\n";
+    for (compacted, flags, ending) in [
+        (4, &[][..], taken),
+        (4, &["--without-history"], ": revision 7\n"),
+        (6, &[], left_out),
+        (6, &["--without-history"], ": revision 7\n"),
+    ] {
+        let _ = client.kv.compact(CompactionRequest { revision: compacted, physical: true }).await;
+        let folder = TempDir::new().expect("a folder");
+        let file = save(&mut client, folder.path()).await;
+        let datastore = match backend {
+            Backend::Sqlite => format!("sqlite://{}", path(&folder.path().join("restored.db"))),
+            Backend::Postgres => Postgres::shared().await.expect("it is there").create_database(),
+        };
+        let restore = ["snapshot", "restore", path(&file), "--datastore-endpoint", &datastore];
+        let found = prints(&[&restore[..], flags].concat());
+        assert!(found.ends_with(ending), "{compacted} {flags:?}: {found}");
+        prints(&["check", "--datastore-endpoint", &datastore]);
+    }
+}
+
 /// `--bump-revision` leaves revisions without changes, so everything at or below the new revision is compacted.
 async fn revisions_are_raised_as_etcdutl_does(backend: Backend) {
     let Some(_) = etcd_tool("etcdutl", "ORLOP_ETCDUTL") else { return skip("etcdutl") };
@@ -386,6 +422,7 @@ async fn stopped_etcd_is_restored(etcd: Etcd, backend: Backend) {
 on_both_backends!(
     snapshots_go_from_etcd_to_orlop_and_back,
     snapshots_of_orlop_are_restored_by_etcd,
+    history_in_etcd_is_taken_only_if_it_is_complete,
     revisions_are_raised_as_etcdutl_does,
     compacted_transactions_are_restored,
     leases_continue_with_their_remaining_time,

@@ -7,11 +7,11 @@
 //!
 //! The archive also records times: which revision was the head at which moment.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 
-use super::{Reclaimed, Result};
+use super::{History, Log, Reclaimed, Result};
 use crate::types::{Change, EncodedKv, Key, KeyRange, Revision, RowId, Superseded};
 
 /// Bytes that a row counts in [`ArchiveState::bytes`], in addition to its key and value.
@@ -149,8 +149,9 @@ pub trait Archive: Send + Sync + 'static {
 
     async fn state(&self) -> Result<ArchiveState>;
 
-    /// Returns the archive as it is now; later changes are not visible in it.
-    async fn freeze(&self) -> Result<Box<dyn FrozenArchive>>;
+    /// Returns the log as it is now, and the archive as of the same or a later moment; later changes are not visible in
+    /// them.
+    async fn freeze(&self, log: &dyn Log) -> Result<(Arc<dyn History>, Arc<dyn FrozenArchive>)>;
 
     /// Copies rows of the log, which the caller then deletes there. Rows that are in the archive, or no longer in the
     /// log, are skipped. The copies are durable when the call returns.

@@ -1,6 +1,6 @@
 //! The history that outlasts compactions: keeps compacted rows in an archive for some time, and reads past states.
 //!
-//! The compactor copies rows to the archive before it deletes them ([`History::keep`]). One task, on the leader, records
+//! The compactor copies rows to the archive before it deletes them ([`HistoryKeeper::keep`]). One task, on the leader, records
 //! times and deletes what is too old or too much. [`past`] reads a state or changes at any revision that is complete.
 //! Requests of etcd's API do not use any of this.
 
@@ -21,7 +21,7 @@ use tokio::{
 };
 use tracing::warn;
 
-pub use self::frozen::Frozen;
+pub use self::frozen::FrozenStore;
 pub use self::past::{HistoryState, PastChange, PastChanges, PastError, PastPairs};
 use super::shared::Shared;
 use crate::{
@@ -70,7 +70,7 @@ impl std::fmt::Debug for HistorySettings {
 }
 
 /// The history of a store.
-pub struct History {
+pub struct HistoryKeeper {
     archive: Arc<dyn Archive>,
     keep: Keep,
     /// Number of copies that failed since the last one that succeeded.
@@ -87,7 +87,7 @@ struct Clock {
     known_at: Option<Instant>,
 }
 
-impl History {
+impl HistoryKeeper {
     pub fn new(settings: HistorySettings) -> Self {
         let HistorySettings { archive, keep } = settings;
         Self { archive, keep, failures: AtomicU32::new(0), clock: Mutex::default() }

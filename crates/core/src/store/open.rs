@@ -16,7 +16,7 @@ use super::{
     expiry,
     handle::Store,
     heartbeat,
-    history::{self, History, HistorySettings},
+    history::{self, HistoryKeeper, HistorySettings},
     leases::lease_table,
     members::Members,
     page_check::PageCheck,
@@ -202,7 +202,7 @@ impl Shared {
             rows_left_to_others: Mutex::default(),
             sizes: SizesCache::default(),
             pulses: Pulses::default(),
-            history: settings.history.clone().map(History::new),
+            history: settings.history.clone().map(HistoryKeeper::new),
             log,
         }
     }

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use tokio::sync::{Notify, watch};
 
 use super::{
-    authority::CurrentAuthority, hash::Hashed, history::History, members::Members, replication::ReplicationState,
+    authority::CurrentAuthority, hash::Hashed, history::HistoryKeeper, members::Members, replication::ReplicationState,
     sizes::SizesCache, space::Space, values::ValueCache,
 };
 use crate::{
@@ -59,7 +59,7 @@ pub(super) struct Shared {
     /// Rows that the newest compaction made unreadable and that another instance has to delete.
     pub(super) rows_left_to_others: Mutex<Vec<Superseded>>,
     /// Keeps compacted rows; `None`: they are only deleted.
-    pub(super) history: Option<History>,
+    pub(super) history: Option<HistoryKeeper>,
     /// The newest revision whose compaction has finished.
     pub(super) compaction_done: watch::Sender<Option<Revision>>,
     /// The hash at the compact revision, computed before that compaction.

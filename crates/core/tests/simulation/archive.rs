@@ -16,8 +16,8 @@ use super::{
 };
 use orlop_core::{
     log::{
-        ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, FrozenArchive, Moment, Order, PastRow,
-        Reclaimed, Result, Time, Written,
+        ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, FrozenArchive, History, Log, Moment, Order,
+        PastRow, Reclaimed, Result, Time, Written,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -244,7 +244,7 @@ impl Archive for SimulatedArchive {
         self.0.ask(|database| database.archive.state()).await
     }
 
-    async fn freeze(&self) -> Result<Box<dyn FrozenArchive>> {
+    async fn freeze(&self, _: &dyn Log) -> Result<(Arc<dyn History>, Arc<dyn FrozenArchive>)> {
         Err(Error::Unavailable("snapshots are not simulated".to_owned()))
     }
 

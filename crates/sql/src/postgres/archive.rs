@@ -1,12 +1,14 @@
 //! The archive in Postgres: tables beside the log.
 
+use std::sync::Arc;
+
 use async_trait::async_trait;
 use futures_util::TryStreamExt as _;
 use orlop_core::{
     log::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_MOMENTS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, Archive, ArchiveState,
-        ArchivedChanges, ArchivedMoment, ArchivedRow, Error, FrozenArchive, Moment, Order, PastRow, Reclaimed, Result,
-        Time, Written,
+        ArchivedChanges, ArchivedMoment, ArchivedRow, Error, FrozenArchive, History, Log, Moment, Order, PastRow,
+        Reclaimed, Result, Time, Written,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -108,11 +110,12 @@ type Facts = (Option<i64>, Option<i64>, Option<i64>, Option<i64>);
 /// The archive of a log in Postgres. All instances on the database share it.
 pub struct PostgresArchive {
     database: Database,
+    member_id: u64,
 }
 
 impl PostgresArchive {
-    pub(super) fn new(database: Database) -> Self {
-        Self { database }
+    pub(super) fn new(database: Database, member_id: u64) -> Self {
+        Self { database, member_id }
     }
 }
 
@@ -129,9 +132,11 @@ impl Archive for PostgresArchive {
         Ok(archive::state(facts.into()))
     }
 
-    async fn freeze(&self) -> Result<Box<dyn FrozenArchive>> {
-        // The member ID is not read.
-        Ok(Box::new(PostgresView::now(&self.database, 0).await?))
+    /// Both are one transaction on one connection: the server ends a transaction that is idle for long, and a copy reads the
+    /// log and the archive one after the other.
+    async fn freeze(&self, _: &dyn Log) -> Result<(Arc<dyn History>, Arc<dyn FrozenArchive>)> {
+        let view = Arc::new(PostgresView::now(&self.database, self.member_id).await?);
+        Ok((Arc::clone(&view) as Arc<dyn History>, view))
     }
 
     async fn copy(&self, rows: &[Superseded]) -> Result<()> {

@@ -14,7 +14,10 @@ use crate::{
 };
 use orlop_core::{
     auth::AuthState,
-    log::{ArchivePart, Error, FactChange, HEARTBEAT_TIMEOUT, Load, LoggedLease, MIGRATION_SOURCE, Meta, Result},
+    log::{
+        ArchivePart, ArchiveState, Error, FactChange, HEARTBEAT_TIMEOUT, Load, LoggedLease, MIGRATION_SOURCE, Meta,
+        Result,
+    },
     types::Change,
 };
 
@@ -46,17 +49,15 @@ const NEW_CLUSTER: &str = "DELETE FROM meta WHERE name LIKE 'alarm/%'; \
 
 /// A server that was started on the empty database may have begun an archive.
 const EMPTY_ARCHIVE: &str = "TRUNCATE kv_archive, kv_time; DELETE FROM meta WHERE name LIKE 'archive\\_%'";
-const BEGIN_ARCHIVE: &str = "INSERT INTO meta (name, value) VALUES ('archive_first', $1), ('archive_copied', $2), \
-    ('archive_bytes', 0), ('archive_rows', 0)";
+const ARCHIVE_FACTS: &str = "INSERT INTO meta (name, value) VALUES ('archive_first', $1), ('archive_copied', $2), \
+    ('archive_bytes', $3), ('archive_rows', $4)";
 /// The last three parameters are the ids, subs and ends.
 const ADD_ARCHIVED: &str = "INSERT INTO kv_archive \
     (key, value, lease, version, create_revision, prev_revision, deleted, id, sub, end_revision) \
     SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)";
-const COUNT_ARCHIVED: &str = "UPDATE meta SET value = value + CASE name WHEN 'archive_rows' THEN $1 ELSE $2 END \
-    WHERE name IN ('archive_rows', 'archive_bytes')";
 const ADD_MOMENTS: &str = "INSERT INTO kv_time (id, at, gap) SELECT * FROM unnest($1, $2, $3)";
 
-/// Empties the log and the archive. The secret key and the cluster ID stay.
+/// Empties the log. The secret key and the cluster ID stay.
 const EMPTY: &str = "TRUNCATE kv_log, kv_log_more, lease, auth_user, auth_role, auth_user_role, auth_permission; \
     DELETE FROM meta WHERE name IN ('compact_revision', 'auth_enabled', 'auth_revision', 'migration_source'); \
     UPDATE meta SET value = 0 WHERE name = 'purged_revision'; UPDATE meta SET value = value + 1 WHERE name = 'epoch'";
@@ -65,6 +66,8 @@ const EMPTY: &str = "TRUNCATE kv_log, kv_log_more, lease, auth_user, auth_role, 
 pub struct PostgresLoader {
     database: Database,
     connection: PgConnection,
+    /// What was added of the archive; `None`: there is none.
+    archive: Option<ArchiveState>,
 }
 
 impl PostgresLoader {
@@ -85,7 +88,7 @@ impl PostgresLoader {
                 database.name()
             )));
         }
-        let mut loader = Self { database, connection };
+        let mut loader = Self { database, connection, archive: None };
         loader.refuse_if_served().await?;
         let emptied = sqlx::raw_sql(EMPTY_ARCHIVE).execute(&mut loader.connection).await;
         emptied.map_err(|error| loader.database.unavailable(&error))?;
@@ -107,7 +110,7 @@ impl PostgresLoader {
         if recorded != Some(source.cast_signed()) {
             return Err(Error::Open(format!("database {} is not an unfinished copy", database.name())));
         }
-        let mut loader = Self { database, connection };
+        let mut loader = Self { database, connection, archive: None };
         loader.refuse_if_served().await?;
         for sql in [EMPTY, EMPTY_ARCHIVE] {
             let emptied = sqlx::raw_sql(sql).execute(&mut loader.connection).await;
@@ -118,7 +121,7 @@ impl PostgresLoader {
 
     /// Commits and closes the connection.
     async fn commit(self) -> Result<()> {
-        let Self { database, mut connection } = self;
+        let Self { database, mut connection, .. } = self;
         sqlx::raw_sql("COMMIT")
             .execute(&mut connection)
             .await
@@ -167,8 +170,8 @@ impl PostgresLoader {
     async fn add_part(&mut self, part: &ArchivePart) -> sqlx::Result<()> {
         match part {
             ArchivePart::Begin { first, copied } => {
-                let query = sqlx::query(BEGIN_ARCHIVE).bind(first.0).bind(copied.0);
-                query.execute(&mut self.connection).await.map(drop)
+                self.archive = Some(ArchiveState { first: *first, copied: *copied, bytes: 0, rows: 0 });
+                Ok(())
             }
             ArchivePart::Rows(rows) => {
                 let mut columns = Columns::with_capacity(rows.len());
@@ -179,9 +182,11 @@ impl PostgresLoader {
                     .bind(rows.iter().map(|row| row.end.0).collect::<Vec<_>>())
                     .execute(&mut self.connection)
                     .await?;
-                let bytes: i64 = rows.iter().map(|row| counted_bytes(&row.change)).sum();
-                let query = sqlx::query(COUNT_ARCHIVED).bind(rows.len() as i64).bind(bytes);
-                query.execute(&mut self.connection).await.map(drop)
+                if let Some(archive) = &mut self.archive {
+                    archive.rows += rows.len() as u64;
+                    archive.bytes += rows.iter().map(|row| counted_bytes(&row.change)).sum::<u64>();
+                }
+                Ok(())
             }
             ArchivePart::Moments(moments) => {
                 let query = sqlx::query(ADD_MOMENTS)
@@ -207,6 +212,11 @@ impl PostgresLoader {
         if let Some((name, Some(value))) = meta.source.map(|source| FactChange::Source(Some(source)).fact()) {
             let insert = sqlx::query("INSERT INTO meta (name, value) VALUES ($1, $2)").bind(name).bind(value);
             insert.execute(&mut self.connection).await?;
+        }
+        if let Some(ArchiveState { first, copied, bytes, rows }) = self.archive {
+            let facts = sqlx::query(ARCHIVE_FACTS).bind(first.0).bind(copied.0);
+            let facts = facts.bind(bytes.cast_signed()).bind(rows.cast_signed());
+            facts.execute(&mut self.connection).await?;
         }
         sqlx::raw_sql(NEW_CLUSTER).execute(&mut self.connection).await.map(drop)
     }

@@ -11,7 +11,10 @@ mod sql;
 mod writer;
 
 use std::{
-    sync::atomic::{AtomicI64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicI64, Ordering},
+    },
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -19,7 +22,8 @@ use async_trait::async_trait;
 use orlop_core::{
     log::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState,
-        ArchivedChanges, Error, FrozenArchive, Meta, Moment, Order, PastRow, Reclaimed, Result, Time, Written,
+        ArchivedChanges, Error, FrozenArchive, History, Log, Meta, Moment, Order, PastRow, Reclaimed, Result, Time,
+        Written,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -239,8 +243,9 @@ impl Archive for SqliteArchive {
         sqlx::query_as(STATE).fetch_one(&self.readers()).await.map(facts).map_err(unavailable)
     }
 
-    async fn freeze(&self) -> Result<Box<dyn FrozenArchive>> {
-        Ok(Box::new(Frozen::now(self.writer.options()).await?))
+    async fn freeze(&self, log: &dyn Log) -> Result<(Arc<dyn History>, Arc<dyn FrozenArchive>)> {
+        let log = log.freeze().await?.into();
+        Ok((log, Arc::new(Frozen::now(self.writer.options()).await?)))
     }
 
     /// Copies all rows in one transaction, which costs one sync.

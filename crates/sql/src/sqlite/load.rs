@@ -26,6 +26,10 @@ use orlop_core::{
     types::{Change, Revision},
 };
 
+/// End of the names of temporary files.
+const RESTORING: &str = ".restoring";
+const CLUSTER: &str = "SELECT value FROM meta WHERE name = 'cluster_id'";
+
 /// Fills a new database file, and that of its archive, each in one transaction.
 pub struct SqliteLoader {
     database: Scratch,
@@ -56,7 +60,7 @@ impl Drop for Scratch {
 impl Scratch {
     /// Creates the temporary file and begins a transaction in it, without a journal and without syncs.
     pub(super) async fn new(file: &Path, schema: &Migrator) -> Result<Self> {
-        let scratch = with_suffix(file, ".restoring");
+        let scratch = with_suffix(file, RESTORING);
         remove(&scratch)?;
         let failed =
             |error: &dyn std::fmt::Display| Error::Open(format!("cannot write {}: {error}", scratch.display()));
@@ -96,13 +100,26 @@ impl Scratch {
         Ok(done)
     }
 
-    /// Gives the file its name, after the transaction was committed.
-    pub(super) fn publish(mut self) -> Result<()> {
+    /// Closes and syncs the file, after the transaction was committed.
+    pub(super) fn complete(mut self) -> Result<Complete> {
         let failed = self.failed();
         let connection = self.connection.take();
         connection.map_or(Ok(()), |connection| connection.close().map_err(|(_, error)| failed(error)))?;
-        move_file(&self.scratch, &self.file)
-            .map_err(|error| Error::Unavailable(format!("cannot write {}: {error}", self.file.display())))
+        let synced = File::open(&self.scratch).and_then(|file| file.sync_all());
+        synced.map_err(|error| Error::Unavailable(format!("cannot write {}: {error}", self.scratch.display())))?;
+        Ok(Complete(self))
+    }
+}
+
+/// A complete file that still has its temporary name.
+pub(super) struct Complete(Scratch);
+
+impl Complete {
+    /// Gives the file its name.
+    fn publish(self) -> Result<()> {
+        let Scratch { file, scratch, .. } = &self.0;
+        move_file(scratch, file)
+            .map_err(|error| Error::Unavailable(format!("cannot write {}: {error}", file.display())))
     }
 }
 
@@ -111,12 +128,12 @@ impl SqliteLoader {
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if the file, or a WAL or journal of it, exists.
+    /// [`Error::Open`] if the file, or a WAL, journal or archive of it, exists.
     pub async fn database(file: &Path) -> Result<Self> {
         refuse_etcd(file)?;
         let lock = lock_file(file)?;
-        for suffix in ["", "-wal", "-shm", "-journal"] {
-            let path = with_suffix(file, suffix);
+        let files = ["", "-wal", "-shm", "-journal"].map(|suffix| with_suffix(file, suffix));
+        for path in files.into_iter().chain(archive::Loader::files(file)) {
             if path.exists() {
                 return Err(Error::Open(format!(
                     "{} exists already; move it and the files whose names start with its name to another folder, \
@@ -125,6 +142,8 @@ impl SqliteLoader {
                 )));
             }
         }
+        // A restore that was killed may have left it.
+        remove(&with_suffix(&archive::archive_file(file), RESTORING))?;
         let database = Scratch::new(file, &migrations::sqlite()).await?;
         Ok(Self { database, archive: None, newest: Revision::EMPTY, _lock: lock })
     }
@@ -206,20 +225,21 @@ impl Load for SqliteLoader {
         let facts: Vec<(String, i64)> = compacted.into_iter().chain(source).collect();
         let (leases, auth) = (meta.leases.clone(), OwnedStatement::all(auth::all(auth)));
         self.database.run(move |connection| add_facts(connection, &leases, &facts, &auth)).await?;
-        if let Some(archive) = self.archive.take() {
-            archive.finish().await?;
-        }
+        let cluster = self.database.run(|connection| connection.query_row(CLUSTER, [], |row| row.get(0))).await?;
+        let archive = match self.archive.take() {
+            Some(archive) => Some(archive.finish(cluster).await?),
+            None => None,
+        };
         let file = self.database.file.clone();
-        // An archive without its database would be refused by the next restore.
-        self.database
-            .publish()
-            .inspect_err(|_| archive::Loader::files(&file).iter().for_each(|path| drop(remove(path))))
+        let database = self.database.complete()?;
+        // The archive first: a server on a database without its archive would begin another one.
+        archive.map_or(Ok(()), Complete::publish)?;
+        database.publish().inspect_err(|_| archive::Loader::files(&file).iter().for_each(|path| drop(remove(path))))
     }
 }
 
-/// Syncs a file, moves it to its final path and syncs the directory.
+/// Moves a file to its final path and syncs the directory.
 fn move_file(file: &Path, destination: &Path) -> std::io::Result<()> {
-    File::open(file)?.sync_all()?;
     std::fs::rename(file, destination)?;
     match destination.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         Some(folder) => File::open(folder)?.sync_all(),

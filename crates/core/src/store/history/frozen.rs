@@ -1,19 +1,30 @@
 //! The store as of one moment, with its history, for a copy of both.
 
-use super::past::{PastError, when_copied};
+use std::sync::Arc;
+
+use tokio::time::{Duration, Instant, sleep};
+
+use super::{
+    HistoryKeeper,
+    past::{COPY_POLL_PAUSE, PastError},
+};
 use crate::{
     log::{self, FrozenArchive, History, Meta},
     store::handle::Store,
     types::Revision,
 };
 
-/// A log as of one moment and, if rows are kept, the archive as of a later one. Together they have every row from
-/// [`crate::log::ArchiveState::first`] on. The archive may have rows that a later compaction than the log's has removed.
-pub struct Frozen {
-    pub log: Box<dyn History>,
+/// Maximum time for a compaction to copy its rows.
+const COPY_TIME_MAX: Duration = Duration::from_secs(60);
+
+/// A log as of one moment and, if rows are kept, the archive as of the same or a later one. Together they have every row
+/// that is needed from [`crate::log::ArchiveState::first`] on. The archive may have rows that a later compaction than the
+/// log's has removed.
+pub struct FrozenStore {
+    pub log: Arc<dyn History>,
     /// The state of the log.
     pub meta: Meta,
-    pub archive: Option<Box<dyn FrozenArchive>>,
+    pub archive: Option<Arc<dyn FrozenArchive>>,
 }
 
 impl Store {
@@ -22,30 +33,38 @@ impl Store {
     /// # Errors
     ///
     /// If the database is unavailable.
-    pub async fn freeze(&self) -> log::Result<Frozen> {
-        let log = self.shared.log.freeze().await?;
-        Ok(Frozen { meta: log.meta().await?, log, archive: None })
+    pub async fn freeze(&self) -> log::Result<FrozenStore> {
+        let log: Arc<dyn History> = self.shared.log.freeze().await?.into();
+        Ok(FrozenStore { meta: log.meta().await?, log, archive: None })
     }
 
-    /// Freezes the log and the archive.
+    /// Freezes the log and the archive, once the rows of the last compaction were copied.
     ///
     /// # Errors
     ///
-    /// [`PastError::Copying`] if the rows of the last compaction are not copied in time.
-    pub async fn freeze_with_archive(&self) -> Result<Frozen, PastError> {
-        let frozen = self.freeze().await?;
-        let compacted = frozen.meta.compact_revision.unwrap_or(Revision::EMPTY);
-        let Some(history) = &self.shared.history else { return Ok(frozen) };
-        let archive = when_copied(async || {
-            let archive = history.archive.freeze().await?;
+    /// [`PastError::Copying`] if that takes too long.
+    pub async fn freeze_with_archive(&self) -> Result<FrozenStore, PastError> {
+        let Some(HistoryKeeper { archive, .. }) = &self.shared.history else { return Ok(self.freeze().await?) };
+        let deadline = Instant::now() + COPY_TIME_MAX;
+        loop {
+            // Nothing is frozen while it waits, because the database keeps what a frozen log may read.
+            let compacted = self.history().await?.compact_revision.unwrap_or(Revision::EMPTY);
             let state = archive.state().await?;
-            match state.first {
-                // It was never begun.
-                Revision::MAX => Ok(None),
-                _ if state.copied < compacted => Err(PastError::Copying { compacted }),
-                _ => Ok(Some(archive)),
+            if state.first == Revision::MAX {
+                // The archive was never begun.
+                return Ok(self.freeze().await?);
             }
-        });
-        Ok(Frozen { archive: archive.await?, ..frozen })
+            if state.copied >= compacted {
+                let (log, frozen) = archive.freeze(&*self.shared.log).await?;
+                let meta = log.meta().await?;
+                if frozen.state().await?.copied >= meta.compact_revision.unwrap_or(Revision::EMPTY) {
+                    return Ok(FrozenStore { log, meta, archive: Some(frozen) });
+                }
+            }
+            if Instant::now() >= deadline {
+                return Err(PastError::Copying { compacted });
+            }
+            sleep(COPY_POLL_PAUSE).await;
+        }
     }
 }

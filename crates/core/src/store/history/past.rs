@@ -13,7 +13,7 @@ use std::{
 
 use tokio::time::{Duration, Instant, sleep};
 
-use super::{History, Keep};
+use super::{HistoryKeeper, Keep};
 use crate::{
     auth::Caller,
     index::{Entry, IndexedRow, ReadAt, Unreadable},
@@ -30,7 +30,7 @@ const PAGE_KEYS: usize = 200;
 const PAGE_CHANGES: usize = 200;
 /// Maximum time for a compaction to copy its rows.
 const COPY_TIME_MAX: Duration = Duration::from_secs(10);
-const COPY_POLL_PAUSE: Duration = Duration::from_millis(50);
+pub(super) const COPY_POLL_PAUSE: Duration = Duration::from_millis(50);
 
 /// Why a past state cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -106,7 +106,7 @@ impl Store {
             first_moment: None,
             retention: None,
         };
-        if let Some(History { archive, keep, .. }) = &self.shared.history {
+        if let Some(HistoryKeeper { archive, keep, .. }) = &self.shared.history {
             let archived = archive.state().await?;
             state.first = archived.first.min(log_begins);
             (state.rows, state.bytes) = (archived.rows, archived.bytes);
@@ -174,7 +174,7 @@ async fn times_until_now(archive: &dyn Archive, revisions: &[Revision]) -> log::
 }
 
 /// Repeats a read while rows that it needs are on their way to the archive.
-pub(super) async fn when_copied<T, F>(read: impl Fn() -> F) -> PastResult<T>
+async fn when_copied<T, F>(read: impl Fn() -> F) -> PastResult<T>
 where
     F: Future<Output = PastResult<T>>,
 {
@@ -205,7 +205,7 @@ impl Shared {
         // Only states below the compact revision need rows that it removed.
         let archived = match compacted.filter(|compacted| at < *compacted) {
             Some(compacted) => {
-                let History { archive, .. } = self.check_copied(at, compacted).await?;
+                let HistoryKeeper { archive, .. } = self.check_copied(at, compacted).await?;
                 let (pairs, visited) = archive.pairs_at(range, after, at).await?;
                 self.check_kept(at, compacted).await?;
                 last = match (last, visited) {
@@ -242,7 +242,7 @@ impl Shared {
     }
 
     /// Returns the history if its archive has the rows that compactions up to `compacted` removed, from `from` on.
-    async fn check_copied(&self, from: Revision, compacted: Revision) -> PastResult<&History> {
+    async fn check_copied(&self, from: Revision, compacted: Revision) -> PastResult<&HistoryKeeper> {
         let (history, state) = self.check_kept(from, compacted).await?;
         if state.copied < compacted {
             return Err(PastError::Copying { compacted });
@@ -251,7 +251,7 @@ impl Shared {
     }
 
     /// Returns the history if its archive has not deleted anything that a read from `from` on needs.
-    async fn check_kept(&self, from: Revision, compacted: Revision) -> PastResult<(&History, ArchiveState)> {
+    async fn check_kept(&self, from: Revision, compacted: Revision) -> PastResult<(&HistoryKeeper, ArchiveState)> {
         let history = self.history.as_ref().ok_or(PastError::Begins { first: compacted })?;
         let state = history.archive.state().await?;
         let first = state.first.min(compacted);
@@ -269,10 +269,10 @@ impl Shared {
         }
         let revisions: Vec<Revision> = rows.iter().map(|past| past.row.revision).collect();
         let times = match &self.history {
-            Some(History { archive, keep: Keep::Rows { .. }, .. }) => {
+            Some(HistoryKeeper { archive, keep: Keep::Rows { .. }, .. }) => {
                 times_until_now(archive.as_ref(), &revisions).await?
             }
-            Some(History { archive, .. }) => archive.times(&revisions).await?,
+            Some(HistoryKeeper { archive, .. }) => archive.times(&revisions).await?,
             None => vec![None; revisions.len()],
         };
         let changes = rows.into_iter().zip(times).map(|(row, written)| PastChange { row, written }).collect();
@@ -302,7 +302,7 @@ impl Shared {
         }
         let mut found = self.indexed_changes(key, &indexed).await?;
         if from.revision < compacted {
-            let History { archive, .. } = self.check_copied(from.revision, compacted).await?;
+            let HistoryKeeper { archive, .. } = self.check_copied(from.revision, compacted).await?;
             let wanted = ArchivedChanges { range, rows: (from, to), order };
             let (archived, visited) = archive.changes(wanted).await?;
             self.check_kept(from.revision, compacted).await?;
@@ -351,7 +351,7 @@ impl Shared {
         // The newest compaction that had deleted rows when the log was read. This instance may not have heard of it.
         let compacted = self.revisions().1.max(of_log.purged).unwrap_or(Revision::EMPTY);
         if from.revision < compacted {
-            let (History { archive, .. }, _) = self.check_kept(from.revision, compacted).await?;
+            let (HistoryKeeper { archive, .. }, _) = self.check_kept(from.revision, compacted).await?;
             let wanted = ArchivedChanges { range, rows: (from, read_until.min(to)), order: Order::OldestFirst };
             // Rows that are not copied yet were in the log when it was read.
             let (archived, visited) = archive.changes(wanted).await?;

@@ -14,7 +14,7 @@ use crate::{
     migrations,
     sqlite::{
         append::{Row, SUB, bind},
-        load::{Scratch, with_suffix},
+        load::{Complete, Scratch, with_suffix},
     },
 };
 
@@ -25,31 +25,18 @@ const END: usize = 10;
 const INSERT_MOMENT: &str = "INSERT INTO kv_time (id, at, gap) VALUES (?, ?, ?)";
 const INSERT_FACT: &str = "INSERT INTO meta (name, value) VALUES (?, ?)";
 
-/// The file of an archive beside a database that is being filled. It names no cluster, so the first server takes it for
-/// its own.
+/// The file of an archive beside a database that is being filled.
 pub(in crate::sqlite) struct Loader {
     scratch: Scratch,
     first: Revision,
     copied: Revision,
-    rows: i64,
-    bytes: i64,
+    rows: u64,
+    bytes: u64,
 }
 
 impl Loader {
-    /// # Errors
-    ///
-    /// [`Error::Open`] if the database has an archive already.
     pub(in crate::sqlite) async fn new(database: &Path, first: Revision, copied: Revision) -> Result<Self> {
-        let file = archive_file(database);
-        for path in Self::files(database) {
-            if path.exists() {
-                return Err(Error::Open(format!(
-                    "{} exists already; move it to another folder, or restore to another folder",
-                    path.display()
-                )));
-            }
-        }
-        let scratch = Scratch::new(&file, &migrations::sqlite_archive()).await?;
+        let scratch = Scratch::new(&archive_file(database), &migrations::sqlite_archive()).await?;
         Ok(Self { scratch, first, copied, rows: 0, bytes: 0 })
     }
 
@@ -63,8 +50,8 @@ impl Loader {
         match part {
             ArchivePart::Begin { .. } => Err(Error::Corrupt("the archive begins twice".to_owned())),
             ArchivePart::Rows(rows) => {
-                self.rows += i64::try_from(rows.len()).unwrap_or(i64::MAX);
-                self.bytes += rows.iter().map(|row| counted_bytes(&row.change)).sum::<i64>();
+                self.rows += rows.len() as u64;
+                self.bytes += rows.iter().map(|row| counted_bytes(&row.change)).sum::<u64>();
                 self.scratch.run(move |connection| add_rows(connection, &rows)).await
             }
             ArchivePart::Moments(moments) => {
@@ -73,13 +60,14 @@ impl Loader {
         }
     }
 
-    /// Gives the file its name.
-    pub(in crate::sqlite) async fn finish(mut self) -> Result<()> {
+    /// Completes the archive of the database with this cluster ID. The file still has its temporary name.
+    pub(in crate::sqlite) async fn finish(mut self, cluster: i64) -> Result<Complete> {
         let facts = [
+            ("cluster_id", cluster),
             ("first_revision", self.first.0),
             ("copied_revision", self.copied.0),
-            ("bytes", self.bytes),
-            ("rows", self.rows),
+            ("bytes", self.bytes.cast_signed()),
+            ("rows", self.rows.cast_signed()),
         ];
         let add_facts = move |connection: &mut Connection| {
             for fact in facts {
@@ -88,7 +76,7 @@ impl Loader {
             connection.execute_batch("COMMIT")
         };
         self.scratch.run(add_facts).await?;
-        self.scratch.publish()
+        self.scratch.complete()
     }
 }
 
