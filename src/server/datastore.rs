@@ -2,7 +2,6 @@
 
 use std::{sync::Arc, thread::available_parallelism, time::Duration};
 
-use tokio::runtime::{Handle, RuntimeFlavor};
 use tracing::warn;
 
 use super::Error;
@@ -41,9 +40,8 @@ pub(super) async fn open_store(
             rows: settings.compaction_batch_limit,
             pause: settings.compaction_sleep_interval.0,
         },
-        // On a runtime with several threads, busy polling would wake the other threads.
-        busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
-            && available_parallelism().is_ok_and(|cores| cores.get() > 1),
+        // With several threads, other connections need the cores.
+        busy_poll: settings.threads() == 1 && available_parallelism().is_ok_and(|cores| cores.get() > 1),
         progress,
         ..store::Settings::default()
     };

@@ -132,29 +132,31 @@ pub async fn receive(
     progress: impl FnMut(u64, u64),
 ) -> Result<NamedTempFile> {
     let failed = |status: Status| Error::Server(Box::new(status));
+    // First, so that the server does not read its store for a folder that cannot be written.
+    let file = new_file_in(folder)?;
     match content {
         Content::Log => {
             let mut maintenance = client.maintenance();
             let pieces = in_time(maintenance.snapshot(SnapshotRequest {})).await.map_err(failed)?.into_inner();
             let pieces = pieces.map_ok(|piece| (piece.blob, piece.remaining_bytes));
-            write(pieces, folder, progress).await
+            write(pieces, file, folder, progress).await
         }
         Content::LogAndArchive => {
             let mut history = client.history();
             let pieces = in_time(history.snapshot(HistorySnapshotRequest {})).await.map_err(failed)?.into_inner();
             let pieces = pieces.map_ok(|piece| (piece.blob, piece.remaining_bytes));
-            write(pieces, folder, progress).await
+            write(pieces, file, folder, progress).await
         }
     }
 }
 
-/// Writes pieces, each with the bytes to come, to a temporary file.
+/// Writes pieces, each with the bytes to come, to a temporary file in `folder`.
 async fn write(
     mut pieces: impl Stream<Item = std::result::Result<(Bytes, u64), Status>> + Unpin,
+    mut file: NamedTempFile,
     folder: &Path,
     mut progress: impl FnMut(u64, u64),
 ) -> Result<NamedTempFile> {
-    let mut file = new_file_in(folder)?;
     let mut received = 0;
     let failed = |status: Status| Error::Server(Box::new(status));
     while let Some((blob, remaining_bytes)) = in_time(pieces.try_next()).await.map_err(failed)? {
