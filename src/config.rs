@@ -12,7 +12,7 @@ mod flags;
 mod values;
 mod variables;
 
-use std::{path::PathBuf, thread::available_parallelism, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 use figment::{
     Figment,
@@ -467,17 +467,6 @@ impl Settings {
                 format!("{host}-{}", address.rsplit_once(':').map_or(address.as_str(), |(_, port)| port))
             }
             Some(ListenUrl::Unix(..)) | None => host.to_owned(),
-        }
-    }
-
-    /// Returns the number of threads that serve connections. On one or two cores, one is faster than several
-    /// (docs/adr/0002).
-    pub fn threads(&self) -> usize {
-        let cores = available_parallelism().map_or(1, usize::from);
-        match self.worker_threads {
-            0 if cores <= 2 => 1,
-            0 => cores,
-            threads => threads,
         }
     }
 

@@ -21,7 +21,7 @@ use axum::{
 use tonic::{Status, service::Routes};
 
 pub use self::{debug::Pprof, starting::Starting};
-use crate::net::{Workers, tls::Acceptor};
+use crate::net::tls::Acceptor;
 use orlop_core::{
     overload::PartialRequests,
     store::Store,
@@ -35,7 +35,6 @@ pub struct Settings {
     /// The source of the certificate in the metrics; `None` without TLS.
     pub tls: Option<Arc<Acceptor>>,
     pub pprof: Pprof,
-    pub workers: Workers,
 }
 
 /// The routes for clients.

@@ -43,7 +43,7 @@ use self::{
 use crate::{
     config::Settings,
     output::bytes,
-    server,
+    server::{self, MissingArchive},
     snapshot::{self, Content, HashCheck, Restored},
 };
 use orlop_core::types::{LeaseId, Revision};
@@ -237,7 +237,7 @@ impl Migration {
 
     /// Opens the copy, or makes it, and follows the source with it.
     async fn attempt(&mut self, session: &Session, place: &Place<'_>, stop: &Stop) -> Result<Arrival> {
-        let mut target = match place.open().await? {
+        let mut target = match place.open(MissingArchive::Ignore).await? {
             Some(target) => self.resume(target, session, place).await?,
             None => Box::pin(self.copy(session, place, stop)).await?,
         };
@@ -336,7 +336,7 @@ impl Migration {
         };
         let rows = rows.load(Ordering::Relaxed);
         self.progress.say(&format!("restored a snapshot of the source: revision {head}, {rows} rows{history}"));
-        match place.open().await? {
+        match place.open(MissingArchive::Create).await? {
             Some(target) => Ok(target),
             None => Err(Failure::Fatal("the copy is gone".to_owned())),
         }

@@ -1,20 +1,26 @@
 //! Listeners: binds addresses, accepts connections and serves them.
 //!
-//! gRPC and HTTP share a port. A connection is assigned to a thread ([`Workers`]) and passes these layers: TLS ([`tls`]),
-//! timeouts ([`timeouts`]), rewriting of `:authority` ([`authority`]), pacing ([`orlop_core::overload`]), write coalescing,
-//! hyper. The number of connections is limited ([`ConnectionLimit`]).
+//! gRPC and HTTP share a port. A connection passes these layers: TLS ([`tls`]), timeouts ([`timeouts`]), rewriting of
+//! `:authority` ([`authority`]), pacing ([`orlop_core::overload`]), write coalescing, hyper. The number of connections is
+//! limited ([`ConnectionLimit`]).
 
-mod accept;
 mod authority;
 mod connection_limit;
 mod log_limit;
 mod remote;
 mod timeouts;
 pub mod tls;
-mod workers;
 
 use std::{
-    error::Error, fs::Permissions, io, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc, time::Duration,
+    error::Error,
+    fs::Permissions,
+    io,
+    os::unix::fs::PermissionsExt as _,
+    path::Path,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
 };
 
 use bytes::Bytes;
@@ -25,23 +31,30 @@ use hyper_util::{
     server::{conn::auto, graceful::GracefulShutdown},
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
-    net::{TcpListener, UnixListener, UnixSocket, UnixStream},
-    sync::watch,
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
+    sync::{OwnedSemaphorePermit, mpsc, watch},
+    task::JoinHandle,
+    time::{sleep, timeout},
 };
-use tracing::{debug, warn};
+use tokio_rustls::server::TlsStream;
+use tracing::{debug, error, warn};
 
 use self::{
-    accept::{AbortOnDropHandle, Connections, accept},
-    remote::WithClient,
+    authority::AuthorityRewriter,
+    log_limit::LogLimit,
+    remote::{Client, WithClient},
+    timeouts::TimedConnection,
 };
 pub use self::{
     connection_limit::ConnectionLimit,
     remote::{CertificateName, Remote},
-    workers::Workers,
 };
 use crate::config::{FileMode, ListenUrl, Scheme};
-use orlop_core::overload::{Steps, paced};
+use orlop_core::{
+    overload::{Steps, paced},
+    supervise::{catch_panics, vital},
+};
 use orlop_wire::write_coalescing::coalesce_writes;
 
 /// Flow-control window of a stream, in bytes.
@@ -56,6 +69,14 @@ const SEND_BUFFER: usize = 128 << 10;
 const HTTP1_BUFFER: usize = 16 << 10;
 /// Maximum number of clients that wait to be accepted on a unix socket; the value of the standard library.
 const BACKLOG: u32 = 128;
+/// The first byte of a TLS handshake.
+const TLS_HANDSHAKE: u8 = 22;
+/// Maximum time until the first byte of a connection to a port that serves http and https.
+const FIRST_BYTE_MAX: Duration = Duration::from_secs(10);
+/// Pause after a failed accept, for example if no file descriptor is free.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+static ACCEPT_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
+static REJECTED_LOG: LogLimit = LogLimit::every(Duration::from_secs(1));
 
 /// Settings of connections.
 #[derive(Clone, Debug)]
@@ -67,8 +88,6 @@ pub struct Settings {
     pub connection_limit: ConnectionLimit,
     /// The queue in which connections wait before they read more.
     pub steps: Arc<Steps>,
-    /// The threads that serve the connections.
-    pub workers: Workers,
 }
 
 /// A bound address.
@@ -169,11 +188,11 @@ impl Listener {
         let steps = Arc::clone(&settings.steps);
         match self.socket {
             Socket::Tcp(socket) => {
-                let (connections, accepting) = accept(socket, self.security, settings);
+                let (connections, accepting) = accept(socket, self.security, settings.connection_limit, settings.steps);
                 serve_all(connections, accepting, http, services, steps, stopping).await;
             }
             Socket::Unix(socket) => {
-                let (connections, accepting) = accept(socket, self.security, settings);
+                let (connections, accepting) = accept(socket, self.security, settings.connection_limit, settings.steps);
                 serve_all(connections, accepting, http, services, steps, stopping).await;
             }
         }
@@ -225,17 +244,16 @@ async fn serve_all<C, S, R>(
             // A dropped sender also stops the server.
             _ = stopping.wait_for(|stopping| *stopping) => None,
         };
-        let Some((connection, client, seat)) = connection else { break };
+        let Some((connection, client)) = connection else { break };
         let (connection, pacer) = paced(connection, &steps);
         let (connection, flusher) = coalesce_writes(connection);
         let services = WithClient::new(services.clone(), client);
         let connection = http.serve_connection(TokioIo::new(connection), services).into_owned();
         let serving = pacer.run(flusher.drive(graceful.watch(connection)));
-        seat.runtime().spawn(async move {
+        tokio::spawn(async move {
             if let Err(error) = serving.await {
                 debug!(error, "connection failed");
             }
-            drop(seat);
         });
     }
     drop((connections, accepting));
@@ -257,6 +275,210 @@ fn bind_unix(path: &Path, mode: FileMode) -> io::Result<UnixListener> {
     socket.bind(path)?;
     std::fs::set_permissions(path, Permissions::from_mode(mode.0))?;
     socket.listen(BACKLOG)
+}
+
+/// A listening socket.
+trait Accept: Send + Sync + 'static {
+    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+
+    /// Accepts the next client. Returns its stream and its address.
+    fn accept(&self) -> impl Future<Output = io::Result<(Self::Stream, String)>> + Send;
+
+    /// Returns whether the client begins with a TLS handshake. Waits for its first byte, which remains to be read.
+    fn begins_with_tls(stream: &Self::Stream) -> impl Future<Output = io::Result<bool>> + Send;
+}
+
+impl Accept for TcpListener {
+    type Stream = TcpStream;
+
+    async fn accept(&self) -> io::Result<(TcpStream, String)> {
+        let (stream, remote) = Self::accept(self).await?;
+        // Fails only if the client has disconnected; the first read reports that.
+        let _ = stream.set_nodelay(true);
+        Ok((stream, remote.to_string()))
+    }
+
+    async fn begins_with_tls(stream: &TcpStream) -> io::Result<bool> {
+        let mut first = [0];
+        let bytes = stream.peek(&mut first).await?;
+        Ok(bytes > 0 && first == [TLS_HANDSHAKE])
+    }
+}
+
+impl Accept for UnixListener {
+    type Stream = UnixStream;
+
+    async fn accept(&self) -> io::Result<(UnixStream, String)> {
+        Self::accept(self).await.map(|(stream, _)| (stream, "@".to_owned()))
+    }
+
+    async fn begins_with_tls(_: &UnixStream) -> io::Result<bool> {
+        Err(io::Error::new(io::ErrorKind::Unsupported, "a unix socket has one scheme"))
+    }
+}
+
+/// Waits for the next client.
+///
+/// If no file descriptor is free, the socket stays ready and accept fails; the pause prevents a busy loop.
+async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
+    loop {
+        match socket.accept().await {
+            Ok(accepted) => return accepted,
+            // The client disconnected before it was accepted.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {
+                debug!(%error, "client disconnected before it was accepted")
+            }
+            Err(error) => {
+                if ACCEPT_LOG.count().is_some() {
+                    warn!(
+                        %error,
+                        "cannot accept a connection; trying again. If too many files are open, raise the limit on file descriptors (ulimit -n, LimitNOFILE)"
+                    );
+                }
+                sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+type Accepted<S> = AuthorityRewriter<TimedConnection<Connection<S>>>;
+type Connections<S> = mpsc::Receiver<(Accepted<S>, Client)>;
+
+/// Returns accepted connections whose TLS handshake is complete. Dropping the handle stops accepting.
+fn accept<L: Accept>(
+    socket: L,
+    security: Security,
+    connection_limit: ConnectionLimit,
+    steps: Arc<Steps>,
+) -> (Connections<L::Stream>, AbortOnDropHandle) {
+    let (ready, connections) = mpsc::channel(1);
+    let accepting = vital("a listener", accept_all(socket, security, connection_limit, steps, ready));
+    (connections, AbortOnDropHandle(accepting))
+}
+
+struct AbortOnDropHandle(JoinHandle<()>);
+
+impl Drop for AbortOnDropHandle {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+async fn accept_all<L: Accept>(
+    socket: L,
+    security: Security,
+    connection_limit: ConnectionLimit,
+    steps: Arc<Steps>,
+    ready: mpsc::Sender<(Accepted<L::Stream>, Client)>,
+) {
+    loop {
+        let permit = connection_limit.acquire().await;
+        let (stream, remote) = next_client(&socket).await;
+        // Each connection waits for its turn, so that clients that reconnect continuously do not delay others.
+        steps.request().await;
+        if let Security::Plain = &security {
+            // Fails only while the server stops.
+            let client = Client { remote: Remote::new(&remote), certificate: None };
+            let _ = ready.send((accepted(Connection::Plain(stream), permit), client)).await;
+            continue;
+        }
+        let (security, ready) = (security.clone(), ready.clone());
+        tokio::spawn(async move {
+            match catch_panics(secure::<L>(stream, &security)).await {
+                Ok(Ok(connection)) => {
+                    let client = Client { remote: Remote::new(&remote), certificate: connection.certificate_name() };
+                    drop(ready.send((accepted(connection, permit), client)).await);
+                }
+                Ok(Err(error)) => {
+                    if let Some(count) = REJECTED_LOG.count() {
+                        // etcd's message and fields.
+                        warn!("remote-addr" = remote, %error, count, "rejected connection on client endpoint");
+                    }
+                }
+                Err(panic) => error!(%remote, place = panic.place, message = panic.message, "TLS handshake panicked"),
+            }
+        });
+    }
+}
+
+/// Makes the TLS handshake unless the client begins without one and may.
+async fn secure<L: Accept>(stream: L::Stream, security: &Security) -> io::Result<Connection<L::Stream>> {
+    let tls = match security {
+        Security::Plain => return Ok(Connection::Plain(stream)),
+        Security::Tls(tls) => tls,
+        Security::Either(tls) => {
+            let first = timeout(FIRST_BYTE_MAX, L::begins_with_tls(&stream)).await;
+            if !first.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))? {
+                return Ok(Connection::Plain(stream));
+            }
+            tls
+        }
+    };
+    tls.accept(stream).await.map(|stream| Connection::Tls(Box::new(stream)))
+}
+
+fn accepted<S>(connection: Connection<S>, permit: OwnedSemaphorePermit) -> Accepted<S> {
+    AuthorityRewriter::new(TimedConnection::new(connection, permit))
+}
+
+/// A client's connection, with or without TLS.
+enum Connection<S> {
+    Plain(S),
+    Tls(Box<TlsStream<S>>),
+}
+
+impl<S> Connection<S> {
+    /// Returns the common name of the client's certificate, which was verified in the handshake.
+    fn certificate_name(&self) -> Option<CertificateName> {
+        let Self::Tls(stream) = self else { return None };
+        let certificate = stream.get_ref().1.peer_certificates()?.first()?;
+        tls::common_name(certificate).map(|name| CertificateName(name.into()))
+    }
+}
+
+/// Calls a method of the stream, which both variants have.
+macro_rules! either {
+    ($connection:expr, $stream:ident => $call:expr) => {
+        match $connection.get_mut() {
+            Connection::Plain($stream) => $call,
+            Connection::Tls($stream) => $call,
+        }
+    };
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Connection<S> {
+    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        either!(self, stream => Pin::new(stream).poll_read(context, buffer))
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        either!(self, stream => Pin::new(stream).poll_write(context, bytes))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        either!(self, stream => Pin::new(stream).poll_flush(context))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        either!(self, stream => Pin::new(stream).poll_shutdown(context))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        either!(self, stream => Pin::new(stream).poll_write_vectored(context, buffers))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Plain(stream) => stream.is_write_vectored(),
+            Self::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
 }
 
 /// Removes the socket of a server that was killed. If the socket is in use, it remains, and binding fails.

@@ -20,7 +20,7 @@ use crate::{
     config::{AuthToken, Interval, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls, Urls},
     console::embedded::Page,
     http::{self, Pprof, Starting},
-    net::{self, ConnectionLimit, Listener, Workers, tls},
+    net::{self, ConnectionLimit, Listener, tls},
     snapshot::{Content, DatedFolder, Schedule},
     telemetry::{self, Exporter},
 };
@@ -33,7 +33,7 @@ use orlop_core::{
 };
 
 use self::datastore::open_store;
-pub(crate) use self::datastore::{keep, open_with_archive};
+pub(crate) use self::datastore::{MissingArchive, keep, open_with_archive};
 
 /// Maximum time for clients to finish their requests when the server stops.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
@@ -113,8 +113,6 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
         None => None,
     };
     let mut listeners = Listeners::bind(&settings, tls.as_ref()).await.map_err(Error)?;
-    let workers =
-        Workers::start(settings.threads()).map_err(|error| Error(format!("cannot start threads: {error}")))?;
     let metrics = new_metrics(&settings);
     let mut shutdown = pin!(shutdown);
     let (stop, stopping) = watch::channel(false);
@@ -125,7 +123,7 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
     let opening = open_store(&settings, advertised_urls(&settings, &listeners.clients), metrics, keep, progress);
     let Some(store) = unless(shutdown.as_mut(), opening).await else { return Ok(()) };
     let store = Arc::new(store?);
-    let _watching = start_watchdog(&store, &workers)?;
+    let _watching = start_watchdog(&store)?;
 
     if let Some(schedule) = snapshot_schedule(&settings) {
         vital("the schedule of snapshots", schedule.run(Arc::clone(&store), stopping.clone()));
@@ -138,7 +136,7 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
         api::services(Arc::clone(&store), api_settings, authenticator, Arc::clone(&partial_requests), stopping.clone())
             .map_err(|error| Error(format!("cannot build the services: {error}")))?;
     let pprof = if settings.enable_pprof { Pprof::Served } else { Pprof::Absent };
-    let endpoints = http::Settings { store: Arc::clone(&store), tls, pprof, workers };
+    let endpoints = http::Settings { store: Arc::clone(&store), tls, pprof };
     let has_http_urls = !listeners.http.is_empty();
     let routes = http::routes(services.routes(), &endpoints, partial_requests, has_http_urls)
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
@@ -223,20 +221,16 @@ async fn unless<T>(shutdown: impl Future<Output = ()>, opening: impl Future<Outp
     }
 }
 
-/// Starts the watchdog for the store's loops and for the runtime of each thread.
-fn start_watchdog(store: &Store, workers: &Workers) -> Result<Watching, Error> {
-    let watchdog = Arc::clone(store.watchdog());
-    for runtime in workers.runtimes() {
-        let pulse = Arc::new(Pulse::default());
-        watchdog.follow("runtime", &pulse);
-        let _entered = runtime.enter();
-        vital("the runtime's pulse", async move {
-            loop {
-                pulse.beat();
-                sleep(RUNTIME_BEAT).await;
-            }
-        });
-    }
+/// Starts the watchdog for the store's loops and for the runtime.
+fn start_watchdog(store: &Store) -> Result<Watching, Error> {
+    let (watchdog, pulse) = (Arc::clone(store.watchdog()), Arc::new(Pulse::default()));
+    watchdog.follow("runtime", &pulse);
+    vital("the runtime's pulse", async move {
+        loop {
+            pulse.beat();
+            sleep(RUNTIME_BEAT).await;
+        }
+    });
     let gauge = store.metrics().health.stuck.clone();
     watchdog.start(gauge).map_err(|error| Error(format!("cannot start the watchdog: {error}")))
 }
@@ -300,8 +294,7 @@ impl Listeners {
         let about = self.clients.first().and_then(|listener| listener.urls.first()).cloned();
         let services = services.clone().with(http::console_routes(services.routes(), endpoints));
         let page = Page { services: &services, about, allowed_hosts: &settings.console_allowed_hosts.0 };
-        let workers = Workers::this_thread();
-        let settings = connections(settings, ConnectionLimit::for_probes(), endpoints.store.steps(), workers);
+        let settings = connections(settings, ConnectionLimit::for_probes(), endpoints.store.steps());
         page.serve(listeners, &settings, stopping, servers)
     }
 
@@ -315,8 +308,7 @@ impl Listeners {
         stopping: &watch::Receiver<bool>,
         servers: &mut JoinSet<()>,
     ) {
-        let workers = endpoints.workers.clone();
-        let clients = connections(settings, ConnectionLimit::for_clients(), endpoints.store.steps(), workers);
+        let clients = connections(settings, ConnectionLimit::for_clients(), endpoints.store.steps());
         for listener in self.clients {
             servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
         }
@@ -338,8 +330,7 @@ impl Listeners {
         let (probe_steps, grant_steps) = Steps::new();
         vital("the step scheduler for probes", grant_steps);
         for listener in std::mem::take(&mut self.metrics) {
-            let workers = Workers::this_thread();
-            let probes = connections(settings, ConnectionLimit::for_probes(), &probe_steps, workers);
+            let probes = connections(settings, ConnectionLimit::for_probes(), &probe_steps);
             let service = TowerToHyperService::new(starting.routes());
             servers.spawn(listener.serve(service, probes, stopping.clone()));
         }
@@ -351,19 +342,13 @@ fn urls(listeners: &[Listener]) -> String {
     urls.join(",")
 }
 
-fn connections(
-    settings: &Settings,
-    connection_limit: ConnectionLimit,
-    steps: &Arc<Steps>,
-    workers: Workers,
-) -> net::Settings {
+fn connections(settings: &Settings, connection_limit: ConnectionLimit, steps: &Arc<Steps>) -> net::Settings {
     net::Settings {
         max_concurrent_streams: settings.max_concurrent_streams,
         keepalive_interval: settings.grpc_keepalive_interval.0,
         keepalive_timeout: settings.grpc_keepalive_timeout.0,
         connection_limit,
         steps: Arc::clone(steps),
-        workers,
     }
 }
 

@@ -10,7 +10,7 @@ use tokio::{sync::watch, time::timeout};
 use super::{Console, backend::Place, embedded::announce, routes};
 use crate::{
     config::{FileMode, List, ListenUrl, Scheme, Tls, TlsVersion},
-    net::{self, ConnectionLimit, Listener, Workers, tls},
+    net::{self, ConnectionLimit, Listener, tls},
 };
 
 /// Maximum time for browsers to receive their last responses when the process stops.
@@ -85,7 +85,6 @@ pub async fn run(args: Args, shutdown: impl Future<Output = ()>) -> Result<(), B
         keepalive_timeout: KEEPALIVE_TIMEOUT,
         connection_limit: ConnectionLimit::for_probes(),
         steps,
-        workers: Workers::this_thread(),
     };
     let service = TowerToHyperService::new(routes(console));
     let serving = tokio::spawn(listener.serve(service, settings, stopping));

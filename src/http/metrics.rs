@@ -29,12 +29,10 @@ pub(super) fn routes(settings: &Settings) -> Router {
     Router::new().route("/metrics", any(metrics)).with_state(settings.clone())
 }
 
-async fn metrics(State(Settings { store, tls, workers, .. }): State<Settings>) -> Response {
+async fn metrics(State(Settings { store, tls, .. }): State<Settings>) -> Response {
     let metrics = store.metrics();
     let _in_flight = InFlight::new(&metrics.scrapes.in_flight);
     store.update_gauges().await;
-    let tasks: usize = workers.runtimes().map(|runtime| runtime.metrics().num_alive_tasks()).sum();
-    metrics.state.tasks.set(i64::try_from(tasks).unwrap_or(i64::MAX));
     update_descriptor_gauges(metrics);
     if let Some(tls) = tls {
         metrics.state.certificate_expiry.with_label_values::<&str>(&[]).set(tls.certificate_expiry());

@@ -21,7 +21,7 @@ use super::{
 use crate::{
     config::{Datastore, Settings},
     load::empty_database,
-    server,
+    server::{self, MissingArchive},
 };
 use orlop_core::{
     auth::AuthState,
@@ -73,16 +73,16 @@ impl Place<'_> {
     /// # Errors
     ///
     /// If the database cannot be opened, another process uses it, or it is damaged.
-    pub(super) async fn open(&self) -> Result<Option<Target>> {
+    pub(super) async fn open(&self, missing: MissingArchive) -> Result<Option<Target>> {
         if let Datastore::Sqlite(file) = self.datastore
             && !file.exists()
         {
             return Ok(None);
         }
         let keep = server::keep(self.settings);
+        let synced = Durability::Synced;
         let (log, history) =
-            server::open_with_archive(self.settings, self.datastore, Vec::new(), Durability::Synced, None, keep)
-                .await?;
+            server::open_with_archive(self.settings, self.datastore, Vec::new(), synced, None, keep, missing).await?;
         let history = history.map(HistoryKeeper::new);
         let replayed = replay(&*log).await?;
         let auth = log.auth().await?;

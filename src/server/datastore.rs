@@ -2,6 +2,7 @@
 
 use std::{sync::Arc, thread::available_parallelism, time::Duration};
 
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tracing::warn;
 
 use super::Error;
@@ -40,8 +41,9 @@ pub(super) async fn open_store(
             rows: settings.compaction_batch_limit,
             pause: settings.compaction_sleep_interval.0,
         },
-        // With several threads, other connections need the cores.
-        busy_poll: settings.threads() == 1 && available_parallelism().is_ok_and(|cores| cores.get() > 1),
+        // On a runtime with several threads, busy polling would wake the other threads.
+        busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
+            && available_parallelism().is_ok_and(|cores| cores.get() > 1),
         progress,
         ..store::Settings::default()
     };
@@ -54,7 +56,8 @@ pub(super) async fn open_store(
         Durability::Synced
     };
     let metrics = Some(Arc::clone(&store_settings.metrics));
-    let opened = open_with_archive(settings, &datastore, client_urls, durability, metrics, keep).await;
+    let missing = MissingArchive::Create;
+    let opened = open_with_archive(settings, &datastore, client_urls, durability, metrics, keep, missing).await;
     let (log, history) = opened.map_err(|error| Error(error.to_string()))?;
     let store_settings = store::Settings { history, ..store_settings };
     // Errors of Postgres already contain the name of the database.
@@ -75,6 +78,14 @@ pub(crate) fn keep(settings: &Settings) -> Keep {
     }
 }
 
+/// What follows if rows are to be kept and the database has no archive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum MissingArchive {
+    Create,
+    /// The database may be somebody else's.
+    Ignore,
+}
+
 /// Opens the log of a server with these settings, and its archive.
 pub(crate) async fn open_with_archive(
     settings: &Settings,
@@ -83,11 +94,12 @@ pub(crate) async fn open_with_archive(
     durability: Durability,
     metrics: Option<Arc<Metrics>>,
     keep: Keep,
+    missing: MissingArchive,
 ) -> log::Result<(Arc<dyn Log>, Option<HistorySettings>)> {
     let (log, archive): (Arc<dyn Log>, Option<Arc<dyn Archive>>) = match datastore {
         Datastore::Sqlite(file) => {
             let log = SqliteLog::open_with(file, durability).await?;
-            let create = matches!(keep, Keep::Rows { .. });
+            let create = matches!(keep, Keep::Rows { .. }) && missing == MissingArchive::Create;
             let archive = if create || log.has_archive() {
                 let unreadable = |error| log::Error::Open(format!("cannot read database {}: {error}", file.display()));
                 let meta = log.meta().await.map_err(unreadable)?;

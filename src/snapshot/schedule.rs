@@ -20,9 +20,14 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::{
-    Content, Export, Result, dated::DatedFolder, export::on_blocking_thread, file_error, new_file_in, now, publish,
+    Content, Error, Export, Result, dated::DatedFolder, export::on_blocking_thread, file_error, new_file_in, now,
+    publish,
 };
-use orlop_core::{private, store::Store, supervise::catch_panics};
+use orlop_core::{
+    private,
+    store::{PastError, Store},
+    supervise::catch_panics,
+};
 
 /// Maximum time until a failed snapshot is repeated.
 const RETRY_MAX: Duration = Duration::from_secs(10 * 60);
@@ -67,6 +72,8 @@ impl Schedule {
             }
             let started = Instant::now();
             let taken = match catch_panics(self.take(store)).await {
+                // A compaction takes long to copy its rows.
+                Ok(Err(Error::History(PastError::Copying { .. }))) => continue,
                 Ok(taken) => taken.map_err(|error| error.to_string()),
                 Err(panic) => Err(panic.to_string()),
             };

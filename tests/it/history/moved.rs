@@ -180,6 +180,25 @@ async fn interrupted_compaction_of_a_copy_is_finished(backend: Backend) {
     assert_eq!((of_copy.first_revision, of_copy.archived_rows), (1, of_source.archived_rows));
 }
 
+/// A kill between the last two steps of a restore leaves it, or somebody who has moved the database alone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn archive_without_a_database_is_not_used() {
+    let source = Server::orlop_with(Backend::Sqlite, &KEEP).await.expect("SQLite is built in");
+    let home = TempDir::new().expect("a folder");
+    let (file, archive) = (home.path().join("saved.db"), home.path().join("copy.db-archive"));
+    let file = file.to_str().expect("a path in UTF-8");
+    prints(&["snapshot", "save", "--history", file, "--endpoints", source.endpoint()]);
+    std::fs::write(&archive, "another history").expect("a file");
+    let datastore = format!("sqlite://{}", home.path().join("copy.db").display());
+    let restored = orlop(&["snapshot", "restore", file, "--datastore-endpoint", &datastore]);
+    let text = String::from_utf8_lossy(&restored.stderr);
+    assert!(!restored.status.success() && text.contains("copy.db-archive exists already"), "{text}");
+    prints(&["migrate", "--from", source.endpoint(), "--once", "--datastore-endpoint", &datastore]);
+    let aside = std::fs::read_to_string(home.path().join("copy.db-archive.unused")).expect("it is set aside");
+    assert_eq!(aside, "another history");
+    prints(&["check", "--datastore-endpoint", &datastore]);
+}
+
 async fn history_of_etcd_is_refused(backend: Backend) {
     let Some(etcd) = Server::etcd().await else { return };
     let home = TempDir::new().expect("a folder");

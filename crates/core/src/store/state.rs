@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use tokio::runtime::Handle;
+
 use super::{
     error::Result,
     handle::Store,
@@ -48,6 +50,7 @@ impl Store {
             state.keys.set(as_gauge(index.live()));
         }
         state.pending.set(as_gauge(self.queue.len()));
+        state.tasks.set(as_gauge(Handle::current().metrics().num_alive_tasks()));
         state.auth_revision.set(i64::try_from(self.authority().state().revision).unwrap_or(i64::MAX));
         state.leases.set(as_gauge(shared.leases.lock().len()));
         state.cache_bytes.set(shared.values.bytes().cast_signed());

@@ -31,7 +31,10 @@ use parking_lot::Mutex;
 use sqlx::{Connection as _, Row as _, SqliteConnection, SqlitePool, sqlite::SqliteRow};
 use tracing::warn;
 
-pub(super) use self::{file::archive_file, load::Loader};
+pub(super) use self::{
+    file::{archive_file, set_aside},
+    load::Loader,
+};
 use self::{
     frozen::Frozen,
     sql::*,

@@ -148,16 +148,18 @@ impl SqliteLoader {
         Ok(Self { database, archive: None, newest: Revision::EMPTY, _lock: lock })
     }
 
-    /// Deletes a database file that no process uses, with its WAL and its archive, whatever they contain.
+    /// Deletes a database file that no process uses, with its WAL and its archive, whatever they contain. An archive without a
+    /// database, which may be that of another one, is set aside.
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if another process uses the file, or it cannot be deleted.
+    /// [`Error::Open`] if another process uses the file, or a file cannot be deleted or renamed.
     pub fn discard(file: &Path) -> Result<()> {
         let _lock = lock_file(file)?;
-        // An archive without a database is that of another one.
         if file.exists() {
             archive::Loader::files(file).iter().try_for_each(|path| remove(path))?;
+        } else {
+            archive::set_aside(file)?;
         }
         ["-wal", "-shm", "-journal", ""].iter().try_for_each(|suffix| remove(&with_suffix(file, suffix)))
     }
@@ -233,8 +235,11 @@ impl Load for SqliteLoader {
         let file = self.database.file.clone();
         let database = self.database.complete()?;
         // The archive first: a server on a database without its archive would begin another one.
-        archive.map_or(Ok(()), Complete::publish)?;
-        database.publish().inspect_err(|_| archive::Loader::files(&file).iter().for_each(|path| drop(remove(path))))
+        let published = archive.map_or(Ok(()), Complete::publish).and_then(|()| database.publish());
+        if published.is_err() && !file.exists() {
+            archive::Loader::files(&file).iter().for_each(|path| drop(remove(path)));
+        }
+        published
     }
 }
 

@@ -14,8 +14,8 @@ use crate::{
     types::Revision,
 };
 
-/// Maximum time for a compaction to copy its rows.
-const COPY_TIME_MAX: Duration = Duration::from_secs(60);
+/// Maximum time for a compaction to copy its rows. If the instance that copies dies, another one begins after a minute.
+const COPY_TIME_MAX: Duration = Duration::from_secs(120);
 
 /// A log as of one moment and, if rows are kept, the archive as of the same or a later one. Together they have every row
 /// that is needed from [`crate::log::ArchiveState::first`] on. The archive may have rows that a later compaction than the

@@ -41,6 +41,25 @@ pub(in crate::sqlite) fn archive_file(database: &Path) -> PathBuf {
     with_suffix(database, "-archive")
 }
 
+/// Renames the archive of a database file, if there is one, so that it is not used.
+///
+/// # Errors
+///
+/// [`Error::Open`] if it cannot be renamed.
+pub(in crate::sqlite) fn set_aside(database: &Path) -> Result<()> {
+    let file = archive_file(database);
+    if !file.exists() {
+        return Ok(());
+    }
+    let aside = with_suffix(&file, ".unused");
+    warn!(file = %file.display(), moved_to = %aside.display(), "setting an archive of the history aside");
+    for suffix in ["-wal", "-shm"] {
+        // They exist only after a crash.
+        let _ = std::fs::rename(with_suffix(&file, suffix), with_suffix(&aside, suffix));
+    }
+    std::fs::rename(&file, &aside).map_err(|error| Error::Open(format!("cannot rename {}: {error}", file.display())))
+}
+
 impl SqliteLog {
     /// Returns whether there is an archive beside the database.
     pub fn has_archive(&self) -> bool {
@@ -73,14 +92,8 @@ impl SqliteLog {
             },
             Err(error) => usable_later(error)?,
         };
-        let aside = with_suffix(&file, ".unused");
-        warn!(file = %file.display(), moved_to = %aside.display(), reason, "the archive of the history is not used");
-        let failed = |error| Error::Open(format!("cannot rename {}: {error}", file.display()));
-        for suffix in ["-wal", "-shm"] {
-            // They exist only after a crash.
-            let _ = std::fs::rename(with_suffix(&file, suffix), with_suffix(&aside, suffix));
-        }
-        std::fs::rename(&file, &aside).map_err(failed)?;
+        warn!(file = %file.display(), reason, "the archive of the history is not used");
+        set_aside(self.options.get_filename())?;
         if !create {
             return Ok(None);
         }
