@@ -1,4 +1,5 @@
-//! Snapshots: a log in one file, as etcd writes it: a database of bbolt, followed by its SHA-256 checksum of 32 bytes.
+//! Snapshots: a log in one file, as etcd writes it: a database of bbolt, followed by its SHA-256 checksum of 32 bytes. The
+//! archive may be in the file, too.
 
 mod archive_bucket;
 mod buckets;

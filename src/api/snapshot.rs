@@ -55,8 +55,8 @@ struct Pieces {
 type Client = mpsc::Sender<Result<Bytes, String>>;
 
 impl Snapshots {
-    /// Starts the task that starts snapshots. It ends when the last handle is dropped. All that share `permits` read at most
-    /// so many snapshots from the database at a time.
+    /// Starts the task that starts snapshots. It ends when the last handle is dropped. `permits` limits the number of snapshots
+    /// that are read from the database at a time; both kinds of snapshots share it.
     pub(super) fn new(store: &Arc<Store>, content: Content, permits: Arc<Semaphore>) -> Self {
         let store = Arc::clone(store);
         let start = move |waiting: Vec<()>| {

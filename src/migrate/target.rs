@@ -39,8 +39,9 @@ const APPEND_BYTES: usize = 4 << 20;
 /// Keys whose history is compacted, and rows that are deleted, at a time.
 const COMPACT_KEYS: usize = 10_000;
 const DELETE_ROWS: usize = 1_000;
-/// Attempts to copy rows to the archive, of which one of the last gives them up, and the pause between two.
+/// Maximum number of attempts to copy rows to the archive. [`HistoryKeeper::keep`] gives the rows up at the tenth.
 const KEEP_ATTEMPTS: u32 = 12;
+/// Pause between two attempts.
 const KEEP_PAUSE: Duration = Duration::from_secs(1);
 
 /// Where the copy is.
@@ -55,7 +56,7 @@ pub(super) struct Target {
     /// `None`: there is no archive.
     history: Option<HistoryKeeper>,
     index: TreeIndex,
-    /// Rows that a compaction has left which was interrupted.
+    /// Rows that an interrupted compaction has left.
     garbage: Vec<Superseded>,
     position: Position,
     /// The newest row that was added since the log was opened.

@@ -78,11 +78,11 @@ pub(crate) fn keep(settings: &Settings) -> Keep {
     }
 }
 
-/// What follows if rows are to be kept and the database has no archive.
+/// What to do if rows are to be kept and the database has no archive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MissingArchive {
     Create,
-    /// The database may be somebody else's.
+    /// The caller does not know yet whose database it is.
     Ignore,
 }
 

@@ -180,6 +180,25 @@ async fn interrupted_compaction_of_a_copy_is_finished(backend: Backend) {
     assert_eq!((of_copy.first_revision, of_copy.archived_rows), (1, of_source.archived_rows));
 }
 
+/// A database is opened before it is known whose it is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn refused_migration_leaves_no_archive_beside_another_store() {
+    let mut servers = Vec::new();
+    for key in ["a", "b"] {
+        let server = Server::orlop_with(Backend::Sqlite, &[]).await.expect("SQLite is built in");
+        put(&mut Client::connect(server.endpoint()).await, &mut Model::new(), key, "value").await;
+        servers.push(server);
+    }
+    let (source, mut other) = (servers.remove(0), servers.remove(0));
+    other.terminate().await;
+    let datastore = format!("sqlite://{}", other.data_dir().join("orlop.db").display());
+    let migrate = ["migrate", "--from", source.endpoint(), "--once", "--datastore-endpoint", &datastore];
+    let refused = orlop(&[&migrate[..], &KEEP].concat());
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && text.contains("contains other data"), "{text}");
+    assert!(!other.data_dir().join("orlop.db-archive").exists());
+}
+
 /// A kill between the last two steps of a restore leaves it, or somebody who has moved the database alone.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn archive_without_a_database_is_not_used() {

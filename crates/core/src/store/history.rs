@@ -1,7 +1,7 @@
 //! The history that outlasts compactions: keeps compacted rows in an archive for some time, and reads past states.
 //!
-//! The compactor copies rows to the archive before it deletes them ([`HistoryKeeper::keep`]). One task, on the leader, records
-//! times and deletes what is too old or too much. [`past`] reads a state or changes at any revision that is complete.
+//! The compactor copies rows to the archive before it deletes them ([`HistoryKeeper::keep`]). One task, on the leader,
+//! records times and deletes what is too old or too much. [`past`] reads a state or changes at any revision that is complete.
 //! Requests of etcd's API do not use any of this.
 
 mod frozen;
