@@ -1,10 +1,9 @@
 //! CPU time of the server's threads during a load, for a server on the same machine (`--server-pid`).
 //!
 //! Threads are grouped by their names, of which the kernel keeps 15 bytes. Child processes count too, because Postgres
-//! has one process per connection. Limits: the kernel reports clock ticks, usually of 10 ms, and a thread that ends
-//! during the load is not counted.
+//! has one process per connection. A thread that ends during the load is not counted.
 
-use std::{collections::BTreeMap, fmt};
+use std::{collections::BTreeMap, fmt, time::Duration};
 
 use parking_lot::Mutex;
 use procfs::{ProcError, ProcResult, process::Process};
@@ -21,11 +20,11 @@ pub struct CpuMeter {
 
 #[derive(Debug, Default)]
 struct Measured {
-    ticks_by_name: BTreeMap<String, u64>,
+    by_name: BTreeMap<String, Duration>,
     error: Option<String>,
 }
 
-/// CPU time per thread, in clock ticks.
+/// CPU time per thread.
 pub type Snapshot = Result<BTreeMap<ThreadId, Thread>, String>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -37,7 +36,7 @@ pub struct ThreadId {
 #[derive(Clone, Debug)]
 pub struct Thread {
     name: String,
-    ticks: u64,
+    used: Duration,
 }
 
 impl CpuMeter {
@@ -80,8 +79,8 @@ impl CpuMeter {
         match (before, after) {
             (Ok(before), Ok(after)) => {
                 for (id, thread) in after {
-                    let earlier = before.get(&id).map_or(0, |thread| thread.ticks);
-                    *used.ticks_by_name.entry(thread.name).or_default() += thread.ticks.saturating_sub(earlier);
+                    let earlier = before.get(&id).map_or(Duration::ZERO, |thread| thread.used);
+                    *used.by_name.entry(thread.name).or_default() += thread.used.saturating_sub(earlier);
                 }
             }
             (Err(error), _) => used.error = Some(error.clone()),
@@ -94,17 +93,23 @@ impl CpuMeter {
         let used = std::mem::take(&mut *self.used.lock());
         match used.error {
             Some(error) => Err(format!("reading the CPU time of the server failed: {error}")),
-            None => Ok(ServerCpu::new(used.ticks_by_name, operations, procfs::ticks_per_second())),
+            None => Ok(ServerCpu::new(used.by_name, operations)),
         }
     }
 }
 
 fn read_threads(process: &Process, threads: &mut BTreeMap<ThreadId, Thread>) -> ProcResult<()> {
+    let ticks_per_second = u32::try_from(procfs::ticks_per_second()).unwrap_or(u32::MAX);
     for task in process.tasks()?.flatten() {
         // A thread that has ended in the meantime is skipped.
         let Ok(stat) = task.stat() else { continue };
+        let used = match task.schedstat() {
+            Ok(exact) => Duration::from_nanos(exact.sum_exec_runtime),
+            // Not every kernel has this file. A tick is usually 10 ms.
+            Err(_) => Duration::from_secs(stat.utime + stat.stime) / ticks_per_second,
+        };
         let id = ThreadId { process: process.pid, thread: task.tid };
-        threads.insert(id, Thread { name: stat.comm, ticks: stat.utime + stat.stime });
+        threads.insert(id, Thread { name: stat.comm, used });
     }
     Ok(())
 }
@@ -129,21 +134,24 @@ pub struct ThreadCpu {
 }
 
 impl ServerCpu {
-    fn new(ticks_by_name: BTreeMap<String, u64>, operations: u64, ticks_per_second: u64) -> Self {
-        let secs = |ticks: u64| rounded(ticks as f64 / ticks_per_second as f64);
-        let micros = |ticks: u64| match operations {
+    fn new(by_name: BTreeMap<String, Duration>, operations: u64) -> Self {
+        let micros = |used: Duration| match operations {
             0 => 0.0,
-            _ => rounded(ticks as f64 / ticks_per_second as f64 * 1e6 / operations as f64),
+            _ => rounded(used.as_secs_f64() * 1e6 / operations as f64),
         };
-        let total = ticks_by_name.values().sum();
-        let mut by_ticks: Vec<_> = ticks_by_name.into_iter().filter(|(_, ticks)| *ticks > 0).collect();
-        by_ticks.sort_by_key(|(_, ticks)| std::cmp::Reverse(*ticks));
-        let thread = |(name, ticks)| ThreadCpu { name, cpu_secs: secs(ticks), micros_per_operation: micros(ticks) };
+        let total: Duration = by_name.values().sum();
+        let mut by_time: Vec<_> = by_name.into_iter().filter(|(_, used)| !used.is_zero()).collect();
+        by_time.sort_by_key(|(_, used)| std::cmp::Reverse(*used));
+        let thread = |(name, used): (String, Duration)| ThreadCpu {
+            name,
+            cpu_secs: used.as_secs_f64(),
+            micros_per_operation: micros(used),
+        };
         Self {
             operations,
-            cpu_secs: secs(total),
+            cpu_secs: total.as_secs_f64(),
             micros_per_operation: micros(total),
-            threads: by_ticks.into_iter().map(thread).collect(),
+            threads: by_time.into_iter().map(thread).collect(),
         }
     }
 }
@@ -169,8 +177,9 @@ mod tests {
 
     #[test]
     fn threads_are_sorted_and_divided_by_the_operations() {
-        let ticks = [("idle", 0), ("orlop", 150), ("sqlx-sqlite-wor", 350)].map(|(name, ticks)| (name.into(), ticks));
-        let cpu = ServerCpu::new(ticks.into(), 1_000_000, 100);
+        let used = [("idle", 0), ("orlop", 1_500), ("sqlx-sqlite-wor", 3_500)];
+        let used = used.map(|(name, millis)| (name.into(), Duration::from_millis(millis)));
+        let cpu = ServerCpu::new(used.into(), 1_000_000);
         let threads: Vec<_> =
             cpu.threads.iter().map(|cpu| (cpu.name.as_str(), cpu.cpu_secs, cpu.micros_per_operation)).collect();
         assert_eq!(threads, [("sqlx-sqlite-wor", 3.5, 3.5), ("orlop", 1.5, 1.5)]);
