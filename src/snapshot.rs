@@ -17,7 +17,7 @@ use std::{fs::File, path::Path, time::SystemTime};
 
 use tempfile::NamedTempFile;
 
-use self::{checksum::Form, data_dir::DataDir, import::Import};
+use self::{checksum::Form, data_dir::DataDir, export::on_blocking_thread, import::Import};
 pub use self::{
     checksum::HashCheck,
     command::{Args, run},
@@ -196,7 +196,8 @@ pub async fn restore<E: From<Error> + From<log::Error>>(
     bump: Option<Bump>,
     create: impl Future<Output = std::result::Result<Box<dyn Load>, E>>,
 ) -> std::result::Result<Restored, E> {
-    match open(file, check, content)? {
+    let path = file.to_owned();
+    match on_blocking_thread(move || open(&path, check, content)).await? {
         Some(import) => Ok(import.load(bump, create.await?).await?),
         None if bump.is_some() => Err(Error::File(format!(
             "{} is a SQLite database, whose revisions cannot be raised with --bump-revision",

@@ -8,7 +8,7 @@ use super::{
     Bump, Content, HashCheck, Restored,
     report::{self, Format},
     restore,
-    save::{SaveArgs, save},
+    save::{SaveArgs, Saved, save},
     status,
 };
 use crate::{
@@ -94,7 +94,10 @@ impl SnapshotArgs {
 pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
     match args.command {
         Command::Save(args) => {
-            let file = save(&args).await?;
+            let Saved { file, lacks_history } = save(&args).await?;
+            if lacks_history {
+                eprintln!("orlop: saved without history, because the server keeps none (history-retention)");
+            }
             Ok(writeln!(std::io::stdout(), "{}", file.display())?)
         }
         Command::Status { snapshot, write_out } => {

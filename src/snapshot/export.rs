@@ -187,7 +187,7 @@ fn add<T: Target>(part: Part, mut target: T) -> Result<T> {
     Ok(target)
 }
 
-/// Runs what takes milliseconds, such as encoding a page, or waits for the disk.
+/// Runs what takes milliseconds or longer, such as encoding a page or reading a file, or waits for the disk.
 pub(super) async fn on_blocking_thread<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {

@@ -12,6 +12,7 @@ use super::{
     Content, Error, Restored, RestoredHistory, Result, Status,
     archive_bucket::{ARCHIVE, Parts, Survey as ArchiveSurvey},
     buckets::{self, Facts, KEY},
+    export::on_blocking_thread,
 };
 use crate::load::{Bounds, NewestRows, Rows};
 use orlop_core::{
@@ -50,6 +51,18 @@ struct Survey {
     live: HashSet<Key, RandomState>,
     /// `None`: the file has no archive.
     archive: Option<ArchiveSurvey>,
+}
+
+/// Returns whether a file whose first `bytes` bytes are the database has an archive.
+///
+/// # Errors
+///
+/// If it is not a database of etcd, or the names of its buckets cannot be read.
+pub(super) fn has_archive(path: &Path, bytes: u64) -> Result<bool> {
+    let file = File::open(path).map_err(|error| super::file_error("read", path, &error))?;
+    let buckets = Reader::open(file, bytes).and_then(|reader| reader.buckets());
+    let buckets = buckets.map_err(|error| Error::File(format!("{}: {error}", path.display())))?;
+    Ok(buckets.iter().any(|(name, _)| name[..] == *ARCHIVE.as_bytes()))
 }
 
 impl Import {
@@ -149,30 +162,35 @@ impl Import {
             }
         };
         let Bounds { head, compacted } = bounds;
-        let mut rows = Rows::new(self.newest_at(compacted)?, compacted);
-        let mut cursor = self.reader.cursor(&self.rows);
-        let mut next = self.batch(&mut rows, &mut cursor)?;
+        let (mut import, newest) = on_blocking_thread(move || {
+            let newest = self.newest_at(compacted)?;
+            Ok((self, newest))
+        })
+        .await?;
+        let mut rows = Rows::new(newest, compacted);
+        let mut cursor = import.reader.cursor(&import.rows);
+        let mut next = import.batch(&mut rows, &mut cursor)?;
         while let Some(batch) = next {
             // The database has a thread of its own, or a process: it writes this batch while the next one is read.
-            let (added, read) = tokio::join!(into.add(&batch), async { self.batch(&mut rows, &mut cursor) });
+            let (added, read) = tokio::join!(into.add(&batch), async { import.batch(&mut rows, &mut cursor) });
             added?;
             next = read?;
         }
         rows.finish(&mut *into).await?;
-        let history = match self.survey.archive {
+        let history = match import.survey.archive {
             None => RestoredHistory::None,
             // The rows between the two compactions are neither in the archive nor in the database.
             Some(archive) if archive.copied != compacted.unwrap_or(Revision::EMPTY) => RestoredHistory::LeftOut,
             Some(archive) => {
-                let mut parts = Parts::new(&self.reader, &self.archive);
-                while let Some(part) = parts.next(&self.reader).map_err(|what| self.damaged(&what))? {
+                let mut parts = Parts::new(&import.reader, &import.archive);
+                while let Some(part) = parts.next(&import.reader).map_err(|what| import.damaged(&what))? {
                     into.add_archive(part).await?;
                 }
                 RestoredHistory::From(archive.first)
             }
         };
-        let meta = bounds.meta(std::mem::take(&mut self.facts.leases), &self.facts.auth);
-        into.finish(&meta, &self.facts.auth).await?;
+        let meta = bounds.meta(std::mem::take(&mut import.facts.leases), &import.facts.auth);
+        into.finish(&meta, &import.facts.auth).await?;
         Ok(Restored { head, history })
     }
 

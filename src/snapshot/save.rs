@@ -18,7 +18,9 @@ use tokio::{
 };
 use tonic::{Code, Status};
 
-use super::{Content, Error, Result, checksum, dated::DatedFolder, file_error, new_file_in, now, publish};
+use super::{
+    Content, Error, HashCheck, Result, checksum, dated::DatedFolder, file_error, import, new_file_in, now, publish,
+};
 
 /// Maximum time between two pieces of a snapshot. A server writes the whole snapshot to a file before it sends the
 /// first one.
@@ -49,7 +51,14 @@ impl SaveArgs {
     }
 }
 
-/// Saves a snapshot. Returns the path of the file.
+/// What was saved.
+pub(super) struct Saved {
+    pub(super) file: PathBuf,
+    /// Whether the history was requested and the server keeps none.
+    pub(super) lacks_history: bool,
+}
+
+/// Saves a snapshot.
 ///
 /// # Errors
 ///
@@ -59,11 +68,11 @@ impl SaveArgs {
 /// # Cancel safety
 ///
 /// If the future is dropped, the temporary file is removed.
-pub(super) async fn save(args: &SaveArgs) -> std::result::Result<PathBuf, Box<dyn std::error::Error>> {
+pub(super) async fn save(args: &SaveArgs) -> std::result::Result<Saved, Box<dyn std::error::Error>> {
     let target = Target::new(args)?;
     let client = args.server.connect().await?;
     let endpoint = args.server.endpoint();
-    tokio::select! {
+    let lacks_history = tokio::select! {
         file = receive(&client, args.content(), target.folder(), |_, _| {}) => {
             let file = file.map_err(|error| match &error {
                 Error::Server(status) if status.code() == Code::Unimplemented && args.history => format!(
@@ -74,16 +83,18 @@ pub(super) async fn save(args: &SaveArgs) -> std::result::Result<PathBuf, Box<dy
                     format!("cannot save a snapshot of {endpoint}: {error}")
                 }
             })?;
+            let lacks_history = args.history && !has_archive(file.path())?;
             publish(file, &target.file)?;
+            lacks_history
         }
         () = interrupted()? => return Err("interrupted; nothing was saved".into()),
-    }
+    };
     if let (Some(folder), Some(keep)) = (&target.dated, args.keep) {
         folder.prune(&target.file, keep, now()).map_err(|error| {
             format!("the snapshot is saved as {}, but old ones remain: {error}", target.file.display())
         })?;
     }
-    Ok(target.file)
+    Ok(Saved { file: target.file, lacks_history })
 }
 
 /// Where a snapshot is saved.
@@ -167,6 +178,12 @@ async fn write(
     }
     checksum::verify_received(file.path())?;
     Ok(file)
+}
+
+/// Returns whether a received file has an archive.
+fn has_archive(file: &Path) -> Result<bool> {
+    let (_, bytes) = checksum::examine(file, HashCheck::Verify)?;
+    import::has_archive(file, bytes)
 }
 
 async fn in_time<T>(answer: impl Future<Output = std::result::Result<T, Status>>) -> std::result::Result<T, Status> {

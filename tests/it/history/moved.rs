@@ -218,6 +218,21 @@ async fn archive_without_a_database_is_not_used() {
     prints(&["check", "--datastore-endpoint", &datastore]);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn saving_without_a_history_is_noted() {
+    let home = TempDir::new().expect("a folder");
+    let file = home.path().join("saved.db");
+    for (flags, notice) in
+        [(&KEEP[..], ""), (&[], "orlop: saved without history, because the server keeps none (history-retention)\n")]
+    {
+        let server = Server::orlop_with(Backend::Sqlite, flags).await.expect("SQLite is built in");
+        let file = file.to_str().expect("a path in UTF-8");
+        let saved = orlop(&["snapshot", "save", "--history", file, "--endpoints", server.endpoint()]);
+        assert_eq!(String::from_utf8_lossy(&saved.stderr), notice, "{flags:?}");
+        assert!(saved.status.success() && String::from_utf8_lossy(&saved.stdout) == format!("{file}\n"), "{saved:?}");
+    }
+}
+
 async fn history_of_etcd_is_refused(backend: Backend) {
     let Some(etcd) = Server::etcd().await else { return };
     let home = TempDir::new().expect("a folder");
