@@ -219,3 +219,61 @@ impl Target for Writer {
         self.add(key, value)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{path::Path, sync::Arc, time::Duration};
+
+    use super::*;
+    use crate::snapshot::{HashCheck, status};
+    use orlop_core::{
+        auth::Caller,
+        log::History as _,
+        store::{
+            HistorySettings, Keep, Settings,
+            request::{CompactionWait, PutLease, PutRequest, PutValue},
+        },
+    };
+    use orlop_sql::{Durability, SqliteLog};
+
+    /// A new store that keeps compacted rows.
+    async fn new_store(folder: &Path) -> Store {
+        let log = SqliteLog::open_with(&folder.join("orlop.db"), Durability::Unsynced).await.unwrap();
+        let archive = log.archive(&log.meta().await.unwrap(), true).await.unwrap().expect("an archive is created");
+        let keep = Keep::Rows { retention: Duration::from_secs(3600), bytes_max: u64::MAX };
+        let history = Some(HistorySettings { archive: Arc::new(archive), keep });
+        Store::open(Arc::new(log), Settings { history, ..Settings::default() }).await.unwrap()
+    }
+
+    /// Returns the compact revision and the number of archived rows of the file.
+    async fn content(store: FrozenStore, file: &Path) -> (Option<Revision>, Option<usize>) {
+        let mut export = Export::new(store).await.unwrap();
+        let mut bytes = Vec::new();
+        while let Some(piece) = export.next().await.unwrap() {
+            bytes.extend(piece);
+        }
+        std::fs::write(file, bytes).unwrap();
+        let status = status(file, HashCheck::Verify).unwrap();
+        (status.compact_revision, status.archived_rows)
+    }
+
+    #[tokio::test]
+    async fn rows_that_are_archived_after_the_log_is_frozen_are_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = new_store(folder.path()).await;
+        for _ in 2..=10 {
+            let (key, value) = (Bytes::from_static(b"a"), PutValue::New(Bytes::from_static(b"value")));
+            let put = PutRequest { key, value, lease: PutLease::Set(None), prev_kv: false };
+            store.put(&Caller::Server, put).await.unwrap();
+        }
+        store.compact(&Caller::Server, Revision(5), CompactionWait::ForRows).await.unwrap();
+        let early = store.freeze_with_archive().await.unwrap();
+        store.compact(&Caller::Server, Revision(8), CompactionWait::ForRows).await.unwrap();
+        let late = store.freeze_with_archive().await.unwrap();
+        let file = folder.path().join("saved.db");
+        let between = FrozenStore { log: early.log, meta: early.meta, archive: late.archive.clone() };
+        assert_eq!(content(between, &file).await, (Some(Revision(5)), Some(3)));
+        assert_eq!(content(late, &file).await, (Some(Revision(8)), Some(6)));
+        store.stop().await;
+    }
+}

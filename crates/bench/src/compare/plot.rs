@@ -41,6 +41,7 @@ pub fn draw(results: &Results, folder: &Path) -> Result<Vec<(&'static str, &'sta
     let rows_with_target: Vec<&Row> = results
         .tables
         .iter()
+        .filter(|table| table.instances == 1)
         .flat_map(|table| &table.rows)
         .filter(|row| row.metric.target.is_some() && row.metric.source.is_higher_better() && row.cells.len() > 1)
         .collect();

@@ -37,6 +37,8 @@ pub struct Results {
 pub struct Table {
     pub name: &'static str,
     pub title: String,
+    /// Number of instances of the server.
+    pub instances: usize,
     pub rounds: usize,
     /// Number of trials on a slow machine, after the repetitions.
     pub slow_trials: usize,
@@ -92,7 +94,8 @@ impl Results {
         });
         let rows = rows.collect();
         let rounds = trials.len() / servers.len().max(1);
-        self.tables.push(Table { name: group.name, title: group.title.clone(), rounds, slow_trials, rows });
+        let (name, title, instances) = (group.name, group.title.clone(), group.instances);
+        self.tables.push(Table { name, title, instances, rounds, slow_trials, rows });
     }
 }
 
