@@ -9,9 +9,10 @@ use foldhash::fast::RandomState;
 use orlop_bolt::{Bucket, Reader};
 
 use super::{
-    Content, Error, Restored, RestoredHistory, Result, Status,
+    Content, Error, HashCheck, Restored, RestoredHistory, Result, Status,
     archive_bucket::{ARCHIVE, Parts, Survey as ArchiveSurvey},
     buckets::{self, Facts, KEY},
+    checksum,
     export::on_blocking_thread,
 };
 use crate::load::{Bounds, NewestRows, Rows};
@@ -53,12 +54,13 @@ struct Survey {
     archive: Option<ArchiveSurvey>,
 }
 
-/// Returns whether a file whose first `bytes` bytes are the database has an archive.
+/// Returns whether a snapshot with a checksum, which is not verified again, has an archive.
 ///
 /// # Errors
 ///
-/// If it is not a database of etcd, or the names of its buckets cannot be read.
-pub(super) fn has_archive(path: &Path, bytes: u64) -> Result<bool> {
+/// If it is not a snapshot, or the names of its buckets cannot be read.
+pub(super) fn has_archive(path: &Path) -> Result<bool> {
+    let (_, bytes) = checksum::examine(path, HashCheck::Verify)?;
     let file = File::open(path).map_err(|error| super::file_error("read", path, &error))?;
     let buckets = Reader::open(file, bytes).and_then(|reader| reader.buckets());
     let buckets = buckets.map_err(|error| Error::File(format!("{}: {error}", path.display())))?;

@@ -19,7 +19,7 @@ use tokio::{
 use tonic::{Code, Status};
 
 use super::{
-    Content, Error, HashCheck, Result, checksum, dated::DatedFolder, file_error, import, new_file_in, now, publish,
+    Content, Error, Result, checksum, dated::DatedFolder, file_error, import::has_archive, new_file_in, now, publish,
 };
 
 /// Maximum time between two pieces of a snapshot. A server writes the whole snapshot to a file before it sends the
@@ -178,12 +178,6 @@ async fn write(
     }
     checksum::verify_received(file.path())?;
     Ok(file)
-}
-
-/// Returns whether a received file has an archive.
-fn has_archive(file: &Path) -> Result<bool> {
-    let (_, bytes) = checksum::examine(file, HashCheck::Verify)?;
-    import::has_archive(file, bytes)
 }
 
 async fn in_time<T>(answer: impl Future<Output = std::result::Result<T, Status>>) -> std::result::Result<T, Status> {
