@@ -22,6 +22,7 @@
 //! before the requests arrived.
 
 mod commit;
+mod joining;
 mod recovery;
 
 use std::{
@@ -37,6 +38,8 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 use tracing::{error, warn};
+
+use joining::{Expected, Joining};
 
 use super::{
     batch::{AuthUpdate, Batch},
@@ -64,8 +67,6 @@ const BATCH_BYTES_MAX: usize = 4 << 20;
 /// Number of times the writer yields before it evaluates a batch, so that requests that are about to arrive join it.
 /// Measured: batches become one eighth larger. Unlike a timer, yielding costs nothing if no request arrives.
 const COLLECT_YIELDS: usize = 3;
-/// Maximum time to wait for a batch as large as the last one, if that was appended behind changes of other instances.
-const JOIN_MAX: Duration = Duration::from_millis(1);
 /// Number of lost races in a row after which the writer takes the append lock before it evaluates a batch.
 const LOSSES_MAX: u32 = 2;
 /// Pause before the log is read again while the database is unavailable.
@@ -85,8 +86,7 @@ pub(super) struct Writer {
     pending: VecDeque<Command>,
     /// Number of races that were lost since the last append.
     losses: u32,
-    /// Number of requests for which the next batch waits.
-    requests_wanted: usize,
+    joining: Joining,
     /// This instance has applied everything that was acknowledged before this time. `None`: it has never caught up.
     caught_up_since: Option<Instant>,
     /// Whether this instance holds the append lock: no other instance can append before this one has appended.
@@ -118,7 +118,7 @@ impl Writer {
             close,
             pending: VecDeque::new(),
             losses: 0,
-            requests_wanted: 0,
+            joining: Joining::default(),
             caught_up_since: None,
             holds_append_lock: false,
             is_closed: false,
@@ -160,21 +160,19 @@ impl Writer {
             let Ok(command) = self.commands.try_recv() else { break };
             self.enqueue(command);
         }
-        if self.pending.len() < self.requests_wanted {
-            self.wait_for_joining().await;
+        if let Some(expected) = self.joining.take(Instant::now()) {
+            self.wait_for(expected).await;
         }
         true
     }
 
-    /// Waits until the batch is as large as the last one. The appends of other instances precede the next one anyway,
-    /// and requests that arrive while it waits for the append lock do not join it. Clients that wait for one response
-    /// before they send the next request would otherwise be divided into ever smaller batches.
-    async fn wait_for_joining(&mut self) {
-        let deadline = Instant::now() + JOIN_MAX;
-        while self.pending.len() < self.requests_wanted {
-            let Ok(Some(command)) = timeout_at(deadline, self.commands.recv()).await else { return };
+    /// Waits until as many requests are pending as are expected.
+    async fn wait_for(&mut self, expected: Expected) {
+        while self.pending.len() < expected.requests {
+            let Ok(Some(command)) = timeout_at(expected.until, self.commands.recv()).await else { break };
             self.enqueue(command);
         }
+        self.joining.note_wait(expected, self.pending.len(), Instant::now());
     }
 
     /// Moves a request from the queue to the pending ones.
@@ -349,6 +347,43 @@ mod tests {
 
         assert!(writer.collect().await);
         assert!(queue.submit(&Caller::Server, delete()).now_or_never().is_none(), "the queue has capacity again");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn next_batch_waits_for_clients_that_were_just_answered() {
+        // The times at which the requests after the first one arrive, and what the next batch has.
+        for (rest_after, requests, is_late) in
+            [(None, 1, true), (Some(Duration::ZERO), 3, false), (Some(Duration::from_secs(1)), 1, true)]
+        {
+            let (mut writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
+            let took = Duration::from_millis(1);
+            let last = joining::Commit { served: 2, waiting: 1, took, others: joining::Others::None };
+            let began = Instant::now();
+            writer.joining.note_commit(&last, began);
+            let submit = || queue.submit(&Caller::Server, delete());
+            let clients = async {
+                let rest = async {
+                    match rest_after {
+                        // The writer has yielded and waits.
+                        Some(Duration::ZERO) => {
+                            for _ in 0..10 * COLLECT_YIELDS {
+                                yield_now().await;
+                            }
+                        }
+                        Some(after) => tokio::time::sleep(after).await,
+                        None => std::future::pending().await,
+                    }
+                    tokio::join!(submit(), submit())
+                };
+                tokio::join!(submit(), rest)
+            };
+            tokio::select! {
+                _ = clients => unreachable!("no request is served"),
+                is_open = writer.collect() => assert!(is_open),
+            }
+            assert_eq!(writer.pending.len(), requests, "{rest_after:?}");
+            assert_eq!(began.elapsed() > Duration::ZERO, is_late, "{rest_after:?}");
+        }
     }
 
     #[tokio::test]

@@ -6,9 +6,9 @@ use std::sync::{
 };
 
 use orlop_core::log::{Depth, Error, Result};
-use sqlx::{AssertSqlSafe, SqliteConnection};
+use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _, SqliteConnection, sqlite::SqliteConnectOptions};
 
-use super::has_code;
+use super::{has_code, wal};
 use crate::rows::{corrupt, unavailable};
 
 /// Pages that are checked between two looks at [`Stop`].
@@ -45,6 +45,28 @@ pub(crate) async fn refuse_damage(connection: &mut SqliteConnection) -> Result<(
     }
 }
 
+/// Checks each page beside writes, on a connection of its own, until the WAL has grown by `wal_growth_max` bytes: SQLite cannot
+/// reuse the WAL while the check reads the database.
+///
+/// # Errors
+///
+/// [`Error::Corrupt`] with the first inconsistency; [`Error::Unavailable`] if the check cannot begin or has ended early.
+pub(super) async fn check_beside_writes(options: &SqliteConnectOptions, wal_growth_max: u64) -> Result<()> {
+    let mut pages = options.connect().await.map_err(unavailable)?;
+    let stop = stop_when_dropped(&mut pages).await.map_err(unavailable)?;
+    let checked = tokio::select! {
+        biased;
+        () = wal::has_grown_by(options.get_filename(), wal_growth_max) => Err(Error::Unavailable(format!(
+            "the WAL has grown by {} MiB since the check began",
+            wal_growth_max >> 20
+        ))),
+        checked = refuse_damage(&mut pages) => checked,
+    };
+    drop(stop);
+    let _ = pages.close().await;
+    checked
+}
+
 /// Ends the statements of a connection when it is dropped: SQLite's thread goes on with a statement whose future was
 /// dropped, and the last checkpoint of the WAL would wait for it.
 pub(super) struct Stop(Arc<AtomicBool>);
@@ -71,4 +93,30 @@ pub(super) fn unreadable(error: sqlx::Error) -> Error {
 pub(super) fn is_damage(error: &sqlx::Error) -> bool {
     const SQLITE_CORRUPT: i32 = 11;
     has_code(error, SQLITE_CORRUPT)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use sqlx::sqlite::SqliteJournalMode;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn check_beside_writes_ends_when_the_wal_has_grown() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let options = SqliteConnectOptions::new()
+            .filename(folder.path().join("orlop.db"))
+            .create_if_missing(true)
+            .journal_mode(SqliteJournalMode::Wal);
+        let mut writer = options.connect().await.expect("a database");
+        sqlx::query("CREATE TABLE pages (content BLOB)").execute(&mut writer).await.expect("a table");
+        for (wal_growth_max, is_whole) in [(0, false), (1 << 30, true)] {
+            let checked = tokio::time::timeout(Duration::from_secs(60), check_beside_writes(&options, wal_growth_max));
+            let checked = checked.await.expect("the check ends");
+            assert_eq!(checked.is_ok(), is_whole, "{wal_growth_max}");
+            assert!(checked.is_ok() || matches!(checked, Err(Error::Unavailable(_))), "{checked:?}");
+        }
+    }
 }

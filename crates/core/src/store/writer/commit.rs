@@ -5,7 +5,7 @@ use std::{mem::discriminant, sync::Arc, time::Duration};
 use tokio::time::{Instant, sleep};
 use tracing::{debug, error, info, warn};
 
-use super::{Outage, RESYNC_PAUSE, Served, Writer};
+use super::{Outage, RESYNC_PAUSE, Served, Writer, joining};
 use crate::{
     log::{self, Append, Appended, Position, ReadSet},
     store::{
@@ -145,13 +145,17 @@ impl Writer {
         let is_lone = batch.changes().len() <= 1;
         match self.busy_poll.wait(is_lone, shared.log.append(append)).await {
             Ok(appended @ (Appended::Done | Appended::Behind { .. })) => {
-                let took = begun.elapsed().as_secs_f64();
-                metrics.fsync.observe(took);
+                let took = begun.elapsed();
+                metrics.fsync.observe(took.as_secs_f64());
                 self.log_recovery();
-                self.requests_wanted = 0;
+                let mut others_found = if is_alone { joining::Others::None } else { joining::Others::Idle };
                 if let Appended::Behind { base, others } = appended {
                     self.rebase(batch, served, base, others).await?;
+                    others_found = joining::Others::Before;
                 }
+                let waiting = self.pending.len() + self.commands.len();
+                let commit = joining::Commit { served: served.len(), waiting, took, others: others_found };
+                self.joining.note_commit(&commit, Instant::now());
                 shared.apply_batch(batch, Position { head: batch.base(), ..expected }, Instant::now());
                 if let Some(revision) = batch.compaction() {
                     info!(compact_revision = revision.0, "compaction recorded");
@@ -195,7 +199,6 @@ impl Writer {
         others: Vec<Change>,
     ) -> Result<()> {
         self.shared.metrics.store.appended_behind.inc();
-        self.requests_wanted = served.len();
         if let Err(failure) = self.shared.apply_others(others, base).await {
             self.log_failure(&log::Error::OutcomeUnknown(failure.to_string()));
             return Err(Error::OutcomeUnknown);
