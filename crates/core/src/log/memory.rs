@@ -2,10 +2,13 @@
 //! a row contains the revision of the row that it replaced, but not that row's `sub` or lease. Pages are short, so that
 //! small tests need several.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use async_trait::async_trait;
-use tokio::task::yield_now;
+use tokio::{task::yield_now, time::sleep};
 
 use super::{
     Alarm, AlarmChange, Append, Appended, AuthMark, AuthState, Cause, Connections, FactChange, History, LeaseChange,
@@ -27,12 +30,20 @@ pub struct MemoryLog(Mutex<State>);
 
 #[derive(Clone, Default)]
 struct State {
+    append_time: Duration,
     rows: Vec<Change>,
     leases: BTreeMap<LeaseId, i64>,
     alarms: Vec<(Alarm, Cause)>,
     auth: AuthState,
     compact_revision: Option<Revision>,
     purged: Option<Revision>,
+}
+
+impl MemoryLog {
+    /// Returns an empty log, an append to which takes `append_time`.
+    pub fn with_append_time(append_time: Duration) -> Self {
+        Self(Mutex::new(State { append_time, ..State::default() }))
+    }
 }
 
 impl State {
@@ -131,6 +142,10 @@ impl Log for MemoryLog {
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
+        let append_time = self.0.lock().append_time;
+        if !append_time.is_zero() {
+            sleep(append_time).await;
+        }
         let mut state = self.0.lock();
         if state.head() != append.expected.head {
             return Ok(Appended::Conflict);

@@ -39,8 +39,7 @@ use tokio::{
 };
 use tracing::{error, warn};
 
-use joining::{Expected, Joining};
-
+use self::joining::{Expected, Joining};
 use super::{
     batch::{AuthUpdate, Batch},
     busy_poll::BusyPoll,
@@ -328,12 +327,21 @@ mod tests {
     use super::*;
     use crate::{
         auth::Caller,
-        store::{fixtures::shared, request::DeleteRequest},
+        log::memory::MemoryLog,
+        store::{
+            fixtures::shared,
+            request::{DeleteRequest, PutLease, PutRequest, PutValue},
+        },
         types::KeyRange,
     };
 
     fn delete() -> Request {
         Request::Delete(DeleteRequest { range: KeyRange::from_wire(b"k", b""), prev_kv: false })
+    }
+
+    fn put(key: &'static str) -> Request {
+        let value = PutValue::New("v".into());
+        Request::Put(PutRequest { key: key.into(), value, lease: PutLease::Set(None), prev_kv: false })
     }
 
     /// The writer does not run, so every accepted request waits.
@@ -349,41 +357,51 @@ mod tests {
         assert!(queue.submit(&Caller::Server, delete()).now_or_never().is_none(), "the queue has capacity again");
     }
 
+    /// Each commit takes 5 ms. Without waiting, two clients take turns, so that there are twice as many commits.
     #[tokio::test(start_paused = true)]
-    async fn next_batch_waits_for_clients_that_were_just_answered() {
-        // The times at which the requests after the first one arrive, and what the next batch has.
-        for (rest_after, requests, is_late) in
-            [(None, 1, true), (Some(Duration::ZERO), 3, false), (Some(Duration::from_secs(1)), 1, true)]
-        {
-            let (mut writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
-            let took = Duration::from_millis(1);
-            let last = joining::Commit { served: 2, waiting: 1, took, others: joining::Others::None };
-            let began = Instant::now();
-            writer.joining.note_commit(&last, began);
-            let submit = || queue.submit(&Caller::Server, delete());
-            let clients = async {
-                let rest = async {
-                    match rest_after {
-                        // The writer has yielded and waits.
-                        Some(Duration::ZERO) => {
-                            for _ in 0..10 * COLLECT_YIELDS {
-                                yield_now().await;
-                            }
-                        }
-                        Some(after) => tokio::time::sleep(after).await,
-                        None => std::future::pending().await,
-                    }
-                    tokio::join!(submit(), submit())
-                };
-                tokio::join!(submit(), rest)
-            };
-            tokio::select! {
-                _ = clients => unreachable!("no request is served"),
-                is_open = writer.collect() => assert!(is_open),
+    async fn clients_that_wait_for_responses_share_commits() {
+        const PUTS: u64 = 20;
+        let log = Arc::new(MemoryLog::with_append_time(Duration::from_millis(5)));
+        let shared = Arc::new(Shared { log, ..shared(0) });
+        let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
+        let client = async |key: &'static str| {
+            for _ in 0..PUTS {
+                // The writer no longer collects when the next request is sent.
+                for _ in 0..10 * COLLECT_YIELDS {
+                    yield_now().await;
+                }
+                queue.submit(&Caller::Server, put(key)).await.unwrap();
             }
-            assert_eq!(writer.pending.len(), requests, "{rest_after:?}");
-            assert_eq!(began.elapsed() > Duration::ZERO, is_late, "{rest_after:?}");
+        };
+        let clients = async {
+            let second = async {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+                client("b").await;
+            };
+            tokio::join!(client("a"), second);
+            queue.close();
+        };
+        tokio::join!(writer.run(), clients);
+        // The first put of one client and the last of the other are alone.
+        assert_eq!(shared.metrics.store.batch_requests.get_sample_count(), PUTS + 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn next_batch_waits_only_a_moment() {
+        let (mut writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
+        let took = Duration::from_millis(1);
+        let last = joining::Commit { served: 2, waiting: 0, took, others: joining::Others::None };
+        writer.joining.note_commit(&last, Instant::now());
+        let submit = || queue.submit(&Caller::Server, delete());
+        let late = async {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            submit().await
+        };
+        tokio::select! {
+            _ = async { tokio::join!(submit(), late) } => unreachable!("no request is served"),
+            is_open = writer.collect() => assert!(is_open),
         }
+        assert_eq!(writer.pending.len(), 1);
     }
 
     #[tokio::test]

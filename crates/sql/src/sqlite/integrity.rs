@@ -54,9 +54,10 @@ pub(crate) async fn refuse_damage(connection: &mut SqliteConnection) -> Result<(
 pub(super) async fn check_beside_writes(options: &SqliteConnectOptions, wal_growth_max: u64) -> Result<()> {
     let mut pages = options.connect().await.map_err(unavailable)?;
     let stop = stop_when_dropped(&mut pages).await.map_err(unavailable)?;
+    let growth = wal::Growth::of(options.get_filename()).await;
     let checked = tokio::select! {
         biased;
-        () = wal::has_grown_by(options.get_filename(), wal_growth_max) => Err(Error::Unavailable(format!(
+        () = growth.reach(wal_growth_max) => Err(Error::Unavailable(format!(
             "the WAL has grown by {} MiB since the check began",
             wal_growth_max >> 20
         ))),

@@ -4,7 +4,12 @@
 //! (docs/adr/0001). Therefore the blocks of the file are allocated before the first write and are not freed. SQLite
 //! ignores the space after the last frame of the WAL.
 
-use std::{fs::OpenOptions, io, path::Path, time::Duration};
+use std::{
+    fs::OpenOptions,
+    io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use rustix::fs::{FallocateFlags, fallocate};
 
@@ -33,12 +38,26 @@ pub(super) fn preallocate(database: &Path) -> io::Result<()> {
     }
 }
 
-/// Waits until the WAL file of `database` has grown by `bytes`.
-pub(super) async fn has_grown_by(database: &Path, bytes: u64) {
-    let file = with_suffix(database, "-wal");
-    let length_max = length(&file).await.saturating_add(bytes);
-    while length(&file).await < length_max {
-        tokio::time::sleep(LOOK_INTERVAL).await;
+/// The growth of a WAL file since a moment.
+pub(super) struct Growth {
+    file: PathBuf,
+    bytes_before: u64,
+}
+
+impl Growth {
+    /// Begins now.
+    pub(super) async fn of(database: &Path) -> Self {
+        let file = with_suffix(database, "-wal");
+        Self { bytes_before: length(&file).await, file }
+    }
+
+    /// Waits until the file has grown by `bytes`.
+    pub(super) async fn reach(&self, bytes: u64) {
+        let mut grown = 0;
+        while grown < bytes {
+            tokio::time::sleep(LOOK_INTERVAL).await;
+            grown = length(&self.file).await.saturating_sub(self.bytes_before);
+        }
     }
 }
 
@@ -47,4 +66,25 @@ async fn length(file: &Path) -> u64 {
     let file = file.to_owned();
     let length = tokio::task::spawn_blocking(move || file.metadata().map_or(0, |metadata| metadata.len()));
     length.await.unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::timeout;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn growth_counts_from_its_beginning() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let database = folder.path().join("orlop.db");
+        let write = |bytes| std::fs::write(with_suffix(&database, "-wal"), vec![0; bytes]).expect("a WAL");
+        write(1_000);
+        let growth = Growth::of(&database).await;
+        for (length, is_reached) in [(1_000, false), (1_099, false), (1_100, true), (10, false)] {
+            write(length);
+            let reached = timeout(10 * LOOK_INTERVAL, growth.reach(100)).await;
+            assert_eq!(reached.is_ok(), is_reached, "{length} bytes");
+        }
+    }
 }

@@ -4,8 +4,8 @@
 //! such clients are divided into two halves, and each waits for the commit of the other half as well as for its own. If the next
 //! batch waits a moment for them, all share each commit. PostgreSQL's `commit_delay` is the same idea.
 //!
-//! Requests that do not depend on responses gain nothing: they show by their absence, and waiting pauses. Decision
-//! 14 (docs/adr) has the figures.
+//! Requests of clients that do not wait for responses gain nothing. When the expected requests do not arrive in time, waiting pauses.
+//! Decision 14 (docs/adr) has the figures.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use tokio::time::Instant;
 
 /// Maximum time for which a batch waits: after the last commit, or behind others' changes after its first request.
 const WAIT_MAX: Duration = Duration::from_millis(1);
-/// Time without waiting after a batch has waited in vain.
+/// Time without waiting after a batch has waited in vain. It doubles with each further one, up to [`PAUSE_MAX`].
 const PAUSE: Duration = Duration::from_millis(20);
-/// Number of requests above which a batch does not wait: the responses to so many and their next requests keep the server's
-/// thread busy during a commit.
+const PAUSE_MAX: Duration = Duration::from_millis(640);
+/// Number of requests above which a batch does not wait: with more clients, the server's thread is busy during commits anyway.
 const REQUESTS_MAX: usize = 32;
 /// Shorter commits end before clients come back, so waiting takes longer than it saves.
 const COMMIT_TIME_MIN: Duration = Duration::from_micros(200);
@@ -26,6 +26,8 @@ const COMMIT_TIME_MIN: Duration = Duration::from_micros(200);
 pub(super) struct Joining {
     next: Option<Next>,
     paused_until: Option<Instant>,
+    /// Number of batches in a row that waited in vain.
+    absences: u32,
 }
 
 enum Next {
@@ -94,9 +96,16 @@ impl Joining {
     /// Notes that a batch has waited until now, for `arrived` requests. A timer ends up to a millisecond late, so all may have
     /// arrived, but too late.
     pub fn note_wait(&mut self, expected: Expected, arrived: usize, now: Instant) {
-        if expected.is_trial && (arrived < expected.requests || now > expected.until) {
-            self.paused_until = Some(now + PAUSE);
+        if !expected.is_trial {
+            return;
         }
+        if arrived >= expected.requests && now <= expected.until {
+            self.absences = 0;
+            return;
+        }
+        let pause = PAUSE.saturating_mul(2_u32.saturating_pow(self.absences)).min(PAUSE_MAX);
+        self.paused_until = Some(now + pause);
+        self.absences = self.absences.saturating_add(1);
     }
 }
 
@@ -156,5 +165,25 @@ mod tests {
                 "{others:?}, {arrived} after {waited:?}, then {after:?}"
             );
         }
+    }
+
+    #[test]
+    fn pause_doubles_until_requests_come_back() {
+        let (mut joining, mut now) = (Joining::default(), Instant::now());
+        let mut pause_after_wait = |arrived| {
+            joining.note_commit(&commit(2, 2, Others::None), now);
+            let expected = joining.take(now).expect("the pause has ended");
+            joining.note_wait(expected, arrived, now);
+            let pause = joining.paused_until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
+            now += pause;
+            pause
+        };
+        for (arrived, pause) in [(1, PAUSE), (1, 2 * PAUSE), (1, 4 * PAUSE), (4, Duration::ZERO), (1, PAUSE)] {
+            assert_eq!(pause_after_wait(arrived), pause);
+        }
+        for _ in 0..100 {
+            pause_after_wait(1);
+        }
+        assert_eq!(pause_after_wait(1), PAUSE_MAX);
     }
 }
