@@ -9,9 +9,9 @@ use orlop_wire::proto::client::etcdserverpb::{
     range_request, request_op::Request,
 };
 
-use sqlx::{Connection as _, PgConnection};
+use sqlx::{AssertSqlSafe, Connection as _, PgConnection};
 
-use crate::support::{Backend, Client, Server, eventually, on_both_backends};
+use crate::support::{Backend, Client, Server, eventually, on_both_backends, skip};
 
 const LOADERS: usize = 8;
 const TXN_KEYS: usize = 128;
@@ -93,6 +93,34 @@ async fn tables_shrink(client: &mut Client, database: &str, before: i64) {
     let after = file_bytes(client).await;
     println!("tables {before} to {after} bytes");
     assert!(after < before / 2, "deleted rows use no space: {after} of {before} bytes are left");
+}
+
+/// Postgres' default, pglz, takes several times as long.
+#[tokio::test]
+async fn large_values_are_compressed_with_lz4_if_postgres_has_it() {
+    let Some(server) = Server::orlop(Backend::Postgres).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut database = PgConnection::connect(server.datastore().expect("a database")).await.expect("a connection");
+    const HAS_LZ4: &str = "SELECT coalesce(bool_or('lz4' = ANY (enumvals)), false) FROM pg_settings \
+        WHERE name = 'default_toast_compression'";
+    let has_lz4: bool = sqlx::query_scalar(HAS_LZ4).fetch_one(&mut database).await.expect("a row");
+    if !has_lz4 {
+        return skip("lz4 in Postgres");
+    }
+    let value = "compressible ".repeat(1_000);
+    let puts = ["a", "b"].map(|key| {
+        let put = PutRequest { key: key.into(), value: value.clone().into(), ..Default::default() };
+        RequestOp { request: Some(Request::RequestPut(put)) }
+    });
+    let txn = TxnRequest { success: puts.into(), ..Default::default() };
+    client.kv.txn(txn).await.expect("a transaction");
+    for table in ["kv_log", "kv_log_more"] {
+        let compression =
+            format!("SELECT pg_column_compression(value) FROM {table} WHERE length(value) = {}", value.len());
+        let used: String =
+            sqlx::query_scalar(AssertSqlSafe(compression)).fetch_one(&mut database).await.expect("a row");
+        assert_eq!(used, "lz4", "{table}");
+    }
 }
 
 fn key(number: usize) -> String {

@@ -149,13 +149,17 @@ pub async fn setup_request<T>(
     }
 }
 
-/// Returns a value of `len` bytes.
+/// Returns a value of `len` bytes. Postgres compresses large values: this one to about half of its length, as it does
+/// with objects of Kubernetes of 4 KiB.
 pub fn filler_value(len: usize) -> Bytes {
-    vec![b'x'; len].into()
+    let items = (0_u64..).flat_map(|item| {
+        let id = Bytes::copy_from_slice(&Sha256::digest(item.to_be_bytes())[..16]);
+        format!(r#"{{"name":"container","id":"{id:x}","ready":true}},"#).into_bytes()
+    });
+    items.take(len).collect()
 }
 
-/// Returns a value that cannot be compressed. Postgres compresses large values, and a hundred compressible ones would
-/// take the space of one.
+/// Returns a value that cannot be compressed, for stores of a given size.
 pub fn incompressible_value(len: usize) -> Bytes {
     let blocks = (0_u64..).flat_map(|block| Sha256::digest(block.to_be_bytes()));
     blocks.take(len).collect()

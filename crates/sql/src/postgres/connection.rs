@@ -41,14 +41,17 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 ///
 /// It overrides `synchronous_commit = off` of a role, because an acknowledged write must be durable; stricter settings
 /// remain. The idle timeout closes a connection that holds the append lock (see [`super::append`]) while its instance
-/// is paused.
+/// is paused. Large values are compressed with lz4 if the server has it, because its default takes two to six times as
+/// long (docs/adr/0015).
 const SESSION_SETTINGS: &str = "\
     SET default_transaction_isolation = 'read committed'; \
     SET statement_timeout = '10s'; \
     SET lock_timeout = '5s'; \
     SET idle_in_transaction_session_timeout = '2s'; \
     SET client_min_messages = 'warning'; \
-    SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'";
+    SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'; \
+    SELECT set_config('default_toast_compression', 'lz4', false) FROM pg_settings \
+        WHERE name = 'default_toast_compression' AND 'lz4' = ANY (enumvals)";
 
 /// A database, identified by its address. Clones share the pool.
 #[derive(Clone)]
