@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::{LeaseGrantRequest, PutRequest, RangeRequest};
 use tokio::time::{Instant, sleep};
 use tonic::Code;
 
@@ -315,21 +315,49 @@ enum Fate {
     Killed,
     /// It runs, and the instance is connected to it.
     LeftRunning,
+    /// As before, and the instance knows only an address that then leads to the standby.
+    AddressMoved,
+}
+
+/// A change that a failover loses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Lost {
+    Put,
+    /// It adds no row to the log.
+    Lease,
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn asynchronous_failover_that_lost_a_write_stops_the_instance() {
-    lose_a_write(Fate::Killed).await;
+    lose_a_write(Lost::Put, Fate::Killed).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn asynchronous_failover_that_lost_a_lease_stops_the_instance() {
+    lose_a_write(Lost::Lease, Fate::Killed).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn promotion_beside_a_running_primary_is_noticed() {
-    lose_a_write(Fate::LeftRunning).await;
+    lose_a_write(Lost::Put, Fate::LeftRunning).await;
 }
 
-async fn lose_a_write(fate: Fate) {
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn promotion_behind_a_single_address_is_noticed() {
+    lose_a_write(Lost::Put, Fate::AddressMoved).await;
+}
+
+async fn lose_a_write(lost: Lost, fate: Fate) {
     let Some(cluster) = Cluster::start(Replication::Asynchronous).await else { return };
-    let endpoint = cluster.create_database();
+    let port = cluster.primary().postgres.port();
+    let address = Link::to(port).await;
+    let endpoint = match fate {
+        Fate::Killed | Fate::LeftRunning => cluster.create_database(),
+        Fate::AddressMoved => {
+            let database = cluster.primary().postgres.create_database();
+            database.replace(&format!(":{port}/"), &format!(":{}/", address.port()))
+        }
+    };
     let mut server = Server::orlop_on(&endpoint, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     let put = |value: &str| PutRequest { key: "k".into(), value: value.to_owned().into(), ..Default::default() };
@@ -344,14 +372,24 @@ async fn lose_a_write(fate: Fate) {
         .await;
     }
     cluster.primary().replication.set_network(NetworkState::Silent);
-    client.kv.put(put("lost")).await.expect("a put");
+    let message = match lost {
+        Lost::Put => {
+            client.kv.put(put("lost")).await.expect("a put");
+            "this instance had revision 3, the database ends at revision 2"
+        }
+        Lost::Lease => {
+            client.lease.lease_grant(LeaseGrantRequest { ttl: 60, id: 7 }).await.expect("a lease");
+            "the database lost changes of leases"
+        }
+    };
     if fate == Fate::Killed {
         cluster.primary().postgres.crash();
     }
     cluster.promote(cluster.best_standby());
+    address.set_target(cluster.primary().postgres.port());
     assert!(!server.ended().await.success());
     let log = server.log_tail();
-    assert!(log.contains("had revision 3") && log.contains("ends at revision 2"), "{log}");
+    assert!(log.contains(message), "{log}");
 
     server.restart().await;
     let mut client = Client::connect(server.endpoint()).await;

@@ -89,8 +89,8 @@ pub struct PostgresLog {
     /// The highest timeline when the connection for appends was used last.
     append_timeline: Mutex<Timeline>,
     replication: replication::Monitor,
-    /// Asks all hosts, if there are several.
-    search: Option<JoinHandle<()>>,
+    /// Asks all hosts. The address of a single one may lead to another server later.
+    search: JoinHandle<()>,
     /// Free bytes in the tables, as of the last count.
     free_bytes: AtomicI64,
 }
@@ -129,7 +129,7 @@ impl PostgresLog {
             listener: Listener::start(database.clone(), channel),
             append_timeline: Mutex::new(database.timeline()),
             replication,
-            search: database.has_several_hosts().then(|| search(database.clone())),
+            search: search(database.clone()),
             database,
             poll_interval: settings.poll_interval,
             member,
@@ -142,10 +142,6 @@ impl PostgresLog {
     /// Returns the archive of this log. It uses the same connections.
     pub fn archive(&self) -> PostgresArchive {
         PostgresArchive::new(self.database.clone(), self.member.id)
-    }
-
-    fn stop_search(&self) {
-        self.search.iter().for_each(JoinHandle::abort);
     }
 
     /// Reports the state of the replication in metrics.
@@ -171,7 +167,7 @@ impl PostgresLog {
 
 impl Drop for PostgresLog {
     fn drop(&mut self) {
-        self.stop_search();
+        self.search.abort();
     }
 }
 
@@ -290,7 +286,7 @@ impl Log for PostgresLog {
 
     async fn close(&self, _: &[LoggedLease]) {
         self.listener.stop();
-        self.stop_search();
+        self.search.abort();
         let deregistered = read!(self.database, connection => {
             sqlx::query(DEREGISTER).bind(self.member.id.cast_signed()).bind(self.run).execute(connection)
         });

@@ -117,6 +117,13 @@ impl Shared {
                     before.head, position.head
                 )));
             }
+            if position.epoch < before.epoch {
+                return Err(Error::Diverged(format!(
+                    "the database lost changes of leases, alarms or users, or a compaction: this instance had change {}, \
+                     the database ends at change {}",
+                    before.epoch, position.epoch
+                )));
+            }
             if position.server != before.server {
                 self.compare_tail(position.head).await?;
                 self.replication.server.store(position.server, Ordering::Relaxed);
@@ -161,6 +168,10 @@ impl Shared {
     /// Applies the next page of changes up to `to`. Returns false if compaction has deleted some of them.
     async fn read_page(&self, to: Revision) -> Result<bool> {
         let next = self.index.read().head().next();
+        if next > to {
+            // The writer, on another thread, has applied them.
+            return Ok(true);
+        }
         let prev = if self.hub.wants_prev() { WithPrev::Yes } else { WithPrev::No };
         let mut page = self.log.changes(next, to, &KeyRange::all(), prev).await?;
         if page.purged.is_some_and(|purged| purged > next) {
@@ -322,17 +333,23 @@ impl Shared {
 /// Completes changes that were read from the log. A change contains only the revision of the version that it replaced;
 /// the row and the lease of that version are in the index.
 fn complete_prev(index: &TreeIndex, changes: &mut [Change]) {
-    let mut newest: HashMap<&[u8], (RowId, Option<LeaseId>)> = HashMap::new();
+    /// The newest change of a key: its row, the row that it replaced, and its lease.
+    type Newest = (RowId, Option<RowId>, Option<LeaseId>);
+    let mut newest: HashMap<&[u8], Newest> = HashMap::new();
     for change in changes {
         let known = newest.get(change.key.as_slice()).copied().or_else(|| {
             let entry = index.get(&change.key, index.head())?;
             let Lease::Known(lease) = entry.lease else { return None };
-            Some((entry.version.row, lease))
+            Some((entry.version.row, None, lease))
         });
-        if let Some((row, lease)) = known {
+        if let Some((row, replaced, lease)) = known {
             change.prev_lease = lease;
-            if let Some(prev) = change.prev.as_mut().filter(|prev| prev.row.revision == row.revision) {
-                prev.row = row;
+            // The second change of a key in a transaction shows the version before the transaction.
+            let shown = if row.revision == change.row.revision { replaced } else { Some(row) };
+            if let (Some(prev), Some(shown)) = (&mut change.prev, shown)
+                && prev.row.revision == shown.revision
+            {
+                prev.row = shown;
             }
         }
         let change: &Change = change;
@@ -340,7 +357,8 @@ fn complete_prev(index: &TreeIndex, changes: &mut [Change]) {
             ChangeKind::Put { lease, .. } => *lease,
             ChangeKind::Delete => None,
         };
-        newest.insert(change.key.as_slice(), (change.row, lease));
+        let replaced = change.prev.as_ref().map(|prev| prev.row);
+        newest.insert(change.key.as_slice(), (change.row, replaced, lease));
     }
 }
 

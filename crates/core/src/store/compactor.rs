@@ -97,7 +97,7 @@ pub(super) async fn compact(shared: &Shared, rate: CompactionRate) {
             return;
         }
         // Without other instances nobody else deletes them, even if it is unknown who recorded the compaction.
-        let is_own = shared.is_purge_owner.swap(false, Ordering::Relaxed) || shared.log.shared().is_none();
+        let is_own = shared.is_purge_owner.swap(false, Ordering::Relaxed) || shared.members.is_alone();
         let metrics = &shared.metrics.store;
         let begun = Instant::now();
         // The rows are deleted as those of this compaction, so they must not contain any of a later one.

@@ -17,7 +17,7 @@ use crate::{auth::Caller, sync::AtomicUsize};
 /// Maximum number of waiting requests, as in etcd. Further requests fail with "too many requests".
 pub(super) const QUEUE_REQUESTS_MAX: usize = 5_000;
 
-/// Maximum bytes of keys and values in waiting requests. Further requests fail with "too many requests". Small in tests of
+/// Maximum bytes of keys and values in requests that are not answered. Further requests fail with "too many requests". Small in tests of
 /// races.
 const QUEUE_BYTES_MAX: usize = if cfg!(feature = "shuttle") { 1 << 10 } else { 256 << 20 };
 
@@ -45,11 +45,35 @@ impl Ticket {
 pub(super) struct Command {
     pub(super) caller: Caller,
     pub(super) request: Request,
-    /// Approximate bytes of keys and values.
-    pub(super) bytes: usize,
+    pub(super) bytes: WaitingBytes,
     /// The time at which the request arrived.
     pub(super) since: Instant,
     pub(super) ticket: Ticket,
+}
+
+/// Approximate bytes of a request's keys and values. They count as waiting until this is dropped, which is after the
+/// request was answered.
+#[derive(Debug)]
+pub(super) struct WaitingBytes {
+    pub(super) count: usize,
+    all: Arc<AtomicUsize>,
+}
+
+impl WaitingBytes {
+    /// # Errors
+    ///
+    /// [`Error::TooManyRequests`] if more than [`QUEUE_BYTES_MAX`] would wait.
+    fn new(count: usize, all: &Arc<AtomicUsize>) -> Result<Self> {
+        let others = all.fetch_add(count, Ordering::Relaxed);
+        let bytes = Self { count, all: Arc::clone(all) };
+        if others + count > QUEUE_BYTES_MAX { Err(Error::TooManyRequests) } else { Ok(bytes) }
+    }
+}
+
+impl Drop for WaitingBytes {
+    fn drop(&mut self) {
+        self.all.fetch_sub(self.count, Ordering::Relaxed);
+    }
 }
 
 /// The queue to the writer.
@@ -68,16 +92,11 @@ impl WriteQueue {
     /// [`Error::TooManyRequests`] immediately if the queue is full, [`Error::Stopped`] if it is closed; otherwise the
     /// outcome of the request.
     pub(super) async fn submit(&self, caller: &Caller, request: Request) -> Result<Outcome> {
-        let bytes = request.bytes();
-        if self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes > QUEUE_BYTES_MAX {
-            self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
-            return Err(Error::TooManyRequests);
-        }
+        let bytes = WaitingBytes::new(request.bytes(), &self.waiting_bytes)?;
         let (ticket, reply) = oneshot::channel();
         let caller = caller.clone();
         let command = Command { caller, request, bytes, since: Instant::now(), ticket: Ticket(ticket) };
         if let Err(refused) = self.commands.try_send(command) {
-            self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
             return Err(match refused {
                 mpsc::error::TrySendError::Full(_) => Error::TooManyRequests,
                 mpsc::error::TrySendError::Closed(_) => Error::Stopped,

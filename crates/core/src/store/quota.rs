@@ -120,6 +120,8 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
                 if !shared.space.is_disk_full.load(Ordering::Relaxed) {
                     warn!(%error, "cannot record an alarm; trying again");
                 }
+                // Each failed write asks for a measurement, this one too.
+                sleep(ALARMED_INTERVAL).await;
             }
         }
     };

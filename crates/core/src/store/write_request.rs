@@ -1,10 +1,13 @@
 //! The requests that the writer evaluates in log order, and their outcomes.
 
-use super::request::{DeleteRequest, DeleteResponse, Op, PutRequest, PutResponse, PutValue, TxnRequest, TxnResponse};
+use super::request::{
+    Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, PutRequest, PutResponse, PutValue, TxnRequest,
+    TxnResponse,
+};
 use crate::{
     auth::AuthChange,
     log::AlarmChange,
-    types::{LeaseId, Revision},
+    types::{KeyRange, LeaseId, Revision},
 };
 
 /// A request that the writer evaluates in log order.
@@ -43,14 +46,24 @@ impl Request {
     /// Approximate bytes of keys and values.
     pub(super) fn bytes(&self) -> usize {
         fn txn(txn: &TxnRequest) -> usize {
-            txn.success.iter().chain(&txn.failure).map(op).sum()
+            let compares: usize = txn.compares.iter().map(compare).sum();
+            compares + txn.success.iter().chain(&txn.failure).map(op).sum::<usize>()
+        }
+        fn compare(compare: &Compare) -> usize {
+            let value = if let CompareTarget::Value(value) = &compare.target { value.len() } else { 0 };
+            range(&compare.range) + value
         }
         fn op(op: &Op) -> usize {
             match op {
                 Op::Put(request) => put(request),
                 Op::Txn(request) => txn(request),
-                Op::Range(_) | Op::Delete(_) => 64,
+                Op::Range(request) => range(&request.range),
+                Op::Delete(request) => range(&request.range),
             }
+        }
+        fn range(range: &KeyRange) -> usize {
+            let (key, range_end) = range.to_wire();
+            64 + key.len() + range_end.len()
         }
         fn put(put: &PutRequest) -> usize {
             let value = match &put.value {
@@ -62,12 +75,8 @@ impl Request {
         match self {
             Self::Put(request) => put(request),
             Self::Txn(request) => txn(request),
-            Self::Delete(_)
-            | Self::Grant { .. }
-            | Self::Revoke(_)
-            | Self::Expire(_)
-            | Self::Compact(_)
-            | Self::Alarm(_) => 64,
+            Self::Delete(request) => range(&request.range),
+            Self::Grant { .. } | Self::Revoke(_) | Self::Expire(_) | Self::Compact(_) | Self::Alarm(_) => 64,
             Self::Auth(change) => change.bytes(),
         }
     }

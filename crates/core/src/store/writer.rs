@@ -25,12 +25,7 @@ mod commit;
 mod joining;
 mod recovery;
 
-use std::{
-    collections::VecDeque,
-    mem::Discriminant,
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{collections::VecDeque, mem::Discriminant, sync::Arc, time::Duration};
 
 use tokio::{
     sync::{Notify, mpsc},
@@ -53,7 +48,6 @@ use super::{
 };
 use crate::{
     log::{self, Position},
-    sync::AtomicUsize,
     types::RowId,
 };
 
@@ -79,7 +73,6 @@ pub(super) struct Writer {
     shared: Arc<Shared>,
     timing: Timing,
     commands: mpsc::Receiver<Command>,
-    waiting_bytes: Arc<AtomicUsize>,
     close: Arc<Notify>,
     /// Taken from the queue and not yet part of a committed batch.
     pending: VecDeque<Command>,
@@ -105,15 +98,12 @@ struct Outage {
 impl Writer {
     pub(super) fn new(shared: Arc<Shared>, slow_thresholds: SlowThresholds, busy_poll: BusyPoll) -> (Self, WriteQueue) {
         let (sender, commands) = mpsc::channel(QUEUE_REQUESTS_MAX);
-        let waiting_bytes = Arc::new(AtomicUsize::new(0));
         let close = Arc::new(Notify::new());
-        let queue =
-            WriteQueue { commands: sender, waiting_bytes: Arc::clone(&waiting_bytes), close: Arc::clone(&close) };
+        let queue = WriteQueue { commands: sender, waiting_bytes: Arc::default(), close: Arc::clone(&close) };
         let writer = Self {
             timing: Timing::new(&shared.metrics.store, slow_thresholds),
             shared,
             commands,
-            waiting_bytes,
             close,
             pending: VecDeque::new(),
             losses: 0,
@@ -176,7 +166,6 @@ impl Writer {
 
     /// Moves a request from the queue to the pending ones.
     fn enqueue(&mut self, command: Command) {
-        self.waiting_bytes.fetch_sub(command.bytes, Ordering::Relaxed);
         self.pending.push_back(command);
     }
 
@@ -205,13 +194,13 @@ impl Writer {
                 break;
             }
             self.shared.pulses.writer.beat();
-            if let Err(error) = self.shared.admit(&command.request, command.bytes).await {
+            if let Err(error) = self.shared.admit(&command.request, command.bytes.count).await {
                 served.push((command, Err(error)));
                 continue;
             }
             match self.evaluate(&command, expected, &mut batch, &fetched) {
                 Ok(outcome) => {
-                    bytes += command.bytes;
+                    bytes += command.bytes.count;
                     served.push((command, Ok(outcome)));
                 }
                 Err(Stop::Failed(error)) => served.push((command, Err(error))),

@@ -46,6 +46,8 @@ struct Inner {
     queue: MessageQueue,
     reader: Option<Waker>,
     end: Option<End>,
+    /// The session waits until the outbox has capacity.
+    is_awaited: bool,
     /// Watches that the hub dropped because the outbox was full, with the next revision that each needs.
     lagging: Vec<(WatchId, Revision)>,
 }
@@ -124,9 +126,12 @@ impl Outbox {
     }
 
     /// Returns whether the outbox is less than half full. While memory is short, it must also be below the lower limit.
-    /// Otherwise no requests are served and no watch catches up.
+    /// Otherwise no requests are served and no watch catches up; [`Outbox::notified`] returns when it has capacity again.
     pub fn has_capacity(&self) -> bool {
-        self.inner.lock().has_capacity(OUTBOX_BYTES_MAX / 2)
+        let mut inner = self.inner.lock();
+        let has_capacity = inner.has_capacity(OUTBOX_BYTES_MAX / 2);
+        inner.is_awaited |= !has_capacity;
+        has_capacity
     }
 
     /// Returns what waits for each watch, or `None` if nothing waits.
@@ -149,7 +154,6 @@ impl Outbox {
     /// Returns the next message, or the end of the stream after the last one.
     fn poll_message(&self, context: &mut Context<'_>) -> Poll<Option<Result<Message, End>>> {
         let mut inner = self.inner.lock();
-        let before = inner.queue.bytes();
         let Some(message) = inner.queue.pop() else {
             return match inner.end {
                 Some(End::ClientGone) => Poll::Ready(None),
@@ -164,9 +168,9 @@ impl Outbox {
                 }
             };
         };
-        let now = inner.queue.bytes();
-        // The session waits until the queue is below one of these limits.
-        if [OUTBOX_BYTES_MAX / 2, SHORT_MEMORY_BYTES_MAX].iter().any(|limit| before >= *limit && now < *limit) {
+        // A notification that nobody waits for would interrupt a watch that is reading the log.
+        if inner.is_awaited && inner.has_capacity(OUTBOX_BYTES_MAX / 2) {
+            inner.is_awaited = false;
             drop(inner);
             self.notify.notify_one();
         }
@@ -215,6 +219,7 @@ impl Drop for Messages {
 
 #[cfg(test)]
 mod tests {
+    use futures_util::{FutureExt as _, StreamExt as _};
     use prometheus::IntGauge;
 
     use super::{
@@ -229,6 +234,20 @@ mod tests {
     fn count_accepted(outbox: &Outbox) -> usize {
         let chunk = |revision| ChunkRef::in_new_run(Chunk::of_event(&[7; 50], Revision(revision)), Revision(revision));
         (2..).take_while(|revision| outbox.push_chunk(WatchId(1), &chunk(*revision), None)).count()
+    }
+
+    #[test]
+    fn session_is_notified_of_capacity_only_if_it_waits_for_it() {
+        for is_awaited in [true, false] {
+            let outbox = Arc::new(Outbox::new());
+            count_accepted(&outbox);
+            if is_awaited {
+                assert!(!outbox.has_capacity());
+            }
+            let mut messages = Messages::new(Arc::clone(&outbox));
+            while messages.next().now_or_never().is_some() {}
+            assert_eq!(outbox.notified().now_or_never().is_some(), is_awaited);
+        }
     }
 
     #[test]

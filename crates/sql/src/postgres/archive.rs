@@ -210,22 +210,22 @@ impl Archive for PostgresArchive {
 #[async_trait]
 impl FrozenArchive for PostgresView {
     async fn state(&self) -> Result<ArchiveState> {
-        let facts: sqlx::Result<Facts> = sqlx::query_as(STATE).fetch_one(&mut *self.connection.lock().await).await;
-        facts.map(|facts| archive::state(facts.into())).map_err(|error| self.database.unavailable(&error))
+        let connection = &mut *self.connection.lock().await;
+        let facts: Facts = self.limited(sqlx::query_as(STATE).fetch_one(connection)).await?;
+        Ok(archive::state(facts.into()))
     }
 
     async fn rows(&self, from: RowId) -> Result<Vec<ArchivedRow>> {
         let connection = &mut *self.connection.lock().await;
         let query = sqlx::query(ROWS).bind(from.revision.0).bind(i64::from(from.sub)).bind(ARCHIVE_PAGE_ROWS as i64);
-        archive::archived_rows(query.fetch(connection)).await.map_err(|error| self.database.unavailable(&error))?
+        self.limited(archive::archived_rows(query.fetch(connection))).await?
     }
 
     async fn moments(&self, after: Revision) -> Result<Vec<ArchivedMoment>> {
         let connection = &mut *self.connection.lock().await;
         let query = sqlx::query_as(MOMENTS).bind(after.0).bind(ARCHIVE_PAGE_MOMENTS as i64);
         let moment = |(id, unix_ms, has_gap)| ArchivedMoment { moment: moment((id, unix_ms)), has_gap };
-        let moments = query.fetch(connection).map_ok(moment).try_collect().await;
-        moments.map_err(|error| self.database.unavailable(&error))
+        self.limited(query.fetch(connection).map_ok(moment).try_collect()).await
     }
 }
 

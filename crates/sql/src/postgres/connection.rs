@@ -41,17 +41,20 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 ///
 /// It overrides `synchronous_commit = off` of a role, because an acknowledged write must be durable; stricter settings
 /// remain. The idle timeout closes a connection that holds the append lock (see [`super::append`]) while its instance
-/// is paused. Large values are compressed with lz4 if the server has it, because its default takes two to six times as
-/// long (docs/adr/0015).
+/// is paused. Connections may be unused for long: the server does not close them, and its keepalives prevent firewalls
+/// and load balancers from forgetting them. Large values are compressed with lz4 if the server has it and nobody has chosen
+/// otherwise, because Postgres' default takes two to six times as long (docs/adr/0015).
 const SESSION_SETTINGS: &str = "\
     SET default_transaction_isolation = 'read committed'; \
     SET statement_timeout = '10s'; \
     SET lock_timeout = '5s'; \
     SET idle_in_transaction_session_timeout = '2s'; \
     SET client_min_messages = 'warning'; \
+    SET tcp_keepalives_idle = 60; \
     SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'; \
     SELECT set_config('default_toast_compression', 'lz4', false) FROM pg_settings \
-        WHERE name = 'default_toast_compression' AND 'lz4' = ANY (enumvals)";
+        WHERE name = 'default_toast_compression' AND source = 'default' AND 'lz4' = ANY (enumvals); \
+    SELECT set_config('idle_session_timeout', '0', false) FROM pg_settings WHERE name = 'idle_session_timeout'";
 
 /// A database, identified by its address. Clones share the pool.
 #[derive(Clone)]
@@ -117,10 +120,6 @@ impl Database {
     /// Opens a separate connection to the primary and sets it up.
     pub(super) async fn connect(&self) -> sqlx::Result<PgConnection> {
         self.find().await.map(|found| found.connection)
-    }
-
-    pub(super) fn has_several_hosts(&self) -> bool {
-        self.primary.hosts() > 1
     }
 
     /// Asks all hosts repeatedly which is the primary. If it becomes another one, calls that wait for the former one end.

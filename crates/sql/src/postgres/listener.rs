@@ -23,7 +23,7 @@ use tokio::{
 };
 use tracing::{debug, info};
 
-use super::connection::Database;
+use super::connection::{Database, with_timeout};
 use orlop_core::{supervise::vital, types::Revision};
 
 /// Pause before listening again after a failure.
@@ -122,11 +122,13 @@ async fn listen(
     let pool = pool.acquire_timeout(Duration::from_secs(5)).connect_lazy_with(found.options);
     // The server may be gone.
     let _ = timeout(Duration::from_secs(1), found.connection.close()).await;
-    let mut listener = PgListener::connect_with(&pool).await?;
-    listener.eager_reconnect(false);
-    listener.listen(channel).await?;
-    let receiving = receive(listener, channel, sender, own);
-    database.unless_superseded(found.timeline, receiving).await
+    let listening = async {
+        let mut listener = with_timeout(PgListener::connect_with(&pool)).await?;
+        listener.eager_reconnect(false);
+        with_timeout(listener.listen(channel)).await?;
+        receive(listener, channel, sender, own).await
+    };
+    database.unless_superseded(found.timeline, listening).await
 }
 
 /// Passes on the revisions of notifications until the connection fails. Does not listen while this instance appends all

@@ -8,11 +8,11 @@ use sqlx::PgConnection;
 use crate::auth::{self, AuthRow};
 use crate::rows::{
     self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
-    RowColumns, SqlRange, VALUES_ROWS_MAX, merge, unavailable,
+    RowColumns, SqlRange, VALUES_ROWS_MAX, merge,
 };
 use orlop_core::{
     auth::AuthState,
-    log::{Meta, Page, Result, Visit, WithPrev},
+    log::{Meta, Page, Result, WithPrev},
     types::{Change, EncodedKv, KeyRange, Revision, RowId},
 };
 
@@ -35,36 +35,28 @@ pub(super) async fn auth(connection: &mut PgConnection) -> sqlx::Result<Result<A
     Ok(auth::state(rows))
 }
 
-/// Implements [`orlop_core::log::History::replay`], inside a snapshot.
-pub(super) async fn replay(
-    connection: &mut PgConnection,
-    meta: &Meta,
-    from: Revision,
-    visit: &mut Visit<'_>,
-) -> Result<()> {
+/// Returns up to [`REPLAY_ROWS`] changes from a row on, without values. Empty: there are no more.
+pub(super) async fn replay_page(connection: &mut PgConnection, from: RowId) -> sqlx::Result<Result<Vec<Change>>> {
     const FIRST: &str = "SELECT id, 0::bigint, key, NULL::bytea, lease, version, create_revision, prev_revision, \
         deleted::int::bigint FROM kv_log WHERE id >= $1 + ($2 > 0)::int ORDER BY id LIMIT $3";
     const MORE: &str = "SELECT id, sub, key, NULL::bytea, lease, version, create_revision, prev_revision, \
         deleted::int::bigint FROM kv_log_more WHERE (id, sub) >= ($1, $2) ORDER BY id, sub LIMIT $3";
-    let mut next = RowId::new(from, 0);
-    loop {
-        let mut tables = [Vec::new(), Vec::new()];
-        for (sql, changes) in [FIRST, MORE].into_iter().zip(&mut tables) {
-            let mut rows = sqlx::query(sql)
-                .bind(next.revision.0)
-                .bind(i64::from(next.sub))
-                .bind(REPLAY_ROWS as i64)
-                .fetch(&mut *connection);
-            while let Some(row) = rows.try_next().await.map_err(unavailable)? {
-                changes.push(RowColumns::read(&row, 0)?.into_change(None));
+    let mut tables = [Vec::new(), Vec::new()];
+    for (sql, changes) in [FIRST, MORE].into_iter().zip(&mut tables) {
+        let mut rows = sqlx::query(sql)
+            .bind(from.revision.0)
+            .bind(i64::from(from.sub))
+            .bind(REPLAY_ROWS as i64)
+            .fetch(&mut *connection);
+        while let Some(row) = rows.try_next().await? {
+            match RowColumns::read(&row, 0) {
+                Ok(columns) => changes.push(columns.into_change(None)),
+                Err(error) => return Ok(Err(error)),
             }
         }
-        let [first, more] = tables;
-        let changes: Vec<Change> = merge(first, more, REPLAY_ROWS, |change| change.row);
-        let Some(last) = changes.last() else { return Ok(()) };
-        next = RowId::new(last.row.revision, last.row.sub + 1);
-        visit(meta, changes)?;
     }
+    let [first, more] = tables;
+    Ok(Ok(merge(first, more, REPLAY_ROWS, |change: &Change| change.row)))
 }
 
 /// Implements [`orlop_core::log::Log::values`].
@@ -234,6 +226,13 @@ pub(super) async fn changes(
                     break;
                 }
             }
+        }
+        drop(rows);
+        if more.is_empty() {
+            // The rows may have been purged since the first statement. No row says so.
+            let purged = sqlx::query_scalar("SELECT value FROM meta WHERE name = 'purged_revision'");
+            let purged: i64 = purged.fetch_one(connection).await?;
+            info.purged = info.purged.max(Revision(purged));
         }
         page.add_more(more);
     }

@@ -2,7 +2,10 @@
 
 use sqlx::{Connection as _, PgConnection};
 
-use super::connection::{Database, with_timeout};
+use super::{
+    connection::{Database, with_timeout},
+    primary::Found,
+};
 use orlop_core::log::Result;
 
 const TOTAL: &str = "SELECT pg_total_relation_size('kv_log') + pg_total_relation_size('kv_log_more') \
@@ -28,8 +31,9 @@ pub(super) async fn in_use(connection: &mut PgConnection) -> sqlx::Result<i64> {
 pub(super) async fn vacuum(database: &Database) -> Result<()> {
     let unavailable = |error| database.unavailable(&error);
     // A separate connection, because a vacuum takes time in proportion to the size of the tables.
-    let mut connection = database.connect().await.map_err(unavailable)?;
+    let Found { mut connection, timeline, .. } = database.find().await.map_err(unavailable)?;
     with_timeout(sqlx::raw_sql("SET statement_timeout = 0").execute(&mut connection)).await.map_err(unavailable)?;
-    sqlx::query("VACUUM kv_log, kv_log_more, lease, meta").execute(&mut connection).await.map_err(unavailable)?;
+    let vacuum = sqlx::query("VACUUM kv_log, kv_log_more, lease, meta").execute(&mut connection);
+    database.unless_superseded(timeline, vacuum).await.map_err(unavailable)?;
     with_timeout(connection.close()).await.map_err(unavailable)
 }

@@ -1,23 +1,30 @@
 //! A read-only snapshot of a log.
 
+use std::{future::Future, time::Duration};
+
 use async_trait::async_trait;
 use sqlx::PgConnection;
-use tokio::sync::Mutex;
+use tokio::{sync::Mutex, time::timeout};
 
 use super::{
-    connection::{Database, with_timeout},
+    connection::{Database, timed_out, with_timeout},
+    primary::{Found, Timeline},
     read,
 };
 use crate::{Durability, auth, migrations, rows::check_schema};
 use orlop_core::{
     auth::AuthState,
     log::{Error, History, Meta, Page, Result, Visit, WithPrev},
-    types::{KeyRange, Revision},
+    types::{KeyRange, Revision, RowId},
 };
 
 /// The first read takes the snapshot. The server closes the connection if it is idle for longer than the timeout.
 const BEGIN: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT 1 FROM meta";
+
+/// Client-side timeout of a read, for a server that does not respond. It is longer than that of other statements, because a
+/// page may come from a slow disk.
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The migration that created the archive.
 const ARCHIVE_SCHEMA: i64 = 4;
@@ -26,6 +33,8 @@ const ARCHIVE_SCHEMA: i64 = 4;
 pub struct PostgresView {
     pub(super) connection: Mutex<PgConnection>,
     pub(super) database: Database,
+    /// That of the server when the connection was opened.
+    timeline: Timeline,
     member_id: u64,
     /// The newest migration of the database.
     schema: i64,
@@ -46,7 +55,7 @@ impl PostgresView {
             .await
             .map_err(|error| Error::Open(format!("{name} contains no Orlop log: {error}")))?;
         let schema = check_schema(&name, &versions, &migrations::postgres())?;
-        Self::begin(connection, &database, 0, schema).await
+        Self::begin(connection, database.timeline(), &database, 0, schema).await
     }
 
     /// Returns whether the database has the tables of an archive.
@@ -55,22 +64,35 @@ impl PostgresView {
     }
 
     pub(super) async fn now(database: &Database, member_id: u64) -> Result<Self> {
-        let connection = database.connect().await.map_err(|error| database.unavailable(&error))?;
-        Self::begin(connection, database, member_id, auth::SCHEMA).await
+        let found = database.find().await.map_err(|error| database.unavailable(&error))?;
+        let Found { connection, timeline, .. } = found;
+        Self::begin(connection, timeline, database, member_id, auth::SCHEMA).await
     }
 
-    async fn begin(mut connection: PgConnection, database: &Database, member_id: u64, schema: i64) -> Result<Self> {
+    async fn begin(
+        mut connection: PgConnection,
+        timeline: Timeline,
+        database: &Database,
+        member_id: u64,
+        schema: i64,
+    ) -> Result<Self> {
         let begun = with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await;
         begun.map_err(|error| database.unavailable(&error))?;
-        Ok(Self { connection: Mutex::new(connection), database: database.clone(), member_id, schema })
+        Ok(Self { connection: Mutex::new(connection), database: database.clone(), timeline, member_id, schema })
+    }
+
+    /// Runs a read. Fails if another server has become the primary, or after [`READ_TIMEOUT`].
+    pub(super) async fn limited<T>(&self, read: impl Future<Output = sqlx::Result<T>>) -> Result<T> {
+        let read = async { timeout(READ_TIMEOUT, read).await.unwrap_or_else(|_| Err(timed_out(READ_TIMEOUT))) };
+        let read = self.database.unless_superseded(self.timeline, read).await;
+        read.map_err(|error| self.database.unavailable(&error))
     }
 }
 
 #[async_trait]
 impl History for PostgresView {
     async fn meta(&self) -> Result<Meta> {
-        let meta = read::meta(&mut *self.connection.lock().await).await;
-        let meta = meta.map_err(|error| self.database.unavailable(&error))??;
+        let meta = self.limited(read::meta(&mut *self.connection.lock().await)).await??;
         Ok(Meta { member_id: self.member_id, ..meta })
     }
 
@@ -78,18 +100,22 @@ impl History for PostgresView {
         if self.schema < auth::SCHEMA {
             return Ok(AuthState::default());
         }
-        let state = read::auth(&mut *self.connection.lock().await).await;
-        state.map_err(|error| self.database.unavailable(&error))?
+        self.limited(read::auth(&mut *self.connection.lock().await)).await?
     }
 
     async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
         let meta = self.meta().await?;
-        read::replay(&mut *self.connection.lock().await, &meta, from, visit).await?;
-        Ok(meta)
+        let connection = &mut *self.connection.lock().await;
+        let mut next = RowId::new(from, 0);
+        loop {
+            let changes = self.limited(read::replay_page(connection, next)).await??;
+            let Some(last) = changes.last() else { return Ok(meta) };
+            next = RowId::new(last.row.revision, last.row.sub + 1);
+            visit(&meta, changes)?;
+        }
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
-        let page = read::changes(&mut *self.connection.lock().await, from, to, range, prev).await;
-        page.map_err(|error| self.database.unavailable(&error))?
+        self.limited(read::changes(&mut *self.connection.lock().await, from, to, range, prev)).await?
     }
 }

@@ -1,6 +1,10 @@
 //! Commits a batch and answers its requests.
 
-use std::{mem::discriminant, sync::Arc, time::Duration};
+use std::{
+    mem::discriminant,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use tokio::time::{Instant, sleep};
 use tracing::{debug, error, info, warn};
@@ -170,7 +174,13 @@ impl Writer {
                 shared.refresh_expired_leases(batch.leases()).await;
                 Ok(CommitOutcome::Raced)
             }
-            Err(failure) => self.handle_failure(&failure),
+            Err(failure) => {
+                // If it was recorded nevertheless, this instance deletes its rows.
+                if batch.compaction().is_some() && matches!(failure, log::Error::OutcomeUnknown(_)) {
+                    shared.is_purge_owner.store(true, Ordering::Relaxed);
+                }
+                self.handle_failure(&failure)
+            }
         }
     }
 
