@@ -122,12 +122,13 @@ async fn listen(
     let pool = pool.acquire_timeout(Duration::from_secs(5)).connect_lazy_with(found.options);
     // The server may be gone.
     let _ = timeout(Duration::from_secs(1), found.connection.close()).await;
-    let listening = async {
+    // On the heap, because sqlx's future is large.
+    let listening = Box::pin(async {
         let mut listener = with_timeout(PgListener::connect_with(&pool)).await?;
         listener.eager_reconnect(false);
         with_timeout(listener.listen(channel)).await?;
         receive(listener, channel, sender, own).await
-    };
+    });
     database.unless_superseded(found.timeline, listening).await
 }
 
