@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use orlop_wire::proto::client::etcdserverpb::{LeaseGrantRequest, PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::{LeaseGrantRequest, PutRequest, RangeRequest, SnapshotRequest};
 use tokio::time::{Instant, sleep};
 use tonic::Code;
 
@@ -395,6 +395,30 @@ async fn lose_a_write(lost: Lost, fate: Fate) {
     let mut client = Client::connect(server.endpoint()).await;
     let found = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await.expect("a range");
     assert_eq!(&found.into_inner().kvs[0].value[..], b"kept");
+}
+
+/// Nothing closes the connection that waits for rows.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn snapshot_ends_when_its_primary_is_replaced() {
+    let Some(cluster) = Cluster::start(Replication::Synchronous).await else { return };
+    let server = Server::orlop_on(&cluster.create_database(), &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut random = Random::new(seed());
+    for number in 0..300 {
+        let value: Vec<u8> = (0..12_500).flat_map(|_| random.next().to_be_bytes()).collect();
+        let put = PutRequest { key: number.to_string().into(), value: value.into(), ..Default::default() };
+        client.kv.put(put).await.expect("a put");
+    }
+    let mut snapshot = client.maintenance.snapshot(SnapshotRequest {}).await.expect("a stream").into_inner();
+    assert!(snapshot.message().await.expect("a part").is_some());
+    cluster.primary().link.set_network(NetworkState::Silent);
+    cluster.promote(cluster.best_standby());
+    let rest = async {
+        while snapshot.message().await?.is_some() {}
+        Ok::<_, tonic::Status>(())
+    };
+    let ended = tokio::time::timeout(RECOVERY_TIME_MAX / 2, rest).await.expect("the snapshot ends");
+    assert!(ended.is_err());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
