@@ -81,3 +81,22 @@ impl Request {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::request::Relation;
+
+    #[test]
+    fn bytes_of_a_transaction_include_its_compares_and_ranges() {
+        let range = || KeyRange::Single([7; 1_000].as_slice().into());
+        let compare = |target| Compare { range: range(), relation: Relation::Equal, target };
+        let delete = || Op::Delete(DeleteRequest { range: range(), prev_kv: false });
+        let inner =
+            TxnRequest { compares: vec![compare(CompareTarget::Version(1))], success: vec![], failure: vec![delete()] };
+        let compares = vec![compare(CompareTarget::Value(vec![7; 50_000].into()))];
+        let txn = TxnRequest { compares, success: vec![delete()], failure: vec![Op::Txn(inner)] };
+        let bytes = Request::Txn(txn).bytes();
+        assert!((54_000..54_500).contains(&bytes), "{bytes}");
+    }
+}
