@@ -218,6 +218,10 @@ async fn top_prints_one_screen_or_json(backend: Backend) {
     }
     put(&mut client, "/r/evil\u{1b}[2J", 5_000, 0).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 123 }).await.expect("a lease");
+    // More slow requests than are kept.
+    for _ in 0..256 {
+        put(&mut client, "/r/a/00", 100, 0).await;
+    }
     let mut stream = Stream::open(&mut client).await;
     stream.create(WatchCreateRequest { key: "/r/".into(), range_end: "/r0".into(), ..Default::default() }).await;
     let mut writer = client.clone();
