@@ -17,8 +17,8 @@ use crate::{auth::Caller, sync::AtomicUsize};
 /// Maximum number of waiting requests, as in etcd. Further requests fail with "too many requests".
 pub(super) const QUEUE_REQUESTS_MAX: usize = 5_000;
 
-/// Maximum bytes of keys and values in requests that are not answered. Further requests fail with "too many requests". Small in tests of
-/// races.
+/// Maximum bytes of keys and values in requests that are not answered. Further requests fail with "too many requests".
+/// Small in tests of races.
 const QUEUE_BYTES_MAX: usize = if cfg!(feature = "shuttle") { 1 << 10 } else { 256 << 20 };
 
 /// The handle through which one request is answered, exactly once.
@@ -65,6 +65,7 @@ impl WaitingBytes {
     /// [`Error::TooManyRequests`] if more than [`QUEUE_BYTES_MAX`] would wait.
     fn new(count: usize, all: &Arc<AtomicUsize>) -> Result<Self> {
         let others = all.fetch_add(count, Ordering::Relaxed);
+        // If they are too many, they are dropped here and no longer count.
         let bytes = Self { count, all: Arc::clone(all) };
         if others + count > QUEUE_BYTES_MAX { Err(Error::TooManyRequests) } else { Ok(bytes) }
     }
