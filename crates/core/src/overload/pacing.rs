@@ -11,11 +11,14 @@ use std::{
     pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll, ready},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use parking_lot::Mutex;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    time::Instant,
+};
 
 use super::Steps;
 
@@ -141,46 +144,58 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for PacedReader<S> {
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::AsyncReadExt as _;
+    use tokio::{
+        io::AsyncReadExt as _,
+        time::{advance, timeout},
+    };
 
     use super::*;
 
-    /// A stream that always has data. Each read takes `time`.
-    struct Endless {
+    /// A stream that has data for a hundred reads. Each takes `time` of the paused clock.
+    struct Busy {
         time: Duration,
         read: Arc<Mutex<Vec<usize>>>,
     }
 
-    impl AsyncRead for Endless {
-        fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-            let until = Instant::now() + self.time;
-            while Instant::now() < until {}
+    impl AsyncRead for Busy {
+        fn poll_read(
+            self: Pin<&mut Self>,
+            context: &mut Context<'_>,
+            buffer: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            if self.read.lock().len() == 100 {
+                return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
+            }
+            // The clock moves at the first poll.
+            let _ = pin!(advance(self.time)).poll(context);
             self.read.lock().push(buffer.remaining());
             buffer.put_slice(&vec![7; buffer.remaining()]);
             Poll::Ready(Ok(()))
         }
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn client_that_sends_without_pause_waits_for_steps() {
         let (steps, grant) = Steps::new();
         let read = Arc::new(Mutex::new(Vec::new()));
-        let (mut reader, pacer) = paced(Endless { time: READ_TIME_MAX, read: Arc::clone(&read) }, &steps);
-        // Not allocated by the connection: a page fault may take as long as its first read may.
-        let mut buffer = vec![1; 1 << 15];
-        let connection = tokio::spawn(pacer.run(async move { while reader.read(&mut buffer).await.is_ok() {} }));
-        tokio::task::yield_now().await;
+        let (mut reader, pacer) = paced(Busy { time: READ_TIME_MAX, read: Arc::clone(&read) }, &steps);
+        let connection = tokio::spawn(pacer.run(async move {
+            let mut buffer = vec![0; 1 << 15];
+            while reader.read(&mut buffer).await.is_ok() {}
+        }));
+        for _ in 0..10 {
+            tokio::task::yield_now().await;
+        }
         assert_eq!(*read.lock(), [READ_BYTES_MAX], "one read uses up the time, and no step is granted");
         tokio::spawn(grant);
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while read.lock().len() < 3 && Instant::now() < deadline {
+        for _ in 0..10 {
             tokio::task::yield_now().await;
         }
         assert_eq!(read.lock()[..3], [READ_BYTES_MAX, PACED_READ_BYTES_MAX, PACED_READ_BYTES_MAX]);
         connection.abort();
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn connection_that_pauses_waits_for_no_step() {
         // No step is granted.
         let (steps, _grant) = Steps::new();
@@ -197,6 +212,7 @@ mod tests {
             tokio::task::yield_now().await;
         }
         drop(client);
-        assert!(connection.await.expect("the task ends").expect("the stream can be read") == expected);
+        let received = timeout(Duration::from_secs(10), connection).await.expect("no step is needed");
+        assert!(received.expect("the task ends").expect("the stream can be read") == expected);
     }
 }
