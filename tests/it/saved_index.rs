@@ -1,5 +1,5 @@
-//! The index that a server on SQLite saves beside its database: a start with it serves the same as a start that reads the
-//! whole log, and one that is damaged or of another database is not used.
+//! The saved index, a file beside SQLite's database or a table in Postgres: a start with it serves the same as a start that
+//! reads the whole log, and one that is damaged or of another database is not used.
 
 use std::{fs, path::Path, process::Command};
 
@@ -10,7 +10,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
 use tempfile::TempDir;
 
-use crate::support::{Backend, Client, Place, Server, eventually};
+use crate::support::{Backend, Client, Place, Postgres, Server, eventually, on_both_backends};
 
 const LARGE: [&str; 4] = ["--max-txn-ops", "1000", "--log-level", "info"];
 const LOADED: &str = "saved index loaded";
@@ -157,9 +157,8 @@ async fn saved_index_is_used_only_if_it_is_whole_and_of_this_database() {
 }
 
 /// The server is killed after writes and compactions, so the saved index is older than the log.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn newer_rows_are_read_from_the_log_after_a_crash() {
-    let mut server = Server::orlop_with(Backend::Sqlite, &LARGE).await.expect("SQLite is always there");
+async fn newer_rows_are_read_from_the_log_after_a_crash(backend: Backend) {
+    let Some(mut server) = Server::orlop_with(backend, &LARGE).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     fill(&mut client).await;
     assert!(server.terminate().await.success());
@@ -198,8 +197,12 @@ async fn newer_rows_are_read_from_the_log_after_a_crash() {
     })
     .await;
     server.kill();
-    let checked =
-        Command::new(env!("CARGO_BIN_EXE_orlop")).args(["check", "--data-dir"]).arg(server.data_dir()).output();
+    let mut check = Command::new(env!("CARGO_BIN_EXE_orlop"));
+    match server.datastore() {
+        Some(endpoint) => check.args(["check", "--datastore-endpoint", endpoint]),
+        None => check.args(["check", "--data-dir"]).arg(server.data_dir()),
+    };
+    let checked = check.output();
     let checked = checked.expect("orlop check can be started");
     assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
     server.restart().await;
@@ -219,3 +222,90 @@ async fn database_without_the_mark_is_read_whole() {
     assert_eq!(loaded(&server), 0, "{}", server.log_tail());
     assert_eq!(shown(&server).await, expected);
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn saved_table_is_used_only_if_it_is_whole() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let endpoint = postgres.create_database();
+    let database = endpoint.rsplit_once('/').expect("a URL has a path").1;
+    let sql = |sql: &str| postgres.psql(database, &format!("SET search_path = {database}; {sql}"));
+    let mut server = Server::orlop_on(&endpoint, &LARGE).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    fill(&mut client).await;
+    delete(&mut client, "k/0500/003", "").await;
+    assert!(server.terminate().await.success());
+    sql("CREATE TABLE kept AS TABLE saved_index; TRUNCATE saved_index");
+    server.restart().await;
+    let expected = shown(&server).await;
+    assert_eq!(loaded(&server), 0, "{}", server.log_tail());
+    drop(server);
+    let table = [
+        ("as it was saved", "SELECT 1", 1),
+        (
+            "a bit of a key is flipped",
+            "UPDATE saved_index SET block = set_byte(block, 9, get_byte(block, 9) # 1) WHERE part = 3",
+            0,
+        ),
+        ("a part is missing", "DELETE FROM saved_index WHERE part = 20", 0),
+        ("the first part is missing", "DELETE FROM saved_index WHERE part = 0", 0),
+        ("the last part is missing", "DELETE FROM saved_index WHERE block = ''", 0),
+        ("it is empty", "DELETE FROM saved_index", 0),
+        ("its head is above that of the log", "UPDATE saved_index SET head = head + 10", 0),
+        ("its compact revision is above that of the log", "UPDATE saved_index SET compact_revision = 10", 0),
+    ];
+    for (what, harm, uses) in table {
+        sql(&format!("TRUNCATE saved_index; INSERT INTO saved_index TABLE kept; {harm}"));
+        let server = Server::orlop_on(&endpoint, &LARGE).await;
+        assert_eq!(loaded(&server), uses, "{what}: {}", server.log_tail());
+        assert_eq!(shown(&server).await, expected, "{what}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_of_several_instances_saves_the_index_for_all() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let endpoint = postgres.create_database();
+    let mut servers = [Server::orlop_on(&endpoint, &LARGE).await, Server::orlop_on(&endpoint, &LARGE).await];
+    let mut client = Client::connect(servers[0].endpoint()).await;
+    fill(&mut client).await;
+    delete(&mut client, "k/0001", "k/0002").await;
+    let saved = |servers: &[Server]| -> usize {
+        servers.iter().map(|server| server.log().matches("index saved").count()).sum()
+    };
+    let eventually_saved = async |servers: &[Server], expected: usize| {
+        eventually("the index is saved", async || match saved(servers) {
+            found if found == expected => Ok(()),
+            found => Err(found),
+        })
+        .await;
+    };
+    eventually_saved(&servers, 1).await;
+    for server in &mut servers {
+        assert!(server.terminate().await.success());
+    }
+    assert_eq!(saved(&servers), 1, "an instance that stops finds that the index was saved");
+    for server in &mut servers {
+        server.restart().await;
+        assert_eq!(loaded(server), 1, "{}", server.log_tail());
+    }
+    // Behind the head of the saved index.
+    let mut client = Client::connect(servers[1].endpoint()).await;
+    for key in ["k/0002", "k/0003"] {
+        delete(&mut client, key, &format!("{key}/999")).await;
+    }
+    let revision = shown(&servers[1]).await.head;
+    client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
+    eventually_saved(&servers, 2).await;
+    for number in 0..3 {
+        write(&mut client, [put("last".to_owned(), number)]).await;
+    }
+    let before = shown(&servers[1]).await;
+    for server in &mut servers {
+        server.kill();
+        server.restart().await;
+        assert_eq!(loaded(server), 2, "{}", server.log_tail());
+        assert_eq!(shown(server).await, before);
+    }
+}
+
+on_both_backends!(newer_rows_are_read_from_the_log_after_a_crash,);

@@ -11,7 +11,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 
 use sqlx::{Connection as _, PgConnection};
 
-use crate::support::{Backend, Client, Postgres, Server, eventually, on_both_backends, skip};
+use crate::support::{Backend, Client, Postgres, Random, Server, eventually, on_both_backends, skip};
 
 const LOADERS: usize = 8;
 const TXN_KEYS: usize = 128;
@@ -121,6 +121,42 @@ async fn large_values_are_compressed_with_lz4_unless_a_setting_says_otherwise() 
             assert_eq!(postgres.psql(database, &used), compression, "{table}, {setting}");
         }
     }
+}
+
+/// The bytes in use of a table of more than 64 MiB are those of a sample of its pages, multiplied.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn free_space_of_large_tables_is_found_near_the_quota() {
+    const KEYS: usize = 66_000;
+    const VALUE_BYTES: usize = 1_900;
+    let Some(postgres) = Postgres::shared().await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &["--quota-backend-bytes=170000000"]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut random = Random::new(1);
+    for txn in 0..KEYS / TXN_KEYS {
+        // Every third key is kept, so each page has some free space later.
+        let puts = (0..TXN_KEYS).map(|number| {
+            let prefix = if number % 3 == 0 { "kept" } else { "deleted" };
+            let value: Vec<u8> = (0..VALUE_BYTES).map(|_| random.below(256) as u8).collect();
+            let key = format!("{prefix}/{txn}/{number}");
+            let put = PutRequest { key: key.into(), value: value.into(), ..Default::default() };
+            RequestOp { request: Some(Request::RequestPut(put)) }
+        });
+        client.kv.txn(TxnRequest { success: puts.collect(), ..Default::default() }).await.expect("there is space");
+    }
+    let status = async || client.clone().maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
+    let full = status().await;
+    let delete = DeleteRangeRequest { key: "deleted/".into(), range_end: "deleted0".into(), ..Default::default() };
+    client.kv.clone().delete_range(delete).await.expect("a delete");
+    let put = PutRequest { key: "last".into(), ..Default::default() };
+    let revision = client.kv.clone().put(put).await.expect("a put").into_inner().header.expect("a header").revision;
+    client.kv.clone().compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
+    // The indexes keep their size.
+    let (low, high) = (full.db_size * 30 / 100, full.db_size * 42 / 100);
+    eventually("the size of the kept keys", async || match status().await.db_size_in_use {
+        in_use if (low..high).contains(&in_use) => Ok(()),
+        in_use => Err(format!("{in_use} of {} bytes are in use, expected {low} to {high}", full.db_size)),
+    })
+    .await;
 }
 
 fn key(number: usize) -> String {

@@ -338,8 +338,8 @@ pub struct Connections {
 pub enum Precision {
     /// The free space may be the result of an earlier count.
     Quick,
-    /// The free space is counted, which may read the whole log.
-    Exact,
+    /// The free space is determined anew, which may read a part of the log.
+    Fresh,
 }
 
 /// A step that reclaims space. Writes wait for it, so it is short.

@@ -20,13 +20,14 @@ const SQLITE_ARCHIVE: [File; 2] = [
     (1, "archive", include_str!("../../../migrations/sqlite-archive/0001_archive.sql")),
     (2, "gap", include_str!("../../../migrations/sqlite-archive/0002_gap.sql")),
 ];
-const POSTGRES: [File; 6] = [
+const POSTGRES: [File; 7] = [
     (1, "log", include_str!("../../../migrations/postgres/0001_log.sql")),
     (2, "auth", include_str!("../../../migrations/postgres/0002_auth.sql")),
     (3, "append_behind", include_str!("../../../migrations/postgres/0003_append_behind.sql")),
     (4, "archive", include_str!("../../../migrations/postgres/0004_archive.sql")),
     (5, "gap", include_str!("../../../migrations/postgres/0005_gap.sql")),
     (6, "clock", include_str!("../../../migrations/postgres/0006_clock.sql")),
+    (7, "saved_index", include_str!("../../../migrations/postgres/0007_saved_index.sql")),
 ];
 
 pub(crate) fn sqlite() -> Migrator {

@@ -20,6 +20,7 @@ mod pool;
 mod primary;
 mod read;
 mod replication;
+mod saved_index;
 mod space;
 mod view;
 
@@ -53,7 +54,7 @@ use crate::{
 use orlop_core::auth::AuthState;
 use orlop_core::log::{
     Append, Appended, Connections, Error, HEARTBEAT_TIMEOUT, History, Log, LoggedLease, Member, Meta, Page, Position,
-    Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Touch, Visit, WithPrev,
+    Precision, Reclaim, Reclaimed, Result, SavedIndex, SharedLog, Size, Touch, Visit, WithPrev,
 };
 use orlop_core::metrics::Metrics;
 use orlop_core::supervise::vital;
@@ -273,7 +274,7 @@ impl Log for PostgresLog {
 
     async fn size(&self, precision: Precision) -> Result<Size> {
         let total = read!(self.database, connection => space::total(connection))?;
-        if precision == Precision::Exact {
+        if precision == Precision::Fresh {
             let in_use = read!(self.database, connection => space::in_use(connection))?;
             self.free_bytes.store((total - in_use).max(0), Ordering::Relaxed);
         }
@@ -282,6 +283,10 @@ impl Log for PostgresLog {
 
     fn connections(&self) -> Connections {
         self.database.connections()
+    }
+
+    fn saved_index(&self) -> Option<&dyn SavedIndex> {
+        Some(self)
     }
 
     async fn close(&self, _: &[LoggedLease]) {

@@ -1,4 +1,5 @@
-//! A saved index beside a log, so that a start reads only the newest rows of the log.
+//! A saved index beside a log, so that a start reads only the newest rows of the log. Instances that share a log share
+//! its saved index.
 //!
 //! It is a cache: if anything about it is in doubt, it is not used, and the whole log is read.
 
@@ -28,8 +29,9 @@ pub trait SavedIndex: Send + Sync {
     /// have had all its changes.
     async fn open(&self) -> Result<Option<Box<dyn SavedIndexReader>>>;
 
-    /// Begins to save another index. It replaces the saved one when it is finished.
-    async fn create(&self, state: SavedIndexState) -> Result<Box<dyn SavedIndexWriter + '_>>;
+    /// Begins to save another index, of the log on `server` ([`super::Position::server`]). It replaces the saved one when
+    /// it is finished. `None` if another instance is saving one.
+    async fn create(&self, state: SavedIndexState, server: i64) -> Result<Option<Box<dyn SavedIndexWriter + '_>>>;
 }
 
 #[async_trait]
@@ -48,6 +50,7 @@ pub trait SavedIndexReader: Send {
 pub trait SavedIndexWriter: Send {
     async fn add(&mut self, block: Vec<u8>) -> Result<()>;
 
-    /// Makes the index the saved one. All changes that it contains must be durable in the log.
+    /// Makes the index the saved one. All changes that it contains must be durable in the log. Fails if the log is no
+    /// longer on the server.
     async fn finish(self: Box<Self>) -> Result<()>;
 }

@@ -32,8 +32,8 @@ const ALARMED_INTERVAL: Duration = Duration::from_secs(1);
 /// Percentage of the quota below which NOSPACE is cleared.
 const CLEAR_PERCENT: i64 = 90;
 
-/// Percentage of the quota above which the size is measured exactly.
-const EXACT_PERCENT: i64 = 75;
+/// Percentage of the quota above which the size is measured anew.
+const FRESH_PERCENT: i64 = 75;
 
 impl Shared {
     /// Checks a request against the alarms and the quota.
@@ -56,10 +56,10 @@ impl Shared {
         if is_disk_full {
             return Err(Error::NoSpace);
         }
-        // An exact measurement may read the whole log. After it, requests are rejected without a measurement until the
+        // Determining the free space takes time. After that, requests are rejected without a measurement until the
         // alarm is raised.
         if !space.no_space.load(Ordering::Relaxed) && !space.has_rejected.load(Ordering::Relaxed) {
-            self.measure(Precision::Exact).await;
+            self.measure(Precision::Fresh).await;
             if !space.would_exceed_quota(bytes) {
                 return Ok(());
             }
@@ -136,8 +136,8 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
 async fn required_change(shared: &Shared) -> Option<AlarmChange> {
     let space = &shared.space;
     shared.measure(Precision::Quick).await;
-    if space.is_above_percent(EXACT_PERCENT) {
-        shared.measure(Precision::Exact).await;
+    if space.is_above_percent(FRESH_PERCENT) {
+        shared.measure(Precision::Fresh).await;
     }
     let has_rejected = space.has_rejected.swap(false, Ordering::Relaxed);
     let raised = space.raised_by_quota();

@@ -1,7 +1,8 @@
 //! Saves the index beside the log ([`SavedIndex`]), and starts with it.
 //!
 //! A saved index can be used as long as no compaction above its head was recorded: such a compaction deletes tombstones
-//! that the index has not seen. So the index is saved after a compaction, and again when much was written since.
+//! that the index has not seen. So the index is saved after a compaction, and again when much was written since. If several
+//! instances share the log, the one that deleted the rows of the compaction saves the index for all.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -30,8 +31,8 @@ const INTERVAL: Duration = Duration::from_secs(10);
 const RETRY_PAUSE: Duration = Duration::from_secs(300);
 /// Maximum time to save the index when the store stops. If it takes longer, the next start reads more of the log.
 const LAST_SAVE_MAX: Duration = Duration::from_secs(10);
-/// A saved index of this many bytes is not saved again to spare a start the read of one row.
-const BYTES_PER_ROW: usize = 256;
+/// A saved index of this many keys is not saved again to spare a start the read of one row.
+const KEYS_PER_ROW: usize = 5;
 
 /// When and how the index is saved.
 #[derive(Clone, Copy, Debug)]
@@ -57,12 +58,17 @@ impl Default for Saving {
 pub(super) async fn replay_with_saved(log: &dyn Log, progress: &ReadProgress) -> Result<(Replayed, Option<Revision>)> {
     let whole = || replay_onto(log, TreeIndex::new(), progress);
     let Some(saved) = log.saved_index() else { return Ok((whole().await?, None)) };
+    let server = log.meta().await?.position.server;
     match load(log, saved).await {
         Ok(Some(index)) => {
             let head = index.head();
             match replay_onto(log, index, progress).await {
                 Err(Error::Corrupt(reason)) => {
                     warn!(reason, "the saved index contradicts the log; reading the whole log")
+                }
+                // Another instance can compact while this one starts. Another server may have another log.
+                Ok(Replayed { meta, .. }) if meta.compact_revision > Some(head) || meta.position.server != server => {
+                    info!("the log was compacted, or moved to another server; reading the whole log");
                 }
                 replayed => {
                     let replayed = replayed?;
@@ -84,8 +90,7 @@ async fn load(log: &dyn Log, saved: &dyn SavedIndex) -> Result<Option<TreeIndex>
     let Some(mut reader) = saved.open().await? else { return Ok(None) };
     let state = reader.state();
     let meta = log.meta().await?;
-    let is_current = (state.compact_revision..=Some(state.head)).contains(&meta.compact_revision);
-    if !is_current || state.head > meta.position.head {
+    if !is_usable(state, meta.compact_revision) || state.head > meta.position.head {
         return Ok(None);
     }
     let mut loader = SavedIndexLoader::new(state.keys);
@@ -113,6 +118,11 @@ async fn load(log: &dyn Log, saved: &dyn SavedIndex) -> Result<Option<TreeIndex>
     Ok(Some(index))
 }
 
+/// Returns whether a log of this compact revision can bring a saved index up to date.
+fn is_usable(state: SavedIndexState, compacted: Option<Revision>) -> bool {
+    (state.compact_revision..=Some(state.head)).contains(&compacted)
+}
+
 /// What a start would have to do with the index that was saved last.
 #[derive(Clone, Copy)]
 pub(super) struct Unread {
@@ -130,8 +140,26 @@ impl Unread {
         Self { head, read_at: i64::try_from(rows).map_or(i64::MIN, |rows| -rows), more: 0 }
     }
 
-    /// Returns whether a start would have to read the whole log, of at least `rows` rows, or `more` rows in addition to them.
-    fn exceeds(&self, shared: &Shared, rows: usize, more: usize) -> bool {
+    /// After an index was saved, when [`changes`] was `read_at`.
+    fn after_save(state: SavedIndexState, read_at: i64) -> Self {
+        Self { head: Some(state.head), read_at, more: state.keys / KEYS_PER_ROW }
+    }
+
+    /// After another instance may have saved the index; `None` if none is usable.
+    async fn after_other_instances(shared: &Shared) -> log::Result<Option<Self>> {
+        let (Some(_), Some(saved)) = (shared.log.shared(), shared.log.saved_index()) else { return Ok(None) };
+        let Some(reader) = saved.open().await? else { return Ok(None) };
+        let state = reader.state();
+        let index = shared.index.read();
+        // A revision is at least one change.
+        let unread = index.head().0.saturating_sub(state.head.0);
+        let is_usable = is_usable(state, index.compact_revision());
+        Ok(is_usable.then(|| Self::after_save(state, changes(shared).saturating_sub(unread))))
+    }
+
+    /// Returns whether a start would have to read the whole log, of at least `rows` rows, or more than it may.
+    fn exceeds(&self, shared: &Shared, rows: usize, pace: Pace) -> bool {
+        let more = if pace == Pace::Fast { 0 } else { self.more };
         let (keys, compacted) = {
             let index = shared.index.read();
             (index.len(), index.compact_revision())
@@ -154,14 +182,9 @@ pub(super) async fn run(shared: Arc<Shared>, saving: Saving, mut unread: Unread,
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            if unread.exceeds(&shared, saving.rows_min, unread.more) {
-                match save(&shared, saving.step_keys, Pace::BesideWrites).await {
-                    Ok(saved) => unread = saved.unwrap_or(unread),
-                    Err(error) => {
-                        warn!(%error, "cannot save the index; the next start reads more of the log");
-                        sleep(RETRY_PAUSE).await;
-                    }
-                }
+            if let Err(error) = save_if_due(&shared, saving, &mut unread, Pace::BesideWrites).await {
+                warn!(%error, "cannot save the index; the next start reads more of the log");
+                sleep(RETRY_PAUSE).await;
             }
         }
     };
@@ -170,13 +193,28 @@ pub(super) async fn run(shared: Arc<Shared>, saving: Saving, mut unread: Unread,
         () = work => {}
         _ = stop.wait_for(|stop| *stop) => {}
     }
-    if unread.exceeds(&shared, saving.rows_min, 0) {
-        match timeout(LAST_SAVE_MAX, save(&shared, saving.step_keys, Pace::Fast)).await {
-            Ok(Ok(_)) => {}
-            Ok(Err(error)) => warn!(%error, "cannot save the index; the next start reads more of the log"),
-            Err(_) => warn!("saving the index takes too long; the next start reads more of the log"),
+    match timeout(LAST_SAVE_MAX, save_if_due(&shared, saving, &mut unread, Pace::Fast)).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => warn!(%error, "cannot save the index; the next start reads more of the log"),
+        Err(_) => warn!("saving the index takes too long; the next start reads more of the log"),
+    }
+}
+
+/// Saves the index if a start would have to read much.
+async fn save_if_due(shared: &Shared, saving: Saving, unread: &mut Unread, pace: Pace) -> log::Result<()> {
+    if !unread.exceeds(shared, saving.rows_min, pace) {
+        return Ok(());
+    }
+    if let Some(current) = Unread::after_other_instances(shared).await? {
+        *unread = current;
+        if !unread.exceeds(shared, saving.rows_min, pace) {
+            return Ok(());
         }
     }
+    if let Some(saved) = save(shared, saving.step_keys, pace).await? {
+        *unread = saved;
+    }
+    Ok(())
 }
 
 /// How fast the index is saved.
@@ -184,29 +222,31 @@ pub(super) async fn run(shared: Arc<Shared>, saving: Saving, mut unread: Unread,
 enum Pace {
     /// Half of the time is left to syncs of the log.
     BesideWrites,
+    /// The store stops.
     Fast,
 }
 
 /// Saves the index. Returns `None` if a compaction is at work: it removes rows from the index, and rows that it has
-/// not deleted from the log yet are found by a start only because they are still in the index.
+/// not deleted from the log yet are found by a start only because they are still in the index. Also returns `None` if another
+/// instance has to delete such rows, or is saving the index.
 async fn save(shared: &Shared, step_keys: usize, pace: Pace) -> log::Result<Option<Unread>> {
     let Some(saved) = shared.log.saved_index() else { return Ok(None) };
     let (began, read_at) = (Instant::now(), changes(shared));
+    let server = shared.position().server;
     let state = {
         let index = shared.index.read();
         SavedIndexState { head: index.head(), compact_revision: index.compact_revision(), keys: index.len() }
     };
     let is_compacting = || shared.index.read().compact_revision() != state.compact_revision;
-    let is_purged = shared.is_garbage_purged.load(Ordering::Relaxed);
+    let is_purged = shared.is_garbage_purged.load(Ordering::Relaxed) && shared.rows_left_to_others.lock().is_empty();
     if !is_purged || *shared.compaction_done.borrow() != state.compact_revision {
         return Ok(None);
     }
-    let mut writer = saved.create(state).await?;
-    let (mut after, mut bytes): (Option<Key>, usize) = (None, 0);
+    let Some(mut writer) = saved.create(state, server).await? else { return Ok(None) };
+    let mut after: Option<Key> = None;
     loop {
         let mut block = Vec::new();
         after = shared.index.read().save_step(after.as_ref(), step_keys, &mut block);
-        bytes += block.len();
         let writing = Instant::now();
         writer.add(block).await?;
         if is_compacting() {
@@ -226,5 +266,5 @@ async fn save(shared: &Shared, step_keys: usize, pace: Pace) -> log::Result<Opti
         return Ok(None);
     }
     info!(keys = state.keys, revision = state.head.0, elapsed_ms = began.elapsed().as_millis(), "index saved");
-    Ok(Some(Unread { head: Some(state.head), read_at, more: bytes / BYTES_PER_ROW }))
+    Ok(Some(Unread::after_save(state, read_at)))
 }

@@ -294,7 +294,7 @@ impl Log for SimulatedLog {
     }
 
     fn saved_index(&self) -> Option<&dyn SavedIndex> {
-        (self.sharing == Sharing::Own).then_some(self)
+        Some(self)
     }
 
     async fn close(&self, _: &[LoggedLease]) {

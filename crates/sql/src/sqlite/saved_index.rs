@@ -68,7 +68,7 @@ impl SavedIndex for SqliteLog {
         Ok(Some(Box::new(reader)))
     }
 
-    async fn create(&self, state: SavedIndexState) -> Result<Box<dyn SavedIndexWriter + '_>> {
+    async fn create(&self, state: SavedIndexState, _: i64) -> Result<Option<Box<dyn SavedIndexWriter + '_>>> {
         let needed = DISK_FREE_MIN.saturating_add(KEY_BYTES.saturating_mul(state.keys as u64));
         if self.disk_free().is_some_and(|free| free < needed) {
             return Err(Error::Full(format!("less than {needed} bytes are free for a saved index")));
@@ -90,7 +90,8 @@ impl SavedIndex for SqliteLog {
             }
         });
         let file = Some(file.await?);
-        Ok(Box::new(Writer { log: self, file, unsynced: 0, temporary: Temporary(temporary), target, mark }))
+        let temporary = Temporary(temporary);
+        Ok(Some(Box::new(Writer { log: self, file, unsynced: 0, temporary, target, mark })))
     }
 }
 
