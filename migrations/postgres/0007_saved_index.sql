@@ -1,7 +1,8 @@
 -- The index of an instance, so that a start reads only the rows of kv_log behind its head.
 
--- A cache: all rows are replaced in one transaction, and may be deleted at any time.
-CREATE TABLE saved_index (
+-- A cache: all rows are replaced in one transaction, and may be deleted at any time. Unlogged: after a crash it is empty, and
+-- saving it costs no WAL and no traffic to standbys.
+CREATE UNLOGGED TABLE saved_index (
     -- From 0 on. The last part has an empty block.
     part bigint PRIMARY KEY,
     -- The index contains all revisions up to this one.

@@ -62,10 +62,10 @@ pub(super) async fn run(
 ) {
     let work = async {
         let compacted = *shared.compaction_done.borrow();
-        if let Some(compacted) = compacted {
-            purge(&shared, rate, &mut garbage, compacted, PurgeOwner::ThisInstance).await;
+        match compacted {
+            Some(compacted) => purge(&shared, rate, &mut garbage, compacted, PurgeOwner::ThisInstance).await,
+            None => *shared.purged_on.lock() = Some(shared.position().server),
         }
-        shared.is_garbage_purged.store(true, Ordering::Relaxed);
         loop {
             compact(&shared, rate).await;
             shared.pulses.compactor.rest();
@@ -160,6 +160,7 @@ pub(super) async fn purge(
     compacted: Revision,
     owner: PurgeOwner,
 ) {
+    *shared.purged_on.lock() = None;
     garbage.sort_unstable();
     let mut server = shared.position().server;
     let mut rows = garbage.as_slice();
@@ -195,6 +196,7 @@ pub(super) async fn purge(
         }
     }
     garbage.clear();
+    *shared.purged_on.lock() = Some(server);
 }
 
 /// Copies rows to the archive, if they are to be kept, and deletes them from the log. Both happens on the same server.

@@ -40,7 +40,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         lease_deadline: Notify::new(),
         compaction: Notify::new(),
         is_purge_owner: AtomicBool::new(false),
-        is_garbage_purged: AtomicBool::new(false),
+        purged_on: Mutex::default(),
         rows_left_to_others: Mutex::default(),
         history: None,
         compaction_done: watch::Sender::new(None),

@@ -137,7 +137,7 @@ impl Store {
             vital("the check of pages", pages.finish(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
         if shared.log.saved_index().is_some() {
-            let unread = Unread::after_start(saved_head, rows);
+            let unread = Unread::after_start(saved_head, meta.position.head, rows);
             let saving = saved_index::run(Arc::clone(&shared), settings.saving, unread, stopped.clone());
             tasks.push(vital("the saved index", saving));
         }
@@ -198,7 +198,7 @@ impl Shared {
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
             is_purge_owner: AtomicBool::new(false),
-            is_garbage_purged: AtomicBool::new(false),
+            purged_on: Mutex::default(),
             rows_left_to_others: Mutex::default(),
             sizes: SizesCache::default(),
             pulses: Pulses::default(),

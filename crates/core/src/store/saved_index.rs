@@ -4,10 +4,7 @@
 //! that the index has not seen. So the index is saved after a compaction, and again when much was written since. If several
 //! instances share the log, the one that deleted the rows of the compaction saves the index for all.
 
-use std::{
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use tokio::{
     sync::watch,
@@ -29,6 +26,8 @@ use crate::{
 const INTERVAL: Duration = Duration::from_secs(10);
 /// Pause after the index could not be saved, for example because the disk is almost full.
 const RETRY_PAUSE: Duration = Duration::from_secs(300);
+/// Pause after an attempt, relative to its time.
+const PAUSE_FACTOR: u32 = 4;
 /// Maximum time to save the index when the store stops. If it takes longer, the next start reads more of the log.
 const LAST_SAVE_MAX: Duration = Duration::from_secs(10);
 /// A saved index of this many keys is not saved again to spare a start the read of one row.
@@ -128,33 +127,43 @@ fn is_usable(state: SavedIndexState, compacted: Option<Revision>) -> bool {
 pub(super) struct Unread {
     /// The head of the saved index, if there is one.
     head: Option<Revision>,
-    /// The counter of applied changes at which a start had nothing to read.
+    /// The number of applied changes ([`changes`]) at which a start had nothing to read.
     read_at: i64,
+    /// A revision, and the number of applied changes at that time. An index that was saved up to it was there before, and is
+    /// the one of `head` or was not usable.
+    known: (Revision, i64),
     /// Number of rows that a start may read in addition, because saving takes a time in proportion to the index.
     more: usize,
 }
 
 impl Unread {
-    /// After a start that used the index saved at `head`, and read `rows` rows.
-    pub(super) fn after_start(head: Option<Revision>, rows: usize) -> Self {
-        Self { head, read_at: i64::try_from(rows).map_or(i64::MIN, |rows| -rows), more: 0 }
+    /// After a start up to `head` that used the index saved at `saved`, and read `rows` rows.
+    pub(super) fn after_start(saved: Option<Revision>, head: Revision, rows: usize) -> Self {
+        let read_at = i64::try_from(rows).map_or(i64::MIN, |rows| -rows);
+        let known = saved.map_or((head, 0), |saved| (saved, read_at));
+        Self { head: saved, read_at, known, more: 0 }
     }
 
     /// After an index was saved, when [`changes`] was `read_at`.
     fn after_save(state: SavedIndexState, read_at: i64) -> Self {
-        Self { head: Some(state.head), read_at, more: state.keys / KEYS_PER_ROW }
+        Self { head: Some(state.head), read_at, known: (state.head, read_at), more: state.keys / KEYS_PER_ROW }
     }
 
-    /// After another instance may have saved the index; `None` if none is usable.
-    async fn after_other_instances(shared: &Shared) -> log::Result<Option<Self>> {
+    /// After another instance may have saved the index; `None` if none did since then.
+    async fn after_other_instances(&self, shared: &Shared) -> log::Result<Option<Self>> {
         let (Some(_), Some(saved)) = (shared.log.shared(), shared.log.saved_index()) else { return Ok(None) };
         let Some(reader) = saved.open().await? else { return Ok(None) };
         let state = reader.state();
         let index = shared.index.read();
-        // A revision is at least one change.
-        let unread = index.head().0.saturating_sub(state.head.0);
-        let is_usable = is_usable(state, index.compact_revision());
-        Ok(is_usable.then(|| Self::after_save(state, changes(shared).saturating_sub(unread))))
+        let (from, count) = self.known;
+        let is_new = from < state.head && state.head <= index.head();
+        if !is_new || !is_usable(state, index.compact_revision()) {
+            return Ok(None);
+        }
+        // The number of changes at that revision is estimated from those before and after it.
+        let revisions = |to: Revision| (to.0 - from.0) as f64;
+        let since = changes(shared).saturating_sub(count) as f64 * revisions(state.head) / revisions(index.head());
+        Ok(Some(Self::after_save(state, count.saturating_add(since as i64))))
     }
 
     /// Returns whether a start would have to read the whole log, of at least `rows` rows, or more than it may.
@@ -182,10 +191,13 @@ pub(super) async fn run(shared: Arc<Shared>, saving: Saving, mut unread: Unread,
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
+            let began = Instant::now();
             if let Err(error) = save_if_due(&shared, saving, &mut unread, Pace::BesideWrites).await {
                 warn!(%error, "cannot save the index; the next start reads more of the log");
                 sleep(RETRY_PAUSE).await;
             }
+            // Compactions may come faster than a large index is saved, and each one ends an attempt.
+            sleep(began.elapsed() * PAUSE_FACTOR).await;
         }
     };
     tokio::select! {
@@ -205,7 +217,10 @@ async fn save_if_due(shared: &Shared, saving: Saving, unread: &mut Unread, pace:
     if !unread.exceeds(shared, saving.rows_min, pace) {
         return Ok(());
     }
-    if let Some(current) = Unread::after_other_instances(shared).await? {
+    if !may_save(shared, shared.position().server) {
+        return Ok(());
+    }
+    if let Some(current) = unread.after_other_instances(shared).await? {
         *unread = current;
         if !unread.exceeds(shared, saving.rows_min, pace) {
             return Ok(());
@@ -226,9 +241,15 @@ enum Pace {
     Fast,
 }
 
-/// Saves the index. Returns `None` if a compaction is at work: it removes rows from the index, and rows that it has
-/// not deleted from the log yet are found by a start only because they are still in the index. Also returns `None` if another
-/// instance has to delete such rows, or is saving the index.
+/// Returns whether no compacted row is left on the server: a start finds such rows only because they are in the index, and
+/// compactions remove them from it before they delete them. Other instances may have to delete them.
+fn may_save(shared: &Shared, server: i64) -> bool {
+    // In this order: an instance that leaves rows to others does so before the compaction is done.
+    let is_done = *shared.compaction_done.borrow() == shared.index.read().compact_revision();
+    is_done && shared.rows_left_to_others.lock().is_empty() && *shared.purged_on.lock() == Some(server)
+}
+
+/// Saves the index. Returns `None` if compacted rows are left, or if another instance is saving the index.
 async fn save(shared: &Shared, step_keys: usize, pace: Pace) -> log::Result<Option<Unread>> {
     let Some(saved) = shared.log.saved_index() else { return Ok(None) };
     let (began, read_at) = (Instant::now(), changes(shared));
@@ -237,11 +258,10 @@ async fn save(shared: &Shared, step_keys: usize, pace: Pace) -> log::Result<Opti
         let index = shared.index.read();
         SavedIndexState { head: index.head(), compact_revision: index.compact_revision(), keys: index.len() }
     };
-    let is_compacting = || shared.index.read().compact_revision() != state.compact_revision;
-    let is_purged = shared.is_garbage_purged.load(Ordering::Relaxed) && shared.rows_left_to_others.lock().is_empty();
-    if !is_purged || *shared.compaction_done.borrow() != state.compact_revision {
+    if !may_save(shared, server) {
         return Ok(None);
     }
+    let is_compacting = || shared.index.read().compact_revision() != state.compact_revision;
     let Some(mut writer) = saved.create(state, server).await? else { return Ok(None) };
     let mut after: Option<Key> = None;
     loop {

@@ -54,8 +54,9 @@ pub(super) struct Shared {
     pub(super) compaction: Notify,
     /// Whether this instance recorded the newest compaction and therefore deletes its rows.
     pub(super) is_purge_owner: AtomicBool,
-    /// Whether the rows that the start found compacted are deleted.
-    pub(super) is_garbage_purged: AtomicBool,
+    /// The server ([`Position::server`](crate::log::Position::server)) from which compacted rows were deleted last; `None`
+    /// until the rows that the start found are deleted, and while others are.
+    pub(super) purged_on: Mutex<Option<i64>>,
     /// Rows that the newest compaction made unreadable and that another instance has to delete.
     pub(super) rows_left_to_others: Mutex<Vec<Superseded>>,
     /// Keeps compacted rows; `None`: they are only deleted.

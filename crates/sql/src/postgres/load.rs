@@ -48,7 +48,7 @@ const NEW_CLUSTER: &str = "DELETE FROM meta WHERE name LIKE 'alarm/%'; \
     WHERE name = 'cluster_id'";
 
 /// A server that was started on the empty database may have begun an archive.
-const EMPTY_ARCHIVE: &str = "TRUNCATE kv_archive, kv_time; DELETE FROM meta WHERE name LIKE 'archive\\_%'";
+const EMPTY_ARCHIVE: &str = "TRUNCATE kv_archive, kv_time, saved_index; DELETE FROM meta WHERE name LIKE 'archive\\_%'";
 const ARCHIVE_FACTS: &str = "INSERT INTO meta (name, value) VALUES ('archive_first', $1), ('archive_copied', $2), \
     ('archive_bytes', $3), ('archive_rows', $4)";
 /// The last three parameters are the ids, subs and ends.

@@ -1,16 +1,17 @@
 //! The index of the log, saved in the table `saved_index`.
 //!
 //! The table is replaced in one transaction, by one instance at a time. It is in the same database as the log, so every copy
-//! of the database that has the saved index also has the changes that are in it.
+//! of the database that has the saved index also has the changes that are in it. The table is unlogged: it costs no WAL, and
+//! is empty after a crash of the server and on a standby that becomes the primary.
 
-use std::{collections::VecDeque, future::Future};
+use std::collections::VecDeque;
 
 use async_trait::async_trait;
 use orlop_core::{
     log::{Error, Result, SavedIndex, SavedIndexReader, SavedIndexState, SavedIndexWriter},
     types::Revision,
 };
-use sqlx::{Connection as _, PgConnection, Row as _};
+use sqlx::{Connection as _, PgConnection};
 use tracing::debug;
 
 use super::{
@@ -24,9 +25,11 @@ use crate::rows::LogRow as _;
 const BEGIN: &str = "BEGIN; SET LOCAL idle_in_transaction_session_timeout = '60s'";
 const TRY_LOCK: &str =
     "SELECT pg_try_advisory_xact_lock((1869771888::bigint << 32) | 'saved_index'::regclass::oid::bigint)";
-const DELETE: &str = "DELETE FROM saved_index";
-const INSERT: &str =
-    "INSERT INTO saved_index (part, head, compact_revision, keys, checksum, block) VALUES ($1, $2, $3, $4, $5, $6)";
+const WRITE: &str = "INSERT INTO saved_index (part, head, compact_revision, keys, checksum, block) \
+    VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (part) DO UPDATE SET (head, compact_revision, keys, checksum, block) = \
+    (excluded.head, excluded.compact_revision, excluded.keys, excluded.checksum, excluded.block)";
+/// The parts of a longer index before.
+const DELETE_BEHIND: &str = "DELETE FROM saved_index WHERE part > $1";
 const SERVER: &str = "SELECT orlop_server()";
 const STATE: &str = "SELECT head, compact_revision, keys FROM saved_index WHERE part = 0";
 const PARTS: &str = "SELECT part, checksum, block FROM saved_index WHERE part >= $1 ORDER BY part LIMIT $2";
@@ -55,7 +58,6 @@ impl SavedIndex for PostgresLog {
         if !writer.run(async |connection| sqlx::query_scalar(TRY_LOCK).fetch_one(connection).await).await? {
             return Ok(None);
         }
-        writer.run(async |connection| sqlx::query(DELETE).execute(connection).await).await?;
         Ok(Some(Box::new(writer)))
     }
 }
@@ -110,9 +112,9 @@ impl Writer<'_> {
         done.map_err(|error| self.database.refusal(&error))
     }
 
-    async fn insert(&mut self, block: &[u8]) -> Result<()> {
+    async fn write(&mut self, block: &[u8]) -> Result<()> {
         let SavedIndexState { head, compact_revision, keys } = self.state;
-        let query = sqlx::query(INSERT)
+        let query = sqlx::query(WRITE)
             .bind(self.part)
             .bind(head.0)
             .bind(compact_revision.map(|revision| revision.0))
@@ -128,11 +130,13 @@ impl Writer<'_> {
 #[async_trait]
 impl SavedIndexWriter for Writer<'_> {
     async fn add(&mut self, block: Vec<u8>) -> Result<()> {
-        if block.is_empty() { Ok(()) } else { self.insert(&block).await }
+        if block.is_empty() { Ok(()) } else { self.write(&block).await }
     }
 
     async fn finish(mut self: Box<Self>) -> Result<()> {
-        self.insert(&[]).await?;
+        self.write(&[]).await?;
+        let delete = sqlx::query(DELETE_BEHIND).bind(self.part - 1);
+        self.run(async |connection| delete.execute(connection).await).await?;
         let server: i64 = self.run(async |connection| sqlx::query_scalar(SERVER).fetch_one(connection).await).await?;
         if server != self.server {
             return Err(Error::Unavailable("another server is connected to the database".to_owned()));
