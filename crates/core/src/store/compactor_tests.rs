@@ -29,6 +29,8 @@ async fn interrupted_purge_does_not_revive_deleted_keys() {
     index.begin_compaction(head);
     let mut garbage = Vec::new();
     while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut garbage) {}
+    let server = Some(shared.position().server);
+    *shared.purged_on.lock() = server;
     // The purge is interrupted in the pause after the first transaction.
     timeout(
         Duration::from_millis(1),
@@ -36,10 +38,14 @@ async fn interrupted_purge_does_not_revive_deleted_keys() {
     )
     .await
     .unwrap_err();
+    assert_eq!(*shared.purged_on.lock(), None, "a start with a saved index would not find the rows that are left");
 
     let restored = replay(&*shared.log).await.unwrap().index;
     let live: Vec<Key> = restored.range(.., head).map(|(key, _)| key.clone()).collect();
     assert_eq!(live, [Key::from(&b"a"[..]), Key::from(&b"z"[..])]);
+
+    purge(&shared, CompactionRate::default(), &mut garbage, head, PurgeOwner::ThisInstance).await;
+    assert_eq!(*shared.purged_on.lock(), server);
 }
 
 /// Returns changes that put and delete each of `keys` keys, between two keys that are put twice. A purge step that
