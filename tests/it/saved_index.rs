@@ -247,7 +247,12 @@ async fn saved_table_is_used_only_if_it_is_whole() {
             "UPDATE saved_index SET block = set_byte(block, 11, get_byte(block, 11) # 1) WHERE part = 3",
             0,
         ),
-        ("a part is missing", "DELETE FROM saved_index WHERE part = 20", 0),
+        (
+            // The order of keys does not show it.
+            "the last part with keys is missing",
+            "DELETE FROM saved_index WHERE part = (SELECT max(part) - 1 FROM saved_index)",
+            0,
+        ),
         ("the first part is missing", "DELETE FROM saved_index WHERE part = 0", 0),
         ("the last part is missing", "DELETE FROM saved_index WHERE block = ''", 0),
         ("it is empty", "DELETE FROM saved_index", 0),

@@ -129,9 +129,8 @@ pub(super) struct Unread {
     head: Option<Revision>,
     /// The number of applied changes ([`changes`]) at which a start had nothing to read.
     read_at: i64,
-    /// A revision, and the number of applied changes at that time. An index that was saved up to it was there before, and is
-    /// the one of `head` or was not usable.
-    known: (Revision, i64),
+    /// An index that was saved up to this revision is the one of `head`, or was found unusable at the start.
+    known: Revision,
     /// Number of rows that a start may read in addition, because saving takes a time in proportion to the index.
     more: usize,
 }
@@ -140,30 +139,24 @@ impl Unread {
     /// After a start up to `head` that used the index saved at `saved`, and read `rows` rows.
     pub(super) fn after_start(saved: Option<Revision>, head: Revision, rows: usize) -> Self {
         let read_at = i64::try_from(rows).map_or(i64::MIN, |rows| -rows);
-        let known = saved.map_or((head, 0), |saved| (saved, read_at));
-        Self { head: saved, read_at, known, more: 0 }
+        Self { head: saved, read_at, known: saved.unwrap_or(head), more: 0 }
     }
 
     /// After an index was saved, when [`changes`] was `read_at`.
     fn after_save(state: SavedIndexState, read_at: i64) -> Self {
-        Self { head: Some(state.head), read_at, known: (state.head, read_at), more: state.keys / KEYS_PER_ROW }
+        Self { head: Some(state.head), read_at, known: state.head, more: state.keys / KEYS_PER_ROW }
     }
 
-    /// After another instance may have saved the index; `None` if none did since then.
+    /// After another instance may have saved the index; `None` if none did.
     async fn after_other_instances(&self, shared: &Shared) -> log::Result<Option<Self>> {
         let (Some(_), Some(saved)) = (shared.log.shared(), shared.log.saved_index()) else { return Ok(None) };
         let Some(reader) = saved.open().await? else { return Ok(None) };
         let state = reader.state();
         let index = shared.index.read();
-        let (from, count) = self.known;
-        let is_new = from < state.head && state.head <= index.head();
-        if !is_new || !is_usable(state, index.compact_revision()) {
-            return Ok(None);
-        }
-        // The number of changes at that revision is estimated from those before and after it.
-        let revisions = |to: Revision| (to.0 - from.0) as f64;
-        let since = changes(shared).saturating_sub(count) as f64 * revisions(state.head) / revisions(index.head());
-        Ok(Some(Self::after_save(state, count.saturating_add(since as i64))))
+        let is_new = self.known < state.head && state.head <= index.head();
+        // A few changes are newer than that index. Not counting them lets a start read at most twice as much.
+        let current = Self::after_save(state, changes(shared));
+        Ok((is_new && is_usable(state, index.compact_revision())).then_some(current))
     }
 
     /// Returns whether a start would have to read the whole log, of at least `rows` rows, or more than it may.
@@ -192,12 +185,14 @@ pub(super) async fn run(shared: Arc<Shared>, saving: Saving, mut unread: Unread,
         loop {
             ticks.tick().await;
             let began = Instant::now();
-            if let Err(error) = save_if_due(&shared, saving, &mut unread, Pace::BesideWrites).await {
-                warn!(%error, "cannot save the index; the next start reads more of the log");
-                sleep(RETRY_PAUSE).await;
-            }
+            let saved = save_if_due(&shared, saving, &mut unread, Pace::BesideWrites).await;
             // Compactions may come faster than a large index is saved, and each one ends an attempt.
-            sleep(began.elapsed() * PAUSE_FACTOR).await;
+            let mut pause = began.elapsed() * PAUSE_FACTOR;
+            if let Err(error) = saved {
+                warn!(%error, "cannot save the index; the next start reads more of the log");
+                pause = pause.max(RETRY_PAUSE);
+            }
+            sleep(pause).await;
         }
     };
     tokio::select! {
@@ -217,6 +212,7 @@ async fn save_if_due(shared: &Shared, saving: Saving, unread: &mut Unread, pace:
     if !unread.exceeds(shared, saving.rows_min, pace) {
         return Ok(());
     }
+    // An instance that may not save need not ask the database.
     if !may_save(shared, shared.position().server) {
         return Ok(());
     }

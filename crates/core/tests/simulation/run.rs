@@ -19,7 +19,7 @@ pub(super) struct Tally {
     pub events: usize,
     /// Number of reads of the past, and of those that were refused.
     pub past: [usize; 2],
-    /// Number of starts that opened a saved index.
+    /// Number of times that an instance opened a saved index.
     pub saved_indexes: u64,
 }
 

@@ -23,7 +23,7 @@ pub(super) struct Saved {
     mark: Option<u64>,
     /// Held by who saves the index.
     lock: Arc<Mutex<()>>,
-    /// Number of times that a start opened the file.
+    /// Number of times that an instance opened it.
     pub opened: u64,
 }
 
