@@ -6,6 +6,8 @@
 //! panic is logged with its place.
 //!
 //! Only the panic hook ([`log_panics`]) knows the place of a panic; the code that catches it knows the request.
+//!
+//! A failure of the disk after which only a restart can tell what was written ends the process too ([`disk_failed`]).
 
 use std::{
     any::Any,
@@ -26,6 +28,8 @@ use crate::sync::{Mutex, MutexGuard};
 
 /// Exit status of a process that a panic ended: EX_SOFTWARE of sysexits.h.
 pub const EXIT_PANICKED: i32 = 70;
+/// Exit status of a process that a failure of its disk ended: EX_IOERR of sysexits.h.
+pub const EXIT_DISK_FAILED: i32 = 74;
 
 /// Prefix of the names of sqlx's threads that run SQLite. A panic would end only the thread and its connection, so the
 /// panic hook ends the process.
@@ -141,6 +145,13 @@ fn end_process(task: &str, panic: &Panic) -> ! {
     error!(task, place = panic.place, message = panic.message, "{task} panicked; {WHY}");
     eprintln!("orlop: {task}: {panic}; {WHY}");
     std::process::exit(EXIT_PANICKED)
+}
+
+/// Ends the process because of an error of the disk. As after a panic, all acknowledged writes are in the log.
+pub fn disk_failed(error: &std::io::Error, what: &str) -> ! {
+    error!(%error, "{what}");
+    eprintln!("orlop: {what}: {error}");
+    std::process::exit(EXIT_DISK_FAILED)
 }
 
 /// A lock on state that must not be observed partly changed: if its holder panics, the process ends.

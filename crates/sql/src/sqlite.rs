@@ -137,8 +137,9 @@ impl SqliteLog {
         let settings = Arc::new(settings);
         let values = Readers::new(Arc::clone(&settings));
         let writer = Arc::new(Writer::new(settings, writer));
-        let checkpointer = Checkpointer::start(options.connect().await.map_err(open)?, Arc::clone(&writer));
-        let checkpointer = Arc::new(checkpointer);
+        let connection = options.connect().await.map_err(open)?;
+        let checkpointer = Checkpointer::start(connection, Arc::clone(&writer), file, durability);
+        let checkpointer = Arc::new(checkpointer.map_err(|error| open(error.into()))?);
         let vacuum = Vacuum::start(Arc::clone(&writer), Arc::clone(&checkpointer));
         Ok(Self { writer, readers, values, options: read_only, checkpointer, vacuum, lease_times, _lock: lock })
     }

@@ -2,6 +2,7 @@
 
 use std::{path::Path, process::Command, time::Duration};
 
+use orlop_core::supervise::EXIT_DISK_FAILED;
 use orlop_wire::proto::client::etcdserverpb::{
     Compare, LeaseGrantRequest, LeaseKeepAliveRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, RequestOp,
     TxnRequest,
@@ -20,7 +21,7 @@ use super::{
         Kind::{self, *},
         LinkSide::{self, *},
     },
-    preload::{EIO, Field, WAL},
+    preload::{DATABASE, EIO, Field},
     rig::{Rig, Target, limit},
     workload::Workload,
 };
@@ -201,9 +202,17 @@ async fn fail_syncs(files: i64, rig: &mut Rig, workload: &Workload, random: &mut
     rig.preload().set(Field::SyncErrno, EIO);
     rig.preload().set(Field::SyncFiles, files);
     let since = workload.now();
-    // Syncs of the database are rare, and a test may inject this fault only once. When the second sync fails, the
-    // server has logged the failure of the first, which the test expects.
-    wait_for_injections(rig, Field::SyncsFailed, if files == WAL { random.between(1, 6) } else { 2 }).await;
+    if files == DATABASE {
+        assert_eq!(rig.server().ended().await.code(), Some(EXIT_DISK_FAILED));
+        rig.preload().set(Field::SyncFiles, 0);
+        if random.chance(50) {
+            // The power fails when the new process has written the pages again.
+            rig.restart(0).await;
+            rig.wait_for_all_clients(workload).await;
+        }
+        return cut_power(rig, workload).await;
+    }
+    wait_for_injections(rig, Field::SyncsFailed, random.between(1, 6)).await;
     if random.chance(50) {
         rig.preload().set(Field::SyncFiles, 0);
         if random.chance(50) {
