@@ -8,6 +8,7 @@ mod auth;
 mod backup;
 mod bench;
 mod check;
+mod checkpoint;
 mod commands;
 mod console;
 mod damaged;

@@ -11,7 +11,7 @@
 
 mod faults;
 pub mod judge;
-mod preload;
+pub mod preload;
 pub mod report;
 mod rig;
 mod strike;

@@ -123,9 +123,7 @@ impl SqliteLog {
         // Not before: the last connection to a database deletes its WAL.
         creator.close().await.map_err(open)?;
         let lease_times = lease_times::take(&mut writer).map_err(open_writer)?;
-        if let Err(error) = wal::preallocate(file) {
-            warn!(%error, database = %name, "cannot preallocate the WAL; writes are slower while it grows");
-        }
+        wal::prepare(file).map_err(|error| open(error.into()))?;
         let read_only = options.clone().pragma("query_only", "ON");
         let readers = SqlitePoolOptions::new()
             .max_connections(READERS_MAX)

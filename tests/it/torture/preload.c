@@ -87,7 +87,7 @@ static struct shadow {
 } shadows[3];
 static pthread_mutex_t shadows_lock = PTHREAD_MUTEX_INITIALIZER;
 
-static struct shadow *shadow_of(enum file file) {
+static struct shadow *shadow_of(int fd, enum file file) {
     const char *folder = getenv("TORTURE_SHADOW");
     if (folder == NULL || file == OTHER) return NULL;
     struct shadow *shadow = &shadows[file];
@@ -95,6 +95,12 @@ static struct shadow *shadow_of(enum file file) {
         char path[4096];
         snprintf(path, sizeof path, "%s/orlop.db%s", folder, file == WAL ? "-wal" : "");
         shadow->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        /* An earlier process may have left any page unsynced. */
+        struct stat found;
+        if (fstat(fd, &found) != 0) abort();
+        shadow->end = (found.st_size + PAGE - 1) / PAGE;
+        if (shadow->end > PAGES_MAX) abort();
+        memset(shadow->is_dirty, 1, (size_t)shadow->end);
     }
     if (shadow->fd < 0) abort();
     return shadow;
@@ -113,7 +119,7 @@ static void write_back(struct shadow *shadow, int fd, int64_t page) {
 
 static void written(int fd, enum file file, int64_t from, int64_t length) {
     pthread_mutex_lock(&shadows_lock);
-    struct shadow *shadow = shadow_of(file);
+    struct shadow *shadow = shadow_of(fd, file);
     for (int64_t page = from / PAGE; shadow != NULL && page <= (from + length - 1) / PAGE; page++) {
         if (page >= PAGES_MAX) {
             fprintf(stderr, "preload.c: a file has more than %d pages\n", PAGES_MAX);
@@ -126,9 +132,9 @@ static void written(int fd, enum file file, int64_t from, int64_t length) {
     pthread_mutex_unlock(&shadows_lock);
 }
 
-static void truncated(enum file file, int64_t length) {
+static void truncated(int fd, enum file file, int64_t length) {
     pthread_mutex_lock(&shadows_lock);
-    struct shadow *shadow = shadow_of(file);
+    struct shadow *shadow = shadow_of(fd, file);
     if (shadow != NULL) {
         for (int64_t page = (length + PAGE - 1) / PAGE; page < shadow->end; page++) shadow->is_dirty[page] = 0;
         if (syscall(SYS_ftruncate, shadow->fd, length) != 0) abort();
@@ -138,7 +144,7 @@ static void truncated(enum file file, int64_t length) {
 
 static void synced(int fd, enum file file, int is_lost) {
     pthread_mutex_lock(&shadows_lock);
-    struct shadow *shadow = shadow_of(file);
+    struct shadow *shadow = shadow_of(fd, file);
     for (int64_t page = 0; shadow != NULL && page < shadow->end; page++) {
         if (!shadow->is_dirty[page]) continue;
         if (is_lost) shadow->is_dirty[page] = 0;
@@ -198,7 +204,7 @@ ssize_t write(int fd, const void *bytes, size_t length) {
 int ftruncate64(int fd, off64_t length) {
     enum file file = is_ready() ? file_of(fd) : OTHER;
     int done = (int)syscall(SYS_ftruncate, fd, length);
-    if (file != OTHER && done == 0) truncated(file, length);
+    if (file != OTHER && done == 0) truncated(fd, file, length);
     return done;
 }
 int ftruncate(int fd, off_t length) { return ftruncate64(fd, length); }

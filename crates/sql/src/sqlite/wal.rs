@@ -11,7 +11,11 @@ use std::{
     time::Duration,
 };
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::{
+    fs::{FallocateFlags, fallocate},
+    io::Errno,
+};
+use tracing::warn;
 
 use super::load::with_suffix;
 
@@ -24,18 +28,21 @@ pub(super) const FILE_BYTES_MAX: &str = "67108864";
 /// Interval at which the length of a growing file is looked at.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Allocates the WAL file at its usual maximum length, if the file system supports it.
+/// Allocates the WAL file at its usual maximum length, if the disk has space for it, and syncs the file. A process that was
+/// killed before it had synced its last commit may have left it there, and from now on it is read.
 ///
 /// # Errors
 ///
-/// If the disk is full or the file cannot be opened. The file is then unchanged.
-pub(super) fn preallocate(database: &Path) -> io::Result<()> {
+/// If the file cannot be opened or synced.
+pub(super) fn prepare(database: &Path) -> io::Result<()> {
     let file = OpenOptions::new().write(true).open(with_suffix(database, "-wal"))?;
     match fallocate(&file, FallocateFlags::empty(), 0, FILE_BYTES) {
-        Ok(()) => file.sync_all(),
-        Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
-        Err(error) => Err(error.into()),
+        Ok(()) | Err(Errno::OPNOTSUPP) => {}
+        Err(error) => {
+            warn!(%error, database = %database.display(), "cannot preallocate the WAL; writes are slower while it grows");
+        }
     }
+    file.sync_all()
 }
 
 /// The growth of a WAL file since a moment.
