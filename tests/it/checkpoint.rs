@@ -19,7 +19,7 @@ use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
 use tokio::{task::JoinSet, time::sleep};
 
 use crate::{
-    support::{Backend, Client, Place, Server, eventually},
+    support::{Backend, Client, Place, Server, eventually, skip},
     torture::{
         judge::check_store,
         preload::{DATABASE, EIO, Field, Preload},
@@ -31,7 +31,7 @@ const VALUE_BYTES: usize = 64 << 10;
 /// More writes than the WAL has space for before SQLite starts again at its beginning.
 const WAL_WRITES: usize = 1_500;
 
-/// Clients that put a key of their own again and again, until a put fails or there are enough.
+/// Clients that put new keys until a put fails or there are enough.
 struct Load {
     clients: JoinSet<BTreeSet<String>>,
     written: Arc<AtomicUsize>,
@@ -100,9 +100,9 @@ async fn read_continually(file: PathBuf, stop: Arc<AtomicBool>) {
     database.close().await.expect("a connection can be closed");
 }
 
-/// A sync that fails loses all pages that were copied since the last one. SQLite does not copy those again that an
-/// unfinished checkpoint copied. So a failed sync must not become a loss when the WAL, which still has the pages, is
-/// written from its beginning.
+/// A sync that fails loses all pages that were copied since the last one, and SQLite does not repeat the copies of an
+/// unfinished checkpoint. So a failed sync must not become a loss when the WAL, which still has the pages, is written
+/// from its beginning.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn pages_whose_sync_failed_are_on_the_disk_before_the_wal_restarts() {
     let preload = Preload::build();
@@ -136,6 +136,9 @@ async fn pages_whose_sync_failed_are_on_the_disk_before_the_wal_restarts() {
 /// process loses all its locks on a file when it closes any descriptor of it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn wal_stays_when_another_process_has_read_the_file() {
+    if Command::new("sqlite3").arg("--version").output().is_err() {
+        return skip("sqlite3");
+    }
     let Some(server) = Server::orlop(Backend::Sqlite).await else { return };
     let wal = server.data_dir().join("orlop.db-wal");
     let inode = fs::metadata(&wal).expect("there is a WAL").ino();

@@ -7,7 +7,7 @@
 //!
 //! Only the panic hook ([`log_panics`]) knows the place of a panic; the code that catches it knows the request.
 //!
-//! A failure of the disk after which only a restart can tell what was written ends the process too ([`disk_failed`]).
+//! An error of the disk that only a restart can repair ends the process too ([`disk_failed`]).
 
 use std::{
     any::Any,

@@ -102,6 +102,7 @@ impl SqliteLog {
         let open = |error: sqlx::Error| Error::Open(format!("cannot open database {name}: {error}"));
 
         check_length(file)?;
+        wal::rewrite(file).await.map_err(|error| open(error.into()))?;
         // SQLite creates the WAL and the shared-memory file with the mode of this file.
         private::make_file(file).map_err(|error| open(error.into()))?;
         let synchronous = match durability {
@@ -123,7 +124,9 @@ impl SqliteLog {
         // Not before: the last connection to a database deletes its WAL.
         creator.close().await.map_err(open)?;
         let lease_times = lease_times::take(&mut writer).map_err(open_writer)?;
-        wal::prepare(file).map_err(|error| open(error.into()))?;
+        if let Err(error) = wal::preallocate(file) {
+            warn!(%error, database = %name, "cannot preallocate the WAL; writes are slower while it grows");
+        }
         let read_only = options.clone().pragma("query_only", "ON");
         let readers = SqlitePoolOptions::new()
             .max_connections(READERS_MAX)
@@ -390,8 +393,7 @@ impl SqliteLog {
     /// If the disk is full, the last page of the commit is not in the WAL, so SQLite ignores the commit. After any
     /// other failure, in particular of a sync, SQLite rolls the commit back. The commit may nevertheless be complete in
     /// the WAL, and then a start after a crash recovers it, so the outcome is unknown. A failed sync does not affect
-    /// earlier commits: the next commit overwrites the WAL from the end of the last successful commit, and the next
-    /// checkpoint copies all pages again.
+    /// earlier commits: the next commit overwrites the WAL from the end of the last successful commit.
     fn failure(&self, error: &rusqlite::Error) -> Error {
         let file = self.options.get_filename().display();
         if has_code(error, CODE_FULL) {

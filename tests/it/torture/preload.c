@@ -5,7 +5,8 @@
  *
  * If TORTURE_SHADOW names a folder, the library keeps there what a power cut would leave of each database file: the
  * synced pages, and other pages chosen at random, as if the kernel had written them back. If a sync fails, the pages
- * that it should have written count as clean, as on Linux; they reach the disk only if they are written again. */
+ * that it should have written count as clean, as on Linux; they reach the disk only if they are written again. Which
+ * pages are dirty is kept there too, because the kernel knows it after the end of a process. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -80,29 +81,37 @@ static enum file file_of(int fd) {
 #define PAGE 4096
 #define PAGES_MAX (1 << 20)
 
-static struct shadow {
-    int fd; /* 0: not opened yet */
+/* Survives the process, in a file. */
+struct pages {
     int64_t end; /* no page from here on is dirty */
     char is_dirty[PAGES_MAX];
+};
+
+static struct shadow {
+    int fd; /* 0: not opened yet */
+    struct pages *pages;
 } shadows[3];
 static pthread_mutex_t shadows_lock = PTHREAD_MUTEX_INITIALIZER;
 
-static struct shadow *shadow_of(int fd, enum file file) {
-    const char *folder = getenv("TORTURE_SHADOW");
-    if (folder == NULL || file == OTHER) return NULL;
+static int open_in_shadow(enum file file, const char *suffix) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/orlop.db%s%s", getenv("TORTURE_SHADOW"), file == WAL ? "-wal" : "", suffix);
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (fd < 0) abort();
+    return fd;
+}
+
+static struct shadow *shadow_of(enum file file) {
+    if (getenv("TORTURE_SHADOW") == NULL || file == OTHER) return NULL;
     struct shadow *shadow = &shadows[file];
     if (shadow->fd == 0) {
-        char path[4096];
-        snprintf(path, sizeof path, "%s/orlop.db%s", folder, file == WAL ? "-wal" : "");
-        shadow->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-        /* An earlier process may have left any page unsynced. */
-        struct stat found;
-        if (fstat(fd, &found) != 0) abort();
-        shadow->end = (found.st_size + PAGE - 1) / PAGE;
-        if (shadow->end > PAGES_MAX) abort();
-        memset(shadow->is_dirty, 1, (size_t)shadow->end);
+        int fd = open_in_shadow(file, ".pages");
+        if (syscall(SYS_ftruncate, fd, sizeof(struct pages)) != 0) abort();
+        shadow->pages = mmap(NULL, sizeof(struct pages), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        if (shadow->pages == MAP_FAILED) abort();
+        close(fd);
+        shadow->fd = open_in_shadow(file, "");
     }
-    if (shadow->fd < 0) abort();
     return shadow;
 }
 
@@ -114,29 +123,29 @@ static void write_back(struct shadow *shadow, int fd, int64_t page) {
     ssize_t length = reader < 0 ? -1 : pread(reader, bytes, PAGE, page * PAGE);
     if (reader >= 0) close(reader);
     if (length > 0 && syscall(SYS_pwrite64, shadow->fd, bytes, (size_t)length, page * PAGE) != length) abort();
-    shadow->is_dirty[page] = 0;
+    shadow->pages->is_dirty[page] = 0;
 }
 
 static void written(int fd, enum file file, int64_t from, int64_t length) {
     pthread_mutex_lock(&shadows_lock);
-    struct shadow *shadow = shadow_of(fd, file);
+    struct shadow *shadow = shadow_of(file);
     for (int64_t page = from / PAGE; shadow != NULL && page <= (from + length - 1) / PAGE; page++) {
         if (page >= PAGES_MAX) {
             fprintf(stderr, "preload.c: a file has more than %d pages\n", PAGES_MAX);
             abort();
         }
-        shadow->is_dirty[page] = 1;
-        if (page >= shadow->end) shadow->end = page + 1;
+        shadow->pages->is_dirty[page] = 1;
+        if (page >= shadow->pages->end) shadow->pages->end = page + 1;
         if (random() % 100 < control[WRITE_BACK]) write_back(shadow, fd, page);
     }
     pthread_mutex_unlock(&shadows_lock);
 }
 
-static void truncated(int fd, enum file file, int64_t length) {
+static void truncated(enum file file, int64_t length) {
     pthread_mutex_lock(&shadows_lock);
-    struct shadow *shadow = shadow_of(fd, file);
+    struct shadow *shadow = shadow_of(file);
     if (shadow != NULL) {
-        for (int64_t page = (length + PAGE - 1) / PAGE; page < shadow->end; page++) shadow->is_dirty[page] = 0;
+        for (int64_t page = (length + PAGE - 1) / PAGE; page < shadow->pages->end; page++) shadow->pages->is_dirty[page] = 0;
         if (syscall(SYS_ftruncate, shadow->fd, length) != 0) abort();
     }
     pthread_mutex_unlock(&shadows_lock);
@@ -144,10 +153,10 @@ static void truncated(int fd, enum file file, int64_t length) {
 
 static void synced(int fd, enum file file, int is_lost) {
     pthread_mutex_lock(&shadows_lock);
-    struct shadow *shadow = shadow_of(fd, file);
-    for (int64_t page = 0; shadow != NULL && page < shadow->end; page++) {
-        if (!shadow->is_dirty[page]) continue;
-        if (is_lost) shadow->is_dirty[page] = 0;
+    struct shadow *shadow = shadow_of(file);
+    for (int64_t page = 0; shadow != NULL && page < shadow->pages->end; page++) {
+        if (!shadow->pages->is_dirty[page]) continue;
+        if (is_lost) shadow->pages->is_dirty[page] = 0;
         else write_back(shadow, fd, page);
     }
     pthread_mutex_unlock(&shadows_lock);
@@ -204,7 +213,7 @@ ssize_t write(int fd, const void *bytes, size_t length) {
 int ftruncate64(int fd, off64_t length) {
     enum file file = is_ready() ? file_of(fd) : OTHER;
     int done = (int)syscall(SYS_ftruncate, fd, length);
-    if (file != OTHER && done == 0) truncated(fd, file, length);
+    if (file != OTHER && done == 0) truncated(file, length);
     return done;
 }
 int ftruncate(int fd, off_t length) { return ftruncate64(fd, length); }

@@ -90,6 +90,8 @@ impl Preload {
     /// Replaces the files in `data` with the contents that a power cut would leave. The server must have ended.
     pub fn cut_power(&self, data: &Path) {
         for name in ["orlop.db", "orlop.db-wal"] {
+            // The files are on the disk as they are from now on.
+            let _ = fs::remove_file(self.home.path().join("shadow").join(format!("{name}.pages")));
             let (left, file): (PathBuf, PathBuf) = (self.home.path().join("shadow").join(name), data.join(name));
             if left.exists() {
                 fs::copy(left, file).expect("a file can be written");

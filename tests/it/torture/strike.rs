@@ -223,6 +223,11 @@ async fn fail_syncs(files: i64, rig: &mut Rig, workload: &Workload, random: &mut
     }
     rig.server().kill();
     rig.preload().set(Field::SyncFiles, 0);
+    if random.chance(50) {
+        // A new process must not append after a commit that is not on the disk.
+        rig.restart(0).await;
+        rig.wait_for_all_clients(workload).await;
+    }
     cut_power(rig, workload).await
 }
 

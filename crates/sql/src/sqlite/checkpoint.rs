@@ -48,7 +48,7 @@ const COMMIT_BYTES: usize = 8 << 10;
 const WAL_PAGES_MAX: i64 = 8_192;
 /// Maximum time between two checkpoints if the WAL grows slowly.
 const IDLE_INTERVAL: Duration = Duration::from_secs(5);
-const SYNC_FAILED: &str = "cannot sync the database file; see the kernel log. The server exits, because the kernel may have \
+const SYNC_FAILED: &str = "cannot sync the database file; see the kernel log. The process exits, because the kernel may have \
                            discarded pages: the next start writes them again from the WAL";
 
 pub(super) struct Checkpointer {
@@ -61,8 +61,9 @@ struct Shared {
     pending_bytes: AtomicUsize,
     wake: Notify,
     stop: Notify,
-    /// To sync the database file; `None` if nothing is synced. It outlives the connections: closing it releases the locks
-    /// that they have on the file, because POSIX locks belong to a process and not to a descriptor.
+    /// To sync the database file; `None` if nothing is synced. It must not be closed before the connections that write:
+    /// that would release the locks that they have on the file, because POSIX locks belong to a process and not to a
+    /// descriptor.
     database: Option<File>,
 }
 
@@ -84,7 +85,7 @@ impl Checkpointer {
         };
         let shared = Shared { pending_bytes: AtomicUsize::new(0), wake: Notify::new(), stop: Notify::new(), database };
         let shared = Arc::new(shared);
-        let task = vital("the checkpointer", run(connection, writer, Arc::clone(&shared)));
+        let task = vital("the checkpointer", run(Arc::clone(&shared), writer, connection));
         Ok(Self { shared, task: Mutex::new(Some(task)) })
     }
 
@@ -120,7 +121,8 @@ impl Checkpointer {
     }
 }
 
-async fn run(mut connection: SqliteConnection, writer: Arc<Writer>, shared: Arc<Shared>) {
+// The parameters are dropped in reverse order.
+async fn run(shared: Arc<Shared>, writer: Arc<Writer>, mut connection: SqliteConnection) {
     let mut stopping = false;
     while !stopping {
         tokio::select! {

@@ -39,6 +39,7 @@ pub(super) struct Vacuum {
 
 struct Shared {
     writer: Arc<Writer>,
+    /// Dropped after the writer, because its descriptor of the file must be.
     checkpointer: Arc<Checkpointer>,
     freed: Notify,
     stop: Notify,

@@ -1,4 +1,4 @@
-//! The WAL file: preallocation and growth.
+//! The WAL file: what an earlier process left, preallocation and growth.
 //!
 //! While a file grows, each sync also waits for the journal of the file system, and so for other writes to the disk
 //! (docs/adr/0001). Therefore the blocks of the file are allocated before the first write and are not freed. SQLite
@@ -7,6 +7,7 @@
 use std::{
     fs::OpenOptions,
     io,
+    os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -15,7 +16,6 @@ use rustix::{
     fs::{FallocateFlags, fallocate},
     io::Errno,
 };
-use tracing::warn;
 
 use super::load::with_suffix;
 
@@ -25,24 +25,53 @@ const FILE_BYTES: u64 = 48 << 20;
 /// Length to which SQLite truncates the file when it restarts the WAL. A large transaction may make the file longer.
 pub(super) const FILE_BYTES_MAX: &str = "67108864";
 
+/// Bytes that are read and written at a time.
+const REWRITE_BYTES: usize = 1 << 20;
 /// Interval at which the length of a growing file is looked at.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Allocates the WAL file at its usual maximum length, if the disk has space for it, and syncs the file. A process that was
-/// killed before it had synced its last commit may have left it there, and from now on it is read.
+/// Writes the WAL that an earlier process left again, and syncs it. Call it before a connection is opened.
+///
+/// SQLite reads every complete commit in it, and appends after the last one. The commit may never have been synced, or its
+/// sync may have failed; then Linux counts its pages as clean, and another sync would not write them.
 ///
 /// # Errors
 ///
-/// If the file cannot be opened or synced.
-pub(super) fn prepare(database: &Path) -> io::Result<()> {
+/// If the file cannot be read, written or synced.
+pub(super) async fn rewrite(database: &Path) -> io::Result<()> {
+    let wal = with_suffix(database, "-wal");
+    // A slow disk does not delay other tasks.
+    tokio::task::spawn_blocking(move || rewrite_file(&wal)).await?
+}
+
+fn rewrite_file(wal: &Path) -> io::Result<()> {
+    let file = match OpenOptions::new().read(true).write(true).open(wal) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        opened => opened?,
+    };
+    let (mut piece, mut at) = (vec![0; REWRITE_BYTES], 0);
+    loop {
+        let read = file.read_at(&mut piece, at)?;
+        if read == 0 {
+            return file.sync_all();
+        }
+        file.write_all_at(&piece[..read], at)?;
+        at += read as u64;
+    }
+}
+
+/// Allocates the WAL file at its usual maximum length, if the file system supports it.
+///
+/// # Errors
+///
+/// If the disk is full or the file cannot be opened. The file is then unchanged.
+pub(super) fn preallocate(database: &Path) -> io::Result<()> {
     let file = OpenOptions::new().write(true).open(with_suffix(database, "-wal"))?;
     match fallocate(&file, FallocateFlags::empty(), 0, FILE_BYTES) {
-        Ok(()) | Err(Errno::OPNOTSUPP) => {}
-        Err(error) => {
-            warn!(%error, database = %database.display(), "cannot preallocate the WAL; writes are slower while it grows");
-        }
+        Ok(()) => file.sync_all(),
+        Err(Errno::OPNOTSUPP) => Ok(()),
+        Err(error) => Err(error.into()),
     }
-    file.sync_all()
 }
 
 /// The growth of a WAL file since a moment.
