@@ -47,8 +47,8 @@ const MISMATCHES_MAX: usize = 4;
 
 async fn answers_equal_those_of_etcd(backend: Backend) {
     let default = match (env::var_os("CI").is_some(), backend) {
-        (true, Backend::Sqlite) => 100_000,
-        (true, Backend::Postgres) => 30_000,
+        (true, Backend::Sqlite) => 50_000,
+        (true, Backend::Postgres) => 20_000,
         (false, Backend::Sqlite) => 20_000,
         (false, Backend::Postgres) => 10_000,
     };

@@ -27,7 +27,14 @@ mod view;
 mod wal;
 mod writer;
 
-use std::{collections::HashMap, fs::File, io::Read as _, path::Path, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    fs::File,
+    io::{ErrorKind, Read as _},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use sqlx::{
@@ -102,7 +109,6 @@ impl SqliteLog {
         let open = |error: sqlx::Error| Error::Open(format!("cannot open database {name}: {error}"));
 
         check_length(file)?;
-        wal::rewrite(file).await.map_err(|error| open(error.into()))?;
         // SQLite creates the WAL and the shared-memory file with the mode of this file.
         private::make_file(file).map_err(|error| open(error.into()))?;
         let synchronous = match durability {
@@ -111,6 +117,11 @@ impl SqliteLog {
         };
         let options = Self::options(file).synchronous(synchronous);
         refuse_other_tables(file).await?;
+        match wal::rewrite(file).await {
+            // A file system that copies on each write needs space for it. The store still serves reads.
+            Err(error) if error.kind() == ErrorKind::StorageFull => warn!(%error, "cannot write the WAL again"),
+            rewritten => rewritten.map_err(|error| open(error.into()))?,
+        }
         // Only this connection sets auto_vacuum: the pragma always writes to the file, which fails on later connections
         // if the disk is full.
         let mut creator = Self::creation_options(file).synchronous(synchronous).connect().await.map_err(open)?;
@@ -246,7 +257,7 @@ fn check_length(file: &Path) -> Result<()> {
     const MAGIC: &[u8] = b"SQLite format 3\0";
     let unreadable = |error: std::io::Error| Error::Open(format!("cannot read database {}: {error}", file.display()));
     let opened = match File::open(file) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         opened => opened.map_err(unreadable)?,
     };
     let bytes = opened.metadata().map_err(unreadable)?.len();

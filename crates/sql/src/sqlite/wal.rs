@@ -30,7 +30,7 @@ const REWRITE_BYTES: usize = 1 << 20;
 /// Interval at which the length of a growing file is looked at.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Writes the WAL that an earlier process left again, and syncs it. Call it before a connection is opened.
+/// Writes the WAL that an earlier process left again, and syncs it. Call it before a connection writes.
 ///
 /// SQLite reads every complete commit in it, and appends after the last one. The commit may never have been synced, or its
 /// sync may have failed; then Linux counts its pages as clean, and another sync would not write them.
