@@ -88,6 +88,7 @@ simulate seeds="10000":
 
 # Run the threads of the core under schedules of their locks; a number multiplies them: `just races 100`.
 races factor="1":
+    cargo clippy --quiet -p orlop-core --features shuttle --lib --tests -- -D warnings
     ORLOP_SCHEDULES={{ factor }} cargo test -p orlop-core --features shuttle --lib races::
 
 # Inject faults into Orlop and etcd: `just torture 300` kills each 300 times, which takes hours.
