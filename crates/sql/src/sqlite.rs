@@ -119,7 +119,9 @@ impl SqliteLog {
         refuse_other_tables(file).await?;
         match wal::rewrite(file).await {
             // A file system that copies on each write needs space for it. The store still serves reads.
-            Err(error) if error.kind() == ErrorKind::StorageFull => warn!(%error, "cannot write the WAL again"),
+            Err(error) if error.kind() == ErrorKind::StorageFull => {
+                warn!(%error, database = %name, "no space to write the WAL of the previous process again");
+            }
             rewritten => rewritten.map_err(|error| open(error.into()))?,
         }
         // Only this connection sets auto_vacuum: the pragma always writes to the file, which fails on later connections

@@ -121,7 +121,7 @@ impl Checkpointer {
     }
 }
 
-// The parameters are dropped in reverse order.
+// The parameters are dropped in reverse order: the connection before the descriptor of its file in `shared`.
 async fn run(shared: Arc<Shared>, writer: Arc<Writer>, mut connection: SqliteConnection) {
     let mut stopping = false;
     while !stopping {

@@ -39,7 +39,7 @@ pub(super) struct Vacuum {
 
 struct Shared {
     writer: Arc<Writer>,
-    /// Dropped after the writer, because its descriptor of the file must be.
+    /// Dropped after the writer, because it has a descriptor of the writer's file ([`super::checkpoint`]).
     checkpointer: Arc<Checkpointer>,
     freed: Notify,
     stop: Notify,
