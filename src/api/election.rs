@@ -131,24 +131,25 @@ impl Observer {
         let head = header.as_ref().map_or(0, |header| header.revision);
         let (revision, kv) = match kv {
             Some(kv) => (head, kv),
-            None => self.wait_for_entry(Revision(head)).await?,
+            None => wait_for_entry(&self.context, &self.prefix, Revision(head)).await?,
         };
         let range = KeyRange::from_wire(&kv.key, b"");
         self.leader = Some(Watch::new(&self.context, range, Revision(revision).next()));
         Ok(self.response(revision, kv))
     }
 
-    async fn wait_for_entry(&self, head: Revision) -> Result<(i64, KeyValue), Status> {
-        let mut watch = Watch::new(&self.context, KeyRange::of_prefix(&self.prefix), head.next());
-        loop {
-            let event = watch.next().await?;
-            if let (EventType::Put, Some(kv)) = (event.r#type(), event.kv) {
-                return Ok((kv.mod_revision, kv));
-            }
-        }
-    }
-
     fn response(&self, revision: i64, kv: KeyValue) -> LeaderResponse {
         LeaderResponse { header: self.context.header(Revision(revision)), kv: Some(kv) }
+    }
+}
+
+/// Waits for the first candidate.
+async fn wait_for_entry(context: &Arc<Context>, prefix: &[u8], head: Revision) -> Result<(i64, KeyValue), Status> {
+    let mut watch = Watch::new(context, KeyRange::of_prefix(prefix), head.next());
+    loop {
+        let event = watch.next().await?;
+        if let (EventType::Put, Some(kv)) = (event.r#type(), event.kv) {
+            return Ok((kv.mod_revision, kv));
+        }
     }
 }

@@ -6,9 +6,9 @@ use bytes::{BufMut as _, Bytes};
 use futures_util::{Stream, StreamExt as _};
 use http::Request;
 use prost::Message as _;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 use tonic::{
-    Status, Streaming,
+    Code, Status, Streaming,
     body::Body,
     codec::{BufferSettings, Codec, EncodeBuf, Encoder},
     codegen::{BoxFuture, Service},
@@ -91,26 +91,37 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
         let context = Arc::clone(&self.0);
         let outbox = Arc::new(context.store.hub().outbox());
         let messages = Messages::new(Arc::clone(&outbox));
-        // The token is checked again for each watch of the stream.
-        let credentials = Credentials::of(&request);
-        tokio::spawn(serve_and_catch_panics(Arc::clone(&context), credentials, request.into_inner(), outbox));
+        let client = Client {
+            credentials: Credentials::of(&request),
+            needs_leader: request.metadata().get("hasleader").is_some_and(|value| value == "true"),
+        };
+        tokio::spawn(serve_and_catch_panics(Arc::clone(&context), client, request.into_inner(), outbox));
         let frames = messages.map(move |message| match message {
             Ok(message) => Ok(context.frame(message)),
             Err(End::ServerStopped | End::ClientGone) => Err(from_store(store::Error::Stopped)),
+            Err(End::NoLeader) => Err(from_store(store::Error::Unavailable)),
             Err(End::Failed) => Err(panicked()),
         });
         std::future::ready(Ok(tonic::Response::new(Box::pin(frames) as Self::ResponseStream)))
     }
 }
 
+/// What the metadata of a stream say of its client.
+struct Client {
+    /// Checked again for each watch of the stream.
+    credentials: Credentials,
+    /// The stream must end when this instance is cut off from the database, so that the client goes to another one.
+    needs_leader: bool,
+}
+
 /// Serves one stream. If its session panics, the stream ends with an error.
 async fn serve_and_catch_panics(
     context: Arc<Context>,
-    credentials: Credentials,
+    client: Client,
     requests: Streaming<pb::WatchRequest>,
     outbox: Arc<Outbox>,
 ) {
-    let serving = serve(Arc::clone(&context), credentials, requests, Arc::clone(&outbox));
+    let serving = serve(Arc::clone(&context), client, requests, Arc::clone(&outbox));
     if let Err(panic) = catch_panics(serving).await {
         log_request_panic(&context.store.metrics().rpc.panics, "/etcdserverpb.Watch/Watch", &panic);
         outbox.end(End::Failed);
@@ -121,14 +132,14 @@ async fn serve_and_catch_panics(
 /// still receives events.
 async fn serve(
     context: Arc<Context>,
-    credentials: Credentials,
+    Client { credentials, needs_leader }: Client,
     requests: Streaming<pb::WatchRequest>,
     outbox: Arc<Outbox>,
 ) {
     let store = &context.store;
     let mut requests = PacedStream::new(requests, context.steps());
     let mut session = Session::new(Arc::clone(store.hub()), Arc::clone(store.log()), Arc::clone(&outbox));
-    let mut stopping = context.stopping.clone();
+    let (mut stopping, mut cut_off) = (context.stopping.clone(), store.cut_off());
     let mut requests_open = true;
     let mut tick = context.next_tick();
     let mut retry_at = Instant::now();
@@ -174,9 +185,8 @@ async fn serve(
                 }
                 tick = context.next_tick();
             }
-            _ = stopping.wait_for(|stopping| *stopping) => {
-                outbox.end(End::ServerStopped);
-            }
+            _ = stopping.wait_for(|stopping| *stopping) => outbox.end(End::ServerStopped),
+            _ = cut_off.wait_for(|cut_off| *cut_off), if needs_leader => outbox.end(End::NoLeader),
         }
     }
 }
@@ -204,7 +214,6 @@ fn reason(refused: &Status) -> &'static str {
             "rpc error: code = InvalidArgument desc = etcdserver: revision of auth store is old"
         }
         "etcdserver: user name is empty" => "rpc error: code = InvalidArgument desc = etcdserver: user name is empty",
-        "etcdserver: no leader" => "rpc error: code = Unavailable desc = etcdserver: no leader",
         _ => "rpc error: code = PermissionDenied desc = etcdserver: permission denied",
     }
 }
@@ -255,13 +264,19 @@ impl Context {
         }
     }
 
+    /// Checks whether a watch is permitted. Waits for the database as long as the stream exists: the client's library would
+    /// end a watch that is refused.
     async fn check_watch(&self, credentials: &Credentials, create: pb::WatchCreateRequest) -> Checked {
-        let permitted = async {
-            let caller = self.caller(credentials).await?;
-            self.store.check_watch(&caller, &range(&create)).await.map_err(from_store)
-        };
-        let permitted = permitted.await;
-        Checked::Create(create, permitted)
+        loop {
+            let permitted = async {
+                let caller = self.caller(credentials).await?;
+                self.store.check_watch(&caller, &range(&create)).await.map_err(from_store)
+            };
+            match permitted.await {
+                Err(status) if status.code() == Code::Unavailable => sleep(RETRY_PAUSE).await,
+                permitted => return Checked::Create(create, permitted),
+            }
+        }
     }
 
     /// Returns the time of the next tick. It has up to 10 % jitter, so that the streams of a restarted server do not

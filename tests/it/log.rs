@@ -112,6 +112,68 @@ async fn frozen_log_does_not_change(backend: Backend) {
     log.close(&[]).await;
 }
 
+/// Returns a put of a value of `len` bytes.
+fn large(key: &str, row: RowId, prev: Option<RowId>, len: usize) -> Change {
+    let version = Version { row, create_revision: row.revision, version: if prev.is_some() { 2 } else { 1 } };
+    let kind = ChangeKind::Put {
+        kv: EncodedKv::new(key.as_bytes(), version, &vec![b'v'; len], None),
+        create_revision: version.create_revision,
+        version: version.version,
+        lease: None,
+    };
+    Change { row, key: key.as_bytes().into(), kind, prev: prev.map(|row| Prev { row, kv: None }), prev_lease: None }
+}
+
+/// A page ends at the end of a revision, after about 1 MiB or 1,000 rows. Previous pairs and all rows of a transaction
+/// count.
+async fn pages_are_limited_in_bytes_and_rows(backend: Backend) {
+    const LARGE: usize = 100_000;
+    let home = TempDir::new().expect("a folder");
+    let Some(log) = open(backend, &home).await else { return };
+    // 40 transactions whose second put is large, then small puts of the same keys, then one of many rows.
+    let key = |name: &str, number: i64| format!("{name}{number:04}");
+    let first: Vec<Change> = (0..40)
+        .flat_map(|number| [("a", 0, 1), ("b", 1, LARGE)].map(|(name, sub, len)| (name, number, sub, len)))
+        .map(|(name, number, sub, len)| large(&key(name, number), row(2 + number, sub), None, len))
+        .collect();
+    let then: Vec<Change> =
+        (0..40).map(|number| large(&key("b", number), row(42 + number, 0), Some(row(2 + number, 1)), 1)).collect();
+    let last: Vec<Change> = (0..3_000).map(|sub| large(&key("c", sub.into()), row(82, sub), None, 1)).collect();
+    let end: Vec<Change> = (0..10).map(|number| large("d", row(83 + number, 0), None, 1)).collect();
+    for changes in [&first, &then, &last, &end] {
+        append(&*log, changes, &[], None).await;
+    }
+    let head = Revision(92);
+    let all = KeyRange::all();
+    let second = KeyRange::from_wire(b"b", b"c");
+    let table = [
+        ("the second puts of transactions", 2, &all, WithPrev::No, 3_130, 4),
+        ("only the second puts", 2, &second, WithPrev::No, 80, 4),
+        ("previous pairs", 42, &second, WithPrev::Yes, 40, 4),
+        ("a transaction of many rows", 82, &all, WithPrev::Yes, 3_010, 2),
+    ];
+    for (what, from, range, prev, rows, pages_min) in table {
+        let (mut next, mut found, mut pages) = (Revision(from), Vec::new(), 0);
+        while next <= head {
+            let page = log.changes(next, head, range, prev).await.expect("the log answers");
+            let bytes: usize = page.changes.iter().map(Change::pair_bytes).sum();
+            assert!(bytes < (1 << 20) + 2 * LARGE, "{what}: a page from {next} has {bytes} bytes");
+            assert!(
+                page.next > next && page.changes.iter().all(|change| (next..page.next).contains(&change.row.revision))
+            );
+            found.extend(page.changes.iter().map(|change| change.row));
+            (next, pages) = (page.next, pages + 1);
+        }
+        assert!(
+            found.is_sorted_by(|before, after| before < after),
+            "{what}: rows are in order, and none is read twice"
+        );
+        assert_eq!(found.len(), rows, "{what}");
+        assert!(pages >= pages_min, "{what}: {pages} pages");
+    }
+    log.close(&[]).await;
+}
+
 /// Appends of an instance that has read the log up to revision 3, behind the revisions 4 (`b` and `c`) and 5 (`d`) of
 /// another one.
 #[tokio::test]
@@ -208,4 +270,8 @@ async fn append_at_another_position_adds_nothing(backend: Backend) {
     log.close(&[]).await;
 }
 
-on_both_backends!(frozen_log_does_not_change, append_at_another_position_adds_nothing,);
+on_both_backends!(
+    pages_are_limited_in_bytes_and_rows,
+    frozen_log_does_not_change,
+    append_at_another_position_adds_nothing,
+);

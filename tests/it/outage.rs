@@ -2,10 +2,16 @@
 
 use std::{os::unix::fs::PermissionsExt as _, process::Command};
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest, StatusRequest};
-use tonic::Code;
+use orlop_wire::proto::client::etcdserverpb::{
+    PutRequest, RangeRequest, StatusRequest, WatchCreateRequest, watch_request::RequestUnion,
+};
+use tokio::time::timeout;
+use tonic::{Code, metadata::MetadataMap};
 
-use crate::support::{Client, Fsync, Place, Postgres, Server, Stream, eventually, everything};
+use crate::{
+    auth,
+    support::{Client, DEADLINE, Fsync, Link, NetworkState, Place, Postgres, Server, Stream, eventually, everything},
+};
 
 fn put(key: &str) -> PutRequest {
     PutRequest { key: key.to_owned().into(), value: "value".into(), ..Default::default() }
@@ -57,6 +63,57 @@ async fn outage_is_reported_and_survived() {
     let after = put_with_retries(&a, "after").await;
     assert_eq!(stream.read_until(after).await, (before + 1..=after).collect::<Vec<_>>(), "no gap in the same stream");
     assert_eq!(b.kv.range(range()).await.expect("a range").into_inner().count, 1);
+}
+
+/// A client's library ends a watch that is refused, so the answer waits for the database.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn watch_of_a_user_is_created_after_the_outage() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &auth::CHEAP).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    auth::enable(&mut client).await;
+    auth::act_as(&mut client, "user").await;
+    let mut stream = Stream::open(&mut client).await;
+
+    postgres.stop();
+    stream.ask(RequestUnion::CreateRequest(WatchCreateRequest { key: "a".into(), ..Default::default() }));
+    // Without the database this read fails after the time for which the check of the watch waits as well.
+    client.kv.range(RangeRequest { key: "a".into(), ..Default::default() }).await.expect_err("there is no database");
+    postgres.start_again().await;
+    let created = stream.next().await;
+    assert!(created.created && !created.canceled, "{created:?}");
+    let revision = put_with_retries(&client, "a").await;
+    assert_eq!(stream.read_until(revision).await.last(), Some(&revision));
+}
+
+/// kube-apiserver asks for it, and then watches at another instance.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn watch_that_needs_a_leader_ends_at_an_instance_that_is_cut_off() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let link = Link::to(postgres.port()).await;
+    let datastore = postgres.create_database();
+    let behind_link = datastore.replace(&format!(":{}/", postgres.port()), &format!(":{}/", link.port()));
+    let server = Server::orlop_on(&behind_link, &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut with_leader = MetadataMap::new();
+    with_leader.insert("hasleader", "true".parse().expect("ASCII"));
+    let mut other = Stream::open(&mut client).await;
+    other.create(everything(0)).await;
+    let mut stream = Stream::open_with(&mut client, &with_leader).await;
+    stream.create(everything(0)).await;
+
+    link.set_network(NetworkState::Down);
+    link.reset();
+    for what in ["an open stream", "a new stream"] {
+        // The instance waits a minute, in which most failovers end.
+        let ended = timeout(4 * DEADLINE, stream.answers.message()).await.expect("the stream ends");
+        let status = ended.expect_err("the stream ends with a status");
+        assert_eq!((status.code(), status.message()), (Code::Unavailable, "etcdserver: no leader"), "{what}");
+        stream = Stream::open_with(&mut client, &with_leader).await;
+    }
+    link.set_network(NetworkState::Normal);
+    let revision = put_with_retries(&client, "after").await;
+    assert_eq!(other.read_until(revision).await.last(), Some(&revision), "a stream that needs no leader continues");
 }
 
 /// After a failover an address may temporarily lead to the old primary, now a standby.

@@ -1,11 +1,13 @@
 //! Watches under load: slow readers, large responses, clients that have closed their sending half, and a server
 //! that shuts down.
 
+use std::time::Duration;
+
 use orlop_wire::proto::client::etcdserverpb::{
-    PutRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest,
+    PutRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest, WatchRequest,
     request_op::Request, watch_request::RequestUnion,
 };
-use tokio::time::timeout;
+use tokio::time::{interval, timeout};
 use tonic::Code;
 
 use crate::support::{Backend, Client, DEADLINE, Server, Stream, everything, on_both_backends};
@@ -75,6 +77,28 @@ async fn progress_is_answered_after_the_events_that_it_covers(backend: Backend) 
         stream.ask(RequestUnion::ProgressRequest(WatchProgressRequest {}));
         assert_eq!(stream.next().await.watch_id, -1);
     }
+}
+
+/// kube-apiserver asks for progress again and again while a consistent read waits for its cache.
+async fn requests_do_not_delay_catching_up(backend: Backend) {
+    const PUTS: i64 = 3_000;
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for _ in 0..PUTS {
+        put(&mut client, "k", vec![b'v'; 512]).await;
+    }
+    let mut stream = Stream::open(&mut client).await;
+    let requests = stream.requests.clone().expect("the stream is open");
+    let asking = tokio::spawn(async move {
+        let mut often = interval(Duration::from_millis(1));
+        let progress = || WatchRequest { request_union: Some(RequestUnion::ProgressRequest(WatchProgressRequest {})) };
+        while (0..10).all(|_| requests.send(progress()).is_ok()) {
+            often.tick().await;
+        }
+    });
+    stream.create(everything(2)).await;
+    assert_eq!(stream.read_until(PUTS + 1).await, (2..=PUTS + 1).collect::<Vec<_>>());
+    asking.abort();
 }
 
 async fn fragments_split_one_revision(backend: Backend) {
@@ -185,6 +209,7 @@ async fn streams_end_with_a_status_at_shutdown(backend: Backend) {
 on_both_backends!(
     slow_watcher_loses_no_events_and_delays_no_other,
     progress_is_answered_after_the_events_that_it_covers,
+    requests_do_not_delay_catching_up,
     fragments_split_one_revision,
     catching_up_in_fragments_takes_one_response,
     client_that_closed_its_sending_half_still_gets_events,

@@ -160,4 +160,13 @@ impl Change {
     pub fn is_delete(&self) -> bool {
         matches!(self.kind, ChangeKind::Delete)
     }
+
+    /// Returns the bytes of the pairs in memory: that of a put, and the previous one.
+    pub fn pair_bytes(&self) -> usize {
+        let put = match &self.kind {
+            ChangeKind::Put { kv, .. } => kv.len(),
+            ChangeKind::Delete => 0,
+        };
+        put + self.prev.as_ref().and_then(|prev| prev.kv.as_ref()).map_or(0, EncodedKv::len)
+    }
 }

@@ -21,6 +21,7 @@ pub mod intervals;
 mod message;
 mod outbox;
 mod queue;
+mod reading;
 mod run;
 mod session;
 mod spec;

@@ -15,11 +15,13 @@ use orlop_core::log::{
 };
 use orlop_core::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
 
-/// Maximum number of revisions in a page of [`orlop_core::log::History::changes`], as in one watch response of etcd.
-pub(super) const PAGE_REVISIONS_MAX: usize = 1_000;
+/// Number of rows of a table after which a page of [`orlop_core::log::History::changes`] ends, at the end of a revision. etcd
+/// sends as many revisions in one watch response.
+pub(super) const PAGE_ROWS_MAX: usize = 1_000;
 /// Maximum number of ids visited for a page of [`orlop_core::log::History::changes`], matching or not.
 pub(super) const PAGE_IDS_MAX: i64 = 20_000;
-/// Bytes of keys and values after which a page of [`orlop_core::log::History::changes`] ends, at the end of a revision.
+/// Bytes of keys, values and previous pairs after which a page of [`orlop_core::log::History::changes`] ends, at the end of a
+/// revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
 /// Number of rows per table that [`orlop_core::log::History::replay`] reads at a time.
 pub(super) const REPLAY_ROWS: usize = 10_000;
@@ -181,16 +183,10 @@ pub(super) struct PageBuilder {
 }
 
 impl PageBuilder {
-    /// Starts a page with the rows of the first table (`kv_log`). They may contain one revision more than a page; the
-    /// page then ends before this revision.
-    pub(super) fn new(mut first: Vec<PageRow>, mut to: i64) -> Self {
-        if first.len() > PAGE_REVISIONS_MAX || bytes(&first) > PAGE_BYTES_MAX {
-            if first.len() > PAGE_REVISIONS_MAX {
-                first.pop();
-            }
-            to = first.last().map_or(to, |(columns, _)| columns.row.revision.0);
-        }
-        Self { rows: first, to }
+    /// Starts a page with the rows of the first table (`kv_log`). If they are as many as a page may contain, there may be
+    /// more, and the page ends after them.
+    pub(super) fn new(first: Vec<PageRow>, to: i64) -> Self {
+        Self { to: end_of_full(&first).unwrap_or(to), rows: first }
     }
 
     /// Returns the last revision to query from the second table.
@@ -198,16 +194,12 @@ impl PageBuilder {
         self.to
     }
 
-    /// Adds the rows of the second table (`kv_log_more`), which may also contain one revision more than a page.
+    /// Adds the rows of the second table (`kv_log_more`), which may also be as many as a page may contain.
     pub(super) fn add_more(&mut self, more: Vec<PageRow>) {
         if more.is_empty() {
             return;
         }
-        let mut revisions: Vec<i64> = more.iter().map(|(columns, _)| columns.row.revision.0).collect();
-        revisions.dedup();
-        if revisions.len() > PAGE_REVISIONS_MAX || bytes(&more) > PAGE_BYTES_MAX {
-            self.to = revisions[revisions.len().min(PAGE_REVISIONS_MAX) - 1];
-        }
+        self.to = end_of_full(&more).unwrap_or(self.to);
         self.rows.extend(more);
         self.rows.retain(|(columns, _)| columns.row.revision.0 <= self.to);
         self.rows.sort_by_key(|(columns, _)| columns.row);
@@ -219,8 +211,15 @@ impl PageBuilder {
     }
 }
 
-fn bytes(rows: &[PageRow]) -> usize {
-    rows.iter().map(|(columns, _)| columns.len()).sum()
+/// Returns the last revision of rows that are as many as a page may contain.
+fn end_of_full(rows: &[PageRow]) -> Option<i64> {
+    let is_full = rows.len() >= PAGE_ROWS_MAX || rows.iter().map(bytes).sum::<usize>() > PAGE_BYTES_MAX;
+    rows.last().filter(|_| is_full).map(|(columns, _)| columns.row.revision.0)
+}
+
+/// Returns the bytes of a row's key and value and of the pair that it replaced.
+pub(super) fn bytes((columns, prev_kv): &PageRow) -> usize {
+    columns.len() + prev_kv.as_ref().map_or(0, EncodedKv::len)
 }
 
 /// Merges rows of the two tables. Each list is in order and has at most `limit` rows. A list of `limit` rows may be

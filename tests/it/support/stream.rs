@@ -5,7 +5,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 };
 use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tonic::Streaming;
+use tonic::{Request, Streaming, metadata::MetadataMap};
 
 use super::{Client, DEADLINE};
 
@@ -17,8 +17,14 @@ pub struct Stream {
 
 impl Stream {
     pub async fn open(client: &mut Client) -> Self {
+        Self::open_with(client, &MetadataMap::new()).await
+    }
+
+    pub async fn open_with(client: &mut Client, metadata: &MetadataMap) -> Self {
         let (requests, receiver) = mpsc::unbounded_channel();
-        let answers = client.watch.watch(UnboundedReceiverStream::new(receiver)).await.expect("a stream opens");
+        let mut request = Request::new(UnboundedReceiverStream::new(receiver));
+        *request.metadata_mut() = metadata.clone();
+        let answers = client.watch.watch(request).await.expect("a stream opens");
         Self { requests: Some(requests), answers: answers.into_inner() }
     }
 

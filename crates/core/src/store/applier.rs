@@ -51,7 +51,6 @@ impl Shared {
             self.lease_deadline.notify_one();
         }
         if let Some(revision) = batch.compaction() {
-            self.is_purge_owner.store(true, std::sync::atomic::Ordering::Relaxed);
             self.note_compaction(revision);
         }
     }

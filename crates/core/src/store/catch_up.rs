@@ -16,7 +16,7 @@ use std::{
 };
 
 use tokio::{
-    sync::watch,
+    sync::{MutexGuard as AsyncMutexGuard, watch},
     time::{Instant, sleep, timeout},
 };
 use tracing::{info, warn};
@@ -194,25 +194,37 @@ impl Shared {
         Ok(true)
     }
 
-    /// Applies changes of other instances up to `head`, behind which an append of this instance was added. Without
-    /// `changes`, reads them from the log.
-    pub(super) async fn apply_others(&self, mut changes: Vec<Change>, head: Revision) -> Result<()> {
-        if changes.is_empty() {
-            let _lock = self.replication.lock.lock().await;
-            while self.index.read().head() < head {
-                if !self.read_page(head).await? {
-                    self.rebuild().await?;
-                }
-            }
-            return Ok(());
-        }
+    /// Applies changes of other instances up to `head`, behind which an append of this instance was added on `server`.
+    /// Without `changes`, reads them from the log. While the returned guard exists, no other server is accepted: the caller
+    /// applies its own changes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutcomeUnknown`] if another server was accepted since the append. It may lack these changes.
+    pub(super) async fn apply_others(
+        &self,
+        mut changes: Vec<Change>,
+        head: Revision,
+        server: i64,
+    ) -> Result<AsyncMutexGuard<'_, ()>> {
         complete_prev(&self.index.read(), &mut changes);
         if self.hub.wants_prev() {
             self.fill_cached_prev(&mut changes);
             self.fill_prev(&mut changes).await;
         }
-        self.apply_logged(&changes, head);
-        Ok(())
+        let lock = self.replication.lock.lock().await;
+        if self.replication.server.load(Ordering::Relaxed) != server {
+            return Err(Error::OutcomeUnknown("another server has become the primary".to_owned()));
+        }
+        if !changes.is_empty() {
+            self.apply_logged(&changes, head);
+        }
+        while self.index.read().head() < head {
+            if !self.read_page(head).await? {
+                self.rebuild().await?;
+            }
+        }
+        Ok(lock)
     }
 
     /// Fills in the previous pairs that are in memory.
@@ -447,5 +459,17 @@ mod tests {
         complete_prev(&index, &mut changes);
         let rows = changes.map(|change| change.prev.map(|prev| prev.row));
         assert_eq!(rows, [Some(row(15, 1)), Some(row(15, 1)), Some(row(15, 0))]);
+    }
+
+    #[tokio::test]
+    async fn changes_of_a_replaced_server_are_not_applied() {
+        let shared = crate::store::fixtures::shared(0);
+        let others = || vec![change(RowId::new(Revision(2), 0), "k", 1, None)];
+        // Another server was accepted after the append on server 1.
+        let refused = shared.apply_others(others(), Revision(2), 1).await.map(drop);
+        assert!(matches!(refused, Err(Error::OutcomeUnknown(_))), "{refused:?}");
+        assert_eq!(shared.index.read().head(), Revision::EMPTY);
+        shared.apply_others(others(), Revision(2), 0).await.map(drop).expect("the same server");
+        assert_eq!(shared.index.read().head(), Revision(2));
     }
 }

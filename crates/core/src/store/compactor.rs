@@ -5,7 +5,8 @@
 //! has finished. If another instance then deleted only the rows of the next compaction, a key's tombstone could
 //! disappear before an older put of the key, and the key would exist again after the next start. So at each compaction
 //! every other instance first deletes the rows of the previous compaction again; usually none are left. An instance
-//! remembers the rows of only one compaction.
+//! remembers the rows of only one compaction. After a failover, which may have lost deletions, it reads the rows to delete
+//! from the log, as a start does.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -19,7 +20,10 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::shared::Shared;
+use super::{
+    replay::{Replayed, replay},
+    shared::Shared,
+};
 use crate::{
     index::CompactionCursor,
     log::{self, Reclaim},
@@ -107,9 +111,9 @@ pub(super) async fn compact(shared: &Shared, rate: CompactionRate) {
             yield_now().await;
         }
         metrics.index_compaction_pause.observe(elapsed_ms(begun));
-        let rows = garbage.len();
         let mut left = std::mem::take(&mut *shared.rows_left_to_others.lock());
         let before = *shared.compaction_done.borrow();
+        let purged_on = *shared.purged_on.lock();
         if let Some(before) = before {
             purge(shared, rate, &mut left, before, PurgeOwner::OtherInstance).await;
         }
@@ -117,6 +121,10 @@ pub(super) async fn compact(shared: &Shared, rate: CompactionRate) {
             if !shared.members.is_alone() {
                 sleep(OTHERS_READ_TIME).await;
             }
+            if purged_on != Some(shared.position().server) {
+                garbage = read_garbage(shared, target).await;
+            }
+            let rows = garbage.len();
             purge(shared, rate, &mut garbage, target, PurgeOwner::ThisInstance).await;
             metrics.compaction_total.observe(elapsed_ms(begun));
             shared.metrics.state.last_compaction.set(unix_seconds());
@@ -130,6 +138,25 @@ pub(super) async fn compact(shared: &Shared, rate: CompactionRate) {
             *done = (*done).max(Some(target));
             is_newer
         });
+    }
+}
+
+/// Reads the rows of compactions up to `target` from the log. The server is another one than that on which rows were last
+/// deleted, so it may have lost their deletion. Without an older put in the index, its tombstone would be deleted alone.
+async fn read_garbage(shared: &Shared, target: Revision) -> Vec<Superseded> {
+    loop {
+        shared.pulses.compactor.beat();
+        match replay(&*shared.log).await {
+            Ok(Replayed { mut garbage, .. }) => {
+                // Other instances may have recorded later compactions. A tombstone at `target` belongs to one of them.
+                garbage.retain(|superseded| superseded.row.revision < target && superseded.end <= target);
+                return garbage;
+            }
+            Err(error) => {
+                warn!(%error, "cannot read which rows another database server still has; trying again");
+                sleep(RETRY_PAUSE).await;
+            }
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::{
-    compactor::{CompactionRate, PurgeOwner, purge},
+    compactor::{CompactionRate, PurgeOwner, compact, purge},
     fixtures::shared,
     replay::replay,
 };
@@ -46,6 +46,39 @@ async fn interrupted_purge_does_not_revive_deleted_keys() {
 
     purge(&shared, CompactionRate::default(), &mut garbage, head, PurgeOwner::ThisInstance).await;
     assert_eq!(*shared.purged_on.lock(), server);
+}
+
+/// A failover can lose the last deletions of a compaction. A put that is there again must be deleted before the tombstone of
+/// its key.
+#[tokio::test(start_paused = true)]
+async fn rows_that_a_failover_brought_back_do_not_revive_keys() {
+    let shared = shared(0);
+    let put = |revision, key: &str, prev: Option<i64>| {
+        let row = RowId::new(Revision(revision), 0);
+        let version = if prev.is_some() { 2 } else { 1 };
+        let create_revision = prev.map_or(row.revision, Revision);
+        let kv = EncodedKv::new(key.as_bytes(), Version { row, create_revision, version }, b"value", None);
+        let prev = prev.map(|revision| Prev { row: RowId::new(Revision(revision), 0), kv: None });
+        let kind = ChangeKind::Put { kv, create_revision, version, lease: None };
+        Change { row, key: Key::from(key.as_bytes()), kind, prev, prev_lease: None }
+    };
+    let delete = Change { kind: ChangeKind::Delete, ..put(4, "k", Some(3)) };
+    let changes = [put(2, "k", None), put(3, "k", Some(2)), delete, put(5, "z", None)];
+    // The first compaction deleted row 2 on server 1. Server 0 has it.
+    shared.apply_logged(&changes, Revision(5));
+    shared.note_compaction(Revision(3));
+    while shared.index.write().compact_step(&mut CompactionCursor::default(), usize::MAX, &mut Vec::new()) {}
+    shared.compaction_done.send_replace(Some(Revision(3)));
+    *shared.purged_on.lock() = Some(1);
+
+    let append = Append { compact: Some(Revision(5)), ..Append::rows(Revision::EMPTY, &changes) };
+    assert_eq!(shared.log.append(append).await.unwrap(), Appended::Done);
+    shared.note_compaction(Revision(5));
+    compact(&shared, CompactionRate::default()).await;
+
+    let replayed = replay(&*shared.log).await.unwrap();
+    let live: Vec<Key> = replayed.index.range(.., Revision(5)).map(|(key, _)| key.clone()).collect();
+    assert_eq!((live, replayed.rows), (vec![Key::from(&b"z"[..])], 1));
 }
 
 /// Returns changes that put and delete each of `keys` keys, between two keys that are put twice. A purge step that

@@ -40,6 +40,12 @@ impl Store {
         (members.live(), self.shared.log.shared().map(|_| members.since_last_beat()))
     }
 
+    /// Returns whether this instance is cut off from a database that it shares with others: they may write what it does not
+    /// learn of.
+    pub fn cut_off(&self) -> watch::Receiver<bool> {
+        self.shared.members.cut_off()
+    }
+
     /// Returns the id of the leader.
     pub fn leader(&self) -> u64 {
         self.shared.members.leader()
@@ -50,22 +56,36 @@ impl Store {
 pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
     let work = async {
         let Some(log) = shared.log.shared() else { return };
-        let mut ticks = interval(HEARTBEAT_INTERVAL);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut is_failing = false;
-        loop {
-            ticks.tick().await;
-            let beat: std::result::Result<_, Error> = shared.beat(log).await;
-            if let (Err(error), false) = (&beat, is_failing) {
-                warn!(%error, "cannot send the heartbeat of this member; trying again");
-            }
-            is_failing = beat.is_err();
-            shared.metrics.store.failed_beats.inc_by(u64::from(is_failing));
-        }
+        // A heartbeat may wait for the database as long as it is away.
+        tokio::join!(beat_forever(&shared, log), note_cut_off_forever(&shared));
     };
     tokio::select! {
         biased;
         () = work => {}
         _ = stop.wait_for(|stop| *stop) => {}
+    }
+}
+
+async fn beat_forever(shared: &Shared, log: &dyn SharedLog) {
+    let mut ticks = interval(HEARTBEAT_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut is_failing = false;
+    loop {
+        ticks.tick().await;
+        let beat: std::result::Result<_, Error> = shared.beat(log).await;
+        if let (Err(error), false) = (&beat, is_failing) {
+            warn!(%error, "cannot send the heartbeat of this member; trying again");
+        }
+        is_failing = beat.is_err();
+        shared.metrics.store.failed_beats.inc_by(u64::from(is_failing));
+    }
+}
+
+async fn note_cut_off_forever(shared: &Shared) {
+    let mut ticks = interval(HEARTBEAT_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        shared.members.note_cut_off();
     }
 }

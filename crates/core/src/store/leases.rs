@@ -127,7 +127,11 @@ impl Store {
                 }
             }
         }
-        Ok(leases.remaining(id, Instant::now()))
+        let mut remaining = leases.remaining(id, Instant::now());
+        if let (Some(remaining), LeaseKeys::Returned) = (&mut remaining, keys) {
+            remaining.keys = leases.keys(id).cloned().collect();
+        }
+        Ok(remaining)
     }
 
     /// Returns the ids of all live leases. The caller needs the right to read all keys of all leases.

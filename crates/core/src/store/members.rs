@@ -2,15 +2,20 @@
 
 use std::time::Duration;
 
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 use tracing::info;
 
 use crate::{log::Member, sync::Mutex};
+
+/// Time without a heartbeat after which this instance counts as cut off. Longer than most failovers of the database, in which
+/// watches should continue: Patroni's, by default, takes up to 45 s.
+const CUT_OFF_AFTER: Duration = Duration::from_secs(60);
 
 /// The members of the cluster.
 pub(super) struct Members {
     own: Member,
     state: Mutex<State>,
+    is_cut_off: watch::Sender<bool>,
 }
 
 struct State {
@@ -21,7 +26,8 @@ struct State {
 
 impl Members {
     pub(super) fn new(own: Member) -> Self {
-        Self { state: Mutex::new(State { live: vec![own.clone()], last_beat: Instant::now() }), own }
+        let state = State { live: vec![own.clone()], last_beat: Instant::now() };
+        Self { state: Mutex::new(state), own, is_cut_off: watch::Sender::new(false) }
     }
 
     /// Returns the id of the leader, which is the oldest live member. Only the leader runs automatic compaction, and
@@ -63,5 +69,15 @@ impl Members {
     /// expires leases.
     pub(super) fn since_last_beat(&self) -> Duration {
         self.state.lock().last_beat.elapsed()
+    }
+
+    /// Notes whether this instance is cut off from the database, by the time since its last heartbeat.
+    pub(super) fn note_cut_off(&self) {
+        let is_cut_off = self.since_last_beat() > CUT_OFF_AFTER;
+        self.is_cut_off.send_if_modified(|known| std::mem::replace(known, is_cut_off) != is_cut_off);
+    }
+
+    pub(super) fn cut_off(&self) -> watch::Receiver<bool> {
+        self.is_cut_off.subscribe()
     }
 }

@@ -4,6 +4,7 @@
 //! revision, and a progress notification is queued after all events that it covers. Publishing encodes an event once
 //! per range and flavor, regardless of the number of watches that share it.
 
+mod members;
 mod survey;
 
 use std::{
@@ -13,6 +14,7 @@ use std::{
 
 use tokio::sync::Semaphore;
 
+use self::members::Members;
 pub use self::survey::{Survey, WatchedRange};
 use super::{
     chunk::{CHUNK_BYTES_MAX, Chunk},
@@ -49,9 +51,9 @@ struct State {
     groups: Vec<Option<RangeGroup>>,
     free_groups: Vec<usize>,
     /// Watches whose start revision is above head + 1.
-    future: BTreeMap<Revision, Vec<(Arc<Outbox>, WatchId)>>,
+    future: BTreeMap<Revision, Members>,
     /// Watches that read the log, by their outbox and id. Only [`Hub::survey`] uses it.
-    behind: BTreeMap<BehindKey, BehindWatch>,
+    behind: BTreeMap<WatchKey, BehindWatch>,
     /// Streams that wait for a progress notification at or above this revision.
     progress: Vec<(Revision, Arc<Outbox>)>,
     /// Number of synced watches that requested previous pairs.
@@ -67,9 +69,9 @@ struct BehindWatch {
 }
 
 /// The address of an outbox, which exists as long as the watch, and the id of a watch of its stream.
-type BehindKey = (usize, WatchId);
+type WatchKey = (usize, WatchId);
 
-fn behind_key(outbox: &Arc<Outbox>, id: WatchId) -> BehindKey {
+fn watch_key(outbox: &Arc<Outbox>, id: WatchId) -> WatchKey {
     (Arc::as_ptr(outbox).addr(), id)
 }
 
@@ -82,11 +84,11 @@ struct RangeGroup {
 /// The watches of a group that receive the same events.
 struct FlavorGroup {
     flavor: Flavor,
-    members: Vec<Member>,
+    members: Members,
     tail: RunTail,
 }
 
-/// A synced watch.
+/// A watch that is synced, or waits for its start revision.
 struct Member {
     outbox: Arc<Outbox>,
     id: WatchId,
@@ -207,11 +209,10 @@ impl Hub {
         state.forget_behind(outbox, id);
         if let Some(start) = spec.start
             && let Some(waiting) = state.future.get_mut(&start)
+            && waiting.remove(outbox, id)
+            && waiting.is_empty()
         {
-            waiting.retain(|(other, other_id)| !(Arc::ptr_eq(other, outbox) && *other_id == id));
-            if waiting.is_empty() {
-                state.future.remove(&start);
-            }
+            state.future.remove(&start);
         }
     }
 
@@ -265,7 +266,7 @@ impl State {
         let outcome = self.join_at(outbox, id, spec, next);
         if outcome == JoinOutcome::Behind {
             let watch = || BehindWatch { outbox: Arc::downgrade(outbox), range: spec.range.clone(), next };
-            self.behind.entry(behind_key(outbox, id)).or_insert_with(watch).next = next;
+            self.behind.entry(watch_key(outbox, id)).or_insert_with(watch).next = next;
         } else {
             self.forget_behind(outbox, id);
         }
@@ -274,7 +275,7 @@ impl State {
 
     fn forget_behind(&mut self, outbox: &Arc<Outbox>, id: WatchId) {
         if !self.behind.is_empty() {
-            self.behind.remove(&behind_key(outbox, id));
+            self.behind.remove(&watch_key(outbox, id));
         }
     }
 
@@ -286,7 +287,7 @@ impl State {
             return JoinOutcome::Behind;
         }
         if next > self.head.next() {
-            self.future.entry(next).or_default().push((Arc::clone(outbox), id));
+            self.future.entry(next).or_default().push(Member::new(outbox, id, spec));
             return JoinOutcome::Waiting;
         }
         self.add(outbox, id, spec);
@@ -311,34 +312,28 @@ impl State {
             }
         });
         let group = self.groups[group].as_mut().expect("every group number in `ranges` is in use");
-        let member = Member { outbox: Arc::clone(outbox), id, fragment: spec.fragment, sent: None };
+        let member = Member::new(outbox, id, spec);
         match group.flavors.iter_mut().find(|flavor_group| flavor_group.flavor == spec.flavor) {
             Some(flavor_group) => flavor_group.members.push(member),
             None => {
-                let flavor_group = FlavorGroup { flavor: spec.flavor, members: vec![member], tail: RunTail::default() };
-                group.flavors.push(flavor_group);
+                let mut members = Members::default();
+                members.push(member);
+                group.flavors.push(FlavorGroup { flavor: spec.flavor, members, tail: RunTail::default() });
             }
         }
     }
 
     fn member(&self, outbox: &Arc<Outbox>, id: WatchId, range: &KeyRange, flavor: Flavor) -> Option<&Member> {
-        let mut found = None;
-        self.ranges.visit(range.start(), &mut |group| {
-            let group = self.groups[*group].as_ref().expect("every group number in `ranges` is in use");
-            if group.range == *range {
-                found = group.flavors.iter().find(|flavor_group| flavor_group.flavor == flavor);
-            }
-        });
-        found?.members.iter().find(|member| member.is(outbox, id))
+        let group = self.groups[*self.ranges.get(range)?].as_ref().expect("every group number in `ranges` is in use");
+        group.flavors.iter().find(|flavor_group| flavor_group.flavor == flavor)?.members.get(outbox, id)
     }
 
     fn remove(&mut self, outbox: &Arc<Outbox>, id: WatchId, range: &KeyRange, flavor: Flavor) {
-        let Some(number) = self.ranges.get_mut(range).copied() else { return };
+        let Some(number) = self.ranges.get(range).copied() else { return };
         let group = self.groups[number].as_mut().expect("every group number in `ranges` is in use");
         if let Some(flavor_group) = group.flavors.iter_mut().find(|flavor_group| flavor_group.flavor == flavor)
-            && let Some(position) = flavor_group.members.iter().position(|member| member.is(outbox, id))
+            && flavor_group.members.remove(outbox, id)
         {
-            flavor_group.members.swap_remove(position);
             self.prev_kv_members -= usize::from(flavor.prev_kv);
         }
         self.drop_if_empty(number);
@@ -364,8 +359,8 @@ impl State {
         // A watch whose start revision is now committed catches up from that revision.
         while let Some(waiting) = self.future.first_entry().filter(|entry| *entry.key() <= head) {
             let start = *waiting.key();
-            for (outbox, id) in waiting.remove() {
-                outbox.mark_lagging(id, start);
+            for member in waiting.remove() {
+                member.outbox.mark_lagging(member.id, start);
             }
         }
         self.progress.retain(|(start, outbox)| {
@@ -425,15 +420,15 @@ pub(super) fn encode(change: &Change, flavor: Flavor) -> EncodedEvent {
 }
 
 impl Member {
-    fn is(&self, outbox: &Arc<Outbox>, id: WatchId) -> bool {
-        self.id == id && Arc::ptr_eq(&self.outbox, outbox)
+    fn new(outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) -> Self {
+        Self { outbox: Arc::clone(outbox), id, fragment: spec.fragment, sent: None }
     }
 
     /// Notifies the session that the watch must catch up from `next`.
-    fn fall_behind(&self, range: &KeyRange, next: Revision, behind: &mut BTreeMap<BehindKey, BehindWatch>) {
+    fn fall_behind(&self, range: &KeyRange, next: Revision, behind: &mut BTreeMap<WatchKey, BehindWatch>) {
         self.outbox.mark_lagging(self.id, next);
         let watch = BehindWatch { outbox: Arc::downgrade(&self.outbox), range: range.clone(), next };
-        behind.insert(behind_key(&self.outbox, self.id), watch);
+        behind.insert(watch_key(&self.outbox, self.id), watch);
     }
 
     /// Returns false if the outbox is full.

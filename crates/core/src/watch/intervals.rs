@@ -99,11 +99,17 @@ impl<T> Intervals<T> {
         }
     }
 
-    pub fn get_mut(&mut self, range: &KeyRange) -> Option<&mut T> {
-        match range {
-            KeyRange::Single(key) => self.singles.get_mut(key),
-            KeyRange::Span { start, end } => Self::find(&mut self.spans, start, &End::new(end.as_ref())),
+    pub fn get(&self, range: &KeyRange) -> Option<&T> {
+        let KeyRange::Span { start, end } = range else { return self.singles.get(range.start().as_slice()) };
+        let (end, mut link) = (End::new(end.as_ref()), &self.spans);
+        while let Some(node) = link {
+            match node.compare(start, &end) {
+                Ordering::Less => link = &node.left,
+                Ordering::Greater => link = &node.right,
+                Ordering::Equal => return Some(&node.value),
+            }
         }
+        None
     }
 
     pub fn remove(&mut self, range: &KeyRange) {
@@ -272,7 +278,7 @@ mod tests {
                 prop_assert_eq!(found, expected);
             }
             for range in &model {
-                prop_assert_eq!(intervals.get_mut(range).map(|range| range.clone()), Some(range.clone()));
+                prop_assert_eq!(intervals.get(range), Some(range));
             }
         }
     }

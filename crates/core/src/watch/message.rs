@@ -46,6 +46,8 @@ pub enum Message {
 pub enum End {
     ClientGone,
     ServerStopped,
+    /// The client asked for a stream that ends when the server is cut off from the cluster, and it is.
+    NoLeader,
     /// A bug in the server.
     Failed,
 }

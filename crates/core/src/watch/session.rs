@@ -10,19 +10,14 @@ use super::{
     hub::{Hub, JoinOutcome, encode},
     message::Message,
     outbox::Outbox,
+    reading::{LONG_READ_BYTES_MAX, Reading},
     run::ChunkRef,
     spec::Spec,
 };
 use crate::{
-    log::{Log, Page, Result, WithPrev},
-    types::{Change, ChangeKind, Revision, WatchId},
+    log::{Log, Page, Result},
+    types::{Change, Revision, WatchId},
 };
-
-/// Bytes of pairs after which a response in fragments ends while a watch is catching up.
-const LONG_READ_BYTES_MAX: usize = if cfg!(test) { 200 } else { 16 << 20 };
-/// Bytes of pairs from which a page counts as full. A page with less has few events among many rows, so that further
-/// pages would take long.
-const FULL_PAGE_BYTES: usize = if cfg!(test) { 1 } else { 512 << 10 };
 
 const DUPLICATE_ID: &str = "mvcc: duplicate watch ID provided on the WatchStream";
 
@@ -37,6 +32,8 @@ pub struct Session {
     next_id: i64,
     /// Watches that are catching up, served round-robin.
     behind: VecDeque<WatchId>,
+    /// The page of the first of `behind`, once its read has begun.
+    reading: Option<Reading>,
     is_progress_requested: bool,
     /// The head when [`Session::tick`] last looked for watches that need a progress notification.
     last_tick: Revision,
@@ -72,6 +69,7 @@ impl Session {
             watches: BTreeMap::new(),
             next_id: 0,
             behind: VecDeque::new(),
+            reading: None,
             is_progress_requested: false,
             last_tick,
             reported: (0, 0),
@@ -112,6 +110,7 @@ impl Session {
             // Discards a notification that this watch fell behind, because a later watch may use its id.
             self.take_lagging();
             self.behind.retain(|behind| *behind != id);
+            self.reading.take_if(|reading| reading.id == id);
             self.hub.with_head(|revision| self.outbox.push(Message::Canceled { id, revision }));
             // A progress request may have waited only for this watch.
             self.is_progress_requested &= !self.watches.is_empty();
@@ -140,9 +139,9 @@ impl Session {
         self.last_tick = head;
     }
 
-    /// Returns whether [`Session::advance`] has something to read and the outbox has capacity.
+    /// Returns whether [`Session::advance`] has something to read and the outbox has capacity, or a read has begun.
     pub fn has_work(&self) -> bool {
-        !self.behind.is_empty() && self.outbox.has_capacity()
+        self.reading.is_some() || (!self.behind.is_empty() && self.outbox.has_capacity())
     }
 
     /// Returns whether the stream has ended.
@@ -160,22 +159,38 @@ impl Session {
     ///
     /// # Cancel safety
     ///
-    /// Cancel safe: a page that was read is discarded and read again. Nothing is queued before the last await.
+    /// Cancel safe: the next call continues a read that has begun. Requests therefore do not delay it.
     pub async fn advance(&mut self) -> Result<()> {
-        let Some(id) = self.behind.front().copied() else { return Ok(()) };
+        if self.reading.is_none() {
+            self.reading = self.begin_reading();
+        }
+        let Some(reading) = &mut self.reading else { return Ok(()) };
+        let page = reading.await;
+        let Some(Reading { id, from, head, .. }) = self.reading.take() else { return Ok(()) };
+        let joined = self.deliver(id, from, page?, head);
+        self.advanced(id, joined);
+        Ok(())
+    }
+
+    /// Begins to read for the next watch that is behind; `None`: it needs no read, or no watch is behind.
+    fn begin_reading(&mut self) -> Option<Reading> {
+        let id = self.behind.front().copied()?;
         let Some(Watch { spec, state: State::Behind { next } }) = self.watches.get(&id) else {
             self.behind.pop_front();
             self.try_progress();
-            return Ok(());
+            return None;
         };
-        let joined = match self.hub.join(&self.outbox, id, spec, *next) {
-            JoinOutcome::Behind => {
-                let head = self.hub.head();
-                let page = self.read(spec, *next, head).await?;
-                self.deliver(id, *next, page, head)
+        match self.hub.join(&self.outbox, id, spec, *next) {
+            JoinOutcome::Behind => Some(Reading::begin(&self.hub, &self.log, id, spec, *next)),
+            joined @ (JoinOutcome::Synced | JoinOutcome::Waiting | JoinOutcome::Compacted(_)) => {
+                self.advanced(id, Some(joined));
+                None
             }
-            joined @ (JoinOutcome::Synced | JoinOutcome::Waiting | JoinOutcome::Compacted(_)) => Some(joined),
-        };
+        }
+    }
+
+    /// Ends the turn of the watch, which is the first of `behind`. `None`: the outbox is full.
+    fn advanced(&mut self, id: WatchId, joined: Option<JoinOutcome>) {
         self.behind.pop_front();
         match joined {
             None | Some(JoinOutcome::Behind) => self.behind.push_back(id),
@@ -190,25 +205,6 @@ impl Session {
         }
         self.report_counts();
         self.try_progress();
-        Ok(())
-    }
-
-    /// Reads the next page for a watch that is catching up. If its client accepts fragments, further full pages follow, so
-    /// that it receives as few responses as from etcd. Other clients may limit the size of a response, to 4 MiB by default.
-    async fn read(&self, spec: &Spec, from: Revision, to: Revision) -> Result<Page> {
-        let prev = if spec.flavor.prev_kv { WithPrev::Yes } else { WithPrev::No };
-        let mut page = self.log.changes(from, to, &spec.range, prev).await?;
-        let permit = spec.fragment.and_then(|_| self.hub.long_reads.try_acquire().ok());
-        let (mut bytes, mut all_bytes) = (pair_bytes(&page), pair_bytes(&page));
-        while permit.is_some() && page.next <= to && bytes >= FULL_PAGE_BYTES && all_bytes < LONG_READ_BYTES_MAX {
-            let more = self.log.changes(page.next, to, &spec.range, prev).await?;
-            bytes = pair_bytes(&more);
-            all_bytes += bytes;
-            page.changes.extend(more.changes);
-            page.next = more.next;
-            page.purged = page.purged.max(more.purged);
-        }
-        Ok(page)
     }
 
     /// Queues a page of events for a watch and tries to join it to the hub. Returns `None` if the outbox is full.
@@ -300,13 +296,4 @@ impl Drop for Session {
         metrics.watchers.sub(self.reported.0);
         metrics.behind.sub(self.reported.1);
     }
-}
-
-/// Returns the bytes of the pairs that a page contains.
-fn pair_bytes(page: &Page) -> usize {
-    let bytes = |change: &Change| match &change.kind {
-        ChangeKind::Put { kv, .. } => kv.len(),
-        ChangeKind::Delete => 0,
-    };
-    page.changes.iter().map(bytes).sum()
 }

@@ -127,6 +127,8 @@ async fn listen(
         let mut listener = with_timeout(PgListener::connect_with(&pool)).await?;
         listener.eager_reconnect(false);
         with_timeout(listener.listen(channel)).await?;
+        // The server may lack a revision of which another one notified.
+        sender.send_replace(Revision(0));
         receive(listener, channel, sender, own).await
     });
     database.unless_superseded(found.timeline, listening).await

@@ -7,7 +7,7 @@ use sqlx::PgConnection;
 
 use crate::auth::{self, AuthRow};
 use crate::rows::{
-    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
+    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
     RowColumns, SqlRange, VALUES_ROWS_MAX, merge,
 };
 use orlop_core::{
@@ -122,8 +122,8 @@ pub(super) async fn value_lengths(connection: &mut PgConnection, rows: &[RowId])
 }
 
 /// Columns 0 and 1 describe the whole page: the revision below which rows may be missing, and whether the second table
-/// has rows of these revisions. If no row matches, one row with only these columns is returned. Rows beyond the byte
-/// limit stay on the server, which knows the lengths without reading the values.
+/// has rows of these revisions. If no row matches, one row with only these columns is returned. Rows beyond the limits of a
+/// page ($6 rows, $7 bytes) stay on the server, which knows the lengths without reading the values.
 macro_rules! first_sql {
     ($columns:literal, $joins:literal) => {
         concat!(
@@ -137,32 +137,47 @@ macro_rules! first_sql {
              WHERE id BETWEEN $1 AND $2 AND key >= $3 AND ($4 OR key < $5) ORDER BY id LIMIT $6) l) w \
              WHERE coalesce(before, 0) <= $7) r ON true",
             $joins,
-            " ORDER BY r.id"
         )
     };
 }
 
+/// Rows of one revision stay together: the page ends after the revision in which it exceeds a limit.
 macro_rules! more_sql {
     ($columns:literal, $joins:literal) => {
         concat!(
             "SELECT (SELECT value FROM meta WHERE name = 'purged_revision'), 0::bigint, r.id, r.sub, r.key, r.value, \
              r.lease, r.version, r.create_revision, r.prev_revision, r.deleted::int::bigint",
             $columns,
-            " FROM kv_log_more r",
+            " FROM (SELECT * FROM (SELECT l.*, sum(octet_length(key) + coalesce(octet_length(value), 0)) \
+             OVER (ORDER BY id RANGE BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before FROM kv_log_more l \
+             WHERE key >= $3 AND ($4 OR key < $5) AND id BETWEEN $1 AND coalesce((SELECT id FROM kv_log_more \
+             WHERE id BETWEEN $1 AND $2 AND key >= $3 AND ($4 OR key < $5) ORDER BY id, sub OFFSET $6 LIMIT 1), $2)) w \
+             WHERE coalesce(before, 0) <= $7) r",
             $joins,
-            " WHERE r.id BETWEEN $1 AND $2 AND r.key >= $3 AND ($4 OR r.key < $5) ORDER BY r.id, r.sub"
         )
     };
 }
 
+/// The limit in bytes applies to previous values as well.
 macro_rules! with_prev {
     ($sql:ident) => {
-        $sql!(
-            ", coalesce(p.value, q.value), coalesce(p.lease, q.lease), coalesce(p.version, q.version), \
-             coalesce(p.create_revision, q.create_revision)",
-            " LEFT JOIN kv_log p ON p.id = r.prev_revision AND p.key = r.key AND NOT p.deleted \
-             LEFT JOIN kv_log_more q ON q.id = r.prev_revision AND q.key = r.key AND NOT q.deleted"
+        concat!(
+            "SELECT * FROM (",
+            $sql!(
+                ", coalesce(p.value, q.value), coalesce(p.lease, q.lease), coalesce(p.version, q.version), \
+                 coalesce(p.create_revision, q.create_revision), sum(octet_length(coalesce(p.value, q.value))) \
+                 OVER (ORDER BY r.id RANGE BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS prev_before",
+                " LEFT JOIN kv_log p ON p.id = r.prev_revision AND p.key = r.key AND NOT p.deleted \
+                 LEFT JOIN kv_log_more q ON q.id = r.prev_revision AND q.key = r.key AND NOT q.deleted"
+            ),
+            ") page WHERE coalesce(prev_before, 0) <= $7 ORDER BY 3, 4"
         )
+    };
+}
+
+macro_rules! without_prev {
+    ($sql:ident) => {
+        concat!($sql!("", ""), " ORDER BY 3, 4")
     };
 }
 
@@ -177,57 +192,24 @@ pub(super) async fn changes(
     let to = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
     let range = SqlRange::of(range);
     let mut info = PageInfo::default();
-    let mut first = Vec::new();
     let sql = match prev {
-        WithPrev::No => first_sql!("", ""),
+        WithPrev::No => without_prev!(first_sql),
         WithPrev::Yes => with_prev!(first_sql),
     };
-    {
-        let mut rows = sqlx::query(sql)
-            .bind(from.0)
-            .bind(to)
-            .bind(&range.start)
-            .bind(range.unbounded)
-            .bind(&range.end)
-            .bind(PAGE_REVISIONS_MAX as i64 + 1)
-            .bind(PAGE_BYTES_MAX as i64)
-            .fetch(&mut *connection);
-        while let Some(row) = rows.try_next().await? {
-            if let Err(error) = info.take(&row, prev, &mut first) {
-                return Ok(Err(error));
-            }
-        }
-    }
+    let first = match info.rows(connection, sql, (from.0, to), &range, prev).await? {
+        Ok(first) => first,
+        Err(error) => return Ok(Err(error)),
+    };
     let mut page = PageBuilder::new(first, to);
     if info.has_more {
-        let mut more = Vec::new();
         let sql = match prev {
-            WithPrev::No => more_sql!("", ""),
+            WithPrev::No => without_prev!(more_sql),
             WithPrev::Yes => with_prev!(more_sql),
         };
-        let mut rows = sqlx::query(sql)
-            .bind(from.0)
-            .bind(page.to())
-            .bind(&range.start)
-            .bind(range.unbounded)
-            .bind(&range.end)
-            .fetch(&mut *connection);
-        let (mut revisions, mut last) = (0, None);
-        while let Some(row) = rows.try_next().await? {
-            if let Err(error) = info.take(&row, prev, &mut more) {
-                return Ok(Err(error));
-            }
-            // As in the first table, a revision beyond the page shows that the page is not the last one.
-            let revision = more.last().map(|(columns, _): &PageRow| columns.row.revision);
-            if revision != last {
-                last = revision;
-                revisions += 1;
-                if revisions > PAGE_REVISIONS_MAX {
-                    break;
-                }
-            }
-        }
-        drop(rows);
+        let more = match info.rows(connection, sql, (from.0, page.to()), &range, prev).await? {
+            Ok(more) => more,
+            Err(error) => return Ok(Err(error)),
+        };
         if more.is_empty() {
             // The rows may have been purged since the first statement. No row says so.
             let purged = sqlx::query_scalar("SELECT value FROM meta WHERE name = 'purged_revision'");
@@ -252,6 +234,33 @@ impl Default for PageInfo {
 }
 
 impl PageInfo {
+    /// Reads the rows of one table. It reads all that the statement returns, because the connection is used again.
+    async fn rows(
+        &mut self,
+        connection: &mut PgConnection,
+        sql: &'static str,
+        (from, to): (i64, i64),
+        range: &SqlRange,
+        prev: WithPrev,
+    ) -> sqlx::Result<Result<Vec<PageRow>>> {
+        let mut fetched = sqlx::query(sql)
+            .bind(from)
+            .bind(to)
+            .bind(&range.start)
+            .bind(range.unbounded)
+            .bind(&range.end)
+            .bind(PAGE_ROWS_MAX as i64)
+            .bind(PAGE_BYTES_MAX as i64)
+            .fetch(connection);
+        let mut rows = Vec::new();
+        while let Some(row) = fetched.try_next().await? {
+            if let Err(error) = self.take(&row, prev, &mut rows) {
+                return Ok(Err(error));
+            }
+        }
+        Ok(Ok(rows))
+    }
+
     fn take(&mut self, row: &sqlx::postgres::PgRow, prev: WithPrev, rows: &mut Vec<PageRow>) -> Result<()> {
         self.purged = self.purged.max(Revision(row.int(0)?));
         self.has_more |= row.int(1)? != 0;

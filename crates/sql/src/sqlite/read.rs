@@ -8,7 +8,7 @@ use sqlx::{SqliteConnection, sqlite::SqliteRow};
 use super::packed::{self, packed_columns};
 use crate::auth::{self, AuthRow};
 use crate::rows::{
-    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_REVISIONS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
+    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
     RowColumns, SqlRange, merge, unavailable,
 };
 use orlop_core::{
@@ -61,11 +61,9 @@ pub(super) async fn changes(
     prev: WithPrev,
 ) -> Result<Page> {
     let to = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
-    let first = page_rows(&mut *connection, Table::First, from.0, to, range, prev, PAGE_REVISIONS_MAX + 1).await?;
+    let first = page_rows(&mut *connection, Table::First, from.0, to, range, prev).await?;
     let mut page = PageBuilder::new(first, to);
-    page.add_more(
-        page_rows(&mut *connection, Table::More, from.0, page.to(), range, prev, PAGE_REVISIONS_MAX + 1).await?,
-    );
+    page.add_more(page_rows(&mut *connection, Table::More, from.0, page.to(), range, prev).await?);
     Ok(page.finish(None))
 }
 
@@ -92,8 +90,7 @@ pub(super) async fn size(connection: &mut SqliteConnection) -> Result<Size> {
     Ok(Size { total: all * bytes, in_use: (all - free) * bytes, disk_free: None })
 }
 
-/// Reads the rows of one table for a page, up to `revisions_max` revisions. The first change of a revision is in
-/// `kv_log`, the others are in `kv_log_more`.
+/// Reads the rows of one table for a page. The first change of a revision is in `kv_log`, the others are in `kv_log_more`.
 async fn page_rows(
     connection: &mut SqliteConnection,
     table: Table,
@@ -101,7 +98,6 @@ async fn page_rows(
     to: i64,
     range: &KeyRange,
     prev: WithPrev,
-    revisions_max: usize,
 ) -> Result<Vec<PageRow>> {
     let range = SqlRange::of(range);
     let mut rows = sqlx::query(table.changes_sql(prev))
@@ -111,20 +107,17 @@ async fn page_rows(
         .bind(range.unbounded)
         .bind(range.end)
         .fetch(&mut *connection);
-    let mut found = Vec::new();
-    let (mut bytes, mut revisions, mut last) = (0, 0, None);
+    let mut found: Vec<PageRow> = Vec::new();
+    let mut bytes = 0;
     while let Some(row) = rows.try_next().await.map_err(unavailable)? {
         let columns = RowColumns::read(&row, 0)?;
-        if last != Some(columns.row.revision) {
-            if revisions == revisions_max || bytes > PAGE_BYTES_MAX {
-                break;
-            }
-            last = Some(columns.row.revision);
-            revisions += 1;
+        let is_full = found.len() >= PAGE_ROWS_MAX || bytes > PAGE_BYTES_MAX;
+        if is_full && found.last().is_some_and(|(last, _)| last.row.revision != columns.row.revision) {
+            break;
         }
-        bytes += columns.len();
         let prev_kv = columns.prev_kv(&row, 9, prev)?;
         found.push((columns, prev_kv));
+        bytes += found.last().map_or(0, rows::bytes);
     }
     Ok(found)
 }

@@ -18,7 +18,7 @@ use crate::{
         rebase::{self, RightsCheck},
         timing::PhaseTimes,
     },
-    types::{Change, Rebase, Revision},
+    types::{Rebase, Revision},
 };
 
 /// Minimum interval between messages about failed writes.
@@ -147,14 +147,28 @@ impl Writer {
         let _appending = (is_alone || reads.is_some()).then(|| shared.replication.mark_append());
         let begun = Instant::now();
         let is_lone = batch.changes().len() <= 1;
-        match self.busy_poll.wait(is_lone, shared.log.append(append)).await {
+        // Before others, or a read of this instance, can see the compaction. If its outcome is unknown and it was recorded,
+        // this instance deletes its rows as well.
+        let was_purge_owner = shared.is_purge_owner.load(Ordering::Relaxed);
+        if batch.compaction().is_some() {
+            shared.is_purge_owner.store(true, Ordering::Relaxed);
+        }
+        let appended = self.busy_poll.wait(is_lone, shared.log.append(append)).await;
+        if batch.compaction().is_some() && !may_be_appended(&appended) {
+            shared.is_purge_owner.store(was_purge_owner, Ordering::Relaxed);
+        }
+        match appended {
             Ok(appended @ (Appended::Done | Appended::Behind { .. })) => {
                 let took = begun.elapsed();
                 metrics.fsync.observe(took.as_secs_f64());
                 self.log_recovery();
                 let mut others_found = if is_alone { joining::Others::None } else { joining::Others::Idle };
+                let mut _same_server = None;
                 if let Appended::Behind { base, others } = appended {
-                    self.rebase(batch, served, base, others).await?;
+                    let others = shared.apply_others(others, base, expected.server).await;
+                    _same_server = Some(others.map_err(|failure| self.log_unread(&failure))?);
+                    shared.metrics.store.appended_behind.inc();
+                    move_behind(base, batch, served);
                     others_found = joining::Others::Before;
                 }
                 let waiting = self.pending.len() + self.commands.len();
@@ -174,13 +188,7 @@ impl Writer {
                 shared.refresh_expired_leases(batch.leases()).await;
                 Ok(CommitOutcome::Raced)
             }
-            Err(failure) => {
-                // If it was recorded nevertheless, this instance deletes its rows.
-                if batch.compaction().is_some() && matches!(failure, log::Error::OutcomeUnknown(_)) {
-                    shared.is_purge_owner.store(true, Ordering::Relaxed);
-                }
-                self.handle_failure(&failure)
-            }
+            Err(failure) => self.handle_failure(&failure),
         }
     }
 
@@ -195,30 +203,10 @@ impl Writer {
         rebase::read_set(served.iter().map(|(command, _)| &command.request), expected.head, rights)
     }
 
-    /// Applies the changes of other instances behind which the batch was appended, and moves the batch and the
-    /// responses behind them.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::OutcomeUnknown`] if the changes cannot be read from the log. The batch is appended nevertheless.
-    async fn rebase(
-        &mut self,
-        batch: &mut Batch,
-        served: &mut Served,
-        base: Revision,
-        others: Vec<Change>,
-    ) -> Result<()> {
-        self.shared.metrics.store.appended_behind.inc();
-        if let Err(failure) = self.shared.apply_others(others, base).await {
-            self.log_failure(&log::Error::OutcomeUnknown(failure.to_string()));
-            return Err(Error::OutcomeUnknown);
-        }
-        let rebase = Rebase { base: batch.base(), by: base.0 - batch.base().0 };
-        batch.rebase(rebase);
-        for outcome in served.iter_mut().filter_map(|(_, outcome)| outcome.as_mut().ok()) {
-            rebase::outcome(rebase, outcome);
-        }
-        Ok(())
+    /// Logs that changes of other instances, behind which a batch was appended, could not be applied.
+    fn log_unread(&mut self, failure: &log::Error) -> Error {
+        self.log_failure(&log::Error::OutcomeUnknown(failure.to_string()));
+        Error::OutcomeUnknown
     }
 
     /// Decides what happens to a batch whose append failed.
@@ -267,5 +255,18 @@ impl Writer {
         if let Some(outage) = self.outage.take() {
             info!(elapsed_ms = outage.since.elapsed().as_millis(), "the database accepts writes again");
         }
+    }
+}
+
+fn may_be_appended(appended: &log::Result<Appended>) -> bool {
+    matches!(appended, Ok(Appended::Done | Appended::Behind { .. }) | Err(log::Error::OutcomeUnknown(_)))
+}
+
+/// Moves a batch and the responses to its requests behind the changes of other instances up to `base`.
+fn move_behind(base: Revision, batch: &mut Batch, served: &mut Served) {
+    let rebase = Rebase { base: batch.base(), by: base.0 - batch.base().0 };
+    batch.rebase(rebase);
+    for outcome in served.iter_mut().filter_map(|(_, outcome)| outcome.as_mut().ok()) {
+        rebase::outcome(rebase, outcome);
     }
 }

@@ -7,7 +7,7 @@
 
 use std::{cmp::Reverse, collections::HashMap, ops::Bound, sync::Arc};
 
-use super::{BehindKey, BehindWatch, Hub, RangeGroup, State};
+use super::{BehindWatch, Hub, RangeGroup, State, WatchKey};
 use crate::{
     overload::Steps,
     types::{KeyRange, Revision, WatchId},
@@ -114,7 +114,7 @@ impl Collected {
         self.ranges[range].watches += watches;
         let free = EXAMINED_MAX - self.examined.len();
         self.survey.is_partial |= watches > free;
-        let members = group.flavors.iter().flat_map(|flavor| &flavor.members).take(free);
+        let members = group.flavors.iter().flat_map(|flavor| flavor.members.iter()).take(free);
         self.examined.extend(members.map(|member| Examined {
             outbox: Arc::clone(&member.outbox),
             id: member.id,
@@ -125,7 +125,7 @@ impl Collected {
 
     /// Adds watches that read the log, from a bound on; their queued events count as well. Returns the bound of the
     /// next step, or `None` at the end.
-    fn add_behind(&mut self, state: &State, from: Bound<BehindKey>, head: Revision) -> Option<Bound<BehindKey>> {
+    fn add_behind(&mut self, state: &State, from: Bound<WatchKey>, head: Revision) -> Option<Bound<WatchKey>> {
         let mut last = None;
         for (key, BehindWatch { outbox, range, next }) in
             state.behind.range((from, Bound::Unbounded)).take(STEP_WATCHES)
