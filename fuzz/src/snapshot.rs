@@ -31,7 +31,7 @@ static DATABASE: LazyLock<Vec<u8>> = LazyLock::new(|| {
     RUNTIME.block_on(async {
         let log = SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a database");
         let meta = log.meta().await.expect("an empty log");
-        let archive = log.archive(&meta, true).await.expect("an archive").expect("it was created");
+        let archive = log.archive(&meta, true).await.expect("it was created");
         let keep = Keep::Rows { retention: Duration::from_secs(3_600), bytes_max: u64::MAX };
         let history = Some(HistorySettings { archive: Arc::new(archive), keep });
         let settings = store::Settings { history, ..store::Settings::default() };

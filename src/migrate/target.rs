@@ -294,7 +294,14 @@ impl Target {
     /// without its tombstone, a key whose puts are left would exist again.
     async fn purge(&self, mut garbage: Vec<Superseded>, compacted: Revision) -> Result<()> {
         garbage.sort_unstable();
-        for rows in garbage.chunks(DELETE_ROWS) {
+        let mut left = garbage.as_slice();
+        while !left.is_empty() {
+            let mut step = left.len().min(DELETE_ROWS);
+            if let Some(history) = &self.history {
+                step = history.rows_of_copy(&*self.log, &left[..step]).await;
+            }
+            let (rows, later) = left.split_at(step);
+            left = later;
             self.keep(rows, compacted).await?;
             let rows: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
             let rows = Reclaim::Rows { rows: &rows, compacted, server: self.position.server };

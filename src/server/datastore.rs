@@ -103,7 +103,7 @@ pub(crate) async fn open_with_archive(
             let archive = if create || log.has_archive() {
                 let unreadable = |error| log::Error::Open(format!("cannot read database {}: {error}", file.display()));
                 let meta = log.meta().await.map_err(unreadable)?;
-                log.archive(&meta, create).await?
+                log.archive(&meta, create).await
             } else {
                 None
             };

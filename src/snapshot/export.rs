@@ -239,7 +239,7 @@ mod tests {
     /// A new store that keeps compacted rows.
     async fn new_store(folder: &Path) -> Store {
         let log = SqliteLog::open_with(&folder.join("orlop.db"), Durability::Unsynced).await.unwrap();
-        let archive = log.archive(&log.meta().await.unwrap(), true).await.unwrap().expect("an archive is created");
+        let archive = log.archive(&log.meta().await.unwrap(), true).await.expect("an archive is created");
         let keep = Keep::Rows { retention: Duration::from_secs(3600), bytes_max: u64::MAX };
         let history = Some(HistorySettings { archive: Arc::new(archive), keep });
         Store::open(Arc::new(log), Settings { history, ..Settings::default() }).await.unwrap()

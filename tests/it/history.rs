@@ -404,7 +404,22 @@ async fn long_pasts_are_read_in_pages(backend: Backend) {
     }
 }
 
+/// Values of a step are in memory together, and on Postgres are copied by one statement.
+async fn large_rows_are_copied_in_several_steps(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut model = Model::new();
+    for _ in 0..12 {
+        put(&mut client, &mut model, "a", &"x".repeat(1 << 20)).await;
+    }
+    compact(&mut client, model.head()).await;
+    let steps = server.metric("etcd_debugging_mvcc_db_compaction_pause_duration_milliseconds_count").await;
+    assert!(steps >= 3.0, "{steps} steps for 11 MiB");
+    assert_eq!(state(&mut client).await.archived_rows, 11);
+}
+
 on_both_backends!(
+    large_rows_are_copied_in_several_steps,
     long_pasts_are_read_in_pages,
     past_equals_a_model_over_compactions_and_restarts,
     history_begins_where_rows_were_not_kept,

@@ -5,13 +5,14 @@
 use std::time::Instant;
 
 use orlop_wire::proto::client::etcdserverpb::{
-    CompactionRequest, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, StatusRequest, TxnRequest,
-    range_request, request_op::Request,
+    CompactionRequest, DefragmentRequest, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, StatusRequest,
+    TxnRequest, range_request, request_op::Request,
 };
 
-use sqlx::{Connection as _, PgConnection};
+use sqlx::{ConnectOptions as _, Connection as _, Executor as _, PgConnection, sqlite::SqliteConnectOptions};
+use tokio::time::timeout;
 
-use crate::support::{Backend, Client, Postgres, Random, Server, eventually, on_both_backends, skip};
+use crate::support::{Backend, Client, DEADLINE, Postgres, Random, Server, eventually, on_both_backends, skip};
 
 const LOADERS: usize = 8;
 const TXN_KEYS: usize = 128;
@@ -81,6 +82,29 @@ async fn file_shrinks(client: &mut Client, server: &Server, before: i64) {
         async move { if bytes < before.cast_unsigned() / 4 { Ok(()) } else { Err(bytes) } }
     })
     .await;
+}
+
+/// A file that another program created, for example from a dump: it never returns free pages.
+#[tokio::test]
+async fn defragmentation_ends_on_a_file_without_auto_vacuum() {
+    let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    assert!(server.terminate().await.success());
+    let options = SqliteConnectOptions::new().filename(server.data_dir().join("orlop.db"));
+    let mut connection = options.connect().await.expect("the database opens");
+    connection.execute("PRAGMA auto_vacuum = 0").await.expect("the setting");
+    connection.execute("VACUUM").await.expect("the file is written again");
+    connection.close().await.expect("the connection closes");
+    server.restart().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut revision = 0;
+    for _ in 0..20 {
+        let put = PutRequest { key: "a".into(), value: vec![7; 100_000].into(), ..Default::default() };
+        revision = client.kv.put(put).await.expect("a put").into_inner().header.expect("a header").revision;
+    }
+    client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
+    let ended = timeout(DEADLINE, client.maintenance.defragment(DefragmentRequest {})).await;
+    ended.expect("the defragmentation ends").expect("a defragmentation");
+    assert!(server.log().contains("without auto_vacuum"), "{}", server.log_tail());
 }
 
 /// Postgres keeps the pages of deleted rows until a vacuum, and autovacuum may run much later.

@@ -11,7 +11,7 @@ use orlop_wire::proto::client::etcdserverpb::{
     MemberListRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
 };
 
-use crate::support::{Backend, Client, DEADLINE, Server};
+use crate::support::{Backend, Client, DEADLINE, Disk, Place, Server};
 
 /// Runs orlop until it ends by itself.
 pub fn run(home: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
@@ -196,6 +196,20 @@ async fn wal_is_preallocated() {
     let mut client = Client::connect(server.endpoint()).await;
     let range = RangeRequest { key: "k".into(), ..Default::default() };
     assert_eq!(client.kv.range(range).await.expect("a range").into_inner().count, 1);
+}
+
+/// Otherwise a server that needs little space would raise NOSPACE.
+#[tokio::test]
+async fn wal_is_not_preallocated_if_that_would_fill_the_disk() {
+    let Some(disk) = Disk::mount(60) else {
+        println!("skipped: no right to mount a disk");
+        return;
+    };
+    let place = Place { data: Some(disk.path().to_owned()), ..Place::default() };
+    let server = Server::orlop_at(None, &[], place).await;
+    let bytes = server.data_dir().join("orlop.db-wal").metadata().expect("the WAL exists").len();
+    assert!(bytes < 16 << 20, "{bytes} bytes");
+    assert!(server.log().contains("cannot preallocate the WAL"), "{}", server.log_tail());
 }
 
 #[tokio::test]

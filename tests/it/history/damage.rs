@@ -10,6 +10,7 @@ use orlop_sql::SqliteLog;
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, sqlite::SqliteConnectOptions};
 
 use super::*;
+use crate::support::Disk;
 
 /// Returns a stopped server with archived rows, and what it had.
 async fn stopped() -> (Server, Model, PathBuf) {
@@ -46,19 +47,89 @@ async fn archive_that_is_no_database_is_set_aside() {
     // The pages of the schema and of the facts are at the beginning.
     let mut damaged_schema = bytes.clone();
     damaged_schema[100..4_096].fill(0x5a);
-    for content in [&garbage[..], &damaged_schema, &bytes[..4_096]] {
+    // Each has another name, so that none is overwritten.
+    for (content, aside) in [
+        (&garbage[..], "orlop.db-archive.unused"),
+        (&damaged_schema[..], "orlop.db-archive.unused.1"),
+        (&bytes[..4_096], "orlop.db-archive.unused.2"),
+    ] {
         fs::write(&archive, content).expect("a file can be written");
         let first = serves(&mut server, &mut model).await.first_revision;
         assert!(first >= compacted, "{first}");
         assert!(server.log().contains("the archive of the history is not used"), "{}", server.log_tail());
-        assert_eq!(fs::read(archive.with_file_name("orlop.db-archive.unused")).expect("it was moved"), content);
+        assert_eq!(fs::read(archive.with_file_name(aside)).expect("it was moved"), content);
         assert!(server.terminate().await.success());
     }
     // A folder in its place, too.
     fs::remove_file(&archive).expect("a file can be removed");
     fs::create_dir(&archive).expect("a folder can be made");
-    fs::remove_file(archive.with_file_name("orlop.db-archive.unused")).expect("a file can be removed");
     serves(&mut server, &mut model).await;
+    assert!(archive.with_file_name("orlop.db-archive.unused.3").is_dir());
+}
+
+/// For example because a newer version wrote it.
+#[tokio::test]
+async fn archive_that_cannot_be_opened_at_a_start_stays_and_is_used_later() {
+    let (mut server, mut model, archive) = stopped().await;
+    let place = Place::archive_of(&server);
+    place
+        .execute(
+            "INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time) \
+             VALUES (99, 'newer', 1, x'', 0)",
+        )
+        .await;
+    server.restart().await;
+    assert!(server.log().contains("cannot open the archive of the history"), "{}", server.log_tail());
+    let mut client = Client::connect(server.endpoint()).await;
+    put(&mut client, &mut model, "a", "meanwhile").await;
+    let refused = pairs(&mut client, (b"a", b""), 1).await.expect_err("the archive is not open");
+    assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
+    place.execute("DELETE FROM _sqlx_migrations WHERE version = 99").await;
+    eventually("the history", async || client.clone().history.state(HistoryStateRequest {}).await.map(drop)).await;
+    compare(&mut client, &model, 1, &mut Random::new(13)).await;
+    assert!(!archive.with_file_name("orlop.db-archive.unused").exists());
+}
+
+/// SQLite cannot create the index of the WAL.
+#[tokio::test]
+async fn archive_stays_if_the_disk_is_full_at_a_start() {
+    let Some(disk) = Disk::mount(32) else {
+        println!("skipped: no right to mount a disk");
+        return;
+    };
+    let log = SqliteLog::open(&disk.path().join("orlop.db")).await.expect("a log");
+    let meta = log.meta().await.expect("facts");
+    let archive = log.archive(&meta, true).await.expect("it was created");
+    archive.begin(None).await.expect("the archive begins");
+    archive.close().await;
+    disk.fill();
+    let archive = log.archive(&meta, true).await.expect("there is one");
+    assert!(archive.state().await.is_err(), "the file cannot be opened");
+    assert!(!disk.path().join("orlop.db-archive.unused").exists());
+    disk.empty();
+    archive.note_time(Revision(2), true).await.expect("the file is opened");
+    assert_eq!(archive.state().await.expect("a state").first, Revision::EMPTY);
+    archive.close().await;
+}
+
+/// For example for a VACUUM.
+#[tokio::test]
+async fn archive_that_another_process_has_locked_is_not_replaced() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let log = SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a log");
+    let archive = log.archive(&log.meta().await.expect("facts"), true).await.expect("it was created");
+    archive.begin(None).await.expect("the archive begins");
+    let options = SqliteConnectOptions::new().filename(folder.path().join("orlop.db-archive"));
+    let mut other = options.connect().await.expect("the archive opens");
+    other.execute("BEGIN IMMEDIATE").await.expect("the lock is free");
+    assert!(archive.copy(&[]).await.is_err(), "a copy takes the lock");
+    assert!(archive.give_up(Revision(9)).await.is_err(), "the file stays");
+    other.execute("ROLLBACK").await.expect("the lock is released");
+    assert_eq!(archive.state().await.expect("a state").first, Revision::EMPTY);
+    archive.copy(&[]).await.expect("rows can be copied");
+    archive.give_up(Revision(9)).await.expect("the fact is raised");
+    assert_eq!(archive.state().await.expect("a state").first, Revision(9));
+    archive.close().await;
 }
 
 #[tokio::test]
@@ -104,15 +175,19 @@ async fn archive_that_cannot_be_written_is_replaced() {
     let folder = tempfile::tempdir().expect("a folder");
     let log = SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a log");
     let meta = log.meta().await.expect("facts");
-    let archive = log.archive(&meta, true).await.expect("an archive").expect("it was created");
+    let archive = log.archive(&meta, true).await.expect("it was created");
     archive.begin(None).await.expect("the archive begins");
     archive.note_time(Revision(2), true).await.expect("a time is recorded");
     assert_eq!(archive.state().await.expect("a state").first, Revision::EMPTY);
-    let options = SqliteConnectOptions::new().filename(folder.path().join("orlop.db-archive"));
+    let file = folder.path().join("orlop.db-archive");
+    let options = SqliteConnectOptions::new().filename(&file);
     let mut connection = options.connect().await.expect("the archive opens");
     connection.execute("DROP TABLE meta").await.expect("the table is dropped");
     connection.close().await.expect("the connection closes");
     assert!(archive.state().await.is_err() && archive.copy(&[]).await.is_err());
+    // Another connection does not create a file without tables.
+    fs::remove_file(&file).expect("a file can be removed");
+    assert!(archive.copy(&[]).await.is_err() && !file.exists());
     archive.give_up(Revision(9)).await.expect("another file is created");
     let state = archive.state().await.expect("a state");
     assert_eq!((state.first, state.copied, state.rows), (Revision(9), Revision(9), 0));
@@ -121,6 +196,6 @@ async fn archive_that_cannot_be_written_is_replaced() {
     archive.close().await;
     // The next start uses it.
     let archive = log.archive(&Meta { compact_revision: Some(Revision(10)), ..meta }, true).await;
-    let archive = archive.expect("an archive").expect("there is one");
+    let archive = archive.expect("there is one");
     assert_eq!(archive.state().await.expect("a state").copied, Revision(10));
 }

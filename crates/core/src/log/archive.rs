@@ -147,6 +147,11 @@ pub trait Archive: Send + Sync + 'static {
     /// Closes connections that are only for the archive.
     async fn close(&self) {}
 
+    /// Returns whether the archive is in the database of the log, so that an outage of one is an outage of the other.
+    fn shares_database(&self) -> bool {
+        false
+    }
+
     async fn state(&self) -> Result<ArchiveState>;
 
     /// Returns the log as it is now, and the archive as of the same or a later moment; later changes are not visible in
@@ -158,7 +163,8 @@ pub trait Archive: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`super::Error::Full`] if there is no space for them.
+    /// [`super::Error::Full`] if there is no space for them. If the archive is in the database of the log,
+    /// [`super::Error::Unavailable`] only for failures that concern the log, too.
     async fn copy(&self, rows: &[Superseded]) -> Result<()>;
 
     /// Records that all rows which the compaction at this revision removes were copied ([`ArchiveState::copied`]).
@@ -170,7 +176,8 @@ pub trait Archive: Send + Sync + 'static {
     async fn finish_copy(&self, compacted: Revision, server: i64) -> Result<()>;
 
     /// Raises [`ArchiveState::first`], because rows will be missing. Needs no space, and works in a damaged archive: if
-    /// nothing else helps, all that the archive has is deleted, and it begins again at `first`.
+    /// nothing else helps, all that the archive has is deleted, and it begins again at `first`. Durable when the call
+    /// returns.
     async fn give_up(&self, first: Revision) -> Result<()>;
 
     /// Deletes some rows, oldest first: those that no revision from `first` on needs, and as many as it takes to have at

@@ -193,8 +193,8 @@ pub(super) async fn purge(
     let mut rows = garbage.as_slice();
     loop {
         shared.pulses.compactor.beat();
-        let (now, later) = rows.split_at(rows.len().min(rate.rows));
         let begun = Instant::now();
+        let (now, later) = rows.split_at(rows_of_step(shared, &rows[..rows.len().min(rate.rows)]).await);
         let is_last = rows.is_empty();
         let done = if is_last {
             finish(shared, compacted, server).await
@@ -224,6 +224,14 @@ pub(super) async fn purge(
     }
     garbage.clear();
     *shared.purged_on.lock() = Some(server);
+}
+
+/// Returns how many of these rows are deleted together.
+async fn rows_of_step(shared: &Shared, rows: &[Superseded]) -> usize {
+    match &shared.history {
+        Some(history) if !rows.is_empty() => history.rows_of_copy(&*shared.log, rows).await,
+        Some(_) | None => rows.len(),
+    }
 }
 
 /// Copies rows to the archive, if they are to be kept, and deletes them from the log. Both happens on the same server.

@@ -6,8 +6,11 @@
 
 mod frozen;
 mod past;
+#[cfg(test)]
+mod tests;
 
 use std::{
+    collections::HashMap,
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
@@ -25,9 +28,9 @@ pub use self::frozen::FrozenStore;
 pub use self::past::{HistoryState, PastChange, PastChanges, PastError, PastPairs};
 use super::shared::Shared;
 use crate::{
-    log::{self, Archive, Error, Reclaimed, Time},
+    log::{self, Archive, Error, Log, Reclaimed, Time},
     sync::Mutex,
-    types::{Revision, Superseded},
+    types::{Revision, RowId, Superseded},
 };
 
 /// Interval at which the time of the head is recorded, so that the time of each revision is known to the second.
@@ -36,8 +39,10 @@ const TIME_INTERVAL: Duration = Duration::from_secs(1);
 const GAP_MIN: Duration = Duration::from_secs(3);
 /// Interval at which old rows are deleted.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
-/// Number of attempts to copy rows, one a second, before they are given up.
-const COPY_ATTEMPTS: u32 = 10;
+/// Number of attempts to write to the archive, one a second, before rows are given up.
+const WRITE_ATTEMPTS: u32 = 10;
+/// Bytes of values after which a copy ends, so that it takes little time and memory.
+const COPY_BYTES: u64 = 4 << 20;
 /// Time for deletions, so that times are recorded in between.
 const PRUNE_TIME: Duration = Duration::from_millis(500);
 /// Pause between two deletions.
@@ -73,7 +78,7 @@ impl std::fmt::Debug for HistorySettings {
 pub struct HistoryKeeper {
     archive: Arc<dyn Archive>,
     keep: Keep,
-    /// Number of copies that failed since the last one that succeeded.
+    /// Number of calls of [`Self::keep`] and [`Self::finish`] that failed since the last one that succeeded.
     failures: AtomicU32,
     clock: Mutex<Clock>,
 }
@@ -120,6 +125,17 @@ impl HistoryKeeper {
         })
     }
 
+    /// Returns how many of these rows, from the first on, are copied together. If their lengths cannot be read, it is all
+    /// of them, because then the copy fails, too.
+    pub async fn rows_of_copy(&self, log: &dyn Log, rows: &[Superseded]) -> usize {
+        if self.keep == Keep::Nothing {
+            return rows.len();
+        }
+        let ids: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
+        let Ok(lengths) = log.value_lengths(&ids).await else { return rows.len() };
+        rows_within(COPY_BYTES, &ids, &lengths.into_iter().collect())
+    }
+
     /// Copies rows that the compaction at `compacted` removes, unless they are not to be kept. If the disk is full, or
     /// copying fails again and again, the rows are given up: their deletion from the log frees space that the store
     /// needs.
@@ -134,8 +150,7 @@ impl HistoryKeeper {
             self.failures.store(0, Ordering::Relaxed);
             return Ok(());
         };
-        let failures = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
-        if !matches!(error, Error::Full(_)) && failures < COPY_ATTEMPTS {
+        if self.is_worth_another_attempt(&error) {
             return Err(error);
         }
         self.archive.give_up(compacted).await?;
@@ -148,12 +163,45 @@ impl HistoryKeeper {
     }
 
     /// Records that all rows of a compaction were copied or given up, on this server. An archive that could not be begun
-    /// at the start begins here.
+    /// at the start begins here. If this fails again and again, the history before the compaction is given up. If even
+    /// that fails, nothing is recorded, and reads of the past fail until a later compaction, because the rows count as not
+    /// copied yet.
     pub async fn finish(&self, compacted: Revision, server: i64) -> log::Result<()> {
-        if matches!(self.keep, Keep::Rows { .. }) {
-            self.archive.begin(Some(compacted)).await?;
+        let finished = async {
+            if matches!(self.keep, Keep::Rows { .. }) {
+                self.archive.begin(Some(compacted)).await?;
+            }
+            self.archive.finish_copy(compacted, server).await
+        };
+        let Err(error) = finished.await else {
+            self.failures.store(0, Ordering::Relaxed);
+            return Ok(());
+        };
+        if self.is_worth_another_attempt(&error) {
+            return Err(error);
         }
-        self.archive.finish_copy(compacted, server).await
+        let given_up = self.archive.give_up(compacted).await;
+        warn!(
+            %error,
+            compact_revision = compacted.0,
+            given_up = given_up.is_ok(),
+            "cannot record in the history that compacted rows were copied"
+        );
+        Ok(())
+    }
+
+    /// Counts a failure to write to the archive. Returns whether the caller should try again.
+    fn is_worth_another_attempt(&self, error: &Error) -> bool {
+        match error {
+            // The outage passes, and until then the rows cannot be deleted from the log either.
+            Error::Unavailable(_) if self.archive.shares_database() => true,
+            Error::Full(_) => false,
+            Error::Unavailable(_)
+            | Error::OutcomeUnknown(_)
+            | Error::Open(_)
+            | Error::Corrupt(_)
+            | Error::Diverged(_) => self.failures.fetch_add(1, Ordering::Relaxed) + 1 < WRITE_ATTEMPTS,
+        }
     }
 
     /// Returns whether there is an archive, and the rows of a compaction were not copied yet or given up.
@@ -206,6 +254,17 @@ impl HistoryKeeper {
             sleep(PRUNE_PAUSE).await;
         }
     }
+}
+
+/// Returns how many rows, from the first on and at least one, it takes to have `bytes` of values. A row without a length
+/// has no value.
+fn rows_within(bytes: u64, rows: &[RowId], lengths: &HashMap<RowId, u64>) -> usize {
+    let mut sum = 0;
+    let reaches = |row: &RowId| {
+        sum += lengths.get(row).copied().unwrap_or_default();
+        sum >= bytes
+    };
+    rows.iter().position(reaches).map_or(rows.len(), |last| last + 1)
 }
 
 /// Records times and deletes old rows, until stopped.

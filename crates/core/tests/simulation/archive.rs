@@ -240,6 +240,10 @@ impl Archive for SimulatedArchive {
         self.change(move |database| database.archive.begin(compacted, &database.truth)).await
     }
 
+    fn shares_database(&self) -> bool {
+        self.0.sharing() == Sharing::Shared
+    }
+
     async fn state(&self) -> Result<ArchiveState> {
         self.0.ask(|database| database.archive.state()).await
     }

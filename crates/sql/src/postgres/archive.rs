@@ -29,6 +29,9 @@ const STATE: &str = "SELECT max(value) FILTER (WHERE name = 'archive_first'), \
 const ROWS: &str = "SELECT id, sub, key, value, lease, version, create_revision, prev_revision, deleted::int::bigint, \
     end_revision FROM kv_archive WHERE (id, sub) >= ($1, $2) ORDER BY id, sub LIMIT $3";
 const MOMENTS: &str = "SELECT id, at, gap FROM kv_time WHERE id > $1 ORDER BY id LIMIT $2";
+/// Classes of errors that concern the archive and not the log: values that a table refuses, tables or rights that somebody
+/// changed, and damage.
+const CLASSES_OF_ARCHIVE: [&str; 4] = ["22", "23", "42", "XX"];
 const GIVE_UP: &str = "UPDATE meta SET value = $1 WHERE name = 'archive_first' AND value < $1";
 /// Number of rows that one call of `orlop_prune_archive` deletes.
 const PRUNE_ROWS: i64 = 500;
@@ -125,6 +128,10 @@ impl Archive for PostgresArchive {
         let compacted = compacted.unwrap_or(Revision::EMPTY).0;
         let query = "SELECT orlop_begin_archive($1)";
         read!(self.database, connection => sqlx::query(query).bind(compacted).execute(connection)).map(|_| ())
+    }
+
+    fn shares_database(&self) -> bool {
+        true
     }
 
     async fn state(&self) -> Result<ArchiveState> {
@@ -240,11 +247,15 @@ async fn copy(connection: &mut PgConnection, rows: &[Superseded]) -> sqlx::Resul
         .bind(rows.iter().map(|it| it.end.0).collect::<Vec<_>>())
         .execute(connection)
         .await;
-    match copied {
-        // The disk is full.
-        Err(error) if sqlstate(&error).as_deref() == Some("53100") => Ok(Err(Error::Full(error.to_string()))),
-        copied => copied.map(|_| Ok(())),
+    let Err(error) = copied else { return Ok(Ok(())) };
+    let code = sqlstate(&error).unwrap_or_default();
+    if code == "53100" {
+        return Ok(Err(Error::Full(error.to_string())));
     }
+    if CLASSES_OF_ARCHIVE.iter().any(|class| code.starts_with(*class)) {
+        return Ok(Err(Error::Corrupt(format!("archive of the history: {error}"))));
+    }
+    Err(error)
 }
 
 async fn changes(

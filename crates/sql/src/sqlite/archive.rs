@@ -11,10 +11,7 @@ mod sql;
 mod writer;
 
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicI64, Ordering},
-    },
+    sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -22,8 +19,7 @@ use async_trait::async_trait;
 use orlop_core::{
     log::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState,
-        ArchivedChanges, Error, FrozenArchive, History, Log, Meta, Moment, Order, PastRow, Reclaimed, Result, Time,
-        Written,
+        ArchivedChanges, Error, FrozenArchive, History, Log, Moment, Order, PastRow, Reclaimed, Result, Time, Written,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -31,14 +27,15 @@ use parking_lot::Mutex;
 use sqlx::{Connection as _, Row as _, SqliteConnection, SqlitePool, sqlite::SqliteRow};
 use tracing::warn;
 
-pub(super) use self::{
-    file::{archive_file, set_aside},
-    load::Loader,
-};
 use self::{
+    file::{Failure, Kind, Owner},
     frozen::Frozen,
     sql::*,
     writer::{Writer, WriterGuard},
+};
+pub(super) use self::{
+    file::{archive_file, set_aside},
+    load::Loader,
 };
 use super::{CODE_FULL, has_code, read::json_list};
 use crate::{
@@ -54,58 +51,33 @@ const PRUNE_ROWS: i64 = 500;
 /// The archive of a log in SQLite.
 pub struct SqliteArchive {
     writer: Writer,
-    /// Replaced when the file is ([`SqliteArchive::replace_file`]).
-    readers: Mutex<SqlitePool>,
+    /// `None`: the file is not open, because it could not be opened or created ([`SqliteArchive::open`]). It may be the
+    /// archive of another log.
+    readers: Mutex<Option<SqlitePool>>,
     /// Connections for reads of the log.
     log: SqlitePool,
-    cluster: AtomicI64,
+    owner: Owner,
 }
 
 impl SqliteArchive {
-    fn readers(&self) -> SqlitePool {
-        self.readers.lock().clone()
+    fn readers(&self) -> Result<SqlitePool> {
+        let readers = self.readers.lock().clone();
+        readers.ok_or_else(|| Error::Unavailable("the archive of the history is not open".to_owned()))
     }
 
-    /// Returns why this archive does not belong to the log. A new archive belongs to it.
-    async fn refusal(&self, meta: &Meta) -> Result<Option<String>> {
-        let cluster = meta.cluster_id.cast_signed();
-        self.cluster.store(cluster, Ordering::Relaxed);
-        let mut writer = self.lock().await?;
-        let known: (i64, i64, i64) = async {
-            sqlx::query(CLUSTER).bind(cluster).execute(writer.connection()).await?;
-            sqlx::query_as(
-                "SELECT (SELECT value FROM meta WHERE name = 'cluster_id'), \
-                 coalesce((SELECT value FROM meta WHERE name = 'copied_revision'), 0), \
-                 coalesce((SELECT max(id) FROM kv_time), 0)",
-            )
-            .fetch_one(writer.connection())
-            .await
-        }
-        .await
-        .map_err(not_written)?;
-        writer.keep();
-        let compacted = meta.compact_revision.unwrap_or(Revision::EMPTY);
-        let head = meta.position.head;
-        Ok(match known {
-            (other, _, _) if other != cluster => Some("it belongs to another store".to_owned()),
-            (_, copied, noted) if copied > compacted.0 || noted > head.0 => Some(format!(
-                "it is of a later state than the database, which may have been restored: the head is {head}, the archive \
-                 knows revision {}",
-                copied.max(noted)
-            )),
-            _ => None,
-        })
-    }
-
-    async fn lock(&self) -> Result<WriterGuard<'_>> {
-        self.writer.lock().await.map_err(unavailable)
+    async fn lock(&self) -> std::result::Result<WriterGuard<'_>, Failure> {
+        self.open().await?;
+        self.writer.lock().await.map_err(|error| Failure::of(&error))
     }
 
     /// Raises a fact.
-    async fn raise(&self, name: &'static str, revision: Revision) -> Result<()> {
+    async fn raise(&self, name: &'static str, revision: Revision) -> std::result::Result<(), Failure> {
         let mut writer = self.lock().await?;
-        let query = sqlx::query(RAISE).bind(revision.0).bind(name);
-        query.execute(writer.connection()).await.map_err(unavailable)?;
+        let raised = async {
+            sqlx::query(SYNC).execute(writer.connection()).await?;
+            sqlx::query(RAISE).bind(revision.0).bind(name).execute(writer.connection()).await
+        };
+        raised.await.map_err(|error| Failure::of(&error))?;
         writer.keep();
         Ok(())
     }
@@ -226,7 +198,10 @@ fn facts((first, copied, bytes, rows): (Option<i64>, Option<i64>, Option<i64>, O
 impl Archive for SqliteArchive {
     /// The last connection moves the WAL into the file.
     async fn close(&self) {
-        self.readers().close().await;
+        let readers = self.readers.lock().clone();
+        if let Some(readers) = readers {
+            readers.close().await;
+        }
         if let Some(connection) = self.writer.block().await.take()
             && let Err(error) = connection.close().await
         {
@@ -243,20 +218,22 @@ impl Archive for SqliteArchive {
     }
 
     async fn state(&self) -> Result<ArchiveState> {
-        sqlx::query_as(STATE).fetch_one(&self.readers()).await.map(facts).map_err(unavailable)
+        sqlx::query_as(STATE).fetch_one(&self.readers()?).await.map(facts).map_err(unavailable)
     }
 
     async fn freeze(&self, log: &dyn Log) -> Result<(Arc<dyn History>, Arc<dyn FrozenArchive>)> {
+        // Otherwise it may be the archive of another log.
+        drop(self.readers()?);
         let log = log.freeze().await?.into();
         Ok((log, Arc::new(Frozen::now(self.writer.options()).await?)))
     }
 
-    /// Copies all rows in one transaction, which costs one sync.
+    /// Copies all rows in one transaction, which costs one sync. It takes the lock for writes at once: a transaction that
+    /// has read fails, and does not wait, if another process holds the lock.
     async fn copy(&self, rows: &[Superseded]) -> Result<()> {
         let mut writer = self.lock().await?;
-        // [`Archive::note_time`] lowers it.
-        sqlx::query("PRAGMA synchronous = FULL").execute(writer.connection()).await.map_err(not_written)?;
-        let mut transaction = writer.connection().begin().await.map_err(not_written)?;
+        sqlx::query(SYNC).execute(writer.connection()).await.map_err(not_written)?;
+        let mut transaction = writer.connection().begin_with("BEGIN IMMEDIATE").await.map_err(not_written)?;
         if sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(facts).map_err(not_written)?.first
             == Revision::MAX
         {
@@ -274,14 +251,18 @@ impl Archive for SqliteArchive {
     }
 
     async fn finish_copy(&self, compacted: Revision, _: i64) -> Result<()> {
-        self.raise("copied_revision", compacted).await
+        Ok(self.raise("copied_revision", compacted).await?)
     }
 
-    /// If the fact cannot be written, because the disk is full or the file is damaged, replaces the file.
+    /// If the fact cannot be written, for example because the disk is full or the file is damaged, replaces the file. A
+    /// file that another process has locked stays, because the lock will be released.
     async fn give_up(&self, first: Revision) -> Result<()> {
-        let Err(error) = self.raise("first_revision", first).await else { return Ok(()) };
-        warn!(%error, "cannot write to the archive of the history; replacing it");
-        self.replace_file(first).await
+        let Err(failure) = self.raise("first_revision", first).await else { return Ok(()) };
+        if failure.kind == Kind::Busy {
+            return Err(failure.into());
+        }
+        warn!(error = failure.text, "cannot write to the archive of the history; replacing it");
+        self.replace_file(first, &failure).await
     }
 
     async fn prune(&self, first: Revision, bytes_max: u64) -> Result<Reclaimed> {
@@ -295,7 +276,7 @@ impl Archive for SqliteArchive {
     async fn note_time(&self, head: Revision, has_gap: bool) -> Result<()> {
         let mut writer = self.lock().await?;
         let noted = async {
-            sqlx::query("PRAGMA synchronous = NORMAL").execute(writer.connection()).await?;
+            sqlx::query(DO_NOT_SYNC).execute(writer.connection()).await?;
             sqlx::query(NOTE_TIME).bind(head.0).bind(now_ms()).bind(has_gap).execute(writer.connection()).await
         };
         noted.await.map_err(unavailable)?;
@@ -304,7 +285,7 @@ impl Archive for SqliteArchive {
     }
 
     async fn first_moment(&self) -> Result<Option<Moment>> {
-        let found = sqlx::query_as(FIRST_MOMENT).fetch_optional(&self.readers()).await.map_err(unavailable)?;
+        let found = sqlx::query_as(FIRST_MOMENT).fetch_optional(&self.readers()?).await.map_err(unavailable)?;
         Ok(found.map(moment))
     }
 
@@ -313,12 +294,12 @@ impl Archive for SqliteArchive {
             Time::UnixMs(ms) => ms,
             Time::Ago(age) => now_ms().saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX)),
         };
-        let found = sqlx::query_as(MOMENT_AT).bind(ms).fetch_optional(&self.readers()).await.map_err(unavailable)?;
+        let found = sqlx::query_as(MOMENT_AT).bind(ms).fetch_optional(&self.readers()?).await.map_err(unavailable)?;
         Ok(found.map(moment))
     }
 
     async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<Written>>> {
-        let mut reader = self.readers().acquire().await.map_err(unavailable)?;
+        let mut reader = self.readers()?.acquire().await.map_err(unavailable)?;
         let mut times = Vec::with_capacity(revisions.len());
         for revision in revisions {
             let time = sqlx::query_as(TIME_OF).bind(revision.0).fetch_optional(&mut *reader).await;
@@ -335,7 +316,7 @@ impl Archive for SqliteArchive {
             (KeyRange::Single(_), Order::NewestFirst) => changes_of_key!("DESC"),
             (KeyRange::Span { .. }, _) => CHANGES_OF_SPAN,
         };
-        let readers = self.readers();
+        let readers = self.readers()?;
         let mut bound = None;
         if matches!(wanted.range, KeyRange::Span { .. }) {
             let query = sqlx::query_as(BOUND_OF_VISIT)
@@ -379,7 +360,7 @@ impl Archive for SqliteArchive {
         };
         let query = sqlx::query(sql).bind(start).bind(at.0).bind(ARCHIVE_PAGE_KEYS as i64);
         let query = if bounds.unbounded { query } else { query.bind(&bounds.end) };
-        let page = archive::page(query.fetch(&self.readers()), ARCHIVE_PAGE_KEYS).await.map_err(unavailable)??;
+        let page = archive::page(query.fetch(&self.readers()?), ARCHIVE_PAGE_KEYS).await.map_err(unavailable)??;
         Ok(archive::pairs(page))
     }
 }

@@ -159,7 +159,7 @@ impl SqliteLoader {
         if file.exists() {
             archive::Loader::files(file).iter().try_for_each(|path| remove(path))?;
         } else {
-            archive::set_aside(file)?;
+            archive::set_aside(&archive::archive_file(file))?;
         }
         ["-wal", "-shm", "-journal", ""].iter().try_for_each(|suffix| remove(&with_suffix(file, suffix)))
     }

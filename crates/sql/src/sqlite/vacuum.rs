@@ -4,7 +4,13 @@
 //! writes as many bytes as the deletes, while other writes wait. Some pages remain free, because the next writes reuse
 //! them.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use rusqlite::Connection;
 use tokio::{
@@ -24,6 +30,8 @@ use orlop_core::{log::Result, supervise::vital};
 const STEP_SQL: &str = "PRAGMA incremental_vacuum(64)";
 const STEP_PAGES: usize = 64;
 const STEP_PAUSE: Duration = Duration::from_millis(5);
+/// The value of the pragma `auto_vacuum` of a file that never returns free pages.
+const AUTO_VACUUM_NONE: i64 = 0;
 /// Time without deletes after which a compaction counts as ended. It is longer than the pause between two steps of a
 /// compaction.
 const COMPACTION_IDLE_TIME: Duration = Duration::from_secs(1);
@@ -43,11 +51,14 @@ struct Shared {
     checkpointer: Arc<Checkpointer>,
     freed: Notify,
     stop: Notify,
+    /// Whether the log says why no pages can be returned.
+    has_warned: AtomicBool,
 }
 
 impl Vacuum {
     pub(super) fn start(writer: Arc<Writer>, checkpointer: Arc<Checkpointer>) -> Self {
-        let shared = Arc::new(Shared { writer, checkpointer, freed: Notify::new(), stop: Notify::new() });
+        let (freed, stop, has_warned) = (Notify::new(), Notify::new(), AtomicBool::new(false));
+        let shared = Arc::new(Shared { writer, checkpointer, freed, stop, has_warned });
         let task = vital("the vacuum", run(Arc::clone(&shared)));
         Self { shared, task: Mutex::new(Some(task)) }
     }
@@ -57,7 +68,7 @@ impl Vacuum {
         self.shared.freed.notify_one();
     }
 
-    /// Runs one step. Returns the number of pages that are still free.
+    /// Runs one step. Returns the number of pages that are still free and can be returned.
     pub(super) async fn step(&self) -> Result<i64> {
         self.shared.step().await
     }
@@ -107,13 +118,28 @@ impl Shared {
     async fn step(&self) -> Result<i64> {
         let writer = self.writer.lock().await.map_err(unavailable)?;
         let step = writer.run(|writer| {
+            let before = pragma(writer, "freelist_count")?;
             // It returns a row for each page.
             writer.prepare_cached(STEP_SQL)?.query_map([], |_| Ok(()))?.try_for_each(|page| page)?;
-            pragma(writer, "freelist_count")
+            Ok((before, pragma(writer, "freelist_count")?, pragma(writer, "auto_vacuum")?))
         });
-        let free = step.await.map_err(unavailable)?;
+        let (before, free, auto_vacuum) = step.await.map_err(unavailable)?;
+        if before > 0 && free >= before {
+            self.warn_of_useless_step(auto_vacuum);
+            return Ok(0);
+        }
         self.checkpointer.purged(STEP_PAGES);
         Ok(free)
+    }
+
+    /// Another program may have created the file again, for example from a dump.
+    fn warn_of_useless_step(&self, auto_vacuum: i64) {
+        if auto_vacuum == AUTO_VACUUM_NONE && !self.has_warned.swap(true, Ordering::Relaxed) {
+            warn!(
+                "the database file was created without auto_vacuum, so its free pages are reused but never returned to \
+                 the file system; to change that, stop the server and run in sqlite3: PRAGMA auto_vacuum = 2; VACUUM"
+            );
+        }
     }
 }
 

@@ -5,15 +5,15 @@
 //! ignores the space after the last frame of the WAL.
 
 use std::{
-    fs::OpenOptions,
+    fs::{File, OpenOptions},
     io,
-    os::unix::fs::FileExt as _,
+    os::unix::fs::{FileExt as _, MetadataExt as _},
     path::{Path, PathBuf},
     time::Duration,
 };
 
 use rustix::{
-    fs::{FallocateFlags, fallocate},
+    fs::{FallocateFlags, fallocate, fstatvfs},
     io::Errno,
 };
 
@@ -22,6 +22,10 @@ use super::load::with_suffix;
 /// Usual maximum length of the file. When the WAL is longer than 32 MiB, a checkpoint blocks writes, so that SQLite can
 /// restart the WAL ([`super::checkpoint`]). Until then the WAL grows further.
 const FILE_BYTES: u64 = 48 << 20;
+/// Free bytes that preallocation leaves on the disk. The server treats a disk with fewer than 4 MiB as full.
+const MARGIN_BYTES: u64 = 16 << 20;
+/// Bytes per block of a file's metadata, whatever the file system.
+const BLOCK_BYTES: u64 = 512;
 /// Length to which SQLite truncates the file when it restarts the WAL. A large transaction may make the file longer.
 pub(super) const FILE_BYTES_MAX: &str = "67108864";
 
@@ -64,14 +68,30 @@ fn rewrite_file(wal: &Path) -> io::Result<()> {
 ///
 /// # Errors
 ///
-/// If the disk is full or the file cannot be opened. The file is then unchanged.
+/// If the file cannot be opened, or less than [`MARGIN_BYTES`] of the disk would remain free. The file then has its
+/// previous length.
 pub(super) fn preallocate(database: &Path) -> io::Result<()> {
     let file = OpenOptions::new().write(true).open(with_suffix(database, "-wal"))?;
+    let before = file.metadata()?;
+    let missing = FILE_BYTES.saturating_sub(before.blocks() * BLOCK_BYTES);
+    if missing > 0 && free_bytes(&file)? < missing + MARGIN_BYTES {
+        return Err(Errno::NOSPC.into());
+    }
     match fallocate(&file, FallocateFlags::empty(), 0, FILE_BYTES) {
         Ok(()) => file.sync_all(),
         Err(Errno::OPNOTSUPP) => Ok(()),
-        Err(error) => Err(error.into()),
+        Err(error) => {
+            // Ext4 keeps the blocks that it has allocated before the disk was full.
+            file.set_len(before.len())?;
+            Err(error.into())
+        }
     }
+}
+
+/// Returns the bytes that this process may still write to the disk of a file.
+fn free_bytes(file: &File) -> io::Result<u64> {
+    let disk = fstatvfs(file)?;
+    Ok(disk.f_bavail.saturating_mul(disk.f_frsize))
 }
 
 /// The growth of a WAL file since a moment.

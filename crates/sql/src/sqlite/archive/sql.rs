@@ -11,9 +11,15 @@ pub(super) const ADD: &str =
 pub(super) const BEGIN: &str = "INSERT OR IGNORE INTO meta (name, value) \
     VALUES ('first_revision', ?1), ('copied_revision', ?1), ('bytes', 0), ('rows', 0)";
 pub(super) const CLUSTER: &str = "INSERT OR IGNORE INTO meta (name, value) VALUES ('cluster_id', ?)";
+/// The cluster, the newest compaction that was copied, and the newest recorded head.
+pub(super) const KNOWN: &str = "SELECT (SELECT value FROM meta WHERE name = 'cluster_id'), \
+    coalesce((SELECT value FROM meta WHERE name = 'copied_revision'), 0), coalesce((SELECT max(id) FROM kv_time), 0)";
 pub(super) const STATE: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
     (SELECT value FROM meta WHERE name = 'copied_revision'), (SELECT value FROM meta WHERE name = 'bytes'), \
     (SELECT value FROM meta WHERE name = 'rows')";
+/// [`NOTE_TIME`] is not synced, and the connection stays in this mode. Rows are deleted from the log after others are.
+pub(super) const SYNC: &str = "PRAGMA synchronous = FULL";
+pub(super) const DO_NOT_SYNC: &str = "PRAGMA synchronous = NORMAL";
 pub(super) const RAISE: &str = "UPDATE meta SET value = max(value, ?) WHERE name = ?";
 pub(super) const DELETE_OLD: &str = "DELETE FROM kv_archive WHERE (id, sub) IN (SELECT id, sub FROM kv_archive \
     WHERE end_revision <= ?1 AND id < ?1 ORDER BY end_revision LIMIT ?2) \

@@ -23,8 +23,8 @@ pub(super) struct Slot {
 pub(super) struct WriterGuard<'a>(MutexGuard<'a, Slot>);
 
 impl Writer {
-    pub(super) fn new(options: SqliteConnectOptions, connection: SqliteConnection) -> Self {
-        Self { options, slot: Mutex::new(Slot { connection: Some(connection), is_usable: true }) }
+    pub(super) fn new(options: SqliteConnectOptions) -> Self {
+        Self { options, slot: Mutex::new(Slot { connection: None, is_usable: false }) }
     }
 
     /// Waits for exclusive use of the connection. Fails if a new connection cannot be opened.
