@@ -85,7 +85,7 @@ async fn requests_do_not_delay_catching_up(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for _ in 0..PUTS {
-        put(&mut client, "k", vec![b'v'; 512]).await;
+        put(&mut client, "k", vec![b'v'; 4_096]).await;
     }
     let mut stream = Stream::open(&mut client).await;
     let requests = stream.requests.clone().expect("the stream is open");
@@ -96,7 +96,8 @@ async fn requests_do_not_delay_catching_up(backend: Backend) {
             often.tick().await;
         }
     });
-    stream.create(everything(2)).await;
+    // With fragments the server reads several pages before it sends the first.
+    stream.create(WatchCreateRequest { fragment: true, ..everything(2) }).await;
     assert_eq!(stream.read_until(PUTS + 1).await, (2..=PUTS + 1).collect::<Vec<_>>());
     asking.abort();
 }
