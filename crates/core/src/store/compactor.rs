@@ -5,10 +5,11 @@
 //! has finished. If another instance then deleted only the rows of the next compaction, a key's tombstone could
 //! disappear before an older put of the key, and the key would exist again after the next start. So at each compaction
 //! every other instance first deletes the rows of the previous compaction again; usually none are left. An instance
-//! remembers the rows of only one compaction. After a failover, which may have lost deletions, it reads the rows to delete
-//! from the log, as a start does.
+//! remembers the rows of only one compaction. After a failover, which may have lost deletions, or a restart of the database,
+//! which looks the same, it reads the rows to delete from the log.
 
 use std::{
+    collections::HashMap,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -20,14 +21,11 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{
-    replay::{Replayed, replay},
-    shared::Shared,
-};
+use super::shared::Shared;
 use crate::{
-    index::CompactionCursor,
+    index::{CompactionCursor, TreeIndex},
     log::{self, Reclaim},
-    types::{Revision, RowId, Superseded},
+    types::{Change, Key, Revision, RowId, Superseded},
 };
 
 /// Keys visited per step while the index is locked.
@@ -141,21 +139,54 @@ pub(super) async fn compact(shared: &Shared, rate: CompactionRate) {
     }
 }
 
-/// Reads the rows of compactions up to `target` from the log. The server is another one than that on which rows were last
-/// deleted, so it may have lost their deletion. Without an older put in the index, its tombstone would be deleted alone.
-async fn read_garbage(shared: &Shared, target: Revision) -> Vec<Superseded> {
+/// Reads which rows of compactions up to `target` the log has: those at or below it that are not in the index. The server is
+/// another one than that on which rows were last deleted, so it may have lost their deletion. Without an older put, its
+/// tombstone would be deleted alone.
+pub(super) async fn read_garbage(shared: &Shared, target: Revision) -> Vec<Superseded> {
     loop {
-        shared.pulses.compactor.beat();
-        match replay(&*shared.log).await {
-            Ok(Replayed { mut garbage, .. }) => {
-                // Other instances may have recorded later compactions. A tombstone at `target` belongs to one of them.
-                garbage.retain(|superseded| superseded.row.revision < target && superseded.end <= target);
-                return garbage;
-            }
+        let mut garbage = Garbage { target, rows: Vec::new(), last: HashMap::new() };
+        let read = shared
+            .log
+            .replay(Revision(i64::MIN), &mut |_, changes| {
+                shared.pulses.compactor.beat();
+                for changes in changes.chunks(INDEX_STEP_KEYS) {
+                    let index = shared.index.read();
+                    changes.iter().for_each(|change| garbage.visit(change, &index));
+                }
+                Ok(())
+            })
+            .await;
+        match read {
+            Ok(_) => return garbage.rows,
             Err(error) => {
                 warn!(%error, "cannot read which rows another database server still has; trying again");
                 sleep(RETRY_PAUSE).await;
             }
+        }
+    }
+}
+
+/// The rows that are found while the log is read in order.
+struct Garbage {
+    target: Revision,
+    rows: Vec<Superseded>,
+    /// For each key the position of its last row in `rows`, until its next change is read.
+    last: HashMap<Key, usize>,
+}
+
+impl Garbage {
+    fn visit(&mut self, change: &Change, index: &TreeIndex) {
+        let RowId { revision, .. } = change.row;
+        if let Some(last) = self.last.remove(change.key.as_slice()) {
+            let end = &mut self.rows[last].end;
+            *end = revision.min(*end);
+        }
+        // A tombstone at the revision itself stays until the next compaction.
+        let is_needed = || index.get(&change.key, self.target).is_some_and(|entry| entry.version.row == change.row);
+        if revision < self.target && !is_needed() {
+            let end = if change.is_delete() { revision } else { Revision::MAX };
+            self.last.insert(change.key.clone(), self.rows.len());
+            self.rows.push(Superseded { row: change.row, end });
         }
     }
 }

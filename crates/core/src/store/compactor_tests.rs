@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::{
-    compactor::{CompactionRate, PurgeOwner, compact, purge},
+    compactor::{CompactionRate, PurgeOwner, compact, purge, read_garbage},
     fixtures::shared,
     replay::replay,
 };
@@ -79,6 +79,22 @@ async fn rows_that_a_failover_brought_back_do_not_revive_keys() {
     let replayed = replay(&*shared.log).await.unwrap();
     let live: Vec<Key> = replayed.index.range(.., Revision(5)).map(|(key, _)| key.clone()).collect();
     assert_eq!((live, replayed.rows), (vec![Key::from(&b"z"[..])], 1));
+}
+
+#[tokio::test]
+async fn rows_to_delete_are_those_that_the_log_has_and_the_index_does_not() {
+    let changes = created_and_deleted(9);
+    let head = changes.last().expect("changes").row.revision;
+    for target in (2..=head.0).map(Revision) {
+        let shared = shared(0);
+        assert_eq!(shared.log.append(Append::rows(Revision::EMPTY, &changes)).await.unwrap(), Appended::Done);
+        shared.apply_logged(&changes, head);
+        shared.note_compaction(target);
+        let mut garbage = Vec::new();
+        while shared.index.write().compact_step(&mut CompactionCursor::default(), usize::MAX, &mut garbage) {}
+        garbage.sort_unstable();
+        assert_eq!(read_garbage(&shared, target).await, garbage, "compacted at {target}");
+    }
 }
 
 /// Returns changes that put and delete each of `keys` keys, between two keys that are put twice. A purge step that
