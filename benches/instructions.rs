@@ -3,8 +3,8 @@
 //! `just instructions`.
 //!
 //! The benchmarks are built with the profile of the tests, in which `orlop-core` is optimized and the server is not.
-//! Each limit is twice the count at the time at which the limit was set, without incremental compilation, as in CI. To
-//! accept a deliberate increase, set a new limit and state the reason.
+//! Each limit is twice the count at the time at which the limit was set. To accept a deliberate increase, set a new
+//! limit and state the reason.
 
 mod inputs;
 
@@ -87,7 +87,7 @@ fn encode(answer: Answer) -> bool {
     black_box(answer).encode()
 }
 
-// The search is generic, so it is compiled here, where it is not optimized: incremental compilation halves its count.
+// The search is generic, so it is compiled here, where it is not optimized.
 #[library_benchmark(config = at_most(8_500_000))]
 #[bench::of_10_000(setup = watchers_and_keys)]
 fn find_watchers((watchers, keys): (Watchers, Vec<Key>)) -> (usize, Watchers, Vec<Key>) {
