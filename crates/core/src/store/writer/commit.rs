@@ -163,6 +163,7 @@ impl Writer {
                 metrics.fsync.observe(took.as_secs_f64());
                 self.log_recovery();
                 let mut others_found = if is_alone { joining::Others::None } else { joining::Others::Idle };
+                // Held until the batch is applied, so that no other server is accepted before.
                 let mut _same_server = None;
                 if let Appended::Behind { base, others } = appended {
                     let others = shared.apply_others(others, base, expected.server).await;
