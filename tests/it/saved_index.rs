@@ -14,6 +14,7 @@ use crate::support::{Backend, Client, Place, Postgres, Server, eventually, on_bo
 
 const LARGE: [&str; 4] = ["--max-txn-ops", "1000", "--log-level", "info"];
 const LOADED: &str = "saved index loaded";
+const SAVED: &str = "index saved";
 /// More than the rows that a start reads rather than that the index is saved.
 const TXNS: usize = 105;
 
@@ -179,6 +180,7 @@ async fn newer_rows_are_read_from_the_log_after_a_crash(backend: Backend) {
             delete(&mut client, &format!("k/0700/{:03}", 20 * round + number), "").await;
             delete(&mut client, &format!("new/{round}/{}", number / 2), "").await;
         }
+        let saves = server.log().matches(SAVED).count();
         if let Some(behind) = compact_behind_saved {
             let request = CompactionRequest { revision: saved_at + behind, physical: true };
             client.kv.compact(request).await.expect("a compaction");
@@ -186,13 +188,15 @@ async fn newer_rows_are_read_from_the_log_after_a_crash(backend: Backend) {
         let before = shown(&server).await;
         let uses = loaded(&server);
         server.kill();
+        // On a slow machine another index may have been saved since the compaction, and that one is used.
+        let is_used = is_used || server.log().matches(SAVED).count() > saves;
         server.restart().await;
         assert_eq!(loaded(&server), uses + usize::from(is_used), "round {round}: {}", server.log_tail());
         assert_eq!(shown(&server).await, before, "round {round}");
     }
     // The compaction that made it unusable is the cause to save another one.
     eventually("another index is saved", async || {
-        let saved = server.log().matches("index saved").count();
+        let saved = server.log().matches(SAVED).count();
         if saved >= 2 { Ok(()) } else { Err(saved) }
     })
     .await;
@@ -275,9 +279,8 @@ async fn one_of_several_instances_saves_the_index_for_all() {
     let mut client = Client::connect(servers[0].endpoint()).await;
     fill(&mut client).await;
     delete(&mut client, "k/0001", "k/0002").await;
-    let saved = |servers: &[Server]| -> usize {
-        servers.iter().map(|server| server.log().matches("index saved").count()).sum()
-    };
+    let saved =
+        |servers: &[Server]| -> usize { servers.iter().map(|server| server.log().matches(SAVED).count()).sum() };
     let eventually_saved = async |servers: &[Server], expected: usize| {
         eventually("the index is saved", async || match saved(servers) {
             found if found == expected => Ok(()),
