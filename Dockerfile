@@ -57,9 +57,9 @@ LABEL org.opencontainers.image.title="orlop" \
 COPY --from=build /out/orlop /usr/local/bin/orlop
 # A volume created from the image gets the owner of the directory.
 COPY --from=build --chown=65532:65532 /out/data /var/lib/orlop
-# 127.0.0.1 in a container cannot be reached from outside.
-ENV ORLOP_DATA_DIR=/var/lib/orlop \
-    ORLOP_LISTEN_CLIENT_URLS=http://0.0.0.0:2379
+# 127.0.0.1 in a container cannot be reached from outside. Any setting overrides these, in a file, too.
+ENV ORLOP_DEFAULT_DATA_DIR=/var/lib/orlop \
+    ORLOP_DEFAULT_LISTEN_CLIENT_URLS=http://0.0.0.0:2379
 # A number, so that Kubernetes can verify that it is not root (runAsNonRoot).
 USER 65532:65532
 # Orlop writes only here; the rest of the file system can be read-only.

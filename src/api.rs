@@ -87,7 +87,7 @@ pub struct Settings {
 impl Settings {
     /// Maximum size of a message with keys and values in bytes. A longer watch response is fragmented if the client
     /// requested fragments.
-    fn max_message_bytes(&self) -> usize {
+    pub fn max_message_bytes(&self) -> usize {
         self.max_request_bytes.saturating_add(TRANSPORT_SLACK_BYTES)
     }
 

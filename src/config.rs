@@ -228,7 +228,9 @@ impl Settings {
 
     /// Like [`Settings::load`], and returns what the operator should know about the sources.
     pub fn load_with_notices(flags: &Flags) -> Result<(Self, Notices), String> {
-        let mut figment = Figment::from(Serialized::defaults(Self::default()));
+        let variables = std::env::vars_os().filter_map(|(name, text)| Some((name.into_string().ok()?, text)));
+        let variables = Variables::read(variables)?;
+        let mut figment = Self::defaults(&variables);
         let mut notices = Notices::default();
         let file = flags.datastore.config_file.clone().or_else(|| std::env::var_os("ETCD_CONFIG_FILE").map(Into::into));
         if let Some(file) = file {
@@ -237,8 +239,6 @@ impl Settings {
             notices.deprecated.extend(file.deprecated.iter().cloned());
             figment = figment.merge(file);
         }
-        let variables = std::env::vars_os().filter_map(|(name, text)| Some((name.into_string().ok()?, text)));
-        let variables = Variables::read(variables)?;
         variables.check_flags(flags)?;
         notices.ignored.extend(variables.ignored.iter().cloned());
         notices.unrecognized.extend(variables.unrecognized.iter().cloned());
@@ -253,15 +253,21 @@ impl Settings {
         variables: &[(String, String)],
         flags: &Flags,
     ) -> Result<Self, String> {
-        let mut figment = Figment::from(Serialized::defaults(Self::default()));
+        let variables = variables.iter().map(|(name, text)| (name.clone(), text.into()));
+        let variables = Variables::read(variables)?;
+        let mut figment = Self::defaults(&variables);
         if let Some(text) = toml {
             figment = figment.merge(ConfigFile::of(&Toml::string(text))?);
         }
         if let Some(text) = yaml {
             figment = figment.merge(ConfigFile::of(&Yaml::string(text))?);
         }
-        let variables = variables.iter().map(|(name, text)| (name.clone(), text.into()));
-        Self::merge(figment, &Variables::read(variables)?, flags)
+        Self::merge(figment, &variables, flags)
+    }
+
+    /// Returns the settings where nothing was set.
+    fn defaults(variables: &Variables) -> Figment {
+        Figment::from(Serialized::defaults(Self::default())).merge(Serialized::defaults(&variables.defaults))
     }
 
     fn merge(earlier: Figment, variables: &Variables, flags: &Flags) -> Result<Self, String> {

@@ -6,7 +6,7 @@
 //!
 //! - [`command`]: `orlop console`; [`server`]: the state and the routes; [`embedded`]: the page in the server
 //! - [`guard`]: checks of `Host` and `Origin`, and the headers of responses; [`session`]: log in, cookies, tokens against
-//!   cross-site requests
+//!   cross-site requests; [`limits`]: how many log-ins and long values are processed at the same time
 //! - [`backend`]: what the pages need from a server; [`figures`]: rates while somebody looks; [`events`]: a watch as
 //!   Server-Sent Events
 //! - [`query`]: keys, which are any bytes, in URLs; [`treemap`], [`chart`]: SVG
@@ -23,6 +23,7 @@ pub mod embedded;
 mod events;
 mod figures;
 mod guard;
+mod limits;
 mod pages;
 mod query;
 mod server;

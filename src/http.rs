@@ -35,6 +35,8 @@ pub struct Settings {
     /// The source of the certificate in the metrics; `None` without TLS.
     pub tls: Option<Arc<Acceptor>>,
     pub pprof: Pprof,
+    /// Maximum size of a gRPC message with keys and values in bytes.
+    pub max_message_bytes: usize,
 }
 
 /// The routes for clients.
@@ -57,7 +59,7 @@ pub fn routes(
     has_http_urls: bool,
 ) -> Result<ClientRoutes, prost_reflect::DescriptorError> {
     let grpc = grpc.into_axum_router();
-    let gateway = gateway::routes(grpc.clone(), partial_requests)?;
+    let gateway = gateway::routes(grpc.clone(), partial_requests, settings.max_message_bytes)?;
     let clients_only = with_common_layers(gateway.merge(debug::routes(settings.pprof)), settings);
     let http = http(settings).merge(clients_only);
     let main = if has_http_urls { grpc } else { grpc.merge(http.clone()) };

@@ -20,6 +20,11 @@ use crate::config::Datastore;
 /// Bytes of keys and values after which a batch of rows is added, and the maximum number of its rows.
 const BATCH_BYTES: usize = 1 << 20;
 const BATCH_ROWS: usize = 512;
+/// Maximum number of changes that the compact revision may lack. They take time and memory, and a small file can state any
+/// number.
+const MISSING_MAX: u32 = 1 << 16;
+/// The beginning of the keys of their replacements; the rest is a number of 8 bytes.
+const REPLACEMENT_PREFIX: &[u8] = b"\0missing change ";
 /// The lowest revision that can be a compact revision without changes: a delete there needs a revision before it.
 const COMPACTED_MIN: Revision = Revision(3);
 
@@ -91,6 +96,8 @@ pub struct Rows {
     at_compacted: NewestRows,
     /// The number of the next change of the compact revision; `None` when it is complete.
     next_sub: Option<u32>,
+    /// The number of changes of the compact revision that were missing so far.
+    missing: u32,
     batch: Vec<Change>,
     bytes: usize,
 }
@@ -98,12 +105,12 @@ pub struct Rows {
 impl Rows {
     pub fn new(newest: NewestRows, compacted: Option<Revision>) -> Self {
         let next_sub = compacted.filter(|revision| *revision > Revision::EMPTY).map(|_| 0);
-        Self { newest, compacted, at_compacted: NewestRows::new(), next_sub, batch: Vec::new(), bytes: 0 }
+        Self { newest, compacted, at_compacted: NewestRows::new(), next_sub, missing: 0, batch: Vec::new(), bytes: 0 }
     }
 
     /// # Errors
     ///
-    /// If the row contradicts the one before of its key.
+    /// If the row contradicts the one before of its key, or the compact revision lacks more changes than [`MISSING_MAX`].
     pub fn add(&mut self, StoredRow { row, change }: StoredRow) -> std::result::Result<(), String> {
         let Some((key, kind)) = change else { return Ok(()) };
         let prev = match Some(row.revision).cmp(&self.compacted) {
@@ -115,8 +122,9 @@ impl Rows {
                 self.before_compacted(&key, row, &kind)?
             }
             Ordering::Equal => {
+                self.count_missing(row)?;
                 self.fill(row.sub);
-                self.next_sub = Some(row.sub + 1);
+                self.next_sub = Some(row.sub.saturating_add(1));
                 self.before_compacted(&key, row, &kind)?
             }
             Ordering::Greater => {
@@ -146,14 +154,34 @@ impl Rows {
     fn fill(&mut self, end: u32) {
         let (Some(revision), Some(start)) = (self.compacted, self.next_sub) else { return };
         for sub in start..end {
-            let mut key = Vec::new();
-            while self.newest.contains_key(key.as_slice()) || self.at_compacted.contains_key(key.as_slice()) {
-                key.push(0);
-            }
-            let (row, key) = (RowId::new(revision, sub), Key::from(key));
-            self.at_compacted.insert(key.clone(), columns(row, &ChangeKind::Delete, revision.prev()));
-            self.push(row, key, ChangeKind::Delete, revision.prev());
+            let key = self.unused_key(sub);
+            self.push(RowId::new(revision, sub), key, ChangeKind::Delete, revision.prev());
         }
+    }
+
+    /// Returns a key that does not exist, another one for each number.
+    fn unused_key(&self, sub: u32) -> Key {
+        let mut number = u64::from(sub);
+        loop {
+            let key = [REPLACEMENT_PREFIX, &number.to_be_bytes()].concat();
+            if !self.newest.contains_key(key.as_slice()) && !self.at_compacted.contains_key(key.as_slice()) {
+                return Key::from(key);
+            }
+            // The lower half remains that of `sub`.
+            number = number.wrapping_add(1 << 32);
+        }
+    }
+
+    fn count_missing(&mut self, row: RowId) -> std::result::Result<(), String> {
+        let missing = self.next_sub.map_or(0, |next| row.sub.saturating_sub(next));
+        self.missing = self.missing.saturating_add(missing);
+        if self.missing > MISSING_MAX {
+            return Err(format!(
+                "the compact revision {} lacks {} changes before its change {}; at most {MISSING_MAX} may be missing",
+                row.revision, self.missing, row.sub
+            ));
+        }
+        Ok(())
     }
 
     /// Returns the revision of the version that a row at or below the compact revision replaced. It is gone, so any
@@ -239,6 +267,10 @@ fn contradiction(key: &Key, row: RowId, error: &impl std::fmt::Display) -> Strin
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use orlop_core::types::{EncodedKv, Version};
+
     use super::*;
 
     #[test]
@@ -261,6 +293,54 @@ mod tests {
             let found = Bounds::new(Revision(head), some(compacted), some(hole));
             let expected = Bounds { head: Revision(expected.0), compacted: some(expected.1) };
             assert_eq!(found, expected, "{head} {compacted} {hole}");
+        }
+    }
+
+    const COMPACTED: Revision = Revision(10);
+
+    /// Adds a change of the compact revision: the put of a new key.
+    fn add(rows: &mut Rows, sub: u32) -> std::result::Result<(), String> {
+        let (row, key) = (RowId::new(COMPACTED, sub), format!("key {sub}"));
+        let version = Version { row, create_revision: COMPACTED, version: 1 };
+        let kv = EncodedKv::new(key.as_bytes(), version, b"", None);
+        let put = ChangeKind::Put { kv, create_revision: COMPACTED, version: 1, lease: None };
+        rows.add(StoredRow { row, change: Some((Key::from(key.into_bytes()), put)) })
+    }
+
+    #[test]
+    fn missing_changes_of_the_compact_revision_are_deletes_of_unused_keys() {
+        let used = Key::from([REPLACEMENT_PREFIX, &1_u64.to_be_bytes()].concat());
+        let before = columns(RowId::new(Revision(5), 0), &ChangeKind::Delete, Revision(4));
+        let mut rows = Rows::new(NewestRows::from([(used.clone(), before)]), Some(COMPACTED));
+        for sub in [2, 3, 6] {
+            assert_eq!(add(&mut rows, sub), Ok(()));
+        }
+        let changes = rows.take();
+        let subs: Vec<(u32, bool)> = changes.iter().map(|change| (change.row.sub, change.is_delete())).collect();
+        assert_eq!(subs, [(0, true), (1, true), (2, false), (3, false), (4, true), (5, true), (6, false)]);
+        let keys: BTreeSet<&[u8]> = changes.iter().map(|change| change.key.as_slice()).collect();
+        assert!(keys.len() == changes.len() && !keys.contains(used.as_slice()), "{keys:?}");
+    }
+
+    #[test]
+    fn too_many_missing_changes_are_refused() {
+        let max = MISSING_MAX;
+        // Numbers of changes, and the number that is missing if it is too large.
+        for (subs, refused) in [
+            (&[max][..], None),
+            (&[max + 1], Some(max + 1)),
+            (&[max - 1, max + 1], None),
+            (&[max - 1, max + 2], Some(max + 1)),
+            (&[u32::MAX], Some(u32::MAX)),
+        ] {
+            let mut rows = Rows::new(NewestRows::new(), Some(COMPACTED));
+            let added = subs.iter().try_for_each(|sub| add(&mut rows, *sub));
+            let expected = refused.map(|missing| format!("the compact revision 10 lacks {missing} changes before"));
+            match (&added, &expected) {
+                (Ok(()), None) => {}
+                (Err(error), Some(expected)) if error.starts_with(expected.as_str()) => {}
+                (found, expected) => panic!("{subs:?}: {found:?} instead of {expected:?}"),
+            }
         }
     }
 }

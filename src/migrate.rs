@@ -53,6 +53,11 @@ const RETRY_PAUSE: Duration = Duration::from_secs(1);
 /// Interval at which the progress of a restore is shown.
 const RESTORE_INTERVAL: Duration = Duration::from_millis(250);
 
+/// Follows the error of a server that did not start, or failed, after the cut over. The alarm at the source is not cleared:
+/// the server may have accepted writes.
+const STILL_FENCED: &str = "; the source still refuses writes: start the server again, or, if no client has written to \
+    the copy, run `etcdctl alarm disarm` at the source";
+
 /// When a migration ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Goal {
@@ -153,11 +158,14 @@ pub async fn run(
         return Ok(());
     }
     migration.progress.say(&format!("cut over at revision {head}: from now on {} is written", datastore.name()));
+    let after_failure = if migration.is_fenced { STILL_FENCED } else { "" };
     drop(migration);
     let leases = leases.into_keys().collect();
     let after_cut = AfterCut { source, cluster_id, next: head.next(), leases, writes: 0 };
     tokio::select! {
-        served = server::serve(settings, stop) => Ok(served?),
+        served = server::serve(settings, stop) => {
+            served.map_err(|error| Box::<dyn std::error::Error>::from(format!("{error}{after_failure}")))
+        }
         never = after_cut.run() => match never {},
     }
 }

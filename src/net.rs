@@ -82,7 +82,8 @@ static REJECTED_LOG: LogLimit = LogLimit::every(Duration::from_secs(1));
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub max_concurrent_streams: u32,
-    /// Time without traffic after which the server sends a keepalive ping.
+    /// Time without traffic after which the server sends a keepalive ping. As in etcd, 0 here or as the timeout means
+    /// that no pings are sent.
     pub keepalive_interval: Duration,
     pub keepalive_timeout: Duration,
     pub connection_limit: ConnectionLimit,
@@ -208,6 +209,7 @@ type Http = auto::Builder<TokioExecutor>;
 
 fn http(settings: &Settings) -> Http {
     let mut http = auto::Builder::new(TokioExecutor::new());
+    let has_keepalive = !settings.keepalive_interval.is_zero() && !settings.keepalive_timeout.is_zero();
     // The timer enables hyper's time limit for the headers of a request.
     http.http1().timer(TokioTimer::new()).max_buf_size(HTTP1_BUFFER);
     http.http2()
@@ -216,7 +218,7 @@ fn http(settings: &Settings) -> Http {
         .initial_connection_window_size(CONNECTION_WINDOW)
         .max_send_buf_size(SEND_BUFFER)
         .max_concurrent_streams(settings.max_concurrent_streams)
-        .keep_alive_interval(settings.keepalive_interval)
+        .keep_alive_interval(has_keepalive.then_some(settings.keepalive_interval))
         .keep_alive_timeout(settings.keepalive_timeout)
         // gRPC servers do not send this header.
         .auto_date_header(false);
@@ -371,6 +373,7 @@ async fn accept_all<L: Accept>(
     steps: Arc<Steps>,
     ready: mpsc::Sender<(Accepted<L::Stream>, Client)>,
 ) {
+    let idle_time_max = connection_limit.idle_time_max();
     loop {
         let permit = connection_limit.acquire().await;
         let (stream, remote) = next_client(&socket).await;
@@ -379,7 +382,8 @@ async fn accept_all<L: Accept>(
         if let Security::Plain = &security {
             // Fails only while the server stops.
             let client = Client { remote: Remote::new(&remote), certificate: None };
-            let _ = ready.send((accepted(Connection::Plain(stream), permit), client)).await;
+            let connection = accepted(Connection::Plain(stream), permit, idle_time_max);
+            let _ = ready.send((connection, client)).await;
             continue;
         }
         let (security, ready) = (security.clone(), ready.clone());
@@ -387,7 +391,7 @@ async fn accept_all<L: Accept>(
             match catch_panics(secure::<L>(stream, &security)).await {
                 Ok(Ok(connection)) => {
                     let client = Client { remote: Remote::new(&remote), certificate: connection.certificate_name() };
-                    drop(ready.send((accepted(connection, permit), client)).await);
+                    drop(ready.send((accepted(connection, permit, idle_time_max), client)).await);
                 }
                 Ok(Err(error)) => {
                     if let Some(count) = REJECTED_LOG.count() {
@@ -417,8 +421,12 @@ async fn secure<L: Accept>(stream: L::Stream, security: &Security) -> io::Result
     tls.accept(stream).await.map(|stream| Connection::Tls(Box::new(stream)))
 }
 
-fn accepted<S>(connection: Connection<S>, permit: OwnedSemaphorePermit) -> Accepted<S> {
-    AuthorityRewriter::new(TimedConnection::new(connection, permit))
+fn accepted<S>(
+    connection: Connection<S>,
+    permit: OwnedSemaphorePermit,
+    idle_time_max: Option<Duration>,
+) -> Accepted<S> {
+    AuthorityRewriter::new(TimedConnection::new(connection, permit, idle_time_max))
 }
 
 /// A client's connection, with or without TLS.

@@ -131,12 +131,13 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
     let exporter = exporter(&settings)?;
     let partial_requests = Arc::<PartialRequests>::default();
     let api_settings = api_settings(&settings, exporter.clone());
+    let max_message_bytes = api_settings.max_message_bytes();
     let authenticator = authenticator(&settings, &store).await?;
     let services =
         api::services(Arc::clone(&store), api_settings, authenticator, Arc::clone(&partial_requests), stopping.clone())
             .map_err(|error| Error(format!("cannot build the services: {error}")))?;
     let pprof = if settings.enable_pprof { Pprof::Served } else { Pprof::Absent };
-    let endpoints = http::Settings { store: Arc::clone(&store), tls, pprof };
+    let endpoints = http::Settings { store: Arc::clone(&store), tls, pprof, max_message_bytes };
     let has_http_urls = !listeners.http.is_empty();
     let routes = http::routes(services.routes(), &endpoints, partial_requests, has_http_urls)
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
@@ -330,7 +331,7 @@ impl Listeners {
         let (probe_steps, grant_steps) = Steps::new();
         vital("the step scheduler for probes", grant_steps);
         for listener in std::mem::take(&mut self.metrics) {
-            let probes = connections(settings, ConnectionLimit::for_probes(), &probe_steps);
+            let probes = connections(settings, ConnectionLimit::for_metrics(), &probe_steps);
             let service = TowerToHyperService::new(starting.routes());
             servers.spawn(listener.serve(service, probes, stopping.clone()));
         }

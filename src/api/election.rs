@@ -42,7 +42,8 @@ impl ElectionService {
             remove_entry(&self.0, &caller, &entry.key, entry.create_revision).await?;
             return Err(status);
         }
-        queue.wait(&entry).await?;
+        let (_, removal) = queue.wait(&entry).await?;
+        removal.cancel();
         Ok(CampaignResponse { header: entry.header, leader: Some(leader) })
     }
 

@@ -8,7 +8,7 @@ use tonic::{Request, Response, Status};
 use super::{Context, convert::key_range, snapshot::SnapshotStream, status::from_store};
 use orlop_core::{
     auth::Caller,
-    log::{Moment, Order, PastRow, Time, Written},
+    log::{Moment, Order, PastRow, Written},
     store::{PastChange, PastError},
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Version},
 };
@@ -46,9 +46,11 @@ impl History for HistoryService {
     ) -> Result<Response<pb::HistoryMomentResponse>, Status> {
         let caller = self.0.caller_of(&request).await?;
         self.0.store.check_user(&caller).await.map_err(from_store)?;
-        let time = Time::UnixMs(request.get_ref().unix_ms);
-        let found = self.0.store.moment_at(time).await.map_err(from_past)?;
-        Ok(Response::new(pb::HistoryMomentResponse { moment: found.map(moment) }))
+        let found = self.0.store.moment_at(request.get_ref().unix_ms).await.map_err(from_past)?;
+        Ok(Response::new(pb::HistoryMomentResponse {
+            moment: found.map(|found| moment(found.moment)),
+            may_lack_revisions: found.is_some_and(|found| found.may_lack_revisions),
+        }))
     }
 
     type PairsStream = Responses<pb::HistoryPairsResponse>;
@@ -168,9 +170,8 @@ impl Changes {
             self.context.check_running()?;
             let Some((from, to)) = self.rows else { return Ok(None) };
             let store = &self.context.store;
-            let mut page =
-                store.past_changes(&self.caller, &self.range, (from, to), self.order).await.map_err(from_past)?;
-            page.changes.truncate(self.left);
+            let page = store.past_changes(&self.caller, &self.range, (from, to), self.order, self.left).await;
+            let page = page.map_err(from_past)?;
             self.left -= page.changes.len();
             self.rows = page.next.filter(|_| self.left > 0).map(|next| match self.order {
                 Order::OldestFirst => (next, to),

@@ -23,7 +23,7 @@ impl LockService {
         let request = request.into_inner();
         let queue = Queue::open(&self.0, &caller, &request.name, request.lease).await?;
         let entry = queue.enter(Bytes::new()).await?;
-        let waited = queue.wait(&entry).await?;
+        let (waited, removal) = queue.wait(&entry).await?;
         // The lease may have ended since the key was put, which deletes the key. The queue may then be empty even if
         // this call did not wait.
         let get = pb::RangeRequest { key: entry.key.clone(), ..Default::default() };
@@ -31,6 +31,7 @@ impl LockService {
         if owned.kvs.is_empty() {
             return Err(Status::unknown("mutex: session is expired"));
         }
+        removal.cancel();
         let header = if waited == Waited::Yes { owned.header } else { entry.header };
         Ok(LockResponse { header, key: entry.key })
     }

@@ -72,7 +72,10 @@ impl Queue {
 
     /// Adds the caller's key at the end of the queue, or returns the existing entry.
     pub(super) async fn enter(&self, value: Bytes) -> Result<Entry, Status> {
-        let key = Bytes::from([&self.prefix[..], format!("{:x}", self.lease).as_bytes()].concat());
+        // Go's client formats an ID with its sign.
+        let sign = if self.lease < 0 { "-" } else { "" };
+        let name = format!("{sign}{:x}", self.lease.unsigned_abs());
+        let key = Bytes::from([&self.prefix[..], name.as_bytes()].concat());
         let put = pb::PutRequest { key: key.clone(), value, lease: self.lease, ..Default::default() };
         let get = pb::RangeRequest { key: key.clone(), ..Default::default() };
         let response = txn_if_create_revision(
@@ -97,12 +100,13 @@ impl Queue {
         Ok(entry)
     }
 
-    /// Waits until the entry is first. Returns whether it had to wait.
+    /// Waits until the entry is first. Returns whether it had to wait, and what removes the entry in the background unless it
+    /// is cancelled.
     ///
     /// # Cancel safety
     ///
     /// If the future is dropped or fails, the entry is removed in the background.
-    pub(super) async fn wait(&self, entry: &Entry) -> Result<Waited, Status> {
+    pub(super) async fn wait(&self, entry: &Entry) -> Result<(Waited, RemoveOnDrop), Status> {
         let removal = RemoveOnDrop { entry: Some((Arc::clone(&self.context), entry.clone())) };
         let mut waited = Waited::No;
         loop {
@@ -117,8 +121,7 @@ impl Queue {
             let mut watch = Watch::new(&self.context, KeyRange::from_wire(&last.key, b""), Revision(head).next());
             while watch.next().await?.r#type() != EventType::Delete {}
         }
-        removal.cancel();
-        Ok(waited)
+        Ok((waited, removal))
     }
 }
 
@@ -130,12 +133,13 @@ pub(super) enum Waited {
 }
 
 /// Removes an entry from its queue when dropped, unless cancelled.
-struct RemoveOnDrop {
+#[must_use]
+pub(super) struct RemoveOnDrop {
     entry: Option<(Arc<Context>, Entry)>,
 }
 
 impl RemoveOnDrop {
-    fn cancel(mut self) {
+    pub(super) fn cancel(mut self) {
         self.entry = None;
     }
 }

@@ -66,8 +66,12 @@ struct Waiting {
 
 impl Waiting {
     fn push(&mut self, address: Option<IpAddr>, work: Work) -> Result<(), PasswordError> {
+        // Checked first, so that a refused address leaves no entry in the map.
+        if self.len >= WAITING_MAX {
+            return Err(PasswordError::TooMany);
+        }
         let of_address = self.work.entry(address).or_default();
-        if of_address.len() >= WAITING_OF_ADDRESS_MAX || self.len >= WAITING_MAX {
+        if of_address.len() >= WAITING_OF_ADDRESS_MAX {
             return Err(PasswordError::TooMany);
         }
         if of_address.is_empty() {
@@ -213,6 +217,20 @@ mod tests {
         let done = done.lock();
         assert_eq!((done.len(), &done[..3]), (WAITING_OF_ADDRESS_MAX + 1, &[flooding, other, flooding][..]));
         assert_eq!((waiting.len, waiting.work.len()), (0, 0));
+    }
+
+    #[test]
+    fn refused_addresses_use_no_memory() {
+        let mut waiting = Waiting::default();
+        let address = |number: usize| Some(IpAddr::from([10, 0, (number >> 8) as u8, number as u8]));
+        for number in 0..WAITING_MAX {
+            waiting.push(address(number), Box::new(|| {})).expect("there is room");
+        }
+        for number in WAITING_MAX..2 * WAITING_MAX {
+            let refused = waiting.push(address(number), Box::new(|| {}));
+            assert!(matches!(refused, Err(PasswordError::TooMany)), "address {number}");
+        }
+        assert_eq!((waiting.len, waiting.work.len(), waiting.turns.len()), (WAITING_MAX, WAITING_MAX, WAITING_MAX));
     }
 
     #[tokio::test]

@@ -212,12 +212,12 @@ pub struct Flags {
     #[serde(skip_serializing_if = "Option::is_none")]
     max_concurrent_streams: Option<u32>,
 
-    /// Time without traffic after which the server sends a keepalive ping on a connection [default: 2h]
+    /// Time without traffic after which the server sends a keepalive ping on a connection. 0: no pings [default: 2h]
     #[arg(help_heading = REQUESTS, long, value_name = "DURATION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     grpc_keepalive_interval: Option<Interval>,
 
-    /// Maximum time for the response to a keepalive ping; after that the connection is closed [default: 20s]
+    /// Maximum time for the response to a keepalive ping before the connection is closed. 0: no pings [default: 20s]
     #[arg(help_heading = REQUESTS, long, value_name = "DURATION")]
     #[serde(skip_serializing_if = "Option::is_none")]
     grpc_keepalive_timeout: Option<Interval>,

@@ -1,5 +1,8 @@
 //! Settings from the environment: `ORLOP_*` variables, and `ETCD_*` variables as etcd reads them. The value of a variable
 //! is written like that of the flag.
+//!
+//! `ORLOP_DEFAULT_*` replaces a default. Images and packages set these, so that all that an operator sets overrides them, a
+//! file, too.
 
 use std::ffi::{OsStr, OsString};
 
@@ -17,6 +20,7 @@ const MISSPELT_EDITS_MAX: usize = 2;
 /// The settings in the environment.
 #[derive(Default)]
 pub(super) struct Variables {
+    pub(super) defaults: Flags,
     pub(super) orlop: Flags,
     pub(super) etcd: Flags,
     /// `ETCD_*` variables without a meaning here.
@@ -36,9 +40,14 @@ impl Variables {
     /// tests use some, and Kubernetes sets ORLOP_PORT and others in every pod beside a Service named orlop.
     pub(super) fn read(variables: impl Iterator<Item = (String, OsString)>) -> Result<Self, String> {
         let mut read = Self::default();
-        let (mut orlop, mut etcd) = (Given::default(), Given::default());
+        let (mut defaults, mut orlop, mut etcd) = (Given::default(), Given::default(), Given::default());
         for (name, text) in variables.filter(|(_, text)| !text.is_empty()) {
-            if let Some(key) = name.strip_prefix("ORLOP_").map(setting_name) {
+            if let Some(key) = name.strip_prefix("ORLOP_DEFAULT_").map(setting_name) {
+                match setting_of(&key) {
+                    Some(setting) if *setting == key => defaults.add(&key, &text, &name)?,
+                    _ => return Err(format!("unknown variable {name}: {key} is no setting")),
+                }
+            } else if let Some(key) = name.strip_prefix("ORLOP_").map(setting_name) {
                 match setting_of(&key) {
                     Some(setting) if *setting == key => orlop.add(&key, &text, &name)?,
                     _ => check_name(&name)?,
@@ -47,6 +56,7 @@ impl Variables {
                 read.add_etcd(&mut etcd, key, name, &text)?;
             }
         }
+        read.defaults = defaults.flags()?;
         read.orlop = orlop.flags()?;
         read.etcd = etcd.flags()?;
         Ok(read)
@@ -116,4 +126,30 @@ fn check_name(name: &str) -> Result<(), String> {
 pub(super) fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>, edits_max: usize) -> Option<&'a str> {
     let edits = |known: &&str| strsim::damerau_levenshtein(known, name);
     known.min_by_key(edits).filter(|known| edits(known) <= edits_max)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::super::{Flags, Settings};
+
+    #[test]
+    fn defaults_of_a_package_are_overridden_by_all_else() {
+        let packaged = ("ORLOP_DEFAULT_DATA_DIR", "/packaged");
+        for (toml, variable, expected) in [
+            (None, None, "/packaged"),
+            (Some("data-dir = '/file'"), None, "/file"),
+            (None, Some(("ETCD_DATA_DIR", "/etcd")), "/etcd"),
+            (None, Some(("ORLOP_DATA_DIR", "/orlop")), "/orlop"),
+        ] {
+            let variables = variable.into_iter().chain([packaged]);
+            let variables: Vec<_> = variables.map(|(name, text)| (name.to_owned(), text.to_owned())).collect();
+            let settings = Settings::of_texts(toml, None, &variables, &Flags::default()).expect("it is valid");
+            assert_eq!(settings.data_dir, Path::new(expected), "{toml:?} {variable:?}");
+        }
+        let unknown = [("ORLOP_DEFAULT_DATADIR".to_owned(), "/x".to_owned())];
+        let refused = Settings::of_texts(None, None, &unknown, &Flags::default()).err();
+        assert_eq!(refused.as_deref(), Some("unknown variable ORLOP_DEFAULT_DATADIR: datadir is no setting"));
+    }
 }

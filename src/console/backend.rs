@@ -49,12 +49,23 @@ pub(super) enum Failure {
     TooMany,
 }
 
+/// etcd's answers to a request without a user, and to one with a token of before a change of the users.
+const NOT_LOGGED_IN: [&str; 2] = ["user name is empty", "revision of auth store is old"];
+
+impl Failure {
+    /// Returns the failure of a part of the figures, from the text that [`describe`] has made of its status.
+    pub fn of_part(reason: String) -> Self {
+        if reason.starts_with("Unauthenticated") || NOT_LOGGED_IN.iter().any(|known| reason.contains(known)) {
+            return Self::LoggedOut;
+        }
+        Self::Unavailable(reason)
+    }
+}
+
 impl From<Status> for Failure {
     fn from(status: Status) -> Self {
         let text = status.message().to_owned();
-        // etcd's answers to a request without a user, and to one with a token of before a change of the users.
-        let is_logged_out = ["user name is empty", "revision of auth store is old"];
-        if status.code() == Code::Unauthenticated || is_logged_out.iter().any(|known| text.contains(known)) {
+        if status.code() == Code::Unauthenticated || NOT_LOGGED_IN.iter().any(|known| text.contains(known)) {
             return Self::LoggedOut;
         }
         if status.code() == Code::PermissionDenied {
@@ -395,4 +406,25 @@ pub(super) async fn put_if(client: &Client, key: &[u8], value: &[u8], expected: 
     let answer = within(client.kv().txn(txn)).await?.into_inner();
     let revision = answer.header.map_or(0, |header| header.revision);
     Ok(if answer.succeeded { Written::At(revision) } else { Written::Changed })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refused_tokens_require_a_log_in() {
+        for (code, text, is_logged_out) in [
+            (Code::Unauthenticated, "etcdserver: invalid auth token", true),
+            (Code::InvalidArgument, "etcdserver: user name is empty", true),
+            (Code::InvalidArgument, "etcdserver: revision of auth store is old", true),
+            (Code::InvalidArgument, "etcdserver: key is not provided", false),
+            (Code::Unavailable, "etcdserver: request timed out", false),
+        ] {
+            let status = Status::new(code, text);
+            let of_part = Failure::of_part(describe(&status));
+            let failures = [of_part, Failure::from(status)].map(|failure| failure == Failure::LoggedOut);
+            assert_eq!(failures, [is_logged_out; 2], "{code:?} {text}");
+        }
+    }
 }

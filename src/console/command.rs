@@ -7,7 +7,7 @@ use orlop_client::ServerFlags;
 use orlop_core::{overload::Steps, supervise::vital};
 use tokio::{sync::watch, time::timeout};
 
-use super::{Console, backend::Place, embedded::announce, routes};
+use super::{Console, backend::Place, embedded::announce, limits::CONNECTION_REQUESTS_MAX, routes};
 use crate::{
     config::{FileMode, List, ListenUrl, Scheme, Tls, TlsVersion},
     net::{self, ConnectionLimit, Listener, tls},
@@ -15,7 +15,6 @@ use crate::{
 
 /// Maximum time for browsers to receive their last responses when the process stops.
 const DRAIN_MAX: Duration = Duration::from_secs(2);
-const STREAMS_MAX: u32 = 100;
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(60);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -80,7 +79,7 @@ pub async fn run(args: Args, shutdown: impl Future<Output = ()>) -> Result<(), B
     let (steps, grant_steps) = Steps::new();
     vital("the step scheduler", grant_steps);
     let settings = net::Settings {
-        max_concurrent_streams: STREAMS_MAX,
+        max_concurrent_streams: CONNECTION_REQUESTS_MAX,
         keepalive_interval: KEEPALIVE_INTERVAL,
         keepalive_timeout: KEEPALIVE_TIMEOUT,
         connection_limit: ConnectionLimit::for_probes(),

@@ -17,6 +17,7 @@ use tracing::info;
 use super::{
     Console,
     backend::{Place, ServePipe},
+    limits::CONNECTION_REQUESTS_MAX,
     routes,
 };
 use crate::{
@@ -47,6 +48,9 @@ impl Page<'_> {
         stopping: &watch::Receiver<bool>,
         servers: &mut JoinSet<()>,
     ) -> Result<(), String> {
+        // The server's own limit is for clients, which may send any number of calls.
+        let max_concurrent_streams = settings.max_concurrent_streams.min(CONNECTION_REQUESTS_MAX);
+        let settings = net::Settings { max_concurrent_streams, ..settings.clone() };
         for listener in listeners {
             let Some(listen) = listener.urls.first().cloned() else { continue };
             let console = Console::new(self.place(), &listen, self.allowed_hosts, stopping.clone())?;

@@ -1,10 +1,17 @@
 //! Changes as they happen: a watch of the server, sent to the browser as Server-Sent Events.
 //!
 //! A message contains rows of a table. At most [`ROWS_MAX`] rows are sent every [`PAUSE`]; of more events, only the number
-//! is shown. A browser that does not read stops the stream, and the server then handles the watch as that of any slow
-//! client. Values are not sent.
+//! is shown. Values are not sent.
+//!
+//! ```text
+//! server ── watch ──▶ reading task ── Unread: at most ROWS_MAX rows ──▶ Events ──▶ browser
+//! ```
+//!
+//! A task reads the watch as fast as the server sends, also while the browser reads nothing: events that the page leaves
+//! unread fill the flow-control window of the connection to the server, which all visitors share. The task ends with the
+//! response, and after [`STREAM_MAX`].
 
-use std::{collections::VecDeque, convert::Infallible, time::Duration};
+use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
 
 use axum::{
     body::{Body, Bytes},
@@ -19,9 +26,11 @@ use orlop_wire::proto::client::{
     etcdserverpb::{WatchCreateRequest, WatchRequest, WatchResponse, watch_request::RequestUnion},
     mvccpb::{Event, event::EventType},
 };
+use parking_lot::Mutex;
 use tokio::{
-    sync::{OwnedSemaphorePermit, watch},
-    time::{Instant, sleep_until},
+    sync::{Notify, OwnedSemaphorePermit, watch},
+    task::JoinSet,
+    time::{Instant, sleep_until, timeout},
 };
 use tokio_stream::StreamExt as _;
 use tonic::Streaming;
@@ -63,14 +72,32 @@ struct Events {
     /// The request's, to check its session again.
     headers: HeaderMap,
     user: Option<String>,
-    watch: Streaming<WatchResponse>,
-    rows: VecDeque<String>,
-    skipped: u64,
+    watched: Arc<Watched>,
     next_message: Instant,
     next_check: Instant,
-    end: Instant,
     stopping: watch::Receiver<bool>,
+    /// The task that reads the watch. It ends when the set is dropped.
+    _reading: JoinSet<()>,
     _permit: OwnedSemaphorePermit,
+}
+
+/// The state that the reading task and the response share.
+#[derive(Default)]
+struct Watched {
+    unread: Mutex<Unread>,
+    changed: Notify,
+}
+
+/// What the browser has not received yet.
+#[derive(Default)]
+struct Unread {
+    /// The newest events, at most [`ROWS_MAX`]; the oldest first.
+    rows: VecDeque<String>,
+    /// Number of events before them.
+    skipped: usize,
+    is_over: bool,
+    /// Why the watch ended; `None`: the browser should connect again.
+    reason: Option<String>,
 }
 
 async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Query) -> Result<Events, Failure> {
@@ -84,8 +111,8 @@ async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Q
     let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
     // The end of the requests would end the watch.
     let requests = tokio_stream::once(request).chain(tokio_stream::pending());
-    let mut watch = visitor.client.watch().watch(requests).await?.into_inner();
-    let created = watch.message().await?.ok_or_else(|| Failure::Unavailable("the watch ended".to_owned()))?;
+    let mut responses = visitor.client.watch().watch(requests).await?.into_inner();
+    let created = responses.message().await?.ok_or_else(|| Failure::Unavailable("the watch ended".to_owned()))?;
     if created.canceled {
         return Err(if created.cancel_reason.contains("permission denied") {
             Failure::Denied(created.cancel_reason)
@@ -93,67 +120,71 @@ async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Q
             Failure::Unavailable(created.cancel_reason)
         });
     }
+    let watched = Arc::new(Watched::default());
+    let mut reading = JoinSet::new();
+    reading.spawn(read(responses, Arc::clone(&watched)));
     let now = Instant::now();
     let stopping = console.stopping.clone();
     Ok(Events {
         console,
         headers,
         user: visitor.user,
-        watch,
-        rows: VecDeque::new(),
-        skipped: 0,
+        watched,
         next_message: now,
         next_check: now,
-        end: now + STREAM_MAX,
         stopping,
+        _reading: reading,
         _permit: permit,
     })
 }
 
-impl Events {
-    /// Returns the next text for the browser; `None` at the end.
-    async fn next(&mut self) -> Option<String> {
+/// Reads a watch until it ends, or for [`STREAM_MAX`].
+async fn read(mut responses: Streaming<WatchResponse>, watched: Arc<Watched>) {
+    let reading = async {
         loop {
-            if *self.stopping.borrow() || Instant::now() >= self.end {
-                return None;
-            }
-            let has_rows = !self.rows.is_empty();
-            tokio::select! {
-                biased;
-                () = sleep_until(self.next_check) => {
-                    self.next_check = Instant::now() + CHECK_PAUSE;
-                    return self.is_permitted().await.then(|| ": alive\n\n".to_owned());
-                }
-                () = sleep_until(self.next_message), if has_rows => return Some(self.message()),
-                // Cancel safe: a message that was not returned stays in the stream.
-                read = self.watch.message() => match read {
-                    Ok(Some(response)) if !response.canceled => self.add(response.events),
-                    Ok(Some(response)) => return Some(self.last(&response.cancel_reason)),
-                    Ok(None) => return None,
-                    Err(status) => return Some(self.last(status.message())),
-                },
-                _ = self.stopping.changed() => return None,
+            match responses.message().await {
+                Ok(Some(response)) if !response.canceled => watched.add(&response.events),
+                Ok(Some(response)) => return Some(response.cancel_reason),
+                Ok(None) => return None,
+                Err(status) => return Some(status.message().to_owned()),
             }
         }
+    };
+    let reason = timeout(STREAM_MAX, reading).await.unwrap_or_default();
+    watched.end(reason);
+}
+
+impl Watched {
+    fn add(&self, events: &[Event]) {
+        self.unread.lock().add(events);
+        self.changed.notify_one();
     }
 
-    /// Returns whether the session still exists, or authentication is still disabled.
-    async fn is_permitted(&self) -> bool {
-        self.console.visitor(&self.headers).await.is_ok_and(|visitor| visitor.user == self.user)
+    fn end(&self, reason: Option<String>) {
+        {
+            let mut unread = self.unread.lock();
+            unread.is_over = true;
+            unread.reason = reason;
+        }
+        self.changed.notify_one();
     }
+}
 
-    fn add(&mut self, events: Vec<Event>) {
-        for event in events {
+impl Unread {
+    fn add(&mut self, events: &[Event]) {
+        let skipped = events.len().saturating_sub(ROWS_MAX);
+        self.skipped += skipped;
+        for event in &events[skipped..] {
             if self.rows.len() == ROWS_MAX {
                 self.rows.pop_front();
                 self.skipped += 1;
             }
-            self.rows.push_back(row(&event));
+            self.rows.push_back(row(event));
         }
     }
 
-    fn message(&mut self) -> String {
-        self.next_message = Instant::now() + PAUSE;
+    /// Removes the rows, and returns them as a message.
+    fn take(&mut self) -> String {
         // The newest first, as the table shows them.
         let rows: String = self.rows.drain(..).rev().collect();
         let skipped = std::mem::take(&mut self.skipped);
@@ -164,11 +195,43 @@ impl Events {
         };
         message("rows", &format!("{rows}{}", note.0))
     }
+}
 
-    /// Returns the reason of the end, and ends the stream.
-    fn last(&mut self, reason: &str) -> String {
-        self.end = Instant::now();
-        message("failed", &html! { (reason) }.0)
+impl Events {
+    /// Returns the next text for the browser; `None` at the end.
+    async fn next(&mut self) -> Option<String> {
+        loop {
+            if *self.stopping.borrow() {
+                return None;
+            }
+            let (has_rows, is_over) = {
+                let unread = self.watched.unread.lock();
+                (!unread.rows.is_empty(), unread.is_over)
+            };
+            if is_over && !has_rows {
+                let reason = self.watched.unread.lock().reason.take()?;
+                return Some(message("failed", &html! { (reason) }.0));
+            }
+            tokio::select! {
+                biased;
+                () = sleep_until(self.next_check) => {
+                    self.next_check = Instant::now() + CHECK_PAUSE;
+                    return self.is_permitted().await.then(|| ": alive\n\n".to_owned());
+                }
+                () = sleep_until(self.next_message), if has_rows => {
+                    self.next_message = Instant::now() + PAUSE;
+                    return Some(self.watched.unread.lock().take());
+                }
+                // Cancel safe: the state was read before, and is read again in each round.
+                () = self.watched.changed.notified() => {}
+                _ = self.stopping.changed() => return None,
+            }
+        }
+    }
+
+    /// Returns whether the session still exists, or authentication is still disabled.
+    async fn is_permitted(&self) -> bool {
+        self.console.visitor(&self.headers).await.is_ok_and(|visitor| visitor.user == self.user)
     }
 }
 
@@ -210,5 +273,32 @@ mod tests {
         assert!(!text.contains("<script>") && text.contains("&lt;script&gt;"), "{text}");
         assert_eq!(text.lines().count(), 3, "{text}");
         assert!(!text.contains(['\x1b', '\r']), "{text}");
+    }
+
+    #[test]
+    fn newest_unread_events_are_kept_and_the_others_counted() {
+        for (batches, rows, skipped) in [
+            (&[1][..], 1, 0),
+            (&[ROWS_MAX], ROWS_MAX, 0),
+            (&[ROWS_MAX, 1], ROWS_MAX, 1),
+            (&[3, ROWS_MAX + 7, 2], ROWS_MAX, 12),
+        ] {
+            let (mut unread, mut revision) = (Unread::default(), 0);
+            for batch in batches {
+                let next = |_| {
+                    revision += 1;
+                    let kv = KeyValue { key: "/a".into(), mod_revision: revision, ..KeyValue::default() };
+                    Event { kv: Some(kv), ..Event::default() }
+                };
+                let events: Vec<Event> = (0..*batch).map(next).collect();
+                unread.add(&events);
+            }
+            let text = unread.take();
+            assert_eq!(text.matches("<td class=\"wide\">").count(), rows, "{text}");
+            assert!(text.contains(&format!("data: <tr><td class=\"number\">{revision}</td>")), "{text}");
+            assert_eq!(text.contains("came too fast"), skipped > 0, "{text}");
+            assert_eq!(text.contains(&format!(">{skipped} more events")), skipped > 0, "{text}");
+            assert!(unread.rows.is_empty() && unread.skipped == 0, "the next message begins anew");
+        }
     }
 }

@@ -54,6 +54,11 @@ pub(super) struct Shown {
 
 impl Live {
     /// Returns the figures, with rates since the last read.
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::LoggedOut`] if a part is missing because the server no longer accepts the visitor's token: the other
+    /// parts need no token, so the page would otherwise never lead to the form to log in.
     pub async fn figures(&self, client: &Client) -> Result<Shown, Failure> {
         let mut state = self.state.lock().await;
         match &state.last {
@@ -69,6 +74,9 @@ impl Live {
         };
         let wanted = Wanted { rows_max: ROWS_MAX, prefix: None, wait_for_sizes: false };
         let snapshot = source.read(&wanted).await?;
+        if snapshot.missing.values().any(|reason| Failure::of_part(reason.clone()) == Failure::LoggedOut) {
+            return Err(Failure::LoggedOut);
+        }
         let figures = Figures::new(last.as_ref().map(|(_, before, _)| before), &snapshot);
         if let Some(point) = Point::of(&figures) {
             if points.len() == POINTS_MAX {
@@ -82,8 +90,9 @@ impl Live {
     }
 
     /// Returns the sizes below a prefix; `None` while they are being collected.
-    pub async fn sizes(&self, client: &Client, prefix: &[u8]) -> Option<Result<Sizes, String>> {
-        self.sizes.lock().await.read(client, prefix, CHILDREN_MAX, SIZES_WAIT).await
+    pub async fn sizes(&self, client: &Client, prefix: &[u8]) -> Option<Result<Sizes, Failure>> {
+        let sizes = self.sizes.lock().await.read(client, prefix, CHILDREN_MAX, SIZES_WAIT).await?;
+        Some(sizes.map_err(Failure::of_part))
     }
 }
 

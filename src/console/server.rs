@@ -16,6 +16,7 @@ use super::{
     backend::{Backend, Place},
     events,
     guard::{Hosts, guard},
+    limits::{LogIns, Renderer},
     pages,
     session::Sessions,
 };
@@ -28,8 +29,6 @@ const ICON: &str = include_str!("assets/icon.svg");
 const FORM_BYTES_MAX: usize = 64 << 10;
 /// Maximum number of open event streams.
 const STREAMS_MAX: usize = 32;
-/// Maximum number of passwords that are checked at the same time.
-const LOG_INS_MAX: usize = 4;
 
 /// The state of the page. Cloned for every request.
 #[derive(Clone)]
@@ -40,8 +39,8 @@ pub(super) struct State {
     pub sessions: Sessions,
     /// Permits for event streams.
     pub streams: Arc<Semaphore>,
-    /// Permits to check a password.
-    pub log_ins: Semaphore,
+    pub log_ins: LogIns,
+    pub renderer: Renderer,
     /// True once the process stops.
     pub stopping: watch::Receiver<bool>,
     hosts: Arc<Hosts>,
@@ -72,7 +71,8 @@ impl Console {
             backend: Backend::new(place),
             sessions,
             streams: Arc::new(Semaphore::new(STREAMS_MAX)),
-            log_ins: Semaphore::new(LOG_INS_MAX),
+            log_ins: LogIns::default(),
+            renderer: Renderer::default(),
             stopping,
             hosts: Arc::new(Hosts::new(listen, allowed_hosts)),
         })))

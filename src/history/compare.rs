@@ -13,7 +13,7 @@ use super::{
     text::{OutputFlags, indented, key_json, pair_json},
     time::Point,
 };
-use crate::output::print;
+use crate::output::{Reader, print_to_reader};
 
 /// Lines around a change.
 const CONTEXT_LINES: usize = 2;
@@ -57,7 +57,10 @@ async fn show(args: &DiffArgs, source: &Source) -> Result<Ending> {
     let mut ending = Ending::Success;
     while let Some(difference) = differences.next().await? {
         ending = Ending::Otherwise;
-        print(described(&difference, args.output, args.keys_only).as_bytes())?;
+        let text = described(&difference, args.output, args.keys_only);
+        if print_to_reader(text.as_bytes())? == Reader::Gone {
+            break;
+        }
     }
     Ok(ending)
 }

@@ -1,7 +1,5 @@
 //! `orlop get`: pairs as of a revision or a time.
 
-use std::io::Write as _;
-
 use orlop_objects::Shown;
 use orlop_wire::proto::client::mvccpb::KeyValue;
 
@@ -12,7 +10,7 @@ use super::{
     text::{OutputFlags, pair_json},
     time::Point,
 };
-use crate::output::print;
+use crate::output::{Reader, print_to_reader};
 
 #[derive(Debug, clap::Args)]
 pub struct GetArgs {
@@ -53,12 +51,15 @@ async fn show(args: &GetArgs, source: &Source) -> Result<Ending> {
     let mut pairs = source.pairs(args.selection.range(), revision).await?;
     let mut found = 0;
     while let Some(pair) = pairs.next().await? {
-        if args.raw {
-            std::io::stdout().write_all(&pair.value)?;
+        let reader = if args.raw {
+            print_to_reader(&pair.value)?
         } else {
-            print(text(args, &pair, found).as_bytes())?;
-        }
+            print_to_reader(text(args, &pair, found).as_bytes())?
+        };
         found += 1;
+        if reader == Reader::Gone {
+            break;
+        }
     }
     Ok(if found == 0 { Ending::Otherwise } else { Ending::Success })
 }

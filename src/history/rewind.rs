@@ -123,14 +123,23 @@ impl<'a> Rewind<'a> {
             return Err("nothing was written".into());
         }
         let done = self.write().await?;
-        let text = format!("{} puts and {} deletes written, up to revision {}", done.puts, done.deletes, done.revision);
+        let text = format!(
+            "{} puts and {} deletes written, up to revision {}, to bring back the state of revision {}",
+            done.puts, done.deletes, done.revision, self.to
+        );
         if done.conflicts == 0 {
             self.report(&text, &done)?;
             return Ok(Ending::Success);
         }
         let conflicts = done.conflicts;
-        self.report(&format!("{text}; {conflicts} keys were changed meanwhile: run the command again"), &done)?;
+        let again = self.again();
+        self.report(&format!("{text}; {conflicts} keys were changed meanwhile: {again} to write the rest"), &done)?;
         Ok(Ending::Otherwise)
+    }
+
+    /// Tells how to go on. A time such as `1h` before now would mean another revision then.
+    fn again(&self) -> String {
+        format!("run the command again with --to {}", self.to)
     }
 
     fn report(&self, text: &str, count: &Count) -> Result<()> {
@@ -264,8 +273,10 @@ impl<'a> Rewind<'a> {
     fn interrupted(&self, error: &str, count: &Count) -> String {
         let hint = if error.contains("too many operations") { " (see --txn-ops)" } else { "" };
         format!(
-            "{error}{hint}; {} puts and {} deletes were written before: run the command again to continue",
-            count.puts, count.deletes
+            "{error}{hint}; {} puts and {} deletes were written before: {} to continue",
+            count.puts,
+            count.deletes,
+            self.again()
         )
     }
 

@@ -143,6 +143,15 @@ impl Source {
         let request = HistoryMomentRequest { unix_ms };
         let answer = self.client.history().moment(request).await.map_err(|status| failed(&status))?.into_inner();
         let moment = answer.moment.ok_or_else(|| too_early(unix_ms, state.first_moment))?;
+        if answer.may_lack_revisions {
+            return Err(format!(
+                "the newest revision at {} is not known: no times were recorded for some time after revision {}; name a \
+                 revision (`orlop history` shows them)",
+                shown_time(unix_ms),
+                moment.revision
+            )
+            .into());
+        }
         check_readable(&state, moment.revision)?;
         Ok(moment.revision)
     }

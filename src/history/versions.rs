@@ -18,7 +18,7 @@ use super::{
     text::{OutputFlags, heading, indented, key_json, pair_json},
     time::Point,
 };
-use crate::output::print;
+use crate::output::{Reader, print_to_reader};
 
 /// Lines around a change.
 const CONTEXT_LINES: usize = 2;
@@ -85,18 +85,18 @@ impl Printer<'_> {
             Some(point) => self.source.revision_at(point).await?,
             None => state.first_revision,
         };
-        let mut found = 0;
+        let (mut found, mut reader) = (0, Reader::Present);
         if from_revision <= state.revision {
-            found = self.print_past(from_revision, state.revision).await?;
+            (found, reader) = self.print_past(from_revision, state.revision).await?;
         }
-        if self.args.follow {
+        if self.args.follow && reader == Reader::Present {
             self.follow(state.revision + 1).await?;
         }
         Ok(if found == 0 { Ending::Otherwise } else { Ending::Success })
     }
 
-    /// Prints the versions in [from, to]. Returns their number.
-    async fn print_past(&mut self, from_revision: i64, to_revision: i64) -> Result<usize> {
+    /// Prints the versions in [from, to] as long as there is a reader. Returns the number of versions.
+    async fn print_past(&mut self, from_revision: i64, to_revision: i64) -> Result<(usize, Reader)> {
         let (key, range_end) = self.args.selection.range();
         let mut request = HistoryChangesRequest {
             key: key.into(),
@@ -116,21 +116,26 @@ impl Printer<'_> {
             }
             found = newest.len();
             for change in newest.into_iter().rev() {
-                self.print(change).await?;
+                if self.print(change).await? == Reader::Gone {
+                    return Ok((found, Reader::Gone));
+                }
             }
-            return Ok(found);
+            return Ok((found, Reader::Present));
         }
         let mut stream = self.source.changes(request).await?;
         while let Some(page) = stream.message().await.map_err(|status| failed(&status))? {
             for change in page.changes {
-                self.print(change).await?;
                 found += 1;
+                if self.print(change).await? == Reader::Gone {
+                    return Ok((found, Reader::Gone));
+                }
             }
         }
-        Ok(found)
+        Ok((found, Reader::Present))
     }
 
-    /// Prints new versions until the server ends or the reader of the output is gone.
+    /// Prints new versions until the server ends or the reader of the output is gone. A reader that is gone is noticed when the
+    /// next version is printed.
     async fn follow(&mut self, start_revision: i64) -> Result<()> {
         let (key, range_end) = self.args.selection.range();
         let create =
@@ -149,14 +154,17 @@ impl Printer<'_> {
             for event in answer.events {
                 let deleted = event.r#type() == EventType::Delete;
                 let unix_ms = super::time::now_ms();
-                self.print(HistoryChange { kv: event.kv, deleted, unix_ms, time_is_latest: false }).await?;
+                let change = HistoryChange { kv: event.kv, deleted, unix_ms, time_is_latest: false };
+                if self.print(change).await? == Reader::Gone {
+                    return Ok(());
+                }
             }
         }
         Ok(())
     }
 
-    async fn print(&mut self, mut change: HistoryChange) -> Result<()> {
-        let Some(pair) = change.kv.take() else { return Ok(()) };
+    async fn print(&mut self, mut change: HistoryChange) -> Result<Reader> {
+        let Some(pair) = change.kv.take() else { return Ok(Reader::Present) };
         let shown = (!change.deleted).then(|| Shown::of(&pair.value, self.args.output.view()));
         let text = match self.args.output.write_out {
             Format::Json => format!("{}\n", version_json(&pair, shown.as_ref(), &change)),
@@ -177,7 +185,7 @@ impl Printer<'_> {
             self.known.clear();
         }
         self.known.insert(pair.key.to_vec(), shown);
-        Ok(print(text.as_bytes())?)
+        Ok(print_to_reader(text.as_bytes())?)
     }
 
     /// Returns the version before this one, if it is known or can be read.

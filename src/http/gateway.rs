@@ -5,10 +5,11 @@
 //! those of grpc-gateway: original field names, 64-bit numbers as strings, bytes in base64, defaults omitted; a
 //! streaming response has one `{"result": ...}` per line, and streaming requests are concatenated JSON values.
 
+mod memory;
 mod text;
 pub mod values;
 
-use std::{convert::Infallible, future::poll_fn, panic::resume_unwind, sync::Arc, time::Duration};
+use std::{convert::Infallible, future::poll_fn, sync::Arc};
 
 use axum::{
     Router,
@@ -25,15 +26,14 @@ use prost::Message as _;
 use prost_reflect::{
     DescriptorError, DescriptorPool, DynamicMessage, MessageDescriptor, MethodDescriptor, SerializeOptions,
 };
-use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore},
-    task::spawn_blocking,
-    time::timeout,
-};
 use tonic::{Code, Status};
 use tower::ServiceExt as _;
 
-use self::{text::Text, values::Values};
+use self::{
+    memory::{Memory, Reserved},
+    text::Text,
+    values::Values,
+};
 use crate::{
     api::status::{request_too_late, too_many_requests},
     net::Remote,
@@ -41,19 +41,11 @@ use crate::{
 use orlop_core::overload::{PartialRequest, PartialRequests};
 use orlop_wire::proto::DESCRIPTORS;
 
-/// Maximum size of the JSON of one message in bytes. The services have their own limits.
-pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
+/// The JSON of a message may be this many times as long as the longest message, and [`JSON_SLACK_BYTES`] longer. Base64
+/// takes a third more than the bytes; the rest is for names of fields and white space.
+const JSON_FACTOR: usize = 2;
+const JSON_SLACK_BYTES: usize = 64 << 10;
 const FRAME_HEADER_BYTES: usize = 5;
-/// Maximum memory of all large responses together, in KiB. The encoded message, the decoded message and the JSON of
-/// each response count. Responses of up to [`SMALL_RESPONSE_BYTES`] do not count.
-const RESPONSES_KIB_MAX: usize = 512 << 10;
-const SMALL_RESPONSE_BYTES: usize = 1 << 20;
-/// Memory of a large response as a multiple of the length of its encoded message.
-const JSON_FACTOR: usize = 5;
-/// Longer messages are converted on a blocking thread.
-const BLOCKING_BYTES_MIN: usize = 256 << 10;
-/// Maximum time a response waits for memory.
-const MEMORY_WAIT_MAX: Duration = Duration::from_secs(7);
 
 /// Paths and their calls.
 const PATHS: [(&str, &str); 50] = [
@@ -114,23 +106,34 @@ struct Gateway {
     pool: DescriptorPool,
     grpc: Router,
     partial_requests: Arc<PartialRequests>,
-    /// Memory available for large responses, in KiB. A response releases its memory when it has been sent.
-    response_memory: Arc<Semaphore>,
+    memory: Memory,
+    /// Maximum length of the JSON of a message.
+    json_bytes_max: usize,
 }
 
 impl Gateway {
-    fn new(pool: DescriptorPool, grpc: Router, partial_requests: Arc<PartialRequests>) -> Self {
-        Self { pool, grpc, partial_requests, response_memory: Arc::new(Semaphore::new(RESPONSES_KIB_MAX)) }
+    fn new(
+        pool: DescriptorPool,
+        grpc: Router,
+        partial_requests: Arc<PartialRequests>,
+        message_bytes_max: usize,
+    ) -> Self {
+        let json_bytes_max = message_bytes_max.saturating_mul(JSON_FACTOR).saturating_add(JSON_SLACK_BYTES);
+        Self { pool, grpc, partial_requests, memory: Memory::default(), json_bytes_max }
     }
 }
 
-/// Returns the routes of the gateway.
+/// Returns the routes of the gateway. `message_bytes_max` is the limit of the services for the longest messages.
 ///
 /// # Errors
 ///
 /// If the compiled-in descriptors cannot be read.
-pub(super) fn routes(grpc: Router, partial_requests: Arc<PartialRequests>) -> Result<Router, DescriptorError> {
-    let gateway = Gateway::new(DescriptorPool::decode(DESCRIPTORS)?, grpc, partial_requests);
+pub(super) fn routes(
+    grpc: Router,
+    partial_requests: Arc<PartialRequests>,
+    message_bytes_max: usize,
+) -> Result<Router, DescriptorError> {
+    let gateway = Gateway::new(DescriptorPool::decode(DESCRIPTORS)?, grpc, partial_requests, message_bytes_max);
     Ok(Router::new().route("/v3/{*path}", any(serve)).with_state(Arc::new(gateway)))
 }
 
@@ -155,15 +158,16 @@ impl Gateway {
     async fn call(&self, method: &str, request: Request) -> Result<Response, Status> {
         let described = self.describe(method)?;
         let (head, body) = request.into_parts();
+        // Counts the text of a request until it is converted.
+        let mut partial = PartialRequest::new(&self.partial_requests);
         let body = if described.is_client_streaming() {
-            Body::from_stream(request_frames(
-                body.into_data_stream(),
-                described.input(),
-                PartialRequest::new(&self.partial_requests),
-            ))
+            let (memory, values) = (self.memory.clone(), Values::new(self.json_bytes_max));
+            Body::from_stream(request_frames(body.into_data_stream(), described.input(), memory, partial, values))
         } else {
-            let json = read_body(body.into_data_stream(), PartialRequest::new(&self.partial_requests)).await?;
-            Body::from(json_to_frame(described.input(), json).await?)
+            let json = read_body(body.into_data_stream(), &mut partial, self.json_bytes_max).await?;
+            let framed = json_to_frame(described.input(), json, &self.memory).await?;
+            drop(partial);
+            Body::from(framed)
         };
         let request = http::Request::post(format!("http://gateway/{method}"))
             .header(header::CONTENT_TYPE, "application/grpc")
@@ -182,9 +186,9 @@ impl Gateway {
             Err(never) => match never {},
         };
         if described.is_server_streaming() {
-            return Ok(stream_responses(response, described.output()));
+            return Ok(stream_responses(response, described.output(), self.memory.clone()));
         }
-        unary_response(response, described.output(), &self.response_memory).await
+        unary_response(response, described.output(), &self.memory).await
     }
 
     fn describe(&self, method: &str) -> Result<MethodDescriptor, Status> {
@@ -224,8 +228,10 @@ pub fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, S
 }
 
 /// Parses a message from JSON and frames it for gRPC.
-async fn json_to_frame(kind: MessageDescriptor, json: Text) -> Result<Bytes, Status> {
-    spawn_if_long(json.len(), move || message(kind, &json.joined()).map(|message| frame(&message))).await
+async fn json_to_frame(kind: MessageDescriptor, json: Text, memory: &Memory) -> Result<Bytes, Status> {
+    let reserved = memory.reserve(json.len()).await?;
+    let convert = move || message(kind, &json.joined()).map(|message| frame(&message));
+    reserved.convert(convert).await.map(|(framed, _)| framed)
 }
 
 fn frame(message: &DynamicMessage) -> Bytes {
@@ -237,29 +243,11 @@ fn frame(message: &DynamicMessage) -> Bytes {
     bytes.freeze()
 }
 
-/// Runs work whose duration is proportional to the length of the message. For a long message it runs on a blocking
-/// thread, so that it does not delay other requests.
-async fn spawn_if_long<T: Send + 'static>(
-    len: usize,
-    work: impl FnOnce() -> Result<T, Status> + Send + 'static,
-) -> Result<T, Status> {
-    if len <= BLOCKING_BYTES_MIN {
-        return work();
-    }
-    match spawn_blocking(work).await {
-        Ok(done) => done,
-        Err(ended) => match ended.try_into_panic() {
-            Ok(panic) => resume_unwind(panic),
-            Err(error) => Err(Status::unavailable(format!("orlop: the server is shutting down: {error}"))),
-        },
-    }
-}
-
-/// Reads a whole body of at most [`MESSAGE_BYTES_MAX`].
-async fn read_body(mut body: BodyDataStream, mut partial: PartialRequest) -> Result<Text, Status> {
+/// Reads a whole body of at most `bytes_max`.
+async fn read_body(mut body: BodyDataStream, partial: &mut PartialRequest, bytes_max: usize) -> Result<Text, Status> {
     let mut text = Text::default();
-    while let Some(data) = next(&mut body, &mut partial).await? {
-        if text.len() + data.len() > MESSAGE_BYTES_MAX {
+    while let Some(data) = next(&mut body, partial).await? {
+        if text.len() + data.len() > bytes_max {
             return Err(Status::invalid_argument("a message is too long"));
         }
         text.push(&data);
@@ -284,16 +272,18 @@ async fn next(body: &mut BodyDataStream, partial: &mut PartialRequest) -> Result
 fn request_frames(
     body: BodyDataStream,
     kind: MessageDescriptor,
+    memory: Memory,
     partial: PartialRequest,
+    values: Values,
 ) -> impl Stream<Item = Result<Bytes, axum::Error>> {
-    let start = (body, kind, partial, Values::default(), Bytes::new());
-    stream::try_unfold(start, |(mut body, kind, mut partial, mut values, mut data)| async move {
+    let start = (body, kind, memory, partial, values, Bytes::new());
+    stream::try_unfold(start, |(mut body, kind, memory, mut partial, mut values, mut data)| async move {
         loop {
             if let Some(text) = values.next(&mut data).map_err(axum::Error::new)? {
+                let framed = json_to_frame(kind.clone(), text, &memory).await.map_err(axum::Error::new)?;
                 // The next message has its own deadline.
                 partial.set_bytes(0).map_err(|_| axum::Error::new(too_many_requests()))?;
-                let frame = json_to_frame(kind.clone(), text).await.map_err(axum::Error::new)?;
-                return Ok(Some((frame, (body, kind, partial, values, data))));
+                return Ok(Some((framed, (body, kind, memory, partial, values, data))));
             }
             partial.set_bytes(values.buffered_bytes()).map_err(|_| axum::Error::new(too_many_requests()))?;
             match next(&mut body, &mut partial).await.map_err(axum::Error::new)? {
@@ -316,16 +306,12 @@ fn status(headers: &HeaderMap) -> Option<Status> {
     Status::from_header_map(headers)
 }
 
-async fn unary_response(
-    response: Response,
-    kind: MessageDescriptor,
-    response_memory: &Arc<Semaphore>,
-) -> Result<Response, Status> {
+async fn unary_response(response: Response, kind: MessageDescriptor, memory: &Memory) -> Result<Response, Status> {
     if let Some(status) = status(response.headers()).filter(|status| status.code() != Code::Ok) {
         return Err(status);
     }
     let mut body = response.into_body();
-    let (mut received, mut permit) = (BytesMut::new(), None);
+    let (mut received, mut reserved) = (BytesMut::new(), None);
     while let Some(frame) = body.frame().await {
         match frame.map_err(|error| Status::internal(error.to_string()))?.into_data() {
             Ok(data) => received.extend_from_slice(&data),
@@ -335,38 +321,28 @@ async fn unary_response(
                 }
             }
         }
-        if let Some(len) = message_len(&received).filter(|len| permit.is_none() && *len > SMALL_RESPONSE_BYTES) {
-            permit = Some(reserve_memory(len, response_memory).await?);
+        if let Some(len) = message_len(&received).filter(|_| reserved.is_none()) {
+            reserved = Some(memory.reserve(len).await?);
         }
     }
-    if received.len() < FRAME_HEADER_BYTES {
-        return Err(Status::internal("the service sent no response"));
-    }
+    let Some(reserved) = reserved else { return Err(Status::internal("the service sent no response")) };
     received.advance(FRAME_HEADER_BYTES);
-    let json = spawn_if_long(received.len(), move || json(kind, received.freeze())).await?;
-    let json = Bytes::from_owner(JsonResponse { json, _permit: permit });
+    let (json, mut reserved) = reserved.convert(move || json(kind, received.freeze())).await?;
+    reserved.shrink(json.capacity());
+    let json = Bytes::from_owner(JsonResponse { json, _reserved: reserved });
     Ok(([(header::CONTENT_TYPE, "application/json")], json).into_response())
 }
 
 /// A JSON response. Its memory is released when it has been sent.
 struct JsonResponse {
     json: Vec<u8>,
-    _permit: Option<OwnedSemaphorePermit>,
+    _reserved: Reserved,
 }
 
 impl AsRef<[u8]> for JsonResponse {
     fn as_ref(&self) -> &[u8] {
         &self.json
     }
-}
-
-/// Waits for memory for a response of the given length, its decoded form and its JSON. A response larger than the limit
-/// waits for all of the memory.
-async fn reserve_memory(len: usize, response_memory: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, Status> {
-    let wanted = (len.saturating_mul(JSON_FACTOR) >> 10).min(RESPONSES_KIB_MAX);
-    let wanted = u32::try_from(wanted).unwrap_or(u32::MAX);
-    let permit = timeout(MEMORY_WAIT_MAX, Arc::clone(response_memory).acquire_many_owned(wanted)).await;
-    permit.ok().and_then(Result::ok).ok_or_else(|| Status::resource_exhausted("etcdserver: too many requests"))
 }
 
 pub fn json(kind: MessageDescriptor, bytes: Bytes) -> Result<Vec<u8>, Status> {
@@ -381,25 +357,24 @@ pub fn json(kind: MessageDescriptor, bytes: Bytes) -> Result<Vec<u8>, Status> {
 }
 
 /// Converts a response stream to JSON, one message per line.
-fn stream_responses(response: Response, kind: MessageDescriptor) -> Response {
+fn stream_responses(response: Response, kind: MessageDescriptor, memory: Memory) -> Response {
     let failed = status(response.headers()).filter(|status| status.code() != Code::Ok);
     if let Some(failed) = failed {
         let line = format!("{{\"error\":{}}}\n", error_json(&failed));
         return (http_status(failed.code()), [(header::CONTENT_TYPE, "application/json")], line).into_response();
     }
-    let start = (response.into_body(), kind, BytesMut::new(), StreamState::Open);
-    let lines = stream::unfold(start, |(mut body, kind, mut received, mut state)| async move {
+    let start = (response.into_body(), kind, memory, BytesMut::new(), StreamState::Open);
+    let lines = stream::unfold(start, |(mut body, kind, memory, mut received, mut state)| async move {
         while state == StreamState::Open {
             if let Some(message) = take_message(&mut received) {
-                let kind_of = kind.clone();
-                let line = match spawn_if_long(message.len(), move || json(kind_of, message)).await {
-                    Ok(json) => [b"{\"result\":", &json[..], b"}\n"].concat(),
+                let line = match result_line(kind.clone(), message, &memory).await {
+                    Ok(line) => line,
                     Err(status) => {
                         state = StreamState::Ended;
                         format!("{{\"error\":{}}}\n", error_json(&status)).into_bytes()
                     }
                 };
-                return Some((Ok::<_, Infallible>(line), (body, kind, received, state)));
+                return Some((Ok::<_, Infallible>(line), (body, kind, memory, received, state)));
             }
             let failed = match body.frame().await {
                 Some(Ok(frame)) => match frame.into_data() {
@@ -415,12 +390,19 @@ fn stream_responses(response: Response, kind: MessageDescriptor) -> Response {
             state = StreamState::Ended;
             if let Some(status) = failed {
                 let line = format!("{{\"error\":{}}}\n", error_json(&status)).into_bytes();
-                return Some((Ok(line), (body, kind, received, state)));
+                return Some((Ok(line), (body, kind, memory, received, state)));
             }
         }
         None
     });
     ([(header::CONTENT_TYPE, "application/json")], Body::from_stream(lines)).into_response()
+}
+
+/// Converts a message of a response stream to a line of JSON.
+async fn result_line(kind: MessageDescriptor, message: Bytes, memory: &Memory) -> Result<Vec<u8>, Status> {
+    let reserved = memory.reserve(message.len()).await?;
+    let convert = move || json(kind, message).map(|json| [b"{\"result\":", &json[..], b"}\n"].concat());
+    reserved.convert(convert).await.map(|(line, _)| line)
 }
 
 /// Returns the first message when it is complete.
@@ -466,6 +448,8 @@ fn http_status(code: Code) -> StatusCode {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use tokio::time::sleep;
 
     use super::*;
@@ -473,7 +457,7 @@ mod tests {
     #[test]
     fn every_path_has_an_existing_method() {
         let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors");
-        let gateway = Gateway::new(pool, Router::new(), Arc::default());
+        let gateway = Gateway::new(pool, Router::new(), Arc::default(), 2 << 20);
         for (path, method) in PATHS.iter().chain([&OBSERVE]) {
             assert!(gateway.describe(method).is_ok(), "{path}: {method}");
         }
@@ -492,7 +476,23 @@ mod tests {
         let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors");
         let kind = pool.get_message_by_name("etcdserverpb.WatchRequest").expect("a message");
         let body = Body::from_stream(pieces).into_data_stream();
-        let read: Vec<_> = request_frames(body, kind, PartialRequest::new(&Arc::default())).collect().await;
+        let partial = PartialRequest::new(&Arc::default());
+        let read: Vec<_> = request_frames(body, kind, Memory::default(), partial, Values::new(1_000)).collect().await;
         assert!(read.len() == 4 && read.iter().all(Result::is_ok), "{read:?}");
+    }
+
+    #[tokio::test]
+    async fn body_of_the_longest_message_is_read_and_a_longer_one_is_refused() {
+        const MESSAGE_BYTES_MAX: usize = 2 << 20;
+        let gateway = Gateway::new(DescriptorPool::new(), Router::new(), Arc::default(), MESSAGE_BYTES_MAX);
+        let base64_bytes = MESSAGE_BYTES_MAX.div_ceil(3) * 4;
+        for (len, is_read) in
+            [(base64_bytes, true), (gateway.json_bytes_max, true), (gateway.json_bytes_max + 1, false)]
+        {
+            let mut partial = PartialRequest::new(&gateway.partial_requests);
+            let body = Body::from(vec![b' '; len]).into_data_stream();
+            let read = read_body(body, &mut partial, gateway.json_bytes_max).await;
+            assert_eq!(read.is_ok(), is_read, "{len} bytes");
+        }
     }
 }

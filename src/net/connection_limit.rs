@@ -15,6 +15,9 @@ const CONNECTIONS_MIN: usize = 16;
 /// Limit of the addresses for metrics and health. It is separate, so that probes can connect when the limit for clients
 /// is reached.
 const PROBES_MAX: usize = 64;
+/// Maximum time for which a client of the addresses for metrics and health may send nothing. Without it, 64 idle
+/// connections would keep all probes out.
+const PROBE_IDLE_TIME_MAX: Duration = Duration::from_secs(20);
 
 static FULL_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
 
@@ -23,6 +26,7 @@ static FULL_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
 pub struct ConnectionLimit {
     free: Arc<Semaphore>,
     max: usize,
+    idle_time_max: Option<Duration>,
 }
 
 impl ConnectionLimit {
@@ -51,8 +55,18 @@ impl ConnectionLimit {
         Self::new(PROBES_MAX)
     }
 
+    /// The limit of an address that serves only probes and metrics: idle connections are closed, too.
+    pub fn for_metrics() -> Self {
+        Self { idle_time_max: Some(PROBE_IDLE_TIME_MAX), ..Self::new(PROBES_MAX) }
+    }
+
     fn new(max: usize) -> Self {
-        Self { free: Arc::new(Semaphore::new(max)), max }
+        Self { free: Arc::new(Semaphore::new(max)), max, idle_time_max: None }
+    }
+
+    /// Returns the maximum time for which a client may send nothing; `None`: no limit.
+    pub(super) fn idle_time_max(&self) -> Option<Duration> {
+        self.idle_time_max
     }
 
     /// Waits until one more client may connect. Until then clients wait in the backlog of the socket.

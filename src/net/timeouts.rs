@@ -1,7 +1,8 @@
-//! Timeouts of a connection: it is closed if its client sends no request, or reads no bytes.
+//! Timeouts of a connection: it is closed if its client sends no request, or reads no bytes. Addresses for probes also
+//! have an idle limit.
 //!
-//! hyper has no timeout for the first bytes of a connection. HTTP/2's pings would detect a client that reads nothing,
-//! but their default interval is 2 hours, as in etcd.
+//! hyper has no timeout for the first bytes of a connection, and none for HTTP/2 connections without requests. HTTP/2's
+//! pings would detect a client that reads nothing, but their default interval is 2 hours, as in etcd.
 
 use std::{
     io,
@@ -13,9 +14,9 @@ use std::{
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::OwnedSemaphorePermit,
-    time::{Sleep, sleep},
+    time::{Instant, Sleep, sleep},
 };
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::log_limit::LogLimit;
 
@@ -28,12 +29,14 @@ const STALL_TIME_MAX: Duration = Duration::from_secs(60);
 
 static SILENT_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
 static STALLED_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
+static IDLE_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
 
 /// A client's connection with timeouts. It counts towards the limit of connections until it is dropped.
 pub(super) struct TimedConnection<S> {
     inner: S,
     first_request: Option<FirstRequest>,
     stall: Option<Pin<Box<Sleep>>>,
+    idle: Option<Idle>,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -42,10 +45,32 @@ struct FirstRequest {
     deadline: Pin<Box<Sleep>>,
 }
 
+/// The time for which a client may send nothing.
+struct Idle {
+    time_max: Duration,
+    deadline: Pin<Box<Sleep>>,
+}
+
 impl<S> TimedConnection<S> {
-    pub(super) fn new(inner: S, permit: OwnedSemaphorePermit) -> Self {
+    /// `idle_time_max`: maximum time for which the client may send nothing; `None`: no limit.
+    pub(super) fn new(inner: S, permit: OwnedSemaphorePermit, idle_time_max: Option<Duration>) -> Self {
         let first_request = FirstRequest { bytes: 0, deadline: Box::pin(sleep(FIRST_REQUEST_TIME_MAX)) };
-        Self { inner, first_request: Some(first_request), stall: None, _permit: permit }
+        let idle = idle_time_max.map(|time_max| Idle { time_max, deadline: Box::pin(sleep(time_max)) });
+        Self { inner, first_request: Some(first_request), stall: None, idle, _permit: permit }
+    }
+
+    /// Returns an error if the client has sent nothing for too long. `bytes` is the number of bytes that were just read.
+    fn check_idle(&mut self, context: &mut Context<'_>, bytes: usize) -> io::Result<()> {
+        let Some(Idle { time_max, deadline }) = &mut self.idle else { return Ok(()) };
+        if bytes > 0 {
+            deadline.as_mut().reset(Instant::now() + *time_max);
+        } else if deadline.as_mut().poll(context).is_ready() {
+            if let Some(connections) = IDLE_LOG.count() {
+                info!(connections, "closed connections for probes whose clients sent nothing for {time_max:?}");
+            }
+            return Err(timed_out(format!("the client sent nothing within {time_max:?}")));
+        }
+        Ok(())
     }
 
     /// Returns the outcome of a write, or an error if the client has read nothing for [`STALL_TIME_MAX`].
@@ -78,6 +103,9 @@ impl<S: AsyncRead + Unpin> AsyncRead for TimedConnection<S> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.inner).poll_read(context, buffer);
         let bytes = buffer.filled().len() - before;
+        if bytes > 0 || read.is_pending() {
+            self.check_idle(context, bytes)?;
+        }
         let Some(first_request) = &mut self.first_request else { return read };
         first_request.bytes += bytes;
         if first_request.bytes >= FIRST_BYTES {
@@ -134,15 +162,38 @@ mod tests {
     use tokio::{
         io::{AsyncReadExt as _, AsyncWriteExt as _, duplex},
         sync::Semaphore,
-        time::Instant,
     };
 
     use super::*;
 
     async fn connection(buffer: usize) -> (TimedConnection<tokio::io::DuplexStream>, tokio::io::DuplexStream) {
+        connection_with(buffer, None).await
+    }
+
+    async fn connection_with(
+        buffer: usize,
+        idle_time_max: Option<Duration>,
+    ) -> (TimedConnection<tokio::io::DuplexStream>, tokio::io::DuplexStream) {
         let permit = Arc::new(Semaphore::new(1)).acquire_owned().await.expect("a permit");
         let (server, client) = duplex(buffer);
-        (TimedConnection::new(server, permit), client)
+        (TimedConnection::new(server, permit, idle_time_max), client)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn idle_client_is_closed_and_active_client_is_not() {
+        let idle_time_max = FIRST_REQUEST_TIME_MAX * 2;
+        let (mut server, mut client) = connection_with(1_000, Some(idle_time_max)).await;
+        tokio::spawn(async move {
+            for _ in 0..10 {
+                client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.expect("the buffer has space");
+                sleep(idle_time_max / 2).await;
+            }
+            std::future::pending::<()>().await;
+        });
+        let began = Instant::now();
+        let mut all = Vec::new();
+        assert!(server.read_to_end(&mut all).await.is_err());
+        assert_eq!((all.len(), began.elapsed().as_secs()), (10 * FIRST_BYTES, (idle_time_max * 11 / 2).as_secs()));
     }
 
     #[tokio::test(start_paused = true)]

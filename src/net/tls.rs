@@ -53,6 +53,8 @@ struct State {
     /// Identification of the files when they were read.
     stamps: Vec<Option<FileStamp>>,
     checked_at: Instant,
+    /// The last reported reason for which changed files cannot be used.
+    failure: Option<String>,
 }
 
 /// The content of the files.
@@ -77,7 +79,8 @@ impl Acceptor {
         if let Some(wanted) = &settings.self_signed {
             self_signed::ensure(wanted, &settings.cert_file, &settings.key_file)?;
         }
-        let state = State { stamps: stamps(&settings), loaded: load(&settings)?, checked_at: Instant::now() };
+        let stamps = stamps(&settings);
+        let state = State { stamps, loaded: load(&settings)?, checked_at: Instant::now(), failure: None };
         Ok(Self { settings, state: Mutex::new(state) })
     }
 
@@ -108,12 +111,16 @@ impl Acceptor {
                     Ok(loaded) => {
                         info!(cert_file = %self.settings.cert_file.display(), "certificates reloaded");
                         state.loaded = loaded;
+                        state.stamps = stamps;
+                        state.failure = None;
                     }
-                    Err(error) => {
-                        warn!(error, "cannot use the changed certificates; keeping the previous ones")
+                    // Tried again: rights and the clock can change without the stamps.
+                    Err(error) if state.failure.as_ref() != Some(&error) => {
+                        warn!(error, "cannot use the changed certificates; keeping the previous ones");
+                        state.failure = Some(error);
                     }
+                    Err(_) => {}
                 }
-                state.stamps = stamps;
             }
         }
         state.loaded.clone()

@@ -241,8 +241,9 @@ impl Survey {
         if row.revision > before.next() {
             self.last_hole = Some(row.revision.prev());
         }
-        let sub = self.last.filter(|last| last.revision == row.revision).map_or(0, |last| last.sub + 1);
-        if row.sub != sub {
+        let before = self.last.filter(|last| last.revision == row.revision);
+        let sub = before.map_or(Some(0), |last| last.sub.checked_add(1));
+        if sub != Some(row.sub) {
             self.last_gap = Some(row.revision);
         }
         self.last = Some(row);

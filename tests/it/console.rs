@@ -1,10 +1,13 @@
 //! The web page: every view, who may see and write what, hostile requests and values; and in a real browser.
 
 mod browser;
+mod limits;
 mod page;
 mod webdriver;
 
-use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, DeleteRangeRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::{
+    AuthUserChangePasswordRequest, CompactionRequest, DeleteRangeRequest, RangeRequest,
+};
 
 use self::page::{Page, Visitor, encoded, put, value_of};
 use crate::{
@@ -198,6 +201,39 @@ async fn log_in_is_required_where_auth_is_on(backend: Backend) {
     }
     act_as(&mut client, "root").await;
     assert_eq!(get(&mut client, "a/1").await, Some((b"new".to_vec(), new)));
+}
+
+async fn refused_token_leads_to_the_form_to_log_in(backend: Backend) {
+    let url = format!("http://127.0.0.1:{}", free_port());
+    let flags = [&CHEAP[..], &["--console-listen-url", &url]].concat();
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    enable(&mut client).await;
+    let page = Page::about(server.endpoint(), &[]);
+    let mut visitors = [Visitor::new(&url), page.visitor()];
+    for visitor in &mut visitors {
+        assert_eq!(visitor.log_in("root", &password("root")).await.status, 303);
+        visitor.open("/keys").await;
+    }
+    // Tokens of the user are refused from now on, as those that have expired.
+    act_as(&mut client, "root").await;
+    let (name, password) = ("root".to_owned(), "new".to_owned());
+    let change = AuthUserChangePasswordRequest { name, password, ..Default::default() };
+    client.auth.user_change_password(change).await.expect("the password is changed");
+    for visitor in &mut visitors {
+        // The script loads the page again if a part of it has the status 401. Sizes are read in the background.
+        for path in ["/overview/live", "/sizes/live", "/", "/sizes", "/keys"] {
+            crate::support::eventually(path, async || {
+                let answer = visitor.clone().get(path).await;
+                if answer.status == 401 { Ok(()) } else { Err(answer) }
+            })
+            .await;
+        }
+        let token = value_of(&visitor.get("/").await.body, "token");
+        let fields = [("token", token.as_str()), ("name", "root"), ("password", "new")];
+        assert_eq!(visitor.post("/login", &fields).await.status, 303);
+        visitor.open("/").await;
+    }
 }
 
 async fn put_back_writes_unless_the_key_has_changed(backend: Backend) {
@@ -420,6 +456,7 @@ on_both_backends!(
     every_page_answers_with_a_full_store,
     requests_from_elsewhere_are_refused,
     log_in_is_required_where_auth_is_on,
+    refused_token_leads_to_the_form_to_log_in,
     put_back_writes_unless_the_key_has_changed,
     write_needs_the_right,
     hostile_values_are_text,

@@ -318,6 +318,56 @@ async fn clock_that_was_set_back_is_believed(backend: Backend) {
     assert_eq!(moment.map(|moment| moment.revision), Some(model.head()));
 }
 
+/// Otherwise a time that the clock reaches again would be that of a revision from before the clock was set back.
+async fn times_of_a_clock_that_was_ahead_are_corrected(backend: Backend) {
+    const HOUR_MS: i64 = 3_600_000;
+    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut model = Model::new();
+    put(&mut client, &mut model, "a", "first").await;
+    put_until_recorded(&mut client, &mut model).await;
+    let before = model.head();
+    let begin = recorded_time(&client, before).await;
+    // As if the clock had been an hour ahead.
+    Place::archive_of(&server).execute("UPDATE kv_time SET at = at + 3600000").await;
+    put(&mut client, &mut model, "a", "later").await;
+    let time = recorded_time(&client, model.head()).await;
+    assert!((begin..begin + HOUR_MS / 6).contains(&time), "{time}, expected a time soon after {begin}");
+    for (unix_ms, expected) in [(begin + HOUR_MS, Some(model.head())), (begin - 1, None)] {
+        let moment = client.history.moment(HistoryMomentRequest { unix_ms }).await.expect("an answer").into_inner();
+        assert_eq!(moment.moment.map(|moment| moment.revision), expected, "{unix_ms}");
+    }
+    // It is known only that the revisions before were written by then.
+    assert_eq!(time_of(&client, before).await, 0);
+}
+
+/// Otherwise `rewind` would bring back a state that is older than it was told.
+async fn time_at_which_nobody_recorded_times_is_uncertain(backend: Backend) {
+    let Some(mut server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut model = Model::new();
+    put(&mut client, &mut model, "a", "first").await;
+    let begin = recorded_time(&client, model.head()).await;
+    let first = model.head();
+    assert!(server.terminate().await.success());
+    server.restart_with(&[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    put(&mut client, &mut model, "a", "untimed").await;
+    let found = async |client: &Client, unix_ms| {
+        let found =
+            client.history.clone().moment(HistoryMomentRequest { unix_ms }).await.expect("a moment").into_inner();
+        (found.moment.map(|moment| moment.revision), found.may_lack_revisions)
+    };
+    assert_eq!(found(&client, begin + 3_600_000).await, (Some(first), true));
+    assert!(server.terminate().await.success());
+    server.restart_with(&KEEP).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    put_until_recorded(&mut client, &mut model).await;
+    let end = recorded_time(&client, model.head()).await;
+    assert_eq!(found(&client, begin + 1).await, (Some(first), true));
+    assert_eq!(found(&client, end).await, (Some(model.head()), false));
+}
+
 async fn revisions_have_times(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
@@ -424,8 +474,10 @@ on_both_backends!(
     past_equals_a_model_over_compactions_and_restarts,
     history_begins_where_rows_were_not_kept,
     oldest_rows_are_deleted_above_the_limit,
+    time_at_which_nobody_recorded_times_is_uncertain,
     revisions_have_times,
     times_are_not_of_a_later_start,
     clock_that_was_set_back_is_believed,
+    times_of_a_clock_that_was_ahead_are_corrected,
     invalid_requests_are_refused,
 );

@@ -9,6 +9,7 @@
 mod arena;
 mod encoded;
 mod gateway;
+mod held;
 mod snapshots;
 mod streams;
 mod wire;
@@ -22,7 +23,9 @@ use std::{
 use bytes::Bytes;
 use orlop_wire::proto::client::etcdserverpb::{
     Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, RangeResponse,
-    RequestOp, SnapshotRequest, TxnRequest, WatchCreateRequest, WatchRequest, request_op::Request,
+    RequestOp, SnapshotRequest, TxnRequest, WatchCreateRequest, WatchRequest,
+    compare::{CompareResult, CompareTarget, TargetUnion},
+    request_op::Request,
     watch_request::RequestUnion,
 };
 use parking_lot::Mutex;
@@ -367,11 +370,27 @@ async fn ranges_of_all_keys_use_bounded_memory(backend: Backend) {
 async fn unread_responses_use_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &["--value-cache-bytes", "8388608"]).await else { return };
     fill(&mut arena, sized(400, 2_000), 50_000).await;
+    // A transaction with a put is evaluated by the writer.
+    let never = Compare {
+        key: "k".into(),
+        target: CompareTarget::Version.into(),
+        result: CompareResult::Greater.into(),
+        target_union: Some(TargetUnion::Version(1_000_000_000)),
+        ..Default::default()
+    };
+    let never_put = TxnRequest {
+        compare: vec![never],
+        success: vec![op(Request::RequestPut(put("k", 1)))],
+        failure: vec![op(Request::RequestRange(all()))],
+    };
     let mut held = Vec::new();
     for _ in 0..sized(64, 256) {
         let mut wire = Wire::open(arena.endpoint()).await;
-        for stream in [1, 3, 5, 7] {
+        for stream in [1, 3] {
             assert!(wire.call(stream, RANGE, &all().encode_to_vec(), END_STREAM).await);
+        }
+        for stream in [5, 7] {
+            assert!(wire.call(stream, TXN, &never_put.encode_to_vec(), END_STREAM).await);
         }
         held.push(wire);
     }

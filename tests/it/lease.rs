@@ -131,6 +131,31 @@ async fn lease_expires_only_without_renewal(backend: Backend) {
 }
 
 /// Starts `clients` clients that renew the background lease without pause.
+/// The clients of many leases have ended at the same time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn leases_that_expire_together_share_commits() {
+    const COMMITS: &str = "etcd_disk_backend_commit_duration_seconds_count";
+    const LEASES: i64 = 300;
+    let Some(server) = Server::orlop(Backend::Sqlite).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for id in 1..=LEASES {
+        client.lease.lease_grant(LeaseGrantRequest { ttl: 5, id }).await.expect("a lease");
+        put(&mut client, &format!("k{id}"), id).await;
+    }
+    let before = server.metric(COMMITS).await;
+    server.pause();
+    tokio::time::sleep(std::time::Duration::from_secs(6)).await;
+    server.resume();
+    let all = RangeRequest { key: "k".into(), range_end: "l".into(), count_only: true, ..Default::default() };
+    eventually("the end of the leases", async || {
+        let left = client.clone().kv.range(all.clone()).await.expect("a range").into_inner().count;
+        if left == 0 { Ok(()) } else { Err(left) }
+    })
+    .await;
+    let commits = server.metric(COMMITS).await - before;
+    assert!(commits < LEASES as f64 / 2.0, "{commits} commits");
+}
+
 async fn renew_background_lease(server: &Server, clients: usize) -> JoinSet<()> {
     let mut others = JoinSet::new();
     for _ in 0..clients {

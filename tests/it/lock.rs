@@ -58,6 +58,8 @@ async fn lock_is_granted_in_request_order(backend: Backend) {
     assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10");
     assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10", "the holder can lock it again");
     assert_eq!(held(lock(&client, "other", 0x11)).await, "other/11", "another lock is free");
+    grant(&mut client, -0x1f).await;
+    assert_eq!(held(lock(&client, "third", -0x1f)).await, "third/-1f", "as etcd's client names it");
     let mut waiting = Vec::new();
     for (place, id) in [0x11, 0x12, 0x13].into_iter().enumerate() {
         waiting.push(lock(&client, "door", id));

@@ -316,6 +316,26 @@ async fn addresses_are_checked_before_the_cut_over(backend: Backend) {
     client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("the source is not fenced");
 }
 
+/// The source stays fenced, because the server may have accepted writes before it failed.
+async fn server_that_fails_after_the_cut_over_names_the_fence(backend: Backend) {
+    let Some(source) = Server::etcd().await else { return };
+    let mut client = Client::connect(source.endpoint()).await;
+    for fence in [&[][..], &["--fence"]] {
+        let Some(destination) = Destination::new(backend).await else { return };
+        client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("a put");
+        // Only a start reads the key file.
+        let tokens = "jwt,sign-method=HS256,priv-key=/nowhere";
+        let start = ["--cut-over", "--listen-client-urls", "http://127.0.0.1:0", "--auth-token", tokens];
+        let mut migrator = destination.migrate(source.endpoint(), &[&start[..], fence].concat());
+        assert!(!migrator.ended().await.success(), "{}", migrator.output());
+        let output = migrator.output();
+        let names_fence = output.contains("the source still refuses writes") && output.contains("etcdctl alarm disarm");
+        assert!(output.contains("cannot read /nowhere") && names_fence != fence.is_empty(), "{output}");
+    }
+    let refused = client.kv.put(put("late".to_owned(), vec![], 0)).await.expect_err("the source is fenced");
+    assert_eq!(refused.message(), "etcdserver: corrupt cluster");
+}
+
 /// A finished copy is continued with as long as it contains nothing else.
 async fn databases_with_other_data_are_refused(backend: Backend) {
     let (Some(source), Some(other)) = (Server::etcd().await, Server::etcd().await) else { return };
@@ -369,4 +389,5 @@ on_both_backends!(
     databases_with_other_data_are_refused,
     store_with_auth_is_copied_by_root,
     addresses_are_checked_before_the_cut_over,
+    server_that_fails_after_the_cut_over_names_the_fence,
 );

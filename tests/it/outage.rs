@@ -1,6 +1,6 @@
 //! The database becomes unavailable and comes back, with the same or with different contents.
 
-use std::{os::unix::fs::PermissionsExt as _, process::Command};
+use std::{os::unix::fs::PermissionsExt as _, process::Command, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{
     PutRequest, RangeRequest, StatusRequest, WatchCreateRequest, watch_request::RequestUnion,
@@ -10,7 +10,9 @@ use tonic::{Code, metadata::MetadataMap};
 
 use crate::{
     auth,
-    support::{Client, DEADLINE, Fsync, Link, NetworkState, Place, Postgres, Server, Stream, eventually, everything},
+    support::{
+        Client, DEADLINE, Fsync, Link, NetworkState, Place, Postgres, Server, Stream, eventually, everything, http_get,
+    },
 };
 
 fn put(key: &str) -> PutRequest {
@@ -21,6 +23,14 @@ fn put(key: &str) -> PutRequest {
 async fn put_at(client: &mut Client, key: &str) -> i64 {
     let answer = client.kv.put(put(key)).await.expect("the server takes a put").into_inner();
     answer.header.expect("an answer has a header").revision
+}
+
+/// Starts a server whose network to the database can fail.
+async fn server_behind_link(postgres: &Postgres) -> (Link, Server) {
+    let link = Link::to(postgres.port()).await;
+    let datastore = postgres.create_database();
+    let behind_link = datastore.replace(&format!(":{}/", postgres.port()), &format!(":{}/", link.port()));
+    (link, Server::orlop_on(&behind_link, &[]).await)
 }
 
 /// Retries a put until it succeeds and returns its revision. A failed attempt may have been applied as well.
@@ -65,6 +75,20 @@ async fn outage_is_reported_and_survived() {
     assert_eq!(b.kv.range(range()).await.expect("a range").into_inner().count, 1);
 }
 
+/// A server that does not answer must not make the metrics exceed the time for which Prometheus waits, 10 s.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn metrics_and_status_do_not_wait_for_a_silent_database() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let (link, server) = server_behind_link(&postgres).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    link.set_network(NetworkState::Silent);
+    let page = timeout(Duration::from_secs(8), http_get(server.endpoint(), "/metrics")).await.expect("in time");
+    assert!(page.body.contains("etcd_server_has_leader 0\n"), "{}", page.body);
+    let status = timeout(Duration::from_secs(8), client.maintenance.status(StatusRequest {})).await.expect("in time");
+    let status = status.expect("a status").into_inner();
+    assert_eq!((status.leader, status.errors), (0, vec!["etcdserver: no leader".to_owned()]));
+}
+
 /// A client's library ends a watch that is refused, so the answer waits for the database.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn watch_of_a_user_is_created_after_the_outage() {
@@ -90,10 +114,7 @@ async fn watch_of_a_user_is_created_after_the_outage() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn watch_that_needs_a_leader_ends_at_an_instance_that_is_cut_off() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
-    let link = Link::to(postgres.port()).await;
-    let datastore = postgres.create_database();
-    let behind_link = datastore.replace(&format!(":{}/", postgres.port()), &format!(":{}/", link.port()));
-    let server = Server::orlop_on(&behind_link, &[]).await;
+    let (link, server) = server_behind_link(&postgres).await;
     let mut client = Client::connect(server.endpoint()).await;
     let mut with_leader = MetadataMap::new();
     with_leader.insert("hasleader", "true".parse().expect("ASCII"));

@@ -64,7 +64,8 @@ pub use self::{
     error::{Error, Result},
     handle::Store,
     history::{
-        FrozenStore, HistoryKeeper, HistorySettings, HistoryState, Keep, PastChange, PastChanges, PastError, PastPairs,
+        FoundMoment, FrozenStore, HistoryKeeper, HistorySettings, HistoryState, Keep, PastChange, PastChanges,
+        PastError, PastPairs,
     },
     open::Settings,
     reader::RangePieces,

@@ -1,13 +1,16 @@
 //! Masks the data of Secrets in a tree, wherever in it they are.
 //!
 //! Masked are the values of `data` and `stringData`, and the same in the copy of the object that `kubectl apply` keeps
-//! in an annotation. What cannot be read well enough to know is masked as a whole.
+//! in an annotation. Other tools keep copies in annotations of their own, so long annotations are masked as a whole, and so is
+//! what cannot be read well enough to know.
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 
 use crate::node::{Masked, Node};
 
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
+/// Length of an annotation in bytes from which on it may be a copy of the Secret.
+const COPY_BYTES_MIN: usize = 64;
 /// The envelope of an object in protobuf, in base64, as an object in a list would have it.
 const ENVELOPE_BASE64: &str = "azhzA";
 
@@ -60,8 +63,20 @@ fn mask_secret(secret: &mut Node) -> usize {
             Some(other) => mask_value(other),
         };
     }
-    let copy = secret.get_mut("metadata").and_then(|metadata| metadata.get_mut("annotations"));
-    masked + copy.and_then(|annotations| annotations.get_mut(LAST_APPLIED)).map_or(0, mask_copy)
+    masked
+        + match secret.get_mut("metadata").and_then(|metadata| metadata.get_mut("annotations")) {
+            None | Some(Node::Null) => 0,
+            Some(Node::Map(values)) => values.iter_mut().map(|(name, value)| mask_annotation(name, value)).sum(),
+            Some(other) => mask_value(other),
+        }
+}
+
+fn mask_annotation(name: &str, value: &mut Node) -> usize {
+    if name == LAST_APPLIED {
+        return mask_copy(value);
+    }
+    let is_short = value.as_text().is_some_and(|text| text.len() < COPY_BYTES_MIN && !text.starts_with(['{', '[']));
+    if is_short { 0 } else { mask_value(value) }
 }
 
 /// Masks the values in an annotation with a copy of the Secret as JSON.

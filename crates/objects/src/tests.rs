@@ -297,6 +297,10 @@ fn secrets() -> Vec<Vec<u8>> {
     let odd = json!({"apiVersion": "v1", "kind": "Secret", "data": [base64], "stringData": HIDDEN});
     let copy = "kubectl.kubernetes.io/last-applied-configuration";
     let odd_copy = json!({"kind": "Secret", "metadata": {"annotations": {copy: format!("data: {HIDDEN}")}}});
+    let other_copy = json!({"kind": "Secret", "metadata": {"annotations": {
+        "kapp.k14s.io/original": json.to_string(),
+        "kapp.k14s.io/original-diff": format!("- type: test\n  path: /data\n  value:\n    password: {base64}\n"),
+    }}});
     let raw = Envelope::of(&stored[4..]).raw.to_vec();
     let listed = json!({"apiVersion": "v1", "kind": "List", "items": [BASE64_STANDARD.encode(&stored)]});
     let text = |value: &Value| value.to_string().into_bytes();
@@ -311,6 +315,7 @@ fn secrets() -> Vec<Vec<u8>> {
         text(&secret_list),
         text(&odd),
         text(&odd_copy),
+        text(&other_copy),
         text(&listed),
         format!("apiVersion: v1\nkind: Secret\nstringData:\n  a: {HIDDEN}\n").into_bytes(),
         [text(&json), vec![0xff]].concat(),
@@ -333,6 +338,15 @@ fn data_of_secrets_is_masked_in_every_form() {
         let masked = Shown::of(value, Secrets::Mask);
         assert!(masked.masked > 0, "{}", masked.text());
     }
+}
+
+#[test]
+fn short_annotations_of_secrets_are_shown() {
+    let annotations = json!({"kubernetes.io/service-account.name": "default", "small": "{}"});
+    let secret = json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"annotations": annotations}}).to_string();
+    let shown = Shown::of(secret.as_bytes(), Secrets::Mask);
+    let shown = &shown.json["metadata"]["annotations"];
+    assert_eq!(*shown, json!({"kubernetes.io/service-account.name": "default", "small": "<masked: 2 bytes>"}));
 }
 
 #[test]

@@ -20,7 +20,7 @@ const SQLITE_ARCHIVE: [File; 2] = [
     (1, "archive", include_str!("../../../migrations/sqlite-archive/0001_archive.sql")),
     (2, "gap", include_str!("../../../migrations/sqlite-archive/0002_gap.sql")),
 ];
-const POSTGRES: [File; 7] = [
+const POSTGRES: [File; 8] = [
     (1, "log", include_str!("../../../migrations/postgres/0001_log.sql")),
     (2, "auth", include_str!("../../../migrations/postgres/0002_auth.sql")),
     (3, "append_behind", include_str!("../../../migrations/postgres/0003_append_behind.sql")),
@@ -28,6 +28,7 @@ const POSTGRES: [File; 7] = [
     (5, "gap", include_str!("../../../migrations/postgres/0005_gap.sql")),
     (6, "clock", include_str!("../../../migrations/postgres/0006_clock.sql")),
     (7, "saved_index", include_str!("../../../migrations/postgres/0007_saved_index.sql")),
+    (8, "corrected_clock", include_str!("../../../migrations/postgres/0008_corrected_clock.sql")),
 ];
 
 pub(crate) fn sqlite() -> Migrator {

@@ -29,12 +29,12 @@ use orlop_wire::proto::server::etcdserverpb::{self as pb, response_op::Response}
 /// Maximum size of a response that is sent in one frame. It is also the number of bytes that are buffered for each
 /// stream of a client that does not read.
 const WHOLE_BYTES_MAX: usize = 64 << 10;
-/// A chunk ends with the pair with which it reaches this size.
+/// A chunk ends with the pair with which it reaches this size. A longer pair is sent in slices of this size.
 const CHUNK_BYTES: usize = 64 << 10;
-/// Time after which a response of at least [`STALL_CHECK_BYTES_MIN`] is dropped if the client reads nothing of it.
+/// Time after which a response in chunks is dropped if the client reads nothing of it.
 const STALL_TIME_MAX: Duration = Duration::from_secs(60);
-/// Minimum size of a response that is checked for a stalled client.
-const STALL_CHECK_BYTES_MIN: usize = 1 << 20;
+/// Maximum size of the tag and the length of a pair.
+const PAIR_HEADER_BYTES_MAX: usize = 11;
 /// Minimum size of the response of an operation in a transaction that is split into segments; smaller ones are encoded
 /// at once.
 const OP_BYTES_MIN: usize = 64 << 10;
@@ -186,17 +186,17 @@ impl ResponseBody {
         } else {
             let mut segments = Segments { open: frame, ..Segments::default() };
             message.into_segments(&mut segments);
-            Content::in_chunks(segments.finish(), len)
+            Content::in_chunks(segments.finish())
         };
         Ok(Self { content, trailers_sent: false })
     }
 }
 
 impl Content {
-    fn in_chunks(segments: VecDeque<Segment>, len: usize) -> Self {
+    fn in_chunks(segments: VecDeque<Segment>) -> Self {
         let pending = Arc::new(Mutex::new(PendingChunks { segments, chunks: 0, is_dropped: false }));
         // Benches encode without a runtime.
-        let runtime = Handle::try_current().ok().filter(|_| len >= STALL_CHECK_BYTES_MIN);
+        let runtime = Handle::try_current().ok();
         let stall_check = runtime.map(|runtime| runtime.spawn(drop_when_stalled(Arc::clone(&pending))));
         Self::Chunked { pending, stall_check }
     }
@@ -250,44 +250,61 @@ impl PendingChunks {
         loop {
             match self.segments.front_mut()? {
                 Segment::Encoded(bytes) => {
-                    let bytes = std::mem::take(bytes);
-                    self.segments.pop_front();
-                    if !bytes.is_empty() {
-                        return Some(bytes);
+                    let chunk = bytes.split_to(bytes.len().min(CHUNK_BYTES));
+                    if bytes.is_empty() {
+                        self.segments.pop_front();
                     }
-                }
-                Segment::Pairs { tag, pairs } => {
-                    let chunk = join_pairs(*tag, pairs);
                     if !chunk.is_empty() {
                         return Some(chunk);
                     }
-                    self.segments.pop_front();
+                }
+                Segment::Pairs { tag, pairs } => {
+                    let (chunk, long) = join_pairs(*tag, pairs);
+                    // The slices of a long pair share its memory, so they count in the memory of reads until they are
+                    // sent. A copy would not: a client with a small flow-control window could hold many.
+                    if let Some(pair) = long {
+                        self.segments.push_front(Segment::Encoded(pair));
+                    } else if chunk.is_empty() {
+                        self.segments.pop_front();
+                    }
+                    if !chunk.is_empty() {
+                        return Some(chunk);
+                    }
                 }
             }
         }
     }
 }
 
-fn join_pairs(tag: u32, pairs: &mut VecDeque<Bytes>) -> Bytes {
+/// Copies pairs into a chunk. If a long pair is next, the chunk ends with its tag and length, and the pair is returned.
+fn join_pairs(tag: u32, pairs: &mut VecDeque<Bytes>) -> (Bytes, Option<Bytes>) {
+    let is_long = |pair: &Bytes| pair.len() > CHUNK_BYTES;
     let framed = |pair: &Bytes| 1 + encoded_len_varint(pair.len() as u64) + pair.len();
     let mut len = 0;
     let count = pairs
         .iter()
         .take_while(|pair| {
-            let has_space = len < CHUNK_BYTES;
-            if has_space {
+            let is_joined = len < CHUNK_BYTES && !is_long(pair);
+            if is_joined {
                 len += framed(pair);
             }
-            has_space
+            is_joined
         })
         .count();
-    let mut chunk = BytesMut::with_capacity(len);
+    let mut chunk = BytesMut::with_capacity(len + PAIR_HEADER_BYTES_MAX);
+    let begin = |pair: &Bytes, chunk: &mut BytesMut| {
+        encode_key(tag, WireType::LengthDelimited, chunk);
+        encode_varint(pair.len() as u64, chunk);
+    };
     for pair in pairs.drain(..count) {
-        encode_key(tag, WireType::LengthDelimited, &mut chunk);
-        encode_varint(pair.len() as u64, &mut chunk);
+        begin(&pair, &mut chunk);
         chunk.extend_from_slice(&pair);
     }
-    chunk.freeze()
+    let long = if pairs.front().is_some_and(is_long) { pairs.pop_front() } else { None };
+    if let Some(pair) = &long {
+        begin(pair, &mut chunk);
+    }
+    (chunk.freeze(), long)
 }
 
 impl Body for ResponseBody {
@@ -360,15 +377,34 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn stalled_response_is_dropped_and_slow_one_is_not() {
         use http_body_util::BodyExt as _;
-        let mut body = body(range(3_000, 1_000));
-        for _ in 0..5 {
-            tokio::time::sleep(STALL_TIME_MAX * 9 / 10).await;
-            assert!(body.frame().await.is_some_and(|frame| frame.is_ok()));
+        for message in [range(3_000, 1_000), range(1, 600_000), range(1, 2 << 20)] {
+            let mut body = body(message);
+            for _ in 0..5 {
+                tokio::time::sleep(STALL_TIME_MAX * 9 / 10).await;
+                assert!(body.frame().await.is_some_and(|frame| frame.is_ok()));
+            }
+            tokio::time::sleep(STALL_TIME_MAX * 3).await;
+            let Content::Chunked { pending, .. } = &body.content else { panic!("a large response has chunks") };
+            assert!(pending.lock().segments.is_empty());
+            assert!(body.frame().await.is_some_and(|frame| frame.is_err()));
         }
-        tokio::time::sleep(STALL_TIME_MAX * 3).await;
-        let Content::Chunked { pending, .. } = &body.content else { panic!("a large response has chunks") };
-        assert!(pending.lock().segments.is_empty());
-        assert!(body.frame().await.is_some_and(|frame| frame.is_err()));
+    }
+
+    /// Copies would not count in the memory of reads.
+    #[test]
+    fn long_pairs_are_sent_in_slices_without_a_copy() {
+        let pairs = [10, 2 << 20, CHUNK_BYTES + 1, 20, CHUNK_BYTES].map(|len| Bytes::from(vec![7_u8; len])).to_vec();
+        let message = pb::RangeResponse { kvs: pairs.clone(), ..Default::default() };
+        check(message.clone(), true);
+        let mut body = body(message);
+        let mut uncopied = 0;
+        while let Some(chunk) = body.content.next_chunk().expect("the client is not slow") {
+            assert!(chunk.len() <= 2 * CHUNK_BYTES, "a chunk of {} bytes", chunk.len());
+            if pairs.iter().any(|pair| pair.as_ptr_range().contains(&chunk.as_ptr())) {
+                uncopied += chunk.len();
+            }
+        }
+        assert_eq!(uncopied, (2 << 20) + CHUNK_BYTES + 1);
     }
 
     #[test]

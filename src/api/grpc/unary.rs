@@ -59,7 +59,7 @@ pub async fn request<M: LimitedFields>(body: impl RequestBody, settings: &Settin
         received.push(data);
     };
     // Reads until the client has ended the stream, because dropping the body earlier resets the stream. A failed stream
-    // never ends, but returns its error repeatedly.
+    // never ends, but returns its error repeatedly. Until the end, the message counts as a partial request.
     while !body.is_end_stream() {
         match body.frame().await {
             Some(frame) => drop(frame.map_err(|error| Status::from_error(error.into()))?),

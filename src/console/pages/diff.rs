@@ -1,9 +1,8 @@
 //! The difference of two versions of a key.
 
-use axum::response::Response;
+use axum::{body::Bytes, response::Response};
 use maud::{Markup, html};
 use orlop_objects::{Change, Diff, Hunk, Shown, diff};
-use orlop_wire::proto::client::mvccpb::KeyValue;
 
 use super::{LINES_MAX, Tab, Visit, key_link, key_text, path, secrets_link, secrets_parameter, shown};
 use crate::console::{
@@ -30,9 +29,8 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     let client = &visit.visitor.client;
     let (old, new) = (pair(client, &key, from).await?, pair(client, &key, to).await?);
     let secrets = visit.secrets();
-    let view = |kv: &Option<KeyValue>| kv.as_ref().map(|kv| shown(&kv.value, secrets));
-    let (before, after) = (view(&old), view(&new));
-    let masked = [&before, &after].into_iter().flatten().any(|shown| shown.masked > 0);
+    let has_old = old.is_some();
+    let changes = compare(visit, old.map(|kv| kv.value), new.map(|kv| kv.value)).await?;
     let place = format!("/diff?key={}&from={from}&to={to}", encoded(&key));
     let put_back = format!("/put-back?key={}&revision={from}{}", encoded(&key), secrets_parameter(secrets));
     Ok(html! {
@@ -40,15 +38,35 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
         h1 { "Revision " (from) " and revision " (to) }
         p { (key_link(&key)) }
         div.head {
-            @if old.is_some() { a.button href=(put_back) { "Put revision " (from) " back" } }
-            @if masked || secrets == orlop_objects::Secrets::Show { (secrets_link(&place, secrets)) }
+            @if has_old { a.button href=(put_back) { "Put revision " (from) " back" } }
+            @if changes.is_masked || secrets == orlop_objects::Secrets::Show { (secrets_link(&place, secrets)) }
         }
-        (difference(before.as_ref(), after.as_ref()))
+        (changes.markup)
     })
 }
 
+/// What differs between two values.
+pub(super) struct Changes {
+    pub markup: Markup,
+    /// Whether a part of one of the values is masked.
+    pub is_masked: bool,
+}
+
+/// Compares two values of a key; `None`: the key does not exist.
+pub(super) async fn compare(visit: &Visit, old: Option<Bytes>, new: Option<Bytes>) -> Result<Changes, Failure> {
+    let secrets = visit.secrets();
+    let bytes: usize = [&old, &new].into_iter().flatten().map(Bytes::len).sum();
+    let work = move || {
+        let view = |value: &Option<Bytes>| value.as_ref().map(|value| shown(value, secrets));
+        let (old, new) = (view(&old), view(&new));
+        let is_masked = [&old, &new].into_iter().flatten().any(|shown| shown.masked > 0);
+        Changes { markup: difference(old.as_ref(), new.as_ref()), is_masked }
+    };
+    visit.console.renderer.run(bytes, work).await
+}
+
 /// Returns the changed lines from `old` to `new`; `None`: the key does not exist.
-pub(super) fn difference(old: Option<&Shown>, new: Option<&Shown>) -> Markup {
+fn difference(old: Option<&Shown>, new: Option<&Shown>) -> Markup {
     let found = diff(old, new, CONTEXT_LINES);
     let (removed, added) = found.counts();
     html! {

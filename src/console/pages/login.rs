@@ -6,17 +6,15 @@ use maud::html;
 use orlop_objects::escaped;
 
 use super::{Frame, Visit};
-use crate::console::{
-    backend::{Failure, LogInError},
-    query::Query,
-    server::Console,
-};
+use crate::console::{backend::LogInError, query::Query, server::Console};
 
 /// What the form says.
 pub(in crate::console) enum Notice {
     None,
     Refused(String),
     Forged,
+    /// Too many log-ins wait.
+    Busy,
 }
 
 /// Returns the form. `next` is the page to return to.
@@ -33,6 +31,7 @@ pub(in crate::console) fn form(
         Notice::None => None,
         Notice::Refused(reason) => Some(reason),
         Notice::Forged => Some("The form was too old. Try again.".to_owned()),
+        Notice::Busy => Some("Too many people log in at the same time. Try again.".to_owned()),
     };
     let content = html! {
         form.login method="post" action="/login" {
@@ -61,23 +60,24 @@ pub(in crate::console) async fn page(State(console): State<Console>, headers: He
 
 pub(in crate::console) async fn log_in(State(console): State<Console>, headers: HeaderMap, body: Bytes) -> Response {
     let fields = Query::parse(&body);
-    let next = fields.text("next");
-    let next = local(&next);
+    let next = local(&fields.text("next")).to_owned();
     if !console.sessions.is_form_token(&headers, &fields.text("token")) {
-        return form(&console, &headers, StatusCode::FORBIDDEN, next, Notice::Forged);
+        return form(&console, &headers, StatusCode::FORBIDDEN, &next, Notice::Forged);
     }
-    let Ok(_permit) = console.log_ins.acquire().await else {
-        return super::plain(&Failure::Unavailable("the process stops".to_owned()));
+    let (name, password) = (fields.text("name"), fields.text("password"));
+    // A log-in that waits does not keep the whole form in memory.
+    drop((body, fields));
+    let Some(_permit) = console.log_ins.begin().await else {
+        return form(&console, &headers, StatusCode::SERVICE_UNAVAILABLE, &next, Notice::Busy);
     };
-    let name = fields.text("name");
-    match console.backend.log_in(name.clone(), fields.text("password")).await {
-        Ok(None) => redirect(next, None),
+    match console.backend.log_in(name.clone(), password).await {
+        Ok(None) => redirect(&next, None),
         Ok(Some(token)) => {
             console.sessions.end(&headers);
-            redirect(next, Some(console.sessions.begin(name, token)))
+            redirect(&next, Some(console.sessions.begin(name, token)))
         }
         Err(LogInError::Refused(reason)) => {
-            form(&console, &headers, StatusCode::UNAUTHORIZED, next, Notice::Refused(reason))
+            form(&console, &headers, StatusCode::UNAUTHORIZED, &next, Notice::Refused(reason))
         }
         Err(LogInError::Failed(failure)) => super::plain(&failure),
     }

@@ -36,6 +36,14 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     }
     let secrets = visit.secrets();
     let written = visit.query.number("written");
+    let shown_value = match found.clone() {
+        Some(kv) => {
+            let (key, bytes) = (key.clone(), kv.value.len());
+            let work = move || value(&key, &kv, revision, secrets);
+            Some(visit.console.renderer.run(bytes, work).await?)
+        }
+        None => None,
+    };
     Ok(html! {
         (path("/keys", &key))
         h1.key { (key_text(&key)) }
@@ -48,8 +56,8 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
                 a href=(format!("/key?key={}{}", encoded(&key), secrets_parameter(secrets))) { "Show the newest one" }
             }
         }
-        @match &found {
-            Some(kv) => (value(&key, kv, revision, secrets)),
+        @match shown_value {
+            Some(value) => (value),
             None => p.notice { "The key does not exist" @if revision > 0 { " at revision " (revision) } "." }
         }
         (history(&key, &timeline, newest.as_ref(), secrets))

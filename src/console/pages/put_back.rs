@@ -7,8 +7,7 @@ use orlop_objects::Secrets;
 use orlop_wire::proto::client::mvccpb::KeyValue;
 
 use super::{
-    Tab, Visit, diff::difference, key_field, key_link, key_text, login::redirect, path, secrets_link,
-    secrets_parameter, shown,
+    Tab, Visit, diff::compare, key_field, key_link, key_text, login::redirect, path, secrets_link, secrets_parameter,
 };
 use crate::console::{
     backend::{Failure, Written, pair, put_if},
@@ -27,10 +26,9 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     let version = version(visit, &key, revision).await?;
     let newest = pair(&visit.visitor.client, &key, 0).await?;
     let secrets = visit.secrets();
-    let (now, then) = (newest.as_ref().map(|kv| shown(&kv.value, secrets)), shown(&version.value, secrets));
-    let masked = now.iter().chain([&then]).any(|shown| shown.masked > 0);
     let place = format!("/put-back?key={}&revision={revision}", encoded(&key));
     let is_same = newest.as_ref().is_some_and(|kv| kv.value == version.value);
+    let changes = compare(visit, newest.as_ref().map(|kv| kv.value.clone()), Some(version.value)).await?;
     Ok(html! {
         (path("/keys", &key))
         h1 { "Put revision " (revision) " back?" }
@@ -47,10 +45,10 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
             input type="hidden" name="expected" value=(newest.as_ref().map_or(0, |kv| kv.mod_revision));
             @if !is_same { button.danger type="submit" { "Put this version back" } }
             a.button href=(format!("/key?key={}{}", encoded(&key), secrets_parameter(secrets))) { "Cancel" }
-            @if masked || secrets == Secrets::Show { (secrets_link(&place, secrets)) }
+            @if changes.is_masked || secrets == Secrets::Show { (secrets_link(&place, secrets)) }
         }
         h2 { "What changes" }
-        (difference(now.as_ref(), Some(&then)))
+        (changes.markup)
     })
 }
 

@@ -19,35 +19,38 @@ const AREAS_MAX: usize = 60;
 const FORMATS: [(&str, f64, f64, f64); 2] = [("wide", 1000.0, 380.0, 15.0), ("narrow", 360.0, 360.0, 13.0)];
 
 pub(in crate::console) async fn page(visit: Visit) -> Response {
-    let (content, is_complete) = content(&visit).await;
     let place = format!("/sizes/live?prefix={}", encoded(&visit.query.bytes("prefix")));
-    let content = html! {
-        h1 { "Sizes" }
-        p { "The newest pairs by prefix. Older revisions are not included; a compaction frees them." }
-        @if is_complete {
-            (content)
-        } @else {
-            div data-live=(place) data-until="complete" { (content) }
+    let content = content(&visit).await.map(|(content, is_complete)| {
+        html! {
+            h1 { "Sizes" }
+            p { "The newest pairs by prefix. Older revisions are not included; a compaction frees them." }
+            @if is_complete {
+                (content)
+            } @else {
+                div data-live=(place) data-until="complete" { (content) }
+            }
         }
-    };
-    visit.page(Tab::Sizes, "Sizes", Ok(content))
+    });
+    visit.page(Tab::Sizes, "Sizes", content)
 }
 
 pub(in crate::console) async fn live(visit: Visit) -> Response {
-    let (content, _) = content(&visit).await;
-    visit.fragment(Ok(content))
+    let content = content(&visit).await.map(|(content, _)| content);
+    visit.fragment(content)
 }
 
 /// Returns the sizes, and whether they are complete.
-async fn content(visit: &Visit) -> (Markup, bool) {
+async fn content(visit: &Visit) -> Result<(Markup, bool), Failure> {
     let prefix = visit.query.bytes("prefix");
     match visit.visitor.live.sizes(&visit.visitor.client, &prefix).await {
-        Some(Ok(sizes)) => (shown(&sizes), true),
-        Some(Err(reason)) => (Failure::Unavailable(reason).markup(), true),
-        None => (
+        Some(Ok(sizes)) => Ok((shown(&sizes), true)),
+        Some(Err(Failure::LoggedOut)) => Err(Failure::LoggedOut),
+        // The rest of the page is shown, also to a user who may not read sizes.
+        Some(Err(failure)) => Ok((failure.markup(), true)),
+        None => Ok((
             html! { p role="status" { "The sizes are being collected. This can take some seconds with many keys." } },
             false,
-        ),
+        )),
     }
 }
 

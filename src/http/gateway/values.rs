@@ -5,11 +5,12 @@
 use bytes::{Buf as _, Bytes};
 use tonic::Status;
 
-use super::{MESSAGE_BYTES_MAX, text::Text};
+use super::text::Text;
 
 /// The state of the scan.
-#[derive(Default)]
 pub struct Values {
+    /// Maximum length of an object.
+    bytes_max: usize,
     /// The incomplete object.
     text: Text,
     /// Number of open braces and brackets.
@@ -17,15 +18,18 @@ pub struct Values {
     string: StringState,
 }
 
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum StringState {
-    #[default]
     Outside,
     Inside,
     Escaped,
 }
 
 impl Values {
+    pub fn new(bytes_max: usize) -> Self {
+        Self { bytes_max, text: Text::default(), depth: 0, string: StringState::Outside }
+    }
+
     /// Returns the length of the incomplete object in bytes.
     pub fn buffered_bytes(&self) -> usize {
         self.text.len()
@@ -36,7 +40,7 @@ impl Values {
     ///
     /// # Errors
     ///
-    /// If the object is longer than [`MESSAGE_BYTES_MAX`], or the data is not an object.
+    /// If the object is longer than the maximum, or the data is not an object.
     pub fn next(&mut self, data: &mut Bytes) -> Result<Option<Text>, Status> {
         if self.depth == 0 {
             let blank = data.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
@@ -47,7 +51,7 @@ impl Values {
         }
         let last = data.iter().position(|byte| self.ends_with(*byte));
         self.text.push(&data.split_to(last.map_or(data.len(), |last| last + 1)));
-        if self.buffered_bytes() > MESSAGE_BYTES_MAX {
+        if self.buffered_bytes() > self.bytes_max {
             return Err(Status::invalid_argument("a message is too long"));
         }
         Ok(last.map(|_| std::mem::take(&mut self.text)))
@@ -79,8 +83,10 @@ impl Values {
 mod tests {
     use super::*;
 
+    const BYTES_MAX: usize = 100_000;
+
     fn read(pieces: &[&[u8]]) -> (Vec<Bytes>, bool) {
-        let mut values = Values::default();
+        let mut values = Values::new(BYTES_MAX);
         let mut found = Vec::new();
         for piece in pieces {
             let mut data = Bytes::copy_from_slice(piece);
@@ -113,7 +119,7 @@ mod tests {
         for text in ["[]", "1", "null", "}", "{} x", "\u{1}"] {
             assert!(!read(&[text.as_bytes()]).1, "{text}");
         }
-        let endless = [b"{\"a\":\"".to_vec(), vec![b'x'; MESSAGE_BYTES_MAX]].concat();
+        let endless = [b"{\"a\":\"".to_vec(), vec![b'x'; BYTES_MAX]].concat();
         assert!(!read(&[&endless]).1);
     }
 }

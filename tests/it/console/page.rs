@@ -155,7 +155,7 @@ impl Events {
     pub async fn until(&mut self, wanted: &str) -> &str {
         let read = async {
             while !self.text.contains(wanted) {
-                let mut part = [0; 4096];
+                let mut part = vec![0; 256 << 10];
                 let bytes = self.stream.read(&mut part).await.expect("the page answers");
                 assert!(bytes > 0, "the stream ended: {}", self.text);
                 self.text.push_str(&String::from_utf8_lossy(&part[..bytes]));

@@ -203,10 +203,17 @@ async fn rewind_writes_the_past_state(backend: Backend) {
 
     let refused = at(&server, &["rewind", "/k/", "--to", &revision]).await;
     assert!(refused.0 == 2 && refused.2.contains("use --yes to write, or --dry-run"), "{refused:?}");
+    let too_many = ["rewind", "/k/", "--to", &revision, "--yes", "--keys-only", "--txn-ops", "1000"];
+    let (status, _, error) = at(&server, &too_many).await;
+    let again = format!("run the command again with --to {revision} to continue");
+    assert!(status == 2 && error.contains(&again), "{error}");
     assert_eq!(head(&mut client).await, newest, "nothing was written");
     // 301 operations are three transactions.
     let done = at(&server, &["rewind", "/k/", "--to", &revision, "--yes", "--keys-only"]).await;
-    let last = format!("300 puts and 1 deletes written, up to revision {}\n", newest + 3);
+    let last = format!(
+        "300 puts and 1 deletes written, up to revision {}, to bring back the state of revision {revision}\n",
+        newest + 3
+    );
     assert!(done.0 == 0 && done.1.ends_with(&last), "{done:?}");
     assert_eq!(server_pairs(&mut client).await, past);
     let again = at(&server, &["rewind", "/k/", "--to", &revision, "--yes"]).await;
@@ -270,6 +277,8 @@ async fn rewind_overwrites_no_change_of_others(backend: Backend) {
             }
         }
         if conflicts > 0 {
+            let again = format!("run the command again with --to {past} to write the rest\n");
+            assert!(text.ends_with(&again), "{text}");
             return;
         }
     }
@@ -299,7 +308,8 @@ async fn stopped_database_is_read(backend: Backend) {
     assert_eq!((status, &*error, &*without_times(&text)), (0, "", VERSIONS));
     let (status, text, error) = run(&[&["rewind", "/a/", "--to", "3", "-y", "--keys-only"], &place[..]].concat()).await;
     assert_eq!((status, &*error), (0, ""), "{text}");
-    assert!(text.ends_with("2 puts and 0 deletes written, up to revision 7\n"), "{text}");
+    let last = "2 puts and 0 deletes written, up to revision 7, to bring back the state of revision 3\n";
+    assert!(text.ends_with(last), "{text}");
     let (status, text, _) = run(&[&["get", "/a/2"], &place[..]].concat()).await;
     assert_eq!((status, &*text), (0, "{\n  \"b\": 1\n}\n"));
     // The history goes on where it was.
@@ -323,6 +333,24 @@ async fn followed_history_prints_new_versions(backend: Backend) {
     put(&mut client, "/b", "elsewhere").await;
     put(&mut client, "/a/1", "three").await;
     assert_eq!(line().await, "revision 4  version 2  5 bytes  /a/1\n");
+    // The next version cannot be written.
+    drop(lines);
+    put(&mut client, "/a/1", "nobody reads this").await;
+    let status = timeout(DEADLINE, process.wait()).await.expect("in time").expect("an exit status");
+    assert!(status.success(), "{status}");
+}
+
+async fn values_that_cannot_be_written_are_an_error(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &[]).await else { return };
+    put(&mut Client::connect(server.endpoint()).await, "/a/1", "one").await;
+    for flags in [&[][..], &["--raw"]] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").expect("a device of Linux");
+        let mut get = command(&[&["get", "/a/1", "--endpoints", server.endpoint()][..], flags].concat());
+        let get = get.stdout(full).stderr(std::process::Stdio::piped()).spawn().expect("orlop starts");
+        let ended = get.wait_with_output().await.expect("orlop runs");
+        let error = String::from_utf8_lossy(&ended.stderr);
+        assert!(ended.status.code() == Some(2) && error.contains("No space left"), "{flags:?}: {error}");
+    }
 }
 
 async fn past_needs_the_right_to_read(backend: Backend) {
@@ -367,5 +395,6 @@ on_both_backends!(
     rewind_overwrites_no_change_of_others,
     stopped_database_is_read,
     followed_history_prints_new_versions,
+    values_that_cannot_be_written_are_an_error,
     past_needs_the_right_to_read,
 );

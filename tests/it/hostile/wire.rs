@@ -142,19 +142,21 @@ impl Wire {
     /// Returns the message of the next call's response, or `None` if the call is reset.
     pub async fn message(&mut self) -> Option<Vec<u8>> {
         loop {
-            let mut head = [0; 9];
-            timeout(DEADLINE, self.0.read_exact(&mut head)).await.expect("a frame in time").expect("a frame");
-            let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
-            timeout(DEADLINE, self.0.read_exact(&mut payload))
-                .await
-                .expect("its payload in time")
-                .expect("its payload");
-            match head[3] {
-                DATA => return Some(payload.split_off(5)),
-                RST_STREAM => return None,
+            match self.next_frame().await {
+                (DATA, _, mut payload) => return Some(payload.split_off(5)),
+                (RST_STREAM, ..) => return None,
                 _ => {}
             }
         }
+    }
+
+    /// Returns the kind, the flags and the payload of the next frame.
+    pub async fn next_frame(&mut self) -> (u8, u8, Vec<u8>) {
+        let mut head = [0; 9];
+        timeout(DEADLINE, self.0.read_exact(&mut head)).await.expect("a frame in time").expect("a frame");
+        let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+        timeout(DEADLINE, self.0.read_exact(&mut payload)).await.expect("its payload in time").expect("its payload");
+        (head[3], head[4], payload)
     }
 
     /// Reads until the server closes the connection; returns the error code of its GOAWAY, if it sent one.

@@ -88,6 +88,33 @@ async fn transaction_reads_its_own_writes_and_uses_one_revision(backend: Backend
     assert_eq!(answer.header.expect("a header").revision, 8);
 }
 
+/// A transaction is evaluated in one step, so it must end soon.
+async fn transaction_that_looks_at_too_many_keys_is_refused(backend: Backend) {
+    const KEYS: usize = 1_000;
+    let flags = ["--max-txn-ops", "1000"];
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let of = |success: Vec<RequestOp>| TxnRequest { success, ..Default::default() };
+    let nested = |success: Vec<RequestOp>| op(Request::RequestTxn(of(success)));
+    let puts = (0..KEYS).map(|number| op(Request::RequestPut(put(&format!("k{number}"), "v"))));
+    client.kv.txn(of(puts.collect())).await.expect("a transaction");
+    let count = op(Request::RequestRange(RangeRequest { count_only: true, ..all() }));
+    const GREATER: i32 = 1;
+    let version = Compare { range_end: "l".into(), ..compare("k", TargetUnion::Version(0), GREATER) };
+    // The limit is 4 * 1,000 keys and 1,000,000.
+    for (compares, ranges, is_accepted) in [(0, 1_004, true), (0, 1_005, false), (500, 504, true), (500, 505, false)] {
+        for last in [None, Some(op(Request::RequestPut(put("k0", "w"))))] {
+            let halves = [nested(vec![count.clone(); ranges / 2]), nested(vec![count.clone(); ranges - ranges / 2])];
+            let success = halves.into_iter().chain(last).collect();
+            let txn = TxnRequest { compare: vec![version.clone(); compares], ..of(success) };
+            let answer = client.kv.txn(txn).await;
+            let refused = answer.err().map(|status| (status.code(), status.message().to_owned()));
+            let expected = (Code::ResourceExhausted, "etcdserver: too many requests".to_owned());
+            assert_eq!(refused, (!is_accepted).then_some(expected), "{compares} compares, {ranges} ranges");
+        }
+    }
+}
+
 async fn invalid_transactions_are_refused_as_a_whole(backend: Backend) {
     let Some((_server, mut client)) = history(backend).await else { return };
     let put = |key: &str| op(Request::RequestPut(put(key, "v")));
@@ -172,6 +199,7 @@ async fn transactions_read_values_that_are_not_cached(backend: Backend) {
 on_both_backends!(
     compares_evaluate_as_in_etcd,
     transaction_reads_its_own_writes_and_uses_one_revision,
+    transaction_that_looks_at_too_many_keys_is_refused,
     invalid_transactions_are_refused_as_a_whole,
     transactions_read_values_that_are_not_cached,
 );

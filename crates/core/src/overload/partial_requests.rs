@@ -1,7 +1,8 @@
 //! Limits requests of which only a part has arrived: the bytes of all clients' partial requests together are bounded,
 //! and each request has a deadline.
 //!
-//! Only bytes that have arrived count; the length that a client announces allocates nothing.
+//! Only bytes that have arrived count; the length that a client announces allocates nothing. A call with one request
+//! message is partial until its client ends the stream, because its message is held until then.
 
 use std::{
     pin::Pin,

@@ -96,6 +96,11 @@ impl ReadMemory {
         self.bytes() < self.single_read_bytes_max()
     }
 
+    /// Returns whether a list may be read without waiting, beside those that have a permit.
+    pub fn has_free_for_list(&self) -> bool {
+        self.bytes() < self.used.bytes_max
+    }
+
     /// Waits until a few pairs may be read.
     ///
     /// # Errors

@@ -2,6 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use futures_util::{StreamExt as _, stream};
 use tokio::{
     sync::watch,
     time::{Instant, sleep, sleep_until},
@@ -17,6 +18,8 @@ use crate::{
 
 /// Maximum number of leases expired per round, as in etcd.
 const ROUND_LEASES_MAX: usize = 500;
+/// Number of leases whose ends can share a commit.
+const SHARED_COMMIT: usize = 64;
 /// Extra time that an instance waits before it expires a lease if it is not the leader.
 const NON_LEADER_DELAY: Duration = Duration::from_secs(2);
 /// Pause after a failed attempt.
@@ -37,9 +40,13 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
                     continue;
                 }
             };
-            for id in expired {
+            let queue = &queue;
+            let end = |id| async move { (id, queue.submit(&Caller::Server, Request::Expire(id)).await) };
+            let mut ends = stream::iter(expired).map(end).buffer_unordered(SHARED_COMMIT);
+            let mut has_failed = false;
+            while let Some((id, ended)) = ends.next().await {
                 shared.pulses.expiry.beat();
-                match queue.submit(&Caller::Server, Request::Expire(id)).await {
+                match ended {
                     Ok(_) => {
                         shared.metrics.store.leases_expired.inc();
                         debug!(lease_id = ?id, "lease expired");
@@ -47,9 +54,12 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
                     Err(Error::Stopped) => return,
                     Err(error) => {
                         warn!(lease_id = ?id, %error, "cannot expire a lease; trying again");
-                        sleep(RETRY_PAUSE).await;
+                        has_failed = true;
                     }
                 }
+            }
+            if has_failed {
+                sleep(RETRY_PAUSE).await;
             }
         }
     };

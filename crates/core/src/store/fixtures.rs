@@ -46,6 +46,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         compaction_done: watch::Sender::new(None),
         hash_before_compaction: Mutex::default(),
         sizes: Default::default(),
+        defragmenting: Arc::default(),
         pulses: Default::default(),
     }
 }

@@ -6,7 +6,7 @@ use prometheus::Histogram;
 use tokio::{
     sync::watch,
     task::JoinHandle,
-    time::{Instant, sleep, timeout_at},
+    time::{Instant, sleep, timeout, timeout_at},
 };
 
 use super::{
@@ -30,6 +30,8 @@ use crate::{
 };
 
 /// A linearizable read that waits longer than this for the log's position is counted as slow.
+/// Maximum time to determine the size of the database.
+const SIZE_MAX: Duration = Duration::from_secs(3);
 const SLOW_CONFIRM_MIN: Duration = Duration::from_millis(500);
 
 /// Pause before a failed query is repeated.
@@ -119,8 +121,16 @@ impl Store {
     }
 
     /// Returns the size of the database.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unavailable`] if the database does not answer within 3 s. Metrics and a status must not take longer than
+    /// those who ask for them wait.
     pub async fn size(&self) -> Result<Size> {
-        Ok(self.shared.log.size(Precision::Quick).await?)
+        match timeout(SIZE_MAX, self.shared.log.size(Precision::Quick)).await {
+            Ok(size) => Ok(size?),
+            Err(_) => Err(Error::Unavailable),
+        }
     }
 
     /// Returns a copy of the index, for comparison with one that was rebuilt from the log.

@@ -1,10 +1,12 @@
 //! The history that outlasts compactions: keeps compacted rows in an archive for some time, and reads past states.
 //!
 //! The compactor copies rows to the archive before it deletes them ([`HistoryKeeper::keep`]). One task, on the leader,
-//! records times and deletes what is too old or too much. [`past`] reads a state or changes at any revision that is complete.
+//! records times and deletes what is too old or too much. [`past`] reads a state or changes at any revision that is complete,
+//! and [`moments`] finds the revision of a time.
 //! Requests of etcd's API do not use any of this.
 
 mod frozen;
+mod moments;
 mod past;
 #[cfg(test)]
 mod tests;
@@ -25,6 +27,7 @@ use tokio::{
 use tracing::warn;
 
 pub use self::frozen::FrozenStore;
+pub use self::moments::FoundMoment;
 pub use self::past::{HistoryState, PastChange, PastChanges, PastError, PastPairs};
 use super::shared::Shared;
 use crate::{

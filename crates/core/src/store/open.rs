@@ -201,6 +201,7 @@ impl Shared {
             purged_on: Mutex::default(),
             rows_left_to_others: Mutex::default(),
             sizes: SizesCache::default(),
+            defragmenting: Arc::default(),
             pulses: Pulses::default(),
             history: settings.history.clone().map(HistoryKeeper::new),
             log,

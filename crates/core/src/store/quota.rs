@@ -36,6 +36,26 @@ const CLEAR_PERCENT: i64 = 90;
 const FRESH_PERCENT: i64 = 75;
 
 impl Shared {
+    async fn defragment(&self) -> Result<()> {
+        let metrics = &self.metrics.maintenance;
+        let begun = Instant::now();
+        metrics.defrag_inflight.inc();
+        let done = async {
+            while self.log.reclaim(Reclaim::Space).await? == Reclaimed::More {
+                tokio::task::yield_now().await;
+            }
+            Ok(())
+        };
+        let done: crate::log::Result<()> = done.await;
+        metrics.defrag_inflight.dec();
+        metrics.defrag.observe(begun.elapsed().as_secs_f64());
+        // A failed one may have freed space, too.
+        self.space.note_freed();
+        done?;
+        info!(elapsed_ms = begun.elapsed().as_millis(), "defragmented");
+        Ok(())
+    }
+
     /// Checks a request against the alarms and the quota.
     ///
     /// # Errors
@@ -168,25 +188,18 @@ impl Store {
         self.submit_for_revision(caller, Request::Alarm(change)).await.map(drop)
     }
 
-    /// Returns the database's free space to the file system, in steps between which writes can run.
+    /// Returns the database's free space to the file system, in steps between which writes can run. One that was begun is
+    /// finished even if the future is dropped, as in etcd; the next one waits for it.
     pub async fn defragment(&self) -> Result<()> {
-        let metrics = &self.shared.metrics.maintenance;
-        let begun = Instant::now();
-        metrics.defrag_inflight.inc();
-        let done = async {
-            while self.shared.log.reclaim(Reclaim::Space).await? == Reclaimed::More {
-                tokio::task::yield_now().await;
-            }
-            Ok(())
-        };
-        let done: crate::log::Result<()> = done.await;
-        metrics.defrag_inflight.dec();
-        metrics.defrag.observe(begun.elapsed().as_secs_f64());
-        // A failed one may have freed space, too.
-        self.shared.space.note_freed();
-        done?;
-        info!(elapsed_ms = begun.elapsed().as_millis(), "defragmented");
-        Ok(())
+        let running = Arc::clone(&self.shared.defragmenting).lock_owned().await;
+        let shared = Arc::clone(&self.shared);
+        let work = tokio::spawn(async move {
+            let done = shared.defragment().await;
+            drop(running);
+            done
+        });
+        // A task ends without a result if the process stops.
+        work.await.unwrap_or(Err(Error::Stopped))
     }
 
     /// Returns the quota in bytes, 0 if there is none.

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     index::ReadAt,
     log::ReadSet,
-    types::{Rebase, Revision},
+    types::{KeyRange, Rebase, Revision},
 };
 
 /// Maximum number of ranges in a read set. The log compares every range with every change of the other instances.
@@ -40,7 +40,7 @@ pub(super) fn read_set<'a>(
     for request in requests {
         collector.request(request)?;
     }
-    (collector.set.spans.len() <= SPANS_MAX).then_some(collector.set)
+    Some(collector.set)
 }
 
 /// Its functions return `None` if the request cannot move.
@@ -54,16 +54,19 @@ impl<'a> Collector<'a> {
     fn request(&mut self, request: &'a Request) -> Option<()> {
         match request {
             Request::Put(put) => self.put(put),
-            Request::Delete(delete) => {
-                self.set.add(&delete.range);
-                Some(())
-            }
+            Request::Delete(delete) => self.add(&delete.range),
             Request::Txn(txn) => self.txn(txn),
             Request::Grant { .. } => Some(()),
             Request::Revoke(_) | Request::Expire(_) | Request::Compact(_) | Request::Alarm(_) | Request::Auth(_) => {
                 None
             }
         }
+    }
+
+    /// Ends at the first range that is too many: each one is compared with all before it.
+    fn add(&mut self, range: &'a KeyRange) -> Option<()> {
+        self.set.add(range);
+        (self.set.spans.len() <= SPANS_MAX).then_some(())
     }
 
     fn put(&mut self, put: &'a PutRequest) -> Option<()> {
@@ -78,16 +81,13 @@ impl<'a> Collector<'a> {
         txn.success.iter().chain(&txn.failure).try_for_each(|op| match op {
             Op::Range(range) => self.range(range),
             Op::Put(put) => self.put(put),
-            Op::Delete(delete) => {
-                self.set.add(&delete.range);
-                Some(())
-            }
+            Op::Delete(delete) => self.add(&delete.range),
             Op::Txn(nested) => self.txn(nested),
         })
     }
 
     fn compare(&mut self, compare: &'a Compare) -> Option<()> {
-        self.set.add(&compare.range);
+        self.add(&compare.range)?;
         match compare.target {
             CompareTarget::CreateRevision(number) | CompareTarget::ModRevision(number) => {
                 self.is_known(Revision(number)).then_some(())
@@ -99,7 +99,7 @@ impl<'a> Collector<'a> {
     }
 
     fn range(&mut self, range: &'a RangeRequest) -> Option<()> {
-        self.set.add(&range.range);
+        self.add(&range.range)?;
         let filter = &range.filter;
         let bounds = [filter.mod_min, filter.mod_max, filter.create_min, filter.create_max];
         (range.at == ReadAt::Latest && bounds.into_iter().flatten().all(|bound| self.is_known(bound))).then_some(())

@@ -66,6 +66,8 @@ pub(super) struct Shared {
     /// The hash at the compact revision, computed before that compaction.
     pub(super) hash_before_compaction: Mutex<Option<Hashed>>,
     pub(super) sizes: SizesCache,
+    /// Held by the running defragmentation.
+    pub(super) defragmenting: Arc<tokio::sync::Mutex<()>>,
     pub(super) pulses: Pulses,
 }
 

@@ -9,13 +9,7 @@ use super::{
     handle::Store,
     request::{Consistency, Projection, RangeRequest},
 };
-use crate::{
-    auth::Caller,
-    index::ReadAt,
-    log::{AlarmKind, Precision},
-    metrics::Metrics,
-    types::KeyRange,
-};
+use crate::{auth::Caller, index::ReadAt, log::AlarmKind, metrics::Metrics, types::KeyRange};
 
 impl Store {
     pub fn metrics(&self) -> &Arc<Metrics> {
@@ -66,7 +60,7 @@ impl Store {
         for (kind, count) in [("idle", connections.idle), ("used", connections.used)] {
             state.connections.with_label_values(&[kind]).set(as_gauge(count));
         }
-        let size = shared.log.size(Precision::Quick).await;
+        let size = self.size().await;
         state.has_leader.set(i64::from(size.is_ok()));
         if let Ok(size) = size {
             state.db_bytes.set(size.total);

@@ -46,6 +46,10 @@ impl From<Error> for Stop {
     }
 }
 
+/// Keys that a transaction may look at, in addition to four times the live ones. It is evaluated in one step, while nothing
+/// else is read or written.
+const VISITS_MAX: usize = 1_000_000;
+
 /// Pairs read from the log for an evaluation; `None` for a row that no longer exists.
 pub type Fetched = HashMap<RowId, Option<EncodedKv>>;
 
@@ -57,6 +61,8 @@ pub struct Evaluation<'a> {
     pub fetched: &'a Fetched,
     pub batch: &'a mut Batch,
     missing: Vec<RowId>,
+    /// Keys looked at by compares and ranges, and pairs of ranges.
+    visits: usize,
 }
 
 type Evaluated<T> = Result<T, Stop>;
@@ -69,7 +75,7 @@ impl<'a> Evaluation<'a> {
         fetched: &'a Fetched,
         batch: &'a mut Batch,
     ) -> Self {
-        Self { index, leases, cache, fetched, batch, missing: Vec::new() }
+        Self { index, leases, cache, fetched, batch, missing: Vec::new(), visits: 0 }
     }
 
     /// Evaluates a put.
@@ -87,7 +93,7 @@ impl<'a> Evaluation<'a> {
     /// Evaluates a transaction.
     pub fn txn(&mut self, request: &TxnRequest) -> Evaluated<TxnResponse> {
         let mut path = Vec::new();
-        self.choose_path(request, &mut path);
+        self.choose_path(request, &mut path)?;
         self.check_missing()?;
         self.check_txn(request, &mut path.iter(), &|this, op| match op {
             // In a transaction etcd checks the key first; in a single Put it checks the lease first.
@@ -169,36 +175,51 @@ impl<'a> Evaluation<'a> {
         if self.missing.is_empty() { Ok(()) } else { Err(Stop::NeedsValues(std::mem::take(&mut self.missing))) }
     }
 
+    /// Counts keys that were looked at, or pairs.
+    fn count_visits(&mut self, visits: usize) -> Evaluated<()> {
+        self.visits += visits;
+        let max = self.index.len().saturating_mul(4).saturating_add(VISITS_MAX);
+        if self.visits > max { Err(Error::TooManyRequests.into()) } else { Ok(()) }
+    }
+
     // Compares.
 
     /// Appends to `path`, for each transaction that will be executed, whether its compares hold. The order is that of
     /// execution, and an outer transaction precedes its nested ones.
-    fn choose_path(&mut self, txn: &TxnRequest, path: &mut Vec<bool>) {
-        let succeeded = txn.compares.iter().all(|compare| self.holds(compare));
+    fn choose_path(&mut self, txn: &TxnRequest, path: &mut Vec<bool>) -> Evaluated<()> {
+        let mut succeeded = true;
+        for compare in &txn.compares {
+            if !self.holds(compare)? {
+                succeeded = false;
+                break;
+            }
+        }
         path.push(succeeded);
         for op in txn.branch(succeeded) {
             if let Op::Txn(nested) = op {
-                self.choose_path(nested, path);
+                self.choose_path(nested, path)?;
             }
         }
+        Ok(())
     }
 
     /// Returns whether the compare holds for every live key of its range. If the range has no live key, the compare is
     /// evaluated as for a key that never existed: numbers are 0, and a compare of a value does not hold.
-    fn holds(&mut self, compare: &Compare) -> bool {
+    fn holds(&mut self, compare: &Compare) -> Evaluated<bool> {
         let mut found = Vec::new();
         self.batch.visit(self.index, &compare.range, |_, current| found.push(current));
+        self.count_visits(found.len())?;
         if found.is_empty() {
-            return match compare.target {
+            return Ok(match compare.target {
                 CompareTarget::Version(number)
                 | CompareTarget::CreateRevision(number)
                 | CompareTarget::ModRevision(number)
                 | CompareTarget::Lease(number) => compare.relation.holds(&0, &number),
                 CompareTarget::Unknown => compare.relation.holds(&0, &0),
                 CompareTarget::Value(_) => false,
-            };
+            });
         }
-        found.iter().all(|current| self.holds_for(compare, current))
+        Ok(found.iter().all(|current| self.holds_for(compare, current)))
     }
 
     fn holds_for(&mut self, compare: &Compare, current: &Current) -> bool {
@@ -313,15 +334,20 @@ impl<'a> Evaluation<'a> {
     fn apply_range(&mut self, request: &RangeRequest, savepoint: Savepoint) -> Evaluated<RangeResponse> {
         let mut selection = Selection::new(request);
         let mut from_batch = HashMap::new();
+        let mut visits = 0;
         match request.at {
             ReadAt::Revision(at) if at.0 > 0 => {
                 if !request.range.is_empty() {
                     let entries = self.index.range(request.range.bounds(), at);
-                    entries.for_each(|(key, entry)| selection.offer(key, entry));
+                    entries.for_each(|(key, entry)| {
+                        visits += 1;
+                        selection.offer(key, entry);
+                    });
                 }
             }
             // A negative revision that was not rejected reads the latest state, as in etcd.
             ReadAt::Latest | ReadAt::Revision(_) => self.batch.visit(self.index, &request.range, |key, current| {
+                visits += 1;
                 selection.offer(key, current.entry());
                 if let Some(kv) = current.kv {
                     from_batch.insert(current.version.row, kv);
@@ -329,8 +355,10 @@ impl<'a> Evaluation<'a> {
             }),
         }
         let count = selection.count();
+        let selected = selection.take();
+        self.count_visits(visits + selected.len())?;
         let mut kvs = Vec::new();
-        for selected in selection.take() {
+        for selected in selected {
             let batch_pair = from_batch.remove(&selected.entry.version.row);
             kvs.extend(self.selected_pair(&selected, batch_pair, request.projection));
         }

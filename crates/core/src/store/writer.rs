@@ -41,6 +41,7 @@ use super::{
     error::{Error, Result},
     permissions,
     queue::{Command, QUEUE_REQUESTS_MAX, WriteQueue},
+    reader::pairs::FEW_ROWS_MAX,
     shared::Shared,
     timing::{SlowThresholds, Timing},
     txn::{Evaluation, Fetched, Stop},
@@ -234,6 +235,10 @@ impl Writer {
     async fn lock_appends(&mut self) {
         let shared = Arc::clone(&self.shared);
         let Some(log) = shared.log.shared() else { return };
+        // Most of what is missing is read before, while the others can append.
+        if let Err(failure) = shared.reach_head(log).await {
+            warn!(error = %failure, "cannot catch up before an append");
+        }
         if let Err(failure) = log.lock_appends().await {
             warn!(error = %failure, "cannot take the append lock");
             return;
@@ -302,7 +307,13 @@ impl Writer {
             error!(?rows, "rows of live versions are missing from the log");
             return Err(Error::Corrupt);
         }
-        let found = self.shared.log.values(&rows).await?;
+        // A write that waited for memory would delay all others.
+        let memory = &self.shared.read_memory;
+        let has_free = if rows.len() > FEW_ROWS_MAX { memory.has_free_for_list() } else { memory.has_free() };
+        if !has_free {
+            return Err(Error::TooManyRequests);
+        }
+        let found = self.shared.read_few(&rows).await?;
         fetched.extend(rows.iter().map(|row| (*row, None)));
         fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
         Ok(true)

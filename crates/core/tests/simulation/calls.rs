@@ -171,8 +171,10 @@ async fn past_changes(
 ) -> Result<Vec<PastRow>, PastError> {
     let mut all = Vec::new();
     let (mut from, mut to) = (RowId::new(revisions.0, 0), RowId::new(revisions.1, u32::MAX));
+    let limit = if percent(50) { 1 + below(5) } else { usize::MAX };
     loop {
-        let page = store.past_changes(caller, range, (from, to), order).await?;
+        let page = store.past_changes(caller, range, (from, to), order, limit).await?;
+        assert!(page.changes.len() <= limit, "{} changes instead of {limit}", page.changes.len());
         let known: Vec<i64> =
             page.changes.iter().filter_map(|change| change.written.map(|written| written.unix_ms)).collect();
         let is_in_order =

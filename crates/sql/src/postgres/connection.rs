@@ -41,7 +41,8 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 ///
 /// It overrides `synchronous_commit = off` of a role, because an acknowledged write must be durable; stricter settings
 /// remain. The idle timeout closes a connection that holds the append lock (see [`super::append`]) while its instance
-/// is paused. Connections may be unused for long: the server does not close them, and its keepalives prevent firewalls
+/// is paused. A start and a snapshot may take longer than a limit on transactions (`transaction_timeout`, since Postgres 17).
+/// Connections may be unused for long: the server does not close them, and its keepalives prevent firewalls
 /// and load balancers from forgetting them. Large values are compressed with lz4 if the server has it and nobody has chosen
 /// otherwise, because Postgres' default takes two to six times as long (docs/adr/0015).
 const SESSION_SETTINGS: &str = "\
@@ -54,7 +55,8 @@ const SESSION_SETTINGS: &str = "\
     SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'; \
     SELECT set_config('default_toast_compression', 'lz4', false) FROM pg_settings \
         WHERE name = 'default_toast_compression' AND source = 'default' AND 'lz4' = ANY (enumvals); \
-    SELECT set_config('idle_session_timeout', '0', false) FROM pg_settings WHERE name = 'idle_session_timeout'";
+    SELECT set_config(name, '0', false) FROM pg_settings \
+        WHERE name IN ('idle_session_timeout', 'transaction_timeout')";
 
 /// A database, identified by its address. Clones share the pool.
 #[derive(Clone)]

@@ -66,6 +66,9 @@ struct Own {
     connect_timeout: Option<String>,
     passfile: Option<String>,
     has_password: bool,
+    // These two are also sqlx's.
+    ssl_mode: Option<String>,
+    has_root_certificate: bool,
 }
 
 impl Own {
@@ -96,7 +99,13 @@ impl Hosts {
         let (before_query, query) = rest.split_once('?').unwrap_or((rest, ""));
         let (authority, path) = before_query.split_at(before_query.find('/').unwrap_or(before_query.len()));
         let (user, listed) = authority.rsplit_once('@').map_or((None, authority), |(user, hosts)| (Some(user), hosts));
-        let (own, passed) = divide(query)?;
+        let (own, mut passed) = divide(query)?;
+        // As in libpq: who names the authority wants the server's certificate verified. sqlx would ignore the file.
+        let ssl_mode = own.ssl_mode.clone().or_else(|| environment.get("PGSSLMODE"));
+        let has_root_certificate = own.has_root_certificate || environment.get("PGSSLROOTCERT").is_some();
+        if has_root_certificate && ssl_mode.is_some_and(|mode| mode.eq_ignore_ascii_case("require")) {
+            passed.push_str("sslmode=verify-ca&");
+        }
         let places = places(listed, &own, environment)?;
         check_target(own.target_session_attrs.or_else(|| environment.get("PGTARGETSESSIONATTRS")))?;
         let order = order(own.load_balance_hosts.or_else(|| environment.get("PGLOADBALANCEHOSTS")))?;
@@ -132,6 +141,12 @@ fn divide(query: &str) -> Result<(Own, String), String> {
             Some(place) => *place = Some(percent_decode(value).ok_or_else(|| format!("{name} is not UTF-8"))?),
             None => {
                 own.has_password |= name == "password";
+                // sqlx has several names for these.
+                match name {
+                    "sslmode" | "ssl-mode" => own.ssl_mode = percent_decode(value),
+                    "sslrootcert" | "ssl-root-cert" | "ssl-ca" => own.has_root_certificate = !value.is_empty(),
+                    _ => {}
+                }
                 passed.push_str(parameter);
                 passed.push('&');
             }
@@ -318,6 +333,23 @@ mod tests {
                 format!("postgres://u%40:p%2Cq@host{rest}&host=%2Frun&port=5432")
             ]
         );
+    }
+
+    #[test]
+    fn server_is_verified_if_its_authority_is_named() {
+        type Variables = &'static [(&'static str, &'static str)];
+        let table: [(&str, Variables, bool); 6] = [
+            ("sslmode=require&sslrootcert=/ca", &[], true),
+            ("sslmode=require", &[("PGSSLROOTCERT", "/ca")], true),
+            ("sslrootcert=/ca", &[("PGSSLMODE", "require")], true),
+            ("sslmode=require", &[], false),
+            ("sslmode=verify-full&sslrootcert=/ca", &[], false),
+            ("sslmode=prefer&sslrootcert=/ca", &[], false),
+        ];
+        for (query, variables, is_raised) in table {
+            let parsed = parse(&format!("postgres://a/db?{query}"), variables).expect("it is valid");
+            assert_eq!(parsed.hosts[0].url.contains("&sslmode=verify-ca&"), is_raised, "{query} {variables:?}");
+        }
     }
 
     #[test]

@@ -276,8 +276,13 @@ impl Archive for SqliteArchive {
     async fn note_time(&self, head: Revision, has_gap: bool) -> Result<()> {
         let mut writer = self.lock().await?;
         let noted = async {
+            let now_ms = now_ms();
             sqlx::query(DO_NOT_SYNC).execute(writer.connection()).await?;
-            sqlx::query(NOTE_TIME).bind(head.0).bind(now_ms()).bind(has_gap).execute(writer.connection()).await
+            // After a gap, such as a start, the clock may not be set yet.
+            if !has_gap {
+                sqlx::query(CORRECT_TIMES).bind(now_ms).execute(writer.connection()).await?;
+            }
+            sqlx::query(NOTE_TIME).bind(head.0).bind(now_ms).bind(has_gap).execute(writer.connection()).await
         };
         noted.await.map_err(unavailable)?;
         writer.keep();

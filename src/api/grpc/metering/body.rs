@@ -28,12 +28,60 @@ pub struct ReceivedBody<B> {
     inner: B,
     method: Arc<Method>,
     frames: FrameCounter,
+    /// Number of messages whose header has arrived.
+    messages: u64,
+    bytes: usize,
     partial: PartialRequest,
+    /// The message is complete and exceeds the memory of partial requests. It is refused unless the stream ends at once.
+    is_excess: bool,
 }
 
 impl<B> ReceivedBody<B> {
     pub fn new(inner: B, method: Arc<Method>, partial_requests: &Arc<PartialRequests>) -> Self {
-        Self { inner, method, frames: FrameCounter::default(), partial: PartialRequest::new(partial_requests) }
+        let partial = PartialRequest::new(partial_requests);
+        Self { inner, method, frames: FrameCounter::default(), messages: 0, bytes: 0, partial, is_excess: false }
+    }
+}
+
+impl<B: Body> ReceivedBody<B> {
+    /// Counts data that has arrived.
+    ///
+    /// # Errors
+    ///
+    /// If partial requests have too many bytes, or a call with one request message has a second one.
+    fn count(&mut self, data: &[u8]) -> Result<(), Status> {
+        let messages = self.frames.count(data);
+        self.method.received.inc_by(messages);
+        self.method.received_bytes.inc_by(data.len() as u64);
+        if trace::are_requests_logged() {
+            trace::add_request_bytes(data.len());
+        }
+        if !self.method.has_one_request {
+            // The service has taken each message that is complete.
+            return self.partial.set_bytes(self.frames.partial_bytes()).map_err(|_| too_many_requests());
+        }
+        self.messages += messages;
+        if self.messages > 1 {
+            return Err(Status::internal("orlop: the request has more than one message"));
+        }
+        // The service holds the message, even a complete one, until the client ends the stream.
+        self.bytes += data.len();
+        let held = if self.inner.is_end_stream() { 0 } else { self.bytes };
+        let is_full = self.partial.set_bytes(held).is_err();
+        if is_full && self.frames.partial_bytes() > 0 {
+            return Err(too_many_requests());
+        }
+        // Some clients end the stream with another, empty frame, which arrives together with the message.
+        self.is_excess = is_full;
+        Ok(())
+    }
+
+    /// Returns an error if the rest of the request has not arrived and may not arrive later.
+    fn poll_late(&mut self, context: &mut Context<'_>) -> Poll<Status> {
+        if self.is_excess {
+            return Poll::Ready(too_many_requests());
+        }
+        self.partial.poll_deadline(context).map(|_| request_too_late())
     }
 }
 
@@ -45,20 +93,14 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin> Body for ReceivedBody
         let frame = Pin::new(&mut self.inner).poll_frame(context);
         if let Poll::Ready(Some(Ok(frame))) = &frame
             && let Some(data) = frame.data_ref()
+            && let Err(status) = self.count(data)
         {
-            let messages = self.frames.count(data);
-            self.method.received.inc_by(messages);
-            self.method.received_bytes.inc_by(data.len() as u64);
-            if trace::are_requests_logged() {
-                trace::add_request_bytes(data.len());
-            }
-            let partial_bytes = self.frames.partial_bytes();
-            if self.partial.set_bytes(partial_bytes).is_err() {
-                return failed(too_many_requests());
-            }
+            return failed(status);
         }
-        if frame.is_pending() && self.partial.poll_deadline(context).is_ready() {
-            return failed(request_too_late());
+        if frame.is_pending()
+            && let Poll::Ready(status) = self.poll_late(context)
+        {
+            return failed(status);
         }
         frame.map_err(Into::into)
     }
@@ -129,5 +171,71 @@ impl<R: Body<Data = Bytes> + Unpin> Body for SentBody<R> {
 
     fn size_hint(&self) -> SizeHint {
         self.inner.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use futures_util::{StreamExt as _, stream};
+    use http_body_util::{BodyExt as _, Full, StreamBody};
+    use orlop_core::{metrics::Metrics, overload::REQUEST_TIME_MAX};
+    use tokio::time::timeout;
+
+    use super::*;
+
+    const MESSAGE: &[u8] = &[0, 0, 0, 0, 3, 7, 7, 7];
+
+    fn received<B>(inner: B, kind: &str, all: &Arc<PartialRequests>) -> ReceivedBody<B> {
+        let method = Method::new(&Metrics::default(), &Arc::default(), [kind, "etcdserverpb.KV", "Put"], "unary");
+        ReceivedBody::new(inner, Arc::new(method), all)
+    }
+
+    fn frame(data: &'static [u8]) -> Result<Frame<Bytes>, Infallible> {
+        Ok(Frame::data(Bytes::from_static(data)))
+    }
+
+    /// A complete message on a stream that stays open.
+    fn open_stream() -> impl Body<Data = Bytes, Error = Infallible> + Unpin {
+        StreamBody::new(stream::iter([frame(MESSAGE)]).chain(stream::pending()))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn complete_message_has_a_deadline_until_its_stream_ends() {
+        for (kind, stays_open) in
+            [("unary", false), ("server_stream", false), ("client_stream", true), ("bidi_stream", true)]
+        {
+            let all = Arc::default();
+            let mut body = received(open_stream(), kind, &all);
+            assert!(matches!(body.frame().await, Some(Ok(_))), "{kind}");
+            let next = timeout(REQUEST_TIME_MAX * 2, body.frame()).await;
+            assert_eq!(next.is_err(), stays_open, "{kind}");
+        }
+    }
+
+    #[tokio::test]
+    async fn complete_message_of_a_call_needs_memory_until_its_stream_ends() {
+        let all = Arc::default();
+        let mut others = PartialRequest::new(&all);
+        assert!(others.set_bytes(1 << 30).is_err(), "all memory is used");
+        let ended = received(Full::<Bytes>::from(MESSAGE), "unary", &all);
+        assert!(ended.collect().await.is_ok(), "the stream ends with the message");
+        let ended = received(StreamBody::new(stream::iter([frame(MESSAGE), frame(&[])])), "unary", &all);
+        assert!(ended.collect().await.is_ok(), "the stream ends with the next frame");
+        let mut open = received(open_stream(), "unary", &all);
+        assert!(matches!(open.frame().await, Some(Ok(_))));
+        assert!(matches!(open.frame().await, Some(Err(_))), "the stream stays open");
+        let mut open = received(open_stream(), "bidi_stream", &all);
+        assert!(matches!(open.frame().await, Some(Ok(_))), "the service takes the message");
+    }
+
+    #[tokio::test]
+    async fn second_message_of_a_call_is_refused() {
+        let twice = [MESSAGE, MESSAGE].concat();
+        for (kind, is_refused) in [("unary", true), ("bidi_stream", false)] {
+            let body = received(Full::<Bytes>::from(twice.clone()), kind, &Arc::default());
+            assert_eq!(body.collect().await.is_err(), is_refused, "{kind}");
+        }
     }
 }

@@ -54,6 +54,8 @@ pub struct Method {
     handling: Option<Histogram>,
     pub kind: &'static str,
     pub path: String,
+    /// Whether a call has one request message, which is held until the client ends its stream.
+    pub has_one_request: bool,
     /// Whether calls are traced: only if their duration does not depend on other clients.
     pub is_traced: bool,
     slow_requests: Arc<SlowRequests>,
@@ -75,6 +77,7 @@ impl Method {
             handling: metrics.handling.as_ref().map(|handling| handling.with_label_values(&labels)),
             kind,
             path: format!("/{service}/{method}"),
+            has_one_request: matches!(grpc, "unary" | "server_stream"),
             // A call that waits for a lock or an election waits for another client.
             is_traced: grpc == "unary" && service.starts_with("etcdserverpb."),
             slow_requests: Arc::clone(slow_requests),

@@ -6,18 +6,15 @@
 //! at any time. So each read checks afterwards that the archive still has what it needs ([`Shared::check_kept`]). A row
 //! that was found in both counts once.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::collections::{BTreeMap, HashMap};
 
 use tokio::time::{Duration, Instant, sleep};
 
-use super::{HistoryKeeper, Keep};
+use super::{HistoryKeeper, Keep, moments::times_until_now};
 use crate::{
     auth::Caller,
     index::{Entry, IndexedRow, ReadAt, Unreadable},
-    log::{self, Archive, ArchiveState, ArchivedChanges, Moment, Order, PastRow, Time, WithPrev, Written},
+    log::{ArchiveState, ArchivedChanges, Moment, Order, PastRow, WithPrev, Written},
     store::{
         error::Error, handle::Store, reader::pairs::StepCount, request::Projection, select::Selected, shared::Shared,
     },
@@ -49,7 +46,7 @@ impl From<crate::log::Error> for PastError {
     }
 }
 
-type PastResult<T> = std::result::Result<T, PastError>;
+pub(super) type PastResult<T> = std::result::Result<T, PastError>;
 
 /// What the history contains.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -118,14 +115,6 @@ impl Store {
         Ok(state)
     }
 
-    /// Returns the newest recorded moment at or before a time; `None` if there is none.
-    pub async fn moment_at(&self, time: Time) -> PastResult<Option<Moment>> {
-        match &self.shared.history {
-            Some(history) => Ok(history.archive.moment_at(time).await?),
-            None => Ok(None),
-        }
-    }
-
     /// Returns a part of the state of a range at a revision, after the key `after`. Unlike a range of etcd's API it also
     /// reads compacted revisions, as far as they were kept.
     pub async fn past_pairs(
@@ -140,37 +129,20 @@ impl Store {
         when_copied(|| self.shared.past_pairs(range, after, at)).await
     }
 
-    /// Returns a part of the changes of a range, between two rows, both included. Only changes of a single key can be
-    /// read newest first.
+    /// Returns a part of the changes of a range, between two rows, both included: at most `limit` changes, which must not be
+    /// 0. Only changes of a single key can be read newest first.
     pub async fn past_changes(
         &self,
         caller: &Caller,
         range: &KeyRange,
         rows: (RowId, RowId),
         order: Order,
+        limit: usize,
     ) -> PastResult<PastChanges> {
         self.confirm().await?;
         self.shared.check_read(caller, range)?;
-        when_copied(|| self.shared.past_changes(range, rows, order)).await
+        when_copied(|| self.shared.past_changes(range, rows, order, limit)).await
     }
-}
-
-/// Returns when revisions were written. What was written since the last record was written by now.
-async fn times_until_now(archive: &dyn Archive, revisions: &[Revision]) -> log::Result<Vec<Option<Written>>> {
-    let mut times = archive.times(revisions).await?;
-    if times.contains(&None)
-        && let Some(first) = archive.first_moment().await?
-    {
-        #[expect(clippy::disallowed_methods, reason = "people want the time of the wall clock")]
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
-        let by_now = Written { unix_ms: i64::try_from(now).unwrap_or(i64::MAX), is_latest: true };
-        for (time, revision) in times.iter_mut().zip(revisions) {
-            if *revision > first.revision {
-                time.get_or_insert(by_now);
-            }
-        }
-    }
-    Ok(times)
 }
 
 /// Repeats a read while rows that it needs are on their way to the archive.
@@ -258,11 +230,20 @@ impl Shared {
         if from < first { Err(PastError::Begins { first }) } else { Ok((history, state)) }
     }
 
-    async fn past_changes(&self, range: &KeyRange, rows: (RowId, RowId), order: Order) -> PastResult<PastChanges> {
-        let (found, next) = match range {
-            KeyRange::Single(key) => self.changes_of_key(key, range, rows, order).await?,
+    async fn past_changes(
+        &self,
+        range: &KeyRange,
+        rows: (RowId, RowId),
+        order: Order,
+        limit: usize,
+    ) -> PastResult<PastChanges> {
+        let (mut found, mut page) = match range {
+            KeyRange::Single(key) => self.changes_of_key(key, range, rows, order, limit.min(PAGE_CHANGES)).await?,
             KeyRange::Span { .. } => self.changes_of_span(range, rows).await?,
         };
+        // Archived rows can be between those of the log.
+        page.limit(&mut found, limit);
+        let next = page.next();
         let mut rows: Vec<PastRow> = found.into_values().collect();
         if order == Order::NewestFirst {
             rows.reverse();
@@ -279,14 +260,15 @@ impl Shared {
         Ok(PastChanges { changes, next })
     }
 
-    /// Returns changes of a single key: those that the index knows, and archived ones.
+    /// Returns changes of a single key: at most `indexed_max` that the index knows, and archived ones.
     async fn changes_of_key(
         &self,
         key: &Key,
         range: &KeyRange,
         (from, to): (RowId, RowId),
         order: Order,
-    ) -> PastResult<(Found, Option<RowId>)> {
+        indexed_max: usize,
+    ) -> PastResult<(Found, PageEnd)> {
         let (mut indexed, compacted) = {
             let index = self.index.read();
             (index.rows(key), index.compact_revision().unwrap_or(Revision::EMPTY))
@@ -296,14 +278,14 @@ impl Shared {
         if order == Order::NewestFirst {
             indexed.reverse();
         }
-        if indexed.len() > PAGE_CHANGES {
-            indexed.truncate(PAGE_CHANGES);
+        if indexed.len() > indexed_max {
+            indexed.truncate(indexed_max);
             page.end_at(indexed.last().map(|it| it.superseded.row));
         }
         let mut found = self.indexed_changes(key, &indexed).await?;
         if from.revision < compacted {
             let HistoryKeeper { archive, .. } = self.check_copied(from.revision, compacted).await?;
-            let wanted = ArchivedChanges { range, rows: (from, to), order };
+            let wanted = ArchivedChanges { range, rows: page.within(from, to), order };
             let (archived, visited) = archive.changes(wanted).await?;
             self.check_kept(from.revision, compacted).await?;
             page.end_at(visited);
@@ -315,13 +297,13 @@ impl Shared {
             // A compaction has removed rows since the index was read.
             return Err(Error::Compacted.into());
         }
-        Ok((found, page.next()))
+        Ok((found, page))
     }
 
     /// Reads the changes of a key from the log. Omits puts that are no longer there.
     async fn indexed_changes(&self, key: &Key, rows: &[IndexedRow]) -> PastResult<Found> {
         let puts: Vec<RowId> = rows.iter().filter(|it| !it.is_delete).map(|it| it.superseded.row).collect();
-        let mut pairs: HashMap<RowId, EncodedKv> = self.read_list(&puts).await?.into_iter().collect();
+        let mut pairs: HashMap<RowId, EncodedKv> = self.read_when_free(&puts).await?.into_iter().collect();
         let changes = rows.iter().filter_map(|it| {
             let row = it.superseded.row;
             let kv = if it.is_delete { None } else { Some(pairs.remove(&row)?) };
@@ -331,18 +313,14 @@ impl Shared {
     }
 
     /// Returns changes of a range, oldest first: a page of the log, and the archived rows of the same revisions.
-    async fn changes_of_span(
-        &self,
-        range: &KeyRange,
-        (from, to): (RowId, RowId),
-    ) -> PastResult<(Found, Option<RowId>)> {
+    async fn changes_of_span(&self, range: &KeyRange, (from, to): (RowId, RowId)) -> PastResult<(Found, PageEnd)> {
         let (head, _) = self.revisions();
         let to = to.min(RowId::new(head, u32::MAX));
+        let mut page = PageEnd { order: Order::OldestFirst, last: None };
         if from > to {
-            return Ok((Found::new(), None));
+            return Ok((Found::new(), page));
         }
         let of_log = self.log.changes(from.revision, to.revision, range, WithPrev::No).await?;
-        let mut page = PageEnd { order: Order::OldestFirst, last: None };
         let read_until = RowId::new(of_log.next.prev(), u32::MAX);
         if read_until < to {
             page.end_at(Some(read_until));
@@ -360,7 +338,7 @@ impl Shared {
             found.extend(archived.into_iter().map(|past| (past.row, past)));
         }
         found.retain(|row, _| (from..=to).contains(row) && page.contains(*row));
-        Ok((found, page.next()))
+        Ok((found, page))
     }
 }
 
@@ -380,6 +358,29 @@ impl PageEnd {
             (Some(last), Order::OldestFirst) => last.min(row),
             (Some(last), Order::NewestFirst) => last.max(row),
         });
+    }
+
+    /// Returns the part of [from, to] that is in the page.
+    fn within(&self, from: RowId, to: RowId) -> (RowId, RowId) {
+        match (self.last, self.order) {
+            (None, _) => (from, to),
+            (Some(last), Order::OldestFirst) => (from, to.min(last)),
+            (Some(last), Order::NewestFirst) => (from.max(last), to),
+        }
+    }
+
+    /// Ends the page at the row with the number `limit`, if it has more rows.
+    fn limit(&mut self, found: &mut Found, limit: usize) {
+        if found.len() <= limit {
+            return;
+        }
+        let mut rows = found.keys().copied();
+        let last = match self.order {
+            Order::OldestFirst => rows.nth(limit.saturating_sub(1)),
+            Order::NewestFirst => rows.nth_back(limit.saturating_sub(1)),
+        };
+        self.end_at(last);
+        found.retain(|row, _| self.contains(*row));
     }
 
     fn contains(&self, row: RowId) -> bool {
@@ -413,4 +414,55 @@ fn past_row(change: Change) -> PastRow {
         ChangeKind::Delete => None,
     };
     PastRow { row: change.row, key: change.key, kv }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+    use crate::{store::fixtures::shared, types::Superseded};
+
+    #[tokio::test]
+    async fn changes_of_a_key_wait_like_other_lists() {
+        let shared = shared(1 << 20);
+        let mut lists = Vec::new();
+        while let Some(list) = shared.read_memory.list().now_or_never() {
+            lists.push(list);
+        }
+        let key = Key::from(b"k".to_vec());
+        let row = |sub: u32| {
+            let superseded = Superseded { row: RowId::new(Revision(2), sub), end: Revision::MAX };
+            IndexedRow { superseded, is_delete: false }
+        };
+        for (count, waits) in [(1, false), (PAGE_CHANGES as u32, true)] {
+            let rows: Vec<IndexedRow> = (0..count).map(row).collect();
+            let read = shared.indexed_changes(&key, &rows).now_or_never();
+            assert_eq!(read.is_none(), waits, "{count} changes");
+        }
+    }
+
+    #[test]
+    fn page_ends_at_the_limit() {
+        use Order::{NewestFirst, OldestFirst};
+        let row = |revision: i64| RowId::new(Revision(revision), 0);
+        // Order, end of the page before (0: none), limit; first and last row, end of the page (0: none).
+        for (order, before, limit, expected) in [
+            (OldestFirst, 0, 5, (2, 6, 0)),
+            (OldestFirst, 0, 2, (2, 3, 3)),
+            (OldestFirst, 6, 5, (2, 6, 6)),
+            (OldestFirst, 6, 1, (2, 2, 2)),
+            (NewestFirst, 0, 5, (2, 6, 0)),
+            (NewestFirst, 0, 2, (5, 6, 5)),
+            (NewestFirst, 2, 1, (6, 6, 6)),
+        ] {
+            let past = |row| (row, PastRow { row, key: Key::from(b"k".to_vec()), kv: None });
+            let mut found: Found = (2..=6).map(row).map(past).collect();
+            let mut page = PageEnd { order, last: (before > 0).then(|| row(before)) };
+            page.limit(&mut found, limit);
+            let ends = [found.keys().next(), found.keys().next_back(), page.last.as_ref()];
+            let ends = ends.map(|row| row.map_or(0, |row| row.revision.0));
+            assert_eq!((ends[0], ends[1], ends[2]), expected, "{order:?} {before} {limit}");
+        }
+    }
 }

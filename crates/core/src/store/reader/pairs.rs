@@ -23,7 +23,7 @@ const UNPACED_STEPS_MAX: usize = 5;
 /// Number of values per step that are moved from a read of the log into the response and the cache.
 const STEP_VALUES: usize = 500;
 /// A read of more than this number of rows is a list. Lists are limited separately.
-pub(super) const FEW_ROWS_MAX: usize = 100;
+pub(in crate::store) const FEW_ROWS_MAX: usize = 100;
 /// Target size of one read of the log, in bytes. With less, a list changes threads more often (docs/adr/0013); more would
 /// block other reads for longer.
 const READ_BYTES_TARGET: usize = 512 << 10;
@@ -122,8 +122,21 @@ impl Shared {
     }
 
     /// Reads pairs as [`crate::log::Log::values`] does, and counts their memory.
-    pub(super) async fn read_few(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+    pub(in crate::store) async fn read_few(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         Ok(self.read_memory.count(self.log.values(rows).await?))
+    }
+
+    /// Reads the pairs of a page, which may be a list, when there is memory for them. A caller must hold no values, like any
+    /// waiting read.
+    pub(in crate::store) async fn read_when_free(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        if rows.len() > FEW_ROWS_MAX {
+            let _list = self.read_memory.list().await?;
+            return self.read_list(rows).await;
+        }
+        if !rows.is_empty() {
+            self.read_memory.wait_until_free().await?;
+        }
+        self.read_few(rows).await
     }
 
     /// Reads the pairs of a list in parts, [`CONCURRENT_READS_MAX`] concurrently, and returns them in the order of the rows.
