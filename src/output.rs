@@ -28,7 +28,7 @@ pub fn print(text: &[u8]) -> std::io::Result<()> {
     print_to_reader(text).map(|_| ())
 }
 
-/// Like [`print`], for a command that ends when nobody reads its output.
+/// Like [`print()`], for a command that ends when nobody reads its output.
 ///
 /// # Errors
 ///
