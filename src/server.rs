@@ -81,6 +81,7 @@ pub(crate) async fn serve_locally(
         listen_client_urls: List(vec![ListenUrl::Unix(socket, Scheme::Plain)]),
         listen_client_http_urls: List::default(),
         listen_metrics_urls: List::default(),
+        console_listen_url: Default::default(),
         listen_address: String::new(),
         auto_compaction_retention: "0".to_owned(),
         snapshot_interval: Interval(Duration::ZERO),

@@ -17,7 +17,8 @@ const TIME_FORM: &[u8] = b"00000000T000000Z";
 /// Time without a write after which a temporary file is one that a killed process has left.
 const ABANDONED_AFTER: Duration = Duration::from_secs(60 * 60);
 
-/// A folder with snapshots named `orlop-YYYYMMDDTHHMMSSZ.db` (UTC). Other files in it are neither read nor changed.
+/// A folder with snapshots named `orlop-YYYYMMDDTHHMMSSZ.db` (UTC). Other files in it are
+/// neither read nor changed, except for temporary files of snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DatedFolder(PathBuf);
 

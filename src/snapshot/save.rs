@@ -22,8 +22,7 @@ use super::{
     Content, Error, Result, checksum, dated::DatedFolder, file_error, import::has_archive, new_file_in, now, publish,
 };
 
-/// Maximum time between two pieces of a snapshot. A server writes the whole snapshot to a file before it sends the
-/// first one.
+/// Maximum time between two pieces of a snapshot. A server with a large store may take long before it sends the first one.
 const PIECE_WAIT_MAX: Duration = Duration::from_secs(10 * 60);
 
 #[derive(Debug, clap::Args)]

@@ -24,7 +24,7 @@ use bytes::Bytes;
 use orlop_wire::proto::client::etcdserverpb::{
     Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, RangeResponse,
     RequestOp, SnapshotRequest, TxnRequest, WatchCreateRequest, WatchRequest,
-    compare::{CompareResult, CompareTarget, TargetUnion},
+    compare::{CompareResult, TargetUnion},
     request_op::Request,
     watch_request::RequestUnion,
 };
@@ -373,7 +373,6 @@ async fn unread_responses_use_bounded_memory(backend: Backend) {
     // A transaction with a put is evaluated by the writer.
     let never = Compare {
         key: "k".into(),
-        target: CompareTarget::Version.into(),
         result: CompareResult::Greater.into(),
         target_union: Some(TargetUnion::Version(1_000_000_000)),
         ..Default::default()
@@ -391,7 +390,7 @@ async fn unread_responses_use_bounded_memory(backend: Backend) {
         }
         for stream in [5, 7] {
             assert!(wire.call(stream, TXN, &never_put.encode_to_vec(), END_STREAM).await);
-            // Transactions of one batch would share the values. It is refused if it has to read values and memory is short.
+            // Transactions of one batch would share the values. It is refused while memory is short.
             drop(writer.put(put("between", 1)).await);
         }
         held.push(wire);

@@ -174,6 +174,34 @@ async fn pages_are_limited_in_bytes_and_rows(backend: Backend) {
     log.close(&[]).await;
 }
 
+/// All rows of a page are in memory several times, and on SQLite their keys are one value, which has a maximum size.
+async fn replayed_pages_are_limited_in_bytes_of_keys(backend: Backend) {
+    const LONG: usize = 100_000;
+    let home = TempDir::new().expect("a folder");
+    let Some(log) = open(backend, &home).await else { return };
+    let long = |number: i64| format!("{number:04}{}", "k".repeat(LONG));
+    // Short keys, long ones in revisions of their own, and long ones in one revision.
+    let short: Vec<Change> =
+        (0..600).map(|number| large(&format!("a{number:04}"), row(2 + number, 0), None, 1)).collect();
+    let alone: Vec<Change> = (0..200).map(|number| large(&long(number), row(602 + number, 0), None, 1)).collect();
+    let together: Vec<Change> =
+        (0..200).map(|sub| large(&long(1_000 + i64::from(sub)), row(802, sub), None, 1)).collect();
+    for changes in [&short, &alone, &together] {
+        append(&*log, changes, &[], None).await;
+    }
+    let (mut found, mut largest) = (Vec::new(), 0);
+    let mut visit = |_: &Meta, changes: Vec<Change>| {
+        largest = largest.max(changes.iter().map(|change| change.key.len()).sum());
+        found.extend(changes.iter().map(|change| change.row));
+        Ok(())
+    };
+    log.replay(Revision(0), &mut visit).await.expect("the log answers");
+    let all = [&short, &alone, &together].into_iter().flatten().map(|change| change.row);
+    assert_eq!(found, all.collect::<Vec<_>>());
+    assert!(largest <= 16 << 20, "a page has keys of {largest} bytes");
+    log.close(&[]).await;
+}
+
 /// Appends of an instance that has read the log up to revision 3, behind the revisions 4 (`b` and `c`) and 5 (`d`) of
 /// another one.
 #[tokio::test]
@@ -272,6 +300,7 @@ async fn append_at_another_position_adds_nothing(backend: Backend) {
 
 on_both_backends!(
     pages_are_limited_in_bytes_and_rows,
+    replayed_pages_are_limited_in_bytes_of_keys,
     frozen_log_does_not_change,
     append_at_another_position_adds_nothing,
 );

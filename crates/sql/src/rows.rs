@@ -23,8 +23,11 @@ pub(super) const PAGE_IDS_MAX: i64 = 20_000;
 /// Bytes of keys, values and previous pairs after which a page of [`orlop_core::log::History::changes`] ends, at the end of a
 /// revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
-/// Number of rows per table that [`orlop_core::log::History::replay`] reads at a time.
-pub(super) const REPLAY_ROWS: usize = 10_000;
+/// Numbers of rows per table that [`orlop_core::log::History::replay`] and checks read at a time: the first one whose keys have
+/// at most [`REPLAY_KEY_BYTES`] together, or the last. Such a page is in memory several times.
+pub(super) const REPLAY_ROWS: [usize; 3] = [10_000, 500, 1];
+/// Bytes of keys.
+pub(super) const REPLAY_KEY_BYTES: i64 = 16 << 20;
 /// Maximum number of rows in one statement of [`orlop_core::log::Log::values`] on Postgres; keeps reads short.
 pub(super) const VALUES_ROWS_MAX: usize = 2_000;
 /// Bytes of values per unit of tokio's cooperative budget. A task yields after 128 units, here 128 KiB, which take

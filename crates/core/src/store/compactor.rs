@@ -8,11 +8,7 @@
 //! remembers the rows of only one compaction. After a failover, which may have lost deletions, or a restart of the database,
 //! which looks the same, it reads the rows to delete from the log.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use tokio::{
     sync::watch,
@@ -99,7 +95,7 @@ pub(super) async fn compact(shared: &Shared, rate: CompactionRate) {
             return;
         }
         // Without other instances nobody else deletes them, even if it is unknown who recorded the compaction.
-        let is_own = shared.is_purge_owner.swap(false, Ordering::Relaxed) || shared.members.is_alone();
+        let is_own = *shared.own_compaction.lock() == Some(target) || shared.members.is_alone();
         let metrics = &shared.metrics.store;
         let begun = Instant::now();
         // The rows are deleted as those of this compaction, so they must not contain any of a later one.
@@ -222,10 +218,11 @@ pub(super) async fn purge(
     garbage.sort_unstable();
     let mut server = shared.position().server;
     let mut rows = garbage.as_slice();
+    let mut rows_max = rate.rows;
     loop {
         shared.pulses.compactor.beat();
         let begun = Instant::now();
-        let (now, later) = rows.split_at(rows_of_step(shared, &rows[..rows.len().min(rate.rows)]).await);
+        let (now, later) = rows.split_at(rows_of_step(shared, &rows[..rows.len().min(rows_max)]).await);
         let is_last = rows.is_empty();
         let done = if is_last {
             finish(shared, compacted, server).await
@@ -239,11 +236,13 @@ pub(super) async fn purge(
                     shared.metrics.store.compaction_pause.observe(elapsed_ms(begun));
                     shared.metrics.store.compacted_rows.inc_by(now.len() as u64);
                 }
-                rows = later;
+                (rows, rows_max) = (later, rate.rows);
                 sleep(rate.pause).await;
             }
             Err(error) => {
                 warn!(%error, rows = rows.len(), "cannot delete compacted rows; trying again");
+                // It may have taken longer than a statement may.
+                rows_max = (rows_max / 2).max(1);
                 sleep(RETRY_PAUSE).await;
             }
         }

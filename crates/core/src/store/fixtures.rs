@@ -17,7 +17,7 @@ use crate::{
     log::{Member, memory::MemoryLog},
     overload::{ReadMemory, Steps},
     supervise::Lock,
-    sync::{AtomicBool, Mutex, RwLock},
+    sync::{Mutex, RwLock},
     types::Revision,
     watch::Hub,
 };
@@ -39,7 +39,7 @@ pub(super) fn shared(cache_bytes: u64) -> Shared {
         steps: Steps::new().0,
         lease_deadline: Notify::new(),
         compaction: Notify::new(),
-        is_purge_owner: AtomicBool::new(false),
+        own_compaction: Mutex::default(),
         purged_on: Mutex::default(),
         rows_left_to_others: Mutex::default(),
         history: None,

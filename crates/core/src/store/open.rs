@@ -40,7 +40,7 @@ use crate::{
     metrics::Metrics,
     overload::{ReadMemory, Steps},
     supervise::Lock,
-    sync::{AtomicBool, Mutex, RwLock},
+    sync::{Mutex, RwLock},
     types::LeaseId,
     watch::Hub,
     watchdog::Watchdog,
@@ -109,11 +109,9 @@ impl Store {
                     .to_owned(),
             ));
         }
-        if let Some(shared) = log.shared() {
-            // Leases do not expire while no instance is alive: the first heartbeat extends their deadlines. It is sent
-            // before the deadlines are read.
-            shared.beat().await?;
-        }
+        // Leases do not expire while no instance is alive: the first heartbeat extends their deadlines. It is sent before
+        // the deadlines are read.
+        let live = if let Some(shared) = log.shared() { shared.beat().await? } else { Vec::new() };
         let mut pages = PageCheck::begin(&log);
         let (Replayed { meta, index, garbage, rows }, saved_head) =
             pages.beside(replay_with_saved(&*log, &settings.progress)).await?;
@@ -121,6 +119,7 @@ impl Store {
         let (steps, grant_steps) = Steps::new();
         vital("the step scheduler", grant_steps);
         let shared = Arc::new(Shared::new(log, &meta, index, steps, &settings));
+        shared.members.update(&live);
         shared.space.set_alarms(&meta);
         shared.authority.set(shared.log.auth().await?);
         shared.fill_tail().await?;
@@ -197,7 +196,7 @@ impl Shared {
             steps,
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
-            is_purge_owner: AtomicBool::new(false),
+            own_compaction: Mutex::default(),
             purged_on: Mutex::default(),
             rows_left_to_others: Mutex::default(),
             sizes: SizesCache::default(),

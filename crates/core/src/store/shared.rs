@@ -15,7 +15,7 @@ use crate::{
     metrics::Metrics,
     overload::{ReadMemory, Steps},
     supervise::Lock,
-    sync::{AtomicBool, Mutex, RwLock},
+    sync::{Mutex, RwLock},
     types::{Revision, Superseded},
     watch::Hub,
     watchdog::Pulse,
@@ -52,8 +52,8 @@ pub(super) struct Shared {
     pub(super) lease_deadline: Notify,
     /// Notified when there is something to compact.
     pub(super) compaction: Notify,
-    /// Whether this instance recorded the newest compaction and therefore deletes its rows.
-    pub(super) is_purge_owner: AtomicBool,
+    /// The newest compaction that this instance recorded, or may have recorded, and whose rows it therefore deletes.
+    pub(super) own_compaction: Mutex<Option<Revision>>,
     /// The server ([`Position::server`](crate::log::Position::server)) from which compacted rows were deleted last; `None`
     /// until the rows that the start found are deleted, and while others are.
     pub(super) purged_on: Mutex<Option<i64>>,

@@ -6,11 +6,13 @@
 //! transaction that holds this lock until the append is complete. Postgres grants the lock in request order, and closes
 //! a connection that holds it and is idle for 2 s.
 
+use std::time::Duration;
+
 use sqlx::{Connection as _, PgConnection, Row as _, postgres::PgRow};
 use tokio::sync::Mutex;
 use tracing::debug;
 
-use super::connection::{Database, sqlstate, with_timeout};
+use super::connection::{Database, SERVER_TIMEOUT, sqlstate, with_longer_timeout, with_timeout};
 use crate::{
     auth::{self, bind_params},
     rows::{LogRow as _, RowColumns, SqlRange, describe},
@@ -28,11 +30,15 @@ const APPEND_BEHIND: &str = "SELECT * FROM orlop_append_behind($1, $2, $3, $4, $
 /// Sets or removes any fact.
 const FACT: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
 const ADVANCE_EPOCH: &str = "SELECT orlop_advance_epoch($1, $2, $3, $4)";
+/// For the transaction, in milliseconds.
+const SET_STATEMENT_TIMEOUT: &str = "SELECT set_config('statement_timeout', $1, true)";
 const PURGE: &str = "SELECT orlop_purge_copied($1, $2, $3, $4, $5)";
 
 /// Number of rows above which the buffers of the connection are freed after a call. Only a delete of many keys has more
 /// rows. Its statement can take hundreds of megabytes, which the connection would otherwise keep allocated.
 const BUFFERED_ROWS_MAX: usize = 4_096;
+/// Time that a row of a large append may take in addition, on the server and in the client.
+const ROW_TIME_MAX: Duration = Duration::from_micros(100);
 
 /// The connection for appends.
 pub(super) struct Appender {
@@ -86,17 +92,27 @@ impl Appender {
         let mut state = self.state.lock().await;
         let mut connection = state.take_connection(database).await?;
         let was_locked = std::mem::take(&mut state.is_locked);
-        // A change of users and roles takes several statements.
-        let in_transaction = was_locked || append.auth.is_some();
+        let is_large = append.changes.len() > BUFFERED_ROWS_MAX;
+        // A change of users and roles takes several statements; a large append has its own limit of time.
+        let in_transaction = was_locked || append.auth.is_some() || is_large;
         if in_transaction && !was_locked {
             with_timeout(sqlx::raw_sql("BEGIN").execute(&mut connection))
                 .await
                 .map_err(|error| database.unavailable(&error))?;
         }
+        let mut more_time = Duration::ZERO;
+        if is_large {
+            // The end of a lease with a million keys cannot be divided, and would otherwise never succeed.
+            more_time = ROW_TIME_MAX * u32::try_from(append.changes.len()).unwrap_or(u32::MAX);
+            let limit = (SERVER_TIMEOUT + more_time).as_millis().to_string();
+            with_timeout(sqlx::query(SET_STATEMENT_TIMEOUT).bind(limit).execute(&mut connection))
+                .await
+                .map_err(|error| database.refusal(&error))?;
+        }
         let appended = if append.is_empty() {
             Appended::Done
         } else {
-            match with_timeout(call(&mut connection, append, self.run)).await {
+            match with_longer_timeout(more_time, call(&mut connection, append, self.run)).await {
                 Ok(appended) => appended?,
                 // The transaction was not committed, so nothing was written.
                 Err(error) if in_transaction => return Err(database.refusal(&error)),
@@ -106,11 +122,11 @@ impl Appender {
         if in_transaction {
             let is_written = appended != Appended::Conflict && !append.is_empty();
             let end = if is_written { "COMMIT" } else { "ROLLBACK" };
-            with_timeout(sqlx::raw_sql(end).execute(&mut connection))
+            with_longer_timeout(more_time, sqlx::raw_sql(end).execute(&mut connection))
                 .await
                 .map_err(|error| append_error(database, &error))?;
         }
-        if append.changes.len() > BUFFERED_ROWS_MAX {
+        if is_large {
             connection.shrink_buffers();
         }
         state.connection = Some(connection);

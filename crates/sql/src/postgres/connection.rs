@@ -32,6 +32,8 @@ const FIRST_CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Client-side timeout of a statement, for a server that does not respond. It is longer than the timeout that the
 /// server enforces ([`SESSION_SETTINGS`]).
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(12);
+/// The timeout of a statement on the server, see [`SESSION_SETTINGS`].
+pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time for which a read is retried on another connection after its connection failed.
 const READ_RETRY_MAX: Duration = Duration::from_secs(2);
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(50);
@@ -429,7 +431,16 @@ impl InUse<'_> {
 
 /// Runs `work` with the client-side timeout.
 pub(super) async fn with_timeout<T>(work: impl Future<Output = sqlx::Result<T>>) -> sqlx::Result<T> {
-    timeout(STATEMENT_TIMEOUT, work).await.unwrap_or_else(|_| Err(timed_out(STATEMENT_TIMEOUT)))
+    with_longer_timeout(Duration::ZERO, work).await
+}
+
+/// Like [`with_timeout`], for a statement that may take longer than others by `more`.
+pub(super) async fn with_longer_timeout<T>(
+    more: Duration,
+    work: impl Future<Output = sqlx::Result<T>>,
+) -> sqlx::Result<T> {
+    let max = STATEMENT_TIMEOUT + more;
+    timeout(max, work).await.unwrap_or_else(|_| Err(timed_out(max)))
 }
 
 pub(super) fn timed_out(after: Duration) -> sqlx::Error {

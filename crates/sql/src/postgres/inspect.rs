@@ -5,15 +5,17 @@ use sqlx::PgConnection;
 
 use super::{
     connection::{Database, sqlstate},
+    read::replay_rows,
     space,
     view::PostgresView,
 };
 use crate::{
     archive::stored_archived_row,
-    rows::{REPLAY_ROWS, corrupt, merge, stored_row},
+    rows::{corrupt, merge, stored_row},
 };
 use orlop_core::log::{
-    Depth, Error, Facts, Inspect, Result, StoredArchive, StoredArchivedRow, StoredLease, StoredMember, StoredRow, Table,
+    ARCHIVE_PAGE_ROWS, Depth, Error, Facts, Inspect, Result, StoredArchive, StoredArchivedRow, StoredLease,
+    StoredMember, StoredRow, Table,
 };
 
 /// `value || ''` makes the server read values that are stored out of line, so that damage is detected. It returns only
@@ -57,10 +59,11 @@ impl Inspect for PostgresView {
         const FIRST: &str = rows_sql!("0::bigint", "kv_log WHERE id >= $1 AND (id > $1 OR $2::bigint < 0) ORDER BY id");
         const MORE: &str = rows_sql!("sub", "kv_log_more WHERE (id, sub) > ($1, $2) ORDER BY id, sub");
         let connection = &mut *self.connection.lock().await;
-        let first = rows(&mut *connection, FIRST, place).await.map_err(|error| self.unreadable(error))?;
-        let more = rows(connection, MORE, place).await.map_err(|error| self.unreadable(error))?;
+        let rows_max = replay_rows(&mut *connection, place).await.map_err(|error| self.unreadable(error))?;
+        let first = rows(&mut *connection, FIRST, place, rows_max).await.map_err(|error| self.unreadable(error))?;
+        let more = rows(connection, MORE, place, rows_max).await.map_err(|error| self.unreadable(error))?;
         let read = |table, rows: Vec<_>| rows.iter().map(|row| stored_row(table, row)).collect::<Result<Vec<_>>>();
-        Ok(merge(read(Table::First, first)?, read(Table::More, more)?, REPLAY_ROWS, StoredRow::place))
+        Ok(merge(read(Table::First, first)?, read(Table::More, more)?, rows_max, StoredRow::place))
     }
 
     async fn archive(&self, _: Depth, _: usize) -> Result<Option<StoredArchive>> {
@@ -84,7 +87,8 @@ impl Inspect for PostgresView {
         const ROWS: &str = "SELECT id, sub, key, (octet_length(key) + coalesce(octet_length(value || ''::bytea), 0))::bigint, \
             deleted::int::bigint, end_revision FROM kv_archive WHERE (id, sub) > ($1, $2) ORDER BY id, sub LIMIT $3";
         let connection = &mut *self.connection.lock().await;
-        let found = rows(connection, ROWS, (id, sub)).await.map_err(|error| self.unreadable(error))?;
+        let found =
+            rows(connection, ROWS, (id, sub), ARCHIVE_PAGE_ROWS).await.map_err(|error| self.unreadable(error))?;
         found.iter().map(stored_archived_row).collect()
     }
 
@@ -100,8 +104,9 @@ async fn rows(
     connection: &mut PgConnection,
     sql: &'static str,
     (id, sub): (i64, i64),
+    rows_max: usize,
 ) -> sqlx::Result<Vec<sqlx::postgres::PgRow>> {
-    sqlx::query(sql).bind(id).bind(sub).bind(REPLAY_ROWS as i64).fetch_all(connection).await
+    sqlx::query(sql).bind(id).bind(sub).bind(rows_max as i64).fetch_all(connection).await
 }
 
 async fn facts(connection: &mut PgConnection) -> sqlx::Result<Facts> {

@@ -7,8 +7,8 @@ use sqlx::PgConnection;
 
 use crate::auth::{self, AuthRow};
 use crate::rows::{
-    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
-    RowColumns, SqlRange, VALUES_ROWS_MAX, merge,
+    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_KEY_BYTES,
+    REPLAY_ROWS, RowColumns, SqlRange, VALUES_ROWS_MAX, merge,
 };
 use orlop_core::{
     auth::AuthState,
@@ -35,19 +35,34 @@ pub(super) async fn auth(connection: &mut PgConnection) -> sqlx::Result<Result<A
     Ok(auth::state(rows))
 }
 
-/// Returns up to [`REPLAY_ROWS`] changes from a row on, without values. Empty: there are no more.
+/// Returns how many rows of each table are read at a time, from a row on.
+pub(super) async fn replay_rows(connection: &mut PgConnection, (id, sub): (i64, i64)) -> sqlx::Result<usize> {
+    // The length of a long key is read without the key.
+    const KEY_BYTES: &str = "SELECT ((SELECT coalesce(sum(n), 0) FROM \
+        (SELECT octet_length(key) AS n FROM kv_log WHERE id >= $1 ORDER BY id LIMIT $3) AS f) \
+        + (SELECT coalesce(sum(n), 0) FROM \
+        (SELECT octet_length(key) AS n FROM kv_log_more WHERE (id, sub) >= ($1, $2) ORDER BY id, sub LIMIT $3) AS m))::bigint";
+    for rows in REPLAY_ROWS {
+        let bytes = sqlx::query_scalar(KEY_BYTES).bind(id).bind(sub).bind(rows as i64);
+        let bytes: i64 = bytes.fetch_one(&mut *connection).await?;
+        if bytes <= REPLAY_KEY_BYTES {
+            return Ok(rows);
+        }
+    }
+    Ok(1)
+}
+
+/// Returns changes from a row on, as many as are read at a time, without values. Empty: there are no more.
 pub(super) async fn replay_page(connection: &mut PgConnection, from: RowId) -> sqlx::Result<Result<Vec<Change>>> {
     const FIRST: &str = "SELECT id, 0::bigint, key, NULL::bytea, lease, version, create_revision, prev_revision, \
         deleted::int::bigint FROM kv_log WHERE id >= $1 + ($2 > 0)::int ORDER BY id LIMIT $3";
     const MORE: &str = "SELECT id, sub, key, NULL::bytea, lease, version, create_revision, prev_revision, \
         deleted::int::bigint FROM kv_log_more WHERE (id, sub) >= ($1, $2) ORDER BY id, sub LIMIT $3";
+    let (id, sub) = (from.revision.0, i64::from(from.sub));
+    let rows_max = replay_rows(&mut *connection, (id, sub)).await?;
     let mut tables = [Vec::new(), Vec::new()];
     for (sql, changes) in [FIRST, MORE].into_iter().zip(&mut tables) {
-        let mut rows = sqlx::query(sql)
-            .bind(from.revision.0)
-            .bind(i64::from(from.sub))
-            .bind(REPLAY_ROWS as i64)
-            .fetch(&mut *connection);
+        let mut rows = sqlx::query(sql).bind(id).bind(sub).bind(rows_max as i64).fetch(&mut *connection);
         while let Some(row) = rows.try_next().await? {
             match RowColumns::read(&row, 0) {
                 Ok(columns) => changes.push(columns.into_change(None)),
@@ -56,7 +71,7 @@ pub(super) async fn replay_page(connection: &mut PgConnection, from: RowId) -> s
         }
     }
     let [first, more] = tables;
-    Ok(Ok(merge(first, more, REPLAY_ROWS, |change: &Change| change.row)))
+    Ok(Ok(merge(first, more, rows_max, |change: &Change| change.row)))
 }
 
 /// Implements [`orlop_core::log::Log::values`].

@@ -33,6 +33,8 @@ const DELETE_BEHIND: &str = "DELETE FROM saved_index WHERE part > $1";
 const SERVER: &str = "SELECT orlop_server()";
 const STATE: &str = "SELECT head, compact_revision, keys FROM saved_index WHERE part = 0";
 const PARTS: &str = "SELECT part, checksum, block FROM saved_index WHERE part >= $1 ORDER BY part LIMIT $2";
+/// The format of blocks. Versions of Orlop with another one may share the table during an update, and must not believe it.
+const FORMAT: &[u8] = b"orlop saved index 1\n";
 /// Parts that are read at once. A part has about 50 KiB.
 const PARTS_PER_READ: i64 = 16;
 
@@ -82,7 +84,7 @@ impl SavedIndexReader for Reader {
             let rows = self.view.limited(query.fetch_all(&mut *self.view.connection.lock().await)).await?;
             for row in rows {
                 let (part, checksum, block) = (row.int(0)?, row.int(1)?, row.bytes(2)?);
-                if part != self.next_part || checksum != i64::from(crc32c::crc32c(&block)) {
+                if part != self.next_part || checksum != checksum_of(&block) {
                     return Err(damaged());
                 }
                 self.next_part += 1;
@@ -92,6 +94,10 @@ impl SavedIndexReader for Reader {
         let block = self.blocks.pop_front().ok_or_else(damaged)?;
         Ok((!block.is_empty()).then_some(block))
     }
+}
+
+fn checksum_of(block: &[u8]) -> i64 {
+    crc32c::crc32c_append(crc32c::crc32c(FORMAT), block).into()
 }
 
 struct Writer<'a> {
@@ -119,7 +125,7 @@ impl Writer<'_> {
             .bind(head.0)
             .bind(compact_revision.map(|revision| revision.0))
             .bind(i64::try_from(keys).unwrap_or(i64::MAX))
-            .bind(i64::from(crc32c::crc32c(block)))
+            .bind(checksum_of(block))
             .bind(block);
         self.run(async |connection| query.execute(connection).await).await?;
         self.part += 1;

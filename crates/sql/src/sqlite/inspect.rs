@@ -14,10 +14,11 @@ use super::{
 };
 use crate::{
     archive::stored_archived_row,
-    rows::{REPLAY_ROWS, merge, stored_row},
+    rows::{merge, stored_row},
 };
 use orlop_core::log::{
-    Depth, Error, Facts, Inspect, Result, StoredArchive, StoredArchivedRow, StoredLease, StoredRow, Table,
+    ARCHIVE_PAGE_ROWS, Depth, Error, Facts, Inspect, Result, StoredArchive, StoredArchivedRow, StoredLease, StoredRow,
+    Table,
 };
 
 #[async_trait]
@@ -64,9 +65,10 @@ impl Inspect for SqliteView {
         const MORE: &str = "SELECT id, sub, key, length(value), lease, version, create_revision, prev_revision, \
             deleted FROM kv_log_more WHERE (id, sub) > (?1, ?2) ORDER BY id, sub LIMIT ?3";
         let connection = &mut *self.connection.lock().await;
-        let first = rows(&mut *connection, Table::First, FIRST, place).await?;
-        let more = rows(connection, Table::More, MORE, place).await?;
-        Ok(merge(first, more, REPLAY_ROWS, StoredRow::place))
+        let rows_max = read::replay_rows(&mut *connection, place).await.map_err(unreadable)?;
+        let first = rows(&mut *connection, Table::First, FIRST, place, rows_max).await?;
+        let more = rows(connection, Table::More, MORE, place, rows_max).await?;
+        Ok(merge(first, more, rows_max, StoredRow::place))
     }
 
     async fn archive(&self, depth: Depth, limit: usize) -> Result<Option<StoredArchive>> {
@@ -97,7 +99,7 @@ impl Inspect for SqliteView {
             FROM kv_archive WHERE (id, sub) > (?1, ?2) ORDER BY id, sub LIMIT ?3";
         let mut archive = self.archive.lock().await;
         let Some(connection) = &mut *archive else { return Ok(Vec::new()) };
-        let rows = sqlx::query(ROWS).bind(id).bind(sub).bind(REPLAY_ROWS as i64).fetch_all(connection).await;
+        let rows = sqlx::query(ROWS).bind(id).bind(sub).bind(ARCHIVE_PAGE_ROWS as i64).fetch_all(connection).await;
         rows.map_err(unreadable)?.iter().map(stored_archived_row).collect()
     }
 
@@ -146,7 +148,8 @@ async fn rows(
     table: Table,
     sql: &'static str,
     (id, sub): (i64, i64),
+    rows_max: usize,
 ) -> Result<Vec<StoredRow>> {
-    let rows = sqlx::query(sql).bind(id).bind(sub).bind(REPLAY_ROWS as i64).fetch_all(connection).await;
+    let rows = sqlx::query(sql).bind(id).bind(sub).bind(rows_max as i64).fetch_all(connection).await;
     rows.map_err(unreadable)?.iter().map(|row| stored_row(table, row)).collect()
 }

@@ -161,7 +161,8 @@ impl SqliteLoader {
         } else {
             archive::set_aside(&archive::archive_file(file))?;
         }
-        ["-wal", "-shm", "-journal", ""].iter().try_for_each(|suffix| remove(&with_suffix(file, suffix)))
+        // The database first: a WAL beside no database is ignored, but a database without its WAL lacks commits.
+        ["", "-wal", "-shm", "-journal"].iter().try_for_each(|suffix| remove(&with_suffix(file, suffix)))
     }
 }
 

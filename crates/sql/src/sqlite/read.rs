@@ -8,8 +8,8 @@ use sqlx::{SqliteConnection, sqlite::SqliteRow};
 use super::packed::{self, packed_columns};
 use crate::auth::{self, AuthRow};
 use crate::rows::{
-    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_ROWS,
-    RowColumns, SqlRange, merge, unavailable,
+    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_KEY_BYTES,
+    REPLAY_ROWS, RowColumns, SqlRange, merge, unavailable,
 };
 use orlop_core::{
     auth::AuthState,
@@ -122,8 +122,31 @@ async fn page_rows(
     Ok(found)
 }
 
-/// Reads rows from `from` on, packed and without values, up to [`REPLAY_ROWS`] of each table.
-async fn packed_rows(connection: &mut SqliteConnection, from: RowId) -> Result<[SqliteRow; 2]> {
+/// Returns how many rows of each table are read at a time, from a row on.
+pub(super) async fn replay_rows(connection: &mut SqliteConnection, (id, sub): (i64, i64)) -> sqlx::Result<usize> {
+    // The length of a key is read without the key.
+    const KEY_BYTES: &str = "SELECT (SELECT coalesce(sum(n), 0) FROM \
+        (SELECT length(key) AS n FROM kv_log WHERE (id, 0) >= (?1, ?2) ORDER BY id LIMIT ?3)) \
+        + (SELECT coalesce(sum(n), 0) FROM \
+        (SELECT length(key) AS n FROM kv_log_more WHERE (id, sub) >= (?1, ?2) ORDER BY id, sub LIMIT ?3))";
+    for rows in REPLAY_ROWS {
+        let bytes = sqlx::query_scalar(KEY_BYTES).bind(id).bind(sub).bind(rows as i64);
+        let bytes: i64 = bytes.fetch_one(&mut *connection).await?;
+        if bytes <= REPLAY_KEY_BYTES {
+            return Ok(rows);
+        }
+    }
+    Ok(1)
+}
+
+/// Rows of both tables, packed and without values, and the maximum number of rows of each table.
+struct Packed {
+    tables: [SqliteRow; 2],
+    rows_max: usize,
+}
+
+/// Reads rows from `from` on.
+async fn packed_rows(connection: &mut SqliteConnection, from: RowId) -> Result<Packed> {
     const FIRST: &str = concat!(
         "SELECT ",
         packed_columns!("0"),
@@ -136,17 +159,19 @@ async fn packed_rows(connection: &mut SqliteConnection, from: RowId) -> Result<[
         " FROM (SELECT id, sub, key, lease, version, create_revision, prev_revision, deleted FROM kv_log_more \
          WHERE (id, sub) >= (?, ?) ORDER BY id, sub LIMIT ?)"
     );
+    let (id, sub) = (from.revision.0, i64::from(from.sub));
+    let rows_max = replay_rows(&mut *connection, (id, sub)).await.map_err(unavailable)?;
     let mut read = async |sql| {
-        let query = sqlx::query(sql).bind(from.revision.0).bind(i64::from(from.sub)).bind(REPLAY_ROWS as i64);
+        let query = sqlx::query(sql).bind(id).bind(sub).bind(rows_max as i64);
         query.fetch_one(&mut *connection).await.map_err(unavailable)
     };
-    Ok([read(FIRST).await?, read(MORE).await?])
+    Ok(Packed { tables: [read(FIRST).await?, read(MORE).await?], rows_max })
 }
 
 /// Unpacks the rows of both tables and returns them in order.
-fn unpacked(packed: [SqliteRow; 2]) -> Result<Vec<Change>> {
+fn unpacked(packed: Packed) -> Result<Vec<Change>> {
     let mut tables = [Vec::new(), Vec::new()];
-    for (packed, changes) in packed.iter().zip(&mut tables) {
+    for (packed, changes) in packed.tables.iter().zip(&mut tables) {
         for row in packed::rows(packed)? {
             changes.push(RowColumns::from(row?).into_change(None));
         }
@@ -154,7 +179,7 @@ fn unpacked(packed: [SqliteRow; 2]) -> Result<Vec<Change>> {
         changes.sort_by_key(|change| change.row);
     }
     let [first, more] = tables;
-    Ok(merge(first, more, REPLAY_ROWS, |change| change.row))
+    Ok(merge(first, more, packed.rows_max, |change| change.row))
 }
 
 /// The two tables of rows.

@@ -1,10 +1,6 @@
 //! Commits a batch and answers its requests.
 
-use std::{
-    mem::discriminant,
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{mem::discriminant, sync::Arc, time::Duration};
 
 use tokio::time::{Instant, sleep};
 use tracing::{debug, error, info, warn};
@@ -149,13 +145,13 @@ impl Writer {
         let is_lone = batch.changes().len() <= 1;
         // Before others, or a read of this instance, can see the compaction. If its outcome is unknown and it was recorded,
         // this instance deletes its rows as well.
-        let was_purge_owner = shared.is_purge_owner.load(Ordering::Relaxed);
-        if batch.compaction().is_some() {
-            shared.is_purge_owner.store(true, Ordering::Relaxed);
+        let own_before = *shared.own_compaction.lock();
+        if let Some(compaction) = batch.compaction() {
+            *shared.own_compaction.lock() = Some(compaction);
         }
         let appended = self.busy_poll.wait(is_lone, shared.log.append(append)).await;
         if batch.compaction().is_some() && !may_be_appended(&appended) {
-            shared.is_purge_owner.store(was_purge_owner, Ordering::Relaxed);
+            *shared.own_compaction.lock() = own_before;
         }
         match appended {
             Ok(appended @ (Appended::Done | Appended::Behind { .. })) => {
