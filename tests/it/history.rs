@@ -341,7 +341,7 @@ async fn times_of_a_clock_that_was_ahead_are_corrected(backend: Backend) {
     assert_eq!(time_of(&client, before).await, 0);
 }
 
-/// Otherwise `rewind` would bring back a state that is older than it was told.
+/// `rewind` to such a time could bring back an older state than that of the time.
 async fn time_at_which_nobody_recorded_times_is_uncertain(backend: Backend) {
     let Some(mut server) = Server::orlop_with(backend, &KEEP).await else { return };
     let mut client = Client::connect(server.endpoint()).await;

@@ -138,7 +138,7 @@ async fn pages_are_limited_in_bytes_and_rows(backend: Backend) {
         .collect();
     let then: Vec<Change> =
         (0..40).map(|number| large(&key("b", number), row(42 + number, 0), Some(row(2 + number, 1)), 1)).collect();
-    let last: Vec<Change> = (0..3_000).map(|sub| large(&key("c", sub.into()), row(82, sub), None, 1)).collect();
+    let last: Vec<Change> = (0..5_000).map(|sub| large(&key("c", sub.into()), row(82, sub), None, 1)).collect();
     let end: Vec<Change> = (0..10).map(|number| large("d", row(83 + number, 0), None, 1)).collect();
     for changes in [&first, &then, &last, &end] {
         append(&*log, changes, &[], None).await;
@@ -147,10 +147,10 @@ async fn pages_are_limited_in_bytes_and_rows(backend: Backend) {
     let all = KeyRange::all();
     let second = KeyRange::from_wire(b"b", b"c");
     let table = [
-        ("the second puts of transactions", 2, &all, WithPrev::No, 3_130, 4),
+        ("the second puts of transactions", 2, &all, WithPrev::No, 5_130, 4),
         ("only the second puts", 2, &second, WithPrev::No, 80, 4),
         ("previous pairs", 42, &second, WithPrev::Yes, 40, 4),
-        ("a transaction of many rows", 82, &all, WithPrev::Yes, 3_010, 2),
+        ("a transaction of many rows", 82, &all, WithPrev::Yes, 5_010, 2),
     ];
     for (what, from, range, prev, rows, pages_min) in table {
         let (mut next, mut found, mut pages) = (Revision(from), Vec::new(), 0);

@@ -1,8 +1,8 @@
 //! Masks the data of Secrets in a tree, wherever in it they are.
 //!
 //! Masked are the values of `data` and `stringData`, and the same in the copy of the object that `kubectl apply` keeps
-//! in an annotation. Other tools keep copies in annotations of their own, so long annotations are masked as a whole, and so is
-//! what cannot be read well enough to know.
+//! in an annotation. Every other long annotation is masked as a whole, because it may be the copy of another tool. What cannot
+//! be read well enough to know is masked as a whole, too.
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 

@@ -24,9 +24,9 @@ pub(super) const PAGE_IDS_MAX: i64 = 20_000;
 /// revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
 /// Numbers of rows per table that [`orlop_core::log::History::replay`] and checks read at a time: the first one whose keys have
-/// at most [`REPLAY_KEY_BYTES`] together, or the last. Such a page is in memory several times.
-pub(super) const REPLAY_ROWS: [usize; 3] = [10_000, 500, 1];
-/// Bytes of keys.
+/// at most [`REPLAY_KEY_BYTES`], or else one row.
+pub(super) const REPLAY_ROWS: [usize; 2] = [10_000, 500];
+/// Maximum bytes of the keys that are read at a time. They are in memory several times.
 pub(super) const REPLAY_KEY_BYTES: i64 = 16 << 20;
 /// Maximum number of rows in one statement of [`orlop_core::log::Log::values`] on Postgres; keeps reads short.
 pub(super) const VALUES_ROWS_MAX: usize = 2_000;

@@ -52,6 +52,8 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
                         debug!(lease_id = ?id, "lease expired");
                     }
                     Err(Error::Stopped) => return,
+                    // During an outage all of them fail.
+                    Err(_) if has_failed => {}
                     Err(error) => {
                         warn!(lease_id = ?id, %error, "cannot expire a lease; trying again");
                         has_failed = true;

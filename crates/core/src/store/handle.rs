@@ -29,9 +29,9 @@ use crate::{
     watchdog::Watchdog,
 };
 
-/// A linearizable read that waits longer than this for the log's position is counted as slow.
 /// Maximum time to determine the size of the database.
 const SIZE_MAX: Duration = Duration::from_secs(3);
+/// A linearizable read that waits longer than this for the log's position is counted as slow.
 const SLOW_CONFIRM_MIN: Duration = Duration::from_millis(500);
 
 /// Pause before a failed query is repeated.

@@ -235,10 +235,6 @@ impl Writer {
     async fn lock_appends(&mut self) {
         let shared = Arc::clone(&self.shared);
         let Some(log) = shared.log.shared() else { return };
-        // Most of what is missing is read before, while the others can append.
-        if let Err(failure) = shared.reach_head(log).await {
-            warn!(error = %failure, "cannot catch up before an append");
-        }
         if let Err(failure) = log.lock_appends().await {
             warn!(error = %failure, "cannot take the append lock");
             return;

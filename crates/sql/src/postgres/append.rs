@@ -30,13 +30,15 @@ const APPEND_BEHIND: &str = "SELECT * FROM orlop_append_behind($1, $2, $3, $4, $
 /// Sets or removes any fact.
 const FACT: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
 const ADVANCE_EPOCH: &str = "SELECT orlop_advance_epoch($1, $2, $3, $4)";
-/// For the transaction, in milliseconds.
-const SET_STATEMENT_TIMEOUT: &str = "SELECT set_config('statement_timeout', $1, true)";
+/// For the transaction, in milliseconds. The server waits for the statement while the instance encodes and sends its rows.
+const SET_TIMEOUTS: &str = "SELECT set_config('statement_timeout', $1, true), \
+    set_config('idle_in_transaction_session_timeout', $1, true)";
 const PURGE: &str = "SELECT orlop_purge_copied($1, $2, $3, $4, $5)";
 
-/// Number of rows above which the buffers of the connection are freed after a call. Only a delete of many keys has more
-/// rows. Its statement can take hundreds of megabytes, which the connection would otherwise keep allocated.
-const BUFFERED_ROWS_MAX: usize = 4_096;
+/// Number of rows above which an append is large: it has more time, and the buffers of the connection are freed after it.
+/// Only a delete of many keys has more rows. Its statement can take hundreds of megabytes, which the connection would
+/// otherwise keep allocated.
+const LARGE_ROWS_MIN: usize = 4_096;
 /// Time that a row of a large append may take in addition, on the server and in the client.
 const ROW_TIME_MAX: Duration = Duration::from_micros(100);
 
@@ -92,7 +94,7 @@ impl Appender {
         let mut state = self.state.lock().await;
         let mut connection = state.take_connection(database).await?;
         let was_locked = std::mem::take(&mut state.is_locked);
-        let is_large = append.changes.len() > BUFFERED_ROWS_MAX;
+        let is_large = append.changes.len() > LARGE_ROWS_MIN;
         // A change of users and roles takes several statements; a large append has its own limit of time.
         let in_transaction = was_locked || append.auth.is_some() || is_large;
         if in_transaction && !was_locked {
@@ -105,7 +107,7 @@ impl Appender {
             // The end of a lease with a million keys cannot be divided, and would otherwise never succeed.
             more_time = ROW_TIME_MAX * u32::try_from(append.changes.len()).unwrap_or(u32::MAX);
             let limit = (SERVER_TIMEOUT + more_time).as_millis().to_string();
-            with_timeout(sqlx::query(SET_STATEMENT_TIMEOUT).bind(limit).execute(&mut connection))
+            with_timeout(sqlx::query(SET_TIMEOUTS).bind(limit).execute(&mut connection))
                 .await
                 .map_err(|error| database.refusal(&error))?;
         }
