@@ -198,7 +198,8 @@ async fn replayed_pages_are_limited_in_bytes_of_keys(backend: Backend) {
     log.replay(Revision(0), &mut visit).await.expect("the log answers");
     let all = [&short, &alone, &together].into_iter().flatten().map(|change| change.row);
     assert_eq!(found, all.collect::<Vec<_>>());
-    assert!(largest <= 16 << 20, "a page has keys of {largest} bytes");
+    // 16 MiB of each table.
+    assert!(largest <= 32 << 20, "a page has keys of {largest} bytes");
     log.close(&[]).await;
 }
 

@@ -23,11 +23,10 @@ pub(super) const PAGE_IDS_MAX: i64 = 20_000;
 /// Bytes of keys, values and previous pairs after which a page of [`orlop_core::log::History::changes`] ends, at the end of a
 /// revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
-/// Numbers of rows per table that [`orlop_core::log::History::replay`] and checks read at a time: the first one whose keys have
-/// at most [`REPLAY_KEY_BYTES`], or else one row.
-pub(super) const REPLAY_ROWS: [usize; 2] = [10_000, 500];
-/// Maximum bytes of the keys that are read at a time. They are in memory several times.
-pub(super) const REPLAY_KEY_BYTES: i64 = 16 << 20;
+/// Maximum number of rows per table that [`orlop_core::log::History::replay`] and checks read at a time.
+pub(super) const REPLAY_ROWS_MAX: usize = 10_000;
+/// Maximum bytes of the keys of these rows. They are in memory several times.
+const REPLAY_KEY_BYTES_MAX: usize = 16 << 20;
 /// Maximum number of rows in one statement of [`orlop_core::log::Log::values`] on Postgres; keeps reads short.
 pub(super) const VALUES_ROWS_MAX: usize = 2_000;
 /// Bytes of values per unit of tokio's cooperative budget. A task yields after 128 units, here 128 KiB, which take
@@ -223,6 +222,17 @@ fn end_of_full(rows: &[PageRow]) -> Option<i64> {
 /// Returns the bytes of a row's key and value and of the pair that it replaced.
 pub(super) fn bytes((columns, prev_kv): &PageRow) -> usize {
     columns.len() + prev_kv.as_ref().map_or(0, EncodedKv::len)
+}
+
+/// Returns how many rows of each table are read at a time if their keys have at most `longest` bytes.
+pub(super) fn replay_rows(longest: i64) -> usize {
+    let longest = usize::try_from(longest).unwrap_or(0).max(1);
+    (REPLAY_KEY_BYTES_MAX / longest).clamp(1, REPLAY_ROWS_MAX)
+}
+
+/// Returns the maximum length of a key if so many rows are read at a time.
+pub(super) fn replayed_key_max(rows: usize) -> i64 {
+    if rows == 1 { i64::MAX } else { (REPLAY_KEY_BYTES_MAX / rows) as i64 }
 }
 
 /// Merges rows of the two tables. Each list is in order and has at most `limit` rows. A list of `limit` rows may be

@@ -7,8 +7,8 @@ use sqlx::PgConnection;
 
 use crate::auth::{self, AuthRow};
 use crate::rows::{
-    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_KEY_BYTES,
-    REPLAY_ROWS, RowColumns, SqlRange, VALUES_ROWS_MAX, merge,
+    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_ROWS_MAX,
+    RowColumns, SqlRange, VALUES_ROWS_MAX, merge,
 };
 use orlop_core::{
     auth::AuthState,
@@ -38,18 +38,12 @@ pub(super) async fn auth(connection: &mut PgConnection) -> sqlx::Result<Result<A
 /// Returns how many rows of each table are read at a time, from a row on.
 pub(super) async fn replay_rows(connection: &mut PgConnection, (id, sub): (i64, i64)) -> sqlx::Result<usize> {
     // The length of a long key is read without the key.
-    const KEY_BYTES: &str = "SELECT ((SELECT coalesce(sum(n), 0) FROM \
-        (SELECT octet_length(key) AS n FROM kv_log WHERE id >= $1 ORDER BY id LIMIT $3) AS f) \
-        + (SELECT coalesce(sum(n), 0) FROM \
-        (SELECT octet_length(key) AS n FROM kv_log_more WHERE (id, sub) >= ($1, $2) ORDER BY id, sub LIMIT $3) AS m))::bigint";
-    for rows in REPLAY_ROWS {
-        let bytes = sqlx::query_scalar(KEY_BYTES).bind(id).bind(sub).bind(rows as i64);
-        let bytes: i64 = bytes.fetch_one(&mut *connection).await?;
-        if bytes <= REPLAY_KEY_BYTES {
-            return Ok(rows);
-        }
-    }
-    Ok(1)
+    const LONGEST: &str = "SELECT coalesce(greatest( \
+        (SELECT max(n) FROM (SELECT octet_length(key) AS n FROM kv_log WHERE id >= $1 ORDER BY id LIMIT $3) AS f), \
+        (SELECT max(n) FROM (SELECT octet_length(key) AS n FROM kv_log_more \
+        WHERE (id, sub) >= ($1, $2) ORDER BY id, sub LIMIT $3) AS m)), 0)::bigint";
+    let longest = sqlx::query_scalar(LONGEST).bind(id).bind(sub).bind(REPLAY_ROWS_MAX as i64);
+    Ok(rows::replay_rows(longest.fetch_one(connection).await?))
 }
 
 /// Returns changes from a row on, as many as are read at a time, without values. Empty: there are no more.

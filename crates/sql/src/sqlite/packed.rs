@@ -10,14 +10,16 @@ use orlop_core::{
     types::RowId,
 };
 
-/// The columns that [`rows`] unpacks. `$sub` is the expression for the number of a change in its revision.
+/// The columns that [`rows`] unpacks, and the length of the longest key. `$sub` is the expression for the number of a change in
+/// its revision. Keys of more than `?4` bytes are omitted, so that the columns have a maximum size: then the rows cannot be
+/// unpacked.
 macro_rules! packed_columns {
     ($sub:literal) => {
         concat!(
             "group_concat(format('%d %d %d %d %d %d %d %d', id, ",
             $sub,
             ", lease, version, create_revision, prev_revision, deleted, length(key)), ' '), \
-             CAST(group_concat(key, '') AS BLOB)"
+             CAST(group_concat(CASE WHEN length(key) <= ?4 THEN key END, '') AS BLOB), coalesce(max(length(key)), 0)"
         )
     };
 }

@@ -8,8 +8,8 @@ use sqlx::{SqliteConnection, sqlite::SqliteRow};
 use super::packed::{self, packed_columns};
 use crate::auth::{self, AuthRow};
 use crate::rows::{
-    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_KEY_BYTES,
-    REPLAY_ROWS, RowColumns, SqlRange, merge, unavailable,
+    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_ROWS_MAX,
+    RowColumns, SqlRange, merge, unavailable,
 };
 use orlop_core::{
     auth::AuthState,
@@ -36,13 +36,15 @@ pub(super) async fn auth(connection: &mut SqliteConnection) -> Result<AuthState>
 pub(super) async fn replay(connection: &mut SqliteConnection, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
     // No other process writes during the start, so several reads return consistent rows.
     let meta = meta(&mut *connection).await?;
-    let mut packed = packed_rows(&mut *connection, RowId::new(from, 0)).await?;
+    let mut packed = packed_rows(&mut *connection, RowId::new(from, 0), REPLAY_ROWS_MAX).await?;
     loop {
+        // The keys of neighboring rows are often as long.
+        let rows_max = rows::replay_rows(packed.longest);
         let changes = unpacked(packed)?;
         let Some(last) = changes.last() else { return Ok(meta) };
         let next = RowId::new(last.row.revision, last.row.sub + 1);
         // SQLite's thread reads the next rows while these are visited. Both take about the same time.
-        let mut reading = pin!(packed_rows(&mut *connection, next));
+        let mut reading = pin!(packed_rows(&mut *connection, next, rows_max));
         let read = poll!(reading.as_mut());
         visit(&meta, changes)?;
         packed = match read {
@@ -125,47 +127,49 @@ async fn page_rows(
 /// Returns how many rows of each table are read at a time, from a row on.
 pub(super) async fn replay_rows(connection: &mut SqliteConnection, (id, sub): (i64, i64)) -> sqlx::Result<usize> {
     // The length of a key is read without the key.
-    const KEY_BYTES: &str = "SELECT (SELECT coalesce(sum(n), 0) FROM \
-        (SELECT length(key) AS n FROM kv_log WHERE (id, 0) >= (?1, ?2) ORDER BY id LIMIT ?3)) \
-        + (SELECT coalesce(sum(n), 0) FROM \
-        (SELECT length(key) AS n FROM kv_log_more WHERE (id, sub) >= (?1, ?2) ORDER BY id, sub LIMIT ?3))";
-    for rows in REPLAY_ROWS {
-        let bytes = sqlx::query_scalar(KEY_BYTES).bind(id).bind(sub).bind(rows as i64);
-        let bytes: i64 = bytes.fetch_one(&mut *connection).await?;
-        if bytes <= REPLAY_KEY_BYTES {
-            return Ok(rows);
-        }
-    }
-    Ok(1)
+    const LONGEST: &str = "SELECT max( \
+        (SELECT coalesce(max(n), 0) FROM (SELECT length(key) AS n FROM kv_log WHERE (id, 0) >= (?1, ?2) ORDER BY id LIMIT ?3)), \
+        (SELECT coalesce(max(n), 0) FROM \
+        (SELECT length(key) AS n FROM kv_log_more WHERE (id, sub) >= (?1, ?2) ORDER BY id, sub LIMIT ?3)))";
+    let longest = sqlx::query_scalar(LONGEST).bind(id).bind(sub).bind(REPLAY_ROWS_MAX as i64);
+    Ok(rows::replay_rows(longest.fetch_one(connection).await?))
 }
 
-/// Rows of both tables, packed and without values, and the maximum number of rows of each table.
+/// Rows of both tables, packed and without values.
 struct Packed {
     tables: [SqliteRow; 2],
+    /// The maximum number of rows of each table.
     rows_max: usize,
+    /// The length of the longest key.
+    longest: i64,
 }
 
-/// Reads rows from `from` on.
-async fn packed_rows(connection: &mut SqliteConnection, from: RowId) -> Result<Packed> {
+/// Reads rows from `from` on: of each table as many as their longest key permits, but at most `rows_max`.
+async fn packed_rows(connection: &mut SqliteConnection, from: RowId, mut rows_max: usize) -> Result<Packed> {
     const FIRST: &str = concat!(
         "SELECT ",
         packed_columns!("0"),
         " FROM (SELECT id, key, lease, version, create_revision, prev_revision, deleted FROM kv_log \
-         WHERE (id, 0) >= (?, ?) ORDER BY id LIMIT ?)"
+         WHERE (id, 0) >= (?1, ?2) ORDER BY id LIMIT ?3)"
     );
     const MORE: &str = concat!(
         "SELECT ",
         packed_columns!("sub"),
         " FROM (SELECT id, sub, key, lease, version, create_revision, prev_revision, deleted FROM kv_log_more \
-         WHERE (id, sub) >= (?, ?) ORDER BY id, sub LIMIT ?)"
+         WHERE (id, sub) >= (?1, ?2) ORDER BY id, sub LIMIT ?3)"
     );
-    let (id, sub) = (from.revision.0, i64::from(from.sub));
-    let rows_max = replay_rows(&mut *connection, (id, sub)).await.map_err(unavailable)?;
-    let mut read = async |sql| {
-        let query = sqlx::query(sql).bind(id).bind(sub).bind(rows_max as i64);
-        query.fetch_one(&mut *connection).await.map_err(unavailable)
+    let mut read = async |sql, rows_max: usize| {
+        let query = sqlx::query(sql).bind(from.revision.0).bind(i64::from(from.sub)).bind(rows_max as i64);
+        query.bind(rows::replayed_key_max(rows_max)).fetch_one(&mut *connection).await.map_err(unavailable)
     };
-    Ok(Packed { tables: [read(FIRST).await?, read(MORE).await?], rows_max })
+    loop {
+        let tables = [read(FIRST, rows_max).await?, read(MORE, rows_max).await?];
+        let longest = tables[0].int(2)?.max(tables[1].int(2)?);
+        if longest <= rows::replayed_key_max(rows_max) {
+            return Ok(Packed { tables, rows_max, longest });
+        }
+        rows_max = rows::replay_rows(longest);
+    }
 }
 
 /// Unpacks the rows of both tables and returns them in order.
