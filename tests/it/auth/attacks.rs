@@ -48,8 +48,12 @@ async fn names_are_bounded(backend: Backend) {
 }
 
 /// Rights are computed once for each auth revision, and looked up in a sorted list.
-async fn ten_thousand_permissions_do_not_slow_requests(backend: Backend) {
-    const PERMISSIONS: usize = 10_000;
+async fn many_permissions_do_not_slow_requests(backend: Backend) {
+    // Each grant writes the whole role, so the time goes with the square. The check of a request does not use the database.
+    let permissions = match backend {
+        Backend::Sqlite => 10_000,
+        Backend::Postgres => 2_000,
+    };
     let Some(server) = Server::orlop_with(backend, &CHEAP).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     enable(&mut client).await;
@@ -57,7 +61,7 @@ async fn ten_thousand_permissions_do_not_slow_requests(backend: Backend) {
     client.auth.role_add(AuthRoleAddRequest { name: "many".to_owned() }).await.expect("a role");
     grant_role(&mut client, "user", "many").await;
     let begun = Instant::now();
-    for number in 0..PERMISSIONS {
+    for number in 0..permissions {
         let perm = Some(Permission { perm_type: 2, key: format!("m{number:05}").into(), range_end: "".into() });
         let grant = AuthRoleGrantPermissionRequest { name: "many".to_owned(), perm };
         // On a busy machine the kernel may run no process of Postgres for seconds. Nothing was granted then.
@@ -72,16 +76,16 @@ async fn ten_thousand_permissions_do_not_slow_requests(backend: Backend) {
         });
         granted.await.expect("a permission");
     }
-    println!("{PERMISSIONS} permissions granted in {:?}", begun.elapsed());
+    println!("{permissions} permissions granted in {:?}", begun.elapsed());
     let _ = act_as(&mut client, "user").await;
     let mut random = Random::new(1);
     let begun = Instant::now();
     for _ in 0..1_000 {
-        let key = format!("m{:05}", random.below(PERMISSIONS));
+        let key = format!("m{:05}", random.below(permissions));
         let request = PutRequest { key: key.into(), ..Default::default() };
         client.kv.put(request).await.expect("a permitted put");
     }
-    println!("1,000 puts of a user with {PERMISSIONS} permissions in {:?}", begun.elapsed());
+    println!("1,000 puts of a user with {permissions} permissions in {:?}", begun.elapsed());
     check_refused(put(&mut client, "m00000x").await, DENIED, "a key between two permissions");
 }
 
@@ -140,8 +144,4 @@ async fn flood_of_wrong_passwords_delays_nobody(backend: Backend) {
     assert!(served > 100, "only {served} gets and puts were served during the flood");
 }
 
-on_both_backends!(
-    names_are_bounded,
-    ten_thousand_permissions_do_not_slow_requests,
-    flood_of_wrong_passwords_delays_nobody,
-);
+on_both_backends!(names_are_bounded, many_permissions_do_not_slow_requests, flood_of_wrong_passwords_delays_nobody,);

@@ -26,6 +26,10 @@ fn command(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_orlop"));
     command.args(arguments).env_remove("NO_COLOR").kill_on_drop(true);
     command.stdin(std::process::Stdio::null());
+    // An address that no machine has: a command on a stopped database does not listen on the server's addresses.
+    for setting in ["ORLOP_CONSOLE_LISTEN_URL", "ORLOP_LISTEN_METRICS_URLS", "ORLOP_LISTEN_CLIENT_URLS"] {
+        command.env(setting, "http://192.0.2.1:2379");
+    }
     command
 }
 
