@@ -18,7 +18,7 @@ mod source;
 mod target;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     pin::pin,
     sync::{
         Arc,
@@ -107,7 +107,10 @@ struct Migration {
     end: Option<Revision>,
     /// Whether the hashes were compared for [`Goal::CutOver`].
     is_verified: bool,
-    /// Whether the source may refuse writes because of this migration.
+    /// The members of the source whose alarm may be raised by this migration. An alarm is cleared by the member for which it
+    /// was raised, whichever member is asked.
+    alarmed: BTreeSet<u64>,
+    /// Whether the source has confirmed that it refuses writes.
     is_fenced: bool,
     progress: Progress,
 }
@@ -143,6 +146,7 @@ pub async fn run(
         fence: args.fence,
         end: None,
         is_verified: false,
+        alarmed: BTreeSet::new(),
         is_fenced: false,
         progress: Progress::new(),
     };
@@ -206,7 +210,7 @@ impl Migration {
 
     /// Lets the source accept writes after an error.
     async fn give_up(&mut self, source: &Source) {
-        if !self.is_fenced {
+        if self.alarmed.is_empty() {
             return;
         }
         let cleared = match source.connect().await {

@@ -31,8 +31,9 @@ impl Cluster for Context {
         &self,
         request: Request<pb::MemberAddRequest>,
     ) -> Result<Response<pb::MemberAddResponse>, Status> {
+        // etcd checks the URLs first, but those of an update afterwards.
+        check_urls(&request.get_ref().peer_ur_ls)?;
         self.check_root(&request).await?;
-        check_urls(&request.into_inner().peer_ur_ls)?;
         Err(Status::unimplemented("orlop: a member joins when it is started on the same database"))
     }
 

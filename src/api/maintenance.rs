@@ -85,8 +85,8 @@ impl Maintenance for Context {
     ) -> Result<Response<pb::DefragmentResponse>, Status> {
         self.check_root(&request).await?;
         self.store.defragment().await.map_err(from_store)?;
-        // This header is empty, as in etcd.
-        Ok(Response::new(pb::DefragmentResponse { header: Some(pb::ResponseHeader::default()) }))
+        // Without a header, as in etcd.
+        Ok(Response::new(pb::DefragmentResponse { header: None }))
     }
 
     async fn hash(&self, request: Request<pb::HashRequest>) -> Result<Response<pb::HashResponse>, Status> {
@@ -128,7 +128,7 @@ impl Maintenance for Context {
         if target != leader {
             return Err(Status::failed_precondition("etcdserver: bad leader transferee"));
         }
-        Ok(Response::new(pb::MoveLeaderResponse { header: self.header(self.store.head()) }))
+        Ok(Response::new(pb::MoveLeaderResponse { header: None }))
     }
 
     /// The storage has no older version, so there is nothing to enable.

@@ -90,7 +90,7 @@ impl Printer<'_> {
             (found, reader) = self.print_past(from_revision, state.revision).await?;
         }
         if self.args.follow && reader == Reader::Present {
-            self.follow(state.revision + 1).await?;
+            found += self.follow(state.revision + 1).await?;
         }
         Ok(if found == 0 { Ending::Otherwise } else { Ending::Success })
     }
@@ -135,8 +135,8 @@ impl Printer<'_> {
     }
 
     /// Prints new versions until the server ends or the reader of the output is gone. A reader that is gone is noticed when the
-    /// next version is printed.
-    async fn follow(&mut self, start_revision: i64) -> Result<()> {
+    /// next version is printed. Returns the number of versions.
+    async fn follow(&mut self, start_revision: i64) -> Result<usize> {
         let (key, range_end) = self.args.selection.range();
         let create =
             WatchCreateRequest { key: key.into(), range_end: range_end.into(), start_revision, ..Default::default() };
@@ -147,6 +147,7 @@ impl Printer<'_> {
         // The request stream stays open, because its end ends the watch.
         let requests = tokio_stream::StreamExt::chain(tokio_stream::once(create), tokio_stream::pending());
         let mut events = watch.watch(requests).await.map_err(|status| describe(&status))?.into_inner();
+        let mut found = 0;
         while let Some(answer) = events.message().await.map_err(|status| describe(&status))? {
             if answer.canceled {
                 return Err(format!("the server has ended the watch: {}", answer.cancel_reason).into());
@@ -155,12 +156,13 @@ impl Printer<'_> {
                 let deleted = event.r#type() == EventType::Delete;
                 let unix_ms = super::time::now_ms();
                 let change = HistoryChange { kv: event.kv, deleted, unix_ms, time_is_latest: false };
+                found += 1;
                 if self.print(change).await? == Reader::Gone {
-                    return Ok(());
+                    return Ok(found);
                 }
             }
         }
-        Ok(())
+        Ok(found)
     }
 
     async fn print(&mut self, mut change: HistoryChange) -> Result<Reader> {

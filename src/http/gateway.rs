@@ -14,7 +14,7 @@ use std::{convert::Infallible, future::poll_fn, sync::Arc};
 use axum::{
     Router,
     body::{Body, BodyDataStream},
-    extract::{Request, State},
+    extract::{Path, Request, State},
     http::{HeaderMap, HeaderName, Method, StatusCode, header},
     response::{IntoResponse as _, Response},
     routing::any,
@@ -134,11 +134,12 @@ pub(super) fn routes(
     message_bytes_max: usize,
 ) -> Result<Router, DescriptorError> {
     let gateway = Gateway::new(DescriptorPool::decode(DESCRIPTORS)?, grpc, partial_requests, message_bytes_max);
-    Ok(Router::new().route("/v3/{*path}", any(serve)).with_state(Arc::new(gateway)))
+    // etcd serves the older prefix as well.
+    let routes = Router::new().route("/v3/{*path}", any(serve)).route("/v3beta/{*path}", any(serve));
+    Ok(routes.with_state(Arc::new(gateway)))
 }
 
-async fn serve(State(gateway): State<Arc<Gateway>>, request: Request) -> Response {
-    let path = request.uri().path().trim_start_matches("/v3/");
+async fn serve(State(gateway): State<Arc<Gateway>>, Path(path): Path<String>, request: Request) -> Response {
     let Some((_, method)) = PATHS.iter().chain([&OBSERVE]).find(|(known, _)| *known == path) else {
         return error_response(&Status::not_found("Not Found"));
     };

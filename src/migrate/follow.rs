@@ -138,18 +138,22 @@ impl Migration {
         if !self.fence || self.is_fenced {
             return Ok(false);
         }
-        // The alarm may be raised even if the answer is lost.
+        // Until writes are refused there may be more revisions. If the answer is lost, the alarm may be raised: the next attempt
+        // raises it again and asks for the head then.
+        self.end = None;
+        self.alarmed.insert(session.member_id);
+        session.fence(AlarmAction::Activate, session.member_id).await?;
         self.is_fenced = true;
-        session.fence(AlarmAction::Activate).await?;
         self.progress.say("the source refuses writes from now on");
         Ok(true)
     }
 
     /// Lets the source accept writes again.
     pub(super) async fn unfence(&mut self, session: &Session) -> Result<()> {
-        if self.is_fenced {
-            session.fence(AlarmAction::Deactivate).await?;
-            self.is_fenced = false;
+        self.is_fenced = false;
+        while let Some(member) = self.alarmed.first().copied() {
+            session.fence(AlarmAction::Deactivate, member).await?;
+            self.alarmed.remove(&member);
         }
         Ok(())
     }

@@ -47,7 +47,7 @@ pub(super) struct Source {
 pub(super) struct Session {
     client: Client,
     pub cluster_id: u64,
-    member_id: u64,
+    pub(super) member_id: u64,
 }
 
 /// The hash of the source at a revision.
@@ -173,7 +173,8 @@ impl Session {
     pub(super) async fn ttl(&self, id: LeaseId) -> Result<Option<i64>> {
         let request = LeaseTimeToLiveRequest { id: id.0, keys: false };
         match answer(self.client.leases().lease_time_to_live(request)).await {
-            Ok(lease) => Ok((lease.ttl >= 0).then_some(lease.granted_ttl)),
+            // The TTL that is left is negative also for a lease that has expired and is not revoked yet.
+            Ok(lease) => Ok((lease.granted_ttl > 0).then_some(lease.granted_ttl)),
             Err(Failure::Missing) => Ok(None),
             Err(failure) => Err(failure),
         }
@@ -214,10 +215,9 @@ impl Session {
         }
     }
 
-    /// Raises or clears the alarm CORRUPT, with which etcd refuses all writes and goes on serving reads.
-    pub(super) async fn fence(&self, action: AlarmAction) -> Result<()> {
-        let request =
-            AlarmRequest { action: action.into(), member_id: self.member_id, alarm: AlarmType::Corrupt.into() };
+    /// Raises or clears the alarm CORRUPT of a member, with which etcd refuses all writes and goes on serving reads.
+    pub(super) async fn fence(&self, action: AlarmAction, member_id: u64) -> Result<()> {
+        let request = AlarmRequest { action: action.into(), member_id, alarm: AlarmType::Corrupt.into() };
         answer(self.client.maintenance().alarm(request)).await.map(drop)
     }
 }

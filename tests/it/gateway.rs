@@ -10,7 +10,7 @@ use tokio::{
 use crate::support::{Answer, Backend, DEADLINE, Server, http, on_both_backends};
 
 /// The calls are made in this order.
-const CALLS: [(&str, &str); 45] = [
+const CALLS: [(&str, &str); 46] = [
     ("kv/put", r#"{"key": "Zm9v", "value": "YmFy"}"#),
     ("kv/range", r#"{"key": "Zm9v"}"#),
     ("kv/range", r#"{"key": "Zm9v", "range_end": "Zm9w"}"#),
@@ -53,6 +53,7 @@ const CALLS: [(&str, &str); 45] = [
     ("lock/unlock", "{}"),
     ("election/leader", r#"{"name": "ZQ=="}"#),
     ("election/proclaim", "{}"),
+    ("maintenance/defragment", "{}"),
     // Invalid requests.
     ("kv/put", r#"{"key": "Zm9v"#),
     ("kv/put", r#"{"key": 7}"#),
@@ -120,12 +121,17 @@ async fn answers_equal_those_of_etcd(backend: Backend) {
             _ => assert_eq!(our_body, their_body, "{what}"),
         }
     }
-    for method in ["GET", "PUT", "DELETE"] {
-        let (theirs, ours) = (
-            http(etcd.endpoint(), method, "/v3/kv/range", "").await,
-            http(orlop.endpoint(), method, "/v3/kv/range", "").await,
-        );
-        assert_eq!(ours.status, theirs.status, "{method}: {theirs:?} {ours:?}");
+    let range = r#"{"key": "Zm9v"}"#;
+    for (method, path, body) in [
+        ("GET", "/v3/kv/range", ""),
+        ("PUT", "/v3/kv/range", ""),
+        ("DELETE", "/v3/kv/range", ""),
+        ("POST", "/v3beta/kv/range", range),
+        ("POST", "/v3alpha/kv/range", range),
+    ] {
+        let theirs = http(etcd.endpoint(), method, path, body).await;
+        let ours = http(orlop.endpoint(), method, path, body).await;
+        assert_eq!(ours.status, theirs.status, "{method} {path}: {theirs:?} {ours:?}");
     }
 }
 

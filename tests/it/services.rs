@@ -105,7 +105,8 @@ async fn raft_requests_are_answered_without_raft(backend: Backend) {
     let move_to = |target_id| MoveLeaderRequest { target_id };
     let bad_target = "etcdserver: bad leader transferee";
     check("move to unknown", maintenance.move_leader(move_to(1)).await.map(drop), Code::FailedPrecondition, bad_target);
-    maintenance.move_leader(move_to(own)).await.expect("this member is the leader");
+    let moved = maintenance.move_leader(move_to(own)).await.expect("this member is the leader").into_inner();
+    assert_eq!(moved.header, None);
     let downgrade = |action: DowngradeAction, version: &str| DowngradeRequest {
         action: action.into(),
         version: version.to_owned(),

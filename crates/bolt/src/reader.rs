@@ -123,6 +123,7 @@ impl<S: Source> Reader<S> {
     /// [`Error::Damaged`] if something other than a bucket is among them.
     pub fn buckets(&self) -> Result<Vec<(Bytes, Bucket)>> {
         let mut cursor = Cursor::new(self.root.clone(), Expected::Buckets);
+        cursor.used = Some(Used::default());
         let mut buckets = Vec::new();
         while let Some((name, value)) = cursor.next(self)? {
             let at = cursor.page();

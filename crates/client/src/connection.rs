@@ -157,7 +157,7 @@ impl Client {
     }
 
     pub fn leases(&self) -> LeaseClient<Connection> {
-        LeaseClient::with_origin(self.connection.clone(), self.origin.clone())
+        LeaseClient::with_origin(self.connection.clone(), self.origin.clone()).max_decoding_message_size(usize::MAX)
     }
 
     pub fn cluster(&self) -> ClusterClient<Connection> {

@@ -166,7 +166,10 @@ async fn send_all(client: &mut Client) -> Vec<(&'static str, Level, &'static str
         "Lease/LeaseTimeToLive", Keys, "with keys": c.lease.lease_time_to_live(LeaseTimeToLiveRequest { id: LEASE, keys: true });
         "Lease/LeaseLeases", Keys, "": c.lease.lease_leases(LeaseLeasesRequest {});
         "Cluster/MemberList", Public, "": c.cluster.member_list(MemberListRequest::default());
-        "Cluster/MemberAdd", Root, "": c.cluster.member_add(MemberAddRequest::default());
+        "Cluster/MemberAdd", Root, "": c.cluster.member_add(MemberAddRequest {
+            peer_ur_ls: vec!["http://127.0.0.1:2380".to_owned()],
+            ..Default::default()
+        });
         "Cluster/MemberRemove", Root, "": c.cluster.member_remove(MemberRemoveRequest { id: 1 });
         "Cluster/MemberUpdate", Root, "": c.cluster.member_update(MemberUpdateRequest::default());
         "Cluster/MemberPromote", Root, "": c.cluster.member_promote(MemberPromoteRequest { id: 1 });
