@@ -107,8 +107,8 @@ struct Migration {
     end: Option<Revision>,
     /// Whether the hashes were compared for [`Goal::CutOver`].
     is_verified: bool,
-    /// The members of the source whose alarm may be raised by this migration. An alarm is cleared by the member for which it
-    /// was raised, whichever member is asked.
+    /// The members of the source whose alarm may be raised by this migration. An alarm belongs to a member;
+    /// any member can clear it.
     alarmed: BTreeSet<u64>,
     /// Whether the source has confirmed that it refuses writes.
     is_fenced: bool,

@@ -230,7 +230,8 @@ pub(super) fn replay_rows(longest: i64) -> usize {
     (REPLAY_KEY_BYTES_MAX / longest).clamp(1, REPLAY_ROWS_MAX)
 }
 
-/// Returns the maximum length of a key if so many rows are read at a time.
+/// Returns the maximum length of a key, in bytes, with which `rows` rows of a table may be read at a time. One row may always be
+/// read.
 pub(super) fn replayed_key_max(rows: usize) -> i64 {
     if rows == 1 { i64::MAX } else { (REPLAY_KEY_BYTES_MAX / rows) as i64 }
 }

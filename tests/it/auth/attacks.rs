@@ -144,4 +144,4 @@ async fn flood_of_wrong_passwords_delays_nobody(backend: Backend) {
     assert!(served > 100, "only {served} gets and puts were served during the flood");
 }
 
-on_both_backends!(names_are_bounded, many_permissions_do_not_slow_requests, flood_of_wrong_passwords_delays_nobody,);
+on_both_backends!(names_are_bounded, many_permissions_do_not_slow_requests, flood_of_wrong_passwords_delays_nobody);
