@@ -4,6 +4,7 @@
 //!
 //! `ORLOP_FAILOVER_LONG` sets the number of failovers of the long form.
 
+mod moved;
 mod patroni;
 
 use std::{
@@ -20,7 +21,9 @@ use tonic::Code;
 
 use crate::{
     foreign::{has_pooler, pooler},
-    support::{Client, Cluster, Fsync, Link, NetworkState, Postgres, Random, Replication, Server, eventually},
+    support::{
+        Client, Cluster, Fsync, Link, NetworkState, Postgres, Random, Replication, Server, database_name, eventually,
+    },
     torture::{judge, report::Report, workload::Workload},
 };
 
@@ -224,8 +227,8 @@ impl Setting {
 
     /// Returns the last revision in the database of a server.
     fn head(&self, number: usize) -> String {
-        let database = name_of(&self.endpoint);
-        self.cluster.nodes()[number].postgres.psql(&database, &format!("SELECT max(id) FROM {database}.kv_log"))
+        let database = database_name(&self.endpoint);
+        self.cluster.nodes()[number].postgres.psql(database, &format!("SELECT max(id) FROM {database}.kv_log"))
     }
 
     /// Checks that a former primary that accepts writes receives none, although the instances have to connect anew, and
@@ -267,10 +270,6 @@ impl Setting {
 }
 
 /// Returns the name of the database of an endpoint.
-fn name_of(endpoint: &str) -> String {
-    endpoint.rsplit_once('/').expect("a URL has a path").1.to_owned()
-}
-
 fn seed() -> u64 {
     let given = env::var("ORLOP_SEED").ok().map(|text| text.parse().expect("ORLOP_SEED is a number"));
     let seed = given.unwrap_or_else(|| RandomState::new().hash_one(()) >> 16);
@@ -353,20 +352,17 @@ async fn lose_a_write(lost: Lost, fate: Fate) {
     let address = Link::to(port).await;
     let endpoint = match fate {
         Fate::Killed | Fate::LeftRunning => cluster.create_database(),
-        Fate::AddressMoved => {
-            let database = cluster.primary().postgres.create_database();
-            database.replace(&format!(":{port}/"), &format!(":{}/", address.port()))
-        }
+        Fate::AddressMoved => address.endpoint(&cluster.primary().postgres.create_database()),
     };
     let mut server = Server::orlop_on(&endpoint, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     let put = |value: &str| PutRequest { key: "k".into(), value: value.to_owned().into(), ..Default::default() };
     client.kv.put(put("kept")).await.expect("a put");
-    let database = name_of(&endpoint);
+    let database = database_name(&endpoint);
     let head = format!("SELECT max(id) FROM {database}.kv_log");
     for node in &cluster.nodes()[1..] {
         eventually("the write on a standby", async || {
-            let found = node.postgres.psql(&database, &head);
+            let found = node.postgres.psql(database, &head);
             if found == "2" { Ok(()) } else { Err(found) }
         })
         .await;
@@ -427,8 +423,8 @@ async fn server_of_another_cluster_is_refused() {
     let Some(other) = Postgres::start(Fsync::Off).await else { return };
     let address = Link::to(postgres.port()).await;
     let endpoint = postgres.create_database();
-    assert_eq!(name_of(&other.create_database()), name_of(&endpoint), "the same role and database exist");
-    let endpoint = endpoint.replace(&format!(":{}/", postgres.port()), &format!(":{}/", address.port()));
+    assert_eq!(database_name(&other.create_database()), database_name(&endpoint), "the same role and database exist");
+    let endpoint = address.endpoint(&endpoint);
     let server = Server::orlop_on(&endpoint, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     let put = PutRequest { key: "k".into(), value: "1".into(), ..Default::default() };

@@ -13,7 +13,7 @@ use sqlx::{ConnectOptions as _, Connection as _, Executor as _, sqlite::SqliteCo
 
 use crate::{
     start::run,
-    support::{Client, Postgres, Server, skip, user},
+    support::{Client, Postgres, Server, database_name, skip, user},
 };
 
 /// Starts orlop with the arguments. The start must fail; returns its error output.
@@ -65,7 +65,7 @@ async fn postgres_database_of_another_application_or_none_is_refused() {
     let Some(postgres) = Postgres::shared().await else { return };
     let home = tempfile::tempdir().expect("a folder");
     let endpoint = postgres.create_database();
-    let name = endpoint.rsplit_once('/').expect("a URL").1;
+    let name = database_name(&endpoint);
     postgres.psql(name, &format!("CREATE TABLE {name}.kine (id bigint); ALTER TABLE {name}.kine OWNER TO {name}"));
     let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
     check_contains(&text, &["tables of another application, for example kine", "create a database or a schema"]);
@@ -86,7 +86,7 @@ async fn connection_limit_of_the_role_is_named() {
     let Some(postgres) = Postgres::shared().await else { return };
     let home = tempfile::tempdir().expect("a folder");
     let endpoint = postgres.create_database();
-    let name = endpoint.rsplit_once('/').expect("a URL").1;
+    let name = database_name(&endpoint);
     postgres.psql("postgres", &format!("ALTER ROLE {name} CONNECTION LIMIT 1"));
     let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
     check_contains(&text, &[&format!("too many connections for role \"{name}\"")]);
@@ -116,7 +116,7 @@ pub fn has_pooler() -> bool {
 /// through it.
 pub async fn pooler(home: &Path, server_port: u16, endpoint: &str, mode: &str) -> (Pooler, String) {
     let port = crate::support::free_port();
-    let name = endpoint.rsplit_once('/').expect("a URL").1;
+    let name = database_name(endpoint);
     fs::write(home.join("users.txt"), format!("\"{name}\" \"pass word\"\n")).expect("a file can be written");
     let settings = format!(
         "[databases]\n* = host=127.0.0.1 port={server_port}\n[pgbouncer]\nlisten_addr = 127.0.0.1\n\

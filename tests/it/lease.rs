@@ -170,7 +170,7 @@ async fn renew_background_lease(server: &Server, clients: usize) -> JoinSet<()> 
 }
 
 async fn many_leases_are_kept_alive_on_one_stream(backend: Backend) {
-    const TTL: i64 = 5;
+    const TTL: i64 = 10;
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: BACKGROUND_LEASE }).await.expect("a grant");

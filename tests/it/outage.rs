@@ -3,7 +3,7 @@
 use std::{os::unix::fs::PermissionsExt as _, process::Command, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{
-    PutRequest, RangeRequest, StatusRequest, WatchCreateRequest, watch_request::RequestUnion,
+    DefragmentRequest, PutRequest, RangeRequest, StatusRequest, WatchCreateRequest, watch_request::RequestUnion,
 };
 use tokio::time::timeout;
 use tonic::{Code, metadata::MetadataMap};
@@ -11,7 +11,8 @@ use tonic::{Code, metadata::MetadataMap};
 use crate::{
     auth,
     support::{
-        Client, DEADLINE, Fsync, Link, NetworkState, Place, Postgres, Server, Stream, eventually, everything, http_get,
+        Client, DEADLINE, Fsync, Link, NetworkState, Place, Postgres, Server, Stream, database_name, eventually,
+        everything, http_get,
     },
 };
 
@@ -28,13 +29,21 @@ async fn put_at(client: &mut Client, key: &str) -> i64 {
 /// Starts a server whose network to the database can fail.
 async fn server_behind_link(postgres: &Postgres) -> (Link, Server) {
     let link = Link::to(postgres.port()).await;
-    let datastore = postgres.create_database();
-    let behind_link = datastore.replace(&format!(":{}/", postgres.port()), &format!(":{}/", link.port()));
+    let behind_link = link.endpoint(&postgres.create_database());
     (link, Server::orlop_on(&behind_link, &[]).await)
 }
 
+/// Returns the client's port of a connection to the database, as soon as its last statement is like `statement`.
+async fn port_of(postgres: &Postgres, database: &str, statement: &str) -> u16 {
+    let sql = format!(
+        "SELECT client_port FROM pg_stat_activity WHERE datname = '{database}' AND query LIKE '{statement}' \
+         ORDER BY backend_start DESC LIMIT 1"
+    );
+    eventually(statement, async || postgres.psql("postgres", &sql).parse()).await
+}
+
 /// Retries a put until it succeeds and returns its revision. A failed attempt may have been applied as well.
-async fn put_with_retries(client: &Client, key: &str) -> i64 {
+pub async fn put_with_retries(client: &Client, key: &str) -> i64 {
     eventually("a write after the database is back", async || {
         let answer = client.clone().kv.put(put(key)).await?;
         Ok::<_, tonic::Status>(answer.into_inner().header.expect("a header").revision)
@@ -164,7 +173,7 @@ async fn standby_is_neither_read_nor_accepted_at_start() {
     std::fs::remove_file(&signal).expect("the file can be removed");
     postgres.start_again().await;
     assert_eq!(put_with_retries(&client, "after").await, 3);
-    let role = datastore.rsplit_once('/').expect("a URL has a path").1;
+    let role = database_name(&datastore);
     postgres.psql("postgres", &format!("ALTER ROLE {role} SET default_transaction_read_only = on"));
     assert!(start_refused(&datastore).contains("accepts no writes"));
 }
@@ -243,7 +252,7 @@ async fn error_names_the_missing_privilege() {
 async fn server_that_hides_its_timeline_is_served() {
     let Some(postgres) = Postgres::shared().await else { return };
     let datastore = postgres.create_database();
-    let database = datastore.rsplit_once('/').expect("a URL has a path").1;
+    let database = database_name(&datastore);
     postgres.psql(database, "REVOKE EXECUTE ON FUNCTION pg_control_system, pg_walfile_name FROM PUBLIC");
     let address = format!("127.0.0.1:{}", postgres.port());
     for (hosts, revision, is_warned) in [(address.clone(), 2, false), (format!("{address},{address}"), 3, true)] {
@@ -254,10 +263,82 @@ async fn server_that_hides_its_timeline_is_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn server_that_stops_reporting_its_timeline_is_still_used() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let link = Link::to(postgres.port()).await;
+    let datastore = postgres.create_database();
+    let server = Server::orlop_on(&link.endpoint(&datastore), &[]).await;
+    let client = Client::connect(server.endpoint()).await;
+    put_with_retries(&client, "before").await;
+    let hide = "REVOKE EXECUTE ON FUNCTION pg_control_system, pg_walfile_name FROM PUBLIC";
+    postgres.psql(database_name(&datastore), hide);
+    link.reset();
+    put_with_retries(&client, "after").await;
+    let range = RangeRequest { key: "after".into(), ..Default::default() };
+    eventually("a linearizable read", async || client.clone().kv.range(range.clone()).await).await;
+}
+
+/// A firewall that forgot a connection drops its packets.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_connection_for_notifications_is_replaced() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let link = Link::to(postgres.port()).await;
+    let datastore = postgres.create_database();
+    let database = database_name(&datastore);
+    let reader = Server::orlop_on(&link.endpoint(&datastore), &["--datastore-poll-interval", "1h"]).await;
+    let first = port_of(postgres, database, "LISTEN %").await;
+    let mut client = Client::connect(reader.endpoint()).await;
+    let mut stream = Stream::open(&mut client).await;
+    stream.create(everything(0)).await;
+    link.lose(first);
+    eventually("another connection", async || {
+        let newest = port_of(postgres, database, "LISTEN %").await;
+        if newest == first { Err(first) } else { Ok(()) }
+    })
+    .await;
+    let writer = Server::orlop_on(&datastore, &[]).await;
+    let revision = put_at(&mut Client::connect(writer.endpoint()).await, "k").await;
+    stream.read_until(revision).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_connection_ends_a_defragmentation() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let link = Link::to(postgres.port()).await;
+    let datastore = postgres.create_database();
+    let server = Server::orlop_on(&link.endpoint(&datastore), &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let database = database_name(&datastore).to_owned();
+    let lock = format!("LOCK TABLE {database}.kv_log IN SHARE UPDATE EXCLUSIVE MODE");
+    let holding = std::thread::spawn({
+        let (database, lock) = (database.clone(), lock.clone());
+        move || postgres.psql(&database, &format!("BEGIN; {lock}; SELECT pg_sleep(4); COMMIT"))
+    });
+    eventually("the lock", async || {
+        let tried = postgres.psql(
+            &database,
+            &format!(
+                "SELECT count(*) FROM pg_locks WHERE granted \
+            AND mode = 'ShareUpdateExclusiveLock' AND relation = '{database}.kv_log'::regclass"
+            ),
+        );
+        if tried == "1" { Ok(()) } else { Err(tried) }
+    })
+    .await;
+    let mut waiting = client.clone();
+    let lost = tokio::spawn(async move { waiting.maintenance.defragment(DefragmentRequest {}).await });
+    link.lose(port_of(postgres, &database, "VACUUM %").await);
+    let error = timeout(DEADLINE, lost).await.expect("it ends").expect("no panic").expect_err("its connection is lost");
+    assert_eq!(error.code(), Code::Unavailable, "{error:?}");
+    holding.join().expect("psql succeeds");
+    client.maintenance.defragment(DefragmentRequest {}).await.expect("a defragmentation");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn changed_password_needs_no_restart() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
     let endpoint = postgres.create_database();
-    let name = endpoint.rsplit_once('/').expect("a URL has a path").1;
+    let name = database_name(&endpoint);
     let rules = "host all postgres 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n";
     std::fs::write(postgres.data().join("pg_hba.conf"), rules).expect("a file can be written");
     postgres.psql("postgres", "SELECT pg_reload_conf()");

@@ -10,7 +10,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
 use tempfile::TempDir;
 
-use crate::support::{Backend, Client, Place, Postgres, Server, eventually, on_both_backends};
+use crate::support::{Backend, Client, Place, Postgres, Server, database_name, eventually, on_both_backends};
 
 const LARGE: [&str; 4] = ["--max-txn-ops", "1000", "--log-level", "info"];
 const LOADED: &str = "saved index loaded";
@@ -231,7 +231,7 @@ async fn database_without_the_mark_is_read_whole() {
 async fn saved_table_is_used_only_if_it_is_whole() {
     let Some(postgres) = Postgres::shared().await else { return };
     let endpoint = postgres.create_database();
-    let database = endpoint.rsplit_once('/').expect("a URL has a path").1;
+    let database = database_name(&endpoint);
     let sql = |sql: &str| postgres.psql(database, &format!("SET search_path = {database}; {sql}"));
     let mut server = Server::orlop_on(&endpoint, &LARGE).await;
     let mut client = Client::connect(server.endpoint()).await;

@@ -13,7 +13,9 @@ use orlop_wire::proto::client::etcdserverpb::{
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, PgConnection, sqlite::SqliteConnectOptions};
 use tokio::time::timeout;
 
-use crate::support::{Backend, Client, DEADLINE, Postgres, Random, Server, eventually, on_both_backends, skip};
+use crate::support::{
+    Backend, Client, DEADLINE, Postgres, Random, Server, database_name, eventually, on_both_backends, skip,
+};
 
 const LOADERS: usize = 8;
 const TXN_KEYS: usize = 128;
@@ -135,7 +137,7 @@ async fn large_values_are_compressed_with_lz4_unless_a_setting_says_otherwise() 
     }
     for (setting, compression) in [("work_mem = '8MB'", "lz4"), ("default_toast_compression = pglz", "pglz")] {
         let endpoint = postgres.create_database();
-        let database = endpoint.rsplit_once('/').expect("a URL has a path").1;
+        let database = database_name(&endpoint);
         postgres.psql("postgres", &format!("ALTER DATABASE {database} SET {setting}"));
         let server = Server::orlop_on(&endpoint, &[]).await;
         let puts = ["a", "b"].map(|key| {

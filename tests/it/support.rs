@@ -30,7 +30,7 @@ pub use self::{
     link::{Link, NetworkState},
     mysql::MySql,
     patroni::{Patroni, Scope},
-    postgres::{Fsync, Postgres, free_port, user},
+    postgres::{Fsync, Postgres, database_name, free_port, user},
     proxy::{Cut, Proxy},
     random::Random,
     server::{Place, Server, home},

@@ -36,7 +36,7 @@ use std::{
 
 use async_trait::async_trait;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
-use tokio::{sync::Mutex, task::JoinHandle, time::timeout};
+use tokio::{task::JoinHandle, time::timeout};
 use tracing::{debug, warn};
 
 pub(crate) use self::connection::has_unescaped_password;
@@ -44,7 +44,6 @@ use self::{
     append::Appender,
     connection::{Database, Dedicated, read, with_timeout},
     listener::Listener,
-    primary::Timeline,
 };
 pub use self::{archive::PostgresArchive, load::PostgresLoader, view::PostgresView};
 use crate::{
@@ -87,8 +86,6 @@ pub struct PostgresLog {
     /// A random number that identifies this start of the instance.
     run: i64,
     has_sent_heartbeat: AtomicBool,
-    /// The highest timeline when the connection for appends was used last.
-    append_timeline: Mutex<Timeline>,
     replication: replication::Monitor,
     /// Asks all hosts. The address of a single one may lead to another server later.
     search: JoinHandle<()>,
@@ -105,17 +102,14 @@ impl PostgresLog {
     /// text contains the address of the database without the password.
     pub async fn open(settings: PostgresSettings) -> Result<Self> {
         let database = Database::new(&settings.endpoint, settings.connections_max, settings.durability)?;
-        let mut connection = database.connect_first().await?;
-        database.migrate(&mut connection).await?;
-        let cluster_id: i64 = sqlx::query_scalar("SELECT value FROM meta WHERE name = 'cluster_id'")
-            .fetch_one(&mut connection)
-            .await
-            .map_err(|error| database.open_error("read", &error))?;
-        let channel: String = sqlx::query_scalar("SELECT orlop_channel()")
-            .fetch_one(&mut connection)
-            .await
-            .map_err(|error| database.open_error("read", &error))?;
-        let state = replication::state(&mut connection).await.map_err(|error| database.open_error("read", &error))?;
+        let mut first = database.connect_first().await?;
+        database.migrate(&mut first.connection).await?;
+        let facts = async {
+            let facts = sqlx::query_as(FACTS).fetch_one(&mut first.connection).await?;
+            Ok((facts, replication::state(&mut first.connection).await?))
+        };
+        let ((cluster_id, channel), state): ((i64, String), _) =
+            with_timeout(facts).await.map_err(|error| database.open_error("read", &error))?;
         let replication = replication::Monitor::default();
         replication.update(state);
         let member = Member {
@@ -125,10 +119,9 @@ impl PostgresLog {
         };
         let run = (RandomState::new().hash_one(0) >> 1).cast_signed();
         Ok(Self {
-            appender: Appender::new(connection, run),
+            appender: Appender::new(first, run),
             position_connection: Dedicated::default(),
             listener: Listener::start(database.clone(), channel),
-            append_timeline: Mutex::new(database.timeline()),
             replication,
             search: search(database.clone()),
             database,
@@ -150,19 +143,6 @@ impl PostgresLog {
     pub fn with_metrics(mut self, metrics: Arc<Metrics>) -> Self {
         self.replication.report_to(metrics);
         self
-    }
-
-    /// Closes the connection for appends if another server has become the primary since its last use. The former
-    /// primary would refuse every append, because it is another server than the one of the position. Returns the
-    /// highest timeline.
-    async fn leave_former_primary(&self) -> Timeline {
-        let mut used = self.append_timeline.lock().await;
-        let newest = self.database.timeline();
-        if *used < newest {
-            self.appender.close().await;
-            *used = newest;
-        }
-        newest
     }
 }
 
@@ -201,6 +181,7 @@ const SEARCH_PAUSE: Duration = Duration::from_secs(1);
 /// Pause between two searches at all times. A former primary that still answers is left after this time.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(10);
 
+const FACTS: &str = "SELECT value, orlop_channel() FROM meta WHERE name = 'cluster_id'";
 const POSITION: &str = "SELECT (SELECT coalesce(max(id), 1) FROM kv_log), \
     (SELECT value FROM meta WHERE name = 'epoch'), orlop_server()";
 const LEASES: &str = "SELECT id, ttl, secs_left FROM orlop_leases($1, $2)";
@@ -237,14 +218,7 @@ impl Log for PostgresLog {
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
         self.listener.note_append();
-        let timeline = self.leave_former_primary().await;
-        tokio::select! {
-            biased;
-            appended = self.appender.append(&self.database, append) => appended,
-            () = self.database.superseded(timeline) => {
-                Err(Error::OutcomeUnknown("another server has become the primary".to_owned()))
-            }
-        }
+        self.appender.append(&self.database, append).await
     }
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
@@ -315,7 +289,7 @@ impl SharedLog for PostgresLog {
             let mut connection = self.position_connection.take(&self.database).await?;
             let query = sqlx::query(POSITION);
             let reading = with_timeout(query.fetch_one(&mut connection.connection));
-            let row = self.database.unless_superseded(connection.timeline, reading).await?;
+            let row = self.database.unless_superseded(connection.generation, reading).await?;
             connection.keep();
             Ok(row)
         };
@@ -327,14 +301,7 @@ impl SharedLog for PostgresLog {
     }
 
     async fn lock_appends(&self) -> Result<()> {
-        let timeline = self.leave_former_primary().await;
-        tokio::select! {
-            biased;
-            locked = self.appender.lock_appends(&self.database) => locked,
-            () = self.database.superseded(timeline) => {
-                Err(Error::Unavailable("another server has become the primary".to_owned()))
-            }
-        }
+        self.appender.lock_appends(&self.database).await
     }
 
     async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>> {

@@ -46,6 +46,8 @@ struct Shared {
     network: watch::Sender<NetworkState>,
     /// Increases when all connections are to be reset.
     resets: watch::Sender<u64>,
+    /// The newest connection to lose.
+    lost: watch::Sender<u16>,
     open: AtomicUsize,
 }
 
@@ -57,6 +59,7 @@ impl Link {
             target: AtomicU16::new(port),
             network: watch::Sender::new(NetworkState::Normal),
             resets: watch::Sender::new(0),
+            lost: watch::Sender::new(0),
             open: AtomicUsize::new(0),
         });
         let accepting = Arc::clone(&shared);
@@ -78,6 +81,12 @@ impl Link {
         self.port
     }
 
+    /// Returns the endpoint with this proxy in place of the server.
+    pub fn endpoint(&self, endpoint: &str) -> String {
+        let target = self.shared.target.load(Ordering::Relaxed);
+        endpoint.replace(&format!(":{target}/"), &format!(":{}/", self.port))
+    }
+
     /// Sets the target of new connections.
     pub fn set_target(&self, port: u16) {
         self.shared.target.store(port, Ordering::Relaxed);
@@ -85,6 +94,12 @@ impl Link {
 
     pub fn set_network(&self, network: NetworkState) {
         self.shared.network.send_replace(network);
+    }
+
+    /// Delivers nothing more on one open connection and closes it on neither side. `port` is the client's as the server
+    /// sees it.
+    pub fn lose(&self, port: u16) {
+        self.shared.lost.send_replace(port);
     }
 
     /// Resets all open connections on both sides. Returns their number.
@@ -95,7 +110,7 @@ impl Link {
 }
 
 async fn carry(client: TcpStream, shared: &Shared) -> io::Result<()> {
-    let mut resets = shared.resets.subscribe();
+    let (mut resets, mut lost) = (shared.resets.subscribe(), shared.lost.subscribe());
     if *shared.network.borrow() == NetworkState::Down {
         return client.set_zero_linger();
     }
@@ -106,6 +121,11 @@ async fn carry(client: TcpStream, shared: &Shared) -> io::Result<()> {
     };
     client.set_nodelay(true)?;
     server.set_nodelay(true)?;
+    let port = server.local_addr()?.port();
+    let is_lost = async {
+        // It fails when the test ends.
+        let _ = lost.wait_for(|lost| *lost == port).await;
+    };
     let (from_client, to_client) = client.into_split();
     let (from_server, to_server) = server.into_split();
     tokio::select! {
@@ -114,6 +134,7 @@ async fn carry(client: TcpStream, shared: &Shared) -> io::Result<()> {
             to_server.as_ref().set_zero_linger()?;
             Ok(())
         }
+        () = is_lost => std::future::pending().await,
         ended = direction(from_client, &to_server, shared) => ended,
         ended = direction(from_server, &to_client, shared) => ended,
     }

@@ -373,3 +373,8 @@ pub fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
     listener.local_addr().expect("a bound socket has an address").port()
 }
+
+/// Returns the name of the database that an endpoint names; also that of its role and schema.
+pub fn database_name(endpoint: &str) -> &str {
+    endpoint.rsplit_once('/').expect("a URL has a path").1
+}

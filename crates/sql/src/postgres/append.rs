@@ -12,7 +12,10 @@ use sqlx::{Connection as _, PgConnection, Row as _, postgres::PgRow};
 use tokio::sync::Mutex;
 use tracing::debug;
 
-use super::connection::{Database, SERVER_TIMEOUT, sqlstate, with_longer_timeout, with_timeout};
+use super::{
+    connection::{Database, SERVER_TIMEOUT, sqlstate, with_longer_timeout, with_timeout},
+    primary::{Found, Generation},
+};
 use crate::{
     auth::{self, bind_params},
     rows::{LogRow as _, RowColumns, SqlRange, describe},
@@ -50,38 +53,43 @@ pub(super) struct Appender {
 }
 
 struct State {
-    connection: Option<PgConnection>,
+    session: Option<Session>,
     is_locked: bool,
 }
 
+struct Session {
+    connection: PgConnection,
+    generation: Generation,
+}
+
 impl State {
-    async fn take_connection(&mut self, database: &Database) -> Result<PgConnection> {
-        match self.connection.take() {
-            Some(connection) => Ok(connection),
-            None => {
-                self.is_locked = false;
-                database.connect().await.map_err(|error| database.unavailable(&error))
-            }
+    /// Leaves a former primary, which refuses every append: it is another server than the one of the position.
+    async fn take_session(&mut self, database: &Database) -> Result<Session> {
+        if let Some(session) = self.session.take_if(|session| session.generation >= database.generation()) {
+            return Ok(session);
         }
+        *self = Self { session: None, is_locked: false };
+        let found = database.find().await.map_err(|error| database.unavailable(&error))?;
+        Ok(Session { connection: found.connection, generation: found.generation })
     }
 }
 
 impl Appender {
-    pub(super) fn new(connection: PgConnection, run: i64) -> Self {
-        Self { state: Mutex::new(State { connection: Some(connection), is_locked: false }), run }
+    pub(super) fn new(Found { connection, generation, .. }: Found, run: i64) -> Self {
+        let session = Some(Session { connection, generation });
+        Self { state: Mutex::new(State { session, is_locked: false }), run }
     }
 
     /// See [`orlop_core::log::SharedLog::lock_appends`].
     pub(super) async fn lock_appends(&self, database: &Database) -> Result<()> {
         let mut state = self.state.lock().await;
-        let mut connection = state.take_connection(database).await?;
+        let mut session = state.take_session(database).await?;
         if !state.is_locked {
-            with_timeout(sqlx::raw_sql("BEGIN; SELECT orlop_lock()").execute(&mut connection))
-                .await
-                .map_err(|error| database.unavailable(&error))?;
+            let locking = with_timeout(sqlx::raw_sql("BEGIN; SELECT orlop_lock()").execute(&mut session.connection));
+            let locked = database.unless_superseded(session.generation, locking).await;
+            locked.map_err(|error| database.unavailable(&error))?;
         }
-        state.is_locked = true;
-        state.connection = Some(connection);
+        *state = State { session: Some(session), is_locked: true };
         Ok(())
     }
 
@@ -92,56 +100,70 @@ impl Appender {
     /// If the future is dropped or fails, the connection is closed.
     pub(super) async fn append(&self, database: &Database, append: Append<'_>) -> Result<Appended> {
         let mut state = self.state.lock().await;
-        let mut connection = state.take_connection(database).await?;
+        let mut session = state.take_session(database).await?;
         let was_locked = std::mem::take(&mut state.is_locked);
-        let is_large = append.changes.len() > LARGE_ROWS_MIN;
-        // A change of users and roles takes several statements; a large append has its own limit of time.
-        let in_transaction = was_locked || append.auth.is_some() || is_large;
-        if in_transaction && !was_locked {
-            with_timeout(sqlx::raw_sql("BEGIN").execute(&mut connection))
-                .await
-                .map_err(|error| database.unavailable(&error))?;
-        }
-        let mut more_time = Duration::ZERO;
-        if is_large {
-            // The end of a lease with a million keys cannot be divided, and would otherwise never succeed.
-            more_time = ROW_TIME_MAX * u32::try_from(append.changes.len()).unwrap_or(u32::MAX);
-            let limit = (SERVER_TIMEOUT + more_time).as_millis().to_string();
-            with_timeout(sqlx::query(SET_TIMEOUTS).bind(limit).execute(&mut connection))
-                .await
-                .map_err(|error| database.refusal(&error))?;
-        }
-        let appended = if append.is_empty() {
-            Appended::Done
-        } else {
-            match with_longer_timeout(more_time, call(&mut connection, append, self.run)).await {
-                Ok(appended) => appended?,
-                // The transaction was not committed, so nothing was written.
-                Err(error) if in_transaction => return Err(database.refusal(&error)),
-                Err(error) => return Err(append_error(database, &error)),
+        let appended = tokio::select! {
+            biased;
+            appended = commit(&mut session.connection, database, append, (was_locked, self.run)) => appended?,
+            () = database.superseded(session.generation) => {
+                return Err(Error::OutcomeUnknown("another server has become the primary".to_owned()));
             }
         };
-        if in_transaction {
-            let is_written = appended != Appended::Conflict && !append.is_empty();
-            let end = if is_written { "COMMIT" } else { "ROLLBACK" };
-            with_longer_timeout(more_time, sqlx::raw_sql(end).execute(&mut connection))
-                .await
-                .map_err(|error| append_error(database, &error))?;
-        }
-        if is_large {
-            connection.shrink_buffers();
-        }
-        state.connection = Some(connection);
+        state.session = Some(session);
         Ok(appended)
     }
 
     pub(super) async fn close(&self) {
-        if let Some(connection) = self.state.lock().await.connection.take()
-            && let Err(error) = with_timeout(connection.close()).await
+        if let Some(session) = self.state.lock().await.session.take()
+            && let Err(error) = with_timeout(session.connection.close()).await
         {
             debug!(%error, "cannot close the connection for appends");
         }
     }
+}
+
+/// Appends a batch in one transaction; `was_locked`: in the one that holds the lock.
+async fn commit(
+    connection: &mut PgConnection,
+    database: &Database,
+    append: Append<'_>,
+    (was_locked, run): (bool, i64),
+) -> Result<Appended> {
+    let is_large = append.changes.len() > LARGE_ROWS_MIN;
+    // A change of users and roles takes several statements; a large append has its own limit of time.
+    let in_transaction = was_locked || append.auth.is_some() || is_large;
+    if in_transaction && !was_locked {
+        let begun = with_timeout(sqlx::raw_sql("BEGIN").execute(&mut *connection)).await;
+        begun.map_err(|error| database.unavailable(&error))?;
+    }
+    let mut more_time = Duration::ZERO;
+    if is_large {
+        // The end of a lease with a million keys cannot be divided, and would otherwise never succeed.
+        more_time = ROW_TIME_MAX * u32::try_from(append.changes.len()).unwrap_or(u32::MAX);
+        let limit = (SERVER_TIMEOUT + more_time).as_millis().to_string();
+        let set = with_timeout(sqlx::query(SET_TIMEOUTS).bind(limit).execute(&mut *connection)).await;
+        set.map_err(|error| database.refusal(&error))?;
+    }
+    let appended = if append.is_empty() {
+        Appended::Done
+    } else {
+        match with_longer_timeout(more_time, call(&mut *connection, append, run)).await {
+            Ok(appended) => appended?,
+            // The transaction was not committed, so nothing was written.
+            Err(error) if in_transaction => return Err(database.refusal(&error)),
+            Err(error) => return Err(append_error(database, &error)),
+        }
+    };
+    if in_transaction {
+        let is_written = appended != Appended::Conflict && !append.is_empty();
+        let end = if is_written { "COMMIT" } else { "ROLLBACK" };
+        let ended = with_longer_timeout(more_time, sqlx::raw_sql(end).execute(&mut *connection)).await;
+        ended.map_err(|error| append_error(database, &error))?;
+    }
+    if is_large {
+        connection.shrink_buffers();
+    }
+    Ok(appended)
 }
 
 /// Maps an error of an append. If the statement failed, its transaction was rolled back. After an error that closes the

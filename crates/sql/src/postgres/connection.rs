@@ -17,7 +17,7 @@ use tracing::warn;
 
 use super::{
     pool::{Pool, Pooled},
-    primary::{Found, Primary, Timeline},
+    primary::{Found, Generation, Primary},
 };
 use crate::rows::{cannot_migrate, describe, foreign_table};
 use crate::{Durability, migrations};
@@ -32,6 +32,9 @@ const FIRST_CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Client-side timeout of a statement, for a server that does not respond. It is longer than the timeout that the
 /// server enforces ([`SESSION_SETTINGS`]).
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(12);
+/// Client-side timeout of a statement that reads or writes a page of rows without a timeout on the server: the disk may be
+/// slow.
+pub(super) const PAGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The timeout of a statement on the server, see [`SESSION_SETTINGS`].
 pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time for which a read is retried on another connection after its connection failed.
@@ -97,14 +100,9 @@ impl Database {
         self.pool.connections()
     }
 
-    /// Returns the highest timeline of the servers that were the primary.
-    pub(super) fn timeline(&self) -> Timeline {
-        self.primary.timeline()
-    }
-
-    /// Waits until a server of a higher timeline is the primary.
-    pub(super) async fn superseded(&self, timeline: Timeline) {
-        self.primary.superseded(timeline).await;
+    /// Returns the generation of the current primary.
+    pub(super) fn generation(&self) -> Generation {
+        self.primary.generation()
     }
 
     pub(super) fn unavailable(&self, error: &sqlx::Error) -> Error {
@@ -121,11 +119,6 @@ impl Database {
         Error::Open(format!("cannot {action} database {}: {}", self.name, describe(error)))
     }
 
-    /// Opens a separate connection to the primary and sets it up.
-    pub(super) async fn connect(&self) -> sqlx::Result<PgConnection> {
-        self.find().await.map(|found| found.connection)
-    }
-
     /// Asks all hosts repeatedly which is the primary. If it becomes another one, calls that wait for the former one end.
     pub(super) async fn look_for_primary(&self, pause: Duration) -> Infallible {
         loop {
@@ -136,29 +129,33 @@ impl Database {
         }
     }
 
-    /// The same as [`Database::connect`], with what was learned about the server.
+    /// Waits until another server is the primary than in this generation.
+    pub(super) async fn superseded(&self, generation: Generation) {
+        self.primary.superseded(generation).await;
+    }
+
+    /// Opens a separate connection to the primary and sets it up.
     pub(super) async fn find(&self) -> sqlx::Result<Found> {
         let mut found = loop {
-            let timeline = self.timeline();
+            let generation = self.generation();
             tokio::select! {
                 biased;
                 found = self.primary.connect() => break found?,
                 // Another search has found the successor of a server that this one may still wait for.
-                () = self.superseded(timeline) => {}
+                () = self.superseded(generation) => {}
             }
         };
-        let set_up = timeout(SET_UP_TIMEOUT, set_up(&mut found.connection, self.durability)).await;
-        set_up.unwrap_or_else(|_| Err(timed_out(SET_UP_TIMEOUT)))?;
+        within(SET_UP_TIMEOUT, set_up(&mut found.connection, self.durability)).await?;
         Ok(found)
     }
 
     /// Opens the first connection at the start. Retries while the database is starting.
-    pub(super) async fn connect_first(&self) -> Result<PgConnection> {
+    pub(super) async fn connect_first(&self) -> Result<Found> {
         let deadline = Instant::now() + FIRST_CONNECT_TIMEOUT;
         let mut pause = RETRY_PAUSE_MIN;
-        let mut connection = loop {
-            match self.connect().await {
-                Ok(connection) => break connection,
+        let mut found = loop {
+            match self.find().await {
+                Ok(found) => break found,
                 Err(error) if is_refusal(&error) || Instant::now() + pause > deadline => {
                     return Err(self.open_error("connect to", &error));
                 }
@@ -169,12 +166,12 @@ impl Database {
             sleep(pause).await;
             pause = (pause * 2).min(RETRY_PAUSE_MAX);
         };
-        self.refuse_shared_sessions(&mut connection).await?;
-        let row = sqlx::query("SELECT current_setting('fsync')::bool, current_schema()::text")
-            .fetch_one(&mut connection)
-            .await
-            .map_err(|error| self.open_error("read", &error))?;
-        if row.get::<Option<String>, _>(1).is_none() {
+        let connection = &mut found.connection;
+        self.refuse_shared_sessions(connection).await?;
+        const STATE: &str = "SELECT current_setting('fsync')::bool, current_schema()::text";
+        let state = with_timeout(sqlx::query_as(STATE).fetch_one(connection)).await;
+        let (syncs, schema): (bool, Option<String>) = state.map_err(|error| self.open_error("read", &error))?;
+        if schema.is_none() {
             return Err(Error::Open(format!(
                 "no schema in the search path of role {role} exists in database {name}; create one, for example with \
                  CREATE SCHEMA AUTHORIZATION {role}",
@@ -182,13 +179,13 @@ impl Database {
                 name = self.name,
             )));
         }
-        if !row.get::<bool, _>(0) {
+        if !syncs {
             warn!(
                 database = self.name,
                 "the Postgres server has fsync = off: a crash of its machine loses acknowledged writes"
             );
         }
-        Ok(connection)
+        Ok(found)
     }
 
     /// Refuses a connection pooler that gives one session of the server to several clients in turn. Session settings,
@@ -201,9 +198,10 @@ impl Database {
         let mark = RandomState::new().hash_one(0).to_string();
         // A simple query, because such a pooler may not support prepared statements.
         let set = format!("SELECT set_config('orlop.session', '{mark}', false)");
-        sqlx::raw_sql(AssertSqlSafe(set)).execute(&mut *connection).await.map_err(failed)?;
-        let mut other = self.connect().await.map_err(failed)?;
-        let row = sqlx::raw_sql("SELECT current_setting('orlop.session', true)").fetch_one(&mut other).await;
+        with_timeout(sqlx::raw_sql(AssertSqlSafe(set)).execute(&mut *connection)).await.map_err(failed)?;
+        let mut other = self.find().await.map_err(failed)?.connection;
+        let seen = sqlx::raw_sql("SELECT current_setting('orlop.session', true)").fetch_one(&mut other);
+        let row = with_timeout(seen).await;
         let seen: Option<String> = row.and_then(|row| row.try_get(0)).map_err(failed)?;
         if seen.as_deref() == Some(&mark) {
             return Err(Error::Open(format!(
@@ -212,14 +210,14 @@ impl Database {
                 self.name
             )));
         }
-        other.close().await.map_err(failed)
+        with_timeout(other.close()).await.map_err(failed)
     }
 
     /// Refuses a schema that contains only tables of other applications.
     async fn refuse_other_tables(&self, connection: &mut PgConnection) -> Result<()> {
         const TABLES: &str = "SELECT tablename::text FROM pg_tables WHERE schemaname = current_schema() ORDER BY 1";
-        let tables: Vec<String> =
-            sqlx::query_scalar(TABLES).fetch_all(connection).await.map_err(|error| self.open_error("read", &error))?;
+        let tables = with_timeout(sqlx::query_scalar(TABLES).fetch_all(connection)).await;
+        let tables: Vec<String> = tables.map_err(|error| self.open_error("read", &error))?;
         foreign_table(&tables).map_or(Ok(()), |table| {
             Err(Error::Open(format!(
                 "database {} contains tables of another application, for example {table}; create a database or a \
@@ -252,17 +250,17 @@ impl Database {
         })
     }
 
-    /// Runs `work`, which uses a connection of the timeline. Fails if another server has become the primary: the former
+    /// Runs `work`, which uses a connection of the generation. Fails if another server has become the primary: the former
     /// one may never answer.
     pub(super) async fn unless_superseded<T>(
         &self,
-        timeline: Timeline,
+        generation: Generation,
         work: impl Future<Output = sqlx::Result<T>>,
     ) -> sqlx::Result<T> {
         tokio::select! {
             biased;
             done = work => done,
-            () = self.superseded(timeline) => {
+            () = self.superseded(generation) => {
                 Err(sqlx::Error::Io(std::io::Error::other("another server has become the primary")))
             }
         }
@@ -322,9 +320,9 @@ macro_rules! read {
                 Ok(pooled) => pooled,
                 Err(error) => break Err(error),
             };
-            let timeline = pooled.timeline;
+            let generation = pooled.generation;
             let $connection: &mut PgConnection = &mut pooled;
-            let answer = attempts.limited(timeline, $query).await;
+            let answer = attempts.limited(generation, $query).await;
             if let Some(done) = attempts.outcome_or_retry(pooled, answer) {
                 break done;
             }
@@ -345,15 +343,15 @@ impl Attempts<'_> {
         let Some(permit) = database.pool.permit(READ_RETRY_MAX).await else {
             return Err(database.unavailable(&sqlx::Error::PoolTimedOut));
         };
-        let timeline = database.timeline();
-        if let Some(connection) = database.pool.take_idle(timeline) {
-            return Ok(Pooled::new(connection, timeline, Arc::clone(&database.pool), permit));
+        let generation = database.generation();
+        if let Some(connection) = database.pool.take_idle(generation) {
+            return Ok(Pooled::new(connection, generation, Arc::clone(&database.pool), permit));
         }
         let mut pause = RETRY_PAUSE_MIN;
         loop {
             match database.find().await {
-                Ok(Found { connection, timeline, .. }) => {
-                    return Ok(Pooled::new(connection, timeline, Arc::clone(&database.pool), permit));
+                Ok(Found { connection, generation, .. }) => {
+                    return Ok(Pooled::new(connection, generation, Arc::clone(&database.pool), permit));
                 }
                 Err(error) if is_refusal(&error) || Instant::now() + pause > self.deadline => {
                     return Err(database.unavailable(&error));
@@ -367,10 +365,10 @@ impl Attempts<'_> {
     /// Runs a query with the client-side timeout. Ends it if another server has become the primary.
     pub(super) async fn limited<T>(
         &self,
-        timeline: Timeline,
+        generation: Generation,
         query: impl Future<Output = sqlx::Result<T>>,
     ) -> sqlx::Result<T> {
-        self.database.unless_superseded(timeline, with_timeout(query)).await
+        self.database.unless_superseded(generation, with_timeout(query)).await
     }
 
     /// Returns the result, or `None` to retry.
@@ -392,27 +390,27 @@ impl Attempts<'_> {
 /// A connection for one purpose. It is opened at the first use, and again after it failed or another server has become
 /// the primary.
 #[derive(Default)]
-pub(super) struct Dedicated(Mutex<Option<(PgConnection, Timeline)>>);
+pub(super) struct Dedicated(Mutex<Option<(PgConnection, Generation)>>);
 
 /// Exclusive use of a dedicated connection. When dropped, it closes the connection unless [`InUse::keep`] was called,
 /// so that the next use does not receive a connection in an unknown state.
 pub(super) struct InUse<'a> {
-    slot: MutexGuard<'a, Option<(PgConnection, Timeline)>>,
+    slot: MutexGuard<'a, Option<(PgConnection, Generation)>>,
     pub(super) connection: PgConnection,
-    pub(super) timeline: Timeline,
+    pub(super) generation: Generation,
 }
 
 impl Dedicated {
     pub(super) async fn take(&self, database: &Database) -> sqlx::Result<InUse<'_>> {
         let mut slot = self.0.lock().await;
-        let (connection, timeline) = match slot.take() {
-            Some((connection, timeline)) if timeline >= database.timeline() => (connection, timeline),
+        let (connection, generation) = match slot.take() {
+            Some((connection, generation)) if generation >= database.generation() => (connection, generation),
             Some(_) | None => {
                 let found = database.find().await?;
-                (found.connection, found.timeline)
+                (found.connection, found.generation)
             }
         };
-        Ok(InUse { slot, connection, timeline })
+        Ok(InUse { slot, connection, generation })
     }
 
     pub(super) async fn close(&self) {
@@ -424,22 +422,26 @@ impl Dedicated {
 
 impl InUse<'_> {
     pub(super) fn keep(self) {
-        let Self { mut slot, connection, timeline } = self;
-        *slot = Some((connection, timeline));
+        let Self { mut slot, connection, generation } = self;
+        *slot = Some((connection, generation));
     }
 }
 
 /// Runs `work` with the client-side timeout.
-pub(super) async fn with_timeout<T>(work: impl Future<Output = sqlx::Result<T>>) -> sqlx::Result<T> {
-    with_longer_timeout(Duration::ZERO, work).await
+pub(super) fn with_timeout<T>(work: impl Future<Output = sqlx::Result<T>>) -> impl Future<Output = sqlx::Result<T>> {
+    within(STATEMENT_TIMEOUT, work)
 }
 
 /// Like [`with_timeout`], for a statement that may take longer than others by `more`.
-pub(super) async fn with_longer_timeout<T>(
+pub(super) fn with_longer_timeout<T>(
     more: Duration,
     work: impl Future<Output = sqlx::Result<T>>,
-) -> sqlx::Result<T> {
-    let max = STATEMENT_TIMEOUT + more;
+) -> impl Future<Output = sqlx::Result<T>> {
+    within(STATEMENT_TIMEOUT + more, work)
+}
+
+/// Runs `work` with a client-side timeout.
+pub(super) async fn within<T>(max: Duration, work: impl Future<Output = sqlx::Result<T>>) -> sqlx::Result<T> {
     timeout(max, work).await.unwrap_or_else(|_| Err(timed_out(max)))
 }
 

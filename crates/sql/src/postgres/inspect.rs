@@ -52,16 +52,19 @@ impl Inspect for PostgresView {
 
     async fn facts(&self) -> Result<Facts> {
         let connection = &mut *self.connection.lock().await;
-        facts(connection).await.map_err(|error| self.unreadable(error))
+        self.try_limited(facts(connection)).await.map_err(|error| self.unreadable(error))
     }
 
     async fn rows_after(&self, place: (i64, i64)) -> Result<Vec<StoredRow>> {
         const FIRST: &str = rows_sql!("0::bigint", "kv_log WHERE id >= $1 AND (id > $1 OR $2::bigint < 0) ORDER BY id");
         const MORE: &str = rows_sql!("sub", "kv_log_more WHERE (id, sub) > ($1, $2) ORDER BY id, sub");
         let connection = &mut *self.connection.lock().await;
-        let rows_max = replay_rows(&mut *connection, place).await.map_err(|error| self.unreadable(error))?;
-        let first = rows(&mut *connection, FIRST, place, rows_max).await.map_err(|error| self.unreadable(error))?;
-        let more = rows(connection, MORE, place, rows_max).await.map_err(|error| self.unreadable(error))?;
+        let reading = async {
+            let rows_max = replay_rows(&mut *connection, place).await?;
+            let first = rows(&mut *connection, FIRST, place, rows_max).await?;
+            Ok((rows_max, first, rows(connection, MORE, place, rows_max).await?))
+        };
+        let (rows_max, first, more) = self.try_limited(reading).await.map_err(|error| self.unreadable(error))?;
         let read = |table, rows: Vec<_>| rows.iter().map(|row| stored_row(table, row)).collect::<Result<Vec<_>>>();
         Ok(merge(read(Table::First, first)?, read(Table::More, more)?, rows_max, StoredRow::place))
     }
@@ -87,16 +90,15 @@ impl Inspect for PostgresView {
         const ROWS: &str = "SELECT id, sub, key, (octet_length(key) + coalesce(octet_length(value || ''::bytea), 0))::bigint, \
             deleted::int::bigint, end_revision FROM kv_archive WHERE (id, sub) > ($1, $2) ORDER BY id, sub LIMIT $3";
         let connection = &mut *self.connection.lock().await;
-        let found =
-            rows(connection, ROWS, (id, sub), ARCHIVE_PAGE_ROWS).await.map_err(|error| self.unreadable(error))?;
+        let reading = rows(connection, ROWS, (id, sub), ARCHIVE_PAGE_ROWS);
+        let found = self.try_limited(reading).await.map_err(|error| self.unreadable(error))?;
         found.iter().map(stored_archived_row).collect()
     }
 
     /// Ends the transaction, because the server logs a connection that is closed inside one. Nothing else is checked,
     /// because all reads used one snapshot.
     async fn finish(&self) -> Result<()> {
-        let ended = sqlx::raw_sql("ROLLBACK").execute(&mut *self.connection.lock().await).await;
-        ended.map(drop).map_err(|error| self.database.unavailable(&error))
+        self.limited(sqlx::raw_sql("ROLLBACK").execute(&mut *self.connection.lock().await)).await.map(drop)
     }
 }
 

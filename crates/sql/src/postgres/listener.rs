@@ -19,7 +19,7 @@ use sqlx::{
 use tokio::{
     sync::{Notify, watch},
     task::JoinHandle,
-    time::{MissedTickBehavior, interval, sleep, timeout},
+    time::{Instant, MissedTickBehavior, interval, interval_at, sleep, timeout},
 };
 use tracing::{debug, info};
 
@@ -28,6 +28,8 @@ use orlop_core::{supervise::vital, types::Revision};
 
 /// Pause before listening again after a failure.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
+/// Interval in which the connection is checked: a server that is gone without a trace would never notify.
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// Interval in which own appends are counted.
 const COUNT_INTERVAL: Duration = Duration::from_millis(10);
 /// Number of own appends per interval from which on this instance does not listen.
@@ -131,7 +133,7 @@ async fn listen(
         sender.send_replace(Revision(0));
         receive(listener, channel, sender, own).await
     });
-    database.unless_superseded(found.timeline, listening).await
+    database.unless_superseded(found.generation, listening).await
 }
 
 /// Passes on the revisions of notifications until the connection fails. Does not listen while this instance appends all
@@ -145,6 +147,8 @@ async fn receive(
     let (mut is_listening, mut is_counting) = (true, false);
     let mut counts = interval(COUNT_INTERVAL);
     counts.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut checks = interval_at(Instant::now() + CHECK_INTERVAL, CHECK_INTERVAL);
+    checks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         // Dropping `try_recv` loses nothing: what has been read of a message stays in the connection's buffer.
         tokio::select! {
@@ -152,15 +156,18 @@ async fn receive(
                 Some(notification) => pass_on(&notification, sender),
                 None => return Ok(()),
             },
+            _ = checks.tick() => {
+                with_timeout(sqlx::query("SELECT 1").execute(&mut listener)).await?;
+            }
             () = own.started.notified(), if !is_counting => is_counting = true,
             _ = counts.tick(), if is_counting => {
                 let appends = own.count.swap(0, Ordering::Relaxed);
                 is_counting = appends > 0;
                 if is_listening && appends >= APPENDS_MIN {
-                    listener.unlisten(channel).await?;
+                    with_timeout(listener.unlisten(channel)).await?;
                     is_listening = false;
                 } else if !is_listening && appends == 0 {
-                    listener.listen(channel).await?;
+                    with_timeout(listener.listen(channel)).await?;
                     is_listening = true;
                     own.missed.notify_one();
                 }

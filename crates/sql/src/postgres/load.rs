@@ -5,7 +5,7 @@ use sqlx::{Connection as _, PgConnection};
 
 use super::{
     append::{Columns, bind},
-    connection::{Database, with_timeout},
+    connection::{Database, PAGE_TIMEOUT, with_timeout, within},
 };
 use crate::{
     Durability,
@@ -78,11 +78,11 @@ impl PostgresLoader {
     /// [`Error::Open`] if the database cannot be reached, contains rows or leases, or an instance is using it.
     pub async fn open(endpoint: &str) -> Result<Self> {
         let database = Database::new(endpoint, 1, Durability::Synced)?;
-        let mut connection = database.connect_first().await?;
+        let mut connection = database.connect_first().await?.connection;
         database.migrate(&mut connection).await?;
         let failed = |error: sqlx::Error| database.open_error("write to", &error);
         with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await.map_err(failed)?;
-        if sqlx::query_scalar(HAS_ROWS).fetch_one(&mut connection).await.map_err(failed)? {
+        if with_timeout(sqlx::query_scalar(HAS_ROWS).fetch_one(&mut connection)).await.map_err(failed)? {
             return Err(Error::Open(format!(
                 "database {} already contains a log; use an empty database or schema",
                 database.name()
@@ -90,8 +90,7 @@ impl PostgresLoader {
         }
         let mut loader = Self { database, connection, archive: None };
         loader.refuse_if_served().await?;
-        let emptied = sqlx::raw_sql(EMPTY_ARCHIVE).execute(&mut loader.connection).await;
-        emptied.map_err(|error| loader.database.unavailable(&error))?;
+        loader.run(async |loader| sqlx::raw_sql(EMPTY_ARCHIVE).execute(&mut loader.connection).await).await?;
         Ok(loader)
     }
 
@@ -102,28 +101,32 @@ impl PostgresLoader {
     /// [`Error::Open`] if the database cannot be reached, contains another log, or an instance is using it.
     pub async fn discard(endpoint: &str, source: u64) -> Result<()> {
         let database = Database::new(endpoint, 1, Durability::Synced)?;
-        let mut connection = database.connect_first().await?;
+        let mut connection = database.connect_first().await?.connection;
         let failed = |error: sqlx::Error| database.open_error("write to", &error);
         with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await.map_err(failed)?;
         let recorded = sqlx::query_scalar::<_, i64>("SELECT value FROM meta WHERE name = $1").bind(MIGRATION_SOURCE);
-        let recorded = recorded.fetch_optional(&mut connection).await.map_err(failed)?;
+        let recorded = with_timeout(recorded.fetch_optional(&mut connection)).await.map_err(failed)?;
         if recorded != Some(source.cast_signed()) {
             return Err(Error::Open(format!("database {} is not an unfinished copy", database.name())));
         }
         let mut loader = Self { database, connection, archive: None };
         loader.refuse_if_served().await?;
         for sql in [EMPTY, EMPTY_ARCHIVE] {
-            let emptied = sqlx::raw_sql(sql).execute(&mut loader.connection).await;
-            emptied.map_err(|error| loader.database.unavailable(&error))?;
+            loader.run(async |loader| sqlx::raw_sql(sql).execute(&mut loader.connection).await).await?;
         }
         loader.commit().await
+    }
+
+    /// Runs statements, each of which handles a page of rows at most.
+    async fn run<T>(&mut self, work: impl AsyncFnOnce(&mut Self) -> sqlx::Result<T>) -> Result<T> {
+        let done = within(PAGE_TIMEOUT, work(self)).await;
+        done.map_err(|error| self.database.unavailable(&error))
     }
 
     /// Commits and closes the connection.
     async fn commit(self) -> Result<()> {
         let Self { database, mut connection, .. } = self;
-        sqlx::raw_sql("COMMIT")
-            .execute(&mut connection)
+        within(PAGE_TIMEOUT, sqlx::raw_sql("COMMIT").execute(&mut connection))
             .await
             .map_err(|error| Error::OutcomeUnknown(error.to_string()))?;
         // The transaction is committed already.
@@ -139,7 +142,7 @@ impl PostgresLoader {
 
     async fn refuse_if_served(&mut self) -> Result<()> {
         let live = sqlx::query_scalar::<_, String>(LIVE_MEMBER).bind(HEARTBEAT_TIMEOUT.as_secs_f64());
-        match live.fetch_optional(&mut self.connection).await.map_err(|error| self.database.unavailable(&error))? {
+        match self.run(async |loader| live.fetch_optional(&mut loader.connection).await).await? {
             Some(name) => Err(Error::Open(format!(
                 "database {} is or was recently used by instance {name}; stop it and try again in {} seconds",
                 self.database.name(),
@@ -225,15 +228,15 @@ impl PostgresLoader {
 #[async_trait]
 impl Load for PostgresLoader {
     async fn add(&mut self, changes: &[Change]) -> Result<()> {
-        self.add_rows(changes).await.map_err(|error| self.database.unavailable(&error))
+        self.run(async |loader| loader.add_rows(changes).await).await
     }
 
     async fn add_archive(&mut self, part: ArchivePart) -> Result<()> {
-        self.add_part(&part).await.map_err(|error| self.database.unavailable(&error))
+        self.run(async |loader| loader.add_part(&part).await).await
     }
 
     async fn finish(mut self: Box<Self>, meta: &Meta, auth: &AuthState) -> Result<()> {
-        self.add_facts(meta, auth).await.map_err(|error| self.database.unavailable(&error))?;
+        self.run(async |loader| loader.add_facts(meta, auth).await).await?;
         self.refuse_if_served().await?;
         self.commit().await
     }

@@ -17,7 +17,7 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-use super::primary::{Primary, Timeline};
+use super::primary::{Generation, Primary};
 use crate::rows::connections;
 use orlop_core::log::Connections;
 
@@ -38,7 +38,7 @@ pub(super) struct Pool {
 
 struct Idle {
     connection: PgConnection,
-    timeline: Timeline,
+    generation: Generation,
     since: Instant,
 }
 
@@ -58,10 +58,10 @@ impl Pool {
         timeout(max_wait, Arc::clone(&self.permits).acquire_owned()).await.ok()?.ok()
     }
 
-    /// Takes an unused connection to a server of the timeline. Closes those to former primaries.
-    pub(super) fn take_idle(&self, timeline: Timeline) -> Option<PgConnection> {
+    /// Takes an unused connection of the generation. Closes those of earlier ones.
+    pub(super) fn take_idle(&self, generation: Generation) -> Option<PgConnection> {
         let mut idle = self.idle();
-        idle.retain(|it| it.timeline >= timeline && it.since.elapsed() < IDLE_MAX);
+        idle.retain(|it| it.generation >= generation && it.since.elapsed() < IDLE_MAX);
         idle.pop().map(|it| it.connection)
     }
 
@@ -80,9 +80,9 @@ impl Pool {
         }
     }
 
-    fn put_back(&self, connection: PgConnection, timeline: Timeline) {
+    fn put_back(&self, connection: PgConnection, generation: Generation) {
         if !self.permits.is_closed() {
-            self.idle().push(Idle { connection, timeline, since: Instant::now() });
+            self.idle().push(Idle { connection, generation, since: Instant::now() });
         }
     }
 
@@ -97,7 +97,7 @@ impl Pool {
 /// cancelled before its response was read. [`Pooled::keep`] returns it at once; [`Pooled::discard`] closes it.
 pub(super) struct Pooled {
     connection: Option<PgConnection>,
-    pub(super) timeline: Timeline,
+    pub(super) generation: Generation,
     pool: Arc<Pool>,
     permit: Option<OwnedSemaphorePermit>,
 }
@@ -105,17 +105,17 @@ pub(super) struct Pooled {
 impl Pooled {
     pub(super) fn new(
         connection: PgConnection,
-        timeline: Timeline,
+        generation: Generation,
         pool: Arc<Pool>,
         permit: OwnedSemaphorePermit,
     ) -> Self {
-        Self { connection: Some(connection), timeline, pool, permit: Some(permit) }
+        Self { connection: Some(connection), generation, pool, permit: Some(permit) }
     }
 
     /// Returns the connection, which has answered every query, to the pool.
     pub(super) fn keep(mut self) {
         if let Some(connection) = self.connection.take() {
-            self.pool.put_back(connection, self.timeline);
+            self.pool.put_back(connection, self.generation);
         }
     }
 
@@ -142,17 +142,17 @@ impl DerefMut for Pooled {
 impl Drop for Pooled {
     fn drop(&mut self) {
         let Some(mut connection) = self.connection.take() else { return };
-        let (pool, timeline, permit) = (Arc::clone(&self.pool), self.timeline, self.permit.take());
+        let (pool, generation, permit) = (Arc::clone(&self.pool), self.generation, self.permit.take());
         // Without a runtime the connection is closed.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         runtime.spawn(async move {
             let settling = timeout(SETTLE_MAX, connection.ping());
             let is_ready = tokio::select! {
                 settled = settling => settled.is_ok_and(|answer| answer.is_ok()),
-                () = pool.primary.superseded(timeline) => false,
+                () = pool.primary.superseded(generation) => false,
             };
             if is_ready {
-                pool.put_back(connection, timeline);
+                pool.put_back(connection, generation);
             }
             drop(permit);
         });

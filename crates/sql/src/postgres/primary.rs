@@ -4,7 +4,7 @@
 //! Otherwise something has changed, and all hosts are asked at the same time. Of the servers that accept writes, the one
 //! with the highest timeline is used: a promotion starts a new timeline, so a former primary that was started again has
 //! a lower one. The highest timeline is remembered, and a server with a lower one, or with another system identifier,
-//! is refused from then on.
+//! is refused from then on. Connections to the server before are closed: each belongs to a [`Generation`].
 //!
 //! Known limits: only a server that answers can be compared. A start that reaches nothing but a former primary uses it,
 //! as does an instance that has never reached its successor; synchronous replication and fencing (of Patroni, for
@@ -54,12 +54,17 @@ const IDENTITY_WITHOUT_TIMELINE: &str = "SELECT pg_is_in_recovery()::text, curre
 
 /// A number that increases at each promotion; 0 if the server does not report it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Timeline(u32);
+struct Timeline(u32);
+
+/// Counts the servers that were found to be the primary one after the other; a server that was restarted counts again.
+/// A connection of a lower generation than the newest leads to a former primary.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Generation(u64);
 
 /// A connection to the primary.
 pub(super) struct Found {
     pub(super) connection: PgConnection,
-    pub(super) timeline: Timeline,
+    pub(super) generation: Generation,
     /// The options with which the connection was opened.
     pub(super) options: PgConnectOptions,
 }
@@ -67,7 +72,9 @@ pub(super) struct Found {
 /// A server that accepts writes.
 struct Candidate {
     host: usize,
-    found: Found,
+    connection: PgConnection,
+    options: PgConnectOptions,
+    timeline: Timeline,
     /// The start of the server, which identifies one run of it.
     run: i64,
     system: Option<String>,
@@ -87,6 +94,8 @@ struct Last {
 #[derive(Default)]
 struct Known {
     last: Option<Last>,
+    /// The highest timeline seen.
+    highest: Timeline,
     system: Option<String>,
     /// The last refusal that was logged; a repeated one is not.
     refusal: String,
@@ -96,8 +105,8 @@ struct Known {
 pub(super) struct Primary {
     hosts: Hosts,
     known: Mutex<Known>,
-    /// The highest timeline seen.
-    timeline: watch::Sender<Timeline>,
+    /// The newest generation.
+    generation: watch::Sender<Generation>,
 }
 
 impl Primary {
@@ -111,7 +120,7 @@ impl Primary {
         };
         let invalid = |error| Error::Open(format!("datastore-endpoint is not a Postgres URL: {error}"));
         let hosts = Hosts::parse(endpoint, &environment).map_err(invalid)?;
-        let primary = Self { hosts, known: Mutex::default(), timeline: watch::Sender::default() };
+        let primary = Self { hosts, known: Mutex::default(), generation: watch::Sender::default() };
         // The error text may contain a part of the address, but not the password: any password is valid, so its
         // parsing never fails.
         primary.parse(0).map_err(|error| invalid(describe(&error)))?;
@@ -134,15 +143,15 @@ impl Primary {
         Ok(options.extra_float_digits(None).application_name("orlop").disable_statement_logging())
     }
 
-    /// Returns the highest timeline seen.
-    pub(super) fn timeline(&self) -> Timeline {
-        *self.timeline.borrow()
+    /// Returns the newest generation.
+    pub(super) fn generation(&self) -> Generation {
+        *self.generation.borrow()
     }
 
-    /// Waits until a server of a higher timeline is known.
-    pub(super) async fn superseded(&self, timeline: Timeline) {
+    /// Waits until another server is the primary than in this generation.
+    pub(super) async fn superseded(&self, generation: Generation) {
         // It fails only after the sender, which is in `self`, was dropped.
-        let _ = self.timeline.subscribe().wait_for(|newest| *newest > timeline).await;
+        let _ = self.generation.subscribe().wait_for(|newest| *newest > generation).await;
     }
 
     /// Connects to the primary.
@@ -208,7 +217,7 @@ impl Primary {
             let is_last = last.is_some_and(|last| last.host == host);
             (!is_last, order.iter().position(|it| *it == host))
         };
-        candidates.sort_by_key(|candidate| (std::cmp::Reverse(candidate.found.timeline), place(candidate.host)));
+        candidates.sort_by_key(|candidate| (std::cmp::Reverse(candidate.timeline), place(candidate.host)));
         for candidate in candidates {
             let host = candidate.host;
             match self.accept(candidate) {
@@ -221,12 +230,10 @@ impl Primary {
 
     /// Accepts a server unless it is another one, or an older one, than an earlier server.
     fn accept(&self, candidate: Candidate) -> std::result::Result<Found, Refusal> {
-        let name = &self.host(candidate.host).name;
-        let timeline = candidate.found.timeline;
+        let Candidate { host, connection, options, timeline, run, system } = candidate;
+        let name = &self.host(host).name;
         let mut known = self.known();
-        let highest = self.timeline();
-        let refusal = refusal((&known.system, highest), (&candidate.system, timeline));
-        if let Some(refusal) = refusal {
+        if let Some(refusal) = refusal((&known.system, known.highest), (&system, timeline)) {
             let text = format!("{name}: {refusal}");
             if known.refusal != text {
                 warn!(host = name, "a server was refused: {refusal}");
@@ -234,23 +241,26 @@ impl Primary {
             }
             return Err(refusal);
         }
-        if candidate.system.is_some() {
-            known.system = candidate.system;
+        if system.is_some() {
+            known.system = system;
         }
-        let current = Last { host: candidate.host, run: candidate.run, timeline };
         if known.last.is_none() && self.hosts() > 1 && timeline == Timeline::default() {
             warn!(
                 host = name,
                 "the role may not call pg_control_system and pg_walfile_name: a former primary cannot be recognized"
             );
         }
+        let current = Last { host, run, timeline };
         if known.last.is_some_and(|last| last != current) || (known.last.is_none() && self.hosts() > 1) {
             info!(host = name, timeline = timeline.0, "connected to the primary");
         }
+        if known.last.is_some_and(|last| last.run != run) {
+            self.generation.send_modify(|newest| newest.0 += 1);
+        }
         known.last = Some(current);
+        known.highest = known.highest.max(timeline);
         known.refusal.clear();
-        self.timeline.send_if_modified(|highest| std::mem::replace(highest, timeline.max(*highest)) < timeline);
-        Ok(candidate.found)
+        Ok(Found { connection, generation: self.generation(), options })
     }
 
     async fn attempt(&self, host: usize, limit: Duration) -> Answer {
@@ -278,7 +288,7 @@ impl Primary {
         let run = text(2)?.parse().map_err(|error| sqlx::Error::Decode(Box::new(error)))?;
         // Eight hexadecimal digits, or nothing.
         let timeline = Timeline(u32::from_str_radix(&text(4)?, 16).unwrap_or_default());
-        Ok(Candidate { host, found: Found { connection, timeline, options }, run, system: row.try_get(3)? })
+        Ok(Candidate { host, connection, options, timeline, run, system: row.try_get(3)? })
     }
 
     /// Reads the file that the parameter `passfile` names. sqlx reads `PGPASSFILE` and `~/.pgpass`.
@@ -337,7 +347,7 @@ impl Primary {
 
 impl Candidate {
     fn is(&self, last: Last) -> bool {
-        let own = Last { host: self.host, run: self.run, timeline: self.found.timeline };
+        let own = Last { host: self.host, run: self.run, timeline: self.timeline };
         own == last
     }
 }

@@ -17,7 +17,7 @@ use tracing::debug;
 use super::{
     PostgresLog, PostgresView,
     connection::{Database, with_timeout},
-    primary::{Found, Timeline},
+    primary::{Found, Generation},
 };
 use crate::rows::LogRow as _;
 
@@ -54,8 +54,8 @@ impl SavedIndex for PostgresLog {
 
     async fn create(&self, state: SavedIndexState, server: i64) -> Result<Option<Box<dyn SavedIndexWriter + '_>>> {
         let found = self.database.find().await.map_err(|error| self.database.unavailable(&error))?;
-        let Found { connection, timeline, .. } = found;
-        let mut writer = Writer { database: &self.database, connection, timeline, state, server, part: 0 };
+        let Found { connection, generation, .. } = found;
+        let mut writer = Writer { database: &self.database, connection, generation, state, server, part: 0 };
         writer.run(async |connection| sqlx::raw_sql(BEGIN).execute(connection).await).await?;
         if !writer.run(async |connection| sqlx::query_scalar(TRY_LOCK).fetch_one(connection).await).await? {
             return Ok(None);
@@ -104,7 +104,7 @@ struct Writer<'a> {
     database: &'a Database,
     /// In a transaction. If it is dropped, the server rolls back.
     connection: PgConnection,
-    timeline: Timeline,
+    generation: Generation,
     state: SavedIndexState,
     server: i64,
     /// The number of the next part.
@@ -114,7 +114,7 @@ struct Writer<'a> {
 impl Writer<'_> {
     async fn run<T>(&mut self, work: impl AsyncFnOnce(&mut PgConnection) -> sqlx::Result<T>) -> Result<T> {
         let work = with_timeout(work(&mut self.connection));
-        let done = self.database.unless_superseded(self.timeline, work).await;
+        let done = self.database.unless_superseded(self.generation, work).await;
         done.map_err(|error| self.database.refusal(&error))
     }
 

@@ -1,9 +1,12 @@
 //! Disk usage of the tables, and VACUUM.
 
+use std::{io::ErrorKind, time::Duration};
+
 use sqlx::{Connection as _, PgConnection};
+use tokio::time::sleep;
 
 use super::{
-    connection::{Database, with_timeout},
+    connection::{Database, read, with_timeout},
     primary::Found,
 };
 use orlop_core::log::Result;
@@ -28,6 +31,10 @@ const IN_USE: &str = "SELECT ( \
         greatest(1.0, pg_relation_size('kv_log_more') / sample.bytes) AS more \
         FROM (SELECT $1 * current_setting('block_size')::numeric AS bytes) sample) samples";
 
+const HAS_ENDED: &str = "SELECT NOT EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = $1 AND state = 'active')";
+/// Pause between two checks of a vacuum.
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
+
 pub(super) async fn total(connection: &mut PgConnection) -> sqlx::Result<i64> {
     sqlx::query_scalar(TOTAL).fetch_one(connection).await
 }
@@ -42,9 +49,37 @@ pub(super) async fn in_use(connection: &mut PgConnection) -> sqlx::Result<i64> {
 pub(super) async fn vacuum(database: &Database) -> Result<()> {
     let unavailable = |error| database.unavailable(&error);
     // A separate connection, because a vacuum takes time in proportion to the size of the tables.
-    let Found { mut connection, timeline, .. } = database.find().await.map_err(unavailable)?;
-    with_timeout(sqlx::raw_sql("SET statement_timeout = 0").execute(&mut connection)).await.map_err(unavailable)?;
+    let Found { mut connection, generation, .. } = database.find().await.map_err(unavailable)?;
+    let set_up = async {
+        sqlx::raw_sql("SET statement_timeout = 0").execute(&mut connection).await?;
+        sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut connection).await
+    };
+    let process = with_timeout(set_up).await.map_err(unavailable)?;
     let vacuum = sqlx::query("VACUUM kv_log, kv_log_more, lease, meta, saved_index").execute(&mut connection);
-    database.unless_superseded(timeline, vacuum).await.map_err(unavailable)?;
+    let vacuum = tokio::select! {
+        vacuum = database.unless_superseded(generation, vacuum) => vacuum.map(drop),
+        () = lost(database, process) => Err(sqlx::Error::Io(ErrorKind::ConnectionReset.into())),
+    };
+    vacuum.map_err(unavailable)?;
     with_timeout(connection.close()).await.map_err(unavailable)
+}
+
+/// Returns when the server has ended a statement without a timeout and its result has not arrived: the connection was lost
+/// without a trace.
+async fn lost(database: &Database, process: i32) {
+    loop {
+        sleep(CHECK_INTERVAL).await;
+        if has_ended(database, process).await {
+            // The result may be on its way.
+            sleep(CHECK_INTERVAL).await;
+            if has_ended(database, process).await {
+                return;
+            }
+        }
+    }
+}
+
+/// Returns whether a process of the server is known to execute no statement.
+async fn has_ended(database: &Database, process: i32) -> bool {
+    read!(database, connection => sqlx::query_scalar(HAS_ENDED).bind(process).fetch_one(connection)).unwrap_or(false)
 }

@@ -1,14 +1,14 @@
 //! A read-only snapshot of a log.
 
-use std::{future::Future, time::Duration};
+use std::future::Future;
 
 use async_trait::async_trait;
 use sqlx::PgConnection;
-use tokio::{sync::Mutex, time::timeout};
+use tokio::sync::Mutex;
 
 use super::{
-    connection::{Database, timed_out, with_timeout},
-    primary::{Found, Timeline},
+    connection::{Database, PAGE_TIMEOUT, with_timeout, within},
+    primary::{Found, Generation},
     read,
 };
 use crate::{Durability, auth, migrations, rows::check_schema};
@@ -22,10 +22,6 @@ use orlop_core::{
 const BEGIN: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT 1 FROM meta";
 
-/// Client-side timeout of a read, for a server that does not respond. It is longer than that of other statements, because a
-/// page may come from a slow disk.
-const READ_TIMEOUT: Duration = Duration::from_secs(60);
-
 /// The migration that created the archive.
 const ARCHIVE_SCHEMA: i64 = 4;
 
@@ -33,8 +29,7 @@ const ARCHIVE_SCHEMA: i64 = 4;
 pub struct PostgresView {
     pub(super) connection: Mutex<PgConnection>,
     pub(super) database: Database,
-    /// That of the server when the connection was opened.
-    timeline: Timeline,
+    generation: Generation,
     member_id: u64,
     /// The newest migration of the database.
     schema: i64,
@@ -48,14 +43,14 @@ impl PostgresView {
     /// [`Error::Open`] with the name of the database, if it cannot be reached or contains no log of this version.
     pub async fn of_database(endpoint: &str) -> Result<Self> {
         let database = Database::new(endpoint, 1, Durability::Synced)?;
-        let mut connection = database.connect_first().await?;
+        let mut found = database.connect_first().await?;
         let name = format!("database {}", database.name());
-        let versions: Vec<i64> = sqlx::query_scalar("SELECT version FROM _sqlx_migrations ORDER BY version")
-            .fetch_all(&mut connection)
+        let versions = sqlx::query_scalar("SELECT version FROM _sqlx_migrations ORDER BY version");
+        let versions: Vec<i64> = with_timeout(versions.fetch_all(&mut found.connection))
             .await
             .map_err(|error| Error::Open(format!("{name} contains no Orlop log: {error}")))?;
         let schema = check_schema(&name, &versions, &migrations::postgres())?;
-        Self::begin(connection, database.timeline(), &database, 0, schema).await
+        Self::begin(found, &database, 0, schema).await
     }
 
     /// Returns whether the database has the tables of an archive.
@@ -65,27 +60,24 @@ impl PostgresView {
 
     pub(super) async fn now(database: &Database, member_id: u64) -> Result<Self> {
         let found = database.find().await.map_err(|error| database.unavailable(&error))?;
-        let Found { connection, timeline, .. } = found;
-        Self::begin(connection, timeline, database, member_id, auth::SCHEMA).await
+        Self::begin(found, database, member_id, auth::SCHEMA).await
     }
 
-    async fn begin(
-        mut connection: PgConnection,
-        timeline: Timeline,
-        database: &Database,
-        member_id: u64,
-        schema: i64,
-    ) -> Result<Self> {
+    async fn begin(found: Found, database: &Database, member_id: u64, schema: i64) -> Result<Self> {
+        let Found { mut connection, generation, .. } = found;
         let begun = with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await;
         begun.map_err(|error| database.unavailable(&error))?;
-        Ok(Self { connection: Mutex::new(connection), database: database.clone(), timeline, member_id, schema })
+        Ok(Self { connection: Mutex::new(connection), database: database.clone(), generation, member_id, schema })
     }
 
-    /// Runs a read. Fails if another server has become the primary, or after [`READ_TIMEOUT`].
+    /// Runs a read. Fails if another server has become the primary, or after [`PAGE_TIMEOUT`].
     pub(super) async fn limited<T>(&self, read: impl Future<Output = sqlx::Result<T>>) -> Result<T> {
-        let read = async { timeout(READ_TIMEOUT, read).await.unwrap_or_else(|_| Err(timed_out(READ_TIMEOUT))) };
-        let read = self.database.unless_superseded(self.timeline, read).await;
-        read.map_err(|error| self.database.unavailable(&error))
+        self.try_limited(read).await.map_err(|error| self.database.unavailable(&error))
+    }
+
+    /// The same as [`PostgresView::limited`], with the error of the read itself.
+    pub(super) async fn try_limited<T>(&self, read: impl Future<Output = sqlx::Result<T>>) -> sqlx::Result<T> {
+        self.database.unless_superseded(self.generation, within(PAGE_TIMEOUT, read)).await
     }
 }
 
