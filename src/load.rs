@@ -55,6 +55,9 @@ pub struct Bounds {
     pub compacted: Option<Revision>,
 }
 
+/// The highest revision of a log that is loaded. Many more follow than a store ever writes.
+pub const HEAD_MAX: Revision = Revision(1 << 62);
+
 impl Bounds {
     /// Returns the bounds of a log that is made from a store with the newest revision `head`. Everything up to the compact
     /// revision and up to the last revision without a change is compacted.

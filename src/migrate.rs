@@ -105,6 +105,8 @@ struct Migration {
     fence: bool,
     /// The revision at which [`Goal::Once`] is reached, once it is known.
     end: Option<Revision>,
+    /// The leases that the source had before its last revision was read, with their TTLs in seconds.
+    leases: BTreeMap<LeaseId, i64>,
     /// Whether the hashes were compared for [`Goal::CutOver`].
     is_verified: bool,
     /// The members of the source whose alarm may be raised by this migration. An alarm belongs to a member;
@@ -145,6 +147,7 @@ pub async fn run(
         goal: args.goal(),
         fence: args.fence,
         end: None,
+        leases: BTreeMap::new(),
         is_verified: false,
         alarmed: BTreeSet::new(),
         is_fenced: false,

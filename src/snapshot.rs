@@ -198,7 +198,7 @@ pub async fn restore<E: From<Error> + From<log::Error>>(
 ) -> std::result::Result<Restored, E> {
     let path = file.to_owned();
     match on_blocking_thread(move || open(&path, check, content)).await? {
-        Some(import) => Ok(import.load(bump, create.await?).await?),
+        Some(import) => import.load(bump, create).await,
         None if bump.is_some() => Err(Error::File(format!(
             "{} is a SQLite database, whose revisions cannot be raised with --bump-revision",
             file.display()

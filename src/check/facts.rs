@@ -8,7 +8,7 @@ use orlop_core::{
 
 const FACTS: &str = "meta";
 /// Known facts and their minimum values.
-const KNOWN_FACTS: [(&str, i64); 14] = [
+const KNOWN_FACTS: [(&str, i64); 15] = [
     ("cluster_id", 1),
     ("member_id", 1),
     ("compact_revision", 0),
@@ -21,6 +21,7 @@ const KNOWN_FACTS: [(&str, i64); 14] = [
     (log::SAVED_INDEX_MARK, i64::MIN),
     ("auth_enabled", 0),
     ("auth_revision", 1),
+    ("archived_revision", 0),
     ("archive_first", 0),
     ("archive_copied", 0),
     ("archive_bytes", 0),

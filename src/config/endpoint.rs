@@ -1,7 +1,10 @@
 //! `datastore-endpoint`: the kind of database, its location and its parameters. Errors do not contain the endpoint,
 //! because it may contain a password.
 
-use std::path::Path;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use super::{Datastore, variables::nearest};
 
@@ -34,16 +37,16 @@ const PARAMETERS: [&str; 21] = [
 ///
 /// # Errors
 ///
-/// If the kind of endpoint or a parameter is unknown.
+/// If the kind of endpoint or a parameter is unknown, or the file is a link that leads nowhere.
 pub(super) fn datastore(endpoint: &str, data_dir: &Path) -> Result<Datastore, String> {
     if endpoint.is_empty() {
-        return Ok(Datastore::Sqlite(data_dir.join("orlop.db")));
+        return file(data_dir.join("orlop.db"));
     }
     match endpoint.split_once("://") {
         Some(("sqlite", path)) if path.contains('?') => {
             Err("datastore-endpoint: a sqlite:// URL has no parameters; remove the ? and what follows it".to_owned())
         }
-        Some(("sqlite", path)) if !path.is_empty() => Ok(Datastore::Sqlite(path.into())),
+        Some(("sqlite", path)) if !path.is_empty() => file(path.into()),
         Some(("postgres" | "postgresql", address)) if !address.is_empty() => {
             check_parameters(address)?;
             Ok(Datastore::Postgres(endpoint.to_owned()))
@@ -51,6 +54,16 @@ pub(super) fn datastore(endpoint: &str, data_dir: &Path) -> Result<Datastore, St
         _ => Err("datastore-endpoint must be sqlite://PATH-OF-FILE or postgres://USER:PASSWORD@HOST:PORT,.../DATABASE"
             .to_owned()),
     }
+}
+
+/// Follows links, as SQLite does: the WAL and the files of Orlop, such as its lock, are beside the file itself.
+fn file(path: PathBuf) -> Result<Datastore, String> {
+    let is_link = fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.is_symlink());
+    if !is_link {
+        return Ok(Datastore::Sqlite(path));
+    }
+    let found = fs::canonicalize(&path);
+    found.map(Datastore::Sqlite).map_err(|error| format!("the database file {} is a link: {error}", path.display()))
 }
 
 fn check_parameters(address: &str) -> Result<(), String> {

@@ -75,13 +75,11 @@ impl Migration {
         match self.goal {
             Goal::Follow => return Ok(false),
             Goal::Once => {
-                let end = *self.end.get_or_insert(*head);
-                if target.head() < end {
+                if target.head() < self.end(head, session, target).await? {
                     return Ok(false);
                 }
                 if self.raise_fence(session).await? {
-                    *head = session.head().await?;
-                    self.end = Some(*head);
+                    self.end(head, session, target).await?;
                     return Ok(false);
                 }
                 self.verify(session, target).await?;
@@ -95,6 +93,7 @@ impl Migration {
                     self.is_verified = true;
                 }
                 self.raise_fence(session).await?;
+                self.leases = session.leases(target.leases()).await?;
                 *head = session.head().await?;
                 if target.head() != *head {
                     return Ok(false);
@@ -102,9 +101,21 @@ impl Migration {
                 check_users(session, target).await?;
             }
         }
-        let leases = session.leases(target.leases()).await?;
+        let mut leases = session.leases(target.leases()).await?;
+        // A lease that has ended since may still have keys in the copy.
+        leases.append(&mut self.leases);
         target.set_leases(&leases).await?;
         Ok(true)
+    }
+
+    /// Returns the revision at which [`Goal::Once`] is reached: the source's, after its leases were read.
+    async fn end(&mut self, head: &mut Revision, session: &Session, target: &Target) -> Result<Revision> {
+        if let Some(end) = self.end {
+            return Ok(end);
+        }
+        self.leases = session.leases(target.leases()).await?;
+        *head = session.head().await?;
+        Ok(*self.end.insert(*head))
     }
 
     /// Compares source and copy at the copy's revision.

@@ -44,6 +44,7 @@ pub(super) async fn open_store(
         // On a runtime with several threads, busy polling would wake the other threads.
         busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
+        expires_leases: keep != Keep::AsBefore,
         progress,
         ..store::Settings::default()
     };

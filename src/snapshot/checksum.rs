@@ -106,7 +106,8 @@ pub(super) fn verify(path: &Path) -> Result<()> {
 
 /// Rejects a copied database file that has a WAL, because the commits in the WAL would be missing.
 fn refuse_wal(path: &Path) -> Result<()> {
-    let mut wal = path.to_owned();
+    // Beside the file to which a link leads.
+    let mut wal = path.canonicalize().map_err(|error| file_error("read", path, &error))?;
     wal.as_mut_os_string().push("-wal");
     if !wal.metadata().is_ok_and(|metadata| metadata.len() > 0) {
         return Ok(());

@@ -17,6 +17,9 @@ const TIME_FORM: &[u8] = b"00000000T000000Z";
 /// Time without a write after which a temporary file is one that a killed process has left.
 const ABANDONED_AFTER: Duration = Duration::from_secs(60 * 60);
 
+/// A snapshot with a later name than this after now was taken while the clock was wrong.
+const AHEAD_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+
 /// A folder with snapshots named `orlop-YYYYMMDDTHHMMSSZ.db` (UTC). Other files in it are
 /// neither read nor changed, except for temporary files of snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,16 +41,19 @@ impl DatedFolder {
         self.0.join(format!("{PREFIX}{}{SUFFIX}", text.replace(['-', ':'], "")))
     }
 
-    /// Returns the time of the newest snapshot; `None` if there is none, or the folder does not exist.
+    /// Returns the time of the newest snapshot; `None` if there is none, or the folder does not exist. Snapshots that a clock
+    /// named that was ahead do not count.
     ///
     /// # Errors
     ///
     /// If the folder cannot be read.
-    pub fn newest(&self) -> Result<Option<SystemTime>> {
-        Ok(self.names()?.iter().rev().find_map(|name| time_of(name)))
+    pub fn newest(&self, now: SystemTime) -> Result<Option<SystemTime>> {
+        let names = self.names()?;
+        Ok(names.iter().rev().filter(|name| !is_ahead(name, now)).find_map(|name| time_of(name)))
     }
 
     /// Deletes all snapshots but the newest `keep`, one of which is `taken`, and temporary files that were abandoned.
+    /// Snapshots that a clock named that was ahead count as the oldest.
     ///
     /// # Errors
     ///
@@ -56,6 +62,8 @@ impl DatedFolder {
         // `taken` is not compared with the others: its name is the smaller one after the clock was set back.
         let mut snapshots = self.names()?;
         snapshots.retain(|name| time_of(name).is_some() && self.0.join(name) != taken);
+        // The sort is stable.
+        snapshots.sort_by_key(|name| !is_ahead(name, now));
         let old = snapshots.iter().rev().skip(keep.get() - 1).map(|name| self.0.join(name));
         let abandoned = self.names()?.into_iter().filter(|name| name.starts_with(TEMPORARY_PREFIX));
         let abandoned = abandoned.map(|name| self.0.join(name)).filter(|path| is_abandoned(path, now));
@@ -97,6 +105,10 @@ fn time_of(name: &str) -> Option<SystemTime> {
     let (day, hour) = (&time[..8], &time[9..15]);
     let text = format!("{}-{}-{}T{}:{}:{}Z", &day[..4], &day[4..6], &day[6..], &hour[..2], &hour[2..4], &hour[4..]);
     humantime::parse_rfc3339(&text).ok()
+}
+
+fn is_ahead(name: &str, now: SystemTime) -> bool {
+    time_of(name).is_some_and(|time| time.duration_since(now).is_ok_and(|ahead| ahead > AHEAD_MAX))
 }
 
 fn is_abandoned(path: &Path, now: SystemTime) -> bool {
@@ -157,7 +169,7 @@ mod tests {
         };
         let others = ["orlop.db", "orlop-2027.db", "orlop-snapshot-fresh"];
         let fresh = home.path().join(others[2]).metadata().unwrap().modified().unwrap();
-        assert_eq!(folder.newest().unwrap(), Some(times[4]));
+        assert_eq!(folder.newest(times[0]).unwrap(), Some(times[4]));
         folder.prune(&folder.file_at(times[4]), keep(9), fresh).unwrap();
         check(&[&times[0], &times[1], &times[2], &times[3], &times[4]], &others);
         folder.prune(&folder.file_at(times[4]), keep(3), fresh).unwrap();
@@ -165,6 +177,16 @@ mod tests {
         // The clock was set back: the snapshot just taken has the oldest name.
         folder.prune(&folder.file_at(times[2]), keep(1), fresh + 2 * HOUR).unwrap();
         check(&[&times[2]], &others[..2]);
-        assert_eq!(DatedFolder::new(home.path().join("absent")).newest().unwrap(), None);
+        // The clock was ahead for a while.
+        let ahead: Vec<SystemTime> = (0..2).map(|hour| start + (10_000 + hour) * HOUR).collect();
+        for time in ahead.iter().chain(&times[3..]) {
+            fs::write(folder.file_at(*time), "").unwrap();
+        }
+        assert_eq!(folder.newest(times[4]).unwrap(), Some(times[4]));
+        folder.prune(&folder.file_at(times[4]), keep(4), times[4]).unwrap();
+        check(&[&times[2], &times[3], &times[4], &ahead[1]], &others[..2]);
+        folder.prune(&folder.file_at(times[4]), keep(3), times[4]).unwrap();
+        check(&[&times[2], &times[3], &times[4]], &others[..2]);
+        assert_eq!(DatedFolder::new(home.path().join("absent")).newest(start).unwrap(), None);
     }
 }

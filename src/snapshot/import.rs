@@ -15,10 +15,10 @@ use super::{
     checksum,
     export::on_blocking_thread,
 };
-use crate::load::{Bounds, NewestRows, Rows};
+use crate::load::{Bounds, HEAD_MAX, NewestRows, Rows};
 use orlop_core::{
     index::{RowKind, ValidatedColumns},
-    log::Load,
+    log::{self, Load},
     types::{Change, Key, Revision, RowId},
 };
 
@@ -147,21 +147,25 @@ impl Import {
         last.max(self.facts.compacted.unwrap_or(last))
     }
 
-    /// Fills an empty database.
+    /// Fills an empty database. `create` opens it after the snapshot was read up to its compact revision: a database ends a
+    /// transaction that is idle for so long.
     ///
     /// # Errors
     ///
-    /// If the database cannot be written, or a row contradicts the one before.
-    pub(super) async fn load(mut self, bump: Option<Bump>, mut into: Box<dyn Load>) -> Result<Restored> {
+    /// If the database cannot be created or written, or a row contradicts the one before.
+    pub(super) async fn load<E: From<Error> + From<log::Error>>(
+        mut self,
+        bump: Option<Bump>,
+        create: impl Future<Output = std::result::Result<Box<dyn Load>, E>>,
+    ) -> std::result::Result<Restored, E> {
         self.survey.live = HashSet::default();
         let head = self.head();
+        let raised = head.0.checked_add(bump.map_or(0, |Bump(revisions)| revisions)).map(Revision);
+        let raised =
+            raised.filter(|raised| *raised <= HEAD_MAX).ok_or_else(|| self.damaged("no revisions are left"))?;
         let bounds = match bump {
             None => Bounds::new(head, self.facts.compacted, self.survey.last_hole),
-            Some(Bump(revisions)) => {
-                let raised = head.0.checked_add(revisions).map(Revision);
-                let raised = raised.ok_or_else(|| self.damaged("no revisions are left"))?;
-                Bounds::new(raised, Some(raised), None)
-            }
+            Some(_) => Bounds::new(raised, Some(raised), None),
         };
         let Bounds { head, compacted } = bounds;
         let (mut import, newest) = on_blocking_thread(move || {
@@ -169,6 +173,7 @@ impl Import {
             Ok((self, newest))
         })
         .await?;
+        let mut into = create.await?;
         let mut rows = Rows::new(newest, compacted);
         let mut cursor = import.reader.cursor(&import.rows);
         let mut next = import.batch(&mut rows, &mut cursor)?;

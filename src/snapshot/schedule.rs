@@ -96,7 +96,7 @@ impl Schedule {
     /// Returns the time until a snapshot is due, which depends on the newest one in the folder.
     fn time_until_due(&self, store: &Store) -> Duration {
         let metrics = &store.metrics().maintenance;
-        match self.folder.newest() {
+        match self.folder.newest(now()) {
             Ok(Some(newest)) => {
                 if metrics.snapshot_last.get() == 0 {
                     metrics.set_last_snapshot(newest);

@@ -171,6 +171,31 @@ async fn full_disk_raises_the_alarm_and_free_space_clears_it() {
     }
 }
 
+/// The last connection to a database usually deletes its WAL and the index of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn server_starts_again_on_a_full_disk() {
+    let Some(disk) = Disk::mount(80) else {
+        println!("skipped: no right to mount a disk");
+        return;
+    };
+    let place = Place { data: Some(disk.path().to_owned()), ..Place::default() };
+    let mut server = Server::orlop_at(None, &[], place).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(put("kept", b"value".into())).await.expect("there is space");
+    assert!(server.terminate().await.success());
+    server.restart().await;
+    disk.fill();
+    assert!(server.terminate().await.success());
+    disk.fill();
+    server.restart().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    assert_eq!(client.kv.range(get("kept")).await.expect("reads are served").into_inner().count, 1);
+    disk.empty();
+    eventually("free space", async || client.clone().kv.put(put("more", b"value".into())).await.map(drop)).await;
+    assert!(server.terminate().await.success());
+    assert!(!disk.path().join("orlop.db-wal").exists(), "the file alone can be copied again");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn alarm_applies_to_all_instances() {
     let Some(postgres) = Postgres::shared().await else { return };

@@ -4,12 +4,13 @@
 use std::{
     fs,
     io::{BufRead as _, BufReader, Read as _},
+    os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
 use orlop_wire::proto::client::{
-    etcdserverpb::{CompactionRequest, LeaseGrantRequest, PutRequest, RangeRequest},
+    etcdserverpb::{AlarmRequest, AlarmType, CompactionRequest, LeaseGrantRequest, PutRequest, RangeRequest},
     mvccpb::KeyValue,
 };
 use sqlx::{
@@ -17,8 +18,9 @@ use sqlx::{
     sqlite::{SqliteConnectOptions, SqliteJournalMode},
 };
 use tempfile::TempDir;
+use tonic::Code;
 
-use crate::support::{Backend, Client, Postgres, Server};
+use crate::support::{Backend, Client, Postgres, Server, eventually};
 
 /// SQLite's page size in bytes.
 const PAGE: usize = 4_096;
@@ -272,4 +274,32 @@ async fn postgres_of_a_newer_version_is_refused() {
         text.contains(&name) && text.contains("newer version of Orlop: this version does not know schema 9999"),
         "{text}"
     );
+}
+
+/// Overwrites pages of rows under a server that serves them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn damage_that_a_read_finds_raises_the_alarm() {
+    const LEAF: u8 = 13;
+    let (folder, whole, _) = store(History::Whole).await;
+    let file = folder.path().join("given.db");
+    fs::write(&file, &whole).expect("a file can be written");
+    let server = Server::orlop_on(&format!("sqlite://{}", file.display()), &["--value-cache-bytes", "0"]).await;
+    let opened = fs::File::options().write(true).open(&file).expect("the database exists");
+    // The first pages are those of other tables; the last ones are needed for an append.
+    let pages = whole.len() / PAGE;
+    for page in (10..pages * 3 / 4).filter(|page| whole[page * PAGE] == LEAF) {
+        opened.write_all_at(&[0; PAGE], (page * PAGE) as u64).expect("a page can be written");
+    }
+    let status = everything(server.endpoint()).await.expect_err("rows cannot be read");
+    assert_eq!((status.code(), status.message()), (Code::DataLoss, "etcdserver: corrupt cluster"));
+    let mut client = Client::connect(server.endpoint()).await;
+    eventually("the alarm", async || {
+        let alarms =
+            client.clone().maintenance.alarm(AlarmRequest::default()).await.expect("alarms").into_inner().alarms;
+        if alarms.iter().any(|alarm| alarm.alarm() == AlarmType::Corrupt) { Ok(()) } else { Err(alarms) }
+    })
+    .await;
+    let put = PutRequest { key: "k".into(), ..Default::default() };
+    let status = client.kv.put(put).await.expect_err("writes are refused");
+    assert_eq!((status.code(), status.message()), (Code::DataLoss, "etcdserver: corrupt cluster"));
 }

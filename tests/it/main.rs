@@ -35,6 +35,7 @@ mod lock;
 mod log;
 mod metrics;
 mod migrate;
+mod one_process;
 mod outage;
 mod private;
 mod saved_index;

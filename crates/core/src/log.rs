@@ -444,6 +444,11 @@ pub trait Log: History {
         Ok(())
     }
 
+    /// Completes when a statement has found damage, with a text for the operator.
+    async fn damaged(&self) -> String {
+        std::future::pending().await
+    }
+
     /// Finishes running work and closes the database.
     ///
     /// `leases` are all leases with their remaining times. A log that stores no deadlines records these times, so that

@@ -20,6 +20,7 @@ mod lock;
 mod packed;
 mod read;
 mod readers;
+mod result_code;
 mod saved_index;
 mod vacuum;
 mod values;
@@ -44,7 +45,16 @@ use sqlx::{
 };
 use tracing::warn;
 
-use self::{append::Batch, checkpoint::Checkpointer, lock::FileLock, readers::Readers, vacuum::Vacuum, writer::Writer};
+use self::{
+    append::Batch,
+    checkpoint::Checkpointer,
+    integrity::{Damage, is_damage, unreadable},
+    lock::FileLock,
+    readers::Readers,
+    result_code::{CODE_FULL, CODE_IO, has_code},
+    vacuum::Vacuum,
+    writer::Writer,
+};
 pub use self::{archive::SqliteArchive, defragment::Defragmented, load::SqliteLoader, view::SqliteView};
 pub(crate) use self::{integrity::refuse_damage, view::may_be_immutable};
 use crate::rows::{cannot_migrate, connections, foreign_table, unavailable};
@@ -86,6 +96,7 @@ pub struct SqliteLog {
     vacuum: Vacuum,
     /// Remaining seconds of leases, recorded when the previous server stopped.
     lease_times: HashMap<LeaseId, f64>,
+    damage: Damage,
     /// Locked until the log is dropped.
     _lock: FileLock,
 }
@@ -155,7 +166,17 @@ impl SqliteLog {
         let checkpointer = Checkpointer::start(connection, Arc::clone(&writer), file, durability);
         let checkpointer = Arc::new(checkpointer.map_err(|error| open(error.into()))?);
         let vacuum = Vacuum::start(Arc::clone(&writer), Arc::clone(&checkpointer));
-        Ok(Self { writer, readers, values, options: read_only, checkpointer, vacuum, lease_times, _lock: lock })
+        Ok(Self {
+            writer,
+            readers,
+            values,
+            options: read_only,
+            checkpointer,
+            vacuum,
+            lease_times,
+            damage: Damage::default(),
+            _lock: lock,
+        })
     }
 
     async fn reader(&self) -> Result<PoolConnection<Sqlite>> {
@@ -177,28 +198,6 @@ impl SqliteLog {
             .disable_statement_logging();
         PRAGMAS.into_iter().fold(options, |options, (name, value)| options.pragma(name, value))
     }
-}
-
-/// An error of SQLite with its extended result code.
-trait ResultCode {
-    fn result_code(&self) -> Option<i32>;
-}
-
-impl ResultCode for sqlx::Error {
-    fn result_code(&self) -> Option<i32> {
-        self.as_database_error()?.code()?.parse().ok()
-    }
-}
-
-impl ResultCode for rusqlite::Error {
-    fn result_code(&self) -> Option<i32> {
-        self.sqlite_error().map(|error| error.extended_code)
-    }
-}
-
-/// Returns whether an error has this primary result code of SQLite, which is the low byte of the extended code.
-fn has_code(error: &impl ResultCode, primary: i32) -> bool {
-    error.result_code().is_some_and(|code| code & 0xff == primary)
 }
 
 /// Creates the directory of a database file and locks the file.
@@ -312,7 +311,7 @@ impl History for SqliteLog {
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
-        read::changes(&mut *self.reader().await?, from, to, range, prev).await
+        self.watched(read::changes(&mut *self.reader().await?, from, to, range, prev).await)
     }
 }
 
@@ -332,12 +331,12 @@ impl Log for SqliteLog {
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         let rows = rows.to_vec();
-        self.values.run(move |connection| values::values(connection, &rows)).await
+        self.watched(self.values.run(move |connection| values::values(connection, &rows)).await)
     }
 
     async fn value_lengths(&self, rows: &[RowId]) -> Result<Vec<(RowId, u64)>> {
         let rows = rows.to_vec();
-        self.values.run(move |connection| values::value_lengths(connection, &rows)).await
+        self.watched(self.values.run(move |connection| values::value_lengths(connection, &rows)).await)
     }
 
     async fn token_key(&self) -> Result<Vec<u8>> {
@@ -346,8 +345,8 @@ impl Log for SqliteLog {
 
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {
         match what {
-            Reclaim::Rows { rows, .. } => self.delete(rows).await.map(|()| Reclaimed::All),
-            Reclaim::Space => self.return_free_pages().await,
+            Reclaim::Rows { rows, .. } => self.watched(self.delete(rows).await).map(|()| Reclaimed::All),
+            Reclaim::Space => self.watched(self.return_free_pages().await),
         }
     }
 
@@ -370,6 +369,10 @@ impl Log for SqliteLog {
         integrity::check_beside_writes(&self.options, CHECK_WAL_GROWTH_MAX).await
     }
 
+    async fn damaged(&self) -> String {
+        self.damage.found().await
+    }
+
     async fn close(&self, leases: &[LoggedLease]) {
         self.readers.close().await;
         self.values.close().await;
@@ -379,10 +382,18 @@ impl Log for SqliteLog {
             warn!(%error, "cannot record the remaining times of leases; after the next start they have their full TTL");
         }
         // Copies the whole WAL into the database file, so that the file alone can be copied while the server is
-        // stopped.
+        // stopped. The last connection would delete the WAL and its index then, and on a full disk the next start could not
+        // create them.
+        let is_disk_full = self.disk_free().is_some_and(|free| free < wal::MARGIN_BYTES);
         let truncated = async {
             let writer = self.writer.lock().await?;
-            writer.run(|writer| writer.execute_batch("PRAGMA wal_checkpoint(TRUNCATE)")).await
+            let end = move |writer: &mut rusqlite::Connection| match is_disk_full {
+                true => {
+                    writer.set_db_config(rusqlite::config::DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).map(drop)
+                }
+                false => writer.execute_batch("PRAGMA wal_checkpoint(TRUNCATE)"),
+            };
+            writer.run(end).await
         };
         if let Err(error) = truncated.await {
             warn!(%error, "cannot truncate the WAL; the next start uses it");
@@ -396,9 +407,6 @@ impl Log for SqliteLog {
 
 /// A disk with fewer free bytes is the cause of a failed write: SQLite extends its files by up to this size.
 const FULL_DISK_BYTES: u64 = 1 << 20;
-/// Primary result codes of SQLite: the low byte of its codes.
-const CODE_IO: i32 = 10;
-const CODE_FULL: i32 = 13;
 
 impl SqliteLog {
     /// Maps an error of an append.
@@ -409,6 +417,9 @@ impl SqliteLog {
     /// earlier commits: the next commit overwrites the WAL from the end of the last successful commit.
     fn failure(&self, error: &rusqlite::Error) -> Error {
         let file = self.options.get_filename().display();
+        if is_damage(error) {
+            self.damage.see(&Error::Corrupt(error.to_string()));
+        }
         if has_code(error, CODE_FULL) {
             return Error::Full(format!("{file}: {error}"));
         }
@@ -426,6 +437,11 @@ impl SqliteLog {
     fn refusal(&self, error: rusqlite::Error) -> Error {
         let failure = self.failure(&error);
         if matches!(failure, Error::Full(_)) { failure } else { writer::unavailable(error) }
+    }
+
+    /// Takes note of damage.
+    fn watched<T>(&self, done: Result<T>) -> Result<T> {
+        done.inspect_err(|error| self.damage.see(error))
     }
 
     async fn record_lease_times(&self, leases: &[LoggedLease]) -> rusqlite::Result<()> {
@@ -456,7 +472,7 @@ impl SqliteLog {
             }
             transaction.commit()
         });
-        deleted.await.map_err(writer::unavailable)?;
+        deleted.await.map_err(unreadable)?;
         self.checkpointer.purged(rows.len());
         self.vacuum.freed();
         Ok(())

@@ -67,6 +67,27 @@ async fn archive_that_is_no_database_is_set_aside() {
     assert!(archive.with_file_name("orlop.db-archive.unused.3").is_dir());
 }
 
+/// For example because the two files were copied at different times.
+#[tokio::test]
+async fn archive_of_an_earlier_state_is_set_aside() {
+    let (mut server, mut model, archive) = stopped().await;
+    let earlier = fs::read(&archive).expect("the archive exists");
+    let mut random = Random::new(14);
+    server.restart().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    for _ in 0..100 {
+        write(&mut client, &mut model, &mut random).await;
+    }
+    let compacted = model.head() - 5;
+    compact(&mut client, compacted).await;
+    assert!(server.terminate().await.success());
+    fs::write(&archive, &earlier).expect("a file can be written");
+    let first = serves(&mut server, &mut model).await.first_revision;
+    assert!(first >= compacted, "{first}");
+    assert!(server.log().contains("it is of an earlier state than the database"), "{}", server.log_tail());
+    assert_eq!(fs::read(archive.with_file_name("orlop.db-archive.unused")).expect("it was moved"), earlier);
+}
+
 /// For example because a newer version wrote it.
 #[tokio::test]
 async fn archive_that_cannot_be_opened_at_a_start_stays_and_is_used_later() {

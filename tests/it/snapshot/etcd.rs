@@ -243,6 +243,10 @@ async fn revisions_are_raised_as_etcdutl_does(backend: Backend) {
     };
     let restore = ["snapshot", "restore", path(&file), "--datastore-endpoint", &datastore];
     check_refused_flags(&[&restore[..], &flags[..2]].concat());
+    let far = (i64::MAX - 1_000).to_string();
+    let refused = orlop(&[&restore[..], &["--bump-revision", &far, "--mark-compacted"]].concat());
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && text.contains("no revisions are left"), "{text}");
     prints(&[&restore[..], &flags].concat());
     let orlop = Server::orlop_on(&datastore, &[]).await;
     // What etcdutl raised is raised as well.

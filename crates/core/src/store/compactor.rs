@@ -28,6 +28,8 @@ use crate::{
 const INDEX_STEP_KEYS: usize = 1_000;
 /// Pause after a failed deletion.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
+/// The same after damage of the database, which does not pass.
+const DAMAGED_PAUSE: Duration = Duration::from_secs(60);
 /// Time for other instances to read rows before they are deleted. An instance that takes longer must rebuild its index
 /// from the whole log.
 const OTHERS_READ_TIME: Duration = Duration::from_millis(500);
@@ -243,7 +245,7 @@ pub(super) async fn purge(
                 warn!(%error, rows = rows.len(), "cannot delete compacted rows; trying again");
                 // It may have taken longer than a statement may.
                 rows_max = (rows_max / 2).max(1);
-                sleep(RETRY_PAUSE).await;
+                sleep(if matches!(error, log::Error::Corrupt(_)) { DAMAGED_PAUSE } else { RETRY_PAUSE }).await;
             }
         }
         let current = shared.position().server;

@@ -66,6 +66,8 @@ pub struct Settings {
     /// Whether the writer polls the commit of a single client instead of sleeping. This needs another core for the
     /// database.
     pub busy_poll: bool,
+    /// Whether leases end when their time is over. A process that only looks ends none.
+    pub expires_leases: bool,
     /// Keeps compacted rows; `None`: they are only deleted.
     pub history: Option<HistorySettings>,
     pub saving: Saving,
@@ -88,6 +90,7 @@ impl Default for Settings {
             auto_compaction: None,
             compaction: CompactionRate::default(),
             busy_poll: false,
+            expires_leases: true,
             history: None,
             saving: Saving::default(),
             progress: Arc::default(),
@@ -132,9 +135,11 @@ impl Store {
             vital("the writer", writer.run()),
             vital("the compactor", compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
             vital("the quota task", quota::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
-            vital("the expiry of leases", expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
-            vital("the check of pages", pages.finish(Arc::clone(&shared), queue.clone(), stopped.clone())),
+            vital("the check of pages", pages.watch(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
+        if settings.expires_leases {
+            tasks.push(vital("the expiry of leases", expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())));
+        }
         if shared.log.saved_index().is_some() {
             let unread = Unread::after_start(saved_head, meta.position.head, rows);
             let saving = saved_index::run(Arc::clone(&shared), settings.saving, unread, stopped.clone());

@@ -62,19 +62,13 @@ impl PageCheck {
         Ok(done)
     }
 
-    /// Finishes the check while the store is served. Damage raises the alarm CORRUPT, as in etcd: reads go on, and writes are
-    /// refused.
-    pub(super) async fn finish(self, shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
-        if self.is_done {
-            return;
-        }
+    /// Finishes the check while the store is served, and waits for damage that a later statement finds. Damage raises the
+    /// alarm CORRUPT, as in etcd: reads go on, and writes are refused.
+    pub(super) async fn watch(self, shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
         let work = async {
-            let damage = match self.check.await {
-                Ok(()) => return info!(elapsed_ms = self.began.elapsed().as_millis(), "pages of the database checked"),
-                Err(Error::Corrupt(damage)) => damage,
-                Err(error) => {
-                    return warn!(%error, "cannot check the pages of the database; the next start tries again");
-                }
+            let damage = tokio::select! {
+                damage = shared.log.damaged() => damage,
+                damage = self.finish() => damage,
             };
             error!(damage, "the database is damaged: raising the alarm CORRUPT; restore a snapshot");
             let alarm = Alarm { member_id: shared.identity.member_id, kind: AlarmKind::Corrupt };
@@ -89,6 +83,18 @@ impl PageCheck {
             () = work => {}
             _ = stop.wait_for(|stop| *stop) => {}
         }
+    }
+
+    /// Completes if the check finds damage.
+    async fn finish(self) -> String {
+        if !self.is_done {
+            match self.check.await {
+                Ok(()) => info!(elapsed_ms = self.began.elapsed().as_millis(), "pages of the database checked"),
+                Err(Error::Corrupt(damage)) => return damage,
+                Err(error) => warn!(%error, "cannot check the pages of the database; the next start tries again"),
+            }
+        }
+        std::future::pending().await
     }
 }
 
@@ -140,7 +146,9 @@ mod tests {
             let store = Store::open(Arc::new(MemoryLog::default()), Settings::default()).await.unwrap();
             let (_stop, stopped) = watch::channel(false);
             let check = check(Duration::from_secs(5), found);
-            check.finish(Arc::clone(&store.shared), store.queue.clone(), stopped).await;
+            let watching = check.watch(Arc::clone(&store.shared), store.queue.clone(), stopped);
+            // Without damage it goes on.
+            assert_eq!(timeout(Duration::from_secs(60), watching).await.is_ok(), !kinds.is_empty());
             let raised: Vec<AlarmKind> = store.alarms().into_iter().map(|alarm| alarm.kind).collect();
             assert_eq!(raised, kinds);
         }

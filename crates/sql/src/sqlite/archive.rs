@@ -37,7 +37,12 @@ pub(super) use self::{
     file::{archive_file, set_aside},
     load::Loader,
 };
-use super::{CODE_FULL, has_code, read::json_list};
+use super::{
+    append::SET_FACT,
+    integrity::unreadable,
+    read::json_list,
+    result_code::{CODE_FULL, has_code},
+};
 use crate::{
     archive::{self, archive_columns, visited_columns},
     rows::{LogRow as _, SqlRange, row_id, unavailable},
@@ -56,6 +61,7 @@ pub struct SqliteArchive {
     readers: Mutex<Option<SqlitePool>>,
     /// Connections for reads of the log.
     log: SqlitePool,
+    log_writer: Arc<super::writer::Writer>,
     owner: Owner,
 }
 
@@ -251,7 +257,10 @@ impl Archive for SqliteArchive {
     }
 
     async fn finish_copy(&self, compacted: Revision, _: i64) -> Result<()> {
-        Ok(self.raise("copied_revision", compacted).await?)
+        self.raise("copied_revision", compacted).await?;
+        // Not before: an archive that does not know it is taken for an older one.
+        let log = self.log_writer.lock().await.map_err(unreadable)?;
+        log.run(move |log| log.execute(SET_FACT, (ARCHIVED_FACT, compacted.0))).await.map(drop).map_err(unreadable)
     }
 
     /// If the fact cannot be written, for example because the disk is full or the file is damaged, replaces the file. A

@@ -7,7 +7,6 @@ use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 
 use super::{
     archive::archive_file,
-    has_code,
     integrity::{find_damage, unreadable},
     read,
     view::{SqliteView, has_wal, may_be_immutable},
@@ -119,16 +118,12 @@ async fn open_archive(
     depth: Depth,
     limit: usize,
 ) -> Result<Option<(Option<SqliteConnection>, StoredArchive)>> {
-    const NOT_A_DATABASE: i32 = 26;
     const FACTS: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
         (SELECT value FROM meta WHERE name = 'copied_revision'), (SELECT value FROM meta WHERE name = 'bytes'), \
         (SELECT value FROM meta WHERE name = 'rows')";
-    let failed = |error: sqlx::Error| {
-        if has_code(&error, NOT_A_DATABASE) { Error::Corrupt(error.to_string()) } else { unreadable(error) }
-    };
     let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(may_be_immutable(file));
-    let mut connection = options.disable_statement_logging().connect().await.map_err(failed)?;
-    sqlx::raw_sql("BEGIN; SELECT 1 FROM sqlite_master").execute(&mut connection).await.map_err(failed)?;
+    let mut connection = options.disable_statement_logging().connect().await.map_err(unreadable)?;
+    sqlx::raw_sql("BEGIN; SELECT 1 FROM sqlite_master").execute(&mut connection).await.map_err(unreadable)?;
     let damage = find_damage(&mut connection, depth, limit).await?;
     if !damage.is_empty() {
         return Ok(Some((None, StoredArchive { damage, ..StoredArchive::default() })));
@@ -137,7 +132,7 @@ async fn open_archive(
     let (first, copied, bytes, rows): Facts = match sqlx::query_as(FACTS).fetch_one(&mut connection).await {
         // It was just created.
         Err(sqlx::Error::Database(error)) if error.message().contains("no such table") => return Ok(None),
-        facts => facts.map_err(failed)?,
+        facts => facts.map_err(unreadable)?,
     };
     let stored = StoredArchive { first, copied, bytes, rows, ..StoredArchive::default() };
     Ok(first.map(|_| (Some(connection), stored)))

@@ -7,9 +7,13 @@ use std::sync::{
 
 use orlop_core::log::{Depth, Error, Result};
 use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _, SqliteConnection, sqlite::SqliteConnectOptions};
+use tokio::sync::watch;
 
-use super::{has_code, wal};
-use crate::rows::{corrupt, unavailable};
+use super::{
+    result_code::{CODE_CORRUPT, CODE_NOT_A_DATABASE, ResultCode, has_code},
+    wal,
+};
+use crate::rows::unavailable;
 
 /// Pages that are checked between two looks at [`Stop`].
 const PAGES_AT_ONCE: i32 = 100;
@@ -86,14 +90,37 @@ pub(super) async fn stop_when_dropped(connection: &mut SqliteConnection) -> sqlx
     Ok(stop)
 }
 
-/// Maps an error of a read: damage to [`Error::Corrupt`], any other error to [`Error::Unavailable`].
-pub(super) fn unreadable(error: sqlx::Error) -> Error {
-    if is_damage(&error) { corrupt(error) } else { unavailable(error) }
+/// Damage that statements have found while the database was used.
+#[derive(Default)]
+pub(super) struct Damage(watch::Sender<String>);
+
+impl Damage {
+    /// Takes note of an error.
+    pub(super) fn see(&self, error: &Error) {
+        if let Error::Corrupt(text) = error {
+            self.0.send_replace(text.clone());
+        }
+    }
+
+    /// Waits for damage.
+    pub(super) async fn found(&self) -> String {
+        let mut found = self.0.subscribe();
+        // It fails only after the sender, which is in `self`, was dropped.
+        found.wait_for(|text| !text.is_empty()).await.map(|text| text.clone()).unwrap_or_default()
+    }
 }
 
-pub(super) fn is_damage(error: &sqlx::Error) -> bool {
-    const SQLITE_CORRUPT: i32 = 11;
-    has_code(error, SQLITE_CORRUPT)
+/// Maps an error: damage to [`Error::Corrupt`], any other error to [`Error::Unavailable`].
+pub(super) fn unreadable(error: impl ResultCode) -> Error {
+    if is_damage(&error) || has_code(&error, CODE_NOT_A_DATABASE) {
+        Error::Corrupt(error.text())
+    } else {
+        Error::Unavailable(error.text())
+    }
+}
+
+pub(super) fn is_damage(error: &impl ResultCode) -> bool {
+    has_code(error, CODE_CORRUPT)
 }
 
 #[cfg(test)]

@@ -5,11 +5,14 @@ use std::{pin::pin, task::Poll};
 use futures_util::{TryStreamExt as _, poll};
 use sqlx::{SqliteConnection, sqlite::SqliteRow};
 
-use super::packed::{self, packed_columns};
+use super::{
+    integrity::unreadable,
+    packed::{self, packed_columns},
+};
 use crate::auth::{self, AuthRow};
 use crate::rows::{
     self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_ROWS_MAX,
-    RowColumns, SqlRange, merge, unavailable,
+    RowColumns, SqlRange, merge,
 };
 use orlop_core::{
     auth::AuthState,
@@ -22,13 +25,13 @@ pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
     const META: &str = "SELECT 'position', '', coalesce(max(id), 1), 0, 0, NULL FROM kv_log \
         UNION ALL SELECT 'fact', name, value, 0, 0, NULL FROM meta \
         UNION ALL SELECT 'lease', '', id, ttl, 0, NULL FROM lease";
-    let rows: Vec<MetaRow> = sqlx::query_as(META).fetch_all(connection).await.map_err(unavailable)?;
+    let rows: Vec<MetaRow> = sqlx::query_as(META).fetch_all(connection).await.map_err(unreadable)?;
     rows::meta(&rows)
 }
 
 /// Implements [`orlop_core::log::History::auth`].
 pub(super) async fn auth(connection: &mut SqliteConnection) -> Result<AuthState> {
-    let rows: Vec<AuthRow> = sqlx::query_as(auth::SELECT).fetch_all(connection).await.map_err(unavailable)?;
+    let rows: Vec<AuthRow> = sqlx::query_as(auth::SELECT).fetch_all(connection).await.map_err(unreadable)?;
     auth::state(rows)
 }
 
@@ -83,7 +86,7 @@ pub(super) async fn pages(connection: &mut SqliteConnection) -> Result<Pages> {
     )
     .fetch_one(connection)
     .await
-    .map_err(unavailable)?;
+    .map_err(unreadable)?;
     Ok(Pages { all: row.int(0)?, free: row.int(1)?, bytes: row.int(2)? })
 }
 
@@ -111,7 +114,7 @@ async fn page_rows(
         .fetch(&mut *connection);
     let mut found: Vec<PageRow> = Vec::new();
     let mut bytes = 0;
-    while let Some(row) = rows.try_next().await.map_err(unavailable)? {
+    while let Some(row) = rows.try_next().await.map_err(unreadable)? {
         let columns = RowColumns::read(&row, 0)?;
         let is_full = found.len() >= PAGE_ROWS_MAX || bytes > PAGE_BYTES_MAX;
         if is_full && found.last().is_some_and(|(last, _)| last.row.revision != columns.row.revision) {
@@ -160,7 +163,7 @@ async fn packed_rows(connection: &mut SqliteConnection, from: RowId, mut rows_ma
     );
     let mut read = async |sql, rows_max: usize| {
         let query = sqlx::query(sql).bind(from.revision.0).bind(i64::from(from.sub)).bind(rows_max as i64);
-        query.bind(rows::replayed_key_max(rows_max)).fetch_one(&mut *connection).await.map_err(unavailable)
+        query.bind(rows::replayed_key_max(rows_max)).fetch_one(&mut *connection).await.map_err(unreadable)
     };
     loop {
         let tables = [read(FIRST, rows_max).await?, read(MORE, rows_max).await?];

@@ -9,7 +9,10 @@ use parking_lot::Mutex;
 use rusqlite::Connection;
 use tokio::sync::Semaphore;
 
-use super::writer::{Settings, blocking, unavailable};
+use super::{
+    integrity::unreadable,
+    writer::{Settings, blocking},
+};
 use orlop_core::log::{Connections, Error, Result};
 
 /// Maximum number of connections. Further reads wait.
@@ -31,7 +34,7 @@ impl Readers {
     ///
     /// # Errors
     ///
-    /// [`Error::Unavailable`].
+    /// [`Error::Unavailable`], or [`Error::Corrupt`] if the file is damaged.
     ///
     /// # Cancel safety
     ///
@@ -52,7 +55,7 @@ impl Readers {
             drop(permit);
             read
         };
-        blocking(work).await.map_err(unavailable)
+        blocking(work).await.map_err(unreadable)
     }
 
     pub(super) fn connections(&self) -> Connections {

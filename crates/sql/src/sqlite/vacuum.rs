@@ -22,6 +22,7 @@ use tracing::warn;
 
 use super::{
     checkpoint::Checkpointer,
+    integrity::unreadable,
     writer::{Writer, unavailable},
 };
 use orlop_core::{log::Result, supervise::vital};
@@ -106,7 +107,7 @@ impl Shared {
     async fn shrink(&self) -> Result<()> {
         let writer = self.writer.lock().await.map_err(unavailable)?;
         let pages = writer.run(|writer| Ok((pragma(writer, "page_count")?, pragma(writer, "freelist_count")?)));
-        let (all, mut free) = pages.await.map_err(unavailable)?;
+        let (all, mut free) = pages.await.map_err(unreadable)?;
         let keep = KEEP_PAGES.max(all / KEEP_DIVISOR);
         while free > keep {
             free = self.step().await?;
@@ -123,7 +124,7 @@ impl Shared {
             writer.prepare_cached(STEP_SQL)?.query_map([], |_| Ok(()))?.try_for_each(|page| page)?;
             Ok((before, pragma(writer, "freelist_count")?, pragma(writer, "auto_vacuum")?))
         });
-        let (before, free, auto_vacuum) = step.await.map_err(unavailable)?;
+        let (before, free, auto_vacuum) = step.await.map_err(unreadable)?;
         if before > 0 && free >= before {
             self.warn_of_useless_step(auto_vacuum);
             return Ok(0);

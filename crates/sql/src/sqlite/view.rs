@@ -13,6 +13,7 @@ use super::{
     integrity::{is_damage, refuse_damage, unreadable},
     load::with_suffix,
     read,
+    wal::Growth,
 };
 use crate::rows::{check_schema, unavailable};
 use crate::{auth, migrations};
@@ -25,6 +26,9 @@ use orlop_core::{
 /// Maximum time that a view waits for a lock of SQLite, for example while a server opens the file.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Growth of the WAL, or the size of the database if that is more, after which a view of a database in use ends.
+const WAL_GROWTH_MAX: u64 = 1 << 30;
+
 /// A connection with a read transaction, or with a file that no process writes.
 pub struct SqliteView {
     pub(super) connection: Mutex<SqliteConnection>,
@@ -34,8 +38,17 @@ pub struct SqliteView {
     pub(super) name: String,
     /// The file, if it was opened without a WAL. If a WAL exists later, a server has started to write.
     pub(super) file_without_wal: Option<PathBuf>,
+    /// The WAL of the server in this process.
+    wal: Option<Wal>,
     /// The newest migration of the database.
     pub(super) schema: i64,
+}
+
+/// A WAL that SQLite cannot reuse while the view exists.
+struct Wal {
+    growth: Growth,
+    /// Growth after which the view ends: its reader is too slow for the writes beside it.
+    bytes_max: u64,
 }
 
 impl SqliteView {
@@ -48,7 +61,7 @@ impl SqliteView {
         let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(true);
         let name = file.display().to_string();
         let (connection, schema) = open(&name, options).await?;
-        Ok(Self { connection: Mutex::new(connection), archive: Mutex::default(), name, file_without_wal: None, schema })
+        Ok(Self::new(connection, name, schema))
     }
 
     /// Opens the database of a server, which may be running, including its WAL. Writes nothing to the database.
@@ -69,7 +82,12 @@ impl SqliteView {
         let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
         begin.map_err(unreadable)?;
         let file_without_wal = immutable.then(|| file.to_owned());
-        Ok(Self { connection: Mutex::new(connection), archive: Mutex::default(), name, file_without_wal, schema })
+        Ok(Self { file_without_wal, ..Self::new(connection, name, schema) })
+    }
+
+    fn new(connection: SqliteConnection, name: String, schema: i64) -> Self {
+        let connection = Mutex::new(connection);
+        Self { connection, archive: Mutex::default(), name, file_without_wal: None, wal: None, schema }
     }
 
     /// Checks every page of the file.
@@ -82,20 +100,28 @@ impl SqliteView {
     }
 
     /// Opens a snapshot of the current state of a database that is in use. Until it is dropped, later writes remain in
-    /// the WAL.
+    /// the WAL, so it ends when the WAL has grown too much.
     pub(super) async fn now(options: &SqliteConnectOptions) -> Result<Self> {
         let name = options.get_filename().display().to_string();
         let mut connection = options.connect().await.map_err(unavailable)?;
         // The first read of the transaction takes the snapshot of the log.
         let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
         begin.map_err(unavailable)?;
-        Ok(Self {
-            connection: Mutex::new(connection),
-            archive: Mutex::default(),
-            name,
-            file_without_wal: None,
-            schema: auth::SCHEMA,
-        })
+        let file = options.get_filename();
+        let bytes = file.metadata().map_or(0, |metadata| metadata.len());
+        let wal = Wal { growth: Growth::of(file).await, bytes_max: bytes.max(WAL_GROWTH_MAX) };
+        Ok(Self { wal: Some(wal), ..Self::new(connection, name, auth::SCHEMA) })
+    }
+
+    async fn refuse_long_wal(&self) -> Result<()> {
+        let Some(Wal { growth, bytes_max }) = &self.wal else { return Ok(()) };
+        if growth.bytes().await <= *bytes_max {
+            return Ok(());
+        }
+        Err(Error::Unavailable(format!(
+            "it is read more slowly than others write: the WAL has grown by {} MiB meanwhile",
+            bytes_max >> 20
+        )))
     }
 }
 
@@ -149,6 +175,30 @@ impl History for SqliteView {
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
+        self.refuse_long_wal().await?;
         read::changes(&mut *self.connection.lock().await, from, to, range, prev).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sqlite::SqliteLog;
+
+    #[tokio::test]
+    async fn view_ends_when_the_wal_has_grown() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let log = SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a database");
+        let mut view = SqliteView::now(&log.options).await.expect("a view");
+        for (grown, is_readable) in [(0, true), (1, false)] {
+            let growth = Growth::of(log.options.get_filename()).await;
+            let wal = growth.file.clone();
+            view.wal = Some(Wal { growth, bytes_max: 0 });
+            let bytes = wal.metadata().expect("a WAL").len();
+            let file = std::fs::OpenOptions::new().write(true).open(&wal).expect("a WAL");
+            file.set_len(bytes + grown).expect("it can grow");
+            let read = view.changes(Revision(1), Revision(2), &KeyRange::all(), WithPrev::No).await;
+            assert_eq!(read.is_ok(), is_readable, "{grown}");
+        }
     }
 }

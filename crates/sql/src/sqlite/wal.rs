@@ -23,7 +23,7 @@ use super::load::with_suffix;
 /// restart the WAL ([`super::checkpoint`]). Until then the WAL grows further.
 const FILE_BYTES: u64 = 48 << 20;
 /// Free bytes that preallocation leaves on the disk. The server treats a disk with fewer than 4 MiB as full.
-const MARGIN_BYTES: u64 = 16 << 20;
+pub(super) const MARGIN_BYTES: u64 = 16 << 20;
 /// Bytes per block of a file's metadata, whatever the file system.
 const BLOCK_BYTES: u64 = 512;
 /// Length to which SQLite truncates the file when it restarts the WAL. A large transaction may make the file longer.
@@ -96,7 +96,7 @@ fn free_bytes(file: &File) -> io::Result<u64> {
 
 /// The growth of a WAL file since a moment.
 pub(super) struct Growth {
-    file: PathBuf,
+    pub(super) file: PathBuf,
     bytes_before: u64,
 }
 
@@ -112,8 +112,12 @@ impl Growth {
         let mut grown = 0;
         while grown < bytes {
             tokio::time::sleep(LOOK_INTERVAL).await;
-            grown = length(&self.file).await.saturating_sub(self.bytes_before);
+            grown = self.bytes().await;
         }
+    }
+
+    pub(super) async fn bytes(&self) -> u64 {
+        length(&self.file).await.saturating_sub(self.bytes_before)
     }
 }
 

@@ -3,6 +3,7 @@
 use std::{
     io::ErrorKind,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use orlop_core::{
@@ -21,27 +22,26 @@ use tracing::warn;
 
 use super::{
     SqliteArchive,
-    sql::{BEGIN, CLUSTER, KNOWN},
+    sql::{ARCHIVED_FACT, BEGIN, CLUSTER, KNOWN, READ_FACT},
     writer::Writer,
 };
 use crate::{
     migrations,
     rows::{cannot_migrate, describe},
-    sqlite::{BUSY_TIMEOUT, CODE_FULL, CODE_IO, ResultCode as _, SqliteLog, load::with_suffix},
+    sqlite::{
+        BUSY_TIMEOUT, SqliteLog,
+        load::with_suffix,
+        result_code::{
+            CODE_BUSY, CODE_CORRUPT, CODE_ERROR, CODE_FULL, CODE_IO, CODE_LOCKED, CODE_NO_MEMORY, CODE_NOT_A_DATABASE,
+            ResultCode as _,
+        },
+    },
 };
 
 /// Maximum number of connections for reads.
 const READERS_MAX: u32 = 2;
 /// Size to which SQLite truncates a WAL that has grown beyond it.
 const WAL_BYTES_MAX: &str = "67108864";
-
-/// Primary result codes of SQLite.
-const CODE_ERROR: i32 = 1;
-const CODE_BUSY: i32 = 5;
-const CODE_LOCKED: i32 = 6;
-const CODE_NO_MEMORY: i32 = 7;
-const CODE_CORRUPT: i32 = 11;
-const CODE_NOT_A_DATABASE: i32 = 26;
 
 /// Returns the archive's file of a database file.
 pub(in crate::sqlite) fn archive_file(database: &Path) -> PathBuf {
@@ -94,7 +94,7 @@ pub(super) struct Failure {
 pub(super) enum Kind {
     /// The content is damaged, or is not that of an archive.
     Damage,
-    /// It is the archive of another log, or of a later state of this one.
+    /// It is the archive of another log, or of a later or an earlier state of this one.
     Foreign,
     /// The disk is full or failed.
     Disk,
@@ -143,11 +143,14 @@ pub(super) struct Owner {
     cluster: i64,
     compacted: Revision,
     head: Revision,
+    /// The newest compaction whose rows were copied to an archive.
+    archived: Revision,
 }
 
 impl Owner {
-    fn of(meta: &Meta) -> Self {
+    fn of(meta: &Meta, archived: Option<i64>) -> Self {
         Self {
+            archived: Revision(archived.unwrap_or(0)),
             cluster: meta.cluster_id.cast_signed(),
             compacted: meta.compact_revision.unwrap_or(Revision::EMPTY),
             head: meta.position.head,
@@ -162,7 +165,7 @@ impl SqliteLog {
     }
 
     /// Opens the archive beside the database, or creates it if `create`; `None`: there is none. An archive that is damaged,
-    /// or that belongs to another log or to a later state of this one, is set aside with a warning. If the file cannot be
+    /// or that belongs to another log or to another state of this one, is set aside with a warning. If the file cannot be
     /// opened for another reason, for example because the disk is full, it stays: the calls of the archive fail until one
     /// of those that write opens it.
     pub async fn archive(&self, meta: &Meta, create: bool) -> Option<SqliteArchive> {
@@ -170,7 +173,10 @@ impl SqliteLog {
         if !create && !file.exists() {
             return None;
         }
-        let archive = SqliteArchive::new(&file, self.readers.clone(), Owner::of(meta));
+        // Without an answer only a later state is recognized.
+        let archived =
+            sqlx::query_scalar(READ_FACT).bind(ARCHIVED_FACT).fetch_optional(&self.readers).await.unwrap_or_default();
+        let archive = SqliteArchive::new(&file, self, Owner::of(meta, archived));
         let mut opened = archive.open().await;
         if let Err(Failure { kind: Kind::Damage | Kind::Foreign, text }) = &opened {
             warn!(file = %file.display(), reason = text, "the archive of the history is not used");
@@ -239,24 +245,32 @@ async fn prepare(
 /// Returns why the archive does not belong to the log. A new archive belongs to it.
 async fn refusal(connection: &mut SqliteConnection, owner: Owner) -> sqlx::Result<Option<String>> {
     sqlx::query(CLUSTER).bind(owner.cluster).execute(&mut *connection).await?;
-    let (cluster, copied, noted): (i64, i64, i64) = sqlx::query_as(KNOWN).fetch_one(connection).await?;
+    let known: (i64, Option<i64>, i64) = sqlx::query_as(KNOWN).fetch_one(connection).await?;
+    let (cluster, copied, noted) = known;
     if cluster != owner.cluster {
         return Ok(Some("it belongs to another store".to_owned()));
     }
-    let is_later = copied > owner.compacted.0 || noted > owner.head.0;
-    Ok(is_later.then(|| {
-        format!(
+    if copied > Some(owner.compacted.0) || noted > owner.head.0 {
+        return Ok(Some(format!(
             "it is of a later state than the database, which may have been restored: the head is {}, the archive knows \
              revision {}",
             owner.head,
-            copied.max(noted)
+            copied.unwrap_or(0).max(noted)
+        )));
+    }
+    let earlier = copied.filter(|copied| *copied < owner.archived.0);
+    Ok(earlier.map(|copied| {
+        format!(
+            "it is of an earlier state than the database: it lacks the rows of the compactions after revision {copied}, up \
+             to {}",
+            owner.archived
         )
     }))
 }
 
 impl SqliteArchive {
     /// Does not open the file.
-    fn new(file: &Path, log: SqlitePool, owner: Owner) -> Self {
+    fn new(file: &Path, log: &SqliteLog, owner: Owner) -> Self {
         // A connection does not create the file, because it would have no tables then ([`connect`]).
         let options = SqliteConnectOptions::new()
             .filename(file)
@@ -266,7 +280,8 @@ impl SqliteArchive {
             .pragma("journal_size_limit", WAL_BYTES_MAX)
             .pragma("cache_size", "-2048")
             .disable_statement_logging();
-        Self { writer: Writer::new(options), readers: Mutex::new(None), log, owner }
+        let log_writer = Arc::clone(&log.writer);
+        Self { writer: Writer::new(options), readers: Mutex::new(None), log: log.readers.clone(), log_writer, owner }
     }
 
     /// Opens the file, unless it is open, and checks whether it belongs to the log.

@@ -11,9 +11,12 @@ pub(super) const ADD: &str =
 pub(super) const BEGIN: &str = "INSERT OR IGNORE INTO meta (name, value) \
     VALUES ('first_revision', ?1), ('copied_revision', ?1), ('bytes', 0), ('rows', 0)";
 pub(super) const CLUSTER: &str = "INSERT OR IGNORE INTO meta (name, value) VALUES ('cluster_id', ?)";
-/// The cluster, the newest compaction that was copied, and the newest recorded head.
+/// The cluster, the newest compaction that was copied (NULL before the archive is begun), and the newest recorded head.
 pub(super) const KNOWN: &str = "SELECT (SELECT value FROM meta WHERE name = 'cluster_id'), \
-    coalesce((SELECT value FROM meta WHERE name = 'copied_revision'), 0), coalesce((SELECT max(id) FROM kv_time), 0)";
+    (SELECT value FROM meta WHERE name = 'copied_revision'), coalesce((SELECT max(id) FROM kv_time), 0)";
+/// In the log: the newest compaction that was copied. An archive that does not know it is older than the log.
+pub(super) const ARCHIVED_FACT: &str = "archived_revision";
+pub(super) const READ_FACT: &str = "SELECT value FROM meta WHERE name = ?";
 pub(super) const STATE: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
     (SELECT value FROM meta WHERE name = 'copied_revision'), (SELECT value FROM meta WHERE name = 'bytes'), \
     (SELECT value FROM meta WHERE name = 'rows')";
