@@ -71,7 +71,8 @@ enum Command {
     /// Print the versions of a key, or of all keys with a prefix, and what changed from each to the next
     ///
     /// Compacted versions are printed if the server runs with --history-retention. The store is that of a running server
-    /// (--endpoints) or, with --data-dir or --datastore-endpoint, of a stopped one.
+    /// (--endpoints) or, with --data-dir or --datastore-endpoint, of a stopped one. Of a single key, the oldest version is
+    /// the one at the first revision that can be read, unless --since is given.
     ///
     /// Exit status: 0 there are versions, 1 there are none, 2 an error.
     History(Box<history::HistoryArgs>),
@@ -89,7 +90,8 @@ enum Command {
     /// Write a past state of a range of keys again, as new revisions
     ///
     /// Shows what it would write and asks. The writes are one transaction or, if that is too large, several; after an
-    /// interruption the same command continues. A key that somebody changes meanwhile is named and not written.
+    /// interruption the same command continues. A key of the range that somebody changes meanwhile is named and not
+    /// overwritten.
     ///
     /// Exit status: 0 the state is as it was, 1 conflicts or, with --dry-run, something to write, 2 an error.
     Rewind(Box<history::RewindArgs>),

@@ -12,15 +12,18 @@ use orlop_core::types::prefix_end;
 use orlop_wire::proto::client::{
     etcdserverpb::{
         AuthStatusRequest, AuthenticateRequest, Compare, PutRequest, RangeRequest, RequestOp, TxnRequest,
+        WatchCreateRequest, WatchRequest, WatchResponse,
         auth_client::AuthClient,
         compare::{CompareResult, CompareTarget, TargetUnion},
         request_op::Request,
+        watch_request::RequestUnion,
     },
     mvccpb::KeyValue,
     orlopb::{ChildrenRequest, HistoryChange, HistoryChangesRequest, HistoryPairsRequest},
 };
 use tokio::{io::DuplexStream, sync::Mutex, time::timeout};
-use tonic::{Code, Status};
+use tokio_stream::StreamExt as _;
+use tonic::{Code, Status, Streaming};
 
 /// Maximum time of a request to the server.
 const REQUEST_MAX: Duration = Duration::from_secs(10);
@@ -49,8 +52,9 @@ pub(super) enum Failure {
     TooMany,
 }
 
-/// etcd's answers to a request without a user, and to one with a token of before a change of the users.
-const NOT_LOGGED_IN: [&str; 2] = ["user name is empty", "revision of auth store is old"];
+/// etcd's answers to a request without a user, to one with an invalid token, and to one with a token of before a change of
+/// the users.
+const NOT_LOGGED_IN: [&str; 3] = ["user name is empty", "invalid auth token", "revision of auth store is old"];
 
 impl Failure {
     /// Returns the failure of a part of the figures, from the text that [`describe`] has made of its status.
@@ -59,6 +63,11 @@ impl Failure {
             return Self::LoggedOut;
         }
         Self::Unavailable(reason)
+    }
+
+    /// Returns the failure of a watch, from the reason with which the server has refused it.
+    fn of_watch(reason: String) -> Self {
+        if reason.contains("permission denied") { Self::Denied(reason) } else { Self::of_part(reason) }
     }
 }
 
@@ -290,10 +299,15 @@ async fn pair_at(client: &Client, key: &[u8], revision: i64) -> Result<(Option<K
     }
 }
 
-/// One change of a key.
+/// One change of a key. It does not keep the pair: a key and a value share the memory of the whole message in which they
+/// arrived.
 #[derive(Debug)]
 pub(super) struct Version {
-    pub kv: KeyValue,
+    pub mod_revision: i64,
+    /// Number of changes since the key was created.
+    pub version: i64,
+    /// Length of the value in bytes.
+    pub value_len: u64,
     pub is_delete: bool,
     /// A revision at which it is the newest version and can be read. Its own revision may be compacted.
     pub read_at: i64,
@@ -301,6 +315,31 @@ pub(super) struct Version {
     pub unix_ms: Option<i64>,
     /// Whether it was written then or before.
     pub time_is_latest: bool,
+}
+
+impl Version {
+    /// Returns the version that a read at `read_at` found.
+    fn of(kv: &KeyValue, read_at: i64) -> Self {
+        Self {
+            mod_revision: kv.mod_revision,
+            version: kv.version,
+            value_len: kv.value.len() as u64,
+            is_delete: false,
+            read_at,
+            unix_ms: None,
+            time_is_latest: false,
+        }
+    }
+
+    fn of_change(change: HistoryChange) -> Self {
+        let kv = change.kv.unwrap_or_default();
+        Self {
+            is_delete: change.deleted,
+            unix_ms: (change.unix_ms > 0).then_some(change.unix_ms),
+            time_is_latest: change.time_is_latest,
+            ..Self::of(&kv, kv.mod_revision)
+        }
+    }
 }
 
 /// The changes of a key, the newest first.
@@ -322,32 +361,24 @@ pub(super) async fn timeline(client: &Client, key: &[u8], to: i64, limit: usize)
     };
     let read = async {
         let mut pages = client.history().changes(request).await?.into_inner();
-        let mut changes: Vec<HistoryChange> = Vec::new();
+        let mut versions: Vec<Version> = Vec::new();
         while let Some(page) = pages.message().await? {
-            changes.extend(page.changes);
+            versions.extend(page.changes.into_iter().map(Version::of_change));
         }
-        Ok(changes)
+        Ok(versions)
     };
-    let changes = match within(read).await {
+    let mut versions = match within(read).await {
         Err(status) if status.code() == Code::Unimplemented => return walk_back(client, key, to, limit).await,
-        changes => changes?,
+        versions => versions?,
     };
-    let more = changes.len() > limit;
-    let version = |change: HistoryChange| {
-        let kv = change.kv.unwrap_or_default();
-        let read_at = kv.mod_revision;
-        let unix_ms = (change.unix_ms > 0).then_some(change.unix_ms);
-        Version { kv, is_delete: change.deleted, read_at, unix_ms, time_is_latest: change.time_is_latest }
-    };
-    let mut versions: Vec<Version> = changes.into_iter().take(limit).map(version).collect();
-    let is_complete = versions.last().is_some_and(|last| last.kv.version == 1);
+    let more = versions.len() > limit;
+    versions.truncate(limit);
+    let is_complete = versions.last().is_some_and(|last| last.version == 1);
     if !more && !is_complete {
         // The change that made the first readable version is compacted, but not the version.
-        let before = versions.last().map_or(to, |last| last.kv.mod_revision - 1);
+        let before = versions.last().map_or(to, |last| last.mod_revision - 1);
         match pair_at(client, key, before).await {
-            Ok((Some(kv), read_at)) => {
-                versions.push(Version { kv, is_delete: false, read_at, unix_ms: None, time_is_latest: false })
-            }
+            Ok((Some(kv), read_at)) => versions.push(Version::of(&kv, read_at)),
             Ok((None, _)) | Err(Failure::Missing(_)) => {}
             Err(failure) => return Err(failure),
         }
@@ -364,7 +395,7 @@ async fn walk_back(client: &Client, key: &[u8], to: i64, limit: usize) -> Result
             Ok((Some(kv), read_at)) => {
                 let is_first = kv.mod_revision <= kv.create_revision;
                 at = kv.mod_revision - 1;
-                versions.push(Version { kv, is_delete: false, read_at, unix_ms: None, time_is_latest: false });
+                versions.push(Version::of(&kv, read_at));
                 more = !is_first && versions.len() == limit;
                 if is_first || more {
                     break;
@@ -376,6 +407,28 @@ async fn walk_back(client: &Client, key: &[u8], to: i64, limit: usize) -> Result
         }
     }
     Ok(Timeline { versions, more, since_creation: true })
+}
+
+/// Opens a watch of the keys below a prefix. The server refuses it unless the user may read all of them.
+pub(super) async fn watch(client: &Client, prefix: &[u8]) -> Result<Streaming<WatchResponse>, Failure> {
+    let create = WatchCreateRequest {
+        key: if prefix.is_empty() { vec![0].into() } else { prefix.to_vec().into() },
+        range_end: prefix_end(prefix).into(),
+        ..WatchCreateRequest::default()
+    };
+    let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
+    // The end of the requests would end the watch.
+    let requests = tokio_stream::once(request).chain(tokio_stream::pending());
+    let open = async {
+        let mut responses = client.watch().watch(requests).await?.into_inner();
+        let created = responses.message().await?;
+        Ok((responses, created))
+    };
+    match within(open).await? {
+        (responses, Some(created)) if !created.canceled => Ok(responses),
+        (_, Some(refused)) => Err(Failure::of_watch(refused.cancel_reason)),
+        (_, None) => Err(Failure::Unavailable("the watch ended".to_owned())),
+    }
 }
 
 /// The result of a conditional write.
@@ -416,6 +469,7 @@ mod tests {
     fn refused_tokens_require_a_log_in() {
         for (code, text, is_logged_out) in [
             (Code::Unauthenticated, "etcdserver: invalid auth token", true),
+            (Code::Unauthenticated, "etcdserver: another text", true),
             (Code::InvalidArgument, "etcdserver: user name is empty", true),
             (Code::InvalidArgument, "etcdserver: revision of auth store is old", true),
             (Code::InvalidArgument, "etcdserver: key is not provided", false),
@@ -425,6 +479,20 @@ mod tests {
             let of_part = Failure::of_part(describe(&status));
             let failures = [of_part, Failure::from(status)].map(|failure| failure == Failure::LoggedOut);
             assert_eq!(failures, [is_logged_out; 2], "{code:?} {text}");
+        }
+    }
+
+    #[test]
+    fn refused_watches_require_a_log_in_or_a_right() {
+        let code = |code: &str, text: &str| format!("rpc error: code = {code} desc = etcdserver: {text}");
+        let [denied, other] = [code("PermissionDenied", "permission denied"), "the watch ended".to_owned()];
+        for (reason, expected) in [
+            (code("Unauthenticated", "invalid auth token"), Failure::LoggedOut),
+            (code("InvalidArgument", "revision of auth store is old"), Failure::LoggedOut),
+            (denied.clone(), Failure::Denied(denied)),
+            (other.clone(), Failure::Unavailable(other)),
+        ] {
+            assert_eq!(Failure::of_watch(reason.clone()), expected, "{reason}");
         }
     }
 }

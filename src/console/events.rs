@@ -21,9 +21,8 @@ use axum::{
 use futures_util::stream;
 use http::{HeaderMap, header};
 use maud::html;
-use orlop_core::types::prefix_end;
 use orlop_wire::proto::client::{
-    etcdserverpb::{WatchCreateRequest, WatchRequest, WatchResponse, watch_request::RequestUnion},
+    etcdserverpb::WatchResponse,
     mvccpb::{Event, event::EventType},
 };
 use parking_lot::Mutex;
@@ -32,16 +31,21 @@ use tokio::{
     task::JoinSet,
     time::{Instant, sleep_until, timeout},
 };
-use tokio_stream::StreamExt as _;
 use tonic::Streaming;
 
-use super::{backend::Failure, pages, query::Query, server::Console, session::Visitor};
+use super::{
+    backend::{self, Failure},
+    pages,
+    query::Query,
+    server::Console,
+    session::Visitor,
+};
 
 /// Maximum number of rows per message.
 const ROWS_MAX: usize = 50;
 /// Minimum time between two messages.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Time after which the session is checked, and a comment shows that the connection is alive.
+/// Time after which the session and its rights are checked, and a comment shows that the connection is alive.
 const CHECK_PAUSE: Duration = Duration::from_secs(15);
 /// Maximum time of a stream. Browsers connect again.
 const STREAM_MAX: Duration = Duration::from_secs(60 * 60);
@@ -72,6 +76,7 @@ struct Events {
     /// The request's, to check its session again.
     headers: HeaderMap,
     user: Option<String>,
+    prefix: Vec<u8>,
     watched: Arc<Watched>,
     next_message: Instant,
     next_check: Instant,
@@ -103,23 +108,7 @@ struct Unread {
 async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Query) -> Result<Events, Failure> {
     let permit = console.streams.clone().try_acquire_owned().map_err(|_| Failure::TooMany)?;
     let prefix = query.bytes("prefix");
-    let create = WatchCreateRequest {
-        key: if prefix.is_empty() { vec![0].into() } else { prefix.clone().into() },
-        range_end: prefix_end(&prefix).into(),
-        ..WatchCreateRequest::default()
-    };
-    let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
-    // The end of the requests would end the watch.
-    let requests = tokio_stream::once(request).chain(tokio_stream::pending());
-    let mut responses = visitor.client.watch().watch(requests).await?.into_inner();
-    let created = responses.message().await?.ok_or_else(|| Failure::Unavailable("the watch ended".to_owned()))?;
-    if created.canceled {
-        return Err(if created.cancel_reason.contains("permission denied") {
-            Failure::Denied(created.cancel_reason)
-        } else {
-            Failure::Unavailable(created.cancel_reason)
-        });
-    }
+    let responses = backend::watch(&visitor.client, &prefix).await?;
     let watched = Arc::new(Watched::default());
     let mut reading = JoinSet::new();
     reading.spawn(read(responses, Arc::clone(&watched)));
@@ -129,6 +118,7 @@ async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Q
         console,
         headers,
         user: visitor.user,
+        prefix,
         watched,
         next_message: now,
         next_check: now,
@@ -229,9 +219,22 @@ impl Events {
         }
     }
 
-    /// Returns whether the session still exists, or authentication is still disabled.
+    /// Returns whether the session still exists, or authentication is still disabled, and the user may still read what is
+    /// watched. Ends the session if the server refuses its token.
     async fn is_permitted(&self) -> bool {
-        self.console.visitor(&self.headers).await.is_ok_and(|visitor| visitor.user == self.user)
+        let Ok(visitor) = self.console.visitor(&self.headers).await else { return false };
+        if visitor.user != self.user {
+            return false;
+        }
+        // Servers check the rights of a watch only when it begins, so another one is opened. A read of the range would
+        // count all of its keys.
+        match backend::watch(&visitor.client, &self.prefix).await.map(drop) {
+            Err(Failure::LoggedOut) => {
+                self.console.sessions.end(&self.headers);
+                false
+            }
+            checked => !matches!(checked, Err(Failure::Denied(_))),
+        }
     }
 }
 

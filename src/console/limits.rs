@@ -16,6 +16,8 @@ pub(super) const CONNECTION_REQUESTS_MAX: u32 = 100;
 const LOG_INS_MAX: usize = 4;
 /// Maximum number of log-ins that wait until their password is checked. Further ones are refused.
 const LOG_INS_WAITING_MAX: usize = 32;
+/// Maximum number of pages that read values at the same time.
+const VALUE_PAGES_MAX: usize = 4;
 /// Values that are longer together, in bytes, are rendered on a blocking thread.
 const INLINE_BYTES_MAX: usize = 256 << 10;
 /// Maximum number of blocking threads that render values.
@@ -54,6 +56,30 @@ impl LogIns {
     }
 }
 
+/// Limits the pages that read values of keys, which stay in memory until the page is rendered.
+pub(super) struct ValuePages(Semaphore);
+
+impl Default for ValuePages {
+    fn default() -> Self {
+        Self(Semaphore::new(VALUE_PAGES_MAX))
+    }
+}
+
+impl ValuePages {
+    /// Waits until a page may read values. It must hold no values while it waits.
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Unavailable`] if the process stops.
+    ///
+    /// # Cancel safety
+    ///
+    /// Cancel safe: a cancelled call leaves the queue.
+    pub async fn begin(&self) -> Result<SemaphorePermit<'_>, Failure> {
+        self.0.acquire().await.map_err(|_| stopping())
+    }
+}
+
 /// Runs work whose duration depends on the size of values: to render and to compare them.
 pub(super) struct Renderer {
     /// Permits for blocking threads.
@@ -81,7 +107,6 @@ impl Renderer {
         if bytes <= INLINE_BYTES_MAX {
             return Ok(work());
         }
-        let stopping = || Failure::Unavailable("the process stops".to_owned());
         let permit = Arc::clone(&self.threads).acquire_owned().await.map_err(|_| stopping())?;
         let running = spawn_blocking(move || {
             // The thread holds the permit, because it continues if the browser no longer waits.
@@ -96,6 +121,10 @@ impl Renderer {
             },
         }
     }
+}
+
+fn stopping() -> Failure {
+    Failure::Unavailable("the process stops".to_owned())
 }
 
 #[cfg(test)]
@@ -125,6 +154,19 @@ mod tests {
         waiting.clear();
         drop(checked.pop());
         assert!(next.await.is_some());
+    }
+
+    #[tokio::test]
+    async fn pages_that_read_values_are_bounded() {
+        let pages = ValuePages::default();
+        let mut open = Vec::new();
+        for _ in 0..VALUE_PAGES_MAX {
+            open.push(pages.begin().await.expect("a permit"));
+        }
+        let mut waiting = pin!(pages.begin());
+        assert!(poll!(&mut waiting).is_pending());
+        drop(open.pop());
+        assert!(waiting.await.is_ok());
     }
 
     #[tokio::test]

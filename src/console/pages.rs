@@ -29,6 +29,8 @@ use crate::history::time::shown_time;
 pub(super) const STYLE: &str = include_str!("assets/style.css");
 /// Maximum number of lines of a value or of a difference on a page.
 const LINES_MAX: usize = 20_000;
+/// End of the paths of parts of pages.
+const FRAGMENT: &str = "/live";
 
 /// The views in the order of the navigation.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -89,10 +91,7 @@ impl Visit {
 
     /// Returns a part of a page, which the script inserts.
     pub fn fragment(self, content: Result<Markup, Failure>) -> Response {
-        match content {
-            Ok(content) => Html(content.0).into_response(),
-            Err(failure) => (failure.status(), Html(failure.markup().0)).into_response(),
-        }
+        content.map_or_else(|failure| failure.fragment(), |content| Html(content.0).into_response())
     }
 
     /// Returns the fields of a form that a page of this process made for this browser.
@@ -204,6 +203,11 @@ impl Failure {
         }
     }
 
+    /// Returns a part of a page, which the script inserts.
+    fn fragment(&self) -> Response {
+        (self.status(), Html(self.markup().0)).into_response()
+    }
+
     fn markup(&self) -> Markup {
         let (what, text) = self.texts();
         html! {
@@ -215,10 +219,13 @@ impl Failure {
     }
 }
 
-/// Returns the page for a failure before there is a visitor.
+/// Returns the page, or the part of a page, for a failure before there is a visitor.
 pub(super) fn failed(console: &Console, parts: &Parts, failure: &Failure) -> Response {
     if *failure == Failure::LoggedOut {
         return login::form(console, &parts.headers, StatusCode::UNAUTHORIZED, &path_of(parts), login::Notice::None);
+    }
+    if parts.uri.path().ends_with(FRAGMENT) {
+        return failure.fragment();
     }
     let frame = Frame { tab: None, title: "Failed", endpoint: &console.backend.endpoint(), user: None };
     frame.respond(failure.status(), console.sessions.form_token(&parts.headers), failure.markup())

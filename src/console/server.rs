@@ -16,7 +16,7 @@ use super::{
     backend::{Backend, Place},
     events,
     guard::{Hosts, guard},
-    limits::{LogIns, Renderer},
+    limits::{LogIns, Renderer, ValuePages},
     pages,
     session::Sessions,
 };
@@ -41,6 +41,7 @@ pub(super) struct State {
     pub streams: Arc<Semaphore>,
     pub log_ins: LogIns,
     pub renderer: Renderer,
+    pub value_pages: ValuePages,
     /// True once the process stops.
     pub stopping: watch::Receiver<bool>,
     hosts: Arc<Hosts>,
@@ -73,6 +74,7 @@ impl Console {
             streams: Arc::new(Semaphore::new(STREAMS_MAX)),
             log_ins: LogIns::default(),
             renderer: Renderer::default(),
+            value_pages: ValuePages::default(),
             stopping,
             hosts: Arc::new(Hosts::new(listen, allowed_hosts)),
         })))

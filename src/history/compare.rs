@@ -43,6 +43,7 @@ pub struct DiffArgs {
 }
 
 pub(super) async fn run(args: DiffArgs) -> Result<Ending> {
+    args.selection.check()?;
     let source = args.source.open().await?;
     let ending = show(&args, &source).await;
     source.close().await?;
@@ -139,6 +140,10 @@ pub(super) fn described(difference: &Difference, output: OutputFlags, keys_only:
         };
         let mut object = key_json(difference.key());
         object.insert("type".to_owned(), json!(difference.verb()));
+        if let (Some(old), Some(new)) = (&difference.old, &difference.new) {
+            // Masked values are shown alike, whatever they are.
+            object.insert("valueChanged".to_owned(), json!(old.value != new.value));
+        }
         object.insert("old".to_owned(), pair(&difference.old, &old));
         object.insert("new".to_owned(), pair(&difference.new, &new));
         return format!("{}\n", Value::from(object));

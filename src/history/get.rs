@@ -37,6 +37,7 @@ pub struct GetArgs {
 }
 
 pub(super) async fn run(args: GetArgs) -> Result<Ending> {
+    args.selection.check()?;
     if args.raw && args.selection.is_prefix() {
         return Err("--raw is for a single key".into());
     }

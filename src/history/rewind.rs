@@ -2,14 +2,15 @@
 //!
 //! Two streams, of the newest state and of the past one, are compared twice: to show what would be done, and to do it. So
 //! memory does not depend on the number of keys. Each write compares the mod_revision that the plan saw, so that a key
-//! which somebody has changed since then is not overwritten. Nothing is taken out of the log.
+//! which somebody has changed since then is not overwritten. After the last write, the changes of the range since the
+//! plan are read, to name those of others. Nothing is taken out of the log.
 
 use std::{
     collections::HashSet,
     io::{IsTerminal as _, Write as _},
 };
 
-use orlop_client::describe;
+use orlop_client::{Client, describe};
 use orlop_wire::proto::client::{
     etcdserverpb::{
         Compare, DeleteRangeRequest, LeaseLeasesRequest, PutRequest, RangeRequest, RequestOp, TxnRequest,
@@ -18,6 +19,7 @@ use orlop_wire::proto::client::{
         response_op::Response,
     },
     mvccpb::KeyValue,
+    orlopb::HistoryChangesRequest,
 };
 use serde_json::{Value, json};
 
@@ -25,7 +27,7 @@ use super::{
     Ending, Format, Result,
     compare::{Difference, Differences, described},
     selection::{Selection, shown_key},
-    source::{Source, SourceFlags},
+    source::{Source, SourceFlags, failed},
     text::{OutputFlags, key_json},
     time::Point,
 };
@@ -67,6 +69,7 @@ pub struct RewindArgs {
 }
 
 pub(super) async fn run(args: RewindArgs) -> Result<Ending> {
+    args.selection.check()?;
     let source = args.source.open().await?;
     let ending = Rewind::new(&args, &source).await;
     let ending = match ending {
@@ -93,9 +96,10 @@ struct Rewind<'a> {
 struct Count {
     puts: usize,
     deletes: usize,
-    conflicts: usize,
-    /// The revision of the last transaction.
-    revision: i64,
+    /// Keys that others have changed since the plan.
+    conflicts: HashSet<Vec<u8>>,
+    /// The revisions of the transactions, ascending.
+    revisions: Vec<i64>,
 }
 
 impl<'a> Rewind<'a> {
@@ -122,16 +126,20 @@ impl<'a> Rewind<'a> {
         if !self.args.yes && !confirmed(&what)? {
             return Err("nothing was written".into());
         }
-        let done = self.write().await?;
+        let mut done = self.write().await?;
+        self.find_changes_of_others(&mut done).await?;
         let text = format!(
             "{} puts and {} deletes written, up to revision {}, to bring back the state of revision {}",
-            done.puts, done.deletes, done.revision, self.to
+            done.puts,
+            done.deletes,
+            done.revisions.last().unwrap_or(&0),
+            self.to
         );
-        if done.conflicts == 0 {
+        if done.conflicts.is_empty() {
             self.report(&text, &done)?;
             return Ok(Ending::Success);
         }
-        let conflicts = done.conflicts;
+        let conflicts = done.conflicts.len();
         let again = self.again();
         self.report(&format!("{text}; {conflicts} keys were changed meanwhile: {again} to write the rest"), &done)?;
         Ok(Ending::Otherwise)
@@ -146,10 +154,10 @@ impl<'a> Rewind<'a> {
         let line = match self.args.output.write_out {
             Format::Simple => format!("{text}\n"),
             Format::Json => {
-                let Count { puts, deletes, conflicts, revision } = count;
+                let Count { puts, deletes, conflicts, revisions } = count;
                 let object = json!({
-                    "type": "summary", "to": self.to, "puts": puts, "deletes": deletes, "conflicts": conflicts,
-                    "revision": if *revision == 0 { self.head } else { *revision },
+                    "type": "summary", "to": self.to, "puts": puts, "deletes": deletes, "conflicts": conflicts.len(),
+                    "revision": revisions.last().unwrap_or(&self.head),
                 });
                 format!("{object}\n")
             }
@@ -194,30 +202,35 @@ impl<'a> Rewind<'a> {
         Ok(count)
     }
 
+    /// Writes what differs. The transactions have a connection of their own, because the streams of the two states may
+    /// occupy all of theirs.
     async fn write(&self) -> Result<Count> {
+        let writer = self.source.connect_again().await?;
         let mut count = Count::default();
         let mut differences = self.differences().await?;
         let (mut batch, mut bytes) = (Vec::new(), 0);
-        while let Some(difference) = differences.next().await? {
+        loop {
+            let next = differences.next().await.map_err(|error| self.interrupted(&error.to_string(), &count))?;
+            let Some(difference) = next else { break };
             if !self.needs_write(&difference) {
                 continue;
             }
             let len = difference.key().len() * 2 + difference.new.as_ref().map_or(0, |pair| pair.value.len());
             if batch.len() == self.args.txn_ops as usize || (bytes + len > TXN_BYTES && !batch.is_empty()) {
-                self.commit(std::mem::take(&mut batch), &mut count).await?;
+                self.commit(&writer, std::mem::take(&mut batch), &mut count).await?;
                 bytes = 0;
             }
             bytes += len;
             batch.push(difference);
         }
         if !batch.is_empty() {
-            self.commit(batch, &mut count).await?;
+            self.commit(&writer, batch, &mut count).await?;
         }
         Ok(count)
     }
 
     /// Writes some keys in one transaction, or none of them if one was changed since the plan.
-    async fn commit(&self, batch: Vec<Difference>, count: &mut Count) -> Result<()> {
+    async fn commit(&self, writer: &Client, batch: Vec<Difference>, count: &mut Count) -> Result<()> {
         let compare = batch.iter().map(|difference| Compare {
             result: CompareResult::Equal.into(),
             target: CompareTarget::Mod.into(),
@@ -247,13 +260,13 @@ impl<'a> Rewind<'a> {
             success: success.map(op).collect(),
             failure: failure.map(op).collect(),
         };
-        let answer = self.source.client().kv().txn(request).await;
+        let answer = writer.kv().txn(request).await;
         let answer = answer.map_err(|status| self.interrupted(&describe(&status), count))?.into_inner();
         if answer.succeeded {
             let puts = batch.iter().filter(|difference| difference.new.is_some()).count();
             count.puts += puts;
             count.deletes += batch.len() - puts;
-            count.revision = answer.header.map_or(0, |header| header.revision);
+            count.revisions.extend(answer.header.map(|header| header.revision));
             return Ok(());
         }
         for (difference, answer) in batch.iter().zip(answer.responses) {
@@ -263,11 +276,41 @@ impl<'a> Rewind<'a> {
             };
             let planned = difference.old.as_ref().map_or(0, |pair| pair.mod_revision);
             if found != planned {
-                count.conflicts += 1;
+                count.conflicts.insert(difference.key().to_vec());
                 print(self.conflict(difference.key(), planned, found).as_bytes())?;
             }
         }
         Ok(())
+    }
+
+    /// Finds keys of the range that others have changed since the plan: after their transaction, or without one because
+    /// the plan did not contain them.
+    async fn find_changes_of_others(&self, count: &mut Count) -> Result<()> {
+        let head = self.source.state().await.map_err(|error| self.interrupted(&error.to_string(), count))?.revision;
+        if head <= self.head {
+            return Ok(());
+        }
+        let (key, range_end) = self.args.selection.range();
+        let request = HistoryChangesRequest {
+            key: key.into(),
+            range_end: range_end.into(),
+            from_revision: self.head + 1,
+            to_revision: head,
+            newest_first: false,
+            limit: 0,
+        };
+        let changes = self.source.changes(request).await;
+        let mut changes = changes.map_err(|error| self.interrupted(&error.to_string(), count))?;
+        loop {
+            let page = changes.message().await.map_err(|status| self.interrupted(&failed(&status), count))?;
+            let Some(page) = page else { return Ok(()) };
+            for pair in page.changes.into_iter().filter_map(|change| change.kv) {
+                let is_own = count.revisions.binary_search(&pair.mod_revision).is_ok();
+                if !is_own && count.conflicts.insert(pair.key.to_vec()) {
+                    print(self.changed_by_other(&pair).as_bytes())?;
+                }
+            }
+        }
     }
 
     fn interrupted(&self, error: &str, count: &Count) -> String {
@@ -278,6 +321,21 @@ impl<'a> Rewind<'a> {
             count.deletes,
             self.again()
         )
+    }
+
+    /// Describes a key that was changed since the plan and is not in a transaction that was refused for it.
+    fn changed_by_other(&self, pair: &KeyValue) -> String {
+        match self.args.output.write_out {
+            Format::Simple => {
+                format!("conflict  {}  was changed by others at revision {}\n", shown_key(&pair.key), pair.mod_revision)
+            }
+            Format::Json => {
+                let mut object = key_json(&pair.key);
+                object.insert("type".to_owned(), json!("conflict"));
+                object.insert("foundRevision".to_owned(), json!(pair.mod_revision));
+                format!("{}\n", Value::from(object))
+            }
+        }
     }
 
     /// Describes a key that was changed since the plan. Revision 0: the key does not exist.

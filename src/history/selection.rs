@@ -5,11 +5,11 @@ use orlop_core::types::prefix_end;
 /// A key or a prefix.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Selection {
-    /// Key; one that ends with / is a prefix. Escapes: \xNN for a byte, \\ for a backslash
+    /// Key; one that ends with / is a prefix, an empty one needs --prefix. Escapes: \xNN for a byte, \\ for a backslash
     #[arg(id = "selected_key", value_name = "KEY", value_parser = parse_key)]
     key: Key,
 
-    /// All keys that begin with KEY
+    /// All keys that begin with KEY; if KEY is empty, all keys
     #[arg(long)]
     prefix: bool,
 
@@ -23,6 +23,15 @@ pub(super) struct Selection {
 struct Key(Vec<u8>);
 
 impl Selection {
+    /// Refuses an empty key, such as that of a variable which is not set, unless all keys are asked for.
+    pub(super) fn check(&self) -> super::Result<()> {
+        let Key(key) = &self.key;
+        if key.is_empty() && !self.prefix {
+            return Err("KEY is empty: give a key, or --prefix for all keys".into());
+        }
+        Ok(())
+    }
+
     /// Returns key and range end of requests.
     pub(super) fn range(&self) -> (Vec<u8>, Vec<u8>) {
         let Key(key) = &self.key;
@@ -37,7 +46,7 @@ impl Selection {
 
     pub(super) fn is_prefix(&self) -> bool {
         let Key(key) = &self.key;
-        self.prefix || key.is_empty() || (key.ends_with(b"/") && !self.exact)
+        self.prefix || (key.ends_with(b"/") && !self.exact)
     }
 }
 

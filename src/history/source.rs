@@ -1,6 +1,9 @@
 //! Where a command reads: a running server, or a database that a server in this process serves.
 
-use std::{path::PathBuf, thread::JoinHandle};
+use std::{
+    path::{Path, PathBuf},
+    thread::JoinHandle,
+};
 
 use orlop_client::{Client, ServerFlags, describe};
 use orlop_sql::{PostgresView, SqliteView};
@@ -11,7 +14,13 @@ use orlop_wire::proto::client::{
         HistoryPairsResponse, HistoryStateRequest, HistoryStateResponse,
     },
 };
-use tokio::{runtime::Builder, sync::oneshot, time::sleep};
+use parking_lot::Mutex;
+use tokio::{
+    runtime::Builder,
+    signal::unix::{SignalKind, signal},
+    sync::oneshot,
+    time::sleep,
+};
 use tonic::{Code, Status, Streaming};
 
 use super::{
@@ -37,7 +46,8 @@ impl SourceFlags {
     /// Connects to the server or, if a database is named, opens it and serves it to this process alone.
     pub(super) async fn open(&self) -> Result<Source> {
         if !self.datastore.is_given() {
-            return Ok(Source { client: self.server.connect().await?, local: None });
+            let client = Mutex::new(self.server.connect().await?);
+            return Ok(Source { client, server: self.server.clone(), local: None });
         }
         let settings = Settings::load(&Flags::from(self.datastore.clone()))?;
         // A server would create a database that does not exist.
@@ -46,8 +56,9 @@ impl SourceFlags {
             Datastore::Postgres(endpoint) => drop(PostgresView::of_database(&endpoint).await?),
         }
         let local = Local::start(settings)?;
-        match local.connect(&self.server).await {
-            Ok(client) => Ok(Source { client, local: Some(local) }),
+        let server = self.server.at(&format!("unix://{}", local.socket.display()))?;
+        match local.connect(&server).await {
+            Ok(client) => Ok(Source { client: Mutex::new(client), server, local: Some(local) }),
             // If the server could not start, its error tells why.
             Err(error) => Err(local.close().await.err().unwrap_or(error)),
         }
@@ -56,11 +67,18 @@ impl SourceFlags {
 
 /// The store of a command.
 pub(super) struct Source {
-    client: Client,
+    /// Replaced by one with a new token when the token has expired.
+    client: Mutex<Client>,
+    server: ServerFlags,
     local: Option<Local>,
 }
 
-/// A server in this process.
+/// Why no revision is known for a time: it is before the first one that was recorded.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(super) struct TooEarly(String);
+
+/// A server in this process. SIGINT and SIGTERM remove its folder and end the process.
 struct Local {
     stop: oneshot::Sender<()>,
     server: JoinHandle<std::result::Result<(), String>>,
@@ -74,23 +92,26 @@ impl Local {
         let folder = tempfile::tempdir().map_err(|error| format!("cannot create a temporary folder: {error}"))?;
         let socket = folder.path().join("orlop.sock");
         let (stop, stopped) = oneshot::channel();
-        let listen_at = socket.clone();
+        let (listen_at, home) = (socket.clone(), folder.path().to_owned());
         let server = std::thread::spawn(move || {
             let runtime = Builder::new_current_thread().enable_all().build().map_err(|error| error.to_string())?;
             let serving = server::serve_locally(settings, listen_at, async {
                 // The sender is dropped when the command ends.
                 let _ = stopped.await;
             });
-            runtime.block_on(serving).map_err(|error| error.to_string())
+            runtime.block_on(async {
+                tokio::select! {
+                    served = serving => served.map_err(|error| error.to_string()),
+                    status = interrupted(&home) => std::process::exit(status),
+                }
+            })
         });
         Ok(Self { stop, server, socket, _folder: folder })
     }
 
-    /// Connects when the server is ready.
+    /// Connects when the server is ready. `flags` name its socket.
     async fn connect(&self, flags: &ServerFlags) -> Result<Client> {
         const PAUSE: std::time::Duration = std::time::Duration::from_millis(20);
-        let endpoint = format!("unix://{}", self.socket.display());
-        let flags = flags.at(&endpoint)?;
         while !self.socket.exists() && !self.server.is_finished() {
             sleep(PAUSE).await;
         }
@@ -110,9 +131,29 @@ impl Local {
     }
 }
 
+/// Waits for a signal and removes the folder. Returns the exit status that a shell reports for the signal. This runs on
+/// the server's thread, because the command's thread may wait for an answer on the terminal.
+async fn interrupted(folder: &Path) -> i32 {
+    let signals = (signal(SignalKind::interrupt()), signal(SignalKind::terminate()));
+    let (Ok(mut interrupt), Ok(mut terminate)) = signals else { return std::future::pending().await };
+    let status = tokio::select! {
+        _ = interrupt.recv() => 130,
+        _ = terminate.recv() => 143,
+    };
+    // The process ends whether or not it can be removed.
+    std::fs::remove_dir_all(folder).ok();
+    status
+}
+
 impl Source {
-    pub(super) fn client(&self) -> &Client {
-        &self.client
+    pub(super) fn client(&self) -> Client {
+        self.client.lock().clone()
+    }
+
+    /// Opens another connection to the server. Pairs that were sent but not yet read occupy the flow-control windows of
+    /// theirs, so an answer on the same connection may not arrive until they are read.
+    pub(super) async fn connect_again(&self) -> Result<Client> {
+        Ok(self.server.connect().await?)
     }
 
     /// Ends the server in this process, if there is one.
@@ -125,11 +166,12 @@ impl Source {
     }
 
     pub(super) async fn state(&self) -> Result<HistoryStateResponse> {
-        let answer = self.client.history().state(HistoryStateRequest {}).await;
+        let answer = self.client().history().state(HistoryStateRequest {}).await;
         Ok(answer.map_err(|status| failed(&status))?.into_inner())
     }
 
-    /// Returns the revision of a point in time, which exists and can be read.
+    /// Returns the revision of a point in time, which exists and can be read. The error is [`TooEarly`] if it is a time
+    /// before the first one that was recorded.
     pub(super) async fn revision_at(&self, point: Point) -> Result<i64> {
         let state = self.state().await?;
         let Some(unix_ms) = point.unix_ms() else {
@@ -141,8 +183,8 @@ impl Source {
             return Ok(state.revision);
         }
         let request = HistoryMomentRequest { unix_ms };
-        let answer = self.client.history().moment(request).await.map_err(|status| failed(&status))?.into_inner();
-        let moment = answer.moment.ok_or_else(|| too_early(unix_ms, state.first_moment))?;
+        let answer = self.client().history().moment(request).await.map_err(|status| failed(&status))?.into_inner();
+        let moment = answer.moment.ok_or_else(|| TooEarly(too_early(unix_ms, state.first_moment)))?;
         if answer.may_lack_revisions {
             return Err(format!(
                 "the newest revision at {} is not known: no times were recorded for some time after revision {}; name a \
@@ -159,18 +201,35 @@ impl Source {
     /// Returns the pairs of a range as of a revision.
     pub(super) async fn pairs(&self, range: (Vec<u8>, Vec<u8>), revision: i64) -> Result<PairStream> {
         let request = HistoryPairsRequest { key: range.0.into(), range_end: range.1.into(), revision };
-        let stream = self.client.history().pairs(request).await.map_err(|status| failed(&status))?.into_inner();
+        let stream = self.client().history().pairs(request).await.map_err(|status| failed(&status))?.into_inner();
         Ok(PairStream { stream, page: Vec::new().into_iter() })
     }
 
-    /// Returns one pair as of a revision.
+    /// Returns one pair as of a revision; `None` also if the revision is older than the history.
     pub(super) async fn pair(&self, key: &[u8], revision: i64) -> Result<Option<KeyValue>> {
-        self.pairs((key.to_vec(), Vec::new()), revision).await?.next().await
+        let request = HistoryPairsRequest { key: key.to_vec().into(), range_end: Vec::new().into(), revision };
+        let client = self.client();
+        let mut answer = first_pair(&client, request.clone()).await;
+        if answer.as_ref().is_err_and(|status| status.code() == Code::Unauthenticated)
+            && let Some(client) = self.server.log_in_again(&client).await?
+        {
+            answer = first_pair(&client, request).await;
+            *self.client.lock() = client;
+        }
+        match answer {
+            Err(status) if status.code() == Code::OutOfRange => Ok(None),
+            answer => Ok(answer.map_err(|status| failed(&status))?),
+        }
     }
 
     pub(super) async fn changes(&self, request: HistoryChangesRequest) -> Result<Streaming<HistoryChangesResponse>> {
-        Ok(self.client.history().changes(request).await.map_err(|status| failed(&status))?.into_inner())
+        Ok(self.client().history().changes(request).await.map_err(|status| failed(&status))?.into_inner())
     }
+}
+
+async fn first_pair(client: &Client, request: HistoryPairsRequest) -> std::result::Result<Option<KeyValue>, Status> {
+    let page = client.history().pairs(request).await?.into_inner().message().await?;
+    Ok(page.and_then(|page| page.kvs.into_iter().next()))
 }
 
 /// Pairs in the order of keys.

@@ -7,14 +7,14 @@ use orlop_objects::{Shown, diff};
 use orlop_wire::proto::client::{
     etcdserverpb::{WatchCreateRequest, WatchRequest, watch_client::WatchClient, watch_request::RequestUnion},
     mvccpb::{KeyValue, event::EventType},
-    orlopb::{HistoryChange, HistoryChangesRequest},
+    orlopb::{HistoryChange, HistoryChangesRequest, HistoryStateResponse},
 };
 use serde_json::json;
 
 use super::{
     Ending, Format, Result,
     selection::Selection,
-    source::{Source, SourceFlags, failed},
+    source::{Source, SourceFlags, TooEarly, failed},
     text::{OutputFlags, heading, indented, key_json, pair_json},
     time::Point,
 };
@@ -22,8 +22,11 @@ use crate::output::{Reader, print_to_reader};
 
 /// Lines around a change.
 const CONTEXT_LINES: usize = 2;
-/// Maximum number of versions that are kept to be compared with the next ones of their keys.
+/// Maximum number of versions that are kept to be compared with the next ones of their keys, and of their bytes.
 const KNOWN_MAX: usize = 10_000;
+const KNOWN_BYTES_MAX: usize = 64 << 20;
+/// Bytes that a line of a kept version takes in addition to its text.
+const LINE_BYTES: usize = 64;
 
 #[derive(Debug, clap::Args)]
 pub struct HistoryArgs {
@@ -54,11 +57,12 @@ pub struct HistoryArgs {
 }
 
 pub(super) async fn run(args: HistoryArgs) -> Result<Ending> {
+    args.selection.check()?;
     if args.limit.is_some() && args.selection.is_prefix() {
         return Err("--limit is for a single key; use --since for a prefix".into());
     }
     let source = args.source.open().await?;
-    let ending = Printer { known: HashMap::new(), args: &args, source: &source }.run().await;
+    let ending = Printer { known: Known::default(), args: &args, source: &source }.run().await;
     source.close().await?;
     ending
 }
@@ -66,25 +70,48 @@ pub(super) async fn run(args: HistoryArgs) -> Result<Ending> {
 struct Printer<'a> {
     args: &'a HistoryArgs,
     source: &'a Source,
-    /// The newest known version of each key, to compare the next one with; `None`: the key was deleted.
-    known: HashMap<Vec<u8>, Option<Shown>>,
+    known: Known,
+}
+
+/// The newest known version of each key, to compare the next one with; `None`: the key was deleted.
+#[derive(Default)]
+struct Known {
+    versions: HashMap<Vec<u8>, Option<Shown>>,
+    /// Approximate size of the versions.
+    bytes: usize,
+}
+
+impl Known {
+    fn take(&mut self, key: &[u8]) -> Option<Option<Shown>> {
+        let version = self.versions.remove(key)?;
+        self.bytes -= size(key, version.as_ref());
+        Some(version)
+    }
+
+    /// Keeps a version. If there are too many, all others are forgotten, and are read again when they are needed.
+    fn keep(&mut self, key: &[u8], mut version: Option<Shown>) {
+        if let Some(shown) = &mut version {
+            // Only the lines are compared.
+            shown.json = serde_json::Value::Null;
+        }
+        self.take(key);
+        let bytes = size(key, version.as_ref());
+        if self.versions.len() == KNOWN_MAX || self.bytes + bytes > KNOWN_BYTES_MAX {
+            *self = Self::default();
+        }
+        self.bytes += bytes;
+        self.versions.insert(key.to_vec(), version);
+    }
+}
+
+fn size(key: &[u8], version: Option<&Shown>) -> usize {
+    key.len() + version.map_or(0, |shown| shown.lines().map(|line| line.len() + LINE_BYTES).sum::<usize>())
 }
 
 impl Printer<'_> {
     async fn run(mut self) -> Result<Ending> {
         let state = self.source.state().await?;
-        let from_revision = match self.args.since {
-            // The state at a point contains changes up to it.
-            Some(point @ (Point::Ago(_) | Point::UnixMs(_))) => match self.source.revision_at(point).await {
-                Ok(revision) => revision + 1,
-                Err(_) if state.first_moment.is_none_or(|first| point.unix_ms() < Some(first.unix_ms)) => {
-                    state.first_revision
-                }
-                Err(error) => return Err(error),
-            },
-            Some(point) => self.source.revision_at(point).await?,
-            None => state.first_revision,
-        };
+        let from_revision = self.start_revision(&state).await?;
         let (mut found, mut reader) = (0, Reader::Present);
         if from_revision <= state.revision {
             (found, reader) = self.print_past(from_revision, state.revision).await?;
@@ -93,6 +120,41 @@ impl Printer<'_> {
             found += self.follow(state.revision + 1).await?;
         }
         Ok(if found == 0 { Ending::Otherwise } else { Ending::Success })
+    }
+
+    /// Returns the first revision to print.
+    async fn start_revision(&self, state: &HistoryStateResponse) -> Result<i64> {
+        match self.args.since {
+            // The state at a point contains changes up to it.
+            Some(point @ (Point::Ago(_) | Point::UnixMs(_))) => match self.source.revision_at(point).await {
+                Ok(revision) => Ok(revision + 1),
+                Err(error) if error.is::<TooEarly>() => {
+                    eprintln!("orlop: {error}; all known versions are printed");
+                    Ok(state.first_revision)
+                }
+                Err(error) => Err(error),
+            },
+            Some(point) => self.source.revision_at(point).await,
+            None => {
+                if self.args.selection.is_prefix() && state.first_revision > 1 {
+                    eprintln!(
+                        "orlop: the history begins at revision {}; keys not changed since then are not printed",
+                        state.first_revision
+                    );
+                }
+                Ok(state.first_revision)
+            }
+        }
+    }
+
+    /// Returns the version of a single key at the first readable revision, if its change is compacted.
+    async fn oldest(&self, first_revision: i64) -> Result<Option<HistoryChange>> {
+        if self.args.since.is_some() || self.args.selection.is_prefix() {
+            return Ok(None);
+        }
+        let pair = self.source.pair(&self.args.selection.range().0, first_revision).await?;
+        let pair = pair.filter(|pair| pair.mod_revision < first_revision);
+        Ok(pair.map(|pair| HistoryChange { kv: Some(pair), ..HistoryChange::default() }))
     }
 
     /// Prints the versions in [from, to] as long as there is a reader. Returns the number of versions.
@@ -106,6 +168,7 @@ impl Printer<'_> {
             newest_first: false,
             limit: 0,
         };
+        let oldest = self.oldest(from_revision).await?;
         let mut found = 0;
         if let Some(limit) = self.args.limit {
             (request.newest_first, request.limit) = (true, i64::from(limit));
@@ -114,6 +177,7 @@ impl Printer<'_> {
             while let Some(page) = stream.message().await.map_err(|status| failed(&status))? {
                 newest.extend(page.changes);
             }
+            newest.extend(oldest.filter(|_| newest.len() < limit as usize));
             found = newest.len();
             for change in newest.into_iter().rev() {
                 if self.print(change).await? == Reader::Gone {
@@ -121,6 +185,12 @@ impl Printer<'_> {
                 }
             }
             return Ok((found, Reader::Present));
+        }
+        if let Some(oldest) = oldest {
+            found += 1;
+            if self.print(oldest).await? == Reader::Gone {
+                return Ok((found, Reader::Gone));
+            }
         }
         let mut stream = self.source.changes(request).await?;
         while let Some(page) = stream.message().await.map_err(|status| failed(&status))? {
@@ -154,8 +224,9 @@ impl Printer<'_> {
             }
             for event in answer.events {
                 let deleted = event.r#type() == EventType::Delete;
+                // It may have been written some time ago, as after a pause of the network.
                 let unix_ms = super::time::now_ms();
-                let change = HistoryChange { kv: event.kv, deleted, unix_ms, time_is_latest: false };
+                let change = HistoryChange { kv: event.kv, deleted, unix_ms, time_is_latest: true };
                 found += 1;
                 if self.print(change).await? == Reader::Gone {
                     return Ok(found);
@@ -167,39 +238,37 @@ impl Printer<'_> {
 
     async fn print(&mut self, mut change: HistoryChange) -> Result<Reader> {
         let Some(pair) = change.kv.take() else { return Ok(Reader::Present) };
-        let shown = (!change.deleted).then(|| Shown::of(&pair.value, self.args.output.view()));
-        let text = match self.args.output.write_out {
-            Format::Json => format!("{}\n", version_json(&pair, shown.as_ref(), &change)),
-            Format::Simple if self.args.brief => heading(&pair, &change),
-            Format::Simple => {
-                let before = self.before(&pair).await?;
-                let changed = match (&before, &shown) {
-                    (_, None) => String::new(),
-                    (None, Some(new)) => new.text(),
-                    (Some(old), Some(new)) => {
-                        diff(Some(old), Some(new), CONTEXT_LINES).render(self.args.output.style())
-                    }
-                };
-                heading(&pair, &change) + &indented(&changed)
-            }
+        let args = self.args;
+        let shown = || (!change.deleted).then(|| Shown::of(&pair.value, args.output.view()));
+        let text = match args.output.write_out {
+            Format::Json => format!("{}\n", version_json(&pair, shown().as_ref(), &change)),
+            Format::Simple if args.brief => heading(&pair, &change),
+            Format::Simple => heading(&pair, &change) + &indented(&self.changed(&pair, shown()).await?),
         };
-        if self.known.len() == KNOWN_MAX {
-            self.known.clear();
-        }
-        self.known.insert(pair.key.to_vec(), shown);
         Ok(print_to_reader(text.as_bytes())?)
+    }
+
+    /// Describes what changed from the version before to this one, and keeps this one. `None`: it is a delete.
+    async fn changed(&mut self, pair: &KeyValue, shown: Option<Shown>) -> Result<String> {
+        let before = self.before(pair).await?;
+        let changed = match (&before, &shown) {
+            (_, None) => String::new(),
+            (None, Some(new)) => new.text(),
+            (Some(old), Some(new)) => diff(Some(old), Some(new), CONTEXT_LINES).render(self.args.output.style()),
+        };
+        self.known.keep(&pair.key, shown);
+        Ok(changed)
     }
 
     /// Returns the version before this one, if it is known or can be read.
     async fn before(&mut self, pair: &KeyValue) -> Result<Option<Shown>> {
-        if let Some(known) = self.known.remove(&pair.key[..]) {
+        if let Some(known) = self.known.take(&pair.key) {
             return Ok(known);
         }
         if pair.version <= 1 || pair.mod_revision <= 1 {
             return Ok(None);
         }
-        // It may be older than the history.
-        let before = self.source.pair(&pair.key, pair.mod_revision - 1).await.ok().flatten();
+        let before = self.source.pair(&pair.key, pair.mod_revision - 1).await?;
         Ok(before.map(|before| Shown::of(&before.value, self.args.output.view())))
     }
 }
@@ -221,4 +290,31 @@ fn version_json(pair: &KeyValue, shown: Option<&Shown>, change: &HistoryChange) 
         object.insert("timeIsLatest".to_owned(), json!(true));
     }
     object.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use orlop_objects::Secrets;
+
+    use super::*;
+
+    #[test]
+    fn known_versions_are_bounded() {
+        let shown = Shown::of("a line\n".repeat(100_000).as_bytes(), Secrets::Mask);
+        let mut known = Known::default();
+        let mut kept = 0_usize;
+        for number in 0..KNOWN_MAX * 2 {
+            let version = (number < 20).then(|| shown.clone());
+            known.keep(&number.to_be_bytes(), version);
+            kept = kept.max(known.bytes);
+            assert!(known.versions.len() <= KNOWN_MAX && known.bytes <= KNOWN_BYTES_MAX);
+        }
+        assert!(kept > KNOWN_BYTES_MAX / 2, "{kept}");
+        let newest = (KNOWN_MAX * 2 - 1).to_be_bytes();
+        assert!(known.take(&newest).is_some_and(|version| version.is_none()));
+        assert!(known.take(&newest).is_none());
+        let keys: Vec<Vec<u8>> = known.versions.keys().cloned().collect();
+        keys.iter().for_each(|key| assert!(known.take(key).is_some()));
+        assert_eq!(known.bytes, 0);
+    }
 }

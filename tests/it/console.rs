@@ -3,6 +3,7 @@
 mod browser;
 mod limits;
 mod page;
+mod rights;
 mod webdriver;
 
 use orlop_wire::proto::client::etcdserverpb::{
@@ -446,9 +447,11 @@ async fn page_answers_while_the_server_is_away() {
     let mut visitor = page.visitor();
     visitor.open("/").await;
     server.kill();
-    for path in ["/", "/keys", "/overview/live", "/events/stream"] {
+    for path in ["/", "/keys", "/overview/live", "/sizes/live", "/events/stream"] {
         let answer = visitor.get(path).await;
         assert!(answer.status == 502 && answer.body.contains("The server does not answer"), "{path}: {answer:?}");
+        // The script inserts parts of pages.
+        assert!(!path.ends_with("/live") || !answer.body.contains("<html"), "{path}: {answer:?}");
     }
 }
 

@@ -4,7 +4,10 @@ mod commands;
 mod damage;
 mod model;
 mod moved;
+mod pages;
+mod rewind;
 mod shared;
+mod versions;
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 

@@ -201,6 +201,19 @@ impl ServerFlags {
         Client::connect(&self.endpoints, &target).await
     }
 
+    /// Logs in again over the connection of a client whose token has expired. Returns a client with the new token, or
+    /// `None` if the flags contain no user.
+    ///
+    /// # Errors
+    ///
+    /// If the server refuses the user.
+    pub async fn log_in_again(&self, client: &Client) -> Result<Option<Client>, Error> {
+        let Some((name, password)) = self.credentials.login() else { return Ok(None) };
+        let client = client.with_token(None);
+        let token = client.log_in(name, password).await?;
+        Ok(Some(client.with_token(token)))
+    }
+
     /// Returns the name of the user in the flags.
     pub fn user(&self) -> Option<String> {
         self.credentials.login().map(|(name, _)| name)

@@ -21,10 +21,18 @@ pub(crate) fn is_secret_kind(kind: &str) -> bool {
 
 /// Reports whether a value that is no valid object could be a damaged Secret or a manifest of one.
 pub(crate) fn may_contain_secret(text: &str) -> bool {
-    let json = text.trim_start().starts_with(['{', '[']);
-    let manifest =
-        || text.contains("kind: Secret") || text.contains("kind: \"Secret") || text.contains("kind: 'Secret");
-    json && text.contains("Secret") || manifest()
+    let begin = text.trim_start_matches(|c: char| c.is_whitespace() || c == '\u{feff}');
+    begin.starts_with(['{', '[']) && text.contains("Secret") || is_secret_manifest(text)
+}
+
+/// Reports whether a text contains the key `kind` with a value that begins with `Secret`. YAML allows quotes around both
+/// and blanks between them.
+fn is_secret_manifest(text: &str) -> bool {
+    let is_blank_or_quote = |c: char| c.is_whitespace() || matches!(c, '"' | '\'');
+    text.split("kind").skip(1).any(|rest| {
+        let value = rest.trim_start_matches(is_blank_or_quote).strip_prefix(':');
+        value.is_some_and(|value| value.trim_start_matches(is_blank_or_quote).starts_with("Secret"))
+    })
 }
 
 /// Masks all Secrets in a tree and returns the number of masked values.

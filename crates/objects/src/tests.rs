@@ -317,9 +317,19 @@ fn secrets() -> Vec<Vec<u8>> {
         text(&odd_copy),
         text(&other_copy),
         text(&listed),
-        format!("apiVersion: v1\nkind: Secret\nstringData:\n  a: {HIDDEN}\n").into_bytes(),
+        format!("\u{feff}{json}").into_bytes(),
         [text(&json), vec![0xff]].concat(),
     ];
+    let kinds = [
+        "kind: Secret",
+        "kind:  Secret",
+        "kind:\tSecret",
+        "kind : \"Secret\"",
+        "kind: 'Secret'",
+        "\"kind\": \"Secret\"",
+        "'kind':\n  Secret",
+    ];
+    all.extend(kinds.map(|kind| format!("apiVersion: v1\n{kind}\nstringData:\n  a: {HIDDEN}\n").into_bytes()));
     all.extend((4..stored.len()).map(|end| stored[..end].to_vec()));
     let json = text(&json);
     all.extend((json.len() - 20..json.len()).map(|end| json[..end].to_vec()));

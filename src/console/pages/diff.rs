@@ -26,6 +26,7 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
         return Err(Failure::Invalid("choose an old and a new version".to_owned()));
     }
     let (from, to) = (from.min(to), from.max(to));
+    let _values = visit.console.value_pages.begin().await?;
     let client = &visit.visitor.client;
     let (old, new) = (pair(client, &key, from).await?, pair(client, &key, to).await?);
     let secrets = visit.secrets();

@@ -26,6 +26,7 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     if key.is_empty() {
         return Err(Failure::Invalid("there is no key".to_owned()));
     }
+    let _values = visit.console.value_pages.begin().await?;
     let client = &visit.visitor.client;
     let newest = pair(client, &key, 0).await?;
     let found = if revision == 0 { newest.clone() } else { pair(client, &key, revision).await? };
@@ -143,7 +144,7 @@ fn versions(key: &[u8], timeline: &Timeline, newest: i64, secrets: Secrets) -> M
         }
         nav.pages aria-label="Pages of the history" {
             @if let Some(last) = timeline.versions.last().filter(|_| timeline.more) {
-                @let before = last.kv.mod_revision - 1;
+                @let before = last.mod_revision - 1;
                 a.button href=(format!("/key?key={encoded_key}&before={before}{}", secrets_parameter(secrets))) {
                     "Older versions"
                 }
@@ -156,11 +157,10 @@ fn versions(key: &[u8], timeline: &Timeline, newest: i64, secrets: Secrets) -> M
 }
 
 fn entry(encoded_key: &str, at: usize, version: &Version, newest: i64, secrets: Secrets) -> Markup {
-    let kv = &version.kv;
-    let (revision, read_at) = (kv.mod_revision, version.read_at);
+    let (revision, read_at) = (version.mod_revision, version.read_at);
     let what = if version.is_delete {
         "deleted"
-    } else if kv.version == 1 {
+    } else if version.version == 1 {
         "created"
     } else {
         "changed"
@@ -176,7 +176,7 @@ fn entry(encoded_key: &str, at: usize, version: &Version, newest: i64, secrets: 
             @if version.time_is_latest { "by " }
             @if let Some(unix_ms) = version.unix_ms { (time(unix_ms)) }
             @if !version.is_delete {
-                span.muted { " version " (kv.version) ", " (bytes(kv.value.len() as u64)) }
+                span.muted { " version " (version.version) ", " (bytes(version.value_len)) }
                 span.actions {
                     a href=(format!("/key?key={encoded_key}&revision={read_at}{}", secrets_parameter(secrets))) { "Show" span.hidden { " revision " (revision) } }
                     @if revision != newest {

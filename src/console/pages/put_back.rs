@@ -23,6 +23,7 @@ pub(in crate::console) async fn page(visit: Visit) -> Response {
 
 async fn content(visit: &Visit) -> Result<Markup, Failure> {
     let (key, revision) = (visit.query.bytes("key"), visit.query.number("revision"));
+    let _values = visit.console.value_pages.begin().await?;
     let version = version(visit, &key, revision).await?;
     let newest = pair(&visit.visitor.client, &key, 0).await?;
     let secrets = visit.secrets();
@@ -68,6 +69,7 @@ pub(in crate::console) async fn write(visit: Visit, body: Bytes) -> Response {
     };
     let (key, revision) = (form.bytes("key"), form.number("revision"));
     let written = async {
+        let _values = visit.console.value_pages.begin().await?;
         let version = version(&visit, &key, revision).await?;
         put_if(&visit.visitor.client, &key, &version.value, form.number("expected")).await
     };

@@ -100,6 +100,28 @@ async fn browsers_that_read_no_events_do_not_stop_the_page() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pages_of_keys_keep_no_old_values_in_memory() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is always there");
+    let mut client = Client::connect(server.endpoint()).await;
+    for _ in 0..50 {
+        put(&mut client, "a", &vec![b'x'; 1 << 20]).await;
+    }
+    let page = Page::about(server.endpoint(), &[]);
+    let mut visits = JoinSet::new();
+    for _ in 0..12 {
+        let mut visitor = page.visitor();
+        visits.spawn(async move { visitor.open("/key?key=a").await });
+    }
+    while let Some(visit) = visits.join_next().await {
+        let body = visit.expect("a page");
+        assert_eq!(body.matches(", 1.0 MiB<").count(), 50, "the history has the sizes of all versions");
+    }
+    // The versions of all pages together are 600 MiB.
+    let peak = page.peak_mib();
+    assert!(peak < 300, "the page took {peak} MiB");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn long_values_are_shown_and_compared() {
     let url = format!("http://127.0.0.1:{}", free_port());
     let server = Server::orlop_with(Backend::Sqlite, &["--console-listen-url", &url]).await;

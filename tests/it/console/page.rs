@@ -41,6 +41,14 @@ impl Page {
     pub fn visitor(&self) -> Visitor {
         Visitor::new(&self.url)
     }
+
+    /// Returns the most memory that the process has used, in MiB.
+    pub fn peak_mib(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id())).expect("/proc is readable");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("the line has a size");
+        let kib: Option<u64> = line.split_whitespace().next().and_then(|kib| kib.parse().ok());
+        kib.expect("a number of KiB") >> 10
+    }
 }
 
 impl Drop for Page {
@@ -165,6 +173,15 @@ impl Events {
             panic!("no {wanted}: {}", self.text);
         }
         &self.text
+    }
+
+    /// Reads until the stream ends.
+    pub async fn ended(mut self) {
+        let mut rest = Vec::new();
+        timeout(DEADLINE, self.stream.read_to_end(&mut rest))
+            .await
+            .expect("the stream ends")
+            .expect("the page answers");
     }
 }
 

@@ -259,8 +259,8 @@ impl HistoryKeeper {
     }
 }
 
-/// Returns how many rows, from the first on and at least one, it takes to have `bytes` of values. A row without a length
-/// has no value.
+/// Returns how many rows, from the first on and at least one, it takes to have `bytes` together. A row without a length
+/// counts nothing.
 fn rows_within(bytes: u64, rows: &[RowId], lengths: &HashMap<RowId, u64>) -> usize {
     let mut sum = 0;
     let reaches = |row: &RowId| {

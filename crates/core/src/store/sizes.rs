@@ -197,7 +197,7 @@ impl Shared {
     }
 
     /// Returns the lengths of the values of these rows. Rows that were compacted meanwhile are missing.
-    async fn value_lengths(&self, rows: impl Iterator<Item = RowId>) -> Result<HashMap<RowId, u64>> {
+    pub(super) async fn value_lengths(&self, rows: impl Iterator<Item = RowId>) -> Result<HashMap<RowId, u64>> {
         let (mut found, mut missing) = (HashMap::new(), Vec::new());
         for row in rows {
             match self.values.value_len(row) {

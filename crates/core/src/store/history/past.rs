@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use tokio::time::{Duration, Instant, sleep};
 
-use super::{HistoryKeeper, Keep, moments::times_until_now};
+use super::{HistoryKeeper, Keep, moments::times_until_now, rows_within};
 use crate::{
     auth::Caller,
     index::{Entry, IndexedRow, ReadAt, Unreadable},
@@ -25,6 +25,9 @@ use crate::{
 const PAGE_KEYS: usize = 200;
 /// Maximum number of changes of a single key in one page.
 const PAGE_CHANGES: usize = 200;
+/// Bytes of keys and values in the log after which a page ends. Those of the archive are bounded by
+/// [`crate::log::ARCHIVE_PAGE_BYTES`].
+const PAGE_BYTES: u64 = 4 << 20;
 /// Maximum time for a compaction to copy its rows.
 const COPY_TIME_MAX: Duration = Duration::from_secs(10);
 pub(super) const COPY_POLL_PAUSE: Duration = Duration::from_millis(50);
@@ -171,9 +174,14 @@ impl Shared {
     }
 
     async fn past_pairs(&self, range: &KeyRange, after: Option<&Key>, at: Revision) -> PastResult<PastPairs> {
-        let Visited { entries, last, compacted } = self.visit(range, after, at)?;
+        let Visited { mut entries, mut last, compacted } = self.visit(range, after, at)?;
+        let rows: Vec<(RowId, usize)> = entries.iter().map(|(key, entry)| (entry.version.row, key.len())).collect();
+        let rows_max = self.rows_of_page(&rows).await?;
+        if rows_max < entries.len() {
+            entries.truncate(rows_max);
+            last = entries.last().map(|(key, _)| key.clone());
+        }
         let mut page = BTreeMap::new();
-        let mut last = last;
         // Only states below the compact revision need rows that it removed.
         let archived = match compacted.filter(|compacted| at < *compacted) {
             Some(compacted) => {
@@ -211,6 +219,17 @@ impl Shared {
             visited.last = index.walk(bounds, at, PAGE_KEYS, |key, entry| visited.entries.push((key.clone(), entry)));
         }
         Ok(visited)
+    }
+
+    /// Returns how many of these rows, from the first on and at least one, are a page of about [`PAGE_BYTES`]. Each row has
+    /// the length of its key.
+    async fn rows_of_page(&self, rows: &[(RowId, usize)]) -> PastResult<usize> {
+        let ids: Vec<RowId> = rows.iter().map(|(row, _)| *row).collect();
+        let mut lengths = self.value_lengths(ids.iter().copied()).await?;
+        for (row, key_len) in rows {
+            *lengths.entry(*row).or_default() += *key_len as u64;
+        }
+        Ok(rows_within(PAGE_BYTES, &ids, &lengths))
     }
 
     /// Returns the history if its archive has the rows that compactions up to `compacted` removed, from `from` on.
@@ -278,8 +297,11 @@ impl Shared {
         if order == Order::NewestFirst {
             indexed.reverse();
         }
-        if indexed.len() > indexed_max {
-            indexed.truncate(indexed_max);
+        let total = indexed.len();
+        indexed.truncate(indexed_max);
+        let rows: Vec<(RowId, usize)> = indexed.iter().map(|it| (it.superseded.row, key.len())).collect();
+        indexed.truncate(self.rows_of_page(&rows).await?);
+        if indexed.len() < total {
             page.end_at(indexed.last().map(|it| it.superseded.row));
         }
         let mut found = self.indexed_changes(key, &indexed).await?;

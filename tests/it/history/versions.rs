@@ -1,0 +1,118 @@
+//! `orlop history` where the history begins, while it follows, and when it is interrupted.
+
+use std::{
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use orlop_wire::proto::client::etcdserverpb::{
+    AuthEnableRequest, AuthRoleAddRequest, AuthUserAddRequest, AuthUserGrantRoleRequest,
+};
+use tokio::{
+    io::{AsyncBufReadExt as _, BufReader},
+    time::{sleep, timeout},
+};
+
+use super::commands::{at, command, fill, put, without_times};
+use crate::support::{Backend, Client, DEADLINE, Server, home, on_both_backends};
+
+async fn oldest_readable_version_is_printed(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &[]).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    fill(&mut client).await;
+    let (status, text, error) = at(&server, &["history", "/a/1"]).await;
+    let oldest = "revision 4  version 2  9 bytes  /a/1\n    one\n    three\n";
+    assert_eq!((status, &*without_times(&text), &*error), (0, oldest, ""));
+    put(&mut client, "/a/1", "one\nfour").await;
+    let newest = "revision 7  version 3  8 bytes  /a/1\n    @@ -1,2 +1,2 @@\n     one\n    -three\n    +four\n";
+    let both = [oldest, newest].concat();
+    // Arguments, exit status, output.
+    let table: &[(&[&str], i32, &str)] = &[
+        (&["history", "/a/1"], 0, &both),
+        (&["history", "/a/1", "--limit", "2"], 0, &both),
+        (&["history", "/a/1", "--limit", "1"], 0, newest),
+        (&["history", "/a/1", "--since", "6"], 0, newest),
+        (&["history", "/a/2"], 1, ""),
+        (&["history", "/c", "--brief"], 0, "revision 6  created  8 bytes  /c\n"),
+    ];
+    for (arguments, status, expected) in table {
+        let (found, text, error) = at(&server, arguments).await;
+        assert_eq!((found, &*without_times(&text), &*error), (*status, *expected, ""), "{arguments:?}");
+    }
+    let (status, text, error) = at(&server, &["history", "/a/"]).await;
+    assert_eq!((status, &*without_times(&text)), (0, newest));
+    assert!(error.contains("the history begins at revision 6"), "{error}");
+}
+
+async fn time_before_the_recorded_ones_is_a_warning(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &[]).await else { return };
+    fill(&mut Client::connect(server.endpoint()).await).await;
+    let (status, text, error) = at(&server, &["history", "/c", "--brief", "--since", "1h"]).await;
+    assert_eq!((status, &*without_times(&text)), (0, "revision 6  created  8 bytes  /c\n"));
+    assert!(error.contains("no revision is known for") && error.contains("all known versions are printed"), "{error}");
+}
+
+/// The version before the new one is read when the token of the command has expired.
+async fn expired_token_is_renewed(backend: Backend) {
+    let flags = ["--auth-token-ttl", "3", "--bcrypt-cost", "4"];
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    put(&mut client, "/a/1", "one\ntwo").await;
+    put(&mut client, "/a/2", "two").await;
+    let root = || "root".to_owned();
+    let user = AuthUserAddRequest { name: root(), password: "secret".to_owned(), ..Default::default() };
+    client.auth.user_add(user).await.expect("a user");
+    client.auth.role_add(AuthRoleAddRequest { name: root() }).await.expect("a role");
+    client.auth.user_grant_role(AuthUserGrantRoleRequest { user: root(), role: root() }).await.expect("a grant");
+    client.auth.auth_enable(AuthEnableRequest {}).await.expect("authentication is enabled");
+    let follow = ["history", "/a/", "--since", "3", "--follow", "--user", "root:secret"];
+    let mut process = command(&[&follow[..], &["--endpoints", server.endpoint()]].concat());
+    let mut process = process.stdout(Stdio::piped()).spawn().expect("orlop starts");
+    let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
+    let mut text = async |count: usize| {
+        let mut text = String::new();
+        for _ in 0..count {
+            let line = timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("a line");
+            text += &format!("{}\n", line.expect("a line"));
+        }
+        without_times(&text)
+    };
+    assert_eq!(text(2).await, "revision 3  created  3 bytes  /a/2\n    two\n");
+    sleep(Duration::from_secs(5)).await;
+    let token = client.log_in("root", "secret").await.expect("a token");
+    client.act_with(Some(&token));
+    put(&mut client, "/a/1", "one\nthree").await;
+    let changed = "revision 4  version 2  9 bytes  /a/1\n    @@ -1,2 +1,2 @@\n     one\n    -two\n    +three\n";
+    assert_eq!(text(5).await, changed);
+}
+
+async fn interrupted_command_leaves_no_folder(backend: Backend) {
+    let Some(mut server) = Server::orlop_with(backend, &[]).await else { return };
+    put(&mut Client::connect(server.endpoint()).await, "/a/1", "one").await;
+    let (flag, place) = match server.datastore() {
+        Some(datastore) => ("--datastore-endpoint", datastore.to_owned()),
+        None => ("--data-dir", server.data_dir().display().to_string()),
+    };
+    server.terminate().await;
+    for (signal, status) in [("-INT", 130), ("-TERM", 143)] {
+        let folder = home();
+        let mut process = command(&["history", "/a/", "--follow", flag, &place]);
+        let mut process = process.env("TMPDIR", folder.path()).stdout(Stdio::piped()).spawn().expect("orlop starts");
+        let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
+        let line = timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("a line");
+        assert!(line.is_some_and(|line| line.starts_with("revision 2")));
+        let id = process.id().expect("the command runs").to_string();
+        let signalled = Command::new("kill").args([signal, &id]).status();
+        assert!(signalled.is_ok_and(|status| status.success()), "the signal can be sent");
+        let ended = timeout(DEADLINE, process.wait()).await.expect("in time").expect("an exit status");
+        assert_eq!(ended.code(), Some(status), "{signal}");
+        assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 0, "{signal}");
+    }
+}
+
+on_both_backends!(
+    oldest_readable_version_is_printed,
+    time_before_the_recorded_ones_is_a_warning,
+    expired_token_is_renewed,
+    interrupted_command_leaves_no_folder,
+);
