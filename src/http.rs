@@ -14,8 +14,8 @@ use std::sync::Arc;
 use axum::{
     Router,
     extract::{Request, State},
-    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
-    middleware::{Next, from_fn_with_state, map_response},
+    http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header},
+    middleware::{Next, from_fn, from_fn_with_state, map_response},
     response::{IntoResponse as _, Response},
 };
 use tonic::{Status, service::Routes};
@@ -86,6 +86,7 @@ fn http(settings: &Settings) -> Router {
 
 fn with_common_layers(endpoints: Router, settings: &Settings) -> Router {
     endpoints
+        .layer(from_fn(respond_to_preflights))
         .layer(map_response(allow_all_origins))
         .layer(from_fn_with_state(Arc::clone(&settings.store), respond_to_panics))
 }
@@ -100,6 +101,11 @@ async fn respond_to_panics(State(store): State<Arc<Store>>, request: Request, ne
             (StatusCode::INTERNAL_SERVER_ERROR, "internal error; see the server's log\n").into_response()
         }
     }
+}
+
+/// Browsers ask with OPTIONS before they send a request to another origin. etcd answers it at every path.
+async fn respond_to_preflights(request: Request, next: Next) -> Response {
+    if request.method() == Method::OPTIONS { StatusCode::OK.into_response() } else { next.run(request).await }
 }
 
 /// Adds the headers that allow requests from all origins, the default of etcd's `--cors`.

@@ -143,9 +143,6 @@ async fn serve(State(gateway): State<Arc<Gateway>>, Path(path): Path<String>, re
     let Some((_, method)) = PATHS.iter().chain([&OBSERVE]).find(|(known, _)| *known == path) else {
         return error_response(&Status::not_found("Not Found"));
     };
-    if request.method() == Method::OPTIONS {
-        return StatusCode::OK.into_response();
-    }
     if request.method() != Method::POST {
         return error_response(&Status::unimplemented("Method Not Allowed"));
     }

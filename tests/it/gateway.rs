@@ -126,6 +126,9 @@ async fn answers_equal_those_of_etcd(backend: Backend) {
         ("GET", "/v3/kv/range", ""),
         ("PUT", "/v3/kv/range", ""),
         ("DELETE", "/v3/kv/range", ""),
+        ("OPTIONS", "/v3/kv/range", ""),
+        ("OPTIONS", "/health", ""),
+        ("OPTIONS", "/metrics", ""),
         ("POST", "/v3beta/kv/range", range),
         ("POST", "/v3alpha/kv/range", range),
     ] {

@@ -1,6 +1,7 @@
 //! A real browser: Chromium, driven by chromedriver over WebDriver (https://www.w3.org/TR/webdriver2/).
 
 use std::{
+    io::{Read as _, Write as _},
     path::Path,
     process::{Child, Command, Stdio},
     time::Duration,
@@ -197,8 +198,15 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // chromedriver ends its browsers when it is asked to end.
-        let _ = Command::new("kill").args(["-TERM", &self.driver.id().to_string()]).status();
+        // chromedriver leaves its browsers running when it is killed.
+        let shut_down = std::net::TcpStream::connect(&self.address).and_then(|mut driver| {
+            driver.set_read_timeout(Some(DEADLINE))?;
+            write!(driver, "GET /shutdown HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.address)?;
+            driver.read_to_end(&mut Vec::new())
+        });
+        if shut_down.is_err() {
+            self.driver.kill().ok();
+        }
         self.driver.wait().ok();
     }
 }

@@ -188,6 +188,9 @@ pub trait Archive: Send + Sync + 'static {
     /// ([`Written::is_latest`]).
     async fn note_time(&self, head: Revision, has_gap: bool) -> Result<()>;
 
+    /// Returns the time of the clock by which moments are recorded, in milliseconds since 1970.
+    async fn now_ms(&self) -> Result<i64>;
+
     /// Returns the first recorded moment, which is the lower limit of all times.
     async fn first_moment(&self) -> Result<Option<Moment>>;
 

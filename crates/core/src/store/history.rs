@@ -5,6 +5,7 @@
 //! and [`moments`] finds the revision of a time.
 //! Requests of etcd's API do not use any of this.
 
+mod even_clock;
 mod frozen;
 mod moments;
 mod past;
@@ -26,6 +27,7 @@ use tokio::{
 };
 use tracing::warn;
 
+use self::even_clock::EvenClock;
 pub use self::frozen::FrozenStore;
 pub use self::moments::FoundMoment;
 pub use self::past::{HistoryState, PastChange, PastChanges, PastError, PastPairs};
@@ -84,6 +86,7 @@ pub struct HistoryKeeper {
     /// Number of calls of [`Self::keep`] and [`Self::finish`] that failed since the last one that succeeded.
     failures: AtomicU32,
     clock: Mutex<Clock>,
+    even_clock: Mutex<EvenClock>,
 }
 
 /// What this process has recorded of times.
@@ -98,7 +101,7 @@ struct Clock {
 impl HistoryKeeper {
     pub fn new(settings: HistorySettings) -> Self {
         let HistorySettings { archive, keep } = settings;
-        Self { archive, keep, failures: AtomicU32::new(0), clock: Mutex::default() }
+        Self { archive, keep, failures: AtomicU32::new(0), clock: Mutex::default(), even_clock: Mutex::default() }
     }
 
     /// Begins to keep rows, if they are to be kept, and records the first moment. A store must start even if this is
@@ -244,7 +247,9 @@ impl HistoryKeeper {
             Keep::AsBefore => return Ok(Reclaimed::All),
             Keep::Nothing => (Revision::EMPTY, u64::MAX),
             Keep::Rows { retention, bytes_max } => {
-                let oldest = self.archive.moment_at(Time::Ago(retention)).await?;
+                let now_ms = self.archive.now_ms().await?;
+                let is_even = self.even_clock.lock().observe(Instant::now(), now_ms, retention);
+                let oldest = if is_even { self.archive.moment_at(Time::Ago(retention)).await? } else { None };
                 (oldest.map_or(Revision::EMPTY, |moment| moment.revision), bytes_max)
             }
         };

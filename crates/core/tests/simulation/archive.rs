@@ -298,6 +298,10 @@ impl Archive for SimulatedArchive {
         .await
     }
 
+    async fn now_ms(&self) -> Result<i64> {
+        self.0.ask(|_| now_ms()).await
+    }
+
     async fn first_moment(&self) -> Result<Option<Moment>> {
         self.0.ask(|database| database.archive.moments.first().copied()).await
     }

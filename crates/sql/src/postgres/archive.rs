@@ -35,6 +35,7 @@ const CLASSES_OF_ARCHIVE: [&str; 4] = ["22", "23", "42", "XX"];
 const GIVE_UP: &str = "UPDATE meta SET value = $1 WHERE name = 'archive_first' AND value < $1";
 /// Number of rows that one call of `orlop_prune_archive` deletes.
 const PRUNE_ROWS: i64 = 500;
+const NOW_MS: &str = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint";
 const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
 const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= $1 ORDER BY at DESC, id DESC LIMIT 1";
 const MOMENT_AGO: &str = "SELECT id, at FROM kv_time \
@@ -175,6 +176,10 @@ impl Archive for PostgresArchive {
         let noted = read!(self.database, connection =>
             sqlx::query("SELECT orlop_note_time($1)").bind(has_gap).execute(connection));
         noted.map(|_| ())
+    }
+
+    async fn now_ms(&self) -> Result<i64> {
+        read!(self.database, connection => sqlx::query_scalar(NOW_MS).fetch_one(connection))
     }
 
     async fn first_moment(&self) -> Result<Option<Moment>> {

@@ -298,6 +298,10 @@ impl Archive for SqliteArchive {
         Ok(())
     }
 
+    async fn now_ms(&self) -> Result<i64> {
+        Ok(now_ms())
+    }
+
     async fn first_moment(&self) -> Result<Option<Moment>> {
         let found = sqlx::query_as(FIRST_MOMENT).fetch_optional(&self.readers()?).await.map_err(unavailable)?;
         Ok(found.map(moment))

@@ -68,6 +68,10 @@ impl Archive for Broken {
         Err(self.error.clone())
     }
 
+    async fn now_ms(&self) -> Result<i64> {
+        Err(self.error.clone())
+    }
+
     async fn first_moment(&self) -> Result<Option<Moment>> {
         Err(self.error.clone())
     }
