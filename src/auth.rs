@@ -68,12 +68,13 @@ impl Authenticator {
         let token = token(headers);
         if !store.is_auth_enabled() {
             if token.is_none() {
-                return Ok(Caller::Nobody);
+                // Not nobody: another instance may have enabled Auth.
+                return Ok(self.owner_of_certificate(extensions));
             }
             // Another instance, which gave the token, may have enabled Auth.
             store.confirm().await.map_err(from_store)?;
             if !store.is_auth_enabled() {
-                return Ok(Caller::Nobody);
+                return Ok(self.owner_of_certificate(extensions));
             }
         }
         let Some(token) = token else { return Ok(self.owner_of_certificate(extensions)) };

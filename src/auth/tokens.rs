@@ -113,7 +113,7 @@ impl Tokens {
         let caller = Caller::User(Arc::new(Identity { user: claims.username, credential }));
         let mut known = self.known.write();
         if known.len() >= KNOWN_MAX {
-            known.retain(|_, known| known.expiry.is_valid(self));
+            known.retain(|_, known| !known.expiry.is_over(self));
         }
         // A token that is not added is verified again at its next use.
         if known.len() < KNOWN_MAX {
@@ -132,18 +132,19 @@ impl Tokens {
 }
 
 impl Expiry {
-    /// Returns whether the token has not expired. A use of a simple token moves its expiry on.
+    /// Uses the token. Returns whether it has not expired. A use of a simple token moves its expiry on.
     fn is_valid(&self, tokens: &Tokens) -> bool {
+        let is_valid = !self.is_over(tokens);
+        if let (true, Self::AfterUse(expires)) = (is_valid, self) {
+            expires.store(tokens.now_millis() + tokens.ttl_millis(), Ordering::Relaxed);
+        }
+        is_valid
+    }
+
+    fn is_over(&self, tokens: &Tokens) -> bool {
         match self {
-            Self::AfterUse(expires) => {
-                let now = tokens.now_millis();
-                let is_valid = expires.load(Ordering::Relaxed) > now;
-                if is_valid {
-                    expires.store(now + tokens.ttl_millis(), Ordering::Relaxed);
-                }
-                is_valid
-            }
-            Self::At(expires) => expires.is_none_or(|expires| expires > now_secs()),
+            Self::AfterUse(expires) => expires.load(Ordering::Relaxed) <= tokens.now_millis(),
+            Self::At(expires) => expires.is_some_and(|expires| expires <= now_secs()),
         }
     }
 }
@@ -152,4 +153,24 @@ impl Expiry {
 #[expect(clippy::disallowed_methods, reason = "claims are dated by the wall clock")]
 fn now_secs() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn looking_for_expired_tokens_is_no_use_of_the_others() {
+        const EXPIRES: u64 = 60_000;
+        let tokens = Tokens::simple(&[7; 32], Duration::from_secs(300)).expect("a key");
+        let known = |_: usize| Known { caller: Caller::Nobody, expiry: Expiry::AfterUse(AtomicU64::new(EXPIRES)) };
+        let number = |number: usize| Box::from(number.to_be_bytes());
+        tokens.known.write().extend((0..KNOWN_MAX).map(|at| (number(at), known(at))));
+        let token = tokens.give("u", 1).expect("a token");
+        assert!(tokens.verify(token.as_bytes()).is_some());
+        let known = tokens.known.read();
+        let is_kept =
+            |known: &Known| matches!(&known.expiry, Expiry::AfterUse(at) if at.load(Ordering::Relaxed) == EXPIRES);
+        assert!(known.len() == KNOWN_MAX && known.values().all(is_kept));
+    }
 }

@@ -61,6 +61,14 @@ struct State {
 #[derive(Clone, Debug)]
 struct Loaded {
     config: Arc<ServerConfig>,
+    pair: Arc<Pair>,
+}
+
+/// The server's certificate with its chain, and its key.
+#[derive(Debug)]
+struct Pair {
+    certificates: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
     /// End of the certificate's validity in seconds since 1970.
     expires_at: i64,
 }
@@ -98,7 +106,7 @@ impl Acceptor {
 
     /// Returns the end of the validity of the certificate that new connections get, in seconds since 1970.
     pub fn certificate_expiry(&self) -> i64 {
-        self.loaded().expires_at
+        self.loaded().pair.expires_at
     }
 
     fn loaded(&self) -> Loaded {
@@ -115,11 +123,16 @@ impl Acceptor {
                         state.failure = None;
                     }
                     // Tried again: rights and the clock can change without the stamps.
-                    Err(error) if state.failure.as_ref() != Some(&error) => {
-                        warn!(error, "cannot use the changed certificates; keeping the previous ones");
-                        state.failure = Some(error);
+                    Err(error) => {
+                        // Clients can be revoked also while the server's certificate is wrong.
+                        if let Ok(config) = config(&self.settings, &state.loaded.pair) {
+                            state.loaded.config = config;
+                        }
+                        if state.failure.as_ref() != Some(&error) {
+                            warn!(error, "cannot use the changed certificates; keeping the previous ones");
+                            state.failure = Some(error);
+                        }
                     }
-                    Err(_) => {}
                 }
             }
         }
@@ -151,11 +164,16 @@ fn versions((min, max): (TlsVersion, TlsVersion)) -> &'static [&'static Supporte
 }
 
 fn load(settings: &Tls) -> Result<Loaded, String> {
-    let cert_file = settings.cert_file.display();
     let certificates = certificates("cert-file", &settings.cert_file)?;
     let expires_at = check_time("cert-file", &settings.cert_file, &certificates[0])?;
     let key = PrivateKeyDer::from_pem_file(&settings.key_file)
         .map_err(|error| format!("key-file {}: cannot read a private key: {error}", settings.key_file.display()))?;
+    let pair = Arc::new(Pair { certificates, key, expires_at });
+    Ok(Loaded { config: config(settings, &pair)?, pair })
+}
+
+/// Reads the files for the verification of clients.
+fn config(settings: &Tls, pair: &Pair) -> Result<Arc<ServerConfig>, String> {
     let builder = ServerConfig::builder_with_provider(provider(&settings.cipher_suites))
         .with_protocol_versions(versions(settings.versions))
         .map_err(|error| format!("tls-min-version, tls-max-version, cipher-suites: {error}"))?;
@@ -163,11 +181,12 @@ fn load(settings: &Tls) -> Result<Loaded, String> {
         Some(clients) => builder.with_client_cert_verifier(clients::verifier(clients)?),
         None => builder.with_no_client_auth(),
     };
-    let mut config = builder.with_single_cert(certificates, key).map_err(|error| {
-        format!("cert-file {cert_file} and key-file {} cannot be used together: {error}", settings.key_file.display())
+    let mut config = builder.with_single_cert(pair.certificates.clone(), pair.key.clone_key()).map_err(|error| {
+        let (certificate, key) = (settings.cert_file.display(), settings.key_file.display());
+        format!("cert-file {certificate} and key-file {key} cannot be used together: {error}")
     })?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    Ok(Loaded { config: Arc::new(config), expires_at })
+    Ok(Arc::new(config))
 }
 
 fn certificates(setting: &str, file: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
@@ -194,10 +213,10 @@ fn provider(named: &[CipherSuite]) -> Arc<CryptoProvider> {
     Arc::new(provider)
 }
 
-/// Returns the first common name of a certificate's subject.
+/// Returns the last common name of a certificate's subject, which is the one that etcd uses.
 pub(super) fn common_name(certificate: &CertificateDer<'_>) -> Option<String> {
     let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;
-    let name = parsed.subject().iter_common_name().next()?.as_str().ok()?;
+    let name = parsed.subject().iter_common_name().last()?.as_str().ok()?;
     Some(name.to_owned())
 }
 
@@ -215,4 +234,25 @@ fn check_time(setting: &str, file: &Path, certificate: &CertificateDer<'_>) -> R
         "{setting} {name}: the certificate is valid from {} to {}, but not now",
         validity.not_before, validity.not_after
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use base64::{Engine as _, prelude::BASE64_STANDARD};
+
+    use super::*;
+
+    /// Go's, and so etcd's, name of a certificate is the last one.
+    #[test]
+    fn last_common_name_counts() {
+        // Self-signed by openssl, with the subject CN=alice, CN=root.
+        const CERTIFICATE: &str = "\
+            MIIBlDCCATugAwIBAgIUPHWzkNTHUjs8/r5JVQzyI1ZVRzswCgYIKoZIzj0EAwIwHzEOMAwGA1UEAwwFYWxpY2UxDTALBgNVBAMMBHJvb3QwIB\
+            cNMjYxMTI4MDkyNzAxWhgPMjEyNjExMDQwOTI3MDFaMB8xDjAMBgNVBAMMBWFsaWNlMQ0wCwYDVQQDDARyb290MFkwEwYHKoZIzj0CAQYIKoZI\
+            zj0DAQcDQgAEufqh6l70xDb5tJ0MDWyCqpCnnuVe8IcgakaWux7LKmzB8FnrItRZq43sOGFivCd2QNTH0qoz3ciHb24wPcjEJ6NTMFEwHQYDVR\
+            0OBBYEFK5aJAFSwwAFqXCCj6LKjt6rsIs3MB8GA1UdIwQYMBaAFK5aJAFSwwAFqXCCj6LKjt6rsIs3MA8GA1UdEwEB/wQFMAMBAf8wCgYIKoZI\
+            zj0EAwIDRwAwRAIgewJFzA0uw8CMXFKO7ERAvs72kpR0220mf2B9pXEgyiECIGcb7pyw8NpPt/yGkIoM7U0wThasORflwwE9rplYIBIP";
+        let certificate = CertificateDer::from(BASE64_STANDARD.decode(CERTIFICATE).expect("base64"));
+        assert_eq!(common_name(&certificate).as_deref(), Some("root"));
+    }
 }

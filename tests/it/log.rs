@@ -1,14 +1,15 @@
 //! The contract of the log, tested without a server.
 
-use std::{sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use orlop_core::{
-    log::{Append, Appended, History, LeaseChange, Log, Meta, Position, ReadSet, Reclaim, WithPrev},
+    auth::AuthState,
+    log::{Append, Appended, AuthMark, History, LeaseChange, Load, Log, Meta, Position, ReadSet, Reclaim, WithPrev},
     types::{
         Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Prev, Rebase, Revision, RowId, Version,
     },
 };
-use orlop_sql::{Durability, PostgresLog, PostgresSettings, SqliteLog};
+use orlop_sql::{Durability, PostgresLoader, PostgresLog, PostgresSettings, SqliteLoader, SqliteLog};
 use tempfile::TempDir;
 
 use crate::support::{Backend, Postgres, on_both_backends};
@@ -17,11 +18,24 @@ const LEASE: LeaseId = LeaseId(7);
 
 /// Opens an empty log; returns `None` if the machine lacks the backend.
 async fn open(backend: Backend, home: &TempDir) -> Option<Arc<dyn Log>> {
+    let place = place(backend, home).await?;
+    Some(open_at(backend, &place).await)
+}
+
+/// Returns the path of the file, or the endpoint of an empty database.
+async fn place(backend: Backend, home: &TempDir) -> Option<String> {
     Some(match backend {
-        Backend::Sqlite => Arc::new(SqliteLog::open(&home.path().join("orlop.db")).await.expect("the file opens")),
+        Backend::Sqlite => home.path().join("orlop.db").display().to_string(),
+        Backend::Postgres => Postgres::shared().await?.create_database(),
+    })
+}
+
+async fn open_at(backend: Backend, place: &str) -> Arc<dyn Log> {
+    match backend {
+        Backend::Sqlite => Arc::new(SqliteLog::open(Path::new(place)).await.expect("the file opens")),
         Backend::Postgres => {
             let settings = PostgresSettings {
-                endpoint: Postgres::shared().await?.create_database(),
+                endpoint: place.to_owned(),
                 poll_interval: Duration::from_secs(1),
                 connections_max: 2,
                 name: "test".to_owned(),
@@ -30,7 +44,7 @@ async fn open(backend: Backend, home: &TempDir) -> Option<Arc<dyn Log>> {
             };
             Arc::new(PostgresLog::open(settings).await.expect("the database opens"))
         }
-    })
+    }
 }
 
 fn row(revision: i64, sub: u32) -> RowId {
@@ -175,6 +189,46 @@ async fn pages_are_limited_in_bytes_and_rows(backend: Backend) {
 }
 
 /// All rows of a page are in memory several times, and on SQLite their keys are one value, which has a maximum size.
+/// A restore may raise the revisions by a billion, as etcd advises.
+async fn missing_revisions_take_no_pages(backend: Backend) {
+    const FAR: i64 = 1_000_000_002;
+    let home = tempfile::tempdir().expect("a folder");
+    let Some(place) = place(backend, &home).await else { return };
+    let mut loader: Box<dyn Load> = match backend {
+        Backend::Sqlite => Box::new(SqliteLoader::database(Path::new(&place)).await.expect("a new file")),
+        Backend::Postgres => Box::new(PostgresLoader::open(&place).await.expect("an empty database")),
+    };
+    loader.add(&[put("a", row(2, 0), None), put("b", row(FAR, 0), None)]).await.expect("rows");
+    let head = Revision(FAR);
+    let meta = Meta {
+        cluster_id: 0,
+        member_id: 0,
+        position: Position { head, epoch: 0, server: 0 },
+        compact_revision: Some(head.prev()),
+        leases: Vec::new(),
+        alarms: Vec::new(),
+        auth: AuthMark::default(),
+        source: None,
+    };
+    loader.finish(&meta, &AuthState::default()).await.expect("a log");
+    let log = open_at(backend, &place).await;
+    for (range, to, expected) in [
+        (KeyRange::all(), head, &["a", "b"][..]),
+        (KeyRange::all(), head.prev(), &["a"]),
+        (KeyRange::from_wire(b"c", b""), Revision(2 * FAR), &[]),
+    ] {
+        let (mut next, mut found, mut pages) = (Revision(2), Vec::new(), 0);
+        while next <= to {
+            let page = log.changes(next, to, &range, WithPrev::No).await.expect("a page");
+            assert!(next < page.next && page.next <= to.next(), "{page:?}");
+            found.extend(page.changes.into_iter().map(|change| String::from_utf8_lossy(&change.key).into_owned()));
+            (next, pages) = (page.next, pages + 1);
+            assert!(pages < 5, "the page after {pages} begins at {next}");
+        }
+        assert_eq!(found, expected);
+    }
+}
+
 async fn replayed_pages_are_limited_in_bytes_of_keys(backend: Backend) {
     const LONG: usize = 100_000;
     let home = TempDir::new().expect("a folder");
@@ -301,6 +355,7 @@ async fn append_at_another_position_adds_nothing(backend: Backend) {
 
 on_both_backends!(
     pages_are_limited_in_bytes_and_rows,
+    missing_revisions_take_no_pages,
     replayed_pages_are_limited_in_bytes_of_keys,
     frozen_log_does_not_change,
     append_at_another_position_adds_nothing,

@@ -304,6 +304,33 @@ async fn tls_versions_follow_the_settings() {
 }
 
 /// The server loads a renewed certificate and a new root without a restart, and open streams continue.
+/// A renewal may have failed when a client must be locked out.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn client_is_revoked_while_the_certificate_of_the_server_is_wrong() {
+    let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
+    let (own, other, good, bad) = (
+        authority.sign("server", 30),
+        authority.sign("other", 30),
+        authority.sign("good", 30),
+        authority.sign("bad", 30),
+    );
+    let (root, list) = (authority.root(), authority.revoke(&other));
+    let server = server(&own, &["--trusted-ca-file", text(&root), "--client-crl-file", text(&list)]).await;
+    let is_served =
+        async |certificate| Identity { root: &root, certificate: Some(certificate) }.is_served(server.endpoint()).await;
+    let Some(found) = is_served(&bad).await else { return };
+    assert_eq!(found, [true; 2]);
+    std::fs::copy(&other.cert, &own.cert).expect("a file can be copied");
+    authority.revoke(&bad);
+    eventually("the revocation", async || match is_served(&bad).await {
+        Some([false, false]) => Ok(()),
+        found => Err(found),
+    })
+    .await;
+    assert_eq!(is_served(&good).await, Some([true; 2]));
+    assert!(server.log().contains("cannot use the changed certificates"), "{}", server.log_tail());
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn certificates_are_reloaded_while_streams_continue() {
     let (Some(old), Some(new)) = (Authority::new(), Authority::new()) else { return };

@@ -20,6 +20,8 @@ use orlop_core::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, P
 pub(super) const PAGE_ROWS_MAX: usize = 1_000;
 /// Maximum number of ids visited for a page of [`orlop_core::log::History::changes`], matching or not.
 pub(super) const PAGE_IDS_MAX: i64 = 20_000;
+/// Finds the revision at which a page continues after ids that have no row.
+pub(super) const NEXT_ID: &str = "SELECT min(id) FROM kv_log WHERE id > $1";
 /// Bytes of keys, values and previous pairs after which a page of [`orlop_core::log::History::changes`] ends, at the end of a
 /// revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
@@ -205,6 +207,17 @@ impl PageBuilder {
         self.rows.extend(more);
         self.rows.retain(|(columns, _)| columns.row.revision.0 <= self.to);
         self.rows.sort_by_key(|(columns, _)| columns.row);
+    }
+
+    /// Returns the last revision that was queried if it has no rows and is below `to`. Many revisions may be missing after
+    /// it: of a store whose revisions were raised, a billion.
+    pub(super) fn empty_below(&self, to: Revision) -> Option<i64> {
+        (self.rows.is_empty() && self.to < to.0).then_some(self.to)
+    }
+
+    /// Continues an empty page at `next`, the first revision of the log that was not queried; `None`: there is none.
+    pub(super) fn skip_to(&mut self, next: Option<i64>, to: Revision) {
+        self.to = next.map_or(to.0, |next| to.0.min(next - 1));
     }
 
     pub(super) fn finish(self, purged: Option<Revision>) -> Page {

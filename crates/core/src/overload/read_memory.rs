@@ -136,12 +136,14 @@ impl ReadMemory {
 
     /// Counts values that were read from the log.
     pub fn count(&self, found: Vec<(RowId, EncodedKv)>) -> Vec<(RowId, EncodedKv)> {
-        let count = |(row, kv): (RowId, EncodedKv)| {
-            let bytes = kv.len();
-            self.used.bytes.fetch_add(bytes, Ordering::Relaxed);
-            (row, kv.held_by(Counted { used: Arc::clone(&self.used), bytes }))
-        };
-        found.into_iter().map(count).collect()
+        found.into_iter().map(|(row, kv)| (row, self.counted(kv))).collect()
+    }
+
+    /// Counts a pair that is not in the value cache.
+    pub fn counted(&self, kv: EncodedKv) -> EncodedKv {
+        let bytes = kv.len();
+        self.used.bytes.fetch_add(bytes, Ordering::Relaxed);
+        kv.held_by(Counted { used: Arc::clone(&self.used), bytes })
     }
 }
 

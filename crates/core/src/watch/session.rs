@@ -1,7 +1,7 @@
 //! The session of a watch stream: its watches and their states. It reads the log for the watches that are catching up.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, VecDeque, btree_map::Entry},
     sync::Arc,
 };
 
@@ -29,6 +29,8 @@ pub struct Session {
     outbox: Arc<Outbox>,
     /// Ordered, so that the order of messages to several watches is deterministic.
     watches: BTreeMap<WatchId, Watch>,
+    /// The numbers of watches by their start, for progress requests, of which a client may send many.
+    starts: BTreeMap<Revision, usize>,
     next_id: i64,
     /// Watches that are catching up, served round-robin.
     behind: VecDeque<WatchId>,
@@ -67,6 +69,7 @@ impl Session {
             log,
             outbox,
             watches: BTreeMap::new(),
+            starts: BTreeMap::new(),
             next_id: 0,
             behind: VecDeque::new(),
             reading: None,
@@ -94,6 +97,9 @@ impl Session {
                 return self.outbox.push(Message::Compacted { id, compact_revision });
             }
         };
+        if let Some(start) = spec.start {
+            *self.starts.entry(start).or_default() += 1;
+        }
         self.watches.insert(id, Watch { spec, state });
         self.report_counts();
     }
@@ -105,8 +111,7 @@ impl Session {
 
     /// Cancels a watch. An unknown id is ignored, as in etcd.
     pub fn cancel(&mut self, id: WatchId) {
-        if let Some(watch) = self.watches.remove(&id) {
-            self.hub.remove(&self.outbox, id, &watch.spec);
+        if self.remove(id) {
             // Discards a notification that this watch fell behind, because a later watch may use its id.
             self.take_lagging();
             self.behind.retain(|behind| *behind != id);
@@ -195,9 +200,7 @@ impl Session {
         match joined {
             None | Some(JoinOutcome::Behind) => self.behind.push_back(id),
             Some(JoinOutcome::Compacted(compact_revision)) => {
-                if let Some(watch) = self.watches.remove(&id) {
-                    self.hub.remove(&self.outbox, id, &watch.spec);
-                }
+                self.remove(id);
                 self.outbox.push(Message::Compacted { id, compact_revision });
             }
             Some(JoinOutcome::Synced) => self.set_state(id, State::Synced),
@@ -270,9 +273,24 @@ impl Session {
         }
         self.take_lagging();
         if self.behind.is_empty() {
-            let newest_start = self.watches.values().filter_map(|watch| watch.spec.start).max();
+            let newest_start = self.starts.last_key_value().map(|(start, _)| *start);
             self.is_progress_requested = !self.hub.progress(&self.outbox, newest_start);
         }
+    }
+
+    /// Removes a watch. Returns whether it existed.
+    fn remove(&mut self, id: WatchId) -> bool {
+        let Some(watch) = self.watches.remove(&id) else { return false };
+        self.hub.remove(&self.outbox, id, &watch.spec);
+        if let Some(start) = watch.spec.start
+            && let Entry::Occupied(mut watches) = self.starts.entry(start)
+        {
+            *watches.get_mut() -= 1;
+            if *watches.get() == 0 {
+                watches.remove();
+            }
+        }
+        true
     }
 
     fn free_id(&mut self) -> WatchId {

@@ -7,8 +7,8 @@ use sqlx::PgConnection;
 
 use crate::auth::{self, AuthRow};
 use crate::rows::{
-    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_ROWS_MAX,
-    RowColumns, SqlRange, VALUES_ROWS_MAX, merge,
+    self, LogRow as _, MetaRow, NEXT_ID, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow,
+    REPLAY_ROWS_MAX, RowColumns, SqlRange, VALUES_ROWS_MAX, merge,
 };
 use orlop_core::{
     auth::AuthState,
@@ -198,18 +198,18 @@ pub(super) async fn changes(
     range: &KeyRange,
     prev: WithPrev,
 ) -> sqlx::Result<Result<Page>> {
-    let to = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
+    let end = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
     let range = SqlRange::of(range);
     let mut info = PageInfo::default();
     let sql = match prev {
         WithPrev::No => without_prev!(first_sql),
         WithPrev::Yes => with_prev!(first_sql),
     };
-    let first = match info.rows(connection, sql, (from.0, to), &range, prev).await? {
+    let first = match info.rows(connection, sql, (from.0, end), &range, prev).await? {
         Ok(first) => first,
         Err(error) => return Ok(Err(error)),
     };
-    let mut page = PageBuilder::new(first, to);
+    let mut page = PageBuilder::new(first, end);
     if info.has_more {
         let sql = match prev {
             WithPrev::No => without_prev!(more_sql),
@@ -222,10 +222,13 @@ pub(super) async fn changes(
         if more.is_empty() {
             // The rows may have been purged since the first statement. No row says so.
             let purged = sqlx::query_scalar("SELECT value FROM meta WHERE name = 'purged_revision'");
-            let purged: i64 = purged.fetch_one(connection).await?;
+            let purged: i64 = purged.fetch_one(&mut *connection).await?;
             info.purged = info.purged.max(Revision(purged));
         }
         page.add_more(more);
+    }
+    if let Some(end) = page.empty_below(to) {
+        page.skip_to(sqlx::query_scalar(NEXT_ID).bind(end).fetch_one(connection).await?, to);
     }
     Ok(Ok(page.finish(Some(info.purged))))
 }

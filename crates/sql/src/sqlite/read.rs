@@ -11,8 +11,8 @@ use super::{
 };
 use crate::auth::{self, AuthRow};
 use crate::rows::{
-    self, LogRow as _, MetaRow, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_ROWS_MAX,
-    RowColumns, SqlRange, merge,
+    self, LogRow as _, MetaRow, NEXT_ID, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow,
+    REPLAY_ROWS_MAX, RowColumns, SqlRange, merge,
 };
 use orlop_core::{
     auth::AuthState,
@@ -65,10 +65,14 @@ pub(super) async fn changes(
     range: &KeyRange,
     prev: WithPrev,
 ) -> Result<Page> {
-    let to = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
-    let first = page_rows(&mut *connection, Table::First, from.0, to, range, prev).await?;
-    let mut page = PageBuilder::new(first, to);
+    let end = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
+    let first = page_rows(&mut *connection, Table::First, from.0, end, range, prev).await?;
+    let mut page = PageBuilder::new(first, end);
     page.add_more(page_rows(&mut *connection, Table::More, from.0, page.to(), range, prev).await?);
+    if let Some(end) = page.empty_below(to) {
+        let next = sqlx::query_scalar(NEXT_ID).bind(end).fetch_one(connection).await.map_err(unreadable)?;
+        page.skip_to(next, to);
+    }
     Ok(page.finish(None))
 }
 

@@ -62,6 +62,10 @@ impl Shared {
         at: Revision,
         step: &mut StepCount,
     ) -> Result<Vec<EncodedKv>> {
+        if projection == Projection::KeysOnly && selected.len() > FEW_ROWS_MAX {
+            // Its pairs are built, so they take memory although none is read. The permit ends before more are needed.
+            drop(self.read_memory.list().await?);
+        }
         let mut pairs = self.cached(selected, projection, FEW_ROWS_MAX, step).await;
         let read = loop {
             let is_list = pairs.missing.len() > FEW_ROWS_MAX;
@@ -100,7 +104,8 @@ impl Shared {
             }
             for selected in chunk {
                 let row = selected.entry.version.row;
-                let kv = selected.pair_without_value(projection).or_else(|| self.cached_pair(&selected.entry));
+                let built = selected.pair_without_value(projection).map(|kv| self.read_memory.counted(kv));
+                let kv = built.or_else(|| self.cached_pair(&selected.entry));
                 if kv.is_none() {
                     pairs.missing.push(row);
                 }
@@ -228,7 +233,10 @@ mod tests {
     use futures_util::FutureExt as _;
 
     use super::*;
-    use crate::{store::fixtures::shared, types::Version};
+    use crate::{
+        store::fixtures::shared,
+        types::{Key, Version},
+    };
 
     fn selected(number: u32) -> Selected {
         let row = RowId::new(Revision(2), number);
@@ -252,6 +260,20 @@ mod tests {
             assert_eq!(pairs.present().len(), selected.len(), "{count} pairs");
             assert!(missing.iter().all(|row| shared.values.get(*row).is_some() == is_cached), "{count} pairs");
         }
+    }
+
+    #[tokio::test]
+    async fn pairs_without_values_are_counted() {
+        let shared = shared(1 << 20);
+        let selected: Vec<Selected> = (0..200)
+            .map(selected)
+            .map(|selected| Selected { key: Some(Key::from(&[b'k'; 1_000][..])), ..selected })
+            .collect();
+        let mut steps = StepCount::default();
+        let read = shared.pairs(&selected, Projection::KeysOnly, Revision(2), &mut steps).await.expect("pairs");
+        assert!(shared.read_memory.bytes() > 200_000, "{}", shared.read_memory.bytes());
+        drop(read);
+        assert_eq!(shared.read_memory.bytes(), 0);
     }
 
     #[tokio::test]
