@@ -22,6 +22,15 @@ app.kubernetes.io/name: {{ include "orlop.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{/*
+Pods that the Service selects: those with the database of datastore.kind. The selector of a StatefulSet or a Deployment cannot
+be changed, so it does not contain this label.
+*/}}
+{{- define "orlop.serviceSelector" -}}
+{{ include "orlop.selectorLabels" . }}
+orlop/datastore: {{ .Values.datastore.kind }}
+{{- end }}
+
 {{/* Contains no versions, so that a new version of the chart alone does not restart pods. */}}
 {{- define "orlop.podLabels" -}}
 {{ include "orlop.selectorLabels" . }}
@@ -35,6 +44,22 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* Whether the chart mounts a volume at /tmp. It does not if the values do so or have a volume with this name. */}}
+{{- define "orlop.tmp" -}}
+{{- $own := true }}
+{{- range .Values.extraVolumeMounts }}
+{{- if eq (trimSuffix "/" .mountPath) "/tmp" }}
+{{- $own = false }}
+{{- end }}
+{{- end }}
+{{- range .Values.extraVolumes }}
+{{- if eq .name "tmp" }}
+{{- $own = false }}
+{{- end }}
+{{- end }}
+{{- ternary "true" "" $own }}
 {{- end }}
 
 {{- define "orlop.serviceAccountName" -}}

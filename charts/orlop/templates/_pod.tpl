@@ -1,8 +1,9 @@
-{{/* The pod of the StatefulSet and of the Deployment. Only the volume of SQLite differs. */}}
+{{/* The pod of the StatefulSet and of the Deployment. Volumes and settings of the database differ. */}}
 {{- define "orlop.pod" -}}
 metadata:
   labels:
     {{- include "orlop.podLabels" . | nindent 4 }}
+    orlop/datastore: {{ .Values.datastore.kind }}
     {{- with .Values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -172,15 +173,15 @@ spec:
 {{- if eq .Values.datastore.kind "sqlite" }}
 - name: data
   mountPath: /var/lib/orlop
-{{- else }}
-# Temporary files of the CPU profiler (enable-pprof).
-- name: tmp
-  mountPath: /tmp
-{{- if .Values.datastore.postgres.tlsSecret }}
+{{- else if .Values.datastore.postgres.tlsSecret }}
 - name: postgres
   mountPath: /etc/orlop/postgres
   readOnly: true
 {{- end }}
+{{- if include "orlop.tmp" . }}
+# Temporary files of the CPU profiler (enable-pprof) and of commands.
+- name: tmp
+  mountPath: /tmp
 {{- end }}
 {{- if .Values.tls.enabled }}
 # Directories, not files (subPath): the pod receives renewed certificates and uses them without a restart.
@@ -205,15 +206,15 @@ spec:
 - name: data
   emptyDir: {}
 {{- end }}
-{{- else }}
-- name: tmp
-  emptyDir: {}
-{{- if .Values.datastore.postgres.tlsSecret }}
+{{- else if .Values.datastore.postgres.tlsSecret }}
 - name: postgres
   secret:
     secretName: {{ .Values.datastore.postgres.tlsSecret }}
     defaultMode: 0440
 {{- end }}
+{{- if include "orlop.tmp" . }}
+- name: tmp
+  emptyDir: {}
 {{- end }}
 {{- if .Values.tls.enabled }}
 - name: tls
