@@ -104,10 +104,7 @@ async fn unhealthy_reason(store: &Store, excluded: &[&str], serializable: bool) 
         }
     }
     let consistency = if serializable { Consistency::Serializable } else { Consistency::Linearizable };
-    read(store, consistency).await.err().map(|error| match error.as_str() {
-        "etcdserver: no leader" => "RAFT NO LEADER".to_owned(),
-        _ => format!("RANGE ERROR:{error}"),
-    })
+    read(store, consistency).await.err().map(|error| format!("RANGE ERROR:{error}"))
 }
 
 /// Runs the read of a client.

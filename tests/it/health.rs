@@ -114,8 +114,7 @@ async fn instance_without_its_database_is_live_but_not_ready() {
     assert_eq!(ready.status, 503);
     assert!(ready.body.contains("[-]linearizable_read failed: etcdserver: "), "{ready:?}");
     assert_eq!(http_get(server.endpoint(), "/livez").await.status, 200);
-    let health = http_get(server.endpoint(), "/health").await;
-    assert_eq!((health.status, &*health.body), (503, r#"{"health":"false","reason":"RAFT NO LEADER"}"#));
+    assert_eq!(http_get(server.endpoint(), "/health").await.status, 503);
     let metrics = http_get(server.endpoint(), "/metrics").await.body;
     assert!(metrics.contains("\netcd_server_has_leader 0\n"), "the metric shows the outage");
     postgres.start_again().await;
