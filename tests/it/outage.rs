@@ -285,7 +285,8 @@ async fn lost_connection_for_notifications_is_replaced() {
     let link = Link::to(postgres.port()).await;
     let datastore = postgres.create_database();
     let database = database_name(&datastore);
-    let reader = Server::orlop_on(&link.endpoint(&datastore), &["--datastore-poll-interval", "1h"]).await;
+    let reader =
+        Server::orlop_on(&link.endpoint(&datastore), &["--name", "reader", "--datastore-poll-interval", "1h"]).await;
     let first = port_of(postgres, database, "LISTEN %").await;
     let mut client = Client::connect(reader.endpoint()).await;
     let mut stream = Stream::open(&mut client).await;
@@ -296,7 +297,7 @@ async fn lost_connection_for_notifications_is_replaced() {
         if newest == first { Err(first) } else { Ok(()) }
     })
     .await;
-    let writer = Server::orlop_on(&datastore, &[]).await;
+    let writer = Server::orlop_on(&datastore, &["--name", "writer"]).await;
     let revision = put_at(&mut Client::connect(writer.endpoint()).await, "k").await;
     stream.read_until(revision).await;
 }

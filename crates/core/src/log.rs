@@ -449,10 +449,8 @@ pub trait Log: History {
         std::future::pending().await
     }
 
-    /// Finishes running work and closes the database.
-    ///
-    /// `leases` are all leases with their remaining times. A log that stores no deadlines records these times, so that
-    /// the leases continue with them after the next start.
+    /// Finishes running work and closes the database. A log without deadlines records the remaining times of all `leases`
+    /// for the next start.
     async fn close(&self, leases: &[LoggedLease]);
 
     /// Returns the interface of a log that several instances append to; `None` if this process is the only one.

@@ -23,13 +23,15 @@ use tokio::{
 };
 use tracing::{debug, info};
 
-use super::connection::{Database, with_timeout};
+use super::connection::{Database, with_timeout, within};
 use orlop_core::{supervise::vital, types::Revision};
 
 /// Pause before listening again after a failure.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 /// Interval in which the connection is checked: a server that is gone without a trace would never notify.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
+/// Time for the server to answer the check.
+const ANSWER_MAX: Duration = Duration::from_secs(5);
 /// Interval in which own appends are counted.
 const COUNT_INTERVAL: Duration = Duration::from_millis(10);
 /// Number of own appends per interval from which on this instance does not listen.
@@ -157,7 +159,7 @@ async fn receive(
                 None => return Ok(()),
             },
             _ = checks.tick() => {
-                with_timeout(sqlx::query("SELECT 1").execute(&mut listener)).await?;
+                within(ANSWER_MAX, sqlx::query("SELECT 1").execute(&mut listener)).await?;
             }
             () = own.started.notified(), if !is_counting => is_counting = true,
             _ = counts.tick(), if is_counting => {
