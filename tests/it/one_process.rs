@@ -1,12 +1,12 @@
 //! A database file of SQLite has one process, by whatever name it is opened.
 
-use std::{fs, os::unix::fs::symlink, path::Path};
+use std::{os::unix::fs::symlink, path::Path};
 
 use orlop_wire::proto::client::etcdserverpb::PutRequest;
 
 use crate::{
     start::run,
-    support::{Client, Server, eventually},
+    support::{Client, Server},
 };
 
 fn put() -> PutRequest {
@@ -53,22 +53,4 @@ async fn link_to_the_file_is_followed() {
     let again = Server::orlop_on(&endpoint(&link), &[]).await;
     let kept = Client::connect(again.endpoint()).await.kv.put(put()).await.expect("a put").into_inner();
     assert_eq!(kept.header.expect("a header").revision, 3);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn server_stops_when_another_process_writes() {
-    let home = tempfile::tempdir().expect("a folder");
-    let file = home.path().join("orlop.db");
-    let mut one = Server::orlop_on(&endpoint(&file), &[]).await;
-    fs::remove_file(home.path().join("orlop.db.lock")).expect("the lock exists");
-    let two = Server::orlop_on(&endpoint(&file), &[]).await;
-    Client::connect(two.endpoint()).await.kv.put(put()).await.expect("a put");
-    let client = Client::connect(one.endpoint()).await;
-    eventually("a refused put", async || match client.clone().kv.put(put()).await {
-        Ok(answer) => Err(answer),
-        Err(_) => Ok(()),
-    })
-    .await;
-    assert!(!one.ended().await.success());
-    assert!(one.log().contains("another process writes to the database"), "{}", one.log_tail());
 }

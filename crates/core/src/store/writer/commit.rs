@@ -177,11 +177,6 @@ impl Writer {
                 }
                 Ok(CommitOutcome::Done)
             }
-            Ok(Appended::Conflict) if shared.log.shared().is_none() => {
-                let text = "another process writes to the database, which only one can use".to_owned();
-                shared.replication.failed.send_replace(Some(text));
-                Err(Error::Unavailable)
-            }
             Ok(Appended::Conflict) => {
                 debug!(revision = expected.head.0, "another instance appended first");
                 metrics.raced.inc();
