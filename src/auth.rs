@@ -19,10 +19,10 @@ pub use self::{
 };
 use crate::{
     api::status::from_store,
-    net::{CertificateName, Remote},
+    net::{CertificateUser, Remote},
 };
 use orlop_core::{
-    auth::{self, Caller, Credential, Identity},
+    auth::{self, Caller},
     store::{self, Store},
 };
 
@@ -68,13 +68,13 @@ impl Authenticator {
         let token = token(headers);
         if !store.is_auth_enabled() {
             if token.is_none() {
-                // Not nobody: another instance may have enabled Auth.
+                // Also while Auth is disabled here: another instance may have enabled it.
                 return Ok(self.owner_of_certificate(extensions));
             }
             // Another instance, which gave the token, may have enabled Auth.
             store.confirm().await.map_err(from_store)?;
             if !store.is_auth_enabled() {
-                return Ok(self.owner_of_certificate(extensions));
+                return Ok(Caller::Nobody);
             }
         }
         let Some(token) = token else { return Ok(self.owner_of_certificate(extensions)) };
@@ -84,10 +84,8 @@ impl Authenticator {
     }
 
     fn owner_of_certificate(&self, extensions: &Extensions) -> Caller {
-        let name = extensions.get::<CertificateName>().filter(|_| self.trusts_certificates);
-        name.map_or(Caller::Nobody, |CertificateName(name)| {
-            Caller::User(Arc::new(Identity { user: name.to_string(), credential: Credential::Certificate }))
-        })
+        let user = extensions.get::<CertificateUser>().filter(|_| self.trusts_certificates);
+        user.map_or(Caller::Nobody, |CertificateUser(user)| Caller::User(Arc::clone(user)))
     }
 
     /// Checks a user's password and returns a token for the user.

@@ -48,7 +48,7 @@ use self::{
 };
 pub use self::{
     connection_limit::ConnectionLimit,
-    remote::{CertificateName, Remote},
+    remote::{CertificateUser, Remote},
 };
 use crate::config::{FileMode, ListenUrl, Scheme};
 use orlop_core::{
@@ -390,7 +390,7 @@ async fn accept_all<L: Accept>(
         tokio::spawn(async move {
             match catch_panics(secure::<L>(stream, &security)).await {
                 Ok(Ok(connection)) => {
-                    let client = Client { remote: Remote::new(&remote), certificate: connection.certificate_name() };
+                    let client = Client { remote: Remote::new(&remote), certificate: connection.certificate_user() };
                     drop(ready.send((accepted(connection, permit, idle_time_max), client)).await);
                 }
                 Ok(Err(error)) => {
@@ -436,11 +436,11 @@ enum Connection<S> {
 }
 
 impl<S> Connection<S> {
-    /// Returns the common name of the client's certificate, which was verified in the handshake.
-    fn certificate_name(&self) -> Option<CertificateName> {
+    /// Returns the user of the client's certificate, which was verified in the handshake.
+    fn certificate_user(&self) -> Option<CertificateUser> {
         let Self::Tls(stream) = self else { return None };
         let certificate = stream.get_ref().1.peer_certificates()?.first()?;
-        tls::common_name(certificate).map(|name| CertificateName(name.into()))
+        tls::common_name(certificate).map(CertificateUser::new)
     }
 }
 

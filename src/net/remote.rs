@@ -1,4 +1,4 @@
-//! The other side of a connection: the address of the client, and the name in its certificate.
+//! The other side of a connection: the address of the client, and the user of its certificate.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -7,7 +7,10 @@ use std::{
 
 use http::Request;
 use hyper::service::Service;
-use orlop_core::trace;
+use orlop_core::{
+    auth::{Credential, Identity},
+    trace,
+};
 
 /// The address of a client; `@` on a unix socket.
 #[derive(Clone, Debug)]
@@ -27,9 +30,15 @@ impl Remote {
     }
 }
 
-/// The common name of a client's verified certificate.
+/// The user whom the common name of a client's verified certificate names. Shared by all requests of the connection.
 #[derive(Clone, Debug)]
-pub struct CertificateName(pub Arc<str>);
+pub struct CertificateUser(pub Arc<Identity>);
+
+impl CertificateUser {
+    pub(super) fn new(user: String) -> Self {
+        Self(Arc::new(Identity { user, credential: Credential::Certificate }))
+    }
+}
 
 /// The end of the paths of calls that check a password, over gRPC and through the gateway.
 const LOG_IN: &str = "uthenticate";
@@ -37,10 +46,10 @@ const LOG_IN: &str = "uthenticate";
 /// The other side of a connection.
 pub(super) struct Client {
     pub(super) remote: Remote,
-    pub(super) certificate: Option<CertificateName>,
+    pub(super) certificate: Option<CertificateUser>,
 }
 
-/// Services of one connection. Requests get the name in the client's certificate as an extension, if there is one, and
+/// Services of one connection. Requests get the user of the client's certificate as an extension, if there is one, and
 /// the client's address, if requests are logged or the request checks a password.
 pub(super) struct WithClient<S> {
     services: S,
@@ -59,8 +68,8 @@ impl<S: Service<Request<B>>, B> Service<Request<B>> for WithClient<S> {
     type Future = S::Future;
 
     fn call(&self, mut request: Request<B>) -> S::Future {
-        if let Some(name) = &self.client.certificate {
-            request.extensions_mut().insert(name.clone());
+        if let Some(user) = &self.client.certificate {
+            request.extensions_mut().insert(user.clone());
         }
         if trace::are_requests_logged() || request.uri().path().ends_with(LOG_IN) {
             request.extensions_mut().insert(self.client.remote.clone());

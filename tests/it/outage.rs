@@ -26,11 +26,12 @@ async fn put_at(client: &mut Client, key: &str) -> i64 {
     answer.header.expect("an answer has a header").revision
 }
 
-/// Starts a server whose network to the database can fail.
-async fn server_behind_link(postgres: &Postgres) -> (Link, Server) {
+/// Starts a server whose network to the database can fail. Returns the direct endpoint of the database as well.
+async fn server_behind_link(postgres: &Postgres, arguments: &[&str]) -> (Link, Server, String) {
     let link = Link::to(postgres.port()).await;
-    let behind_link = link.endpoint(&postgres.create_database());
-    (link, Server::orlop_on(&behind_link, &[]).await)
+    let datastore = postgres.create_database();
+    let server = Server::orlop_on(&link.endpoint(&datastore), arguments).await;
+    (link, server, datastore)
 }
 
 /// Returns the client's port of a connection to the database, as soon as its last statement is like `statement`.
@@ -88,7 +89,7 @@ async fn outage_is_reported_and_survived() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn metrics_and_status_do_not_wait_for_a_silent_database() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
-    let (link, server) = server_behind_link(&postgres).await;
+    let (link, server, _) = server_behind_link(&postgres, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     link.set_network(NetworkState::Silent);
     let page = timeout(Duration::from_secs(8), http_get(server.endpoint(), "/metrics")).await.expect("in time");
@@ -123,7 +124,7 @@ async fn watch_of_a_user_is_created_after_the_outage() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn watch_that_needs_a_leader_ends_at_an_instance_that_is_cut_off() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
-    let (link, server) = server_behind_link(&postgres).await;
+    let (link, server, _) = server_behind_link(&postgres, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     let mut with_leader = MetadataMap::new();
     with_leader.insert("hasleader", "true".parse().expect("ASCII"));
@@ -265,9 +266,7 @@ async fn server_that_hides_its_timeline_is_served() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn server_that_stops_reporting_its_timeline_is_still_used() {
     let Some(postgres) = Postgres::shared().await else { return };
-    let link = Link::to(postgres.port()).await;
-    let datastore = postgres.create_database();
-    let server = Server::orlop_on(&link.endpoint(&datastore), &[]).await;
+    let (link, server, datastore) = server_behind_link(postgres, &[]).await;
     let client = Client::connect(server.endpoint()).await;
     put_with_retries(&client, "before").await;
     let hide = "REVOKE EXECUTE ON FUNCTION pg_control_system, pg_walfile_name FROM PUBLIC";
@@ -282,11 +281,9 @@ async fn server_that_stops_reporting_its_timeline_is_still_used() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lost_connection_for_notifications_is_replaced() {
     let Some(postgres) = Postgres::shared().await else { return };
-    let link = Link::to(postgres.port()).await;
-    let datastore = postgres.create_database();
+    let arguments = ["--name", "reader", "--datastore-poll-interval", "1h"];
+    let (link, reader, datastore) = server_behind_link(postgres, &arguments).await;
     let database = database_name(&datastore);
-    let reader =
-        Server::orlop_on(&link.endpoint(&datastore), &["--name", "reader", "--datastore-poll-interval", "1h"]).await;
     let first = port_of(postgres, database, "LISTEN %").await;
     let mut client = Client::connect(reader.endpoint()).await;
     let mut stream = Stream::open(&mut client).await;
@@ -305,9 +302,7 @@ async fn lost_connection_for_notifications_is_replaced() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lost_connection_ends_a_defragmentation() {
     let Some(postgres) = Postgres::shared().await else { return };
-    let link = Link::to(postgres.port()).await;
-    let datastore = postgres.create_database();
-    let server = Server::orlop_on(&link.endpoint(&datastore), &[]).await;
+    let (link, server, datastore) = server_behind_link(postgres, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     let database = database_name(&datastore).to_owned();
     let lock = format!("LOCK TABLE {database}.kv_log IN SHARE UPDATE EXCLUSIVE MODE");

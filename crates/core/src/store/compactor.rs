@@ -28,8 +28,8 @@ use crate::{
 const INDEX_STEP_KEYS: usize = 1_000;
 /// Pause after a failed deletion.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
-/// The same after damage of the database, which does not pass.
-const DAMAGED_PAUSE: Duration = Duration::from_secs(60);
+/// The same after damage of the database, which does not pass. The watchdog waits longer ([`crate::watchdog::STUCK_AFTER`]).
+const DAMAGED_PAUSE: Duration = Duration::from_secs(20);
 /// Time for other instances to read rows before they are deleted. An instance that takes longer must rebuild its index
 /// from the whole log.
 const OTHERS_READ_TIME: Duration = Duration::from_millis(500);

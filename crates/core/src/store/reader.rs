@@ -10,7 +10,7 @@ mod read_txn;
 
 use tokio::time::Instant;
 
-use self::pairs::{STEP_KEYS, StepCount};
+use self::pairs::{FEW_ROWS_MAX, STEP_KEYS, StepCount};
 pub use self::pieces::RangePieces;
 use super::{
     error::{Error, Result},
@@ -66,6 +66,11 @@ impl Store {
 impl Shared {
     /// Reads a range at one revision.
     pub(super) async fn range_once(&self, caller: &Caller, request: &RangeRequest) -> Result<RangeResponse> {
+        // Its keys are copied, which takes as much memory as values, so it waits before it selects them.
+        let is_list_of_keys = request.projection == Projection::KeysOnly
+            && !matches!(request.range, KeyRange::Single(_))
+            && request.limit.is_none_or(|limit| limit > FEW_ROWS_MAX);
+        let list = if is_list_of_keys { Some(self.read_memory.list().await?) } else { None };
         // Both are read under one lock, so that a read of the latest state is at the revision in its header. A watch
         // from the next revision then misses no change.
         let (revision, at) = {
@@ -91,7 +96,7 @@ impl Shared {
         let count = selection.count();
         let selected = selection.take();
         let selected_at = Instant::now();
-        let kvs = self.pairs(&selected, request.projection, at, &mut step).await?;
+        let kvs = self.pairs(&selected, request.projection, at, &mut step, list).await?;
         trace::add_to_part(Part::Select, selected_at - begun);
         trace::add_to_part(Part::Read, selected_at.elapsed());
         let (mut kvs, more) = selection.finish(kvs);

@@ -14,14 +14,14 @@ const JUMP_MIN: Duration = Duration::from_secs(60);
 pub(super) struct EvenClock(Option<Observed>);
 
 struct Observed {
-    /// The start of this process, or the last jump.
+    /// The first call, or the last jump.
     even_since: Instant,
     last: (Instant, i64),
 }
 
 impl EvenClock {
-    /// Takes the clock's time, in milliseconds since 1970. Returns whether it has run evenly for so long that rows may be
-    /// deleted because of their age.
+    /// Compares the clock's time, in milliseconds since 1970, with that of the call before. Returns whether the clock has
+    /// run evenly for [`EVEN_TIME`], or for the retention if that is shorter.
     pub(super) fn observe(&mut self, now: Instant, unix_ms: i64, retention: Duration) -> bool {
         let observed = self.0.get_or_insert(Observed { even_since: now, last: (now, unix_ms) });
         let (last, last_ms) = observed.last;

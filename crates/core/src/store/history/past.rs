@@ -200,7 +200,7 @@ impl Shared {
         page.extend(archived.into_iter().filter(|(key, _)| is_within(key)));
         let entries: Vec<(Key, Entry)> = entries.into_iter().filter(|(key, _)| is_within(key)).collect();
         let selected: Vec<Selected> = entries.iter().map(|(_, entry)| Selected { entry: *entry, key: None }).collect();
-        let pairs = self.pairs(&selected, Projection::Full, at, &mut StepCount::default()).await?;
+        let pairs = self.pairs(&selected, Projection::Full, at, &mut StepCount::default(), None).await?;
         page.extend(entries.into_iter().map(|(key, _)| key).zip(pairs));
         Ok(PastPairs { pairs: page.into_values().collect(), after: last })
     }

@@ -6,7 +6,7 @@ use tracing::error;
 
 use crate::{
     index::{Entry, Lease, ReadAt},
-    overload::Steps,
+    overload::{ListPermit, Steps},
     store::{
         error::{Error, Result},
         request::Projection,
@@ -54,18 +54,16 @@ impl StepCount {
 }
 
 impl Shared {
-    /// Returns the pairs that a read at `at` selected, in the order of `selected`.
+    /// Returns the pairs that a read at `at` selected, in the order of `selected`. `list` is the permit of a read that has
+    /// waited for memory before it selected.
     pub(in crate::store) async fn pairs(
         &self,
         selected: &[Selected],
         projection: Projection,
         at: Revision,
         step: &mut StepCount,
+        mut list: Option<ListPermit<'_>>,
     ) -> Result<Vec<EncodedKv>> {
-        if projection == Projection::KeysOnly && selected.len() > FEW_ROWS_MAX {
-            // Its pairs are built, so they take memory although none is read. The permit ends before more are needed.
-            drop(self.read_memory.list().await?);
-        }
         let mut pairs = self.cached(selected, projection, FEW_ROWS_MAX, step).await;
         let read = loop {
             let is_list = pairs.missing.len() > FEW_ROWS_MAX;
@@ -77,7 +75,10 @@ impl Shared {
             // A waiting read must hold no values: other reads may be waiting for the memory of these values.
             drop(pairs);
             if is_list {
-                let _list = self.read_memory.list().await?;
+                let _list = match list.take() {
+                    Some(list) => list,
+                    None => self.read_memory.list().await?,
+                };
                 pairs = self.cached(selected, projection, usize::MAX, step).await;
                 break self.read_list(&pairs.missing).await?;
             }
@@ -270,7 +271,7 @@ mod tests {
             .map(|selected| Selected { key: Some(Key::from(&[b'k'; 1_000][..])), ..selected })
             .collect();
         let mut steps = StepCount::default();
-        let read = shared.pairs(&selected, Projection::KeysOnly, Revision(2), &mut steps).await.expect("pairs");
+        let read = shared.pairs(&selected, Projection::KeysOnly, Revision(2), &mut steps, None).await.expect("pairs");
         assert!(shared.read_memory.bytes() > 200_000, "{}", shared.read_memory.bytes());
         drop(read);
         assert_eq!(shared.read_memory.bytes(), 0);
@@ -290,7 +291,7 @@ mod tests {
             permits.push(permit);
         }
         let mut steps = StepCount::default();
-        let mut list = Box::pin(shared.pairs(&selected, Projection::Full, Revision(2), &mut steps));
+        let mut list = Box::pin(shared.pairs(&selected, Projection::Full, Revision(2), &mut steps, None));
         assert!(list.as_mut().now_or_never().is_none(), "the list waits");
         assert_ne!(shared.read_memory.bytes(), 0);
         // The cache drops the value.

@@ -114,7 +114,7 @@ impl Walk {
             }
             step.next(&shared.steps).await;
         }
-        let mut kvs = shared.pairs(&selected, self.request.projection, self.at, &mut step).await?;
+        let mut kvs = shared.pairs(&selected, self.request.projection, self.at, &mut step, None).await?;
         if self.request.projection == Projection::KeysOnly {
             kvs.iter_mut().for_each(|kv| *kv = kv.without_value());
         }
