@@ -14,6 +14,7 @@ use orlop::api::grpc::response_body::ResponseBody;
 use orlop_core::{
     index::{CompactionCursor, TreeIndex},
     lease,
+    overload::ReadMemory,
     store::{
         batch::Batch,
         request::{Compare, CompareTarget, Op, PutLease, PutRequest, PutValue, Relation, TxnRequest},
@@ -134,11 +135,12 @@ impl Transactions {
     /// Evaluates the updates in one batch. Returns the number that succeed.
     pub fn evaluate(&self) -> usize {
         let fetched = HashMap::new();
+        let memory = ReadMemory::new(0);
         let mut batch = Batch::new(self.index.index.head());
         let mut succeeded = 0;
         for request in &self.requests {
-            let evaluation =
-                Evaluation::new(&self.index.index, &self.leases, &self.values, &fetched, &mut batch).txn(request);
+            let (index, leases, values) = (&self.index.index, &self.leases, &self.values);
+            let evaluation = Evaluation::new(index, leases, values, &memory, &fetched, &mut batch).txn(request);
             succeeded += usize::from(evaluation.is_ok_and(|response| response.succeeded));
         }
         succeeded

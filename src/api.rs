@@ -26,6 +26,7 @@ use std::{sync::Arc, time::Duration};
 
 use tokio::sync::{Semaphore, watch as watch_channel};
 use tonic::{Status, service::Routes};
+use tonic_health::{ServingStatus, server::HealthReporter};
 
 use self::grpc::metering::Meter;
 pub use self::grpc::router::Router;
@@ -173,7 +174,8 @@ pub fn services(
         slow_requests,
         stopping,
     });
-    let (_, health) = tonic_health::server::health_reporter();
+    let (reporter, health) = tonic_health::server::health_reporter();
+    tokio::spawn(end_health_streams(reporter, context.stopping.clone()));
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(DESCRIPTORS)
@@ -194,6 +196,13 @@ pub fn services(
         .add_service(reflection().build_v1()?.max_decoding_message_size(small))
         .add_service(reflection().build_v1alpha()?.max_decoding_message_size(small));
     Ok(Router::new(meter.wrap(kv), Routes::from(routes.into_axum_router().layer(meter))))
+}
+
+/// Tells clients that watch the health of the server that it stops, and ends their streams.
+async fn end_health_streams(mut reporter: HealthReporter, mut stopping: watch_channel::Receiver<bool>) {
+    let _ = stopping.wait_for(|stopping| *stopping).await;
+    reporter.set_service_status("", ServingStatus::NotServing).await;
+    reporter.clear_service_status("").await;
 }
 
 #[cfg(test)]

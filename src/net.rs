@@ -67,6 +67,15 @@ const SEND_BUFFER: usize = 128 << 10;
 /// Read buffer of an HTTP/1 connection, in bytes, and so the maximum size of a request's headers. The limit is the same
 /// with HTTP/2.
 const HTTP1_BUFFER: usize = 16 << 10;
+/// Maximum number of streams of a connection that the client reset before the server looked at them. After a pause of the
+/// server, the calls of a client whose deadlines passed meanwhile arrive together with their resets; hyper's limit of 20
+/// would close the connection, with all watches on it.
+const PENDING_RESETS_MAX: usize = 1_000;
+/// Maximum number of resets by the server in the life of a connection: one for each frame of a call that it has already
+/// refused, about ten for a request of 4 MiB. hyper's limit is 1,024. Each takes about 200 bytes until it is sent.
+const OWN_RESETS_MAX: usize = 20_000;
+/// Maximum time for the headers of a request with HTTP/1, and between two requests.
+const HTTP1_IDLE_MAX: Duration = Duration::from_mins(2);
 /// Maximum number of clients that wait to be accepted on a unix socket; the value of the standard library.
 const BACKLOG: u32 = 128;
 /// The first byte of a TLS handshake.
@@ -211,13 +220,15 @@ fn http(settings: &Settings) -> Http {
     let mut http = auto::Builder::new(TokioExecutor::new());
     let has_keepalive = !settings.keepalive_interval.is_zero() && !settings.keepalive_timeout.is_zero();
     // The timer enables hyper's time limit for the headers of a request.
-    http.http1().timer(TokioTimer::new()).max_buf_size(HTTP1_BUFFER);
+    http.http1().timer(TokioTimer::new()).header_read_timeout(HTTP1_IDLE_MAX).max_buf_size(HTTP1_BUFFER);
     http.http2()
         .timer(TokioTimer::new())
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .max_send_buf_size(SEND_BUFFER)
         .max_concurrent_streams(settings.max_concurrent_streams)
+        .max_pending_accept_reset_streams(PENDING_RESETS_MAX)
+        .max_local_error_reset_streams(OWN_RESETS_MAX)
         .keep_alive_interval(has_keepalive.then_some(settings.keepalive_interval))
         .keep_alive_timeout(settings.keepalive_timeout)
         // gRPC servers do not send this header.

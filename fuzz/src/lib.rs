@@ -25,6 +25,7 @@ use orlop_core::{
     auth::{Caller, Credential},
     index::TreeIndex,
     lease,
+    overload::ReadMemory,
     store::{
         batch::Batch,
         request::{PutLease, PutRequest, PutValue},
@@ -134,6 +135,7 @@ fn check_range(range: &KeyRange, key: &[u8], range_end: &[u8]) {
 struct World {
     index: TreeIndex,
     values: ValueCache,
+    memory: ReadMemory,
     leases: lease::Table,
 }
 
@@ -149,7 +151,7 @@ static WORLD: LazyLock<World> = LazyLock::new(|| {
         }
         index.apply(&change);
     }
-    World { index, values, leases: lease::Table::default() }
+    World { index, values, memory: ReadMemory::new(0), leases: lease::Table::default() }
 });
 
 /// Input: a transaction, which is decoded, checked, converted and evaluated.
@@ -168,7 +170,7 @@ pub fn txn(wire: &[u8]) {
         request.success.iter().chain(&request.failure).any(|op| !matches!(op.request, Some(Request::RequestRange(_))));
     let Ok(converted) = convert::txn(request, TXN_OPS_MAX) else { return };
     assert!(converted.is_read_only() || writes, "a transaction that contains only ranges is read-only");
-    let World { index, values, leases } = &*WORLD;
+    let World { index, values, memory, leases } = &*WORLD;
     let (fetched, head) = (Fetched::new(), index.head());
     let mut batch = Batch::new(head);
     // An earlier request of the same batch.
@@ -178,10 +180,10 @@ pub fn txn(wire: &[u8]) {
         lease: PutLease::Set(None),
         prev_kv: false,
     };
-    let first = Evaluation::new(index, leases, values, &fetched, &mut batch).put(&before);
+    let first = Evaluation::new(index, leases, values, memory, &fetched, &mut batch).put(&before);
     assert!(first.is_ok());
     // The result does not matter.
-    let _ = Evaluation::new(index, leases, values, &fetched, &mut batch).txn(&converted);
+    let _ = Evaluation::new(index, leases, values, memory, &fetched, &mut batch).txn(&converted);
 }
 
 /// Returns the keys that are put and the ranges that are deleted; `None` if a key is put twice, or put and deleted.

@@ -6,11 +6,13 @@
 //!
 //! - [`router`]: sends calls of the KV service directly to it, all others through tonic's router
 //! - [`metering`]: counts calls, messages and bytes, and traces slow calls
+//! - [`deadline`]: ends calls at the time that the client named
 //! - [`unary`]: reads the request of a unary call and builds the response
 //! - [`request_limits`]: rejects requests with too many fields before they are decoded
 //! - [`response_body`]: sends a small response in one frame and a large response in chunks
 //! - [`frame`]: gRPC's framing of messages
 
+pub(super) mod deadline;
 pub(super) mod frame;
 pub(super) mod metering;
 pub mod request_limits;

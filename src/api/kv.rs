@@ -25,7 +25,7 @@ use super::{
         response_body::IntoSegments,
         unary::{self, RequestBody, Response},
     },
-    status::{Invalid, from_store},
+    status::{Invalid, from_store, unknown_method},
 };
 use orlop_core::{
     auth::Caller,
@@ -104,7 +104,7 @@ impl<B: RequestBody> Service<Request<B>> for KvService {
                 })
             }
             path => {
-                let status = Status::unimplemented(format!("unknown method {path} for service {}", Self::NAME));
+                let status = unknown_method(path);
                 Box::pin(async move { Response::Ok(status.into_http()) })
             }
         }

@@ -32,9 +32,10 @@ use orlop_wire::proto::server::{
 /// TTL in seconds of a lease that the server grants to a caller without one. It is not renewed.
 const SERVER_LEASE_TTL_SECS: i64 = 60;
 
-/// Changes the code of an error to Unknown.
+/// Changes the code of an error to Unknown. A server that stops stays Unavailable, so that the client tries again.
 pub(super) fn to_unknown(status: Status) -> Status {
-    Status::unknown(status.message())
+    let is_stopping = status.message() == from_store(store::Error::Stopped).message();
+    if is_stopping { status } else { Status::unknown(status.message()) }
 }
 
 /// A queue `NAME/`, and the lease of the caller's entries.

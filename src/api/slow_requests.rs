@@ -96,7 +96,9 @@ mod tests {
     use super::*;
 
     async fn request(took_ms: u64) -> SlowRequest {
-        let ((), trace) = orlop_core::trace::follow(async {}).await;
+        let mut trace = None;
+        orlop_core::trace::follow(async {}, |ended| trace = Some(ended)).await;
+        let trace = trace.unwrap();
         SlowRequest::ending_now("Put", "OK", Duration::from_millis(took_ms), 0, &trace)
     }
 

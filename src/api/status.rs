@@ -96,6 +96,13 @@ pub fn panicked() -> Status {
 }
 
 /// Returns the error of a message that is too long, with the text of etcd's gRPC library.
+/// etcd's error for a method that a service does not have.
+pub fn unknown_method(path: &str) -> Status {
+    let (service, method) = path.trim_start_matches('/').split_once('/').unwrap_or((path, ""));
+    Status::unimplemented(format!("unknown method {method} for service {service}"))
+}
+
+/// etcd's error for a message that is longer than the server accepts.
 pub fn message_too_large(bytes: usize, bytes_max: usize) -> Status {
     Status::resource_exhausted(format!("grpc: received message larger than max ({bytes} vs. {bytes_max})"))
 }

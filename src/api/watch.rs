@@ -1,6 +1,12 @@
 //! The Watch service: one session per stream.
 
-use std::{convert::Infallible, pin::Pin, sync::Arc, task, time::Duration};
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    sync::{Arc, OnceLock},
+    task,
+    time::Duration,
+};
 
 use bytes::{BufMut as _, Bytes};
 use futures_util::{Stream, StreamExt as _};
@@ -19,7 +25,7 @@ use tracing::{debug, warn};
 
 use super::{
     Context,
-    status::{from_store, panicked},
+    status::{from_store, panicked, unknown_method},
 };
 use crate::auth::Credentials;
 use orlop_core::{
@@ -68,10 +74,7 @@ impl Service<Request<Body>> for WatchService {
         let message_bytes = self.0.settings.max_message_bytes();
         Box::pin(async move {
             if request.uri().path() != "/etcdserverpb.Watch/Watch" {
-                let path = request.uri().path();
-                return Ok(
-                    Status::unimplemented(format!("unknown method {path} for service {}", Self::NAME)).into_http()
-                );
+                return Ok(unknown_method(request.uri().path()).into_http());
             }
             let mut grpc =
                 tonic::server::Grpc::new(WatchCodec).apply_max_message_size_config(Some(message_bytes), None);
@@ -91,19 +94,29 @@ impl StreamingService<pb::WatchRequest> for WatchMethod {
         let context = Arc::clone(&self.0);
         let outbox = Arc::new(context.store.hub().outbox());
         let messages = Messages::new(Arc::clone(&outbox));
+        let bad_request = Arc::new(OnceLock::new());
         let client = Client {
             credentials: Credentials::of(&request),
             needs_leader: request.metadata().get("hasleader").is_some_and(|value| value == "true"),
         };
-        tokio::spawn(serve_and_catch_panics(Arc::clone(&context), client, request.into_inner(), outbox));
+        let requests = Requests { stream: request.into_inner(), failure: Arc::clone(&bad_request) };
+        tokio::spawn(serve_and_catch_panics(Arc::clone(&context), client, requests, outbox));
         let frames = messages.map(move |message| match message {
             Ok(message) => Ok(context.frame(message)),
             Err(End::ServerStopped | End::ClientGone) => Err(from_store(store::Error::Stopped)),
             Err(End::NoLeader) => Err(from_store(store::Error::Unavailable)),
+            Err(End::BadRequest) => Err(bad_request.get().cloned().unwrap_or_else(panicked)),
             Err(End::Failed) => Err(panicked()),
         });
         std::future::ready(Ok(tonic::Response::new(Box::pin(frames) as Self::ResponseStream)))
     }
+}
+
+/// The requests of a stream.
+struct Requests {
+    stream: Streaming<pb::WatchRequest>,
+    /// Why no request can be read any more.
+    failure: Arc<OnceLock<Status>>,
 }
 
 /// What the metadata of a stream say of its client.
@@ -115,12 +128,7 @@ struct Client {
 }
 
 /// Serves one stream. If its session panics, the stream ends with an error.
-async fn serve_and_catch_panics(
-    context: Arc<Context>,
-    client: Client,
-    requests: Streaming<pb::WatchRequest>,
-    outbox: Arc<Outbox>,
-) {
+async fn serve_and_catch_panics(context: Arc<Context>, client: Client, requests: Requests, outbox: Arc<Outbox>) {
     let serving = serve(Arc::clone(&context), client, requests, Arc::clone(&outbox));
     if let Err(panic) = catch_panics(serving).await {
         log_request_panic(&context.store.metrics().rpc.panics, "/etcdserverpb.Watch/Watch", &panic);
@@ -133,11 +141,11 @@ async fn serve_and_catch_panics(
 async fn serve(
     context: Arc<Context>,
     Client { credentials, needs_leader }: Client,
-    requests: Streaming<pb::WatchRequest>,
+    Requests { stream, failure }: Requests,
     outbox: Arc<Outbox>,
 ) {
     let store = &context.store;
-    let mut requests = PacedStream::new(requests, context.steps());
+    let mut requests = PacedStream::new(stream, context.steps());
     let mut session = Session::new(Arc::clone(store.hub()), Arc::clone(store.log()), Arc::clone(&outbox));
     let (mut stopping, mut cut_off) = (context.stopping.clone(), store.cut_off());
     let mut requests_open = true;
@@ -160,7 +168,9 @@ async fn serve(
                 Ok(None) => requests_open = false,
                 Err(status) => {
                     debug!(error = %status, "watch stream failed");
-                    outbox.end(End::ClientGone);
+                    // A client that is gone does not see it.
+                    let _ = failure.set(status);
+                    outbox.end(End::BadRequest);
                 }
             },
             checked = outcome(&mut pending) => {

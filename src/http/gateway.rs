@@ -35,7 +35,7 @@ use self::{
     values::Values,
 };
 use crate::{
-    api::status::{request_too_late, too_many_requests},
+    api::status::{message_too_large, request_too_late, too_many_requests},
     net::Remote,
 };
 use orlop_core::overload::{PartialRequest, PartialRequests};
@@ -198,14 +198,14 @@ impl Gateway {
     }
 }
 
-/// Returns the gRPC metadata: the `authorization` header and the headers with the prefix `grpc-metadata-`.
+/// Returns the gRPC metadata: the headers `authorization` and `grpc-timeout`, and those with the prefix `grpc-metadata-`.
 fn metadata(headers: &HeaderMap) -> HeaderMap {
     const PREFIX: &str = "grpc-metadata-";
     let mut metadata = HeaderMap::new();
     for (name, value) in headers {
         let name = match name.as_str().strip_prefix(PREFIX) {
             Some(name) => HeaderName::try_from(name).ok(),
-            None => (name == header::AUTHORIZATION).then(|| name.clone()),
+            None => (name == header::AUTHORIZATION || name == "grpc-timeout").then(|| name.clone()),
         };
         if let Some(name) = name {
             metadata.append(name, value.clone());
@@ -246,7 +246,7 @@ async fn read_body(mut body: BodyDataStream, partial: &mut PartialRequest, bytes
     let mut text = Text::default();
     while let Some(data) = next(&mut body, partial).await? {
         if text.len() + data.len() > bytes_max {
-            return Err(Status::invalid_argument("a message is too long"));
+            return Err(message_too_large(text.len() + data.len(), bytes_max));
         }
         text.push(&data);
         partial.set_bytes(text.len()).map_err(|_| too_many_requests())?;

@@ -123,7 +123,27 @@ async fn lock_wait_ends_at_the_callers_deadline(backend: Backend) {
         .output();
     let answer = String::from_utf8(asked.await.expect("curl can be started").stdout).expect("headers are text");
     assert!(answer.contains("grpc-status: 4") && answer.contains("context%20deadline%20exceeded"), "{answer}");
+    let asked = Command::new("curl")
+        .args(["--silent", "--max-time", "30", "--write-out", "%{http_code}", "--header", "grpc-timeout: 300m"])
+        .args(["--data", r#"{"name": "ZG9vcg==", "lease": "17"}"#, &format!("{}/v3/lock/lock", server.endpoint())])
+        .output();
+    let answer = String::from_utf8(asked.await.expect("curl can be started").stdout).expect("the answer is text");
+    assert!(answer.contains("context deadline exceeded") && answer.ends_with("504"), "{answer}");
     wait_for_keys(&client, "door/", 1).await;
+}
+
+async fn waiting_lock_is_told_that_the_server_stops(backend: Backend) {
+    let Some(mut server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for id in [0x10, 0x11] {
+        grant(&mut client, id).await;
+    }
+    assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10");
+    let waiting = lock(&client, "door", 0x11);
+    wait_for_keys(&client, "door/", 2).await;
+    server.terminate().await;
+    let stopped = waiting.await.expect("the task ends").expect_err("the server stops");
+    assert_eq!((stopped.code(), stopped.message()), (Code::Unavailable, "etcdserver: server stopped"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -249,6 +269,7 @@ on_both_backends!(
     lock_is_granted_in_request_order,
     lock_refuses_invalid_requests_as_etcd,
     lock_wait_ends_at_the_callers_deadline,
+    waiting_lock_is_told_that_the_server_stops,
     election_passes_from_one_to_the_next,
     election_refuses_invalid_requests_as_etcd,
 );

@@ -49,3 +49,4 @@ mod tidy;
 mod tls;
 mod torture;
 mod trace;
+mod transport;

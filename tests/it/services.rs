@@ -157,10 +157,28 @@ async fn health_is_serving_and_reflection_lists_the_services(backend: Backend) {
     }
 }
 
+async fn health_streams_end_when_the_server_stops(backend: Backend) {
+    use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
+
+    let Some(mut server) = Server::orlop(backend).await else { return };
+    let channel = tonic::transport::Endpoint::from_shared(server.endpoint().to_owned()).expect("a URL").connect().await;
+    let mut health = HealthClient::new(channel.expect("a ready server accepts connections"));
+    let mut states = health.watch(HealthCheckRequest::default()).await.expect("a stream").into_inner();
+    let first = states.message().await.expect("a state").expect("a state");
+    assert_eq!(first.status(), ServingStatus::Serving);
+    let rest = async {
+        let last = states.message().await.expect("a state").expect("a state");
+        assert_eq!(last.status(), ServingStatus::NotServing);
+        assert_eq!(states.message().await.expect("the stream ends in order"), None);
+    };
+    tokio::join!(server.terminate(), rest);
+}
+
 on_both_backends!(
     status_names_a_leader_a_version_and_sizes,
     identity_survives_a_restart,
     auth_responds_as_if_never_enabled,
     raft_requests_are_answered_without_raft,
     health_is_serving_and_reflection_lists_the_services,
+    health_streams_end_when_the_server_stops,
 );

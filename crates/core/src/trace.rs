@@ -104,13 +104,24 @@ impl Trace {
     }
 }
 
-/// Serves a request and returns its trace.
-pub async fn follow<T>(serve: impl Future<Output = T>) -> (T, Trace) {
+/// Serves a request, and passes its trace to `finish` when it ends or is dropped.
+pub async fn follow<T>(serve: impl Future<Output = T>, finish: impl FnOnce(Trace)) -> T {
     let traced = async {
-        let outcome = serve.await;
-        (outcome, CURRENT.with(|trace| trace.borrow().clone()))
+        let _finish = Finish(Some(finish));
+        serve.await
     };
+    // The future is also dropped in this scope.
     CURRENT.scope(RefCell::new(Trace::new()), traced).await
+}
+
+struct Finish<F: FnOnce(Trace)>(Option<F>);
+
+impl<F: FnOnce(Trace)> Drop for Finish<F> {
+    fn drop(&mut self) {
+        if let (Some(finish), Ok(trace)) = (self.0.take(), CURRENT.try_with(|trace| trace.borrow().clone())) {
+            finish(trace);
+        }
+    }
 }
 
 /// Adds time to a part of the current request. Returns false outside of a request.

@@ -1,7 +1,8 @@
 //! gRPC's framing: each message is preceded by one byte of flags and four bytes of length.
 
 use bytes::Buf as _;
-use tonic::Status;
+use http::{HeaderMap, HeaderName, HeaderValue};
+use tonic::{Code, Status, metadata::MetadataMap};
 
 use crate::api::status::message_too_large;
 
@@ -15,12 +16,18 @@ pub const FRAME_HEADER_BYTES: usize = 5;
 /// If the message is compressed or longer than `message_bytes_max`.
 pub fn message_len(mut header: &[u8], message_bytes_max: usize) -> Result<usize, Status> {
     if header.get_u8() != 0 {
-        return Err(Status::unimplemented(
-            "orlop: compressed requests are not supported; send them with identity encoding",
-        ));
+        return Err(compressed());
     }
     let len = usize::try_from(header.get_u32()).unwrap_or(usize::MAX);
     if len > message_bytes_max { Err(message_too_large(len, message_bytes_max)) } else { Ok(len) }
+}
+
+/// gRPC wants the answer to name the encodings that the server accepts.
+fn compressed() -> Status {
+    let text = "orlop: compressed requests are not supported; send them with identity encoding";
+    let accepted = [("grpc-accept-encoding", "identity")];
+    let accepted = accepted.map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value)));
+    Status::with_metadata(Code::Unimplemented, text, MetadataMap::from_headers(HeaderMap::from_iter(accepted)))
 }
 
 /// Counts the messages of a stream that arrives in chunks of any size.

@@ -31,7 +31,7 @@ use tower::{Layer, Service};
 pub use self::body::{ReceivedBody, SentBody};
 use self::call::{CallGuard, Method, add_request_id};
 use crate::{
-    api::{slow_requests::SlowRequests, status::panicked},
+    api::{grpc::deadline::Deadline, slow_requests::SlowRequests, status::panicked},
     net::Remote,
     telemetry::Exporter,
 };
@@ -157,21 +157,23 @@ where
         let exporter = counters.exporter.clone().filter(|_| method.is_traced);
         let exported = exporter.map(|exporter| (exporter.parent(request.headers()), exporter));
         let mut call = CallGuard::new(Arc::clone(&method), remote, counters.slow_threshold, exported);
+        let mut deadline = Deadline::of(request.headers());
         let partial_requests = &counters.partial_requests;
         let request = request.map(|body| ReceivedBody::new(body, method, partial_requests));
         let served = self.inner.call(request);
         let work = Box::pin(async move {
-            let response = if call.method.is_traced {
-                let (response, trace) = trace::follow(served).await;
-                let id = trace.id;
-                call.set_trace(trace);
-                add_request_id(response?, id)
+            let served = async { deadline.limit(served).await.unwrap_or_else(|late| Ok(late.into_http())) };
+            let mut response = if call.method.is_traced {
+                trace::follow(served, |trace| call.set_trace(trace)).await?
             } else {
                 served.await?
             };
+            if let Some(id) = call.request_id() {
+                add_request_id(&mut response, id);
+            }
             // A response without messages has its status in its headers.
             call.end_with(response.headers());
-            Ok(response.map(|body| Either::Left(SentBody::new(body, call))))
+            Ok(response.map(|body| Either::Left(SentBody::new(body, call, deadline))))
         });
         MeteredCall { work, kind }
     }
@@ -216,6 +218,7 @@ mod tests {
     use axum::{Router, body::Body, routing::post};
     use futures_util::StreamExt as _;
     use http_body_util::BodyExt as _;
+    use tokio::time::timeout;
     use tower::ServiceExt as _;
 
     use super::*;
@@ -233,6 +236,24 @@ mod tests {
         let method = path.rsplit('/').next().unwrap();
         let handled = metrics.rpc.handled.with_label_values(&["unary", "etcdserverpb.KV", method, code]);
         (head, trailers, handled.get(), metrics.rpc.panics.get())
+    }
+
+    /// In an outage, most calls end like this.
+    #[tokio::test(start_paused = true)]
+    async fn slow_calls_that_their_client_gives_up_are_kept() {
+        let (metrics, slow_requests) = (Arc::<Metrics>::default(), Arc::<SlowRequests>::default());
+        let meter = Meter::new(Arc::clone(&metrics), Arc::default(), Duration::from_secs(1), &slow_requests, None);
+        let waits = async || std::future::pending::<Body>().await;
+        let router = Router::new().route(RANGE, post(waits)).route(PUT, post(waits)).layer(meter.unwrap());
+        let request = |path| Request::post(path).header("grpc-timeout", "3S").body(Body::empty()).unwrap();
+        let late = router.clone().oneshot(request(RANGE)).await.unwrap();
+        assert_eq!(late.headers()["grpc-status"], "4");
+        assert!(late.headers().contains_key("x-request-id"));
+        let cancelled = timeout(Duration::from_secs(2), router.oneshot(request(PUT))).await;
+        assert!(cancelled.is_err(), "its client gives up first");
+        let kept = slow_requests.list().0;
+        let kept: Vec<_> = kept.iter().map(|slow| (&*slow.method, slow.code)).collect();
+        assert_eq!(kept, [("etcdserverpb.KV/Put", "Canceled"), ("etcdserverpb.KV/Range", "DeadlineExceeded")]);
     }
 
     #[tokio::test]

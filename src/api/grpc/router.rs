@@ -5,16 +5,15 @@
 
 use std::{
     convert::Infallible,
+    future::{Ready, ready},
     pin::Pin,
     task::{Context, Poll},
-    time::Duration,
 };
 
-use http::{HeaderMap, Request, Response};
+use http::{HeaderMap, Method, Request, Response, StatusCode, Version, header::CONTENT_TYPE};
 use http_body_util::Either;
 use hyper::body::Incoming;
-use tokio::time::{Sleep, sleep};
-use tonic::{Status, body::Body, service::Routes};
+use tonic::{body::Body, service::Routes};
 use tower::Service as _;
 
 use super::metering::{Metered, MeteredCall, SentBody};
@@ -51,65 +50,55 @@ impl hyper::service::Service<Request<Incoming>> for Router {
     type Future = Call;
 
     fn call(&self, request: Request<Incoming>) -> Call {
-        let deadline = timeout(request.headers()).map(|time| Box::pin(sleep(time)));
-        let service = if request.uri().path().starts_with(KV) {
-            Service::Kv(self.kv.clone().call(request))
+        let path = request.uri().path();
+        if is_method(path) && !is_grpc(&request) {
+            let mut response = Response::new(Body::new("404 page not found\n".to_owned()));
+            *response.status_mut() = StatusCode::NOT_FOUND;
+            Call::Refused(ready(Ok(response)))
+        } else if path.starts_with(KV) {
+            Call::Kv(self.kv.clone().call(request))
         } else {
-            Service::Others(Box::new(self.others.clone().call(request)))
-        };
-        Call { service, deadline }
+            Call::Others(Box::new(self.others.clone().call(request)))
+        }
     }
+}
+
+/// Returns whether a path is that of a gRPC method: its first part, the service, has a package. No path of HTTP has.
+fn is_method(path: &str) -> bool {
+    let mut parts = path.split('/').skip(1);
+    parts.next().is_some_and(|service| service.contains('.')) && parts.next().is_some()
+}
+
+/// Returns whether a request is a call of gRPC. A method answers no other request: a browser sends those to any server,
+/// for every web page that asks it to.
+fn is_grpc<B>(request: &Request<B>) -> bool {
+    request.version() == Version::HTTP_2 && request.method() == Method::POST && has_grpc_type(request.headers())
+}
+
+/// gRPC-Web has a type of its own.
+fn has_grpc_type(headers: &HeaderMap) -> bool {
+    let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().strip_prefix(b"application/grpc"));
+    kind.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
 type ResponseBody = Either<Either<SentBody<Body>, Body>, Body>;
 
 /// A call until its response begins.
-pub struct Call {
-    service: Service,
-    /// The client's deadline for the beginning of the response.
-    deadline: Option<Pin<Box<Sleep>>>,
-}
-
-enum Service {
+pub enum Call {
     Kv(MeteredCall<Body>),
     Others(Box<<Routes as tower::Service<Request<Incoming>>>::Future>),
+    Refused(Ready<Result<Response<Body>, Infallible>>),
 }
 
 impl Future for Call {
     type Output = Result<Response<ResponseBody>, Infallible>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let response = match &mut self.service {
-            Service::Kv(served) => Pin::new(served).poll(context).map_ok(|response| response.map(Either::Left)),
-            Service::Others(served) => Pin::new(served).poll(context).map_ok(|response| response.map(Either::Right)),
-        };
-        if response.is_pending()
-            && let Some(deadline) = &mut self.deadline
-            && deadline.as_mut().poll(context).is_ready()
-        {
-            let late = Status::deadline_exceeded("context deadline exceeded");
-            return Poll::Ready(Ok(late.into_http::<Body>().map(Either::Right)));
+        match &mut *self {
+            Self::Kv(served) => Pin::new(served).poll(context).map_ok(|response| response.map(Either::Left)),
+            Self::Others(served) => Pin::new(served).poll(context).map_ok(|response| response.map(Either::Right)),
+            Self::Refused(served) => Pin::new(served).poll(context).map_ok(|response| response.map(Either::Right)),
         }
-        response
-    }
-}
-
-/// Returns the client's timeout, which has up to eight digits and a unit in gRPC; `None` for any other text.
-fn timeout(headers: &HeaderMap) -> Option<Duration> {
-    let text = headers.get("grpc-timeout")?.to_str().ok()?;
-    let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
-    if number.len() > 8 || !number.bytes().all(|byte| byte.is_ascii_digit()) {
-        return None;
-    }
-    let number = number.parse().ok()?;
-    match unit {
-        "H" => Some(Duration::from_hours(number)),
-        "M" => Some(Duration::from_mins(number)),
-        "S" => Some(Duration::from_secs(number)),
-        "m" => Some(Duration::from_millis(number)),
-        "u" => Some(Duration::from_micros(number)),
-        "n" => Some(Duration::from_nanos(number)),
-        _ => None,
     }
 }
 
@@ -118,27 +107,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn timeouts_are_parsed() {
-        for (text, want) in [
-            ("1H", Some(Duration::from_secs(3_600))),
-            ("2M", Some(Duration::from_secs(120))),
-            ("3S", Some(Duration::from_secs(3))),
-            ("99999999m", Some(Duration::from_millis(99_999_999))),
-            ("5u", Some(Duration::from_micros(5))),
-            ("06n", Some(Duration::from_nanos(6))),
-            ("", None),
-            ("S", None),
-            ("3", None),
-            ("-3S", None),
-            ("+3S", None),
-            ("3 S", None),
-            ("3s", None),
-            ("123456789S", None),
+    fn only_grpc_reaches_methods() {
+        for (path, want) in [
+            ("/etcdserverpb.KV/Put", true),
+            ("/grpc.health.v1.Health/Check", true),
+            ("/etcdserverpb.KV", false),
+            ("/v3/kv/put", false),
+            ("/health", false),
+            ("/", false),
         ] {
-            let mut headers = HeaderMap::new();
-            headers.insert("grpc-timeout", text.parse().expect("a header value"));
-            assert_eq!(timeout(&headers), want, "{text}");
+            assert_eq!(is_method(path), want, "{path}");
         }
-        assert_eq!(timeout(&HeaderMap::new()), None);
+        for (version, method, kind, want) in [
+            (Version::HTTP_2, "POST", "application/grpc", true),
+            (Version::HTTP_2, "POST", "application/grpc+proto", true),
+            (Version::HTTP_2, "POST", "application/grpc;x=y", true),
+            (Version::HTTP_2, "POST", "application/grpc-web", false),
+            (Version::HTTP_2, "POST", "text/plain", false),
+            (Version::HTTP_2, "PUT", "application/grpc", false),
+            (Version::HTTP_11, "POST", "application/grpc", false),
+        ] {
+            let request =
+                Request::builder().version(version).method(method).header(CONTENT_TYPE, kind).body(()).unwrap();
+            assert_eq!(is_grpc(&request), want, "{version:?} {method} {kind}");
+        }
     }
 }

@@ -6,6 +6,7 @@ use bytes::{Buf as _, Bytes};
 use tonic::Status;
 
 use super::text::Text;
+use crate::api::status::message_too_large;
 
 /// The state of the scan.
 pub struct Values {
@@ -52,7 +53,7 @@ impl Values {
         let last = data.iter().position(|byte| self.ends_with(*byte));
         self.text.push(&data.split_to(last.map_or(data.len(), |last| last + 1)));
         if self.buffered_bytes() > self.bytes_max {
-            return Err(Status::invalid_argument("a message is too long"));
+            return Err(message_too_large(self.buffered_bytes(), self.bytes_max));
         }
         Ok(last.map(|_| std::mem::take(&mut self.text)))
     }

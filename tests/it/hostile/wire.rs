@@ -17,9 +17,11 @@ pub const HEADERS: u8 = 1;
 pub const RST_STREAM: u8 = 3;
 pub const SETTINGS: u8 = 4;
 pub const PING: u8 = 6;
+const GOAWAY: u8 = 7;
 pub const WINDOW_UPDATE: u8 = 8;
 pub const CONTINUATION: u8 = 9;
 pub const END_STREAM: u8 = 1;
+const ACK: u8 = 1;
 pub const END_HEADERS: u8 = 4;
 
 /// A connection that sends arbitrary bytes.
@@ -150,6 +152,19 @@ impl Wire {
         }
     }
 
+    /// Returns whether the server answers a PING. It answers the frames before it first, unless it ends the connection.
+    pub async fn answers_ping(&mut self) -> bool {
+        let payload = *b"are you ";
+        self.send(&frame(PING, 0, 0, &payload)).await
+            && loop {
+                match self.next_frame().await {
+                    (PING, ACK, answer) if answer == payload => break true,
+                    (GOAWAY, ..) => break false,
+                    _ => {}
+                }
+            }
+    }
+
     /// Returns the kind, the flags and the payload of the next frame.
     pub async fn next_frame(&mut self) -> (u8, u8, Vec<u8>) {
         let mut head = [0; 9];
@@ -168,7 +183,7 @@ impl Wire {
         while rest.len() >= 9 {
             let len = u32::from_be_bytes([0, rest[0], rest[1], rest[2]]) as usize;
             let payload = rest.get(9..9 + len)?;
-            if rest[3] == 7 {
+            if rest[3] == GOAWAY {
                 error = Some(u32::from_be_bytes([payload[4], payload[5], payload[6], payload[7]]));
             }
             rest = &rest[9 + len..];

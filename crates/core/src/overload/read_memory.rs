@@ -75,7 +75,7 @@ impl ReadMemory {
         Self::with_limit(cached.saturating_mul(2).saturating_add(BYTES_MAX))
     }
 
-    fn with_limit(bytes_max: usize) -> Self {
+    pub(crate) fn with_limit(bytes_max: usize) -> Self {
         let used = Used { bytes: AtomicUsize::new(0), bytes_max, freed: Notify::new() };
         Self { used: Arc::new(used), lists: Semaphore::new(LISTS_MAX) }
     }

@@ -10,7 +10,7 @@ mod read_txn;
 
 use tokio::time::Instant;
 
-use self::pairs::{FEW_ROWS_MAX, STEP_KEYS, StepCount};
+use self::pairs::{STEP_KEYS, StepCount};
 pub use self::pieces::RangePieces;
 use super::{
     error::{Error, Result},
@@ -66,11 +66,8 @@ impl Store {
 impl Shared {
     /// Reads a range at one revision.
     pub(super) async fn range_once(&self, caller: &Caller, request: &RangeRequest) -> Result<RangeResponse> {
-        // Its keys are copied, which takes as much memory as values, so it waits before it selects them.
-        let is_list_of_keys = request.projection == Projection::KeysOnly
-            && !matches!(request.range, KeyRange::Single(_))
-            && request.limit.is_none_or(|limit| limit > FEW_ROWS_MAX);
-        let list = if is_list_of_keys { Some(self.read_memory.list().await?) } else { None };
+        // It waits before it selects, because it holds the keys from then on.
+        let list = if request.lists_keys() { Some(self.read_memory.list().await?) } else { None };
         // Both are read under one lock, so that a read of the latest state is at the revision in its header. A watch
         // from the next revision then misses no change.
         let (revision, at) = {

@@ -41,7 +41,7 @@ fn of_writer(request: generators::Request) -> Request {
 
 fn evaluate(shared: &Shared, batch: &mut Batch, request: &Request) -> Result<Outcome, Stop> {
     let (index, leases, fetched) = (shared.index.read(), shared.leases.lock(), Fetched::new());
-    let mut evaluation = Evaluation::new(&index, &leases, &shared.values, &fetched, batch);
+    let mut evaluation = Evaluation::new(&index, &leases, &shared.values, &shared.read_memory, &fetched, batch);
     match request {
         Request::Put(put) => evaluation.put(put).map(Outcome::Put),
         Request::Delete(delete) => evaluation.delete(delete).map(Outcome::Delete),

@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 
+use super::reader::pairs::FEW_ROWS_MAX;
 use crate::{
     index::ReadAt,
     types::{EncodedKv, KeyRange, LeaseId, Revision},
@@ -57,6 +58,16 @@ pub enum SortTarget {
 pub enum SortOrder {
     Ascend,
     Descend,
+}
+
+impl RangeRequest {
+    /// Returns whether the response may be a long list of keys without values. These are copied, so they take as much memory
+    /// as values, although no row is read.
+    pub fn lists_keys(&self) -> bool {
+        self.projection == Projection::KeysOnly
+            && !matches!(self.range, KeyRange::Single(_))
+            && self.limit.is_none_or(|limit| limit > FEW_ROWS_MAX)
+    }
 }
 
 /// Inclusive bounds on a pair's revisions.
@@ -159,9 +170,16 @@ impl TxnRequest {
         };
         self.success.iter().chain(&self.failure).all(reads)
     }
-}
 
-impl TxnRequest {
+    /// Returns whether an operation [lists keys](RangeRequest::lists_keys).
+    pub fn lists_keys(&self) -> bool {
+        self.success.iter().chain(&self.failure).any(|op| match op {
+            Op::Range(range) => range.lists_keys(),
+            Op::Put(_) | Op::Delete(_) => false,
+            Op::Txn(nested) => nested.lists_keys(),
+        })
+    }
+
     /// Returns whether all operations are serializable reads. Returns false for a transaction without operations or
     /// with a nested transaction.
     pub fn is_serializable(&self) -> bool {

@@ -24,6 +24,7 @@ use crate::{
     index::{ReadAt, TreeIndex, Unreadable},
     lease,
     log::LeaseChange,
+    overload::ReadMemory,
     types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Version},
 };
 
@@ -58,6 +59,7 @@ pub struct Evaluation<'a> {
     pub index: &'a TreeIndex,
     pub leases: &'a lease::Table,
     pub cache: &'a ValueCache,
+    pub memory: &'a ReadMemory,
     pub fetched: &'a Fetched,
     pub batch: &'a mut Batch,
     missing: Vec<RowId>,
@@ -72,10 +74,11 @@ impl<'a> Evaluation<'a> {
         index: &'a TreeIndex,
         leases: &'a lease::Table,
         cache: &'a ValueCache,
+        memory: &'a ReadMemory,
         fetched: &'a Fetched,
         batch: &'a mut Batch,
     ) -> Self {
-        Self { index, leases, cache, fetched, batch, missing: Vec::new(), visits: 0 }
+        Self { index, leases, cache, memory, fetched, batch, missing: Vec::new(), visits: 0 }
     }
 
     /// Evaluates a put.
@@ -376,7 +379,7 @@ impl<'a> Evaluation<'a> {
         projection: Projection,
     ) -> Option<EncodedKv> {
         if let Some(kv) = selected.pair_without_value(projection) {
-            return Some(kv);
+            return Some(self.memory.counted(kv));
         }
         from_batch.or_else(|| self.read_row(selected.entry.version.row))
     }

@@ -166,7 +166,14 @@ impl World {
 
     fn evaluate(&mut self, request: &Request) -> Result<Outcome, Stop> {
         let (index, leases) = (self.shared.index.read(), self.shared.leases.lock());
-        let mut evaluation = Evaluation::new(&index, &leases, &self.shared.values, &self.fetched, &mut self.batch);
+        let mut evaluation = Evaluation::new(
+            &index,
+            &leases,
+            &self.shared.values,
+            &self.shared.read_memory,
+            &self.fetched,
+            &mut self.batch,
+        );
         match request {
             Request::Put(put) => evaluation.put(put).map(Outcome::Put),
             Request::Delete(delete) => evaluation.delete(delete).map(Outcome::Delete),

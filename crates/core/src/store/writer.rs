@@ -269,10 +269,15 @@ impl Writer {
             // The lease was renewed or has already ended.
             return Ok(Outcome::Revision(batch.head()));
         }
-        let mut evaluation = Evaluation::new(&index, &leases, &self.shared.values, fetched, batch);
+        let mut evaluation =
+            Evaluation::new(&index, &leases, &self.shared.values, &self.shared.read_memory, fetched, batch);
         match request {
             Request::Put(request) => evaluation.put(request).map(Outcome::Put),
             Request::Delete(request) => evaluation.delete(request).map(Outcome::Delete),
+            // As in `fetch`.
+            Request::Txn(request) if request.lists_keys() && !self.shared.read_memory.has_free_for_list() => {
+                Err(Error::TooManyRequests.into())
+            }
             Request::Txn(request) => evaluation.txn(request).map(Outcome::Txn),
             Request::Grant { id, ttl_secs } => evaluation.grant(*id, *ttl_secs).map(Outcome::Revision),
             Request::Revoke(id) => evaluation.revoke(*id).map(Outcome::Revision),
@@ -323,10 +328,14 @@ mod tests {
     use super::*;
     use crate::{
         auth::Caller,
+        index::ReadAt,
         log::memory::MemoryLog,
+        overload::ReadMemory,
         store::{
             fixtures::shared,
-            request::{DeleteRequest, PutLease, PutRequest, PutValue},
+            request::{
+                Consistency, DeleteRequest, Op, Projection, PutLease, PutRequest, PutValue, RangeRequest, TxnRequest,
+            },
         },
         types::KeyRange,
     };
@@ -351,6 +360,39 @@ mod tests {
 
         assert!(writer.collect().await);
         assert!(queue.submit(&Caller::Server, delete()).now_or_never().is_none(), "the queue has capacity again");
+    }
+
+    #[tokio::test]
+    async fn transaction_that_lists_keys_is_refused_while_earlier_lists_hold_the_memory() {
+        let shared = Arc::new(Shared { read_memory: ReadMemory::with_limit(10), ..shared(0) });
+        let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
+        let list = || {
+            let keys = RangeRequest {
+                range: KeyRange::from_wire(b"k", b"l"),
+                at: ReadAt::Latest,
+                limit: None,
+                sort: None,
+                filter: Default::default(),
+                projection: Projection::KeysOnly,
+                consistency: Consistency::Linearizable,
+            };
+            let nested = TxnRequest { compares: vec![], success: vec![Op::Range(keys)], failure: vec![] };
+            let Request::Put(put) = put("other") else { unreachable!("it is a put") };
+            let success = vec![Op::Put(put), Op::Txn(nested)];
+            queue.submit(&Caller::Server, Request::Txn(TxnRequest { compares: vec![], success, failure: vec![] }))
+        };
+        let client = async {
+            queue.submit(&Caller::Server, put("key")).await.unwrap();
+            let first = list().await.unwrap();
+            assert!(shared.read_memory.bytes() > 10, "the keys are counted");
+            assert!(matches!(list().await, Err(Error::TooManyRequests)));
+            queue.submit(&Caller::Server, put("key")).await.unwrap();
+            drop(first);
+            assert!(list().await.is_ok());
+            queue.close();
+        };
+        tokio::join!(writer.run(), client);
+        assert_eq!(shared.read_memory.bytes(), 0);
     }
 
     /// Each commit takes 5 ms. Without waiting, two clients take turns, so that there are twice as many commits.

@@ -48,6 +48,8 @@ pub enum End {
     ServerStopped,
     /// The client asked for a stream that ends when the server is cut off from the cluster, and it is.
     NoLeader,
+    /// A request could not be read.
+    BadRequest,
     /// A bug in the server.
     Failed,
 }

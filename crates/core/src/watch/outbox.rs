@@ -157,7 +157,7 @@ impl Outbox {
         let Some(message) = inner.queue.pop() else {
             return match inner.end {
                 Some(End::ClientGone) => Poll::Ready(None),
-                Some(end @ (End::ServerStopped | End::NoLeader | End::Failed)) => {
+                Some(end @ (End::ServerStopped | End::NoLeader | End::BadRequest | End::Failed)) => {
                     // The stream returns `None` after this error.
                     inner.end = Some(End::ClientGone);
                     Poll::Ready(Some(Err(end)))

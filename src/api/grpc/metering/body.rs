@@ -13,7 +13,10 @@ use tonic::Status;
 
 use super::call::{CallGuard, Method};
 use crate::api::{
-    grpc::frame::FrameCounter,
+    grpc::{
+        deadline::{self, Deadline},
+        frame::FrameCounter,
+    },
     status::{panicked, request_too_late, too_many_requests},
 };
 use orlop_core::{
@@ -123,12 +126,23 @@ pub struct SentBody<R> {
     inner: R,
     call: CallGuard,
     frames: FrameCounter,
-    has_panicked: bool,
+    deadline: Deadline,
+    /// Whether the body was ended before its end.
+    is_cut_off: bool,
 }
 
 impl<R> SentBody<R> {
-    pub fn new(inner: R, call: CallGuard) -> Self {
-        Self { inner, call, frames: FrameCounter::default(), has_panicked: false }
+    pub fn new(inner: R, call: CallGuard, deadline: Deadline) -> Self {
+        Self { inner, call, frames: FrameCounter::default(), deadline, is_cut_off: false }
+    }
+
+    /// Ends the body with this status.
+    fn cut_off<E>(&mut self, status: &Status) -> Poll<Option<Result<Frame<Bytes>, E>>> {
+        self.is_cut_off = true;
+        let mut trailers = HeaderMap::new();
+        // The texts of these statuses are ASCII, so they are valid header values.
+        let _ = status.add_header(&mut trailers);
+        Poll::Ready(Some(Ok(Frame::trailers(trailers))))
     }
 }
 
@@ -137,21 +151,20 @@ impl<R: Body<Data = Bytes> + Unpin> Body for SentBody<R> {
     type Error = R::Error;
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, R::Error>>> {
-        if self.has_panicked {
+        if self.is_cut_off {
             return Poll::Ready(None);
         }
-        let frame = match supervise::catch_panic(|| Pin::new(&mut self.inner).poll_frame(context)) {
+        let mut frame = match supervise::catch_panic(|| Pin::new(&mut self.inner).poll_frame(context)) {
             Ok(frame) => frame,
             Err(panic) => {
-                self.has_panicked = true;
                 let method = &self.call.method;
                 supervise::log_request_panic(&method.panics, &method.path, &panic);
-                let mut trailers = HeaderMap::new();
-                // The text is ASCII, so it is a valid header value.
-                let _ = panicked().add_header(&mut trailers);
-                Poll::Ready(Some(Ok(Frame::trailers(trailers))))
+                self.cut_off(&panicked())
             }
         };
+        if frame.is_pending() && self.deadline.has_passed(context) {
+            frame = self.cut_off(&deadline::passed());
+        }
         if let Poll::Ready(Some(Ok(frame))) = &frame {
             if let Some(data) = frame.data_ref() {
                 let messages = self.frames.count(data);
@@ -166,7 +179,7 @@ impl<R: Body<Data = Bytes> + Unpin> Body for SentBody<R> {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.has_panicked || self.inner.is_end_stream()
+        self.is_cut_off || self.inner.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {

@@ -86,14 +86,13 @@ impl Method {
 }
 
 /// Adds the request ID to the response of a failed call. The server's log contains the same ID.
-pub fn add_request_id<R>(mut response: Response<R>, id: RequestId) -> Response<R> {
+pub fn add_request_id<R>(response: &mut Response<R>, id: RequestId) {
     const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
     if response.headers().contains_key("grpc-status")
         && let Ok(id) = HeaderValue::try_from(id.to_string())
     {
         response.headers_mut().insert(REQUEST_ID, id);
     }
-    response
 }
 
 /// Counts a call when it ends. A call that is dropped before its end counts as canceled.
@@ -129,6 +128,11 @@ impl CallGuard {
     /// Stores the trace of a call whose response begins now.
     pub fn set_trace(&mut self, trace: Trace) {
         self.traced = Some(Traced { trace, responded: Instant::now() });
+    }
+
+    /// Returns the ID of a traced call.
+    pub fn request_id(&self) -> Option<RequestId> {
+        self.traced.as_ref().map(|traced| traced.trace.id)
     }
 
     /// Ends the call if these headers or trailers contain its status.

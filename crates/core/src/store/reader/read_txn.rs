@@ -24,7 +24,7 @@ impl Store {
         }
         let mut fetched = Fetched::new();
         // All reads of the log for this transaction are one list, regardless of the number of evaluations.
-        let mut list = None;
+        let mut list = if request.lists_keys() { Some(self.shared.read_memory.list().await?) } else { None };
         loop {
             let (before, evaluated) = {
                 let index = self.shared.index.read();
@@ -34,8 +34,15 @@ impl Store {
                     permissions::check_txn(authority.rights(caller)?, &request, &|_| Vec::new())?;
                 }
                 let mut batch = Batch::new(index.head());
-                let evaluation =
-                    Evaluation::new(&index, &leases, &self.shared.values, &fetched, &mut batch).txn(&request);
+                let evaluation = Evaluation::new(
+                    &index,
+                    &leases,
+                    &self.shared.values,
+                    &self.shared.read_memory,
+                    &fetched,
+                    &mut batch,
+                )
+                .txn(&request);
                 ((index.head(), index.compact_revision()), evaluation)
             };
             let rows = match evaluated {
